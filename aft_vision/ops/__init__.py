@@ -1,0 +1,27 @@
+"""The operations of AFT as pure functions of tensors.
+
+Shape letters, the same everywhere: B batch, T sequence length (targets), S sources, C model width, D channels of an
+operation, H, W token grid, h heads, s window or kernel size, V vocabulary.
+"""
+
+from aft_vision.ops.aft import aft_conv, aft_full, aft_local, aft_onehot, aft_simple
+from aft_vision.ops.aft_causal import (
+    LocalState,
+    SimpleState,
+    aft_full_causal,
+    aft_local_causal,
+    aft_local_state,
+    aft_local_step,
+    aft_simple_causal,
+    aft_simple_state,
+    aft_simple_step,
+    reorder_state,
+)
+from aft_vision.ops.position_bias import (
+    factorized_bias,
+    gumbel_kernel,
+    hard_kernel,
+    local_bias,
+    onehot_kernel,
+    standardized_kernel,
+)

@@ -1,0 +1,137 @@
+"""The AFT operations over whole sequences (AFT Eq. 2, 4, 5, 6, 10).
+
+Each is one custom operator with an explicit backward: stable for any finite key, O(B T D) memory beside the bias.
+"""
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops import dispatch as dispatch
+
+
+def aft_full(
+    q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, backend: str = 'auto'
+) -> Tensor:
+    """Mix tokens with learned pair-wise position biases (AFT Eq. 2).
+
+    Args:
+        q, k, v: (B, T, D). q = None leaves the sigmoid gate out (Table 12).
+        bias: (T, T) position bias w; bias[t, s] weights source s for target t.
+        mask: (B, T) bool, True where a source counts; a target with no source gives 0.
+        backend: 'auto' or 'eager'.
+
+    Returns:
+        (B, T, D) in q's dtype. Memory is O(B * T * D + T * T); the (T, T, D) weights are never formed.
+
+    Raises:
+        ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
+    """
+    return torch.ops.aft_vision.aft_full(q, k, v, bias, mask, torch.is_grad_enabled(), backend)[0]
+
+
+def aft_local(
+    q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None = None, backend: str = 'auto'
+) -> Tensor:
+    """Mix tokens with position biases inside a window, and plain weights exp(k) outside it (AFT Eq. 4).
+
+    Args:
+        q, k, v: (B, T, D). q = None leaves the sigmoid gate out.
+        band: (T, 2s - 1): band[t, j] is w[t, t + j - (s - 1)]; entries outside the sequence are ignored.
+        mask: (B, T) bool, True where a source counts; a target with no source gives 0.
+        backend: 'auto' or 'eager'.
+
+    Returns:
+        (B, T, D) in q's dtype. Memory is O(B * T * D + T * s); no (T, T) matrix is formed.
+
+    Raises:
+        ValueError: shapes do not match, the band's width is even, mask is not a bool (B, T), or the backend is unknown.
+    """
+    return torch.ops.aft_vision.aft_local(q, k, v, band, mask, torch.is_grad_enabled(), backend)[0]
+
+
+def aft_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = None, backend: str = 'auto') -> Tensor:
+    """Gate one global, key-weighted mean of the values (AFT Eq. 5).
+
+    Args:
+        q, k, v: (B, T, D). q = None leaves the sigmoid gate out.
+        mask: (B, T) bool, True where a source counts; a batch row with no source gives 0.
+        backend: 'auto' or 'eager'.
+
+    Returns:
+        (B, T, D) in q's dtype.
+
+    Raises:
+        ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
+    """
+    return torch.ops.aft_vision.aft_simple(q, k, v, mask, torch.is_grad_enabled(), backend)[0]
+
+
+def aft_conv(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    kernel: Tensor,
+    grid: tuple[int, int],
+    mask: Tensor | None = None,
+    global_context: bool = True,
+    backend: str = 'auto',
+) -> Tensor:
+    """Mix a grid of tokens with relative position biases shared over the grid (AFT Eq. 6).
+
+    Erratum: the print convolves K and K * V; it must read exp(K) and exp(K) * V, which makes it AFT Eq. 2 with the
+    expanded bias. Correlation (the kernel is not flipped), zero padding, stride 1; s may exceed the grid.
+
+    Args:
+        q, v: (B, H * W, D). q = None leaves the sigmoid gate out (Table 12).
+        k: (B, H * W, h), one channel per head; head i owns the channels [i * D / h, (i + 1) * D / h).
+        kernel: (h, s, s) position bias w, s odd; kernel[i, s // 2 + dy, s // 2 + dx] weights the source (dy, dx) away.
+        grid: (H, W), in tokens.
+        mask: (B, H * W) bool, True where a source counts; a target with no source gives 0.
+        global_context: False gives sources outside the window no weight (the degenerate variant of Sec. 5.3).
+        backend: 'auto' or 'eager'.
+
+    Returns:
+        (B, H * W, D) in q's dtype.
+
+    Raises:
+        ValueError: shapes do not match, s is even, h does not divide D, H * W is not the number of tokens, mask is not
+            a bool (B, H * W), or the backend is unknown.
+    """
+    return torch.ops.aft_vision.aft_conv(
+        q, k, v, kernel, [grid[0], grid[1]], mask, global_context, torch.is_grad_enabled(), backend
+    )[0]
+
+
+def aft_onehot(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    offset: Tensor,
+    weight: Tensor,
+    grid: tuple[int, int],
+    mask: Tensor | None = None,
+    backend: str = 'auto',
+) -> Tensor:
+    """Mix a grid of tokens with one biased offset per head: global pooling plus an index (AFT Eq. 10).
+
+    AFT-conv whose kernel is zero but for one entry per head, what Gumbel softmax leaves at inference.
+
+    Args:
+        q, v: (B, H * W, D). q = None leaves the sigmoid gate out.
+        k: (B, H * W, h), one channel per head.
+        offset: (h, 2) int64, (dy, dx) in tokens from target to source; outside the grid it adds nothing.
+        weight: (h,) the bias w at that offset.
+        grid: (H, W), in tokens.
+        mask: (B, H * W) bool, True where a source counts; a batch row with no source gives 0.
+        backend: 'auto' or 'eager'.
+
+    Returns:
+        (B, H * W, D) in q's dtype.
+
+    Raises:
+        ValueError: shapes do not match, offset is not int64, h does not divide D, H * W is not the number of tokens,
+            mask is not a bool (B, H * W), or the backend is unknown.
+    """
+    return torch.ops.aft_vision.aft_onehot(
+        q, k, v, offset, weight, [grid[0], grid[1]], mask, torch.is_grad_enabled(), backend
+    )[0]

@@ -1,0 +1,159 @@
+"""The custom operators `torch.ops.aft_vision.*`, and the one place that picks what runs inside them.
+
+An operator is one node for autograd, `torch.compile`, `torch.export`, FX and TorchScript. Its forward returns the
+result and what its backward reuses; the backward is an operator too.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.eager import causal, conv, full, local, onehot
+from aft_vision.ops.eager.numerics import empty_denominator, empty_output
+
+BACKENDS = ('auto', 'eager')
+# Inputs that receive a gradient, beside q, k, v: the position bias of each operator.
+BIAS_NAMES = ('bias', 'band', 'kernel', 'weight')
+
+
+def pick_backend(backend: str) -> str:
+    """The form that runs: 'auto' is the fastest one that covers the inputs.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {backend!r}')
+    return 'eager'
+
+
+class _Form(NamedTuple):
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, ...]]
+
+
+def _define(
+    name: str,
+    check: Callable[..., None],
+    empty_saved: Callable[[Tensor, Tensor, bool], Tensor],
+    forms: dict[str, _Form],
+) -> None:
+    """Register aft_vision::name and aft_vision::name_backward with their fakes and autograd formula.
+
+    The schema follows the eager forward: (q, k, v, the operator's own inputs, mask, ..., save), then `backend`.
+    `empty_saved` allocates what the forward keeps for the backward.
+    """
+    signature = inspect.signature(forms['eager'].forward)
+    names = [parameter for parameter in signature.parameters if parameter != 'save']
+    checked = [names.index(parameter) for parameter in inspect.signature(check).parameters]
+    bias = next((parameter for parameter in names if parameter in BIAS_NAMES), None)
+    gradients = ['q', 'k', 'v'] + ([bias] if bias else [])
+
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        *inputs, save, backend = args
+        check(*(inputs[i] for i in checked))
+        with torch.autocast(inputs[1].device.type, enabled=False):
+            return forms[pick_backend(backend)].forward(*inputs, save)
+
+    def forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+        *inputs, save, backend = args
+        pick_backend(backend)
+        check(*(inputs[i] for i in checked))
+        q, k, v = inputs[:3]
+        return empty_output(q, v), empty_saved(k, v, save)
+
+    def backward(*args: Any) -> tuple[Tensor, ...]:
+        *inputs, backend = args
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            return forms[pick_backend(backend)].backward(*inputs)
+
+    def backward_fake(grad: Tensor, y: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *inputs, need_bias, _ = args
+        q, k, v = inputs[:3]
+        found = [_fake_grad(q, k), _fake_grad(k, k), _fake_grad(v, k)]
+        return (*found, _fake_grad(inputs[names.index(bias)] if need_bias else None, k)) if bias else tuple(found)
+
+    tensors = ', '.join(_schema_type(parameter, signature) for parameter in names)
+    grads = ', '.join(['Tensor'] * len(gradients))
+    operator = torch.library.custom_op(
+        f'aft_vision::{name}',
+        forward,
+        mutates_args=(),
+        schema=f'({tensors}, bool save, str backend) -> (Tensor, Tensor)',
+    )
+    backward_operator = torch.library.custom_op(
+        f'aft_vision::{name}_backward',
+        backward,
+        mutates_args=(),
+        schema=f'(Tensor grad, Tensor y, Tensor saved, {tensors}, bool need_bias, str backend) -> ({grads})',
+    )
+    operator.register_fake(forward_fake)
+    backward_operator.register_fake(backward_fake)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        kept = [x if isinstance(x, Tensor) else None for x in inputs[: len(names)]]
+        ctx.save_for_backward(*output, *kept)
+        ctx.constants = [None if isinstance(x, Tensor) else x for x in inputs[: len(names)]]
+        ctx.backend = inputs[-1]
+
+    def differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        found: list[Tensor | None] = [None] * (len(names) + 2)
+        if grad is None:
+            return tuple(found)
+        y, saved, *kept = ctx.saved_tensors
+        inputs = [x if x is not None else constant for x, constant in zip(kept, ctx.constants, strict=True)]
+        need_bias = bias is not None and ctx.needs_input_grad[names.index(bias)]
+        results = backward_operator(grad, y, saved, *inputs, need_bias, ctx.backend)
+        for parameter, result in zip(gradients, results, strict=True):
+            if ctx.needs_input_grad[names.index(parameter)]:
+                found[names.index(parameter)] = result
+        return tuple(found)
+
+    operator.register_autograd(differentiate, setup_context=setup_context)
+
+
+_SCHEMA_TYPES = {Tensor: 'Tensor', Tensor | None: 'Tensor?', bool: 'bool'}
+
+
+def _schema_type(name: str, signature: inspect.Signature) -> str:
+    return f'{_SCHEMA_TYPES.get(signature.parameters[name].annotation, "SymInt[]")} {name}'
+
+
+def _fake_grad(x: Tensor | None, k: Tensor) -> Tensor:
+    return k.new_empty(0) if x is None else x.new_empty(x.shape)
+
+
+_define('aft_full', full.check_full, empty_denominator, {'eager': _Form(full.full_forward, full.full_backward)})
+_define(
+    'aft_simple', full.check_simple, full.empty_context, {'eager': _Form(full.simple_forward, full.simple_backward)}
+)
+_define('aft_local', local.check_local, empty_denominator, {'eager': _Form(local.local_forward, local.local_backward)})
+_define('aft_conv', conv.check_conv, empty_denominator, {'eager': _Form(conv.conv_forward, conv.conv_backward)})
+_define(
+    'aft_onehot',
+    onehot.check_onehot,
+    onehot.empty_saved,
+    {'eager': _Form(onehot.onehot_forward, onehot.onehot_backward)},
+)
+_define(
+    'aft_full_causal',
+    full.check_full,
+    empty_denominator,
+    {'eager': _Form(causal.full_causal_forward, causal.full_causal_backward)},
+)
+_define(
+    'aft_local_causal',
+    causal.check_local_causal,
+    empty_denominator,
+    {'eager': _Form(causal.local_causal_forward, causal.local_causal_backward)},
+)
+_define(
+    'aft_simple_causal',
+    full.check_simple,
+    empty_denominator,
+    {'eager': _Form(causal.simple_causal_forward, causal.simple_causal_backward)},
+)

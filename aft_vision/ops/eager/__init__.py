@@ -1,0 +1,1 @@
+"""The operators in torch alone: forward and an explicit backward, on any device, without autograd inside."""

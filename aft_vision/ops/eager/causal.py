@@ -1,0 +1,383 @@
+"""The masked forms (footnote 2): target t sums over the sources up to t.
+
+No maximum over all positions may enter: one large future key would underflow the past. Blocks of targets are worked in
+order, each with a reference per channel of its own, max(largest key before the block, largest key of the block - 60):
+it never falls, so the running sums of what lies before the window are only ever scaled down, and keys of the block may
+exceed it by e^60 without overflow. Elements that a jump inside the block still underflows are computed again by a
+joint log-sum-exp over what they see.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.eager.band import block_length, skew, unskew
+from aft_vision.ops.eager.numerics import (
+    UNDERFLOW,
+    accumulate_dtype,
+    check_qkv,
+    empty_denominator,
+    empty_output,
+    gate,
+    masked_keys,
+    may_branch,
+    product_dtype,
+)
+
+# How far a key may exceed its reference, in nats.
+HEADROOM = 60.0
+REPAIR_ELEMENTS = 1 << 20
+
+
+class CausalBias(Protocol):
+    """The bias of one causal operator, read and differentiated a block of targets at a time."""
+
+    step: int
+
+    def low(self, start: int) -> int:
+        """The first source that the block of targets from `start` weights one by one."""
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        """(stop - start, stop - low) bias, minus infinity in the future."""
+
+    def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
+        """Add the gradient of `logits`."""
+
+    def rows(self, target: Tensor) -> Tensor:
+        """(N, T) bias of single targets, minus infinity in the future."""
+
+    def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
+        """Add the gradient of `rows`."""
+
+
+class FullBias:
+    """A whole (T, T) bias, of which the lower triangle is read."""
+
+    step = 128
+
+    def __init__(self, bias: Tensor) -> None:
+        self.bias = bias
+        self.grad = torch.zeros(bias.shape, dtype=accumulate_dtype(bias), device=bias.device)
+
+    def low(self, start: int) -> int:
+        return 0
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        return _hide_future(self.bias[start:stop, :stop], start)
+
+    def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
+        self.grad[start:stop, :stop] += grad
+
+    def rows(self, target: Tensor) -> Tensor:
+        future = torch.arange(len(self.bias), device=target.device) > target[:, None]
+        return self.bias[target].masked_fill(future, float('-inf'))
+
+    def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
+        self.grad.index_add_(0, target, grad.to(self.grad.dtype))
+
+
+class BandBias:
+    """A band (T, s): the token itself and the s - 1 before it; 0 for older sources."""
+
+    def __init__(self, band: Tensor) -> None:
+        self.band = band
+        self.step = block_length(band.shape[1])
+        self.grad = torch.zeros(band.shape, dtype=accumulate_dtype(band), device=band.device)
+
+    def low(self, start: int) -> int:
+        return max(0, start - self.band.shape[1] + 1)
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        rows = skew(self.band[start:stop])[:, self.low(start) - (start - self.band.shape[1] + 1) :]
+        return _hide_future(rows, start - self.low(start))
+
+    def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
+        width = self.band.shape[1] + stop - start - 1
+        wide = grad.new_zeros(stop - start, width)
+        wide[:, width - grad.shape[1] :] = grad
+        self.grad[start:stop] += unskew(wide)
+
+    def rows(self, target: Tensor) -> Tensor:
+        place = self._places(target)
+        rows = self.band[target].gather(1, place.clamp(0, self.band.shape[1] - 1)).masked_fill(place < 0, 0.0)
+        return rows.masked_fill(place >= self.band.shape[1], float('-inf'))
+
+    def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
+        place = self._places(target)
+        rows = self.grad.new_zeros(len(target), self.band.shape[1])
+        rows.scatter_add_(1, place.clamp(0, self.band.shape[1] - 1), grad.to(rows.dtype).masked_fill(place < 0, 0.0))
+        self.grad.index_add_(0, target, rows)
+
+    def _places(self, target: Tensor) -> Tensor:
+        # (N, T): the place of every source in the band of each target.
+        return torch.arange(len(self.band), device=target.device) - target[:, None] + self.band.shape[1] - 1
+
+
+class NoBias:
+    """AFT-simple: every visible source weighs exp(k)."""
+
+    step = 64
+
+    def __init__(self, v: Tensor) -> None:
+        self.tokens = v.shape[1]
+        self.zero = torch.zeros((), dtype=accumulate_dtype(v), device=v.device)
+
+    def low(self, start: int) -> int:
+        return start
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        return _hide_future(self.zero.expand(stop - start, stop - start), 0)
+
+    def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
+        """Nothing to learn."""
+
+    def rows(self, target: Tensor) -> Tensor:
+        future = torch.arange(self.tokens, device=target.device) > target[:, None]
+        return self.zero.expand(future.shape).masked_fill(future, float('-inf'))
+
+    def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
+        """Nothing to learn."""
+
+
+class _Block(NamedTuple):
+    # One block of targets [start, stop) and all it needs; N = B * D.
+    start: int
+    stop: int
+    low: int
+    left: slice  # sources that leave the window with this block, for the running sums
+    reference: Tensor  # (N,)
+    weight: Tensor  # (C, L): exp(bias - its row maximum), products' dtype
+    older: Tensor  # (C, 1): the same for sources before the window
+
+
+class _Sequence:
+    """Keys and values as (T, N) columns, and the blocks over them with their references."""
+
+    def __init__(self, k: Tensor, v: Tensor, mask: Tensor | None, bias: CausalBias) -> None:
+        self.dtype, self.product_dtype = accumulate_dtype(v), product_dtype(v)
+        self.keys = masked_keys(k, mask).transpose(0, 1).flatten(1)  # (T, N)
+        self.values = v.to(self.dtype).transpose(0, 1).flatten(1)
+        self.bias = bias
+
+    def blocks(self) -> Iterator[_Block]:
+        floor = torch.finfo(self.dtype).min / 4
+        past = self.keys[0].clamp_min(floor)
+        left = 0
+        for start in range(0, len(self.keys), self.bias.step):
+            stop = min(start + self.bias.step, len(self.keys))
+            low = self.bias.low(start)
+            peak = self.keys[start:stop].amax(0)
+            logits = self.bias.logits(start, stop).to(self.dtype)
+            row = logits.amax(1, keepdim=True)
+            if low > 0:
+                row = row.clamp_min(0.0)
+            reference = torch.maximum(past, peak - HEADROOM)
+            weight = torch.exp(logits - row).to(self.product_dtype)
+            yield _Block(start, stop, low, slice(left, low), reference, weight, torch.exp(-row) if low > 0 else row)
+            past, left = torch.maximum(past, peak), low
+
+    def exponentials(self, part: slice, reference: Tensor) -> tuple[Tensor, Tensor]:
+        """e^(k - reference) of some sources, (L, N), and beside it [e^k v | e^k], (L, 2N), in the products' dtype."""
+        ek = torch.exp(self.keys[part] - reference)
+        return ek, torch.cat([ek * self.values[part], ek], 1)
+
+
+def causal_forward(
+    q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, bias: CausalBias, save: bool
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (B, T, D), each at the reference of its block."""
+    out, den = empty_output(q, v), empty_denominator(k, v, save)
+    sequence = _Sequence(k, v, mask, bias)
+    state = sequence.keys.new_zeros(2 * sequence.keys.shape[1])
+    reference = None
+    for block in sequence.blocks():
+        if reference is not None:
+            state = state * torch.exp(reference - block.reference).repeat(2)
+        reference = block.reference
+        state = state + sequence.exponentials(block.left, reference)[1].sum(0)
+        x = sequence.exponentials(slice(block.low, block.stop), reference)[1]
+        sums = (block.weight @ x.to(sequence.product_dtype)).to(sequence.dtype)
+        if block.low > 0:
+            sums = torch.addcmul(sums, block.older, state)
+        rows = slice(block.start, block.stop)
+        num, bottom = (part.unflatten(1, (len(v), -1)).transpose(0, 1) for part in sums.chunk(2, dim=1))
+        lost = bottom < UNDERFLOW[sequence.dtype]
+        ratio = num / bottom.clamp_min(UNDERFLOW[sequence.dtype])  # (B, C, D)
+        if may_branch(k) and bool(lost.any()):
+            _repair_forward(ratio, k, v, mask, bias, lost, block.start)
+        s = gate(None if q is None else q[:, rows], sequence.dtype)
+        out[:, rows] = ratio if s is None else ratio * s
+        if save:
+            den[:, rows] = bottom
+    return out, den
+
+
+def causal_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: CausalBias,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; that of the bias is left in `bias`. A scan over the blocks, last to first."""
+    sequence = _Sequence(k, v, mask, bias)
+    g, out = grad.to(sequence.dtype), y.to(sequence.dtype)
+    s = gate(q, sequence.dtype)
+    dq = k.new_empty(0) if q is None or s is None else (g * out * (1 - s)).to(q.dtype)
+    a = g if s is None else g * s
+    lost = den.to(sequence.dtype) < UNDERFLOW[sequence.dtype]
+    top = (1 / den.to(sequence.dtype).clamp_min(UNDERFLOW[sequence.dtype])).masked_fill(lost, 0.0)
+    rows = torch.stack([a * top, -g * out * top]).permute(2, 0, 1, 3).flatten(1)  # (T, 2N)
+    dk, dv = torch.zeros_like(sequence.keys), torch.zeros_like(sequence.keys)
+
+    def add(part: slice, ek: Tensor, dx: Tensor) -> None:
+        d_values, d_keys = dx.chunk(2, dim=-1)
+        dv[part] += d_values * ek
+        dk[part] += (d_values * sequence.values[part] + d_keys) * ek
+
+    d_state, following = torch.zeros_like(rows[0]), None
+    for block in reversed(list(sequence.blocks())):
+        if following is not None:
+            d_state = d_state * torch.exp(block.reference - following).repeat(2)
+        following = block.reference
+        r = rows[block.start : block.stop]
+        window = slice(block.low, block.stop)
+        ek, x = sequence.exponentials(window, block.reference)
+        left, right = r.to(sequence.product_dtype), x.to(sequence.product_dtype)
+        add(window, ek, (block.weight.t() @ left).to(sequence.dtype))
+        bias.add_grad(block.start, block.stop, _logits_grad(block.weight, left, right, sequence.dtype))
+        if block.low > 0:
+            d_state = d_state + (block.older * r).sum(0)
+            add(block.left, sequence.exponentials(block.left, block.reference)[0], d_state)
+    dk, dv = (x.unflatten(1, (len(v), -1)).transpose(0, 1) for x in (dk, dv))
+    if may_branch(k) and bool(lost.any()):
+        _repair_backward(a, k, v, mask, bias, lost, dk, dv)
+    return dq, dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+
+
+def _logits_grad(weight: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    # weight * (left @ right^T) where weight > 0: a future source may lie e^60 above a small denominator and overflow.
+    grad = torch.where(weight > 0, (left @ right.t()).to(dtype) * weight, 0.0)
+    if may_branch(weight) and not bool(grad.isfinite().all()):
+        product = left.double() @ right.double().t()
+        grad = torch.where(weight > 0, product * weight, 0.0).to(dtype)
+    return grad
+
+
+def _joint_softmax(
+    k: Tensor, mask: Tensor | None, bias: CausalBias, batch: Tensor, target: Tensor, channel: Tensor
+) -> Tensor:
+    keys = masked_keys(k, mask).double().transpose(1, 2)[batch, channel]  # (N, T)
+    return torch.softmax(keys + bias.rows(target).double(), dim=1).nan_to_num_(nan=0.0)
+
+
+def _repair_forward(
+    ratio: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: CausalBias, lost: Tensor, start: int
+) -> None:
+    for batch, row, channel in _lost_elements(lost, v):
+        p = _joint_softmax(k, mask, bias, batch, row + start, channel)
+        ratio[batch, row, channel] = (p * v.transpose(1, 2)[batch, channel].double()).sum(1).to(ratio.dtype)
+
+
+def _repair_backward(
+    a: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: CausalBias, lost: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    for batch, target, channel in _lost_elements(lost, v):
+        p = _joint_softmax(k, mask, bias, batch, target, channel)
+        values = v.transpose(1, 2)[batch, channel].double()
+        spread = p * a[batch, target, channel].double()[:, None]  # (N, T)
+        dlogits = (spread * (values - (p * values).sum(1, keepdim=True))).to(dk.dtype)
+        dk.transpose(1, 2).index_put_((batch, channel), dlogits, accumulate=True)
+        dv.transpose(1, 2).index_put_((batch, channel), spread.to(dv.dtype), accumulate=True)
+        bias.add_rows_grad(target, dlogits)
+
+
+def _lost_elements(lost: Tensor, v: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    for index in lost.nonzero().split(max(1, REPAIR_ELEMENTS // v.shape[1])):
+        yield index.unbind(1)
+
+
+def _hide_future(rows: Tensor, diagonal: int) -> Tensor:
+    # Row i sees the columns up to i + diagonal.
+    row = torch.arange(rows.shape[0], device=rows.device)[:, None]
+    column = torch.arange(rows.shape[1], device=rows.device)
+    return rows.masked_fill(column > row + diagonal, float('-inf'))
+
+
+def check_local_causal(q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> None:
+    """Raise ValueError unless the shapes are those of `ops.aft_local_causal`."""
+    check_qkv(q, k, v, mask)
+    if band.ndim != 2 or band.shape[0] != v.shape[1] or band.shape[1] == 0:
+        raise ValueError(f'band must have shape ({v.shape[1]}, s) for a window of s tokens, got {tuple(band.shape)}')
+
+
+def full_causal_forward(
+    q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (AFT Eq. 2, causal)."""
+    return causal_forward(q, k, v, mask, FullBias(bias), save)
+
+
+def full_causal_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and bias."""
+    full = FullBias(bias)
+    return (*causal_backward(grad, y, den, q, k, v, mask, full), full.grad.to(bias.dtype))
+
+
+def local_causal_forward(
+    q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (AFT Eq. 4, causal)."""
+    return causal_forward(q, k, v, mask, BandBias(band), save)
+
+
+def local_causal_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    band: Tensor,
+    mask: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and band."""
+    local = BandBias(band)
+    return (*causal_backward(grad, y, den, q, k, v, mask, local), local.grad.to(band.dtype))
+
+
+def simple_causal_forward(
+    q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (AFT Eq. 5, causal)."""
+    return causal_forward(q, k, v, mask, NoBias(v), save)
+
+
+def simple_causal_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    return causal_backward(grad, y, den, q, k, v, mask, NoBias(v))

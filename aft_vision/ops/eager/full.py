@@ -1,0 +1,143 @@
+"""AFT-full and AFT-simple without a mask over the future (AFT Eq. 2, AFT Eq. 5)."""
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.eager.mixing import Workspace, mix_backward, mix_forward
+from aft_vision.ops.eager.numerics import (
+    accumulate_dtype,
+    check_qkv,
+    empty_denominator,
+    empty_output,
+    gate,
+    masked_keys,
+    product_dtype,
+)
+
+
+class FullWeights:
+    """One (T, T) matrix over all channels, applied as a single product [T, T] x [T, B * 2D]."""
+
+    def __init__(self, bias: Tensor, v: Tensor) -> None:
+        self.bias = bias
+        self.channels = v.shape[2]
+        dtype = accumulate_dtype(v)
+        bias = bias.to(dtype)
+        self.exp = (bias - bias.amax(dim=1, keepdim=True)).exp_()
+        self.matrix = self.exp.to(product_dtype(v))
+        self.grad_matrix: Tensor | None = None
+        self.grad_rows = torch.zeros_like(self.exp)
+
+    def workspace(self, batch: int) -> Workspace:
+        return self._views(self.matrix.new_empty(len(self.matrix), batch, 2, self.channels))
+
+    def apply(self, x: Workspace) -> Workspace:
+        return self._product(self.matrix, x)
+
+    def apply_transpose(self, x: Workspace) -> Workspace:
+        return self._product(self.matrix.t(), x)
+
+    def add_grad(self, grad: Workspace, x: Workspace) -> None:
+        left, right = grad.buffer.flatten(1), x.buffer.flatten(1)
+        if self.grad_matrix is None:
+            self.grad_matrix = (left @ right.t()).to(self.exp.dtype)
+        elif left.dtype == self.exp.dtype:
+            self.grad_matrix.addmm_(left, right.t())
+        else:
+            self.grad_matrix += left @ right.t()
+
+    def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
+        return self.bias[target]
+
+    def add_bias_rows_grad(self, head: Tensor, target: Tensor, grad: Tensor) -> None:
+        self.grad_rows.index_add_(0, target, grad.to(self.grad_rows.dtype))
+
+    def bias_grad(self) -> Tensor:
+        """Gradient of the bias, (T, T). The reference cancels: no gradient runs through it."""
+        assert self.grad_matrix is not None
+        return torch.addcmul(self.grad_rows, self.grad_matrix, self.exp).to(self.bias.dtype)
+
+    def _product(self, matrix: Tensor, x: Workspace) -> Workspace:
+        return self._views((matrix @ x.buffer.flatten(1)).view(x.buffer.shape))
+
+    def _views(self, buffer: Tensor) -> Workspace:
+        by_batch = buffer.transpose(0, 1).unsqueeze(-1)  # (B, T, 2, D, 1)
+        return Workspace(buffer, by_batch[:, :, 0], by_batch[:, :, 1])
+
+
+def check_full(q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:
+    """Raise ValueError unless the shapes are those of `ops.aft_full`."""
+    check_qkv(q, k, v, mask)
+    if bias.shape != (v.shape[1], v.shape[1]):
+        raise ValueError(f'bias must have shape {(v.shape[1], v.shape[1])} to match v, got {tuple(bias.shape)}')
+
+
+def full_forward(
+    q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (AFT Eq. 2)."""
+    out, den = empty_output(q, v), empty_denominator(k, v, save)
+    mix_forward(q, k, v, mask, FullWeights(bias, v), out, den)
+    return out, den
+
+
+def full_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and bias."""
+    weights = FullWeights(bias, v)
+    dq, dk, dv = mix_backward(grad, y, den, q, k, v, mask, weights, need_bias)
+    return dq, dk, dv, weights.bias_grad() if need_bias else bias.new_empty(0)
+
+
+def check_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """Raise ValueError unless the shapes are those of `ops.aft_simple`."""
+    check_qkv(q, k, v, mask)
+
+
+def empty_context(k: Tensor, v: Tensor, save: bool) -> Tensor:
+    """Room for the context (B, 1, D) that the backward reuses; empty when nothing will be differentiated."""
+    return torch.empty((v.shape[0], 1, v.shape[2]) if save else (0,), dtype=accumulate_dtype(v), device=v.device)
+
+
+def simple_forward(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, save: bool) -> tuple[Tensor, Tensor]:
+    """y and the context (B, 1, D) that every target shares (AFT Eq. 5)."""
+    context = (_token_softmax(k, mask) * v).sum(1, keepdim=True)
+    s = gate(q, context.dtype)
+    y = context.expand(v.shape).clone() if s is None else s * context
+    return y.to(v.dtype if q is None else q.dtype), context if save else empty_context(k, v, save)
+
+
+def simple_backward(
+    grad: Tensor,
+    y: Tensor,
+    context: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    p = _token_softmax(k, mask)
+    g = grad.to(p.dtype)
+    s = gate(q, p.dtype)
+    dq = k.new_empty(0) if q is None or s is None else (g * context * s * (1 - s)).to(q.dtype)
+    dcontext = (g if s is None else g * s).sum(1, keepdim=True)
+    dv = p * dcontext
+    dk = dv * (v - context)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _token_softmax(k: Tensor, mask: Tensor | None) -> Tensor:
+    # (B, T, D): zero for a batch row without tokens.
+    p = torch.softmax(masked_keys(k, mask), dim=1)
+    return p if mask is None else p.nan_to_num(nan=0.0)

@@ -1,0 +1,200 @@
+"""One forward and one backward for every operator y = sigmoid(q) * (W (e^k v)) / (W e^k).
+
+`Weights` stands for W = exp(w - reference): what differs between the operators is only how W is applied.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.eager.numerics import UNDERFLOW, accumulate_dtype, gate, masked_keys, may_branch, shifted_exp
+
+# Scratch of one batch chunk, in elements of the (token, batch, value and key) workspace: stays within the caches.
+CHUNK_ELEMENTS = 1 << 20
+# Scratch of the repair path, in elements.
+REPAIR_ELEMENTS = 1 << 20
+
+
+class Workspace(NamedTuple):
+    """A buffer in the layout that an operator multiplies fastest, and two views into it.
+
+    values: (B, T, h, D / h), key-weighted values; keys: (B, T, h, 1), key weights.
+    """
+
+    buffer: Tensor
+    values: Tensor
+    keys: Tensor
+
+
+class Weights(Protocol):
+    """The non-negative position weights exp(w - reference) of one operator."""
+
+    def workspace(self, batch: int) -> Workspace:
+        """An uninitialised workspace for `batch` sequences."""
+
+    def apply(self, x: Workspace) -> Workspace:
+        """W x: sums over sources."""
+
+    def apply_transpose(self, x: Workspace) -> Workspace:
+        """W^T x: sums over targets."""
+
+    def add_grad(self, grad: Workspace, x: Workspace) -> None:
+        """Add the gradient of sum(grad * W x) to the weights' own."""
+
+    def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
+        """The rows w[target, :] of the bias itself, (N, T); minus infinity where a source may not be seen."""
+
+    def add_bias_rows_grad(self, head: Tensor, target: Tensor, grad: Tensor) -> None:
+        """Add the gradient (N, T) of `bias_rows`."""
+
+
+def mix_forward(
+    q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, weights: Weights, out: Tensor, den: Tensor
+) -> None:
+    """Write y (B, T, D) into out and, unless den is empty, the denominators (B, T, h) into den."""
+    heads = k.shape[2]
+    dtype = accumulate_dtype(v)
+    for part in _chunks(v):
+        q_, k_, v_, mask_ = _slice(q, part), k[part], _by_head(v[part], heads), _slice(mask, part)
+        x = _exponentials(k_, v_, mask_, weights)
+        y = weights.apply(x)
+        bottom = y.keys.to(dtype)
+        lost = _underflowed(bottom)
+        ratio = y.values / (bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))  # (b, T, h, c)
+        if lost is not None and may_branch(k):
+            _repair_forward(ratio, k_, v_, mask_, weights, lost)
+        s = gate(q_, dtype)
+        result = _by_head(out[part], heads)
+        if s is None:
+            result.copy_(ratio)
+        else:
+            torch.mul(ratio, _by_head(s, heads), out=result)
+        if den.numel():
+            den[part].copy_(y.keys.squeeze(-1))
+
+
+def mix_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v; that of the bias is left in `weights`. An empty gradient stands for q = None."""
+    heads = k.shape[2]
+    dtype = accumulate_dtype(v)
+    dq = torch.empty_like(grad, dtype=q.dtype) if q is not None else k.new_empty(0)
+    dk, dv = torch.empty(k.shape, dtype=dtype, device=k.device), torch.empty(v.shape, dtype=dtype, device=v.device)
+    for part in _chunks(v):
+        k_, v_, mask_ = k[part], _by_head(v[part], heads), _slice(mask, part)
+        g, out = grad[part].to(dtype), y[part].to(dtype)
+        s = gate(_slice(q, part), dtype)
+        if s is not None:
+            torch.mul(g * out, 1 - s, out=dq[part])
+        bottom = den[part].to(dtype).unsqueeze(-1)  # (b, T, h, 1)
+        lost = _underflowed(bottom)
+        a = _by_head(g if s is None else g * s, heads)  # (b, T, h, c)
+        r = weights.workspace(len(k_))
+        top = 1 / (bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))
+        if lost is not None:
+            top = top.masked_fill(lost, 0.0)
+        torch.mul(a, top, out=r.values)
+        r.keys.copy_((_by_head(g * out, heads) * top).sum(-1, keepdim=True).neg_())
+        x = _exponentials(k_, v_, mask_, weights)
+        z = weights.apply_transpose(r)
+        dv_, dk_ = _by_head(dv[part], heads), dk[part].unsqueeze(-1)
+        torch.mul(z.values, x.keys, out=dv_)
+        torch.mul((z.values * v_).sum(-1, keepdim=True).add_(z.keys), x.keys, out=dk_)
+        if need_bias:
+            weights.add_grad(r, x)
+        if lost is not None and may_branch(k):
+            _repair_backward(a, k_, v_, mask_, weights, lost, dk_, dv_, need_bias)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def joint_softmax(k: Tensor, mask: Tensor | None, weights: Weights, index: tuple[Tensor, ...]) -> Tensor:
+    """softmax over sources of k + w for the elements index = (batch, target, head), (N, T) in float64.
+
+    The joint form never underflows. A row that sees nothing is zero.
+    """
+    batch, target, head = index
+    keys = masked_keys(k, mask).double().transpose(1, 2)[batch, head]  # (N, T)
+    logits = keys + weights.bias_rows(head, target).double()
+    return torch.softmax(logits, dim=1).nan_to_num_(nan=0.0)
+
+
+def _repair_forward(ratio: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weights: Weights, lost: Tensor) -> None:
+    for index in _lost_elements(lost, v):
+        p = joint_softmax(k, mask, weights, index)
+        batch, _, head = index
+        ratio[index] = torch.bmm(p.unsqueeze(1), v.transpose(1, 2)[batch, head].double()).squeeze(1).to(ratio.dtype)
+
+
+def _repair_backward(
+    a: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    lost: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    need_bias: bool,
+) -> None:
+    for index in _lost_elements(lost, v):
+        p = joint_softmax(k, mask, weights, index)  # (N, T)
+        batch, target, head = index
+        values = v.transpose(1, 2)[batch, head].double()  # (N, T, c)
+        grad = a[index].double()  # (N, c)
+        mean = torch.bmm(p.unsqueeze(1), values).squeeze(1)  # (N, c)
+        dp = torch.bmm(values, grad.unsqueeze(-1)).squeeze(-1) - (mean * grad).sum(-1, keepdim=True)
+        dlogits = (p * dp).to(dk.dtype)
+        dk.squeeze(-1).transpose(1, 2).index_put_((batch, head), dlogits, accumulate=True)
+        spread = (p.unsqueeze(-1) * grad.unsqueeze(1)).to(dv.dtype)  # (N, T, c)
+        dv.transpose(1, 2).index_put_((batch, head), spread, accumulate=True)
+        if need_bias:
+            weights.add_bias_rows_grad(head, target, dlogits)
+
+
+def _lost_elements(lost: Tensor, v: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    # (batch, target, head) of the elements to repair, a bounded number at a time.
+    step = max(1, REPAIR_ELEMENTS // (v.shape[1] * (v.shape[3] + 1)))
+    for index in lost.squeeze(-1).nonzero().split(step):
+        yield index.unbind(1)
+
+
+def _underflowed(bottom: Tensor) -> Tensor | None:
+    # On a CPU None when nothing underflowed, so that the common path pays for one minimum alone.
+    limit = UNDERFLOW[bottom.dtype]
+    if may_branch(bottom) and bool(bottom.amin() >= limit):
+        return None
+    return bottom < limit
+
+
+def _exponentials(k: Tensor, v: Tensor, mask: Tensor | None, weights: Weights) -> Workspace:
+    x = weights.workspace(len(k))
+    ek = shifted_exp(k, mask).unsqueeze(-1)  # (b, T, h, 1)
+    x.keys.copy_(ek)
+    torch.mul(ek, v, out=x.values)
+    return x
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    # (b, T, D) -> (b, T, h, D / h)
+    return x.unflatten(2, (heads, -1))
+
+
+def _chunks(v: Tensor) -> Iterator[slice]:
+    step = max(1, CHUNK_ELEMENTS // (2 * v.shape[1] * v.shape[2])) if may_branch(v) else len(v)
+    for start in range(0, len(v), step):
+        yield slice(start, start + step)
+
+
+def _slice(x: Tensor | None, part: slice) -> Tensor | None:
+    return None if x is None else x[part]

@@ -1,0 +1,78 @@
+"""What every eager operator shares: dtypes, validity of inputs, the gate and the shifted exponentials."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# A weighted sum of exponentials below this has lost digits to underflow: its row is computed again, jointly.
+UNDERFLOW = {torch.float32: 1e-30, torch.float64: 1e-290}
+
+
+def accumulate_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of maxima, exponentials, divisions and sums: float64 stays, all else is float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the operands of a matrix product: bfloat16 stays; float16 is widened, since exp underflows in it."""
+    return torch.bfloat16 if x.dtype == torch.bfloat16 else accumulate_dtype(x)
+
+
+def check_qkv(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, heads: int | None = None) -> None:
+    """Raise ValueError unless q, v are (B, T, D), k is (B, T, heads or D) and mask is a boolean (B, T)."""
+    if v.ndim != 3:
+        raise ValueError(f'v must have shape (B, T, D), got {tuple(v.shape)}')
+    if q is not None and q.shape != v.shape:
+        raise ValueError(f'q must have the shape of v, {tuple(v.shape)}, got {tuple(q.shape)}')
+    width = v.shape[2] if heads is None else heads
+    if tuple(k.shape) != (v.shape[0], v.shape[1], width):
+        raise ValueError(f'k must have shape {(v.shape[0], v.shape[1], width)} to match v, got {tuple(k.shape)}')
+    if v.shape[1] == 0 or v.shape[0] == 0:
+        raise ValueError(f'the batch and the sequence must not be empty, got v of shape {tuple(v.shape)}')
+    if mask is not None and (tuple(mask.shape) != tuple(v.shape[:2]) or mask.dtype != torch.bool):
+        raise ValueError(
+            f'mask must be a bool tensor of shape {tuple(v.shape[:2])}, True where a token counts, '
+            f'got {mask.dtype} of shape {tuple(mask.shape)}'
+        )
+
+
+def check_grid(tokens: int, grid: Sequence[int]) -> None:
+    """Raise ValueError unless grid is (H, W) with H * W tokens."""
+    if len(grid) != 2 or grid[0] * grid[1] != tokens:
+        raise ValueError(f'grid must be (H, W) with H * W = {tokens} tokens, got {tuple(grid)}')
+
+
+def masked_keys(k: Tensor, mask: Tensor | None) -> Tensor:
+    """Keys in the accumulation dtype, minus infinity where the mask is False."""
+    k = k.to(accumulate_dtype(k))
+    return k if mask is None else k.masked_fill(~mask[..., None], float('-inf'))
+
+
+def shifted_exp(k: Tensor, mask: Tensor | None) -> Tensor:
+    """exp(k - max over tokens), (B, T, h); all zero where no token of a batch row counts."""
+    k = masked_keys(k, mask)
+    peak = k.amax(dim=1, keepdim=True)
+    if mask is not None:
+        peak = peak.clamp_min(torch.finfo(k.dtype).min)  # a row without tokens: exp(-inf - finite) = 0
+    return (k - peak).exp_()
+
+
+def gate(q: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """sigmoid(q) in the given dtype; None without a query (Table 12)."""
+    return None if q is None else torch.sigmoid(q.to(dtype))
+
+
+def empty_output(q: Tensor | None, v: Tensor) -> Tensor:
+    """Room for the result: (B, T, D) in the dtype of q, or of v without a query."""
+    return torch.empty(v.shape, dtype=v.dtype if q is None else q.dtype, device=v.device)
+
+
+def empty_denominator(k: Tensor, v: Tensor, save: bool) -> Tensor:
+    """Room for the denominators (B, T, h) that the backward reuses; empty when nothing will be differentiated."""
+    return torch.empty(k.shape if save else (0,), dtype=product_dtype(v), device=k.device)
+
+
+def may_branch(x: Tensor) -> bool:
+    """Whether a branch on values costs nothing: on a CPU yes, on an accelerator it would synchronise every layer."""
+    return x.device.type == 'cpu'

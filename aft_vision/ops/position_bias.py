@@ -1,0 +1,140 @@
+"""The position biases as functions of their parameters (AFT Eq. 4, 7, 8, 10), differentiated by autograd."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aft_vision.ops.eager.band import block_length, unskew
+
+
+def local_bias(bias: Tensor, window: int, causal: bool = False) -> Tensor:
+    """The band of a whole position bias that AFT-local keeps (AFT Eq. 4).
+
+    Args:
+        bias: (T, T) position bias.
+        window: s, in tokens: pairs with |t - t'| < s keep their bias.
+        causal: keep the token and the s - 1 before it alone.
+
+    Returns:
+        (T, 2s - 1), or (T, s) if causal; zero where it points outside the sequence.
+
+    Raises:
+        ValueError: bias is not square, or window is below 1.
+    """
+    if bias.ndim != 2 or bias.shape[0] != bias.shape[1]:
+        raise ValueError(f'bias must be square, got shape {list(bias.shape)}')
+    _check_window(window)
+    after = 0 if causal else window - 1
+    # Row t of the padded bias begins window - 1 places before the sequence; its band begins t places further.
+    return unskew(F.pad(bias, (window - 1, after)))
+
+
+def factorized_bias(bias_u: Tensor, bias_v: Tensor, window: int | None = None, causal: bool = False) -> Tensor:
+    """The position bias w = u v^T, whole or its band alone (AFT Eq. 7).
+
+    Args:
+        bias_u, bias_v: (T, d') factors of targets and of sources.
+        window: s, in tokens: only the band with |t - t'| < s is computed, in O(T s) memory (AFT Eq. 4).
+        causal: with a window, the token and the s - 1 before it alone.
+
+    Returns:
+        (T, T); with a window (T, 2s - 1), or (T, s) if causal, zero where it points outside the sequence.
+
+    Raises:
+        ValueError: the factors differ in shape, or window is below 1.
+    """
+    if bias_u.ndim != 2 or bias_u.shape != bias_v.shape:
+        raise ValueError(
+            f'bias_u and bias_v must both have shape (T, d), got {list(bias_u.shape)} and {list(bias_v.shape)}'
+        )
+    if window is None:
+        return bias_u @ bias_v.t()
+    _check_window(window)
+    tokens, after = len(bias_u), 0 if causal else window - 1
+    step = min(block_length(window), tokens)
+    blocks = -(-tokens // step)
+    # Block b multiplies its targets with the sources [b * step - (s - 1), (b + 1) * step + after).
+    targets = F.pad(bias_u, (0, 0, 0, blocks * step - tokens)).unflatten(0, (blocks, step))
+    sources = F.pad(bias_v, (0, 0, window - 1, blocks * step - tokens + after))
+    products = targets @ sources.unfold(0, step + window - 1 + after, step)  # (blocks, step, step + s - 1 + after)
+    return unskew(products).flatten(0, 1)[:tokens]
+
+
+def standardized_kernel(kernel: Tensor, gamma: Tensor, beta: Tensor, eps: float = 1e-8) -> Tensor:
+    """The kernel with zero mean and unit deviation per head, scaled and shifted (AFT Eq. 8).
+
+    The deviation is the population's over the s x s entries of a head (divided by s * s, not by s * s - 1), with eps
+    added to the variance. There are no running statistics.
+
+    Args:
+        kernel: (h, s, s) raw bias.
+        gamma, beta: (h,) gain and shift; zeros make AFT-conv an AFT-simple.
+        eps: added to the variance.
+
+    Returns:
+        (h, s, s).
+
+    Raises:
+        ValueError: shapes do not match.
+    """
+    heads = kernel.shape[0]
+    if kernel.ndim != 3 or list(gamma.shape) != [heads] or list(beta.shape) != [heads]:
+        raise ValueError(
+            f'kernel (h, s, s), gamma (h,) and beta (h,) must agree in h, '
+            f'got {list(kernel.shape)}, {list(gamma.shape)} and {list(beta.shape)}'
+        )
+    size = kernel.shape[1] * kernel.shape[2]
+    normal = F.layer_norm(kernel.flatten(1), [size], eps=eps)
+    return (gamma[:, None] * normal + beta[:, None]).view_as(kernel)
+
+
+def gumbel_kernel(kernel: Tensor, tau: float = 0.5) -> Tensor:
+    """The kernel times a sample of its Gumbel softmax, as in training (AFT Eq. 10).
+
+    Args:
+        kernel: (h, s, s) position bias w, after AFT Eq. 8 where that is used.
+        tau: temperature, above 0.
+
+    Returns:
+        (h, s, s). Random: drawn from torch's generator of the kernel's device.
+
+    Raises:
+        ValueError: tau is not positive.
+    """
+    if tau <= 0:
+        raise ValueError(f'tau must be positive, got {tau}')
+    sample = F.gumbel_softmax(kernel.flatten(1), tau=tau, dim=1)
+    return kernel * sample.view_as(kernel)
+
+
+def onehot_kernel(kernel: Tensor) -> tuple[Tensor, Tensor]:
+    """The one entry per head that the hard maximum keeps, as in inference (AFT Eq. 10).
+
+    Args:
+        kernel: (h, s, s) position bias w.
+
+    Returns:
+        offset (h, 2) int64, (dy, dx) from target to source, and the bias there, (h,): inputs of `aft_onehot`.
+    """
+    size = kernel.shape[-1]
+    weight, place = kernel.flatten(1).max(1)
+    return torch.stack([place // size, place % size], 1) - size // 2, weight
+
+
+def hard_kernel(kernel: Tensor) -> Tensor:
+    """The kernel with all but the largest entry of each head set to 0: `onehot_kernel` as a kernel (AFT Eq. 10).
+
+    Args:
+        kernel: (h, s, s) position bias w.
+
+    Returns:
+        (h, s, s).
+    """
+    flat = kernel.flatten(1)
+    weight, place = flat.max(1, keepdim=True)
+    return torch.zeros_like(flat).scatter(1, place, weight).view_as(kernel)
+
+
+def _check_window(window: int) -> None:
+    if window < 1:
+        raise ValueError(f'window must be at least 1, got {window}')

@@ -1,0 +1,87 @@
+"""Inputs, and comparison with the float64 reference in value and in every gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Relative to the norm of the reference tensor: (value, gradient).
+BOUNDS = {
+    torch.float64: (1e-10, 1e-9),
+    torch.float32: (1e-5, 1e-4),
+    torch.bfloat16: (2e-2, 2e-2),
+    torch.float16: (4e-3, 4e-3),
+}
+NASTY_BOUND = 1e-4
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return (torch.randn(*shape, generator=generator(seed), dtype=torch.float64) * scale).to(dtype)
+
+
+def make_qkv(B: int = 2, T: int = 12, D: int = 8, heads: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
+    """q (B, T, D), k (B, T, heads or D) and v (B, T, D) in float64, rounded to what float16 and bfloat16 hold."""
+    widths = (D, heads or D, D)
+    parts = (randn(B, T, n, seed=seed + i) for i, n in enumerate(widths))
+    return tuple(x.to(torch.bfloat16).to(torch.float64) for x in parts)
+
+
+def assert_close(got: Tensor, expected: Tensor, bound: float, name: str = 'tensor', floor: float = 0.0) -> None:
+    """Norm-wise relative error within bound, and no element off by 10 times that of the largest magnitude.
+
+    floor: the norm that errors are measured against where that of `expected` is smaller.
+    """
+    assert got.shape == expected.shape, f'{name}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}'
+    assert torch.isfinite(got).all(), f'{name}: not finite'
+    difference = (got.double() - expected.double()).abs()
+    norm, peak = max(expected.double().norm().item(), floor), max(expected.double().abs().max().item(), floor)
+    if norm == 0:
+        assert not difference.any(), f'{name}: expected zeros, got up to {difference.max().item():.2e}'
+        return
+    relative = difference.norm().item() / norm
+    assert relative <= bound, f'{name}: relative error {relative:.2e} above {bound:.0e}'
+    worst = difference.max().item() / peak
+    assert worst <= 10 * bound, f'{name}: an element is off by {worst:.2e} of the largest, above {10 * bound:.0e}'
+
+
+def assert_matches_reference(
+    op: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    inputs: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    nasty: bool = False,
+) -> None:
+    """op in dtype equals reference in float64, in value and in the gradient of every floating-point input.
+
+    nasty: inputs at the edge of the range, with the bound for them. There the weights may all but choose one source:
+    the gradients of keys and biases are then differences of equal terms as large as the gradient of v, and their
+    errors are measured against that.
+    """
+    bound, gradient_bound = (NASTY_BOUND, NASTY_BOUND) if nasty else BOUNDS[dtype]
+    low = {name: _leaf(x, dtype) for name, x in inputs.items()}
+    # The reference sees the very numbers that op sees, after rounding.
+    high = {name: _leaf(x, torch.float64) for name, x in low.items()}
+    y, expected = op(**low), reference(**high)
+    assert y.dtype == dtype
+    assert_close(y, expected, bound, 'output')
+    weight = randn(*expected.shape, seed=99).to(dtype)
+    leaves = [name for name, x in high.items() if isinstance(x, Tensor) and x.requires_grad]
+    wanted = torch.autograd.grad(
+        expected, [high[name] for name in leaves], weight.double(), allow_unused=True, materialize_grads=True
+    )
+    found = torch.autograd.grad(y, [low[name] for name in leaves], weight)
+    floor = wanted[leaves.index('v')].norm().item() if nasty else 0.0
+    for name, got, want in zip(leaves, found, wanted, strict=True):
+        assert got.dtype == low[name].dtype
+        assert_close(got, want, gradient_bound, f'grad {name}', floor)
+
+
+def _leaf(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, Tensor) and x.is_floating_point():
+        return x.detach().to(dtype).requires_grad_()
+    return x

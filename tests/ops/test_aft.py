@@ -1,0 +1,388 @@
+"""The operations over whole sequences, against float64 in value and in every gradient."""
+
+import pytest
+import torch
+from helpers import assert_close, assert_matches_reference, generator, make_qkv, randn
+from torch import Tensor
+
+from aft_vision import ops
+from aft_vision.ops import reference
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def nasty_keys(k: Tensor) -> dict[str, Tensor]:
+    tokens = k.shape[1]
+    high, first, last = k.clone(), k.clone(), k.clone()
+    high[:, tokens // 2], first[:, 0], last[:, -1] = 90.0, -120.0, 200.0
+    ramp = torch.linspace(0, 300, tokens, dtype=k.dtype)[None, :, None]
+    return {
+        'one_at_90': high,
+        'first_at_-120': first,
+        'last_at_200': last,
+        'all_at_-120': torch.full_like(k, -120.0),
+        'all_equal': torch.full_like(k, 3.25),
+        'plus_minus_1e4': torch.where(k > 0, 1e4, -1e4).to(k) + k,
+        'normal_30': k * 30,
+        'climbing': ramp + k,
+        'falling': ramp.flip(1) + k,
+    }
+
+
+def nasty_biases(bias: Tensor) -> dict[str, Tensor]:
+    spread = torch.rand(bias.shape, generator=generator(5), dtype=bias.dtype) - 0.5
+    return {
+        'zero': torch.zeros_like(bias),
+        'within_50': 100 * spread,
+        'all_-20': torch.full_like(bias, -20.0),
+        'plus_minus_80': torch.where(bias > 0, 80.0, -80.0).to(bias),
+    }
+
+
+NASTY_KEYS = list(nasty_keys(torch.zeros(1, 3, 1)))
+NASTY_BIASES = list(nasty_biases(torch.zeros(1)))
+
+
+def make_mask(B: int, T: int) -> Tensor:
+    """Some tokens count in the first rows, none in the last."""
+    mask = torch.rand(B, T, generator=generator(3)) > 0.4
+    mask[:, 0] = True
+    mask[-1] = False
+    return mask
+
+
+# name -> (inputs for a sequence of T tokens and D channels)
+def full_inputs(T: int, D: int = 6) -> dict[str, Tensor]:
+    return dict(zip('qkv', make_qkv(T=T, D=D), strict=True)) | {'bias': randn(T, T, seed=7)}
+
+
+def simple_inputs(T: int, D: int = 6) -> dict[str, Tensor]:
+    return dict(zip('qkv', make_qkv(T=T, D=D), strict=True))
+
+
+def local_inputs(T: int, s: int, D: int = 6) -> dict[str, Tensor]:
+    return simple_inputs(T, D) | {'band': randn(T, 2 * s - 1, seed=7)}
+
+
+def conv_inputs(grid: tuple[int, int], D: int, h: int, s: int) -> dict[str, object]:
+    q, k, v = make_qkv(T=grid[0] * grid[1], D=D, heads=h)
+    return {'q': q, 'k': k, 'v': v, 'kernel': randn(h, s, s, seed=8), 'grid': grid}
+
+
+def onehot_inputs(grid: tuple[int, int], D: int, h: int) -> dict[str, object]:
+    q, k, v = make_qkv(T=grid[0] * grid[1], D=D, heads=h)
+    offset = torch.randint(-2, 3, (h, 2), generator=generator(4))
+    return {'q': q, 'k': k, 'v': v, 'offset': offset, 'weight': randn(h, seed=8), 'grid': grid}
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
+@pytest.mark.parametrize('T', [5, 70])
+def test_aft_full_equals_float64(T: int, masked: bool, dtype: torch.dtype):
+    mask = make_mask(2, T) if masked else None
+    assert_matches_reference(ops.aft_full, reference.aft_full, full_inputs(T) | {'mask': mask}, dtype)
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
+@pytest.mark.parametrize('T', [5, 70])
+def test_aft_simple_equals_float64(T: int, masked: bool, dtype: torch.dtype):
+    mask = make_mask(2, T) if masked else None
+    assert_matches_reference(ops.aft_simple, reference.aft_simple, simple_inputs(T) | {'mask': mask}, dtype)
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
+@pytest.mark.parametrize(('T', 's'), [(5, 1), (5, 9), (70, 3), (70, 40), (70, 70)])
+def test_aft_local_equals_float64(T: int, s: int, masked: bool, dtype: torch.dtype):
+    mask = make_mask(2, T) if masked else None
+    assert_matches_reference(ops.aft_local, reference.aft_local, local_inputs(T, s) | {'mask': mask}, dtype)
+
+
+# h = d and h = 1 limits, few heads (Toeplitz form), many heads (depthwise form), kernels larger than the grid.
+CONV_CASES = [
+    ((3, 4), 8, 8, 3),
+    ((7, 5), 8, 2, 5),
+    ((3, 4), 8, 1, 11),
+    ((2, 9), 130, 65, 5),
+    ((5, 3), 66, 66, 15),
+]
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('global_context', [True, False])
+@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
+@pytest.mark.parametrize(('grid', 'D', 'h', 's'), CONV_CASES)
+def test_aft_conv_equals_float64(grid, D, h, s, masked: bool, global_context: bool, dtype: torch.dtype):
+    extra = {'mask': make_mask(2, grid[0] * grid[1]) if masked else None, 'global_context': global_context}
+    assert_matches_reference(ops.aft_conv, reference.aft_conv, conv_inputs(grid, D, h, s) | extra, dtype)
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
+@pytest.mark.parametrize(('grid', 'D', 'h'), [((3, 4), 8, 8), ((7, 5), 8, 2)])
+def test_aft_onehot_equals_float64(grid, D: int, h: int, masked: bool, dtype: torch.dtype):
+    mask = make_mask(2, grid[0] * grid[1]) if masked else None
+    assert_matches_reference(ops.aft_onehot, reference.aft_onehot, onehot_inputs(grid, D, h) | {'mask': mask}, dtype)
+
+
+@pytest.mark.parametrize('bias', NASTY_BIASES)
+@pytest.mark.parametrize('keys', NASTY_KEYS)
+def test_aft_full_survives_nasty_inputs(keys: str, bias: str):
+    inputs = full_inputs(40)
+    inputs |= {'k': nasty_keys(inputs['k'])[keys], 'bias': nasty_biases(inputs['bias'])[bias]}
+    assert_matches_reference(ops.aft_full, reference.aft_full, inputs, nasty=True)
+
+
+@pytest.mark.parametrize('keys', NASTY_KEYS)
+def test_aft_simple_survives_nasty_inputs(keys: str):
+    inputs = simple_inputs(40)
+    inputs['k'] = nasty_keys(inputs['k'])[keys]
+    assert_matches_reference(ops.aft_simple, reference.aft_simple, inputs, nasty=True)
+
+
+@pytest.mark.parametrize('s', [1, 5, 50])
+@pytest.mark.parametrize('bias', NASTY_BIASES)
+@pytest.mark.parametrize('keys', NASTY_KEYS)
+def test_aft_local_survives_nasty_inputs(keys: str, bias: str, s: int):
+    inputs = local_inputs(40, s)
+    inputs |= {'k': nasty_keys(inputs['k'])[keys], 'band': nasty_biases(inputs['band'])[bias]}
+    assert_matches_reference(ops.aft_local, reference.aft_local, inputs, nasty=True)
+
+
+@pytest.mark.parametrize('global_context', [True, False])
+@pytest.mark.parametrize(('D', 'h', 's'), [(6, 2, 27), (66, 66, 5)])
+@pytest.mark.parametrize('bias', NASTY_BIASES)
+@pytest.mark.parametrize('keys', NASTY_KEYS)
+def test_aft_conv_survives_nasty_inputs(keys: str, bias: str, D: int, h: int, s: int, global_context: bool):
+    inputs = conv_inputs((6, 5), D, h, s)
+    inputs |= {'k': nasty_keys(inputs['k'])[keys], 'kernel': nasty_biases(inputs['kernel'])[bias]}
+    inputs['global_context'] = global_context
+    assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs, nasty=True)
+
+
+@pytest.mark.parametrize('weight', [0.0, -5.0, -50.0, -1e4, 50.0, 200.0])
+@pytest.mark.parametrize('keys', NASTY_KEYS)
+def test_aft_onehot_survives_nasty_inputs(keys: str, weight: float):
+    inputs = onehot_inputs((6, 5), 6, 3)
+    inputs |= {'k': nasty_keys(inputs['k'])[keys], 'weight': torch.full((3,), weight, dtype=torch.float64)}
+    assert_matches_reference(ops.aft_onehot, reference.aft_onehot, inputs, nasty=True)
+
+
+def test_aft_full_is_right_where_both_maxima_miss_each_other():
+    # (max w - w) + (max k - k) is 140 at the one source and 140 at the other: each product underflows float32.
+    q, _, v = make_qkv(B=1, T=2, D=1)
+    k = torch.tensor([[[70.0], [0.0]]], dtype=torch.float64)
+    bias = torch.tensor([[-70.0, 70.0], [-70.0, 70.0]], dtype=torch.float64)
+    assert_matches_reference(ops.aft_full, reference.aft_full, {'q': q, 'k': k, 'v': v, 'bias': bias}, nasty=True)
+
+
+@pytest.mark.parametrize('name', ['aft_full', 'aft_simple', 'aft_local', 'aft_conv', 'aft_onehot'])
+def test_one_token_returns_its_gated_value(name: str):
+    inputs = {
+        'aft_full': full_inputs(1),
+        'aft_simple': simple_inputs(1),
+        'aft_local': local_inputs(1, 3),
+        'aft_conv': conv_inputs((1, 1), 6, 3, 5),
+        'aft_onehot': onehot_inputs((1, 1), 6, 3),
+    }[name]
+    q, v = inputs['q'], inputs['v']
+    assert_close(getattr(ops, name)(**inputs), torch.sigmoid(q) * v, 1e-12)
+    assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs, nasty=True)
+
+
+@pytest.mark.parametrize('name', ['aft_full', 'aft_local', 'aft_simple', 'aft_conv', 'aft_onehot'])
+def test_no_query_leaves_the_gate_out(name: str):
+    inputs = {
+        'aft_full': full_inputs(12),
+        'aft_simple': simple_inputs(12),
+        'aft_local': local_inputs(12, 3),
+        'aft_conv': conv_inputs((3, 4), 6, 3, 5),
+        'aft_onehot': onehot_inputs((3, 4), 6, 3),
+    }[name] | {'q': None}
+    assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs)
+
+
+def test_aft_full_is_unchanged_by_a_key_shift_and_a_row_shift():
+    inputs = full_inputs(16)
+    shifted = inputs | {'k': inputs['k'] + 50.0, 'bias': inputs['bias'] + randn(16, 1, scale=10)}
+    assert_close(ops.aft_full(**shifted), ops.aft_full(**inputs), 1e-12)
+
+
+def test_aft_conv_is_unchanged_by_a_key_shift():
+    inputs = conv_inputs((4, 4), 6, 3, 5)
+    assert_close(ops.aft_conv(**inputs | {'k': inputs['k'] + 50.0}), ops.aft_conv(**inputs), 1e-12)
+
+
+def test_aft_local_equals_aft_full_when_the_window_covers_everything():
+    inputs = full_inputs(40)
+    bias = inputs.pop('bias')
+    assert_close(ops.aft_local(**inputs, band=ops.local_bias(bias, 40)), ops.aft_full(**inputs, bias=bias), 1e-12)
+
+
+def test_aft_local_with_a_zero_band_is_aft_simple():
+    inputs = local_inputs(40, 5)
+    band = inputs.pop('band')
+    assert_close(ops.aft_local(**inputs, band=torch.zeros_like(band)), ops.aft_simple(**inputs), 1e-12)
+
+
+@pytest.mark.parametrize(('D', 'h'), [(6, 6), (6, 1), (66, 66)])
+def test_aft_conv_equals_aft_full_with_the_expanded_bias(D: int, h: int):
+    inputs = conv_inputs((4, 5), D, h, 11)
+    bias = reference.kernel_to_bias(inputs['kernel'], (4, 5))  # (T, T, h)
+    q, k, v = inputs['q'], inputs['k'], inputs['v']
+    c = D // h
+    for i in range(h):
+        part = slice(i * c, (i + 1) * c)
+        expected = ops.aft_full(
+            q[..., part], k[..., i : i + 1].expand(-1, -1, c), v[..., part], bias[..., i].contiguous()
+        )
+        assert_close(ops.aft_conv(**inputs)[..., part], expected, 1e-12)
+
+
+def test_aft_conv_with_a_zero_kernel_is_aft_simple():
+    inputs = conv_inputs((4, 5), 6, 6, 3)
+    inputs['kernel'] = torch.zeros_like(inputs['kernel'])
+    assert_close(ops.aft_conv(**inputs), ops.aft_simple(inputs['q'], inputs['k'], inputs['v']), 1e-12)
+
+
+def test_aft_onehot_equals_aft_conv_with_one_entry():
+    inputs = onehot_inputs((6, 5), 6, 3)
+    kernel = torch.zeros(3, 5, 5, dtype=torch.float64)
+    for i, (dy, dx) in enumerate(inputs['offset'].tolist()):
+        kernel[i, 2 + dy, 2 + dx] = inputs['weight'][i]
+    expected = ops.aft_conv(inputs['q'], inputs['k'], inputs['v'], kernel, (6, 5))
+    assert_close(ops.aft_onehot(**inputs), expected, 1e-12)
+
+
+def test_the_toeplitz_and_depthwise_forms_agree(monkeypatch: pytest.MonkeyPatch):
+    inputs = conv_inputs((9, 7), 8, 4, 5)
+    toeplitz = ops.aft_conv(**inputs)
+    monkeypatch.setattr('aft_vision.ops.eager.conv.TOEPLITZ_HEADS', 0)
+    assert_close(ops.aft_conv(**inputs), toeplitz, 1e-12)
+    assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs)
+
+
+def test_the_toeplitz_form_is_the_same_in_groups_of_heads(monkeypatch: pytest.MonkeyPatch):
+    inputs = conv_inputs((9, 7), 8, 4, 5)
+    whole = ops.aft_conv(**inputs)
+    monkeypatch.setattr('aft_vision.ops.eager.conv.TOEPLITZ_ELEMENTS', 63 * 63)
+    monkeypatch.setattr('aft_vision.ops.eager.conv._prefers_depthwise', lambda k: False)
+    assert_close(ops.aft_conv(**inputs), whole, 1e-12)
+    assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs)
+
+
+def test_batches_larger_than_a_chunk_equal_their_rows(monkeypatch: pytest.MonkeyPatch):
+    inputs = dict(zip('qkv', make_qkv(B=5, T=12, D=6), strict=True)) | {'bias': randn(12, 12, seed=7)}
+    monkeypatch.setattr('aft_vision.ops.eager.mixing.CHUNK_ELEMENTS', 2 * 2 * 12 * 6)
+    assert_matches_reference(ops.aft_full, reference.aft_full, inputs)
+    row = {name: x[3:4] if name in 'qkv' else x for name, x in inputs.items()}
+    assert torch.equal(ops.aft_full(**inputs)[3:4], ops.aft_full(**row))
+
+
+@pytest.mark.parametrize('name', ['aft_full', 'aft_local', 'aft_simple'])
+def test_padding_a_sequence_behind_a_mask_changes_nothing(name: str):
+    T, padded = 9, 14
+    long = {
+        'aft_full': full_inputs(padded),
+        'aft_local': local_inputs(padded, 4),
+        'aft_simple': simple_inputs(padded),
+    }[name]
+    short = {key: x[:T] if key == 'band' else x[:T, :T] if key == 'bias' else x[:, :T] for key, x in long.items()}
+    mask = (torch.arange(padded) < T).expand(2, -1)
+    assert_close(getattr(ops, name)(**long, mask=mask)[:, :T], getattr(ops, name)(**short), 1e-12)
+
+
+def test_padding_a_grid_behind_a_mask_changes_nothing():
+    inputs = conv_inputs((6, 7), 6, 3, 5)
+    inside = torch.zeros(6, 7, dtype=torch.bool)
+    inside[:4, :5] = True
+    mask = inside.flatten()
+    part = {name: x[:, mask] if name in 'qkv' else x for name, x in inputs.items()} | {'grid': (4, 5)}
+    got = ops.aft_conv(**inputs, mask=mask.expand(2, -1))[:, mask]
+    assert_close(got, ops.aft_conv(**part), 1e-12)
+
+
+def test_a_row_with_nothing_to_attend_is_zero_with_zero_gradients():
+    inputs = {name: x.float().requires_grad_() for name, x in full_inputs(7).items()}
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[1] = False
+    y = ops.aft_full(**inputs, mask=mask)
+    assert not y[1].any()
+    grads = torch.autograd.grad(y[1].sum(), list(inputs.values()))
+    assert not any(grad.any() for grad in grads)
+
+
+def test_a_window_without_tokens_gives_zero_in_the_degenerate_variant():
+    inputs = conv_inputs((1, 9), 6, 3, 3)
+    mask = torch.zeros(2, 9, dtype=torch.bool)
+    mask[:, :2] = True
+    y = ops.aft_conv(**inputs, mask=mask, global_context=False)
+    assert y[:, :3].any(-1).all()
+    assert not y[:, 3:].any()
+
+
+@pytest.mark.parametrize('name', ['aft_full', 'aft_local', 'aft_simple', 'aft_conv', 'aft_onehot'])
+def test_autocast_leaves_the_sums_in_float32(name: str):
+    inputs = {
+        'aft_full': full_inputs(12),
+        'aft_simple': simple_inputs(12),
+        'aft_local': local_inputs(12, 3),
+        'aft_conv': conv_inputs((3, 4), 6, 3, 5),
+        'aft_onehot': onehot_inputs((3, 4), 6, 3),
+    }[name]
+    low = {key: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in inputs.items()}
+    op = getattr(ops, name)
+    with torch.autocast('cpu', torch.bfloat16):
+        y = op(**low)
+    assert torch.equal(y, op(**low))
+
+
+@pytest.mark.parametrize('name', ['aft_full', 'aft_conv', 'aft_local', 'aft_simple', 'aft_onehot'])
+def test_an_operator_passes_torch_opcheck(name: str):
+    inputs = {
+        'aft_full': full_inputs(12),
+        'aft_simple': simple_inputs(12),
+        'aft_local': local_inputs(12, 3),
+        'aft_conv': conv_inputs((3, 4), 6, 3, 5),
+        'aft_onehot': onehot_inputs((3, 4), 6, 3),
+    }[name]
+    inputs = {
+        key: x.float().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for key, x in inputs.items()
+    }
+    extra = [None, True] if name == 'aft_conv' else [None]
+    torch.library.opcheck(getattr(torch.ops.aft_vision, name).default, (*inputs.values(), *extra, True, 'auto'))
+
+
+def test_no_tensor_of_the_size_of_the_weights_is_made():
+    q, k, v = (x.float().requires_grad_() for x in make_qkv(B=1, T=512, D=64))
+    bias = randn(512, 512).float().requires_grad_()
+
+    with torch.profiler.profile(profile_memory=True, record_shapes=True) as profile:
+        ops.aft_full(q, k, v, bias).sum().backward()
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert 0 < largest <= 4 * 8 * 512 * 64 * 2 + 4 * 512 * 512, 'an allocation far above O(B T D + T T)'
+
+
+REJECTED = [
+    (lambda: ops.aft_full(**full_inputs(5) | {'bias': randn(4, 5)}), r'bias must have shape \(5, 5\)'),
+    (lambda: ops.aft_full(**full_inputs(5) | {'q': randn(2, 5, 7)}), r'q must have the shape of v'),
+    (lambda: ops.aft_full(**full_inputs(5) | {'k': randn(2, 4, 6)}), r'k must have shape \(2, 5, 6\)'),
+    (lambda: ops.aft_full(**full_inputs(5), mask=torch.ones(2, 4, dtype=torch.bool)), r'mask must be a bool'),
+    (lambda: ops.aft_full(**full_inputs(5), mask=torch.ones(2, 5)), r'mask must be a bool'),
+    (lambda: ops.aft_full(**full_inputs(5), backend='cuda'), r"backend must be one of .* got 'cuda'"),
+    (lambda: ops.aft_local(**local_inputs(5, 2) | {'band': randn(5, 4)}), r'band must have shape \(5, 2 \* s - 1\)'),
+    (lambda: ops.aft_conv(**conv_inputs((2, 3), 6, 3, 3) | {'kernel': randn(3, 4, 4)}), r's odd'),
+    (lambda: ops.aft_conv(**conv_inputs((2, 3), 6, 3, 3) | {'kernel': randn(4, 3, 3)}), r'must divide the 6 channels'),
+    (lambda: ops.aft_conv(**conv_inputs((2, 3), 6, 3, 3) | {'grid': (2, 4)}), r'grid must be \(H, W\)'),
+    (lambda: ops.aft_onehot(**onehot_inputs((2, 3), 6, 3) | {'offset': torch.zeros(3, 2)}), r'offset must be int64'),
+    (lambda: ops.aft_onehot(**onehot_inputs((2, 3), 6, 3) | {'weight': randn(2)}), r'weight must have shape \(3,\)'),
+    (lambda: ops.aft_simple(**simple_inputs(5) | {'v': randn(5, 6)}), r'v must have shape \(B, T, D\)'),
+]
+
+
+@pytest.mark.parametrize(('call', 'message'), REJECTED, ids=[message for _, message in REJECTED])
+def test_a_wrong_input_is_named(call, message: str):
+    with pytest.raises(ValueError, match=message):
+        call()
