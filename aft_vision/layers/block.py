@@ -1,0 +1,72 @@
+"""One pre-norm block for the vision, pixel and character models."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from timm.layers import DropPath, LayerNorm, LayerScale, Mlp
+from torch import Tensor, nn
+
+from aft_vision.layers.mixers import create_mixer
+
+
+class AFTBlock(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)), under timm's attribute names, so that DeiT keys map one to one.
+
+    Args:
+        dim: channels C.
+        mixer: 'full', 'local', 'simple' or 'conv'.
+        mlp_ratio: hidden width of the MLP over C.
+        proj_drop: dropout rate behind the mixer and in the MLP.
+        init_values: start of layer scale; None leaves it out.
+        drop_path: stochastic-depth rate of both branches.
+        kwargs: of the mixer.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mixer: str = 'conv',
+        mlp_ratio: float = 4.0,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        init_values: float | None = None,
+        drop_path: float = 0.0,
+        norm_layer: Callable[..., nn.Module] = LayerNorm,
+        act_layer: Callable[..., nn.Module] = nn.GELU,
+        mlp_layer: Callable[..., nn.Module] = Mlp,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
+        self.norm1 = norm_layer(dim, **dd)
+        self.attn = create_mixer(mixer, dim, proj_bias=proj_bias, proj_drop=proj_drop, **kwargs, **dd)
+        self.ls1 = LayerScale(dim, init_values, **dd) if init_values else nn.Identity()
+        self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+        self.norm2 = norm_layer(dim, **dd)
+        self.mlp = mlp_layer(
+            in_features=dim,
+            hidden_features=int(dim * mlp_ratio),
+            act_layer=act_layer,
+            bias=proj_bias,
+            drop=proj_drop,
+            **dd,
+        )
+        self.ls2 = LayerScale(dim, init_values, **dd) if init_values else nn.Identity()
+        self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+
+    @torch.jit.ignore
+    def fuse(self) -> 'AFTBlock':
+        """Fuse the mixer for inference.
+
+        Returns:
+            The block itself, as `timm.utils.reparameterize_model` wants it.
+        """
+        self.attn.fuse()
+        return self
+
+    def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid, mask)))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))

@@ -1,0 +1,263 @@
+"""The learned position biases as modules (AFT Eq. 4, 7, 8). What they give depends on their parameters alone.
+
+`fuse()` keeps that result for inference. It is used only without gradients and only in evaluation, is made again when a
+parameter has changed, and is dropped by `train()`, so a fused model may train on. Compiled graphs always compute it
+(the compiler fuses it); exported and scripted ones hold it as a constant.
+"""
+
+import torch
+from timm.layers import register_notrace_module, resample_abs_pos_embed
+from torch import Tensor, nn
+
+from aft_vision.ops import factorized_bias, local_bias, standardized_kernel
+
+
+class FusedModule(nn.Module):
+    """A module whose result depends on its parameters alone, and can be kept for inference."""
+
+    fused: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        # None until fused, and never part of the state dict: it can always be computed from the parameters.
+        self.register_buffer('fused', None, persistent=False)
+        self.fused_from: list[tuple[int, int]] = []
+
+    def compute(self) -> Tensor:
+        """The result from the parameters."""
+        raise TypeError(f'{type(self).__name__} must define compute()')
+
+    @torch.jit.ignore
+    def fuse(self) -> 'FusedModule':
+        """Keep the result for inference.
+
+        Returns:
+            The module itself, as `timm.utils.reparameterize_model` wants it.
+        """
+        self.eval()
+        with torch.no_grad():
+            self.fused = self.compute()
+        self.fused_from = self._parameter_versions()
+        return self
+
+    @torch.jit.ignore
+    def unfuse(self) -> None:
+        """Forget the kept result."""
+        self.fused, self.fused_from = None, []
+
+    def train(self, mode: bool = True) -> 'FusedModule':
+        if mode:
+            self.unfuse()
+        return super().train(mode)
+
+    def value(self) -> Tensor:
+        """The kept result where it may be used, else the computed one."""
+        fused = self.fused
+        if fused is None:
+            return self.compute()
+        if torch.jit.is_scripting():
+            return fused
+        return self._checked_value()
+
+    @torch.jit.unused
+    def _checked_value(self) -> Tensor:
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            assert self.fused is not None
+            return self.fused
+        differentiable = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        if torch.compiler.is_compiling() or differentiable:
+            return self.compute()
+        if self.fused_from != self._parameter_versions():
+            self.fuse()
+        assert self.fused is not None
+        return self.fused
+
+    @torch.jit.unused
+    def _parameter_versions(self) -> list[tuple[int, int]]:
+        # Changes when a parameter is written in place, replaced, moved or cast.
+        return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.parameters()]
+
+
+@register_notrace_module
+class FactorizedBias(FusedModule):
+    """The position bias w = u v^T of AFT-full, or its band for AFT-local (AFT Eq. 7).
+
+    At another grid than its own, u and v are resampled over (H, W) as ViT position embeddings are, the rows of prefix
+    tokens kept: an extension of the paper.
+
+    Args:
+        num_tokens: T, prefix tokens included.
+        bias_dim: width d' of the factors.
+        grid: (H, W) of the tokens after the prefix; None for a sequence.
+        window: s, in tokens: give the band of AFT Eq. 4; None gives the whole bias.
+        causal: with a window, the band of the masked form.
+        std: deviation of the normal distribution that u and v start from.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        bias_dim: int = 128,
+        grid: tuple[int, int] | None = None,
+        window: int | None = None,
+        causal: bool = False,
+        std: float = 0.01,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.grid, self.window, self.causal, self.std = grid, window, causal, std
+        self.num_prefix_tokens = _prefix_tokens(num_tokens, grid)
+        self.u = nn.Parameter(torch.empty(num_tokens, bias_dim, device=device, dtype=dtype))
+        self.v = nn.Parameter(torch.empty(num_tokens, bias_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw u and v anew."""
+        nn.init.normal_(self.u, std=self.std)
+        nn.init.normal_(self.v, std=self.std)
+
+    def compute(self) -> Tensor:
+        return factorized_bias(self.u, self.v, self.window, self.causal)
+
+    def forward(self, grid: tuple[int, int] | None = None) -> Tensor:
+        """The bias at a grid; its own if None: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
+        if grid is None:
+            return self.value()
+        return factorized_bias(self._resampled(self.u, grid), self._resampled(self.v, grid), self.window, self.causal)
+
+    @torch.jit.ignore
+    def set_grid(self, grid: tuple[int, int]) -> None:
+        """Resample u and v for good to another grid (H, W)."""
+        with torch.no_grad():
+            for name in ('u', 'v'):
+                old = getattr(self, name)
+                setattr(self, name, nn.Parameter(self._resampled(old, grid), requires_grad=old.requires_grad))
+        self.grid = (grid[0], grid[1])
+        self.unfuse()
+
+    def _resampled(self, factor: Tensor, grid: tuple[int, int]) -> Tensor:
+        return _resample_tokens(factor, grid, self.grid, self.num_prefix_tokens)
+
+
+@register_notrace_module
+class PairwiseBias(FusedModule):
+    """The position bias w itself, one parameter for each pair (Tables 3 and 9), or its band (AFT Eq. 4).
+
+    The whole (T, T) is stored with a window too, as Table 3 counts it. At another grid than its own, both axes are
+    resampled over (H, W): an extension of the paper.
+
+    Args:
+        num_tokens: T, prefix tokens included.
+        grid: (H, W) of the tokens after the prefix; None for a sequence.
+        window: s, in tokens: give the band of AFT Eq. 4; None gives the whole bias.
+        causal: with a window, the band of the masked form.
+        std: deviation of the normal distribution that w starts from.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        grid: tuple[int, int] | None = None,
+        window: int | None = None,
+        causal: bool = False,
+        std: float = 0.01,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.grid, self.window, self.causal, self.std = grid, window, causal, std
+        self.num_prefix_tokens = _prefix_tokens(num_tokens, grid)
+        self.weight = nn.Parameter(torch.empty(num_tokens, num_tokens, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw w anew."""
+        nn.init.normal_(self.weight, std=self.std)
+
+    def compute(self) -> Tensor:
+        return self._band(self.weight)
+
+    def forward(self, grid: tuple[int, int] | None = None) -> Tensor:
+        """The bias at a grid; its own if None: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
+        return self.value() if grid is None else self._band(self._resampled(grid))
+
+    @torch.jit.ignore
+    def set_grid(self, grid: tuple[int, int]) -> None:
+        """Resample w for good to another grid (H, W)."""
+        with torch.no_grad():
+            self.weight = nn.Parameter(self._resampled(grid), requires_grad=self.weight.requires_grad)
+        self.grid = (grid[0], grid[1])
+        self.unfuse()
+
+    def _resampled(self, grid: tuple[int, int]) -> Tensor:
+        rows = _resample_tokens(self.weight, grid, self.grid, self.num_prefix_tokens)
+        return _resample_tokens(rows.t(), grid, self.grid, self.num_prefix_tokens).t()
+
+    def _band(self, bias: Tensor) -> Tensor:
+        window = self.window
+        return bias if window is None else local_bias(bias, window, self.causal)
+
+
+@register_notrace_module
+class StandardizedKernel(FusedModule):
+    """The kernel of AFT-conv, standardised per head (AFT Eq. 8).
+
+    Args:
+        num_heads: h.
+        kernel_size: s, in tokens, odd.
+        standardize: False leaves gamma and beta out and gives the raw kernel (Table 10).
+        std: deviation of the truncated normal distribution that the raw kernel starts from.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        kernel_size: int,
+        standardize: bool = True,
+        std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f'kernel_size must be odd and positive, got {kernel_size}')
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(num_heads, kernel_size, kernel_size, device=device, dtype=dtype))
+        self.gamma = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if standardize else None
+        self.beta = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if standardize else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the raw kernel anew, which must not be constant; gamma and beta start at 0: AFT-conv is AFT-simple."""
+        nn.init.trunc_normal_(self.weight, std=self.std)
+        if self.gamma is not None and self.beta is not None:
+            nn.init.zeros_(self.gamma)
+            nn.init.zeros_(self.beta)
+
+    def compute(self) -> Tensor:
+        gamma, beta = self.gamma, self.beta
+        if gamma is None or beta is None:
+            return self.weight
+        return standardized_kernel(self.weight, gamma, beta)
+
+    def forward(self) -> Tensor:
+        """The kernel, (h, s, s)."""
+        return self.value()
+
+
+def _prefix_tokens(num_tokens: int, grid: tuple[int, int] | None) -> int:
+    if grid is None:
+        return 0
+    prefix = num_tokens - grid[0] * grid[1]
+    if prefix < 0:
+        raise ValueError(f'grid {tuple(grid)} has more than the num_tokens = {num_tokens} tokens')
+    return prefix
+
+
+def _resample_tokens(x: Tensor, grid: tuple[int, int], old_grid: tuple[int, int] | None, prefix: int) -> Tensor:
+    # (T, n) -> (T', n), bicubically over (H, W).
+    if old_grid is None:
+        raise ValueError(f'a position bias made without a grid cannot be resampled to {grid}')
+    new_size = [grid[0], grid[1]]
+    return resample_abs_pos_embed(x.unsqueeze(0), new_size, [old_grid[0], old_grid[1]], prefix).squeeze(0)

@@ -1,0 +1,496 @@
+"""AFT vision transformers on timm's VisionTransformer (AFT Sec. 5.3, Tables 7 to 12).
+
+The blocks mix tokens with an AFT operation in place of attention; all else (patch embedding, head, pooling, position
+embedding, feature extraction, checkpointing) is timm's. Importing this module registers the `aft_*` models with timm.
+
+@article{zhai2021attention,
+  title={An Attention Free Transformer},
+  author={Zhai, Shuangfei and Talbott, Walter and Srivastava, Nitish and Huang, Chen and Goh, Hanlin and Zhang, Ruixiang
+    and Susskind, Josh},
+  journal={arXiv preprint arXiv:2105.14103},
+  year={2021}
+}
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import (
+    global_pool_nlc,
+    register_notrace_function,
+    resample_abs_pos_embed,
+    resample_patch_embed,
+    to_2tuple,
+)
+from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from aft_vision.layers import AFTBlock, AFTMixer, AFTPatchEmbed
+
+# Sizes of position parameters that belong to a grid, by the end of their name.
+_GRID_PARAMETERS = ('pos_embed', 'position_bias.u', 'position_bias.v')
+
+
+class StateDictError(ValueError, RuntimeError):
+    """A state dict of another architecture. A RuntimeError too, since that is what torch raises."""
+
+
+class AFTVisionTransformer(VisionTransformer):
+    """A vision transformer that mixes tokens by AFT (AFT Sec. 5.3).
+
+    With mixer='conv' it is fully convolutional: no class token, no position embedding, average pooling after the final
+    norm, any input size. The others keep DeiT's class token and position embedding and a fixed input size;
+    `dynamic_img_size=True` resamples position embedding and position biases at run time, `set_input_size` once.
+
+    Args:
+        img_size: input size in pixels, one number or (H, W); for 'conv' only the nominal one.
+        patch_size: patch size in pixels.
+        global_pool: as timm; None is 'avg' with mixer='conv', else 'token' with a class token and 'avg' without.
+        num_heads: heads h of AFT-conv, which divide embed_dim; None is one per channel. The other mixers have one bias
+            for all channels, and take no other number than 1.
+        mixer: 'conv', 'full', 'local' or 'simple'.
+        class_token: None is False with mixer='conv', where it is not possible, else True.
+        pos_embed: as timm; None is 'none' with mixer='conv', else 'learn'.
+        fc_norm: as timm; None is False with mixer='conv' (the final norm comes before pooling), else timm's rule.
+        query_gate: False removes W_q and the sigmoid (Table 12).
+        kernel_size: s of AFT-conv, in tokens, odd; 11 by default.
+        standardize_kernel: False trains AFT-conv's raw kernel (Table 10).
+        global_context: False gives AFT-conv no context outside the window (Sec. 5.3).
+        gumbel: True keeps one offset per head of AFT-conv (AFT Eq. 10).
+        tau: temperature of its Gumbel softmax; 0.5 by default.
+        window_size: s of AFT-local, in tokens along the sequence.
+        factorize_bias: False stores AFT-full's or AFT-local's whole bias (Table 9).
+        bias_dim: width d' of their factors; 128 by default.
+        kwargs: of timm's VisionTransformer.
+
+    Raises:
+        TypeError: an argument that the mixer, or any, does not have.
+        ValueError: arguments that contradict each other.
+    """
+
+    # TorchScript reads Final annotations of the last subclass alone, and these of every class.
+    __constants__: ClassVar[list[str]] = ['dynamic_img_size', 'passes_grid']
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        global_pool: str | None = None,
+        embed_dim: int = 384,
+        num_heads: int | None = None,
+        mixer: str = 'conv',
+        class_token: bool | None = None,
+        pos_embed: str | None = None,
+        fc_norm: bool | None = None,
+        dynamic_img_size: bool = False,
+        query_gate: bool = True,
+        kernel_size: int | None = None,
+        standardize_kernel: bool | None = None,
+        global_context: bool | None = None,
+        gumbel: bool | None = None,
+        tau: float | None = None,
+        window_size: int | None = None,
+        factorize_bias: bool | None = None,
+        bias_dim: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        is_conv = mixer == 'conv'
+        class_token = (not is_conv) if class_token is None else class_token
+        mixer_args: dict[str, Any] = {
+            'mixer': mixer,
+            'query_gate': query_gate,
+            'num_heads': num_heads if is_conv else None,
+            'kernel_size': kernel_size,
+            'standardize_kernel': standardize_kernel,
+            'global_context': global_context,
+            'gumbel': gumbel,
+            'tau': tau,
+            'window_size': window_size,
+            'factorize_bias': factorize_bias,
+            'bias_dim': bias_dim,
+        }
+        _check_arguments(mixer, num_heads, class_token, kwargs)
+        if mixer in ('full', 'local'):
+            grid = tuple(size // patch for size, patch in zip(to_2tuple(img_size), to_2tuple(patch_size), strict=True))
+            prefix = int(class_token) + kwargs.get('reg_tokens', 0)
+            mixer_args.update(num_tokens=grid[0] * grid[1] + prefix, grid=grid)
+        # timm names a block's arguments by attention; the mixer's own go in beside them.
+        block_args = {name: value for name, value in mixer_args.items() if value is not None}
+        super().__init__(
+            img_size=img_size,
+            patch_size=patch_size,
+            global_pool=global_pool or ('token' if class_token else 'avg'),  # type: ignore[arg-type]
+            embed_dim=embed_dim,
+            num_heads=num_heads or embed_dim,
+            class_token=class_token,
+            pos_embed=('none' if is_conv else 'learn') if pos_embed is None else pos_embed,
+            fc_norm=False if is_conv and fc_norm is None else fc_norm,
+            dynamic_img_size=is_conv or dynamic_img_size,
+            block_fn=_BlockFactory(block_args),  # type: ignore[arg-type]
+            **{'embed_layer': AFTPatchEmbed, **kwargs},
+        )
+        # A fixed grid is not passed, so that a fixed model's graph has constant position biases.
+        self.passes_grid = self.dynamic_img_size and mixer != 'simple'
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """timm's position parameters, and the position biases, as timm exempts relative-position tables."""
+        return {*super().no_weight_decay(), 'blocks.*.attn.position_bias.*', 'blocks.*.attn.kernel.*'}
+
+    def set_input_size(
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
+    ) -> None:
+        """Change the input size for good: resample patch embedding, position embedding and position biases.
+
+        Args:
+            img_size: in pixels; None keeps it.
+            patch_size: in pixels; None keeps it.
+        """
+        old_grid = self.patch_embed.grid_size
+        super().set_input_size(None if img_size is None else to_2tuple(img_size), patch_size)  # type: ignore[arg-type]
+        if self.patch_embed.grid_size == old_grid:
+            return
+        for module in self.modules():
+            if isinstance(module, AFTMixer):
+                module.set_grid(self.patch_embed.grid_size)
+
+    @torch.jit.ignore
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch; a state dict of another architecture is a ValueError that names the first differing keys."""
+        if strict:
+            _check_state_dict(self, state_dict)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _embed(self, x: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
+        # Tokens (B, T, C), and their grid where the blocks need it.
+        x = self.patch_embed(x)
+        grid: tuple[int, int] | None = None
+        if self.passes_grid:
+            grid = (x.shape[1], x.shape[2])
+        x = self._pos_embed(x)
+        return self.norm_pre(self.patch_drop(x)), grid
+
+    # No causal form: AFT's is for sequences, in the pixel and character models.
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Normed tokens.
+
+        Args:
+            x: (B, 3, H, W) images.
+            attn_mask: (B, tokens) or (B, H / patch, W / patch) bool, True where a patch counts: for a padded batch of
+                mixed sizes.
+
+        Returns:
+            (B, T, C), prefix tokens first.
+        """
+        x, grid = self._embed(x)
+        mask = _token_mask(attn_mask, self.num_prefix_tokens, self.attn_pool is None)
+        for block in self.blocks:
+            if self.grad_checkpointing and not torch.jit.is_scripting():
+                x = checkpoint(block, x, grid, mask)
+            else:
+                x = block(x, grid, mask)
+        return self.norm(x)
+
+    def forward_intermediates(  # type: ignore[override]
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = 'NCHW',
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        attn_mask: Tensor | None = None,
+    ) -> Any:
+        """Final features and those after chosen blocks, as timm's `forward_intermediates`.
+
+        Args:
+            x: (B, 3, H, W) images.
+            indices: the last n blocks if a number, these blocks if a list, all if None.
+            return_prefix_tokens: return (spatial, prefix) pairs.
+            norm: apply the final norm to each.
+            stop_early: run no further than the last chosen block.
+            output_fmt: 'NCHW' or 'NLC'.
+            intermediates_only: leave the final features out.
+            output_dict: return a dict with 'image_features', 'image_intermediates' and 'image_intermediates_prefix'.
+            attn_mask: as in `forward_features`.
+
+        Raises:
+            ValueError: output_fmt is neither of the two.
+        """
+        if output_fmt not in ('NCHW', 'NLC'):
+            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        taken, last = feature_take_indices(len(self.blocks), indices)
+        height, width = self.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))
+        x, grid = self._embed(x)
+        mask = _token_mask(attn_mask, self.num_prefix_tokens, self.attn_pool is None)
+        maps: list[Tensor] = []
+        prefixes: list[Tensor] = []
+        for i, block in enumerate(self.blocks if not stop_early else self.blocks[: last + 1]):
+            x = checkpoint(block, x, grid, mask) if self.grad_checkpointing else block(x, grid, mask)
+            if i in taken:
+                y = self.norm(x) if norm else x
+                prefixes.append(y[:, : self.num_prefix_tokens])
+                maps.append(y[:, self.num_prefix_tokens :])
+        if output_fmt == 'NCHW':
+            maps = [y.transpose(1, 2).unflatten(2, (height, width)).contiguous() for y in maps]
+        has_prefix = return_prefix_tokens and self.num_prefix_tokens > 0
+        if output_dict:
+            result: dict[str, Any] = {'image_intermediates': maps}
+            if has_prefix:
+                result['image_intermediates_prefix'] = prefixes
+            if not intermediates_only:
+                result['image_features'] = self.norm(x)
+            return result
+        intermediates = list(zip(maps, prefixes, strict=True)) if has_prefix else maps
+        return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False, attn_mask: Tensor | None = None) -> Tensor:
+        """Logits (B, classes) of tokens (B, T, C), or with pre_logits what the classifier sees."""
+        if self.attn_pool is not None:
+            x = self.pool(x)
+        else:
+            x = _pool(x, attn_mask, self.global_pool, self.num_prefix_tokens, self.pool_include_prefix)
+        x = self.head_drop(self.fc_norm(x))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Logits (B, classes) of images (B, 3, H, W); attn_mask as in `forward_features`."""
+        return self.forward_head(self.forward_features(x, attn_mask), attn_mask=attn_mask)
+
+
+# A mask is a leaf for FX, which cannot branch on whether a traced argument is None.
+@torch.fx.wrap
+@register_notrace_function
+def _token_mask(mask: Tensor | None, num_prefix_tokens: int, maskable: bool) -> Tensor | None:
+    # (B, T): prefix tokens always count.
+    if mask is None:
+        return None
+    if not maskable:
+        raise ValueError('attention pooling takes no attn_mask')
+    mask = mask.flatten(1)
+    if num_prefix_tokens > 0:
+        mask = torch.cat([mask.new_ones(mask.shape[0], num_prefix_tokens), mask], dim=1)
+    return mask
+
+
+@torch.fx.wrap
+@register_notrace_function
+def _pool(x: Tensor, mask: Tensor | None, pool_type: str, num_prefix_tokens: int, include_prefix: bool) -> Tensor:
+    # timm's pooling of tokens (B, T, C), with a mask over those that count.
+    if mask is None or pool_type == '' or pool_type == 'token':
+        return global_pool_nlc(x, pool_type, num_prefix_tokens, include_prefix)
+    mask = _token_mask(mask, num_prefix_tokens, True)
+    assert mask is not None
+    if not include_prefix:
+        x, mask = x[:, num_prefix_tokens:], mask[:, num_prefix_tokens:]
+    weight = mask.unsqueeze(-1)
+    mean = ((x * weight).sum(1) / weight.sum(1).clamp(min=1)).to(x.dtype)
+    if pool_type == 'avg':
+        return mean
+    peak = x.masked_fill(~weight, float('-inf')).amax(1)
+    return peak if pool_type == 'max' else 0.5 * (peak + mean)
+
+
+class _BlockFactory:
+    """Builds AFTBlocks from the arguments that timm's VisionTransformer gives its attention blocks."""
+
+    # Arguments of attention alone; AFT has no such switch, so they may only have their default.
+    attention_only: ClassVar[dict[str, Any]] = {
+        'qk_norm': False,
+        'scale_attn_norm': False,
+        'scale_mlp_norm': False,
+        'attn_drop': 0.0,
+    }
+
+    def __init__(self, block_args: dict[str, Any]) -> None:
+        self.block_args = block_args
+
+    def __call__(self, num_heads: int, attn_layer: Any, depth: int, **kwargs: Any) -> AFTBlock:
+        for name, default in self.attention_only.items():
+            if kwargs.pop(name) != default:
+                raise TypeError(f'{name} is an argument of attention, which AFT does not have')
+        return AFTBlock(**kwargs, **self.block_args)
+
+
+def _check_arguments(mixer: str, num_heads: int | None, class_token: bool, kwargs: dict[str, Any]) -> None:
+    for name in ('block_fn', 'attn_layer'):
+        if name in kwargs:
+            raise TypeError(f'{name} is an argument of attention; choose the mixer by `mixer`')
+    if mixer == 'conv' and (class_token or kwargs.get('reg_tokens', 0)):
+        raise ValueError("mixer='conv' lives on a grid: it takes no class_token and no reg_tokens")
+    if mixer != 'conv' and num_heads not in (None, 1):
+        raise ValueError(
+            f'mixer={mixer!r} has one position bias for all channels: num_heads must be 1, got {num_heads}'
+        )
+    if mixer != 'simple' and kwargs.get('patch_drop_rate', 0.0):
+        raise ValueError(f'mixer={mixer!r} needs the whole grid: patch_drop_rate must be 0')
+
+
+def _check_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    own = model.state_dict()
+    missing = [name for name in own if name not in state_dict]
+    unexpected = [name for name in state_dict if name not in own]
+    shapes = [
+        f'{name} {tuple(state_dict[name].shape)} for {tuple(x.shape)}'
+        for name, x in own.items()
+        if name in state_dict and state_dict[name].shape != x.shape
+    ]
+    found = [
+        f'{what}: {", ".join(names[:3])}{" ..." if len(names) > 3 else ""}'
+        for what, names in (('missing', missing), ('unexpected', unexpected), ('of another shape', shapes))
+        if names
+    ]
+    if found:
+        raise StateDictError(
+            f'the state dict is of another architecture than {type(model).__name__}; ' + '; '.join(found)
+        )
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: AFTVisionTransformer) -> dict[str, Any]:
+    """A checkpoint of another input or patch size as the model's own: patch and position parameters are resampled."""
+    state_dict = state_dict.get('model', state_dict)
+    own = model.state_dict()
+    grid = model.patch_embed.grid_size
+    result = {}
+    for name, value in state_dict.items():
+        if name in own and value.shape != own[name].shape:
+            if name == 'patch_embed.proj.weight' and value.ndim == 4 and value.shape[:2] == own[name].shape[:2]:
+                value = resample_patch_embed(value, list(own[name].shape[-2:]))
+            elif name.endswith(_GRID_PARAMETERS) and value.shape[-1] == own[name].shape[-1]:
+                prefix = 0 if name == 'pos_embed' and model.no_embed_class else model.num_prefix_tokens
+                batched = value if value.ndim == 3 else value.unsqueeze(0)
+                value = resample_abs_pos_embed(batched, new_size=grid, num_prefix_tokens=prefix).view_as(own[name])
+        result[name] = value
+    return result
+
+
+def _create_aft(variant: str, pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    return build_model_with_cfg(
+        AFTVisionTransformer,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
+        **kwargs,
+    )
+
+
+def _cfg(fixed_input_size: bool, size: int = 224) -> dict[str, Any]:
+    return {
+        'num_classes': 1000,
+        'input_size': (3, size, size),
+        'pool_size': None,
+        'crop_pct': 0.875,
+        'interpolation': 'bicubic',
+        'fixed_input_size': fixed_input_size,
+        'mean': IMAGENET_DEFAULT_MEAN,
+        'std': IMAGENET_DEFAULT_STD,
+        'first_conv': 'patch_embed.proj',
+        'classifier': 'head',
+        'license': 'mit',
+        'paper_name': 'An Attention Free Transformer',
+        'paper_ids': 'arXiv:2105.14103',
+    }
+
+
+# No weights are published, so no entry names any: pretrained=True says so.
+default_cfgs = generate_default_cfgs(
+    {
+        'aft_full_tiny': _cfg(fixed_input_size=True),
+        'aft_full_small': _cfg(fixed_input_size=True),
+        'aft_full_base': _cfg(fixed_input_size=True),
+        'aft_simple_tiny': _cfg(fixed_input_size=True),
+        'aft_simple_small': _cfg(fixed_input_size=True),
+        'aft_conv_tiny': _cfg(fixed_input_size=False),
+        'aft_conv_tiny_k11_h32': _cfg(fixed_input_size=False),
+        'aft_conv_small': _cfg(fixed_input_size=False),
+        'aft_conv_small_k11_h16': _cfg(fixed_input_size=False),
+        'aft_conv_small_k15_h384': _cfg(fixed_input_size=False),
+        'aft_conv_base_k25_h32_384': _cfg(fixed_input_size=False, size=384),
+    }
+)
+
+
+@register_model
+def aft_full_tiny(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-full tiny: 6.3M parameters, 72.4% top-1 (AFT Table 7)."""
+    model_args = dict(embed_dim=192, mixer='full')
+    return _create_aft('aft_full_tiny', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def aft_full_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-full small: 22.7M parameters, 79.8% top-1 (AFT Table 7)."""
+    model_args = dict(embed_dim=384, mixer='full')
+    return _create_aft('aft_full_small', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def aft_full_base(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-full at DeiT-base's width; not in the paper."""
+    model_args = dict(embed_dim=768, mixer='full')
+    return _create_aft('aft_full_base', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def aft_simple_tiny(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-simple at DeiT-tiny's width (AFT Eq. 5); not in Table 7."""
+    model_args = dict(embed_dim=192, mixer='simple')
+    return _create_aft('aft_simple_tiny', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def aft_simple_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-simple at DeiT-small's width (AFT Eq. 5); not in Table 7."""
+    model_args = dict(embed_dim=384, mixer='simple')
+    return _create_aft('aft_simple_small', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def aft_conv_tiny(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-conv tiny, 11x11 kernel, 192 heads: 6.0M parameters, 74.8% top-1 (AFT Table 7)."""
+    model_args = dict(embed_dim=192, mixer='conv', num_heads=192, kernel_size=11)
+    return _create_aft('aft_conv_tiny', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def aft_conv_tiny_k11_h32(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-conv tiny, 11x11 kernel, 32 heads: 5.4M parameters, 73.9% top-1 (AFT Table 7)."""
+    model_args = dict(embed_dim=192, mixer='conv', num_heads=32, kernel_size=11)
+    return _create_aft('aft_conv_tiny_k11_h32', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def aft_conv_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-conv small, 11x11 kernel, 384 heads: 22.5M parameters, 80.8% top-1 (AFT Table 7)."""
+    model_args = dict(embed_dim=384, mixer='conv', num_heads=384, kernel_size=11)
+    return _create_aft('aft_conv_small', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def aft_conv_small_k11_h16(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-conv small, 11x11 kernel, 16 heads: 20.3M parameters, 80.2% top-1 (AFT Table 7)."""
+    model_args = dict(embed_dim=384, mixer='conv', num_heads=16, kernel_size=11)
+    return _create_aft('aft_conv_small_k11_h16', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def aft_conv_small_k15_h384(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-conv small, 15x15 kernel, 384 heads: 23.0M parameters, 81.0% top-1 (AFT Table 7)."""
+    model_args = dict(embed_dim=384, mixer='conv', num_heads=384, kernel_size=15)
+    return _create_aft('aft_conv_small_k15_h384', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def aft_conv_base_k25_h32_384(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-conv base at 384 pixels, 25x25 kernel, 32 heads: 79.9M parameters, 83.4% from DeiT-base (AFT Table 8)."""
+    model_args = dict(img_size=384, embed_dim=768, mixer='conv', num_heads=32, kernel_size=25)
+    return _create_aft('aft_conv_base_k25_h32_384', pretrained, **dict(model_args, **kwargs))
