@@ -1,0 +1,38 @@
+# Each target runs in .venv, which the first one makes; `make test PYTHON=python3.12` picks another interpreter for it.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+# Which models `make timm-suite` tests, as names or patterns, and what pytest gets: make test PYTEST_ARGS='-m "not slow"'
+MODELS ?= aft_*
+PYTEST_ARGS ?=
+
+.PHONY: install test lint timm-suite demo clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@echo 'Installing into $(VENV); PyTorch is large, so this takes a few minutes'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet -e '.[dev]'
+	touch $@
+
+test: $(STAMP)
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+# timm's own tests/test_models.py on our models
+timm-suite: $(STAMP)
+	$(PY) tests/run_timm_suite.py $(foreach model,$(MODELS),'$(model)')
+
+# A small AFT-conv on the embedded photographs (ten classes), then its accuracy at three image sizes
+demo: $(STAMP)
+	$(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/demo run.overwrite=true
+	$(PY) -m tools.eval_resolution --checkpoint runs/demo/best.pth --data tests/assets/clothing --sizes 64 96 128
+
+clean:
+	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache build *.egg-info runs/demo

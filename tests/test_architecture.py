@@ -1,0 +1,199 @@
+"""Enforces the direction of imports: ops -> layers -> models -> train | tools, and where a heavy library may be used.
+
+A name is allowed if it equals one of a rule's prefixes or lies below it. "Lazily" means inside a function, or under
+``if TYPE_CHECKING``. The standard library and FREE are allowed anywhere; a library that no rule names is allowed
+lazily, so that ``import aft_vision`` needs nothing beyond its four dependencies.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OURS = ('aft_vision', 'train', 'tools', 'tests')
+FREE = ('torch', 'torchvision', 'numpy', 'tqdm', 'safetensors', 'PIL', 'yaml', *sys.stdlib_module_names)
+HEAVY = ('timm', 'transformers', 'ffcv', 'triton', 'matplotlib', 'omegaconf', 'einops')
+TEXT = ('transformers', 'tokenizers', 'datasets', 'nltk', 'sklearn', 'pandas')
+AFT_FOLDERS = ('aft_vision.ops', 'aft_vision.layers', 'aft_vision.models', 'aft_vision.data')
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a module and everything below it may import: anywhere in the file, or only lazily."""
+
+    anywhere: tuple[str, ...]
+    lazily: tuple[str, ...] = ()
+
+
+ABOVE_MODELS = Rule((*AFT_FOLDERS, 'timm', 'einops'), lazily=('matplotlib',))
+RULES = {  # the longest matching prefix decides
+    'aft_vision': Rule(('aft_vision.models',)),
+    'aft_vision.ops': Rule(('aft_vision.ops',), lazily=('triton',)),
+    'aft_vision.ops.reference': Rule(('einops',)),
+    'aft_vision.ops.kernels': Rule(('aft_vision.ops', 'triton')),
+    'aft_vision.layers': Rule(('aft_vision.layers', 'aft_vision.ops', 'timm.layers')),
+    'aft_vision.models': Rule(('aft_vision.models', 'aft_vision.layers', 'aft_vision.ops', 'timm')),
+    'aft_vision.data': Rule(('aft_vision.data', 'timm.data', 'einops')),
+    'aft_vision.data.ffcv_loader': Rule(('aft_vision.data', 'timm.data', 'einops', 'ffcv')),
+    'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'einops', *TEXT)),
+    'aft_vision.evaluate': ABOVE_MODELS,
+    'aft_vision.regularizers': ABOVE_MODELS,
+    'aft_vision.visualize': ABOVE_MODELS,
+    'train': Rule(('train', 'aft_vision', 'timm', 'omegaconf')),
+    'tools': Rule(('tools', 'aft_vision', 'timm', 'matplotlib')),
+}
+# Modules with few readers: the oracle of the tests, and the kernels, whose compilers a machine may lack.
+READERS: dict[str, tuple[str, ...]] = {'aft_vision.ops.reference': ('tests', 'tools.visualize_bias')}
+LAZY_MODULES: dict[str, tuple[str, ...]] = {'aft_vision.ops.kernels': ('aft_vision.ops.kernels',)}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, absolute and dotted, and where it stands."""
+
+    target: str
+    line: int
+    lazy: bool
+
+
+def within(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(prefix + '.') for prefix in prefixes)
+
+
+def is_lazy(node: ast.AST) -> bool:
+    type_checking = isinstance(node, ast.If) and ast.unparse(node.test) in ('TYPE_CHECKING', 'typing.TYPE_CHECKING')
+    return type_checking or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+
+
+def imported_names(node: ast.AST, package: list[str]) -> list[str]:
+    """The absolute names that a statement or a call like ``import_module('timm')`` imports."""
+    match node:
+        case ast.Import():
+            return [alias.name for alias in node.names]
+        case ast.ImportFrom():
+            base = package[: len(package) - node.level + 1] if node.level else []
+            return ['.'.join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names]
+        case ast.Call(args=[ast.Constant(value=str(name)), *_]):
+            return [name] if ast.unparse(node.func).rpartition('.')[2] in ('import_module', '__import__') else []
+    return []
+
+
+def find_imports(node: ast.AST, package: list[str], lazy: bool = False) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        for name in imported_names(child, package):
+            yield Import(name, getattr(child, 'lineno', 0), lazy)
+        yield from find_imports(child, package, lazy or is_lazy(child))
+
+
+def is_allowed(module: str, found: Import) -> bool:
+    for target, readers in READERS.items():
+        if within(found.target, (target,)) and not within(module, readers):
+            return False
+    for target, readers in LAZY_MODULES.items():
+        if within(found.target, (target,)) and not within(module, readers) and not found.lazy:
+            return False
+    rule = RULES[max((prefix for prefix in RULES if within(module, (prefix,))), key=len)]
+    if within(found.target, rule.anywhere):
+        return True
+    if found.lazy and within(found.target, rule.lazily):
+        return True
+    return within(found.target, FREE) or (found.lazy and not within(found.target, OURS + HEAVY))
+
+
+def violations(root: Path) -> list[str]:
+    """One line for each import under root/{aft_vision,train,tools} that no rule allows."""
+    found = []
+    for path in sorted(path for folder in OURS[:3] for path in (root / folder).rglob('*.py')):
+        parts = list(path.relative_to(root).with_suffix('').parts)
+        package = parts[:-1]
+        module = '.'.join(package if parts[-1] == '__init__' else parts)
+        for item in find_imports(ast.parse(path.read_text(encoding='utf-8')), package):
+            if not is_allowed(module, item):
+                place = 'inside a function' if item.lazy else 'at the top'
+                found.append(f'{path.relative_to(root)}:{item.line}: {module} imports {item.target} {place}')
+    return found
+
+
+def test_every_import_follows_the_table():
+    assert violations(ROOT) == []
+
+
+def test_every_part_of_the_tree_has_a_rule_of_its_own():
+    modules = {f'aft_vision.{path.stem}' for path in (ROOT / 'aft_vision').iterdir() if path.suffix == '.py'}
+    modules |= {f'aft_vision.{path.parent.name}' for path in (ROOT / 'aft_vision').glob('*/__init__.py')}
+    assert modules - {'aft_vision.__init__'} <= set(RULES)
+
+
+@pytest.mark.parametrize(
+    ('file', 'source'),
+    [
+        ('aft_vision/ops/aft.py', 'import timm'),
+        ('aft_vision/ops/aft.py', 'import einops'),
+        ('aft_vision/ops/aft.py', 'import triton'),
+        ('aft_vision/ops/aft.py', 'from aft_vision.layers import mixers'),
+        ('aft_vision/ops/aft.py', 'from . import reference'),
+        ('aft_vision/ops/dispatch.py', 'from .kernels import conv'),
+        ('aft_vision/ops/dispatch.py', 'from aft_vision.ops import kernels'),
+        ('aft_vision/ops/__init__.py', 'from ..models import aft_vit'),
+        ('aft_vision/layers/block.py', 'import timm'),
+        ('aft_vision/layers/block.py', 'from timm.models import register_model'),
+        ('aft_vision/layers/block.py', 'def f():\n    from aft_vision.models import aft_vit'),
+        ('aft_vision/models/aft_vit.py', 'from aft_vision.data import photos'),
+        ('aft_vision/models/aft_vit.py', 'import transformers'),
+        ('aft_vision/data/photos.py', 'from timm.models import create_model'),
+        ('aft_vision/data/photos.py', 'import ffcv'),
+        ('aft_vision/data/photos.py', 'def f():\n    import ffcv'),
+        ('aft_vision/data/photos.py', "import importlib\nimportlib.import_module('ffcv')"),
+        ('aft_vision/data/ffcv_loader.py', 'from aft_vision import ops'),
+        ('aft_vision/evaluate.py', 'from train import engine'),
+        ('aft_vision/evaluate.py', 'import matplotlib.pyplot as plt'),
+        ('aft_vision/visualize.py', 'class A:\n    import matplotlib'),
+        ('aft_vision/visualize.py', 'try:\n    import matplotlib\nexcept ImportError:\n    pass'),
+        ('aft_vision/fastformer/modeling.py', 'from aft_vision import layers'),
+        ('aft_vision/models/char.py', 'from aft_vision.fastformer import modeling'),
+        ('aft_vision/__init__.py', 'from aft_vision import evaluate'),
+        ('aft_vision/evaluate.py', 'import pandas'),
+        ('train/engine.py', 'def f():\n    import tools.report'),
+        ('train/engine.py', 'from tests import helpers'),
+        ('train/engine.py', 'import matplotlib'),
+        ('tools/report.py', 'from train.engine import fit'),
+        ('tools/report.py', 'from aft_vision.ops import reference'),
+        ('tools/report.py', 'import omegaconf'),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path, file, source):
+    plant(tmp_path, file, source)
+    assert len(violations(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ('file', 'source'),
+    [
+        ('aft_vision/__init__.py', 'from aft_vision.models import aft_vit'),
+        ('aft_vision/ops/aft.py', 'import math\nimport torch\nfrom aft_vision.ops import dispatch'),
+        ('aft_vision/ops/dispatch.py', 'def f():\n    import triton\n    from .kernels import conv'),
+        ('aft_vision/ops/reference.py', 'import einops'),
+        ('aft_vision/ops/kernels/conv.py', 'import triton.language as tl'),
+        ('aft_vision/layers/block.py', 'from timm.layers import Mlp\nfrom aft_vision import ops'),
+        ('aft_vision/models/aft_vit.py', 'import timm\nfrom timm.models import register_model'),
+        ('aft_vision/data/ffcv_loader.py', 'import ffcv'),
+        ('aft_vision/visualize.py', 'def f():\n    import matplotlib.pyplot as plt'),
+        ('aft_vision/fastformer/modeling.py', 'import transformers\nfrom . import configuration'),
+        ('train/engine.py', 'import omegaconf\nimport timm\nfrom aft_vision import evaluate'),
+        ('tools/visualize_bias.py', 'import matplotlib\nfrom aft_vision.ops import reference'),
+        ('tools/export.py', 'def main():\n    import onnxruntime'),
+    ],
+)
+def test_an_allowed_import_passes(tmp_path, file, source):
+    plant(tmp_path, file, source)
+    assert violations(tmp_path) == []
+
+
+def plant(root: Path, file: str, source: str) -> None:
+    path = root / file
+    path.parent.mkdir(parents=True)
+    path.write_text(source, encoding='utf-8')

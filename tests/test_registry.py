@@ -1,0 +1,299 @@
+"""What timm, its scripts and transformers ask of every registered aft_* model."""
+
+import copy
+import fnmatch
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.models import get_notrace_functions, get_notrace_modules, group_parameters, save_for_hf
+from timm.optim import param_groups_weight_decay
+from timm.utils import reparameterize_model
+from torch import Tensor, nn
+from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
+
+import aft_vision  # noqa: F401, the import registers the models
+
+# Parameters with and without biases on q, k and v (the columns #Params of AFT Table 7, exact). AFT-full is DeiT plus
+# 12 * 2 * 197 * 128 factors of its bias, so base is 86,567,656 + 605,184; AFT-simple has the parameters of DeiT.
+PARAMETERS = {
+    'aft_full_tiny': (6_322_600, 6_315_688),
+    'aft_full_small': (22_655_848, 22_642_024),
+    'aft_full_base': (87_172_840, 87_145_192),
+    'aft_simple_tiny': (5_717_416, 5_710_504),
+    'aft_simple_small': (22_050_664, 22_036_840),
+    'aft_conv_tiny': (5_962_792, 5_955_880),
+    'aft_conv_tiny_k11_h32': (5_356_072, 5_351_080),
+    'aft_conv_small': (22_541_416, 22_527_592),
+    'aft_conv_small_k11_h16': (20_298_088, 20_288_680),
+    'aft_conv_small_k15_h384': (23_020_648, 23_006_824),
+    'aft_conv_base_k25_h32_384': (79_864_552, 79_845_736),
+}
+ONE_OF_EACH = ['aft_conv_tiny', 'aft_full_tiny', 'aft_simple_tiny']
+all_models = pytest.mark.parametrize('name', list(PARAMETERS))
+one_of_each = pytest.mark.parametrize('name', ONE_OF_EACH)
+
+
+def make_model(name: str, **kwargs) -> nn.Module:
+    """A model of two blocks whose every parameter is random: as made, gamma = beta = 0 would hide the kernel."""
+    model = timm.create_model(name, depth=2, num_classes=5, **kwargs).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model
+
+
+def make_images(*size: int) -> Tensor:
+    return torch.randn(2, 3, *(size or (224, 224)), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def run(model: nn.Module, images: Tensor) -> Tensor:
+    return model(images)
+
+
+def assert_same_outputs(actual: nn.Module, expected: nn.Module, images: Tensor | None = None) -> None:
+    """Equal logits, within float32 rounding, on two images (224 x 224 pixels)."""
+    images = make_images() if images is None else images
+    torch.testing.assert_close(run(actual, images), run(expected, images), rtol=1e-4, atol=1e-5)
+
+
+def trace(model: nn.Module) -> nn.Module:
+    """The model as torch.fx sees it, traced the way timm's tests do."""
+    options = dict(
+        leaf_modules=get_notrace_modules(), autowrap_functions=get_notrace_functions(), param_shapes_constant=True
+    )
+    _, nodes = get_graph_node_names(model, tracer_kwargs=options)
+    return create_feature_extractor(model, return_nodes={nodes[-1]: 'logits'}, tracer_kwargs=options)
+
+
+def test_the_models_of_the_paper_are_registered():
+    assert sorted(timm.list_models('aft_*')) == sorted(PARAMETERS)
+    assert timm.list_models(module='aft_vit') == timm.list_models('aft_*')
+
+
+@all_models
+def test_parameter_counts_are_exact(name):
+    counts = (count_parameters(name), count_parameters(name, qkv_bias=False))
+    assert counts == PARAMETERS[name]
+
+
+def count_parameters(name: str, **kwargs) -> int:
+    return sum(p.numel() for p in timm.create_model(name, device='meta', **kwargs).parameters())
+
+
+@all_models
+def test_pretrained_says_that_there_are_no_weights(name):
+    with pytest.raises(RuntimeError, match=r'(?i)no (pretrained )?weights'):
+        timm.create_model(name, pretrained=True, device='meta')
+
+
+def test_no_model_claims_to_have_weights():
+    assert timm.list_models('aft_*', pretrained=True) == []
+
+
+@all_models
+def test_default_config_is_that_of_the_paper(name):
+    cfg = timm.get_pretrained_cfg(name)
+    size = 384 if name.endswith('_384') else 224
+    assert (cfg.architecture, cfg.num_classes, cfg.input_size) == (name, 1000, (3, size, size))
+    assert cfg.crop_pct == 0.875
+    assert cfg.fixed_input_size is not name.startswith('aft_conv')
+    assert not any([cfg.url, cfg.file, cfg.hf_hub_id])
+
+
+@all_models
+def test_no_weight_decay_names_parameters_of_the_model(name):
+    model = timm.create_model(name, device='meta')
+    parameters = [n for n, _ in model.named_parameters()]
+    unused = [pattern for pattern in model.no_weight_decay() if not fnmatch.filter(parameters, pattern)]
+    # timm allows an optional parameter that this model does not have.
+    assert all(getattr(model, name, None) is None for name in unused), unused
+
+
+@all_models
+def test_only_the_weights_of_linear_and_convolution_layers_decay(name):
+    model = timm.create_model(name, device='meta')
+    no_decay, decay = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
+    assert (no_decay['weight_decay'], decay['weight_decay']) == (0.0, 0.05)
+    layers = {f'{n}.weight' for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+    decaying = {id(p) for p in decay['params']}
+    assert {n for n, p in model.named_parameters() if id(p) in decaying} == layers
+
+
+@all_models
+def test_group_matcher_gives_each_block_a_group_of_its_own(name):
+    model = timm.create_model(name, device='meta')
+    group_of = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
+    groups = [
+        {group_of[f'blocks.{i}.{n}'] for n, _ in block.named_parameters()} for i, block in enumerate(model.blocks)
+    ]
+    assert all(len(group) == 1 for group in groups)
+    assert len(set().union(*groups)) == len(model.blocks) == 12
+    assert len(set(group_of.values())) == len(model.blocks) + 2
+
+
+@all_models
+def test_an_unknown_argument_is_a_type_error(name):
+    with pytest.raises(TypeError, match='not_an_argument'):
+        timm.create_model(name, device='meta', not_an_argument=1)
+
+
+@one_of_each
+def test_init_weights_restores_every_tensor_after_to_empty(name):
+    fresh = timm.create_model(name, depth=2)
+    model = timm.create_model(name, depth=2, device='meta').to_empty(device='cpu')
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(float('nan') if tensor.is_floating_point() else -1)
+    model.init_weights()
+    expected = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        spread, expected_spread = (x.detach().double().std().item() for x in (tensor, expected[key]))
+        assert spread == pytest.approx(expected_spread, rel=0.3), key
+        assert expected_spread > 0 or torch.equal(tensor, expected[key]), key
+    assert torch.isfinite(run(model.eval(), make_images())).all()
+
+
+@one_of_each
+def test_a_deep_copy_works_and_shares_nothing(name):
+    model = make_model(name)
+    before = run(model, make_images())
+    copied = copy.deepcopy(model)
+    assert_same_outputs(copied, model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(2)
+    assert torch.equal(run(model, make_images()), before)
+    assert not torch.equal(run(copied, make_images()), before)
+
+
+@one_of_each
+def test_the_state_dict_holds_all_that_matters(name):
+    model = make_model(name)
+    keys = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
+    assert set(model.state_dict()) == keys
+    run(model, make_images())
+    model.train()(make_images()).sum().backward()
+    assert set(model.state_dict()) == keys == {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
+    restored = timm.create_model(name, depth=2, num_classes=5).eval()
+    restored.load_state_dict(model.state_dict())
+    assert_same_outputs(restored, model.eval())
+
+
+@pytest.mark.parametrize(
+    ('name', 'other', 'kwargs'),
+    [
+        ('aft_conv_tiny', 'aft_full_tiny', {}),
+        ('aft_full_tiny', 'aft_simple_tiny', {}),
+        ('aft_conv_tiny', 'aft_conv_tiny', dict(kernel_size=7)),
+        ('aft_conv_tiny', 'aft_conv_small', {}),
+        ('aft_conv_tiny', 'deit_tiny_patch16_224', {}),
+    ],
+)
+def test_a_state_dict_of_another_architecture_is_refused_by_its_first_keys(name, other, kwargs):
+    model = timm.create_model(name, depth=2)
+    state_dict = timm.create_model(other, depth=2, **kwargs).state_dict()
+    with pytest.raises(ValueError, match=first_difference(model.state_dict(), state_dict)):
+        model.load_state_dict(state_dict)
+
+
+def first_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
+    """A pattern of any key, in either state dict, that the other lacks or has in another shape."""
+    shapes, other_shapes = ({key: value.shape for key, value in d.items()} for d in (ours, theirs))
+    keys = {key for key, _ in shapes.items() ^ other_shapes.items()}
+    return '|'.join(key.replace('.', r'\.') for key in keys)
+
+
+@one_of_each
+def test_a_headless_checkpoint_with_sorted_keys_passes_the_filter_unchanged(name):
+    model = make_model(name)
+    model.reset_classifier(0)
+    filter_fn = importlib.import_module(type(model).__module__).checkpoint_filter_fn
+    restored = timm.create_model(name, depth=2, num_classes=0).eval()
+    restored.load_state_dict(filter_fn(dict(sorted(model.state_dict().items())), restored))
+    assert_same_outputs(restored, model)
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs', 'size'),
+    [
+        ('aft_conv_tiny', dict(kernel_size=7, num_heads=6), (96, 160)),
+        ('aft_full_tiny', dict(img_size=(96, 160)), (96, 160)),
+        ('aft_simple_tiny', dict(query_gate=False), (224, 224)),
+    ],
+)
+def test_a_saved_folder_gives_the_same_model(name, kwargs, size, tmp_path):
+    model = make_model(name, **kwargs)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    restored = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    assert_same_outputs(restored, model, make_images(*size))
+
+
+def test_a_saved_folder_remembers_a_size_that_was_set_later(tmp_path):
+    model = make_model('aft_full_tiny')
+    model.set_input_size((96, 160))
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    restored = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    assert_same_outputs(restored, model, make_images(96, 160))
+
+
+@one_of_each
+def test_a_saved_folder_opens_in_transformers(name, tmp_path):
+    transformers = pytest.importorskip('transformers')
+    model = make_model(name)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    drop_repeated_num_classes(tmp_path / 'config.json')
+    wrapped = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    logits = wrapped(make_images()).logits
+    torch.testing.assert_close(logits, run(model, make_images()), rtol=1e-4, atol=1e-5)
+
+
+def drop_repeated_num_classes(config: Path) -> None:
+    """Leave the number of classes at the top of the config only.
+
+    timm 1.0.31 also writes it among the model's arguments, and transformers 5.23 then passes it twice, whatever the
+    timm model: TypeError "multiple values for keyword argument 'num_classes'".
+    """
+    content = json.loads(config.read_text(encoding='utf-8'))
+    content['model_args'].pop('num_classes', None)
+    config.write_text(json.dumps(content), encoding='utf-8')
+
+
+@one_of_each
+def test_a_reparameterized_model_gives_the_same_output(name):
+    model = make_model(name)
+    keys = list(model.state_dict())
+    fused = reparameterize_model(model)
+    assert_same_outputs(fused, model)
+    assert list(model.state_dict()) == keys
+
+
+@one_of_each
+def test_a_scripted_model_gives_the_same_output(name):
+    with timm.layers.set_scriptable(True):
+        model = make_model(name)
+    assert_same_outputs(torch.jit.script(model), model)
+
+
+@one_of_each
+def test_a_traced_model_gives_the_same_output(name):
+    model = make_model(name)
+    traced = trace(model)
+    images = make_images()
+    torch.testing.assert_close(traced(images)['logits'], run(model, images), rtol=1e-4, atol=1e-5)
+
+
+@one_of_each
+def test_features_only_gives_the_maps_of_the_last_three_blocks(name):
+    model = timm.create_model(name, depth=4, features_only=True).eval()
+    assert shapes(model(make_images())) == [(2, 192, 14, 14)] * 3
+
+
+def shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(t.shape) for t in tensors]
