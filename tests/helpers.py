@@ -31,6 +31,36 @@ def make_qkv(B: int = 2, T: int = 12, D: int = 8, heads: int | None = None, seed
     return tuple(x.to(torch.bfloat16).to(torch.float64) for x in parts)
 
 
+def nasty_keys(k: Tensor) -> dict[str, Tensor]:
+    """Keys at the edge of the range, made from ordinary ones (B, T, D)."""
+    tokens = k.shape[1]
+    high, first, last = k.clone(), k.clone(), k.clone()
+    high[:, tokens // 2], first[:, 0], last[:, -1] = 90.0, -120.0, 200.0
+    ramp = torch.linspace(0, 300, tokens, dtype=k.dtype)[None, :, None]
+    return {
+        'one_at_90': high,
+        'first_at_-120': first,
+        'last_at_200': last,
+        'all_at_-120': torch.full_like(k, -120.0),
+        'all_equal': torch.full_like(k, 3.25),
+        'plus_minus_1e4': torch.where(k > 0, 1e4, -1e4).to(k) + k,
+        'normal_30': k * 30,
+        'climbing': ramp + k,
+        'falling': ramp.flip(1) + k,
+    }
+
+
+def nasty_biases(bias: Tensor) -> dict[str, Tensor]:
+    """Position biases at the edge of the range, in the shape of an ordinary one."""
+    spread = torch.rand(bias.shape, generator=generator(5), dtype=bias.dtype) - 0.5
+    return {
+        'zero': torch.zeros_like(bias),
+        'within_50': 100 * spread,
+        'all_-20': torch.full_like(bias, -20.0),
+        'plus_minus_80': torch.where(bias > 0, 80.0, -80.0).to(bias),
+    }
+
+
 def assert_close(got: Tensor, expected: Tensor, bound: float, name: str = 'tensor', floor: float = 0.0) -> None:
     """Norm-wise relative error within bound, and no element off by 10 times that of the largest magnitude.
 

@@ -36,7 +36,7 @@ class FusedModule(nn.Module):
         """
         self.eval()
         with torch.no_grad():
-            self.fused = self.compute()
+            self.fused = self.compute().detach()  # never the parameter itself
         self.fused_from = self._parameter_versions()
         return self
 

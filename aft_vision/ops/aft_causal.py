@@ -178,15 +178,16 @@ def aft_local_step(
     dtype = state.reference.dtype
     keys = torch.cat([state.keys, k.to(dtype).unsqueeze(1)], 1)  # (B, s, D)
     values = torch.cat([state.values, v.to(dtype).unsqueeze(1)], 1)
-    logits = keys + band_row.to(dtype)[:, None]
     older = torch.where(state.denominator > 0, state.reference, float('-inf'))
-    peak = torch.maximum(logits.amax(1), older)  # (B, D)
-    weight = torch.exp(logits - peak.unsqueeze(1))
-    scale = torch.exp(older - peak)
+    # Keys first relative to the largest: a large key plus a bias would round the bias away.
+    base = torch.maximum(keys.amax(1), older)  # (B, D)
+    logits, older = keys - base.unsqueeze(1) + band_row.to(dtype)[:, None], older - base
+    peak = torch.maximum(logits.amax(1), older)
+    weight, scale = torch.exp(logits - peak.unsqueeze(1)), torch.exp(older - peak)
     num = (weight * values).sum(1) + scale * state.numerator
     den = weight.sum(1) + scale * state.denominator
     kept = _absorb(SimpleState(*state[:3]), keys[:, 0], values[:, 0])
-    return _finish(q, v, num / den), LocalState(*kept, keys[:, 1:], values[:, 1:])
+    return _finish(q, v, num / den), LocalState(*kept, keys[:, 1:].contiguous(), values[:, 1:].contiguous())
 
 
 def reorder_state(state: State, index: Tensor) -> State:

@@ -2,41 +2,13 @@
 
 import pytest
 import torch
-from helpers import assert_close, assert_matches_reference, generator, make_qkv, randn
+from helpers import assert_close, assert_matches_reference, generator, make_qkv, nasty_biases, nasty_keys, randn
 from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import reference
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def nasty_keys(k: Tensor) -> dict[str, Tensor]:
-    tokens = k.shape[1]
-    high, first, last = k.clone(), k.clone(), k.clone()
-    high[:, tokens // 2], first[:, 0], last[:, -1] = 90.0, -120.0, 200.0
-    ramp = torch.linspace(0, 300, tokens, dtype=k.dtype)[None, :, None]
-    return {
-        'one_at_90': high,
-        'first_at_-120': first,
-        'last_at_200': last,
-        'all_at_-120': torch.full_like(k, -120.0),
-        'all_equal': torch.full_like(k, 3.25),
-        'plus_minus_1e4': torch.where(k > 0, 1e4, -1e4).to(k) + k,
-        'normal_30': k * 30,
-        'climbing': ramp + k,
-        'falling': ramp.flip(1) + k,
-    }
-
-
-def nasty_biases(bias: Tensor) -> dict[str, Tensor]:
-    spread = torch.rand(bias.shape, generator=generator(5), dtype=bias.dtype) - 0.5
-    return {
-        'zero': torch.zeros_like(bias),
-        'within_50': 100 * spread,
-        'all_-20': torch.full_like(bias, -20.0),
-        'plus_minus_80': torch.where(bias > 0, 80.0, -80.0).to(bias),
-    }
 
 
 NASTY_KEYS = list(nasty_keys(torch.zeros(1, 3, 1)))

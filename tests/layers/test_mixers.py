@@ -1,0 +1,231 @@
+"""The mixers: projections around the operations, fusing, and what they refuse."""
+
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from helpers import assert_close, randn
+from torch import Tensor, nn
+
+from aft_vision import ops
+from aft_vision.layers import AFTBlock, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple, create_mixer
+
+GRID = (3, 4)
+MAKERS: dict[str, Callable[..., AFTMixer]] = {
+    'full': lambda **kw: AFTFull(8, num_tokens=12, bias_dim=4, grid=GRID, **kw),
+    'full_whole_bias': lambda **kw: AFTFull(8, num_tokens=12, factorize_bias=False, grid=GRID, **kw),
+    'full_causal': lambda **kw: AFTFull(8, num_tokens=12, bias_dim=4, causal=True, **kw),
+    'local': lambda **kw: AFTLocal(8, num_tokens=12, window_size=3, bias_dim=4, grid=GRID, **kw),
+    'local_whole_bias': lambda **kw: AFTLocal(8, num_tokens=12, window_size=3, factorize_bias=False, grid=GRID, **kw),
+    'local_causal': lambda **kw: AFTLocal(8, num_tokens=12, window_size=3, bias_dim=4, causal=True, **kw),
+    'simple': lambda **kw: AFTSimple(8, **kw),
+    'simple_causal': lambda **kw: AFTSimple(8, causal=True, **kw),
+    'conv': lambda **kw: AFTConv(8, num_heads=2, kernel_size=5, **kw),
+    'conv_raw': lambda **kw: AFTConv(8, num_heads=2, kernel_size=5, standardize_kernel=False, **kw),
+    'conv_gumbel': lambda **kw: AFTConv(8, num_heads=2, kernel_size=5, gumbel=True, **kw),
+}
+FUSED = [name for name in MAKERS if not name.startswith('simple')]
+
+
+def randomized(mixer: nn.Module, scale: float = 0.5) -> nn.Module:
+    """Every parameter drawn at a scale where the position bias matters."""
+    for i, p in enumerate(mixer.parameters()):
+        p.data.copy_(randn(*p.shape, seed=i, scale=scale))
+    return mixer
+
+
+def call(mixer: nn.Module, x: Tensor) -> Tensor:
+    return mixer(x, GRID if isinstance(mixer, AFTConv) else None)
+
+
+@pytest.mark.parametrize('name', MAKERS)
+def test_every_parameter_of_a_mixer_gets_a_gradient(name: str):
+    mixer = MAKERS[name](dtype=torch.float64)
+    y = call(mixer, randn(2, 12, 8))
+    assert y.shape == (2, 12, 8)
+    y.square().sum().backward()
+    assert [key for key, p in mixer.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize('name', MAKERS)
+def test_a_mixer_is_made_on_the_given_device_and_in_the_given_dtype(name: str):
+    mixer = MAKERS[name](device='meta', dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in mixer.parameters()} == {('meta', torch.bfloat16)}
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('name', MAKERS)
+def test_a_fresh_mixer_is_finite_in_half_precision(name: str, dtype: torch.dtype):
+    y = call(MAKERS[name](dtype=dtype), randn(2, 12, 8).to(dtype))
+    assert y.dtype == dtype
+    assert torch.isfinite(y).all()
+
+
+def test_aft_full_projects_mixes_and_projects():
+    mixer = randomized(MAKERS['full'](dtype=torch.float64))
+    x = randn(2, 12, 8)
+    q, k, v = mixer.qkv(x).chunk(3, dim=-1)
+    bias = mixer.position_bias.u @ mixer.position_bias.v.T
+    assert_close(mixer(x), mixer.proj(ops.aft_full(q, k, v, bias)), 1e-12)
+
+
+def test_aft_conv_standardizes_its_kernel():
+    mixer = randomized(MAKERS['conv'](dtype=torch.float64))
+    x = randn(2, 12, 8)
+    q, k, v = mixer.qkv(x).split([8, 2, 8], dim=-1)
+    kernel = ops.standardized_kernel(mixer.kernel.weight, mixer.kernel.gamma, mixer.kernel.beta)
+    assert_close(mixer(x, GRID), mixer.proj(ops.aft_conv(q, k, v, kernel, GRID)), 1e-12)
+
+
+def test_a_fresh_aft_conv_is_aft_simple():
+    conv, simple = AFTConv(8, kernel_size=5, dtype=torch.float64), AFTSimple(8, dtype=torch.float64)
+    simple.qkv, simple.proj = conv.qkv, conv.proj
+    x = randn(2, 12, 8)
+    assert_close(conv(x, GRID), simple(x), 1e-12)
+
+
+def test_gumbel_samples_in_training_and_keeps_the_largest_in_evaluation():
+    mixer = randomized(MAKERS['conv_gumbel'](dtype=torch.float64))
+    x = randn(2, 12, 8)
+    assert not torch.equal(mixer(x, GRID), mixer(x, GRID))
+    mixer.eval()
+    q, k, v = mixer.qkv(x).split([8, 2, 8], dim=-1)
+    hard = ops.hard_kernel(mixer.kernel())
+    assert_close(mixer(x, GRID), mixer.proj(ops.aft_conv(q, k, v, hard, GRID)), 1e-12)
+
+
+@pytest.mark.parametrize('name', MAKERS)
+def test_a_mixer_without_query_has_no_query_weights(name: str):
+    mixer = randomized(MAKERS[name](query_gate=False, dtype=torch.float64)).eval()
+    with_query = MAKERS[name](dtype=torch.float64)
+    assert with_query.qkv.out_features - mixer.qkv.out_features == 8
+    assert torch.isfinite(call(mixer, randn(2, 12, 8))).all()
+
+
+def test_the_output_projection_can_be_left_out():
+    # Table 3 counts 2 T d' + 3 d^2 per layer.
+    mixer = AFTLocal(256, num_tokens=3072, window_size=256, bias_dim=64, qkv_bias=False, out_proj=False, causal=True)
+    assert sum(p.numel() for p in mixer.parameters()) == 2 * 3072 * 64 + 3 * 256**2
+
+
+@pytest.mark.parametrize('name', ['full', 'full_whole_bias', 'local', 'local_whole_bias'])
+def test_another_grid_resamples_the_bias_and_its_own_grid_does_not(name: str):
+    mixer = randomized(MAKERS[name](dtype=torch.float64))
+    x = randn(2, 12, 8)
+    assert torch.equal(mixer(x, GRID), mixer(x))
+    other = randn(2, 30, 8)
+    assert mixer(other, (5, 6)).shape == (2, 30, 8)
+    expected = mixer(other, (5, 6))
+    mixer.set_grid((5, 6))
+    assert_close(mixer(other), expected, 1e-6)
+
+
+@pytest.mark.parametrize('name', ['full', 'full_whole_bias'])
+def test_resampling_keeps_the_rows_of_prefix_tokens(name: str):
+    factorize = name == 'full'
+    mixer = randomized(AFTFull(8, num_tokens=14, bias_dim=4, factorize_bias=factorize, grid=GRID))
+    before, after = mixer.position_bias(), mixer.position_bias((6, 8))
+    assert after.shape == (50, 50)
+    assert_close(after[:2, :2], before[:2, :2], 1e-5)
+
+
+@pytest.mark.parametrize('name', ['full_causal', 'local_causal'])
+def test_a_shorter_sequence_uses_the_first_rows_of_the_bias(name: str):
+    mixer = randomized(MAKERS[name](dtype=torch.float64))
+    x = randn(2, 12, 8)
+    assert_close(mixer(x[:, :7]), mixer(x)[:, :7], 1e-12)
+
+
+@pytest.mark.parametrize('name', FUSED)
+def test_a_fused_mixer_gives_the_same_and_reads_its_cache(name: str):
+    mixer = randomized(MAKERS[name](dtype=torch.float64)).eval()
+    x = randn(2, 12, 8)
+    expected = call(mixer, x)
+    assert mixer.fuse() is mixer
+    with torch.no_grad():
+        assert torch.equal(call(mixer, x), expected)
+        module = mixer.kernel if isinstance(mixer, AFTConv) else mixer.position_bias
+        module.fused.zero_()
+        assert not torch.equal(call(mixer, x), expected)
+
+
+@pytest.mark.parametrize('name', FUSED)
+def test_a_fused_mixer_follows_its_parameters(name: str):
+    mixer = randomized(MAKERS[name](dtype=torch.float64)).eval().fuse()
+    other = randomized(MAKERS[name](dtype=torch.float64), scale=0.7).eval()
+    x = randn(2, 12, 8)
+    with torch.no_grad():
+        stale = call(mixer, x)
+        mixer.load_state_dict(other.state_dict())
+        assert torch.equal(call(mixer, x), call(other, x))
+        assert not torch.equal(call(mixer, x), stale)
+        mixer.float()
+        assert_close(call(mixer, x.float()), call(other, x), 1e-5)
+
+
+@pytest.mark.parametrize('name', FUSED)
+def test_training_drops_the_cache_and_gradients_pass_it_by(name: str):
+    mixer = randomized(MAKERS[name](dtype=torch.float64)).fuse()
+    call(mixer, randn(2, 12, 8)).sum().backward()  # in evaluation mode, as some fine-tune
+    assert all(p.grad is not None for p in mixer.parameters())
+    mixer.train()
+    module = mixer.kernel if isinstance(mixer, AFTConv) else mixer.position_bias
+    assert module.fused is None
+
+
+@pytest.mark.parametrize('name', FUSED)
+def test_fusing_adds_nothing_to_the_state_dict(name: str):
+    mixer = MAKERS[name]()
+    names = list(mixer.state_dict())
+    assert list(mixer.fuse().state_dict()) == names
+
+
+@pytest.mark.parametrize('name', MAKERS)
+def test_reset_parameters_restores_a_poisoned_mixer(name: str):
+    mixer = MAKERS[name]()
+    for p in mixer.parameters():
+        p.data.fill_(float('nan'))
+    mixer.reset_parameters()
+    assert all(torch.isfinite(p).all() for p in mixer.parameters())
+
+
+@pytest.mark.parametrize('name', ['full', 'local', 'simple', 'conv', 'conv_gumbel'])
+def test_the_exportable_form_gives_the_same(name: str):
+    mixer = randomized(MAKERS[name](dtype=torch.float64)).eval()
+    with timm.layers.set_exportable(True):
+        exportable = MAKERS[name](dtype=torch.float64).eval()
+    exportable.load_state_dict(mixer.state_dict())
+    x = randn(2, 12, 8)
+    mask = torch.arange(12).expand(2, -1) < 7
+    assert_close(exportable(x, GRID), mixer(x, GRID), 1e-12)
+    assert_close(exportable(x, GRID, mask), mixer(x, GRID, mask), 1e-12)
+
+
+def test_a_block_is_two_residual_branches():
+    block = AFTBlock(8, mixer='conv', num_heads=2, kernel_size=3, init_values=0.5, dtype=torch.float64)
+    x = randn(2, 12, 8)
+    y = x + 0.5 * block.attn(block.norm1(x), GRID)
+    assert_close(block(x, GRID), y + 0.5 * block.mlp(block.norm2(y)), 1e-12)
+
+
+REJECTED = [
+    (ValueError, lambda: AFTConv(8, num_heads=3), 'num_heads must divide dim = 8, got 3'),
+    (ValueError, lambda: AFTConv(8, kernel_size=4), 'kernel_size must be odd and positive, got 4'),
+    (ValueError, lambda: AFTConv(8, gumbel=True, global_context=False), 'needs global_context=True'),
+    (ValueError, lambda: AFTConv(8)(randn(1, 12, 8).float()), r'needs the token grid \(H, W\)'),
+    (ValueError, lambda: AFTConv(8)(randn(1, 12, 8).float(), (3, 5)), r'grid must be \(H, W\) with H \* W = 12'),
+    (ValueError, lambda: AFTFull(8, num_tokens=12)(randn(1, 13, 8).float()), r'bias must have shape \(13, 13\)'),
+    (ValueError, lambda: AFTFull(8, num_tokens=12)(randn(1, 12, 8).float(), (3, 4)), 'made without a grid'),
+    (ValueError, lambda: AFTFull(8, num_tokens=11, grid=(3, 4)), r'more than the num_tokens = 11'),
+    (ValueError, lambda: AFTLocal(8, num_tokens=12, window_size=0), "mixer='simple'"),
+    (ValueError, lambda: create_mixer('attention', 8), "mixer must be one of .* got 'attention'"),
+    (TypeError, lambda: create_mixer('simple', 8, kernel_size=3), 'kernel_size'),
+    (TypeError, lambda: create_mixer('conv', 8, bias_dim=3), 'bias_dim'),
+]
+
+
+@pytest.mark.parametrize(('error', 'call', 'message'), REJECTED, ids=[message for *_, message in REJECTED])
+def test_a_wrong_argument_is_named(error: type[Exception], call: Callable[[], object], message: str):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,277 @@
+"""The vision models: sizes, masks, resampling, compiled and exported forms."""
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from helpers import assert_close, randn
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import aft_vision
+from aft_vision.models.aft_vit import checkpoint_filter_fn
+
+MODELS = timm.list_models('aft_*')
+SMALL: dict[str, Any] = dict(embed_dim=48, depth=2, num_classes=7)
+FAMILIES: dict[str, dict[str, Any]] = {
+    'aft_conv_tiny': dict(num_heads=48, kernel_size=5),
+    'aft_conv_tiny_k11_h32': dict(num_heads=4, kernel_size=5),
+    'aft_full_tiny': dict(bias_dim=16),
+    'aft_simple_tiny': {},
+}
+SIZES = [
+    (224, 224),
+    (192, 192),
+    (240, 240),
+    (32, 480),
+    (208, 112),
+    (16, 16),
+    (16, 48),
+    (96, 96),
+    (400, 176),
+    (1024, 768),
+]
+GRIDS = [(224, 224), (96, 96), (128, 160), (64, 224), (192, 208), (320, 80), (112, 112), (240, 272)]
+
+
+def make(name: str, **kwargs: Any) -> nn.Module:
+    """A small model of the family with position biases that matter."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, **SMALL, **FAMILIES[name], **kwargs).eval()
+    for key, p in model.named_parameters():
+        if 'position_bias' in key or key.endswith(('gamma', 'beta')):
+            nn.init.normal_(p, std=0.5)
+    return model
+
+
+def dynamic(name: str) -> dict[str, Any]:
+    return {} if 'conv' in name else {'dynamic_img_size': True}
+
+
+def images(*size: int, batch: int = 2) -> Tensor:
+    return randn(batch, 3, *size, seed=5, dtype=torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', MODELS)
+def test_a_registered_model_takes_any_image_size(name: str):
+    model = timm.create_model(name, depth=2, num_classes=3, **dynamic(name)).eval()
+    with torch.inference_mode():
+        for size in SIZES:
+            y = model(images(*size, batch=1))
+            assert y.shape == (1, 3)
+            assert torch.isfinite(y).all(), size
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_eight_grids_make_at_most_two_graphs(name: str):
+    torch._dynamo.reset()
+    model = make(name, **dynamic(name))
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for size in GRIDS:
+            assert_close(compiled(images(*size)), model(images(*size)), 1e-5)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize('fused', [False, True], ids=['plain', 'fused'])
+@pytest.mark.parametrize('name', FAMILIES)
+def test_one_exported_program_serves_every_grid(name: str, fused: bool):
+    model = make(name, **dynamic(name))
+    if fused:
+        model = timm.utils.reparameterize_model(model)
+    height, width = torch.export.Dim('height', min=2, max=64), torch.export.Dim('width', min=2, max=64)
+    with torch.no_grad():
+        program = torch.export.export(
+            model, (images(224, 192),), dynamic_shapes={'x': {2: 16 * height, 3: 16 * width}}
+        ).module()
+        for size in GRIDS[:5]:
+            assert_close(program(images(*size)), model(images(*size)), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ('name', 'backend'), [*((name, 'aot_eager') for name in FAMILIES), ('aft_conv_tiny', 'inductor')]
+)
+def test_a_compiled_model_trains_to_the_same_gradients(name: str, backend: str):
+    torch._dynamo.reset()
+    model = make(name, img_size=64)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    x = images(64, 64)
+    want = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    got = torch.autograd.grad(compiled(x).square().sum(), list(model.parameters()))
+    for (key, _), a, b in zip(model.named_parameters(), got, want, strict=True):
+        if not key.endswith('qkv.bias'):  # the bias on keys cancels: rounding noise
+            assert_close(a, b, 1e-3, key)
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_a_scripted_model_gives_the_same(name: str):
+    model = make(name, img_size=64)
+    x = images(64, 64)
+    assert_close(torch.jit.script(model)(x), model(x), 1e-6)
+
+
+@pytest.mark.parametrize('kwargs', [dict(query_gate=False), dict(global_context=False), dict(gumbel=True)], ids=str)
+def test_variants_of_aft_conv_script_and_compile(kwargs: dict[str, Any]):
+    torch._dynamo.reset()
+    model = make('aft_conv_tiny', **kwargs)
+    x = images(64, 96)
+    with torch.no_grad():
+        assert_close(torch.jit.script(model)(x), model(x), 1e-6)
+        assert_close(torch.compile(model, fullgraph=True, backend='aot_eager')(x), model(x), 1e-5)
+
+
+@pytest.mark.parametrize('name', ['aft_conv_tiny', 'aft_conv_tiny_k11_h32'])
+def test_a_mask_makes_a_padded_batch_equal_each_image_alone(name: str):
+    model = make(name)
+    sizes = [(96, 64), (64, 128), (16, 16), (112, 128)]
+    batch, mask = torch.zeros(len(sizes), 3, 112, 128), torch.zeros(len(sizes), 7, 8, dtype=torch.bool)
+    for i, (height, width) in enumerate(sizes):
+        batch[i, :, :height, :width] = images(height, width, batch=1)[0]
+        mask[i, : height // 16, : width // 16] = True
+    with torch.no_grad():
+        for pool in ('avg', 'max', 'avgmax'):
+            model.global_pool = pool
+            y = model(batch, attn_mask=mask)
+            assert_close(model(batch, attn_mask=mask.flatten(1)), y, 1e-6)
+            for i, (height, width) in enumerate(sizes):
+                assert_close(y[i : i + 1], model(images(height, width, batch=1)), 1e-5)
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_masked_tokens_are_not_seen(name: str):
+    model = make(name, **dynamic(name))
+    mask = torch.ones(2, 6, 4, dtype=torch.bool)
+    mask[:, :, 2:] = False
+    x = images(96, 64)
+    changed = x.clone()
+    changed[:, :, :, 32:] = 7.0
+    with torch.no_grad():
+        assert_close(model(changed, attn_mask=mask), model(x, attn_mask=mask), 1e-5)
+        assert not torch.allclose(model(changed), model(x), rtol=1e-3)
+
+
+def test_one_head_per_channel_and_one_head_in_all_are_the_two_limits():
+    for heads in (1, 48):
+        model = timm.create_model('aft_conv_tiny', **SMALL, num_heads=heads, kernel_size=3)
+        assert model.blocks[0].attn.kernel.weight.shape == (heads, 3, 3)
+        assert torch.isfinite(model(images(48, 48))).all()
+
+
+@pytest.mark.parametrize('name', ['aft_full_tiny', 'aft_simple_tiny'])
+def test_set_input_size_equals_dynamic_resampling(name: str):
+    flexible = make(name, dynamic_img_size=True)
+    fixed = make(name)
+    fixed.load_state_dict(flexible.state_dict())
+    fixed.set_input_size((160, 96))
+    x = images(160, 96)
+    with torch.no_grad():
+        assert_close(fixed(x), flexible(x), 1e-5)
+        assert fixed(x).shape == (2, 7)
+
+
+def test_set_input_size_keeps_frozen_parameters_frozen():
+    model = make('aft_full_tiny').requires_grad_(False)
+    model.set_input_size((128, 96))
+    assert model.blocks[1].attn.position_bias.u.shape == (49, 16)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_a_checkpoint_of_another_size_is_resampled():
+    source, target = make('aft_full_tiny', img_size=160), make('aft_full_tiny', img_size=(96, 128), patch_size=8)
+    target.load_state_dict(checkpoint_filter_fn(source.state_dict(), target))
+    assert_close(target.head.weight, source.head.weight, 1e-7)
+    assert torch.isfinite(target(images(96, 128))).all()
+
+
+def test_a_native_checkpoint_passes_the_filter_unchanged():
+    model = make('aft_full_tiny')
+    state = {key: x for key, x in reversed(model.state_dict().items()) if not key.startswith('head')}
+    filtered = checkpoint_filter_fn(state, model)
+    assert filtered.keys() == state.keys()
+    assert all(filtered[key] is state[key] for key in state)
+
+
+def test_aft_local_is_built_by_the_class():
+    kwargs = dict(**SMALL, mixer='local', window_size=9, bias_dim=16)
+    model = aft_vision.models.AFTVisionTransformer(img_size=64, **kwargs).eval()
+    assert model(images(64, 64)).shape == (2, 7)
+    flexible = aft_vision.models.AFTVisionTransformer(img_size=64, dynamic_img_size=True, **kwargs).eval()
+    assert flexible(images(80, 48)).shape == (2, 7)
+
+
+def test_the_ablations_change_the_parameters_they_name():
+    def count(name: str, **kwargs: Any) -> int:
+        with torch.device('meta'):
+            return sum(p.numel() for p in timm.create_model(name, **kwargs).parameters())
+
+    conv, full = count('aft_conv_small'), count('aft_full_small')
+    assert conv - count('aft_conv_small', query_gate=False) == 12 * (384 * 384 + 384)
+    assert conv - count('aft_conv_small', standardize_kernel=False) == 12 * 2 * 384
+    assert count('aft_conv_small', kernel_size=27) - conv == 12 * 384 * (27**2 - 11**2)
+    assert count('aft_full_small', factorize_bias=False) - full == 12 * (197**2 - 2 * 197 * 128)
+    assert count('aft_conv_small', global_context=False, gumbel=False) == conv
+
+
+def test_an_odd_image_can_be_padded():
+    model = timm.create_model('aft_conv_tiny', **SMALL, num_heads=48, dynamic_img_pad=True).eval()
+    assert model(images(50, 71)).shape == (2, 7)
+    features = model.forward_intermediates(images(50, 71), intermediates_only=True)
+    assert features[-1].shape == (2, 48, 4, 5)
+
+
+def test_onnx_export_serves_another_size(tmp_path):
+    runtime = pytest.importorskip('onnxruntime')
+    pytest.importorskip('onnxscript')
+    model = timm.create_model('aft_conv_tiny', **SMALL, num_heads=48, kernel_size=5, exportable=True).eval()
+    nn.init.normal_(model.blocks[0].attn.kernel.gamma)
+    size = {2: 16 * torch.export.Dim('height', min=2, max=64), 3: 16 * torch.export.Dim('width', min=2, max=64)}
+    path = str(tmp_path / 'model.onnx')
+    torch.onnx.export(model, (images(64, 96),), path, dynamo=True, dynamic_shapes=({**size},), verbose=False)
+    session = runtime.InferenceSession(path)
+    for shape in ((64, 96), (128, 48)):
+        x = images(*shape)
+        (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        assert_close(torch.from_numpy(got), model(x).detach(), 1e-5)
+
+
+def state_of(name: str, **kwargs: Any) -> dict[str, Tensor]:
+    return timm.create_model(name, depth=1, **kwargs).state_dict()
+
+
+REJECTED = [
+    (ValueError, lambda: make('aft_conv_tiny')(images(70, 64)), 'multiples of the patch size 16 x 16, got 70 x 64'),
+    (ValueError, lambda: make('aft_full_tiny')(images(64, 64)), 'takes images of 224 x 224 pixels, got 64 x 64'),
+    (ValueError, lambda: timm.create_model('aft_conv_tiny', class_token=True), 'takes no class_token'),
+    (ValueError, lambda: timm.create_model('aft_conv_tiny', num_heads=5), 'num_heads must divide dim = 192, got 5'),
+    (ValueError, lambda: timm.create_model('aft_conv_tiny', kernel_size=8), 'kernel_size must be odd'),
+    (ValueError, lambda: timm.create_model('aft_full_tiny', num_heads=3), 'num_heads must be 1, got 3'),
+    (ValueError, lambda: timm.create_model('aft_conv_tiny', patch_drop_rate=0.5), 'patch_drop_rate must be 0'),
+    (TypeError, lambda: timm.create_model('aft_full_tiny', kernel_size=3), 'kernel_size'),
+    (TypeError, lambda: timm.create_model('aft_conv_tiny', factorize_bias=False), 'factorize_bias'),
+    (TypeError, lambda: timm.create_model('aft_conv_tiny', qk_norm=True), 'qk_norm is an argument of attention'),
+    (TypeError, lambda: timm.create_model('aft_conv_tiny', kernel=3), 'kernel'),
+    (
+        ValueError,
+        lambda: timm.create_model('aft_conv_tiny', depth=1).load_state_dict(state_of('aft_full_tiny')),
+        'of another architecture .* missing: blocks.0.attn.kernel.weight.* unexpected: cls_token',
+    ),
+    (
+        ValueError,
+        lambda: timm.create_model('aft_conv_tiny', depth=1).load_state_dict(state_of('aft_conv_tiny', kernel_size=7)),
+        r'of another shape: blocks.0.attn.kernel.weight \(192, 7, 7\) for \(192, 11, 11\)',
+    ),
+    (
+        ValueError,
+        lambda: make('aft_conv_tiny')(images(64, 64), attn_mask=torch.ones(2, 15, dtype=torch.bool)),
+        r'mask must be a bool tensor of shape \(2, 16\)',
+    ),
+]
+
+
+@pytest.mark.parametrize(('error', 'call', 'message'), REJECTED, ids=[message for *_, message in REJECTED])
+def test_a_wrong_input_is_named(error: type[Exception], call, message: str):
+    with pytest.raises(error, match=message):
+        call()

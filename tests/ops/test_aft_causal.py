@@ -1,0 +1,179 @@
+"""The masked forms and their one-step states, against float64 in value and in every gradient."""
+
+import pytest
+import torch
+from helpers import assert_close, assert_matches_reference, generator, make_qkv, nasty_biases, nasty_keys, randn
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from aft_vision import ops
+from aft_vision.ops import reference
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+NAMES = ['aft_full_causal', 'aft_local_causal', 'aft_simple_causal']
+NASTY_KEYS = list(nasty_keys(torch.zeros(1, 3, 1)))
+NASTY_BIASES = list(nasty_biases(torch.zeros(1)))
+
+
+def causal_inputs(name: str, T: int, s: int = 5, D: int = 6, B: int = 2) -> dict[str, Tensor]:
+    inputs = dict(zip('qkv', make_qkv(B=B, T=T, D=D), strict=True))
+    bias = {'aft_full_causal': {'bias': randn(T, T, seed=7)}, 'aft_local_causal': {'band': randn(T, s, seed=7)}}
+    return inputs | bias.get(name, {})
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
+@pytest.mark.parametrize(('T', 's'), [(5, 1), (5, 9), (70, 3), (70, 40), (150, 70), (150, 150)])
+@pytest.mark.parametrize('name', NAMES)
+def test_a_causal_operation_equals_float64(name: str, T: int, s: int, masked: bool, dtype: torch.dtype):
+    mask = None
+    if masked:
+        mask = torch.rand(2, T, generator=generator(3)) > 0.4
+        mask[:, :2] = torch.tensor([False, True])  # the first target of every row sees nothing
+    inputs = causal_inputs(name, T, s) | {'mask': mask}
+    assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs, dtype)
+
+
+@pytest.mark.parametrize('bias', NASTY_BIASES)
+@pytest.mark.parametrize('keys', NASTY_KEYS)
+@pytest.mark.parametrize(('name', 's'), [(NAMES[0], 0), (NAMES[1], 1), (NAMES[1], 5), (NAMES[1], 90), (NAMES[2], 0)])
+def test_a_causal_operation_survives_nasty_inputs(name: str, s: int, keys: str, bias: str):
+    inputs = causal_inputs(name, 70, s, D=3)
+    inputs['k'] = nasty_keys(inputs['k'])[keys]
+    for key in {'bias', 'band'} & inputs.keys():
+        inputs[key] = nasty_biases(inputs[key])[bias]
+    assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs, nasty=True)
+
+
+@pytest.mark.parametrize('jump', [18.0, 59.0])
+@pytest.mark.parametrize('name', NAMES)
+def test_a_later_token_changes_no_bit_of_earlier_outputs(name: str, jump: float):
+    inputs = {key: x.float() for key, x in causal_inputs(name, 150).items()}
+    before = getattr(ops, name)(**inputs)
+    for t in (1, 70, 149):
+        k, v = inputs['k'].clone(), inputs['v'].clone()
+        k[:, t], v[:, t] = inputs['k'][:, :t].amax(1) + jump, 1e3
+        after = getattr(ops, name)(**inputs | {'k': k, 'v': v})
+        # A block's reference also looks back at the largest key before the block: stay within its headroom.
+        if t % 32:
+            assert torch.equal(after[:, : t // 128 * 128], before[:, : t // 128 * 128])
+        assert_close(after[:, :t], before[:, :t], 5e-6)
+
+
+@pytest.mark.parametrize('jump', [105.0, 200.0, 1e4])
+@pytest.mark.parametrize('name', NAMES)
+def test_a_huge_future_key_leaves_the_past_alone(name: str, jump: float):
+    inputs = {key: x.float() for key, x in causal_inputs(name, 150).items()}
+    before = getattr(ops, name)(**inputs)
+    inputs['k'][:, 100] += jump
+    assert_close(getattr(ops, name)(**inputs)[:, :100], before[:, :100], 5e-6)
+
+
+def test_within_the_headroom_the_past_is_equal_bit_for_bit():
+    for name in NAMES:
+        inputs = {key: x.float() for key, x in causal_inputs(name, 150).items()}
+        before = getattr(ops, name)(**inputs)
+        k = inputs['k'].clone()
+        k[:, 149] = inputs['k'][:, :64].amax(1) + 59.0
+        after = getattr(ops, name)(**inputs | {'k': k})
+        assert torch.equal(after[:, :149], before[:, :149]), name
+        assert not torch.equal(after[:, 149], before[:, 149]), name
+
+
+def test_causal_local_equals_causal_full_when_the_window_covers_everything():
+    inputs = causal_inputs('aft_full_causal', 70)
+    bias = inputs.pop('bias')
+    band = ops.local_bias(bias, 70, causal=True)
+    assert_close(ops.aft_local_causal(**inputs, band=band), ops.aft_full_causal(**inputs, bias=bias), 1e-12)
+
+
+def test_causal_simple_ends_at_the_whole_simple():
+    inputs = causal_inputs('aft_simple_causal', 70)
+    assert_close(ops.aft_simple_causal(**inputs)[:, -1], ops.aft_simple(**inputs)[:, -1], 1e-12)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_batch_of_one_equals_its_row_in_a_batch(name: str):
+    inputs = causal_inputs(name, 70, B=3)
+    row = {key: x[1:2] if key in 'qkv' else x for key, x in inputs.items()}
+    assert_close(getattr(ops, name)(**row), getattr(ops, name)(**inputs)[1:2], 1e-12)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_causal_operator_passes_torch_opcheck(name: str):
+    inputs = [x.float().requires_grad_() for x in causal_inputs(name, 12).values()]
+    torch.library.opcheck(getattr(torch.ops.aft_vision, name).default, (*inputs, None, True, 'auto'))
+
+
+def run_steps(inputs: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
+    """All tokens, one step at a time."""
+    q, k, v = (inputs[name] for name in 'qkv')
+    batch, tokens, dim = v.shape
+    rows = []
+    if 'band' in inputs:
+        state = ops.aft_local_state(batch, dim, inputs['band'].shape[1], dtype)
+        for t in range(tokens):
+            y, state = ops.aft_local_step(q[:, t], k[:, t], v[:, t], inputs['band'][t], state)
+            rows.append(y)
+    else:
+        simple = ops.aft_simple_state(batch, dim, dtype)
+        for t in range(tokens):
+            y, simple = ops.aft_simple_step(q[:, t], k[:, t], v[:, t], simple)
+            rows.append(y)
+    return torch.stack(rows, 1)
+
+
+@pytest.mark.parametrize('keys', ['ordinary', *NASTY_KEYS])
+@pytest.mark.parametrize(('name', 's'), [(NAMES[1], 1), (NAMES[1], 5), (NAMES[1], 90), (NAMES[2], 0)])
+def test_step_by_step_equals_parallel(name: str, s: int, keys: str):
+    inputs = causal_inputs(name, 70, s)
+    if keys != 'ordinary':
+        inputs['k'] = nasty_keys(inputs['k'])[keys]
+    expected = getattr(reference, name)(**inputs)
+    assert_close(run_steps(inputs), expected, 1e-10)
+    low = {key: x.float() for key, x in inputs.items()}
+    expected = getattr(reference, name)(**{key: x.double() for key, x in low.items()})
+    assert_close(run_steps(low, torch.float32), expected, 1e-4)
+    assert_close(getattr(ops, name)(**low), expected, 1e-4)
+
+
+def test_a_state_keeps_its_shapes_and_can_be_reordered():
+    inputs = causal_inputs('aft_local_causal', 8, 3, B=3)
+    state = ops.aft_local_state(3, 6, 3, torch.float64)
+    shapes = [x.shape for x in state]
+    for t in range(7):
+        _, state = ops.aft_local_step(*(inputs[n][:, t] for n in 'qkv'), inputs['band'][t], state)
+    assert [x.shape for x in state] == shapes
+    index = torch.tensor([2, 2, 0])
+    q, k, v = (inputs[n][:, 7] for n in 'qkv')
+    y, _ = ops.aft_local_step(q, k, v, inputs['band'][7], state)
+    picked, _ = ops.aft_local_step(q[index], k[index], v[index], inputs['band'][7], ops.reorder_state(state, index))
+    assert torch.equal(picked, y[index])
+
+
+def test_a_step_compiles_to_one_graph():
+    inputs = {key: x.float() for key, x in causal_inputs('aft_local_causal', 6, 3).items()}
+    counter = CompileCounter()
+    step = torch.compile(ops.aft_local_step, backend=counter, fullgraph=True)
+    state = ops.aft_local_state(2, 6, 3)
+    for t in range(6):
+        _, state = step(*(inputs[n][:, t] for n in 'qkv'), inputs['band'][t], state)
+    assert counter.frame_count == 1
+
+
+REJECTED = [
+    (lambda: ops.aft_local_causal(*make_qkv(), randn(11, 3)), r'band must have shape \(12, s\)'),
+    (lambda: ops.aft_full_causal(*make_qkv(), randn(12, 11)), r'bias must have shape \(12, 12\)'),
+    (lambda: ops.aft_simple_causal(*make_qkv(), mask=torch.ones(2, 12)), r'mask must be a bool'),
+    (lambda: ops.aft_local_state(2, 6, 0), r'window must be at least 1, got 0'),
+    (lambda: ops.aft_simple_state(2, 6, torch.bfloat16), r'dtype must be torch.float32 or torch.float64'),
+    (lambda: ops.aft_simple_step(*randn(3, 2, 7), ops.aft_simple_state(2, 6)), r'q must have shape \(2, 6\)'),
+    (lambda: ops.aft_local_step(*randn(3, 2, 6), randn(4), ops.aft_local_state(2, 6, 3)), r'band_row must have shape'),
+    (lambda: ops.reorder_state(ops.aft_simple_state(2, 6), torch.tensor([[0]])), r'index must be one-dimensional'),
+]
+
+
+@pytest.mark.parametrize(('call', 'message'), REJECTED, ids=[message for _, message in REJECTED])
+def test_a_wrong_input_is_named(call, message: str):
+    with pytest.raises(ValueError, match=message):
+        call()

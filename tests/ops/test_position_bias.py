@@ -1,0 +1,107 @@
+"""The position biases as functions of their parameters."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, assert_matches_reference, make_qkv, randn
+
+from aft_vision import ops
+from aft_vision.ops import reference
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
+def test_standardized_kernel_equals_its_reference(dtype: torch.dtype):
+    inputs = {'kernel': randn(3, 5, 5, scale=0.02), 'gamma': randn(3, seed=1), 'v': randn(3, seed=2)}
+
+    def run(op):
+        return lambda kernel, gamma, v: op(kernel, gamma, v)
+
+    assert_matches_reference(run(ops.standardized_kernel), run(reference.standardized_kernel), inputs, dtype)
+
+
+def test_standardized_kernel_ignores_scale_and_shift_of_the_raw_kernel():
+    kernel, gamma, beta = randn(3, 5, 5), randn(3, seed=1), randn(3, seed=2)
+    moved = ops.standardized_kernel(7 * kernel + 3, gamma, beta)
+    assert_close(moved, ops.standardized_kernel(kernel, gamma, beta), 1e-7)
+
+
+def test_standardized_kernel_of_a_single_entry_is_its_shift():
+    beta = randn(3)
+    assert torch.equal(ops.standardized_kernel(randn(3, 1, 1), randn(3), beta).flatten(), beta)
+
+
+def test_a_fresh_standardized_kernel_gives_the_raw_kernel_no_gradient_but_gamma_one():
+    kernel = randn(3, 5, 5).requires_grad_()
+    gamma, beta = (torch.zeros(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    (ops.standardized_kernel(kernel, gamma, beta) * randn(3, 5, 5, seed=4)).sum().backward()
+    assert not kernel.grad.any()
+    assert gamma.grad.all()
+
+
+def test_factorized_bias_equals_its_reference():
+    u, v = randn(9, 4), randn(9, 4, seed=1)
+    assert_close(ops.factorized_bias(u, v), reference.factorized_bias(u, v), 1e-12)
+
+
+@pytest.mark.parametrize('causal', [False, True])
+@pytest.mark.parametrize(('T', 's'), [(1, 1), (5, 3), (70, 5), (150, 40), (40, 70)])
+def test_factorized_band_equals_the_band_of_the_whole(T: int, s: int, causal: bool):
+    u, v = (randn(T, 4, seed=i).requires_grad_() for i in range(2))
+    band, whole = ops.factorized_bias(u, v, s, causal), ops.local_bias(ops.factorized_bias(u, v), s, causal)
+    assert_close(band, whole, 1e-12)
+    weight = randn(*band.shape, seed=3)
+    for got, want in zip(
+        torch.autograd.grad(band, (u, v), weight), torch.autograd.grad(whole, (u, v), weight), strict=True
+    ):
+        assert_close(got, want, 1e-12)
+
+
+@pytest.mark.parametrize('causal', [False, True])
+def test_local_bias_holds_the_window_and_nothing_outside_the_sequence(causal: bool):
+    bias = randn(6, 6)
+    band = ops.local_bias(bias, 3, causal)
+    for t in range(6):
+        for j in range(band.shape[1]):
+            s = t + j - 2
+            assert band[t, j] == (bias[t, s] if 0 <= s < 6 else 0.0)
+
+
+def test_gumbel_kernel_draws_the_largest_entry_most_often():
+    kernel = torch.tensor([0.0, 1.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]).view(1, 3, 3)
+    torch.manual_seed(0)
+    samples = torch.stack([ops.gumbel_kernel(kernel, tau=0.1) for _ in range(400)]).flatten(1)
+    share = (samples / 3).clamp(max=1)[:, 2].mean()
+    assert abs(share - F.softmax(kernel.flatten(), 0)[2]) < 0.1
+
+
+def test_gumbel_kernel_differs_from_call_to_call_and_has_a_gradient():
+    kernel = randn(2, 3, 3).requires_grad_()
+    first, second = ops.gumbel_kernel(kernel), ops.gumbel_kernel(kernel)
+    assert not torch.equal(first, second)
+    assert torch.autograd.grad(first.sum(), kernel)[0].abs().sum() > 0
+
+
+def test_onehot_kernel_points_at_the_entry_that_hard_kernel_keeps():
+    kernel = randn(4, 5, 5)
+    offset, weight = ops.onehot_kernel(kernel)
+    hard = ops.hard_kernel(kernel)
+    assert (hard != 0).flatten(1).sum(1).tolist() == [1] * 4
+    for i, (dy, dx) in enumerate(offset.tolist()):
+        assert hard[i, 2 + dy, 2 + dx] == weight[i] == kernel[i].max()
+    q, k, v = make_qkv(T=12, D=8, heads=4)
+    assert_close(ops.aft_onehot(q, k, v, offset, weight, (3, 4)), ops.aft_conv(q, k, v, hard, (3, 4)), 1e-12)
+
+
+REJECTED = [
+    (lambda: ops.local_bias(randn(3, 4), 2), 'bias must be square'),
+    (lambda: ops.local_bias(randn(3, 3), 0), 'window must be at least 1'),
+    (lambda: ops.factorized_bias(randn(3, 4), randn(4, 4)), r'must both have shape \(T, d\)'),
+    (lambda: ops.standardized_kernel(randn(3, 5, 5), randn(2), randn(3)), 'must agree in h'),
+    (lambda: ops.gumbel_kernel(randn(3, 5, 5), tau=0.0), 'tau must be positive, got 0.0'),
+]
+
+
+@pytest.mark.parametrize(('call', 'message'), REJECTED, ids=[message for _, message in REJECTED])
+def test_a_wrong_input_is_named(call, message: str):
+    with pytest.raises(ValueError, match=message):
+        call()
