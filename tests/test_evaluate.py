@@ -1,0 +1,118 @@
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from aft_vision.evaluate import evaluate, load_matching_state_dict, load_model, read_checkpoint
+
+TINY_VIT = dict(depth=1, embed_dim=16, num_heads=1, patch_size=8, img_size=16, num_classes=3)
+
+
+class Lookup(nn.Module):
+    """Returns the logits that the images carry."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def batches(logits: torch.Tensor, targets: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(logits.split(size), targets.split(size), strict=True))
+
+
+def make_checkpoint(path: Path, **changes: object) -> nn.Module:
+    model = timm.create_model('vit_tiny_patch16_224', **TINY_VIT).eval()
+    content = {'model_name': 'vit_tiny_patch16_224', 'model_kwargs': TINY_VIT, 'state_dict': model.state_dict()}
+    torch.save({**content, **changes}, path)
+    return model
+
+
+def test_accuracy_and_loss_count_every_sample_once_over_uneven_batches():
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(23, 8, generator=generator), torch.randint(8, (23,), generator=generator)
+    metrics = evaluate(Lookup(), batches(logits, targets, size=5))
+    assert metrics['samples'] == 23
+    assert metrics['top1'] == pytest.approx(100 * (logits.argmax(1) == targets).double().mean().item())
+    in_top5 = (logits.topk(5).indices == targets[:, None]).any(1).double().mean().item()
+    assert metrics['top5'] == pytest.approx(100 * in_top5)
+    assert metrics['loss'] == pytest.approx(nn.functional.cross_entropy(logits, targets).item(), rel=1e-5)
+    assert metrics['images_per_second'] > 0
+
+
+def test_top5_of_fewer_than_five_classes_is_all_of_them():
+    metrics = evaluate(Lookup(), [(torch.eye(3), torch.tensor([0, 0, 0]))])
+    assert metrics['top1'] == pytest.approx(100 / 3)
+    assert metrics['top5'] == 100
+
+
+@pytest.mark.parametrize('training', [True, False])
+def test_evaluation_runs_in_eval_mode_and_restores_the_mode(training):
+    model = nn.Sequential(nn.Dropout(p=1.0)).train(training)
+    metrics = evaluate(model, [(torch.eye(4), torch.arange(4))])
+    assert metrics['top1'] == 100
+    assert model.training is training
+
+
+def test_autocast_runs_the_model_in_the_asked_data_type():
+    seen = []
+    model = nn.Linear(4, 4)
+    model.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    evaluate(model, [(torch.eye(4), torch.arange(4))], amp_dtype=torch.bfloat16)
+    assert seen == [torch.bfloat16]
+
+
+def test_an_empty_loader_is_rejected():
+    with pytest.raises(ValueError, match='at least one sample'):
+        evaluate(Lookup(), [])
+
+
+def test_a_checkpoint_gives_back_the_model(tmp_path):
+    model = make_checkpoint(tmp_path / 'best.pth')
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    loaded = load_model(tmp_path / 'best.pth')
+    assert not loaded.training
+    torch.testing.assert_close(loaded(images), model(images))
+
+
+def test_an_exported_folder_gives_back_the_model(tmp_path):
+    model = timm.create_model('vit_tiny_patch16_224', **TINY_VIT).eval()
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(load_model(tmp_path)(images), model(images))
+
+
+def test_a_missing_checkpoint_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r'none\.pth, which does not exist'):
+        load_model(tmp_path / 'none.pth')
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r'config\.json'):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize('kept', [0, 10, 2000])
+def test_a_truncated_checkpoint_is_named(tmp_path, kept):
+    make_checkpoint(tmp_path / 'whole.pth')
+    (tmp_path / 'cut.pth').write_bytes((tmp_path / 'whole.pth').read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r'cut\.pth, which is truncated or of another kind'):
+        load_model(tmp_path / 'cut.pth')
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
+    torch.save({'model_name': Lookup()}, tmp_path / 'pickled.pth')
+    with pytest.raises(ValueError, match=r'pickled\.pth'):
+        read_checkpoint(tmp_path / 'pickled.pth')
+
+
+def test_a_file_of_another_kind_says_what_it_holds(tmp_path):
+    torch.save({'weights': torch.zeros(1)}, tmp_path / 'other.pth')
+    with pytest.raises(ValueError, match=r'expected a checkpoint with model_name.*with weights'):
+        read_checkpoint(tmp_path / 'other.pth')
+
+
+def test_weights_of_another_architecture_list_the_first_differing_keys():
+    state_dict = {'weight': torch.zeros(2, 2), 'gain': torch.zeros(1)}
+    with pytest.raises(ValueError, match=r'1 missing: bias; 1 unexpected: gain; 1 of another shape: weight \(3, 2\)'):
+        load_matching_state_dict(nn.Linear(2, 3), state_dict, 'test')
