@@ -1,0 +1,60 @@
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from tools.eval_resolution import main, parse_size
+
+CLOTHING = Path(__file__).parents[1] / 'assets' / 'clothing'
+TINY = dict(depth=1, embed_dim=16, patch_size=16)
+
+
+def make_checkpoint(path: Path, name: str, **kwargs: object) -> Path:
+    kwargs = {**TINY, **kwargs}
+    model = timm.create_model(name, **kwargs)
+    torch.save({'model_name': name, 'model_kwargs': kwargs, 'state_dict': model.state_dict()}, path)
+    return path
+
+
+def run(checkpoint: Path, *sizes: str) -> list[dict[str, float]]:
+    return main(['--checkpoint', str(checkpoint), '--data', str(CLOTHING), '--workers', '0', '--sizes', *sizes])
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs'),
+    [('aft_conv_tiny', dict(num_heads=4, kernel_size=3)), ('vit_tiny_patch16_224', dict(num_heads=1, img_size=32))],
+)
+def test_each_size_gives_a_row_in_ascending_order(tmp_path, capsys, name, kwargs):
+    rows = run(make_checkpoint(tmp_path / 'best.pth', name, num_classes=10, **kwargs), '48x32', '32')
+    assert [(row['height'], row['width'], row['samples']) for row in rows] == [(32, 32, 200), (48, 32, 200)]
+    result = json.loads((tmp_path / 'eval_resolution.json').read_text())
+    assert result['sizes'] == rows
+    assert (tmp_path / 'eval_resolution.png').stat().st_size > 1000
+    assert '48x32' in capsys.readouterr().out
+
+
+def test_an_exported_folder_is_accepted(tmp_path):
+    model = timm.create_model('aft_conv_tiny', num_heads=4, kernel_size=3, num_classes=10, **TINY)
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    (row,) = run(tmp_path, '32')
+    assert 0 <= row['top1'] <= row['top5'] <= 100
+
+
+def test_classes_of_checkpoint_and_data_must_agree(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_heads=4, kernel_size=3, num_classes=7)
+    with pytest.raises(ValueError, match=r'expected 7 class folders .* got 10'):
+        run(checkpoint, '32')
+
+
+@pytest.mark.parametrize(('text', 'size'), [('224', (224, 224)), ('384x256', (384, 256)), ('2X3', (2, 3))])
+def test_a_size_is_a_side_or_height_by_width(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize('text', ['0', '-3', '1x2x3', 'big', '3x', '1.5'])
+def test_a_wrong_size_is_rejected(text, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(tmp_path, text)
+    assert 'size' in capsys.readouterr().err

@@ -1,0 +1,127 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from train.config import Config, check_model, load_config, save_config
+
+AFT = {'name': 'aft_conv_tiny'}
+VIT = 'model: {name: vit_tiny_patch16_224}\n'
+
+
+@pytest.fixture
+def vit_file(tmp_path: Path) -> Path:
+    path = tmp_path / 'vit.yaml'
+    path.write_text(VIT)
+    return path
+
+
+def test_overrides_win_over_the_file_and_the_file_over_its_base(tmp_path):
+    (tmp_path / 'deep.yaml').write_text('optim: {lr: 1.0, weight_decay: 1.0, eps: 1.0}\n')
+    (tmp_path / 'base.yaml').write_text('base: deep.yaml\noptim: {lr: 2.0, weight_decay: 2.0}\n')
+    (tmp_path / 'file.yaml').write_text(VIT + 'base: base.yaml\noptim: {lr: 3.0}\n')
+    optim = load_config(tmp_path / 'file.yaml', ['optim.clip_grad=4']).optim
+    assert (optim.eps, optim.weight_decay, optim.lr, optim.clip_grad) == (1.0, 2.0, 3.0, 4.0)
+
+
+def test_a_base_in_another_folder_is_relative_to_the_file(tmp_path):
+    (tmp_path / 'deep').mkdir()
+    (tmp_path / 'base.yaml').write_text('run: {seed: 7}\n')
+    (tmp_path / 'deep' / 'file.yaml').write_text(VIT + 'base: ../base.yaml\n')
+    assert load_config(tmp_path / 'deep' / 'file.yaml').run.seed == 7
+
+
+def test_model_arguments_of_base_and_file_are_joined(tmp_path):
+    (tmp_path / 'base.yaml').write_text('model: {name: vit_tiny_patch16_224, depth: 3}\n')
+    (tmp_path / 'file.yaml').write_text('base: base.yaml\nmodel: {embed_dim: 48}\n')
+    expected = {'name': 'vit_tiny_patch16_224', 'depth': 3, 'embed_dim': 48}
+    assert load_config(tmp_path / 'file.yaml').model == expected
+
+
+def test_the_resolved_file_gives_the_same_experiment(tmp_path, vit_file):
+    config = load_config(vit_file, ['augment.scale=[0.5,1]', 'model.depth=2', 'augment.auto_augment=null'])
+    save_config(config, tmp_path / 'resolved.yaml')
+    assert load_config(tmp_path / 'resolved.yaml') == config
+
+
+def test_a_loaded_experiment_cannot_be_changed(vit_file):
+    config = load_config(vit_file)
+    assert isinstance(config, Config)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.optim.lr = 1.0
+
+
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        ('optim.lrr=3', r'optim\.lrr = 3 is not a key; the nearest is optim\.lr$'),
+        ('shedule.epochs=3', r'shedule = .* is not a key; the nearest is schedule$'),
+        ('optim.lr=fast', r"optim\.lr = 'fast': .*could not be converted to Float"),
+        ('data.batch_size=1.5', r'data\.batch_size = 1\.5: '),
+        ('data.img_size=[1,2,3]', r'data\.img_size = \[1, 2, 3\]: .*length 3'),
+        ('data.dir=null', r"data\.dir = None: Incompatible value 'None'"),
+        ('run.amp=float8', r"run\.amp = 'float8': .*expected one of \['none', 'bfloat16'\]"),
+        ('data=3', r'expected data to be a section of keys, got 3'),
+        ('model=3', r'expected model to be a section of keys, got 3'),
+        ('model.name=null', r'expected model\.name, .* got None'),
+        ('model.name=vit_tny_patch16_224', r'the nearest is vit_tiny_patch16_224'),
+        ('optim.lr=-1', r'expected optim\.lr to be above 0, got -1'),
+        ('optim.clip_grad=0', r'expected optim\.clip_grad to be above 0, or null for no clipping, got 0'),
+        ('optim.label_smoothing=1', r'expected optim\.label_smoothing to be in \[0, 1\), got 1'),
+        ('schedule.epochs=0', r'expected schedule\.epochs to be at least 1, got 0'),
+        ('schedule.warmup_epochs=300', r'expected schedule\.warmup_epochs to be in \[0, epochs\).*300, got 300'),
+        ('augment.scale=[2,3]', r'augmentation scale must be'),
+        ('run.eval_every=0', r'expected run\.eval_every to be at least 1, got 0'),
+        ('run.cpu_threads=0', r'expected run\.cpu_threads to be at least 1, or null for one per core, got 0'),
+        ('optim.lr', r"expected an override like section\.key=value, got 'optim\.lr'"),
+        ('optim.lr="', r'expected a YAML value after ='),
+    ],
+)
+def test_a_wrong_override_is_rejected_with_key_and_value(vit_file, override, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(vit_file, [override])
+
+
+def test_an_unknown_key_of_a_file_names_the_file(tmp_path):
+    (tmp_path / 'file.yaml').write_text('optim: {momentun: 0.9}\n')
+    with pytest.raises(ValueError, match=r'file\.yaml: optim\.momentun = 0\.9 is not a key; the nearest is optim\.'):
+        load_config(tmp_path / 'file.yaml')
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        ('a: [', 'expected valid YAML'),
+        ('- 1\n', 'got a list'),
+        ('base: file.yaml\n', 'which builds on itself'),
+        ('base: none.yaml\n', r'none\.yaml, which does not exist'),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content, message):
+    (tmp_path / 'file.yaml').write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_config(tmp_path / 'file.yaml')
+
+
+@pytest.mark.parametrize('key', ['kernel_size', 'query_gate', 'depth', 'drop_path_rate', 'patch_size', 'img_size'])
+def test_arguments_of_the_class_and_of_timms_vision_transformer_are_known(key):
+    value = {'query_gate': False, 'drop_path_rate': 0.1, 'img_size': [32, 64]}.get(key, 3)
+    assert check_model({**AFT, key: value}, 'test') == {**AFT, key: value}
+
+
+def test_a_misspelt_model_argument_names_the_nearest():
+    with pytest.raises(
+        ValueError, match=r'test: model\.kernel_sise = 11 is not a key; the nearest is model\.kernel_size'
+    ):
+        check_model({**AFT, 'kernel_sise': 11}, 'test')
+
+
+def test_a_model_argument_of_the_wrong_type_is_rejected():
+    with pytest.raises(ValueError, match=r"test: model\.depth = 'deep': .*could not be converted to Integer"):
+        check_model({**AFT, 'depth': 'deep'}, 'test')
+
+
+@pytest.mark.parametrize('key', ['num_classes', 'device', 'dtype'])
+def test_a_model_argument_that_the_trainer_decides_is_rejected(key):
+    with pytest.raises(ValueError, match=rf'model\.{key} = 3 is not a key'):
+        check_model({**AFT, key: 3}, 'test')

@@ -1,0 +1,1 @@
+"""Command lines over the package, run from the repository root: `python -m tools.NAME`."""

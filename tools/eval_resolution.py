@@ -1,0 +1,148 @@
+"""Evaluate one checkpoint at several image sizes.
+
+python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 224 288 384x256
+
+FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder; DIR is an ImageFolder with a val,
+validation or test split. A size is a side in pixels or HEIGHTxWIDTH. A model of fixed input size is resized with its
+`set_input_size`. Prints a table, and writes eval_resolution.json and eval_resolution.png (needs matplotlib).
+"""
+
+import argparse
+import copy
+import json
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import resolve_model_data_config
+from timm.models import get_model_input_config
+from torch import nn
+
+from aft_vision.data import create_eval_loader
+from aft_vision.evaluate import evaluate, load_model
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
+    parser.add_argument('--data', type=Path, required=True, help='an ImageFolder')
+    parser.add_argument('--sizes', type=parse_size, nargs='+', required=True, help='a side in pixels, or HEIGHTxWIDTH')
+    parser.add_argument('--batch-size', type=int, default=64, help='images per batch (default: 64)')
+    parser.add_argument(
+        '--crop-pct', type=float, default=0.875, help='crop relative to the resized image (default: 0.875)'
+    )
+    parser.add_argument('--workers', type=int, default=2, help='decoding processes (default: 2)')
+    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='default: %(default)s')
+    parser.add_argument('--out', type=Path, help='folder of the results (default: beside the checkpoint)')
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Print one line per image size.
+
+    Returns:
+        The rows of the table, in ascending order of area.
+
+    Raises:
+        ValueError: the checkpoint or the data set is not valid, or they differ in the number of classes.
+    """
+    args = parse_args(argv)
+    device = torch.device(args.device)
+    model = load_model(args.checkpoint)
+    memory_column = 'peak_cuda_memory_mb' if device.type == 'cuda' else 'peak_process_memory_so_far_mb'
+    rows = []
+    print(f'{"size":>9}  {"top-1 %":>7}  {"top-5 %":>7}  {"images/s":>8}  {memory_column.replace("_", " ")}')
+    # Ascending, because the peak of a process never falls: on a CPU each row then shows its own size's peak or less.
+    for size in sorted(set(args.sizes), key=lambda size: size[0] * size[1]):
+        metrics = evaluate_at(model, size, args, device)
+        row = {'height': size[0], 'width': size[1], **metrics, memory_column: peak_memory_mb(device)}
+        rows.append(row)
+        print(
+            f'{size[0]:>4}x{size[1]:<4}  {row["top1"]:>7.2f}  {row["top5"]:>7.2f}  '
+            f'{row["images_per_second"]:>8.1f}  {row[memory_column]:.0f}'
+        )
+    out = args.out or (args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent)
+    out.mkdir(parents=True, exist_ok=True)
+    result = {'checkpoint': str(args.checkpoint), 'data': str(args.data), 'device': str(device), 'sizes': rows}
+    (out / 'eval_resolution.json').write_text(json.dumps(result, indent=2) + '\n')
+    plot(rows, out / 'eval_resolution.png')
+    print(f'eval_resolution.json and eval_resolution.png are in {out}')
+    return rows
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Read `224` or `384x256` as (H, W)."""
+    parts = text.lower().split('x')
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f'expected a size like 224 or 384x256, got {text!r}')
+    return int(parts[0]), int(parts[-1])
+
+
+def evaluate_at(
+    model: nn.Module, size: tuple[int, int], args: argparse.Namespace, device: torch.device
+) -> dict[str, float]:
+    """Evaluate a copy of the model at one size (H, W)."""
+    statistics = resolve_model_data_config(model)
+    loader, class_names = create_eval_loader(
+        args.data,
+        size,
+        args.batch_size,
+        crop_pct=args.crop_pct,
+        mean=statistics['mean'],
+        std=statistics['std'],
+        num_workers=args.workers,
+        device=device,
+    )
+    if len(class_names) != model.num_classes:
+        raise ValueError(
+            f'expected {model.num_classes} class folders in {args.data}, one for each class of the checkpoint, '
+            f'got {len(class_names)}'
+        )
+    # A copy, because resizing position parameters from one size to the next would add up their errors.
+    resized: Any = copy.deepcopy(model)
+    if has_fixed_input_size(resized):
+        resized.set_input_size(img_size=size)
+    resized.to(device)
+    if device.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(device)
+    return evaluate(resized, loader, device, progress=sys.stderr.isatty())
+
+
+def has_fixed_input_size(model: nn.Module) -> bool:
+    """Whether the model accepts one image size only."""
+    return bool(get_model_input_config(model)['fixed_input_size'])
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Peak allocation on the device in MB; on a CPU the peak resident memory of the process since it began."""
+    if device.type == 'cuda':
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    # Linux counts kilobytes, macOS bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw accuracy and throughput over the image size."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('the picture needs matplotlib: pip install aft_vision[viz]') from error
+    labels = [f'{row["height"]}x{row["width"]}' for row in rows]
+    figure = Figure(figsize=(8, 3.5), layout='constrained')
+    accuracy, speed = figure.subplots(1, 2)
+    accuracy.plot(labels, [row['top1'] for row in rows], marker='o', label='top-1')
+    accuracy.plot(labels, [row['top5'] for row in rows], marker='o', label='top-5')
+    accuracy.set(xlabel='image size (pixels)', ylabel='accuracy (%)')
+    accuracy.set_ylim(bottom=0)
+    accuracy.legend()
+    speed.bar(labels, [row['images_per_second'] for row in rows])
+    speed.set(xlabel='image size (pixels)', ylabel='images/s, forward pass')
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,1 @@
+"""Training commands, run from the repository root: `python -m train.imagenet`."""

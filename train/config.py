@@ -1,0 +1,266 @@
+"""Experiments as typed documents: dataclasses <- `base:` file <- file <- `section.key=value`."""
+
+import dataclasses
+import difflib
+import inspect
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import timm
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from aft_vision.data import Augmentation
+
+# The data set decides the number of classes; the trainer decides where the model lives.
+RESERVED_MODEL_KEYS = ('num_classes', 'device', 'dtype')
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the images are and how they are batched.
+
+    Attributes:
+        dir: ImageFolder with `train` and one of `val`, `validation`, `test`.
+        img_size: (H, W) in pixels.
+        batch_size: Images per optimizer step.
+        eval_batch_size: Images per validation batch; None means `batch_size`.
+        crop_pct: Side of the validation crop relative to the resized image.
+        num_workers: Decoding processes per loader.
+    """
+
+    dir: str = 'tests/assets/clothing'
+    img_size: tuple[int, int] = (224, 224)
+    batch_size: int = 64
+    eval_batch_size: int | None = None
+    crop_pct: float = 0.875
+    num_workers: int = 2
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and the loss.
+
+    Attributes:
+        lr: Peak learning rate per 512 images; the rate used is `lr * batch_size / 512`.
+        weight_decay: Of parameters with two or more dimensions that the model does not exempt.
+        clip_grad: Largest gradient norm; None for no clipping.
+        label_smoothing: Share of the target spread over all classes.
+    """
+
+    lr: float = 5e-4
+    weight_decay: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    clip_grad: float | None = None
+    label_smoothing: float = 0.1
+
+    def __post_init__(self) -> None:
+        _require('optim.lr', self.lr, self.lr > 0, 'above 0')
+        _require('optim.label_smoothing', self.label_smoothing, 0 <= self.label_smoothing < 1, 'in [0, 1)')
+        positive = self.clip_grad is None or self.clip_grad > 0
+        _require('optim.clip_grad', self.clip_grad, positive, 'above 0, or null for no clipping')
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Linear warm-up, then a cosine; learning rates are absolute.
+
+    Attributes:
+        warmup_lr: Learning rate of the first step of the warm-up.
+        min_lr: Learning rate at the end.
+        step: Whether the rate changes after each epoch, as DeiT's, or each update.
+    """
+
+    epochs: int = 300
+    warmup_epochs: int = 5
+    warmup_lr: float = 1e-6
+    min_lr: float = 1e-5
+    step: Literal['epoch', 'update'] = 'epoch'
+
+    def __post_init__(self) -> None:
+        _require('schedule.epochs', self.epochs, self.epochs >= 1, 'at least 1')
+        below = 0 <= self.warmup_epochs < self.epochs
+        _require('schedule.warmup_epochs', self.warmup_epochs, below, f'in [0, epochs), epochs being {self.epochs}')
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How and where the run takes place.
+
+    Attributes:
+        dir: Folder of the run; None means `runs/` and the name of the config file.
+        overwrite: Allow a folder that already holds a run.
+        device: `auto` takes CUDA when there is one.
+        cpu_threads: Threads of the model on a CPU, which the loading processes should not have to share; None leaves
+            torch's choice, one per core.
+        amp: Autocast to bfloat16, or none.
+        eval_every: Epochs between evaluations; the last epoch is always evaluated.
+    """
+
+    dir: str | None = None
+    overwrite: bool = False
+    seed: int = 0
+    device: str = 'auto'
+    cpu_threads: int | None = None
+    amp: Literal['none', 'bfloat16'] = 'none'
+    eval_every: int = 1
+
+    def __post_init__(self) -> None:
+        threads = self.cpu_threads is None or self.cpu_threads >= 1
+        _require('run.cpu_threads', self.cpu_threads, threads, 'at least 1, or null for one per core')
+        _require('run.eval_every', self.eval_every, self.eval_every >= 1, 'at least 1')
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment; `model` is `{name: ..., **keyword arguments of the model}`."""
+
+    model: dict[str, Any] = field(default_factory=lambda: {'name': 'aft_conv_tiny'})
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: Augmentation = field(default_factory=Augmentation)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, merge and check one experiment.
+
+    Args:
+        path: YAML file; its `base:` names another one, relative to it, that it builds on.
+        overrides: `section.key=value`, the last word.
+
+    Raises:
+        ValueError: an unknown key, a value of the wrong type or range, or a file that cannot be read. The message
+            holds the key, the value and the nearest valid name.
+    """
+    merged = OmegaConf.structured(Config)
+    for source, layer in [*_read_chain(Path(path)), *map(_read_override, overrides)]:
+        merged = merge_checked(merged, layer, Config, source)
+    built = typing.cast(Config, OmegaConf.to_object(merged))
+    return dataclasses.replace(built, model=check_model(built.model, str(path)))
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Write the resolved experiment; `load_config` of the file gives it back."""
+    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+
+def check_model(model: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Check `{name: ..., **kwargs}` against the signature of the model, building nothing.
+
+    The keyword arguments of an `aft_*` model are those of its class and of timm's VisionTransformer; for another
+    model only the name is checked.
+
+    Raises:
+        ValueError: the name is missing or not registered, or a keyword argument is unknown or of the wrong type.
+    """
+    kwargs = dict(model)
+    name = kwargs.pop('name', None)
+    if not isinstance(name, str):
+        raise ValueError(f'{source}: expected model.name, the name of a registered model, got {name!r}')
+    if not timm.is_model(name):
+        raise ValueError(f'{source}: {_unknown("model.name", name, timm.list_models(), "a registered model")}')
+    if timm.models.model_entrypoint(name).__module__.startswith('aft_vision.'):
+        schema = _aft_schema()
+        checked = merge_checked(OmegaConf.structured(schema), kwargs, schema, source, prefix='model.')
+        content = typing.cast(dict[str, Any], OmegaConf.to_container(checked))
+        kwargs = {key: content[key] for key in kwargs}
+    return {'name': name, **kwargs}
+
+
+def merge_checked(config: Any, layer: Mapping[str, Any], schema: type, source: str, prefix: str = '') -> Any:
+    """Lay `layer` over `config`; errors name the source, the key, the value and the nearest valid name."""
+    _reject_unknown(layer, schema, source, prefix)
+    # One value at a time, because OmegaConf's error for a tuple of the wrong length does not say whose it is.
+    for key, value in layer.items():
+        leaves = value.items() if isinstance(value, Mapping) else [(None, value)]
+        for inner, leaf in leaves:
+            try:
+                config = OmegaConf.merge(config, {key: leaf if inner is None else {inner: leaf}})
+            except OmegaConfBaseException as error:
+                name = f'{prefix}{key}' if inner is None else f'{prefix}{key}.{inner}'
+                raise ValueError(f'{source}: {name} = {leaf!r}: {str(error).splitlines()[0]}') from error
+    return config
+
+
+def _reject_unknown(layer: Mapping[str, Any], schema: type, source: str, prefix: str) -> None:
+    fields = {f.name: f for f in dataclasses.fields(schema)}
+    for key, value in layer.items():
+        if key not in fields:
+            raise ValueError(f'{source}: {_unknown(f"{prefix}{key}", value, fields, "a key", prefix)}')
+        section = fields[key].type
+        is_section = dataclasses.is_dataclass(section)
+        if (is_section or f'{prefix}{key}' == 'model') and not isinstance(value, Mapping):
+            raise ValueError(f'{source}: expected {prefix}{key} to be a section of keys, got {value!r}')
+        if is_section:
+            _reject_unknown(value, typing.cast(type, section), source, f'{prefix}{key}.')
+
+
+def _unknown(key: str, value: Any, valid: Iterable[str], kind: str, prefix: str = '') -> str:
+    names = list(valid)
+    wanted = value if kind == 'a registered model' else key.removeprefix(prefix)
+    nearest = difflib.get_close_matches(str(wanted), names, n=1, cutoff=0)
+    return f'{key} = {value!r} is not {kind}; the nearest is {prefix if kind == "a key" else ""}{nearest[0]}'
+
+
+def _aft_schema() -> type:
+    """The keyword arguments of the AFT models as a dataclass; a type OmegaConf does not know becomes Any."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    from aft_vision.models.aft_vit import AFTVisionTransformer
+
+    arguments: dict[str, Any] = {}
+    for cls in (VisionTransformer, AFTVisionTransformer):
+        hints = typing.get_type_hints(cls.__init__)
+        for parameter in inspect.signature(cls).parameters.values():
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name not in RESERVED_MODEL_KEYS:
+                arguments[parameter.name] = hints.get(parameter.name, Any)
+    return dataclasses.make_dataclass(
+        'AFTVisionTransformer', [(name, _supported(hint), field(default=None)) for name, hint in arguments.items()]
+    )
+
+
+def _supported(hint: Any) -> Any:
+    scalars = {int, float, bool, str, type(None)}
+    parts = set(typing.get_args(hint)) if typing.get_origin(hint) is not Literal else set()
+    if hint in scalars or (parts and parts <= scalars):
+        return hint | None
+    return Any
+
+
+def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """The file and everything it builds on, the deepest base first."""
+    if not path.is_file():
+        raise ValueError(f'expected a YAML file, got {path}, which does not exist')
+    if path.resolve() in above:
+        raise ValueError(f'expected base files that end, got {path}, which builds on itself')
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except yaml.YAMLError as error:
+        raise ValueError(f'expected valid YAML in {path}, got: {error}') from error
+    if not isinstance(content, dict):
+        raise ValueError(f'expected sections of keys in {path}, got a {type(content).__name__}')
+    base = content.pop('base', None)
+    below = _read_chain(path.parent / base, (*above, path.resolve())) if base is not None else []
+    return [*below, (str(path), typing.cast(dict[str, Any], content))]
+
+
+def _read_override(override: str) -> tuple[str, dict[str, Any]]:
+    if '=' not in override:
+        raise ValueError(f'expected an override like section.key=value, got {override!r}')
+    try:
+        layer = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+    except yaml.YAMLError as error:
+        raise ValueError(f'expected a YAML value after = in the override {override!r}, got: {error}') from error
+    return 'command line', typing.cast(dict[str, Any], layer)
+
+
+def _require(key: str, value: Any, holds: bool, expected: str) -> None:
+    if not holds:
+        raise ValueError(f'expected {key} to be {expected}, got {value!r}')
