@@ -74,7 +74,7 @@ class ConvWeights:
 
 
 class ToeplitzWeights(ConvWeights):
-    """Expanded (h, T, T) weights; one product [T, T] x [T, B * (c + 1)] per head of c channels."""
+    """Expanded (h, T, T) weights; one product [(c + 1) * B, T] x [T, T] per head of c channels."""
 
     def __init__(self, kernel: Tensor, grid: tuple[int, int], global_context: bool, v: Tensor, channels: int) -> None:
         super().__init__(kernel, grid, global_context, v, channels)
@@ -85,24 +85,24 @@ class ToeplitzWeights(ConvWeights):
 
     def workspace(self, batch: int) -> Workspace:
         heads, tokens, _ = self.matrix.shape
-        return self._views(self.matrix.new_empty(heads, tokens, batch, self.channels + 1))
+        return self._views(self.matrix.new_empty(heads, self.channels + 1, batch, tokens))
 
     def apply(self, x: Workspace) -> Workspace:
-        return self._views(torch.bmm(self.matrix, x.buffer.flatten(2)).view(x.buffer.shape))
+        return self._views(torch.bmm(x.buffer.flatten(1, 2), self.matrix.transpose(1, 2)).view(x.buffer.shape))
 
     def apply_transpose(self, x: Workspace) -> Workspace:
-        return self._views(torch.bmm(self.matrix.transpose(1, 2), x.buffer.flatten(2)).view(x.buffer.shape))
+        return self._views(torch.bmm(x.buffer.flatten(1, 2), self.matrix).view(x.buffer.shape))
 
     def add_grad(self, grad: Workspace, x: Workspace) -> None:
         (height, width), heads = self.grid, len(self.matrix)
-        d_matrix = torch.bmm(grad.buffer.flatten(2), x.buffer.flatten(2).transpose(1, 2)).to(self.exp.dtype)
+        d_matrix = torch.bmm(grad.buffer.flatten(1, 2).transpose(1, 2), x.buffer.flatten(1, 2)).to(self.exp.dtype)
         rows = d_matrix.view(heads, height, width, height, width).flip(1, 2)
         rows = torch.ops.aten.unfold_backward(rows, [heads, height, 2 * width - 1, height], 2, width, 1)
         shifts = torch.ops.aten.unfold_backward(rows, [heads, 2 * height - 1, 2 * width - 1], 1, height, 1)
         self.grad_exp += _unshifted_kernel(shifts, self.kernel.shape[-1])
 
     def _views(self, buffer: Tensor) -> Workspace:
-        by_batch = buffer.permute(2, 1, 0, 3)  # (B, T, h, c + 1)
+        by_batch = buffer.permute(2, 3, 0, 1)  # (B, T, h, c + 1)
         return Workspace(buffer, by_batch[..., : self.channels], by_batch[..., self.channels :])
 
 

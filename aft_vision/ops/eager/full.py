@@ -16,7 +16,7 @@ from aft_vision.ops.eager.numerics import (
 
 
 class FullWeights:
-    """One (T, T) matrix over all channels, applied as a single product [T, T] x [T, B * 2D]."""
+    """One (T, T) matrix over all channels, applied as a product [T, T] x [T, 2D] for each sequence."""
 
     def __init__(self, bias: Tensor, v: Tensor) -> None:
         self.bias = bias
@@ -25,11 +25,11 @@ class FullWeights:
         bias = bias.to(dtype)
         self.exp = (bias - bias.amax(dim=1, keepdim=True)).exp_()
         self.matrix = self.exp.to(product_dtype(v))
-        self.grad_matrix: Tensor | None = None
+        self.grad_exp = torch.zeros_like(self.exp)
         self.grad_rows = torch.zeros_like(self.exp)
 
     def workspace(self, batch: int) -> Workspace:
-        return self._views(self.matrix.new_empty(len(self.matrix), batch, 2, self.channels))
+        return self._views(self.matrix.new_empty(batch, len(self.matrix), 2, self.channels))
 
     def apply(self, x: Workspace) -> Workspace:
         return self._product(self.matrix, x)
@@ -38,13 +38,8 @@ class FullWeights:
         return self._product(self.matrix.t(), x)
 
     def add_grad(self, grad: Workspace, x: Workspace) -> None:
-        left, right = grad.buffer.flatten(1), x.buffer.flatten(1)
-        if self.grad_matrix is None:
-            self.grad_matrix = (left @ right.t()).to(self.exp.dtype)
-        elif left.dtype == self.exp.dtype:
-            self.grad_matrix.addmm_(left, right.t())
-        else:
-            self.grad_matrix += left @ right.t()
+        products = torch.bmm(grad.buffer.flatten(2), x.buffer.flatten(2).transpose(1, 2))  # (B, T, T)
+        self.grad_exp += products.sum(0, dtype=self.exp.dtype)
 
     def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
         return self.bias[target]
@@ -54,15 +49,15 @@ class FullWeights:
 
     def bias_grad(self) -> Tensor:
         """Gradient of the bias, (T, T). The reference cancels: no gradient runs through it."""
-        assert self.grad_matrix is not None
-        return torch.addcmul(self.grad_rows, self.grad_matrix, self.exp).to(self.bias.dtype)
+        return torch.addcmul(self.grad_rows, self.grad_exp, self.exp).to(self.bias.dtype)
 
     def _product(self, matrix: Tensor, x: Workspace) -> Workspace:
-        return self._views((matrix @ x.buffer.flatten(1)).view(x.buffer.shape))
+        flat = x.buffer.flatten(2)  # (B, T, 2D)
+        # One product per sequence, also where torch would fold a 2-d matrix into a transposed copy.
+        return self._views(torch.bmm(matrix.expand(len(flat), -1, -1), flat).view(x.buffer.shape))
 
     def _views(self, buffer: Tensor) -> Workspace:
-        by_batch = buffer.transpose(0, 1).unsqueeze(-1)  # (B, T, 2, D, 1)
-        return Workspace(buffer, by_batch[:, :, 0], by_batch[:, :, 1])
+        return Workspace(buffer, buffer[:, :, 0].unsqueeze(-1), buffer[:, :, 1].unsqueeze(-1))
 
 
 def check_full(q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:

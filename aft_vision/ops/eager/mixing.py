@@ -179,8 +179,7 @@ def _underflowed(bottom: Tensor) -> Tensor | None:
 
 def _exponentials(k: Tensor, v: Tensor, mask: Tensor | None, weights: Weights) -> Workspace:
     x = weights.workspace(len(k))
-    ek = shifted_exp(k, mask).unsqueeze(-1)  # (b, T, h, 1)
-    x.keys.copy_(ek)
+    ek = shifted_exp(k, mask, x.keys.squeeze(-1)).unsqueeze(-1)  # (b, T, h, 1)
     torch.mul(ek, v, out=x.values)
     return x
 

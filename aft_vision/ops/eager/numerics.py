@@ -49,13 +49,18 @@ def masked_keys(k: Tensor, mask: Tensor | None) -> Tensor:
     return k if mask is None else k.masked_fill(~mask[..., None], float('-inf'))
 
 
-def shifted_exp(k: Tensor, mask: Tensor | None) -> Tensor:
-    """exp(k - max over tokens), (B, T, h); all zero where no token of a batch row counts."""
+def shifted_exp(k: Tensor, mask: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """exp(k - max over tokens), (B, T, h), also written to out; all zero where no token of a batch row counts."""
     k = masked_keys(k, mask)
     peak = k.amax(dim=1, keepdim=True)
     if mask is not None:
         peak = peak.clamp_min(torch.finfo(k.dtype).min)  # a row without tokens: exp(-inf - finite) = 0
-    return (k - peak).exp_()
+    if out is not None and out.dtype == k.dtype:
+        return torch.sub(k, peak, out=out).exp_()
+    ek = (k - peak).exp_()
+    if out is not None:
+        out.copy_(ek)
+    return ek
 
 
 def gate(q: Tensor | None, dtype: torch.dtype) -> Tensor | None:
