@@ -82,24 +82,32 @@ class ToeplitzWeights(ConvWeights):
         shifts = _shifted_kernel(self.exp, grid, self.outside)
         rows = shifts.to(self.product_dtype).unfold(1, height, 1).unfold(2, width, 1)  # (h, H, W, H, W)
         self.matrix = rows.flip(1, 2).reshape(len(kernel), height * width, height * width)
+        self.grad_matrix: Tensor | None = None
 
     def workspace(self, batch: int) -> Workspace:
         heads, tokens, _ = self.matrix.shape
         return self._views(self.matrix.new_empty(heads, self.channels + 1, batch, tokens))
 
-    def apply(self, x: Workspace) -> Workspace:
-        return self._views(torch.bmm(x.buffer.flatten(1, 2), self.matrix.transpose(1, 2)).view(x.buffer.shape))
+    def apply(self, x: Workspace, spare: Workspace) -> Workspace:
+        torch.bmm(x.buffer.flatten(1, 2), self.matrix.transpose(1, 2), out=spare.buffer.flatten(1, 2))
+        return spare
 
-    def apply_transpose(self, x: Workspace) -> Workspace:
-        return self._views(torch.bmm(x.buffer.flatten(1, 2), self.matrix).view(x.buffer.shape))
+    def apply_transpose(self, x: Workspace, spare: Workspace) -> Workspace:
+        torch.bmm(x.buffer.flatten(1, 2), self.matrix, out=spare.buffer.flatten(1, 2))
+        return spare
 
     def add_grad(self, grad: Workspace, x: Workspace) -> None:
+        product = torch.bmm(grad.buffer.flatten(1, 2).transpose(1, 2), x.buffer.flatten(1, 2)).to(self.exp.dtype)
+        self.grad_matrix = product if self.grad_matrix is None else self.grad_matrix.add_(product)
+
+    def bias_grad(self) -> Tensor:
         (height, width), heads = self.grid, len(self.matrix)
-        d_matrix = torch.bmm(grad.buffer.flatten(1, 2).transpose(1, 2), x.buffer.flatten(1, 2)).to(self.exp.dtype)
-        rows = d_matrix.view(heads, height, width, height, width).flip(1, 2)
+        assert self.grad_matrix is not None
+        rows = self.grad_matrix.view(heads, height, width, height, width).flip(1, 2)
         rows = torch.ops.aten.unfold_backward(rows, [heads, height, 2 * width - 1, height], 2, width, 1)
         shifts = torch.ops.aten.unfold_backward(rows, [heads, 2 * height - 1, 2 * width - 1], 1, height, 1)
         self.grad_exp += _unshifted_kernel(shifts, self.kernel.shape[-1])
+        return super().bias_grad()
 
     def _views(self, buffer: Tensor) -> Workspace:
         by_batch = buffer.permute(2, 3, 0, 1)  # (B, T, h, c + 1)
@@ -116,10 +124,10 @@ class DepthwiseWeights(ConvWeights):
 
     def workspace(self, batch: int) -> Workspace:
         heads, tokens = len(self.exp), self.grid[0] * self.grid[1]
-        shape = (batch, tokens, 2, heads) if self.channels == 1 else (batch, tokens, heads, self.channels + 1)
+        shape = (2, batch, tokens, heads) if self.channels == 1 else (batch, tokens, heads, self.channels + 1)
         return self._views(torch.empty(shape, dtype=self.product_dtype, device=self.exp.device))
 
-    def apply(self, x: Workspace) -> Workspace:
+    def apply(self, x: Workspace, spare: Workspace) -> Workspace:
         y = self._convolve(x, self.taps)
         self.reliable &= self.keeps_digits(y.keys.squeeze(-1), x.keys.squeeze(-1).sum(1, keepdim=True))
         return y
@@ -128,7 +136,7 @@ class DepthwiseWeights(ConvWeights):
         """Whether the denominators (B, T, h) are not so far below the global sum (B, 1, h) that they lost digits."""
         return bool((den * CANCELLATION[self.product_dtype] >= total * self.outside.flatten()).all())
 
-    def apply_transpose(self, x: Workspace) -> Workspace:
+    def apply_transpose(self, x: Workspace, spare: Workspace) -> Workspace:
         return self._convolve(x, self.taps.flip(1, 2))
 
     def add_grad(self, grad: Workspace, x: Workspace) -> None:
@@ -148,27 +156,29 @@ class DepthwiseWeights(ConvWeights):
             maps.shape[1],
             [False, True, False],
         )[1]
-        d_weight = d_weight.view(*x.buffer.shape[2:], size, size)
-        self.grad_exp += d_weight.to(self.exp.dtype).sum(0 if self.channels == 1 else 1)
+        d_weight = d_weight.squeeze(1).to(self.exp.dtype)
+        self.grad_exp += d_weight if self.channels == 1 else d_weight.unflatten(0, (-1, self.channels + 1)).sum(1)
 
     def _convolve(self, x: Workspace, taps: Tensor) -> Workspace:
         size = self.kernel.shape[-1]
         maps = self._maps(x)
-        weight = torch.cat([taps, taps]) if self.channels == 1 else taps.repeat_interleave(self.channels + 1, dim=0)
+        weight = taps if self.channels == 1 else taps.repeat_interleave(self.channels + 1, dim=0)
         y = F.conv2d(maps, weight.unsqueeze(1), padding=size // 2, groups=maps.shape[1])
         y = y.permute(0, 2, 3, 1).reshape(x.buffer.shape).to(self.exp.dtype)
         if self.global_context:
             outside = self.outside.flatten() if self.channels == 1 else self.outside.flatten()[:, None]
-            y += x.buffer.sum(1, keepdim=True, dtype=y.dtype) * outside
+            tokens = 2 if self.channels == 1 else 1
+            y += x.buffer.sum(tokens, keepdim=True, dtype=y.dtype) * outside
         return self._views(y)
 
     def _maps(self, x: Workspace) -> Tensor:
-        # (B, channels, H, W) in channels-last memory.
-        return x.buffer.view(len(x.buffer), *self.grid, -1).permute(0, 3, 1, 2)
+        # (B, h (c + 1), H, W) in channels-last memory; with one channel a head (2B, h, H, W), values before keys.
+        buffer = x.buffer.flatten(0, 1) if self.channels == 1 else x.buffer
+        return buffer.view(len(buffer), *self.grid, -1).permute(0, 3, 1, 2)
 
     def _views(self, buffer: Tensor) -> Workspace:
         if self.channels == 1:
-            return Workspace(buffer, buffer[:, :, 0].unsqueeze(-1), buffer[:, :, 1].unsqueeze(-1))
+            return Workspace(buffer, buffer[0].unsqueeze(-1), buffer[1].unsqueeze(-1))
         return Workspace(buffer, buffer[..., :-1], buffer[..., -1:])
 
 

@@ -16,7 +16,7 @@ from aft_vision.ops.eager.numerics import (
 
 
 class FullWeights:
-    """One (T, T) matrix over all channels, applied as a product [T, T] x [T, 2D] for each sequence."""
+    """One (T, T) matrix over all channels, applied to the values and to the keys of each sequence."""
 
     def __init__(self, bias: Tensor, v: Tensor) -> None:
         self.bias = bias
@@ -29,16 +29,16 @@ class FullWeights:
         self.grad_rows = torch.zeros_like(self.exp)
 
     def workspace(self, batch: int) -> Workspace:
-        return self._views(self.matrix.new_empty(batch, len(self.matrix), 2, self.channels))
+        return self._views(self.matrix.new_empty(2, batch, len(self.matrix), self.channels))
 
-    def apply(self, x: Workspace) -> Workspace:
-        return self._product(self.matrix, x)
+    def apply(self, x: Workspace, spare: Workspace) -> Workspace:
+        return self._product(self.matrix, x, spare)
 
-    def apply_transpose(self, x: Workspace) -> Workspace:
-        return self._product(self.matrix.t(), x)
+    def apply_transpose(self, x: Workspace, spare: Workspace) -> Workspace:
+        return self._product(self.matrix.t(), x, spare)
 
     def add_grad(self, grad: Workspace, x: Workspace) -> None:
-        products = torch.bmm(grad.buffer.flatten(2), x.buffer.flatten(2).transpose(1, 2))  # (B, T, T)
+        products = torch.bmm(grad.buffer.flatten(0, 1), x.buffer.flatten(0, 1).transpose(1, 2))  # (2B, T, T)
         self.grad_exp += products.sum(0, dtype=self.exp.dtype)
 
     def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
@@ -51,13 +51,14 @@ class FullWeights:
         """Gradient of the bias, (T, T). The reference cancels: no gradient runs through it."""
         return torch.addcmul(self.grad_rows, self.grad_exp, self.exp).to(self.bias.dtype)
 
-    def _product(self, matrix: Tensor, x: Workspace) -> Workspace:
-        flat = x.buffer.flatten(2)  # (B, T, 2D)
-        # One product per sequence, also where torch would fold a 2-d matrix into a transposed copy.
-        return self._views(torch.bmm(matrix.expand(len(flat), -1, -1), flat).view(x.buffer.shape))
+    def _product(self, matrix: Tensor, x: Workspace, spare: Workspace) -> Workspace:
+        # A product for each sequence: torch would fold a 2-d matrix into a transposed copy.
+        flat = x.buffer.flatten(0, 1)  # (2B, T, D)
+        torch.bmm(matrix.expand(len(flat), -1, -1), flat, out=spare.buffer.flatten(0, 1))
+        return spare
 
     def _views(self, buffer: Tensor) -> Workspace:
-        return Workspace(buffer, buffer[:, :, 0].unsqueeze(-1), buffer[:, :, 1].unsqueeze(-1))
+        return Workspace(buffer, buffer[0].unsqueeze(-1), buffer[1].unsqueeze(-1))
 
 
 def check_full(q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:

@@ -53,7 +53,7 @@ class LocalWeights:
         shape = (len(self.band), batch, 2, self.channels)
         return self._views(torch.empty(shape, dtype=self.product_dtype, device=self.band.device))
 
-    def apply(self, x: Workspace) -> Workspace:
+    def apply(self, x: Workspace, spare: Workspace) -> Workspace:
         flat = x.buffer.flatten(1)
         out = torch.empty(flat.shape, dtype=self.exp.dtype, device=flat.device)
         for block in self._blocks():
@@ -65,7 +65,7 @@ class LocalWeights:
             out[rows].addcmul_(self.outside[rows], before + after)
         return self._views(out.view(x.buffer.shape))
 
-    def apply_transpose(self, x: Workspace) -> Workspace:
+    def apply_transpose(self, x: Workspace, spare: Workspace) -> Workspace:
         flat = x.buffer.flatten(1)
         out = torch.zeros(flat.shape, dtype=self.exp.dtype, device=flat.device)
         totals = []

@@ -34,11 +34,11 @@ class Weights(Protocol):
     def workspace(self, batch: int) -> Workspace:
         """An uninitialised workspace for `batch` sequences."""
 
-    def apply(self, x: Workspace) -> Workspace:
-        """W x: sums over sources."""
+    def apply(self, x: Workspace, spare: Workspace) -> Workspace:
+        """W x: sums over sources. `spare` may be written to and be the result."""
 
-    def apply_transpose(self, x: Workspace) -> Workspace:
-        """W^T x: sums over targets."""
+    def apply_transpose(self, x: Workspace, spare: Workspace) -> Workspace:
+        """W^T x: sums over targets. `spare` may be written to and be the result."""
 
     def add_grad(self, grad: Workspace, x: Workspace) -> None:
         """Add the gradient of sum(grad * W x) to the weights' own."""
@@ -56,23 +56,20 @@ def mix_forward(
     """Write y (B, T, D) into out and, unless den is empty, the denominators (B, T, h) into den."""
     heads = k.shape[2]
     dtype = accumulate_dtype(v)
+    buffers = _Buffers(weights)
     for part in _chunks(v):
-        q_, k_, v_, mask_ = _slice(q, part), k[part], _by_head(v[part], heads), _slice(mask, part)
-        x = _exponentials(k_, v_, mask_, weights)
-        y = weights.apply(x)
+        k_, v_, mask_ = k[part], _by_head(v[part], heads), _slice(mask, part)
+        x, spare = buffers.take(len(k_))
+        _fill_exponentials(x, k_, v_, mask_)
+        y = weights.apply(x, spare)
         bottom = y.keys.to(dtype)
         lost = _underflowed(bottom)
-        ratio = y.values / (bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))  # (b, T, h, c)
-        if lost is not None and may_branch(k):
-            _repair_forward(ratio, k_, v_, mask_, weights, lost)
-        s = gate(q_, dtype)
-        result = _by_head(out[part], heads)
-        if s is None:
-            result.copy_(ratio)
-        else:
-            torch.mul(ratio, _by_head(s, heads), out=result)
         if den.numel():
             den[part].copy_(y.keys.squeeze(-1))
+        ratio = y.values.to(dtype).div_(bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))  # (b, T, h, c)
+        if lost is not None and may_branch(k):
+            _repair_forward(ratio, k_, v_, mask_, weights, lost)
+        _write_gated(out[part], _slice(q, part), ratio)
 
 
 def mix_backward(
@@ -91,23 +88,25 @@ def mix_backward(
     dtype = accumulate_dtype(v)
     dq = torch.empty_like(grad, dtype=q.dtype) if q is not None else k.new_empty(0)
     dk, dv = torch.empty(k.shape, dtype=dtype, device=k.device), torch.empty(v.shape, dtype=dtype, device=v.device)
+    buffers = _Buffers(weights, count=3)
     for part in _chunks(v):
         k_, v_, mask_ = k[part], _by_head(v[part], heads), _slice(mask, part)
         g, out = grad[part].to(dtype), y[part].to(dtype)
+        go = g * out
         s = gate(_slice(q, part), dtype)
         if s is not None:
-            torch.mul(g * out, 1 - s, out=dq[part])
+            dq[part] = torch.addcmul(go, go, s, value=-1)
         bottom = den[part].to(dtype).unsqueeze(-1)  # (b, T, h, 1)
         lost = _underflowed(bottom)
         a = _by_head(g if s is None else g * s, heads)  # (b, T, h, c)
-        r = weights.workspace(len(k_))
+        r, x, spare = buffers.take(len(k_))
         top = 1 / (bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))
         if lost is not None:
             top = top.masked_fill(lost, 0.0)
         torch.mul(a, top, out=r.values)
-        r.keys.copy_((_by_head(g * out, heads) * top).sum(-1, keepdim=True).neg_())
-        x = _exponentials(k_, v_, mask_, weights)
-        z = weights.apply_transpose(r)
+        r.keys.copy_(_by_head(go, heads).sum(-1, keepdim=True).mul_(top).neg_())
+        _fill_exponentials(x, k_, v_, mask_)
+        z = weights.apply_transpose(r, spare)
         dv_, dk_ = _by_head(dv[part], heads), dk[part].unsqueeze(-1)
         torch.mul(z.values, x.keys, out=dv_)
         torch.mul((z.values * v_).sum(-1, keepdim=True).add_(z.keys), x.keys, out=dk_)
@@ -177,11 +176,32 @@ def _underflowed(bottom: Tensor) -> Tensor | None:
     return bottom < limit
 
 
-def _exponentials(k: Tensor, v: Tensor, mask: Tensor | None, weights: Weights) -> Workspace:
-    x = weights.workspace(len(k))
+class _Buffers:
+    # Workspaces that are written again for every chunk of the same length: fresh memory costs more than the sums.
+    def __init__(self, weights: Weights, count: int = 2) -> None:
+        self.weights, self.count = weights, count
+        self.length, self.spaces = 0, list[Workspace]()
+
+    def take(self, length: int) -> list[Workspace]:
+        if length != self.length:
+            self.length, self.spaces = length, [self.weights.workspace(length) for _ in range(self.count)]
+        return self.spaces
+
+
+def _fill_exponentials(x: Workspace, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
     ek = shifted_exp(k, mask, x.keys.squeeze(-1)).unsqueeze(-1)  # (b, T, h, 1)
     torch.mul(ek, v, out=x.values)
-    return x
+
+
+def _write_gated(out: Tensor, q: Tensor | None, ratio: Tensor) -> None:
+    result = _by_head(out, ratio.shape[2])
+    if q is None:
+        result.copy_(ratio)
+    elif out.dtype == ratio.dtype:
+        torch.sigmoid(q, out=out)
+        result.mul_(ratio)
+    else:
+        torch.mul(_by_head(torch.sigmoid(q.to(ratio.dtype)), ratio.shape[2]), ratio, out=result)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
