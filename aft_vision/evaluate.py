@@ -11,6 +11,8 @@ from timm.task.evaluator import ClassificationEvaluator, evaluation_sample_limit
 from torch import nn
 from tqdm import tqdm
 
+from aft_vision.models.aft_vit import StateDictError, check_state_dict
+
 CHECKPOINT_KEYS = ('model_name', 'model_kwargs', 'state_dict')
 
 
@@ -112,23 +114,10 @@ def load_matching_state_dict(model: nn.Module, state_dict: dict[str, torch.Tenso
     Raises:
         ValueError: names or shapes differ; the message lists the first differing keys of each kind.
     """
-    own = model.state_dict()
-    missing = [key for key in own if key not in state_dict]
-    unexpected = [key for key in state_dict if key not in own]
-    shapes = [
-        f'{key} {tuple(own[key].shape)} got {tuple(value.shape)}'
-        for key, value in state_dict.items()
-        if key in own and own[key].shape != value.shape
-    ]
-    differences = [
-        f'{len(keys)} {kind}: {", ".join(keys[:3])}{", ..." if len(keys) > 3 else ""}'
-        for kind, keys in (('missing', missing), ('unexpected', unexpected), ('of another shape', shapes))
-        if keys
-    ]
-    if differences:
-        raise ValueError(
-            f'expected weights of {type(model).__name__}, got others in {source}: {"; ".join(differences)}'
-        )
+    try:
+        check_state_dict(model, state_dict)
+    except StateDictError as error:
+        raise ValueError(f'{source}: {error}') from error
     model.load_state_dict(state_dict)
 
 

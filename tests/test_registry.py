@@ -3,9 +3,7 @@
 import copy
 import fnmatch
 import importlib
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import timm
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 import aft_vision  # noqa: F401, the import registers the models
+from train.checkpoint import export_model
 
 # Parameters with and without biases on q, k and v (the columns #Params of AFT Table 7, exact). AFT-full is DeiT plus
 # 12 * 2 * 197 * 128 factors of its bias, so base is 86,567,656 + 605,184; AFT-simple has the parameters of DeiT.
@@ -247,22 +246,10 @@ def test_a_saved_folder_remembers_a_size_that_was_set_later(tmp_path):
 def test_a_saved_folder_opens_in_transformers(name, tmp_path):
     transformers = pytest.importorskip('transformers')
     model = make_model(name)
-    save_for_hf(model, tmp_path, safe_serialization=True)
-    drop_repeated_num_classes(tmp_path / 'config.json')
-    wrapped = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    export_model(model, tmp_path / 'export', [f'class {i}' for i in range(model.num_classes)])
+    wrapped = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / 'export').eval()
     logits = wrapped(make_images()).logits
     torch.testing.assert_close(logits, run(model, make_images()), rtol=1e-4, atol=1e-5)
-
-
-def drop_repeated_num_classes(config: Path) -> None:
-    """Leave the number of classes at the top of the config only.
-
-    timm 1.0.31 also writes it among the model's arguments, and transformers 5.23 then passes it twice, whatever the
-    timm model: TypeError "multiple values for keyword argument 'num_classes'".
-    """
-    content = json.loads(config.read_text(encoding='utf-8'))
-    content['model_args'].pop('num_classes', None)
-    config.write_text(json.dumps(content), encoding='utf-8')
 
 
 @one_of_each

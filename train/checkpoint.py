@@ -1,6 +1,7 @@
 """Checkpoints that are never half-written, and the export that timm loads."""
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ def export_model(
 ) -> None:
     """Write config.json and model.safetensors, which `timm.create_model('local-dir:DIR', pretrained=True)` loads.
 
+    After `import aft_vision`, transformers' AutoModelForImageClassification loads the folder too.
+
     Args:
         class_names: In the order of the logits.
         data_config: The preprocessing to record: `input_size`, `crop_pct`, `mean`, `std`, `interpolation`.
@@ -51,12 +54,20 @@ def export_model(
             safe_serialization=True,
             data_config=data_config,
         )
+        _name_classes_once(temporary / 'config.json')
         directory.mkdir(parents=True, exist_ok=True)
         for file in temporary.iterdir():
             os.replace(file, directory / file.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     _sync_directory(directory)
+
+
+def _name_classes_once(config: Path) -> None:
+    # timm 1.0.31 writes num_classes among the model's arguments too, and transformers 5 would pass it twice.
+    content = json.loads(config.read_text(encoding='utf-8'))
+    content.get('model_args', {}).pop('num_classes', None)
+    config.write_text(json.dumps(content, indent=2), encoding='utf-8')
 
 
 def _sync_directory(directory: Path) -> None:

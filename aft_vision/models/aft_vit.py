@@ -164,7 +164,7 @@ class AFTVisionTransformer(VisionTransformer):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch; a state dict of another architecture is a ValueError that names the first differing keys."""
         if strict:
-            _check_state_dict(self, state_dict)
+            check_state_dict(self, state_dict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _embed(self, x: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
@@ -334,23 +334,28 @@ def _check_arguments(mixer: str, num_heads: int | None, class_token: bool, kwarg
         raise ValueError(f'mixer={mixer!r} needs the whole grid: patch_drop_rate must be 0')
 
 
-def _check_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+def check_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Check that a state dict fits a model exactly.
+
+    Raises:
+        StateDictError: names or shapes differ; the message lists the first differing keys of each kind.
+    """
     own = model.state_dict()
     missing = [name for name in own if name not in state_dict]
     unexpected = [name for name in state_dict if name not in own]
     shapes = [
-        f'{name} {tuple(state_dict[name].shape)} for {tuple(x.shape)}'
+        f'{name} {tuple(x.shape)} got {tuple(state_dict[name].shape)}'
         for name, x in own.items()
         if name in state_dict and state_dict[name].shape != x.shape
     ]
-    found = [
-        f'{what}: {", ".join(names[:3])}{" ..." if len(names) > 3 else ""}'
-        for what, names in (('missing', missing), ('unexpected', unexpected), ('of another shape', shapes))
+    differences = [
+        f'{len(names)} {kind}: {", ".join(names[:3])}{", ..." if len(names) > 3 else ""}'
+        for kind, names in (('missing', missing), ('unexpected', unexpected), ('of another shape', shapes))
         if names
     ]
-    if found:
+    if differences:
         raise StateDictError(
-            f'the state dict is of another architecture than {type(model).__name__}; ' + '; '.join(found)
+            f'expected weights of {type(model).__name__}, got those of another architecture: {"; ".join(differences)}'
         )
 
 
