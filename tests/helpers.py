@@ -1,6 +1,6 @@
 """Inputs, and comparison with the float64 reference in value and in every gradient."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,6 +109,30 @@ def assert_matches_reference(
     for name, got, want in zip(leaves, found, wanted, strict=True):
         assert got.dtype == low[name].dtype
         assert_close(got, want, gradient_bound, f'grad {name}', floor)
+
+
+def assert_passes_opcheck(name: str, inputs: dict[str, Any], extra: Sequence[Any] = (None,)) -> None:
+    """torch's checks of schema, fakes and autograd, on contiguous and on transposed inputs, forward and backward.
+
+    extra: the operator's arguments behind `inputs`, up to `save`.
+    """
+    low = {key: _leaf(x, torch.float32) for key, x in inputs.items()}
+    operator = getattr(torch.ops.aft_vision, name).default
+    torch.library.opcheck(operator, (*low.values(), *extra, True, 'auto'))
+    turned = {key: x.detach().mT.contiguous().mT if key in 'qkv' else _detached(x) for key, x in low.items()}
+    arguments = (*turned.values(), *extra)
+    y, saved = operator(*arguments, True, 'auto')
+    torch.library.opcheck(operator, (*arguments, True, 'auto'), test_utils=('test_schema', 'test_faketensor'))
+    grad = randn(*y.mT.shape, seed=3, dtype=torch.float32).mT
+    backward = getattr(torch.ops.aft_vision, f'{name}_backward').default
+    for need_bias in (True, False):
+        torch.library.opcheck(
+            backward, (grad, y, saved, *arguments, need_bias, 'auto'), test_utils=('test_schema', 'test_faketensor')
+        )
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 def _leaf(x: Any, dtype: torch.dtype) -> Any:

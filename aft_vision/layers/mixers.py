@@ -1,7 +1,8 @@
 """The AFT token mixers: projections around one operation of `aft_vision.ops`.
 
 All are called as `mixer(x, grid, mask)`: x (B, T, C), grid (H, W) in tokens or None, mask (B, T) bool, True where a
-token counts. In `timm.layers.is_exportable()` mode they use the aten forms: exporters know no custom operator.
+token counts. In `timm.layers.is_exportable()` mode they use the aten forms, since exporters know no custom operator;
+the causal ones have none.
 """
 
 from typing import Any, ClassVar, Final
@@ -126,7 +127,9 @@ class AFTFull(AFTMixer):
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         q, k, v = self._project(x)
-        bias = self.position_bias(grid)[: x.shape[1], : x.shape[1]]
+        bias = self.position_bias(grid)
+        if grid is None:
+            bias = bias[: x.shape[1], : x.shape[1]]
         if self.causal:
             y = ops.aft_full_causal(q, k, v, bias, mask)
         elif self.exportable:
@@ -142,7 +145,7 @@ class AFTLocal(AFTMixer):
     Args:
         dim: channels C.
         num_tokens: T, prefix tokens included. A shorter sequence uses the first rows of the bias.
-        window_size: s, in tokens along the sequence: |t - t'| < s; 0 is AFT-simple.
+        window_size: s, in tokens along the sequence, at least 1: |t - t'| < s.
         grid: (H, W) of the tokens after the prefix; another grid resamples the bias.
         factorize_bias: False stores the whole (T, T) bias (Table 3).
         bias_dim: width d' of the factors.
@@ -169,8 +172,9 @@ class AFTLocal(AFTMixer):
         if window_size < 1:
             raise ValueError(f"window_size must be at least 1 (a window of 0 is mixer='simple'), got {window_size}")
         self.causal = causal
-        window = min(window_size, num_tokens)
-        self.position_bias = _create_bias(num_tokens, grid, factorize_bias, bias_dim, window, causal, device, dtype)
+        self.position_bias = _create_bias(
+            num_tokens, grid, factorize_bias, bias_dim, window_size, causal, device, dtype
+        )
         self.reset_parameters()
 
     def init_weights(self) -> None:
@@ -178,7 +182,9 @@ class AFTLocal(AFTMixer):
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         q, k, v = self._project(x)
-        band = self.position_bias(grid)[: x.shape[1]]
+        band = self.position_bias(grid)
+        if grid is None:
+            band = band[: x.shape[1]]
         if self.causal:
             y = ops.aft_local_causal(q, k, v, band, mask)
         elif self.exportable:
@@ -250,6 +256,8 @@ class AFTConv(AFTMixer):
             raise ValueError(f'num_heads must divide dim = {dim}, got {num_heads}')
         if gumbel and not global_context:
             raise ValueError('gumbel=True keeps one offset beside the global context, so it needs global_context=True')
+        if tau <= 0:
+            raise ValueError(f'tau must be positive, got {tau}')
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.gumbel, self.global_context, self.tau = gumbel, global_context, tau
         self.kernel = StandardizedKernel(num_heads, kernel_size, standardize_kernel, device=device, dtype=dtype)
@@ -264,10 +272,10 @@ class AFTConv(AFTMixer):
         q, k, v = self._project(x)
         kernel = self.kernel()
         if self.gumbel and not self.training:
-            offset, weight = ops.onehot_kernel(kernel)
             if self.exportable:
                 y = aten.aft_conv(q, k, v, ops.hard_kernel(kernel), grid, mask, True)
             else:
+                offset, weight = ops.onehot_kernel(kernel)
                 y = ops.aft_onehot(q, k, v, offset, weight, grid, mask)
         else:
             if self.gumbel:

@@ -1,9 +1,12 @@
 """The learned position biases as modules (AFT Eq. 4, 7, 8). What they give depends on their parameters alone.
 
-`fuse()` keeps that result for inference. It is used only without gradients and only in evaluation, is made again when a
-parameter has changed, and is dropped by `train()`, so a fused model may train on. Compiled graphs always compute it
-(the compiler fuses it); exported and scripted ones hold it as a constant.
+`fuse()` keeps that result for inference. It is used only without gradients and only in evaluation, is made again when
+a parameter is loaded, moved, cast or written in place, and is dropped by `train()`, so a fused model may train on. A
+write through `.data` goes unseen: call `fuse()` again. Compiled graphs always compute it (the compiler fuses it).
+Exported and scripted ones hold it as a constant: after writing parameters in place, fuse before exporting.
 """
+
+from typing import Any
 
 import torch
 from timm.layers import register_notrace_module, resample_abs_pos_embed
@@ -35,8 +38,10 @@ class FusedModule(nn.Module):
             The module itself, as `timm.utils.reparameterize_model` wants it.
         """
         self.eval()
-        with torch.no_grad():
-            self.fused = self.compute().detach()  # never the parameter itself
+        device = next(self.parameters()).device.type
+        # An ordinary tensor in full precision, whatever the caller has switched on; never the parameter itself.
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+            self.fused = self.compute().clone()
         self.fused_from = self._parameter_versions()
         return self
 
@@ -50,10 +55,27 @@ class FusedModule(nn.Module):
             self.unfuse()
         return super().train(mode)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> 'FusedModule':
+        super()._apply(*args, **kwargs)
+        return self if self.fused is None else self.fuse()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.fused is not None:
+            self.fuse()
+
+    def _is_own(self, grid: tuple[int, int]) -> bool:
+        # Never in a captured graph, where it would fix the grid; resampling to the own grid changes nothing there.
+        return False if torch.jit.is_scripting() else self._is_own_eager(grid)
+
+    @torch.jit.unused
+    def _is_own_eager(self, grid: tuple[int, int]) -> bool:
+        return not torch.compiler.is_compiling() and grid == getattr(self, 'grid', None)
+
     def value(self) -> Tensor:
         """The kept result where it may be used, else the computed one."""
         fused = self.fused
-        if fused is None:
+        if fused is None or self.training:
             return self.compute()
         if torch.jit.is_scripting():
             return fused
@@ -61,20 +83,20 @@ class FusedModule(nn.Module):
 
     @torch.jit.unused
     def _checked_value(self) -> Tensor:
+        assert self.fused is not None
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
-            assert self.fused is not None
             return self.fused
         differentiable = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        if torch.compiler.is_compiling() or differentiable:
+        untracked = any(p.is_inference() for p in self.parameters())
+        if torch.compiler.is_compiling() or differentiable or untracked:
             return self.compute()
         if self.fused_from != self._parameter_versions():
             self.fuse()
-        assert self.fused is not None
         return self.fused
 
     @torch.jit.unused
     def _parameter_versions(self) -> list[tuple[int, int]]:
-        # Changes when a parameter is written in place, replaced, moved or cast.
+        # Changes when a parameter is written in place or replaced.
         return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.parameters()]
 
 
@@ -118,11 +140,14 @@ class FactorizedBias(FusedModule):
         nn.init.normal_(self.v, std=self.std)
 
     def compute(self) -> Tensor:
-        return factorized_bias(self.u, self.v, self.window, self.causal)
+        window = self.window
+        if window is not None:
+            window = min(window, self.u.shape[0])
+        return factorized_bias(self.u, self.v, window, self.causal)
 
     def forward(self, grid: tuple[int, int] | None = None) -> Tensor:
         """The bias at a grid; its own if None: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
-        if grid is None:
+        if grid is None or self._is_own(grid):
             return self.value()
         return factorized_bias(self._resampled(self.u, grid), self._resampled(self.v, grid), self.window, self.causal)
 
@@ -180,7 +205,9 @@ class PairwiseBias(FusedModule):
 
     def forward(self, grid: tuple[int, int] | None = None) -> Tensor:
         """The bias at a grid; its own if None: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
-        return self.value() if grid is None else self._band(self._resampled(grid))
+        if grid is None or self._is_own(grid):
+            return self.value()
+        return self._band(self._resampled(grid))
 
     @torch.jit.ignore
     def set_grid(self, grid: tuple[int, int]) -> None:
@@ -196,7 +223,7 @@ class PairwiseBias(FusedModule):
 
     def _band(self, bias: Tensor) -> Tensor:
         window = self.window
-        return bias if window is None else local_bias(bias, window, self.causal)
+        return bias if window is None else local_bias(bias, min(window, bias.shape[0]), self.causal)
 
 
 @register_notrace_module

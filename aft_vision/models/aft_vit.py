@@ -12,6 +12,7 @@ embedding, feature extraction, checkpointing) is timm's. Importing this module r
 }
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -26,13 +27,11 @@ from timm.layers import (
 )
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
+from timm.models._input import get_pretrained_grid_size
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from aft_vision.layers import AFTBlock, AFTMixer, AFTPatchEmbed
-
-# Sizes of position parameters that belong to a grid, by the end of their name.
-_GRID_PARAMETERS = ('pos_embed', 'position_bias.u', 'position_bias.v')
 
 
 class StateDictError(ValueError, RuntimeError):
@@ -113,7 +112,7 @@ class AFTVisionTransformer(VisionTransformer):
             'factorize_bias': factorize_bias,
             'bias_dim': bias_dim,
         }
-        _check_arguments(mixer, num_heads, class_token, kwargs)
+        _check_arguments(mixer, num_heads, class_token, dynamic_img_size, kwargs)
         if mixer in ('full', 'local'):
             grid = tuple(size // patch for size, patch in zip(to_2tuple(img_size), to_2tuple(patch_size), strict=True))
             prefix = int(class_token) + kwargs.get('reg_tokens', 0)
@@ -123,9 +122,9 @@ class AFTVisionTransformer(VisionTransformer):
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
-            global_pool=global_pool or ('token' if class_token else 'avg'),  # type: ignore[arg-type]
+            global_pool=('token' if class_token else 'avg') if global_pool is None else global_pool,  # type: ignore[arg-type]
             embed_dim=embed_dim,
-            num_heads=num_heads or embed_dim,
+            num_heads=max(1, embed_dim // 64),  # of attention pooling alone
             class_token=class_token,
             pos_embed=('none' if is_conv else 'learn') if pos_embed is None else pos_embed,
             fc_norm=False if is_conv and fc_norm is None else fc_norm,
@@ -153,6 +152,9 @@ class AFTVisionTransformer(VisionTransformer):
             patch_size: in pixels; None keeps it.
         """
         old_grid = self.patch_embed.grid_size
+        if patch_size is not None:
+            for info in self.feature_info:
+                info['reduction'] = max(to_2tuple(patch_size))
         super().set_input_size(None if img_size is None else to_2tuple(img_size), patch_size)  # type: ignore[arg-type]
         if self.patch_embed.grid_size == old_grid:
             return
@@ -163,7 +165,7 @@ class AFTVisionTransformer(VisionTransformer):
     @torch.jit.ignore
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch; a state dict of another architecture is a ValueError that names the first differing keys."""
-        if strict:
+        if strict and not self._load_state_dict_pre_hooks:  # a hook may rename keys
             check_state_dict(self, state_dict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
@@ -173,7 +175,10 @@ class AFTVisionTransformer(VisionTransformer):
         grid: tuple[int, int] | None = None
         if self.passes_grid:
             grid = (x.shape[1], x.shape[2])
-        x = self._pos_embed(x)
+        if self.pos_embed is None and self.num_prefix_tokens == 0:
+            x = x.flatten(1, 2) if x.ndim == 4 else x
+        else:
+            x = self._pos_embed(x)
         return self.norm_pre(self.patch_drop(x)), grid
 
     # No causal form: AFT's is for sequences, in the pixel and character models.
@@ -188,8 +193,9 @@ class AFTVisionTransformer(VisionTransformer):
         Returns:
             (B, T, C), prefix tokens first.
         """
+        height, width = self.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))
         x, grid = self._embed(x)
-        mask = _token_mask(attn_mask, self.num_prefix_tokens, self.attn_pool is None)
+        mask = _token_mask(attn_mask, height, width, self.num_prefix_tokens, self.attn_pool is None)
         for block in self.blocks:
             if self.grad_checkpointing and not torch.jit.is_scripting():
                 x = checkpoint(block, x, grid, mask)
@@ -230,7 +236,7 @@ class AFTVisionTransformer(VisionTransformer):
         taken, last = feature_take_indices(len(self.blocks), indices)
         height, width = self.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))
         x, grid = self._embed(x)
-        mask = _token_mask(attn_mask, self.num_prefix_tokens, self.attn_pool is None)
+        mask = _token_mask(attn_mask, height, width, self.num_prefix_tokens, self.attn_pool is None)
         maps: list[Tensor] = []
         prefixes: list[Tensor] = []
         for i, block in enumerate(self.blocks if not stop_early else self.blocks[: last + 1]):
@@ -269,16 +275,23 @@ class AFTVisionTransformer(VisionTransformer):
 # A mask is a leaf for FX, which cannot branch on whether a traced argument is None.
 @torch.fx.wrap
 @register_notrace_function
-def _token_mask(mask: Tensor | None, num_prefix_tokens: int, maskable: bool) -> Tensor | None:
+def _token_mask(mask: Tensor | None, height: int, width: int, num_prefix_tokens: int, maskable: bool) -> Tensor | None:
     # (B, T): prefix tokens always count.
     if mask is None:
         return None
     if not maskable:
         raise ValueError('attention pooling takes no attn_mask')
-    mask = mask.flatten(1)
-    if num_prefix_tokens > 0:
-        mask = torch.cat([mask.new_ones(mask.shape[0], num_prefix_tokens), mask], dim=1)
-    return mask
+    shape = list(mask.shape[1:])
+    if mask.dtype != torch.bool or (shape != [height * width] and shape != [height, width]):
+        raise ValueError(
+            f'attn_mask must be a bool tensor of shape (B, {height}, {width}) or (B, {height * width}), True where a '
+            f'patch counts, got {mask.dtype} of shape {list(mask.shape)}'
+        )
+    return _with_prefix(mask.flatten(1), num_prefix_tokens)
+
+
+def _with_prefix(mask: Tensor, num_prefix_tokens: int) -> Tensor:
+    return torch.cat([mask.new_ones(mask.shape[0], num_prefix_tokens), mask], dim=1)
 
 
 @torch.fx.wrap
@@ -287,15 +300,14 @@ def _pool(x: Tensor, mask: Tensor | None, pool_type: str, num_prefix_tokens: int
     # timm's pooling of tokens (B, T, C), with a mask over those that count.
     if mask is None or pool_type == '' or pool_type == 'token':
         return global_pool_nlc(x, pool_type, num_prefix_tokens, include_prefix)
-    mask = _token_mask(mask, num_prefix_tokens, True)
-    assert mask is not None
+    mask = _with_prefix(mask.flatten(1), num_prefix_tokens)
     if not include_prefix:
         x, mask = x[:, num_prefix_tokens:], mask[:, num_prefix_tokens:]
     weight = mask.unsqueeze(-1)
     mean = ((x * weight).sum(1) / weight.sum(1).clamp(min=1)).to(x.dtype)
     if pool_type == 'avg':
         return mean
-    peak = x.masked_fill(~weight, float('-inf')).amax(1)
+    peak = x.masked_fill(~weight, float('-inf')).amax(1).masked_fill(~weight.any(1), 0.0)
     return peak if pool_type == 'max' else 0.5 * (peak + mean)
 
 
@@ -320,7 +332,9 @@ class _BlockFactory:
         return AFTBlock(**kwargs, **self.block_args)
 
 
-def _check_arguments(mixer: str, num_heads: int | None, class_token: bool, kwargs: dict[str, Any]) -> None:
+def _check_arguments(
+    mixer: str, num_heads: int | None, class_token: bool, dynamic_img_size: bool, kwargs: dict[str, Any]
+) -> None:
     for name in ('block_fn', 'attn_layer'):
         if name in kwargs:
             raise TypeError(f'{name} is an argument of attention; choose the mixer by `mixer`')
@@ -329,6 +343,10 @@ def _check_arguments(mixer: str, num_heads: int | None, class_token: bool, kwarg
     if mixer != 'conv' and num_heads not in (None, 1):
         raise ValueError(
             f'mixer={mixer!r} has one position bias for all channels: num_heads must be 1, got {num_heads}'
+        )
+    if mixer != 'conv' and kwargs.get('dynamic_img_pad') and not dynamic_img_size:
+        raise ValueError(
+            'dynamic_img_pad=True needs dynamic_img_size=True, or a position embedding of fixed size is left'
         )
     if mixer != 'simple' and kwargs.get('patch_drop_rate', 0.0):
         raise ValueError(f'mixer={mixer!r} needs the whole grid: patch_drop_rate must be 0')
@@ -363,18 +381,35 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: AFTVisionTransformer
     """A checkpoint of another input or patch size as the model's own: patch and position parameters are resampled."""
     state_dict = state_dict.get('model', state_dict)
     own = model.state_dict()
-    grid = model.patch_embed.grid_size
+    patches = state_dict.get('patch_embed.proj.weight')
     result = {}
     for name, value in state_dict.items():
         if name in own and value.shape != own[name].shape:
             if name == 'patch_embed.proj.weight' and value.ndim == 4 and value.shape[:2] == own[name].shape[:2]:
                 value = resample_patch_embed(value, list(own[name].shape[-2:]))
-            elif name.endswith(_GRID_PARAMETERS) and value.shape[-1] == own[name].shape[-1]:
-                prefix = 0 if name == 'pos_embed' and model.no_embed_class else model.num_prefix_tokens
-                batched = value if value.ndim == 3 else value.unsqueeze(0)
-                value = resample_abs_pos_embed(batched, new_size=grid, num_prefix_tokens=prefix).view_as(own[name])
+            elif name == 'pos_embed' and value.shape[-1] == own[name].shape[-1]:
+                prefix = 0 if model.no_embed_class else model.num_prefix_tokens
+                value = _resample_rows(value[0], model, patches, prefix).unsqueeze(0)
+            elif name.endswith(('position_bias.u', 'position_bias.v')) and value.shape[-1] == own[name].shape[-1]:
+                value = _resample_rows(value, model, patches, model.num_prefix_tokens)
+            elif name.endswith('position_bias.weight') and value.shape[0] == value.shape[1]:
+                rows = _resample_rows(value, model, patches, model.num_prefix_tokens)
+                value = _resample_rows(rows.t(), model, patches, model.num_prefix_tokens).t()
         result[name] = value
     return result
+
+
+def _resample_rows(x: Tensor, model: AFTVisionTransformer, patches: Tensor | None, prefix: int) -> Tensor:
+    # (T, n) of a checkpoint's grid to the model's own.
+    grid = get_pretrained_grid_size(model, patches, x.shape[0] - prefix)
+    side = math.isqrt(x.shape[0] - prefix)
+    if grid is None and side * side != x.shape[0] - prefix:
+        raise ValueError(
+            f"the checkpoint's {x.shape[0] - prefix} positions are no square grid; give its size by "
+            'pretrained_cfg_overlay=dict(input_size=(3, H, W))'
+        )
+    old_size = list(grid or (side, side))
+    return resample_abs_pos_embed(x.unsqueeze(0), list(model.patch_embed.grid_size), old_size, prefix).squeeze(0)
 
 
 def _create_aft(variant: str, pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops import dispatch as dispatch
-
-# A sum is rescaled once a key exceeds its reference by this much, in nats.
-HEADROOM = 60.0
+from aft_vision.ops.eager.causal import HEADROOM
 
 
 def aft_full_causal(

@@ -9,13 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aft_vision.ops.eager.band import skew
+
 TINY = 1e-30
 
 
 def aft_full(q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:
     """`ops.aft_full` in aten (AFT Eq. 2)."""
     ek = _shifted_exp(k, mask)
-    exp_w = torch.exp(bias - bias.amax(dim=1, keepdim=True)).to(ek.dtype)
+    bias = bias.to(ek.dtype)
+    exp_w = torch.exp(bias - bias.amax(dim=1, keepdim=True))
     return _gated(q, v, exp_w @ (ek * v), exp_w @ ek)
 
 
@@ -40,15 +43,16 @@ def aft_conv(
     ek = _shifted_exp(k, mask)  # (B, T, h)
     x = torch.cat([ek.unsqueeze(-1) * v.unflatten(2, (heads, -1)), ek.unsqueeze(-1)], -1)  # (B, T, h, c + 1)
     channels = x.shape[3]
+    kernel = kernel.to(x.dtype)
     reference = kernel.amax(dim=(1, 2), keepdim=True)
     if global_context:
         reference = reference.clamp_min(0.0)
     outside = torch.exp(-reference) if global_context else torch.zeros_like(reference)
-    taps = (torch.exp(kernel - reference) - outside).to(x.dtype).repeat_interleave(channels, dim=0).unsqueeze(1)
+    taps = (torch.exp(kernel - reference) - outside).repeat_interleave(channels, dim=0).unsqueeze(1)
     maps = x.flatten(2).transpose(1, 2).unflatten(2, (grid[0], grid[1]))  # (B, h (c + 1), H, W)
     y = F.conv2d(maps, taps, padding=size // 2, groups=heads * channels)
     y = y.flatten(2).transpose(1, 2).unflatten(2, (heads, channels))
-    y = y + outside.to(x.dtype).view(heads, 1) * x.sum(1, keepdim=True)
+    y = y + outside.view(heads, 1) * x.sum(1, keepdim=True)
     num, den = y[..., :-1], y[..., -1:].clamp_min(TINY)
     return _gated(q, v, (num / den).flatten(2), torch.ones_like(k[..., :1]))
 
@@ -56,8 +60,7 @@ def aft_conv(
 def aft_local(q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None = None) -> Tensor:
     """`ops.aft_local` in aten, through the whole (T, T) bias (AFT Eq. 4)."""
     tokens, width = band.shape
-    wide = F.pad(band, (0, tokens)).flatten()[: tokens * (tokens + width - 1)].view(tokens, tokens + width - 1)
-    return aft_full(q, k, v, wide[:, width // 2 : width // 2 + tokens], mask)
+    return aft_full(q, k, v, skew(band)[:, width // 2 : width // 2 + tokens], mask)
 
 
 def _shifted_exp(k: Tensor, mask: Tensor | None) -> Tensor:

@@ -38,13 +38,13 @@ class _Form(NamedTuple):
 def _define(
     name: str,
     check: Callable[..., None],
-    empty_saved: Callable[[Tensor, Tensor, bool], Tensor],
+    empty_saved: Callable[[Tensor, Tensor, bool], Tensor] | None,
     forms: dict[str, _Form],
 ) -> None:
     """Register aft_vision::name and aft_vision::name_backward with their fakes and autograd formula.
 
     The schema follows the eager forward: (q, k, v, the operator's own inputs, mask, ..., save), then `backend`.
-    `empty_saved` allocates what the forward keeps for the backward.
+    `empty_saved` allocates what the forward keeps for the backward; None if that is nothing.
     """
     signature = inspect.signature(forms['eager'].forward)
     names = [parameter for parameter in signature.parameters if parameter != 'save']
@@ -52,23 +52,23 @@ def _define(
     bias = next((parameter for parameter in names if parameter in BIAS_NAMES), None)
     gradients = ['q', 'k', 'v'] + ([bias] if bias else [])
 
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+    def forward(*args: Any) -> tuple[Tensor, ...]:
         *inputs, save, backend = args
         check(*(inputs[i] for i in checked))
         with torch.autocast(inputs[1].device.type, enabled=False):
-            return forms[pick_backend(backend)].forward(*inputs, save)
+            return _contiguous(forms[pick_backend(backend)].forward(*inputs, save))
 
     def forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
         *inputs, save, backend = args
         pick_backend(backend)
         check(*(inputs[i] for i in checked))
         q, k, v = inputs[:3]
-        return empty_output(q, v), empty_saved(k, v, save)
+        return empty_output(q, v), k.new_empty(0) if empty_saved is None else empty_saved(k, v, save)
 
     def backward(*args: Any) -> tuple[Tensor, ...]:
         *inputs, backend = args
         with torch.autocast(inputs[0].device.type, enabled=False):
-            return forms[pick_backend(backend)].backward(*inputs)
+            return _contiguous(forms[pick_backend(backend)].backward(*inputs))
 
     def backward_fake(grad: Tensor, y: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *inputs, need_bias, _ = args
@@ -106,6 +106,8 @@ def _define(
             return tuple(found)
         y, saved, *kept = ctx.saved_tensors
         inputs = [x if x is not None else constant for x, constant in zip(kept, ctx.constants, strict=True)]
+        if empty_saved is not None and not saved.numel() and y.numel():  # captured while gradients were off
+            _, saved = operator(*inputs, True, ctx.backend)
         need_bias = bias is not None and ctx.needs_input_grad[names.index(bias)]
         results = backward_operator(grad, y, saved, *inputs, need_bias, ctx.backend)
         for parameter, result in zip(gradients, results, strict=True):
@@ -123,6 +125,11 @@ def _schema_type(name: str, signature: inspect.Signature) -> str:
     return f'{_SCHEMA_TYPES.get(signature.parameters[name].annotation, "SymInt[]")} {name}'
 
 
+def _contiguous(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    # In the layout that the fakes promise to the compiler.
+    return tuple(x.contiguous() for x in outputs)
+
+
 def _fake_grad(x: Tensor | None, k: Tensor) -> Tensor:
     return k.new_empty(0) if x is None else x.new_empty(x.shape)
 
@@ -136,7 +143,7 @@ _define('aft_conv', conv.check_conv, empty_denominator, {'eager': _Form(conv.con
 _define(
     'aft_onehot',
     onehot.check_onehot,
-    onehot.empty_saved,
+    None,
     {'eager': _Form(onehot.onehot_forward, onehot.onehot_backward)},
 )
 _define(

@@ -47,17 +47,12 @@ def factorized_bias(bias_u: Tensor, bias_v: Tensor, window: int | None = None, c
         raise ValueError(
             f'bias_u and bias_v must both have shape (T, d), got {list(bias_u.shape)} and {list(bias_v.shape)}'
         )
-    if window is None:
-        return bias_u @ bias_v.t()
-    _check_window(window)
-    tokens, after = len(bias_u), 0 if causal else window - 1
-    step = min(block_length(window), tokens)
-    blocks = -(-tokens // step)
-    # Block b multiplies its targets with the sources [b * step - (s - 1), (b + 1) * step + after).
-    targets = F.pad(bias_u, (0, 0, 0, blocks * step - tokens)).unflatten(0, (blocks, step))
-    sources = F.pad(bias_v, (0, 0, window - 1, blocks * step - tokens + after))
-    products = targets @ sources.unfold(0, step + window - 1 + after, step)  # (blocks, step, step + s - 1 + after)
-    return unskew(products).flatten(0, 1)[:tokens]
+    if torch.jit.is_scripting():
+        return _product(bias_u, bias_v, window, causal)
+    else:  # TorchScript compiles neither this branch nor autocast
+        # A logit: autocast would round what is to be exponentiated.
+        with torch.autocast(bias_u.device.type, enabled=False):
+            return _product(bias_u, bias_v, window, causal)
 
 
 def standardized_kernel(kernel: Tensor, gamma: Tensor, beta: Tensor, eps: float = 1e-8) -> Tensor:
@@ -133,6 +128,20 @@ def hard_kernel(kernel: Tensor) -> Tensor:
     flat = kernel.flatten(1)
     weight, place = flat.max(1, keepdim=True)
     return torch.zeros_like(flat).scatter(1, place, weight).view_as(kernel)
+
+
+def _product(bias_u: Tensor, bias_v: Tensor, window: int | None, causal: bool) -> Tensor:
+    if window is None:
+        return bias_u @ bias_v.t()
+    _check_window(window)
+    tokens, after = len(bias_u), 0 if causal else window - 1
+    step = min(block_length(window), tokens)
+    blocks = -(-tokens // step)
+    # Block b multiplies its targets with the sources [b * step - (s - 1), (b + 1) * step + after).
+    targets = F.pad(bias_u, (0, 0, 0, blocks * step - tokens)).unflatten(0, (blocks, step))
+    sources = F.pad(bias_v, (0, 0, window - 1, blocks * step - tokens + after))
+    products = targets @ sources.unfold(0, step + window - 1 + after, step)  # (blocks, step, step + s - 1 + after)
+    return unskew(products).flatten(0, 1)[:tokens]
 
 
 def _check_window(window: int) -> None:

@@ -202,6 +202,56 @@ def test_the_exportable_form_gives_the_same(name: str):
     assert_close(exportable(x, GRID, mask), mixer(x, GRID, mask), 1e-12)
 
 
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('name', ['full', 'local', 'simple', 'conv'])
+def test_the_exportable_form_keeps_its_exponentials_in_float32(name: str, dtype: torch.dtype):
+    mixer = randomized(MAKERS[name](dtype=torch.float64), scale=1.5).eval()
+    with timm.layers.set_exportable(True):
+        exportable = MAKERS[name](dtype=dtype).eval()
+    exportable.load_state_dict(mixer.state_dict())
+    mixer.load_state_dict(exportable.state_dict())  # the rounded parameters
+    x = randn(2, 12, 8).to(dtype)
+    got = call(exportable, x) if name == 'conv' else exportable(x)
+    assert_close(got, call(mixer, x.double()), 5e-2 if dtype == torch.bfloat16 else 1e-2)
+
+
+@pytest.mark.parametrize('name', FUSED)
+def test_autocast_rounds_no_position_bias(name: str):
+    mixer = randomized(MAKERS[name]()).eval()
+    module = mixer.kernel if isinstance(mixer, AFTConv) else mixer.position_bias
+    expected = module()
+    with torch.autocast('cpu', torch.bfloat16):
+        assert torch.equal(module(), expected)
+        mixer.fuse()
+    with torch.no_grad():
+        assert torch.equal(module(), expected)
+
+
+def test_fusing_in_inference_mode_keeps_an_ordinary_tensor():
+    mixer = randomized(MAKERS['full']()).eval().requires_grad_(False)
+    with torch.inference_mode():
+        mixer.fuse()
+    x = randn(2, 12, 8).float().requires_grad_()
+    mixer(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_parameters_made_in_inference_mode_are_never_cached():
+    with torch.inference_mode():
+        mixer = randomized(MAKERS['full']()).eval().fuse()
+        x = randn(2, 12, 8).float()
+        before = mixer(x)
+        mixer.position_bias.u.mul_(3)
+        assert not torch.equal(mixer(x), before)
+
+
+def test_a_window_wider_than_the_grid_is_remembered_for_a_larger_one():
+    local = randomized(AFTLocal(8, num_tokens=12, window_size=50, bias_dim=4, grid=GRID, dtype=torch.float64))
+    full = randomized(AFTFull(8, num_tokens=12, bias_dim=4, grid=GRID, dtype=torch.float64))
+    assert_close(local(randn(2, 12, 8)), full(randn(2, 12, 8)), 1e-12)
+    assert_close(local(randn(2, 35, 8), (5, 7)), full(randn(2, 35, 8), (5, 7)), 1e-12)
+
+
 def test_a_block_is_two_residual_branches():
     block = AFTBlock(8, mixer='conv', num_heads=2, kernel_size=3, init_values=0.5, dtype=torch.float64)
     x = randn(2, 12, 8)
@@ -215,6 +265,12 @@ REJECTED = [
     (ValueError, lambda: AFTConv(8, gumbel=True, global_context=False), 'needs global_context=True'),
     (ValueError, lambda: AFTConv(8)(randn(1, 12, 8).float()), r'needs the token grid \(H, W\)'),
     (ValueError, lambda: AFTConv(8)(randn(1, 12, 8).float(), (3, 5)), r'grid must be \(H, W\) with H \* W = 12'),
+    (
+        ValueError,
+        lambda: AFTFull(8, num_tokens=12, grid=GRID)(randn(1, 12, 8).float(), (5, 6)),
+        r'bias must have shape \(12, 12\)',
+    ),
+    (ValueError, lambda: AFTConv(8, tau=0.0), 'tau must be positive, got 0.0'),
     (ValueError, lambda: AFTFull(8, num_tokens=12)(randn(1, 13, 8).float()), r'bias must have shape \(13, 13\)'),
     (ValueError, lambda: AFTFull(8, num_tokens=12)(randn(1, 12, 8).float(), (3, 4)), 'made without a grid'),
     (ValueError, lambda: AFTFull(8, num_tokens=11, grid=(3, 4)), r'more than the num_tokens = 11'),

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from helpers import assert_close, assert_matches_reference, generator, make_qkv, nasty_biases, nasty_keys, randn
+from helpers import (
+    assert_close,
+    assert_matches_reference,
+    assert_passes_opcheck,
+    generator,
+    make_qkv,
+    nasty_biases,
+    nasty_keys,
+    randn,
+)
 from torch import Tensor
 
 from aft_vision import ops
@@ -310,31 +319,63 @@ def test_autocast_leaves_the_sums_in_float32(name: str):
     assert torch.equal(y, op(**low))
 
 
-@pytest.mark.parametrize('name', ['aft_full', 'aft_conv', 'aft_local', 'aft_simple', 'aft_onehot'])
+@pytest.mark.parametrize('name', ['aft_full', 'aft_conv', 'depthwise', 'aft_local', 'aft_simple', 'aft_onehot'])
 def test_an_operator_passes_torch_opcheck(name: str):
     inputs = {
         'aft_full': full_inputs(12),
         'aft_simple': simple_inputs(12),
         'aft_local': local_inputs(12, 3),
         'aft_conv': conv_inputs((3, 4), 6, 3, 5),
+        'depthwise': conv_inputs((3, 4), 66, 66, 5),
         'aft_onehot': onehot_inputs((3, 4), 6, 3),
     }[name]
+    conv = name in ('aft_conv', 'depthwise')
+    assert_passes_opcheck('aft_conv' if conv else name, inputs, [None, True] if conv else [None])
+
+
+def largest_allocation(name: str, inputs: dict[str, object]) -> int:
+    """Bytes that the largest event of forward and backward allocates, what it calls included."""
+    low = {key: x.float().requires_grad_() if key != 'grid' else x for key, x in inputs.items()}
+    with torch.profiler.profile(profile_memory=True) as profile:
+        getattr(ops, name)(**low).sum().backward()
+    return max(event.cpu_memory_usage for event in profile.events())
+
+
+@pytest.mark.parametrize('batch', [1, 6])
+def test_no_tensor_of_the_size_of_the_weights_is_made(batch: int):
+    T, D = 512, 64
+    q, k, v = make_qkv(B=batch, T=T, D=D)
+    workspace = 4 * 2 * batch * T * D
+    bias = {'q': q, 'k': k, 'v': v, 'bias': randn(T, T)}
+    assert largest_allocation('aft_full', bias) <= workspace + 4 * 2 * batch * T * T < 4 * T * T * D
+    band = {'q': q, 'k': k, 'v': v, 'band': randn(T, 31)}
+    assert largest_allocation('aft_local', band) <= 2 * workspace
+    kernel = {'q': q, 'k': randn(batch, T, D), 'v': v, 'kernel': randn(D, 11, 11), 'grid': (16, 32)}
+    assert largest_allocation('aft_conv', kernel) <= max(workspace, 4 * D * T * T)
+
+
+def test_an_empty_batch_gives_an_empty_result():
+    q, k, v = (x.requires_grad_() for x in make_qkv(B=0, T=12, D=6))
+    bias = randn(12, 12).requires_grad_()
+    y = ops.aft_full(q, k, v, bias)
+    assert y.shape == (0, 12, 6)
+    assert not torch.autograd.grad(y.sum(), bias)[0].any()
+    assert ops.aft_conv(q, k, v, randn(6, 3, 3), (3, 4)).shape == (0, 12, 6)
+
+
+@pytest.mark.parametrize('name', ['aft_full', 'aft_simple', 'aft_onehot'])
+def test_a_result_computed_without_gradients_can_be_differentiated_when_captured(name: str):
     inputs = {
-        key: x.float().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for key, x in inputs.items()
+        'aft_full': full_inputs(12),
+        'aft_simple': simple_inputs(12),
+        'aft_onehot': onehot_inputs((3, 4), 6, 3),
+    }[name]
+    low = {
+        key: x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in inputs.items()
     }
-    extra = [None, True] if name == 'aft_conv' else [None]
-    torch.library.opcheck(getattr(torch.ops.aft_vision, name).default, (*inputs.values(), *extra, True, 'auto'))
-
-
-def test_no_tensor_of_the_size_of_the_weights_is_made():
-    q, k, v = (x.float().requires_grad_() for x in make_qkv(B=1, T=512, D=64))
-    bias = randn(512, 512).float().requires_grad_()
-
-    with torch.profiler.profile(profile_memory=True, record_shapes=True) as profile:
-        ops.aft_full(q, k, v, bias).sum().backward()
-    largest = max(event.cpu_memory_usage for event in profile.events())
-    assert 0 < largest <= 4 * 8 * 512 * 64 * 2 + 4 * 512 * 512, 'an allocation far above O(B T D + T T)'
+    y = getattr(torch.ops.aft_vision, name)(*low.values(), None, False, 'auto')[0]
+    got = torch.autograd.grad(y.sum(), low['v'])[0]
+    assert_close(got, torch.autograd.grad(getattr(ops, name)(**low).sum(), low['v'])[0], 1e-12)
 
 
 REJECTED = [
@@ -350,6 +391,8 @@ REJECTED = [
     (lambda: ops.aft_conv(**conv_inputs((2, 3), 6, 3, 3) | {'grid': (2, 4)}), r'grid must be \(H, W\)'),
     (lambda: ops.aft_onehot(**onehot_inputs((2, 3), 6, 3) | {'offset': torch.zeros(3, 2)}), r'offset must be int64'),
     (lambda: ops.aft_onehot(**onehot_inputs((2, 3), 6, 3) | {'weight': randn(2)}), r'weight must have shape \(3,\)'),
+    (lambda: ops.aft_simple(**simple_inputs(5) | {'k': randn(2, 5, 6).float()}), 'must both be float64 or neither'),
+    (lambda: ops.aft_simple(None, *torch.ones(2, 2, 5, 6).long()), 'must be floating-point tensors'),
     (lambda: ops.aft_simple(**simple_inputs(5) | {'v': randn(5, 6)}), r'v must have shape \(B, T, D\)'),
 ]
 

@@ -8,12 +8,12 @@ joint log-sum-exp over what they see.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from aft_vision.ops.eager.band import block_length, skew, unskew
+from aft_vision.ops.eager.causal_bias import BandBias, CausalBias, FullBias, NoBias
 from aft_vision.ops.eager.numerics import (
     UNDERFLOW,
     accumulate_dtype,
@@ -25,120 +25,10 @@ from aft_vision.ops.eager.numerics import (
     may_branch,
     product_dtype,
 )
+from aft_vision.ops.eager.repair import joint_softmax, lost_elements
 
 # How far a key may exceed its reference, in nats.
 HEADROOM = 60.0
-REPAIR_ELEMENTS = 1 << 20
-
-
-class CausalBias(Protocol):
-    """The bias of one causal operator, read and differentiated a block of targets at a time."""
-
-    step: int
-
-    def low(self, start: int) -> int:
-        """The first source that the block of targets from `start` weights one by one."""
-
-    def logits(self, start: int, stop: int) -> Tensor:
-        """(stop - start, stop - low) bias, minus infinity in the future."""
-
-    def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
-        """Add the gradient of `logits`."""
-
-    def rows(self, target: Tensor) -> Tensor:
-        """(N, T) bias of single targets, minus infinity in the future."""
-
-    def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
-        """Add the gradient of `rows`."""
-
-
-class FullBias:
-    """A whole (T, T) bias, of which the lower triangle is read."""
-
-    step = 128
-
-    def __init__(self, bias: Tensor) -> None:
-        self.bias = bias
-        self.grad = torch.zeros(bias.shape, dtype=accumulate_dtype(bias), device=bias.device)
-
-    def low(self, start: int) -> int:
-        return 0
-
-    def logits(self, start: int, stop: int) -> Tensor:
-        return _hide_future(self.bias[start:stop, :stop], start)
-
-    def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
-        self.grad[start:stop, :stop] += grad
-
-    def rows(self, target: Tensor) -> Tensor:
-        future = torch.arange(len(self.bias), device=target.device) > target[:, None]
-        return self.bias[target].masked_fill(future, float('-inf'))
-
-    def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
-        self.grad.index_add_(0, target, grad.to(self.grad.dtype))
-
-
-class BandBias:
-    """A band (T, s): the token itself and the s - 1 before it; 0 for older sources."""
-
-    def __init__(self, band: Tensor) -> None:
-        self.band = band
-        self.step = block_length(band.shape[1])
-        self.grad = torch.zeros(band.shape, dtype=accumulate_dtype(band), device=band.device)
-
-    def low(self, start: int) -> int:
-        return max(0, start - self.band.shape[1] + 1)
-
-    def logits(self, start: int, stop: int) -> Tensor:
-        rows = skew(self.band[start:stop])[:, self.low(start) - (start - self.band.shape[1] + 1) :]
-        return _hide_future(rows, start - self.low(start))
-
-    def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
-        width = self.band.shape[1] + stop - start - 1
-        wide = grad.new_zeros(stop - start, width)
-        wide[:, width - grad.shape[1] :] = grad
-        self.grad[start:stop] += unskew(wide)
-
-    def rows(self, target: Tensor) -> Tensor:
-        place = self._places(target)
-        rows = self.band[target].gather(1, place.clamp(0, self.band.shape[1] - 1)).masked_fill(place < 0, 0.0)
-        return rows.masked_fill(place >= self.band.shape[1], float('-inf'))
-
-    def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
-        place = self._places(target)
-        rows = self.grad.new_zeros(len(target), self.band.shape[1])
-        rows.scatter_add_(1, place.clamp(0, self.band.shape[1] - 1), grad.to(rows.dtype).masked_fill(place < 0, 0.0))
-        self.grad.index_add_(0, target, rows)
-
-    def _places(self, target: Tensor) -> Tensor:
-        # (N, T): the place of every source in the band of each target.
-        return torch.arange(len(self.band), device=target.device) - target[:, None] + self.band.shape[1] - 1
-
-
-class NoBias:
-    """AFT-simple: every visible source weighs exp(k)."""
-
-    step = 64
-
-    def __init__(self, v: Tensor) -> None:
-        self.tokens = v.shape[1]
-        self.zero = torch.zeros((), dtype=accumulate_dtype(v), device=v.device)
-
-    def low(self, start: int) -> int:
-        return start
-
-    def logits(self, start: int, stop: int) -> Tensor:
-        return _hide_future(self.zero.expand(stop - start, stop - start), 0)
-
-    def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
-        """Nothing to learn."""
-
-    def rows(self, target: Tensor) -> Tensor:
-        future = torch.arange(self.tokens, device=target.device) > target[:, None]
-        return self.zero.expand(future.shape).masked_fill(future, float('-inf'))
-
-    def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
-        """Nothing to learn."""
 
 
 class _Block(NamedTuple):
@@ -223,6 +113,7 @@ def causal_backward(
     v: Tensor,
     mask: Tensor | None,
     bias: CausalBias,
+    need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; that of the bias is left in `bias`. A scan over the blocks, last to first."""
     sequence = _Sequence(k, v, mask, bias)
@@ -250,14 +141,15 @@ def causal_backward(
         ek, x = sequence.exponentials(window, block.reference)
         left, right = r.to(sequence.product_dtype), x.to(sequence.product_dtype)
         add(window, ek, (block.weight.t() @ left).to(sequence.dtype))
-        bias.add_grad(block.start, block.stop, _logits_grad(block.weight, left, right, sequence.dtype))
+        if need_bias:
+            bias.add_grad(block.start, block.stop, _logits_grad(block.weight, left, right, sequence.dtype))
         if block.low > 0:
             d_state = d_state + (block.older * r).sum(0)
             add(block.left, sequence.exponentials(block.left, block.reference)[0], d_state)
     dk, dv = (x.unflatten(1, (len(v), -1)).transpose(0, 1) for x in (dk, dv))
     if may_branch(k) and bool(lost.any()):
-        _repair_backward(a, k, v, mask, bias, lost, dk, dv)
-    return dq, dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+        _repair_backward(a, k, v, mask, bias, lost, dk, dv, need_bias)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _logits_grad(weight: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -269,44 +161,34 @@ def _logits_grad(weight: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype
     return grad
 
 
-def _joint_softmax(
-    k: Tensor, mask: Tensor | None, bias: CausalBias, batch: Tensor, target: Tensor, channel: Tensor
-) -> Tensor:
-    keys = masked_keys(k, mask).double().transpose(1, 2)[batch, channel]  # (N, T)
-    return torch.softmax(keys + bias.rows(target).double(), dim=1).nan_to_num_(nan=0.0)
-
-
 def _repair_forward(
     ratio: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: CausalBias, lost: Tensor, start: int
 ) -> None:
-    for batch, row, channel in _lost_elements(lost, v):
-        p = _joint_softmax(k, mask, bias, batch, row + start, channel)
+    for batch, row, channel in lost_elements(lost, v.shape[1]):
+        p = joint_softmax(k, mask, batch, channel, bias.rows(row + start))
         ratio[batch, row, channel] = (p * v.transpose(1, 2)[batch, channel].double()).sum(1).to(ratio.dtype)
 
 
 def _repair_backward(
-    a: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: CausalBias, lost: Tensor, dk: Tensor, dv: Tensor
+    a: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: CausalBias,
+    lost: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    need_bias: bool,
 ) -> None:
-    for batch, target, channel in _lost_elements(lost, v):
-        p = _joint_softmax(k, mask, bias, batch, target, channel)
+    for batch, target, channel in lost_elements(lost, v.shape[1]):
+        p = joint_softmax(k, mask, batch, channel, bias.rows(target))
         values = v.transpose(1, 2)[batch, channel].double()
         spread = p * a[batch, target, channel].double()[:, None]  # (N, T)
         dlogits = (spread * (values - (p * values).sum(1, keepdim=True))).to(dk.dtype)
         dk.transpose(1, 2).index_put_((batch, channel), dlogits, accumulate=True)
         dv.transpose(1, 2).index_put_((batch, channel), spread.to(dv.dtype), accumulate=True)
-        bias.add_rows_grad(target, dlogits)
-
-
-def _lost_elements(lost: Tensor, v: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    for index in lost.nonzero().split(max(1, REPAIR_ELEMENTS // v.shape[1])):
-        yield index.unbind(1)
-
-
-def _hide_future(rows: Tensor, diagonal: int) -> Tensor:
-    # Row i sees the columns up to i + diagonal.
-    row = torch.arange(rows.shape[0], device=rows.device)[:, None]
-    column = torch.arange(rows.shape[1], device=rows.device)
-    return rows.masked_fill(column > row + diagonal, float('-inf'))
+        if need_bias:
+            bias.add_rows_grad(target, dlogits)
 
 
 def check_local_causal(q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> None:
@@ -336,7 +218,8 @@ def full_causal_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and bias."""
     full = FullBias(bias)
-    return (*causal_backward(grad, y, den, q, k, v, mask, full), full.grad.to(bias.dtype))
+    dqkv = causal_backward(grad, y, den, q, k, v, mask, full, need_bias)
+    return (*dqkv, full.grad.to(bias.dtype) if need_bias else bias.new_empty(0))
 
 
 def local_causal_forward(
@@ -359,7 +242,8 @@ def local_causal_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and band."""
     local = BandBias(band)
-    return (*causal_backward(grad, y, den, q, k, v, mask, local), local.grad.to(band.dtype))
+    dqkv = causal_backward(grad, y, den, q, k, v, mask, local, need_bias)
+    return (*dqkv, local.grad.to(band.dtype) if need_bias else band.new_empty(0))
 
 
 def simple_causal_forward(
@@ -380,4 +264,4 @@ def simple_causal_backward(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    return causal_backward(grad, y, den, q, k, v, mask, NoBias(v))
+    return causal_backward(grad, y, den, q, k, v, mask, NoBias(v), need_bias)

@@ -7,6 +7,7 @@ the Toeplitz form, a few heads at a time.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -45,8 +46,16 @@ class ConvWeights:
             reference = reference.clamp_min(0.0)
         self.exp = torch.exp(kernel - reference)  # (h, s, s)
         self.outside = torch.exp(-reference) if global_context else torch.zeros_like(reference)  # (h, 1, 1)
-        self.grad_exp = torch.zeros_like(self.exp)
-        self.grad_taps = torch.zeros_like(self.exp)
+
+    @cached_property
+    def grad_exp(self) -> Tensor:
+        """Gradient of `exp`."""
+        return torch.zeros_like(self.exp)
+
+    @cached_property
+    def grad_taps(self) -> Tensor:
+        """Gradient of the kernel through repaired rows."""
+        return torch.zeros_like(self.exp)
 
     def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
         outside = self.kernel.new_full((len(self.kernel), 1, 1), 0.0 if self.global_context else float('-inf'))
@@ -57,7 +66,7 @@ class ConvWeights:
         shifts = _shifted_kernel(torch.zeros_like(self.exp), self.grid, torch.zeros_like(self.outside))
         flat = head[:, None] * shifts[0].numel() + self._shift_index(target)
         shifts.view(-1).index_add_(0, flat.flatten(), grad.to(shifts.dtype).flatten())
-        self.grad_taps += _unshifted_kernel(shifts, self.kernel.shape[-1])
+        self.grad_taps.add_(_unshifted_kernel(shifts, self.kernel.shape[-1]))
 
     def bias_grad(self) -> Tensor:
         """Gradient of the kernel, (h, s, s)."""
@@ -106,7 +115,7 @@ class ToeplitzWeights(ConvWeights):
         rows = self.grad_matrix.view(heads, height, width, height, width).flip(1, 2)
         rows = torch.ops.aten.unfold_backward(rows, [heads, height, 2 * width - 1, height], 2, width, 1)
         shifts = torch.ops.aten.unfold_backward(rows, [heads, 2 * height - 1, 2 * width - 1], 1, height, 1)
-        self.grad_exp += _unshifted_kernel(shifts, self.kernel.shape[-1])
+        self.grad_exp.add_(_unshifted_kernel(shifts, self.kernel.shape[-1]))
         return super().bias_grad()
 
     def _views(self, buffer: Tensor) -> Workspace:
@@ -157,7 +166,8 @@ class DepthwiseWeights(ConvWeights):
             [False, True, False],
         )[1]
         d_weight = d_weight.squeeze(1).to(self.exp.dtype)
-        self.grad_exp += d_weight if self.channels == 1 else d_weight.unflatten(0, (-1, self.channels + 1)).sum(1)
+        d_heads = d_weight if self.channels == 1 else d_weight.unflatten(0, (-1, self.channels + 1)).sum(1)
+        self.grad_exp.add_(d_heads)
 
     def _convolve(self, x: Workspace, taps: Tensor) -> Workspace:
         size = self.kernel.shape[-1]

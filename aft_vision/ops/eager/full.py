@@ -1,5 +1,7 @@
 """AFT-full and AFT-simple without a mask over the future (AFT Eq. 2, AFT Eq. 5)."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from aft_vision.ops.eager.numerics import (
     empty_output,
     gate,
     masked_keys,
+    may_branch,
     product_dtype,
 )
 
@@ -25,8 +28,16 @@ class FullWeights:
         bias = bias.to(dtype)
         self.exp = (bias - bias.amax(dim=1, keepdim=True)).exp_()
         self.matrix = self.exp.to(product_dtype(v))
-        self.grad_exp = torch.zeros_like(self.exp)
-        self.grad_rows = torch.zeros_like(self.exp)
+
+    @cached_property
+    def grad_exp(self) -> Tensor:
+        """Gradient of `exp`."""
+        return torch.zeros_like(self.exp)
+
+    @cached_property
+    def grad_rows(self) -> Tensor:
+        """Gradient of the repaired rows of the bias."""
+        return torch.zeros_like(self.exp)
 
     def workspace(self, batch: int) -> Workspace:
         return self._views(self.matrix.new_empty(2, batch, len(self.matrix), self.channels))
@@ -38,8 +49,12 @@ class FullWeights:
         return self._product(self.matrix.t(), x, spare)
 
     def add_grad(self, grad: Workspace, x: Workspace) -> None:
-        products = torch.bmm(grad.buffer.flatten(0, 1), x.buffer.flatten(0, 1).transpose(1, 2))  # (2B, T, T)
-        self.grad_exp += products.sum(0, dtype=self.exp.dtype)
+        if may_branch(self.exp):  # a CPU works in chunks of a few sequences
+            products = torch.bmm(grad.buffer.flatten(0, 1), x.buffer.flatten(0, 1).transpose(1, 2))  # (2b, T, T)
+            self.grad_exp.add_(products.sum(0, dtype=self.exp.dtype))
+        else:
+            left, right = (y.buffer.permute(2, 0, 1, 3).flatten(1) for y in (grad, x))  # (T, 2B * D)
+            self.grad_exp.add_(left @ right.t())
 
     def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
         return self.bias[target]

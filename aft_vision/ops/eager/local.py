@@ -5,6 +5,7 @@ enter through running sums from both ends, so nothing is ever subtracted and no 
 """
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -46,8 +47,16 @@ class LocalWeights:
         self.reference = torch.where(has_outside[:, None], reference.clamp_min(0.0), reference)  # (T, 1)
         self.exp = torch.exp(logits - self.reference)  # (T, 2s - 1)
         self.outside = torch.exp(-self.reference).masked_fill(~has_outside[:, None], 0.0)  # (T, 1)
-        self.grad_exp = torch.zeros_like(self.exp)
-        self.grad_band = torch.zeros_like(self.exp)
+
+    @cached_property
+    def grad_exp(self) -> Tensor:
+        """Gradient of `exp`."""
+        return torch.zeros_like(self.exp)
+
+    @cached_property
+    def grad_band(self) -> Tensor:
+        """Gradient of the repaired rows of the band."""
+        return torch.zeros_like(self.exp)
 
     def workspace(self, batch: int) -> Workspace:
         shape = (len(self.band), batch, 2, self.channels)

@@ -9,12 +9,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from aft_vision.ops.eager.numerics import UNDERFLOW, accumulate_dtype, gate, masked_keys, may_branch, shifted_exp
+from aft_vision.ops.eager.numerics import UNDERFLOW, accumulate_dtype, gate, may_branch, shifted_exp
+from aft_vision.ops.eager.repair import joint_softmax, lost_elements
 
 # Scratch of one batch chunk, in elements of the (token, batch, value and key) workspace: stays within the caches.
 CHUNK_ELEMENTS = 1 << 20
-# Scratch of the repair path, in elements.
-REPAIR_ELEMENTS = 1 << 20
 
 
 class Workspace(NamedTuple):
@@ -86,7 +85,7 @@ def mix_backward(
     """Gradients of q, k, v; that of the bias is left in `weights`. An empty gradient stands for q = None."""
     heads = k.shape[2]
     dtype = accumulate_dtype(v)
-    dq = torch.empty_like(grad, dtype=q.dtype) if q is not None else k.new_empty(0)
+    dq = q.new_empty(q.shape) if q is not None else k.new_empty(0)
     dk, dv = torch.empty(k.shape, dtype=dtype, device=k.device), torch.empty(v.shape, dtype=dtype, device=v.device)
     buffers = _Buffers(weights, count=3)
     for part in _chunks(v):
@@ -117,21 +116,10 @@ def mix_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def joint_softmax(k: Tensor, mask: Tensor | None, weights: Weights, index: tuple[Tensor, ...]) -> Tensor:
-    """softmax over sources of k + w for the elements index = (batch, target, head), (N, T) in float64.
-
-    The joint form never underflows. A row that sees nothing is zero.
-    """
-    batch, target, head = index
-    keys = masked_keys(k, mask).double().transpose(1, 2)[batch, head]  # (N, T)
-    logits = keys + weights.bias_rows(head, target).double()
-    return torch.softmax(logits, dim=1).nan_to_num_(nan=0.0)
-
-
 def _repair_forward(ratio: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weights: Weights, lost: Tensor) -> None:
-    for index in _lost_elements(lost, v):
-        p = joint_softmax(k, mask, weights, index)
-        batch, _, head = index
+    for index in lost_elements(lost.squeeze(-1), v.shape[1] * (v.shape[3] + 1)):
+        batch, target, head = index
+        p = joint_softmax(k, mask, batch, head, weights.bias_rows(head, target))
         ratio[index] = torch.bmm(p.unsqueeze(1), v.transpose(1, 2)[batch, head].double()).squeeze(1).to(ratio.dtype)
 
 
@@ -146,9 +134,9 @@ def _repair_backward(
     dv: Tensor,
     need_bias: bool,
 ) -> None:
-    for index in _lost_elements(lost, v):
-        p = joint_softmax(k, mask, weights, index)  # (N, T)
+    for index in lost_elements(lost.squeeze(-1), v.shape[1] * (v.shape[3] + 1)):
         batch, target, head = index
+        p = joint_softmax(k, mask, batch, head, weights.bias_rows(head, target))  # (N, T)
         values = v.transpose(1, 2)[batch, head].double()  # (N, T, c)
         grad = a[index].double()  # (N, c)
         mean = torch.bmm(p.unsqueeze(1), values).squeeze(1)  # (N, c)
@@ -159,13 +147,6 @@ def _repair_backward(
         dv.transpose(1, 2).index_put_((batch, head), spread, accumulate=True)
         if need_bias:
             weights.add_bias_rows_grad(head, target, dlogits)
-
-
-def _lost_elements(lost: Tensor, v: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    # (batch, target, head) of the elements to repair, a bounded number at a time.
-    step = max(1, REPAIR_ELEMENTS // (v.shape[1] * (v.shape[3] + 1)))
-    for index in lost.squeeze(-1).nonzero().split(step):
-        yield index.unbind(1)
 
 
 def _underflowed(bottom: Tensor) -> Tensor | None:

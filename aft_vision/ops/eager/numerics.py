@@ -34,8 +34,13 @@ def check_qkv(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, heads
     width = v.shape[2] if heads is None else heads
     if tuple(k.shape) != (v.shape[0], v.shape[1], width):
         raise ValueError(f'k must have shape {(v.shape[0], v.shape[1], width)} to match v, got {tuple(k.shape)}')
-    if v.shape[1] == 0 or v.shape[0] == 0:
-        raise ValueError(f'the batch and the sequence must not be empty, got v of shape {tuple(v.shape)}')
+    if v.shape[1] == 0:
+        raise ValueError(f'the sequence must not be empty, got v of shape {tuple(v.shape)}')
+    for name, x in (('k', k), ('q', q)):
+        if x is not None and accumulate_dtype(x) != accumulate_dtype(v):
+            raise ValueError(f'{name} and v must both be float64 or neither, got {x.dtype} and {v.dtype}')
+    if not (v.is_floating_point() and k.is_floating_point()):
+        raise ValueError(f'q, k and v must be floating-point tensors, got k {k.dtype} and v {v.dtype}')
     if mask is not None and (tuple(mask.shape) != tuple(v.shape[:2]) or mask.dtype != torch.bool):
         raise ValueError(
             f'mask must be a bool tensor of shape {tuple(v.shape[:2])}, True where a token counts, '

@@ -97,11 +97,6 @@ def check_onehot(
     check_grid(v.shape[1], grid)
 
 
-def empty_saved(k: Tensor, v: Tensor, save: bool) -> Tensor:
-    """The backward makes its sums again: nothing is saved."""
-    return k.new_empty(0)
-
-
 def onehot_forward(
     q: Tensor | None,
     k: Tensor,
@@ -117,7 +112,7 @@ def onehot_forward(
     mean = sums.mean().permute(0, 3, 1, 2).flatten(2)  # (B, T, D)
     s = gate(q, mean.dtype)
     y = mean if s is None else s * mean
-    return y.to(v.dtype if q is None else q.dtype).contiguous(), empty_saved(k, v, save)
+    return y.to(v.dtype if q is None else q.dtype), k.new_empty(0)
 
 
 def onehot_backward(
@@ -149,14 +144,16 @@ def onehot_backward(
     both = whole.scatter_add(3, index.expand(whole.shape), shifted)
     dv = both[:, :, :-1]
     dk = (dv * sums.values).sum(2) + both[:, :, -1]  # (B, h, T)
-    p = sums.biased / sums.den
-    at_source = sums.values.gather(3, index.expand(sums.values.shape))
-    dweight = (p * ((g * at_source).sum(2) - dmean.squeeze(2))).sum((0, 2))
+    dweight = weight.new_empty(0)
+    if need_bias:
+        p = sums.biased / sums.den
+        at_source = sums.values.gather(3, index.expand(sums.values.shape))
+        dweight = (p * ((g * at_source).sum(2) - dmean.squeeze(2))).sum((0, 2)).to(weight.dtype)
     return (
         dq,
-        dk.transpose(1, 2).to(k.dtype).contiguous(),
-        dv.permute(0, 3, 1, 2).flatten(2).to(v.dtype).contiguous(),
-        dweight.to(weight.dtype),
+        dk.transpose(1, 2).to(k.dtype),
+        dv.permute(0, 3, 1, 2).flatten(2).to(v.dtype),
+        dweight,
     )
 
 
