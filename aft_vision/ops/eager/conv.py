@@ -88,9 +88,11 @@ class ToeplitzWeights(ConvWeights):
     def __init__(self, kernel: Tensor, grid: tuple[int, int], global_context: bool, v: Tensor, channels: int) -> None:
         super().__init__(kernel, grid, global_context, v, channels)
         height, width = grid
-        shifts = _shifted_kernel(self.exp, grid, self.outside)
-        rows = shifts.to(self.product_dtype).unfold(1, height, 1).unfold(2, width, 1)  # (h, H, W, H, W)
-        self.matrix = rows.flip(1, 2).reshape(len(kernel), height * width, height * width)
+        shifts = _shifted_kernel(self.exp, grid, self.outside).to(self.product_dtype)
+        # Row (y, x) is the window of the shifts that begins at (H - 1 - y, W - 1 - x): windows along W, then along H.
+        bands = torch.stack([shifts[:, :, width - 1 - x : 2 * width - 1 - x] for x in range(width)], 1)
+        rows = [bands[:, :, height - 1 - y : 2 * height - 1 - y] for y in range(height)]  # (h, W, H, W) each
+        self.matrix = torch.stack(rows, 1).view(len(kernel), height * width, height * width)
         self.grad_matrix: Tensor | None = None
 
     def workspace(self, batch: int) -> Workspace:

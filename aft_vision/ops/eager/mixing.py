@@ -13,7 +13,7 @@ from aft_vision.ops.eager.numerics import UNDERFLOW, accumulate_dtype, gate, may
 from aft_vision.ops.eager.repair import joint_softmax, lost_elements
 
 # Scratch of one batch chunk, in elements of the (token, batch, value and key) workspace: stays within the caches.
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 21
 
 
 class Workspace(NamedTuple):
