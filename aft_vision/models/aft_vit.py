@@ -176,7 +176,7 @@ class AFTVisionTransformer(VisionTransformer):
         if self.passes_grid:
             grid = (x.shape[1], x.shape[2])
         if self.pos_embed is None and self.num_prefix_tokens == 0:
-            x = x.flatten(1, 2) if x.ndim == 4 else x
+            x = x.flatten(1, 2) if self.dynamic_img_size else x
         else:
             x = self._pos_embed(x)
         return self.norm_pre(self.patch_drop(x)), grid
