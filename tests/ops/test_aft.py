@@ -253,6 +253,60 @@ def test_the_toeplitz_form_is_the_same_in_groups_of_heads(monkeypatch: pytest.Mo
     assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs)
 
 
+OPERATIONS = {
+    'aft_full': lambda: full_inputs(40),
+    'aft_simple': lambda: simple_inputs(40),
+    'aft_local': lambda: local_inputs(40, 5),
+    'aft_conv': lambda: conv_inputs((8, 5), 66, 66, 5),
+    'aft_onehot': lambda: onehot_inputs((8, 5), 6, 3),
+    'aft_full_causal': lambda: full_inputs(40),
+    'aft_simple_causal': lambda: simple_inputs(40),
+    'aft_local_causal': lambda: simple_inputs(40) | {'band': randn(40, 5, seed=7)},
+}
+
+
+@pytest.fixture
+def without_branches(monkeypatch: pytest.MonkeyPatch):
+    """As on an accelerator: no branch on values, so no repair, and AFT-conv in its Toeplitz form."""
+    for module in ('mixing', 'full', 'conv', 'causal'):
+        monkeypatch.setattr(f'aft_vision.ops.eager.{module}.may_branch', lambda x: False)
+
+
+@pytest.mark.usefixtures('without_branches')
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('name', OPERATIONS)
+def test_without_branches_an_operation_equals_float64(name: str, dtype: torch.dtype):
+    assert_matches_reference(getattr(ops, name), getattr(reference, name), OPERATIONS[name](), dtype)
+
+
+@pytest.mark.usefixtures('without_branches')
+@pytest.mark.parametrize('keys', NASTY_KEYS)
+@pytest.mark.parametrize('name', OPERATIONS)
+def test_without_branches_nasty_keys_stay_exact(name: str, keys: str):
+    # The biases are ordinary, so one of the two spreads alone is beyond float32. Causal keys may jump by 129 nats.
+    inputs = OPERATIONS[name]()
+    inputs['k'] = nasty_keys(inputs['k'])[keys]
+    if name.endswith('causal') and keys in ('last_at_200', 'first_at_-120', 'plus_minus_1e4', 'normal_30', 'climbing'):
+        inputs['k'] = inputs['k'].clamp(-50, 50)
+    assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs, nasty=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('name', OPERATIONS)
+def test_on_a_cuda_device_an_operation_equals_float64(name: str, dtype: torch.dtype):
+    inputs = {key: x.cuda() if isinstance(x, Tensor) else x for key, x in OPERATIONS[name]().items()}
+
+    def on_cpu(op):
+        return lambda **kwargs: op(**{key: x.cpu() if isinstance(x, Tensor) else x for key, x in kwargs.items()})
+
+    def on_device(op):
+        return lambda **kwargs: op(**kwargs).cpu()
+
+    assert_matches_reference(on_device(getattr(ops, name)), on_cpu(getattr(reference, name)), inputs, dtype)
+
+
 def test_batches_larger_than_a_chunk_equal_their_rows(monkeypatch: pytest.MonkeyPatch):
     inputs = dict(zip('qkv', make_qkv(B=5, T=12, D=6), strict=True)) | {'bias': randn(12, 12, seed=7)}
     monkeypatch.setattr('aft_vision.ops.eager.mixing.CHUNK_ELEMENTS', 2 * 2 * 12 * 6)
