@@ -38,9 +38,8 @@ class FusedModule(nn.Module):
             The module itself, as `timm.utils.reparameterize_model` wants it.
         """
         self.eval()
-        device = next(self.parameters()).device.type
-        # An ordinary tensor in full precision, whatever the caller has switched on; never the parameter itself.
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+        # An ordinary tensor, whatever the caller has switched on; never the parameter itself.
+        with torch.inference_mode(False), torch.no_grad():
             self.fused = self.compute().clone()
         self.fused_from = self._parameter_versions()
         return self

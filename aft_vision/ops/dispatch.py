@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.eager import causal, conv, full, local, onehot
-from aft_vision.ops.eager.numerics import empty_denominator, empty_output
+from aft_vision.ops.eager.numerics import empty_denominator, empty_output, without_autocast
 
 BACKENDS = ('auto', 'eager')
 # Inputs that receive a gradient, beside q, k, v: the position bias of each operator.
@@ -55,7 +55,7 @@ def _define(
     def forward(*args: Any) -> tuple[Tensor, ...]:
         *inputs, save, backend = args
         check(*(inputs[i] for i in checked))
-        with torch.autocast(inputs[1].device.type, enabled=False):
+        with without_autocast(inputs[1].device.type):
             return _contiguous(forms[pick_backend(backend)].forward(*inputs, save))
 
     def forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def _define(
 
     def backward(*args: Any) -> tuple[Tensor, ...]:
         *inputs, backend = args
-        with torch.autocast(inputs[0].device.type, enabled=False):
+        with without_autocast(inputs[0].device.type):
             return _contiguous(forms[pick_backend(backend)].backward(*inputs))
 
     def backward_fake(grad: Tensor, y: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aft_vision.ops.eager.band import block_length, unskew
+from aft_vision.ops.eager.numerics import without_autocast
 
 
 def local_bias(bias: Tensor, window: int, causal: bool = False) -> Tensor:
@@ -51,7 +52,7 @@ def factorized_bias(bias_u: Tensor, bias_v: Tensor, window: int | None = None, c
         return _product(bias_u, bias_v, window, causal)
     else:  # TorchScript compiles neither this branch nor autocast
         # A logit: autocast would round what is to be exponentiated.
-        with torch.autocast(bias_u.device.type, enabled=False):
+        with without_autocast(bias_u.device.type):
             return _product(bias_u, bias_v, window, causal)
 
 

@@ -215,6 +215,13 @@ def test_a_fused_model_exports_what_was_loaded_last():
 
 
 @pytest.mark.parametrize('name', FAMILIES)
+def test_a_model_runs_on_the_meta_device(name: str):
+    with torch.device('meta'):
+        model = timm.utils.reparameterize_model(make(name, img_size=64))
+        assert model(torch.empty(2, 3, 64, 64)).shape == (2, 7)
+
+
+@pytest.mark.parametrize('name', FAMILIES)
 def test_no_pooling_gives_the_tokens(name: str):
     assert make(name, global_pool='', img_size=64)(images(64, 64)).ndim == 3
 

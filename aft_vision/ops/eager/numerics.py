@@ -1,12 +1,20 @@
 """What every eager operator shares: dtypes, validity of inputs, the gate and the shifted exponentials."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 # A weighted sum of exponentials below this has lost digits to underflow: its row is computed again, jointly.
 UNDERFLOW = {torch.float32: 1e-30, torch.float64: 1e-290}
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[None]:
+    """A context in which nothing is cast down; devices without autocast, such as meta, need none."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
