@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from aft_vision.ops.eager import causal, conv, full, local, onehot
 from aft_vision.ops.eager.numerics import empty_denominator, empty_output, without_autocast
@@ -93,6 +94,24 @@ def _define(
     operator.register_fake(forward_fake)
     backward_operator.register_fake(backward_fake)
 
+    _register_autograd(operator, backward_operator, names, gradients, saves=empty_saved is not None)
+
+
+def _register_autograd(
+    operator: CustomOpDef,
+    backward_operator: CustomOpDef,
+    names: list[str],
+    gradients: list[str],
+    saves: bool,
+) -> None:
+    """Give an operator its derivative.
+
+    Args:
+        names: inputs of both operators, before `save` or `need_bias`, and `backend`.
+        gradients: the names that the backward returns gradients of, in its order: q, k, v, then the bias if any.
+        saves: whether the backward reuses the forward's second result.
+    """
+
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
         kept = [x if isinstance(x, Tensor) else None for x in inputs[: len(names)]]
@@ -106,9 +125,9 @@ def _define(
             return tuple(found)
         y, saved, *kept = ctx.saved_tensors
         inputs = [x if x is not None else constant for x, constant in zip(kept, ctx.constants, strict=True)]
-        if empty_saved is not None and not saved.numel() and y.numel():  # captured while gradients were off
+        if saves and not saved.numel() and y.numel():  # captured while gradients were off
             _, saved = operator(*inputs, True, ctx.backend)
-        need_bias = bias is not None and ctx.needs_input_grad[names.index(bias)]
+        need_bias = len(gradients) > 3 and ctx.needs_input_grad[names.index(gradients[3])]
         results = backward_operator(grad, y, saved, *inputs, need_bias, ctx.backend)
         for parameter, result in zip(gradients, results, strict=True):
             if ctx.needs_input_grad[names.index(parameter)]:
