@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import reference
+from aft_vision.ops.eager.conv import _prefers_depthwise
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -80,7 +81,14 @@ def test_aft_local_equals_float64(T: int, s: int, masked: bool, dtype: torch.dty
     assert_matches_reference(ops.aft_local, reference.aft_local, local_inputs(T, s) | {'mask': mask}, dtype)
 
 
-# h = d and h = 1 limits, few heads (Toeplitz form), many heads (depthwise form), kernels larger than the grid.
+@pytest.fixture(params=['toeplitz', 'depthwise'])
+def either_form_of_conv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """AFT-conv in one of its forms, whichever it would choose."""
+    depthwise = request.param == 'depthwise'
+    monkeypatch.setattr('aft_vision.ops.eager.conv._prefers_depthwise', lambda k, kernel: depthwise)
+
+
+# h = d and h = 1 limits, more than 64 heads, kernels larger than the grid.
 CONV_CASES = [
     ((3, 4), 8, 8, 3),
     ((7, 5), 8, 2, 5),
@@ -90,6 +98,7 @@ CONV_CASES = [
 ]
 
 
+@pytest.mark.usefixtures('either_form_of_conv')
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('global_context', [True, False])
 @pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
@@ -207,6 +216,7 @@ def test_aft_local_with_a_zero_band_is_aft_simple():
     assert_close(ops.aft_local(**inputs, band=torch.zeros_like(band)), ops.aft_simple(**inputs), 1e-12)
 
 
+@pytest.mark.usefixtures('either_form_of_conv')
 @pytest.mark.parametrize(('D', 'h'), [(6, 6), (6, 1), (66, 66)])
 def test_aft_conv_equals_aft_full_with_the_expanded_bias(D: int, h: int):
     inputs = conv_inputs((4, 5), D, h, 11)
@@ -236,19 +246,34 @@ def test_aft_onehot_equals_aft_conv_with_one_entry():
     assert_close(ops.aft_onehot(**inputs), expected, 1e-12)
 
 
+@pytest.mark.parametrize(
+    ('heads', 'grid', 'size', 'depthwise'),
+    [
+        (64, (14, 14), 11, False),
+        (65, (14, 14), 11, True),
+        (192, (8, 8), 11, False),
+        (192, (11, 11), 11, False),
+        (192, (12, 11), 11, True),
+        (16, (25, 25), 27, True),
+    ],
+)
+def test_many_heads_or_elements_and_more_tokens_than_taps_take_the_depthwise_form(heads, grid, size, depthwise):
+    k, kernel = torch.zeros(1, grid[0] * grid[1], heads), torch.zeros(heads, size, size)
+    assert _prefers_depthwise(k, kernel) is depthwise
+
+
 def test_the_toeplitz_and_depthwise_forms_agree(monkeypatch: pytest.MonkeyPatch):
     inputs = conv_inputs((9, 7), 8, 4, 5)
     toeplitz = ops.aft_conv(**inputs)
-    monkeypatch.setattr('aft_vision.ops.eager.conv.TOEPLITZ_HEADS', 0)
+    monkeypatch.setattr('aft_vision.ops.eager.conv._prefers_depthwise', lambda k, kernel: True)
     assert_close(ops.aft_conv(**inputs), toeplitz, 1e-12)
-    assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs)
 
 
 def test_the_toeplitz_form_is_the_same_in_groups_of_heads(monkeypatch: pytest.MonkeyPatch):
     inputs = conv_inputs((9, 7), 8, 4, 5)
     whole = ops.aft_conv(**inputs)
     monkeypatch.setattr('aft_vision.ops.eager.conv.TOEPLITZ_ELEMENTS', 63 * 63)
-    monkeypatch.setattr('aft_vision.ops.eager.conv._prefers_depthwise', lambda k: False)
+    monkeypatch.setattr('aft_vision.ops.eager.conv._prefers_depthwise', lambda k, kernel: False)
     assert_close(ops.aft_conv(**inputs), whole, 1e-12)
     assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs)
 
@@ -380,7 +405,7 @@ def test_an_operator_passes_torch_opcheck(name: str):
         'aft_simple': simple_inputs(12),
         'aft_local': local_inputs(12, 3),
         'aft_conv': conv_inputs((3, 4), 6, 3, 5),
-        'depthwise': conv_inputs((3, 4), 66, 66, 5),
+        'depthwise': conv_inputs((5, 6), 66, 66, 5),
         'aft_onehot': onehot_inputs((3, 4), 6, 3),
     }[name]
     conv = name in ('aft_conv', 'depthwise')

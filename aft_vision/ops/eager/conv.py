@@ -26,7 +26,8 @@ from aft_vision.ops.eager.numerics import (
     shifted_exp,
 )
 
-# The Toeplitz form is used up to this many heads, and never holds more matrix elements than this at once.
+# The Toeplitz form is used up to this many heads, or if a head has fewer tokens than taps; it never holds more matrix
+# elements than this at once.
 TOEPLITZ_HEADS = 64
 TOEPLITZ_ELEMENTS = 5_000_000
 # The depthwise form may lose this factor of a denominator to cancellation.
@@ -219,7 +220,7 @@ def conv_forward(
     """y and the denominators (AFT Eq. 6)."""
     out, den = empty_output(q, v), empty_denominator(k, v, save)
     size, channels = (grid[0], grid[1]), v.shape[2] // k.shape[2]
-    if _prefers_depthwise(k):
+    if _prefers_depthwise(k, kernel):
         depthwise = DepthwiseWeights(kernel, size, global_context, v, channels)
         mix_forward(q, k, v, mask, depthwise, out, den)
         if depthwise.reliable:
@@ -247,7 +248,7 @@ def conv_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and kernel."""
     size, channels = (grid[0], grid[1]), v.shape[2] // k.shape[2]
-    if _prefers_depthwise(k):
+    if _prefers_depthwise(k, kernel):
         depthwise = DepthwiseWeights(kernel, size, global_context, v, channels)
         if depthwise.keeps_digits(den, shifted_exp(k, mask).sum(1, keepdim=True)):
             dq, dk, dv = mix_backward(grad, y, den, q, k, v, mask, depthwise, need_bias)
@@ -302,10 +303,11 @@ def _unshifted_kernel(shifts: Tensor, size: int) -> Tensor:
     return kernel
 
 
-def _prefers_depthwise(k: Tensor) -> bool:
+def _prefers_depthwise(k: Tensor, kernel: Tensor) -> bool:
     # Measured on a CPU (docs/performance.md). An accelerator always has the product that cannot cancel.
     tokens, heads = k.shape[1:]
-    return may_branch(k) and (heads > TOEPLITZ_HEADS or heads * tokens * tokens > TOEPLITZ_ELEMENTS)
+    many_heads = heads > TOEPLITZ_HEADS and tokens > kernel[0].numel()
+    return may_branch(k) and (many_heads or heads * tokens * tokens > TOEPLITZ_ELEMENTS)
 
 
 def _head_groups(k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice]]:
