@@ -1,0 +1,30 @@
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from tools.visualize_bias import main
+
+KWARGS = dict(depth=1, embed_dim=8, patch_size=8, num_heads=2, kernel_size=3, num_classes=3)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    model = timm.create_model('aft_conv_tiny', **KWARGS)
+    content = {'model_name': 'aft_conv_tiny', 'model_kwargs': KWARGS, 'state_dict': model.state_dict()}
+    torch.save(content, tmp_path / 'best.pth')
+    return tmp_path / 'best.pth'
+
+
+def test_the_picture_lies_beside_the_checkpoint(checkpoint, capsys):
+    path = main(['--checkpoint', str(checkpoint)])
+    assert path == checkpoint.parent / 'position_biases.png'
+    assert path.stat().st_size > 1000
+    assert str(path) in capsys.readouterr().out
+
+
+def test_the_picture_goes_where_it_is_told(checkpoint, tmp_path):
+    main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'other.png'), '--max-heads', '1'])
+    assert (tmp_path / 'other.png').is_file()
+    assert not (tmp_path / 'position_biases.png').exists()
