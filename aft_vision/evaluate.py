@@ -1,6 +1,9 @@
 """Accuracy of a classifier on a loader, and the model that a checkpoint holds."""
 
+import contextlib
 import pickle
+import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,9 @@ def evaluate(
     model.eval()
     timings: list[tuple[int, float]] = []
     for images, targets in tqdm(loader, desc='evaluate', unit='batch', leave=False, disable=not progress):
+        # All of its images were corrupt and skipped.
+        if not len(images):
+            continue
         images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         _synchronize(device)
         start = time.perf_counter()
@@ -119,6 +125,56 @@ def load_matching_state_dict(model: nn.Module, state_dict: dict[str, torch.Tenso
     except StateDictError as error:
         raise ValueError(f'{source}: {error}') from error
     model.load_state_dict(state_dict)
+
+
+def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool = False) -> None:
+    """Start a model from the weights of a checkpoint; those that depend on the image size are resampled.
+
+    Args:
+        checkpoint: As of `load_model`, of a model of the same architecture.
+        reset_head: Leave the model's classifier as it is.
+
+    Raises:
+        ValueError: as `load_model`, or the checkpoint has another number of classes and the head is not reset.
+    """
+    content = {} if Path(checkpoint).is_dir() else read_checkpoint(checkpoint)
+    state_dict = content.get('state_dict') or load_model(checkpoint).state_dict()
+    filter_function = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
+    if filter_function is not None:
+        state_dict = filter_function(state_dict, model)
+    cfg: Any = model.pretrained_cfg
+    classifiers = (cfg['classifier'],) if isinstance(cfg['classifier'], str) else cfg['classifier']
+    own = model.state_dict()
+    for key in [f'{name}.{kind}' for name in classifiers for kind in ('weight', 'bias')]:
+        if reset_head and key in own:
+            state_dict[key] = own[key]
+        elif key in own and key in state_dict and state_dict[key].shape[0] != own[key].shape[0]:
+            raise ValueError(
+                f'expected a checkpoint with {own[key].shape[0]} classes, as the data set has, got {checkpoint} with '
+                f'{state_dict[key].shape[0]}; run.reset_head=true starts with a new classifier'
+            )
+    load_matching_state_dict(model, state_dict, source=str(checkpoint))
+
+
+def reset_peak_memory(device: torch.device | str) -> None:
+    """Start a new measurement of `peak_memory_mb`, where the system can: on CUDA, and on the CPU under Linux."""
+    if torch.device(device).type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path('/proc/self/clear_refs').write_text('5')
+
+
+def peak_memory_mb(device: torch.device | str) -> float:
+    """Peak allocation on the device, or the peak resident memory of this process on a CPU, in MB of 2**20 bytes."""
+    if torch.device(device).type == 'cuda':
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    with contextlib.suppress(OSError):
+        for line in Path('/proc/self/status').read_text().splitlines():
+            if line.startswith('VmHWM:'):
+                return int(line.split()[1]) / 2**10
+    # macOS counts bytes, the others kilobytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,9 +1,11 @@
-"""Inputs, and comparison with the float64 reference in value and in every gradient."""
+"""Inputs, comparison with the float64 reference in value and in every gradient, and folders of images."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 # Relative to the norm of the reference tensor: (value, gradient).
@@ -139,3 +141,14 @@ def _leaf(x: Any, dtype: torch.dtype) -> Any:
     if isinstance(x, Tensor) and x.is_floating_point():
         return x.detach().to(dtype).requires_grad_()
     return x
+
+
+def make_folder(root: Path, splits: dict[str, list[str]], images: int = 2, size: tuple[int, int] = (40, 30)) -> Path:
+    """An ImageFolder whose class i has the grey value 20 * i."""
+    for split, classes in splits.items():
+        for index, name in enumerate(classes):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for number in range(images):
+                Image.new('RGB', size, (20 * index,) * 3).save(folder / f'{number}.png')
+    return root

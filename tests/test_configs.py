@@ -1,28 +1,101 @@
+import math
 from pathlib import Path
 
 import pytest
 import timm
+import torch
 
 from train.config import load_config
+from train.engine import create_state
 from train.imagenet import model_arguments
 
-CONFIGS = sorted((Path(__file__).parents[1] / 'configs').rglob('*.yaml'))
+ROOT = Path(__file__).parents[1] / 'configs'
+CONFIGS = sorted(ROOT.rglob('*.yaml'))
+# Top-1 accuracy that Table 7 prints, and DeiT's own recipe, which the rows build on.
+TABLE_7 = {
+    'deit_tiny': 72.2,
+    'deit_small': 79.9,
+    'aft_full_tiny': 72.4,
+    'aft_full_small': 79.8,
+    'aft_conv_tiny_k11_h32': 73.9,
+    'aft_conv_tiny_k11_h192': 74.8,
+    'aft_conv_small_k11_h16': 80.2,
+    'aft_conv_small_k11_h384': 80.8,
+    'aft_conv_small_k15_h384': 81.0,
+}
+IMAGENET_UPDATES = 1_281_167 // 1024
 
 
-def test_there_are_configs():
-    assert CONFIGS
+def header(path: Path) -> str:
+    return ' '.join(line.lstrip('# ') for line in path.read_text().splitlines() if line.startswith('#'))
 
 
-@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: f'{path.parent.name}-{path.stem}')
 def test_config_says_what_to_expect_on_which_hardware(path):
-    header = [line for line in path.read_text().splitlines() if line.startswith('#')]
     assert path.read_text().startswith('# ')
-    assert 'Expected:' in ' '.join(header)
-    assert 'Hardware:' in ' '.join(header)
+    assert 'Expected:' in header(path)
+    assert 'Hardware:' in header(path)
 
 
-@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
-def test_config_is_valid_and_its_model_can_be_built(path):
-    name, kwargs = model_arguments(load_config(path), num_classes=10)
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: f'{path.parent.name}-{path.stem}')
+def test_config_is_valid_and_its_model_optimizer_and_schedule_can_be_built(path):
+    # timm's moving average cannot be made on the meta device.
+    config = load_config(path, ['run.compile=false', 'ema.decay=null'])
+    name, kwargs = model_arguments(config, num_classes=10)
     model = timm.create_model(name, device='meta', **kwargs)
     assert all(parameter.is_meta for parameter in model.parameters())
+    state = create_state(model, config, updates_per_epoch=7, num_classes=10, device=torch.device('meta'))
+    optimized = {id(p) for group in state.optimizer.param_groups for p in group['params']}
+    assert optimized == {id(p) for p in model.parameters()}
+    assert 0 < max(rates(state)) <= config.optim.lr * config.data.batch_size / 512
+
+
+def rates(state) -> list[float]:
+    """The learning rate at the first update of every epoch."""
+    found = []
+    for epoch in range(state.config.schedule.epochs):
+        found.append(state.optimizer.param_groups[-1]['lr'])
+        state.scheduler.step_update((epoch + 1) * state.updates_per_epoch)
+        state.scheduler.step(epoch + 1 - (state.config.schedule.step == 'deit'))
+    return found
+
+
+def test_every_row_of_table_7_has_a_config_with_its_number():
+    assert {path.stem for path in (ROOT / 'imagenet').glob('*.yaml')} == {*TABLE_7, 'deit_300e'}
+    for name, top1 in TABLE_7.items():
+        text = header(ROOT / 'imagenet' / f'{name}.yaml')
+        assert 'AFT Table 7, row' in text
+        assert f'{top1:.1f} % top-1' in text
+        assert f'Expected: {top1:.1f} % (published' in text
+
+
+@pytest.mark.parametrize('name', TABLE_7)
+def test_a_row_of_table_7_changes_nothing_of_the_recipe_but_the_model(name):
+    row, recipe = (load_config(ROOT / 'imagenet' / f'{stem}.yaml') for stem in (name, 'deit_300e'))
+    for section in ('data', 'augment', 'optim', 'ema', 'schedule', 'run'):
+        assert getattr(row, section) == getattr(recipe, section)
+    assert row.model['drop_path_rate'] == 0.1
+
+
+def test_the_recipe_has_deits_numbers():
+    config = load_config(ROOT / 'imagenet' / 'deit_300e.yaml')
+    assert (config.data.batch_size, config.data.crop_pct, config.data.img_size) == (1024, 0.875, (224, 224))
+    augment = config.augment
+    assert (augment.scale, augment.hflip, augment.color_jitter) == ((0.08, 1.0), 0.5, 0.3)
+    assert (augment.auto_augment, augment.repeats, augment.random_erasing) == ('rand-m9-mstd0.5-inc1', 3, 0.25)
+    assert (augment.mixup, augment.cutmix, augment.mix_prob, augment.mix_switch_prob) == (0.8, 1.0, 1.0, 0.5)
+    optim = config.optim
+    assert (optim.name, optim.weight_decay, optim.clip_grad, optim.label_smoothing) == ('adamw', 0.05, None, 0.1)
+    assert config.ema.decay == 0.99996
+
+
+def test_the_learning_rates_of_the_recipe_are_deits():
+    # DeiT's scheduler.step(epoch) comes after the epoch, so each epoch has the rate meant for the one before it.
+    config = load_config(ROOT / 'imagenet' / 'deit_300e.yaml', ['run.compile=false'])
+    state = create_state(torch.nn.Linear(2, 2), config, IMAGENET_UPDATES, num_classes=2, device=torch.device('cpu'))
+    warmup = [1e-6 + (1e-3 - 1e-6) * epoch / 5 for epoch in range(5)]
+    cosine = [1e-5 + (1e-3 - 1e-5) * (1 + math.cos(math.pi * epoch / 300)) / 2 for epoch in range(5, 299)]
+    found = rates(state)
+    assert found == pytest.approx([1e-6, *warmup, *cosine])
+    assert found[:4] == pytest.approx([1e-6, 1e-6, 2.008e-4, 4.006e-4])
+    assert found[-1] == pytest.approx(1.0108e-5, rel=1e-3)

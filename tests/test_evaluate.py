@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,15 @@ import timm
 import torch
 from torch import nn
 
-from aft_vision.evaluate import evaluate, load_matching_state_dict, load_model, read_checkpoint
+from aft_vision.evaluate import (
+    evaluate,
+    initialize_model,
+    load_matching_state_dict,
+    load_model,
+    peak_memory_mb,
+    read_checkpoint,
+    reset_peak_memory,
+)
 
 TINY_VIT = dict(depth=1, embed_dim=16, num_heads=1, patch_size=8, img_size=16, num_classes=3)
 
@@ -116,3 +125,77 @@ def test_weights_of_another_architecture_list_the_first_differing_keys():
     state_dict = {'weight': torch.zeros(2, 2), 'gain': torch.zeros(1)}
     with pytest.raises(ValueError, match=r'1 missing: bias; 1 unexpected: gain; 1 of another shape: weight \(3, 2\)'):
         load_matching_state_dict(nn.Linear(2, 3), state_dict, 'test')
+
+
+def test_a_batch_of_skipped_images_counts_for_nothing():
+    empty = (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
+    metrics = evaluate(Lookup(), [empty, (torch.eye(4), torch.arange(4)), empty])
+    assert metrics['samples'] == 4
+    assert metrics['top1'] == 100
+
+
+def make_vit(**changes: object) -> nn.Module:
+    return timm.create_model('vit_tiny_patch16_224', **{**TINY_VIT, **changes})
+
+
+@pytest.mark.parametrize('kind', ['checkpoint', 'folder'])
+def test_a_model_starts_from_the_weights_of_a_checkpoint(tmp_path, kind):
+    path = tmp_path / 'start'
+    if kind == 'folder':
+        trained = make_vit()
+        timm.models.save_for_hf(trained, path, safe_serialization=True)
+    else:
+        trained = make_checkpoint(path)
+    model = make_vit()
+    initialize_model(model, path)
+    torch.testing.assert_close(model.state_dict(), trained.state_dict())
+
+
+def test_position_parameters_of_another_size_are_resampled(tmp_path):
+    trained = make_checkpoint(tmp_path / 'start.pth')
+    model = make_vit(img_size=32)
+    initialize_model(model, tmp_path / 'start.pth')
+    assert model.pos_embed.shape == (1, 17, 16)
+    torch.testing.assert_close(model.head.weight, trained.head.weight)
+    images = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    aft_kwargs = dict(depth=1, embed_dim=16, patch_size=8, img_size=16, num_classes=3)
+    aft = timm.create_model('aft_full_tiny', **aft_kwargs).eval()
+    content = {'model_name': 'aft_full_tiny', 'model_kwargs': aft_kwargs, 'state_dict': aft.state_dict()}
+    torch.save(content, tmp_path / 'aft.pth')
+    larger = timm.create_model('aft_full_tiny', **{**aft_kwargs, 'img_size': 32}).eval()
+    initialize_model(larger, tmp_path / 'aft.pth')
+    larger.set_input_size(16)
+    assert not torch.equal(larger(images), timm.create_model('aft_full_tiny', **aft_kwargs).eval()(images))
+    torch.testing.assert_close(larger.blocks[0].mlp.state_dict(), aft.blocks[0].mlp.state_dict())
+
+
+def test_another_number_of_classes_is_an_error_unless_the_head_is_reset(tmp_path):
+    trained = make_checkpoint(tmp_path / 'start.pth')
+    model = make_vit(num_classes=2)
+    head = model.head.weight.clone()
+    with pytest.raises(ValueError, match=r'with 2 classes, .* got .*start\.pth with 3; run\.reset_head=true'):
+        initialize_model(model, tmp_path / 'start.pth')
+    initialize_model(model, tmp_path / 'start.pth', reset_head=True)
+    assert torch.equal(model.head.weight, head)
+    torch.testing.assert_close(model.blocks.state_dict(), trained.blocks.state_dict())
+
+
+def test_a_start_of_another_architecture_lists_the_first_differing_keys(tmp_path):
+    make_checkpoint(tmp_path / 'start.pth')
+    model = timm.create_model('aft_conv_tiny', depth=1, embed_dim=16, num_heads=4, kernel_size=3, num_classes=3)
+    with pytest.raises(ValueError, match=r'start\.pth: .*missing: .*blocks\.0\.attn'):
+        initialize_model(model, tmp_path / 'start.pth')
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='the peak can be reset under Linux only')
+def test_the_peak_memory_is_that_since_the_reset():
+    reset_peak_memory('cpu')
+    before = peak_memory_mb('cpu')
+    # The kernel counts pages in batches, so a figure is right to a few MB.
+    block = torch.ones(100 * 2**18)
+    with_block = peak_memory_mb('cpu')
+    del block
+    assert 90 < with_block - before < 120
+    assert peak_memory_mb('cpu') == pytest.approx(with_block, abs=5)
+    reset_peak_memory('cpu')
+    assert peak_memory_mb('cpu') < with_block - 90

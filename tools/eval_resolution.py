@@ -2,15 +2,17 @@
 
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 224 288 384x256
 
-FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder; DIR is an ImageFolder with a val,
-validation or test split. A size is a side in pixels or HEIGHTxWIDTH. A model of fixed input size is resized with its
-`set_input_size`. Prints a table, and writes eval_resolution.json and eval_resolution.png (needs matplotlib).
+FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder; DIR is a folder or tar file with a val,
+validation or test split, or with --name the root of a data set of torchvision, Hugging Face or WebDataset by timm's
+name. A size is a side in pixels or HEIGHTxWIDTH. A model of fixed input size is resized with its `set_input_size`.
+
+Prints top-1, top-5, images/s of the forward pass and peak memory (of the device, or of the process on a CPU), and
+writes eval_resolution.json and eval_resolution.png (needs matplotlib).
 """
 
 import argparse
 import copy
 import json
-import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,15 +23,20 @@ from timm.data import resolve_model_data_config
 from timm.models import get_model_input_config
 from torch import nn
 
-from aft_vision.data import create_eval_loader
-from aft_vision.evaluate import evaluate, load_model
+from aft_vision.data import Source, create_eval_loader
+from aft_vision.evaluate import evaluate, load_model, peak_memory_mb, reset_peak_memory
+from aft_vision.visualize import new_figure
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
-    parser.add_argument('--data', type=Path, required=True, help='an ImageFolder')
+    parser.add_argument('--data', required=True, help='a folder or tar file, or the root of the data set of --name')
+    parser.add_argument('--name', default='', help='a data set that timm reads, such as torch/cifar10 (default: none)')
+    parser.add_argument('--split', help='the split (default: val, validation or test, whichever is there)')
+    parser.add_argument('--num-classes', type=int, help='of a data set that does not say so itself')
+    parser.add_argument('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded')
     parser.add_argument('--sizes', type=parse_size, nargs='+', required=True, help='a side in pixels, or HEIGHTxWIDTH')
     parser.add_argument('--batch-size', type=int, default=64, help='images per batch (default: 64)')
     parser.add_argument(
@@ -53,21 +60,19 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     args = parse_args(argv)
     device = torch.device(args.device)
     model = load_model(args.checkpoint)
-    memory_column = 'peak_cuda_memory_mb' if device.type == 'cuda' else 'peak_process_memory_so_far_mb'
     rows = []
-    print(f'{"size":>9}  {"top-1 %":>7}  {"top-5 %":>7}  {"images/s":>8}  {memory_column.replace("_", " ")}')
-    # Ascending, because the peak of a process never falls: on a CPU each row then shows its own size's peak or less.
+    print(f'{"size":>9}  {"top-1 %":>7}  {"top-5 %":>7}  {"images/s":>8}  {"peak MB":>7}')
     for size in sorted(set(args.sizes), key=lambda size: size[0] * size[1]):
         metrics = evaluate_at(model, size, args, device)
-        row = {'height': size[0], 'width': size[1], **metrics, memory_column: peak_memory_mb(device)}
+        row = {'height': size[0], 'width': size[1], **metrics}
         rows.append(row)
         print(
             f'{size[0]:>4}x{size[1]:<4}  {row["top1"]:>7.2f}  {row["top5"]:>7.2f}  '
-            f'{row["images_per_second"]:>8.1f}  {row[memory_column]:.0f}'
+            f'{row["images_per_second"]:>8.1f}  {row["peak_memory_mb"]:>7.0f}'
         )
     out = args.out or (args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent)
     out.mkdir(parents=True, exist_ok=True)
-    result = {'checkpoint': str(args.checkpoint), 'data': str(args.data), 'device': str(device), 'sizes': rows}
+    result = {'checkpoint': str(args.checkpoint), 'data': args.name or args.data, 'device': str(device), 'sizes': rows}
     (out / 'eval_resolution.json').write_text(json.dumps(result, indent=2) + '\n')
     plot(rows, out / 'eval_resolution.png')
     print(f'eval_resolution.json and eval_resolution.png are in {out}')
@@ -87,8 +92,15 @@ def evaluate_at(
 ) -> dict[str, float]:
     """Evaluate a copy of the model at one size (H, W)."""
     statistics = resolve_model_data_config(model)
+    source = Source(
+        dir=args.data,
+        name=args.name,
+        eval_split=args.split,
+        num_classes=args.num_classes,
+        on_corrupt_image='skip' if args.skip_corrupt else 'raise',
+    )
     loader, class_names = create_eval_loader(
-        args.data,
+        source,
         size,
         args.batch_size,
         crop_pct=args.crop_pct,
@@ -99,7 +111,7 @@ def evaluate_at(
     )
     if len(class_names) != model.num_classes:
         raise ValueError(
-            f'expected {model.num_classes} class folders in {args.data}, one for each class of the checkpoint, '
+            f'expected {model.num_classes} classes in {args.name or args.data}, as many as the checkpoint has, '
             f'got {len(class_names)}'
         )
     # A copy, because resizing position parameters from one size to the next would add up their errors.
@@ -107,9 +119,9 @@ def evaluate_at(
     if has_fixed_input_size(resized):
         resized.set_input_size(img_size=size)
     resized.to(device)
-    if device.type == 'cuda':
-        torch.cuda.reset_peak_memory_stats(device)
-    return evaluate(resized, loader, device, progress=sys.stderr.isatty())
+    reset_peak_memory(device)
+    metrics = evaluate(resized, loader, device, progress=sys.stderr.isatty())
+    return {**metrics, 'peak_memory_mb': peak_memory_mb(device)}
 
 
 def has_fixed_input_size(model: nn.Module) -> bool:
@@ -117,23 +129,11 @@ def has_fixed_input_size(model: nn.Module) -> bool:
     return bool(get_model_input_config(model)['fixed_input_size'])
 
 
-def peak_memory_mb(device: torch.device) -> float:
-    """Peak allocation on the device in MB; on a CPU the peak resident memory of the process since it began."""
-    if device.type == 'cuda':
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    # Linux counts kilobytes, macOS bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
-
-
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw accuracy and throughput over the image size."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('the picture needs matplotlib: pip install aft_vision[viz]') from error
+    """Draw accuracy, throughput and memory over the image size."""
     labels = [f'{row["height"]}x{row["width"]}' for row in rows]
-    figure = Figure(figsize=(8, 3.5), layout='constrained')
-    accuracy, speed = figure.subplots(1, 2)
+    figure = new_figure(11, 3.5)
+    accuracy, speed, memory = figure.subplots(1, 3)
     accuracy.plot(labels, [row['top1'] for row in rows], marker='o', label='top-1')
     accuracy.plot(labels, [row['top5'] for row in rows], marker='o', label='top-5')
     accuracy.set(xlabel='image size (pixels)', ylabel='accuracy (%)')
@@ -141,6 +141,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     accuracy.legend()
     speed.bar(labels, [row['images_per_second'] for row in rows])
     speed.set(xlabel='image size (pixels)', ylabel='images/s, forward pass')
+    memory.bar(labels, [row['peak_memory_mb'] for row in rows])
+    memory.set(xlabel='image size (pixels)', ylabel='peak memory (MB)')
     figure.savefig(path, dpi=150)
 
 

@@ -5,127 +5,22 @@ import difflib
 import inspect
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
 import timm
+import timm.optim
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from aft_vision.data import Augmentation
+from train.schema import Config
 
 # The data set decides the number of classes; the trainer decides where the model lives.
 RESERVED_MODEL_KEYS = ('num_classes', 'device', 'dtype')
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Where the images are and how they are batched.
-
-    Attributes:
-        dir: ImageFolder with `train` and one of `val`, `validation`, `test`.
-        img_size: (H, W) in pixels.
-        batch_size: Images per optimizer step.
-        eval_batch_size: Images per validation batch; None means `batch_size`.
-        crop_pct: Side of the validation crop relative to the resized image.
-        num_workers: Decoding processes per loader.
-    """
-
-    dir: str = 'tests/assets/clothing'
-    img_size: tuple[int, int] = (224, 224)
-    batch_size: int = 64
-    eval_batch_size: int | None = None
-    crop_pct: float = 0.875
-    num_workers: int = 2
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """AdamW and the loss.
-
-    Attributes:
-        lr: Peak learning rate per 512 images; the rate used is `lr * batch_size / 512`.
-        weight_decay: Of parameters with two or more dimensions that the model does not exempt.
-        clip_grad: Largest gradient norm; None for no clipping.
-        label_smoothing: Share of the target spread over all classes.
-    """
-
-    lr: float = 5e-4
-    weight_decay: float = 0.05
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    clip_grad: float | None = None
-    label_smoothing: float = 0.1
-
-    def __post_init__(self) -> None:
-        _require('optim.lr', self.lr, self.lr > 0, 'above 0')
-        _require('optim.label_smoothing', self.label_smoothing, 0 <= self.label_smoothing < 1, 'in [0, 1)')
-        positive = self.clip_grad is None or self.clip_grad > 0
-        _require('optim.clip_grad', self.clip_grad, positive, 'above 0, or null for no clipping')
-
-
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """Linear warm-up, then a cosine; learning rates are absolute.
-
-    Attributes:
-        warmup_lr: Learning rate of the first step of the warm-up.
-        min_lr: Learning rate at the end.
-        step: Whether the rate changes after each epoch, as DeiT's, or each update.
-    """
-
-    epochs: int = 300
-    warmup_epochs: int = 5
-    warmup_lr: float = 1e-6
-    min_lr: float = 1e-5
-    step: Literal['epoch', 'update'] = 'epoch'
-
-    def __post_init__(self) -> None:
-        _require('schedule.epochs', self.epochs, self.epochs >= 1, 'at least 1')
-        below = 0 <= self.warmup_epochs < self.epochs
-        _require('schedule.warmup_epochs', self.warmup_epochs, below, f'in [0, epochs), epochs being {self.epochs}')
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """How and where the run takes place.
-
-    Attributes:
-        dir: Folder of the run; None means `runs/` and the name of the config file.
-        overwrite: Allow a folder that already holds a run.
-        device: `auto` takes CUDA when there is one.
-        cpu_threads: Threads of the model on a CPU, which the loading processes should not have to share; None leaves
-            torch's choice, one per core.
-        amp: Autocast to bfloat16, or none.
-        eval_every: Epochs between evaluations; the last epoch is always evaluated.
-    """
-
-    dir: str | None = None
-    overwrite: bool = False
-    seed: int = 0
-    device: str = 'auto'
-    cpu_threads: int | None = None
-    amp: Literal['none', 'bfloat16'] = 'none'
-    eval_every: int = 1
-
-    def __post_init__(self) -> None:
-        threads = self.cpu_threads is None or self.cpu_threads >= 1
-        _require('run.cpu_threads', self.cpu_threads, threads, 'at least 1, or null for one per core')
-        _require('run.eval_every', self.eval_every, self.eval_every >= 1, 'at least 1')
-
-
-@dataclass(frozen=True)
-class Config:
-    """One experiment; `model` is `{name: ..., **keyword arguments of the model}`."""
-
-    model: dict[str, Any] = field(default_factory=lambda: {'name': 'aft_conv_tiny'})
-    data: DataConfig = field(default_factory=DataConfig)
-    augment: Augmentation = field(default_factory=Augmentation)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    run: RunConfig = field(default_factory=RunConfig)
+# Arguments of timm.create_model that say where the first weights come from; a checkpoint does not need them.
+WEIGHT_KEYS = {'pretrained': bool, 'pretrained_cfg_overlay': Any}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -143,6 +38,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for source, layer in [*_read_chain(Path(path)), *map(_read_override, overrides)]:
         merged = merge_checked(merged, layer, Config, source)
     built = typing.cast(Config, OmegaConf.to_object(merged))
+    optimizers = list(map(str, timm.optim.list_optimizers()))
+    if built.optim.name not in optimizers:
+        raise ValueError(f'{path}: {_unknown("optim.name", built.optim.name, optimizers, "an optimizer")}')
     return dataclasses.replace(built, model=check_model(built.model, str(path)))
 
 
@@ -204,9 +102,10 @@ def _reject_unknown(layer: Mapping[str, Any], schema: type, source: str, prefix:
 
 def _unknown(key: str, value: Any, valid: Iterable[str], kind: str, prefix: str = '') -> str:
     names = list(valid)
-    wanted = value if kind == 'a registered model' else key.removeprefix(prefix)
-    nearest = difflib.get_close_matches(str(wanted), names, n=1, cutoff=0)
-    return f'{key} = {value!r} is not {kind}; the nearest is {prefix if kind == "a key" else ""}{nearest[0]}'
+    is_key = kind == 'a key'
+    wanted = key.removeprefix(prefix) if is_key else str(value)
+    nearest = difflib.get_close_matches(wanted, names, n=1, cutoff=0)
+    return f'{key} = {value!r} is not {kind}; the nearest is {prefix if is_key else ""}{nearest[0]}'
 
 
 def _aft_schema() -> type:
@@ -215,7 +114,7 @@ def _aft_schema() -> type:
 
     from aft_vision.models.aft_vit import AFTVisionTransformer
 
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = dict(WEIGHT_KEYS)
     for cls in (VisionTransformer, AFTVisionTransformer):
         hints = typing.get_type_hints(cls.__init__)
         for parameter in inspect.signature(cls).parameters.values():
@@ -259,8 +158,3 @@ def _read_override(override: str) -> tuple[str, dict[str, Any]]:
     except yaml.YAMLError as error:
         raise ValueError(f'expected a YAML value after = in the override {override!r}, got: {error}') from error
     return 'command line', typing.cast(dict[str, Any], layer)
-
-
-def _require(key: str, value: Any, holds: bool, expected: str) -> None:
-    if not holds:
-        raise ValueError(f'expected {key} to be {expected}, got {value!r}')

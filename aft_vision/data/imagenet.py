@@ -1,46 +1,17 @@
-"""Loaders for an ImageFolder: `ROOT/train/CLASS/*.jpg` and `ROOT/{val,validation,test}/CLASS/*.jpg`."""
+"""Loaders of labelled images: training with DeiT's augmentation, evaluation with its centre crop."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ImageDataset, create_dataset, create_loader
-from timm.data.auto_augment import posterize
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.data.loader import PrefetchLoader, fast_collate
+from torch.utils.data import DataLoader, Dataset
 
-TRAIN_FOLDERS = ('train',)
-EVAL_FOLDERS = ('val', 'validation', 'test')
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """Random changes to the training images; the defaults are DeiT's.
-
-    Attributes:
-        scale: Smallest and largest area of the random crop, as a fraction of the image.
-        hflip: Probability of a horizontal flip.
-        color_jitter: Strength of the colour jitter; timm leaves it out when `auto_augment` is set.
-        auto_augment: timm's RandAugment or AutoAugment policy; None for none.
-        random_erasing: Probability of erasing a random rectangle.
-    """
-
-    scale: tuple[float, float] = (0.08, 1.0)
-    hflip: float = 0.5
-    color_jitter: float = 0.3
-    auto_augment: str | None = 'rand-m9-mstd0.5-inc1'
-    random_erasing: float = 0.25
-
-    def __post_init__(self) -> None:
-        low, high = self.scale
-        if not 0 < low <= high <= 1:
-            raise ValueError(
-                f'augmentation scale must be (low, high) with 0 < low <= high <= 1, got {tuple(self.scale)}'
-            )
-        for name in ('hflip', 'random_erasing'):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f'augmentation {name} must be a probability in [0, 1], got {getattr(self, name)}')
+from aft_vision.data.augment import Augmentation, eval_transform, train_transform
+from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split, open_train_split
+from aft_vision.data.sampling import EpochSampler, SeededDataset
 
 
 class Loaders(NamedTuple):
@@ -50,27 +21,16 @@ class Loaders(NamedTuple):
     validation: Any
     class_names: list[str]
 
-
-def find_split(root: str | Path, folders: Sequence[str] = EVAL_FOLDERS) -> Path:
-    """Return the first of `folders` that exists in the data set directory `root`.
-
-    Raises:
-        ValueError: `root` is missing, not a directory or empty, or has none of the folders.
-    """
-    root = Path(root)
-    if not root.is_dir():
-        raise ValueError(f'expected a data set directory with the folders train and val, got {root}, which is not one')
-    found = sorted(path.name for path in root.iterdir())
-    if not found:
-        raise ValueError(f'expected a data set directory with the folders train and val, got {root}, which is empty')
-    for folder in folders:
-        if (root / folder).is_dir():
-            return root / folder
-    raise ValueError(f'expected a folder {" or ".join(folders)} in {root}, got only {", ".join(found)}')
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order and the random changes of the next pass over the training images."""
+        parts: list[Any] = [getattr(self.train, 'sampler', None), getattr(self.train, 'dataset', None)]
+        for part in parts:
+            if hasattr(part, 'set_epoch'):
+                part.set_epoch(epoch)
 
 
 def create_loaders(
-    root: str | Path,
+    source: Source | str | Path,
     img_size: tuple[int, int],
     batch_size: int,
     *,
@@ -79,17 +39,22 @@ def create_loaders(
     crop_pct: float = 0.875,
     mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
     std: Sequence[float] = IMAGENET_DEFAULT_STD,
+    seed: int = 0,
     num_workers: int = 4,
     device: torch.device | str = 'cpu',
 ) -> Loaders:
-    """Make the training and validation loaders of an ImageFolder.
+    """Make the training and validation loaders of a data set.
+
+    Order and random changes of the training images depend on `seed`, the epoch of `Loaders.set_epoch` and the image
+    alone, not on `num_workers` (but for streamed data sets, whose readers decide).
 
     Args:
-        root: Directory with `train` and one of `val`, `validation`, `test`.
+        source: A directory or tar file, or a Source with more to say.
         img_size: (H, W) in pixels, of both.
         batch_size: Images per training batch; the last incomplete batch of an epoch is dropped.
         eval_batch_size: Images per validation batch; `batch_size` by default.
-        augment: Random changes to the training images; DeiT's by default.
+        augment: Random changes to the training images; DeiT's by default. Erasing, mixup and cutmix are left to
+            BatchAugmentation.
         crop_pct: Side of the validation crop relative to the resized image, in (0, 1].
         mean, std: Per channel, of pixels in [0, 1].
         num_workers: Decoding processes per loader; 0 decodes in this process.
@@ -99,42 +64,26 @@ def create_loaders(
         Loaders of (image (B, 3, H, W), class index (B,)).
 
     Raises:
-        ValueError: the directory is missing or empty, a split or the images of a class are missing, the class
-            folders of the splits differ, or a batch is larger than the training split.
+        ValueError: the data set is missing or empty, a split or the images of a class are missing, the classes of the
+            splits differ, a batch is larger than the training split, or an option does not suit the data set.
     """
-    train_set = _open_split(find_split(root, TRAIN_FOLDERS))
-    validation_set = _open_split(find_split(root, EVAL_FOLDERS))
-    class_names = _class_names(train_set)
-    _check_same_classes(class_names, _class_names(validation_set))
-    if not 0 < batch_size <= len(train_set):
-        raise ValueError(
-            f'batch size must be in [1, {len(train_set)}], the number of training images in {root}, got {batch_size}'
-        )
+    source = as_source(source)
     augment = augment or Augmentation()
-    shared: dict[str, Any] = dict(
-        mean=tuple(mean), std=tuple(std), num_workers=num_workers, device=torch.device(device)
+    train = open_train_split(source, batch_size, seed)
+    validation = open_eval_split(source, eval_batch_size or batch_size)
+    check_same_classes(train.class_names, validation.class_names)
+    _check_training(train, batch_size, augment, source)
+    normalize = _Normalize(tuple(mean), tuple(std), torch.device(device))
+    train.dataset.transform = train_transform(img_size, augment, mean, std)
+    return Loaders(
+        _train_loader(train, batch_size, augment.repeats, seed, num_workers, normalize),
+        _eval_loader(validation, img_size, eval_batch_size or batch_size, crop_pct, num_workers, normalize),
+        train.class_names,
     )
-    train = create_loader(
-        train_set,
-        input_size=(3, *img_size),
-        batch_size=batch_size,
-        is_training=True,
-        interpolation='bicubic',
-        scale=augment.scale,
-        hflip=augment.hflip,
-        color_jitter=augment.color_jitter,
-        auto_augment=augment.auto_augment,
-        re_prob=augment.random_erasing,
-        re_mode='pixel',
-        **shared,
-    )
-    _allow_posterize_to_no_bits(train_set.transform)
-    validation = _eval_loader(validation_set, img_size, eval_batch_size or batch_size, crop_pct, shared)
-    return Loaders(train, validation, class_names)
 
 
 def create_eval_loader(
-    root: str | Path,
+    source: Source | str | Path,
     img_size: tuple[int, int],
     batch_size: int,
     *,
@@ -149,75 +98,79 @@ def create_eval_loader(
     Returns:
         The loader, every image once and in file order, and the class names in the order of their indices.
     """
-    dataset = _open_split(find_split(root, EVAL_FOLDERS))
-    shared: dict[str, Any] = dict(
-        mean=tuple(mean), std=tuple(std), num_workers=num_workers, device=torch.device(device)
-    )
-    return _eval_loader(dataset, img_size, batch_size, crop_pct, shared), _class_names(dataset)
+    split = open_eval_split(as_source(source), batch_size)
+    normalize = _Normalize(tuple(mean), tuple(std), torch.device(device))
+    return _eval_loader(split, img_size, batch_size, crop_pct, num_workers, normalize), split.class_names
+
+
+def as_source(source: Source | str | Path) -> Source:
+    """Take a path for a Source with nothing else to say."""
+    return source if isinstance(source, Source) else Source(dir=str(source))
+
+
+class _Normalize(NamedTuple):
+    """What happens to a batch of uint8 images on its way to the device."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    device: torch.device
+
+
+def _check_training(train: Split, batch_size: int, augment: Augmentation, source: Source) -> None:
+    size = len(train.dataset)
+    if not 0 < batch_size <= size:
+        raise ValueError(
+            f'batch size must be in [1, {size}], the number of training images in {source.name or source.dir}, '
+            f'got {batch_size}'
+        )
+    if train.is_stream and augment.repeats > 1:
+        raise ValueError(
+            f'augmentation repeats must be 1 for the streamed data set {source.name}, got {augment.repeats}'
+        )
+
+
+def _train_loader(
+    split: Split, batch_size: int, repeats: int, seed: int, num_workers: int, normalize: _Normalize
+) -> PrefetchLoader:
+    dataset, sampler = split.dataset, None
+    if split.is_stream:
+        # timm's readers share the samples out among the workers.
+        dataset.set_loader_cfg(num_workers=num_workers)
+    else:
+        dataset = SeededDataset(dataset, seed)
+        sampler = EpochSampler(len(dataset), seed, repeats)
+    return _loader(dataset, batch_size, num_workers, normalize, sampler=sampler, drop_last=True)
 
 
 def _eval_loader(
-    dataset: ImageDataset, img_size: tuple[int, int], batch_size: int, crop_pct: float, shared: dict[str, Any]
-) -> Any:
-    """DeiT's evaluation: the shorter side to int(size / crop_pct), bicubic, then the centre crop."""
-    if not 0 < crop_pct <= 1:
-        raise ValueError(f'crop_pct must be in (0, 1], got {crop_pct}')
+    split: Split, img_size: tuple[int, int], batch_size: int, crop_pct: float, num_workers: int, normalize: _Normalize
+) -> PrefetchLoader:
     if batch_size < 1:
         raise ValueError(f'evaluation batch size must be at least 1, got {batch_size}')
-    return create_loader(
+    split.dataset.transform = eval_transform(img_size, crop_pct)
+    if split.is_stream:
+        split.dataset.set_loader_cfg(num_workers=num_workers)
+    return _loader(split.dataset, batch_size, num_workers, normalize)
+
+
+def _loader(
+    dataset: Dataset, batch_size: int, num_workers: int, normalize: _Normalize, **options: Any
+) -> PrefetchLoader:
+    loader = DataLoader(
         dataset,
-        input_size=(3, *img_size),
         batch_size=batch_size,
-        is_training=False,
-        interpolation='bicubic',
-        crop_pct=crop_pct,
-        crop_mode='center',
-        **shared,
+        num_workers=num_workers,
+        collate_fn=_collate,
+        pin_memory=normalize.device.type == 'cuda',
+        persistent_workers=num_workers > 0,
+        **options,
     )
+    return PrefetchLoader(loader, mean=normalize.mean, std=normalize.std, device=normalize.device)
 
 
-def _allow_posterize_to_no_bits(transform: Any) -> None:
-    """Keep the Posterize of RandAugment and AutoAugment working with Pillow 13.
-
-    At the largest magnitude timm keeps 0 bits. Pillow made such an image black up to version 12, as in the runs that
-    the published accuracies come from; version 13 raises.
-    """
-    for step in transform.transforms:
-        for op in [*getattr(step, 'ops', ()), *chain.from_iterable(getattr(step, 'policy', ()))]:
-            if op.name.startswith('Posterize'):
-                op.aug_fn = _posterize
-
-
-def _posterize(image: Any, bits_to_keep: int, **kwargs: Any) -> Any:
-    return posterize(image, bits_to_keep, **kwargs) if bits_to_keep > 0 else image.point(lambda value: 0)
-
-
-def _open_split(folder: Path) -> ImageDataset:
-    """Open one split, after checking that every class folder holds an image."""
-    class_folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    if not class_folders:
-        raise ValueError(f'expected one folder per class in {folder}, got none')
-    try:
-        dataset = create_dataset('', root=str(folder), search_split=False)
-    except RuntimeError as error:
-        raise ValueError(f'expected images in the class folders of {folder}, got none') from error
-    without_images = sorted(set(class_folders) - set(dataset.reader.class_to_idx))
-    if without_images:
-        raise ValueError(f'expected images in every class folder of {folder}, got none in {", ".join(without_images)}')
-    return dataset
-
-
-def _class_names(dataset: ImageDataset) -> list[str]:
-    class_to_idx = dataset.reader.class_to_idx
-    return sorted(class_to_idx, key=class_to_idx.__getitem__)
-
-
-def _check_same_classes(train: list[str], validation: list[str]) -> None:
-    if train == validation:
-        return
-    only_train = sorted(set(train) - set(validation))
-    only_validation = sorted(set(validation) - set(train))
-    raise ValueError(
-        f'expected the same class folders in both splits, got {len(train)} for training and {len(validation)} for '
-        f'validation; only in training: {only_train[:5]}; only in validation: {only_validation[:5]}'
-    )
+def _collate(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Batch uint8 images, without those that were skipped; a batch of nothing else is empty."""
+    kept = [sample for sample in samples if sample is not None]
+    if not kept:
+        return torch.zeros(0, 3, 1, 1, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
+    return fast_collate(kept)

@@ -2,23 +2,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import make_folder
 from PIL import Image
-from timm.utils import random_seed
 
-from aft_vision.data import Augmentation, create_eval_loader, create_loaders, find_split
+from aft_vision.data import Augmentation, create_eval_loader, create_loaders
 
 CLOTHING = Path(__file__).parents[1] / 'assets' / 'clothing'
-
-
-def make_folder(root: Path, splits: dict[str, list[str]], images: int = 2, size: tuple[int, int] = (40, 30)) -> Path:
-    """An ImageFolder whose class i has the grey value 20 * i."""
-    for split, classes in splits.items():
-        for index, name in enumerate(classes):
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for number in range(images):
-                Image.new('RGB', size, (20 * index,) * 3).save(folder / f'{number}.png')
-    return root
 
 
 def test_embedded_photographs_are_balanced_and_small():
@@ -73,78 +62,28 @@ def test_evaluation_crop_resizes_by_crop_pct_and_takes_the_centre(tmp_path, size
     assert whole[:, :, :, 0].max() < 0.5
 
 
-def test_training_augmentation_follows_the_seed():
-    def first_batch(seed: int) -> torch.Tensor:
-        random_seed(seed)
-        return next(iter(create_loaders(CLOTHING, (16, 16), 4, num_workers=0).train))[0]
-
-    torch.testing.assert_close(first_batch(0), first_batch(0))
-    assert not torch.equal(first_batch(0), first_batch(1))
-
-
-@pytest.mark.parametrize('policy', ['rand-m9-mstd0.5-inc1', 'rand-m10-inc1', 'original', 'v0r'])
-def test_posterize_to_no_bits_gives_a_black_image(tmp_path, policy):
-    make_folder(tmp_path, {'train': ['a', 'b'], 'val': ['a', 'b']})
-    loader = create_loaders(tmp_path, (16, 16), 2, augment=Augmentation(auto_augment=policy), num_workers=0).train
-    (step,) = [step for step in loader.dataset.transform.transforms if hasattr(step, 'ops') or hasattr(step, 'policy')]
-    ops = step.ops if hasattr(step, 'ops') else [op for pair in step.policy for op in pair]
-    posterize = [op for op in ops if op.name.startswith('Posterize')]
-    assert posterize
-    for op in posterize:
-        assert op.aug_fn(Image.new('RGB', (4, 4), (200, 100, 50)), 0).getextrema() == ((0, 0),) * 3
-        assert op.aug_fn(Image.new('RGB', (4, 4), (200, 100, 50)), 1).getpixel((0, 0)) == (128, 0, 0)
-
-
-@pytest.mark.parametrize('name', ['val', 'validation', 'test'])
-def test_each_name_of_the_evaluation_split_is_found(tmp_path, name):
-    make_folder(tmp_path, {'train': ['a'], name: ['a']})
-    assert find_split(tmp_path) == tmp_path / name
-
-
-def test_a_missing_directory_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r'nowhere, which is not one'):
-        create_loaders(tmp_path / 'nowhere', (16, 16), 2)
-
-
-def test_an_empty_directory_is_named(tmp_path):
-    with pytest.raises(ValueError, match='which is empty'):
-        create_loaders(tmp_path, (16, 16), 2)
-
-
-def test_a_missing_split_lists_what_is_there(tmp_path):
-    make_folder(tmp_path, {'train': ['a'], 'extra': ['a']})
-    with pytest.raises(ValueError, match=r'expected a folder val or validation or test .* got only extra, train'):
-        create_loaders(tmp_path, (16, 16), 2)
-
-
-def test_different_class_folders_are_listed(tmp_path):
-    make_folder(tmp_path, {'train': ['a', 'b'], 'val': ['a', 'c']})
-    with pytest.raises(ValueError, match=r"only in training: \['b'\]; only in validation: \['c'\]"):
-        create_loaders(tmp_path, (16, 16), 2)
-
-
-def test_a_class_without_images_is_named(tmp_path):
-    make_folder(tmp_path, {'train': ['a', 'b'], 'val': ['a', 'b']})
-    for path in (tmp_path / 'train' / 'b').iterdir():
-        path.unlink()
-    with pytest.raises(ValueError, match='got none in b'):
-        create_loaders(tmp_path, (16, 16), 1)
-
-
-def test_a_split_without_class_folders_is_named(tmp_path):
-    make_folder(tmp_path, {'train': ['a']})
-    (tmp_path / 'val').mkdir()
-    with pytest.raises(ValueError, match='expected one folder per class in'):
-        create_loaders(tmp_path, (16, 16), 1)
-
-
 def test_a_batch_larger_than_the_training_split_is_rejected(tmp_path):
     make_folder(tmp_path, {'train': ['a', 'b'], 'val': ['a', 'b']})
     with pytest.raises(ValueError, match=r'in \[1, 4\], .* got 5'):
         create_loaders(tmp_path, (16, 16), 5)
 
 
-@pytest.mark.parametrize('options', [{'scale': (0.5, 0.1)}, {'hflip': 1.5}, {'random_erasing': -0.1}])
-def test_an_impossible_augmentation_is_rejected(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        Augmentation(**options)
+def first_batch(seed: int = 0, epoch: int = 0, num_workers: int = 0) -> torch.Tensor:
+    loaders = create_loaders(CLOTHING, (16, 16), 4, seed=seed, num_workers=num_workers)
+    loaders.set_epoch(epoch)
+    return next(iter(loaders.train))[0]
+
+
+def test_training_images_follow_the_seed_and_the_epoch_whatever_the_workers():
+    batch = first_batch()
+    assert torch.equal(batch, first_batch(num_workers=2))
+    assert not torch.equal(batch, first_batch(seed=1))
+    assert not torch.equal(batch, first_batch(epoch=1))
+
+
+def test_repeated_augmentation_shows_an_image_several_times_and_otherwise_each_time():
+    loaders = create_loaders(CLOTHING, (16, 16), 6, augment=Augmentation(repeats=3), num_workers=0)
+    images, targets = next(iter(loaders.train))
+    assert targets[:3].unique().numel() == targets[3:].unique().numel() == 1
+    assert not torch.equal(images[0], images[1])
+    assert len(loaders.train) == 100

@@ -1,9 +1,11 @@
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from helpers import make_folder
 
 from tools.eval_resolution import main, parse_size
 
@@ -35,6 +37,25 @@ def test_each_size_gives_a_row_in_ascending_order(tmp_path, capsys, name, kwargs
     assert '48x32' in capsys.readouterr().out
 
 
+def test_each_size_has_a_peak_memory_of_its_own(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_heads=4, kernel_size=3, num_classes=10)
+    small, large = run(checkpoint, '16', '512')
+    assert 50 < small['peak_memory_mb'] < large['peak_memory_mb']
+    assert run(checkpoint, '16')[0]['peak_memory_mb'] < large['peak_memory_mb']
+
+
+def test_a_chosen_split_of_another_layout_is_accepted(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_heads=4, kernel_size=3, num_classes=2)
+    with tarfile.open(tmp_path / 'all.tar', 'w') as file:
+        file.add(make_folder(tmp_path / 'images', {'extra': ['a', 'b']}), arcname='set')
+    (tmp_path / 'images' / 'extra' / 'a' / '0.png').write_text('damaged')
+    arguments = ['--checkpoint', str(checkpoint), '--workers', '0', '--sizes', '32', '--split', 'extra']
+    (row,) = main([*arguments, '--data', str(tmp_path / 'all.tar')])
+    assert row['samples'] == 4
+    (row,) = main([*arguments, '--data', str(tmp_path / 'images'), '--skip-corrupt'])
+    assert row['samples'] == 3
+
+
 def test_an_exported_folder_is_accepted(tmp_path):
     model = timm.create_model('aft_conv_tiny', num_heads=4, kernel_size=3, num_classes=10, **TINY)
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
@@ -44,7 +65,7 @@ def test_an_exported_folder_is_accepted(tmp_path):
 
 def test_classes_of_checkpoint_and_data_must_agree(tmp_path):
     checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_heads=4, kernel_size=3, num_classes=7)
-    with pytest.raises(ValueError, match=r'expected 7 class folders .* got 10'):
+    with pytest.raises(ValueError, match=r'expected 7 classes in .* as many as the checkpoint has, got 10'):
         run(checkpoint, '32')
 
 

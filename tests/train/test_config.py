@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from train.config import Config, check_model, load_config, save_config
+from train.config import check_model, load_config, save_config
+from train.schema import Config
 
 AFT = {'name': 'aft_conv_tiny'}
 VIT = 'model: {name: vit_tiny_patch16_224}\n'
@@ -17,11 +18,11 @@ def vit_file(tmp_path: Path) -> Path:
 
 
 def test_overrides_win_over_the_file_and_the_file_over_its_base(tmp_path):
-    (tmp_path / 'deep.yaml').write_text('optim: {lr: 1.0, weight_decay: 1.0, eps: 1.0}\n')
+    (tmp_path / 'deep.yaml').write_text('optim: {lr: 1.0, weight_decay: 1.0, accumulate: 2}\n')
     (tmp_path / 'base.yaml').write_text('base: deep.yaml\noptim: {lr: 2.0, weight_decay: 2.0}\n')
     (tmp_path / 'file.yaml').write_text(VIT + 'base: base.yaml\noptim: {lr: 3.0}\n')
     optim = load_config(tmp_path / 'file.yaml', ['optim.clip_grad=4']).optim
-    assert (optim.eps, optim.weight_decay, optim.lr, optim.clip_grad) == (1.0, 2.0, 3.0, 4.0)
+    assert (optim.accumulate, optim.weight_decay, optim.lr, optim.clip_grad) == (2, 2.0, 3.0, 4.0)
 
 
 def test_a_base_in_another_folder_is_relative_to_the_file(tmp_path):
@@ -60,7 +61,7 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('data.batch_size=1.5', r'data\.batch_size = 1\.5: '),
         ('data.img_size=[1,2,3]', r'data\.img_size = \[1, 2, 3\]: .*length 3'),
         ('data.dir=null', r"data\.dir = None: Incompatible value 'None'"),
-        ('run.amp=float8', r"run\.amp = 'float8': .*expected one of \['none', 'bfloat16'\]"),
+        ('run.amp=float8', r"run\.amp = 'float8': .*expected one of \['none', 'bfloat16', 'float16'\]"),
         ('data=3', r'expected data to be a section of keys, got 3'),
         ('model=3', r'expected model to be a section of keys, got 3'),
         ('model.name=null', r'expected model\.name, .* got None'),
@@ -73,6 +74,21 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('augment.scale=[2,3]', r'augmentation scale must be'),
         ('run.eval_every=0', r'expected run\.eval_every to be at least 1, got 0'),
         ('run.cpu_threads=0', r'expected run\.cpu_threads to be at least 1, or null for one per core, got 0'),
+        ('optim.weight_decay=-1', r'expected optim\.weight_decay to be at least 0, got -1'),
+        ('optim.layer_decay=0', r'expected optim\.layer_decay to be in \(0, 1\], or null .*, got 0'),
+        ('optim.name=adamww', r"optim\.name = 'adamww' is not an optimizer; the nearest is adamw"),
+        ('optim.accumulate=0', r'expected optim\.accumulate to be at least 1, got 0'),
+        ('optim.accumulate=3', r'optim\.accumulate to be a divisor of data\.batch_size, which is 64, got 3'),
+        ('data.batch_size=0', r'expected data\.batch_size to be at least 1, got 0'),
+        ('data.batch_size=63', r'expected data\.batch_size to be even in each .*mixup and augment\.cutmix .*, got 63'),
+        ('data.on_corrupt_image=ignore', r"on_corrupt_image = 'ignore': .*expected one of \['raise', 'skip'\]"),
+        ('ema.decay=1', r'expected ema\.decay to be in \(0, 1\), or null for no moving average, got 1'),
+        ('schedule.step=batch', r"schedule\.step = 'batch': .*expected one of \['epoch', 'update', 'deit'\]"),
+        ('schedule.min_lr=-1', r'expected schedule\.min_lr to be at least 0, got -1'),
+        ('schedule.warmup_lr=-1', r'expected schedule\.warmup_lr to be at least 0, got -1'),
+        ('augment.mixupp=1', r'augment\.mixupp = 1 is not a key; the nearest is augment\.mixup$'),
+        ('run.seed=-1', r'expected run\.seed to be at least 0, got -1'),
+        ('run.reset_head=true', r'expected run\.reset_head to be false without run\.init_from, got True'),
         ('optim.lr', r"expected an override like section\.key=value, got 'optim\.lr'"),
         ('optim.lr="', r'expected a YAML value after ='),
     ],
@@ -125,3 +141,21 @@ def test_a_model_argument_of_the_wrong_type_is_rejected():
 def test_a_model_argument_that_the_trainer_decides_is_rejected(key):
     with pytest.raises(ValueError, match=rf'model\.{key} = 3 is not a key'):
         check_model({**AFT, key: 3}, 'test')
+
+
+def test_parts_of_a_batch_must_be_even_to_be_mixed(vit_file):
+    parts = ['data.batch_size=60', 'optim.accumulate=4']
+    with pytest.raises(ValueError, match='even in each of the 4 parts'):
+        load_config(vit_file, parts)
+    config = load_config(vit_file, [*parts, 'augment.mixup=0', 'augment.cutmix=0'])
+    assert config.micro_batch_size == 15
+
+
+def test_arguments_of_the_optimizer_may_be_given_one_by_one(vit_file):
+    config = load_config(vit_file, ['optim.args.eps=1e-6', 'optim.args.betas=[0.9,0.95]'])
+    assert config.optim.args == {'eps': 1e-6, 'betas': [0.9, 0.95]}
+
+
+def test_where_the_first_weights_come_from_is_no_mistake():
+    model = {**AFT, 'pretrained': True, 'pretrained_cfg_overlay': {'file': 'deit.pth'}}
+    assert check_model(model, 'test') == model

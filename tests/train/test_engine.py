@@ -1,24 +1,33 @@
 import csv
 import math
+import random
+from collections.abc import Iterable
 
+import numpy as np
 import pytest
 import timm
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from timm.data import Mixup
+from timm.utils import ModelEmaV3
 from torch import nn
 
-from aft_vision.data import Loaders
-from train.config import Config, DataConfig, OptimConfig, RunConfig, ScheduleConfig
-from train.engine import create_state, fit, train_one_epoch, train_step
+from aft_vision.data import NO_AUGMENTATION, STEP, Augmentation, Loaders, derive_seed
+from train.engine import TrainState, create_state, fit, train_one_epoch, train_step
+from train.schema import Config, DataConfig, EmaConfig, OptimConfig, RunConfig, ScheduleConfig
 
 CPU = torch.device('cpu')
 DESCRIPTION = {'model_name': 'linear', 'model_kwargs': {}, 'class_names': ['a', 'b', 'c']}
+MIXED = Augmentation(repeats=1, random_erasing=0.0)
 
 
 def make_config(**sections: object) -> Config:
     defaults = dict(
         data=DataConfig(batch_size=8),
+        augment=NO_AUGMENTATION,
         optim=OptimConfig(lr=0.64, label_smoothing=0.0),
         schedule=ScheduleConfig(epochs=4, warmup_epochs=0, step='update'),
+        run=RunConfig(tensorboard=False),
     )
     return Config(**{**defaults, **sections})
 
@@ -31,42 +40,103 @@ def make_model() -> nn.Module:
     return model
 
 
-def make_batches(count: int = 6, size: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def make_vit() -> nn.Module:
+    """A small AFT-conv with drop path, so that its training is random."""
+    torch.manual_seed(0)
+    sizes = dict(depth=2, embed_dim=16, num_heads=4, kernel_size=3, patch_size=2, num_classes=3)
+    return timm.create_model('aft_conv_tiny', drop_path_rate=0.3, **sizes)
+
+
+def make_batches(count: int = 6, size: int = 8, side: int = 2) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Separable images: the class is the channel with the largest values."""
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(3, (count, size), generator=generator)
-    images = 0.3 * torch.randn(count, size, 3, 2, 2, generator=generator)
+    images = 0.3 * torch.randn(count, size, 3, side, side, generator=generator)
     images += nn.functional.one_hot(targets, 3)[..., None, None]
     return list(zip(images, targets, strict=True))
 
 
-def test_losses_equal_those_of_a_plain_loop():
-    torch.manual_seed(0)
-    model = make_model()
-    config = make_config(optim=OptimConfig(lr=0.64, weight_decay=0.1, clip_grad=0.5))
-    state = create_state(model, config, updates_per_epoch=6, device=CPU)
-    losses = [train_step(state, *batch).item() for batch in make_batches()]
+def make_state(model: nn.Module | None = None, updates_per_epoch: int = 6, **sections: object) -> TrainState:
+    return create_state(model or make_model(), make_config(**sections), updates_per_epoch, num_classes=3, device=CPU)
 
-    plain = make_model()
-    groups = [{'params': [plain[1].bias], 'weight_decay': 0.0}, {'params': [plain[1].weight], 'weight_decay': 0.1}]
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
+
+def train(state: TrainState, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """The loss of one update for each batch."""
+    return [train_step(state, [(images.clone(), targets)]).item() for images, targets in batches]
+
+
+def test_twenty_losses_equal_those_of_a_plain_loop():
+    batches = make_batches(20, side=4)
+    config = make_config(
+        augment=MIXED,
+        optim=OptimConfig(lr=0.064, weight_decay=0.1, clip_grad=0.5, label_smoothing=0.1),
+        ema=EmaConfig(decay=0.9),
+        run=RunConfig(seed=3, tensorboard=False),
+    )
+    state = create_state(make_vit(), config, updates_per_epoch=20, num_classes=3, device=CPU)
+    losses = train(state, batches)
+
+    model = make_vit()
+    exempt = model.no_weight_decay()
+    named = dict(model.named_parameters())
+    flat = [p for name, p in named.items() if p.ndim < 2 or any(name.endswith(e.lstrip('*')) for e in exempt)]
+    decayed = [p for p in named.values() if not any(p is other for other in flat)]
+    optimizer = torch.optim.AdamW([{'params': flat, 'weight_decay': 0.0}, {'params': decayed, 'weight_decay': 0.1}])
+    average = ModelEmaV3(model, decay=0.9)
+    mixup = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=3)
     expected = []
-    for update, (images, targets) in enumerate(make_batches()):
+    for update, (images, targets) in enumerate(batches):
+        seed = derive_seed(STEP, 3, update, 0)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
         for group in optimizer.param_groups:
-            group['lr'] = 1e-5 + (0.01 - 1e-5) * (1 + math.cos(math.pi * update / 24)) / 2
-        loss = nn.functional.cross_entropy(plain(images), targets, label_smoothing=0.1)
+            group['lr'] = 1e-5 + (1e-3 - 1e-5) * (1 + math.cos(math.pi * update / 80)) / 2
+        images, soft_targets = mixup(images.clone(), targets)
+        loss = -(soft_targets * model(images).log_softmax(-1)).sum(-1).mean()
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
+        average.update(model)
         expected.append(loss.item())
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(model[1].weight, plain[1].weight, rtol=1e-4, atol=1e-6)
+    assert len(set(losses)) == 20
+    # A weight moves by about 1e-3 an update, also where its gradient is rounding noise.
+    torch.testing.assert_close(state.averaged_model.state_dict(), average.module.state_dict(), rtol=1e-3, atol=1e-5)
+
+
+def test_accumulated_parts_make_the_update_of_the_whole_batch():
+    options = dict(lr=0.64, clip_grad=0.1, label_smoothing=0.1)
+    whole, parts = (make_state(optim=OptimConfig(accumulate=count, **options)) for count in (1, 4))
+    for images, targets in make_batches():
+        loss = train_step(whole, [(images, targets)])
+        split = train_step(parts, zip(images.split(2), targets.split(2), strict=True))
+        torch.testing.assert_close(split, loss)
+    torch.testing.assert_close(parts.model.state_dict(), whole.model.state_dict(), rtol=1e-4, atol=1e-6)
+    assert parts.updates == whole.updates == 6
+
+
+def test_an_epoch_leaves_out_the_parts_of_an_incomplete_update():
+    state = make_state(updates_per_epoch=2, data=DataConfig(batch_size=24), optim=OptimConfig(accumulate=3))
+    trained = train_one_epoch(state, make_batches(8), progress=False)
+    assert state.updates == 2
+    assert trained['images_per_second'] == pytest.approx(48 / trained['seconds'])
+
+
+def test_training_is_a_function_of_the_seed_and_the_update():
+    batches = make_batches(4, side=4)
+    first, again, other = (make_state(make_vit(), run=RunConfig(seed=s, tensorboard=False)) for s in (1, 1, 2))
+    losses = train(first, batches)
+    # Whatever else draws random numbers between the updates.
+    repeated = [loss for batch in batches for loss in (train(again, [batch]), torch.rand(3))[0]]
+    assert losses == repeated
+    assert losses != train(other, batches)
 
 
 def test_the_rate_is_per_512_images_and_warms_up_by_epoch():
     schedule = ScheduleConfig(epochs=4, warmup_epochs=2, warmup_lr=0.0, min_lr=0.0, step='epoch')
-    state = create_state(make_model(), make_config(schedule=schedule), updates_per_epoch=6, device=CPU)
+    state = make_state(schedule=schedule)
     rates = []
     for epoch in range(4):
         rates.append(train_one_epoch(state, make_batches(), progress=False)['lr'])
@@ -76,62 +146,141 @@ def test_the_rate_is_per_512_images_and_warms_up_by_epoch():
 
 def test_parameters_that_the_model_exempts_do_not_decay():
     model = timm.create_model('vit_tiny_patch16_224', depth=1, embed_dim=16, num_heads=1, img_size=32, num_classes=3)
-    state = create_state(model, make_config(), updates_per_epoch=1, device=CPU)
+    state = make_state(model)
     decay = {id(p): group['weight_decay'] for group in state.optimizer.param_groups for p in group['params']}
     assert decay[id(model.pos_embed)] == 0
     assert decay[id(model.blocks[0].norm1.weight)] == 0
     assert decay[id(model.head.weight)] == 0.05
 
 
-def test_autocast_gives_bfloat16_activations_and_float32_weights():
+def test_layer_decay_slows_the_first_blocks():
+    model = make_vit()
+    state = make_state(model, optim=OptimConfig(layer_decay=0.5))
+    scale = {id(p): group['lr_scale'] for group in state.optimizer.param_groups for p in group['params']}
+    first, last, head = model.blocks[0].mlp.fc1.weight, model.blocks[1].mlp.fc1.weight, model.head.weight
+    assert [scale[id(p)] for p in (first, last, head)] == [0.25, 0.5, 1.0]
+
+
+def test_arguments_of_the_optimizer_are_passed_on():
+    state = make_state(optim=OptimConfig(args={'betas': [0.8, 0.9], 'eps': 1e-6}))
+    assert isinstance(state.optimizer, torch.optim.AdamW)
+    assert (state.optimizer.defaults['betas'], state.optimizer.defaults['eps']) == ((0.8, 0.9), 1e-6)
+
+
+def test_an_argument_that_the_optimizer_does_not_take_is_named():
+    with pytest.raises(ValueError, match=r"expected optim\.args of the optimizer adamw, got {'moment': 0\.9}"):
+        make_state(optim=OptimConfig(args={'moment': 0.9}))
+
+
+@pytest.mark.parametrize(('amp', 'dtype'), [('bfloat16', torch.bfloat16), ('float16', torch.float16)])
+def test_autocast_gives_half_precision_activations_and_float32_weights(amp: str, dtype: torch.dtype):
     seen = []
     model = make_model()
     model[1].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    state = create_state(model, make_config(run=RunConfig(amp='bfloat16')), updates_per_epoch=6, device=CPU)
-    train_step(state, *make_batches()[0])
-    assert seen == [torch.bfloat16]
+    state = make_state(model, run=RunConfig(amp=amp, tensorboard=False))
+    loss = train(state, make_batches())
+    assert seen == [dtype] * 6
     assert model[1].weight.dtype == torch.float32
+    assert loss[-1] < loss[0]
+
+
+def test_a_scaled_float16_loss_makes_the_update_of_float32():
+    states = [make_state(run=RunConfig(amp=amp, tensorboard=False)) for amp in ('none', 'float16')]
+    for state in states:
+        train(state, make_batches())
+    assert states[1].scaler.get_scale() > 1
+    weights = [state.model[1].weight for state in states]
+    torch.testing.assert_close(weights[1], weights[0], rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_as_an_eager_one():
+    losses = []
+    for compiled in (False, True):
+        state = make_state(make_vit(), ema=EmaConfig(decay=0.5), run=RunConfig(compile=compiled, tensorboard=False))
+        losses.append(train(state, make_batches(3, side=4)))
+        assert set(state.model.state_dict()) == set(state.averaged_model.state_dict()) == set(make_vit().state_dict())
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
 
 
 def test_fit_learns_and_writes_one_row_per_epoch(tmp_path):
     loaders = Loaders(make_batches(), make_batches(), ['a', 'b', 'c'])
-    config = make_config(run=RunConfig(eval_every=3))
-    state = create_state(make_model(), config, updates_per_epoch=6, device=CPU)
-    fit(state, loaders, config, tmp_path, DESCRIPTION, progress=False)
+    state = make_state(run=RunConfig(eval_every=3), ema=EmaConfig(decay=0.5, warmup=True))
+    fit(state, loaders, tmp_path, DESCRIPTION, progress=False)
     with (tmp_path / 'summary.csv').open() as file:
         rows = list(csv.DictReader(file))
     assert [row['epoch'] for row in rows] == ['0', '1', '2', '3']
-    assert [math.isnan(float(row['eval_top1'])) for row in rows] == [True, True, False, False]
+    for column in ('eval_top1', 'eval_ema_top1'):
+        assert [math.isnan(float(row[column])) for row in rows] == [True, True, False, False]
+    assert [float(row['train_loss']) for row in rows] == [row['train_loss'] for row in state.history]
     assert float(rows[-1]['train_loss']) < float(rows[0]['train_loss'])
+    assert all(float(row['train_memory_mb']) > 10 for row in rows)
     assert state.best_top1 > 90
     assert state.updates == 24
 
 
+def test_tensorboard_has_the_steps_and_the_epochs(tmp_path):
+    state = make_state(run=RunConfig(eval_every=2))
+    fit(state, Loaders(make_batches(), make_batches(), []), tmp_path, DESCRIPTION, progress=False)
+    events = EventAccumulator(str(tmp_path / 'tensorboard'))
+    events.Reload()
+    assert [event.step for event in events.Scalars('step/loss')] == [6, 10, 12, 18, 20, 24]
+    assert [event.step for event in events.Scalars('train/loss')] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars('eval/top1')] == [2, 4]
+    assert events.Scalars('eval/top1')[-1].value == pytest.approx(state.history[-1]['eval_top1'])
+
+
+def test_the_progress_bar_shows_loss_rate_speed_and_the_time_left(capsys):
+    train_one_epoch(make_state(), make_batches())
+    shown = capsys.readouterr().err
+    assert 'epoch 1/4' in shown
+    for figure in ('loss=', 'lr=', 'images/s=', 'left=00:0'):
+        assert figure in shown
+
+
 def test_a_new_run_starts_a_new_log(tmp_path):
     (tmp_path / 'summary.csv').write_text('epoch,other\n0,1\n')
-    config = make_config(schedule=ScheduleConfig(epochs=1, warmup_epochs=0))
-    state = create_state(make_model(), config, updates_per_epoch=6, device=CPU)
-    fit(state, Loaders(make_batches(), make_batches(), []), config, tmp_path, DESCRIPTION, progress=False)
+    state = make_state(schedule=ScheduleConfig(epochs=1, warmup_epochs=0))
+    fit(state, Loaders(make_batches(), make_batches(), []), tmp_path, DESCRIPTION, progress=False)
     assert (tmp_path / 'summary.csv').read_text().startswith('epoch,train_loss')
 
 
 def test_best_keeps_the_weights_of_the_best_epoch_and_last_those_of_the_last(tmp_path, monkeypatch):
     scores = iter([50.0, 80.0, 60.0, 80.0])
     monkeypatch.setattr('train.engine.evaluate', lambda *a, **k: {'loss': 1.0, 'top1': next(scores), 'top5': 100.0})
-    config = make_config()
-    state = create_state(make_model(), config, updates_per_epoch=6, device=CPU)
-    fit(state, Loaders(make_batches(), [], []), config, tmp_path, DESCRIPTION, progress=False)
+    state = make_state()
+    fit(state, Loaders(make_batches(), [], []), tmp_path, DESCRIPTION, progress=False)
     best = torch.load(tmp_path / 'best.pth', weights_only=True)
     last = torch.load(tmp_path / 'last.pth', weights_only=True)
-    assert (best['epoch'], best['best_top1']) == (2, 80.0)
+    assert (best['epoch'], best['best_top1'], best['averaged']) == (2, 80.0, False)
     assert (last['epoch'], last['updates']) == (4, 24)
     assert last['model_name'] == 'linear'
+    assert last['config']['optim']['lr'] == 0.64
+    assert last['history'][1]['eval_top1'] == 80.0
     assert last['optimizer']['state']
+    assert last['ema_state_dict'] is None
     torch.testing.assert_close(last['state_dict'], state.model.state_dict())
 
 
+def test_best_keeps_the_average_where_it_is_better_than_the_weights(tmp_path, monkeypatch):
+    state = make_state(ema=EmaConfig(decay=0.9))
+    scores = iter([50.0, 40.0, 55.0, 70.0, 60.0, 65.0, 10.0, 10.0])
+    monkeypatch.setattr('train.engine.evaluate', lambda *a, **k: {'loss': 1.0, 'top1': next(scores), 'top5': 100.0})
+    averages = []
+    monkeypatch.setattr('tqdm.tqdm.write', lambda line: averages.append(_clone(state.averaged_model)))
+    fit(state, Loaders(make_batches(), [], []), tmp_path, DESCRIPTION, progress=False)
+    best = torch.load(tmp_path / 'best.pth', weights_only=True)
+    assert (best['epoch'], best['best_top1'], best['averaged']) == (2, 70.0, True)
+    torch.testing.assert_close(best['state_dict'], averages[1])
+    last = torch.load(tmp_path / 'last.pth', weights_only=True)
+    torch.testing.assert_close(last['ema_state_dict'], state.averaged_model.state_dict())
+
+
+def _clone(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
 def test_a_loss_that_is_not_finite_stops_the_run():
-    state = create_state(make_model(), make_config(), updates_per_epoch=1, device=CPU)
     images, targets = make_batches()[0]
     with pytest.raises(RuntimeError, match=r'got nan in epoch 1, update 1; try a lower optim\.lr'):
-        train_one_epoch(state, [(images * float('nan'), targets)], progress=False)
+        train_one_epoch(make_state(updates_per_epoch=1), [(images * float('nan'), targets)], progress=False)

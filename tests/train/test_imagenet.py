@@ -1,9 +1,11 @@
 import csv
+import sys
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from helpers import make_folder
 
 from aft_vision.evaluate import load_model
 from train.imagenet import main
@@ -22,7 +24,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_leaves_checkpoints_log_config_and_export(run_dir):
     names = {path.name for path in run_dir.iterdir()}
-    assert names == {'best.pth', 'last.pth', 'summary.csv', 'config.yaml', 'export'}
+    files = {'best.pth', 'last.pth', 'summary.csv', 'curves.png', 'config.yaml'}
+    assert names == files | {'export', 'tensorboard'}
     with (run_dir / 'summary.csv').open() as file:
         (row,) = csv.DictReader(file)
     assert 0 < float(row['train_loss']) < 4
@@ -69,3 +72,66 @@ def test_help_is_the_description_of_the_module(capsys):
     with pytest.raises(SystemExit):
         main(['--help'])
     assert 'python -m train.imagenet --config FILE' in capsys.readouterr().out
+
+
+def test_every_part_of_the_recipe_runs_together(tmp_path):
+    config = ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml'
+    state = main(['--quiet', '--config', str(config), DATA, 'run.compile=false', f'run.dir={tmp_path}'])
+    assert state.updates == 12
+    assert state.averaged_model is not None
+    assert {'eval_top1', 'eval_ema_top1'} <= state.history[-1].keys()
+    last = torch.load(tmp_path / 'last.pth', weights_only=True)
+    assert last['ema_state_dict'].keys() == last['state_dict'].keys()
+    load_model(tmp_path / 'best.pth')
+
+
+def test_a_run_starts_from_the_weights_of_another(run_dir, tmp_path):
+    still = ['optim.lr=1e-30', 'schedule.min_lr=0', f'run.init_from={run_dir / "best.pth"}', f'run.dir={tmp_path}']
+    main([*ONE_EPOCH, DATA, *still])
+    first, again = (torch.load(folder / 'last.pth', weights_only=True) for folder in (run_dir, tmp_path))
+    torch.testing.assert_close(first['state_dict'], again['state_dict'])
+
+
+def test_a_start_of_another_model_lists_the_differing_keys_before_a_folder_is_made(run_dir, tmp_path):
+    other = ['model.depth=2', f'run.init_from={run_dir / "best.pth"}', f'run.dir={tmp_path / "run"}']
+    with pytest.raises(ValueError, match=r'best\.pth: .*missing: blocks\.1\.'):
+        main([*ONE_EPOCH, DATA, *other])
+    assert not (tmp_path / 'run').exists()
+
+
+def test_where_the_first_weights_came_from_is_not_needed_to_load_the_run(run_dir, tmp_path):
+    pretrained = ['model.pretrained=true', f'model.pretrained_cfg_overlay.file={run_dir / "export/model.safetensors"}']
+    main([*ONE_EPOCH, DATA, *pretrained, f'run.dir={tmp_path}'])
+    kwargs = torch.load(tmp_path / 'best.pth', weights_only=True)['model_kwargs']
+    assert not {'pretrained', 'pretrained_cfg_overlay'} & kwargs.keys()
+    load_model(tmp_path / 'best.pth')
+
+
+def test_a_corrupt_image_ends_the_run_or_is_skipped(tmp_path, caplog):
+    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b'], 'val': ['a', 'b']}, images=3)
+    for split in ('train', 'val'):
+        (folder / split / 'a' / '1.png').write_bytes(b'')
+    arguments = [*ONE_EPOCH, f'data.dir={folder}', 'data.batch_size=6', f'run.dir={tmp_path / "run"}']
+    with pytest.raises(ValueError, match=r'train/a/1\.png'):
+        main([*arguments, 'run.overwrite=true'])
+    main([*arguments, 'data.on_corrupt_image=skip', 'run.overwrite=true'])
+    assert 'train/a/1.png' in caplog.text
+    assert 'val/a/1.png' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('device', 'message'),
+    [('gpu', r"a device of torch, got 'gpu'"), ('cuda', r"of this machine, got 'cuda', and CUDA is not available")],
+)
+def test_a_device_that_is_not_there_is_rejected(device, message, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    with pytest.raises(ValueError, match=message):
+        main([*ONE_EPOCH, DATA, f'run.device={device}', f'run.dir={tmp_path}'])
+
+
+def test_without_tensorboard_the_run_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', None)
+    with pytest.raises(ImportError, match=r'run\.tensorboard=false'):
+        main([*ONE_EPOCH, DATA, f'run.dir={tmp_path}'])
+    main([*ONE_EPOCH, DATA, 'run.tensorboard=false', f'run.dir={tmp_path}'])
+    assert not (tmp_path / 'tensorboard').exists()

@@ -1,0 +1,166 @@
+"""Random changes to the training images: per image before batching, and per batch on the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from timm.data import Mixup, create_transform
+from timm.data.auto_augment import posterize
+from timm.data.random_erasing import RandomErasing
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Random changes to the training images; the defaults are DeiT's.
+
+    Attributes:
+        scale: Smallest and largest area of the random crop, as a fraction of the image.
+        hflip: Probability of a horizontal flip.
+        color_jitter: Strength of the colour jitter; timm leaves it out when `auto_augment` is set.
+        auto_augment: timm's RandAugment or AutoAugment policy; None for none.
+        repeats: How often an image occurs in an epoch that draws it, each time changed otherwise. An epoch keeps its
+            length, so it draws one image in `repeats` (repeated augmentation; DeiT's is 3).
+        random_erasing: Probability of erasing a random rectangle with normal noise.
+        mixup: Parameter of the beta distribution of mixup's share; 0 for no mixup.
+        cutmix: The same of cutmix; with both, each batch takes one of them.
+        mix_prob: Probability that a batch is mixed at all.
+        mix_switch_prob: Probability of cutmix where both are possible.
+    """
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    hflip: float = 0.5
+    color_jitter: float = 0.3
+    auto_augment: str | None = 'rand-m9-mstd0.5-inc1'
+    repeats: int = 3
+    random_erasing: float = 0.25
+    mixup: float = 0.8
+    cutmix: float = 1.0
+    mix_prob: float = 1.0
+    mix_switch_prob: float = 0.5
+
+    def __post_init__(self) -> None:
+        low, high = self.scale
+        if not 0 < low <= high <= 1:
+            raise ValueError(
+                f'augmentation scale must be (low, high) with 0 < low <= high <= 1, got {tuple(self.scale)}'
+            )
+        for name in ('hflip', 'random_erasing', 'mix_prob', 'mix_switch_prob'):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f'augmentation {name} must be a probability in [0, 1], got {getattr(self, name)}')
+        for name in ('color_jitter', 'mixup', 'cutmix'):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f'augmentation {name} must be at least 0, got {getattr(self, name)}')
+        if self.repeats < 1:
+            raise ValueError(f'augmentation repeats must be at least 1, got {self.repeats}')
+
+    @property
+    def mixes(self) -> bool:
+        """Whether batches are mixed, so that targets are distributions over classes."""
+        return self.mix_prob > 0 and (self.mixup > 0 or self.cutmix > 0)
+
+
+NO_AUGMENTATION = Augmentation(
+    scale=(1.0, 1.0),
+    hflip=0.0,
+    color_jitter=0.0,
+    auto_augment=None,
+    repeats=1,
+    random_erasing=0.0,
+    mixup=0.0,
+    cutmix=0.0,
+)
+
+
+class BatchAugmentation:
+    """Random erasing, then mixup or cutmix, of a normalised batch where it lies; any loader's batches will do.
+
+    Takes its randomness from the global generators of `random`, numpy and torch.
+
+    Args:
+        num_classes: Of the mixed targets.
+        label_smoothing: Of the mixed targets, in [0, 1); those that are not mixed are left to the loss.
+        device: Where the batches are.
+    """
+
+    def __init__(
+        self, augment: Augmentation, num_classes: int, label_smoothing: float, device: torch.device | str = 'cpu'
+    ) -> None:
+        self.erase = None
+        if augment.random_erasing > 0:
+            self.erase = RandomErasing(augment.random_erasing, mode='pixel', max_count=1, device=str(device))
+        self.mix = None
+        if augment.mixes:
+            self.mix = Mixup(
+                mixup_alpha=augment.mixup,
+                cutmix_alpha=augment.cutmix,
+                prob=augment.mix_prob,
+                switch_prob=augment.mix_switch_prob,
+                label_smoothing=label_smoothing,
+                num_classes=num_classes,
+            )
+
+    def __call__(self, images: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Change a batch in place.
+
+        Args:
+            images: (B, C, H, W), B even if batches are mixed.
+            targets: (B,) class indices.
+
+        Returns:
+            The images, and the targets: (B, num_classes), smoothed, if batches are mixed, as they came otherwise.
+        """
+        if self.erase is not None:
+            images = self.erase(images)
+        if self.mix is None:
+            return images, targets
+        if len(images) % 2:
+            raise ValueError(f'expected a batch of even size, because mixup and cutmix pair images, got {len(images)}')
+        return self.mix(images, targets)
+
+
+def train_transform(
+    img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float], std: Sequence[float]
+) -> Any:
+    """Make timm's training transform, up to the uint8 tensor; what the batch gets later is left out."""
+    transform = create_transform(
+        (3, *img_size),
+        is_training=True,
+        scale=augment.scale,
+        hflip=augment.hflip,
+        color_jitter=augment.color_jitter,
+        auto_augment=augment.auto_augment,
+        interpolation='bicubic',
+        # RandAugment fills with the mean colour.
+        mean=tuple(mean),
+        std=tuple(std),
+        use_prefetcher=True,
+    )
+    _allow_posterize_to_no_bits(transform)
+    return transform
+
+
+def eval_transform(img_size: tuple[int, int], crop_pct: float) -> Any:
+    """Make DeiT's evaluation: the shorter side to int(size / crop_pct), bicubic, then the centre crop, uint8."""
+    if not 0 < crop_pct <= 1:
+        raise ValueError(f'crop_pct must be in (0, 1], got {crop_pct}')
+    return create_transform(
+        (3, *img_size), interpolation='bicubic', crop_pct=crop_pct, crop_mode='center', use_prefetcher=True
+    )
+
+
+def _allow_posterize_to_no_bits(transform: Any) -> None:
+    """Keep the Posterize of RandAugment and AutoAugment working with Pillow 13.
+
+    At the largest magnitude timm keeps 0 bits. Pillow made such an image black up to version 12, as in the runs that
+    the published accuracies come from; version 13 raises.
+    """
+    for step in transform.transforms:
+        for op in [*getattr(step, 'ops', ()), *chain.from_iterable(getattr(step, 'policy', ()))]:
+            if op.name.startswith('Posterize'):
+                op.aug_fn = _posterize
+
+
+def _posterize(image: Any, bits_to_keep: int, **kwargs: Any) -> Any:
+    return posterize(image, bits_to_keep, **kwargs) if bits_to_keep > 0 else image.point(lambda value: 0)

@@ -1,0 +1,265 @@
+"""Opens the splits of a data set: folders, tar files, and whatever timm's readers and torchvision know by name."""
+
+import logging
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from PIL import Image
+from timm.data import ImageDataset, create_dataset
+from torch.utils.data import IterableDataset
+
+TRAIN_SPLITS = ('train',)
+EVAL_SPLITS = ('val', 'validation', 'test')
+# Skipping more images than this in a row means that the data set is broken, not an image.
+MAX_SKIPPED_IN_A_ROW = 50
+NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/', 'tfds/')
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the images are.
+
+    Attributes:
+        dir: Without a `name`, a folder or tar file with a folder per split and a folder per class in it, or a folder
+            with a tar file per split (`train.tar`). With a name, its root or cache folder; '' for the library's own.
+        name: A data set that timm's readers know: `torch/cifar10`, `hfds/NAME`, `wds/`, `tfds/NAME`; '' for `dir`.
+        train_split: Name of the training split.
+        eval_split: Name of the evaluation split; None takes the first of `val`, `validation`, `test` that is there,
+            or `validation` of a named data set.
+        download: Fetch a named data set that is not there yet.
+        num_classes: For named data sets that do not say how many classes they have; None otherwise.
+        on_corrupt_image: Whether an image that cannot be decoded ends the run, or is skipped with a warning: training
+            then takes the next one, evaluation leaves it out. Images of streamed data sets (`wds/`, ...) are up to
+            their readers.
+    """
+
+    dir: str = ''
+    name: str = ''
+    train_split: str = 'train'
+    eval_split: str | None = None
+    download: bool = False
+    num_classes: int | None = None
+    on_corrupt_image: Literal['raise', 'skip'] = 'raise'
+
+    def __post_init__(self) -> None:
+        if self.on_corrupt_image not in ('raise', 'skip'):
+            raise ValueError(f"on_corrupt_image must be 'raise' or 'skip', got {self.on_corrupt_image!r}")
+        if not self.name and not self.dir:
+            raise ValueError('expected the dir or the name of a data set, got neither')
+        if self.num_classes is not None and self.num_classes < 1:
+            raise ValueError(f'num_classes must be at least 1, got {self.num_classes}')
+
+
+class CorruptImageError(ValueError):
+    """An image that cannot be decoded; the message names its path."""
+
+
+class CheckedImageDataset(ImageDataset):
+    """timm's ImageDataset, except that an image which cannot be decoded is named with its path.
+
+    Attributes:
+        on_corrupt: `raise` a CorruptImageError, `next`: take the next image instead, or `none`: give None.
+    """
+
+    on_corrupt = 'raise'
+
+    def __getitem__(self, index: int) -> Any:
+        for position in range(index, index + MAX_SKIPPED_IN_A_ROW):
+            try:
+                image, target = self._read(position % len(self))
+            except CorruptImageError as error:
+                if self.on_corrupt == 'raise':
+                    raise
+                _logger.warning('skipped: %s', error)
+                if self.on_corrupt == 'none':
+                    return None
+            else:
+                return image if self.transform is None else self.transform(image), target
+        raise CorruptImageError(
+            f'expected images that can be decoded, got {MAX_SKIPPED_IN_A_ROW} in a row that cannot, '
+            f'the first one {self.filename(index)}'
+        )
+
+    def _read(self, index: int) -> tuple[Image.Image, int]:
+        try:
+            file, target, *_ = self.reader[index]
+            with file:
+                return Image.open(file).convert(self.input_img_mode), target
+        # Whatever a damaged file makes a decoder raise: OSError, SyntaxError, struct.error, DecompressionBombError.
+        except Exception as error:
+            raise CorruptImageError(
+                f'expected an image that can be decoded, got {self.filename(index, absolute=True)}: {error}'
+            ) from error
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split of a data set, and the class names in the order of their indices."""
+
+    dataset: Any
+    class_names: list[str]
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data set can only be read in its own order."""
+        return isinstance(self.dataset, IterableDataset)
+
+
+def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:
+    """Open the training split.
+
+    Raises:
+        ValueError: the data set is missing or empty, or a class has no images; the message says where.
+    """
+    split = _open(source, (source.train_split,), batch_size, seed, is_training=True)
+    if isinstance(split.dataset, CheckedImageDataset):
+        split.dataset.on_corrupt = 'next' if source.on_corrupt_image == 'skip' else 'raise'
+    return split
+
+
+def open_eval_split(source: Source, batch_size: int) -> Split:
+    """Open the evaluation split; errors as `open_train_split`."""
+    wanted = EVAL_SPLITS if source.eval_split is None else (source.eval_split,)
+    split = _open(source, wanted, batch_size, seed=0, is_training=False)
+    if isinstance(split.dataset, CheckedImageDataset):
+        split.dataset.on_corrupt = 'none' if source.on_corrupt_image == 'skip' else 'raise'
+    return split
+
+
+def check_same_classes(train: Sequence[str], evaluation: Sequence[str]) -> None:
+    """Raise a ValueError that lists the difference, unless both splits have the same classes."""
+    if list(train) == list(evaluation):
+        return
+    only_train = sorted(set(train) - set(evaluation))
+    only_evaluation = sorted(set(evaluation) - set(train))
+    raise ValueError(
+        f'expected the same classes in both splits, got {len(train)} for training and {len(evaluation)} for '
+        f'validation; only in training: {only_train[:5]}; only in validation: {only_evaluation[:5]}'
+    )
+
+
+def _open(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_training: bool) -> Split:
+    if source.name:
+        return _open_named(source, wanted, batch_size, seed, is_training)
+    root = Path(source.dir)
+    if root.is_file() and root.suffix == '.tar':
+        return _open_tar(root, wanted)
+    place = find_split(root, wanted)
+    return _open_tar(place) if place.is_file() else _open_folder(place)
+
+
+def find_split(root: str | Path, wanted: Sequence[str] = EVAL_SPLITS) -> Path:
+    """Return the folder or tar file of the first of `wanted` that is in the data set directory `root`.
+
+    Raises:
+        ValueError: `root` is missing, not a directory or empty, or has none of the splits.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise ValueError(
+            f'expected a data set directory with the folders train and val, or a tar file, got {root}, which is not one'
+        )
+    found = sorted(path.name for path in root.iterdir())
+    if not found:
+        raise ValueError(f'expected a data set directory with the folders train and val, got {root}, which is empty')
+    for name in wanted:
+        for path in (root / name, root / f'{name}.tar'):
+            if path.is_dir() or (path.suffix == '.tar' and path.is_file()):
+                return path
+    raise ValueError(f'expected a folder or tar file {" or ".join(wanted)} in {root}, got only {", ".join(found)}')
+
+
+def _open_folder(folder: Path) -> Split:
+    """Open a folder of class folders, after checking that each holds an image."""
+    class_folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    if not class_folders:
+        raise ValueError(f'expected one folder per class in {folder}, got none')
+    try:
+        dataset = CheckedImageDataset(str(folder))
+    except RuntimeError as error:
+        raise ValueError(f'expected images in the class folders of {folder}, got none') from error
+    class_to_idx = dataset.reader.class_to_idx
+    without_images = sorted(set(class_folders) - set(class_to_idx))
+    if without_images:
+        raise ValueError(f'expected images in every class folder of {folder}, got none in {", ".join(without_images)}')
+    return Split(dataset, sorted(class_to_idx, key=class_to_idx.__getitem__))
+
+
+def _open_tar(path: Path, wanted: Sequence[str] | None = None) -> Split:
+    """Open a tar file of class folders; with `wanted`, those in the first of these split folders that is there."""
+    dataset = _read_tar(path)
+    reader = dataset.reader
+    folders = [PurePosixPath(sample[0].name).parent for sample in reader.samples]
+    if wanted is not None:
+        splits = {folder.parent.name for folder in folders}
+        present = [name for name in wanted if name in splits]
+        if not present:
+            raise ValueError(
+                f'expected a folder {" or ".join(wanted)} of class folders in {path}, got only '
+                f'{", ".join(sorted(filter(None, splits))) or "none"}'
+            )
+        chosen = [i for i, folder in enumerate(folders) if folder.parent.name == present[0]]
+        folders = [folders[i] for i in chosen]
+        reader.samples = reader.samples[chosen]
+    used = {folder.name for folder in folders}
+    # The reader has them in the order that it gives the classes of a folder.
+    names = [name for name in reader.class_name_to_idx if name in used]
+    class_to_idx = {name: index for index, name in enumerate(names)}
+    reader.targets = [class_to_idx[folder.name] for folder in folders]
+    return Split(dataset, names)
+
+
+def _read_tar(path: Path) -> CheckedImageDataset:
+    try:
+        return CheckedImageDataset(str(path))
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise ValueError(f'expected a whole tar file, got {path}: {error}') from error
+    except ValueError as error:
+        raise ValueError(f'expected images in class folders in {path}, got none') from error
+
+
+def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_training: bool) -> Split:
+    """Open a data set that timm's readers know; one of images at random positions gets named errors too."""
+    if not source.name.lower().startswith(NAMED):
+        raise ValueError(f'data.name must begin with one of {", ".join(NAMED)}, got {source.name!r}')
+    name = wanted[0] if len(wanted) == 1 else 'validation'
+    try:
+        dataset = create_dataset(
+            source.name,
+            root=source.dir or None,
+            split=name,
+            is_training=is_training,
+            download=source.download,
+            batch_size=batch_size,
+            seed=seed,
+        )
+    except ImportError as error:
+        raise ValueError(f'the data set {source.name} needs a package that is not installed: {error}') from error
+    except (AssertionError, RuntimeError, OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f'expected the split {name!r} of the data set {source.name} in {source.dir or "its cache"}, got: {error}; '
+            'check data.name, data.dir and the split, or set data.download=true'
+        ) from error
+    if type(dataset) is ImageDataset:
+        dataset = CheckedImageDataset(source.dir, reader=dataset.reader)
+    return Split(dataset, _known_class_names(dataset, source))
+
+
+def _known_class_names(dataset: Any, source: Source) -> list[str]:
+    class_to_idx = getattr(getattr(dataset, 'reader', None), 'class_to_idx', None) or {}
+    # torchvision's data sets have a list; its ImageNet has all names of each class.
+    classes = getattr(dataset, 'classes', None) or sorted(class_to_idx, key=class_to_idx.__getitem__)
+    if not classes:
+        if source.num_classes is None:
+            raise ValueError(f'expected data.num_classes, because {source.name} does not say how many classes it has')
+        return [str(index) for index in range(source.num_classes)]
+    if source.num_classes not in (None, len(classes)):
+        raise ValueError(
+            f'expected data.num_classes to be {len(classes)}, as in {source.name}, got {source.num_classes}'
+        )
+    return [', '.join(name) if isinstance(name, tuple) else str(name) for name in classes]

@@ -1,0 +1,126 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from aft_vision.data import NO_AUGMENTATION, Augmentation, BatchAugmentation, seed_generators
+from aft_vision.data.augment import eval_transform, train_transform
+
+MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+
+
+def make_batch(size: int = 8, side: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(size, 3, side, side, generator=generator), torch.arange(size) % 5
+
+
+def augment(options: Augmentation, seed: int = 0, smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    seed_generators(seed)
+    images, targets = make_batch()
+    return BatchAugmentation(options, 5, smoothing)(images.clone(), targets)
+
+
+def only(**options: float) -> Augmentation:
+    return Augmentation(**{'random_erasing': 0.0, 'mixup': 0.0, 'cutmix': 0.0, **options})
+
+
+def test_nothing_chosen_changes_nothing():
+    images, targets = augment(NO_AUGMENTATION)
+    assert torch.equal(images, make_batch()[0])
+    assert torch.equal(targets, make_batch()[1])
+
+
+def test_mixup_mixes_each_image_with_its_mirror_in_the_batch():
+    images, targets = augment(only(mixup=0.8))
+    plain, labels = make_batch()
+    one_hot = torch.nn.functional.one_hot(labels, 5).float()
+    share = targets[0, 0].item()
+    assert 0 < share < 1
+    torch.testing.assert_close(images, share * plain + (1 - share) * plain.flip(0))
+    torch.testing.assert_close(targets, share * one_hot + (1 - share) * one_hot.flip(0))
+
+
+def test_cutmix_pastes_a_rectangle_and_counts_its_area():
+    images, targets = augment(only(cutmix=1.0), seed=3)
+    plain = make_batch()[0]
+    pasted = (images != plain).all(1)
+    assert (pasted == pasted[0]).all()
+    share = targets[0, 0].item()
+    assert 0 < share < 1
+    assert pasted[0].float().mean().item() == pytest.approx(1 - share, abs=1e-6)
+    assert torch.equal(images[0][:, pasted[0]], plain.flip(0)[0][:, pasted[0]])
+
+
+def test_erasing_puts_normal_noise_in_a_rectangle_of_every_image():
+    images, targets = augment(only(random_erasing=1.0))
+    changed = (images != make_batch()[0]).all(1).flatten(1).float().mean(1)
+    assert (changed > 0.01).all()
+    assert (changed < 0.4).all()
+    assert torch.equal(targets, make_batch()[1])
+
+
+def test_mixed_labels_are_smoothed():
+    targets = augment(only(mixup=0.8), smoothing=0.1)[1]
+    torch.testing.assert_close(targets.sum(1), torch.ones(8))
+    assert targets.min().item() == pytest.approx(0.02)
+
+
+def test_what_happens_to_a_batch_follows_the_seed():
+    first, again, other = (augment(Augmentation(), seed)[0] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_an_odd_batch_cannot_be_mixed():
+    with pytest.raises(ValueError, match=r'even size, .* got 7'):
+        BatchAugmentation(only(mixup=0.8), 5, 0.0)(*make_batch(7))
+
+
+def test_no_mix_probability_means_no_mixing():
+    assert not only(mixup=0.8, mix_prob=0.0).mixes
+    assert only(mixup=0.8).mixes
+    assert only(cutmix=0.8).mixes
+    assert not only().mixes
+
+
+@pytest.mark.parametrize('policy', ['rand-m9-mstd0.5-inc1', 'rand-m10-inc1', 'original', 'v0r'])
+def test_posterize_to_no_bits_gives_a_black_image(policy: str):
+    transform = train_transform((16, 16), Augmentation(auto_augment=policy), MEAN, STD)
+    (step,) = [step for step in transform.transforms if hasattr(step, 'ops') or hasattr(step, 'policy')]
+    ops = step.ops if hasattr(step, 'ops') else [op for pair in step.policy for op in pair]
+    posterize = [op for op in ops if op.name.startswith('Posterize')]
+    assert posterize
+    for op in posterize:
+        assert op.aug_fn(Image.new('RGB', (4, 4), (200, 100, 50)), 0).getextrema() == ((0, 0),) * 3
+        assert op.aug_fn(Image.new('RGB', (4, 4), (200, 100, 50)), 1).getpixel((0, 0)) == (128, 0, 0)
+
+
+def test_without_augmentation_training_sees_the_whole_image_as_uint8():
+    pixels = np.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=np.uint8)
+    image = train_transform((16, 16), NO_AUGMENTATION, MEAN, STD)(Image.fromarray(pixels))
+    assert torch.equal(torch.as_tensor(image), torch.from_numpy(pixels).permute(2, 0, 1))
+
+
+@pytest.mark.parametrize('crop_pct', [0.0, 1.5])
+def test_an_impossible_crop_is_rejected(crop_pct: float):
+    with pytest.raises(ValueError, match=r'crop_pct must be in \(0, 1\], got'):
+        eval_transform((16, 16), crop_pct)
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        {'scale': (0.5, 0.1)},
+        {'hflip': 1.5},
+        {'random_erasing': -0.1},
+        {'mix_prob': 2.0},
+        {'mix_switch_prob': -1.0},
+        {'mixup': -0.1},
+        {'cutmix': float('nan')},
+        {'color_jitter': -1.0},
+        {'repeats': 0},
+    ],
+)
+def test_an_impossible_augmentation_is_rejected(options: dict[str, float]):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Augmentation(**options)

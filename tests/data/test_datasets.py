@@ -1,0 +1,311 @@
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_folder
+from PIL import Image
+from torchvision.datasets import CIFAR10
+
+from aft_vision.data import Augmentation, CorruptImageError, Source, create_eval_loader, create_loaders, find_split
+from aft_vision.data.datasets import open_eval_split, open_train_split
+
+PLAIN = dict(num_workers=0, mean=(0, 0, 0), std=(1, 1, 1), crop_pct=1.0)
+
+
+def make_tar(path: Path, folder: Path, prefix: str = '') -> Path:
+    with tarfile.open(path, 'w') as file:
+        file.add(folder, arcname=prefix or '.')
+    return path
+
+
+def evaluate(source: Source) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Mean pixel and class of every evaluation image."""
+    loader, names = create_eval_loader(source, (16, 16), 4, **PLAIN)
+    images, targets = (torch.cat(parts) for parts in zip(*loader, strict=True))
+    return images.mean(dim=(1, 2, 3)) * 255 / 20, targets, names
+
+
+CLASSES = {'train': ['a', 'b', 'c'], 'val': ['a', 'b', 'c']}
+
+
+@pytest.mark.parametrize('layout', ['folder', 'one tar', 'one tar below a folder', 'a tar per split'])
+def test_a_folder_and_its_tar_files_are_the_same_data_set(tmp_path, layout):
+    folder = make_folder(tmp_path / 'images', CLASSES, images=3)
+    if layout == 'folder':
+        source = Source(dir=str(folder))
+    elif layout == 'a tar per split':
+        (tmp_path / 'tars').mkdir()
+        for split in CLASSES:
+            make_tar(tmp_path / 'tars' / f'{split}.tar', folder / split)
+        source = Source(dir=str(tmp_path / 'tars'))
+    else:
+        source = Source(dir=str(make_tar(tmp_path / 'all.tar', folder, 'data/set' if 'below' in layout else '')))
+    values, targets, names = evaluate(source)
+    assert names == ['a', 'b', 'c']
+    assert targets.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)
+    assert len(open_train_split(source, 1).dataset) == 9
+
+
+def test_classes_of_a_tar_have_the_order_of_its_folder(tmp_path):
+    names = ['n10', 'n2', 'N1', 'a b', 'É']
+    folder = make_folder(tmp_path / 'images', {'train': names, 'val': names}, images=1)
+    tar = make_tar(tmp_path / 'all.tar', folder)
+    opened = [open_train_split(Source(dir=str(path)), 1) for path in (folder, tar)]
+    assert opened[0].class_names == opened[1].class_names
+    assert [list(map(int, split.dataset.reader.targets)) for split in opened[1:]] == [
+        [target for _, target in opened[0].dataset.reader.samples]
+    ]
+
+
+def test_a_chosen_split_is_used(tmp_path):
+    make_folder(tmp_path, {'train': ['a'], 'val': ['a'], 'extra': ['a', 'b']})
+    assert open_eval_split(Source(dir=str(tmp_path), eval_split='extra'), 1).class_names == ['a', 'b']
+    assert open_train_split(Source(dir=str(tmp_path), train_split='extra'), 1).class_names == ['a', 'b']
+
+
+@pytest.mark.parametrize('name', ['val', 'validation', 'test'])
+def test_each_name_of_the_evaluation_split_is_found(tmp_path, name):
+    make_folder(tmp_path, {'train': ['a'], name: ['a']})
+    assert find_split(tmp_path) == tmp_path / name
+
+
+def cifar10(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """CIFAR-10 in its official format, ten images a file, without the official checksums."""
+    folder = root / 'cifar-10-batches-py'
+    folder.mkdir(parents=True)
+    names = [f'data_batch_{i}' for i in range(1, 6)] + ['test_batch']
+    for name in names:
+        labels = list(range(10))
+        data = np.repeat(20 * np.arange(10, dtype=np.uint8)[:, None], 3072, axis=1)
+        (folder / name).write_bytes(pickle.dumps({'data': data, 'labels': labels}))
+    (folder / 'batches.meta').write_bytes(pickle.dumps({'label_names': [f'kind {i}' for i in range(10)]}))
+    monkeypatch.setattr(CIFAR10, '_check_integrity', lambda self: True)
+    monkeypatch.setattr('torchvision.datasets.cifar.check_integrity', lambda *args: True)
+    return root
+
+
+def test_cifar10_is_read_through_torchvision(tmp_path, monkeypatch):
+    source = Source(name='torch/cifar10', dir=str(cifar10(tmp_path, monkeypatch)))
+    loaders = create_loaders(source, (32, 32), 25, num_workers=0)
+    assert len(loaders.train) == 2
+    assert loaders.class_names[3] == 'kind 3'
+    values, targets, _ = evaluate(source)
+    assert targets.tolist() == list(range(10))
+    torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)
+
+
+def test_a_data_set_of_hugging_face_is_read(tmp_path, monkeypatch):
+    pytest.importorskip('datasets')
+    monkeypatch.setenv('HF_DATASETS_OFFLINE', '1')
+    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b'], 'test': ['a', 'b']}, images=3)
+    source = Source(name=f'hfds/{folder}', dir=str(tmp_path / 'cache'), eval_split='test')
+    values, targets, names = evaluate(source)
+    assert names == ['a', 'b']
+    assert targets.tolist() == [0, 0, 0, 1, 1, 1]
+    torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)
+    assert len(create_loaders(source, (16, 16), 2, num_workers=0).train) == 3
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    """WebDataset shards with the info file that timm reads, six images of three classes in each split."""
+    wds = pytest.importorskip('webdataset')
+    for split in ('train', 'validation'):
+        with wds.ShardWriter(str(tmp_path / f'{split}-%04d.tar'), maxcount=3, verbose=0) as writer:
+            for i in range(6):
+                writer.write(
+                    {'__key__': f'{i:04}', 'png': Image.new('RGB', (20, 20), (20 * (i % 3),) * 3), 'cls': i % 3}
+                )
+    lengths = ', '.join(f'"{{0}}-{i:04}.tar"' for i in range(2))
+    splits = ', '.join(
+        f'"{name}": {{"name": "{name}", "num_samples": 6, "filenames": [{lengths.format(name)}], '
+        '"shard_lengths": [3, 3]}'
+        for name in ('train', 'validation')
+    )
+    (tmp_path / '_info.json').write_text(f'{{"splits": {{{splits}}}}}')
+    return str(tmp_path)
+
+
+def test_webdataset_shards_are_read(shards):
+    source = Source(name='wds/', dir=shards, num_classes=3)
+    values, targets, names = evaluate(source)
+    assert names == ['0', '1', '2']
+    assert sorted(targets.tolist()) == [0, 0, 1, 1, 2, 2]
+    torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)
+    loaders = create_loaders(source, (16, 16), 2, augment=Augmentation(repeats=1), num_workers=0)
+    loaders.set_epoch(1)
+    assert sorted(torch.cat([targets for _, targets in loaders.train]).tolist()) == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_stream_without_the_number_of_its_classes_asks_for_it(shards):
+    with pytest.raises(ValueError, match=r'expected data\.num_classes, because wds/'):
+        create_eval_loader(Source(name='wds/', dir=shards), (16, 16), 2, num_workers=0)
+
+
+def test_a_stream_cannot_repeat_images(shards):
+    source = Source(name='wds/', dir=shards, num_classes=3)
+    with pytest.raises(ValueError, match='repeats must be 1 for the streamed data set wds/, got 3'):
+        create_loaders(source, (16, 16), 2, num_workers=0)
+
+
+def damage(path: Path, kind: str) -> None:
+    """Replace an image by a damaged one."""
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    content = path.read_bytes()
+    path.write_bytes({'empty': b'', 'text': b'not an image', 'cut': content[: len(content) // 2]}[kind])
+
+
+DAMAGE = pytest.mark.parametrize('kind', ['empty', 'text', 'cut'])
+
+
+@DAMAGE
+def test_a_corrupt_image_is_named_with_its_path(tmp_path, kind):
+    make_folder(tmp_path, {'train': ['a', 'b'], 'val': ['a', 'b']})
+    for split in ('train', 'val'):
+        damage(tmp_path / split / 'b' / '1.png', kind)
+    loaders = create_loaders(tmp_path, (16, 16), 4, augment=Augmentation(repeats=1), num_workers=0)
+    for loader, split in ((loaders.train, 'train'), (loaders.validation, 'val')):
+        with pytest.raises(CorruptImageError, match=f'image that can be decoded, got .*{split}/b/1.png'):
+            list(loader)
+
+
+@DAMAGE
+def test_a_corrupt_image_in_a_tar_is_named(tmp_path, kind):
+    folder = make_folder(tmp_path / 'images', {'val': ['a']})
+    damage(folder / 'val' / 'a' / '1.png', kind)
+    tar = make_tar(tmp_path / 'all.tar', folder, 'set')
+    with pytest.raises(CorruptImageError, match=r'set/val/a/1\.png'):
+        evaluate(Source(dir=str(tar)))
+
+
+@DAMAGE
+def test_evaluation_leaves_a_skipped_image_out(tmp_path, kind, caplog):
+    make_folder(tmp_path, {'val': ['a', 'b']}, images=4)
+    for number in range(1, 4):
+        damage(tmp_path / 'val' / 'a' / f'{number}.png', kind)
+    targets = evaluate(Source(dir=str(tmp_path), on_corrupt_image='skip'))[1]
+    assert targets.tolist() == [0, 1, 1, 1, 1]
+    assert 'val/a/1.png' in caplog.text
+
+
+def test_a_batch_of_skipped_images_is_empty(tmp_path):
+    make_folder(tmp_path, {'val': ['a', 'b']}, images=4)
+    for number in range(4):
+        damage(tmp_path / 'val' / 'a' / f'{number}.png', 'cut')
+    loader, _ = create_eval_loader(Source(dir=str(tmp_path), on_corrupt_image='skip'), (16, 16), 4, num_workers=0)
+    assert [len(images) for images, _ in loader] == [0, 4]
+
+
+def test_training_takes_the_next_image_for_a_skipped_one(tmp_path, caplog):
+    make_folder(tmp_path, {'train': ['a', 'b'], 'val': ['a', 'b']}, images=3)
+    damage(tmp_path / 'train' / 'a' / '2.png', 'cut')
+    source = Source(dir=str(tmp_path), on_corrupt_image='skip')
+    loader = create_loaders(source, (16, 16), 6, augment=Augmentation(repeats=1), num_workers=0).train
+    assert sorted(next(iter(loader))[1].tolist()) == [0, 0, 1, 1, 1, 1]
+    assert 'train/a/2.png' in caplog.text
+
+
+def test_a_data_set_of_corrupt_images_ends_the_run(tmp_path):
+    make_folder(tmp_path, {'train': ['a'], 'val': ['a']})
+    for number in range(2):
+        damage(tmp_path / 'train' / 'a' / f'{number}.png', 'empty')
+    split = open_train_split(Source(dir=str(tmp_path), on_corrupt_image='skip'), 1)
+    with pytest.raises(CorruptImageError, match=r'50 in a row that cannot, the first one a/1\.png'):
+        _ = split.dataset[1]
+
+
+def test_an_error_of_a_transform_is_not_blamed_on_the_image(tmp_path):
+    make_folder(tmp_path, {'train': ['a'], 'val': ['a']})
+    split = open_train_split(Source(dir=str(tmp_path), on_corrupt_image='skip'), 1)
+    split.dataset.transform = lambda image: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        _ = split.dataset[0]
+
+
+def test_a_missing_directory_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r'nowhere, which is not one'):
+        create_loaders(tmp_path / 'nowhere', (16, 16), 2)
+
+
+def test_an_empty_directory_is_named(tmp_path):
+    with pytest.raises(ValueError, match='which is empty'):
+        create_loaders(tmp_path, (16, 16), 2)
+
+
+def test_a_missing_split_lists_what_is_there(tmp_path):
+    make_folder(tmp_path, {'train': ['a'], 'extra': ['a']})
+    with pytest.raises(ValueError, match=r'expected a folder or tar file val or validation or test .* only extra, tr'):
+        create_loaders(tmp_path, (16, 16), 2)
+
+
+def test_different_class_folders_are_listed(tmp_path):
+    make_folder(tmp_path, {'train': ['a', 'b'], 'val': ['a', 'c']})
+    with pytest.raises(ValueError, match=r"only in training: \['b'\]; only in validation: \['c'\]"):
+        create_loaders(tmp_path, (16, 16), 2)
+
+
+def test_a_class_without_images_is_named(tmp_path):
+    make_folder(tmp_path, {'train': ['a', 'b'], 'val': ['a', 'b']})
+    for path in (tmp_path / 'train' / 'b').iterdir():
+        path.unlink()
+    with pytest.raises(ValueError, match='got none in b'):
+        create_loaders(tmp_path, (16, 16), 1)
+
+
+def test_a_split_without_class_folders_is_named(tmp_path):
+    make_folder(tmp_path, {'train': ['a']})
+    (tmp_path / 'val').mkdir()
+    with pytest.raises(ValueError, match='expected one folder per class in'):
+        create_loaders(tmp_path, (16, 16), 1)
+
+
+def test_a_tar_without_the_split_lists_what_is_there(tmp_path):
+    tar = make_tar(tmp_path / 'all.tar', make_folder(tmp_path / 'images', {'train': ['a'], 'extra': ['a']}))
+    with pytest.raises(ValueError, match=r'val or validation or test of class folders in .*got only extra, train'):
+        open_eval_split(Source(dir=str(tar)), 1)
+
+
+def test_a_tar_without_images_is_named(tmp_path):
+    (tmp_path / 'train').mkdir()
+    (tmp_path / 'train' / 'notes.txt').write_text('nothing')
+    tar = make_tar(tmp_path / 'all.tar', tmp_path / 'train')
+    with pytest.raises(ValueError, match=r'expected images in class folders in .*all\.tar, got none'):
+        open_train_split(Source(dir=str(tar)), 1)
+
+
+@pytest.mark.parametrize('content', [b'', b'not a tar file at all' * 100])
+def test_a_damaged_tar_is_named(tmp_path, content):
+    (tmp_path / 'all.tar').write_bytes(content)
+    with pytest.raises(ValueError, match=r'expected a whole tar file, got .*all\.tar'):
+        open_train_split(Source(dir=str(tmp_path / 'all.tar')), 1)
+
+
+@pytest.mark.parametrize(
+    ('name', 'message'),
+    [
+        ('torch/cifar10', r"the split 'train' of the data set torch/cifar10 in .*, got: .*data\.download=true"),
+        ('torch/cifar11', r'torch/cifar11 in .*Unknown torchvision dataset cifar11'),
+        ('nonsense/x', r'name must begin with one of torch/, hfds/, hfids/, wds/, tfds/'),
+    ],
+)
+def test_a_named_data_set_that_cannot_be_opened_is_named(tmp_path, name, message):
+    with pytest.raises(ValueError, match=message):
+        open_train_split(Source(name=name, dir=str(tmp_path)), 1)
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({}, 'expected the dir or the name of a data set'),
+        ({'dir': 'x', 'on_corrupt_image': 'ignore'}, "must be 'raise' or 'skip', got 'ignore'"),
+        ({'dir': 'x', 'num_classes': 0}, 'num_classes must be at least 1, got 0'),
+    ],
+)
+def test_an_impossible_source_is_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
+        Source(**options)

@@ -1,0 +1,181 @@
+"""The sections and keys of an experiment, their defaults and their ranges."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from aft_vision.data import Augmentation, Source
+
+
+@dataclass(frozen=True)
+class DataConfig(Source):
+    """Where the images are and how they are batched; `dir`, `name` and what else a Source has, and these.
+
+    Attributes:
+        img_size: (H, W) in pixels.
+        batch_size: Images per optimizer step, whatever `optim.accumulate` is.
+        eval_batch_size: Images per validation batch; None means the images that the model sees at once in training.
+        crop_pct: Side of the validation crop relative to the resized image.
+        num_workers: Decoding processes per loader.
+    """
+
+    dir: str = 'tests/assets/clothing'
+    img_size: tuple[int, int] = (224, 224)
+    batch_size: int = 64
+    eval_batch_size: int | None = None
+    crop_pct: float = 0.875
+    num_workers: int = 2
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and the loss.
+
+    Attributes:
+        name: An optimizer of `timm.optim.list_optimizers()`.
+        lr: Peak learning rate per 512 images; the rate used is `lr * batch_size / 512`.
+        weight_decay: Of parameters with two or more dimensions that the model does not exempt.
+        layer_decay: Factor of the learning rate from each block to the one before it; None for the same rate.
+        args: Further keyword arguments of the optimizer, as `{betas: [0.9, 0.95]}`.
+        accumulate: Parts that a batch is split into; each goes forward and backward alone, one update follows all.
+        clip_grad: Largest gradient norm; None for no clipping.
+        label_smoothing: Share of the target spread over all classes.
+    """
+
+    name: str = 'adamw'
+    lr: float = 5e-4
+    weight_decay: float = 0.05
+    layer_decay: float | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
+    clip_grad: float | None = None
+    label_smoothing: float = 0.1
+
+    def __post_init__(self) -> None:
+        require('optim.lr', self.lr, 0 < self.lr < math.inf, 'above 0')
+        require('optim.weight_decay', self.weight_decay, self.weight_decay >= 0, 'at least 0')
+        decay = self.layer_decay is None or 0 < self.layer_decay <= 1
+        require('optim.layer_decay', self.layer_decay, decay, 'in (0, 1], or null for the same rate everywhere')
+        require('optim.accumulate', self.accumulate, self.accumulate >= 1, 'at least 1')
+        positive = self.clip_grad is None or self.clip_grad > 0
+        require('optim.clip_grad', self.clip_grad, positive, 'above 0, or null for no clipping')
+        require('optim.label_smoothing', self.label_smoothing, 0 <= self.label_smoothing < 1, 'in [0, 1)')
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """The moving average of the weights, evaluated beside them.
+
+    Attributes:
+        decay: Weight of the past at each update; None for no average.
+        warmup: Whether the decay rises from 0 to `decay` during the first updates, as 1 - (1 + update)^(-2/3).
+    """
+
+    decay: float | None = None
+    warmup: bool = False
+
+    def __post_init__(self) -> None:
+        within = self.decay is None or 0 < self.decay < 1
+        require('ema.decay', self.decay, within, 'in (0, 1), or null for no moving average')
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Linear warm-up, then a cosine; learning rates are absolute.
+
+    Attributes:
+        warmup_lr: Learning rate of the first step of the warm-up.
+        min_lr: Learning rate at the end.
+        step: When the rate changes: after each `update`, after each `epoch`, or as in DeiT's code (`deit`) after each
+            epoch but one epoch late, so that the first two train at `warmup_lr`.
+    """
+
+    epochs: int = 300
+    warmup_epochs: int = 5
+    warmup_lr: float = 1e-6
+    min_lr: float = 1e-5
+    step: Literal['epoch', 'update', 'deit'] = 'epoch'
+
+    def __post_init__(self) -> None:
+        require('schedule.epochs', self.epochs, self.epochs >= 1, 'at least 1')
+        below = 0 <= self.warmup_epochs < self.epochs
+        require('schedule.warmup_epochs', self.warmup_epochs, below, f'in [0, epochs), epochs being {self.epochs}')
+        require('schedule.warmup_lr', self.warmup_lr, self.warmup_lr >= 0, 'at least 0')
+        require('schedule.min_lr', self.min_lr, self.min_lr >= 0, 'at least 0')
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How and where the run takes place.
+
+    Attributes:
+        dir: Folder of the run; None means `runs/` and the name of the config file.
+        overwrite: Allow a folder that already holds a run.
+        init_from: A checkpoint or exported folder whose weights the run starts from; None for the model's own.
+        reset_head: Start with a new classifier in place of that of `init_from`.
+        seed: Of the weights, of the order of the images and of all that is random in training; at least 0.
+        device: `auto` takes CUDA when there is one.
+        cpu_threads: Threads of the model on a CPU, which the loading processes should not have to share; None leaves
+            torch's choice, one per core.
+        amp: Autocast to bfloat16, or to float16 with a scaled loss, or none.
+        compile: Compile the model with torch.compile for training; evaluation stays eager.
+        tensorboard: Write TensorBoard's event files beside summary.csv.
+        eval_every: Epochs between evaluations; the last epoch is always evaluated.
+    """
+
+    dir: str | None = None
+    overwrite: bool = False
+    init_from: str | None = None
+    reset_head: bool = False
+    seed: int = 0
+    device: str = 'auto'
+    cpu_threads: int | None = None
+    amp: Literal['none', 'bfloat16', 'float16'] = 'none'
+    compile: bool = False
+    tensorboard: bool = True
+    eval_every: int = 1
+
+    def __post_init__(self) -> None:
+        require('run.seed', self.seed, self.seed >= 0, 'at least 0')
+        threads = self.cpu_threads is None or self.cpu_threads >= 1
+        require('run.cpu_threads', self.cpu_threads, threads, 'at least 1, or null for one per core')
+        require('run.eval_every', self.eval_every, self.eval_every >= 1, 'at least 1')
+        of_something = self.init_from is not None or not self.reset_head
+        require('run.reset_head', self.reset_head, of_something, 'false without run.init_from')
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment; `model` is `{name: ..., **keyword arguments of the model}`."""
+
+    model: dict[str, Any] = field(default_factory=lambda: {'name': 'aft_conv_tiny'})
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: Augmentation = field(default_factory=Augmentation)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        batch, parts = self.data.batch_size, self.optim.accumulate
+        require('data.batch_size', batch, batch >= 1, 'at least 1')
+        require('optim.accumulate', parts, batch % parts == 0, f'a divisor of data.batch_size, which is {batch}')
+        even = self.micro_batch_size % 2 == 0 or not self.augment.mixes
+        require(
+            'data.batch_size',
+            batch,
+            even,
+            f'even in each of the {parts} parts of optim.accumulate, because augment.mixup and augment.cutmix pair '
+            'images; or set both to 0',
+        )
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Images that go through the model at once."""
+        return self.data.batch_size // self.optim.accumulate
+
+
+def require(key: str, value: Any, holds: bool, expected: str) -> None:
+    """Raise a ValueError that names the key and the value, unless the condition holds."""
+    if not holds:
+        raise ValueError(f'expected {key} to be {expected}, got {value!r}')
