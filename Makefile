@@ -29,10 +29,20 @@ lint: $(STAMP)
 timm-suite: $(STAMP)
 	$(PY) tests/run_timm_suite.py $(foreach model,$(MODELS),'$(model)')
 
-# A small AFT-conv on the embedded photographs (ten classes), then its accuracy at three image sizes
+# A small AFT-conv on the embedded photographs (ten classes), its accuracy at three image sizes, what it has learned
 demo: $(STAMP)
 	$(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/demo run.overwrite=true
 	$(PY) -m tools.eval_resolution --checkpoint runs/demo/best.pth --data tests/assets/clothing --sizes 64 96 128
+	$(PY) -m tools.visualize_bias --checkpoint runs/demo/best.pth
+	@echo
+	@echo 'Everything is in runs/demo. Look at:'
+	@echo '  runs/demo/curves.png             loss and accuracy by epoch'
+	@echo '  runs/demo/eval_resolution.png    accuracy at sizes that it was not trained at'
+	@echo '  runs/demo/position_biases.png    what the position biases have become'
+	@echo 'Try next:'
+	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/k3 model.kernel_size=3'
+	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/mine data.dir=YOUR_IMAGES'
+	@echo '  $(PY) -c "import aft_vision, timm; print(timm.create_model('"'local-dir:runs/demo/export'"', pretrained=True))"'
 
 clean:
 	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache build *.egg-info runs/demo

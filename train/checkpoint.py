@@ -18,6 +18,9 @@ def save_checkpoint(content: dict[str, Any], path: str | Path) -> None:
 
     Args:
         content: Tensors and plain containers only, so that `torch.load(weights_only=True)` reads it.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written for another reason.
     """
     path = Path(path)
     temporary = path.with_name(f'.{path.name}.tmp')
@@ -27,6 +30,10 @@ def save_checkpoint(content: dict[str, Any], path: str | Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        # torch hides the reason behind a RuntimeError of its own.
+        reason = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise OSError(f'could not write {path}; what was there before is whole: {reason}') from reason
     finally:
         temporary.unlink(missing_ok=True)
     _sync_directory(path.parent)

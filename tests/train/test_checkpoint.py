@@ -1,3 +1,7 @@
+import resource
+import signal
+from collections.abc import Iterator
+
 import pytest
 import timm
 import torch
@@ -15,17 +19,21 @@ def test_a_checkpoint_is_read_without_running_code(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ['last.pth']
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path, monkeypatch):
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """No file grows beyond 100 kB, as on a disk that becomes full while it is written."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path, full_disk):
     save_checkpoint({'epoch': 1}, tmp_path / 'last.pth')
-
-    def fail_half_way(content: object, file: object) -> None:
-        file.write(b'half')
-        raise OSError(28, 'No space left on device')
-
-    monkeypatch.setattr(torch, 'save', fail_half_way)
-    with pytest.raises(OSError, match='No space left'):
-        save_checkpoint({'epoch': 2}, tmp_path / 'last.pth')
-    monkeypatch.undo()
+    with pytest.raises(OSError, match=r'could not write .*last\.pth; what was there before is whole: .*too large'):
+        save_checkpoint({'epoch': 2, 'state_dict': {'a': torch.zeros(100_000)}}, tmp_path / 'last.pth')
     assert torch.load(tmp_path / 'last.pth', weights_only=True) == {'epoch': 1}
     assert [path.name for path in tmp_path.iterdir()] == ['last.pth']
 
