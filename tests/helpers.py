@@ -8,6 +8,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from aft_vision.data import Augmentation
+
 # Relative to the norm of the reference tensor: (value, gradient).
 BOUNDS = {
     torch.float64: (1e-10, 1e-9),
@@ -16,6 +18,16 @@ BOUNDS = {
     torch.float16: (4e-3, 4e-3),
 }
 NASTY_BOUND = 1e-4
+NO_AUGMENTATION = Augmentation(
+    scale=(1.0, 1.0),
+    hflip=0.0,
+    color_jitter=0.0,
+    auto_augment=None,
+    repeats=1,
+    random_erasing=0.0,
+    mixup=0.0,
+    cutmix=0.0,
+)
 
 
 def generator(seed: int = 0) -> torch.Generator:

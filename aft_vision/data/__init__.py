@@ -1,12 +1,11 @@
 """Image data sets and their loaders, built on timm.data."""
 
-from aft_vision.data.augment import NO_AUGMENTATION, Augmentation, BatchAugmentation
-from aft_vision.data.datasets import CorruptImageError, Source, find_split
+from aft_vision.data.augment import Augmentation, BatchAugmentation
+from aft_vision.data.datasets import CorruptImageError, Source
 from aft_vision.data.imagenet import Loaders, create_eval_loader, create_loaders
 from aft_vision.data.sampling import STEP, derive_seed, seed_generators
 
 __all__ = [
-    'NO_AUGMENTATION',
     'STEP',
     'Augmentation',
     'BatchAugmentation',
@@ -16,6 +15,5 @@ __all__ = [
     'create_eval_loader',
     'create_loaders',
     'derive_seed',
-    'find_split',
     'seed_generators',
 ]

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from PIL import Image
 from timm.data import Mixup, create_transform
 from timm.data.auto_augment import posterize
 from timm.data.random_erasing import RandomErasing
@@ -54,23 +55,18 @@ class Augmentation:
                 raise ValueError(f'augmentation {name} must be at least 0, got {getattr(self, name)}')
         if self.repeats < 1:
             raise ValueError(f'augmentation repeats must be at least 1, got {self.repeats}')
+        try:
+            train_transform((32, 32), self, (0.5,) * 3, (0.5,) * 3)
+        except (AssertionError, KeyError, ValueError, IndexError) as error:
+            raise ValueError(
+                'augmentation auto_augment must be a policy of timm, such as rand-m9-mstd0.5-inc1, '
+                f'got {self.auto_augment!r}'
+            ) from error
 
     @property
     def mixes(self) -> bool:
         """Whether batches are mixed, so that targets are distributions over classes."""
         return self.mix_prob > 0 and (self.mixup > 0 or self.cutmix > 0)
-
-
-NO_AUGMENTATION = Augmentation(
-    scale=(1.0, 1.0),
-    hflip=0.0,
-    color_jitter=0.0,
-    auto_augment=None,
-    repeats=1,
-    random_erasing=0.0,
-    mixup=0.0,
-    cutmix=0.0,
-)
 
 
 class BatchAugmentation:
@@ -138,6 +134,7 @@ def train_transform(
         use_prefetcher=True,
     )
     _allow_posterize_to_no_bits(transform)
+    transform.transforms.insert(0, _to_rgb)
     return transform
 
 
@@ -145,9 +142,16 @@ def eval_transform(img_size: tuple[int, int], crop_pct: float) -> Any:
     """Make DeiT's evaluation: the shorter side to int(size / crop_pct), bicubic, then the centre crop, uint8."""
     if not 0 < crop_pct <= 1:
         raise ValueError(f'crop_pct must be in (0, 1], got {crop_pct}')
-    return create_transform(
+    transform = create_transform(
         (3, *img_size), interpolation='bicubic', crop_pct=crop_pct, crop_mode='center', use_prefetcher=True
     )
+    transform.transforms.insert(0, _to_rgb)
+    return transform
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    # Some data sets of torchvision are grey.
+    return image if image.mode == 'RGB' else image.convert('RGB')
 
 
 def _allow_posterize_to_no_bits(transform: Any) -> None:

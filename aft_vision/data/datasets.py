@@ -1,14 +1,16 @@
 """Opens the splits of a data set: folders, tar files, and whatever timm's readers and torchvision know by name."""
 
 import logging
+import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from PIL import Image
 from timm.data import ImageDataset, create_dataset
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from torch.utils.data import IterableDataset
 
 TRAIN_SPLITS = ('train',)
@@ -16,6 +18,7 @@ EVAL_SPLITS = ('val', 'validation', 'test')
 # Skipping more images than this in a row means that the data set is broken, not an image.
 MAX_SKIPPED_IN_A_ROW = 50
 NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/', 'tfds/')
+TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
 
 _logger = logging.getLogger(__name__)
 
@@ -33,9 +36,10 @@ class Source:
             or `validation` of a named data set.
         download: Fetch a named data set that is not there yet.
         num_classes: For named data sets that do not say how many classes they have; None otherwise.
+        input_key, target_key: Names of the image and of the class in data sets that have names for them (`hfds/`,
+            `wds/`, ...); None for those that timm expects.
         on_corrupt_image: Whether an image that cannot be decoded ends the run, or is skipped with a warning: training
-            then takes the next one, evaluation leaves it out. Images of streamed data sets (`wds/`, ...) are up to
-            their readers.
+            then takes the next one, evaluation leaves it out. Of named data sets only `hfds/` can skip.
     """
 
     dir: str = ''
@@ -44,13 +48,17 @@ class Source:
     eval_split: str | None = None
     download: bool = False
     num_classes: int | None = None
+    input_key: str | None = None
+    target_key: str | None = None
     on_corrupt_image: Literal['raise', 'skip'] = 'raise'
 
     def __post_init__(self) -> None:
         if self.on_corrupt_image not in ('raise', 'skip'):
             raise ValueError(f"on_corrupt_image must be 'raise' or 'skip', got {self.on_corrupt_image!r}")
-        if not self.name and not self.dir:
-            raise ValueError('expected the dir or the name of a data set, got neither')
+        if self.name.lower().startswith('torch/') and not self.dir:
+            raise ValueError(f'expected data.dir, the folder of {self.name}, got none')
+        if self.name and not self.name.lower().startswith('hfds/') and self.on_corrupt_image == 'skip':
+            raise ValueError(f"on_corrupt_image must be 'raise' for {self.name}, whose reader decides, got 'skip'")
         if self.num_classes is not None and self.num_classes < 1:
             raise ValueError(f'num_classes must be at least 1, got {self.num_classes}')
 
@@ -82,19 +90,26 @@ class CheckedImageDataset(ImageDataset):
                 return image if self.transform is None else self.transform(image), target
         raise CorruptImageError(
             f'expected images that can be decoded, got {MAX_SKIPPED_IN_A_ROW} in a row that cannot, '
-            f'the first one {self.filename(index)}'
+            f'the first one {self._name(index)}'
         )
 
     def _read(self, index: int) -> tuple[Image.Image, int]:
         try:
             file, target, *_ = self.reader[index]
+        except (OSError, tarfile.TarError) as error:
+            raise CorruptImageError(f'expected an image that can be read, got {self._name(index)}: {error}') from error
+        try:
             with file:
                 return Image.open(file).convert(self.input_img_mode), target
         # Whatever a damaged file makes a decoder raise: OSError, SyntaxError, struct.error, DecompressionBombError.
         except Exception as error:
             raise CorruptImageError(
-                f'expected an image that can be decoded, got {self.filename(index, absolute=True)}: {error}'
+                f'expected an image that can be decoded, got {self._name(index)}: {error}'
             ) from error
+
+    def _name(self, index: int) -> str:
+        # An image that a data set of Hugging Face holds as bytes may have no path.
+        return self.filename(index, absolute=True) or f'the image with index {index}'
 
 
 @dataclass(frozen=True)
@@ -144,6 +159,8 @@ def check_same_classes(train: Sequence[str], evaluation: Sequence[str]) -> None:
 
 
 def _open(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_training: bool) -> Split:
+    if not source.name and not source.dir:
+        raise ValueError('expected data.dir or data.name, where the images are, got neither')
     if source.name:
         return _open_named(source, wanted, batch_size, seed, is_training)
     root = Path(source.dir)
@@ -184,6 +201,11 @@ def _open_folder(folder: Path) -> Split:
     except RuntimeError as error:
         raise ValueError(f'expected images in the class folders of {folder}, got none') from error
     class_to_idx = dataset.reader.class_to_idx
+    _check_names(class_to_idx, folder)
+    astray = set(class_to_idx) - set(class_folders)
+    for path, target in dataset.reader.samples if astray else ():
+        if target in {class_to_idx[name] for name in astray}:
+            raise ValueError(f'expected images in the class folders of {folder} alone, got {path}')
     without_images = sorted(set(class_folders) - set(class_to_idx))
     if without_images:
         raise ValueError(f'expected images in every class folder of {folder}, got none in {", ".join(without_images)}')
@@ -195,32 +217,69 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None) -> Split:
     dataset = _read_tar(path)
     reader = dataset.reader
     folders = [PurePosixPath(sample[0].name).parent for sample in reader.samples]
-    if wanted is not None:
-        splits = {folder.parent.name for folder in folders}
-        present = [name for name in wanted if name in splits]
-        if not present:
-            raise ValueError(
-                f'expected a folder {" or ".join(wanted)} of class folders in {path}, got only '
-                f'{", ".join(sorted(filter(None, splits))) or "none"}'
-            )
-        chosen = [i for i, folder in enumerate(folders) if folder.parent.name == present[0]]
-        folders = [folders[i] for i in chosen]
-        reader.samples = reader.samples[chosen]
-    used = {folder.name for folder in folders}
+    splits = _split_folders({folder.parent for folder in folders}, path, wanted)
+    chosen = [i for i, folder in enumerate(folders) if folder.parent in splits]
+    for sample, folder in zip(reader.samples, folders, strict=True):
+        if folder.parent not in splits and splits & {folder, *folder.parents}:
+            raise ValueError(f'expected images in the class folders of {path} alone, got {sample[0].name} in it')
+    used = {folders[i].name for i in chosen}
+    present = {folder.name for folder in _folders_of_tar(path) if folder.parent in splits and folder not in splits}
+    empty = sorted(present - used)
+    if empty:
+        raise ValueError(f'expected images in every class folder of {path}, got none in {", ".join(empty)}')
+    _check_names(used, path)
     # The reader has them in the order that it gives the classes of a folder.
     names = [name for name in reader.class_name_to_idx if name in used]
     class_to_idx = {name: index for index, name in enumerate(names)}
-    reader.targets = [class_to_idx[folder.name] for folder in folders]
+    reader.samples = reader.samples[chosen]
+    reader.targets = [class_to_idx[folders[i].name] for i in chosen]
     return Split(dataset, names)
+
+
+def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str] | None) -> set[PurePosixPath]:
+    """Of the folders that hold class folders, those of the first wanted split; or the outermost."""
+    if wanted is None:
+        depth = min(len(parent.parts) for parent in parents)
+        return {parent for parent in parents if len(parent.parts) == depth}
+    for name in wanted:
+        found = {parent for parent in parents if parent.name == name}
+        if found:
+            return found
+    names = ', '.join(sorted(filter(None, (parent.name for parent in parents)))) or 'none'
+    raise ValueError(f'expected a folder {" or ".join(wanted)} of class folders in {path}, got only {names}')
 
 
 def _read_tar(path: Path) -> CheckedImageDataset:
     try:
-        return CheckedImageDataset(str(path))
+        with path.open('rb') as file:
+            # What a whole tar file ends with; without it, a file cut between two members looks whole.
+            file.seek(-1024, os.SEEK_END)
+            if any(file.read()):
+                raise ValueError(f'expected a whole tar file, got {path}, whose end is missing')
+        # timm would leave an index beside a large file, and trust it after the file has changed.
+        reader = ReaderImageInTar(str(path), cache_tarinfo=False)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ValueError(f'expected a whole tar file, got {path}: {error}') from error
     except ValueError as error:
+        if 'end is missing' in str(error):
+            raise
         raise ValueError(f'expected images in class folders in {path}, got none') from error
+    return CheckedImageDataset(str(path), reader=reader)
+
+
+def _folders_of_tar(path: Path) -> list[PurePosixPath]:
+    with tarfile.open(path) as file:
+        return [PurePosixPath(member.name) for member in file if member.isdir()]
+
+
+def _check_names(names: Iterable[str], place: Path) -> None:
+    """Reject class names whose order is not fixed: timm sorts them without regard to case."""
+    by_key: dict[str, str] = {}
+    for name in names:
+        if by_key.setdefault(name.lower(), name) != name:
+            raise ValueError(
+                f'expected class names in {place} that differ in more than case, got {by_key[name.lower()]} and {name}'
+            )
 
 
 def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_training: bool) -> Split:
@@ -228,6 +287,10 @@ def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: in
     if not source.name.lower().startswith(NAMED):
         raise ValueError(f'data.name must begin with one of {", ".join(NAMED)}, got {source.name!r}')
     name = wanted[0] if len(wanted) == 1 else 'validation'
+    # timm takes any other name of theirs for the test images.
+    if source.name.lower().startswith('torch/') and name not in TORCH_SPLITS:
+        raise ValueError(f'a split of {source.name} must be one of {", ".join(TORCH_SPLITS)}, got {name!r}')
+    keys = {key: value for key in ('input_key', 'target_key') if (value := getattr(source, key)) is not None}
     try:
         dataset = create_dataset(
             source.name,
@@ -237,13 +300,14 @@ def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: in
             download=source.download,
             batch_size=batch_size,
             seed=seed,
+            **keys,
         )
     except ImportError as error:
         raise ValueError(f'the data set {source.name} needs a package that is not installed: {error}') from error
-    except (AssertionError, RuntimeError, OSError, ValueError, KeyError) as error:
+    except (AssertionError, RuntimeError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f'expected the split {name!r} of the data set {source.name} in {source.dir or "its cache"}, got: {error}; '
-            'check data.name, data.dir and the split, or set data.download=true'
+            'check data.name, data.dir, the split and the keys, or set data.download=true'
         ) from error
     if type(dataset) is ImageDataset:
         dataset = CheckedImageDataset(source.dir, reader=dataset.reader)
@@ -256,7 +320,10 @@ def _known_class_names(dataset: Any, source: Source) -> list[str]:
     classes = getattr(dataset, 'classes', None) or sorted(class_to_idx, key=class_to_idx.__getitem__)
     if not classes:
         if source.num_classes is None:
-            raise ValueError(f'expected data.num_classes, because {source.name} does not say how many classes it has')
+            raise ValueError(
+                f'expected data.num_classes, because {source.name} does not say how many classes it has, '
+                'at least not where data.target_key looks'
+            )
         return [str(index) for index in range(source.num_classes)]
     if source.num_classes not in (None, len(classes)):
         raise ValueError(

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.data.loader import PrefetchLoader, fast_collate
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from aft_vision.data.augment import Augmentation, eval_transform, train_transform
 from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split, open_train_split
-from aft_vision.data.sampling import EpochSampler, SeededDataset
+from aft_vision.data.sampling import EpochSampler, Parts, SeededDataset
 
 
 class Loaders(NamedTuple):
@@ -21,12 +21,21 @@ class Loaders(NamedTuple):
     validation: Any
     class_names: list[str]
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order and the random changes of the next pass over the training images."""
-        parts: list[Any] = [getattr(self.train, 'sampler', None), getattr(self.train, 'dataset', None)]
-        for part in parts:
-            if hasattr(part, 'set_epoch'):
-                part.set_epoch(epoch)
+    def set_epoch(self, epoch: int, first_update: int = 0) -> None:
+        """Choose the order and the random changes of the next pass over the training images, and where it begins.
+
+        Raises:
+            ValueError: the pass is to begin within the epoch, and the data set can only be read from its start.
+        """
+        sampler: Any = getattr(self.train, 'sampler', None)
+        if isinstance(sampler, EpochSampler):
+            sampler.set_epoch(epoch, first_update)
+            return
+        if first_update:
+            raise ValueError(f'a streamed data set begins at the start of its epoch, not at update {first_update}')
+        dataset: Any = getattr(self.train, 'dataset', None)
+        if hasattr(dataset, 'set_epoch'):
+            dataset.set_epoch(epoch)
 
 
 def create_loaders(
@@ -40,44 +49,64 @@ def create_loaders(
     mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
     std: Sequence[float] = IMAGENET_DEFAULT_STD,
     seed: int = 0,
+    accumulate: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
     num_workers: int = 4,
     device: torch.device | str = 'cpu',
 ) -> Loaders:
     """Make the training and validation loaders of a data set.
 
     Order and random changes of the training images depend on `seed`, the epoch of `Loaders.set_epoch` and the image
-    alone, not on `num_workers` (but for streamed data sets, whose readers decide).
+    alone, not on `num_workers`, `accumulate` or `world_size` (but for streamed data sets, whose readers decide).
 
     Args:
         source: A directory or tar file, or a Source with more to say.
         img_size: (H, W) in pixels, of both.
-        batch_size: Images per training batch; the last incomplete batch of an epoch is dropped.
-        eval_batch_size: Images per validation batch; `batch_size` by default.
+        batch_size: Images per update, over all processes and accumulation steps; the last incomplete one of an epoch
+            is dropped.
+        eval_batch_size: Images per validation batch; those of a training batch by default.
         augment: Random changes to the training images; DeiT's by default. Erasing, mixup and cutmix are left to
             BatchAugmentation.
         crop_pct: Side of the validation crop relative to the resized image, in (0, 1].
         mean, std: Per channel, of pixels in [0, 1].
+        accumulate: Batches that this process makes of its share of an update.
+        rank, world_size: This process and the number of them; each has its share of every update and of the
+            validation images.
         num_workers: Decoding processes per loader; 0 decodes in this process.
         device: Where the batches arrive, normalised.
 
     Returns:
-        Loaders of (image (B, 3, H, W), class index (B,)).
+        Loaders of (image (B, 3, H, W), class index (B,)), B in training being batch_size / (accumulate * world_size).
 
     Raises:
         ValueError: the data set is missing or empty, a split or the images of a class are missing, the classes of the
-            splits differ, a batch is larger than the training split, or an option does not suit the data set.
+            splits differ, an update is larger than the training split or cannot be shared out evenly, or an option
+            does not suit the data set.
     """
     source = as_source(source)
     augment = augment or Augmentation()
-    train = open_train_split(source, batch_size, seed)
-    validation = open_eval_split(source, eval_batch_size or batch_size)
+    parts = Parts(accumulate * world_size, accumulate * rank, accumulate)
+    if batch_size % parts.total:
+        raise ValueError(
+            f'batch size must be a multiple of {parts.total}, which is accumulate * world_size, got {batch_size}'
+        )
+    eval_batch_size = eval_batch_size or batch_size // parts.total
+    train = open_train_split(source, batch_size // parts.total, seed)
+    validation = open_eval_split(source, eval_batch_size)
     check_same_classes(train.class_names, validation.class_names)
-    _check_training(train, batch_size, augment, source)
     normalize = _Normalize(tuple(mean), tuple(std), torch.device(device))
     train.dataset.transform = train_transform(img_size, augment, mean, std)
+    if train.is_stream:
+        train_loader = _stream_loader(train, batch_size, augment, parts, num_workers, normalize)
+    else:
+        sampler = EpochSampler(len(train.dataset), batch_size, seed, augment.repeats, parts)
+        dataset = SeededDataset(train.dataset, seed)
+        train_loader = _loader(dataset, batch_size // parts.total, num_workers, normalize, sampler=sampler)
+    shard = None if world_size == 1 else (rank, world_size)
     return Loaders(
-        _train_loader(train, batch_size, augment.repeats, seed, num_workers, normalize),
-        _eval_loader(validation, img_size, eval_batch_size or batch_size, crop_pct, num_workers, normalize),
+        train_loader,
+        _eval_loader(validation, img_size, eval_batch_size, crop_pct, num_workers, normalize, shard),
         train.class_names,
     )
 
@@ -116,41 +145,36 @@ class _Normalize(NamedTuple):
     device: torch.device
 
 
-def _check_training(train: Split, batch_size: int, augment: Augmentation, source: Source) -> None:
-    size = len(train.dataset)
-    if not 0 < batch_size <= size:
-        raise ValueError(
-            f'batch size must be in [1, {size}], the number of training images in {source.name or source.dir}, '
-            f'got {batch_size}'
-        )
-    if train.is_stream and augment.repeats > 1:
-        raise ValueError(
-            f'augmentation repeats must be 1 for the streamed data set {source.name}, got {augment.repeats}'
-        )
-
-
-def _train_loader(
-    split: Split, batch_size: int, repeats: int, seed: int, num_workers: int, normalize: _Normalize
+def _stream_loader(
+    split: Split, batch_size: int, augment: Augmentation, parts: Parts, num_workers: int, normalize: _Normalize
 ) -> PrefetchLoader:
-    dataset, sampler = split.dataset, None
-    if split.is_stream:
-        # timm's readers share the samples out among the workers.
-        dataset.set_loader_cfg(num_workers=num_workers)
-    else:
-        dataset = SeededDataset(dataset, seed)
-        sampler = EpochSampler(len(dataset), seed, repeats)
-    return _loader(dataset, batch_size, num_workers, normalize, sampler=sampler, drop_last=True)
+    """The loader of a data set whose reader shares the samples out among processes and workers itself."""
+    if augment.repeats > 1:
+        raise ValueError(f'augmentation repeats must be 1 for a streamed data set, got {augment.repeats}')
+    split.dataset.set_loader_cfg(num_workers=num_workers)
+    return _loader(split.dataset, batch_size // parts.total, num_workers, normalize, drop_last=True)
 
 
 def _eval_loader(
-    split: Split, img_size: tuple[int, int], batch_size: int, crop_pct: float, num_workers: int, normalize: _Normalize
+    split: Split,
+    img_size: tuple[int, int],
+    batch_size: int,
+    crop_pct: float,
+    num_workers: int,
+    normalize: _Normalize,
+    shard: tuple[int, int] | None = None,
 ) -> PrefetchLoader:
     if batch_size < 1:
         raise ValueError(f'evaluation batch size must be at least 1, got {batch_size}')
-    split.dataset.transform = eval_transform(img_size, crop_pct)
+    dataset = split.dataset
+    dataset.transform = eval_transform(img_size, crop_pct)
     if split.is_stream:
-        split.dataset.set_loader_cfg(num_workers=num_workers)
-    return _loader(split.dataset, batch_size, num_workers, normalize)
+        dataset.set_loader_cfg(num_workers=num_workers)
+    elif shard is not None:
+        rank, world_size = shard
+        # Nothing is padded, so every image counts once; the shares may differ by one image.
+        dataset = Subset(dataset, range(rank, len(dataset), world_size))
+    return _loader(dataset, batch_size, num_workers, normalize)
 
 
 def _loader(

@@ -1,8 +1,9 @@
-"""Randomness of training data as a function of (seed, epoch, image), independent of loaders, processes and history."""
+"""Randomness of training as a function of seed, epoch, image and update, independent of processes and of history."""
 
 import contextlib
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +15,9 @@ ORDER, SAMPLE, STEP = 1, 2, 3
 
 
 def derive_seed(stream: int, *key: int) -> int:
-    """Hash a stream and its key (integers of at least 0) to a seed in [0, 2**32)."""
-    return int(np.random.SeedSequence((stream, *key)).generate_state(1)[0])
+    """Hash a stream and its key (integers in [0, 2**32)) to a seed in the same range."""
+    # The length is hashed too, because numpy pads a short key with zeros.
+    return int(np.random.SeedSequence((len(key), stream, *key)).generate_state(1)[0])
 
 
 def seed_generators(seed: int, devices: bool = True) -> None:
@@ -36,31 +38,81 @@ class Draw(NamedTuple):
     repeat: int
 
 
-class EpochSampler(Sampler[Draw]):
-    """Draws `size` samples an epoch in an order that depends on the seed and the epoch alone.
+@dataclass(frozen=True)
+class Parts:
+    """The share that this process has in the batch of every update.
 
-    Args:
-        size: Images of the data set, and samples of an epoch.
-        repeats: Occurrences in a row of each image that is drawn; an epoch draws one image in `repeats`.
+    A batch is dealt out to `total` parts like cards, so that the repeats of an image come into different parts. The
+    parts of all processes and all accumulation steps make the batch, whatever their number.
+
+    Attributes:
+        total: Parts of a batch, over all processes.
+        first, count: The parts of this process: `count` from `first` on, one after the other.
     """
 
-    def __init__(self, size: int, seed: int, repeats: int = 1) -> None:
-        self.size = size
-        self.seed = seed
-        self.repeats = repeats
-        self.epoch = 0
+    total: int = 1
+    first: int = 0
+    count: int = 1
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass."""
-        self.epoch = epoch
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.first + self.count <= self.total:
+            raise ValueError(f'expected count parts from first on, within total, got {self}')
+
+
+class EpochSampler(Sampler[Draw]):
+    """Draws the samples of this process, in an order that depends on the seed and the epoch alone.
+
+    Args:
+        size: Images of the data set. An epoch is the size // batch_size whole batches.
+        batch_size: Images of an update, over all parts.
+        seed: At least 0.
+        repeats: Occurrences in a row of each image that is drawn; an epoch draws one image in `repeats`.
+        parts: The parts of each batch that this process draws.
+
+    Raises:
+        ValueError: the batch is larger than the data set, or the parts of a batch would differ in size.
+    """
+
+    def __init__(self, size: int, batch_size: int, seed: int, repeats: int = 1, parts: Parts | None = None) -> None:
+        self.parts = parts or Parts()
+        if not 0 < batch_size <= size:
+            raise ValueError(f'batch size must be in [1, {size}], the number of training images, got {batch_size}')
+        if batch_size % self.parts.total:
+            raise ValueError(f'batch size must be a multiple of its {self.parts.total} parts, got {batch_size}')
+        self.size, self.batch_size, self.seed, self.repeats = size, batch_size, seed, repeats
+        self.epoch = self.first_update = 0
+
+    @property
+    def updates(self) -> int:
+        """Updates of a whole epoch."""
+        return self.size // self.batch_size
+
+    def set_epoch(self, epoch: int, first_update: int = 0) -> None:
+        """Choose the epoch of the next pass, and the update of it (from 0) that the pass begins at."""
+        self.epoch, self.first_update = epoch, first_update
+
+    def draws(self, update: int) -> list[Draw]:
+        """The samples of this process in one update of the epoch, part by part."""
+        return self._draws(self._order(), update)
 
     def __iter__(self) -> Iterator[Draw]:
-        order = np.random.default_rng((ORDER, self.seed, self.epoch)).permutation(self.size)
-        for position in range(self.size):
-            yield Draw(self.epoch, int(order[position // self.repeats]), position % self.repeats)
+        order = self._order()
+        for update in range(self.first_update, self.updates):
+            yield from self._draws(order, update)
 
     def __len__(self) -> int:
-        return self.size
+        return (self.updates - self.first_update) * self.batch_size // self.parts.total * self.parts.count
+
+    def _order(self) -> np.ndarray:
+        return np.random.default_rng((ORDER, self.seed, self.epoch)).permutation(self.size)
+
+    def _draws(self, order: np.ndarray, update: int) -> list[Draw]:
+        start, parts = update * self.batch_size, self.parts
+        return [
+            Draw(self.epoch, int(order[position // self.repeats]), position % self.repeats)
+            for part in range(parts.first, parts.first + parts.count)
+            for position in range(start + part, start + self.batch_size, parts.total)
+        ]
 
 
 class SeededDataset(Dataset):

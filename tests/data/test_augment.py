@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 import torch
+from helpers import NO_AUGMENTATION
 from PIL import Image
 
-from aft_vision.data import NO_AUGMENTATION, Augmentation, BatchAugmentation, seed_generators
+from aft_vision.data import Augmentation, BatchAugmentation, seed_generators
 from aft_vision.data.augment import eval_transform, train_transform
 
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
@@ -119,6 +120,8 @@ def test_an_impossible_crop_is_rejected(crop_pct: float):
         {'cutmix': float('nan')},
         {'color_jitter': -1.0},
         {'repeats': 0},
+        {'auto_augment': 'foo'},
+        {'auto_augment': 'rand-q9'},
     ],
 )
 def test_an_impossible_augmentation_is_rejected(options: dict[str, float]):

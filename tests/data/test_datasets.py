@@ -9,8 +9,8 @@ from helpers import make_folder
 from PIL import Image
 from torchvision.datasets import CIFAR10
 
-from aft_vision.data import Augmentation, CorruptImageError, Source, create_eval_loader, create_loaders, find_split
-from aft_vision.data.datasets import open_eval_split, open_train_split
+from aft_vision.data import Augmentation, CorruptImageError, Source, create_eval_loader, create_loaders
+from aft_vision.data.datasets import find_split, open_eval_split, open_train_split
 
 PLAIN = dict(num_workers=0, mean=(0, 0, 0), std=(1, 1, 1), crop_pct=1.0)
 
@@ -51,7 +51,7 @@ def test_a_folder_and_its_tar_files_are_the_same_data_set(tmp_path, layout):
 
 
 def test_classes_of_a_tar_have_the_order_of_its_folder(tmp_path):
-    names = ['n10', 'n2', 'N1', 'a b', 'É']
+    names = ['n10', 'n2', 'N1', 'a b', 'É', 'é2']
     folder = make_folder(tmp_path / 'images', {'train': names, 'val': names}, images=1)
     tar = make_tar(tmp_path / 'all.tar', folder)
     opened = [open_train_split(Source(dir=str(path)), 1) for path in (folder, tar)]
@@ -98,6 +98,41 @@ def test_cifar10_is_read_through_torchvision(tmp_path, monkeypatch):
     torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)
 
 
+def test_a_misspelt_split_of_torchvision_is_not_taken_for_the_test_images(tmp_path, monkeypatch):
+    source = Source(name='torch/cifar10', dir=str(cifar10(tmp_path, monkeypatch)), train_split='trian')
+    with pytest.raises(ValueError, match=r"must be one of train, .*, got 'trian'"):
+        open_train_split(source, 1)
+
+
+def test_grey_images_of_torchvision_become_rgb(tmp_path):
+    folder = tmp_path / 'MNIST' / 'raw'
+    folder.mkdir(parents=True)
+    for kind in ('train', 't10k'):
+        pixels = torch.full((10, 28, 28), 100, dtype=torch.uint8)
+        for name, x, shape in (('images-idx3', pixels, (10, 28, 28)), ('labels-idx1', torch.arange(10), (10,))):
+            head = bytes([0, 0, 8, len(shape)]) + b''.join(size.to_bytes(4, 'big') for size in shape)
+            (folder / f'{kind}-{name}-ubyte').write_bytes(head + x.to(torch.uint8).numpy().tobytes())
+    loaders = create_loaders(Source(name='torch/mnist', dir=str(tmp_path)), (28, 28), 10, num_workers=0)
+    assert next(iter(loaders.train))[0].shape == (10, 3, 28, 28)
+    assert next(iter(loaders.validation))[0].shape == (10, 3, 28, 28)
+
+
+def test_other_names_of_image_and_class_are_passed_on(tmp_path, monkeypatch):
+    datasets = pytest.importorskip('datasets')
+    monkeypatch.setenv('HF_DATASETS_OFFLINE', '1')
+    rows = {'img': [Image.new('RGB', (4, 4), (20 * i,) * 3) for i in range(2)], 'fine': ['x', 'y']}
+    features = datasets.Features({'img': datasets.Image(), 'fine': datasets.ClassLabel(names=['x', 'y'])})
+    (tmp_path / 'data').mkdir()
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / 'data' / 'validation.parquet'))
+    options = dict(name=f'hfds/{tmp_path / "data"}', dir=str(tmp_path / 'cache'))
+    values, targets, names = evaluate(Source(**options, input_key='img', target_key='fine'))
+    assert names == ['x', 'y']
+    assert targets.tolist() == [0, 1]
+    torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)
+    with pytest.raises(ValueError, match=r'expected data\.num_classes, because hfds/.* where data\.target_key looks'):
+        evaluate(Source(**options))
+
+
 def test_a_data_set_of_hugging_face_is_read(tmp_path, monkeypatch):
     pytest.importorskip('datasets')
     monkeypatch.setenv('HF_DATASETS_OFFLINE', '1')
@@ -136,7 +171,7 @@ def test_webdataset_shards_are_read(shards):
     assert names == ['0', '1', '2']
     assert sorted(targets.tolist()) == [0, 0, 1, 1, 2, 2]
     torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)
-    loaders = create_loaders(source, (16, 16), 2, augment=Augmentation(repeats=1), num_workers=0)
+    loaders = create_loaders(source, (16, 16), 3, augment=Augmentation(repeats=1), num_workers=2)
     loaders.set_epoch(1)
     assert sorted(torch.cat([targets for _, targets in loaders.train]).tolist()) == [0, 0, 1, 1, 2, 2]
 
@@ -148,7 +183,7 @@ def test_a_stream_without_the_number_of_its_classes_asks_for_it(shards):
 
 def test_a_stream_cannot_repeat_images(shards):
     source = Source(name='wds/', dir=shards, num_classes=3)
-    with pytest.raises(ValueError, match='repeats must be 1 for the streamed data set wds/, got 3'):
+    with pytest.raises(ValueError, match='repeats must be 1 for a streamed data set, got 3'):
         create_loaders(source, (16, 16), 2, num_workers=0)
 
 
@@ -215,7 +250,7 @@ def test_a_data_set_of_corrupt_images_ends_the_run(tmp_path):
     for number in range(2):
         damage(tmp_path / 'train' / 'a' / f'{number}.png', 'empty')
     split = open_train_split(Source(dir=str(tmp_path), on_corrupt_image='skip'), 1)
-    with pytest.raises(CorruptImageError, match=r'50 in a row that cannot, the first one a/1\.png'):
+    with pytest.raises(CorruptImageError, match=r'50 in a row that cannot, the first one .*a/1\.png'):
         _ = split.dataset[1]
 
 
@@ -278,6 +313,51 @@ def test_a_tar_without_images_is_named(tmp_path):
         open_train_split(Source(dir=str(tar)), 1)
 
 
+@pytest.mark.parametrize('blocks', [1, 3, 10])
+def test_a_tar_that_is_cut_is_not_taken_for_a_smaller_one(tmp_path, blocks):
+    tar = make_tar(tmp_path / 'all.tar', make_folder(tmp_path / 'images', CLASSES))
+    content = tar.read_bytes().rstrip(b'\0')
+    whole = len(content) // 512 + 1
+    tar.write_bytes(content[: 512 * (whole - blocks)])
+    with pytest.raises(ValueError, match=r'expected a whole tar file, got .*all\.tar'):
+        open_train_split(Source(dir=str(tar)), 1)
+
+
+def test_a_class_without_images_in_a_tar_is_named(tmp_path):
+    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b']})
+    for path in (folder / 'train' / 'b').iterdir():
+        path.unlink()
+    with pytest.raises(ValueError, match=r'every class folder of .*all\.tar, got none in b'):
+        open_train_split(Source(dir=str(make_tar(tmp_path / 'all.tar', folder))), 1)
+
+
+@pytest.mark.parametrize('place', ['train/astray.png', 'train/a/deep/astray.png'])
+@pytest.mark.parametrize('as_tar', [False, True])
+def test_an_image_outside_the_class_folders_is_named(tmp_path, place, as_tar):
+    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b']})
+    (folder / place).parent.mkdir(exist_ok=True)
+    Image.new('RGB', (4, 4)).save(folder / place)
+    path = make_tar(tmp_path / 'all.tar', folder) if as_tar else folder
+    with pytest.raises(ValueError, match=rf'in the class folders of .* alone, got .*{place}'):
+        open_train_split(Source(dir=str(path)), 1)
+
+
+@pytest.mark.parametrize('as_tar', [False, True])
+def test_classes_that_differ_in_case_alone_are_rejected(tmp_path, as_tar):
+    folder = make_folder(tmp_path / 'images', {'train': ['Ab', 'aB', 'c']})
+    path = make_tar(tmp_path / 'all.tar', folder) if as_tar else folder
+    with pytest.raises(ValueError, match=r'that differ in more than case, got (Ab and aB|aB and Ab)'):
+        open_train_split(Source(dir=str(path)), 1)
+
+
+def test_a_tar_is_read_by_several_processes(tmp_path):
+    tar = make_tar(tmp_path / 'all.tar', make_folder(tmp_path / 'images', CLASSES, images=9))
+    loader, _ = create_eval_loader(tar, (16, 16), 4, **{**PLAIN, 'num_workers': 2})
+    images, targets = (torch.cat(parts) for parts in zip(*loader, strict=True))
+    torch.testing.assert_close(images.mean(dim=(1, 2, 3)) * 255 / 20, targets.float(), rtol=0, atol=0.05)
+    assert len(targets) == 27
+
+
 @pytest.mark.parametrize('content', [b'', b'not a tar file at all' * 100])
 def test_a_damaged_tar_is_named(tmp_path, content):
     (tmp_path / 'all.tar').write_bytes(content)
@@ -301,7 +381,8 @@ def test_a_named_data_set_that_cannot_be_opened_is_named(tmp_path, name, message
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({}, 'expected the dir or the name of a data set'),
+        ({'name': 'torch/mnist'}, r'expected data\.dir, the folder of torch/mnist'),
+        ({'name': 'wds/', 'on_corrupt_image': 'skip'}, "must be 'raise' for wds/, whose reader decides"),
         ({'dir': 'x', 'on_corrupt_image': 'ignore'}, "must be 'raise' or 'skip', got 'ignore'"),
         ({'dir': 'x', 'num_classes': 0}, 'num_classes must be at least 1, got 0'),
     ],
@@ -309,3 +390,8 @@ def test_a_named_data_set_that_cannot_be_opened_is_named(tmp_path, name, message
 def test_an_impossible_source_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         Source(**options)
+
+
+def test_a_source_without_a_place_is_rejected():
+    with pytest.raises(ValueError, match=r'expected data\.dir or data\.name, where the images are, got neither'):
+        open_train_split(Source(), 1)

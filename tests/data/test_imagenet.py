@@ -5,7 +5,7 @@ import torch
 from helpers import make_folder
 from PIL import Image
 
-from aft_vision.data import Augmentation, create_eval_loader, create_loaders
+from aft_vision.data import Augmentation, Loaders, create_eval_loader, create_loaders
 
 CLOTHING = Path(__file__).parents[1] / 'assets' / 'clothing'
 
@@ -87,3 +87,27 @@ def test_repeated_augmentation_shows_an_image_several_times_and_otherwise_each_t
     assert targets[:3].unique().numel() == targets[3:].unique().numel() == 1
     assert not torch.equal(images[0], images[1])
     assert len(loaders.train) == 100
+
+
+def test_processes_share_the_updates_and_the_validation_images():
+    options = dict(augment=Augmentation(repeats=1), num_workers=0)
+    whole = create_loaders(CLOTHING, (16, 16), 12, **options)
+    shares = [create_loaders(CLOTHING, (16, 16), 12, accumulate=2, rank=r, world_size=3, **options) for r in range(3)]
+    assert {len(share.train) for share in shares} == {2 * len(whole.train)}
+    images = next(iter(whole.train))[0]
+    parts = [images for share in shares for _, (images, _) in zip(range(2), share.train, strict=False)]
+    assert [len(part) for part in parts] == [2] * 6
+    assert torch.equal(torch.stack(parts, 1).flatten(0, 1), images)
+    validation = [torch.cat([targets for _, targets in share.validation]) for share in shares]
+    assert [len(targets) for targets in validation] == [67, 67, 66]
+    assert torch.equal(torch.cat(validation).sort().values, torch.arange(10).repeat_interleave(20))
+
+
+def test_an_update_that_cannot_be_shared_evenly_is_rejected():
+    with pytest.raises(ValueError, match=r'multiple of 6, which is accumulate \* world_size, got 10'):
+        create_loaders(CLOTHING, (16, 16), 10, accumulate=2, world_size=3, num_workers=0)
+
+
+def test_a_stream_cannot_begin_within_an_epoch():
+    with pytest.raises(ValueError, match='begins at the start of its epoch, not at update 3'):
+        Loaders([], [], []).set_epoch(0, first_update=3)

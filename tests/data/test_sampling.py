@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from aft_vision.data import derive_seed, seed_generators
-from aft_vision.data.sampling import Draw, EpochSampler, SeededDataset
+from aft_vision.data.sampling import Draw, EpochSampler, Parts, SeededDataset
 
 
 class Randoms:
@@ -21,25 +21,81 @@ class Randoms:
 
 
 def draw_epoch(epoch: int, seed: int = 0, repeats: int = 1, num_workers: int = 0) -> torch.Tensor:
-    sampler = EpochSampler(12, seed, repeats)
+    sampler = EpochSampler(12, 4, seed, repeats)
     sampler.set_epoch(epoch)
     loader = DataLoader(SeededDataset(Randoms(), seed), batch_size=5, sampler=sampler, num_workers=num_workers)
     return torch.cat(list(loader))
 
 
 def test_an_epoch_draws_every_image_once():
-    assert sorted(draw.image for draw in EpochSampler(12, seed=0)) == list(range(12))
+    assert sorted(draw.image for draw in EpochSampler(12, 4, seed=0)) == list(range(12))
 
 
 def test_repeats_draw_fewer_images_several_times_in_a_row():
-    draws = list(EpochSampler(12, seed=0, repeats=3))
+    draws = list(EpochSampler(12, 4, seed=0, repeats=3))
     assert Counter(draw.image for draw in draws) == dict.fromkeys({draw.image for draw in draws}, 3)
     assert [draw.repeat for draw in draws] == [0, 1, 2] * 4
     assert [draw.image for draw in draws[::3]] == [draw.image for draw in draws[2::3]]
 
 
 def test_repeats_that_do_not_divide_the_images_keep_the_length_of_the_epoch():
-    assert len(list(EpochSampler(10, seed=0, repeats=4))) == len(EpochSampler(10, seed=0, repeats=4)) == 10
+    assert len(list(EpochSampler(10, 2, seed=0, repeats=4))) == len(EpochSampler(10, 2, seed=0, repeats=4)) == 10
+
+
+def test_an_epoch_has_whole_batches_alone():
+    sampler = EpochSampler(11, 4, seed=0)
+    assert (sampler.updates, len(sampler), len(list(sampler))) == (2, 8, 8)
+
+
+@pytest.mark.parametrize('repeats', [1, 3])
+@pytest.mark.parametrize(('total', 'count'), [(1, 1), (2, 1), (4, 2), (4, 4), (12, 3)])
+def test_the_parts_of_all_processes_make_the_batch_of_one(total: int, count: int, repeats: int):
+    whole = EpochSampler(50, 12, seed=3, repeats=repeats)
+    shares = [EpochSampler(50, 12, 3, repeats, Parts(total, first, count)) for first in range(0, total, count)]
+    for update in range(4):
+        draws = [draw for share in shares for draw in share.draws(update)]
+        assert sorted(draws) == sorted(whole.draws(update))
+    assert {len(share) for share in shares} == {48 * count // total}
+
+
+def test_repeats_of_an_image_come_into_different_parts():
+    first, second, third = (EpochSampler(12, 12, 0, 3, Parts(3, part, 1)).draws(0) for part in range(3))
+    assert [draw.image for draw in first] == [draw.image for draw in second] == [draw.image for draw in third]
+    assert {draw.repeat for draw in second} == {1}
+
+
+def test_accumulation_steps_of_a_process_are_the_parts_of_several():
+    steps = EpochSampler(12, 12, 0, parts=Parts(4, 2, 2)).draws(0)
+    assert steps == [draw for part in (2, 3) for draw in EpochSampler(12, 12, 0, parts=Parts(4, part, 1)).draws(0)]
+
+
+def test_a_pass_may_begin_within_the_epoch():
+    sampler = EpochSampler(50, 12, seed=3)
+    whole = list(sampler)
+    sampler.set_epoch(0, first_update=3)
+    assert list(sampler) == whole[36:]
+    assert len(sampler) == 12
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == 48
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (dict(batch_size=13), r'in \[1, 12\], .* got 13'),
+        (dict(batch_size=0), r'in \[1, 12\], .* got 0'),
+        (dict(batch_size=4, parts=Parts(3, 0, 1)), 'a multiple of its 3 parts, got 4'),
+    ],
+)
+def test_a_batch_that_cannot_be_drawn_is_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
+        EpochSampler(12, seed=0, **options)
+
+
+@pytest.mark.parametrize('numbers', [(2, 2, 1), (2, -1, 1), (2, 0, 0), (2, 1, 2)])
+def test_parts_beyond_the_total_are_rejected(numbers):
+    with pytest.raises(ValueError, match='within total, got Parts'):
+        Parts(*numbers)
 
 
 @pytest.mark.parametrize('num_workers', [0, 1, 2])
@@ -72,6 +128,6 @@ def test_reading_a_sample_leaves_the_generators_alone():
 def test_derived_seeds_depend_on_every_part_of_the_key():
     keys = [(1, 0), (1, 1), (2, 0), (1, 0, 1), (1, 1, 0), (1, 0, 1, 1)]
     seeds = [derive_seed(*key) for key in keys]
-    assert len(set(seeds)) >= 5
+    assert len(set(seeds)) == 6
     assert seeds == [derive_seed(*key) for key in keys]
     assert all(0 <= seed < 2**32 for seed in seeds)

@@ -26,7 +26,7 @@ from aft_vision.ops.eager.numerics import (
     shifted_exp,
 )
 
-# The Toeplitz form is used up to this many heads, or if a head has fewer tokens than taps; it never holds more matrix
+# The Toeplitz form is used up to this many heads, or with at most as many tokens as taps; it never holds more matrix
 # elements than this at once.
 TOEPLITZ_HEADS = 64
 TOEPLITZ_ELEMENTS = 5_000_000
