@@ -1,30 +1,31 @@
 """Accuracy of a classifier on a loader, and the model that a checkpoint holds."""
 
 import contextlib
-import pickle
+import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from timm.task.evaluator import ClassificationEvaluator, evaluation_sample_limit
+from timm.task.evaluator import ClassificationEvaluator
 from torch import nn
 from tqdm import tqdm
 
 from aft_vision.models.aft_vit import StateDictError, check_state_dict
 
-CHECKPOINT_KEYS = ('model_name', 'model_kwargs', 'state_dict')
+CHECKPOINT_KEYS = {'model_name': str, 'model_kwargs': dict, 'state_dict': dict}
 
 
-@torch.inference_mode()
 def evaluate(
     model: nn.Module,
     loader: Any,
     device: torch.device | str = 'cpu',
     *,
     amp_dtype: torch.dtype | None = None,
+    distributed: bool = False,
     progress: bool = False,
 ) -> dict[str, float]:
     """Measure loss, accuracy and speed of a classifier; every sample counts exactly once.
@@ -33,6 +34,8 @@ def evaluate(
         model: Maps images (B, 3, H, W) to logits; evaluated in eval mode and returned to the mode it came in.
         loader: Yields (images, class indices (B,)).
         amp_dtype: Autocast data type; None runs in the model's own.
+        distributed: Sum over the processes of the default group, each of which has its share of the samples; speed is
+            this process's.
         progress: Show a progress bar on standard error.
 
     Returns:
@@ -42,28 +45,60 @@ def evaluate(
     Raises:
         ValueError: the loader is empty.
     """
+    return evaluate_all([model], loader, device, amp_dtype=amp_dtype, distributed=distributed, progress=progress)[0]
+
+
+@torch.inference_mode()
+def evaluate_all(
+    models: Sequence[nn.Module],
+    loader: Any,
+    device: torch.device | str = 'cpu',
+    *,
+    amp_dtype: torch.dtype | None = None,
+    distributed: bool = False,
+    progress: bool = False,
+) -> list[dict[str, float]]:
+    """Evaluate several models in one pass over the loader; otherwise as `evaluate`."""
     device = torch.device(device)
-    evaluator = ClassificationEvaluator(device, max_samples=evaluation_sample_limit(loader))
-    was_training = model.training
-    model.eval()
-    timings: list[tuple[int, float]] = []
+    meters = [_Meter(model, device) for model in models]
     for images, targets in tqdm(loader, desc='evaluate', unit='batch', leave=False, disable=not progress):
         # All of its images were corrupt and skipped.
         if not len(images):
             continue
         images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-        _synchronize(device)
+        for meter in meters:
+            meter.update(images, targets, amp_dtype)
+    return [meter.finish(distributed) for meter in meters]
+
+
+class _Meter:
+    """Counts what one model gets right, and the time that it takes."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.evaluator = ClassificationEvaluator(device)
+        self.was_training = model.training
+        self.timings: list[tuple[int, float]] = []
+        model.eval()
+
+    def update(self, images: torch.Tensor, targets: torch.Tensor, amp_dtype: torch.dtype | None) -> None:
+        _synchronize(self.device)
         start = time.perf_counter()
-        with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-            logits = model(images)
-        _synchronize(device)
-        timings.append((len(images), time.perf_counter() - start))
-        evaluator.update(logits, targets)
-    model.train(was_training)
-    if not evaluator.num_samples:
-        raise ValueError('expected a loader with at least one sample, got an empty one')
-    metrics = {name: float(value) for name, value in evaluator.compute().items()}
-    return {**metrics, 'images_per_second': _throughput(timings), 'samples': evaluator.num_samples}
+        with torch.autocast(self.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+            logits = self.model(images)
+        _synchronize(self.device)
+        self.timings.append((len(images), time.perf_counter() - start))
+        self.evaluator.update(logits, targets)
+
+    def finish(self, distributed: bool) -> dict[str, float]:
+        self.model.train(self.was_training)
+        metrics = {name: float(value) for name, value in self.evaluator.compute(distributed).items()}
+        samples = self.evaluator.counts[0].clone()
+        if distributed:
+            torch.distributed.all_reduce(samples)
+        if not samples:
+            raise ValueError('expected a loader with at least one sample, got an empty one')
+        return {**metrics, 'images_per_second': _throughput(self.timings), 'samples': int(samples)}
 
 
 def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu') -> nn.Module:
@@ -83,11 +118,24 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu') -> nn
     if checkpoint.is_dir():
         if not (checkpoint / 'config.json').is_file():
             raise ValueError(f'expected an exported model with a config.json in {checkpoint}, got none')
-        return timm.create_model(f'local-dir:{checkpoint}', pretrained=True).to(device).eval()
+        return _create(f'local-dir:{checkpoint}', checkpoint, pretrained=True).to(device).eval()
     content = read_checkpoint(checkpoint)
-    model = timm.create_model(content['model_name'], **content['model_kwargs'])
+    model = _create(content['model_name'], checkpoint, **content['model_kwargs'])
     load_matching_state_dict(model, content['state_dict'], source=str(checkpoint))
+    # As an export has them: the preprocessing, and the names of the classes.
+    cfg: Any = model.pretrained_cfg
+    cfg.update(content.get('data_config') or {})
+    if content.get('class_names'):
+        cfg['label_names'] = content['class_names']
     return model.to(device).eval()
+
+
+def _create(name: str, checkpoint: Path, **kwargs: Any) -> nn.Module:
+    try:
+        return timm.create_model(name, **kwargs)
+    # An unknown model, arguments that it does not take, weights that are missing, cut or of another shape.
+    except Exception as error:
+        raise ValueError(f'expected a model that can be built, got {checkpoint}: {error}') from error
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -101,13 +149,14 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ValueError(f'expected a checkpoint file or an exported directory, got {path}, which does not exist')
     try:
         content = torch.load(path, map_location='cpu', weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+    # Bytes of another kind make the unpickler raise almost anything.
+    except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
             f'expected a whole checkpoint, got {path}, which is truncated or of another kind: {reason}'
         ) from error
-    missing = [key for key in CHECKPOINT_KEYS if not isinstance(content, dict) or key not in content]
-    if missing:
+    is_complete = isinstance(content, dict) and all(isinstance(content.get(k), t) for k, t in CHECKPOINT_KEYS.items())
+    if not is_complete:
         found = ', '.join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
         raise ValueError(f'expected a checkpoint with {", ".join(CHECKPOINT_KEYS)}, got {path} with {found}')
     return content
@@ -155,6 +204,40 @@ def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool 
     load_matching_state_dict(model, state_dict, source=str(checkpoint))
 
 
+def resolve_device(name: str) -> torch.device:
+    """Find a device by its name; `auto` is CUDA where there is one.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    if name == 'auto':
+        name = 'cuda' if torch.cuda.is_available() else 'cpu'
+    try:
+        device = torch.device(name)
+        if device.type == 'meta':
+            raise RuntimeError('it holds no values')
+        if device.type == 'cuda':
+            # Without touching it: of several processes each will use another one.
+            if (device.index or 0) >= torch.cuda.device_count():
+                raise RuntimeError(f'there are {torch.cuda.device_count()} CUDA devices')
+        else:
+            torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f'expected auto or a device of this machine, got {name!r}: {reason}') from error
+    return device
+
+
+def check_image_size(model: nn.Module, size: Sequence[int]) -> None:
+    """Raise a ValueError unless a model takes images of that size, (H, W) in pixels, whole."""
+    patch_embed: Any = getattr(model, 'patch_embed', None)
+    patch = getattr(patch_embed, 'patch_size', None)
+    if not isinstance(patch, tuple) or getattr(patch_embed, 'dynamic_img_pad', False):
+        return
+    if any(side % step for side, step in zip(size, patch, strict=True)):
+        raise ValueError(f'expected an image size of multiples of the patch size {patch}, got {tuple(size)}')
+
+
 def reset_peak_memory(device: torch.device | str) -> None:
     """Start a new measurement of `peak_memory_mb`, where the system can: on CUDA, and on the CPU under Linux."""
     if torch.device(device).type == 'cuda':
@@ -185,6 +268,8 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _throughput(timings: list[tuple[int, float]]) -> float:
-    """Images per second, without the first batch, which pays for warming up."""
+    """Images per second, without the first batch, which pays for warming up; NaN without any."""
+    if not timings:
+        return math.nan
     measured = timings[1:] or timings
     return sum(count for count, _ in measured) / max(sum(seconds for _, seconds in measured), 1e-9)

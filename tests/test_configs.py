@@ -6,8 +6,9 @@ import timm
 import torch
 
 from train.config import load_config
-from train.engine import create_state
+from train.distributed import World
 from train.imagenet import model_arguments
+from train.state import create_state
 
 ROOT = Path(__file__).parents[1] / 'configs'
 CONFIGS = sorted(ROOT.rglob('*.yaml'))
@@ -40,11 +41,11 @@ def test_config_says_what_to_expect_on_which_hardware(path):
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda path: f'{path.parent.name}-{path.stem}')
 def test_config_is_valid_and_its_model_optimizer_and_schedule_can_be_built(path):
     # timm's moving average cannot be made on the meta device.
-    config = load_config(path, ['run.compile=false', 'ema.decay=null'])
+    config = load_config(path, ['run.compile=false', 'ema.decay=null', 'ema.warmup=false'])
     name, kwargs = model_arguments(config, num_classes=10)
     model = timm.create_model(name, device='meta', **kwargs)
     assert all(parameter.is_meta for parameter in model.parameters())
-    state = create_state(model, config, updates_per_epoch=7, num_classes=10, device=torch.device('meta'))
+    state = create_state(model, config, updates_per_epoch=7, num_classes=10, world=World(torch.device('meta')))
     optimized = {id(p) for group in state.optimizer.param_groups for p in group['params']}
     assert optimized == {id(p) for p in model.parameters()}
     assert 0 < max(rates(state)) <= config.optim.lr * config.data.batch_size / 512
@@ -92,7 +93,9 @@ def test_the_recipe_has_deits_numbers():
 def test_the_learning_rates_of_the_recipe_are_deits():
     # DeiT's scheduler.step(epoch) comes after the epoch, so each epoch has the rate meant for the one before it.
     config = load_config(ROOT / 'imagenet' / 'deit_300e.yaml', ['run.compile=false'])
-    state = create_state(torch.nn.Linear(2, 2), config, IMAGENET_UPDATES, num_classes=2, device=torch.device('cpu'))
+    state = create_state(
+        torch.nn.Linear(2, 2), config, IMAGENET_UPDATES, num_classes=2, world=World(torch.device('cpu'))
+    )
     warmup = [1e-6 + (1e-3 - 1e-6) * epoch / 5 for epoch in range(5)]
     cosine = [1e-5 + (1e-3 - 1e-5) * (1 + math.cos(math.pi * epoch / 300)) / 2 for epoch in range(5, 299)]
     found = rates(state)

@@ -4,16 +4,19 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from timm.layers import resample_abs_pos_embed
 from torch import nn
 
 from aft_vision.evaluate import (
     evaluate,
+    evaluate_all,
     initialize_model,
     load_matching_state_dict,
     load_model,
     peak_memory_mb,
     read_checkpoint,
     reset_peak_memory,
+    resolve_device,
 )
 
 TINY_VIT = dict(depth=1, embed_dim=16, num_heads=1, patch_size=8, img_size=16, num_classes=3)
@@ -109,6 +112,63 @@ def test_a_truncated_checkpoint_is_named(tmp_path, kept):
         load_model(tmp_path / 'cut.pth')
 
 
+@pytest.mark.parametrize('content', [b'hello', b'PK' + bytes(range(256)), bytes(range(128, 256))])
+def test_a_file_of_other_bytes_is_named(tmp_path, content):
+    (tmp_path / 'other.pth').write_bytes(content)
+    with pytest.raises(ValueError, match=r'other\.pth, which is truncated or of another kind'):
+        load_model(tmp_path / 'other.pth')
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'state_dict': None}, r'a checkpoint with model_name.*wrong\.pth'),
+        ({'model_name': 'vit_that_is_not'}, r'a model that can be built, got .*wrong\.pth: .*vit_that_is_not'),
+        ({'model_kwargs': {'kernel_size': 3}}, r'a model that can be built, got .*wrong\.pth: .*kernel_size'),
+    ],
+)
+def test_a_checkpoint_with_wrong_content_is_named(tmp_path, changes, message):
+    make_checkpoint(tmp_path / 'wrong.pth', **changes)
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path / 'wrong.pth')
+
+
+@pytest.mark.parametrize('kept', [None, 100])
+def test_an_exported_folder_that_is_damaged_is_named(tmp_path, kept):
+    timm.models.save_for_hf(make_vit(), tmp_path / 'export', safe_serialization=True)
+    weights = tmp_path / 'export' / 'model.safetensors'
+    content = weights.read_bytes()
+    weights.unlink()
+    if kept is not None:
+        weights.write_bytes(content[:kept])
+    with pytest.raises(ValueError, match=r'a model that can be built, got .*export'):
+        load_model(tmp_path / 'export')
+
+
+def test_a_loaded_model_knows_its_preprocessing_and_classes(tmp_path):
+    make_checkpoint(tmp_path / 'best.pth', data_config={'crop_pct': 0.7}, class_names=['x', 'y', 'z'])
+    cfg = load_model(tmp_path / 'best.pth').pretrained_cfg
+    assert (cfg['crop_pct'], cfg['label_names']) == (0.7, ['x', 'y', 'z'])
+
+
+@pytest.mark.parametrize('name', ['gpu', 'meta', 'cuda:99', 'cuda'])
+def test_a_device_that_is_not_there_is_named(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
+    with pytest.raises(ValueError, match=f"a device of this machine, got '{name}'"):
+        resolve_device(name)
+
+
+def test_auto_is_the_cpu_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    assert resolve_device('auto') == torch.device('cpu')
+
+
+def test_several_models_are_evaluated_in_one_pass():
+    loader = iter([(torch.eye(4), torch.arange(4))])
+    right, wrong = evaluate_all([Lookup(), nn.Softmin(dim=1)], loader)
+    assert (right['top1'], wrong['top1']) == (100, 0)
+
+
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
     torch.save({'model_name': Lookup()}, tmp_path / 'pickled.pth')
     with pytest.raises(ValueError, match=r'pickled\.pth'):
@@ -155,18 +215,20 @@ def test_position_parameters_of_another_size_are_resampled(tmp_path):
     trained = make_checkpoint(tmp_path / 'start.pth')
     model = make_vit(img_size=32)
     initialize_model(model, tmp_path / 'start.pth')
-    assert model.pos_embed.shape == (1, 17, 16)
+    expected = resample_abs_pos_embed(trained.pos_embed, (4, 4), num_prefix_tokens=1)
+    torch.testing.assert_close(model.pos_embed, expected)
     torch.testing.assert_close(model.head.weight, trained.head.weight)
-    images = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    aft_kwargs = dict(depth=1, embed_dim=16, patch_size=8, img_size=16, num_classes=3)
-    aft = timm.create_model('aft_full_tiny', **aft_kwargs).eval()
-    content = {'model_name': 'aft_full_tiny', 'model_kwargs': aft_kwargs, 'state_dict': aft.state_dict()}
-    torch.save(content, tmp_path / 'aft.pth')
-    larger = timm.create_model('aft_full_tiny', **{**aft_kwargs, 'img_size': 32}).eval()
-    initialize_model(larger, tmp_path / 'aft.pth')
-    larger.set_input_size(16)
-    assert not torch.equal(larger(images), timm.create_model('aft_full_tiny', **aft_kwargs).eval()(images))
-    torch.testing.assert_close(larger.blocks[0].mlp.state_dict(), aft.blocks[0].mlp.state_dict())
+
+
+def test_factors_of_the_position_bias_at_another_size_are_resampled(tmp_path):
+    kwargs = dict(depth=1, embed_dim=16, patch_size=8, img_size=16, num_classes=3)
+    trained = timm.create_model('aft_full_tiny', **kwargs)
+    content = {'model_name': 'aft_full_tiny', 'model_kwargs': kwargs, 'state_dict': trained.state_dict()}
+    torch.save(content, tmp_path / 'start.pth')
+    model = timm.create_model('aft_full_tiny', **{**kwargs, 'img_size': 32})
+    initialize_model(model, tmp_path / 'start.pth')
+    trained.set_input_size(32)
+    torch.testing.assert_close(model.state_dict(), trained.state_dict())
 
 
 def test_another_number_of_classes_is_an_error_unless_the_head_is_reset(tmp_path):

@@ -24,7 +24,14 @@ from timm.models import get_model_input_config
 from torch import nn
 
 from aft_vision.data import Source, create_eval_loader
-from aft_vision.evaluate import evaluate, load_model, peak_memory_mb, reset_peak_memory
+from aft_vision.evaluate import (
+    check_image_size,
+    evaluate,
+    load_model,
+    peak_memory_mb,
+    reset_peak_memory,
+    resolve_device,
+)
 from aft_vision.visualize import new_figure
 
 
@@ -40,10 +47,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--sizes', type=parse_size, nargs='+', required=True, help='a side in pixels, or HEIGHTxWIDTH')
     parser.add_argument('--batch-size', type=int, default=64, help='images per batch (default: 64)')
     parser.add_argument(
-        '--crop-pct', type=float, default=0.875, help='crop relative to the resized image (default: 0.875)'
+        '--crop-pct', type=float, help='crop relative to the resized image (default: what the model was trained with)'
     )
     parser.add_argument('--workers', type=int, default=2, help='decoding processes (default: 2)')
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='default: %(default)s')
+    parser.add_argument('--device', default='auto', help='default: CUDA where there is one')
     parser.add_argument('--out', type=Path, help='folder of the results (default: beside the checkpoint)')
     return parser.parse_args(argv)
 
@@ -55,11 +62,13 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         The rows of the table, in ascending order of area.
 
     Raises:
-        ValueError: the checkpoint or the data set is not valid, or they differ in the number of classes.
+        ValueError: the checkpoint, the data set, the device or a size is not valid, or the classes differ.
     """
     args = parse_args(argv)
-    device = torch.device(args.device)
+    device = resolve_device(args.device)
     model = load_model(args.checkpoint)
+    for size in args.sizes:
+        check_size(model, size)
     rows = []
     print(f'{"size":>9}  {"top-1 %":>7}  {"top-5 %":>7}  {"images/s":>8}  {"peak MB":>7}')
     for size in sorted(set(args.sizes), key=lambda size: size[0] * size[1]):
@@ -91,7 +100,7 @@ def evaluate_at(
     model: nn.Module, size: tuple[int, int], args: argparse.Namespace, device: torch.device
 ) -> dict[str, float]:
     """Evaluate a copy of the model at one size (H, W)."""
-    statistics = resolve_model_data_config(model)
+    trained = resolve_model_data_config(model)
     source = Source(
         dir=args.data,
         name=args.name,
@@ -103,17 +112,13 @@ def evaluate_at(
         source,
         size,
         args.batch_size,
-        crop_pct=args.crop_pct,
-        mean=statistics['mean'],
-        std=statistics['std'],
+        crop_pct=args.crop_pct or trained['crop_pct'],
+        mean=trained['mean'],
+        std=trained['std'],
         num_workers=args.workers,
         device=device,
     )
-    if len(class_names) != model.num_classes:
-        raise ValueError(
-            f'expected {model.num_classes} classes in {args.name or args.data}, as many as the checkpoint has, '
-            f'got {len(class_names)}'
-        )
+    check_classes(model, class_names, args.name or args.data)
     # A copy, because resizing position parameters from one size to the next would add up their errors.
     resized: Any = copy.deepcopy(model)
     if has_fixed_input_size(resized):
@@ -122,6 +127,30 @@ def evaluate_at(
     reset_peak_memory(device)
     metrics = evaluate(resized, loader, device, progress=sys.stderr.isatty())
     return {**metrics, 'peak_memory_mb': peak_memory_mb(device)}
+
+
+def check_size(model: nn.Module, size: tuple[int, int]) -> None:
+    """Raise a ValueError if the model cannot be evaluated at a size (H, W)."""
+    check_image_size(model, size)
+    if has_fixed_input_size(model) and not hasattr(model, 'set_input_size'):
+        raise ValueError(f'expected a model that can be resized, got a {type(model).__name__}, which cannot')
+
+
+def check_classes(model: nn.Module, class_names: Sequence[str], data: str) -> None:
+    """Raise a ValueError unless the data set has the classes that the model was trained on, in the same order."""
+    if len(class_names) != model.num_classes:
+        raise ValueError(
+            f'expected {model.num_classes} classes in {data}, as many as the checkpoint has, got {len(class_names)}'
+        )
+    cfg: Any = model.pretrained_cfg
+    trained = cfg.get('label_names') or class_names
+    differing = [(old, new) for old, new in zip(trained, class_names, strict=True) if old != new]
+    # Some data sets number their classes and do not name them.
+    numbered = [str(index) for index in range(len(class_names))]
+    if differing and numbered not in (list(trained), list(class_names)):
+        raise ValueError(
+            f'expected the classes of the checkpoint in {data}, got {differing[0][1]} for {differing[0][0]}'
+        )
 
 
 def has_fixed_input_size(model: nn.Module) -> bool:

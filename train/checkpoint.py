@@ -1,9 +1,13 @@
 """Checkpoints that are never half-written, and the export that timm loads."""
 
 import contextlib
+import dataclasses
 import json
+import logging
+import math
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,23 +16,72 @@ import timm
 import torch
 from torch import nn
 
+from aft_vision.evaluate import read_checkpoint
+from train.state import TrainState
 
-def save_checkpoint(content: dict[str, Any], path: str | Path) -> None:
-    """Write `content` to `path`; whatever goes wrong, the file that was there before stays whole.
+LAST, BEST = 'last.pth', 'best.pth'
+MOST_KEPT = 100
+# Keys whose change leaves every update what it was.
+HARMLESS = ('data.dir', 'data.num_workers', 'data.eval_batch_size', 'data.download')
+
+_logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Writes the checkpoints of a run, in the first process alone.
+
+    Args:
+        folder: Of the run.
+        description: What rebuilds the model: `model_name`, `model_kwargs`, `class_names`.
+        keep: Latest checkpoints that are kept: `last.pth`, `last-1.pth`, ...
+        minutes: Between checkpoints within an epoch; None for none but after each epoch.
+    """
+
+    def __init__(self, folder: Path, description: dict[str, Any], keep: int, minutes: float | None) -> None:
+        self.folder, self.description, self.keep = folder, description, keep
+        self.interval = math.inf if minutes is None else 60 * minutes
+        self.saved_at = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether the latest checkpoint is older than wanted."""
+        return time.monotonic() - self.saved_at >= self.interval
+
+    def save_last(self, state: TrainState) -> None:
+        """Write the whole state; the checkpoint before it stays until `keep` newer ones exist."""
+        self.saved_at = time.monotonic()
+        if not state.world.is_primary:
+            return
+        content = {**self.description, **state.state_dict()}
+        save_checkpoint(content, self.folder / LAST, keep=self.keep)
+
+    def save_best(self, state: TrainState, weights: dict[str, torch.Tensor], averaged: bool) -> None:
+        """Write weights that are better than any before, without what only training needs."""
+        if not state.world.is_primary:
+            return
+        progress = {'epoch': state.epoch, 'updates': state.updates, 'best_top1': state.best_top1}
+        content = {**self.description, **progress, 'state_dict': weights, 'averaged': averaged}
+        save_checkpoint(content, self.folder / BEST)
+
+
+def save_checkpoint(content: dict[str, Any], path: Path, keep: int = 1) -> None:
+    """Write `content` to `path`; whatever goes wrong, what was there before stays whole.
 
     Args:
         content: Tensors and plain containers only, so that `torch.load(weights_only=True)` reads it.
+        keep: The files of this name that remain: `last.pth`, and before it `last-1.pth`, `last-2.pth`, ...
 
     Raises:
         OSError: the disk is full, or the file cannot be written for another reason.
     """
-    path = Path(path)
     temporary = path.with_name(f'.{path.name}.tmp')
     try:
         with temporary.open('wb') as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
+        for age in range(keep - 1, 0, -1):
+            if older(path, age - 1).exists():
+                os.replace(older(path, age - 1), older(path, age))
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         # torch hides the reason behind a RuntimeError of its own.
@@ -37,6 +90,84 @@ def save_checkpoint(content: dict[str, Any], path: str | Path) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     _sync_directory(path.parent)
+
+
+def older(path: Path, age: int) -> Path:
+    """The name of the checkpoint that is `age` saves older: `last-1.pth` for `last.pth`."""
+    return path if age == 0 else path.with_name(f'{path.stem}-{age}{path.suffix}')
+
+
+def find_latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Read the newest whole checkpoint of a run; one that is damaged is named in a warning.
+
+    Returns:
+        Its path and content, or None where no checkpoint was ever written.
+
+    Raises:
+        ValueError: there are checkpoints, and none of them is whole.
+    """
+    # After an interruption between two renames, `last.pth` may be missing and `last-1.pth` the newest.
+    candidates = [older(folder / LAST, age) for age in range(MOST_KEPT)]
+    present = [path for path in candidates if path.exists()]
+    for path in present:
+        try:
+            return path, read_checkpoint(path)
+        except ValueError as error:
+            _logger.warning('not resumed from: %s', error)
+    if present:
+        raise ValueError(f'expected a whole checkpoint in {folder}, got damaged ones: {", ".join(map(str, present))}')
+    return None
+
+
+def remove_run(folder: Path) -> None:
+    """Remove what an earlier run left, so that nothing of it is taken for the new one's."""
+    for path in [folder / BEST, folder / 'curves.png', *(older(folder / LAST, age) for age in range(MOST_KEPT))]:
+        path.unlink(missing_ok=True)
+    for name in ('tensorboard', 'export'):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def resume(state: TrainState, folder: Path, where: str) -> None:
+    """Go on from a checkpoint, and print from which and what differs from the run that wrote it.
+
+    Args:
+        folder: Of the run.
+        where: `auto` for the newest whole checkpoint in the folder, if there is one; or the path of one.
+
+    Raises:
+        ValueError: the checkpoint is damaged, of another model, without the optimizer, or of other data.
+    """
+    found = find_latest(folder) if where == 'auto' else (Path(where), read_checkpoint(where))
+    if found is None:
+        return
+    path, content = found
+    if 'optimizer' not in content:
+        raise ValueError(f'expected a checkpoint with the state of the optimizer, as {LAST} has, got {path}')
+    state.load_state_dict(content, source=str(path))
+    # In another folder, the best weights are those from here on.
+    if not (folder / BEST).exists():
+        state.best_top1 = -1.0
+    if state.world.is_primary:
+        print(f'resumed from {path}: epoch {state.epoch + 1}, update {state.updates}')
+        for change in _changes(content, {**dataclasses.asdict(state.config), 'world_size': state.world.size}):
+            print(f'  now with {change}')
+
+
+def _changes(content: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What a run does otherwise than the one it goes on with."""
+    before = {**content['config'], 'world_size': content['world_size']}
+    found = []
+    for section, value in now.items():
+        if section == 'run':
+            continue
+        old = before.get(section)
+        pairs = value.items() if isinstance(value, dict) else [(None, value)]
+        for key, new in pairs:
+            was = old if key is None else (old or {}).get(key)
+            name = section if key is None else f'{section}.{key}'
+            if was != new and name not in HARMLESS:
+                found.append(f'{name} = {new!r}, was {was!r}')
+    return found
 
 
 def export_model(

@@ -17,8 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from train.schema import Config
 
-# The data set decides the number of classes; the trainer decides where the model lives.
-RESERVED_MODEL_KEYS = ('num_classes', 'device', 'dtype')
+RESERVED_MODEL_KEYS = {
+    'num_classes': 'the data set decides how many classes there are',
+    'in_chans': 'images have three channels',
+    'device': 'run.device says where the model is',
+    'dtype': 'run.amp says what it computes in',
+}
+VIT_MODULES = ('timm.models.vision_transformer', 'timm.models.deit')
 # Arguments of timm.create_model that say where the first weights come from; a checkpoint does not need them.
 WEIGHT_KEYS = {'pretrained': bool, 'pretrained_cfg_overlay': Any}
 
@@ -37,7 +42,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     merged = OmegaConf.structured(Config)
     for source, layer in [*_read_chain(Path(path)), *map(_read_override, overrides)]:
         merged = merge_checked(merged, layer, Config, source)
-    built = typing.cast(Config, OmegaConf.to_object(merged))
+    try:
+        built = typing.cast(Config, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        raise ValueError(f'{path}: {str(error).splitlines()[0]}') from error
     optimizers = list(map(str, timm.optim.list_optimizers()))
     if built.optim.name not in optimizers:
         raise ValueError(f'{path}: {_unknown("optim.name", built.optim.name, optimizers, "an optimizer")}')
@@ -52,8 +60,8 @@ def save_config(config: Config, path: str | Path) -> None:
 def check_model(model: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Check `{name: ..., **kwargs}` against the signature of the model, building nothing.
 
-    The keyword arguments of an `aft_*` model are those of its class and of timm's VisionTransformer; for another
-    model only the name is checked.
+    The keyword arguments of an `aft_*` model are those of its class and of timm's VisionTransformer, and of a plain
+    ViT or DeiT those of the latter; for another model only the name is checked.
 
     Raises:
         ValueError: the name is missing or not registered, or a keyword argument is unknown or of the wrong type.
@@ -64,8 +72,13 @@ def check_model(model: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise ValueError(f'{source}: expected model.name, the name of a registered model, got {name!r}')
     if not timm.is_model(name):
         raise ValueError(f'{source}: {_unknown("model.name", name, timm.list_models(), "a registered model")}')
-    if timm.models.model_entrypoint(name).__module__.startswith('aft_vision.'):
-        schema = _aft_schema()
+    for key in RESERVED_MODEL_KEYS.keys() & kwargs.keys():
+        raise ValueError(
+            f'{source}: model.{key} = {kwargs[key]!r} is not for an experiment: {RESERVED_MODEL_KEYS[key]}'
+        )
+    module = timm.models.model_entrypoint(name).__module__
+    if module.startswith('aft_vision.') or module in VIT_MODULES:
+        schema = _model_schema(module)
         checked = merge_checked(OmegaConf.structured(schema), kwargs, schema, source, prefix='model.')
         content = typing.cast(dict[str, Any], OmegaConf.to_container(checked))
         kwargs = {key: content[key] for key in kwargs}
@@ -108,20 +121,20 @@ def _unknown(key: str, value: Any, valid: Iterable[str], kind: str, prefix: str 
     return f'{key} = {value!r} is not {kind}; the nearest is {prefix if is_key else ""}{nearest[0]}'
 
 
-def _aft_schema() -> type:
-    """The keyword arguments of the AFT models as a dataclass; a type OmegaConf does not know becomes Any."""
+def _model_schema(module: str) -> type:
+    """The keyword arguments of a family of models as a dataclass; a type OmegaConf does not know becomes Any."""
     from timm.models.vision_transformer import VisionTransformer
 
     from aft_vision.models.aft_vit import AFTVisionTransformer
 
     arguments: dict[str, Any] = dict(WEIGHT_KEYS)
-    for cls in (VisionTransformer, AFTVisionTransformer):
+    for cls in (VisionTransformer,) if module in VIT_MODULES else (VisionTransformer, AFTVisionTransformer):
         hints = typing.get_type_hints(cls.__init__)
         for parameter in inspect.signature(cls).parameters.values():
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name not in RESERVED_MODEL_KEYS:
                 arguments[parameter.name] = hints.get(parameter.name, Any)
     return dataclasses.make_dataclass(
-        'AFTVisionTransformer', [(name, _supported(hint), field(default=None)) for name, hint in arguments.items()]
+        'Model', [(name, _supported(hint), field(default=None)) for name, hint in arguments.items()]
     )
 
 
@@ -141,11 +154,13 @@ def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[str, dic
         raise ValueError(f'expected base files that end, got {path}, which builds on itself')
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
         raise ValueError(f'expected valid YAML in {path}, got: {error}') from error
     if not isinstance(content, dict):
         raise ValueError(f'expected sections of keys in {path}, got a {type(content).__name__}')
     base = content.pop('base', None)
+    if not isinstance(base, str | None):
+        raise ValueError(f'expected base in {path} to be the name of a file, got {base!r}')
     below = _read_chain(path.parent / base, (*above, path.resolve())) if base is not None else []
     return [*below, (str(path), typing.cast(dict[str, Any], content))]
 

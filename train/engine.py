@@ -1,127 +1,60 @@
 """The training loop: epochs of updates, evaluation, the log and the checkpoints."""
 
-import dataclasses
+import contextlib
 import math
+import signal
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
-from timm.task import ClassificationTask
-from timm.utils import unwrap_model
 from torch import nn
 from tqdm import tqdm
 
-from aft_vision.data import STEP, BatchAugmentation, Loaders, derive_seed, seed_generators
-from aft_vision.evaluate import evaluate, peak_memory_mb
-from train.checkpoint import save_checkpoint
+from aft_vision.data import STEP, Loaders, derive_seed, seed_generators
+from aft_vision.evaluate import evaluate_all, peak_memory_mb
+from train.checkpoint import Saver
 from train.log import RunLog
-from train.schema import Config, OptimConfig
+from train.state import TrainState
 
-LR_BATCH_SIZE = 512
-# Reading the loss waits for the device, so it is read for the progress bar and the log only this often.
+# The progress bar and the log show the loss only this often.
 UPDATES_PER_REPORT = 10
-AMP_DTYPES = {'none': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+# What a scheduler sends before it takes the machine away.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+REMEDY = 'try a lower optim.lr or optim.clip_grad=1.0'
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass
-class TrainState:
-    """Everything that changes while training, and what it needs to change.
+def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
+    """Make one update and return the mean loss of its parts, over all processes; None if parts are missing.
 
-    Attributes:
-        task: timm's: the model, compiled or not, its loss, and the moving average of its weights.
-        epoch: Finished epochs.
-        updates: Optimizer steps so far.
-        best_top1: Best validation accuracy so far, of the weights or of their average, in percent; -1 before the
-            first evaluation.
-        history: One row per epoch, with the columns of summary.csv.
-    """
-
-    config: Config
-    task: ClassificationTask
-    augment: BatchAugmentation
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    scaler: torch.amp.GradScaler
-    device: torch.device
-    updates_per_epoch: int
-    epoch: int = 0
-    updates: int = 0
-    best_top1: float = -1.0
-    history: list[dict[str, float]] = field(default_factory=list)
-
-    @property
-    def model(self) -> nn.Module:
-        """The model as it was built."""
-        return unwrap_model(self.task.get_trainable_module())
-
-    @property
-    def averaged_model(self) -> nn.Module | None:
-        """The model with the moving average of the weights, if there is one."""
-        return unwrap_model(self.task.get_trainable_module(ema=True)) if self.task.has_ema() else None
-
-    @property
-    def amp_dtype(self) -> torch.dtype | None:
-        """Autocast data type."""
-        return AMP_DTYPES[self.config.run.amp]
-
-
-def create_state(
-    model: nn.Module, config: Config, updates_per_epoch: int, num_classes: int, device: torch.device
-) -> TrainState:
-    """Put the model on the device and make its optimizer, schedule, loss and moving average.
-
-    Raises:
-        ValueError: the optimizer does not take an argument of `optim.args`.
-    """
-    model = model.to(device)
-    augment = BatchAugmentation(config.augment, num_classes, config.optim.label_smoothing, device)
-    # Mixed targets are smoothed as they are mixed.
-    loss = {'smoothing': config.optim.label_smoothing, 'soft_targets': config.augment.mixes}
-    task = ClassificationTask(model, criterion_kwargs=loss, device=device, verbose=False)
-    optimizer = _create_optimizer(model, config.optim, config.data.batch_size)
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        sched='cosine',
-        num_epochs=config.schedule.epochs,
-        warmup_epochs=config.schedule.warmup_epochs,
-        warmup_lr=config.schedule.warmup_lr,
-        min_lr=config.schedule.min_lr,
-        step_on_epochs=config.schedule.step != 'update',
-        updates_per_epoch=updates_per_epoch,
-    )
-    if config.ema.decay is not None:
-        task.setup_ema(decay=config.ema.decay, use_warmup=config.ema.warmup)
-    if config.run.compile:
-        task.compile()
-    scaler = torch.amp.GradScaler(device.type, enabled=config.run.amp == 'float16')
-    return TrainState(config, task, augment, optimizer, scheduler, scaler, device, updates_per_epoch)
-
-
-def train_step(state: TrainState, parts: Iterable[Batch]) -> torch.Tensor:
-    """Make one update and return the mean loss of its parts, a detached scalar on the device.
-
-    All that is random in it follows from `run.seed` and the number of the update.
+    All that is random in it follows from `run.seed`, the number of the update and that of the part.
 
     Args:
-        parts: `optim.accumulate` batches of the same size: images (B, 3, H, W) and class indices (B,).
+        parts: `optim.accumulate` batches of the same size: images (B, 3, H, W) and class indices (B,). If there are
+            fewer, because a streamed data set has ended, no weight changes.
+
+    Raises:
+        RuntimeError: the loss is not finite; no weight has changed.
     """
-    config, optimizer = state.config, state.optimizer
-    total = torch.zeros((), device=state.device)
+    config, world, optimizer = state.config, state.world, state.optimizer
+    count = config.optim.accumulate
+    total, done = torch.zeros((), device=world.device), 0
     optimizer.zero_grad(set_to_none=True)
     for part, (images, targets) in enumerate(parts):
-        seed_generators(derive_seed(STEP, config.run.seed, state.updates, part))
-        images, targets = state.augment(images.to(state.device), targets.to(state.device))
-        with torch.autocast(state.device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):
-            loss = state.task(images, targets)['loss'] / config.optim.accumulate
-        state.scaler.scale(loss).backward()
+        done = part + 1
+        seed_generators(derive_seed(STEP, config.run.seed, state.updates, world.rank * count + part))
+        images, targets = state.augment(images.to(world.device), targets.to(world.device))
+        # Of several processes, only the last part waits for the gradients of the others.
+        with state.task.no_sync() if done < count else contextlib.nullcontext():
+            with torch.autocast(world.device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):
+                loss = state.task(images, targets)['loss'] / count
+            state.scaler.scale(loss).backward()
         total += loss.detach()
+    if done < count:
+        return None
+    loss_value = _finite(world.mean(total).item(), state)
     if config.optim.clip_grad is not None:
         state.scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(state.model.parameters(), config.optim.clip_grad)
@@ -130,13 +63,21 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> torch.Tensor:
     state.updates += 1
     state.task.update_ema(step=state.updates if config.ema.warmup else None)
     state.scheduler.step_update(num_updates=state.updates)
-    return total
+    return loss_value
 
 
 def train_one_epoch(
-    state: TrainState, loader: Any, log: RunLog | None = None, progress: bool = True
+    state: TrainState,
+    loader: Any,
+    log: RunLog | None = None,
+    progress: bool = True,
+    after_update: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Pass over the loader once.
+    """Pass over the loader once, or over the rest of an epoch that was interrupted.
+
+    Args:
+        loader: The batches of the updates that the epoch still lacks.
+        after_update: Called after every update.
 
     Returns:
         `loss` (mean), `lr` (of the last update), `images_per_second` (loading included), `seconds`, and `memory_mb`,
@@ -144,116 +85,140 @@ def train_one_epoch(
 
     Raises:
         RuntimeError: the loss is no longer finite.
+        ValueError: the loader gave no whole update.
     """
     state.model.train()
     batches = iter(loader)
-    total = torch.zeros((), device=state.device)
-    lr, start, first = 0.0, time.perf_counter(), state.updates
-    description = f'epoch {state.epoch + 1}/{state.config.schedule.epochs}'
-    bar = tqdm(range(state.updates_per_epoch), desc=description, unit='update', leave=False, disable=not progress)
+    lr = _rate(state)
+    bar = tqdm(
+        range(state.updates_of_epoch, state.updates_per_epoch),
+        desc=f'epoch {state.epoch + 1}/{state.config.schedule.epochs}',
+        initial=state.updates_of_epoch,
+        total=state.updates_per_epoch,
+        unit='update',
+        leave=False,
+        disable=not progress,
+    )
     for _ in bar:
-        lr = state.optimizer.param_groups[0]['lr']
+        lr = _rate(state)
+        start = time.perf_counter()
         loss = train_step(state, islice(batches, state.config.optim.accumulate))
-        total += loss
-        if state.updates % UPDATES_PER_REPORT == 0 or state.updates == first + state.updates_per_epoch:
-            value = _finite(loss, state)
-            seconds = (time.perf_counter() - start) / (state.updates - first)
-            bar.set_postfix(_figures(state, value, lr, seconds))
+        if loss is None:
+            break
+        state.epoch_loss += loss
+        state.epoch_seconds += time.perf_counter() - start
+        if state.updates % UPDATES_PER_REPORT == 0 or state.updates_of_epoch == state.updates_per_epoch:
+            bar.set_postfix(_figures(state, loss, lr))
             if log is not None:
-                log.log_step(state.updates, value, lr)
-    seconds = time.perf_counter() - start
-    updates = state.updates - first
+                log.log_step(state.updates, loss, lr)
+        after_update()
+    updates = state.updates_of_epoch
+    if not updates:
+        raise ValueError('expected a loader with a whole batch, got one that ended before')
+    # An epoch of a streamed data set may end early; the next one begins at its own place in the schedule all the same.
+    state.updates = (state.epoch + 1) * state.updates_per_epoch
     return {
-        'loss': total.item() / updates,
+        'loss': state.epoch_loss / updates,
         'lr': lr,
-        'images_per_second': updates * state.config.data.batch_size / seconds,
-        'seconds': seconds,
-        'memory_mb': peak_memory_mb(state.device),
+        'images_per_second': updates * state.config.data.batch_size / state.epoch_seconds,
+        'seconds': state.epoch_seconds,
+        'memory_mb': peak_memory_mb(state.world.device),
     }
 
 
-def fit(
-    state: TrainState, loaders: Loaders, run_dir: Path, description: dict[str, Any], progress: bool = True
-) -> TrainState:
+def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True) -> TrainState:
     """Train to the last epoch; write the log, `last.pth` after each epoch and `best.pth` after the best.
 
-    Args:
-        description: What rebuilds the model from a checkpoint: `model_name`, `model_kwargs`, `class_names`.
+    A state that was restored goes on where it was saved, within an epoch too. On SIGTERM and SIGUSR1 the update is
+    finished and the state saved.
+
+    Raises:
+        SystemExit: one of these signals came; the code is 128 and its number.
     """
     schedule, run = state.config.schedule, state.config.run
-    with RunLog(run_dir, state.epoch, run.tensorboard) as log:
+    progress = progress and state.world.is_primary
+    with _until_signal(state, saver) as after_update, RunLog(saver.folder, state, run.tensorboard) as log:
         for epoch in range(state.epoch, schedule.epochs):
-            loaders.set_epoch(epoch)
-            trained = train_one_epoch(state, loaders.train, log, progress)
-            state.epoch = epoch + 1
+            loaders.set_epoch(epoch, state.updates_of_epoch)
+            trained = train_one_epoch(state, loaders.train, log, progress, after_update)
+            state.epoch, state.epoch_loss, state.epoch_seconds = epoch + 1, 0.0, 0.0
             state.scheduler.step(state.epoch - (schedule.step == 'deit'))
             due = state.epoch % run.eval_every == 0 or state.epoch == schedule.epochs
             evaluated = _evaluate(state, loaders.validation if due else None)
             row = {f'train_{name}': value for name, value in trained.items()}
             state.history.append({'epoch': epoch, **row, **{f'eval_{k}': v for k, v in evaluated.items()}})
             log.log_epoch(epoch, trained, evaluated)
-            tqdm.write(_epoch_line(state))
-            _save(state, description, run_dir, evaluated)
+            if state.world.is_primary:
+                tqdm.write(_epoch_line(state))
+            _keep_best(state, evaluated, saver)
+            saver.save_last(state)
     return state
 
 
-def _create_optimizer(model: nn.Module, optim: OptimConfig, batch_size: int) -> torch.optim.Optimizer:
+@contextlib.contextmanager
+def _until_signal(state: TrainState, saver: Saver) -> Iterator[Callable[[], None]]:
+    """Give what is to be called after every update: it saves when it is time, and stops after a signal."""
+    received: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in STOP_SIGNALS}
+
+    def after_update() -> None:
+        # The processes must stop after the same update.
+        stop = state.world.any(bool(received))
+        if stop or saver.is_due():
+            saver.save_last(state)
+        if stop:
+            raise SystemExit(128 + (received or [signal.SIGTERM])[0])
+
     try:
-        return create_optimizer_v2(
-            model,
-            opt=optim.name,
-            lr=optim.lr * batch_size / LR_BATCH_SIZE,
-            weight_decay=optim.weight_decay,
-            layer_decay=optim.layer_decay,
-            **optim.args,
-        )
-    except TypeError as error:
-        raise ValueError(f'expected optim.args of the optimizer {optim.name}, got {optim.args}: {error}') from error
+        yield after_update
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
     """Evaluate the weights and their average; without a loader everything is NaN."""
-    found: dict[str, float] = {}
-    for prefix, model in (('', state.model), ('ema_', state.averaged_model)):
-        if model is None:
-            continue
-        metrics = {} if loader is None else evaluate(model, loader, state.device, amp_dtype=state.amp_dtype)
-        found |= {f'{prefix}{name}': metrics.get(name, math.nan) for name in ('loss', 'top1', 'top5')}
+    models = {'': state.model}
+    if state.averaged_model is not None:
+        models['ema_'] = state.averaged_model
+    names, world = ('loss', 'top1', 'top5'), state.world
+    if loader is None:
+        return {prefix + name: math.nan for prefix in models for name in names}
+    options: dict[str, Any] = {'amp_dtype': state.amp_dtype, 'distributed': world.is_distributed}
+    metrics = evaluate_all(list(models.values()), loader, world.device, **options)
+    found = {prefix + name: each[name] for prefix, each in zip(models, metrics, strict=True) for name in names}
+    if not math.isfinite(found['loss']):
+        raise RuntimeError(
+            f'expected a finite validation loss, got {found["loss"]} after epoch {state.epoch}; the checkpoints are '
+            f'those of the epoch before; {REMEDY}'
+        )
     return found
 
 
-def _save(state: TrainState, description: dict[str, Any], run_dir: Path, evaluated: dict[str, float]) -> None:
-    """Write `last.pth`, and `best.pth` if the weights or their average are better than any before."""
-    weights = {'top1': state.model.state_dict()}
-    if state.averaged_model is not None:
-        weights['ema_top1'] = state.averaged_model.state_dict()
-    best = max(weights, key=lambda name: evaluated[name])
+def _rate(state: TrainState) -> float:
+    """The learning rate, of the fastest layer where they differ."""
+    return max(group['lr'] for group in state.optimizer.param_groups)
+
+
+def _keep_best(state: TrainState, evaluated: dict[str, float], saver: Saver) -> None:
+    """Save the weights or their average, whichever is better than anything before."""
+    best = max((name for name in ('top1', 'ema_top1') if name in evaluated), key=lambda name: evaluated[name])
     # NaN is above nothing, so an epoch without an evaluation is never the best.
-    is_best = evaluated[best] > state.best_top1
-    state.best_top1 = evaluated[best] if is_best else state.best_top1
-    content = {
-        **description,
-        'config': dataclasses.asdict(state.config),
-        'epoch': state.epoch,
-        'updates': state.updates,
-        'best_top1': state.best_top1,
-        'history': state.history,
-    }
-    if is_best:
-        save_checkpoint({**content, 'state_dict': weights[best], 'averaged': best == 'ema_top1'}, run_dir / 'best.pth')
-    content |= {'state_dict': weights['top1'], 'ema_state_dict': weights.get('ema_top1')}
-    content |= {'optimizer': state.optimizer.state_dict(), 'scaler': state.scaler.state_dict()}
-    save_checkpoint(content, run_dir / 'last.pth')
+    if evaluated[best] > state.best_top1:
+        state.best_top1 = evaluated[best]
+        averaged = state.averaged_model if best == 'ema_top1' else None
+        saver.save_best(state, (averaged or state.model).state_dict(), averaged is not None)
 
 
-def _figures(state: TrainState, loss: float, lr: float, seconds_per_update: float) -> dict[str, str]:
+def _figures(state: TrainState, loss: float, lr: float) -> dict[str, str]:
     """The figures of the progress bar; the time left is that of all epochs, evaluation apart."""
+    seconds = state.epoch_seconds / state.updates_of_epoch
     left = state.config.schedule.epochs * state.updates_per_epoch - state.updates
     return {
         'loss': f'{loss:.3f}',
         'lr': f'{lr:.2e}',
-        'images/s': f'{state.config.data.batch_size / seconds_per_update:.0f}',
-        'left': tqdm.format_interval(left * seconds_per_update),
+        'images/s': f'{state.config.data.batch_size / seconds:.0f}',
+        'left': tqdm.format_interval(left * seconds),
     }
 
 
@@ -268,11 +233,10 @@ def _epoch_line(state: TrainState) -> str:
     return line
 
 
-def _finite(loss: torch.Tensor, state: TrainState) -> float:
-    value = loss.item()
-    if not math.isfinite(value):
+def _finite(loss: float, state: TrainState) -> float:
+    if not math.isfinite(loss):
         raise RuntimeError(
-            f'expected a finite training loss, got {value} in epoch {state.epoch + 1}, update {state.updates}; '
-            'try a lower optim.lr or optim.clip_grad=1.0'
+            f'expected a finite training loss, got {loss} in epoch {state.epoch + 1}, update {state.updates + 1}; '
+            f'{REMEDY}'
         )
-    return value
+    return loss

@@ -1,6 +1,7 @@
 """Train an image classifier.
 
 python -m train.imagenet --config FILE [section.key=value ...]
+torchrun --nproc-per-node 8 -m train.imagenet --config FILE [section.key=value ...]
 
 FILE is a YAML experiment such as configs/smoke/clothing_demo.yaml; `section.key=value` changes one value of it, for
 example `data.dir=/data/imagenet run.dir=runs/first optim.lr=1e-3`. data.dir is a folder or tar file with train/CLASS
@@ -8,6 +9,7 @@ and val/CLASS; data.name is a data set of torchvision, Hugging Face, WebDataset 
 
 The folder of the run receives config.yaml (the resolved experiment, which reproduces the run), summary.csv, curves.png,
 tensorboard/, best.pth, last.pth and export/, which `timm.create_model('local-dir:.../export', pretrained=True)` loads.
+run.resume=auto goes on with a run that was interrupted, or begins it.
 """
 
 import argparse
@@ -17,16 +19,19 @@ from typing import Any
 
 import timm
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.utils import random_seed
 from torch import nn
 
 from aft_vision.data import Loaders, create_loaders
-from aft_vision.evaluate import initialize_model, load_model
-from aft_vision.visualize import plot_history
-from train.checkpoint import export_model
+from aft_vision.evaluate import check_image_size, initialize_model, load_model
+from aft_vision.visualize import new_figure, plot_history
+from train.checkpoint import BEST, LAST, Saver, export_model, remove_run, resume
 from train.config import WEIGHT_KEYS, load_config, save_config
-from train.engine import TrainState, create_state, fit
+from train.distributed import World, join_world
+from train.engine import fit
 from train.schema import Config
+from train.state import TrainState, create_state
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -47,58 +52,59 @@ def main(argv: Sequence[str] | None = None) -> TrainState:
     Raises:
         ValueError: the experiment, the data set or the checkpoint to start from is not valid.
         FileExistsError: the folder of the run already holds one.
+        SystemExit: the run was asked to stop by a signal, and its state is saved.
     """
     args = parse_args(argv)
     config = load_config(args.config, args.overrides)
     run_dir = choose_run_dir(config, default=Path('runs') / args.config.stem)
     if config.run.cpu_threads is not None:
         torch.set_num_threads(config.run.cpu_threads)
-    device = choose_device(config.run.device)
-    loaders = build_loaders(config, device)
-    name, kwargs = model_arguments(config, num_classes=len(loaders.class_names))
-    random_seed(config.run.seed)
-    model = build_model(name, kwargs)
-    if config.run.init_from is not None:
-        initialize_model(model, config.run.init_from, config.run.reset_head)
-    updates_per_epoch = len(loaders.train) // config.optim.accumulate
-    state = create_state(model, config, updates_per_epoch, len(loaders.class_names), device)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    save_config(config, run_dir / 'config.yaml')
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f'{name}: {parameters / 1e6:.2f} M parameters on {device}; {len(loaders.train.dataset)} training images')
-    rebuild = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
-    description = {'model_name': name, 'model_kwargs': rebuild, 'class_names': loaders.class_names}
-    fit(state, loaders, run_dir, description, progress=not args.quiet)
-    finish(run_dir, state, loaders)
+    with join_world(config.run.device) as world:
+        config.check_parts(world.size)
+        loaders = build_loaders(config, world)
+        state, description = build_state(config, loaders, world)
+        if config.run.resume is not None:
+            resume(state, run_dir, config.run.resume)
+        if world.is_primary:
+            begin(run_dir, state)
+        saver = Saver(run_dir, description, config.run.keep, config.run.save_minutes)
+        fit(state, loaders, saver, progress=not args.quiet)
+        if world.is_primary:
+            finish(run_dir, state, description)
     return state
 
 
 def choose_run_dir(config: Config, default: Path) -> Path:
-    """Name the folder of the run; one that holds a run is left alone unless `run.overwrite` is set."""
+    """Name the folder of the run; one that holds a run is left alone unless it is to be resumed or overwritten."""
     run_dir = Path(config.run.dir) if config.run.dir is not None else default
-    if (run_dir / 'last.pth').exists() and not config.run.overwrite:
+    holds_run = any((run_dir / name).exists() for name in (LAST, BEST))
+    if holds_run and not (config.run.overwrite or config.run.resume):
         raise FileExistsError(
-            f'expected a new folder, got {run_dir}, which holds a run; set run.dir or run.overwrite=true'
+            f'expected a new folder, got {run_dir}, which holds a run; set run.dir, run.resume=auto to go on with it, '
+            'or run.overwrite=true'
         )
     return run_dir
 
 
-def choose_device(name: str) -> torch.device:
-    """Resolve `auto` to CUDA where there is one.
-
-    Raises:
-        ValueError: the device does not exist here.
-    """
-    available = torch.cuda.is_available()
-    if name == 'auto':
-        return torch.device('cuda' if available else 'cpu')
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f'expected run.device to be auto or a device of torch, got {name!r}: {error}') from error
-    if device.type == 'cuda' and not available:
-        raise ValueError(f'expected run.device to be a device of this machine, got {name!r}, and CUDA is not available')
-    return device
+def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainState, dict[str, Any]]:
+    """Make the model and all that trains it, and what rebuilds the model from a checkpoint."""
+    class_names = loaders.class_names
+    name, kwargs = model_arguments(config, num_classes=len(class_names))
+    random_seed(config.run.seed)
+    model = build_model(name, kwargs)
+    check_image_size(model, config.data.img_size)
+    if config.run.init_from is not None:
+        initialize_model(model, config.run.init_from, config.run.reset_head)
+    updates_per_epoch = len(loaders.train) // config.optim.accumulate
+    state = create_state(model, config, updates_per_epoch, len(class_names), world)
+    rebuild = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
+    preprocessing = {
+        'input_size': (3, *config.data.img_size),
+        'crop_pct': config.data.crop_pct,
+        'interpolation': 'bicubic',
+    }
+    described = {'model_name': name, 'model_kwargs': rebuild, 'class_names': class_names, 'data_config': preprocessing}
+    return state, described
 
 
 def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, Any]]:
@@ -119,33 +125,46 @@ def build_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
         raise ValueError(f'expected keyword arguments of the model {name}, got {kwargs}: {error}') from error
 
 
-def build_loaders(config: Config, device: torch.device) -> Loaders:
-    """Make the loaders, normalised as the model expects."""
+def build_loaders(config: Config, world: World) -> Loaders:
+    """Make the loaders of this process, normalised as the model expects."""
     cfg = timm.get_pretrained_cfg(config.model['name'])
-    statistics = {'mean': cfg.mean, 'std': cfg.std} if cfg is not None else {}
     return create_loaders(
         config.data,
         config.data.img_size,
-        config.micro_batch_size,
+        config.data.batch_size,
         eval_batch_size=config.data.eval_batch_size,
         augment=config.augment,
         crop_pct=config.data.crop_pct,
+        mean=IMAGENET_DEFAULT_MEAN if cfg is None else cfg.mean,
+        std=IMAGENET_DEFAULT_STD if cfg is None else cfg.std,
         seed=config.run.seed,
+        accumulate=config.optim.accumulate,
+        rank=world.rank,
+        world_size=world.size,
         num_workers=config.data.num_workers,
-        device=device,
-        **statistics,
+        device=world.device,
     )
 
 
-def finish(run_dir: Path, state: TrainState, loaders: Loaders) -> None:
-    """Draw the curves, export the best weights with their preprocessing, and print what is where."""
+def begin(run_dir: Path, state: TrainState) -> None:
+    """Make the folder of the run, write the experiment into it, and print what is trained."""
+    # The curves are drawn in the end; what they need is better found missing now.
+    new_figure(1, 1)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if state.config.run.resume is None:
+        remove_run(run_dir)
+    save_config(state.config, run_dir / 'config.yaml')
+    parameters = sum(parameter.numel() for parameter in state.model.parameters())
+    world = state.world
+    processes = f'{world.size} processes, the first ' if world.size > 1 else ''
+    print(f'{state.config.model["name"]}: {parameters / 1e6:.2f} M parameters; {processes}on {world.device}')
+
+
+def finish(run_dir: Path, state: TrainState, description: dict[str, Any]) -> None:
+    """Export the best weights with their preprocessing, draw the curves, and print what is where."""
+    model = load_model(run_dir / BEST)
+    export_model(model, run_dir / 'export', description['class_names'], description['data_config'])
     plot_history(state.history, run_dir / 'curves.png')
-    data_config = {
-        'input_size': (3, *state.config.data.img_size),
-        'crop_pct': state.config.data.crop_pct,
-        'interpolation': 'bicubic',
-    }
-    export_model(load_model(run_dir / 'best.pth'), run_dir / 'export', loaders.class_names, data_config)
     print(f'best top-1 {state.best_top1:.1f} %; in {run_dir}:')
     print('  best.pth, last.pth  checkpoints    export/     the best weights for timm.create_model')
     print('  summary.csv         every epoch    curves.png  the same as a picture')

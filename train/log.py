@@ -7,22 +7,28 @@ from typing import Any
 
 from timm.utils import trim_summary, update_summary
 
+from train.state import TrainState
+
 
 class RunLog:
-    """The log of one run; a context manager, so that nothing stays unwritten.
+    """The log of one run, written by its first process; a context manager, so that nothing stays unwritten.
 
     Args:
         folder: Of the run; receives summary.csv and, if wanted, tensorboard/.
-        first_epoch: Rows of this epoch and later ones, left by an earlier run, are dropped.
+        state: Of the run. What an earlier process wrote about its unfinished epoch and later ones is dropped.
 
     Raises:
         ImportError: TensorBoard is wanted and not installed.
     """
 
-    def __init__(self, folder: Path, first_epoch: int = 0, tensorboard: bool = True) -> None:
+    def __init__(self, folder: Path, state: TrainState, tensorboard: bool = True) -> None:
         self.summary = str(folder / 'summary.csv')
-        trim_summary(self.summary, first_epoch)
-        self.writer: Any = _open_tensorboard(folder / 'tensorboard') if tensorboard else None
+        self.is_primary = state.world.is_primary
+        self.writer: Any = None
+        if self.is_primary:
+            trim_summary(self.summary, state.epoch)
+            if tensorboard:
+                self.writer = _open_tensorboard(folder / 'tensorboard', state.updates)
 
     def __enter__(self) -> 'RunLog':
         return self
@@ -41,6 +47,8 @@ class RunLog:
 
     def log_epoch(self, epoch: int, trained: dict[str, float], evaluated: dict[str, float]) -> None:
         """Append the row of one epoch, whose columns are the same in each; NaN where nothing was evaluated."""
+        if not self.is_primary:
+            return
         update_summary(epoch, trained, evaluated, self.summary)
         if self.writer is not None:
             for kind, values in (('train', trained), ('eval', evaluated)):
@@ -50,11 +58,11 @@ class RunLog:
             self.writer.flush()
 
 
-def _open_tensorboard(folder: Path) -> Any:
+def _open_tensorboard(folder: Path, updates: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ImportError(
             "run.tensorboard needs TensorBoard: pip install 'aft-vision[train]', or set run.tensorboard=false"
         ) from error
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=updates + 1 if updates else None)

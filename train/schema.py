@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from aft_vision.data import Augmentation, Source
 
+# The images that a learning rate is meant for.
+LR_BATCH_SIZE = 512
+
 
 @dataclass(frozen=True)
 class DataConfig(Source):
@@ -13,18 +16,26 @@ class DataConfig(Source):
 
     Attributes:
         img_size: (H, W) in pixels.
-        batch_size: Images per optimizer step, whatever `optim.accumulate` is.
+        batch_size: Images per optimizer step, over all processes and parts of `optim.accumulate`.
         eval_batch_size: Images per validation batch; None means the images that the model sees at once in training.
         crop_pct: Side of the validation crop relative to the resized image.
         num_workers: Decoding processes per loader.
     """
 
-    dir: str = 'tests/assets/clothing'
     img_size: tuple[int, int] = (224, 224)
     batch_size: int = 64
     eval_batch_size: int | None = None
     crop_pct: float = 0.875
     num_workers: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require('data.img_size', self.img_size, min(self.img_size) > 0, 'above 0 in height and width')
+        require('data.batch_size', self.batch_size, self.batch_size >= 1, 'at least 1')
+        some = self.eval_batch_size is None or self.eval_batch_size >= 1
+        require('data.eval_batch_size', self.eval_batch_size, some, "at least 1, or null for training's")
+        require('data.crop_pct', self.crop_pct, 0 < self.crop_pct <= 1, 'in (0, 1]')
+        require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,8 @@ class OptimConfig:
         weight_decay: Of parameters with two or more dimensions that the model does not exempt.
         layer_decay: Factor of the learning rate from each block to the one before it; None for the same rate.
         args: Further keyword arguments of the optimizer, as `{betas: [0.9, 0.95]}`.
-        accumulate: Parts that a batch is split into; each goes forward and backward alone, one update follows all.
+        accumulate: Parts that each process splits its share of a batch into; each goes forward and backward alone, one
+            update follows all.
         clip_grad: Largest gradient norm; None for no clipping.
         label_smoothing: Share of the target spread over all classes.
     """
@@ -77,6 +89,7 @@ class EmaConfig:
     def __post_init__(self) -> None:
         within = self.decay is None or 0 < self.decay < 1
         require('ema.decay', self.decay, within, 'in (0, 1), or null for no moving average')
+        require('ema.warmup', self.warmup, self.decay is not None or not self.warmup, 'false without ema.decay')
 
 
 @dataclass(frozen=True)
@@ -111,9 +124,13 @@ class RunConfig:
     Attributes:
         dir: Folder of the run; None means `runs/` and the name of the config file.
         overwrite: Allow a folder that already holds a run.
+        resume: `auto` goes on with the run that the folder holds, from its newest whole checkpoint, or begins one; a
+            path goes on from that checkpoint. None begins a run.
+        keep: Latest checkpoints that are kept.
+        save_minutes: Time between checkpoints within an epoch; None saves after each epoch alone.
         init_from: A checkpoint or exported folder whose weights the run starts from; None for the model's own.
         reset_head: Start with a new classifier in place of that of `init_from`.
-        seed: Of the weights, of the order of the images and of all that is random in training; at least 0.
+        seed: Of the weights, of the order of the images and of all that is random in training; in [0, 2**32).
         device: `auto` takes CUDA when there is one.
         cpu_threads: Threads of the model on a CPU, which the loading processes should not have to share; None leaves
             torch's choice, one per core.
@@ -125,6 +142,9 @@ class RunConfig:
 
     dir: str | None = None
     overwrite: bool = False
+    resume: str | None = None
+    keep: int = 2
+    save_minutes: float | None = None
     init_from: str | None = None
     reset_head: bool = False
     seed: int = 0
@@ -136,9 +156,12 @@ class RunConfig:
     eval_every: int = 1
 
     def __post_init__(self) -> None:
-        require('run.seed', self.seed, self.seed >= 0, 'at least 0')
+        require('run.seed', self.seed, 0 <= self.seed < 2**32, 'in [0, 2**32)')
         threads = self.cpu_threads is None or self.cpu_threads >= 1
         require('run.cpu_threads', self.cpu_threads, threads, 'at least 1, or null for one per core')
+        require('run.keep', self.keep, 1 <= self.keep <= 100, 'in [1, 100]')
+        minutes = self.save_minutes is None or self.save_minutes > 0
+        require('run.save_minutes', self.save_minutes, minutes, 'above 0, or null for after each epoch alone')
         require('run.eval_every', self.eval_every, self.eval_every >= 1, 'at least 1')
         of_something = self.init_from is not None or not self.reset_head
         require('run.reset_head', self.reset_head, of_something, 'false without run.init_from')
@@ -157,22 +180,27 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        batch, parts = self.data.batch_size, self.optim.accumulate
-        require('data.batch_size', batch, batch >= 1, 'at least 1')
-        require('optim.accumulate', parts, batch % parts == 0, f'a divisor of data.batch_size, which is {batch}')
-        even = self.micro_batch_size % 2 == 0 or not self.augment.mixes
-        require(
-            'data.batch_size',
-            batch,
-            even,
-            f'even in each of the {parts} parts of optim.accumulate, because augment.mixup and augment.cutmix pair '
-            'images; or set both to 0',
-        )
+        self.check_parts(1)
+        peak = self.optim.lr * self.data.batch_size / LR_BATCH_SIZE
+        for name in ('warmup_lr', 'min_lr'):
+            rate = getattr(self.schedule, name)
+            require(f'schedule.{name}', rate, rate <= peak, f'at most the peak rate {peak:g}, which optim.lr makes')
 
-    @property
-    def micro_batch_size(self) -> int:
-        """Images that go through the model at once."""
-        return self.data.batch_size // self.optim.accumulate
+    def check_parts(self, world_size: int) -> int:
+        """Give the images that go through the model of one of so many processes at once.
+
+        Raises:
+            ValueError: the batch cannot be shared out evenly, or what comes out cannot be mixed.
+        """
+        batch, parts = self.data.batch_size, self.optim.accumulate * world_size
+        meaning = f'optim.accumulate ({self.optim.accumulate}) times the number of processes ({world_size})'
+        require('data.batch_size', batch, batch % parts == 0, f'a multiple of {meaning}')
+        even = batch // parts % 2 == 0 or not self.augment.mixes
+        wanted = (
+            f'an even multiple of {meaning}, because augment.mixup and augment.cutmix pair images; or set both to 0'
+        )
+        require('data.batch_size', batch, even, wanted)
+        return batch // parts
 
 
 def require(key: str, value: Any, holds: bool, expected: str) -> None:

@@ -7,6 +7,7 @@ import timm
 import torch
 from helpers import make_folder
 
+from tools import eval_resolution
 from tools.eval_resolution import main, parse_size
 
 CLOTHING = Path(__file__).parents[1] / 'assets' / 'clothing'
@@ -54,6 +55,58 @@ def test_a_chosen_split_of_another_layout_is_accepted(tmp_path):
     assert row['samples'] == 4
     (row,) = main([*arguments, '--data', str(tmp_path / 'images'), '--skip-corrupt'])
     assert row['samples'] == 3
+
+
+AFT = dict(num_heads=4, kernel_size=3)
+
+
+def test_other_classes_than_those_of_the_checkpoint_are_named(tmp_path):
+    names = [path.name for path in sorted((CLOTHING / 'validation').iterdir())]
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_classes=10, **AFT)
+    content = torch.load(checkpoint, weights_only=True)
+    torch.save({**content, 'class_names': names}, checkpoint)
+    assert len(run(checkpoint, '32')) == 1
+    torch.save({**content, 'class_names': ['coat', *names[1:]]}, checkpoint)
+    with pytest.raises(ValueError, match=r'the classes of the checkpoint in .*, got dress for coat'):
+        run(checkpoint, '32')
+    torch.save({**content, 'class_names': [str(i) for i in range(10)]}, checkpoint)
+    assert len(run(checkpoint, '32')) == 1
+
+
+def test_the_crop_is_that_of_the_training_unless_told(tmp_path, monkeypatch):
+    used = []
+    original = eval_resolution.create_eval_loader
+    monkeypatch.setattr(
+        eval_resolution, 'create_eval_loader', lambda *a, **k: used.append(k['crop_pct']) or original(*a, **k)
+    )
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_classes=10, **AFT)
+    torch.save({**torch.load(checkpoint, weights_only=True), 'data_config': {'crop_pct': 0.7}}, checkpoint)
+    run(checkpoint, '32')
+    run(checkpoint, '32', '--crop-pct', '1')
+    assert used == [0.7, 1.0]
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs', 'message'),
+    [
+        ('aft_conv_tiny', AFT, r'multiples of the patch size \(16, 16\), got \(40, 40\)'),
+        ('vit_tiny_patch16_224', dict(num_heads=1), r'multiples of the patch size \(16, 16\), got \(40, 40\)'),
+    ],
+)
+def test_a_size_that_no_patches_fill_is_rejected_before_anything_is_evaluated(tmp_path, capsys, name, kwargs, message):
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', name, num_classes=10, **kwargs)
+    with pytest.raises(ValueError, match=message):
+        run(checkpoint, '32', '40')
+    assert 'top-1' not in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_resized_is_rejected(tmp_path):
+    kwargs = dict(num_classes=10)
+    model = timm.create_model('mixer_s32_224', **kwargs)
+    content = {'model_name': 'mixer_s32_224', 'model_kwargs': kwargs, 'state_dict': model.state_dict()}
+    torch.save(content, tmp_path / 'best.pth')
+    with pytest.raises(ValueError, match='a model that can be resized, got a MlpMixer'):
+        run(tmp_path / 'best.pth', '64')
 
 
 def test_an_exported_folder_is_accepted(tmp_path):

@@ -78,16 +78,28 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('optim.layer_decay=0', r'expected optim\.layer_decay to be in \(0, 1\], or null .*, got 0'),
         ('optim.name=adamww', r"optim\.name = 'adamww' is not an optimizer; the nearest is adamw"),
         ('optim.accumulate=0', r'expected optim\.accumulate to be at least 1, got 0'),
-        ('optim.accumulate=3', r'optim\.accumulate to be a divisor of data\.batch_size, which is 64, got 3'),
+        ('optim.accumulate=3', r'data\.batch_size to be a multiple of optim\.accumulate \(3\) times .* \(1\), got 64'),
         ('data.batch_size=0', r'expected data\.batch_size to be at least 1, got 0'),
-        ('data.batch_size=63', r'expected data\.batch_size to be even in each .*mixup and augment\.cutmix .*, got 63'),
+        ('data.batch_size=63', r'to be an even multiple of .*mixup and augment\.cutmix .*, got 63'),
         ('data.on_corrupt_image=ignore', r"on_corrupt_image = 'ignore': .*expected one of \['raise', 'skip'\]"),
         ('ema.decay=1', r'expected ema\.decay to be in \(0, 1\), or null for no moving average, got 1'),
         ('schedule.step=batch', r"schedule\.step = 'batch': .*expected one of \['epoch', 'update', 'deit'\]"),
         ('schedule.min_lr=-1', r'expected schedule\.min_lr to be at least 0, got -1'),
         ('schedule.warmup_lr=-1', r'expected schedule\.warmup_lr to be at least 0, got -1'),
         ('augment.mixupp=1', r'augment\.mixupp = 1 is not a key; the nearest is augment\.mixup$'),
-        ('run.seed=-1', r'expected run\.seed to be at least 0, got -1'),
+        ('run.keep=0', r'expected run\.keep to be in \[1, 100\], got 0'),
+        ('run.save_minutes=0', r'expected run\.save_minutes to be above 0, or null .*, got 0'),
+        ('run.seed=-1', r'expected run\.seed to be in \[0, 2\*\*32\), got -1'),
+        ('data.eval_batch_size=0', r'expected data\.eval_batch_size to be at least 1, .*, got 0'),
+        ('data.img_size=[-32,32]', r'expected data\.img_size to be above 0 in height and width, got \(-32, 32\)'),
+        ('data.num_workers=-1', r'expected data\.num_workers to be at least 0, got -1'),
+        ('data.crop_pct=1.5', r'expected data\.crop_pct to be in \(0, 1\], got 1\.5'),
+        ('augment.auto_augment=foo', r"auto_augment must be a policy of timm, .* got 'foo'"),
+        ('schedule.min_lr=1', r'schedule\.min_lr to be at most the peak rate 6\.25e-05, .*, got 1'),
+        ('ema.warmup=true', r'expected ema\.warmup to be false without ema\.decay, got True'),
+        ('model.kernel_sise=3', r'model\.kernel_sise = 3 is not a key; the nearest is model\.'),
+        ('model.num_classes=5', r'model\.num_classes = 5 is not for an experiment: the data set decides'),
+        ('model.in_chans=1', r'model\.in_chans = 1 is not for an experiment: images have three channels'),
         ('run.reset_head=true', r'expected run\.reset_head to be false without run\.init_from, got True'),
         ('optim.lr', r"expected an override like section\.key=value, got 'optim\.lr'"),
         ('optim.lr="', r'expected a YAML value after ='),
@@ -108,6 +120,9 @@ def test_an_unknown_key_of_a_file_names_the_file(tmp_path):
     ('content', 'message'),
     [
         ('a: [', 'expected valid YAML'),
+        ('3', 'expected valid YAML'),
+        ('run: {dir: "${nothing}"}\n', r"file\.yaml: Interpolation key 'nothing' not found"),
+        ('base: 3\n', 'expected base in .* to be the name of a file, got 3'),
         ('- 1\n', 'got a list'),
         ('base: file.yaml\n', 'which builds on itself'),
         ('base: none.yaml\n', r'none\.yaml, which does not exist'),
@@ -137,18 +152,21 @@ def test_a_model_argument_of_the_wrong_type_is_rejected():
         check_model({**AFT, 'depth': 'deep'}, 'test')
 
 
-@pytest.mark.parametrize('key', ['num_classes', 'device', 'dtype'])
+@pytest.mark.parametrize('key', ['num_classes', 'in_chans', 'device', 'dtype'])
 def test_a_model_argument_that_the_trainer_decides_is_rejected(key):
-    with pytest.raises(ValueError, match=rf'model\.{key} = 3 is not a key'):
+    with pytest.raises(ValueError, match=rf'model\.{key} = 3 is not for an experiment'):
         check_model({**AFT, key: 3}, 'test')
 
 
 def test_parts_of_a_batch_must_be_even_to_be_mixed(vit_file):
     parts = ['data.batch_size=60', 'optim.accumulate=4']
-    with pytest.raises(ValueError, match='even in each of the 4 parts'):
+    with pytest.raises(ValueError, match=r'an even multiple of optim\.accumulate \(4\) times'):
         load_config(vit_file, parts)
     config = load_config(vit_file, [*parts, 'augment.mixup=0', 'augment.cutmix=0'])
-    assert config.micro_batch_size == 15
+    assert config.check_parts(world_size=1) == 15
+    assert config.check_parts(world_size=3) == 5
+    with pytest.raises(ValueError, match=r'\(4\) times the number of processes \(2\), got 60'):
+        config.check_parts(world_size=2)
 
 
 def test_arguments_of_the_optimizer_may_be_given_one_by_one(vit_file):
@@ -159,3 +177,9 @@ def test_arguments_of_the_optimizer_may_be_given_one_by_one(vit_file):
 def test_where_the_first_weights_come_from_is_no_mistake():
     model = {**AFT, 'pretrained': True, 'pretrained_cfg_overlay': {'file': 'deit.pth'}}
     assert check_model(model, 'test') == model
+
+
+def test_a_binary_file_is_named(tmp_path):
+    (tmp_path / 'file.yaml').write_bytes(bytes(range(128, 256)))
+    with pytest.raises(ValueError, match=r'expected valid YAML in .*file\.yaml'):
+        load_config(tmp_path / 'file.yaml')

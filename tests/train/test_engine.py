@@ -1,22 +1,26 @@
 import csv
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
 import timm
 import torch
+from helpers import NO_AUGMENTATION
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from timm.data import Mixup
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from aft_vision.data import NO_AUGMENTATION, STEP, Augmentation, Loaders, derive_seed
-from train.engine import TrainState, create_state, fit, train_one_epoch, train_step
+from aft_vision.data import STEP, Augmentation, Loaders, derive_seed
+from train.checkpoint import Saver
+from train.distributed import World
+from train.engine import fit, train_one_epoch, train_step
 from train.schema import Config, DataConfig, EmaConfig, OptimConfig, RunConfig, ScheduleConfig
+from train.state import TrainState, create_state
 
-CPU = torch.device('cpu')
+HERE = World(torch.device('cpu'))
 DESCRIPTION = {'model_name': 'linear', 'model_kwargs': {}, 'class_names': ['a', 'b', 'c']}
 MIXED = Augmentation(repeats=1, random_erasing=0.0)
 
@@ -26,7 +30,7 @@ def make_config(**sections: object) -> Config:
         data=DataConfig(batch_size=8),
         augment=NO_AUGMENTATION,
         optim=OptimConfig(lr=0.64, label_smoothing=0.0),
-        schedule=ScheduleConfig(epochs=4, warmup_epochs=0, step='update'),
+        schedule=ScheduleConfig(epochs=4, warmup_epochs=0, warmup_lr=0.0, step='update'),
         run=RunConfig(tensorboard=False),
     )
     return Config(**{**defaults, **sections})
@@ -57,12 +61,12 @@ def make_batches(count: int = 6, size: int = 8, side: int = 2) -> list[tuple[tor
 
 
 def make_state(model: nn.Module | None = None, updates_per_epoch: int = 6, **sections: object) -> TrainState:
-    return create_state(model or make_model(), make_config(**sections), updates_per_epoch, num_classes=3, device=CPU)
+    return create_state(model or make_model(), make_config(**sections), updates_per_epoch, num_classes=3, world=HERE)
 
 
 def train(state: TrainState, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
     """The loss of one update for each batch."""
-    return [train_step(state, [(images.clone(), targets)]).item() for images, targets in batches]
+    return [train_step(state, [(images.clone(), targets)]) for images, targets in batches]
 
 
 def test_twenty_losses_equal_those_of_a_plain_loop():
@@ -73,7 +77,7 @@ def test_twenty_losses_equal_those_of_a_plain_loop():
         ema=EmaConfig(decay=0.9),
         run=RunConfig(seed=3, tensorboard=False),
     )
-    state = create_state(make_vit(), config, updates_per_epoch=20, num_classes=3, device=CPU)
+    state = create_state(make_vit(), config, updates_per_epoch=20, num_classes=3, world=HERE)
     losses = train(state, batches)
 
     model = make_vit()
@@ -112,7 +116,7 @@ def test_accumulated_parts_make_the_update_of_the_whole_batch():
     for images, targets in make_batches():
         loss = train_step(whole, [(images, targets)])
         split = train_step(parts, zip(images.split(2), targets.split(2), strict=True))
-        torch.testing.assert_close(split, loss)
+        assert split == pytest.approx(loss, rel=1e-5)
     torch.testing.assert_close(parts.model.state_dict(), whole.model.state_dict(), rtol=1e-4, atol=1e-6)
     assert parts.updates == whole.updates == 6
 
@@ -122,6 +126,31 @@ def test_an_epoch_leaves_out_the_parts_of_an_incomplete_update():
     trained = train_one_epoch(state, make_batches(8), progress=False)
     assert state.updates == 2
     assert trained['images_per_second'] == pytest.approx(48 / trained['seconds'])
+
+
+def test_an_epoch_that_ends_early_is_measured_by_what_it_had():
+    batches = make_batches(9)
+    state = make_state(updates_per_epoch=6, optim=OptimConfig(accumulate=2), data=DataConfig(batch_size=16))
+    before = [train_step(state, batches[i : i + 2]) for i in (0, 2, 4, 6)]
+    state = make_state(updates_per_epoch=6, optim=OptimConfig(accumulate=2), data=DataConfig(batch_size=16))
+    trained = train_one_epoch(state, batches, progress=False)
+    assert trained['loss'] == pytest.approx(sum(before) / 4)
+    assert trained['images_per_second'] == pytest.approx(64 / trained['seconds'])
+    assert state.updates == 6
+
+
+def test_an_update_without_all_its_parts_changes_nothing():
+    state = make_state(optim=OptimConfig(lr=0.64, accumulate=2), ema=EmaConfig(decay=0.5), run=RunConfig(amp='float16'))
+    before = _clone(state.task)
+    for parts in ([], make_batches(1)):
+        assert train_step(state, parts) is None
+    torch.testing.assert_close(_clone(state.task), before, rtol=0, atol=0)
+    assert state.updates == 0
+
+
+def test_a_loader_without_a_whole_update_is_rejected():
+    with pytest.raises(ValueError, match='a loader with a whole batch'):
+        train_one_epoch(make_state(), [], progress=False)
 
 
 def test_training_is_a_function_of_the_seed_and_the_update():
@@ -144,6 +173,20 @@ def test_the_rate_is_per_512_images_and_warms_up_by_epoch():
     assert rates == pytest.approx([0.0, 0.005, 0.005, 0.01 * (1 + math.cos(math.pi * 3 / 4)) / 2])
 
 
+def test_fit_trains_each_epoch_at_deits_rate_one_epoch_late(tmp_path):
+    schedule = ScheduleConfig(epochs=5, warmup_epochs=2, warmup_lr=1e-4, min_lr=1e-3, step='deit')
+    state = make_state(schedule=schedule)
+    fit(state, Loaders(make_batches(), make_batches(), []), Saver(tmp_path, DESCRIPTION, 1, None), progress=False)
+    rates = [row['train_lr'] for row in state.history]
+    cosine = [1e-3 + (0.01 - 1e-3) * (1 + math.cos(math.pi * epoch / 5)) / 2 for epoch in (2, 3)]
+    assert rates == pytest.approx([1e-4, 1e-4, (1e-4 + 0.01) / 2, *cosine])
+
+
+def test_the_rate_that_is_shown_is_the_fastest_layers():
+    state = make_state(make_vit(), optim=OptimConfig(lr=0.64, layer_decay=0.5))
+    assert train_one_epoch(state, make_batches(side=4), progress=False)['lr'] == pytest.approx(0.01, rel=0.2)
+
+
 def test_parameters_that_the_model_exempts_do_not_decay():
     model = timm.create_model('vit_tiny_patch16_224', depth=1, embed_dim=16, num_heads=1, img_size=32, num_classes=3)
     state = make_state(model)
@@ -155,21 +198,21 @@ def test_parameters_that_the_model_exempts_do_not_decay():
 
 def test_layer_decay_slows_the_first_blocks():
     model = make_vit()
-    state = make_state(model, optim=OptimConfig(layer_decay=0.5))
+    state = make_state(model, optim=OptimConfig(lr=0.64, layer_decay=0.5))
     scale = {id(p): group['lr_scale'] for group in state.optimizer.param_groups for p in group['params']}
     first, last, head = model.blocks[0].mlp.fc1.weight, model.blocks[1].mlp.fc1.weight, model.head.weight
     assert [scale[id(p)] for p in (first, last, head)] == [0.25, 0.5, 1.0]
 
 
 def test_arguments_of_the_optimizer_are_passed_on():
-    state = make_state(optim=OptimConfig(args={'betas': [0.8, 0.9], 'eps': 1e-6}))
+    state = make_state(optim=OptimConfig(lr=0.64, args={'betas': [0.8, 0.9], 'eps': 1e-6}))
     assert isinstance(state.optimizer, torch.optim.AdamW)
     assert (state.optimizer.defaults['betas'], state.optimizer.defaults['eps']) == ((0.8, 0.9), 1e-6)
 
 
 def test_an_argument_that_the_optimizer_does_not_take_is_named():
     with pytest.raises(ValueError, match=r"expected optim\.args of the optimizer adamw, got {'moment': 0\.9}"):
-        make_state(optim=OptimConfig(args={'moment': 0.9}))
+        make_state(optim=OptimConfig(lr=0.64, args={'moment': 0.9}))
 
 
 @pytest.mark.parametrize(('amp', 'dtype'), [('bfloat16', torch.bfloat16), ('float16', torch.float16)])
@@ -193,6 +236,29 @@ def test_a_scaled_float16_loss_makes_the_update_of_float32():
     torch.testing.assert_close(weights[1], weights[0], rtol=2e-2, atol=2e-3)
 
 
+def test_a_scaled_gradient_is_clipped_at_its_true_norm(monkeypatch):
+    norms = []
+    clip = nn.utils.clip_grad_norm_
+    monkeypatch.setattr(nn.utils, 'clip_grad_norm_', lambda *args: norms.append(clip(*args).item()))
+    for amp in ('none', 'float16'):
+        state = make_state(optim=OptimConfig(lr=0.64, clip_grad=0.1), run=RunConfig(amp=amp))
+        # The usual first scale overflows, and the update is skipped.
+        state.scaler = torch.amp.GradScaler('cpu', init_scale=256.0, enabled=amp == 'float16')
+        train(state, make_batches(1))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)
+    assert norms[0] > 0.1
+
+
+def test_the_decay_of_the_average_warms_up():
+    batches = make_batches(3)
+    states = [make_state(ema=EmaConfig(decay=0.9999, warmup=warmup)) for warmup in (False, True)]
+    for state in states:
+        train(state, batches)
+    still, moved = (abs(state.averaged_model[1].weight).sum().item() for state in states)
+    assert moved > 100 * still
+    assert moved < 1.5 * abs(states[1].model[1].weight).sum().item()
+
+
 @pytest.mark.slow
 def test_a_compiled_model_trains_as_an_eager_one():
     losses = []
@@ -206,7 +272,7 @@ def test_a_compiled_model_trains_as_an_eager_one():
 def test_fit_learns_and_writes_one_row_per_epoch(tmp_path):
     loaders = Loaders(make_batches(), make_batches(), ['a', 'b', 'c'])
     state = make_state(run=RunConfig(eval_every=3), ema=EmaConfig(decay=0.5, warmup=True))
-    fit(state, loaders, tmp_path, DESCRIPTION, progress=False)
+    fit(state, loaders, Saver(tmp_path, DESCRIPTION, keep=1, minutes=None), progress=False)
     with (tmp_path / 'summary.csv').open() as file:
         rows = list(csv.DictReader(file))
     assert [row['epoch'] for row in rows] == ['0', '1', '2', '3']
@@ -221,7 +287,12 @@ def test_fit_learns_and_writes_one_row_per_epoch(tmp_path):
 
 def test_tensorboard_has_the_steps_and_the_epochs(tmp_path):
     state = make_state(run=RunConfig(eval_every=2))
-    fit(state, Loaders(make_batches(), make_batches(), []), tmp_path, DESCRIPTION, progress=False)
+    fit(
+        state,
+        Loaders(make_batches(), make_batches(), []),
+        Saver(tmp_path, DESCRIPTION, keep=1, minutes=None),
+        progress=False,
+    )
     events = EventAccumulator(str(tmp_path / 'tensorboard'))
     events.Reload()
     assert [event.step for event in events.Scalars('step/loss')] == [6, 10, 12, 18, 20, 24]
@@ -241,15 +312,25 @@ def test_the_progress_bar_shows_loss_rate_speed_and_the_time_left(capsys):
 def test_a_new_run_starts_a_new_log(tmp_path):
     (tmp_path / 'summary.csv').write_text('epoch,other\n0,1\n')
     state = make_state(schedule=ScheduleConfig(epochs=1, warmup_epochs=0))
-    fit(state, Loaders(make_batches(), make_batches(), []), tmp_path, DESCRIPTION, progress=False)
+    fit(
+        state,
+        Loaders(make_batches(), make_batches(), []),
+        Saver(tmp_path, DESCRIPTION, keep=1, minutes=None),
+        progress=False,
+    )
     assert (tmp_path / 'summary.csv').read_text().startswith('epoch,train_loss')
+
+
+def scored(scores: Iterable[float]) -> Callable[..., list[dict[str, float]]]:
+    """In place of the evaluation of some models: these accuracies, one after the other."""
+    return lambda models, *args, **kwargs: [{'loss': 1.0, 'top1': next(scores), 'top5': 100.0} for _ in models]
 
 
 def test_best_keeps_the_weights_of_the_best_epoch_and_last_those_of_the_last(tmp_path, monkeypatch):
     scores = iter([50.0, 80.0, 60.0, 80.0])
-    monkeypatch.setattr('train.engine.evaluate', lambda *a, **k: {'loss': 1.0, 'top1': next(scores), 'top5': 100.0})
+    monkeypatch.setattr('train.engine.evaluate_all', scored(scores))
     state = make_state()
-    fit(state, Loaders(make_batches(), [], []), tmp_path, DESCRIPTION, progress=False)
+    fit(state, Loaders(make_batches(), [], []), Saver(tmp_path, DESCRIPTION, keep=1, minutes=None), progress=False)
     best = torch.load(tmp_path / 'best.pth', weights_only=True)
     last = torch.load(tmp_path / 'last.pth', weights_only=True)
     assert (best['epoch'], best['best_top1'], best['averaged']) == (2, 80.0, False)
@@ -265,10 +346,10 @@ def test_best_keeps_the_weights_of_the_best_epoch_and_last_those_of_the_last(tmp
 def test_best_keeps_the_average_where_it_is_better_than_the_weights(tmp_path, monkeypatch):
     state = make_state(ema=EmaConfig(decay=0.9))
     scores = iter([50.0, 40.0, 55.0, 70.0, 60.0, 65.0, 10.0, 10.0])
-    monkeypatch.setattr('train.engine.evaluate', lambda *a, **k: {'loss': 1.0, 'top1': next(scores), 'top5': 100.0})
+    monkeypatch.setattr('train.engine.evaluate_all', scored(scores))
     averages = []
     monkeypatch.setattr('tqdm.tqdm.write', lambda line: averages.append(_clone(state.averaged_model)))
-    fit(state, Loaders(make_batches(), [], []), tmp_path, DESCRIPTION, progress=False)
+    fit(state, Loaders(make_batches(), [], []), Saver(tmp_path, DESCRIPTION, keep=1, minutes=None), progress=False)
     best = torch.load(tmp_path / 'best.pth', weights_only=True)
     assert (best['epoch'], best['best_top1'], best['averaged']) == (2, 70.0, True)
     torch.testing.assert_close(best['state_dict'], averages[1])
@@ -284,3 +365,24 @@ def test_a_loss_that_is_not_finite_stops_the_run():
     images, targets = make_batches()[0]
     with pytest.raises(RuntimeError, match=r'got nan in epoch 1, update 1; try a lower optim\.lr'):
         train_one_epoch(make_state(updates_per_epoch=1), [(images * float('nan'), targets)], progress=False)
+
+
+def test_weights_that_have_diverged_replace_no_checkpoint(tmp_path):
+    loaders = Loaders(make_batches(), make_batches(), [])
+    saver = Saver(tmp_path, DESCRIPTION, keep=1, minutes=None)
+    state = make_state(schedule=ScheduleConfig(epochs=1, warmup_epochs=0))
+    fit(state, loaders, saver, progress=False)
+    before = [(tmp_path / name).read_bytes() for name in ('last.pth', 'best.pth')]
+    state = make_state()
+    nn.init.constant_(state.model[1].weight, 1e38)
+    with pytest.raises(RuntimeError, match=r'expected a finite (training|validation) loss, got (nan|inf)'):
+        fit(state, loaders, saver, progress=False)
+    assert [(tmp_path / name).read_bytes() for name in ('last.pth', 'best.pth')] == before
+
+
+def test_a_validation_loss_that_is_not_finite_stops_the_run(tmp_path):
+    broken = [(images * float('inf'), targets) for images, targets in make_batches()]
+    saver = Saver(tmp_path, DESCRIPTION, keep=1, minutes=None)
+    with pytest.raises(RuntimeError, match='a finite validation loss, got nan after epoch 1'):
+        fit(make_state(), Loaders(make_batches(), broken, []), saver, progress=False)
+    assert not (tmp_path / 'last.pth').exists()

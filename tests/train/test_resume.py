@@ -1,0 +1,209 @@
+"""A run that is interrupted and resumed ends with the same bits as one that is not."""
+
+import csv
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import make_folder
+
+from train.imagenet import main
+
+ROOT = Path(__file__).parents[2]
+# Everything random at once: each image three times an epoch, erasing, mixup and cutmix, drop path, moving average.
+RECIPE = ['--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml')]
+DATA = [f'data.dir={ROOT / "tests" / "assets" / "clothing"}', 'data.batch_size=200', 'run.amp=none']
+SMALL = [*DATA, 'model.drop_path_rate=0.2', 'model.depth=1', 'ema.decay=0.9', 'ema.warmup=true', 'optim.lr=1e-3']
+
+
+def digest(checkpoint: Path) -> str:
+    """A hash of the weights, their average and the optimizer."""
+    content = torch.load(checkpoint, weights_only=True)
+    values = {f'{kind}.{name}': x for kind in ('state_dict', 'ema_state_dict') for name, x in content[kind].items()}
+    moments = content['optimizer']['state']
+    values |= {f'{i}.{name}': x for i, state in moments.items() for name, x in state.items()}
+    hashed = hashlib.sha256()
+    for name in sorted(values):
+        hashed.update(name.encode() + values[name].numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def losses(run_dir: Path) -> list[dict[str, str]]:
+    """The rows of the log, without what depends on the clock and the machine."""
+    with (run_dir / 'summary.csv').open() as file:
+        kept = ('epoch', 'train_loss', 'train_lr', 'eval_loss', 'eval_top1', 'eval_ema_top1')
+        return [{name: row[name] for name in kept} for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two epochs of three updates, without an interruption."""
+    run_dir = tmp_path_factory.mktemp('whole')
+    main([*RECIPE, *SMALL, f'run.dir={run_dir}'])
+    return run_dir
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, update: int) -> None:
+    """Send SIGTERM to this process in that update of this run."""
+    from train import engine
+
+    original = engine.train_step
+
+    def step(state, parts):
+        loss = original(state, parts)
+        if state.updates == update:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+    monkeypatch.setattr(engine, 'train_step', step)
+
+
+@pytest.mark.parametrize('update', [1, 2, 3, 4, 6])
+def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(update, whole, tmp_path, monkeypatch):
+    arguments = [*RECIPE, *SMALL, 'run.resume=auto', f'run.dir={tmp_path}']
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, update)
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == update
+    state = main(arguments)
+    assert state.updates == 6
+    assert digest(tmp_path / 'last.pth') == digest(whole / 'last.pth')
+    assert losses(tmp_path) == losses(whole)
+    best = [torch.load(folder / 'best.pth', weights_only=True) for folder in (tmp_path, whole)]
+    assert best[0]['best_top1'] == best[1]['best_top1']
+    torch.testing.assert_close(best[0]['state_dict'], best[1]['state_dict'], rtol=0, atol=0)
+
+
+def test_two_interruptions_in_one_epoch_and_other_workers_change_nothing(whole, tmp_path, monkeypatch):
+    arguments = [*RECIPE, *SMALL, 'run.resume=auto', f'run.dir={tmp_path}']
+    for update, workers in ((1, 1), (2, 2)):
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, update)
+            with pytest.raises(SystemExit):
+                main([*arguments, f'data.num_workers={workers}'])
+    main(arguments)
+    assert digest(tmp_path / 'last.pth') == digest(whole / 'last.pth')
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_the_newest_checkpoint_that_is_whole_is_used(whole, tmp_path, monkeypatch, caplog):
+    arguments = [*RECIPE, *SMALL, 'run.resume=auto', f'run.dir={tmp_path}']
+    for update in (2, 4):
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, update)
+            with pytest.raises(SystemExit):
+                main(arguments)
+    content = (tmp_path / 'last.pth').read_bytes()
+    (tmp_path / 'last.pth').write_bytes(content[: len(content) // 2])
+    main(arguments)
+    assert 'last.pth, which is truncated' in caplog.text
+    assert digest(tmp_path / 'last.pth') == digest(whole / 'last.pth')
+
+
+def test_damaged_checkpoints_alone_are_an_error(tmp_path):
+    (tmp_path / 'last.pth').write_bytes(b'half')
+    with pytest.raises(ValueError, match=r'expected a whole checkpoint in .*, got damaged ones: .*last\.pth'):
+        main([*RECIPE, *SMALL, 'run.resume=auto', f'run.dir={tmp_path}'])
+    assert (tmp_path / 'last.pth').read_bytes() == b'half'
+
+
+def test_a_finished_run_stays_finished(whole, tmp_path):
+    before = digest(whole / 'last.pth')
+    state = main([*RECIPE, *SMALL, 'run.resume=auto', f'run.dir={whole}'])
+    assert state.updates == 6
+    assert len(state.history) == len(losses(whole)) == 2
+    assert digest(whole / 'last.pth') == before
+
+
+def test_a_run_may_go_on_from_another_folder_for_more_epochs(whole, tmp_path, capsys):
+    longer = ['schedule.epochs=3', f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path}']
+    state = main([*RECIPE, *SMALL, *longer, 'optim.accumulate=1'])
+    assert state.updates == 9
+    assert [row['epoch'] for row in state.history] == [0, 1, 2]
+    assert (tmp_path / 'export' / 'model.safetensors').is_file()
+    shown = capsys.readouterr().out
+    assert 'now with schedule.epochs = 3, was 2' in shown
+    assert 'now with optim.accumulate = 1, was 2' in shown
+    assert 'data.dir' not in shown
+
+
+def test_other_data_are_not_gone_on_with(whole, tmp_path):
+    folder = make_folder(tmp_path / 'images', {split: [str(i) for i in range(10)] for split in ('train', 'val')}, 40)
+    other = [f'data.dir={folder}', f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path / "run"}']
+    with pytest.raises(ValueError, match=r'a run with 2 updates per epoch, .* got .* with 3; the data set and'):
+        main([*RECIPE, *SMALL, *other])
+
+
+def test_another_model_is_not_gone_on_with(whole, tmp_path):
+    other = ['model.depth=2', f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path / "run"}']
+    with pytest.raises(ValueError, match=r'last\.pth: .*missing: blocks\.1\.'):
+        main([*RECIPE, *SMALL, *other])
+
+
+def test_weights_alone_are_not_gone_on_with(whole, tmp_path):
+    with pytest.raises(ValueError, match=r'with the state of the optimizer, as last\.pth has, got .*best\.pth'):
+        main([*RECIPE, *SMALL, f'run.resume={whole / "best.pth"}', f'run.dir={tmp_path / "run"}'])
+
+
+def test_a_new_run_in_an_old_folder_leaves_nothing_to_go_on_from(tmp_path, monkeypatch):
+    for name in ('last.pth', 'last-1.pth', 'best.pth'):
+        (tmp_path / name).write_bytes(b'old')
+    interrupt_at(monkeypatch, 1)
+    with pytest.raises(SystemExit):
+        main([*RECIPE, *SMALL, 'run.overwrite=true', f'run.dir={tmp_path}'])
+    assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == 1
+    assert not (tmp_path / 'last-1.pth').exists()
+    assert not (tmp_path / 'best.pth').exists()
+
+
+def test_the_latest_checkpoints_are_kept_and_saved_by_the_clock(tmp_path):
+    main([*RECIPE, *SMALL, 'run.save_minutes=1e-9', 'run.keep=3', f'run.dir={tmp_path}'])
+    kept = ('last.pth', 'last-1.pth', 'last-2.pth')
+    saved = [torch.load(tmp_path / name, weights_only=True) for name in kept]
+    assert [(content['epoch'], content['updates']) for content in saved] == [(2, 6), (1, 6), (1, 5)]
+    assert not (tmp_path / 'last-3.pth').exists()
+
+
+def run_until_it_ends(arguments: list[str], kills: int, seconds: float) -> int:
+    """Start the command again and again; kill it that often, after random times. Returns how often it was started."""
+    generator = random.Random(0)
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
+    for start in range(1, 100):
+        process = subprocess.Popen([sys.executable, '-m', 'train.imagenet', *arguments], cwd=ROOT, env=environment)
+        if start <= kills:
+            began = wait_for_training(arguments, process)
+            time.sleep(generator.uniform(0, seconds) if began else 0)
+            process.kill()
+        if process.wait() == 0:
+            return start
+    raise AssertionError('the run never ended')
+
+
+def wait_for_training(arguments: list[str], process: subprocess.Popen) -> bool:
+    """Wait until the process writes its experiment, which is when training begins."""
+    written = Path(arguments[-1].removeprefix('run.dir=')) / 'config.yaml'
+    written.unlink(missing_ok=True)
+    while process.poll() is None:
+        if written.exists():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.slow
+def test_a_run_killed_three_times_ends_with_the_same_bits(tmp_path):
+    arguments = [*RECIPE, *SMALL, 'run.save_minutes=1e-9', 'run.resume=auto', 'run.tensorboard=false']
+    assert run_until_it_ends([*arguments, f'run.dir={tmp_path / "whole"}'], kills=0, seconds=0) == 1
+    assert run_until_it_ends([*arguments, f'run.dir={tmp_path / "killed"}'], kills=3, seconds=0.8) <= 4
+    assert digest(tmp_path / 'killed' / 'last.pth') == digest(tmp_path / 'whole' / 'last.pth')
+    assert losses(tmp_path / 'killed') == losses(tmp_path / 'whole')

@@ -1,0 +1,162 @@
+"""What changes while training, how it is made from an experiment, and how it is saved and restored."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.task import ClassificationTask
+from timm.utils import unwrap_model
+from torch import nn
+
+from aft_vision.data import BatchAugmentation
+from aft_vision.evaluate import load_matching_state_dict
+from train.distributed import World
+from train.schema import LR_BATCH_SIZE, Config, OptimConfig
+
+AMP_DTYPES = {'none': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+
+
+@dataclass
+class TrainState:
+    """Everything that changes while training, and what it needs to change.
+
+    Attributes:
+        task: timm's: the model, compiled, distributed or not, its loss, and the moving average of its weights.
+        updates_per_epoch: Optimizer steps of a whole epoch.
+        epoch: Finished epochs.
+        updates: Optimizer steps so far.
+        epoch_loss: Sum of the losses of the updates of the epoch that is not finished.
+        epoch_seconds: Time that they took.
+        best_top1: Best validation accuracy so far, of the weights or of their average, in percent; -1 before the
+            first evaluation.
+        history: One row per epoch, with the columns of summary.csv.
+    """
+
+    config: Config
+    world: World
+    task: ClassificationTask
+    augment: BatchAugmentation
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: torch.amp.GradScaler
+    updates_per_epoch: int
+    epoch: int = 0
+    updates: int = 0
+    epoch_loss: float = 0.0
+    epoch_seconds: float = 0.0
+    best_top1: float = -1.0
+    history: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as it was built."""
+        return unwrap_model(self.task.get_trainable_module())
+
+    @property
+    def averaged_model(self) -> nn.Module | None:
+        """The model with the moving average of the weights, if there is one."""
+        return unwrap_model(self.task.get_trainable_module(ema=True)) if self.task.has_ema() else None
+
+    @property
+    def amp_dtype(self) -> torch.dtype | None:
+        """Autocast data type."""
+        return AMP_DTYPES[self.config.run.amp]
+
+    @property
+    def updates_of_epoch(self) -> int:
+        """Optimizer steps of the epoch that is not finished."""
+        return self.updates - self.epoch * self.updates_per_epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a later process needs to go on as if it were this one: tensors and plain containers."""
+        averaged = self.averaged_model
+        return {
+            'state_dict': self.model.state_dict(),
+            'ema_state_dict': None if averaged is None else averaged.state_dict(),
+            'optimizer': self.optimizer.state_dict(),
+            'scaler': self.scaler.state_dict(),
+            'config': dataclasses.asdict(self.config),
+            'world_size': self.world.size,
+            **{name: getattr(self, name) for name in PROGRESS},
+        }
+
+    def load_state_dict(self, content: dict[str, Any], source: str) -> None:
+        """Go on from what `state_dict` gave; what is random follows from the number of the update.
+
+        Args:
+            source: What an error calls the checkpoint.
+
+        Raises:
+            ValueError: the weights are those of another model, or the epochs of the other run have another number of
+                updates.
+        """
+        if content['updates_per_epoch'] != self.updates_per_epoch:
+            raise ValueError(
+                f'expected a checkpoint of a run with {self.updates_per_epoch} updates per epoch, as this one has, '
+                f'got {source} with {content["updates_per_epoch"]}; the data set and data.batch_size must be the same'
+            )
+        load_matching_state_dict(self.model, content['state_dict'], source)
+        averaged = self.averaged_model
+        if averaged is not None:
+            # A run that had no average yet starts it from its weights.
+            averaged.load_state_dict(content['ema_state_dict'] or content['state_dict'])
+        self.optimizer.load_state_dict(content['optimizer'])
+        self.scaler.load_state_dict(content['scaler'])
+        for name in PROGRESS:
+            setattr(self, name, content[name])
+
+
+# What says how far a run has come; the schedule follows from it.
+PROGRESS = ('updates_per_epoch', 'epoch', 'updates', 'epoch_loss', 'epoch_seconds', 'best_top1', 'history')
+
+
+def create_state(
+    model: nn.Module, config: Config, updates_per_epoch: int, num_classes: int, world: World
+) -> TrainState:
+    """Put the model on the device and make its optimizer, schedule, loss and moving average.
+
+    Raises:
+        ValueError: the optimizer does not take an argument of `optim.args`.
+    """
+    device = world.device
+    model = model.to(device)
+    augment = BatchAugmentation(config.augment, num_classes, config.optim.label_smoothing, device)
+    # Mixed targets are smoothed as they are mixed.
+    loss = {'smoothing': config.optim.label_smoothing, 'soft_targets': config.augment.mixes}
+    task = ClassificationTask(model, criterion_kwargs=loss, device=device, verbose=False)
+    optimizer = _create_optimizer(model, config.optim, config.data.batch_size)
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched='cosine',
+        num_epochs=config.schedule.epochs,
+        warmup_epochs=config.schedule.warmup_epochs,
+        warmup_lr=config.schedule.warmup_lr,
+        min_lr=config.schedule.min_lr,
+        step_on_epochs=config.schedule.step != 'update',
+        updates_per_epoch=updates_per_epoch,
+    )
+    if config.ema.decay is not None:
+        task.setup_ema(decay=config.ema.decay, use_warmup=config.ema.warmup)
+    if config.run.compile:
+        task.compile()
+    if world.is_distributed:
+        task.prepare_distributed(device_ids=None if device.type == 'cpu' else [device])
+    scaler = torch.amp.GradScaler(device.type, enabled=config.run.amp == 'float16')
+    return TrainState(config, world, task, augment, optimizer, scheduler, scaler, updates_per_epoch)
+
+
+def _create_optimizer(model: nn.Module, optim: OptimConfig, batch_size: int) -> torch.optim.Optimizer:
+    try:
+        return create_optimizer_v2(
+            model,
+            opt=optim.name,
+            lr=optim.lr * batch_size / LR_BATCH_SIZE,
+            weight_decay=optim.weight_decay,
+            layer_decay=optim.layer_decay,
+            **optim.args,
+        )
+    except TypeError as error:
+        raise ValueError(f'expected optim.args of the optimizer {optim.name}, got {optim.args}: {error}') from error
