@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from aft_vision.data import STEP, Loaders, derive_seed, seed_generators
 from aft_vision.evaluate import evaluate_all, peak_memory_mb
 from train.checkpoint import Saver
+from train.diagnosis import NonFiniteLossError, write_diagnosis
 from train.log import RunLog
 from train.state import TrainState
 
@@ -36,7 +38,7 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
             fewer, because a streamed data set has ended, no weight changes.
 
     Raises:
-        RuntimeError: the loss is not finite; no weight has changed.
+        NonFiniteLossError: the loss is not finite, on any process; no weight has changed.
     """
     config, world, optimizer = state.config, state.world, state.optimizer
     count = config.optim.accumulate
@@ -54,7 +56,9 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
         total += loss.detach()
     if done < count:
         return None
-    loss_value = _finite(world.mean(total).item(), state)
+    loss_value = world.mean(total).item()
+    if not math.isfinite(loss_value):
+        raise NonFiniteLossError(loss_value)
     if config.optim.clip_grad is not None:
         state.scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(state.model.parameters(), config.optim.clip_grad)
@@ -66,25 +70,47 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
     return loss_value
 
 
+def skip_update(state: TrainState, loader: Any, loss: float, folder: Path) -> None:
+    """Leave out an update whose loss is not finite, and write down why it is not.
+
+    Raises:
+        NonFiniteLossError: `run.skip_nonfinite` updates have been left out before.
+    """
+    diagnosis = write_diagnosis(state, loader, loss, folder)
+    message = (
+        f'expected a finite training loss, got {loss} in epoch {state.epoch + 1}, update {state.updates + 1}; '
+        f'{diagnosis} says where'
+    )
+    if state.skipped >= state.config.run.skip_nonfinite:
+        raise NonFiniteLossError(f'{message}; the weights are those of before; {REMEDY}')
+    if state.world.is_primary:
+        tqdm.write(f'skipped: {message}')
+    state.skipped += 1
+    state.updates += 1
+    state.scheduler.step_update(num_updates=state.updates)
+
+
 def train_one_epoch(
     state: TrainState,
     loader: Any,
     log: RunLog | None = None,
     progress: bool = True,
     after_update: Callable[[], None] = lambda: None,
+    folder: Path = Path(),
 ) -> dict[str, float]:
     """Pass over the loader once, or over the rest of an epoch that was interrupted.
 
     Args:
         loader: The batches of the updates that the epoch still lacks.
         after_update: Called after every update.
+        folder: Of the run; receives a diagnosis of each update whose loss is not finite.
 
     Returns:
         `loss` (mean), `lr` (of the last update), `images_per_second` (loading included), `seconds`, and `memory_mb`,
         the peak so far: of the device, or of the whole process on a CPU.
 
     Raises:
-        RuntimeError: the loss is no longer finite.
+        NonFiniteLossError: more updates than `run.skip_nonfinite` had a loss that is not finite.
         ValueError: the loader gave no whole update.
     """
     state.model.train()
@@ -102,9 +128,14 @@ def train_one_epoch(
     for _ in bar:
         lr = _rate(state)
         start = time.perf_counter()
-        loss = train_step(state, islice(batches, state.config.optim.accumulate))
+        try:
+            loss = train_step(state, islice(batches, state.config.optim.accumulate))
+        except NonFiniteLossError as error:
+            skip_update(state, loader, error.args[0], folder)
+            continue
         if loss is None:
             break
+        state.epoch_done += 1
         state.epoch_loss += loss
         state.epoch_seconds += time.perf_counter() - start
         if state.updates % UPDATES_PER_REPORT == 0 or state.updates_of_epoch == state.updates_per_epoch:
@@ -112,15 +143,14 @@ def train_one_epoch(
             if log is not None:
                 log.log_step(state.updates, loss, lr)
         after_update()
-    updates = state.updates_of_epoch
-    if not updates:
-        raise ValueError('expected a loader with a whole batch, got one that ended before')
+    if not state.epoch_done:
+        raise ValueError('expected a loader with a whole batch and a finite loss, got none')
     # An epoch of a streamed data set may end early; the next one begins at its own place in the schedule all the same.
     state.updates = (state.epoch + 1) * state.updates_per_epoch
     return {
-        'loss': state.epoch_loss / updates,
+        'loss': state.epoch_loss / state.epoch_done,
         'lr': lr,
-        'images_per_second': updates * state.config.data.batch_size / state.epoch_seconds,
+        'images_per_second': state.epoch_done * state.config.data.batch_size / state.epoch_seconds,
         'seconds': state.epoch_seconds,
         'memory_mb': peak_memory_mb(state.world.device),
     }
@@ -140,8 +170,8 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
     with _until_signal(state, saver) as after_update, RunLog(saver.folder, state, run.tensorboard) as log:
         for epoch in range(state.epoch, schedule.epochs):
             loaders.set_epoch(epoch, state.updates_of_epoch)
-            trained = train_one_epoch(state, loaders.train, log, progress, after_update)
-            state.epoch, state.epoch_loss, state.epoch_seconds = epoch + 1, 0.0, 0.0
+            trained = train_one_epoch(state, loaders.train, log, progress, after_update, saver.folder)
+            state.epoch, state.epoch_done, state.epoch_loss, state.epoch_seconds = epoch + 1, 0, 0.0, 0.0
             state.scheduler.step(state.epoch - (schedule.step == 'deit'))
             due = state.epoch % run.eval_every == 0 or state.epoch == schedule.epochs
             evaluated = _evaluate(state, loaders.validation if due else None)
@@ -212,7 +242,7 @@ def _keep_best(state: TrainState, evaluated: dict[str, float], saver: Saver) -> 
 
 def _figures(state: TrainState, loss: float, lr: float) -> dict[str, str]:
     """The figures of the progress bar; the time left is that of all epochs, evaluation apart."""
-    seconds = state.epoch_seconds / state.updates_of_epoch
+    seconds = state.epoch_seconds / state.epoch_done
     left = state.config.schedule.epochs * state.updates_per_epoch - state.updates
     return {
         'loss': f'{loss:.3f}',
@@ -231,12 +261,3 @@ def _epoch_line(state: TrainState) -> str:
     if not math.isnan(row.get('eval_ema_top1', math.nan)):
         line += f'  averaged weights: top-1 {row["eval_ema_top1"]:.1f} %  top-5 {row["eval_ema_top5"]:.1f} %'
     return line
-
-
-def _finite(loss: float, state: TrainState) -> float:
-    if not math.isfinite(loss):
-        raise RuntimeError(
-            f'expected a finite training loss, got {loss} in epoch {state.epoch + 1}, update {state.updates + 1}; '
-            f'{REMEDY}'
-        )
-    return loss

@@ -128,6 +128,7 @@ class RunConfig:
             path goes on from that checkpoint. None begins a run.
         keep: Latest checkpoints that are kept.
         save_minutes: Time between checkpoints within an epoch; None saves after each epoch alone.
+        skip_nonfinite: Updates that are left out because their loss is not finite, before one ends the run.
         init_from: A checkpoint or exported folder whose weights the run starts from; None for the model's own.
         reset_head: Start with a new classifier in place of that of `init_from`.
         seed: Of the weights, of the order of the images and of all that is random in training; in [0, 2**32).
@@ -145,6 +146,7 @@ class RunConfig:
     resume: str | None = None
     keep: int = 2
     save_minutes: float | None = None
+    skip_nonfinite: int = 0
     init_from: str | None = None
     reset_head: bool = False
     seed: int = 0
@@ -159,6 +161,7 @@ class RunConfig:
         require('run.seed', self.seed, 0 <= self.seed < 2**32, 'in [0, 2**32)')
         threads = self.cpu_threads is None or self.cpu_threads >= 1
         require('run.cpu_threads', self.cpu_threads, threads, 'at least 1, or null for one per core')
+        require('run.skip_nonfinite', self.skip_nonfinite, self.skip_nonfinite >= 0, 'at least 0')
         require('run.keep', self.keep, 1 <= self.keep <= 100, 'in [1, 100]')
         minutes = self.save_minutes is None or self.save_minutes > 0
         require('run.save_minutes', self.save_minutes, minutes, 'above 0, or null for after each epoch alone')

@@ -28,8 +28,10 @@ class TrainState:
         updates_per_epoch: Optimizer steps of a whole epoch.
         epoch: Finished epochs.
         updates: Optimizer steps so far.
-        epoch_loss: Sum of the losses of the updates of the epoch that is not finished.
+        epoch_done: Updates of the epoch that is not finished, without those that were left out.
+        epoch_loss: Sum of their losses.
         epoch_seconds: Time that they took.
+        skipped: Updates that were left out because their loss was not finite.
         best_top1: Best validation accuracy so far, of the weights or of their average, in percent; -1 before the
             first evaluation.
         history: One row per epoch, with the columns of summary.csv.
@@ -45,8 +47,10 @@ class TrainState:
     updates_per_epoch: int
     epoch: int = 0
     updates: int = 0
+    epoch_done: int = 0
     epoch_loss: float = 0.0
     epoch_seconds: float = 0.0
+    skipped: int = 0
     best_top1: float = -1.0
     history: list[dict[str, float]] = field(default_factory=list)
 
@@ -110,7 +114,17 @@ class TrainState:
 
 
 # What says how far a run has come; the schedule follows from it.
-PROGRESS = ('updates_per_epoch', 'epoch', 'updates', 'epoch_loss', 'epoch_seconds', 'best_top1', 'history')
+PROGRESS = (
+    'updates_per_epoch',
+    'epoch',
+    'updates',
+    'epoch_done',
+    'epoch_loss',
+    'epoch_seconds',
+    'skipped',
+    'best_top1',
+    'history',
+)
 
 
 def create_state(

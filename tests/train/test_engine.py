@@ -1,4 +1,5 @@
 import csv
+import json
 import math
 import random
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from torch import nn
 
 from aft_vision.data import STEP, Augmentation, Loaders, derive_seed
 from train.checkpoint import Saver
+from train.diagnosis import NonFiniteLossError
 from train.distributed import World
 from train.engine import fit, train_one_epoch, train_step
 from train.schema import Config, DataConfig, EmaConfig, OptimConfig, RunConfig, ScheduleConfig
@@ -149,7 +151,7 @@ def test_an_update_without_all_its_parts_changes_nothing():
 
 
 def test_a_loader_without_a_whole_update_is_rejected():
-    with pytest.raises(ValueError, match='a loader with a whole batch'):
+    with pytest.raises(ValueError, match='a loader with a whole batch and a finite loss'):
         train_one_epoch(make_state(), [], progress=False)
 
 
@@ -361,10 +363,43 @@ def _clone(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def test_a_loss_that_is_not_finite_stops_the_run():
-    images, targets = make_batches()[0]
-    with pytest.raises(RuntimeError, match=r'got nan in epoch 1, update 1; try a lower optim\.lr'):
-        train_one_epoch(make_state(updates_per_epoch=1), [(images * float('nan'), targets)], progress=False)
+def break_batch(number: int, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    images, targets = batches[number]
+    batches[number] = images * float('nan'), targets
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_a_weight_changes(tmp_path):
+    state = make_state(updates_per_epoch=1, ema=EmaConfig(decay=0.5))
+    before, batches = _clone(state.task), make_batches(1)
+    break_batch(0, batches)
+    with pytest.raises(NonFiniteLossError, match=r'got nan in epoch 1, update 1; .*nonfinite-1-rank0\.json says where'):
+        train_one_epoch(state, batches, progress=False, folder=tmp_path)
+    torch.testing.assert_close(_clone(state.task), before, rtol=0, atol=0)
+    assert json.loads((tmp_path / 'nonfinite-1-rank0.json').read_text())['loss'] == 'nan'
+
+
+def test_some_updates_without_a_finite_loss_are_left_out(tmp_path):
+    broken = make_batches()
+    for number in (1, 4):
+        break_batch(number, broken)
+    run = RunConfig(skip_nonfinite=2)
+    state = make_state(run=run)
+    trained = train_one_epoch(state, broken, progress=False, folder=tmp_path)
+    assert (state.updates, state.skipped, state.epoch_done) == (6, 2, 4)
+    other = make_state(run=run)
+    whole = make_batches()
+    losses = []
+    for number, batch in enumerate(whole):
+        if number in (1, 4):
+            # The schedule goes on.
+            other.updates += 1
+            other.scheduler.step_update(other.updates)
+        else:
+            losses += train(other, [batch])
+    assert trained['loss'] == pytest.approx(sum(losses) / 4)
+    torch.testing.assert_close(state.model.state_dict(), other.model.state_dict(), rtol=0, atol=0)
+    with pytest.raises(NonFiniteLossError):
+        train_one_epoch(make_state(run=RunConfig(skip_nonfinite=1)), broken, progress=False, folder=tmp_path)
 
 
 def test_weights_that_have_diverged_replace_no_checkpoint(tmp_path):

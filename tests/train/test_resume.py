@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 # Everything random at once: each image three times an epoch, erasing, mixup and cutmix, drop path, moving average.
 RECIPE = ['--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml')]
 DATA = [f'data.dir={ROOT / "tests" / "assets" / "clothing"}', 'data.batch_size=200', 'run.amp=none']
-SMALL = [*DATA, 'model.drop_path_rate=0.2', 'model.depth=1', 'ema.decay=0.9', 'ema.warmup=true', 'optim.lr=1e-3']
+SMALL = [*DATA, 'model.drop_path_rate=0.2', 'model.depth=1', 'ema.decay=0.9', 'ema.warmup=true', 'optim.lr=5e-3']
+SMALL += ['schedule.step=update', 'schedule.warmup_epochs=0']
 
 
 def digest(checkpoint: Path) -> str:

@@ -1,0 +1,87 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from aft_vision.data import create_loaders
+from train.config import load_config
+from train.diagnosis import write_diagnosis
+from train.distributed import World
+from train.imagenet import build_state
+from train.state import TrainState
+
+ROOT = Path(__file__).parents[2]
+OVERRIDES = [f'data.dir={ROOT / "tests" / "assets" / "clothing"}', 'run.amp=none', 'model.drop_path_rate=0.5']
+
+
+@pytest.fixture(scope='module')
+def loader():
+    config = load_config(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml', OVERRIDES)
+    return create_loaders(config.data, (32, 32), 100, augment=config.augment, accumulate=2, num_workers=0)
+
+
+@pytest.fixture
+def state(loader) -> TrainState:
+    """In the fourth update of the first epoch."""
+    config = load_config(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml', OVERRIDES)
+    state, _ = build_state(config, loader, World(torch.device('cpu')))
+    state.updates = 3
+    state.model.train()
+    return state
+
+
+def diagnose(state: TrainState, loader, folder: Path) -> dict[str, object]:
+    path = write_diagnosis(state, loader.train, float('nan'), folder)
+    assert path == folder / 'nonfinite-4-rank0.json'
+    return json.loads(path.read_text())
+
+
+def test_a_sound_update_names_no_layer_and_all_its_images(state, loader, tmp_path):
+    found = diagnose(state, loader, tmp_path)
+    assert (found['update'], found['epoch'], found['layer'], found['weights']) == (4, 1, None, [])
+    loader.set_epoch(0)
+    assert found['images'] == [draw.image for draw in loader.train.sampler][300:400]
+    assert set(found['keys']) == {'blocks.0.attn', 'blocks.1.attn'}
+    assert all(low < 0 < high for low, high in found['keys'].values())
+
+
+def test_the_range_of_the_keys_is_that_of_all_parts(state, loader, tmp_path):
+    with torch.no_grad():
+        state.model.blocks[0].norm1.weight.zero_()
+        state.model.blocks[0].norm1.bias.zero_()
+        bias = state.model.blocks[0].attn.qkv.bias
+        bias.copy_(torch.arange(len(bias)))
+    assert diagnose(state, loader, tmp_path)['keys']['blocks.0.attn'] == [32, 39]
+
+
+def test_the_first_layer_that_goes_wrong_and_its_weights_are_named(state, loader, tmp_path):
+    with torch.no_grad():
+        state.model.blocks[1].mlp.fc1.weight[3, 5] = float('inf')
+        state.model.blocks[0].attn.kernel.gamma.fill_(7.0)
+    found = diagnose(state, loader, tmp_path)
+    assert found['layer'] == 'blocks.1.mlp.fc1'
+    assert found['weights'] == ['blocks.1.mlp.fc1.weight']
+    low, high = found['biases']['blocks.0.attn']
+    assert low < -7 < 7 < high
+    assert found['biases']['blocks.1.attn'] == [0, 0]
+
+
+def test_images_that_are_not_finite_come_first(state, loader, tmp_path, monkeypatch):
+    monkeypatch.setattr(state, 'augment', lambda images, targets: (images / 0, targets))
+    assert diagnose(state, loader, tmp_path)['layer'] == ''
+
+
+def test_the_diagnosis_sees_the_images_of_the_update(state, loader, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(state, 'augment', lambda images, targets: seen.append(images.clone()) or (images, targets))
+    diagnose(state, loader, tmp_path)
+    loader.set_epoch(0, first_update=3)
+    expected = [images for _, (images, _) in zip(range(2), loader.train, strict=False)]
+    torch.testing.assert_close(seen, expected)
+
+
+def test_without_the_images_the_weights_are_described(state, tmp_path):
+    found = json.loads(write_diagnosis(state, [], 1.0, tmp_path).read_text())
+    assert found['weights'] == []
+    assert 'images' not in found

@@ -1,0 +1,101 @@
+"""What was wrong in an update whose loss is not finite."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data.loader import PrefetchLoader
+from torch import nn
+
+from aft_vision.data import STEP, derive_seed, seed_generators
+from aft_vision.layers import AFTConv, AFTFull, AFTLocal
+from aft_vision.layers.mixers import AFTMixer
+from train.state import TrainState
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss of an update is not finite, on any process; no weight has changed."""
+
+
+def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -> Path:
+    """Do the forward pass of the next update again, and write down where it went wrong.
+
+    Because all that is random is a function of the update, the images are the same, and so is what happens to them.
+
+    Args:
+        loader: The training loader. Of a streamed data set, whose images cannot be had again, only the weights and the
+            position biases are described.
+        loss: What was found.
+
+    Returns:
+        The JSON file: `images` (indices into the data set), the first `layer` with an output that is not finite (''
+        for the images themselves), `weights` that are not finite, and the ranges of `keys` and position `biases`.
+    """
+    world = state.world
+    found: dict[str, Any] = {
+        'update': state.updates + 1,
+        'epoch': state.epoch + 1,
+        'rank': world.rank,
+        'loss': str(loss),
+    }
+    found['weights'] = [name for name, x in state.model.named_parameters() if not x.isfinite().all()]
+    found['biases'] = {name: _range(_bias(module)) for name, module in state.model.named_modules() if _has_bias(module)}
+    if isinstance(loader, PrefetchLoader) and hasattr(loader.sampler, 'draws'):
+        draws = loader.sampler.draws(state.updates_of_epoch)
+        found['images'] = [draw.image for draw in draws]
+        images, targets = loader.loader.collate_fn([loader.dataset[draw] for draw in draws])
+        images = (images.to(world.device, torch.float32) - loader.mean) / loader.std
+        found |= _watch(state, images, targets.to(world.device))
+    path = folder / f'nonfinite-{state.updates + 1}-rank{world.rank}.json'
+    path.write_text(json.dumps(found, indent=2) + '\n')
+    return path
+
+
+@torch.no_grad()
+def _watch(state: TrainState, images: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+    """Run the parts of an update, and note the first layer that goes wrong and the ranges of the keys."""
+    layers: list[str] = []
+    keys: dict[str, list[float]] = {}
+
+    def note(name: str, output: Any) -> None:
+        if not layers and isinstance(output, torch.Tensor) and not output.isfinite().all():
+            layers.append(name)
+
+    def note_keys(name: str, mixer: AFTMixer, output: torch.Tensor) -> None:
+        low, high = _range(output.split(mixer.split_sizes, dim=-1)[-2])
+        before = keys.get(name, [low, high])
+        keys[name] = [min(before[0], low), max(before[1], high)]
+
+    hooks = []
+    for name, module in state.model.named_modules():
+        hooks.append(module.register_forward_hook(lambda m, args, y, name=name: note(name, y)))
+        if isinstance(module, AFTMixer):
+            keys_of = functools.partial(note_keys, name, module)
+            hooks.append(module.qkv.register_forward_hook(lambda m, args, y, keys_of=keys_of: keys_of(y)))
+    count = state.config.optim.accumulate
+    try:
+        for part, (x, y) in enumerate(zip(images.chunk(count), targets.chunk(count), strict=True)):
+            seed_generators(derive_seed(STEP, state.config.run.seed, state.updates, state.world.rank * count + part))
+            x, _ = state.augment(x.contiguous(), y)
+            note('', x)
+            with torch.autocast(state.world.device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):
+                state.model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {'layer': layers[0] if layers else None, 'keys': keys}
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return isinstance(module, AFTConv | AFTFull | AFTLocal)
+
+
+@torch.no_grad()
+def _bias(module: Any) -> torch.Tensor:
+    return module.kernel() if isinstance(module, AFTConv) else module.position_bias()
+
+
+def _range(x: torch.Tensor) -> list[float]:
+    return [x.min().item(), x.max().item()]
