@@ -34,6 +34,7 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path) -> No
             if points:
                 axes.plot(*zip(*points, strict=True), marker='.', label=label)
         axes.set_xlabel('epoch')
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     loss.set_ylabel('cross-entropy (nats)')
     accuracy.set_ylabel('accuracy (%)')

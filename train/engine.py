@@ -116,15 +116,7 @@ def train_one_epoch(
     state.model.train()
     batches = iter(loader)
     lr = _rate(state)
-    bar = tqdm(
-        range(state.updates_of_epoch, state.updates_per_epoch),
-        desc=f'epoch {state.epoch + 1}/{state.config.schedule.epochs}',
-        initial=state.updates_of_epoch,
-        total=state.updates_per_epoch,
-        unit='update',
-        leave=False,
-        disable=not progress,
-    )
+    bar = _progress_bar(state, progress)
     for _ in bar:
         lr = _rate(state)
         start = time.perf_counter()
@@ -238,6 +230,19 @@ def _keep_best(state: TrainState, evaluated: dict[str, float], saver: Saver) -> 
         state.best_top1 = evaluated[best]
         averaged = state.averaged_model if best == 'ema_top1' else None
         saver.save_best(state, (averaged or state.model).state_dict(), averaged is not None)
+
+
+def _progress_bar(state: TrainState, progress: bool) -> tqdm:
+    """Go through the updates that the epoch still lacks."""
+    return tqdm(
+        range(state.updates_of_epoch, state.updates_per_epoch),
+        desc=f'epoch {state.epoch + 1}/{state.config.schedule.epochs}',
+        initial=state.updates_of_epoch,
+        total=state.updates_per_epoch,
+        unit='update',
+        leave=False,
+        disable=not progress,
+    )
 
 
 def _figures(state: TrainState, loss: float, lr: float) -> dict[str, str]:
