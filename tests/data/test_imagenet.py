@@ -4,8 +4,10 @@ import pytest
 import torch
 from helpers import make_folder
 from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset, create_loader
 
-from aft_vision.data import Augmentation, Loaders, create_eval_loader, create_loaders
+from aft_vision.data import Augmentation, Loaders, create_eval_loader, create_loaders, derive_seed, seed_generators
+from aft_vision.data.sampling import SAMPLE
 
 CLOTHING = Path(__file__).parents[1] / 'assets' / 'clothing'
 
@@ -111,3 +113,28 @@ def test_an_update_that_cannot_be_shared_evenly_is_rejected():
 def test_a_stream_cannot_begin_within_an_epoch():
     with pytest.raises(ValueError, match='begins at the start of its epoch, not at update 3'):
         Loaders([], [], []).set_epoch(0, first_update=3)
+
+
+def test_evaluation_batches_are_those_of_timms_own_loader():
+    loader, names = create_eval_loader(CLOTHING, (48, 32), 64, crop_pct=0.8, num_workers=0)
+    dataset = create_dataset('', root=str(CLOTHING), split='validation')
+    options = dict(is_training=False, interpolation='bicubic', crop_pct=0.8, num_workers=0, device=torch.device('cpu'))
+    peer = create_loader(dataset, (3, 48, 32), 64, **options)
+    assert list(dataset.reader.class_to_idx) == names
+    for (images, targets), (expected, wanted) in zip(loader, peer, strict=True):
+        assert torch.equal(images, expected)
+        assert torch.equal(targets, wanted)
+
+
+def test_training_images_are_changed_as_by_timms_own_loader():
+    augment = Augmentation(repeats=1)
+    loaders = create_loaders(CLOTHING, (32, 32), 8, augment=augment, num_workers=0)
+    dataset = create_dataset('', root=str(CLOTHING), split='train')
+    options = dict(is_training=True, interpolation='bicubic', scale=(0.08, 1.0), color_jitter=0.3, num_workers=0)
+    create_loader(dataset, (3, 32, 32), 8, auto_augment='rand-m9-mstd0.5-inc1', device=torch.device('cpu'), **options)
+    images = [image for batch, _ in loaders.train for image in batch]
+    statistics = [torch.tensor(x).view(3, 1, 1) for x in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)]
+    for draw, image in zip(loaders.train.sampler, images[:16], strict=False):
+        seed_generators(derive_seed(SAMPLE, 0, *draw))
+        expected = torch.as_tensor(dataset[draw.image][0]) / 255
+        torch.testing.assert_close(image, (expected - statistics[0]) / statistics[1], rtol=1e-4, atol=1e-4)
