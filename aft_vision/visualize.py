@@ -71,7 +71,8 @@ def position_biases(model: nn.Module) -> list[torch.Tensor]:
 def plot_position_biases(model: nn.Module, path: str | Path, max_heads: int = 16) -> None:
     """Draw exp(w) - 1 of a model: a row per layer and a column per head, or for one head a picture per layer.
 
-    Red is above 0, where a token counts more than its key says, blue below; each layer has its own scale.
+    Red is above 0, where a token counts more than its key says, blue below. Each picture has its own scale, from minus
+    to plus the number below it.
 
     Args:
         path: A PNG.
@@ -94,15 +95,16 @@ def plot_position_biases(model: nn.Module, path: str | Path, max_heads: int = 16
         axes.set(xticks=[], yticks=[], frame_on=False)
     cells = iter(grid.flat)
     for layer, bias in enumerate(biases, start=1):
-        limit = max(bias.abs().max().item(), 1e-6)
         for column, head in enumerate(torch.linspace(0, len(bias) - 1, heads).round().long().tolist()):
             axes = next(cells)
+            limit = max(bias[head].abs().max().item(), 1e-6)
+            axes.set_xlabel(f'\u00b1{limit:.2g}', fontsize=6, labelpad=1)
             axes.imshow(
                 bias[head].numpy(), cmap='RdBu_r', vmin=-limit, vmax=limit, interpolation='nearest', aspect='auto'
             )
             axes.set_box_aspect(1)
             if column == 0:
-                axes.set_ylabel(f'layer {layer}\n\u00b1{limit:.2g}', fontsize=7)
+                axes.set_ylabel(f'layer {layer}', fontsize=7)
             if heads > 1 and layer == 1:
                 axes.set_title(f'head {head + 1}', fontsize=7)
     figure.suptitle('exp(w) - 1', fontsize=9)
