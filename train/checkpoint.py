@@ -119,6 +119,11 @@ def find_latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a run has left a checkpoint in a folder."""
+    return any(path.exists() for path in (folder / BEST, *(older(folder / LAST, age) for age in range(MOST_KEPT))))
+
+
 def remove_run(folder: Path) -> None:
     """Remove what an earlier run left, so that nothing of it is taken for the new one's."""
     for path in [folder / BEST, folder / 'curves.png', *(older(folder / LAST, age) for age in range(MOST_KEPT))]:
@@ -127,10 +132,11 @@ def remove_run(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def resume(state: TrainState, folder: Path, where: str) -> None:
+def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[str]) -> None:
     """Go on from a checkpoint, and print from which and what differs from the run that wrote it.
 
     Args:
+        class_names: Of the data set, which must be those of the checkpoint.
         folder: Of the run.
         where: `auto` for the newest whole checkpoint in the folder, if there is one; or the path of one.
 
@@ -143,6 +149,8 @@ def resume(state: TrainState, folder: Path, where: str) -> None:
     path, content = found
     if 'optimizer' not in content:
         raise ValueError(f'expected a checkpoint with the state of the optimizer, as {LAST} has, got {path}')
+    if list(content['class_names']) != list(class_names):
+        raise ValueError(f'expected a checkpoint of the classes {list(class_names)[:5]} ..., got {path} with others')
     state.load_state_dict(content, source=str(path))
     # In another folder, the best weights are those from here on.
     if not (folder / BEST).exists():

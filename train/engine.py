@@ -38,7 +38,7 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
             fewer, because a streamed data set has ended, no weight changes.
 
     Raises:
-        NonFiniteLossError: the loss is not finite, on any process; no weight has changed.
+        NonFiniteLossError: the loss or the gradient is not finite, on any process; no weight has changed.
     """
     config, world, optimizer = state.config, state.world, state.optimizer
     count = config.optim.accumulate
@@ -59,9 +59,12 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
     loss_value = world.mean(total).item()
     if not math.isfinite(loss_value):
         raise NonFiniteLossError(loss_value)
-    if config.optim.clip_grad is not None:
+    # A gradient may overflow where the loss does not. With float16 the scaler sees to that, and leaves the update out.
+    if config.optim.clip_grad is not None or not state.scaler.is_enabled():
         state.scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(state.model.parameters(), config.optim.clip_grad)
+        norm = nn.utils.clip_grad_norm_(state.model.parameters(), config.optim.clip_grad or math.inf)
+        if not state.scaler.is_enabled() and not norm.isfinite():
+            raise NonFiniteLossError(norm.item())
     state.scaler.step(optimizer)
     state.scaler.update()
     state.updates += 1
@@ -78,8 +81,8 @@ def skip_update(state: TrainState, loader: Any, loss: float, folder: Path) -> No
     """
     diagnosis = write_diagnosis(state, loader, loss, folder)
     message = (
-        f'expected a finite training loss, got {loss} in epoch {state.epoch + 1}, update {state.updates + 1}; '
-        f'{diagnosis} says where'
+        f'expected a finite training loss and gradient, got {loss} in epoch {state.epoch + 1}, '
+        f'update {state.updates + 1}; {diagnosis} says where'
     )
     if state.skipped >= state.config.run.skip_nonfinite:
         raise NonFiniteLossError(f'{message}; the weights are those of before; {REMEDY}')
@@ -115,7 +118,6 @@ def train_one_epoch(
     """
     state.model.train()
     batches = iter(loader)
-    lr = _rate(state)
     bar = _progress_bar(state, progress)
     for _ in bar:
         lr = _rate(state)
@@ -129,6 +131,7 @@ def train_one_epoch(
             break
         state.epoch_done += 1
         state.epoch_loss += loss
+        state.epoch_lr = lr
         state.epoch_seconds += time.perf_counter() - start
         if state.updates % UPDATES_PER_REPORT == 0 or state.updates_of_epoch == state.updates_per_epoch:
             bar.set_postfix(_figures(state, loss, lr))
@@ -139,9 +142,10 @@ def train_one_epoch(
         raise ValueError('expected a loader with a whole batch and a finite loss, got none')
     # An epoch of a streamed data set may end early; the next one begins at its own place in the schedule all the same.
     state.updates = (state.epoch + 1) * state.updates_per_epoch
+    state.scheduler.step_update(num_updates=state.updates)
     return {
         'loss': state.epoch_loss / state.epoch_done,
-        'lr': lr,
+        'lr': state.epoch_lr,
         'images_per_second': state.epoch_done * state.config.data.batch_size / state.epoch_seconds,
         'seconds': state.epoch_seconds,
         'memory_mb': peak_memory_mb(state.world.device),
@@ -151,8 +155,8 @@ def train_one_epoch(
 def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True) -> TrainState:
     """Train to the last epoch; write the log, `last.pth` after each epoch and `best.pth` after the best.
 
-    A state that was restored goes on where it was saved, within an epoch too. On SIGTERM and SIGUSR1 the update is
-    finished and the state saved.
+    A state that was restored goes on where it was saved, within an epoch too, but for streamed data sets, which can
+    only be read from their start. On SIGTERM and SIGUSR1 the update is finished and the state saved.
 
     Raises:
         SystemExit: one of these signals came; the code is 128 and its number.
@@ -161,9 +165,12 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
     progress = progress and state.world.is_primary
     with _until_signal(state, saver) as after_update, RunLog(saver.folder, state, run.tensorboard) as log:
         for epoch in range(state.epoch, schedule.epochs):
+            if loaders.is_stream and state.updates_of_epoch:
+                state.restart_epoch()
             loaders.set_epoch(epoch, state.updates_of_epoch)
             trained = train_one_epoch(state, loaders.train, log, progress, after_update, saver.folder)
-            state.epoch, state.epoch_done, state.epoch_loss, state.epoch_seconds = epoch + 1, 0, 0.0, 0.0
+            state.epoch = epoch + 1
+            state.restart_epoch()
             state.scheduler.step(state.epoch - (schedule.step == 'deit'))
             due = state.epoch % run.eval_every == 0 or state.epoch == schedule.epochs
             evaluated = _evaluate(state, loaders.validation if due else None)

@@ -26,7 +26,7 @@ from torch import nn
 from aft_vision.data import Loaders, create_loaders
 from aft_vision.evaluate import check_image_size, initialize_model, load_model
 from aft_vision.visualize import new_figure, plot_history
-from train.checkpoint import BEST, LAST, Saver, export_model, remove_run, resume
+from train.checkpoint import BEST, Saver, export_model, holds_run, remove_run, resume
 from train.config import WEIGHT_KEYS, load_config, save_config
 from train.distributed import World, join_world
 from train.engine import fit
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState:
         loaders = build_loaders(config, world)
         state, description = build_state(config, loaders, world)
         if config.run.resume is not None:
-            resume(state, run_dir, config.run.resume)
+            resume(state, run_dir, config.run.resume, loaders.class_names)
         if world.is_primary:
             begin(run_dir, state)
         saver = Saver(run_dir, description, config.run.keep, config.run.save_minutes)
@@ -77,8 +77,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState:
 def choose_run_dir(config: Config, default: Path) -> Path:
     """Name the folder of the run; one that holds a run is left alone unless it is to be resumed or overwritten."""
     run_dir = Path(config.run.dir) if config.run.dir is not None else default
-    holds_run = any((run_dir / name).exists() for name in (LAST, BEST))
-    if holds_run and not (config.run.overwrite or config.run.resume):
+    if holds_run(run_dir) and not (config.run.overwrite or config.run.resume):
         raise FileExistsError(
             f'expected a new folder, got {run_dir}, which holds a run; set run.dir, run.resume=auto to go on with it, '
             'or run.overwrite=true'

@@ -5,9 +5,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from timm.utils import trim_summary, update_summary
+from timm.utils import update_summary
 
 from train.state import TrainState
+
+KINDS = ('train_', 'eval_')
+# Columns that only a run with a moving average fills, and every run has.
+AVERAGES = ('ema_loss', 'ema_top1', 'ema_top5')
 
 
 class RunLog:
@@ -26,7 +30,7 @@ class RunLog:
         self.is_primary = state.world.is_primary
         self.writer: Any = None
         if self.is_primary:
-            trim_summary(self.summary, state.epoch)
+            self._rewrite(state)
             if tensorboard:
                 self.writer = _open_tensorboard(folder / 'tensorboard', state.updates)
 
@@ -39,6 +43,16 @@ class RunLog:
         if self.writer is not None:
             self.writer.close()
 
+    def _rewrite(self, state: TrainState) -> None:
+        """Begin the file anew from the history, whose columns may have changed since."""
+        Path(self.summary).unlink(missing_ok=True)
+        for row in state.history:
+            parts = {kind: {k.removeprefix(kind): v for k, v in row.items() if k.startswith(kind)} for kind in KINDS}
+            self._append(int(row['epoch']), parts['train_'], parts['eval_'])
+
+    def _append(self, epoch: int, trained: dict[str, float], evaluated: dict[str, float]) -> None:
+        update_summary(epoch, trained, dict.fromkeys(AVERAGES, math.nan) | evaluated, self.summary)
+
     def log_step(self, update: int, loss: float, lr: float) -> None:
         """Record the loss and the learning rate of one update, in TensorBoard alone."""
         if self.writer is not None:
@@ -49,7 +63,7 @@ class RunLog:
         """Append the row of one epoch, whose columns are the same in each; NaN where nothing was evaluated."""
         if not self.is_primary:
             return
-        update_summary(epoch, trained, evaluated, self.summary)
+        self._append(epoch, trained, evaluated)
         if self.writer is not None:
             for kind, values in (('train', trained), ('eval', evaluated)):
                 for name, value in values.items():

@@ -31,6 +31,7 @@ class TrainState:
         epoch_done: Updates of the epoch that is not finished, without those that were left out.
         epoch_loss: Sum of their losses.
         epoch_seconds: Time that they took.
+        epoch_lr: Learning rate of the last of them.
         skipped: Updates that were left out because their loss was not finite.
         best_top1: Best validation accuracy so far, of the weights or of their average, in percent; -1 before the
             first evaluation.
@@ -50,6 +51,7 @@ class TrainState:
     epoch_done: int = 0
     epoch_loss: float = 0.0
     epoch_seconds: float = 0.0
+    epoch_lr: float = 0.0
     skipped: int = 0
     best_top1: float = -1.0
     history: list[dict[str, float]] = field(default_factory=list)
@@ -97,23 +99,46 @@ class TrainState:
             ValueError: the weights are those of another model, or the epochs of the other run have another number of
                 updates.
         """
-        if content['updates_per_epoch'] != self.updates_per_epoch:
-            raise ValueError(
-                f'expected a checkpoint of a run with {self.updates_per_epoch} updates per epoch, as this one has, '
-                f'got {source} with {content["updates_per_epoch"]}; the data set and data.batch_size must be the same'
-            )
+        same = {'updates_per_epoch': self.updates_per_epoch, 'batch_size': self.config.data.batch_size}
+        found = {**content, 'batch_size': content['config']['data']['batch_size']}
+        for name, expected in same.items():
+            if found[name] != expected:
+                raise ValueError(
+                    f'expected a checkpoint of a run with {name} = {expected}, as this one has, got {source} with '
+                    f'{found[name]}; the data set and data.batch_size must be the same'
+                )
         load_matching_state_dict(self.model, content['state_dict'], source)
         averaged = self.averaged_model
         if averaged is not None:
             # A run that had no average yet starts it from its weights.
             averaged.load_state_dict(content['ema_state_dict'] or content['state_dict'])
+        # The moments are the other run's, and the rates, decays and other settings those of this experiment.
+        settings = [{key: x for key, x in group.items() if key != 'params'} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(content['optimizer'])
-        self.scaler.load_state_dict(content['scaler'])
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        # A run without float16 has no scale.
+        if content['scaler']:
+            self.scaler.load_state_dict(content['scaler'])
         for name in PROGRESS:
             setattr(self, name, content[name])
+        self.set_rate()
+
+    def restart_epoch(self) -> None:
+        """Go to the start of the epoch that is not finished."""
+        self.updates = self.epoch * self.updates_per_epoch
+        self.epoch_done, self.epoch_loss, self.epoch_seconds = 0, 0.0, 0.0
+
+    def set_rate(self) -> None:
+        """Set the learning rate that the schedule has for the next update."""
+        late = self.config.schedule.step == 'deit'
+        if self.epoch > late:
+            self.scheduler.step(self.epoch - late)
+        if self.updates:
+            self.scheduler.step_update(self.updates)
 
 
-# What says how far a run has come; the schedule follows from it.
+# What says how far a run has come.
 PROGRESS = (
     'updates_per_epoch',
     'epoch',
@@ -121,6 +146,7 @@ PROGRESS = (
     'epoch_done',
     'epoch_loss',
     'epoch_seconds',
+    'epoch_lr',
     'skipped',
     'best_top1',
     'history',

@@ -1,5 +1,6 @@
 """Loaders of labelled images: training with DeiT's augmentation, evaluation with its centre crop."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.data.loader import PrefetchLoader, fast_collate
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from aft_vision.data.augment import Augmentation, eval_transform, train_transform
 from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split, open_train_split
@@ -20,6 +21,11 @@ class Loaders(NamedTuple):
     train: Any
     validation: Any
     class_names: list[str]
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the training images can only be read from the start of an epoch."""
+        return isinstance(getattr(self.train, 'dataset', None), IterableDataset)
 
     def set_epoch(self, epoch: int, first_update: int = 0) -> None:
         """Choose the order and the random changes of the next pass over the training images, and where it begins.
@@ -168,6 +174,11 @@ def _eval_loader(
         raise ValueError(f'evaluation batch size must be at least 1, got {batch_size}')
     dataset = split.dataset
     dataset.transform = eval_transform(img_size, crop_pct)
+    if split.is_stream and shard is not None:
+        raise ValueError(
+            'expected one process for a streamed data set, whose readers neither share the images out exactly nor end '
+            f'together, got {shard[1]}'
+        )
     if split.is_stream:
         dataset.set_loader_cfg(num_workers=num_workers)
     elif shard is not None:
@@ -187,9 +198,15 @@ def _loader(
         collate_fn=_collate,
         pin_memory=normalize.device.type == 'cuda',
         persistent_workers=num_workers > 0,
+        worker_init_fn=_leave_process_group,
         **options,
     )
     return PrefetchLoader(loader, mean=normalize.mean, std=normalize.std, device=normalize.device)
+
+
+def _leave_process_group(worker: int) -> None:
+    """Keep a signal to the group of the training process, as torchrun sends it, from ending its loading processes."""
+    os.setpgrp()
 
 
 def _collate(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:

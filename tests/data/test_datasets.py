@@ -181,6 +181,12 @@ def test_a_stream_without_the_number_of_its_classes_asks_for_it(shards):
         create_eval_loader(Source(name='wds/', dir=shards), (16, 16), 2, num_workers=0)
 
 
+def test_a_stream_is_not_evaluated_by_several_processes(shards):
+    source = Source(name='wds/', dir=shards, num_classes=3)
+    with pytest.raises(ValueError, match=r'expected one process for a streamed data set, .* got 2'):
+        create_loaders(source, (16, 16), 2, augment=Augmentation(repeats=1), world_size=2, num_workers=0)
+
+
 def test_a_stream_cannot_repeat_images(shards):
     source = Source(name='wds/', dir=shards, num_classes=3)
     with pytest.raises(ValueError, match='repeats must be 1 for a streamed data set, got 3'):

@@ -171,7 +171,9 @@ def test_the_rate_is_per_512_images_and_warms_up_by_epoch():
     rates = []
     for epoch in range(4):
         rates.append(train_one_epoch(state, make_batches(), progress=False)['lr'])
-        state.scheduler.step(epoch + 1)
+        state.epoch = epoch + 1
+        state.restart_epoch()
+        state.scheduler.step(state.epoch)
     assert rates == pytest.approx([0.0, 0.005, 0.005, 0.01 * (1 + math.cos(math.pi * 3 / 4)) / 2])
 
 
@@ -187,6 +189,29 @@ def test_fit_trains_each_epoch_at_deits_rate_one_epoch_late(tmp_path):
 def test_the_rate_that_is_shown_is_the_fastest_layers():
     state = make_state(make_vit(), optim=OptimConfig(lr=0.64, layer_decay=0.5))
     assert train_one_epoch(state, make_batches(side=4), progress=False)['lr'] == pytest.approx(0.01, rel=0.2)
+
+
+@pytest.mark.parametrize('step', ['epoch', 'update', 'deit'])
+@pytest.mark.parametrize('updates', [3, 6, 8, 17])
+def test_a_restored_state_has_the_rate_and_the_settings_of_its_own_experiment(step, updates, tmp_path):
+    def run_to(count: int, **optim: float) -> TrainState:
+        schedule = ScheduleConfig(epochs=4, warmup_epochs=2, warmup_lr=1e-4, min_lr=1e-3, step=step)
+        state = make_state(schedule=schedule, optim=OptimConfig(**{'lr': 0.64, 'label_smoothing': 0.0, **optim}))
+        for batch in (make_batches() * 3)[:count]:
+            train(state, [batch])
+            if state.updates % 6 == 0:
+                state.epoch += 1
+                state.scheduler.step(state.epoch - (step == 'deit'))
+        return state
+
+    first = run_to(updates)
+    same, other = run_to(0), run_to(0, lr=0.32, weight_decay=0.3)
+    for state in (same, other):
+        state.load_state_dict({**first.state_dict(), 'updates_per_epoch': 6}, source='test')
+    rates = [state.optimizer.param_groups[-1]['lr'] for state in (first, same, other, run_to(updates, lr=0.32))]
+    assert rates[0] == rates[1]
+    assert rates[2] == rates[3]
+    assert {group['weight_decay'] for group in other.optimizer.param_groups} == {0.0, 0.3}
 
 
 def test_parameters_that_the_model_exempts_do_not_decay():
@@ -241,7 +266,13 @@ def test_a_scaled_float16_loss_makes_the_update_of_float32():
 def test_a_scaled_gradient_is_clipped_at_its_true_norm(monkeypatch):
     norms = []
     clip = nn.utils.clip_grad_norm_
-    monkeypatch.setattr(nn.utils, 'clip_grad_norm_', lambda *args: norms.append(clip(*args).item()))
+
+    def record(*args: object) -> torch.Tensor:
+        norm = clip(*args)
+        norms.append(norm.item())
+        return norm
+
+    monkeypatch.setattr(nn.utils, 'clip_grad_norm_', record)
     for amp in ('none', 'float16'):
         state = make_state(optim=OptimConfig(lr=0.64, clip_grad=0.1), run=RunConfig(amp=amp))
         # The usual first scale overflows, and the update is skipped.
@@ -378,6 +409,25 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_a_weight_changes(tmp_pat
     assert json.loads((tmp_path / 'nonfinite-1-rank0.json').read_text())['loss'] == 'nan'
 
 
+def test_a_gradient_that_is_not_finite_stops_the_run_though_the_loss_is(tmp_path):
+    class Overflow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * float('inf')
+
+    for clip in (None, 1.0):
+        state = make_state(optim=OptimConfig(lr=0.64, clip_grad=clip))
+        before = _clone(state.model)
+        state.model[1].register_forward_hook(lambda module, args, output: Overflow.apply(output))
+        with pytest.raises(NonFiniteLossError, match=r'finite training loss and gradient, got (nan|inf)'):
+            train_one_epoch(state, make_batches(), progress=False, folder=tmp_path)
+        torch.testing.assert_close(_clone(state.model), before, rtol=0, atol=0)
+
+
 def test_some_updates_without_a_finite_loss_are_left_out(tmp_path):
     broken = make_batches()
     for number in (1, 4):
@@ -410,7 +460,7 @@ def test_weights_that_have_diverged_replace_no_checkpoint(tmp_path):
     before = [(tmp_path / name).read_bytes() for name in ('last.pth', 'best.pth')]
     state = make_state()
     nn.init.constant_(state.model[1].weight, 1e38)
-    with pytest.raises(RuntimeError, match=r'expected a finite (training|validation) loss, got (nan|inf)'):
+    with pytest.raises(RuntimeError, match=r'expected a finite training loss and gradient, got (nan|inf)'):
         fit(state, loaders, saver, progress=False)
     assert [(tmp_path / name).read_bytes() for name in ('last.pth', 'best.pth')] == before
 

@@ -4,6 +4,7 @@ import csv
 import hashlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,10 +140,57 @@ def test_a_run_may_go_on_from_another_folder_for_more_epochs(whole, tmp_path, ca
 
 
 def test_other_data_are_not_gone_on_with(whole, tmp_path):
-    folder = make_folder(tmp_path / 'images', {split: [str(i) for i in range(10)] for split in ('train', 'val')}, 40)
+    names = [path.name for path in (ROOT / 'tests/assets/clothing/train').iterdir()]
+    folder = make_folder(tmp_path / 'images', {'train': names, 'val': names}, 40)
     other = [f'data.dir={folder}', f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path / "run"}']
-    with pytest.raises(ValueError, match=r'a run with 2 updates per epoch, .* got .* with 3; the data set and'):
+    with pytest.raises(ValueError, match=r'a run with updates_per_epoch = 2, .* got .* with 3; the data set and'):
         main([*RECIPE, *SMALL, *other])
+
+
+def test_another_batch_size_and_other_classes_are_not_gone_on_with(whole, tmp_path):
+    again = [f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path / "run"}']
+    with pytest.raises(ValueError, match=r'a run with batch_size = 180, .* got .* with 200'):
+        main([*RECIPE, *SMALL, 'data.batch_size=180', *again])
+    content = torch.load(whole / 'last.pth', weights_only=True)
+    names = content['class_names']
+    torch.save({**content, 'class_names': [*names[1:], names[0]]}, tmp_path / 'permuted.pth')
+    with pytest.raises(ValueError, match=r"the classes \['dress', .*permuted\.pth with others"):
+        main([*RECIPE, *SMALL, f'run.resume={tmp_path / "permuted.pth"}', f'run.dir={tmp_path / "run"}'])
+
+
+def test_a_run_may_go_on_with_another_precision_and_without_the_average(whole, tmp_path):
+    for name in ('last.pth', 'best.pth', 'summary.csv'):
+        shutil.copy(whole / name, tmp_path / name)
+    other = ['run.amp=float16', 'ema.decay=null', 'ema.warmup=false', 'schedule.epochs=3', 'optim.weight_decay=0.3']
+    state = main([*RECIPE, *SMALL, *other, 'run.resume=auto', f'run.dir={tmp_path}'])
+    assert (state.updates, state.scaler.get_scale() > 1) == (9, True)
+    assert max(group['weight_decay'] for group in state.optimizer.param_groups) == 0.3
+    rows = losses(tmp_path)
+    assert rows[:2] == losses(whole)
+    assert [row['eval_ema_top1'] == 'nan' for row in rows] == [False, False, True]
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_whole_process_group_is_survived(whole, tmp_path):
+    arguments = [
+        *RECIPE,
+        *SMALL,
+        'run.resume=auto',
+        'data.num_workers=2',
+        'run.save_minutes=1e-9',
+        f'run.dir={tmp_path}',
+    ]
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, '-m', 'train.imagenet', *arguments], cwd=ROOT, env=environment, start_new_session=True
+    )
+    while not (tmp_path / 'last.pth').exists():
+        assert process.poll() is None
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=120) == 128 + signal.SIGTERM
+    main(arguments)
+    assert digest(tmp_path / 'last.pth') == digest(whole / 'last.pth')
 
 
 def test_another_model_is_not_gone_on_with(whole, tmp_path):
@@ -157,6 +205,11 @@ def test_weights_alone_are_not_gone_on_with(whole, tmp_path):
 
 
 def test_a_new_run_in_an_old_folder_leaves_nothing_to_go_on_from(tmp_path, monkeypatch):
+    for name in ('last.pth', 'last-1.pth', 'best.pth'):
+        (tmp_path / name).write_bytes(b'old')
+        with pytest.raises(FileExistsError):
+            main([*RECIPE, *SMALL, f'run.dir={tmp_path}'])
+        (tmp_path / name).unlink()
     for name in ('last.pth', 'last-1.pth', 'best.pth'):
         (tmp_path / name).write_bytes(b'old')
     interrupt_at(monkeypatch, 1)
