@@ -97,6 +97,11 @@ def older(path: Path, age: int) -> Path:
     return path if age == 0 else path.with_name(f'{path.stem}-{age}{path.suffix}')
 
 
+def _latest(folder: Path) -> list[Path]:
+    """Every name that a latest checkpoint of a run may have, the newest first."""
+    return [older(folder / LAST, age) for age in range(MOST_KEPT)]
+
+
 def find_latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Read the newest whole checkpoint of a run; one that is damaged is named in a warning.
 
@@ -107,8 +112,7 @@ def find_latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         ValueError: there are checkpoints, and none of them is whole.
     """
     # After an interruption between two renames, `last.pth` may be missing and `last-1.pth` the newest.
-    candidates = [older(folder / LAST, age) for age in range(MOST_KEPT)]
-    present = [path for path in candidates if path.exists()]
+    present = [path for path in _latest(folder) if path.exists()]
     for path in present:
         try:
             return path, read_checkpoint(path)
@@ -121,12 +125,12 @@ def find_latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 def holds_run(folder: Path) -> bool:
     """Whether a run has left a checkpoint in a folder."""
-    return any(path.exists() for path in (folder / BEST, *(older(folder / LAST, age) for age in range(MOST_KEPT))))
+    return any(path.exists() for path in (folder / BEST, *_latest(folder)))
 
 
 def remove_run(folder: Path) -> None:
     """Remove what an earlier run left, so that nothing of it is taken for the new one's."""
-    for path in [folder / BEST, folder / 'curves.png', *(older(folder / LAST, age) for age in range(MOST_KEPT))]:
+    for path in (folder / BEST, folder / 'curves.png', *_latest(folder)):
         path.unlink(missing_ok=True)
     for name in ('tensorboard', 'export'):
         shutil.rmtree(folder / name, ignore_errors=True)

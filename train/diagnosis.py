@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from timm.data.loader import PrefetchLoader
+from timm.utils import random_seed
 from torch import nn
 
-from aft_vision.data import STEP, derive_seed, seed_generators
+from aft_vision.data import STEP, derive_seed
 from aft_vision.layers import AFTConv, AFTFull, AFTLocal
 from aft_vision.layers.mixers import AFTMixer
 from train.state import TrainState
@@ -77,7 +78,7 @@ def _watch(state: TrainState, images: torch.Tensor, targets: torch.Tensor) -> di
     count = state.config.optim.accumulate
     try:
         for part, (x, y) in enumerate(zip(images.chunk(count), targets.chunk(count), strict=True)):
-            seed_generators(derive_seed(STEP, state.config.run.seed, state.updates, state.world.rank * count + part))
+            random_seed(derive_seed(STEP, state.config.run.seed, state.updates, state.world.rank * count + part))
             x, _ = state.augment(x.contiguous(), y)
             note('', x)
             with torch.autocast(state.world.device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from timm.utils.distributed import init_distributed_device_so
+from timm.utils.distributed import init_distributed_device_so, reduce_tensor
 
 from aft_vision.evaluate import resolve_device
 
@@ -36,11 +36,8 @@ class World:
         return dist.is_available() and dist.is_initialized()
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """The mean over all processes, the same on each, in place."""
-        if self.is_distributed:
-            dist.all_reduce(values)
-            values /= self.size
-        return values
+        """The mean over all processes, the same on each."""
+        return reduce_tensor(values, self.size) if self.is_distributed else values
 
     def any(self, value: bool) -> bool:
         """Whether the value is true in any process."""

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.utils import random_seed
 from torch import nn
 from tqdm import tqdm
 
-from aft_vision.data import STEP, Loaders, derive_seed, seed_generators
+from aft_vision.data import STEP, Loaders, derive_seed
 from aft_vision.evaluate import evaluate_all, peak_memory_mb
 from train.checkpoint import Saver
 from train.diagnosis import NonFiniteLossError, write_diagnosis
@@ -46,7 +47,7 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
     optimizer.zero_grad(set_to_none=True)
     for part, (images, targets) in enumerate(parts):
         done = part + 1
-        seed_generators(derive_seed(STEP, config.run.seed, state.updates, world.rank * count + part))
+        random_seed(derive_seed(STEP, config.run.seed, state.updates, world.rank * count + part))
         images, targets = state.augment(images.to(world.device), targets.to(world.device))
         # Of several processes, only the last part waits for the gradients of the others.
         with state.task.no_sync() if done < count else contextlib.nullcontext():
@@ -142,7 +143,6 @@ def train_one_epoch(
         raise ValueError('expected a loader with a whole batch and a finite loss, got none')
     # An epoch of a streamed data set may end early; the next one begins at its own place in the schedule all the same.
     state.updates = (state.epoch + 1) * state.updates_per_epoch
-    state.scheduler.step_update(num_updates=state.updates)
     return {
         'loss': state.epoch_loss / state.epoch_done,
         'lr': state.epoch_lr,
@@ -171,7 +171,7 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
             trained = train_one_epoch(state, loaders.train, log, progress, after_update, saver.folder)
             state.epoch = epoch + 1
             state.restart_epoch()
-            state.scheduler.step(state.epoch - (schedule.step == 'deit'))
+            state.set_rate()
             due = state.epoch % run.eval_every == 0 or state.epoch == schedule.epochs
             evaluated = _evaluate(state, loaders.validation if due else None)
             row = {f'train_{name}': value for name, value in trained.items()}

@@ -3,7 +3,7 @@
 from aft_vision.data.augment import Augmentation, BatchAugmentation
 from aft_vision.data.datasets import CorruptImageError, Source
 from aft_vision.data.imagenet import Loaders, create_eval_loader, create_loaders
-from aft_vision.data.sampling import STEP, derive_seed, seed_generators
+from aft_vision.data.sampling import STEP, derive_seed
 
 __all__ = [
     'STEP',
@@ -15,5 +15,4 @@ __all__ = [
     'create_eval_loader',
     'create_loaders',
     'derive_seed',
-    'seed_generators',
 ]

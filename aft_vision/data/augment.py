@@ -6,10 +6,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from PIL import Image
 from timm.data import Mixup, create_transform
 from timm.data.auto_augment import posterize
 from timm.data.random_erasing import RandomErasing
+from torchvision.transforms import Compose
+from torchvision.transforms.v2 import RGB
 
 
 @dataclass(frozen=True)
@@ -44,22 +45,20 @@ class Augmentation:
     def __post_init__(self) -> None:
         low, high = self.scale
         if not 0 < low <= high <= 1:
-            raise ValueError(
-                f'augmentation scale must be (low, high) with 0 < low <= high <= 1, got {tuple(self.scale)}'
-            )
+            raise ValueError(f'augment.scale must be (low, high) with 0 < low <= high <= 1, got {tuple(self.scale)}')
         for name in ('hflip', 'random_erasing', 'mix_prob', 'mix_switch_prob'):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f'augmentation {name} must be a probability in [0, 1], got {getattr(self, name)}')
+                raise ValueError(f'augment.{name} must be a probability in [0, 1], got {getattr(self, name)}')
         for name in ('color_jitter', 'mixup', 'cutmix'):
             if not getattr(self, name) >= 0:
-                raise ValueError(f'augmentation {name} must be at least 0, got {getattr(self, name)}')
+                raise ValueError(f'augment.{name} must be at least 0, got {getattr(self, name)}')
         if self.repeats < 1:
-            raise ValueError(f'augmentation repeats must be at least 1, got {self.repeats}')
+            raise ValueError(f'augment.repeats must be at least 1, got {self.repeats}')
         try:
             train_transform((32, 32), self, (0.5,) * 3, (0.5,) * 3)
         except (AssertionError, KeyError, ValueError, IndexError) as error:
             raise ValueError(
-                'augmentation auto_augment must be a policy of timm, such as rand-m9-mstd0.5-inc1, '
+                'augment.auto_augment must be a policy of timm, such as rand-m9-mstd0.5-inc1, '
                 f'got {self.auto_augment!r}'
             ) from error
 
@@ -134,8 +133,8 @@ def train_transform(
         use_prefetcher=True,
     )
     _allow_posterize_to_no_bits(transform)
-    transform.transforms.insert(0, _to_rgb)
-    return transform
+    # Some data sets of torchvision are grey.
+    return Compose([RGB(), *transform.transforms])
 
 
 def eval_transform(img_size: tuple[int, int], crop_pct: float) -> Any:
@@ -145,13 +144,7 @@ def eval_transform(img_size: tuple[int, int], crop_pct: float) -> Any:
     transform = create_transform(
         (3, *img_size), interpolation='bicubic', crop_pct=crop_pct, crop_mode='center', use_prefetcher=True
     )
-    transform.transforms.insert(0, _to_rgb)
-    return transform
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    # Some data sets of torchvision are grey.
-    return image if image.mode == 'RGB' else image.convert('RGB')
+    return Compose([RGB(), *transform.transforms])
 
 
 def _allow_posterize_to_no_bits(transform: Any) -> None:

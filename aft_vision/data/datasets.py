@@ -13,7 +13,6 @@ from timm.data import ImageDataset, create_dataset
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from torch.utils.data import IterableDataset
 
-TRAIN_SPLITS = ('train',)
 EVAL_SPLITS = ('val', 'validation', 'test')
 # Skipping more images than this in a row means that the data set is broken, not an image.
 MAX_SKIPPED_IN_A_ROW = 50
@@ -54,13 +53,13 @@ class Source:
 
     def __post_init__(self) -> None:
         if self.on_corrupt_image not in ('raise', 'skip'):
-            raise ValueError(f"on_corrupt_image must be 'raise' or 'skip', got {self.on_corrupt_image!r}")
+            raise ValueError(f"data.on_corrupt_image must be 'raise' or 'skip', got {self.on_corrupt_image!r}")
         if self.name.lower().startswith('torch/') and not self.dir:
             raise ValueError(f'expected data.dir, the folder of {self.name}, got none')
         if self.name and not self.name.lower().startswith('hfds/') and self.on_corrupt_image == 'skip':
-            raise ValueError(f"on_corrupt_image must be 'raise' for {self.name}, whose reader decides, got 'skip'")
+            raise ValueError(f"data.on_corrupt_image must be 'raise' for {self.name}, whose reader decides, got 'skip'")
         if self.num_classes is not None and self.num_classes < 1:
-            raise ValueError(f'num_classes must be at least 1, got {self.num_classes}')
+            raise ValueError(f'data.num_classes must be at least 1, got {self.num_classes}')
 
 
 class CorruptImageError(ValueError):
@@ -255,14 +254,12 @@ def _read_tar(path: Path) -> CheckedImageDataset:
             # What a whole tar file ends with; without it, a file cut between two members looks whole.
             file.seek(-1024, os.SEEK_END)
             if any(file.read()):
-                raise ValueError(f'expected a whole tar file, got {path}, whose end is missing')
+                raise tarfile.ReadError('its end is missing')
         # timm would leave an index beside a large file, and trust it after the file has changed.
         reader = ReaderImageInTar(str(path), cache_tarinfo=False)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ValueError(f'expected a whole tar file, got {path}: {error}') from error
     except ValueError as error:
-        if 'end is missing' in str(error):
-            raise
         raise ValueError(f'expected images in class folders in {path}, got none') from error
     return CheckedImageDataset(str(path), reader=reader)
 

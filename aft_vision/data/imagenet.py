@@ -104,7 +104,9 @@ def create_loaders(
     normalize = _Normalize(tuple(mean), tuple(std), torch.device(device))
     train.dataset.transform = train_transform(img_size, augment, mean, std)
     if train.is_stream:
-        train_loader = _stream_loader(train, batch_size, augment, parts, num_workers, normalize)
+        _check_stream(augment, world_size)
+        train.dataset.set_loader_cfg(num_workers=num_workers)
+        train_loader = _loader(train.dataset, batch_size // parts.total, num_workers, normalize, drop_last=True)
     else:
         sampler = EpochSampler(len(train.dataset), batch_size, seed, augment.repeats, parts)
         dataset = SeededDataset(train.dataset, seed)
@@ -151,14 +153,14 @@ class _Normalize(NamedTuple):
     device: torch.device
 
 
-def _stream_loader(
-    split: Split, batch_size: int, augment: Augmentation, parts: Parts, num_workers: int, normalize: _Normalize
-) -> PrefetchLoader:
-    """The loader of a data set whose reader shares the samples out among processes and workers itself."""
+def _check_stream(augment: Augmentation, world_size: int) -> None:
     if augment.repeats > 1:
-        raise ValueError(f'augmentation repeats must be 1 for a streamed data set, got {augment.repeats}')
-    split.dataset.set_loader_cfg(num_workers=num_workers)
-    return _loader(split.dataset, batch_size // parts.total, num_workers, normalize, drop_last=True)
+        raise ValueError(f'augment.repeats must be 1 for a streamed data set, got {augment.repeats}')
+    if world_size > 1:
+        raise ValueError(
+            'expected one process for a streamed data set, whose readers neither share the images out exactly nor end '
+            f'together, got {world_size}'
+        )
 
 
 def _eval_loader(
@@ -174,11 +176,6 @@ def _eval_loader(
         raise ValueError(f'evaluation batch size must be at least 1, got {batch_size}')
     dataset = split.dataset
     dataset.transform = eval_transform(img_size, crop_pct)
-    if split.is_stream and shard is not None:
-        raise ValueError(
-            'expected one process for a streamed data set, whose readers neither share the images out exactly nor end '
-            f'together, got {shard[1]}'
-        )
     if split.is_stream:
         dataset.set_loader_cfg(num_workers=num_workers)
     elif shard is not None:

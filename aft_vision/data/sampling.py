@@ -20,14 +20,11 @@ def derive_seed(stream: int, *key: int) -> int:
     return int(np.random.SeedSequence((len(key), stream, *key)).generate_state(1)[0])
 
 
-def seed_generators(seed: int, devices: bool = True) -> None:
-    """Seed `random`, numpy and torch, on every device or on the CPU alone, with a seed in [0, 2**32)."""
+def seed_generators(seed: int) -> None:
+    """Seed `random`, numpy and torch's CPU generator, which timm's transforms draw from, with a seed in [0, 2**32)."""
     random.seed(seed)
     np.random.seed(seed)
-    if devices:
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 class Draw(NamedTuple):
@@ -128,7 +125,7 @@ class SeededDataset(Dataset):
 
     def __getitem__(self, draw: Draw) -> Any:
         with _restored_generators():
-            seed_generators(derive_seed(SAMPLE, self.seed, *draw), devices=False)
+            seed_generators(derive_seed(SAMPLE, self.seed, *draw))
             return self.dataset[draw.image]
 
     def __len__(self) -> int:

@@ -4,8 +4,9 @@ import torch
 from helpers import NO_AUGMENTATION
 from PIL import Image
 
-from aft_vision.data import Augmentation, BatchAugmentation, seed_generators
+from aft_vision.data import Augmentation, BatchAugmentation
 from aft_vision.data.augment import eval_transform, train_transform
+from aft_vision.data.sampling import seed_generators
 
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 

@@ -189,7 +189,7 @@ def test_a_stream_is_not_evaluated_by_several_processes(shards):
 
 def test_a_stream_cannot_repeat_images(shards):
     source = Source(name='wds/', dir=shards, num_classes=3)
-    with pytest.raises(ValueError, match='repeats must be 1 for a streamed data set, got 3'):
+    with pytest.raises(ValueError, match=r'augment\.repeats must be 1 for a streamed data set, got 3'):
         create_loaders(source, (16, 16), 2, num_workers=0)
 
 

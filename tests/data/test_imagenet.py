@@ -6,8 +6,8 @@ from helpers import make_folder
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset, create_loader
 
-from aft_vision.data import Augmentation, Loaders, create_eval_loader, create_loaders, derive_seed, seed_generators
-from aft_vision.data.sampling import SAMPLE
+from aft_vision.data import Augmentation, Loaders, create_eval_loader, create_loaders, derive_seed
+from aft_vision.data.sampling import SAMPLE, seed_generators
 
 CLOTHING = Path(__file__).parents[1] / 'assets' / 'clothing'
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from aft_vision.data import derive_seed, seed_generators
-from aft_vision.data.sampling import Draw, EpochSampler, Parts, SeededDataset
+from aft_vision.data import derive_seed
+from aft_vision.data.sampling import Draw, EpochSampler, Parts, SeededDataset, seed_generators
 
 
 class Randoms:

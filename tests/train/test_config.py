@@ -71,7 +71,7 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('optim.label_smoothing=1', r'expected optim\.label_smoothing to be in \[0, 1\), got 1'),
         ('schedule.epochs=0', r'expected schedule\.epochs to be at least 1, got 0'),
         ('schedule.warmup_epochs=300', r'expected schedule\.warmup_epochs to be in \[0, epochs\).*300, got 300'),
-        ('augment.scale=[2,3]', r'augmentation scale must be'),
+        ('augment.scale=[2,3]', r'augment\.scale must be'),
         ('run.eval_every=0', r'expected run\.eval_every to be at least 1, got 0'),
         ('run.cpu_threads=0', r'expected run\.cpu_threads to be at least 1, or null for one per core, got 0'),
         ('optim.weight_decay=-1', r'expected optim\.weight_decay to be at least 0, got -1'),
