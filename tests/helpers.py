@@ -1,9 +1,11 @@
 """Inputs, comparison with the float64 reference in value and in every gradient, and folders of images."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -153,6 +155,18 @@ def _leaf(x: Any, dtype: torch.dtype) -> Any:
     if isinstance(x, Tensor) and x.is_floating_point():
         return x.detach().to(dtype).requires_grad_()
     return x
+
+
+def photographs(count: int, size: tuple[int, int]) -> list[Image.Image]:
+    """The first photographs of the clothing data set, class after class, resized to (width, height)."""
+    folders = sorted((Path(__file__).parent / 'assets' / 'clothing' / 'train').iterdir())
+    files = chain.from_iterable(zip(*(sorted(folder.iterdir()) for folder in folders), strict=True))
+    return [Image.open(path).convert('RGB').resize(size) for path in islice(files, count)]
+
+
+def as_batch(images: Sequence[Image.Image]) -> Tensor:
+    """(B, 3, H, W) uint8."""
+    return torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images])
 
 
 def make_folder(root: Path, splits: dict[str, list[str]], images: int = 2, size: tuple[int, int] = (40, 30)) -> Path:

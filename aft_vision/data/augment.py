@@ -119,7 +119,25 @@ def train_transform(
     img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float], std: Sequence[float]
 ) -> Any:
     """Make timm's training transform, up to the uint8 tensor; what the batch gets later is left out."""
-    transform = create_transform(
+    crop_and_flip, automatic, to_tensor = _train_stages(img_size, augment, mean, std)
+    # Some data sets of torchvision are grey.
+    return Compose([RGB(), *crop_and_flip, *automatic, *to_tensor])
+
+
+def automatic_steps(img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float]) -> list[Any]:
+    """List what timm's training transform does between flip and tensor: automatic augmentation and colour jitter."""
+    return _train_stages(img_size, augment, mean, std=(1.0,) * 3)[1]
+
+
+def operations_of(step: Any) -> list[Any]:
+    """List timm's operations in a step of its automatic augmentation; any other step has none."""
+    return [*getattr(step, 'ops', ()), *chain.from_iterable(getattr(step, 'policy', ()))]
+
+
+def _train_stages(
+    img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float], std: Sequence[float]
+) -> list[list[Any]]:
+    stages = create_transform(
         (3, *img_size),
         is_training=True,
         scale=augment.scale,
@@ -131,10 +149,11 @@ def train_transform(
         mean=tuple(mean),
         std=tuple(std),
         use_prefetcher=True,
+        separate=True,
     )
-    _allow_posterize_to_no_bits(transform)
-    # Some data sets of torchvision are grey.
-    return Compose([RGB(), *transform.transforms])
+    crop_and_flip, automatic, to_tensor = (stage.transforms for stage in stages)
+    _allow_posterize_to_no_bits(automatic)
+    return [crop_and_flip, automatic, to_tensor]
 
 
 def eval_transform(img_size: tuple[int, int], crop_pct: float) -> Any:
@@ -147,16 +166,15 @@ def eval_transform(img_size: tuple[int, int], crop_pct: float) -> Any:
     return Compose([RGB(), *transform.transforms])
 
 
-def _allow_posterize_to_no_bits(transform: Any) -> None:
+def _allow_posterize_to_no_bits(steps: list[Any]) -> None:
     """Keep the Posterize of RandAugment and AutoAugment working with Pillow 13.
 
     At the largest magnitude timm keeps 0 bits. Pillow made such an image black up to version 12, as in the runs that
     the published accuracies come from; version 13 raises.
     """
-    for step in transform.transforms:
-        for op in [*getattr(step, 'ops', ()), *chain.from_iterable(getattr(step, 'policy', ()))]:
-            if op.name.startswith('Posterize'):
-                op.aug_fn = _posterize
+    for op in chain.from_iterable(map(operations_of, steps)):
+        if op.name.startswith('Posterize'):
+            op.aug_fn = _posterize
 
 
 def _posterize(image: Any, bits_to_keep: int, **kwargs: Any) -> Any:
