@@ -7,7 +7,11 @@ STAMP := $(VENV)/.installed
 MODELS ?= aft_*
 PYTEST_ARGS ?=
 
-.PHONY: install test lint timm-suite demo clean
+# What FFCV is built with, by Debian's names
+FFCV_LIBRARIES := libopencv-dev libturbojpeg0-dev pkg-config
+FFCV_STAMP := $(VENV)/.ffcv
+
+.PHONY: install ffcv test lint timm-suite demo clean
 
 install: $(STAMP)
 
@@ -17,7 +21,15 @@ $(STAMP): pyproject.toml
 	$(PY) -m pip install --quiet -e '.[dev]'
 	touch $@
 
-test: $(STAMP)
+# FFCV, where it can be built; elsewhere its tests are skipped, and say so
+ffcv: $(STAMP)
+	@test -e $(FFCV_STAMP) || { pkg-config --exists opencv4 libturbojpeg; } 2>/dev/null \
+	|| { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -qq -y --no-install-recommends $(FFCV_LIBRARIES); } \
+	>/dev/null 2>&1 || echo 'FFCV needs: apt-get install $(FFCV_LIBRARIES)'
+	@test -e $(FFCV_STAMP) || { $(PY) -m pip install --quiet -e '.[ffcv]' && touch $(FFCV_STAMP); } \
+	|| echo 'FFCV cannot be built here: its tests will be skipped'
+
+test: ffcv
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP)

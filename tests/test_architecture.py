@@ -39,6 +39,7 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.models': Rule(('aft_vision.models', 'aft_vision.layers', 'aft_vision.ops', 'timm')),
     'aft_vision.data': Rule(('aft_vision.data', 'timm.data', 'einops')),
     'aft_vision.data.ffcv_loader': Rule(('aft_vision.data', 'timm.data', 'einops', 'ffcv')),
+    'aft_vision.data.ffcv_writer': Rule(('aft_vision.data', 'timm.data', 'einops', 'ffcv')),
     'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'einops', *TEXT)),
     'aft_vision.evaluate': ABOVE_MODELS,
     'aft_vision.regularizers': ABOVE_MODELS,

@@ -3,7 +3,7 @@
 from aft_vision.data.augment import Augmentation, BatchAugmentation
 from aft_vision.data.datasets import CorruptImageError, Source
 from aft_vision.data.imagenet import Loaders, create_eval_loader, create_loaders
-from aft_vision.data.sampling import STEP, derive_seed
+from aft_vision.data.sampling import STEP, SizeSchedule, derive_seed
 
 __all__ = [
     'STEP',
@@ -11,6 +11,7 @@ __all__ = [
     'BatchAugmentation',
     'CorruptImageError',
     'Loaders',
+    'SizeSchedule',
     'Source',
     'create_eval_loader',
     'create_loaders',

@@ -3,6 +3,7 @@
 import logging
 import os
 import tarfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -11,11 +12,12 @@ from typing import Any, Literal
 from PIL import Image
 from timm.data import ImageDataset, create_dataset
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 EVAL_SPLITS = ('val', 'validation', 'test')
 # Skipping more images than this in a row means that the data set is broken, not an image.
 MAX_SKIPPED_IN_A_ROW = 50
+FILE_SUFFIXES = ('.tar', '.beton')
 NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/', 'tfds/')
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
 
@@ -28,13 +30,14 @@ class Source:
 
     Attributes:
         dir: Without a `name`, a folder or tar file with a folder per split and a folder per class in it, or a folder
-            with a tar file per split (`train.tar`). With a name, its root or cache folder; '' for the library's own.
+            with a tar file per split (`train.tar`) or an FFCV file per split (`train.beton`, see tools.write_ffcv).
+            With a name, its root or cache folder; '' for the library's own.
         name: A data set that timm's readers know: `torch/cifar10`, `hfds/NAME`, `wds/`, `tfds/NAME`; '' for `dir`.
         train_split: Name of the training split.
         eval_split: Name of the evaluation split; None takes the first of `val`, `validation`, `test` that is there,
             or `validation` of a named data set.
         download: Fetch a named data set that is not there yet.
-        num_classes: For named data sets that do not say how many classes they have; None otherwise.
+        num_classes: For data sets that do not say how many classes they have; None otherwise.
         input_key, target_key: Names of the image and of the class in data sets that have names for them (`hfds/`,
             `wds/`, ...); None for those that timm expects.
         on_corrupt_image: Whether an image that cannot be decoded ends the run, or is skipped with a warning: training
@@ -66,14 +69,17 @@ class CorruptImageError(ValueError):
     """An image that cannot be decoded; the message names its path."""
 
 
-class CheckedImageDataset(ImageDataset):
-    """timm's ImageDataset, except that an image which cannot be decoded is named with its path.
+class CheckedDataset(Dataset, ABC):
+    """A map-style data set whose images may be damaged; one that cannot be decoded is named.
+
+    A subclass has `_read`, which gives an image and its class or raises a CorruptImageError, `_name`, and `transform`.
 
     Attributes:
         on_corrupt: `raise` a CorruptImageError, `next`: take the next image instead, or `none`: give None.
     """
 
     on_corrupt = 'raise'
+    transform: Any = None
 
     def __getitem__(self, index: int) -> Any:
         for position in range(index, index + MAX_SKIPPED_IN_A_ROW):
@@ -91,6 +97,22 @@ class CheckedImageDataset(ImageDataset):
             f'expected images that can be decoded, got {MAX_SKIPPED_IN_A_ROW} in a row that cannot, '
             f'the first one {self._name(index)}'
         )
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def _read(self, index: int) -> tuple[Any, int]: ...
+
+    @abstractmethod
+    def _name(self, index: int) -> str: ...
+
+
+class CheckedImageDataset(CheckedDataset, ImageDataset):
+    """timm's ImageDataset, except that an image which cannot be decoded is named with its path."""
+
+    def __len__(self) -> int:
+        return len(self.reader)
 
     def _read(self, index: int) -> tuple[Image.Image, int]:
         try:
@@ -113,10 +135,15 @@ class CheckedImageDataset(ImageDataset):
 
 @dataclass(frozen=True)
 class Split:
-    """One split of a data set, and the class names in the order of their indices."""
+    """One split of a data set, and the class names in the order of their indices.
+
+    Attributes:
+        is_beton: Whether the images come from an FFCV file, as arrays and not as PIL images.
+    """
 
     dataset: Any
     class_names: list[str]
+    is_beton: bool = False
 
     @property
     def is_stream(self) -> bool:
@@ -131,7 +158,7 @@ def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:
         ValueError: the data set is missing or empty, or a class has no images; the message says where.
     """
     split = _open(source, (source.train_split,), batch_size, seed, is_training=True)
-    if isinstance(split.dataset, CheckedImageDataset):
+    if isinstance(split.dataset, CheckedDataset):
         split.dataset.on_corrupt = 'next' if source.on_corrupt_image == 'skip' else 'raise'
     return split
 
@@ -140,7 +167,7 @@ def open_eval_split(source: Source, batch_size: int) -> Split:
     """Open the evaluation split; errors as `open_train_split`."""
     wanted = EVAL_SPLITS if source.eval_split is None else (source.eval_split,)
     split = _open(source, wanted, batch_size, seed=0, is_training=False)
-    if isinstance(split.dataset, CheckedImageDataset):
+    if isinstance(split.dataset, CheckedDataset):
         split.dataset.on_corrupt = 'none' if source.on_corrupt_image == 'skip' else 'raise'
     return split
 
@@ -166,11 +193,13 @@ def _open(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_
     if root.is_file() and root.suffix == '.tar':
         return _open_tar(root, wanted)
     place = find_split(root, wanted)
+    if place.suffix == '.beton':
+        return _open_beton(place, source.num_classes)
     return _open_tar(place) if place.is_file() else _open_folder(place)
 
 
 def find_split(root: str | Path, wanted: Sequence[str] = EVAL_SPLITS) -> Path:
-    """Return the folder or tar file of the first of `wanted` that is in the data set directory `root`.
+    """Return the folder, .tar or .beton file of the first of `wanted` that is in the data set directory `root`.
 
     Raises:
         ValueError: `root` is missing, not a directory or empty, or has none of the splits.
@@ -184,10 +213,20 @@ def find_split(root: str | Path, wanted: Sequence[str] = EVAL_SPLITS) -> Path:
     if not found:
         raise ValueError(f'expected a data set directory with the folders train and val, got {root}, which is empty')
     for name in wanted:
-        for path in (root / name, root / f'{name}.tar'):
-            if path.is_dir() or (path.suffix == '.tar' and path.is_file()):
+        for path in (root / name, *(root / f'{name}{suffix}' for suffix in FILE_SUFFIXES)):
+            if path.is_file() if path.suffix in FILE_SUFFIXES else path.is_dir():
                 return path
-    raise ValueError(f'expected a folder or tar file {" or ".join(wanted)} in {root}, got only {", ".join(found)}')
+    raise ValueError(
+        f'expected a folder, .tar or .beton file {" or ".join(wanted)} in {root}, got only {", ".join(found)}'
+    )
+
+
+def _open_beton(path: Path, num_classes: int | None) -> Split:
+    """Open an FFCV file."""
+    from aft_vision.data.ffcv_loader import BetonDataset
+
+    dataset = BetonDataset(path, num_classes)
+    return Split(dataset, dataset.class_names, is_beton=True)
 
 
 def _open_folder(folder: Path) -> Split:

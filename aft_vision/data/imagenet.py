@@ -1,18 +1,22 @@
 """Loaders of labelled images: training with DeiT's augmentation, evaluation with its centre crop."""
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ScheduledTransformDataset
 from timm.data.loader import PrefetchLoader, fast_collate
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from aft_vision.data.augment import Augmentation, eval_transform, train_transform
+from aft_vision.data.augment import Augmentation, automatic_steps, eval_transform, train_transform
 from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split, open_train_split
-from aft_vision.data.sampling import EpochSampler, Parts, SeededDataset
+from aft_vision.data.sampling import EpochSampler, Parts, SeededDataset, SizeSchedule
+from aft_vision.data.tensor_augment import TensorAugment
+
+Collate = Callable[[list[Any]], tuple[Any, torch.Tensor]]
 
 
 class Loaders(NamedTuple):
@@ -50,6 +54,8 @@ def create_loaders(
     batch_size: int,
     *,
     eval_batch_size: int | None = None,
+    train_sizes: SizeSchedule | None = None,
+    eval_img_size: tuple[int, int] | None = None,
     augment: Augmentation | None = None,
     crop_pct: float = 0.875,
     mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
@@ -68,10 +74,12 @@ def create_loaders(
 
     Args:
         source: A directory or tar file, or a Source with more to say.
-        img_size: (H, W) in pixels, of both.
+        img_size: (H, W) in pixels, of both splits.
         batch_size: Images per update, over all processes and accumulation steps; the last incomplete one of an epoch
             is dropped.
         eval_batch_size: Images per validation batch; those of a training batch by default.
+        train_sizes: Sizes that the updates have in turn, in place of `img_size`.
+        eval_img_size: (H, W) in pixels of the validation images, where it is another.
         augment: Random changes to the training images; DeiT's by default. Erasing, mixup and cutmix are left to
             BatchAugmentation.
         crop_pct: Side of the validation crop relative to the resized image, in (0, 1].
@@ -102,19 +110,23 @@ def create_loaders(
     validation = open_eval_split(source, eval_batch_size)
     check_same_classes(train.class_names, validation.class_names)
     normalize = _Normalize(tuple(mean), tuple(std), torch.device(device))
-    train.dataset.transform = train_transform(img_size, augment, mean, std)
+    sizes = train_sizes or SizeSchedule((img_size,))
+    on_device = normalize.device.type != 'cpu' and augment.changes_colors
+    transforms, collate = _train_transforms(train, sizes.sizes, augment, mean, std, on_device)
     if train.is_stream:
-        _check_stream(augment, world_size)
+        _check_stream(augment, world_size, sizes)
+        train.dataset.transform = transforms[0]
         train.dataset.set_loader_cfg(num_workers=num_workers)
         train_loader = _loader(train.dataset, batch_size // parts.total, num_workers, normalize, drop_last=True)
     else:
-        sampler = EpochSampler(len(train.dataset), batch_size, seed, augment.repeats, parts)
-        dataset = SeededDataset(train.dataset, seed)
-        train_loader = _loader(dataset, batch_size // parts.total, num_workers, normalize, sampler=sampler)
+        train.dataset.transform = None
+        sampler = EpochSampler(len(train.dataset), batch_size, seed, augment.repeats, parts, sizes)
+        dataset = SeededDataset(ScheduledTransformDataset(train.dataset, transforms), seed)
+        train_loader = _loader(dataset, batch_size // parts.total, num_workers, normalize, collate, sampler=sampler)
     shard = None if world_size == 1 else (rank, world_size)
     return Loaders(
         train_loader,
-        _eval_loader(validation, img_size, eval_batch_size, crop_pct, num_workers, normalize, shard),
+        _eval_loader(validation, eval_img_size or img_size, eval_batch_size, crop_pct, num_workers, normalize, shard),
         train.class_names,
     )
 
@@ -153,7 +165,9 @@ class _Normalize(NamedTuple):
     device: torch.device
 
 
-def _check_stream(augment: Augmentation, world_size: int) -> None:
+def _check_stream(augment: Augmentation, world_size: int, sizes: SizeSchedule) -> None:
+    if len(sizes.sizes) > 1:
+        raise ValueError(f'expected one image size for a streamed data set, got {len(sizes.sizes)}')
     if augment.repeats > 1:
         raise ValueError(f'augment.repeats must be 1 for a streamed data set, got {augment.repeats}')
     if world_size > 1:
@@ -161,6 +175,40 @@ def _check_stream(augment: Augmentation, world_size: int) -> None:
             'expected one process for a streamed data set, whose readers neither share the images out exactly nor end '
             f'together, got {world_size}'
         )
+
+
+def _train_transforms(
+    split: Split,
+    sizes: Sequence[tuple[int, int]],
+    augment: Augmentation,
+    mean: Sequence[float],
+    std: Sequence[float],
+    on_device: bool,
+) -> tuple[list[Any], Collate]:
+    """Make what happens to a training image at each size, and how such images are batched.
+
+    Args:
+        on_device: Whether the automatic augmentation of FFCV's images is done on the device of the batches, and not in
+            the loading processes, where it is faster than on a CPU's batches. The results are the same.
+    """
+    if not split.is_beton:
+        return [train_transform(size, augment, mean, std) for size in sizes], _collate
+    from aft_vision.data.ffcv_loader import TrainTransform, collate_augmented
+
+    if not on_device:
+        steps = [automatic_steps(size, augment, mean) for size in sizes]
+        return [TrainTransform(size, augment, each) for size, each in zip(sizes, steps, strict=True)], _collate
+    changes = {size: TensorAugment(augment, size, mean) for size in sizes}
+    transforms = [TrainTransform(size, augment, changes=each) for size, each in changes.items()]
+    return transforms, functools.partial(collate_augmented, changes)
+
+
+def _eval_transform(split: Split, img_size: tuple[int, int], crop_pct: float) -> Any:
+    if not split.is_beton:
+        return eval_transform(img_size, crop_pct)
+    from aft_vision.data.ffcv_loader import EvalTransform
+
+    return EvalTransform(img_size, crop_pct)
 
 
 def _eval_loader(
@@ -175,7 +223,7 @@ def _eval_loader(
     if batch_size < 1:
         raise ValueError(f'evaluation batch size must be at least 1, got {batch_size}')
     dataset = split.dataset
-    dataset.transform = eval_transform(img_size, crop_pct)
+    dataset.transform = _eval_transform(split, img_size, crop_pct)
     if split.is_stream:
         dataset.set_loader_cfg(num_workers=num_workers)
     elif shard is not None:
@@ -186,13 +234,18 @@ def _eval_loader(
 
 
 def _loader(
-    dataset: Dataset, batch_size: int, num_workers: int, normalize: _Normalize, **options: Any
+    dataset: Dataset,
+    batch_size: int,
+    num_workers: int,
+    normalize: _Normalize,
+    collate: Collate | None = None,
+    **options: Any,
 ) -> PrefetchLoader:
     loader = DataLoader(
         dataset,
         batch_size=batch_size,
         num_workers=num_workers,
-        collate_fn=_collate,
+        collate_fn=collate or _collate,
         pin_memory=normalize.device.type == 'cuda',
         persistent_workers=num_workers > 0,
         worker_init_fn=_leave_process_group,

@@ -4,14 +4,15 @@ import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler, get_worker_info
+from timm.data import ScheduledBatchSampler
+from torch.utils.data import Dataset, Sampler, SequentialSampler, get_worker_info
 
 # What a derived seed is for; keeps the streams of one run apart.
-ORDER, SAMPLE, STEP = 1, 2, 3
+ORDER, SAMPLE, STEP, SIZE = 1, 2, 3, 4
 
 
 def derive_seed(stream: int, *key: int) -> int:
@@ -28,11 +29,48 @@ def seed_generators(seed: int) -> None:
 
 
 class Draw(NamedTuple):
-    """One sample of an epoch: which image, and which of its `repeats` occurrences."""
+    """One sample of an epoch: which image, which of its `repeats` occurrences, and which of the image sizes."""
 
     epoch: int
     image: int
     repeat: int
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class SizeSchedule:
+    """Image sizes that change from update to update, by timm's schedule.
+
+    Attributes:
+        sizes: (H, W) in pixels, from the first to the last of a progressive schedule.
+        kind: `constant` draws each size equally often; `progressive` goes from the first to the last.
+        epochs: Of the progressive schedule.
+        spread: How far around its place the progressive schedule draws, as a standard deviation in sizes.
+        random_mix: Share of the progressive schedule that is drawn as in the constant one.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    kind: Literal['constant', 'progressive'] = 'constant'
+    epochs: int = 1
+    spread: float = 0.65
+    random_mix: float = 0.1
+
+    def choices(self, seed: int, epoch: int, updates: int) -> list[int]:
+        """Which of the sizes each update of an epoch has."""
+        if len(self.sizes) == 1:
+            return [0] * updates
+        schedule = ScheduledBatchSampler(
+            SequentialSampler(range(updates)),
+            batch_sizes=[1] * len(self.sizes),
+            seed=derive_seed(SIZE, seed),
+            num_batches=updates,
+            choice_schedule=self.kind,
+            schedule_epochs=self.epochs,
+            schedule_spread=self.spread,
+            schedule_random_mix=self.random_mix,
+        )
+        schedule.set_epoch(epoch)
+        return [choice for choice, _ in schedule.schedule]
 
 
 @dataclass(frozen=True)
@@ -65,13 +103,23 @@ class EpochSampler(Sampler[Draw]):
         seed: At least 0.
         repeats: Occurrences in a row of each image that is drawn; an epoch draws one image in `repeats`.
         parts: The parts of each batch that this process draws.
+        sizes: Which image sizes the updates have; None for one.
 
     Raises:
         ValueError: the batch is larger than the data set, or the parts of a batch would differ in size.
     """
 
-    def __init__(self, size: int, batch_size: int, seed: int, repeats: int = 1, parts: Parts | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        seed: int,
+        repeats: int = 1,
+        parts: Parts | None = None,
+        sizes: SizeSchedule | None = None,
+    ) -> None:
         self.parts = parts or Parts()
+        self.sizes = sizes
         if not 0 < batch_size <= size:
             raise ValueError(f'batch size must be in [1, {size}], the number of training images, got {batch_size}')
         if batch_size % self.parts.total:
@@ -90,12 +138,12 @@ class EpochSampler(Sampler[Draw]):
 
     def draws(self, update: int) -> list[Draw]:
         """The samples of this process in one update of the epoch, part by part."""
-        return self._draws(self._order(), update)
+        return self._draws(self._order(), self._choices(), update)
 
     def __iter__(self) -> Iterator[Draw]:
-        order = self._order()
+        order, choices = self._order(), self._choices()
         for update in range(self.first_update, self.updates):
-            yield from self._draws(order, update)
+            yield from self._draws(order, choices, update)
 
     def __len__(self) -> int:
         return (self.updates - self.first_update) * self.batch_size // self.parts.total * self.parts.count
@@ -103,10 +151,15 @@ class EpochSampler(Sampler[Draw]):
     def _order(self) -> np.ndarray:
         return np.random.default_rng((ORDER, self.seed, self.epoch)).permutation(self.size)
 
-    def _draws(self, order: np.ndarray, update: int) -> list[Draw]:
+    def _choices(self) -> list[int]:
+        if self.sizes is None:
+            return [0] * self.updates
+        return self.sizes.choices(self.seed, self.epoch, self.updates)
+
+    def _draws(self, order: np.ndarray, choices: list[int], update: int) -> list[Draw]:
         start, parts = update * self.batch_size, self.parts
         return [
-            Draw(self.epoch, int(order[position // self.repeats]), position % self.repeats)
+            Draw(self.epoch, int(order[position // self.repeats]), position % self.repeats, choices[update])
             for part in range(parts.first, parts.first + parts.count)
             for position in range(start + part, start + self.batch_size, parts.total)
         ]
@@ -116,7 +169,8 @@ class SeededDataset(Dataset):
     """A data set indexed by Draw, whose random changes depend on the seed and the Draw alone.
 
     Args:
-        dataset: Map-style data set whose transform draws from `random`, numpy and torch.
+        dataset: timm's ScheduledTransformDataset: indexed by image and size, with transforms that draw from `random`,
+            numpy and torch.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -125,8 +179,8 @@ class SeededDataset(Dataset):
 
     def __getitem__(self, draw: Draw) -> Any:
         with _restored_generators():
-            seed_generators(derive_seed(SAMPLE, self.seed, *draw))
-            return self.dataset[draw.image]
+            seed_generators(derive_seed(SAMPLE, self.seed, draw.epoch, draw.image, draw.repeat))
+            return self.dataset[draw.image, draw.size]
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -280,7 +280,9 @@ def test_an_empty_directory_is_named(tmp_path):
 
 def test_a_missing_split_lists_what_is_there(tmp_path):
     make_folder(tmp_path, {'train': ['a'], 'extra': ['a']})
-    with pytest.raises(ValueError, match=r'expected a folder or tar file val or validation or test .* only extra, tr'):
+    with pytest.raises(
+        ValueError, match=r'expected a folder, .tar or .beton file val or validation or test .* only extra, tr'
+    ):
         create_loaders(tmp_path, (16, 16), 2)
 
 

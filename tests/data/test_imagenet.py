@@ -6,7 +6,7 @@ from helpers import make_folder
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset, create_loader
 
-from aft_vision.data import Augmentation, Loaders, create_eval_loader, create_loaders, derive_seed
+from aft_vision.data import Augmentation, Loaders, SizeSchedule, create_eval_loader, create_loaders, derive_seed
 from aft_vision.data.sampling import SAMPLE, seed_generators
 
 CLOTHING = Path(__file__).parents[1] / 'assets' / 'clothing'
@@ -135,6 +135,18 @@ def test_training_images_are_changed_as_by_timms_own_loader():
     images = [image for batch, _ in loaders.train for image in batch]
     statistics = [torch.tensor(x).view(3, 1, 1) for x in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)]
     for draw, image in zip(loaders.train.sampler, images[:16], strict=False):
-        seed_generators(derive_seed(SAMPLE, 0, *draw))
+        seed_generators(derive_seed(SAMPLE, 0, *draw[:3]))
         expected = torch.as_tensor(dataset[draw.image][0]) / 255
         torch.testing.assert_close(image, (expected - statistics[0]) / statistics[1], rtol=1e-4, atol=1e-4)
+
+
+def test_updates_have_the_sizes_of_the_schedule_and_validation_its_own():
+    sizes = SizeSchedule(((16, 16), (24, 32)))
+    loaders = create_loaders(
+        CLOTHING, (16, 16), 40, train_sizes=sizes, eval_img_size=(40, 40), accumulate=2, num_workers=0
+    )
+    shapes = [tuple(images.shape[2:]) for images, _ in loaders.train]
+    assert len(shapes) == 2 * 15
+    assert set(shapes) == {(16, 16), (24, 32)}
+    assert shapes[::2] == shapes[1::2]
+    assert next(iter(loaders.validation))[0].shape[2:] == (40, 40)

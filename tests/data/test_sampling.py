@@ -7,17 +7,17 @@ import torch
 from torch.utils.data import DataLoader
 
 from aft_vision.data import derive_seed
-from aft_vision.data.sampling import Draw, EpochSampler, Parts, SeededDataset, seed_generators
+from aft_vision.data.sampling import Draw, EpochSampler, Parts, SeededDataset, SizeSchedule, seed_generators
 
 
 class Randoms:
-    """The index, and a number from each generator that timm's transforms use."""
+    """The image, and a number from each generator that timm's transforms use."""
 
     def __len__(self) -> int:
         return 12
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+    def __getitem__(self, index: tuple[int, int]) -> torch.Tensor:
+        return torch.tensor([index[0], random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
 
 
 def draw_epoch(epoch: int, seed: int = 0, repeats: int = 1, num_workers: int = 0) -> torch.Tensor:
@@ -115,6 +115,36 @@ def test_repeats_of_an_image_differ():
     samples = draw_epoch(0, repeats=3).view(4, 3, 4)
     assert (samples[:, 0, 0] == samples[:, 1, 0]).all()
     assert not (samples[:, 0, 1:] == samples[:, 1, 1:]).any()
+
+
+def test_all_images_of_an_update_have_one_size_whoever_draws_them():
+    sizes = SizeSchedule(((16, 16), (24, 24), (32, 32)))
+    whole = EpochSampler(60, 6, seed=3, sizes=sizes)
+    per_update = [{draw.size for draw in whole.draws(update)} for update in range(10)]
+    assert {len(found) for found in per_update} == {1}
+    assert set.union(*per_update) == {0, 1, 2}
+    for part in range(3):
+        share = EpochSampler(60, 6, 3, parts=Parts(3, part, 1), sizes=sizes)
+        assert [{draw.size for draw in share.draws(update)} for update in range(10)] == per_update
+    whole.set_epoch(0, first_update=7)
+    assert [draw.size for draw in whole][::6] == [found.pop() for found in per_update[7:]]
+
+
+def test_a_progressive_schedule_goes_from_the_first_size_to_the_last():
+    sizes = SizeSchedule(((16, 16), (24, 24), (32, 32)), kind='progressive', epochs=5)
+    means = [np.mean(sizes.choices(seed=0, epoch=epoch, updates=400)) for epoch in range(5)]
+    assert means == sorted(means)
+    assert means[0] < 0.5
+    assert means[-1] > 1.5
+    exact = SizeSchedule(((16, 16), (32, 32)), kind='progressive', epochs=4, spread=0, random_mix=0)
+    assert [set(exact.choices(0, epoch, 9)) for epoch in range(4)] == [{0}, {0}, {1}, {1}]
+
+
+def test_the_sizes_depend_on_seed_and_epoch_alone():
+    sizes = SizeSchedule(((16, 16), (32, 32)))
+    found = {(seed, epoch): tuple(sizes.choices(seed, epoch, 50)) for seed in range(3) for epoch in range(3)}
+    assert len(set(found.values())) == 9
+    assert found == {key: tuple(sizes.choices(*key, 50)) for key in found}
 
 
 def test_reading_a_sample_leaves_the_generators_alone():

@@ -1,0 +1,250 @@
+"""Images from FFCV files (.beton), decoded and resized by FFCV's library.
+
+Of FFCV this takes the file format, the reader and the codecs. Its Loader is left alone: images are read by the
+processes of a DataLoader, in the order and with the random changes that a folder of the same images would get.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from timm.data.loader import fast_collate
+from timm.data.transforms import RandomResizedCropAndInterpolation
+from torchvision.transforms import RandomHorizontalFlip
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
+
+from aft_vision.data.augment import Augmentation
+from aft_vision.data.datasets import CheckedDataset, CorruptImageError
+from aft_vision.data.tensor_augment import TensorAugment
+
+_threads = torch.get_num_threads()
+try:
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.fields.rgb_image import IMAGE_MODES
+    from ffcv.libffcv import imdecode, resize_crop
+    from ffcv.reader import Reader
+except (ImportError, OSError) as error:
+    raise ImportError(
+        'FFCV files need FFCV: apt-get install libopencv-dev libturbojpeg0-dev pkg-config, then '
+        f"pip install 'aft-vision[ffcv]' ({error})"
+    ) from error
+# Importing FFCV gives torch a single thread.
+torch.set_num_threads(_threads)
+
+RAW = int(IMAGE_MODES['raw'])
+
+
+class BetonDataset(CheckedDataset):
+    """The images of an FFCV file, as uint8 arrays (H, W, 3), or what `transform` makes of them, and their classes.
+
+    Args:
+        num_classes: Of a file that was not written by `write_beton`, whose class names are unknown; None takes the
+            largest class for the last.
+
+    Attributes:
+        class_names: In the order of their indices.
+
+    Raises:
+        ValueError: the file is missing, cut or of another format, or its classes are not those that were expected.
+    """
+
+    def __init__(self, path: str | Path, num_classes: int | None = None) -> None:
+        self.path = Path(path)
+        reader = _read_header(self.path)
+        images, labels = (
+            [f'f{index}' for index, handler in enumerate(reader.handlers.values()) if isinstance(handler, kind)]
+            for kind in (RGBImageField, IntField)
+        )
+        if len(images) != 1 or len(labels) != 1:
+            raise ValueError(f'expected a field of images and one of integers in {path}, got {reader.field_names}')
+        self.images, self.labels = reader.metadata[images[0]], reader.metadata[labels[0]]
+        self.sizes = self._find_sizes(reader.alloc_table)
+        self.class_names = self._find_class_names(num_classes)
+        self._bytes: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process maps the file itself; pickled, the mapping would be the whole file.
+        return {**self.__dict__, '_bytes': None}
+
+    def _find_sizes(self, allocations: np.ndarray) -> np.ndarray:
+        """The bytes of every image, after checking that all of them are in the file."""
+        order = np.argsort(allocations['ptr'])
+        starts = allocations['ptr'][order]
+        places = np.searchsorted(starts, self.images['data_ptr']).clip(max=max(len(starts) - 1, 0))
+        if not len(starts) or not np.array_equal(starts[places], self.images['data_ptr']):
+            raise ValueError(f'expected a whole .beton file, got {self.path}: its table of images is not complete')
+        sizes = allocations['size'][order][places]
+        raw = self.images['mode'] == RAW
+        pixels = 3 * self.images['height'].astype(np.uint64) * self.images['width']
+        if (starts + allocations['size'][order]).max() > self.path.stat().st_size or (sizes != pixels)[raw].any():
+            raise ValueError(f'expected a whole .beton file, got {self.path}: its table of images is damaged')
+        return sizes
+
+    def _find_class_names(self, num_classes: int | None) -> list[str]:
+        description = self.path.with_suffix('.json')
+        known = json.loads(description.read_text()).get('class_names') if description.is_file() else None
+        names = known or [str(label) for label in range(num_classes or int(self.labels.max()) + 1)]
+        if num_classes not in (None, len(names)):
+            raise ValueError(f'expected data.num_classes to be {len(names)}, as in {description}, got {num_classes}')
+        if not 0 <= self.labels.min() <= self.labels.max() < len(names):
+            found = f'{self.labels.min()} to {self.labels.max()}'
+            raise ValueError(f'expected classes from 0 to {len(names) - 1} in {self.path}, got {found}')
+        return names
+
+    def content(self, index: int) -> np.ndarray:
+        """The bytes of an image as they are in the file: JPEG or pixels."""
+        if self._bytes is None:
+            # A view of the mapping; numpy's memmap itself is slow to slice.
+            self._bytes = np.asarray(np.memmap(self.path, np.uint8, mode='r'))
+        start = int(self.images['data_ptr'][index])
+        return self._bytes[start : start + int(self.sizes[index])]
+
+    def _read(self, index: int) -> tuple[np.ndarray, int]:
+        mode, width, height, _ = self.images[index].item()
+        content = self.content(index)
+        if mode == RAW:
+            return content.reshape(height, width, 3), int(self.labels[index])
+        image = np.empty((height, width, 3), np.uint8)
+        # FFCV's own loader does not look at what this returns.
+        if imdecode(content, image, height, width, height, width, 0, 0, 1, 1, False, False):
+            raise CorruptImageError(f'expected an image that can be decoded, got {self._name(index)}')
+        return image, int(self.labels[index])
+
+    def _name(self, index: int) -> str:
+        return f'image {index} of {self.path}'
+
+
+def _read_header(path: Path) -> Reader:
+    if not path.is_file():
+        raise ValueError(f'expected a .beton file, got {path}, which is not one')
+    try:
+        reader = Reader(str(path))
+    # Whatever a file of another kind makes it raise.
+    except Exception as error:
+        raise ValueError(f'expected a whole .beton file, got {path}: {error or type(error).__name__}') from error
+    if not len(reader.metadata) or len(reader.metadata) != reader.num_samples:
+        raise ValueError(f'expected a whole .beton file with images, got {path} with {len(reader.metadata)}')
+    return reader
+
+
+class AugmentedImage(NamedTuple):
+    """An image (3, H, W), and the steps of its automatic augmentation, which are drawn and not yet done."""
+
+    image: torch.Tensor
+    steps: torch.Tensor
+
+
+class TrainTransform:
+    """The random crop, flip and automatic augmentation that timm's transform of the same seed draws.
+
+    The crop is resized by FFCV, with OpenCV's INTER_AREA where timm's is bicubic.
+
+    Args:
+        img_size: (H, W) in pixels.
+        steps: The automatic augmentation, done here, as `automatic_steps` lists it.
+        changes: The same, drawn here and done later on the whole batch; only one of the two is given.
+    """
+
+    def __init__(
+        self,
+        img_size: tuple[int, int],
+        augment: Augmentation,
+        steps: Sequence[Any] = (),
+        changes: TensorAugment | None = None,
+    ) -> None:
+        self.crop = RandomResizedCropAndInterpolation(img_size, augment.scale)
+        self.flip = RandomHorizontalFlip(augment.hflip) if augment.hflip > 0 else None
+        self.steps, self.changes = steps, changes
+
+    def __call__(self, image: np.ndarray) -> torch.Tensor | AugmentedImage:
+        """Change an image.
+
+        Args:
+            image: (H, W, 3), uint8.
+
+        Returns:
+            (3, height, width), uint8; with the steps of the automatic augmentation, if that is done later.
+        """
+        # Of an image, the draw of the crop looks at the size alone.
+        shape = torch.empty((3, *image.shape[:2]), device='meta')
+        top, left, height, width = self.crop.get_params(shape, self.crop.scale, self.crop.ratio)
+        changed = _resize(image, (top, left, height, width), self.crop.size)
+        if self.flip is not None:
+            changed = self.flip(changed)
+        if self.changes is not None:
+            return AugmentedImage(changed, self.changes.draw())
+        if self.steps:
+            picture = to_pil_image(changed)
+            for step in self.steps:
+                picture = step(picture)
+            changed = pil_to_tensor(picture)
+        return changed
+
+
+class EvalTransform:
+    """The centre of an image that DeiT's evaluation shows, resized by FFCV.
+
+    Args:
+        img_size: (H, W) in pixels.
+        crop_pct: Side of the crop relative to the image, in (0, 1].
+    """
+
+    def __init__(self, img_size: tuple[int, int], crop_pct: float) -> None:
+        if not 0 < crop_pct <= 1:
+            raise ValueError(f'crop_pct must be in (0, 1], got {crop_pct}')
+        self.img_size, self.crop_pct = img_size, crop_pct
+
+    def __call__(self, image: np.ndarray) -> torch.Tensor:
+        """Crop and resize an image (H, W, 3), uint8, to (3, height, width)."""
+        factor = self.crop_pct * min(side / wanted for side, wanted in zip(image.shape, self.img_size, strict=False))
+        height, width = (max(round(factor * wanted), 1) for wanted in self.img_size)
+        top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
+        return _resize(image, (top, left, height, width), self.img_size)
+
+
+def _resize(image: np.ndarray, box: tuple[int, int, int, int], size: tuple[int, int]) -> torch.Tensor:
+    """Resize the box (top, left, height, width) of an image (H, W, 3) to `size`: (3, H, W), contiguous."""
+    top, left, height, width = box
+    resized = np.empty((*size, 3), np.uint8)
+    resize_crop(image, top, top + height, left, left + width, resized)
+    return torch.from_numpy(resized).permute(2, 0, 1).contiguous()
+
+
+@dataclass(frozen=True)
+class AugmentedBatch:
+    """Images (B, 3, H, W), uint8, whose automatic augmentation is done as they are brought to a device.
+
+    It stands where timm's PrefetchLoader expects a tensor.
+    """
+
+    images: torch.Tensor
+    steps: torch.Tensor
+    changes: TensorAugment
+
+    def pin_memory(self) -> 'AugmentedBatch':
+        """Move the images to page-locked memory, as DataLoader asks for."""
+        return replace(self, images=self.images.pin_memory())
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        """Give the changed images (B, 3, H, W), uint8, on the device."""
+        return self.changes(self.images.to(device, non_blocking=non_blocking), self.steps)
+
+
+def collate_augmented(
+    changes: dict[tuple[int, int], TensorAugment], samples: list[tuple[AugmentedImage, int]]
+) -> tuple[AugmentedBatch, torch.Tensor]:
+    """Batch images of one size, the steps of their automatic augmentation, and their classes (B,).
+
+    Args:
+        changes: What does the automatic augmentation, by image size (H, W).
+    """
+    images, targets = fast_collate([(sample.image, target) for sample, target in samples])
+    steps = torch.stack([sample.steps for sample, _ in samples])
+    return AugmentedBatch(images, steps, changes[images.shape[2], images.shape[3]]), targets

@@ -1,0 +1,198 @@
+"""Writes FFCV files (.beton) from any data set whose images can be had at random positions.
+
+Of FFCV this takes the format and the encoder. Its own writing processes are left alone, because it waits for ever where
+one of them fails: images are encoded by the processes of a DataLoader, which pass errors on.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+# First, because it guards the import of FFCV.
+from aft_vision.data.ffcv_loader import BetonDataset  # isort: skip
+from ffcv.fields import IntField, RGBImageField
+from ffcv.memory_allocator import MemoryAllocator
+from ffcv.writer import MIN_PAGE_SIZE, DatasetWriter
+
+from aft_vision.data.datasets import Split
+from aft_vision.data.sampling import SAMPLE, derive_seed
+
+# Images that are read back after writing.
+CHECKED = 256
+
+
+@dataclass(frozen=True)
+class BetonOptions:
+    """How images are stored.
+
+    Attributes:
+        max_resolution: Longest side in pixels; a larger image is made smaller (OpenCV's INTER_AREA). None keeps all.
+        jpeg_quality: In [1, 100].
+        raw_share: Share of the images, drawn at random, that is stored as pixels: faster to read, and larger.
+        seed: Of that draw, in [0, 2**32).
+    """
+
+    max_resolution: int | None = None
+    jpeg_quality: int = 90
+    raw_share: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_resolution is not None and self.max_resolution < 1:
+            raise ValueError(f'expected max_resolution to be at least 1, got {self.max_resolution}')
+        if not 1 <= self.jpeg_quality <= 100:
+            raise ValueError(f'expected jpeg_quality to be in [1, 100], got {self.jpeg_quality}')
+        if not 0 <= self.raw_share <= 1:
+            raise ValueError(f'expected raw_share to be in [0, 1], got {self.raw_share}')
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f'expected seed to be in [0, 2**32), got {self.seed}')
+
+    @property
+    def page_size(self) -> int:
+        """Bytes of a page of the file, which an image does not cross: a power of two."""
+        largest = 4 * MIN_PAGE_SIZE if self.max_resolution is None else 3 * self.max_resolution**2
+        return max(MIN_PAGE_SIZE, 1 << (largest - 1).bit_length())
+
+
+class Encoded(NamedTuple):
+    """What the file holds of one image: its metadata but for the place, its bytes, and its class."""
+
+    metadata: np.ndarray
+    content: np.ndarray
+    target: int
+
+
+def write_beton(
+    split: Split, path: str | Path, options: BetonOptions | None = None, num_workers: int = 4, progress: bool = True
+) -> int:
+    """Write the images of a split to an FFCV file, and their class names to a JSON file beside it.
+
+    The file is read back and checked before it takes its name, and is the same whatever `num_workers` is.
+
+    Args:
+        split: One that `open_train_split` or `open_eval_split` opens; its transform must be None.
+        path: Ends in `.beton`.
+
+    Returns:
+        The number of images; those that the split skips are left out.
+
+    Raises:
+        ValueError: the split is a stream or has no image, the path does not end in .beton, or an image is too large.
+        CorruptImageError: an image cannot be decoded, and the split does not skip it.
+        OSError: the file cannot be written; what was there before is whole.
+    """
+    path, options = Path(path), options or BetonOptions()
+    if path.suffix != '.beton':
+        raise ValueError(f'expected a path that ends in .beton, got {path}')
+    if split.is_stream:
+        raise ValueError('expected a data set whose images can be had at random positions, got a stream')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f'.{path.name}.tmp')
+    dataset = _EncodedDataset(split.dataset, options)
+    try:
+        targets = _write(dataset, temporary, options.page_size, num_workers, progress)
+        _check(temporary, dataset, targets, len(split.class_names))
+        description = {'class_names': split.class_names, 'images': len(targets), **asdict(options)}
+        path.with_suffix('.json').write_text(json.dumps(description, indent=2) + '\n')
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(targets)
+
+
+class _EncodedDataset(Dataset):
+    """Images as FFCV stores them; None for one that the data set skips."""
+
+    def __init__(self, dataset: Any, options: BetonOptions) -> None:
+        self.dataset, self.options = dataset, options
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Encoded | None:
+        sample = self.dataset[index]
+        if sample is None:
+            return None
+        image, target = sample
+        draw = np.random.default_rng(derive_seed(SAMPLE, self.options.seed, index)).random()
+        field = RGBImageField(
+            write_mode='raw' if draw < self.options.raw_share else 'jpg',
+            max_resolution=self.options.max_resolution,
+            jpeg_quality=self.options.jpeg_quality,
+        )
+        metadata, stored = np.zeros(1, field.metadata_type), []
+
+        def allocate(size: int) -> tuple[int, np.ndarray]:
+            stored.append(np.empty(size, np.uint8))
+            return 0, stored[0]
+
+        field.encode(metadata, np.array(image.convert('RGB')), allocate)
+        return Encoded(metadata, stored[0], int(target))
+
+
+def _write(dataset: _EncodedDataset, path: Path, page_size: int, num_workers: int, progress: bool) -> list[int]:
+    """Write every image that is not skipped, and return the classes."""
+    writer = DatasetWriter(str(path), {'image': RGBImageField(), 'label': IntField()}, page_size, num_workers=1)
+    writer.num_samples = len(dataset)
+    writer.prepare()
+    targets: list[int] = []
+    # FFCV keeps the table of the images in memory that its processes would share.
+    metadata = np.frombuffer(writer.metadata_sm.buf, writer.metadata_type)
+    try:
+        allocator = MemoryAllocator(str(path), writer.data_region_start, page_size)
+        with allocator:
+            for image in _encode(dataset, num_workers, progress, f'{path.name[1:-4]}'):
+                if len(image.content) > page_size:
+                    raise ValueError(
+                        f'expected images of at most {page_size} bytes, which is a page of the file, got one of '
+                        f'{len(image.content)}; set max_resolution'
+                    )
+                allocator.set_current_sample(len(targets))
+                place, space = allocator.malloc(len(image.content))
+                space[:] = image.content
+                image.metadata['data_ptr'] = place
+                metadata[len(targets)] = (image.metadata[0], image.target)
+                targets.append(image.target)
+        if not targets:
+            raise ValueError('expected a data set with images, got none')
+        writer.header['num_samples'] = len(targets)
+        writer.finalize(allocator.allocations)
+    finally:
+        del metadata
+        writer.metadata_sm.close()
+        writer.metadata_sm.unlink()
+    return targets
+
+
+def _encode(dataset: _EncodedDataset, num_workers: int, progress: bool, name: str) -> Iterator[Encoded]:
+    loader = DataLoader(dataset, batch_size=8, num_workers=num_workers, collate_fn=list)
+    with tqdm(total=len(dataset), desc=name, unit='image', disable=not progress) as bar:
+        for images in loader:
+            yield from (image for image in images if image is not None)
+            bar.update(len(images))
+
+
+def _check(path: Path, dataset: _EncodedDataset, targets: list[int], num_classes: int) -> None:
+    """Read the file back: all classes, the place of every image, and some images bit for bit.
+
+    Raises:
+        ValueError: something is not what it was.
+    """
+    written = BetonDataset(path, num_classes)
+    if written.labels.tolist() != targets:
+        raise ValueError(f'expected the classes that were written, got others from {path}')
+    if len(targets) < len(dataset):
+        # With images left out, the positions are no longer those of the source.
+        return
+    for index in range(0, len(targets), max(len(targets) // CHECKED, 1)):
+        image = dataset[index]
+        if image is None or not np.array_equal(written.content(index), image.content):
+            raise ValueError(f'expected the image that was written, got another one for image {index} of {path}')
+        written[index]

@@ -1,0 +1,400 @@
+"""FFCV files are written and read for real where FFCV is installed."""
+
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import NO_AUGMENTATION, make_folder
+from PIL import Image
+
+from aft_vision.data import (
+    Augmentation,
+    CorruptImageError,
+    SizeSchedule,
+    Source,
+    create_eval_loader,
+    create_loaders,
+    imagenet,
+)
+from aft_vision.data.datasets import open_eval_split, open_train_split
+
+pytest.importorskip('ffcv', reason="needs FFCV: pip install 'aft-vision[ffcv]' and Debian's libraries")
+
+from aft_vision.data.ffcv_loader import BetonDataset, EvalTransform
+from aft_vision.data.ffcv_writer import BetonOptions, write_beton
+
+pytestmark = pytest.mark.ffcv
+ROOT = Path(__file__).parents[2]
+CLOTHING = ROOT / 'tests' / 'assets' / 'clothing'
+# A crop and a flip, each image once.
+CROP = Augmentation(auto_augment=None, color_jitter=0, repeats=1, random_erasing=0, mixup=0, cutmix=0)
+PLAIN = dict(mean=(0, 0, 0), std=(1, 1, 1))
+
+
+def write(folder: Path, source: Path = CLOTHING, options: BetonOptions | None = None, workers: int = 0) -> Path:
+    """Both splits of a folder of images as FFCV files."""
+    places = {'train': open_train_split(Source(dir=str(source)), 1), 'val': open_eval_split(Source(dir=str(source)), 1)}
+    for name, split in places.items():
+        write_beton(split, folder / f'{name}.beton', options, workers, progress=False)
+    return folder
+
+
+def make_photographs(root: Path, size: tuple[int, int]) -> None:
+    """Four of the photographs of each class, at one size (H, W)."""
+    for split in ('train', 'validation'):
+        for folder in (CLOTHING / split).iterdir():
+            (root / split / folder.name).mkdir(parents=True)
+            for path in sorted(folder.iterdir())[:4]:
+                image = Image.open(path).convert('RGB').resize(size[::-1])
+                image.save(root / split / folder.name / f'{path.stem}.png')
+
+
+@pytest.fixture(scope='module')
+def squares(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Square photographs as an FFCV file without loss, and as the folder it was made from."""
+    root = tmp_path_factory.mktemp('squares')
+    make_photographs(root / 'images', (32, 32))
+    return write(root / 'ffcv', root / 'images', BetonOptions(raw_share=1.0)), root / 'images'
+
+
+@pytest.fixture(scope='module')
+def clothing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp('clothing'))
+
+
+@pytest.fixture(scope='module')
+def pixels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The photographs without the loss of a second compression."""
+    return write(tmp_path_factory.mktemp('pixels'), options=BetonOptions(raw_share=1.0))
+
+
+def batches(folder: Path, workers: int = 0, epoch: int = 0, first: int = 0, **options) -> list[tuple]:
+    loaders = create_loaders(folder, (32, 32), 200, **{'augment': CROP, 'num_workers': workers, **PLAIN, **options})
+    loaders.set_epoch(epoch, first)
+    return list(loaders.train)
+
+
+def assert_same_batches(found: list[tuple], expected: list[tuple]) -> None:
+    assert len(found) == len(expected) > 0
+    for batch, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(batch, wanted, rtol=0, atol=0)
+
+
+def test_pixels_come_back_as_they_were_and_jpeg_nearly(clothing, pixels):
+    split = open_train_split(Source(dir=str(CLOTHING)), 1)
+    raw, jpeg = BetonDataset(pixels / 'train.beton'), BetonDataset(clothing / 'train.beton')
+    assert len(raw) == len(jpeg) == 600
+    for index in range(0, 600, 37):
+        image, target = split.dataset[index]
+        assert raw[index][1] == jpeg[index][1] == target
+        np.testing.assert_array_equal(raw[index][0], np.asarray(image))
+        assert np.abs(jpeg[index][0].astype(int) - np.asarray(image)).mean() < 4
+
+
+def test_the_class_names_are_those_of_the_folders(clothing):
+    loader, names = create_eval_loader(clothing, (32, 32), 50, num_workers=0)
+    assert names == create_eval_loader(CLOTHING, (32, 32), 50, num_workers=0)[1]
+    assert len(torch.cat([targets for _, targets in loader])) == 200
+
+
+def test_the_same_crops_and_flips_are_drawn_as_from_a_folder(pixels):
+    # The resizing differs, INTER_AREA for bicubic; another crop or a missing flip changes far more.
+    for batch, wanted in zip(batches(pixels), batches(CLOTHING), strict=True):
+        assert batch[1].tolist() == wanted[1].tolist()
+        per_image = (batch[0] - wanted[0]).abs().mean(dim=(1, 2, 3))
+        assert per_image.max() < 0.06
+        other = (batch[0].flip(3) - wanted[0]).abs().mean(dim=(1, 2, 3))
+        assert (other > per_image).float().mean() > 0.99
+
+
+@pytest.mark.parametrize('policy', ['rand-m9-mstd0.5-inc1', '3a', None])
+@pytest.mark.parametrize('on_device', [False, True])
+def test_augmentation_gives_the_bits_of_a_folder_where_nothing_is_resized(policy, on_device, squares, monkeypatch):
+    # On a CPU it is done in the loading processes; here also as on another device.
+    original = imagenet._train_transforms
+    monkeypatch.setattr(imagenet, '_train_transforms', lambda *args: original(*args[:-1], on_device))
+    # Such a crop is the whole image.
+    augment = dataclasses.replace(CROP, scale=(1.0, 1.0), auto_augment=policy, color_jitter=0.3)
+    options = dict(augment=augment, mean=(0.3, 0.4, 0.5), std=(1, 1, 1))
+    for workers in (0, 1):
+        loaders = [create_loaders(place, (32, 32), 20, num_workers=workers, **options) for place in squares]
+        assert_same_batches(*(list(each.train) for each in loaders))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+def test_images_are_augmented_on_the_device(squares):
+    augment = dataclasses.replace(CROP, scale=(1.0, 1.0), auto_augment='rand-m9-mstd0.5-inc1')
+    loaders = [
+        create_loaders(squares[0], (32, 32), 20, augment=augment, device=device, num_workers=1, **PLAIN)
+        for device in ('cuda', 'cpu')
+    ]
+    found = [(images.cpu(), targets.cpu()) for images, targets in loaders[0].train]
+    for batch, wanted in zip(found, loaders[1].train, strict=True):
+        torch.testing.assert_close(batch, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize('size', [(32, 32), (32, 64), (64, 32)])
+def test_the_evaluation_crop_is_that_of_a_folder(pixels, size):
+    loaders = [create_eval_loader(folder, size, 200, num_workers=0, **PLAIN)[0] for folder in (pixels, CLOTHING)]
+    (images, targets), (wanted, expected) = (next(iter(loader)) for loader in loaders)
+    assert targets.tolist() == expected.tolist()
+    # The box is rounded to pixels of these small images, and resized by INTER_AREA for bicubic.
+    assert (images - wanted).abs().mean() < 0.04
+    assert (images.flip(3) - wanted).abs().mean() > 0.1
+
+
+def test_an_evaluation_crop_without_a_change_of_size_is_exact():
+    image = np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8)
+    cropped = EvalTransform((20, 32), 0.5)(image)
+    np.testing.assert_array_equal(cropped.permute(1, 2, 0).numpy(), image[10:30, 16:48])
+
+
+@pytest.mark.parametrize('workers', [1, 2])
+def test_the_number_of_processes_does_not_change_the_images(clothing, workers):
+    assert_same_batches(batches(clothing, workers), batches(clothing))
+
+
+def test_epochs_differ_and_one_that_goes_on_has_the_rest_of_its_images(clothing):
+    whole = batches(clothing, epoch=1)
+    assert not torch.equal(whole[0][0], batches(clothing)[0][0])
+    assert_same_batches(batches(clothing, epoch=1, first=1), whole[1:])
+
+
+def test_two_processes_have_the_images_of_one(clothing):
+    whole = batches(clothing, accumulate=2)
+    parts = [batches(clothing, rank=rank, world_size=2) for rank in range(2)]
+    assert_same_batches([part for pair in zip(*parts, strict=True) for part in pair], whole)
+
+
+def test_each_image_is_evaluated_once_whatever_the_number_of_processes(clothing):
+    found = []
+    for rank in range(3):
+        loaders = create_loaders(
+            clothing, (16, 16), 6, augment=CROP, eval_batch_size=7, rank=rank, world_size=3, num_workers=0
+        )
+        found += [image for images, _ in loaders.validation for image in images]
+    whole = torch.cat([images for images, _ in create_eval_loader(clothing, (16, 16), 50, num_workers=0)[0]])
+    assert len(found) == len(whole) == 200
+    assert {image.numpy().tobytes() for image in found} == {image.numpy().tobytes() for image in whole}
+
+
+def test_images_are_repeated_with_other_changes(clothing):
+    images, targets = batches(clothing, augment=dataclasses.replace(CROP, repeats=2))[0]
+    assert targets[::2].tolist() == targets[1::2].tolist()
+    assert (images[::2] - images[1::2]).abs().mean(dim=(1, 2, 3)).min() > 0
+
+
+def test_updates_have_the_sizes_of_the_schedule(clothing):
+    sizes = SizeSchedule(((16, 16), (24, 32)))
+    options = dict(train_sizes=sizes, accumulate=10)
+    shapes = {tuple(images.shape) for epoch in range(3) for images, _ in batches(clothing, epoch=epoch, **options)}
+    assert shapes == {(20, 3, 16, 16), (20, 3, 24, 32)}
+
+
+def test_writing_gives_the_same_bytes_with_more_processes(tmp_path, clothing):
+    again = write(tmp_path, workers=2)
+    for name in ('train.beton', 'val.beton', 'train.json'):
+        assert (again / name).read_bytes() == (clothing / name).read_bytes()
+
+
+def test_images_are_made_smaller_and_a_share_is_kept_as_pixels(tmp_path):
+    write(tmp_path, options=BetonOptions(max_resolution=48, raw_share=0.3))
+    dataset = BetonDataset(tmp_path / 'train.beton')
+    assert max(dataset.images['width'].max(), dataset.images['height'].max()) == 48
+    assert 0.2 < np.mean(dataset.images['mode'] == 1) < 0.4
+    assert json.loads((tmp_path / 'train.json').read_text())['max_resolution'] == 48
+
+
+def test_ffcv_reads_what_is_written(clothing):
+    from ffcv.fields.decoders import CenterCropRGBImageDecoder, IntDecoder
+    from ffcv.loader import Loader
+
+    threads = torch.get_num_threads()
+    loader = Loader(
+        str(clothing / 'val.beton'),
+        batch_size=100,
+        num_workers=1,
+        pipelines={'image': [CenterCropRGBImageDecoder((24, 24), 1.0)], 'label': [IntDecoder()]},
+    )
+    images, labels = (np.concatenate([part.copy() for part in parts]) for parts in zip(*loader, strict=True))
+    torch.set_num_threads(threads)
+    dataset = BetonDataset(clothing / 'val.beton')
+    assert labels[:, 0].tolist() == dataset.labels.tolist()
+    dataset.transform = EvalTransform((24, 24), 1.0)
+    for index in range(0, 200, 19):
+        np.testing.assert_array_equal(images[index], dataset[index][0].permute(1, 2, 0).numpy())
+
+
+def test_importing_ffcv_leaves_the_threads_of_torch_alone():
+    code = 'import torch; torch.set_num_threads(3); import aft_vision.data.ffcv_loader; print(torch.get_num_threads())'
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == '3'
+
+
+def test_a_loader_that_is_left_early_leaves_no_thread_and_starts_anew(clothing):
+    expected, threads = batches(clothing), threading.active_count()
+    loaders = create_loaders(clothing, (32, 32), 200, augment=CROP, num_workers=0, **PLAIN)
+    for _ in range(3):
+        loaders.set_epoch(0)
+        for batch in loaders.train:
+            assert_same_batches([batch], expected[:1])
+            break
+    assert threading.active_count() == threads
+
+
+def test_another_process_maps_the_file_itself(clothing):
+    dataset = BetonDataset(clothing / 'train.beton')
+    first = dataset[0][0]
+    sent = pickle.dumps(dataset)
+    assert len(sent) < (clothing / 'train.beton').stat().st_size / 4
+    np.testing.assert_array_equal(pickle.loads(sent)[0][0], first)
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """Three images, the second of which cannot be decoded."""
+    make_folder(tmp_path / 'images', {'train': ['a'], 'val': ['a']}, images=3)
+    folder = write(tmp_path, tmp_path / 'images')
+    dataset = BetonDataset(folder / 'train.beton')
+    start, size = int(dataset.images['data_ptr'][1]), int(dataset.sizes[1])
+    content = bytearray((folder / 'train.beton').read_bytes())
+    content[start : start + size] = bytes(size)
+    (folder / 'train.beton').write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize('workers', [0, 1])
+def test_an_image_that_cannot_be_decoded_is_named_and_nothing_hangs(damaged, workers):
+    loaders = create_loaders(damaged, (16, 16), 3, augment=CROP, num_workers=workers)
+    with pytest.raises(CorruptImageError, match=r'got image 1 of .*train\.beton'):
+        list(loaders.train)
+
+
+def test_an_image_that_cannot_be_decoded_can_be_skipped(damaged, caplog):
+    source = Source(dir=str(damaged), on_corrupt_image='skip')
+    loaders = create_loaders(source, (16, 16), 3, augment=CROP, num_workers=0)
+    assert [len(images) for images, _ in loaders.train] == [3]
+    assert 'skipped: expected an image that can be decoded, got image 1 of' in caplog.text
+
+
+def test_a_cut_or_foreign_file_is_named(clothing, tmp_path):
+    content = (clothing / 'train.beton').read_bytes()
+    for cut in (0, 100, len(content) // 2, len(content) - 24):
+        (tmp_path / 'train.beton').write_bytes(content[:cut])
+        with pytest.raises(ValueError, match=r'expected a whole \.beton file.* got .*train\.beton'):
+            BetonDataset(tmp_path / 'train.beton')
+    (tmp_path / 'train.beton').write_bytes(b'something else' * 1000)
+    with pytest.raises(ValueError, match=r'expected a whole \.beton file.* got .*train\.beton'):
+        BetonDataset(tmp_path / 'train.beton')
+    with pytest.raises(ValueError, match='which is not one'):
+        BetonDataset(tmp_path / 'none.beton')
+
+
+def test_a_file_of_other_fields_is_named(tmp_path):
+    from ffcv.fields import FloatField, RGBImageField
+    from ffcv.writer import DatasetWriter
+
+    images = [(np.zeros((8, 8, 3), np.uint8), 0.5)] * 4
+    writer = DatasetWriter(str(tmp_path / 'a.beton'), {'image': RGBImageField(), 'y': FloatField()}, num_workers=1)
+    writer.from_indexed_dataset(images)
+    with pytest.raises(ValueError, match=r"a field of images and one of integers in .* got \['image', 'y'\]"):
+        BetonDataset(tmp_path / 'a.beton')
+
+
+def test_a_file_that_ffcv_wrote_is_read_with_numbers_for_class_names(tmp_path):
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.writer import DatasetWriter
+
+    images = [(np.full((8, 8, 3), 10 * index, np.uint8), index) for index in range(4)]
+    for name in ('train', 'val'):
+        writer = DatasetWriter(str(tmp_path / f'{name}.beton'), {'x': RGBImageField(), 'y': IntField()}, num_workers=2)
+        writer.from_indexed_dataset(images, chunksize=1)
+    assert create_loaders(tmp_path, (8, 8), 2, augment=CROP, num_workers=0).class_names == ['0', '1', '2', '3']
+    more = Source(dir=str(tmp_path), num_classes=6)
+    loaders = create_loaders(more, (8, 8), 4, augment=NO_AUGMENTATION, num_workers=0, **PLAIN)
+    assert loaders.class_names[-1] == '5'
+    images, targets = next(iter(loaders.train))
+    torch.testing.assert_close(images.mean(dim=(1, 2, 3)), targets * 10 / 255)
+    with pytest.raises(ValueError, match='expected classes from 0 to 1 in'):
+        BetonDataset(tmp_path / 'train.beton', num_classes=2)
+
+
+def test_another_number_of_classes_than_the_names_is_rejected(clothing):
+    with pytest.raises(ValueError, match=r'data\.num_classes to be 10, as in .*train\.json, got 11'):
+        BetonDataset(clothing / 'train.beton', num_classes=11)
+
+
+def test_what_is_written_is_checked(tmp_path, monkeypatch):
+    from aft_vision.data import ffcv_writer
+
+    class Forgetful(ffcv_writer.MemoryAllocator):
+        def malloc(self, size):
+            place, space = super().malloc(size)
+            # What is written goes elsewhere.
+            return place, np.empty_like(space)
+
+    monkeypatch.setattr(ffcv_writer, 'MemoryAllocator', Forgetful)
+    make_folder(tmp_path / 'images', {'train': ['a'], 'val': ['a']})
+    with pytest.raises(ValueError, match='expected the image that was written, got another one for image 0 of'):
+        write(tmp_path, tmp_path / 'images')
+    assert not list(tmp_path.glob('*beton*'))
+
+
+def test_a_source_image_that_cannot_be_decoded_ends_the_writing_or_is_left_out(tmp_path):
+    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b'], 'val': ['a', 'b']})
+    (folder / 'train' / 'a' / '1.png').write_bytes(b'damaged')
+    with pytest.raises(CorruptImageError, match=r'1\.png'):
+        write(tmp_path, folder, workers=1)
+    assert not list(tmp_path.glob('*beton*'))
+    source = Source(dir=str(folder), on_corrupt_image='skip', eval_split='train')
+    assert write_beton(open_eval_split(source, 1), tmp_path / 'train.beton', num_workers=0, progress=False) == 3
+    assert BetonDataset(tmp_path / 'train.beton').labels.tolist() == [0, 1, 1]
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+    folder = make_folder(tmp_path / 'images', {'train': ['a'], 'val': ['a']})
+    write(tmp_path, folder)
+    before = (tmp_path / 'train.beton').read_bytes()
+
+    def fail(*args):
+        raise OSError('No space left on device')
+
+    monkeypatch.setattr('aft_vision.data.ffcv_writer.MemoryAllocator.flush_page', fail)
+    with pytest.raises(OSError, match='No space left'):
+        write(tmp_path, folder)
+    assert (tmp_path / 'train.beton').read_bytes() == before
+    assert not list(tmp_path.glob('.*'))
+
+
+def test_an_image_larger_than_a_page_is_named(tmp_path):
+    folder = make_folder(tmp_path / 'images', {'train': ['a'], 'val': ['a']}, images=1, size=(2000, 1500))
+    with pytest.raises(ValueError, match=r'at most 8388608 bytes, .* got one of 9000000; set max_resolution'):
+        write(tmp_path, folder, BetonOptions(raw_share=1.0))
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'max_resolution': 0}, 'max_resolution to be at least 1, got 0'),
+        ({'jpeg_quality': 101}, r'jpeg_quality to be in \[1, 100\], got 101'),
+        ({'raw_share': 1.5}, r'raw_share to be in \[0, 1\], got 1\.5'),
+        ({'seed': -1}, r'seed to be in \[0, 2\*\*32\), got -1'),
+    ],
+)
+def test_options_out_of_range_are_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
+        BetonOptions(**options)
+
+
+def test_a_path_of_another_kind_and_a_stream_are_rejected(tmp_path):
+    split = open_train_split(Source(dir=str(CLOTHING)), 1)
+    with pytest.raises(ValueError, match=r'ends in \.beton, got .*train\.ffcv'):
+        write_beton(split, tmp_path / 'train.ffcv')

@@ -1,0 +1,80 @@
+import sys
+
+import pytest
+from helpers import make_folder
+
+pytest.importorskip('ffcv', reason="needs FFCV: pip install 'aft-vision[ffcv]' and Debian's libraries")
+
+from aft_vision.data.ffcv_loader import BetonDataset
+from tools.write_ffcv import main
+
+pytestmark = pytest.mark.ffcv
+
+
+def test_each_split_becomes_a_file_with_its_class_names(tmp_path, capsys):
+    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b'], 'val': ['a', 'b']}, images=3)
+    out = tmp_path / 'out'
+    main(['--data', str(folder), '--out', str(out), '--raw-share', '1', '--max-resolution', '20', '--workers', '0'])
+    for split in ('train', 'val'):
+        dataset = BetonDataset(out / f'{split}.beton')
+        assert dataset.class_names == ['a', 'b']
+        assert dataset.labels.tolist() == [0, 0, 0, 1, 1, 1]
+        assert dataset[5][0].shape == (15, 20, 3)
+        assert (dataset[5][0] == 20).all()
+    shown = capsys.readouterr()
+    assert f'{out / "train.beton"}: 6 images' in shown.out
+    assert 'train.beton: 100%' in shown.err
+
+
+def test_a_file_that_is_there_is_kept_unless_it_is_to_be_replaced(tmp_path):
+    folder = make_folder(tmp_path / 'images', {'val': ['a']})
+    arguments = ['--data', str(folder), '--out', str(tmp_path), '--splits', 'val', '--workers', '0', '--quiet']
+    main(arguments)
+    with pytest.raises(FileExistsError, match=r'got .*val\.beton, which are there; give --overwrite'):
+        main(arguments)
+    main([*arguments, '--overwrite'])
+
+
+def test_a_data_set_of_torchvision_is_written(tmp_path, capsys):
+    import pickle
+
+    import numpy as np
+
+    root = tmp_path / 'cifar' / 'cifar-10-batches-py'
+    root.mkdir(parents=True)
+    pixels = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)
+    for name in (*(f'data_batch_{number}' for number in range(1, 6)), 'test_batch'):
+        (root / name).write_bytes(pickle.dumps({'data': pixels, 'labels': [3, 8]}))
+    (root / 'batches.meta').write_bytes(pickle.dumps({'label_names': [f'class {index}' for index in range(10)]}))
+    from torchvision.datasets import CIFAR10
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CIFAR10, '_check_integrity', lambda self: True)
+        patch.setattr('torchvision.datasets.cifar.check_integrity', lambda path, md5=None: True)
+        main(
+            [
+                *('--name', 'torch/cifar10', '--data', str(tmp_path / 'cifar'), '--splits', 'train', 'test'),
+                *('--out', str(tmp_path), '--raw-share', '1', '--workers', '0', '--quiet'),
+            ]
+        )
+    dataset = BetonDataset(tmp_path / 'train.beton')
+    assert len(dataset) == 10
+    assert dataset.class_names[9] == 'class 9'
+    image, label = dataset[1]
+    assert label == 8
+    np.testing.assert_array_equal(image, pixels[1].reshape(3, 32, 32).transpose(1, 2, 0))
+
+
+def test_without_ffcv_the_error_says_what_to_install(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split('.')[0] == 'ffcv' or 'ffcv' in name.split('.')[-1]]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, 'ffcv', None)
+    make_folder(tmp_path, {'val': ['a']})
+    with pytest.raises(ImportError, match=r"apt-get install libopencv-dev .* pip install 'aft-vision\[ffcv\]'"):
+        main(['--data', str(tmp_path), '--out', str(tmp_path), '--splits', 'val'])
+
+
+def test_the_help_needs_no_ffcv(capsys):
+    with pytest.raises(SystemExit):
+        main(['--help'])
+    assert 'OUT/SPLIT.beton' in capsys.readouterr().out
