@@ -1,0 +1,1 @@
+"""Timing of operations, models and loaders against their alternatives."""
