@@ -4,10 +4,12 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from helpers import generator
 
 from train.config import load_config
 from train.distributed import World
 from train.imagenet import model_arguments
+from train.schema import Config
 from train.state import create_state
 
 ROOT = Path(__file__).parents[1] / 'configs'
@@ -102,3 +104,58 @@ def test_the_learning_rates_of_the_recipe_are_deits():
     assert found == pytest.approx([1e-6, *warmup, *cosine])
     assert found[:4] == pytest.approx([1e-6, 1e-6, 2.008e-4, 4.006e-4])
     assert found[-1] == pytest.approx(1.0108e-5, rel=1e-3)
+
+
+def recipe(name: str, *overrides: str) -> Config:
+    return load_config(ROOT / 'imagenet' / 'recipes' / f'{name}.yaml', ['run.compile=false', *overrides])
+
+
+def test_fine_tuning_at_384_px_has_deits_constant_rate_after_its_warm_up():
+    config = recipe('deit_finetune_384')
+    state = create_state(torch.nn.Linear(2, 2), config, 2502, num_classes=2, world=World(torch.device('cpu')))
+    warmup = [1e-6 + (5e-6 - 1e-6) * epoch / 5 for epoch in range(5)]
+    # By DeiT's code each epoch has the rate meant for the one before it.
+    assert rates(state) == pytest.approx([1e-6, *warmup, *([5e-6] * 24)])
+    assert config.optim.weight_decay == 1e-8
+
+
+def test_deit_3_counts_every_mixed_class_as_a_target():
+    config = recipe('deit3_800e', 'ema.decay=null')
+    assert config.optim.lr * config.data.batch_size / 512 == pytest.approx(4e-3)
+    state = create_state(torch.nn.Linear(3, 3), config, 625, num_classes=3, world=World(torch.device('cpu')))
+    images, targets = torch.randn(2, 3, generator=generator()), torch.tensor([[0.9, 0.1, 0.0], [0.0, 1.0, 0.0]])
+    found = state.task(images, targets)['loss']
+    logits = state.model(images).double()
+    wanted = torch.nn.functional.binary_cross_entropy_with_logits(logits, targets.gt(0).double())
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
+
+
+def test_nadamuon_leaves_position_biases_and_vectors_to_adamw():
+    config = recipe('nadamuon_300e')
+    model = timm.create_model('aft_conv_tiny', depth=2, num_classes=3)
+    state = create_state(model, config, 9, num_classes=3, world=World(torch.device('cpu')))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    orthogonalised = {
+        names[id(parameter)]
+        for group in state.optimizer.param_groups
+        if not group.get('use_fallback')
+        for parameter in group['params']
+        if parameter.ndim > 1
+    }
+    assert not [name for name in orthogonalised if 'kernel' in name or 'pos_embed' in name]
+    assert {'blocks.0.attn.qkv.weight', 'blocks.1.mlp.fc1.weight'} <= orthogonalised
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model(torch.randn(2, 3, 64, 64, generator=generator())).square().sum().backward()
+    state.optimizer.step()
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved >= {'blocks.0.attn.qkv.weight', 'norm.weight'}
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+
+
+def test_the_budget_on_ffcv_files_rises_in_size():
+    schedule = recipe('ffcv_88e').size_schedule
+    means = [sum(schedule.choices(0, epoch, 500)) / 500 for epoch in (0, 44, 87)]
+    assert means == sorted(means)
+    assert schedule.sizes == ((160, 160), (176, 176), (192, 192))
+    assert schedule.epochs == 88

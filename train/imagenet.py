@@ -1,6 +1,6 @@
 """Train an image classifier.
 
-python -m train.imagenet --config FILE [section.key=value ...]
+python -m train.imagenet --config FILE [--eval] [section.key=value ...]
 torchrun --nproc-per-node 8 -m train.imagenet --config FILE [section.key=value ...]
 
 FILE is a YAML experiment such as configs/smoke/clothing_demo.yaml; `section.key=value` changes one value of it, for
@@ -10,6 +10,9 @@ and val/CLASS; data.name is a data set of torchvision, Hugging Face, WebDataset 
 The folder of the run receives config.yaml (the resolved experiment, which reproduces the run), summary.csv, curves.png,
 tensorboard/, best.pth, last.pth and export/, which `timm.create_model('local-dir:.../export', pretrained=True)` loads.
 run.resume=auto goes on with a run that was interrupted, or begins it.
+
+--eval trains nothing: it prints the accuracy on the validation images of the weights of run.init_from, of those of
+model.pretrained=true, or of best.pth in the folder of the run.
 """
 
 import argparse
@@ -32,12 +35,14 @@ from train.distributed import World, join_world
 from train.engine import fit
 from train.schema import Config
 from train.state import TrainState, create_state
+from train.throughput import measure_throughput
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--config', type=Path, required=True, help='the YAML experiment')
+    parser.add_argument('--eval', action='store_true', help='evaluate, and train nothing')
     parser.add_argument('--quiet', action='store_true', help='no progress bar')
     parser.add_argument('overrides', nargs='*', metavar='section.key=value', help='changes to the experiment')
     return parser.parse_args(argv)
@@ -67,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> TrainState:
             resume(state, run_dir, config.run.resume, loaders.class_names)
         if world.is_primary:
             begin(run_dir, state)
+        if config.run.throughput_batches and not loaders.is_stream and len(loaders.train) > 1:
+            throughput = measure_throughput(state, loaders, config.run.throughput_batches)
+            if world.is_primary:
+                print(throughput)
         saver = Saver(run_dir, description, config.run.keep, config.run.save_minutes)
         fit(state, loaders, saver, progress=not args.quiet)
         if world.is_primary:
@@ -91,19 +100,27 @@ def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainSt
     name, kwargs = model_arguments(config, num_classes=len(class_names))
     random_seed(config.run.seed)
     model = build_model(name, kwargs)
-    check_image_size(model, config.data.img_size)
+    for size in image_sizes(config):
+        check_image_size(model, size)
     if config.run.init_from is not None:
         initialize_model(model, config.run.init_from, config.run.reset_head)
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
     state = create_state(model, config, updates_per_epoch, len(class_names), world)
     rebuild = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
     preprocessing = {
-        'input_size': (3, *config.data.img_size),
+        'input_size': (3, *(config.data.eval_img_size or config.data.img_size)),
         'crop_pct': config.data.crop_pct,
         'interpolation': 'bicubic',
     }
     described = {'model_name': name, 'model_kwargs': rebuild, 'class_names': class_names, 'data_config': preprocessing}
     return state, described
+
+
+def image_sizes(config: Config) -> list[tuple[int, int]]:
+    """All sizes (H, W) that the model will see, in pixels."""
+    schedule = config.size_schedule
+    sizes = [config.data.img_size] if schedule is None else list(schedule.sizes)
+    return [*sizes, config.data.eval_img_size or config.data.img_size]
 
 
 def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, Any]]:
@@ -132,6 +149,8 @@ def build_loaders(config: Config, world: World) -> Loaders:
         config.data.img_size,
         config.data.batch_size,
         eval_batch_size=config.data.eval_batch_size,
+        train_sizes=config.size_schedule,
+        eval_img_size=config.data.eval_img_size,
         augment=config.augment,
         crop_pct=config.data.crop_pct,
         mean=IMAGENET_DEFAULT_MEAN if cfg is None else cfg.mean,

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from aft_vision.data import Augmentation, Source
+from aft_vision.data import Augmentation, SizeSchedule, Source
 
 # The images that a learning rate is meant for.
 LR_BATCH_SIZE = 512
@@ -18,6 +18,11 @@ class DataConfig(Source):
         img_size: (H, W) in pixels.
         batch_size: Images per optimizer step, over all processes and parts of `optim.accumulate`.
         eval_batch_size: Images per validation batch; None means the images that the model sees at once in training.
+        train_sizes: Sides in pixels of square training images, in place of `img_size`; each update has one of them.
+            None for `img_size` alone.
+        train_size_schedule: `constant` draws each of these sizes equally often; `progressive` goes from the first to
+            the last over the epochs of the run, as timm's schedule of this name.
+        eval_img_size: (H, W) in pixels of the validation images, if it is another.
         crop_pct: Side of the validation crop relative to the resized image.
         num_workers: Decoding processes per loader.
     """
@@ -25,6 +30,9 @@ class DataConfig(Source):
     img_size: tuple[int, int] = (224, 224)
     batch_size: int = 64
     eval_batch_size: int | None = None
+    train_sizes: list[int] | None = None
+    train_size_schedule: Literal['constant', 'progressive'] = 'constant'
+    eval_img_size: tuple[int, int] | None = None
     crop_pct: float = 0.875
     num_workers: int = 2
 
@@ -34,6 +42,14 @@ class DataConfig(Source):
         require('data.batch_size', self.batch_size, self.batch_size >= 1, 'at least 1')
         some = self.eval_batch_size is None or self.eval_batch_size >= 1
         require('data.eval_batch_size', self.eval_batch_size, some, "at least 1, or null for training's")
+        sizes = self.train_sizes
+        require('data.train_sizes', sizes, sizes is None or len(set(sizes)) > 1, 'several sizes, or null for img_size')
+        require('data.train_sizes', sizes, min(sizes or [1]) > 0, 'above 0')
+        progressive = self.train_size_schedule == 'progressive'
+        some_sizes = sizes is not None or not progressive
+        require('data.train_size_schedule', self.train_size_schedule, some_sizes, 'constant without data.train_sizes')
+        evaluated = self.eval_img_size or self.img_size
+        require('data.eval_img_size', evaluated, min(evaluated) > 0, 'above 0 in height and width')
         require('data.crop_pct', self.crop_pct, 0 < self.crop_pct <= 1, 'in (0, 1]')
         require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
 
@@ -43,7 +59,8 @@ class OptimConfig:
     """The optimizer and the loss.
 
     Attributes:
-        name: An optimizer of `timm.optim.list_optimizers()`.
+        name: An optimizer of `timm.optim.list_optimizers()`; `nadamuon` and its kin leave what the model exempts from
+            decay to AdamW with `args: {fallback_no_weight_decay: true}`.
         lr: Peak learning rate per 512 images; the rate used is `lr * batch_size / 512`.
         weight_decay: Of parameters with two or more dimensions that the model does not exempt.
         layer_decay: Factor of the learning rate from each block to the one before it; None for the same rate.
@@ -51,6 +68,9 @@ class OptimConfig:
         accumulate: Parts that each process splits its share of a batch into; each goes forward and backward alone, one
             update follows all.
         clip_grad: Largest gradient norm; None for no clipping.
+        loss: Cross-entropy, or a binary cross-entropy for each class, averaged over them.
+        bce_target_thresh: With the latter, mixed targets above this value count as 1 and the others as 0; None takes
+            them as they are.
         label_smoothing: Share of the target spread over all classes.
     """
 
@@ -61,6 +81,8 @@ class OptimConfig:
     args: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
     clip_grad: float | None = None
+    loss: Literal['ce', 'bce'] = 'ce'
+    bce_target_thresh: float | None = None
     label_smoothing: float = 0.1
 
     def __post_init__(self) -> None:
@@ -71,6 +93,8 @@ class OptimConfig:
         require('optim.accumulate', self.accumulate, self.accumulate >= 1, 'at least 1')
         positive = self.clip_grad is None or self.clip_grad > 0
         require('optim.clip_grad', self.clip_grad, positive, 'above 0, or null for no clipping')
+        thresholded = self.bce_target_thresh is None or self.loss == 'bce'
+        require('optim.bce_target_thresh', self.bce_target_thresh, thresholded, 'null without the loss bce')
         require('optim.label_smoothing', self.label_smoothing, 0 <= self.label_smoothing < 1, 'in [0, 1)')
 
 
@@ -139,6 +163,8 @@ class RunConfig:
         compile: Compile the model with torch.compile for training; evaluation stays eager.
         tensorboard: Write TensorBoard's event files beside summary.csv.
         eval_every: Epochs between evaluations; the last epoch is always evaluated.
+        throughput_batches: Batches by which the loader alone, the model alone and both are timed before training, to
+            say which limits the run; 0 leaves it out, as streamed data sets do.
     """
 
     dir: str | None = None
@@ -156,6 +182,7 @@ class RunConfig:
     compile: bool = False
     tensorboard: bool = True
     eval_every: int = 1
+    throughput_batches: int = 10
 
     def __post_init__(self) -> None:
         require('run.seed', self.seed, 0 <= self.seed < 2**32, 'in [0, 2**32)')
@@ -166,6 +193,8 @@ class RunConfig:
         minutes = self.save_minutes is None or self.save_minutes > 0
         require('run.save_minutes', self.save_minutes, minutes, 'above 0, or null for after each epoch alone')
         require('run.eval_every', self.eval_every, self.eval_every >= 1, 'at least 1')
+        batches = self.throughput_batches
+        require('run.throughput_batches', batches, batches >= 0, 'at least 0')
         of_something = self.init_from is not None or not self.reset_head
         require('run.reset_head', self.reset_head, of_something, 'false without run.init_from')
 
@@ -188,6 +217,14 @@ class Config:
         for name in ('warmup_lr', 'min_lr'):
             rate = getattr(self.schedule, name)
             require(f'schedule.{name}', rate, rate <= peak, f'at most the peak rate {peak:g}, which optim.lr makes')
+
+    @property
+    def size_schedule(self) -> SizeSchedule | None:
+        """The sizes that training goes through, if there are several."""
+        sizes = self.data.train_sizes
+        if sizes is None:
+            return None
+        return SizeSchedule(tuple((side, side) for side in sizes), self.data.train_size_schedule, self.schedule.epochs)
 
     def check_parts(self, world_size: int) -> int:
         """Give the images that go through the model of one of so many processes at once.

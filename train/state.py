@@ -165,7 +165,12 @@ def create_state(
     model = model.to(device)
     augment = BatchAugmentation(config.augment, num_classes, config.optim.label_smoothing, device)
     # Mixed targets are smoothed as they are mixed.
-    loss = {'smoothing': config.optim.label_smoothing, 'soft_targets': config.augment.mixes}
+    loss = {
+        'loss_type': config.optim.loss,
+        'bce_target_thresh': config.optim.bce_target_thresh,
+        'smoothing': config.optim.label_smoothing,
+        'soft_targets': config.augment.mixes,
+    }
     task = ClassificationTask(model, criterion_kwargs=loss, device=device, verbose=False)
     optimizer = _create_optimizer(model, config.optim, config.data.batch_size)
     scheduler, _ = create_scheduler_v2(

@@ -1,0 +1,164 @@
+"""What limits a run, the loader or the model, and what the trainer adds to the step of the model.
+
+python -m train.throughput --config FILE [--rounds N] [section.key=value ...]
+
+Measures a run without making it: images/s of the loader alone, of the model alone on a batch that stays where it is,
+and of both together; then the time of an update by the trainer over that of the bare one, forward, backward and
+optimizer, on the same batch: the median of the ratios of interleaved updates, and their quartiles.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from aft_vision.data import Loaders
+from train.config import load_config
+from train.distributed import join_world
+from train.engine import Batch, train_step
+from train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Images/s, over all processes.
+
+    Attributes:
+        loader: Of the loader alone.
+        model: Of forward and backward passes on one batch, which also change the batch as in training.
+        both: Of these passes on the batches of the loader.
+    """
+
+    loader: float
+    model: float
+    both: float
+
+    def __str__(self) -> str:
+        limit = 'the loader' if self.loader < self.model else 'the model'
+        figures = f'loader alone {self.loader:.0f}, model alone {self.model:.0f}, both {self.both:.0f}'
+        return f'images/s: {figures}; {limit} limits the run'
+
+
+def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Throughput:
+    """Time the loader, the model and both, and leave no trace in the state.
+
+    Args:
+        batches: That are timed in each case, after a first one that is not; fewer if the epoch has fewer.
+
+    Raises:
+        ValueError: the epoch has no second batch.
+    """
+    if len(loaders.train) < 2:
+        raise ValueError(f'expected an epoch with at least 2 batches, got {len(loaders.train)}')
+    device, size = state.world.device, state.config.data.batch_size // state.config.optim.accumulate
+    state.model.train()
+    buffers = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
+    loaders.set_epoch(state.epoch, state.updates_of_epoch)
+    resident: Batch = next(iter(loaders.train))
+    rates = []
+    cases: list[tuple[Iterable[Batch], Callable[[TrainState, Batch], None]]] = [
+        (loaders.train, lambda state, batch: None),
+        ([resident] * (batches + 1), _pass),
+        (loaders.train, _pass),
+    ]
+    for source, work in cases:
+        seconds, count = _time(state, islice(source, batches + 1), work, device)
+        rates.append(size * count / seconds)
+    with torch.no_grad():
+        for name, buffer in state.model.named_buffers():
+            buffer.copy_(buffers[name])
+    state.optimizer.zero_grad(set_to_none=True)
+    return Throughput(*rates)
+
+
+def measure_overhead(state: TrainState, batch: Batch, rounds: int) -> list[float]:
+    """Time updates by the trainer and bare ones in turn, on one batch, and give the ratios of their times.
+
+    The weights change. What a recipe adds to the update, such as mixup, clipping and a moving average, counts as the
+    trainer's: leave it out of the experiment to see what the trainer itself costs.
+    """
+    parts = [batch] * state.config.optim.accumulate
+    ratios = []
+    state.model.train()
+    for turn in range(rounds + 1):
+        bare, _ = _time(state, [batch, batch], _bare_step, state.world.device)
+        start = time.perf_counter()
+        train_step(state, parts)
+        _synchronize(state.world.device)
+        if turn:
+            ratios.append((time.perf_counter() - start) / (bare * len(parts)))
+    return ratios
+
+
+def _bare_step(state: TrainState, batch: Batch) -> None:
+    _pass(state, batch)
+    state.optimizer.step()
+
+
+def _pass(state: TrainState, batch: Batch) -> None:
+    """Go forward and backward, and change no weight."""
+    state.optimizer.zero_grad(set_to_none=True)
+    device = state.world.device
+    # A copy, because a batch is changed in place.
+    images, targets = state.augment(batch[0].to(device, copy=True), batch[1].to(device))
+    with torch.autocast(device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):
+        loss = state.task(images, targets)['loss']
+    state.scaler.scale(loss).backward()
+
+
+def _time(
+    state: TrainState, source: Iterable[Batch], work: Callable[[TrainState, Batch], None], device: torch.device
+) -> tuple[float, int]:
+    """Seconds for all batches but the first, and how many these are."""
+    start, count = time.perf_counter(), 0
+    for count, batch in enumerate(source):
+        work(state, batch)
+        if count == 0:
+            _synchronize(device)
+            start = time.perf_counter()
+    _synchronize(device)
+    return time.perf_counter() - start, count
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--config', type=Path, required=True, help='the YAML experiment')
+    parser.add_argument('--rounds', type=int, default=20, help='batches and updates that are timed (default: 20)')
+    parser.add_argument('overrides', nargs='*', metavar='section.key=value', help='changes to the experiment')
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print what limits the run, and what the trainer costs."""
+    # Here, because the trainer uses this module too.
+    from train.imagenet import build_loaders, build_state
+
+    args = parse_args(argv)
+    config = load_config(args.config, args.overrides)
+    if config.run.cpu_threads is not None:
+        torch.set_num_threads(config.run.cpu_threads)
+    with join_world(config.run.device) as world:
+        config.check_parts(world.size)
+        loaders = build_loaders(config, world)
+        state, _ = build_state(config, loaders, world)
+        throughput = measure_throughput(state, loaders, args.rounds)
+        ratios = measure_overhead(state, next(iter(loaders.train)), args.rounds)
+        if world.is_primary:
+            print(throughput)
+            low, median, high = statistics.quantiles(ratios, n=4)
+            print(f'update by the trainer / bare update: {median:.3f}, quartiles {low:.3f} to {high:.3f}')
+
+
+if __name__ == '__main__':
+    main()
