@@ -10,6 +10,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.models import get_model_input_config
 from timm.task.evaluator import ClassificationEvaluator
 from torch import nn
 from tqdm import tqdm
@@ -236,6 +237,26 @@ def check_image_size(model: nn.Module, size: Sequence[int]) -> None:
         return
     if any(side % step for side, step in zip(size, patch, strict=True)):
         raise ValueError(f'expected an image size of multiples of the patch size {patch}, got {tuple(size)}')
+
+
+def has_fixed_input_size(model: nn.Module) -> bool:
+    """Whether the model accepts one image size only."""
+    return bool(get_model_input_config(model)['fixed_input_size'])
+
+
+def check_classes(model: nn.Module, class_names: Sequence[str], data: str) -> None:
+    """Raise a ValueError unless the data set has the classes that the model was trained on, in the same order."""
+    if len(class_names) != model.num_classes:
+        raise ValueError(
+            f'expected {model.num_classes} classes in {data}, as many as the model has, got {len(class_names)}'
+        )
+    cfg: Any = model.pretrained_cfg
+    trained = cfg.get('label_names') or class_names
+    differing = [(old, new) for old, new in zip(trained, class_names, strict=True) if old != new]
+    # Some data sets number their classes and do not name them.
+    numbered = [str(index) for index in range(len(class_names))]
+    if differing and numbered not in (list(trained), list(class_names)):
+        raise ValueError(f'expected the classes of the model in {data}, got {differing[0][1]} for {differing[0][0]}')
 
 
 def reset_peak_memory(device: torch.device | str) -> None:

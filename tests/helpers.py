@@ -1,11 +1,16 @@
-"""Inputs, comparison with the float64 reference in value and in every gradient, and folders of images."""
+"""Inputs, comparison with the float64 reference in value and in every gradient, folders of images, and runs."""
 
+import csv
+import hashlib
+import os
+import signal
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import Tensor
@@ -178,3 +183,40 @@ def make_folder(root: Path, splits: dict[str, list[str]], images: int = 2, size:
             for number in range(images):
                 Image.new('RGB', size, (20 * index,) * 3).save(folder / f'{number}.png')
     return root
+
+
+def digest(checkpoint: Path) -> str:
+    """A hash of all that is trained, its average and the optimizer."""
+    content = torch.load(checkpoint, weights_only=True)
+    values = {f'{kind}.{name}': x for kind in ('state_dict', 'ema_state_dict') for name, x in content[kind].items()}
+    moments = content['optimizer']['state']
+    values |= {f'{i}.{name}': x for i, state in moments.items() for name, x in state.items()}
+    for kind in ('task_state', 'ema_task_state'):
+        for part, tensors in content[kind].items():
+            values |= {f'{kind}.{part}.{name}': x for name, x in tensors.items()}
+    hashed = hashlib.sha256()
+    for name in sorted(values):
+        hashed.update(name.encode() + values[name].numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def losses(run_dir: Path) -> list[dict[str, str]]:
+    """The rows of the log, without what depends on the clock and the machine."""
+    with (run_dir / 'summary.csv').open() as file:
+        kept = ('epoch', 'train_loss', 'train_lr', 'eval_loss', 'eval_top1', 'eval_ema_top1')
+        return [{name: row[name] for name in kept} for row in csv.DictReader(file)]
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, update: int) -> None:
+    """Send SIGTERM to this process in that update of this run."""
+    from train import engine
+
+    original = engine.train_step
+
+    def step(state, parts):
+        loss = original(state, parts)
+        if state.updates == update:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+    monkeypatch.setattr(engine, 'train_step', step)

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from helpers import generator
 from train.config import load_config
 from train.distributed import World
 from train.imagenet import model_arguments
-from train.schema import Config
+from train.schema import Config, DistillConfig
 from train.state import create_state
 
 ROOT = Path(__file__).parents[1] / 'configs'
@@ -26,6 +27,8 @@ TABLE_7 = {
     'aft_conv_small_k11_h384': 80.8,
     'aft_conv_small_k15_h384': 81.0,
 }
+# A row and its teacher.
+DISTILLED = {'aft_conv_small_k11_h384_distilled': 'aft_conv_small_k11_h384'}
 IMAGENET_UPDATES = 1_281_167 // 1024
 
 
@@ -47,7 +50,10 @@ def test_config_is_valid_and_its_model_optimizer_and_schedule_can_be_built(path)
     name, kwargs = model_arguments(config, num_classes=10)
     model = timm.create_model(name, device='meta', **kwargs)
     assert all(parameter.is_meta for parameter in model.parameters())
-    state = create_state(model, config, updates_per_epoch=7, num_classes=10, world=World(torch.device('meta')))
+    # Nothing is downloaded, so the teacher is one without its weights.
+    teacher = config.distill.teacher and timm.create_model(config.distill.teacher, device='meta')
+    world = World(torch.device('meta'))
+    state = create_state(model, config, updates_per_epoch=7, num_classes=10, world=world, teacher=teacher)
     optimized = {id(p) for group in state.optimizer.param_groups for p in group['params']}
     assert optimized == {id(p) for p in model.parameters()}
     assert 0 < max(rates(state)) <= config.optim.lr * config.data.batch_size / 512
@@ -63,8 +69,16 @@ def rates(state) -> list[float]:
     return found
 
 
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: f'{path.parent.name}-{path.stem}')
+def test_a_teacher_is_a_model_with_weights_for_the_classes_of_imagenet(path):
+    teacher = load_config(path).distill.teacher
+    if teacher is not None:
+        assert timm.models.is_model_pretrained(teacher)
+        assert timm.get_pretrained_cfg(teacher).num_classes == 1000
+
+
 def test_every_row_of_table_7_has_a_config_with_its_number():
-    assert {path.stem for path in (ROOT / 'imagenet').glob('*.yaml')} == {*TABLE_7, 'deit_300e'}
+    assert {path.stem for path in (ROOT / 'imagenet').glob('*.yaml')} == {*TABLE_7, *DISTILLED, 'deit_300e'}
     for name, top1 in TABLE_7.items():
         text = header(ROOT / 'imagenet' / f'{name}.yaml')
         assert 'AFT Table 7, row' in text
@@ -78,6 +92,13 @@ def test_a_row_of_table_7_changes_nothing_of_the_recipe_but_the_model(name):
     for section in ('data', 'augment', 'optim', 'ema', 'schedule', 'run'):
         assert getattr(row, section) == getattr(recipe, section)
     assert row.model['drop_path_rate'] == 0.1
+
+
+@pytest.mark.parametrize('name', DISTILLED)
+def test_a_distilled_row_is_the_row_with_deits_teacher_and_share(name):
+    distilled, row = (load_config(ROOT / 'imagenet' / f'{stem}.yaml') for stem in (name, DISTILLED[name]))
+    deit = DistillConfig(teacher='regnety_160.deit_in1k', kind='hard', task_loss_weight=0.5)
+    assert distilled == dataclasses.replace(row, distill=deit)
 
 
 def test_the_recipe_has_deits_numbers():

@@ -84,6 +84,18 @@ def test_mixing_and_drop_path_depend_on_the_part_and_not_on_who_has_it(tmp_path)
 
 
 @pytest.mark.slow
+def test_two_processes_distil_as_one(tmp_path):
+    # A narrower teacher, so that a projection of the features is trained with the student.
+    train(tmp_path / 'teacher', 'model.embed_dim=16')
+    distilled = [f'distill.teacher={tmp_path / "teacher" / "best.pth"}', 'distill.kind=feature', 'optim.accumulate=1']
+    train(tmp_path / 'one', *distilled)
+    train(tmp_path / 'two', *distilled, processes=2)
+    assert_same_training(tmp_path / 'two', tmp_path / 'one')
+    projections = [load(tmp_path / name)['task_state']['projection'] for name in ('two', 'one')]
+    torch.testing.assert_close(*projections, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
 def test_a_run_of_one_process_goes_on_with_two(one, tmp_path):
     train(tmp_path, 'optim.accumulate=1', 'schedule.epochs=2', 'run.save_minutes=1e-9', 'run.keep=6')
     for name in ('last.pth', 'last-1.pth', 'last-2.pth'):

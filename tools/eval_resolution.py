@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 from timm.data import resolve_model_data_config
-from timm.models import get_model_input_config
 from torch import nn
 
 from aft_vision.data import Source, create_eval_loader
 from aft_vision.evaluate import (
+    check_classes,
     check_image_size,
     evaluate,
+    has_fixed_input_size,
     load_model,
     peak_memory_mb,
     reset_peak_memory,
@@ -134,28 +135,6 @@ def check_size(model: nn.Module, size: tuple[int, int]) -> None:
     check_image_size(model, size)
     if has_fixed_input_size(model) and not hasattr(model, 'set_input_size'):
         raise ValueError(f'expected a model that can be resized, got a {type(model).__name__}, which cannot')
-
-
-def check_classes(model: nn.Module, class_names: Sequence[str], data: str) -> None:
-    """Raise a ValueError unless the data set has the classes that the model was trained on, in the same order."""
-    if len(class_names) != model.num_classes:
-        raise ValueError(
-            f'expected {model.num_classes} classes in {data}, as many as the checkpoint has, got {len(class_names)}'
-        )
-    cfg: Any = model.pretrained_cfg
-    trained = cfg.get('label_names') or class_names
-    differing = [(old, new) for old, new in zip(trained, class_names, strict=True) if old != new]
-    # Some data sets number their classes and do not name them.
-    numbered = [str(index) for index in range(len(class_names))]
-    if differing and numbered not in (list(trained), list(class_names)):
-        raise ValueError(
-            f'expected the classes of the checkpoint in {data}, got {differing[0][1]} for {differing[0][0]}'
-        )
-
-
-def has_fixed_input_size(model: nn.Module) -> bool:
-    """Whether the model accepts one image size only."""
-    return bool(get_model_input_config(model)['fixed_input_size'])
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:

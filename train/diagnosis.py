@@ -2,12 +2,13 @@
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from timm.data.loader import PrefetchLoader
-from timm.utils import random_seed
+from timm.utils import random_seed, unwrap_model
 from torch import nn
 
 from aft_vision.data import STEP, derive_seed
@@ -32,7 +33,8 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
 
     Returns:
         The JSON file: `images` (indices into the data set), the first `layer` with an output that is not finite (''
-        for the images themselves), `weights` that are not finite, and the ranges of `keys` and position `biases`.
+        for the images themselves, `teacher...` for one of the teacher), `weights` that are not finite, and the ranges
+        of `keys` and position `biases`.
     """
     world = state.world
     found: dict[str, Any] = {
@@ -41,7 +43,10 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
         'rank': world.rank,
         'loss': str(loss),
     }
-    found['weights'] = [name for name, x in state.model.named_parameters() if not x.isfinite().all()]
+    trained = dict(state.model.named_parameters())
+    for part, values in state.task.get_task_state().items():
+        trained |= {f'{part}.{name}': x for name, x in values.items()}
+    found['weights'] = [name for name, x in trained.items() if not x.isfinite().all()]
     found['biases'] = {name: _range(_bias(module)) for name, module in state.model.named_modules() if _has_bias(module)}
     if isinstance(loader, PrefetchLoader) and hasattr(loader.sampler, 'draws'):
         draws = loader.sampler.draws(state.updates_of_epoch)
@@ -70,7 +75,9 @@ def _watch(state: TrainState, images: torch.Tensor, targets: torch.Tensor) -> di
         keys[name] = [min(before[0], low), max(before[1], high)]
 
     hooks = []
-    for name, module in state.model.named_modules():
+    teachers = _teachers(state)
+    taught = [named for teacher, _ in teachers for named in teacher.named_modules(prefix='teacher')]
+    for name, module in [*state.model.named_modules(), *taught]:
         hooks.append(module.register_forward_hook(lambda m, args, y, name=name: note(name, y)))
         if isinstance(module, AFTMixer):
             keys_of = functools.partial(note_keys, name, module)
@@ -83,10 +90,21 @@ def _watch(state: TrainState, images: torch.Tensor, targets: torch.Tensor) -> di
             note('', x)
             with torch.autocast(state.world.device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):
                 state.model(x)
+                for teacher, normalize in teachers:
+                    teacher(normalize(x))
     finally:
         for hook in hooks:
             hook.remove()
     return {'layer': layers[0] if layers else None, 'keys': keys}
+
+
+def _teachers(state: TrainState) -> list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]]:
+    """The teacher as it was built, and what makes images of the model its own; nothing where there is none."""
+    task: Any = state.task
+    if not hasattr(task, 'teacher'):
+        return []
+    normalize = task.teacher.normalize_input
+    return [(unwrap_model(task.teacher.model), lambda x: normalize(x, task.student_mean, task.student_std))]
 
 
 def _has_bias(module: nn.Module) -> bool:

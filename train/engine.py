@@ -63,7 +63,7 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
     # A gradient may overflow where the loss does not. With float16 the scaler sees to that, and leaves the update out.
     if config.optim.clip_grad is not None or not state.scaler.is_enabled():
         state.scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(state.model.parameters(), config.optim.clip_grad or math.inf)
+        norm = nn.utils.clip_grad_norm_(state.task.get_clip_parameters(), config.optim.clip_grad or math.inf)
         if not state.scaler.is_enabled() and not norm.isfinite():
             raise NonFiniteLossError(norm.item())
     state.scaler.step(optimizer)

@@ -31,6 +31,7 @@ from aft_vision.evaluate import check_image_size, initialize_model, load_model
 from aft_vision.visualize import new_figure, plot_history
 from train.checkpoint import BEST, Saver, export_model, holds_run, remove_run, resume
 from train.config import WEIGHT_KEYS, load_config, save_config
+from train.distill import load_teacher
 from train.distributed import World, join_world
 from train.engine import fit
 from train.schema import Config
@@ -98,6 +99,10 @@ def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainSt
     """Make the model and all that trains it, and what rebuilds the model from a checkpoint."""
     class_names = loaders.class_names
     name, kwargs = model_arguments(config, num_classes=len(class_names))
+    # Before the seed, so that the first weights do not depend on the teacher.
+    teacher = None
+    if config.distill.teacher is not None:
+        teacher = load_teacher(config.distill, class_names, config.data.img_size)
     random_seed(config.run.seed)
     model = build_model(name, kwargs)
     for size in image_sizes(config):
@@ -105,7 +110,7 @@ def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainSt
     if config.run.init_from is not None:
         initialize_model(model, config.run.init_from, config.run.reset_head)
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
-    state = create_state(model, config, updates_per_epoch, len(class_names), world)
+    state = create_state(model, config, updates_per_epoch, len(class_names), world, teacher)
     rebuild = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
     preprocessing = {
         'input_size': (3, *(config.data.eval_img_size or config.data.img_size)),
@@ -176,6 +181,9 @@ def begin(run_dir: Path, state: TrainState) -> None:
     world = state.world
     processes = f'{world.size} processes, the first ' if world.size > 1 else ''
     print(f'{state.config.model["name"]}: {parameters / 1e6:.2f} M parameters; {processes}on {world.device}')
+    distill = state.config.distill
+    if distill.teacher is not None:
+        print(f'distilled from {distill.teacher} ({distill.kind})')
 
 
 def finish(run_dir: Path, state: TrainState, description: dict[str, Any]) -> None:

@@ -99,6 +99,45 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class DistillConfig:
+    """Another model to learn from, beside the labels; the weights and the temperature are those of `timm.task`.
+
+    Attributes:
+        teacher: A model of timm, with the weights that timm has for it, or a checkpoint or exported folder of the
+            trainer; None learns from the labels alone.
+        teacher_args: Keyword arguments of a teacher of timm, as `{pretrained_cfg_overlay: {file: FILE}}` for weights of
+            one's own.
+        kind: What the student learns: the teacher's choice (`hard`), its probabilities (`soft`) or its pooled features
+            (`feature`); `token_hard` and `token_soft` teach a student's distillation head, the labels its other one.
+        task_loss_weight: Factor of the loss of the labels; None for 1.
+        distill_loss_weight: Factor of the loss of the teacher; None for `1 - task_loss_weight`, or 1 without that.
+        temperature: Divides the logits of student and teacher in the soft kinds.
+    """
+
+    teacher: str | None = None
+    teacher_args: dict[str, Any] = field(default_factory=dict)
+    kind: Literal['hard', 'soft', 'feature', 'token_hard', 'token_soft'] = 'hard'
+    task_loss_weight: float | None = None
+    distill_loss_weight: float | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        of_something = self.teacher is not None or not self.teacher_args
+        require('distill.teacher_args', self.teacher_args, of_something, 'empty without distill.teacher')
+        known = not {'num_classes', 'in_chans', 'device', 'dtype'} & self.teacher_args.keys()
+        require('distill.teacher_args', self.teacher_args, known, 'without num_classes, in_chans, device and dtype')
+        for name in ('task_loss_weight', 'distill_loss_weight'):
+            weight = getattr(self, name)
+            usable = weight is None or 0 <= weight < math.inf
+            require(f'distill.{name}', weight, usable, "at least 0, or null for timm's default")
+        share = self.distill_loss_weight is not None or self.task_loss_weight is None or self.task_loss_weight <= 1
+        require('distill.task_loss_weight', self.task_loss_weight, share, 'at most 1 without distill_loss_weight')
+        require('distill.temperature', self.temperature, 0 < self.temperature < math.inf, 'above 0')
+        soft = self.temperature == 1 or self.kind.endswith('soft')
+        require('distill.temperature', self.temperature, soft, f'1 for the kind {self.kind}, which has none')
+
+
+@dataclass(frozen=True)
 class EmaConfig:
     """The moving average of the weights, evaluated beside them.
 
@@ -207,6 +246,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     augment: Augmentation = field(default_factory=Augmentation)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from timm.task import ClassificationTask
+from timm.task import TrainingTask
 from timm.utils import unwrap_model
 from torch import nn
 
 from aft_vision.data import BatchAugmentation
 from aft_vision.evaluate import load_matching_state_dict
+from train.distill import create_task
 from train.distributed import World
 from train.schema import LR_BATCH_SIZE, Config, OptimConfig
 
@@ -24,7 +25,8 @@ class TrainState:
     """Everything that changes while training, and what it needs to change.
 
     Attributes:
-        task: timm's: the model, compiled, distributed or not, its loss, and the moving average of its weights.
+        task: timm's: the model, compiled, distributed or not, its loss, its teacher if it has one, and the moving
+            average of its weights.
         updates_per_epoch: Optimizer steps of a whole epoch.
         epoch: Finished epochs.
         updates: Optimizer steps so far.
@@ -40,7 +42,7 @@ class TrainState:
 
     config: Config
     world: World
-    task: ClassificationTask
+    task: TrainingTask
     augment: BatchAugmentation
     optimizer: torch.optim.Optimizer
     scheduler: Any
@@ -59,12 +61,12 @@ class TrainState:
     @property
     def model(self) -> nn.Module:
         """The model as it was built."""
-        return unwrap_model(self.task.get_trainable_module())
+        return unwrap_model(self.task.get_eval_model())
 
     @property
     def averaged_model(self) -> nn.Module | None:
         """The model with the moving average of the weights, if there is one."""
-        return unwrap_model(self.task.get_trainable_module(ema=True)) if self.task.has_ema() else None
+        return unwrap_model(self.task.get_eval_model(ema=True)) if self.task.has_ema() else None
 
     @property
     def amp_dtype(self) -> torch.dtype | None:
@@ -82,6 +84,8 @@ class TrainState:
         return {
             'state_dict': self.model.state_dict(),
             'ema_state_dict': None if averaged is None else averaged.state_dict(),
+            'task_state': self.task.get_task_state(),
+            'ema_task_state': self.task.get_task_state(ema=True),
             'optimizer': self.optimizer.state_dict(),
             'scaler': self.scaler.state_dict(),
             'config': dataclasses.asdict(self.config),
@@ -96,8 +100,8 @@ class TrainState:
             source: What an error calls the checkpoint.
 
         Raises:
-            ValueError: the weights are those of another model, or the epochs of the other run have another number of
-                updates.
+            ValueError: the weights are those of another model or of another kind of distillation, or the epochs of the
+                other run have another number of updates.
         """
         same = {'updates_per_epoch': self.updates_per_epoch, 'batch_size': self.config.data.batch_size}
         found = {**content, 'batch_size': content['config']['data']['batch_size']}
@@ -112,6 +116,7 @@ class TrainState:
         if averaged is not None:
             # A run that had no average yet starts it from its weights.
             averaged.load_state_dict(content['ema_state_dict'] or content['state_dict'])
+        self._load_task_state(content, source)
         # The moments are the other run's, and the rates, decays and other settings those of this experiment.
         settings = [{key: x for key, x in group.items() if key != 'params'} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(content['optimizer'])
@@ -123,6 +128,19 @@ class TrainState:
         for name in PROGRESS:
             setattr(self, name, content[name])
         self.set_rate()
+
+    def _load_task_state(self, content: dict[str, Any], source: str) -> None:
+        """Restore what is trained beside the model: the projection of its features onto a teacher's."""
+        saved = content.get('task_state') or {}
+        expected, found = _shapes(self.task.get_task_state()), _shapes(saved)
+        if found != expected:
+            raise ValueError(
+                f'expected a checkpoint of a run that trains {expected or "nothing"} beside the model, as distill.kind '
+                f'and distill.teacher of this one say, got {source} with {found or "nothing"}'
+            )
+        self.task.load_task_state(saved)
+        if self.task.has_ema():
+            self.task.load_task_state(content.get('ema_task_state') or saved, ema=True)
 
     def restart_epoch(self) -> None:
         """Go to the start of the epoch that is not finished."""
@@ -154,15 +172,22 @@ PROGRESS = (
 
 
 def create_state(
-    model: nn.Module, config: Config, updates_per_epoch: int, num_classes: int, world: World
+    model: nn.Module,
+    config: Config,
+    updates_per_epoch: int,
+    num_classes: int,
+    world: World,
+    teacher: nn.Module | None = None,
 ) -> TrainState:
     """Put the model on the device and make its optimizer, schedule, loss and moving average.
 
+    Args:
+        teacher: The model that `distill.teacher` names.
+
     Raises:
-        ValueError: the optimizer does not take an argument of `optim.args`.
+        ValueError: `optim.args` do not fit the optimizer, or `distill.kind` does not fit the model.
     """
     device = world.device
-    model = model.to(device)
     augment = BatchAugmentation(config.augment, num_classes, config.optim.label_smoothing, device)
     # Mixed targets are smoothed as they are mixed.
     loss = {
@@ -171,8 +196,8 @@ def create_state(
         'smoothing': config.optim.label_smoothing,
         'soft_targets': config.augment.mixes,
     }
-    task = ClassificationTask(model, criterion_kwargs=loss, device=device, verbose=False)
-    optimizer = _create_optimizer(model, config.optim, config.data.batch_size)
+    task = create_task(model, config.distill, loss, device, teacher)
+    optimizer = _create_optimizer(task, config.optim, config.data.batch_size)
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched='cosine',
@@ -193,10 +218,15 @@ def create_state(
     return TrainState(config, world, task, augment, optimizer, scheduler, scaler, updates_per_epoch)
 
 
-def _create_optimizer(model: nn.Module, optim: OptimConfig, batch_size: int) -> torch.optim.Optimizer:
+def _shapes(task_state: dict[str, dict[str, torch.Tensor]]) -> dict[str, tuple[int, ...]]:
+    return {f'{part}.{name}': tuple(x.shape) for part, values in task_state.items() for name, x in values.items()}
+
+
+def _create_optimizer(task: TrainingTask, optim: OptimConfig, batch_size: int) -> torch.optim.Optimizer:
+    trained: Any = task.get_trainable_module()
     try:
         return create_optimizer_v2(
-            model,
+            trained,
             opt=optim.name,
             lr=optim.lr * batch_size / LR_BATCH_SIZE,
             weight_decay=optim.weight_decay,

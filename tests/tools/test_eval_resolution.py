@@ -67,7 +67,7 @@ def test_other_classes_than_those_of_the_checkpoint_are_named(tmp_path):
     torch.save({**content, 'class_names': names}, checkpoint)
     assert len(run(checkpoint, '32')) == 1
     torch.save({**content, 'class_names': ['coat', *names[1:]]}, checkpoint)
-    with pytest.raises(ValueError, match=r'the classes of the checkpoint in .*, got dress for coat'):
+    with pytest.raises(ValueError, match=r'the classes of the model in .*, got dress for coat'):
         run(checkpoint, '32')
     torch.save({**content, 'class_names': [str(i) for i in range(10)]}, checkpoint)
     assert len(run(checkpoint, '32')) == 1
@@ -118,7 +118,7 @@ def test_an_exported_folder_is_accepted(tmp_path):
 
 def test_classes_of_checkpoint_and_data_must_agree(tmp_path):
     checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_heads=4, kernel_size=3, num_classes=7)
-    with pytest.raises(ValueError, match=r'expected 7 classes in .* as many as the checkpoint has, got 10'):
+    with pytest.raises(ValueError, match=r'expected 7 classes in .* as many as the model has, got 10'):
         run(checkpoint, '32')
 
 

@@ -1,7 +1,5 @@
 """A run that is interrupted and resumed ends with the same bits as one that is not."""
 
-import csv
-import hashlib
 import os
 import random
 import shutil
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_folder
+from helpers import digest, interrupt_at, losses, make_folder
 
 from train.imagenet import main
 
@@ -25,46 +23,12 @@ SMALL = [*DATA, 'model.drop_path_rate=0.2', 'model.depth=1', 'ema.decay=0.9', 'e
 SMALL += ['schedule.step=update', 'schedule.warmup_epochs=0']
 
 
-def digest(checkpoint: Path) -> str:
-    """A hash of the weights, their average and the optimizer."""
-    content = torch.load(checkpoint, weights_only=True)
-    values = {f'{kind}.{name}': x for kind in ('state_dict', 'ema_state_dict') for name, x in content[kind].items()}
-    moments = content['optimizer']['state']
-    values |= {f'{i}.{name}': x for i, state in moments.items() for name, x in state.items()}
-    hashed = hashlib.sha256()
-    for name in sorted(values):
-        hashed.update(name.encode() + values[name].numpy().tobytes())
-    return hashed.hexdigest()
-
-
-def losses(run_dir: Path) -> list[dict[str, str]]:
-    """The rows of the log, without what depends on the clock and the machine."""
-    with (run_dir / 'summary.csv').open() as file:
-        kept = ('epoch', 'train_loss', 'train_lr', 'eval_loss', 'eval_top1', 'eval_ema_top1')
-        return [{name: row[name] for name in kept} for row in csv.DictReader(file)]
-
-
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two epochs of three updates, without an interruption."""
     run_dir = tmp_path_factory.mktemp('whole')
     main([*RECIPE, *SMALL, f'run.dir={run_dir}'])
     return run_dir
-
-
-def interrupt_at(monkeypatch: pytest.MonkeyPatch, update: int) -> None:
-    """Send SIGTERM to this process in that update of this run."""
-    from train import engine
-
-    original = engine.train_step
-
-    def step(state, parts):
-        loss = original(state, parts)
-        if state.updates == update:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return loss
-
-    monkeypatch.setattr(engine, 'train_step', step)
 
 
 @pytest.mark.parametrize('update', [1, 2, 3, 4, 6])

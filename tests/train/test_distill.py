@@ -1,0 +1,422 @@
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from helpers import NO_AUGMENTATION, digest, interrupt_at, losses
+from torch import nn
+
+from aft_vision.data import Augmentation
+from aft_vision.evaluate import load_model
+from train.config import load_config
+from train.diagnosis import write_diagnosis
+from train.distill import load_teacher
+from train.distributed import World
+from train.engine import train_step
+from train.imagenet import build_loaders, build_state, main
+from train.schema import Config, DataConfig, DistillConfig, EmaConfig, OptimConfig, RunConfig, ScheduleConfig
+from train.state import TrainState, create_state
+
+ROOT = Path(__file__).parents[2]
+KINDS = ['hard', 'soft', 'feature', 'token_hard', 'token_soft']
+HERE = World(torch.device('cpu'))
+AFT = dict(patch_size=2, num_heads=4, kernel_size=3, num_classes=3)
+MIXED = Augmentation(repeats=1, random_erasing=0.0)
+CLOTHING = ROOT / 'tests' / 'assets' / 'clothing'
+# Everything random at once: each image three times an epoch, erasing, mixup and cutmix, drop path, moving average; two
+# epochs of three updates.
+RECIPE = f"""
+base: {ROOT / 'configs' / 'imagenet' / 'deit_300e.yaml'}
+data: {{img_size: [32, 32], batch_size: 20, num_workers: 0}}
+optim: {{lr: 5.0e-2, accumulate: 2, clip_grad: 1.0}}
+ema: {{decay: 0.9, warmup: true}}
+schedule: {{epochs: 2, warmup_epochs: 0, step: update}}
+run: {{amp: none, compile: false, tensorboard: false}}
+"""
+MODEL = ['model.name=aft_conv_tiny', 'model.depth=1', 'model.num_heads=8', 'model.kernel_size=3', 'model.patch_size=8']
+DEIT = ['model.name=deit_tiny_distilled_patch16_224', 'model.depth=1', 'model.num_heads=4', 'model.patch_size=8']
+PLAIN = ['augment.mixup=0', 'augment.cutmix=0', 'augment.random_erasing=0', 'augment.auto_augment=null']
+PLAIN += ['augment.repeats=1', 'model.drop_path_rate=0', 'schedule.epochs=12', 'optim.lr=0.2']
+
+
+def randomize(model: nn.Module, seed: int) -> nn.Module:
+    """Weights as after a training, in which no head is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def make_student(kind: str = 'hard', seed: int = 1) -> nn.Module:
+    if kind.startswith('token'):
+        sizes = dict(patch_size=2, img_size=4, depth=1, embed_dim=16, num_heads=1, num_classes=3)
+        return randomize(timm.create_model('deit_tiny_distilled_patch16_224', **sizes), seed)
+    return randomize(timm.create_model('aft_conv_tiny', depth=1, embed_dim=16, **AFT), seed)
+
+
+def make_teacher(embed_dim: int = 24) -> nn.Module:
+    """A wider AFT-conv that was trained on images normalised in another way."""
+    teacher = randomize(timm.create_model('aft_conv_tiny', depth=1, embed_dim=embed_dim, **AFT), 2)
+    teacher.pretrained_cfg.update(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+    return teacher
+
+
+def make_state(
+    kind: str, student: nn.Module | None = None, teacher: nn.Module | None = None, **sections: Any
+) -> TrainState:
+    distill: dict[str, Any] = {'teacher': 'given', 'kind': kind, **sections.pop('distill', {})}
+    defaults = dict(
+        data=DataConfig(batch_size=8),
+        augment=NO_AUGMENTATION,
+        optim=OptimConfig(lr=0.064, label_smoothing=0.0),
+        schedule=ScheduleConfig(epochs=4, warmup_epochs=0, warmup_lr=0.0, step='update'),
+        run=RunConfig(tensorboard=False),
+    )
+    config = Config(**{**defaults, **sections}, distill=DistillConfig(**distill))
+    model = make_student(kind) if student is None else student
+    taught_by = make_teacher() if teacher is None else teacher
+    return create_state(model, config, updates_per_epoch=6, num_classes=3, world=HERE, teacher=taught_by)
+
+
+def make_images(size: int = 8) -> torch.Tensor:
+    return torch.randn(size, 3, 4, 4, generator=torch.Generator().manual_seed(3))
+
+
+def make_batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    targets = torch.arange(8) % 3
+    return [(make_images(), targets) for _ in range(count)]
+
+
+def step(state: TrainState, count: int = 1) -> list[float | None]:
+    return [train_step(state, [batch]) for batch in make_batches(count)]
+
+
+def teacher_loss(kind: str, state: TrainState, teacher: nn.Module, images: torch.Tensor, temperature: float):
+    """The teacher's part of the loss, written out in float64."""
+    student, teacher, images = copy.deepcopy(state.model).double(), teacher.double().eval(), images.double()
+    mean, std = (torch.tensor(student.pretrained_cfg[name])[:, None, None].double() for name in ('mean', 'std'))
+    seen = (images * std + mean - 0.5) / 0.5
+    if kind == 'feature':
+        project = copy.deepcopy(state.task.trainable_module.projection).double()
+        features = [x.forward_features(y).mean(1) for x, y in ((student, images), (teacher, seen))]
+        normed = [x.fc_norm(y) for x, y in zip((student, teacher), features, strict=True)]
+        return ((normed[0] @ project.weight.T + project.bias - normed[1]) ** 2).mean()
+    logits = student(images)[1] if kind.startswith('token') else student(images)
+    if kind.endswith('hard'):
+        choice = teacher(seen).argmax(-1)
+        return -logits.log_softmax(-1)[torch.arange(len(choice)), choice].mean()
+    p, q = ((x / temperature).softmax(-1) for x in (teacher(seen), logits))
+    return temperature**2 * (p * (p / q).log()).sum(-1).mean()
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_loss_is_the_formula_on_mixed_images(kind):
+    temperature = 3.0 if kind.endswith('soft') else 1.0
+    teacher, images = make_teacher(), make_images()
+    state = make_state(
+        kind,
+        teacher=copy.deepcopy(teacher),
+        augment=MIXED,
+        distill=dict(task_loss_weight=0.3, temperature=temperature),
+    )
+    mixed = torch.rand(8, 3, generator=torch.Generator().manual_seed(4)).softmax(-1)
+    state.model.train()
+    result = state.task(images, mixed)
+    expected = teacher_loss(kind, state, teacher, images, temperature)
+    logits = copy.deepcopy(state.model).double()(images.double())
+    logits = logits[0] if kind.startswith('token') else logits
+    labels = -(mixed.double() * logits.log_softmax(-1)).sum(-1).mean()
+    assert expected > 0.01
+    torch.testing.assert_close(result['loss'].double(), 0.3 * labels + 0.7 * expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_each_loss_has_its_weight(kind):
+    def loss_of(**weights: float) -> float:
+        # The projection of the features is drawn anew for each state.
+        torch.manual_seed(0)
+        state = make_state(kind, distill=weights)
+        return state.task(make_images(), torch.arange(8) % 3)['loss'].item()
+
+    labels, teacher = (loss_of(task_loss_weight=t, distill_loss_weight=d) for t, d in ((1, 0), (0, 1)))
+    assert loss_of() == pytest.approx(labels + teacher)
+    assert loss_of(distill_loss_weight=2.0) == pytest.approx(labels + 2 * teacher)
+    assert loss_of(task_loss_weight=0.25) == pytest.approx(0.25 * labels + 0.75 * teacher)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_teacher_stays_what_it_was_and_the_student_trains(kind):
+    # Batch normalisation and dropout would behave otherwise in training.
+    teacher = timm.create_model('test_efficientnet', num_classes=3, drop_rate=0.5)
+    before, state = copy.deepcopy(teacher.state_dict()), make_state(kind, teacher=teacher)
+    weights = copy.deepcopy(state.model.state_dict())
+    state.task.train()
+    step(state, 3)
+    torch.testing.assert_close(teacher.state_dict(), before, rtol=0, atol=0)
+    assert not any(module.training for module in teacher.modules())
+    assert all(module.training for module in state.model.modules())
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    assert all(not torch.equal(x, weights[name]) for name, x in state.model.state_dict().items())
+
+
+def test_the_projection_of_the_features_is_optimized_clipped_and_averaged(monkeypatch):
+    clipped = []
+
+    def record(parameters, norm):
+        clipped.extend(parameters)
+        return torch.ones(())
+
+    monkeypatch.setattr(nn.utils, 'clip_grad_norm_', record)
+    state = make_state('feature', ema=EmaConfig(decay=0.5))
+    trained = state.task.get_trainable_module()
+    before = copy.deepcopy(trained.projection)
+    step(state)
+    everything = {id(parameter) for parameter in trained.parameters()}
+    assert {id(parameter) for parameter in clipped} == everything
+    assert {id(p) for group in state.optimizer.param_groups for p in group['params']} == everything
+    assert trained.projection.weight.shape == (24, 16)
+    average = state.task.get_trainable_module(ema=True).module.projection
+    torch.testing.assert_close(average.weight, (before.weight + trained.projection.weight) / 2)
+    assert state.model is trained.student
+    names = make_student().state_dict().keys()
+    assert state.averaged_model.state_dict().keys() == state.model.state_dict().keys() == names
+
+
+def test_features_of_the_same_width_need_no_projection():
+    state = make_state('feature', teacher=make_teacher(embed_dim=16))
+    assert state.task.get_task_state() == {}
+
+
+@pytest.mark.parametrize('layer_decay', [None, 0.5])
+def test_the_student_has_the_decays_that_it_has_without_a_teacher(layer_decay):
+    settings = []
+    for teacher in (None, 'given'):
+        config = Config(
+            distill=DistillConfig(teacher, kind='feature'), optim=OptimConfig(lr=0.64, layer_decay=layer_decay)
+        )
+        student = make_student()
+        state = create_state(student, config, 6, 3, HERE, teacher and make_teacher())
+        names = {id(parameter): name for name, parameter in student.named_parameters()}
+        groups = [(p, group) for group in state.optimizer.param_groups for p in group['params'] if id(p) in names]
+        settings.append({names[id(p)]: (g['weight_decay'], g.get('lr_scale')) for p, g in groups})
+    assert settings[0] == settings[1]
+    assert len(set(settings[0].values())) > 1
+
+
+def test_the_teacher_computes_in_the_precision_of_the_run():
+    seen, teacher = [], make_teacher()
+    teacher.head.register_forward_hook(lambda module, args, output: seen.append((output.dtype, output.requires_grad)))
+    step(make_state('soft', teacher=teacher, run=RunConfig(amp='bfloat16')))
+    assert seen == [(torch.bfloat16, False)]
+    assert teacher.head.weight.dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['hard', 'feature'])
+def test_a_compiled_task_trains_as_an_eager_one(kind):
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        state = make_state(kind, run=RunConfig(compile=compiled), ema=EmaConfig(decay=0.5))
+        state.model.train()
+        found.append(step(state, 3))
+        names = make_student(kind).state_dict().keys()
+        assert state.model.state_dict().keys() == state.averaged_model.state_dict().keys() == names
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_teacher_and_its_name_come_together():
+    for name, teacher in (('given', None), (None, make_teacher())):
+        config = Config(distill=DistillConfig(name))
+        with pytest.raises(ValueError, match=r'expected a teacher where distill\.teacher names one, got'):
+            create_state(make_student(), config, 6, 3, HERE, teacher)
+
+
+@pytest.mark.parametrize('kind', ['token_hard', 'token_soft'])
+def test_a_student_without_a_distillation_head_is_rejected(kind):
+    with pytest.raises(ValueError, match="Model AFTVisionTransformer does not have 'set_distilled_training'"):
+        make_state(kind, student=make_student('hard'))
+
+
+@pytest.fixture(scope='module')
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The recipe on eight photographs of each class, six of them for training."""
+    folder = tmp_path_factory.mktemp('recipe')
+    for split, count in (('train', 6), ('validation', 2)):
+        for images in sorted((CLOTHING / split).iterdir()):
+            (folder / split / images.name).mkdir(parents=True)
+            for image in sorted(images.iterdir())[:count]:
+                (folder / split / images.name / image.name).symlink_to(image)
+    (folder / 'recipe.yaml').write_text(RECIPE)
+    return ['--quiet', '--config', str(folder / 'recipe.yaml'), f'data.dir={folder}']
+
+
+@pytest.fixture(scope='module')
+def teacher_dir(recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose model is narrower than the students."""
+    run_dir = tmp_path_factory.mktemp('teacher')
+    main([*recipe, *MODEL, *PLAIN, 'model.embed_dim=16', f'run.dir={run_dir}'])
+    return run_dir
+
+
+def distilled(recipe: list[str], kind: str, teacher: Path, run_dir: Path) -> list[str]:
+    model = DEIT if kind.startswith('token') else MODEL
+    names = [f'distill.kind={kind}', f'distill.teacher={teacher}', f'run.dir={run_dir}']
+    return [*recipe, *model, 'model.embed_dim=32', *names]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(kind, recipe, teacher_dir, tmp_path, monkeypatch):
+    folders = tmp_path / 'whole', tmp_path / 'stopped'
+    whole, stopped = (
+        [*distilled(recipe, kind, teacher_dir / 'best.pth', folder), 'run.resume=auto'] for folder in folders
+    )
+    main(whole)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 2)
+        with pytest.raises(SystemExit):
+            main(stopped)
+    assert torch.load(folders[1] / 'last.pth', weights_only=True)['updates'] == 2
+    state = main(stopped)
+    assert state.updates == 6
+    assert digest(folders[0] / 'last.pth') == digest(folders[1] / 'last.pth')
+    assert losses(folders[0]) == losses(folders[1])
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_student_learns_photographs_from_its_teacher_and_is_exported_alone(
+    kind, recipe, teacher_dir, tmp_path, capsys
+):
+    state = main([*distilled(recipe, kind, teacher_dir / 'export', tmp_path), *PLAIN, 'distill.task_loss_weight=0'])
+    trained = [row['train_loss'] for row in state.history]
+    assert trained[-1] < 0.4 * trained[0]
+    assert f'distilled from {teacher_dir / "export"} ({kind})' in capsys.readouterr().out
+    last, best = (torch.load(tmp_path / name, weights_only=True) for name in ('last.pth', 'best.pth'))
+    assert list(last['task_state']) == (['projection'] if kind == 'feature' else [])
+    assert 'task_state' not in best
+    student, images = load_model(tmp_path / 'best.pth'), torch.randn(2, 3, 32, 32)
+    assert best['state_dict'].keys() == last['state_dict'].keys() == student.state_dict().keys()
+    exported = timm.create_model(f'local-dir:{tmp_path / "export"}', pretrained=True).eval()
+    torch.testing.assert_close(exported(images), student(images))
+    # The teacher is nowhere in what is saved.
+    moments = len(last['optimizer']['state'])
+    assert moments == len(list(student.parameters())) + 2 * (kind == 'feature')
+
+
+def test_a_run_goes_on_with_another_teacher_but_not_with_another_projection(recipe, teacher_dir, tmp_path, capsys):
+    first, teacher = tmp_path / 'first', teacher_dir / 'best.pth'
+    main(distilled(recipe, 'hard', teacher, first))
+    again = [*distilled(recipe, 'soft', teacher_dir / 'export', tmp_path / 'again'), f'run.resume={first / "last.pth"}']
+    main([*again, 'schedule.epochs=3'])
+    assert "now with distill.kind = 'soft', was 'hard'" in capsys.readouterr().out
+    other = [*distilled(recipe, 'feature', teacher, tmp_path / 'other'), f'run.resume={first / "last.pth"}']
+    with pytest.raises(ValueError, match=r"trains {'projection\.weight': \(16, 32\), .*last\.pth with nothing"):
+        main(other)
+
+
+def test_the_diagnosis_names_the_layer_of_the_teacher(recipe, teacher_dir, tmp_path):
+    _, _, path, *overrides = distilled(recipe, 'feature', teacher_dir / 'best.pth', tmp_path)
+    config = load_config(path, overrides)
+    loaders = build_loaders(config, HERE)
+    state, _ = build_state(config, loaders, HERE)
+    found = json.loads(write_diagnosis(state, loaders.train, 1.0, tmp_path).read_text())
+    assert (found['layer'], found['weights']) == (None, [])
+    assert set(found['keys']) == {'blocks.0.attn', 'teacher.blocks.0.attn'}
+    with torch.no_grad():
+        state.task.teacher.model.blocks[0].mlp.fc1.weight[3, 5] = float('inf')
+        state.task.trainable_module.projection.weight[0, 0] = float('nan')
+    found = json.loads(write_diagnosis(state, loaders.train, 1.0, tmp_path).read_text())
+    assert (found['layer'], found['weights']) == ('teacher.blocks.0.mlp.fc1', ['projection.weight'])
+
+
+def load(teacher: Path | str, kind: str = 'hard', names: list[str] | None = None, **arguments: Any) -> nn.Module:
+    photographs = sorted(path.name for path in (CLOTHING / 'train').iterdir())
+    distill = DistillConfig(str(teacher), arguments.pop('teacher_args', {}), kind=kind)
+    return load_teacher(distill, photographs if names is None else names, arguments.pop('img_size', (32, 32)))
+
+
+def test_a_teacher_of_timm_has_the_weights_and_the_classes_that_are_there_for_it(teacher_dir):
+    expected = load_model(teacher_dir / 'best.pth')
+    sizes = dict(depth=1, embed_dim=16, num_heads=8, kernel_size=3, patch_size=8)
+    weights = {'file': str(teacher_dir / 'export' / 'model.safetensors'), 'num_classes': 10}
+    teacher = load('aft_conv_tiny', teacher_args={**sizes, 'pretrained_cfg_overlay': weights})
+    torch.testing.assert_close(teacher.state_dict(), expected.state_dict())
+    assert not teacher.training
+
+
+def test_a_teacher_of_fixed_input_size_is_resized(tmp_path):
+    sizes = dict(patch_size=8, img_size=64, depth=1, embed_dim=16, num_heads=1, num_classes=10)
+    model = timm.create_model('vit_tiny_patch16_224', **sizes)
+    content = {'model_name': 'vit_tiny_patch16_224', 'model_kwargs': sizes, 'state_dict': model.state_dict()}
+    torch.save(content, tmp_path / 'best.pth')
+    assert load(tmp_path / 'best.pth', img_size=(32, 48)).patch_embed.grid_size == (4, 6)
+
+
+def test_a_teacher_of_features_may_have_other_classes(teacher_dir):
+    assert load(teacher_dir / 'best.pth', kind='feature', names=['a', 'b']).num_classes == 10
+    with pytest.raises(ValueError, match=r'best\.pth: expected 10 classes in the data set, as many as .*, got 2'):
+        load(teacher_dir / 'best.pth', names=['a', 'b'])
+
+
+def test_a_teacher_of_other_classes_is_rejected(teacher_dir):
+    with pytest.raises(ValueError, match=r'the classes of the model in the data set, got b0 for dress'):
+        load(teacher_dir / 'best.pth', names=[f'b{i}' for i in range(10)])
+
+
+def test_a_teacher_that_does_not_take_the_images_is_rejected(teacher_dir):
+    with pytest.raises(ValueError, match=r'data\.img_size \(36, 36\), got .*best\.pth: .*multiples of the patch size'):
+        load(teacher_dir / 'best.pth', img_size=(36, 36))
+
+
+def test_a_teacher_without_weights_is_rejected(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r'model with weights, got aft_conv_tiny with {}: No pretrained weights exist'):
+        load('aft_conv_tiny')
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+    with pytest.raises(ValueError, match=r'expected distill\.teacher to be a model with weights, got resnet10t with'):
+        load('resnet10t', teacher_args={'cache_dir': str(tmp_path)})
+    with pytest.raises(ValueError, match=r'got vit_tiny_patch16_224 with .*kernel_sise'):
+        load('vit_tiny_patch16_224', teacher_args={'kernel_sise': 3})
+    with pytest.raises(ValueError, match=r'got resnet10t\.none with {}: Invalid pretrained tag'):
+        load('resnet10t.none')
+
+
+def test_a_teacher_that_does_not_exist_is_rejected_with_the_nearest_name_before_a_folder_is_made(recipe, tmp_path):
+    with pytest.raises(ValueError, match=r"got 'regnety_16', which does not exist; the nearest model is regnety_160"):
+        load('regnety_16')
+    with pytest.raises(ValueError, match=r"got '.*/none\.pth', which does not exist"):
+        main(distilled(recipe, 'hard', tmp_path / 'none.pth', tmp_path / 'run'))
+    assert not (tmp_path / 'run').exists()
+    (tmp_path / 'half.pth').write_bytes(b'half')
+    with pytest.raises(ValueError, match=r'half\.pth, which is truncated'):
+        load(tmp_path / 'half.pth')
+
+
+def test_a_checkpoint_takes_no_arguments(teacher_dir):
+    with pytest.raises(ValueError, match=r"teacher_args to be empty for the checkpoint .*, got {'depth': 2}"):
+        load(teacher_dir / 'best.pth', teacher_args={'depth': 2})
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'message'),
+    [
+        (
+            ['distill.kind=hart'],
+            r"distill\.kind = 'hart': .*expected one of \['hard', 'soft', 'feature', 'token_hard', ",
+        ),
+        (['distill.techer=x'], r"distill\.techer = 'x' is not a key; the nearest is distill\.teacher$"),
+        (['distil.kind=soft'], r'distil = .* is not a key; the nearest is distill$'),
+        (['distill.teacher_args.depth=2'], r'distill\.teacher_args to be empty without distill\.teacher, got'),
+        (['distill.teacher=x', 'distill.teacher_args.num_classes=10'], r"without num_classes, .*'num_classes': 10"),
+        (['distill.temperature=3'], r'distill\.temperature to be 1 for the kind hard, which has none, got 3'),
+        (['distill.kind=soft', 'distill.temperature=0'], r'distill\.temperature to be above 0, got 0'),
+        (['distill.distill_loss_weight=-1'], r'distill\.distill_loss_weight to be at least 0, or null .*, got -1'),
+        (['distill.task_loss_weight=2'], r'distill\.task_loss_weight to be at most 1 without .*, got 2'),
+    ],
+)
+def test_a_wrong_value_is_rejected_with_its_key(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml', overrides)

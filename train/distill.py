@@ -1,0 +1,131 @@
+"""Distillation: the teacher of a run, and the task of timm that learns from it."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.task import (
+    ClassificationTask,
+    DistillationTeacher,
+    FeatureDistillationTask,
+    LogitDistillationTask,
+    TokenDistillationTask,
+    TrainingTask,
+)
+from torch import nn
+
+from aft_vision.evaluate import check_classes, check_image_size, has_fixed_input_size, load_model
+from train.schema import DistillConfig
+
+# A logit beside zeros whose softmax is 1 in every precision; float16 holds it.
+CERTAIN = 1e4
+
+
+class HardTeacher(DistillationTeacher):
+    """A teacher that is certain of its choice.
+
+    The Kullback-Leibler divergence from it is the cross-entropy with the class that it chooses, which makes timm's
+    distillation of logits DeiT's hard distillation of a student without a distillation token.
+    """
+
+    def forward(self, input: torch.Tensor, return_features: bool = False) -> torch.Tensor:
+        logits = super().forward(input, return_features)
+        return CERTAIN * nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1])
+
+
+def create_task(
+    model: nn.Module,
+    distill: DistillConfig,
+    loss: dict[str, Any],
+    device: torch.device,
+    teacher: nn.Module | None = None,
+) -> TrainingTask:
+    """Make timm's task that trains a model on labels and, where there is a teacher, on what that makes of the images.
+
+    Args:
+        loss: Arguments of `timm.loss.create_classification_loss`, for the labels.
+        device: Where both models are put.
+        teacher: The model that `distill.teacher` names; it is frozen and put in evaluation mode.
+
+    Raises:
+        ValueError: there is a teacher and none was named, or the other way round; or the kind needs a distillation
+            head, and the model has none.
+    """
+    if (teacher is None) != (distill.teacher is None):
+        raise ValueError(f'expected a teacher where distill.teacher names one, got {distill.teacher!r} and {teacher}')
+    model = model.to(device)
+    if teacher is None:
+        return ClassificationTask(model, criterion_kwargs=loss, device=device, verbose=False)
+    teacher = teacher.to(device).requires_grad_(False)
+    options: dict[str, Any] = dict(
+        student_model=model,
+        teacher_model=(HardTeacher if distill.kind == 'hard' else DistillationTeacher)(teacher, device=device),
+        criterion_kwargs=loss,
+        distill_loss_weight=distill.distill_loss_weight,
+        task_loss_weight=distill.task_loss_weight,
+        device=device,
+        verbose=False,
+    )
+    if distill.kind == 'feature':
+        return FeatureDistillationTask(**options)
+    if distill.kind.startswith('token'):
+        distill_type = distill.kind.removeprefix('token_')
+        return TokenDistillationTask(**options, distill_type=distill_type, temperature=distill.temperature)
+    return LogitDistillationTask(**options, temperature=distill.temperature)
+
+
+def load_teacher(distill: DistillConfig, class_names: Sequence[str], img_size: tuple[int, int]) -> nn.Module:
+    """Build the teacher with its weights, on the CPU, for the images of the student.
+
+    Args:
+        class_names: Of the data set, which must be the teacher's unless its features alone are learned.
+        img_size: (H, W) in pixels; a teacher of fixed input size is resized where it can be.
+
+    Raises:
+        ValueError: the teacher does not exist, has no weights or they cannot be fetched, has other classes than the
+            data set, or does not take images of that size.
+    """
+    assert distill.teacher is not None
+    teacher: Any = _build(distill.teacher, distill.teacher_args).eval()
+    if distill.kind != 'feature':
+        try:
+            check_classes(teacher, class_names, 'the data set')
+        except ValueError as error:
+            raise ValueError(f'distill.teacher {distill.teacher}: {error}') from error
+    try:
+        check_image_size(teacher, img_size)
+        if has_fixed_input_size(teacher) and hasattr(teacher, 'set_input_size'):
+            teacher.set_input_size(img_size=img_size)
+        with torch.no_grad():
+            teacher(torch.zeros(1, 3, *img_size))
+    # Models refuse an image by errors of any kind.
+    except Exception as error:
+        raise ValueError(
+            f'expected distill.teacher to take RGB images of data.img_size {img_size}, got {distill.teacher}: {error}'
+        ) from error
+    return teacher
+
+
+def _build(teacher: str, arguments: dict[str, Any]) -> nn.Module:
+    path = Path(teacher)
+    if path.is_file() or (path.exists() and not timm.is_model(teacher)):
+        if arguments:
+            raise ValueError(f'expected distill.teacher_args to be empty for the checkpoint {teacher}, got {arguments}')
+        return load_model(path)
+    if not timm.is_model(teacher):
+        nearest = difflib.get_close_matches(teacher, timm.list_models(), n=1, cutoff=0)[0]
+        raise ValueError(
+            f'expected distill.teacher to be a checkpoint, an exported folder or a model of timm, got {teacher!r}, '
+            f'which does not exist; the nearest model is {nearest}'
+        )
+    try:
+        # Without num_classes, for which timm would give the teacher a new classifier.
+        return timm.create_model(teacher, **{'pretrained': True, **arguments})
+    # There are no weights, no connection to fetch them, or arguments that the model does not take.
+    except Exception as error:
+        raise ValueError(
+            f'expected distill.teacher to be a model with weights, got {teacher} with {arguments}: {error}'
+        ) from error
