@@ -7,9 +7,9 @@ import timm
 import torch
 from helpers import generator
 
+from train.build import model_arguments
 from train.config import load_config
 from train.distributed import World
-from train.imagenet import model_arguments
 from train.schema import Config, DistillConfig
 from train.state import create_state
 

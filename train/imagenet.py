@@ -20,22 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.utils import random_seed
-from torch import nn
 
-from aft_vision.data import Loaders, create_loaders
-from aft_vision.evaluate import check_image_size, initialize_model, load_model
+from aft_vision.evaluate import evaluate, load_model
 from aft_vision.visualize import new_figure, plot_history
+from train.build import build_evaluation, build_loaders, build_state
 from train.checkpoint import BEST, Saver, export_model, holds_run, remove_run, resume
-from train.config import WEIGHT_KEYS, load_config, save_config
-from train.distill import load_teacher
+from train.config import load_config, save_config
 from train.distributed import World, join_world
 from train.engine import fit
 from train.schema import Config
-from train.state import TrainState, create_state
+from train.state import AMP_DTYPES, TrainState
 from train.throughput import measure_throughput
 
 
@@ -49,11 +44,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> TrainState:
-    """Train, and print where the results are.
+def main(argv: Sequence[str] | None = None) -> TrainState | None:
+    """Train and print where the results are, or evaluate.
 
     Returns:
-        The final state, with the figures of every epoch in `history`.
+        The final state, with the figures of every epoch in `history`; None where nothing was trained.
 
     Raises:
         ValueError: the experiment, the data set or the checkpoint to start from is not valid.
@@ -62,11 +57,16 @@ def main(argv: Sequence[str] | None = None) -> TrainState:
     """
     args = parse_args(argv)
     config = load_config(args.config, args.overrides)
-    run_dir = choose_run_dir(config, default=Path('runs') / args.config.stem)
+    run_dir = Path(config.run.dir) if config.run.dir is not None else Path('runs') / args.config.stem
+    if not args.eval:
+        check_run_dir(run_dir, config)
     if config.run.cpu_threads is not None:
         torch.set_num_threads(config.run.cpu_threads)
     with join_world(config.run.device) as world:
         config.check_parts(world.size)
+        if args.eval:
+            evaluate_run(config, run_dir, world, progress=not args.quiet)
+            return None
         loaders = build_loaders(config, world)
         state, description = build_state(config, loaders, world)
         if config.run.resume is not None:
@@ -84,89 +84,30 @@ def main(argv: Sequence[str] | None = None) -> TrainState:
     return state
 
 
-def choose_run_dir(config: Config, default: Path) -> Path:
-    """Name the folder of the run; one that holds a run is left alone unless it is to be resumed or overwritten."""
-    run_dir = Path(config.run.dir) if config.run.dir is not None else default
+def check_run_dir(run_dir: Path, config: Config) -> None:
+    """Raise a FileExistsError for a folder that holds a run, unless that is to be resumed or overwritten."""
     if holds_run(run_dir) and not (config.run.overwrite or config.run.resume):
         raise FileExistsError(
             f'expected a new folder, got {run_dir}, which holds a run; set run.dir, run.resume=auto to go on with it, '
             'or run.overwrite=true'
         )
-    return run_dir
 
 
-def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainState, dict[str, Any]]:
-    """Make the model and all that trains it, and what rebuilds the model from a checkpoint."""
-    class_names = loaders.class_names
-    name, kwargs = model_arguments(config, num_classes=len(class_names))
-    # Before the seed, so that the first weights do not depend on the teacher.
-    teacher = None
-    if config.distill.teacher is not None:
-        teacher = load_teacher(config.distill, class_names, config.data.img_size)
-    random_seed(config.run.seed)
-    model = build_model(name, kwargs)
-    for size in image_sizes(config):
-        check_image_size(model, size)
-    if config.run.init_from is not None:
-        initialize_model(model, config.run.init_from, config.run.reset_head)
-    updates_per_epoch = len(loaders.train) // config.optim.accumulate
-    state = create_state(model, config, updates_per_epoch, len(class_names), world, teacher)
-    rebuild = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
-    preprocessing = {
-        'input_size': (3, *(config.data.eval_img_size or config.data.img_size)),
-        'crop_pct': config.data.crop_pct,
-        'interpolation': 'bicubic',
-    }
-    described = {'model_name': name, 'model_kwargs': rebuild, 'class_names': class_names, 'data_config': preprocessing}
-    return state, described
-
-
-def image_sizes(config: Config) -> list[tuple[int, int]]:
-    """All sizes (H, W) that the model will see, in pixels."""
-    schedule = config.size_schedule
-    sizes = [config.data.img_size] if schedule is None else list(schedule.sizes)
-    return [*sizes, config.data.eval_img_size or config.data.img_size]
-
-
-def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, Any]]:
-    """Split the model section into the name and all keyword arguments that rebuild the model."""
-    kwargs = {'num_classes': num_classes, **config.model}
-    name = kwargs.pop('name')
-    # As timm's own scripts: only a model of fixed input size is told the size.
-    if getattr(timm.get_pretrained_cfg(name), 'fixed_input_size', False):
-        kwargs.setdefault('img_size', list(config.data.img_size))
-    return name, kwargs
-
-
-def build_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
-    """Create a registered model; an argument that it does not take is a ValueError."""
-    try:
-        return timm.create_model(name, **kwargs)
-    except TypeError as error:
-        raise ValueError(f'expected keyword arguments of the model {name}, got {kwargs}: {error}') from error
-
-
-def build_loaders(config: Config, world: World) -> Loaders:
-    """Make the loaders of this process, normalised as the model expects."""
-    cfg = timm.get_pretrained_cfg(config.model['name'])
-    return create_loaders(
-        config.data,
-        config.data.img_size,
-        config.data.batch_size,
-        eval_batch_size=config.data.eval_batch_size,
-        train_sizes=config.size_schedule,
-        eval_img_size=config.data.eval_img_size,
-        augment=config.augment,
-        crop_pct=config.data.crop_pct,
-        mean=IMAGENET_DEFAULT_MEAN if cfg is None else cfg.mean,
-        std=IMAGENET_DEFAULT_STD if cfg is None else cfg.std,
-        seed=config.run.seed,
-        accumulate=config.optim.accumulate,
-        rank=world.rank,
-        world_size=world.size,
-        num_workers=config.data.num_workers,
-        device=world.device,
+def evaluate_run(config: Config, run_dir: Path, world: World, progress: bool = True) -> dict[str, float]:
+    """Evaluate on the validation images, each of which counts once, and print the result."""
+    model, loader = build_evaluation(config, run_dir, world)
+    metrics = evaluate(
+        model,
+        loader,
+        world.device,
+        amp_dtype=AMP_DTYPES[config.run.amp],
+        distributed=world.is_distributed,
+        progress=progress and world.is_primary,
     )
+    if world.is_primary:
+        found = f'top-1 {metrics["top1"]:.3f} %  top-5 {metrics["top5"]:.3f} %  loss {metrics["loss"]:.4f}'
+        print(f'{config.model["name"]}: {found}  images {metrics["samples"]:.0f}')
+    return metrics
 
 
 def begin(run_dir: Path, state: TrainState) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from aft_vision.data import Loaders
+from train.build import build_loaders, build_state
 from train.config import load_config
 from train.distributed import join_world
 from train.engine import Batch, train_step
@@ -141,9 +142,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what limits the run, and what the trainer costs."""
-    # Here, because the trainer uses this module too.
-    from train.imagenet import build_loaders, build_state
-
     args = parse_args(argv)
     config = load_config(args.config, args.overrides)
     if config.run.cpu_threads is not None:

@@ -114,7 +114,7 @@ def create_loaders(
     on_device = normalize.device.type != 'cpu' and augment.changes_colors
     transforms, collate = _train_transforms(train, sizes.sizes, augment, mean, std, on_device)
     if train.is_stream:
-        _check_stream(augment, world_size, sizes)
+        _check_stream(augment, sizes)
         train.dataset.transform = transforms[0]
         train.dataset.set_loader_cfg(num_workers=num_workers)
         train_loader = _loader(train.dataset, batch_size // parts.total, num_workers, normalize, drop_last=True)
@@ -139,17 +139,21 @@ def create_eval_loader(
     crop_pct: float = 0.875,
     mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
     std: Sequence[float] = IMAGENET_DEFAULT_STD,
+    rank: int = 0,
+    world_size: int = 1,
     num_workers: int = 4,
     device: torch.device | str = 'cpu',
 ) -> tuple[Any, list[str]]:
     """Make the validation loader alone; arguments and errors as `create_loaders`.
 
     Returns:
-        The loader, every image once and in file order, and the class names in the order of their indices.
+        The loader, every image of this process once and in file order, and the class names in the order of their
+        indices.
     """
     split = open_eval_split(as_source(source), batch_size)
     normalize = _Normalize(tuple(mean), tuple(std), torch.device(device))
-    return _eval_loader(split, img_size, batch_size, crop_pct, num_workers, normalize), split.class_names
+    shard = None if world_size == 1 else (rank, world_size)
+    return _eval_loader(split, img_size, batch_size, crop_pct, num_workers, normalize, shard), split.class_names
 
 
 def as_source(source: Source | str | Path) -> Source:
@@ -165,16 +169,11 @@ class _Normalize(NamedTuple):
     device: torch.device
 
 
-def _check_stream(augment: Augmentation, world_size: int, sizes: SizeSchedule) -> None:
+def _check_stream(augment: Augmentation, sizes: SizeSchedule) -> None:
     if len(sizes.sizes) > 1:
         raise ValueError(f'expected one image size for a streamed data set, got {len(sizes.sizes)}')
     if augment.repeats > 1:
         raise ValueError(f'augment.repeats must be 1 for a streamed data set, got {augment.repeats}')
-    if world_size > 1:
-        raise ValueError(
-            'expected one process for a streamed data set, whose readers neither share the images out exactly nor end '
-            f'together, got {world_size}'
-        )
 
 
 def _train_transforms(
@@ -225,6 +224,11 @@ def _eval_loader(
     dataset = split.dataset
     dataset.transform = _eval_transform(split, img_size, crop_pct)
     if split.is_stream:
+        if shard is not None:
+            raise ValueError(
+                'expected one process for a streamed data set, whose readers neither share the images out exactly nor '
+                f'end together, got {shard[1]}'
+            )
         dataset.set_loader_cfg(num_workers=num_workers)
     elif shard is not None:
         rank, world_size = shard

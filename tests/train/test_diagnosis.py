@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from aft_vision.data import create_loaders
+from train.build import build_state
 from train.config import load_config
 from train.diagnosis import write_diagnosis
 from train.distributed import World
-from train.imagenet import build_state
 from train.state import TrainState
 
 ROOT = Path(__file__).parents[2]

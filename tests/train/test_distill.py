@@ -11,12 +11,13 @@ from torch import nn
 
 from aft_vision.data import Augmentation
 from aft_vision.evaluate import load_model
+from train.build import build_loaders, build_state
 from train.config import load_config
 from train.diagnosis import write_diagnosis
 from train.distill import load_teacher
 from train.distributed import World
 from train.engine import train_step
-from train.imagenet import build_loaders, build_state, main
+from train.imagenet import main
 from train.schema import Config, DataConfig, DistillConfig, EmaConfig, OptimConfig, RunConfig, ScheduleConfig
 from train.state import TrainState, create_state
 

@@ -1,4 +1,5 @@
 import csv
+import json
 import sys
 from pathlib import Path
 
@@ -6,8 +7,13 @@ import pytest
 import timm
 import torch
 from helpers import make_folder
+from timm.data import create_dataset, create_loader
+from timm.utils import AverageMeter, accuracy
 
 from aft_vision.evaluate import load_model
+from train.build import build_evaluation
+from train.config import load_config
+from train.distributed import World
 from train.imagenet import main
 
 ROOT = Path(__file__).parents[2]
@@ -160,3 +166,80 @@ def test_without_tensorboard_the_run_says_how_to_get_it(tmp_path, monkeypatch):
         main([*ONE_EPOCH, DATA, f'run.dir={tmp_path}'])
     main([*ONE_EPOCH, DATA, 'run.tensorboard=false', f'run.dir={tmp_path}'])
     assert not (tmp_path / 'tensorboard').exists()
+
+
+def untrained(tmp_path: Path) -> tuple[torch.nn.Module, list[str]]:
+    """A ViT of timm with weights in a file, and the command line that evaluates it on the photographs."""
+    torch.manual_seed(0)
+    shape = dict(img_size=48, embed_dim=48, depth=2, num_heads=3, patch_size=8)
+    model = timm.create_model('vit_tiny_patch16_224', num_classes=10, **shape).eval()
+    torch.nn.init.normal_(model.head.weight)
+    torch.save(model.state_dict(), tmp_path / 'vit.pth')
+    keys = [f'{name}: {value}' for name, value in shape.items()]
+    overlay = f'{{file: {tmp_path / "vit.pth"}, num_classes: 10}}'
+    section = ', '.join(['name: vit_tiny_patch16_224', 'pretrained: true', f'pretrained_cfg_overlay: {overlay}', *keys])
+    config = tmp_path / 'vit.yaml'
+    config.write_text(
+        f'model: {{{section}}}\n'
+        f'data: {{dir: {ROOT / "tests/assets/clothing"}, img_size: [48, 48], batch_size: 30, num_workers: 0}}\n'
+    )
+    return model, ['--quiet', '--eval', '--config', str(config)]
+
+
+@torch.inference_mode()
+def test_evaluation_is_that_of_timms_script_image_for_image(tmp_path, capsys):
+    model, arguments = untrained(tmp_path)
+    # What timm's validate.py does.
+    loader = create_loader(
+        create_dataset('', str(ROOT / 'tests/assets/clothing'), split='validation'),
+        input_size=(3, 48, 48),
+        batch_size=64,
+        use_prefetcher=False,
+        interpolation='bicubic',
+        mean=model.pretrained_cfg['mean'],
+        std=model.pretrained_cfg['std'],
+        crop_pct=0.875,
+        num_workers=0,
+    )
+    meters = AverageMeter(), AverageMeter()
+    wanted = []
+    for images, targets in loader:
+        wanted.append(model(images))
+        for meter, value in zip(meters, accuracy(wanted[-1], targets, topk=(1, 5)), strict=True):
+            meter.update(value.item(), len(images))
+    assert main(arguments) is None
+    shown = capsys.readouterr().out
+    assert f'top-1 {meters[0].avg:.3f} %  top-5 {meters[1].avg:.3f} %' in shown
+    assert 'images 200' in shown
+    config = load_config(arguments[-1])
+    evaluated, ours = build_evaluation(config, tmp_path, World(torch.device('cpu')))
+    found = torch.cat([evaluated.eval()(images) for images, _ in ours])
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-5, atol=1e-5)
+    assert torch.equal(found.topk(5).indices, torch.cat(wanted).topk(5).indices)
+
+
+def test_the_best_weights_of_a_run_are_evaluated(tmp_path, capsys):
+    arguments = ['--quiet', '--config', str(ROOT / 'configs/smoke/one_epoch.yaml'), f'run.dir={tmp_path}']
+    arguments.append(f'data.dir={ROOT / "tests/assets/clothing"}')
+    with pytest.raises(ValueError, match=r'expected weights to evaluate: .*best\.pth, run\.init_from or .* got none'):
+        main([*arguments, '--eval'])
+    state = main(arguments)
+    capsys.readouterr()
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.rglob('*'))
+    main([*arguments, '--eval'])
+    assert f'top-1 {state.best_top1:.3f} %' in capsys.readouterr().out
+    assert before == sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.rglob('*'))
+
+
+def test_several_sizes_need_a_model_that_takes_them(tmp_path):
+    arguments = ['--quiet', '--config', str(ROOT / 'configs/smoke/one_epoch.yaml'), f'run.dir={tmp_path / "run"}']
+    arguments += [f'data.dir={ROOT / "tests/assets/clothing"}', 'data.train_sizes=[32,48]', 'data.eval_img_size=[40,40]']
+    fixed = ['model.name=aft_full_tiny', 'model.num_heads=null', 'model.kernel_size=null']
+    with pytest.raises(ValueError, match='aft_full_tiny has a fixed one, got .*dynamic_img_size=true'):
+        main([*arguments, *fixed])
+    for model in ([], [*fixed, 'model.dynamic_img_size=true']):
+        state = main([*arguments, 'run.overwrite=true', *model])
+        assert state.updates == 6
+        assert torch.isfinite(torch.tensor(state.history[0]['eval_loss']))
+    exported = json.loads((tmp_path / 'run' / 'export' / 'config.json').read_text())
+    assert exported['pretrained_cfg']['input_size'] == [3, 40, 40]

@@ -7,9 +7,10 @@ import pytest
 import timm
 import torch
 
+from train.build import build_loaders, build_state
 from train.config import load_config
 from train.distributed import World
-from train.imagenet import build_loaders, build_state, main
+from train.imagenet import main
 from train.state import create_state
 from train.throughput import Throughput, measure_overhead, measure_throughput
 from train.throughput import main as report

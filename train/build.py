@@ -1,0 +1,137 @@
+"""Makes the parts of a run from an experiment: loaders, model, and all that trains it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.models import PretrainedCfg
+from timm.utils import random_seed
+from torch import nn
+
+from aft_vision.data import Loaders, create_eval_loader, create_loaders
+from aft_vision.evaluate import check_classes, check_image_size, has_fixed_input_size, initialize_model, load_model
+from train.checkpoint import BEST
+from train.config import WEIGHT_KEYS
+from train.distill import load_teacher
+from train.distributed import World
+from train.schema import Config
+from train.state import TrainState, create_state
+
+
+def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainState, dict[str, Any]]:
+    """Make the model and all that trains it, and what rebuilds the model from a checkpoint."""
+    class_names = loaders.class_names
+    name, kwargs = model_arguments(config, num_classes=len(class_names))
+    # Before the seed, so that the first weights do not depend on the teacher.
+    teacher = None
+    if config.distill.teacher is not None:
+        teacher = load_teacher(config.distill, class_names, config.data.img_size)
+    random_seed(config.run.seed)
+    model = build_model(name, kwargs)
+    check_image_sizes(model, config)
+    if config.run.init_from is not None:
+        initialize_model(model, config.run.init_from, config.run.reset_head)
+    updates_per_epoch = len(loaders.train) // config.optim.accumulate
+    state = create_state(model, config, updates_per_epoch, len(class_names), world, teacher)
+    rebuild = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
+    preprocessing = {
+        'input_size': (3, *(config.data.eval_img_size or config.data.img_size)),
+        'crop_pct': config.data.crop_pct,
+        'interpolation': 'bicubic',
+    }
+    described = {'model_name': name, 'model_kwargs': rebuild, 'class_names': class_names, 'data_config': preprocessing}
+    return state, described
+
+
+def build_evaluation(config: Config, run_dir: Path, world: World) -> tuple[nn.Module, Any]:
+    """Make the model that `--eval` is about, with its weights, and the validation loader of this process.
+
+    Raises:
+        ValueError: no weights are to be had, or they are those of other classes or of another model.
+    """
+    loader, class_names = create_eval_loader(
+        config.data,
+        config.data.eval_img_size or config.data.img_size,
+        config.data.eval_batch_size or config.check_parts(world.size),
+        crop_pct=config.data.crop_pct,
+        **image_statistics(config),
+        rank=world.rank,
+        world_size=world.size,
+        num_workers=config.data.num_workers,
+        device=world.device,
+    )
+    name, kwargs = model_arguments(config, num_classes=len(class_names))
+    if config.run.init_from is None and not kwargs.get('pretrained'):
+        if not (run_dir / BEST).exists():
+            raise ValueError(
+                f'expected weights to evaluate: {run_dir / BEST}, run.init_from or model.pretrained=true, got none'
+            )
+        model = load_model(run_dir / BEST)
+        check_classes(model, class_names, config.data.name or config.data.dir)
+    else:
+        model = build_model(name, kwargs)
+        if config.run.init_from is not None:
+            initialize_model(model, config.run.init_from)
+    check_image_sizes(model, config)
+    return model.to(world.device), loader
+
+
+def check_image_sizes(model: nn.Module, config: Config) -> None:
+    """Raise a ValueError unless a model takes all sizes that it will see."""
+    schedule = config.size_schedule
+    sizes = [config.data.img_size] if schedule is None else list(schedule.sizes)
+    sizes.append(config.data.eval_img_size or config.data.img_size)
+    for size in sizes:
+        check_image_size(model, size)
+    if len(set(sizes)) > 1 and has_fixed_input_size(model):
+        raise ValueError(
+            f'expected one image size, because {config.model["name"]} has a fixed one, got {sorted(set(sizes))}; '
+            'set model.dynamic_img_size=true'
+        )
+
+
+def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, Any]]:
+    """Split the model section into the name and all keyword arguments that rebuild the model."""
+    kwargs = {'num_classes': num_classes, **config.model}
+    name = kwargs.pop('name')
+    # As timm's own scripts: only a model of fixed input size is told the size.
+    if getattr(timm.get_pretrained_cfg(name), 'fixed_input_size', False):
+        kwargs.setdefault('img_size', list(config.data.img_size))
+    return name, kwargs
+
+
+def build_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
+    """Create a registered model; an argument that it does not take is a ValueError."""
+    try:
+        return timm.create_model(name, **kwargs)
+    except TypeError as error:
+        raise ValueError(f'expected keyword arguments of the model {name}, got {kwargs}: {error}') from error
+
+
+def build_loaders(config: Config, world: World) -> Loaders:
+    """Make the loaders of this process, normalised as the model expects."""
+    return create_loaders(
+        config.data,
+        config.data.img_size,
+        config.data.batch_size,
+        eval_batch_size=config.data.eval_batch_size,
+        train_sizes=config.size_schedule,
+        eval_img_size=config.data.eval_img_size,
+        augment=config.augment,
+        crop_pct=config.data.crop_pct,
+        **image_statistics(config),
+        seed=config.run.seed,
+        accumulate=config.optim.accumulate,
+        rank=world.rank,
+        world_size=world.size,
+        num_workers=config.data.num_workers,
+        device=world.device,
+    )
+
+
+def image_statistics(config: Config) -> dict[str, Sequence[float]]:
+    """Mean and standard deviation per channel, of pixels in [0, 1], as the model expects them."""
+    cfg = timm.get_pretrained_cfg(config.model['name']) or PretrainedCfg()
+    overlay = config.model.get('pretrained_cfg_overlay') or {}
+    return {'mean': overlay.get('mean', cfg.mean), 'std': overlay.get('std', cfg.std)}
