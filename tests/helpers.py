@@ -15,8 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from aft_vision.data import Augmentation
+from aft_vision.data import Augmentation, Source
+from aft_vision.data.datasets import open_eval_split, open_train_split
 
+CLOTHING = Path(__file__).parent / 'assets' / 'clothing'
 # Relative to the norm of the reference tensor: (value, gradient).
 BOUNDS = {
     torch.float64: (1e-10, 1e-9),
@@ -164,7 +166,7 @@ def _leaf(x: Any, dtype: torch.dtype) -> Any:
 
 def photographs(count: int, size: tuple[int, int]) -> list[Image.Image]:
     """The first photographs of the clothing data set, class after class, resized to (width, height)."""
-    folders = sorted((Path(__file__).parent / 'assets' / 'clothing' / 'train').iterdir())
+    folders = sorted((CLOTHING / 'train').iterdir())
     files = chain.from_iterable(zip(*(sorted(folder.iterdir()) for folder in folders), strict=True))
     return [Image.open(path).convert('RGB').resize(size) for path in islice(files, count)]
 
@@ -183,6 +185,16 @@ def make_folder(root: Path, splits: dict[str, list[str]], images: int = 2, size:
             for number in range(images):
                 Image.new('RGB', size, (20 * index,) * 3).save(folder / f'{number}.png')
     return root
+
+
+def make_beton(folder: Path, source: Path = CLOTHING, options: Any = None, workers: int = 0) -> Path:
+    """Both splits of a folder of images as FFCV files."""
+    from aft_vision.data.ffcv_writer import write_beton
+
+    places = {'train': open_train_split(Source(dir=str(source)), 1), 'val': open_eval_split(Source(dir=str(source)), 1)}
+    for name, split in places.items():
+        write_beton(split, folder / f'{name}.beton', options, workers, progress=False)
+    return folder
 
 
 def digest(checkpoint: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import make_beton
 
 ROOT = Path(__file__).parents[1]
 CLOTHING = ROOT / 'tests' / 'assets' / 'clothing'
@@ -80,6 +81,17 @@ def test_two_processes_train_as_one(one, tmp_path):
 def test_mixing_and_drop_path_depend_on_the_part_and_not_on_who_has_it(tmp_path):
     train(tmp_path / 'one', *MIXED, 'optim.accumulate=2')
     train(tmp_path / 'two', *MIXED, 'optim.accumulate=1', processes=2)
+    assert_same_training(tmp_path / 'two', tmp_path / 'one')
+
+
+@pytest.mark.slow
+@pytest.mark.ffcv
+def test_two_processes_train_as_one_from_ffcv_files_and_with_several_sizes(tmp_path):
+    pytest.importorskip('ffcv', reason="needs FFCV: pip install 'aft-vision[ffcv]' and Debian's libraries")
+    folder = make_beton(tmp_path / 'images')
+    sizes = 'data.train_sizes=[32,48]'
+    train(tmp_path / 'one', 'optim.accumulate=1', f'data.dir={folder}', sizes)
+    train(tmp_path / 'two', 'optim.accumulate=1', f'data.dir={folder}', sizes, 'data.num_workers=1', processes=2)
     assert_same_training(tmp_path / 'two', tmp_path / 'one')
 
 

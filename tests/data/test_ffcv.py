@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import NO_AUGMENTATION, make_folder
+from helpers import NO_AUGMENTATION, make_beton, make_folder
 from PIL import Image
 
 from aft_vision.data import (
@@ -38,14 +38,6 @@ CROP = Augmentation(auto_augment=None, color_jitter=0, repeats=1, random_erasing
 PLAIN = dict(mean=(0, 0, 0), std=(1, 1, 1))
 
 
-def write(folder: Path, source: Path = CLOTHING, options: BetonOptions | None = None, workers: int = 0) -> Path:
-    """Both splits of a folder of images as FFCV files."""
-    places = {'train': open_train_split(Source(dir=str(source)), 1), 'val': open_eval_split(Source(dir=str(source)), 1)}
-    for name, split in places.items():
-        write_beton(split, folder / f'{name}.beton', options, workers, progress=False)
-    return folder
-
-
 def make_photographs(root: Path, size: tuple[int, int]) -> None:
     """Four of the photographs of each class, at one size (H, W)."""
     for split in ('train', 'validation'):
@@ -61,18 +53,18 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Square photographs as an FFCV file without loss, and as the folder it was made from."""
     root = tmp_path_factory.mktemp('squares')
     make_photographs(root / 'images', (32, 32))
-    return write(root / 'ffcv', root / 'images', BetonOptions(raw_share=1.0)), root / 'images'
+    return make_beton(root / 'ffcv', root / 'images', BetonOptions(raw_share=1.0)), root / 'images'
 
 
 @pytest.fixture(scope='module')
 def clothing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp('clothing'))
+    return make_beton(tmp_path_factory.mktemp('clothing'))
 
 
 @pytest.fixture(scope='module')
 def pixels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The photographs without the loss of a second compression."""
-    return write(tmp_path_factory.mktemp('pixels'), options=BetonOptions(raw_share=1.0))
+    return make_beton(tmp_path_factory.mktemp('pixels'), options=BetonOptions(raw_share=1.0))
 
 
 def batches(folder: Path, workers: int = 0, epoch: int = 0, first: int = 0, **options) -> list[tuple]:
@@ -200,13 +192,13 @@ def test_updates_have_the_sizes_of_the_schedule(clothing):
 
 
 def test_writing_gives_the_same_bytes_with_more_processes(tmp_path, clothing):
-    again = write(tmp_path, workers=2)
+    again = make_beton(tmp_path, workers=2)
     for name in ('train.beton', 'val.beton', 'train.json'):
         assert (again / name).read_bytes() == (clothing / name).read_bytes()
 
 
 def test_images_are_made_smaller_and_a_share_is_kept_as_pixels(tmp_path):
-    write(tmp_path, options=BetonOptions(max_resolution=48, raw_share=0.3))
+    make_beton(tmp_path, options=BetonOptions(max_resolution=48, raw_share=0.3))
     dataset = BetonDataset(tmp_path / 'train.beton')
     assert max(dataset.images['width'].max(), dataset.images['height'].max()) == 48
     assert 0.2 < np.mean(dataset.images['mode'] == 1) < 0.4
@@ -262,7 +254,7 @@ def test_another_process_maps_the_file_itself(clothing):
 def damaged(tmp_path: Path) -> Path:
     """Three images, the second of which cannot be decoded."""
     make_folder(tmp_path / 'images', {'train': ['a'], 'val': ['a']}, images=3)
-    folder = write(tmp_path, tmp_path / 'images')
+    folder = make_beton(tmp_path, tmp_path / 'images')
     dataset = BetonDataset(folder / 'train.beton')
     start, size = int(dataset.images['data_ptr'][1]), int(dataset.sizes[1])
     content = bytearray((folder / 'train.beton').read_bytes())
@@ -344,7 +336,7 @@ def test_what_is_written_is_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(ffcv_writer, 'MemoryAllocator', Forgetful)
     make_folder(tmp_path / 'images', {'train': ['a'], 'val': ['a']})
     with pytest.raises(ValueError, match='expected the image that was written, got another one for image 0 of'):
-        write(tmp_path, tmp_path / 'images')
+        make_beton(tmp_path, tmp_path / 'images')
     assert not list(tmp_path.glob('*beton*'))
 
 
@@ -352,7 +344,7 @@ def test_a_source_image_that_cannot_be_decoded_ends_the_writing_or_is_left_out(t
     folder = make_folder(tmp_path / 'images', {'train': ['a', 'b'], 'val': ['a', 'b']})
     (folder / 'train' / 'a' / '1.png').write_bytes(b'damaged')
     with pytest.raises(CorruptImageError, match=r'1\.png'):
-        write(tmp_path, folder, workers=1)
+        make_beton(tmp_path, folder, workers=1)
     assert not list(tmp_path.glob('*beton*'))
     source = Source(dir=str(folder), on_corrupt_image='skip', eval_split='train')
     assert write_beton(open_eval_split(source, 1), tmp_path / 'train.beton', num_workers=0, progress=False) == 3
@@ -361,7 +353,7 @@ def test_a_source_image_that_cannot_be_decoded_ends_the_writing_or_is_left_out(t
 
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     folder = make_folder(tmp_path / 'images', {'train': ['a'], 'val': ['a']})
-    write(tmp_path, folder)
+    make_beton(tmp_path, folder)
     before = (tmp_path / 'train.beton').read_bytes()
 
     def fail(*args):
@@ -369,7 +361,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr('aft_vision.data.ffcv_writer.MemoryAllocator.flush_page', fail)
     with pytest.raises(OSError, match='No space left'):
-        write(tmp_path, folder)
+        make_beton(tmp_path, folder)
     assert (tmp_path / 'train.beton').read_bytes() == before
     assert not list(tmp_path.glob('.*'))
 
@@ -377,7 +369,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 def test_an_image_larger_than_a_page_is_named(tmp_path):
     folder = make_folder(tmp_path / 'images', {'train': ['a'], 'val': ['a']}, images=1, size=(2000, 1500))
     with pytest.raises(ValueError, match=r'at most 8388608 bytes, .* got one of 9000000; set max_resolution'):
-        write(tmp_path, folder, BetonOptions(raw_share=1.0))
+        make_beton(tmp_path, folder, BetonOptions(raw_share=1.0))
 
 
 @pytest.mark.parametrize(

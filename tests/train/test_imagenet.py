@@ -219,8 +219,7 @@ def test_evaluation_is_that_of_timms_script_image_for_image(tmp_path, capsys):
 
 
 def test_the_best_weights_of_a_run_are_evaluated(tmp_path, capsys):
-    arguments = ['--quiet', '--config', str(ROOT / 'configs/smoke/one_epoch.yaml'), f'run.dir={tmp_path}']
-    arguments.append(f'data.dir={ROOT / "tests/assets/clothing"}')
+    arguments = [*ONE_EPOCH, DATA, f'run.dir={tmp_path}']
     with pytest.raises(ValueError, match=r'expected weights to evaluate: .*best\.pth, run\.init_from or .* got none'):
         main([*arguments, '--eval'])
     state = main(arguments)
@@ -233,9 +232,13 @@ def test_the_best_weights_of_a_run_are_evaluated(tmp_path, capsys):
 
 def test_several_sizes_need_a_model_that_takes_them(tmp_path):
     arguments = ['--quiet', '--config', str(ROOT / 'configs/smoke/one_epoch.yaml'), f'run.dir={tmp_path / "run"}']
-    arguments += [f'data.dir={ROOT / "tests/assets/clothing"}', 'data.train_sizes=[32,48]', 'data.eval_img_size=[40,40]']
+    arguments += [
+        f'data.dir={ROOT / "tests/assets/clothing"}',
+        'data.train_sizes=[32,48]',
+        'data.eval_img_size=[40,40]',
+    ]
     fixed = ['model.name=aft_full_tiny', 'model.num_heads=null', 'model.kernel_size=null']
-    with pytest.raises(ValueError, match='aft_full_tiny has a fixed one, got .*dynamic_img_size=true'):
+    with pytest.raises(ValueError, match=r'aft_full_tiny has a fixed one, got .*dynamic_img_size=true'):
         main([*arguments, *fixed])
     for model in ([], [*fixed, 'model.dynamic_img_size=true']):
         state = main([*arguments, 'run.overwrite=true', *model])
