@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from timm.data.loader import fast_collate
 from timm.data.transforms import RandomResizedCropAndInterpolation
+from torch.utils.data import default_collate
 from torchvision.transforms import RandomHorizontalFlip
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
@@ -245,6 +245,5 @@ def collate_augmented(
     Args:
         changes: What does the automatic augmentation, by image size (H, W).
     """
-    images, targets = fast_collate([(sample.image, target) for sample, target in samples])
-    steps = torch.stack([sample.steps for sample, _ in samples])
+    images, steps, targets = default_collate([(*sample, target) for sample, target in samples])
     return AugmentedBatch(images, steps, changes[images.shape[2], images.shape[3]]), targets

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ScheduledTransformDataset
 from timm.data.loader import PrefetchLoader, fast_collate
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from aft_vision.data.augment import Augmentation, automatic_steps, eval_transform, train_transform
 from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split, open_train_split
@@ -195,7 +195,8 @@ def _train_transforms(
     from aft_vision.data.ffcv_loader import TrainTransform, collate_augmented
 
     if not on_device:
-        steps = [automatic_steps(size, augment, mean) for size in sizes]
+        # timm has a colour jitter of strength 0 too.
+        steps = [automatic_steps(size, augment, mean) if augment.changes_colors else [] for size in sizes]
         return [TrainTransform(size, augment, each) for size, each in zip(sizes, steps, strict=True)], _collate
     changes = {size: TensorAugment(augment, size, mean) for size in sizes}
     transforms = [TrainTransform(size, augment, changes=each) for size, each in changes.items()]
@@ -268,4 +269,5 @@ def _collate(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     kept = [sample for sample in samples if sample is not None]
     if not kept:
         return torch.zeros(0, 3, 1, 1, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
-    return fast_collate(kept)
+    # torch's writes tensors where the other process will read them; timm's knows arrays.
+    return default_collate(kept) if isinstance(kept[0][0], torch.Tensor) else fast_collate(kept)

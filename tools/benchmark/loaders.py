@@ -34,8 +34,9 @@ def time_loaders(
         rounds: Passes over each, after one that is not counted.
 
     Returns:
-        One row per data set: `data`, `images`, `images_per_second` (median), and `ratio` (median of the ratios to the
-        first data set in the same round) with `ratio_range`.
+        One row per data set: `data`, images/s `read` (uint8 batches, as the loading processes give them) and `ready`
+        (on the device, normalised), both medians; and of each the median `..._ratio` to the first data set in the same
+        round, with its `..._ratio_range`.
 
     Raises:
         ValueError: there is no round, or a data set is not valid.
@@ -44,19 +45,24 @@ def time_loaders(
         raise ValueError(f'expected at least 1 round, got {rounds}')
     options: dict[str, Any] = dict(augment=AUGMENTATIONS[augment], num_workers=workers, device=device)
     loaders = [create_loaders(source, (img_size, img_size), batch_size, **options) for source in sources]
-    rates: list[list[float]] = [[] for _ in sources]
-    images = [0] * len(sources)
+    stages = {'read': [each.train.loader for each in loaders], 'ready': [each.train for each in loaders]}
+    rates: dict[str, list[list[float]]] = {stage: [[] for _ in sources] for stage in stages}
     for turn in range(rounds + 1):
         for index, each in enumerate(loaders):
             each.set_epoch(turn)
-            images[index], seconds = _time_pass(each.train, torch.device(device))
-            if turn:
-                rates[index].append(images[index] / seconds)
+            for stage, passes in stages.items():
+                count, seconds = _time_pass(passes[index], torch.device(device))
+                if turn:
+                    rates[stage][index].append(count / seconds)
     rows = []
-    for source, count, found in zip(sources, images, rates, strict=True):
-        ratios = [rate / first for rate, first in zip(found, rates[0], strict=True)]
-        row = {'data': source, 'images': count, 'images_per_second': statistics.median(found)}
-        rows.append(row | {'ratio': statistics.median(ratios), 'ratio_range': (min(ratios), max(ratios))})
+    for index, source in enumerate(sources):
+        row: dict[str, Any] = {'data': source}
+        for stage, found in rates.items():
+            ratios = [rate / first for rate, first in zip(found[index], found[0], strict=True)]
+            row[stage] = statistics.median(found[index])
+            row[f'{stage}_ratio'] = statistics.median(ratios)
+            row[f'{stage}_ratio_range'] = (min(ratios), max(ratios))
+        rows.append(row)
     return rows
 
 
