@@ -1,7 +1,6 @@
 """A run that is interrupted and resumed ends with the same bits as one that is not."""
 
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -11,16 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import digest, interrupt_at, losses, make_folder
+from helpers import CLOTHING, digest, interrupt_at, losses, make_beton, make_folder
+from small_runs import RECIPE, ROOT, SMALL, assert_same_results
 
 from train.imagenet import main
-
-ROOT = Path(__file__).parents[2]
-# Everything random at once: each image three times an epoch, erasing, mixup and cutmix, drop path, moving average.
-RECIPE = ['--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml')]
-DATA = [f'data.dir={ROOT / "tests" / "assets" / "clothing"}', 'data.batch_size=200', 'run.amp=none']
-SMALL = [*DATA, 'model.drop_path_rate=0.2', 'model.depth=1', 'ema.decay=0.9', 'ema.warmup=true', 'optim.lr=5e-3']
-SMALL += ['schedule.step=update', 'schedule.warmup_epochs=0']
 
 
 @pytest.fixture(scope='module')
@@ -43,11 +36,7 @@ def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(update, whole, tmp
     assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == update
     state = main(arguments)
     assert state.updates == 6
-    assert digest(tmp_path / 'last.pth') == digest(whole / 'last.pth')
-    assert losses(tmp_path) == losses(whole)
-    best = [torch.load(folder / 'best.pth', weights_only=True) for folder in (tmp_path, whole)]
-    assert best[0]['best_top1'] == best[1]['best_top1']
-    torch.testing.assert_close(best[0]['state_dict'], best[1]['state_dict'], rtol=0, atol=0)
+    assert_same_results(tmp_path, whole)
 
 
 def test_two_interruptions_in_one_epoch_and_other_workers_change_nothing(whole, tmp_path, monkeypatch):
@@ -58,8 +47,24 @@ def test_two_interruptions_in_one_epoch_and_other_workers_change_nothing(whole, 
             with pytest.raises(SystemExit):
                 main([*arguments, f'data.num_workers={workers}'])
     main(arguments)
-    assert digest(tmp_path / 'last.pth') == digest(whole / 'last.pth')
-    assert losses(tmp_path) == losses(whole)
+    assert_same_results(tmp_path, whole)
+
+
+@pytest.mark.parametrize('kind', ['ffcv', 'sizes'])
+def test_other_files_and_several_sizes_go_on_as_if_not_interrupted(kind, tmp_path, monkeypatch):
+    more = ['data.train_sizes=[32,48]', 'data.train_size_schedule=progressive', 'data.batch_size=100']
+    if kind == 'ffcv':
+        pytest.importorskip('ffcv', reason="needs FFCV: pip install 'aft-vision[ffcv]' and Debian's libraries")
+        more = [f'data.dir={make_beton(tmp_path / "images")}']
+    main([*RECIPE, *SMALL, *more, f'run.dir={tmp_path / "whole"}'])
+    arguments = [*RECIPE, *SMALL, *more, 'run.resume=auto', f'run.dir={tmp_path / "stopped"}']
+    for update in (2, 4):
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, update)
+            with pytest.raises(SystemExit):
+                main(arguments)
+    main([*arguments, 'data.num_workers=1'])
+    assert_same_results(tmp_path / 'stopped', tmp_path / 'whole')
 
 
 def test_the_newest_checkpoint_that_is_whole_is_used(whole, tmp_path, monkeypatch, caplog):
@@ -104,7 +109,7 @@ def test_a_run_may_go_on_from_another_folder_for_more_epochs(whole, tmp_path, ca
 
 
 def test_other_data_are_not_gone_on_with(whole, tmp_path):
-    names = [path.name for path in (ROOT / 'tests/assets/clothing/train').iterdir()]
+    names = [path.name for path in (CLOTHING / 'train').iterdir()]
     folder = make_folder(tmp_path / 'images', {'train': names, 'val': names}, 40)
     other = [f'data.dir={folder}', f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path / "run"}']
     with pytest.raises(ValueError, match=r'a run with updates_per_epoch = 2, .* got .* with 3; the data set and'):
@@ -190,38 +195,3 @@ def test_the_latest_checkpoints_are_kept_and_saved_by_the_clock(tmp_path):
     saved = [torch.load(tmp_path / name, weights_only=True) for name in kept]
     assert [(content['epoch'], content['updates']) for content in saved] == [(2, 6), (1, 6), (1, 5)]
     assert not (tmp_path / 'last-3.pth').exists()
-
-
-def run_until_it_ends(arguments: list[str], kills: int, seconds: float) -> int:
-    """Start the command again and again; kill it that often, after random times. Returns how often it was started."""
-    generator = random.Random(0)
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
-    for start in range(1, 100):
-        process = subprocess.Popen([sys.executable, '-m', 'train.imagenet', *arguments], cwd=ROOT, env=environment)
-        if start <= kills:
-            began = wait_for_training(arguments, process)
-            time.sleep(generator.uniform(0, seconds) if began else 0)
-            process.kill()
-        if process.wait() == 0:
-            return start
-    raise AssertionError('the run never ended')
-
-
-def wait_for_training(arguments: list[str], process: subprocess.Popen) -> bool:
-    """Wait until the process writes its experiment, which is when training begins."""
-    written = Path(arguments[-1].removeprefix('run.dir=')) / 'config.yaml'
-    written.unlink(missing_ok=True)
-    while process.poll() is None:
-        if written.exists():
-            return True
-        time.sleep(0.01)
-    return False
-
-
-@pytest.mark.slow
-def test_a_run_killed_three_times_ends_with_the_same_bits(tmp_path):
-    arguments = [*RECIPE, *SMALL, 'run.save_minutes=1e-9', 'run.resume=auto', 'run.tensorboard=false']
-    assert run_until_it_ends([*arguments, f'run.dir={tmp_path / "whole"}'], kills=0, seconds=0) == 1
-    assert run_until_it_ends([*arguments, f'run.dir={tmp_path / "killed"}'], kills=3, seconds=0.8) <= 4
-    assert digest(tmp_path / 'killed' / 'last.pth') == digest(tmp_path / 'whole' / 'last.pth')
-    assert losses(tmp_path / 'killed') == losses(tmp_path / 'whole')

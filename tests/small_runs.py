@@ -1,0 +1,101 @@
+"""Small runs to interrupt: their arguments, what they leave behind, and processes that end themselves."""
+
+import itertools
+import multiprocessing
+import os
+import pkgutil
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from helpers import CLOTHING, digest, losses
+
+from train.imagenet import main
+
+ROOT = Path(__file__).parents[1]
+# Everything random at once: each image three times an epoch, erasing, mixup and cutmix, drop path, moving average.
+RECIPE = ['--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml')]
+SMALL = [f'data.dir={CLOTHING}', 'data.batch_size=200', 'run.amp=none', 'model.drop_path_rate=0.2', 'model.depth=1']
+SMALL += ['ema.decay=0.9', 'ema.warmup=true', 'optim.lr=5e-3', 'schedule.step=update', 'schedule.warmup_epochs=0']
+
+# Where a process may end itself: before a part of a batch, an evaluation, an export or a renaming, and half-way through
+# writing a file.
+PART, EVALUATION = 'aft_vision.data.BatchAugmentation.__call__', 'train.engine.evaluate_all'
+EXPORT, RENAMING, WRITING = 'train.imagenet.export_model', 'os.replace', 'torch.save'
+
+# Its server imports once what takes seconds, so that a process starts at once.
+_processes = multiprocessing.get_context('forkserver')
+_processes.set_forkserver_preload(['train.imagenet', 'matplotlib.figure'])
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """When a process sends itself a signal: at that call of that function, counted from its start.
+
+    Attributes:
+        rank: Of the process, counted from behind as in a list: -1 is the last one; None for all.
+    """
+
+    function: str
+    call: int
+    rank: int | None = None
+    signal: int = signal.SIGKILL
+
+
+def run(arguments: list[str], processes: int = 1, interruption: Interruption | None = None) -> list[int | None]:
+    """Train in new processes, and give their exit codes, which are negative where a signal ended one."""
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        group = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(server.getsockname()[1]), 'WORLD_SIZE': str(processes)}
+    started = []
+    for rank in range(processes):
+        environment = {**group, 'RANK': str(rank), 'LOCAL_RANK': str(rank)} if processes > 1 else {}
+        mine = interruption if interruption and interruption.rank in (None, rank - processes) else None
+        started.append(_processes.Process(target=_train, args=(arguments, environment, mine)))
+        started[-1].start()
+    for process in started:
+        process.join(timeout=60)
+    hanging = [process for process in started if process.is_alive()]
+    for process in hanging:
+        process.kill()
+        process.join()
+    assert not hanging, f'{len(hanging)} of {processes} processes did not end'
+    return [process.exitcode for process in started]
+
+
+def _train(arguments: list[str], environment: dict[str, str], interruption: Interruption | None) -> None:
+    os.environ.update(environment)
+    # Loading processes of a server of their own would outlive this process.
+    multiprocessing.set_start_method('fork', force=True)
+    if interruption is not None:
+        mock.patch(interruption.function, _interrupted(interruption)).start()
+    main(arguments)
+
+
+def _interrupted(interruption: Interruption) -> Callable[..., Any]:
+    original, calls = pkgutil.resolve_name(interruption.function), itertools.count(1)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == interruption.call:
+            if interruption.function == WRITING:
+                content, file = args
+                original(content, file)
+                file.truncate(file.tell() // 2)
+            os.kill(os.getpid(), interruption.signal)
+        return original(*args, **kwargs)
+
+    return function
+
+
+def assert_same_results(run_dir: Path, expected: Path) -> None:
+    """The same bits of weights, average and optimizer, the same log, the same best weights, and no other files."""
+    assert digest(run_dir / 'last.pth') == digest(expected / 'last.pth')
+    assert losses(run_dir) == losses(expected)
+    best, wanted = (torch.load(folder / 'best.pth', weights_only=True) for folder in (run_dir, expected))
+    assert best['best_top1'] == wanted['best_top1']
+    torch.testing.assert_close(best['state_dict'], wanted['state_dict'], rtol=0, atol=0)
+    assert {path.name for path in run_dir.iterdir()} == {path.name for path in expected.iterdir()}
