@@ -31,7 +31,7 @@ from train.distributed import World, join_world
 from train.engine import fit
 from train.schema import Config
 from train.state import AMP_DTYPES, TrainState
-from train.throughput import measure_throughput
+from train.throughput import measure_throughput, settle_buckets
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
             resume(state, run_dir, config.run.resume, loaders.class_names)
         if world.is_primary:
             begin(run_dir, state)
+        settle_buckets(state)
         if config.run.throughput_batches and not loaders.is_stream and len(loaders.train) > 1:
             throughput = measure_throughput(state, loaders, config.run.throughput_batches)
             if world.is_primary:

@@ -8,9 +8,10 @@ optimizer, on the same batch: the median of the ratios of interleaved updates, a
 """
 
 import argparse
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -57,8 +58,6 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
     if len(loaders.train) < 2:
         raise ValueError(f'expected an epoch with at least 2 batches, got {len(loaders.train)}')
     device, size = state.world.device, state.config.data.batch_size // state.config.optim.accumulate
-    state.model.train()
-    buffers = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
     loaders.set_epoch(state.epoch, state.updates_of_epoch)
     resident: Batch = next(iter(loaders.train))
     rates = []
@@ -67,14 +66,40 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
         ([resident] * (batches + 1), _pass),
         (loaders.train, _pass),
     ]
-    for source, work in cases:
-        seconds, count = _time(state, islice(source, batches + 1), work, device)
-        rates.append(size * count / seconds)
+    with _without_trace(state):
+        for source, work in cases:
+            seconds, count = _time(state, islice(source, batches + 1), work, device)
+            rates.append(size * count / seconds)
+    return Throughput(*rates)
+
+
+def settle_buckets(state: TrainState) -> None:
+    """Go forward and backward once, on blank images, so that the sums over processes keep their order from here on.
+
+    DistributedDataParallel lays its buckets of gradients out anew after the first pass. Three and more processes add
+    the elements of a bucket in an order that depends on their places, so without this the first update of a process
+    that was started again would round otherwise than that of one that was not.
+    """
+    if not state.world.is_distributed:
+        return
+    height, width = state.config.data.img_size
+    device = state.world.device
+    with _without_trace(state):
+        # The layout is changed as the second pass begins.
+        for _ in range(2):
+            _pass(state, (torch.zeros(2, 3, height, width, device=device), torch.zeros(2, dtype=torch.int64)))
+
+
+@contextlib.contextmanager
+def _without_trace(state: TrainState) -> Iterator[None]:
+    """Put back what passes in training mode change, apart from the weights: running statistics and gradients."""
+    state.model.train()
+    buffers = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
+    yield
     with torch.no_grad():
         for name, buffer in state.model.named_buffers():
             buffer.copy_(buffers[name])
     state.optimizer.zero_grad(set_to_none=True)
-    return Throughput(*rates)
 
 
 def measure_overhead(state: TrainState, batch: Batch, rounds: int) -> list[float]:

@@ -33,7 +33,7 @@ SAVING = [
     'run.tensorboard=false',
 ]
 # The number of processes, and what the run has besides.
-RUNS = {'one_process': (1, []), 'two_processes': (2, [])}
+RUNS = {'one_process': (1, []), 'two_processes': (2, []), 'three_processes': (3, ['model.depth=3'])}
 # Where a run is killed, and where again when it has gone on; each time, the updates that are saved then. It writes
 # updates 1, 2 and 3, the best weights and the epoch; the first and the best weights take one renaming, the others two.
 KILLS = {
@@ -46,6 +46,8 @@ KILLS = {
     'between_two_renamings': [(Interruption(RENAMING, 3), 1), (Interruption(RENAMING, 1), 1)],
     'while_it_exports': [(Interruption(EXPORT, 1), 6), (Interruption(RENAMING, 2), 6)],
 }
+# The places that matter to several processes.
+SHARED = ('within_an_epoch', 'after_the_last_update_of_an_epoch', 'while_it_writes_an_update')
 
 
 @pytest.fixture(scope='module')
@@ -60,7 +62,7 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope='module', params=RUNS.values(), ids=RUNS)
+@pytest.fixture(scope='module')
 def whole(request: pytest.FixtureRequest, photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing interrupted; its config.yaml repeats it."""
     processes, more = request.param
@@ -82,9 +84,18 @@ def repeat(whole: Path, run_dir: Path, *more: str, interruption: Interruption | 
     return codes
 
 
-@pytest.mark.parametrize('kills', KILLS.values(), ids=KILLS)
-def test_a_run_killed_twice_ends_as_if_it_had_not_been(kills, whole, tmp_path):
-    for kill, updates in kills:
+@pytest.mark.parametrize(
+    ('whole', 'place'),
+    [
+        *(pytest.param(RUNS['one_process'], place, id=f'one_process-{place}') for place in KILLS),
+        *(pytest.param(RUNS['two_processes'], place, id=f'two_processes-{place}') for place in SHARED),
+        # Only three add numbers in an order that can change.
+        pytest.param(RUNS['three_processes'], SHARED[0], id=f'three_processes-{SHARED[0]}'),
+    ],
+    indirect=['whole'],
+)
+def test_a_run_killed_twice_ends_as_if_it_had_not_been(whole, place, tmp_path):
+    for kill, updates in KILLS[place]:
         assert -signal.SIGKILL in repeat(whole, tmp_path, interruption=kill)
         assert find_latest(tmp_path)[1]['updates'] == updates
     repeat(whole, tmp_path, 'data.num_workers=2')
