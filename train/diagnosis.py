@@ -52,7 +52,8 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
         draws = loader.sampler.draws(state.updates_of_epoch)
         found['images'] = [draw.image for draw in draws]
         images, targets = loader.loader.collate_fn([loader.dataset[draw] for draw in draws])
-        images = (images.to(world.device, torch.float32) - loader.mean) / loader.std
+        # On the device first, because some batches are augmented on their way there.
+        images = (images.to(device=world.device).to(torch.float32) - loader.mean) / loader.std
         found |= _watch(state, images, targets.to(world.device))
     path = folder / f'nonfinite-{state.updates + 1}-rank{world.rank}.json'
     path.write_text(json.dumps(found, indent=2) + '\n')

@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import make_beton
 
-from aft_vision.data import create_loaders
+from aft_vision.data import create_loaders, imagenet
 from train.build import build_state
 from train.config import load_config
 from train.diagnosis import write_diagnosis
@@ -44,6 +45,22 @@ def test_a_sound_update_names_no_layer_and_all_its_images(state, loader, tmp_pat
     assert found['images'] == [draw.image for draw in loader.train.sampler][300:400]
     assert set(found['keys']) == {'blocks.0.attn', 'blocks.1.attn'}
     assert all(low < 0 < high for low, high in found['keys'].values())
+
+
+@pytest.mark.ffcv
+def test_images_that_are_augmented_on_the_device_are_had_again(state, tmp_path, monkeypatch):
+    pytest.importorskip('ffcv', reason="needs FFCV: pip install 'aft-vision[ffcv]' and Debian's libraries")
+    original = imagenet._train_transforms
+    monkeypatch.setattr(imagenet, '_train_transforms', lambda *args: original(*args[:-1], on_device=True))
+    augment, folder = state.config.augment, make_beton(tmp_path / 'images')
+    loaders = create_loaders(folder, (32, 32), 100, augment=augment, accumulate=2, num_workers=0)
+    seen = []
+    monkeypatch.setattr(state, 'augment', lambda images, targets: (seen.append(images.clone()) or images, targets))
+    found = diagnose(state, loaders, tmp_path)
+    loaders.set_epoch(0, 3)
+    expected = [images for images, _ in loaders.train][:2]
+    torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
+    assert (found['layer'], len(found['images'])) == (None, 100)
 
 
 def test_the_range_of_the_keys_is_that_of_all_parts(state, loader, tmp_path):
