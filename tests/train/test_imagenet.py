@@ -246,3 +246,13 @@ def test_several_sizes_need_a_model_that_takes_them(tmp_path):
         assert torch.isfinite(torch.tensor(state.history[0]['eval_loss']))
     exported = json.loads((tmp_path / 'run' / 'export' / 'config.json').read_text())
     assert exported['pretrained_cfg']['input_size'] == [3, 40, 40]
+
+
+@pytest.mark.parametrize('row', ['aft_conv_tiny_k11_h192', 'aft_full_tiny'])
+def test_rows_of_table_7_train_at_another_size_and_batch(row, tmp_path):
+    small = ['data.img_size=[32,32]', 'data.batch_size=100', 'data.num_workers=0', 'run.compile=false', 'run.amp=none']
+    short = ['schedule.epochs=2', 'schedule.warmup_epochs=1', 'run.throughput_batches=0', f'run.dir={tmp_path}']
+    state = main(['--quiet', '--config', str(ROOT / 'configs/imagenet' / f'{row}.yaml'), DATA, *small, *short])
+    assert state.updates == 12
+    assert all(torch.isfinite(parameter).all() for parameter in state.model.parameters())
+    assert [row['train_lr'] for row in state.history] == [1e-6, 1e-6]
