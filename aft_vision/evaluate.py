@@ -83,11 +83,11 @@ class _Meter:
         model.eval()
 
     def update(self, images: torch.Tensor, targets: torch.Tensor, amp_dtype: torch.dtype | None) -> None:
-        _synchronize(self.device)
+        synchronize(self.device)
         start = time.perf_counter()
         with torch.autocast(self.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
             logits = self.model(images)
-        _synchronize(self.device)
+        synchronize(self.device)
         self.timings.append((len(images), time.perf_counter() - start))
         self.evaluator.update(logits, targets)
 
@@ -283,7 +283,8 @@ def peak_memory_mb(device: torch.device | str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done its work."""
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
 

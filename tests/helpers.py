@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import importlib.util
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -185,6 +186,13 @@ def make_folder(root: Path, splits: dict[str, list[str]], images: int = 2, size:
             for number in range(images):
                 Image.new('RGB', size, (20 * index,) * 3).save(folder / f'{number}.png')
     return root
+
+
+def require_ffcv() -> None:
+    """Skip a test, or a module of tests, without FFCV; it is not imported, because that gives torch a single thread."""
+    if importlib.util.find_spec('ffcv') is None:
+        reason = "needs FFCV: pip install 'aft-vision[ffcv]' and Debian's libraries"
+        pytest.skip(reason, allow_module_level=True)
 
 
 def make_beton(folder: Path, source: Path = CLOTHING, options: Any = None, workers: int = 0) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_beton
+from helpers import make_beton, require_ffcv
 
 ROOT = Path(__file__).parents[1]
 CLOTHING = ROOT / 'tests' / 'assets' / 'clothing'
@@ -87,7 +87,7 @@ def test_mixing_and_drop_path_depend_on_the_part_and_not_on_who_has_it(tmp_path)
 @pytest.mark.slow
 @pytest.mark.ffcv
 def test_two_processes_train_as_one_from_ffcv_files_and_with_several_sizes(tmp_path):
-    pytest.importorskip('ffcv', reason="needs FFCV: pip install 'aft-vision[ffcv]' and Debian's libraries")
+    require_ffcv()
     folder = make_beton(tmp_path / 'images')
     sizes = 'data.train_sizes=[32,48]'
     train(tmp_path / 'one', 'optim.accumulate=1', f'data.dir={folder}', sizes)

@@ -37,6 +37,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument('--input-key', help='column of the image, of a named data set')
     parser.add_argument('--target-key', help='column of the class')
+    parser.add_argument('--num-classes', type=int, help='of a named data set that does not say')
+    parser.add_argument('--download', action='store_true', help='fetch a named data set that is not there yet')
     parser.add_argument('--skip-corrupt', action='store_true', help='leave images out that cannot be decoded')
     parser.add_argument('--overwrite', action='store_true', help='replace files that are there')
     parser.add_argument('--quiet', action='store_true', help='no progress bar')
@@ -56,12 +58,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     from aft_vision.data.ffcv_writer import BetonOptions, write_beton
 
     options = BetonOptions(args.max_resolution, args.jpeg_quality, args.raw_share, args.seed)
-    paths = {split: args.out / f'{split}.beton' for split in args.splits}
+    paths = {name: args.out / f'{name}.beton' for name in args.splits}
     present = [str(path) for path in paths.values() if path.exists()]
     if present and not args.overwrite:
         raise FileExistsError(f'expected new files, got {", ".join(present)}, which are there; give --overwrite')
-    for split, path in paths.items():
-        images = write_beton(open_split(args, split), path, options, args.workers, progress=not args.quiet)
+    # All of them first, so that nothing is written where one is missing.
+    splits = {path: open_split(args, name) for name, path in paths.items()}
+    for path, split in splits.items():
+        images = write_beton(split, path, options, args.workers, progress=not args.quiet)
         print(f'{path}: {images} images, {path.stat().st_size / 2**20:.1f} MiB')
 
 
@@ -70,7 +74,10 @@ def open_split(args: argparse.Namespace, name: str) -> Split:
     source = Source(
         dir=args.data,
         name=args.name,
-        eval_split=name,
+        # `val` stands for whatever a data set calls it.
+        eval_split=None if name == 'val' else name,
+        download=args.download,
+        num_classes=args.num_classes,
         input_key=args.input_key,
         target_key=args.target_key,
         on_corrupt_image='skip' if args.skip_corrupt else 'raise',

@@ -26,7 +26,7 @@ def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainSt
     # Before the seed, so that the first weights do not depend on the teacher.
     teacher = None
     if config.distill.teacher is not None:
-        teacher = load_teacher(config.distill, class_names, config.data.img_size)
+        teacher = load_teacher(config.distill, class_names, training_sizes(config))
     random_seed(config.run.seed)
     model = build_model(name, kwargs)
     check_image_sizes(model, config)
@@ -62,26 +62,40 @@ def build_evaluation(config: Config, run_dir: Path, world: World) -> tuple[nn.Mo
         device=world.device,
     )
     name, kwargs = model_arguments(config, num_classes=len(class_names))
-    if config.run.init_from is None and not kwargs.get('pretrained'):
-        if not (run_dir / BEST).exists():
-            raise ValueError(
-                f'expected weights to evaluate: {run_dir / BEST}, run.init_from or model.pretrained=true, got none'
-            )
-        model = load_model(run_dir / BEST)
-        check_classes(model, class_names, config.data.name or config.data.dir)
+    checkpoint = config.run.init_from or run_dir / BEST
+    pretrained = bool(kwargs.get('pretrained')) and config.run.init_from is None
+    if pretrained:
+        _check_pretrained_classes(config, class_names)
+    elif not Path(checkpoint).exists():
+        raise ValueError(
+            f'expected weights to evaluate: {checkpoint}, run.init_from or model.pretrained=true, got none'
+        )
     else:
-        model = build_model(name, kwargs)
-        if config.run.init_from is not None:
-            initialize_model(model, config.run.init_from)
+        check_classes(load_model(checkpoint), class_names, config.data.name or config.data.dir)
+    model = build_model(name, kwargs if pretrained else {**kwargs, 'pretrained': False})
     check_image_sizes(model, config)
+    if not pretrained:
+        initialize_model(model, checkpoint)
     return model.to(world.device), loader
+
+
+def _check_pretrained_classes(config: Config, class_names: Sequence[str]) -> None:
+    # timm gives a model with another number of classes a new classifier without a word.
+    overlay = config.model.get('pretrained_cfg_overlay') or {}
+    classes = overlay.get('num_classes', getattr(timm.get_pretrained_cfg(config.model['name']), 'num_classes', None))
+    if classes not in (None, -1, len(class_names)):
+        raise ValueError(f'expected a data set of {classes} classes, as the weights have, got {len(class_names)}')
+
+
+def training_sizes(config: Config) -> list[tuple[int, int]]:
+    """All sizes (H, W) that training images have, in pixels."""
+    schedule = config.size_schedule
+    return [config.data.img_size] if schedule is None else list(schedule.sizes)
 
 
 def check_image_sizes(model: nn.Module, config: Config) -> None:
     """Raise a ValueError unless a model takes all sizes that it will see."""
-    schedule = config.size_schedule
-    sizes = [config.data.img_size] if schedule is None else list(schedule.sizes)
-    sizes.append(config.data.eval_img_size or config.data.img_size)
+    sizes = [*training_sizes(config), config.data.eval_img_size or config.data.img_size]
     for size in sizes:
         check_image_size(model, size)
     if len(set(sizes)) > 1 and has_fixed_input_size(model):

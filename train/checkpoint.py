@@ -22,7 +22,7 @@ from train.state import TrainState
 LAST, BEST = 'last.pth', 'best.pth'
 MOST_KEPT = 100
 # Keys whose change leaves every update what it was.
-HARMLESS = ('data.dir', 'data.num_workers', 'data.eval_batch_size', 'data.download')
+HARMLESS = ('data.num_workers', 'data.eval_batch_size', 'data.download')
 
 _logger = logging.getLogger(__name__)
 

@@ -77,16 +77,16 @@ def create_task(
     return LogitDistillationTask(**options, temperature=distill.temperature)
 
 
-def load_teacher(distill: DistillConfig, class_names: Sequence[str], img_size: tuple[int, int]) -> nn.Module:
+def load_teacher(distill: DistillConfig, class_names: Sequence[str], sizes: Sequence[tuple[int, int]]) -> nn.Module:
     """Build the teacher with its weights, on the CPU, for the images of the student.
 
     Args:
         class_names: Of the data set, which must be the teacher's unless its features alone are learned.
-        img_size: (H, W) in pixels; a teacher of fixed input size is resized where it can be.
+        sizes: (H, W) in pixels, of all images; a teacher of fixed input size is resized where it can be.
 
     Raises:
         ValueError: the teacher does not exist, has no weights or they cannot be fetched, has other classes than the
-            data set, or does not take images of that size.
+            data set, or does not take images of these sizes.
     """
     assert distill.teacher is not None
     teacher: Any = _build(distill.teacher, distill.teacher_args).eval()
@@ -96,15 +96,16 @@ def load_teacher(distill: DistillConfig, class_names: Sequence[str], img_size: t
         except ValueError as error:
             raise ValueError(f'distill.teacher {distill.teacher}: {error}') from error
     try:
-        check_image_size(teacher, img_size)
         if has_fixed_input_size(teacher) and hasattr(teacher, 'set_input_size'):
-            teacher.set_input_size(img_size=img_size)
-        with torch.no_grad():
-            teacher(torch.zeros(1, 3, *img_size))
+            teacher.set_input_size(img_size=sizes[0])
+        for size in sizes:
+            check_image_size(teacher, size)
+            with torch.no_grad():
+                teacher(torch.zeros(1, 3, *size))
     # Models refuse an image by errors of any kind.
     except Exception as error:
         raise ValueError(
-            f'expected distill.teacher to take RGB images of data.img_size {img_size}, got {distill.teacher}: {error}'
+            f'expected distill.teacher to take RGB images of {list(sizes)} pixels, got {distill.teacher}: {error}'
         ) from error
     return teacher
 

@@ -41,7 +41,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--eval', action='store_true', help='evaluate, and train nothing')
     parser.add_argument('--quiet', action='store_true', help='no progress bar')
     parser.add_argument('overrides', nargs='*', metavar='section.key=value', help='changes to the experiment')
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> TrainState | None:
@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
         if world.is_primary:
             begin(run_dir, state)
         settle_buckets(state)
-        if config.run.throughput_batches and not loaders.is_stream and len(loaders.train) > 1:
+        measured = config.run.throughput_batches > 0 and state.epoch < config.schedule.epochs
+        if measured and not loaders.is_stream and len(loaders.train) > 1:
             throughput = measure_throughput(state, loaders, config.run.throughput_batches)
             if world.is_primary:
                 print(throughput)

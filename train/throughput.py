@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from aft_vision.data import Loaders
-from train.build import build_loaders, build_state
+from aft_vision.evaluate import synchronize
+from train.build import build_loaders, build_state, training_sizes
 from train.config import load_config
 from train.distributed import join_world
 from train.engine import Batch, train_step
@@ -49,32 +50,37 @@ class Throughput:
 def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Throughput:
     """Time the loader, the model and both, and leave no trace in the state.
 
+    All images have the last of the sizes that training goes through.
+
     Args:
-        batches: That are timed in each case, after a first one that is not; fewer if the epoch has fewer.
+        batches: That are timed in each case, after those that the loader has read ahead; fewer if the epoch has fewer.
 
     Raises:
         ValueError: the epoch has no second batch.
     """
     if len(loaders.train) < 2:
         raise ValueError(f'expected an epoch with at least 2 batches, got {len(loaders.train)}')
-    device, size = state.world.device, state.config.data.batch_size // state.config.optim.accumulate
-    loaders.set_epoch(state.epoch, state.updates_of_epoch)
+    config = state.config
+    # Two batches of each loading process may be there before they are asked for.
+    ahead = min(1 + 2 * config.data.num_workers, len(loaders.train) - 1)
+    # Of the whole epoch, whatever is left of it; training chooses its place itself.
+    loaders.set_epoch(state.epoch, size=None if config.data.train_sizes is None else len(config.data.train_sizes) - 1)
     resident: Batch = next(iter(loaders.train))
-    rates = []
-    cases: list[tuple[Iterable[Batch], Callable[[TrainState, Batch], None]]] = [
-        (loaders.train, lambda state, batch: None),
-        ([resident] * (batches + 1), _pass),
-        (loaders.train, _pass),
+    cases: list[tuple[Iterable[Batch], int, Callable[[TrainState, Batch], None]]] = [
+        (loaders.train, ahead, lambda state, batch: None),
+        ([resident] * (1 + batches), 1, _pass),
+        (loaders.train, ahead, _pass),
     ]
+    rates = []
     with _without_trace(state):
-        for source, work in cases:
-            seconds, count = _time(state, islice(source, batches + 1), work, device)
-            rates.append(size * count / seconds)
+        for source, untimed, work in cases:
+            seconds, count = _time(state, islice(source, untimed + batches), work, untimed)
+            rates.append(config.data.batch_size // config.optim.accumulate * count / seconds)
     return Throughput(*rates)
 
 
 def settle_buckets(state: TrainState) -> None:
-    """Go forward and backward once, on blank images, so that the sums over processes keep their order from here on.
+    """Go forward and backward twice, on blank images, so that the sums over processes keep their order from here on.
 
     DistributedDataParallel lays its buckets of gradients out anew after the first pass. Three and more processes add
     the elements of a bucket in an order that depends on their places, so without this the first update of a process
@@ -82,12 +88,13 @@ def settle_buckets(state: TrainState) -> None:
     """
     if not state.world.is_distributed:
         return
-    height, width = state.config.data.img_size
-    device = state.world.device
+    config, device = state.config, state.world.device
+    # As many as in training, so that a compiled model has its shapes once.
+    images = torch.zeros(config.check_parts(state.world.size), 3, *training_sizes(config)[0], device=device)
     with _without_trace(state):
         # The layout is changed as the second pass begins.
         for _ in range(2):
-            _pass(state, (torch.zeros(2, 3, height, width, device=device), torch.zeros(2, dtype=torch.int64)))
+            _pass(state, (images, torch.zeros(len(images), dtype=torch.int64)))
 
 
 @contextlib.contextmanager
@@ -105,30 +112,33 @@ def _without_trace(state: TrainState) -> Iterator[None]:
 def measure_overhead(state: TrainState, batch: Batch, rounds: int) -> list[float]:
     """Time updates by the trainer and bare ones in turn, on one batch, and give the ratios of their times.
 
-    The weights change. What a recipe adds to the update, such as mixup, clipping and a moving average, counts as the
+    The weights change. What a recipe adds to the update, such as clipping and a moving average, counts as the
     trainer's: leave it out of the experiment to see what the trainer itself costs.
     """
     parts = [batch] * state.config.optim.accumulate
     ratios = []
     state.model.train()
     for turn in range(rounds + 1):
-        bare, _ = _time(state, [batch, batch], _bare_step, state.world.device)
-        start = time.perf_counter()
-        train_step(state, parts)
-        _synchronize(state.world.device)
+        times = []
+        for update in (_bare_update, train_step):
+            start = time.perf_counter()
+            update(state, parts)
+            synchronize(state.world.device)
+            times.append(time.perf_counter() - start)
         if turn:
-            ratios.append((time.perf_counter() - start) / (bare * len(parts)))
+            ratios.append(times[1] / times[0])
     return ratios
 
 
-def _bare_step(state: TrainState, batch: Batch) -> None:
-    _pass(state, batch)
+def _bare_update(state: TrainState, parts: Sequence[Batch]) -> None:
+    state.optimizer.zero_grad(set_to_none=True)
+    for batch in parts:
+        _pass(state, batch)
     state.optimizer.step()
 
 
 def _pass(state: TrainState, batch: Batch) -> None:
     """Go forward and backward, and change no weight."""
-    state.optimizer.zero_grad(set_to_none=True)
     device = state.world.device
     # A copy, because a batch is changed in place.
     images, targets = state.augment(batch[0].to(device, copy=True), batch[1].to(device))
@@ -138,22 +148,17 @@ def _pass(state: TrainState, batch: Batch) -> None:
 
 
 def _time(
-    state: TrainState, source: Iterable[Batch], work: Callable[[TrainState, Batch], None], device: torch.device
+    state: TrainState, source: Iterable[Batch], work: Callable[[TrainState, Batch], None], untimed: int
 ) -> tuple[float, int]:
-    """Seconds for all batches but the first, and how many these are."""
+    """Seconds for all batches but the first ones, and how many these are."""
     start, count = time.perf_counter(), 0
-    for count, batch in enumerate(source):
+    for count, batch in enumerate(source, start=1 - untimed):
         work(state, batch)
         if count == 0:
-            _synchronize(device)
+            synchronize(state.world.device)
             start = time.perf_counter()
-    _synchronize(device)
+    synchronize(state.world.device)
     return time.perf_counter() - start, count
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -162,12 +167,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--config', type=Path, required=True, help='the YAML experiment')
     parser.add_argument('--rounds', type=int, default=20, help='batches and updates that are timed (default: 20)')
     parser.add_argument('overrides', nargs='*', metavar='section.key=value', help='changes to the experiment')
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print what limits the run, and what the trainer costs."""
+    """Print what limits the run, and what the trainer costs.
+
+    Raises:
+        ValueError: the experiment is not valid, or there are fewer than two rounds.
+    """
     args = parse_args(argv)
+    if args.rounds < 2:
+        raise ValueError(f'expected at least 2 rounds, got {args.rounds}')
     config = load_config(args.config, args.overrides)
     if config.run.cpu_threads is not None:
         torch.set_num_threads(config.run.cpu_threads)

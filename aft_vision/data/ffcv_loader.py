@@ -89,13 +89,23 @@ class BetonDataset(CheckedDataset):
 
     def _find_class_names(self, num_classes: int | None) -> list[str]:
         description = self.path.with_suffix('.json')
-        known = json.loads(description.read_text()).get('class_names') if description.is_file() else None
+        known = self._read_class_names(description) if description.is_file() else None
         names = known or [str(label) for label in range(num_classes or int(self.labels.max()) + 1)]
         if num_classes not in (None, len(names)):
             raise ValueError(f'expected data.num_classes to be {len(names)}, as in {description}, got {num_classes}')
         if not 0 <= self.labels.min() <= self.labels.max() < len(names):
             found = f'{self.labels.min()} to {self.labels.max()}'
             raise ValueError(f'expected classes from 0 to {len(names) - 1} in {self.path}, got {found}')
+        return names
+
+    def _read_class_names(self, description: Path) -> list[str]:
+        try:
+            content = json.loads(description.read_text())
+            names, images = content['class_names'], content['images']
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f'expected the description of {self.path}, got {description}: {error!r}') from error
+        if images != len(self):
+            raise ValueError(f'expected the description of the {len(self)} images of {self.path}, got one of {images}')
         return names
 
     def content(self, index: int) -> np.ndarray:

@@ -62,11 +62,12 @@ class BetonOptions:
 
 
 class Encoded(NamedTuple):
-    """What the file holds of one image: its metadata but for the place, its bytes, and its class."""
+    """What the file holds of one image: its metadata but for the place, its bytes, its class; and which one it was."""
 
     metadata: np.ndarray
     content: np.ndarray
     target: int
+    source: int
 
 
 def write_beton(
@@ -94,17 +95,19 @@ def write_beton(
     if split.is_stream:
         raise ValueError('expected a data set whose images can be had at random positions, got a stream')
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f'.{path.name}.tmp')
+    temporary, description = path.with_name(f'.{path.name}.tmp'), path.with_name(f'.{path.stem}.json.tmp')
     dataset = _EncodedDataset(split.dataset, options)
     try:
-        targets = _write(dataset, temporary, options.page_size, num_workers, progress)
-        _check(temporary, dataset, targets, len(split.class_names))
-        description = {'class_names': split.class_names, 'images': len(targets), **asdict(options)}
-        path.with_suffix('.json').write_text(json.dumps(description, indent=2) + '\n')
+        written = _write(dataset, temporary, num_workers, progress)
+        _check(temporary, dataset, written, len(split.class_names))
+        content = {'class_names': split.class_names, 'images': len(written), **asdict(options)}
+        description.write_text(json.dumps(content, indent=2) + '\n')
         os.replace(temporary, path)
+        os.replace(description, path.with_suffix('.json'))
     finally:
         temporary.unlink(missing_ok=True)
-    return len(targets)
+        description.unlink(missing_ok=True)
+    return len(written)
 
 
 class _EncodedDataset(Dataset):
@@ -133,42 +136,47 @@ class _EncodedDataset(Dataset):
             stored.append(np.empty(size, np.uint8))
             return 0, stored[0]
 
-        field.encode(metadata, np.array(image.convert('RGB')), allocate)
-        return Encoded(metadata, stored[0], int(target))
+        try:
+            field.encode(metadata, np.array(image.convert('RGB')), allocate)
+        # Whatever OpenCV and numpy make of an image whose sides FFCV cannot hold.
+        except Exception as error:
+            raise ValueError(f'expected images that FFCV can store, got image {index}: {error}') from error
+        if len(stored[0]) > self.options.page_size:
+            raise ValueError(
+                f'expected images of at most {self.options.page_size} bytes, which is a page of the file, got '
+                f'{len(stored[0])} for image {index}; set max_resolution'
+            )
+        return Encoded(metadata, stored[0], int(target), index)
 
 
-def _write(dataset: _EncodedDataset, path: Path, page_size: int, num_workers: int, progress: bool) -> list[int]:
-    """Write every image that is not skipped, and return the classes."""
+def _write(dataset: _EncodedDataset, path: Path, num_workers: int, progress: bool) -> list[tuple[int, int]]:
+    """Write every image that is not skipped, and return which they were and their classes."""
+    page_size = dataset.options.page_size
     writer = DatasetWriter(str(path), {'image': RGBImageField(), 'label': IntField()}, page_size, num_workers=1)
     writer.num_samples = len(dataset)
     writer.prepare()
-    targets: list[int] = []
+    written: list[tuple[int, int]] = []
     # FFCV keeps the table of the images in memory that its processes would share.
     metadata = np.frombuffer(writer.metadata_sm.buf, writer.metadata_type)
     try:
         allocator = MemoryAllocator(str(path), writer.data_region_start, page_size)
         with allocator:
             for image in _encode(dataset, num_workers, progress, f'{path.name[1:-4]}'):
-                if len(image.content) > page_size:
-                    raise ValueError(
-                        f'expected images of at most {page_size} bytes, which is a page of the file, got one of '
-                        f'{len(image.content)}; set max_resolution'
-                    )
-                allocator.set_current_sample(len(targets))
+                allocator.set_current_sample(len(written))
                 place, space = allocator.malloc(len(image.content))
                 space[:] = image.content
                 image.metadata['data_ptr'] = place
-                metadata[len(targets)] = (image.metadata[0], image.target)
-                targets.append(image.target)
-        if not targets:
+                metadata[len(written)] = (image.metadata[0], image.target)
+                written.append((image.source, image.target))
+        if not written:
             raise ValueError('expected a data set with images, got none')
-        writer.header['num_samples'] = len(targets)
+        writer.header['num_samples'] = len(written)
         writer.finalize(allocator.allocations)
     finally:
         del metadata
         writer.metadata_sm.close()
         writer.metadata_sm.unlink()
-    return targets
+    return written
 
 
 def _encode(dataset: _EncodedDataset, num_workers: int, progress: bool, name: str) -> Iterator[Encoded]:
@@ -179,20 +187,17 @@ def _encode(dataset: _EncodedDataset, num_workers: int, progress: bool, name: st
             bar.update(len(images))
 
 
-def _check(path: Path, dataset: _EncodedDataset, targets: list[int], num_classes: int) -> None:
+def _check(path: Path, dataset: _EncodedDataset, written: list[tuple[int, int]], num_classes: int) -> None:
     """Read the file back: all classes, the place of every image, and some images bit for bit.
 
     Raises:
         ValueError: something is not what it was.
     """
-    written = BetonDataset(path, num_classes)
-    if written.labels.tolist() != targets:
+    read = BetonDataset(path, num_classes)
+    if read.labels.tolist() != [target for _, target in written]:
         raise ValueError(f'expected the classes that were written, got others from {path}')
-    if len(targets) < len(dataset):
-        # With images left out, the positions are no longer those of the source.
-        return
-    for index in range(0, len(targets), max(len(targets) // CHECKED, 1)):
-        image = dataset[index]
-        if image is None or not np.array_equal(written.content(index), image.content):
-            raise ValueError(f'expected the image that was written, got another one for image {index} of {path}')
-        written[index]
+    for place in range(0, len(written), max(len(written) // CHECKED, 1)):
+        image = dataset[written[place][0]]
+        if image is None or not np.array_equal(read.content(place), image.content):
+            raise ValueError(f'expected the image that was written, got another one for image {place} of {path}')
+        read[place]

@@ -31,15 +31,18 @@ class Loaders(NamedTuple):
         """Whether the training images can only be read from the start of an epoch."""
         return isinstance(getattr(self.train, 'dataset', None), IterableDataset)
 
-    def set_epoch(self, epoch: int, first_update: int = 0) -> None:
+    def set_epoch(self, epoch: int, first_update: int = 0, size: int | None = None) -> None:
         """Choose the order and the random changes of the next pass over the training images, and where it begins.
+
+        Args:
+            size: Which of several image sizes the whole pass has; None for those of the schedule.
 
         Raises:
             ValueError: the pass is to begin within the epoch, and the data set can only be read from its start.
         """
         sampler: Any = getattr(self.train, 'sampler', None)
         if isinstance(sampler, EpochSampler):
-            sampler.set_epoch(epoch, first_update)
+            sampler.set_epoch(epoch, first_update, size)
             return
         if first_update:
             raise ValueError(f'a streamed data set begins at the start of its epoch, not at update {first_update}')
@@ -199,7 +202,7 @@ def _train_transforms(
         steps = [automatic_steps(size, augment, mean) if augment.changes_colors else [] for size in sizes]
         return [TrainTransform(size, augment, each) for size, each in zip(sizes, steps, strict=True)], _collate
     changes = {size: TensorAugment(augment, size, mean) for size in sizes}
-    transforms = [TrainTransform(size, augment, changes=each) for size, each in changes.items()]
+    transforms = [TrainTransform(size, augment, changes=changes[size]) for size in sizes]
     return transforms, functools.partial(collate_augmented, changes)
 
 

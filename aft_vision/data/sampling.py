@@ -126,15 +126,20 @@ class EpochSampler(Sampler[Draw]):
             raise ValueError(f'batch size must be a multiple of its {self.parts.total} parts, got {batch_size}')
         self.size, self.batch_size, self.seed, self.repeats = size, batch_size, seed, repeats
         self.epoch = self.first_update = 0
+        self.size_choice: int | None = None
 
     @property
     def updates(self) -> int:
         """Updates of a whole epoch."""
         return self.size // self.batch_size
 
-    def set_epoch(self, epoch: int, first_update: int = 0) -> None:
-        """Choose the epoch of the next pass, and the update of it (from 0) that the pass begins at."""
-        self.epoch, self.first_update = epoch, first_update
+    def set_epoch(self, epoch: int, first_update: int = 0, size: int | None = None) -> None:
+        """Choose the epoch of the next pass, the update of it (from 0) that the pass begins at, and its image size.
+
+        Args:
+            size: Which of the sizes all updates have; None for those of the schedule.
+        """
+        self.epoch, self.first_update, self.size_choice = epoch, first_update, size
 
     def draws(self, update: int) -> list[Draw]:
         """The samples of this process in one update of the epoch, part by part."""
@@ -152,8 +157,8 @@ class EpochSampler(Sampler[Draw]):
         return np.random.default_rng((ORDER, self.seed, self.epoch)).permutation(self.size)
 
     def _choices(self) -> list[int]:
-        if self.sizes is None:
-            return [0] * self.updates
+        if self.sizes is None or self.size_choice is not None:
+            return [self.size_choice or 0] * self.updates
         return self.sizes.choices(self.seed, self.epoch, self.updates)
 
     def _draws(self, order: np.ndarray, choices: list[int], update: int) -> list[Draw]:

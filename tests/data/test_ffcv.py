@@ -1,8 +1,11 @@
 """FFCV files are written and read for real where FFCV is installed."""
 
 import dataclasses
+import gc
 import json
+import multiprocessing
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import NO_AUGMENTATION, make_beton, make_folder
+from helpers import NO_AUGMENTATION, make_beton, make_folder, require_ffcv
 from PIL import Image
 
 from aft_vision.data import (
@@ -25,7 +28,7 @@ from aft_vision.data import (
 )
 from aft_vision.data.datasets import open_eval_split, open_train_split
 
-pytest.importorskip('ffcv', reason="needs FFCV: pip install 'aft-vision[ffcv]' and Debian's libraries")
+require_ffcv()
 
 from aft_vision.data.ffcv_loader import BetonDataset, EvalTransform
 from aft_vision.data.ffcv_writer import BetonOptions, write_beton
@@ -185,10 +188,21 @@ def test_images_are_repeated_with_other_changes(clothing):
 
 
 def test_updates_have_the_sizes_of_the_schedule(clothing):
-    sizes = SizeSchedule(((16, 16), (24, 32)))
+    # A size may come twice.
+    sizes = SizeSchedule(((16, 16), (24, 32), (16, 16)))
     options = dict(train_sizes=sizes, accumulate=10)
     shapes = {tuple(images.shape) for epoch in range(3) for images, _ in batches(clothing, epoch=epoch, **options)}
     assert shapes == {(20, 3, 16, 16), (20, 3, 24, 32)}
+
+
+def test_sizes_may_repeat_where_the_device_augments(clothing, monkeypatch):
+    original = imagenet._train_transforms
+    monkeypatch.setattr(imagenet, '_train_transforms', lambda *args: original(*args[:-1], on_device=True))
+    sizes = SizeSchedule(((16, 16), (24, 24), (16, 16)), 'progressive', epochs=3, spread=0, random_mix=0)
+    augment = dataclasses.replace(CROP, auto_augment='rand-m9')
+    for epoch, expected in ((0, 16), (1, 24), (2, 16)):
+        found = batches(clothing, augment=augment, train_sizes=sizes, epoch=epoch)
+        assert {images.shape[2] for images, _ in found} == {expected}
 
 
 def test_writing_gives_the_same_bytes_with_more_processes(tmp_path, clothing):
@@ -233,13 +247,17 @@ def test_importing_ffcv_leaves_the_threads_of_torch_alone():
 
 def test_a_loader_that_is_left_early_leaves_no_thread_and_starts_anew(clothing):
     expected, threads = batches(clothing), threading.active_count()
-    loaders = create_loaders(clothing, (32, 32), 200, augment=CROP, num_workers=0, **PLAIN)
+    loaders = create_loaders(clothing, (32, 32), 200, augment=CROP, num_workers=1, **PLAIN)
     for _ in range(3):
         loaders.set_epoch(0)
         for batch in loaders.train:
             assert_same_batches([batch], expected[:1])
             break
-    assert threading.active_count() == threads
+        # That of the process which waits for the next epoch.
+        assert len(multiprocessing.active_children()) == 1
+    del loaders
+    gc.collect()
+    assert (threading.active_count(), multiprocessing.active_children()) == (threads, [])
 
 
 def test_another_process_maps_the_file_itself(clothing):
@@ -368,7 +386,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 
 def test_an_image_larger_than_a_page_is_named(tmp_path):
     folder = make_folder(tmp_path / 'images', {'train': ['a'], 'val': ['a']}, images=1, size=(2000, 1500))
-    with pytest.raises(ValueError, match=r'at most 8388608 bytes, .* got one of 9000000; set max_resolution'):
+    with pytest.raises(ValueError, match=r'at most 8388608 bytes, .* got 9000000 for image 0; set max_resolution'):
         make_beton(tmp_path, folder, BetonOptions(raw_share=1.0))
 
 
@@ -390,3 +408,27 @@ def test_a_path_of_another_kind_and_a_stream_are_rejected(tmp_path):
     split = open_train_split(Source(dir=str(CLOTHING)), 1)
     with pytest.raises(ValueError, match=r'ends in \.beton, got .*train\.ffcv'):
         write_beton(split, tmp_path / 'train.ffcv')
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from split.dataset
+
+    with pytest.raises(ValueError, match='at random positions, got a stream'):
+        write_beton(dataclasses.replace(split, dataset=Stream()), tmp_path / 'train.beton')
+
+
+@pytest.mark.parametrize(
+    'text', ['[1, 2]', '{"class_names": ["a"', '{"images": 200}', '{"class_names": ["a"], "images": 7}']
+)
+def test_a_description_of_something_else_is_named(text, clothing, tmp_path):
+    shutil.copy(clothing / 'val.beton', tmp_path / 'val.beton')
+    (tmp_path / 'val.json').write_text(text)
+    with pytest.raises(ValueError, match=r'expected the description of .* got '):
+        BetonDataset(tmp_path / 'val.beton')
+
+
+def test_an_image_that_ffcv_cannot_store_is_named(tmp_path):
+    folder = make_folder(tmp_path / 'images', {'train': ['a'], 'val': ['a']}, images=1, size=(2000, 1))
+    with pytest.raises(ValueError, match='expected images that FFCV can store, got image 0: '):
+        make_beton(tmp_path, folder, BetonOptions(max_resolution=500))
+    assert not list(tmp_path.glob('*beton*'))

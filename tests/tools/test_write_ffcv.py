@@ -1,9 +1,9 @@
 import sys
 
 import pytest
-from helpers import make_folder
+from helpers import make_folder, require_ffcv
 
-pytest.importorskip('ffcv', reason="needs FFCV: pip install 'aft-vision[ffcv]' and Debian's libraries")
+require_ffcv()
 
 from aft_vision.data.ffcv_loader import BetonDataset
 from tools.write_ffcv import main
@@ -33,6 +33,16 @@ def test_a_file_that_is_there_is_kept_unless_it_is_to_be_replaced(tmp_path):
     with pytest.raises(FileExistsError, match=r'got .*val\.beton, which are there; give --overwrite'):
         main(arguments)
     main([*arguments, '--overwrite'])
+
+
+def test_nothing_is_written_where_a_split_is_missing_and_val_is_whatever_it_is_called(tmp_path):
+    folder = make_folder(tmp_path / 'images', {'train': ['a'], 'validation': ['a']})
+    arguments = ['--data', str(folder), '--out', str(tmp_path / 'out'), '--workers', '0', '--quiet']
+    with pytest.raises(ValueError, match=r'extra in .*, got only train, validation'):
+        main([*arguments, '--splits', 'train', 'extra'])
+    assert not (tmp_path / 'out').exists()
+    main(arguments)
+    assert sorted(path.name for path in (tmp_path / 'out').glob('*.beton')) == ['train.beton', 'val.beton']
 
 
 def test_a_data_set_of_torchvision_is_written(tmp_path, capsys):

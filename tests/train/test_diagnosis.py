@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_beton
+from helpers import make_beton, require_ffcv
 
 from aft_vision.data import create_loaders, imagenet
 from train.build import build_state
@@ -49,7 +49,7 @@ def test_a_sound_update_names_no_layer_and_all_its_images(state, loader, tmp_pat
 
 @pytest.mark.ffcv
 def test_images_that_are_augmented_on_the_device_are_had_again(state, tmp_path, monkeypatch):
-    pytest.importorskip('ffcv', reason="needs FFCV: pip install 'aft-vision[ffcv]' and Debian's libraries")
+    require_ffcv()
     original = imagenet._train_transforms
     monkeypatch.setattr(imagenet, '_train_transforms', lambda *args: original(*args[:-1], on_device=True))
     augment, folder = state.config.augment, make_beton(tmp_path / 'images')

@@ -230,6 +230,28 @@ def test_the_best_weights_of_a_run_are_evaluated(tmp_path, capsys):
     assert before == sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.rglob('*'))
 
 
+def test_weights_of_other_classes_or_of_another_model_are_not_evaluated(run_dir, tmp_path):
+    names = [path.name for path in (ROOT / 'tests/assets/clothing/train').iterdir()]
+    renamed = make_folder(tmp_path / 'renamed', {'val': ['a', *sorted(names)[1:]]}, 1)
+    arguments = [*ONE_EPOCH, '--eval', f'run.dir={tmp_path / "run"}']
+    best = f'run.init_from={run_dir / "best.pth"}'
+    with pytest.raises(ValueError, match=r'expected the classes of the model in .*, got a for dress'):
+        main([*arguments, best, f'data.dir={renamed}'])
+    with pytest.raises(ValueError, match=r'best\.pth'):
+        main([*arguments, best, DATA, 'model.depth=2'])
+    fewer = make_folder(tmp_path / 'fewer', {'val': ['a', 'b']})
+    _, untrained_arguments = untrained(tmp_path)
+    with pytest.raises(ValueError, match='a data set of 10 classes, as the weights have, got 2'):
+        main([*untrained_arguments, f'data.dir={fewer}'])
+
+
+def test_a_model_of_fixed_input_size_is_evaluated_at_another(tmp_path, capsys):
+    fixed = [*ONE_EPOCH, DATA, 'model.name=aft_full_tiny', 'model.num_heads=null', 'model.kernel_size=null']
+    main([*fixed, f'run.dir={tmp_path}'])
+    main([*fixed, f'run.dir={tmp_path}', '--eval', 'data.img_size=[48,48]'])
+    assert 'images 200' in capsys.readouterr().out
+
+
 def test_several_sizes_need_a_model_that_takes_them(tmp_path):
     arguments = ['--quiet', '--config', str(ROOT / 'configs/smoke/one_epoch.yaml'), f'run.dir={tmp_path / "run"}']
     arguments += [

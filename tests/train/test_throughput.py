@@ -16,6 +16,7 @@ from train.throughput import Throughput, measure_overhead, measure_throughput
 from train.throughput import main as report
 
 ROOT = Path(__file__).parents[2]
+WORLD = World(torch.device('cpu'))
 SMALL = [f'data.dir={ROOT / "tests/assets/clothing"}', 'data.batch_size=100', 'run.amp=none']
 RECIPE = ['--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml'), *SMALL]
 FIGURES = r'images/s: loader alone \d+, model alone \d+, both \d+; the (loader|model) limits the run'
@@ -76,6 +77,38 @@ def test_an_epoch_of_one_batch_is_rejected_and_not_measured_by_the_trainer(tmp_p
     state, _ = build_state(config, loaders, world)
     with pytest.raises(ValueError, match='at least 2 batches, got 1'):
         measure_throughput(state, loaders, 3)
+    arguments = ['--quiet', '--config', str(ROOT / 'configs/smoke/one_epoch.yaml'), *SMALL, 'data.batch_size=600']
+    assert main([*arguments, 'run.throughput_batches=2', f'run.dir={tmp_path}']).updates == 1
+
+
+def test_one_round_is_rejected():
+    with pytest.raises(ValueError, match='at least 2 rounds, got 1'):
+        report(['--config', str(ROOT / 'configs/smoke/one_epoch.yaml'), '--rounds', '1', *SMALL])
+
+
+def test_what_was_read_ahead_does_not_count():
+    config = load_config(
+        ROOT / 'configs/smoke/one_epoch.yaml', [*SMALL, 'data.batch_size=4', 'data.num_workers=4', 'optim.lr=0.1']
+    )
+    loaders = build_loaders(config, WORLD)
+    state, _ = build_state(config, loaders, WORLD)
+    timed = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('train.throughput._pass', lambda state, batch: timed.append(batch))
+        measure_throughput(state, loaders, 5)
+    # On one batch the first pass alone is left out; of the loader nine batches may lie ready.
+    assert len(timed) == (1 + 5) + (9 + 5)
+
+
+def test_all_images_that_are_timed_have_one_size():
+    config = load_config(ROOT / 'configs/smoke/one_epoch.yaml', [*SMALL, 'data.train_sizes=[32,48]'])
+    loaders = build_loaders(config, WORLD)
+    state, _ = build_state(config, loaders, WORLD)
+    sizes = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('train.throughput._pass', lambda state, batch: sizes.add(tuple(batch[0].shape[2:])))
+        measure_throughput(state, loaders, 4)
+    assert sizes == {(48, 48)}
 
 
 def test_the_command_prints_both(capsys):

@@ -5,7 +5,8 @@ python -m tools.benchmark --loader IMAGENET IMAGENET_FFCV [--augment deit] [--wo
 --loader reads the training images of each data set (a folder, a tar file, or a folder of FFCV files), one after the
 other in every round, and prints images/s twice: of reading, up to the uint8 batches that the loading processes give,
 and of batches that are ready, normalised on the device. With each comes the ratio to the first data set: the median
-over the rounds, and its range. Times are those of whole passes, without the start of the loading processes.
+over the rounds, and its range. Times are those of whole passes, without the start of the loading processes. With
+--augment deit and a device that is not the CPU, the automatic augmentation of FFCV's images is part of getting ready.
 """
 
 import argparse

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from aft_vision.data import Augmentation, create_loaders
+from aft_vision.evaluate import synchronize
 
 # What a loader does to an image; erasing, mixup and cutmix come after any loader and are left out.
 AUGMENTATIONS = {
@@ -68,8 +69,7 @@ def time_loaders(
 
 def _time_pass(loader: Any, device: torch.device) -> tuple[int, float]:
     start, count = time.perf_counter(), 0
-    for images, _ in loader:
-        count += len(images)
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
+    for _, targets in loader:
+        count += len(targets)
+    synchronize(device)
     return count, time.perf_counter() - start
