@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import make_beton, require_ffcv
+from small_runs import run
 
 ROOT = Path(__file__).parents[1]
 CLOTHING = ROOT / 'tests' / 'assets' / 'clothing'
@@ -27,9 +28,13 @@ KEYS = slice(32, 40)
 MIXED = ['augment.random_erasing=0.25', 'augment.mixup=0.8', 'augment.cutmix=1', 'model.drop_path_rate=0.2']
 
 
-def train(run_dir: Path, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess:
-    launcher = [*TORCHRUN, str(processes), '-m'] if processes > 1 else []
-    command = [sys.executable, '-m', *launcher, 'train.imagenet', *PLAIN, *arguments, f'run.dir={run_dir}']
+def train(run_dir: Path, *arguments: str, processes: int = 1) -> None:
+    assert run([*PLAIN, *arguments, 'run.cpu_threads=1', f'run.dir={run_dir}'], processes) == [0] * processes
+
+
+def torchrun(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Train in two processes by the command line."""
+    command = [sys.executable, '-m', *TORCHRUN, '2', '-m', 'train.imagenet', *PLAIN, *arguments, f'run.dir={run_dir}']
     return subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
 
 
@@ -69,7 +74,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(one, tmp_path):
-    done = train(tmp_path, 'optim.accumulate=1', processes=2)
+    done = torchrun(tmp_path, 'optim.accumulate=1')
     assert_same_training(tmp_path, one)
     assert load(tmp_path)['world_size'] == 2
     # The first process alone writes and prints.
@@ -112,7 +117,7 @@ def test_a_run_of_one_process_goes_on_with_two(one, tmp_path):
     train(tmp_path, 'optim.accumulate=1', 'schedule.epochs=2', 'run.save_minutes=1e-9', 'run.keep=6')
     for name in ('last.pth', 'last-1.pth', 'last-2.pth'):
         (tmp_path / name).unlink()
-    done = train(tmp_path, 'optim.accumulate=1', 'run.resume=auto', processes=2)
+    done = torchrun(tmp_path, 'optim.accumulate=1', 'run.resume=auto')
     assert 'now with world_size = 2, was 1' in done.stdout
     assert_same_training(tmp_path, one)
 
@@ -148,5 +153,5 @@ def rank_1_of(launcher: int) -> int:
 
 def test_a_batch_that_the_processes_cannot_share_is_rejected(monkeypatch, tmp_path):
     with pytest.raises(subprocess.CalledProcessError) as failed:
-        train(tmp_path, 'data.batch_size=201', 'optim.accumulate=1', processes=2)
+        torchrun(tmp_path, 'data.batch_size=201', 'optim.accumulate=1')
     assert 'multiple of optim.accumulate (1) times the number of processes (2), got 201' in failed.value.stderr
