@@ -188,6 +188,16 @@ def make_folder(root: Path, splits: dict[str, list[str]], images: int = 2, size:
     return root
 
 
+def link_photographs(folder: Path, train: int, validation: int, classes: int = 10) -> Path:
+    """A data set of the first photographs of the first classes of clothing: so many of each class in each split."""
+    for split, count in (('train', train), ('validation', validation)):
+        for source in sorted((CLOTHING / split).iterdir())[:classes]:
+            (folder / split / source.name).mkdir(parents=True)
+            for path in sorted(source.iterdir())[:count]:
+                (folder / split / source.name / path.name).symlink_to(path)
+    return folder
+
+
 def require_ffcv() -> None:
     """Skip a test, or a module of tests, without FFCV; it is not imported, because that gives torch a single thread."""
     if importlib.util.find_spec('ffcv') is None:
@@ -223,8 +233,17 @@ def digest(checkpoint: Path) -> str:
 def losses(run_dir: Path) -> list[dict[str, str]]:
     """The rows of the log, without what depends on the clock and the machine."""
     with (run_dir / 'summary.csv').open() as file:
-        kept = ('epoch', 'train_loss', 'train_lr', 'eval_loss', 'eval_top1', 'eval_ema_top1')
-        return [{name: row[name] for name in kept} for row in csv.DictReader(file)]
+        kept = (
+            'epoch',
+            'train_loss',
+            'train_lr',
+            'eval_loss',
+            'eval_top1',
+            'eval_ema_top1',
+            'eval_bits',
+            'eval_ema_bits',
+        )
+        return [{name: row[name] for name in kept if name in row} for row in csv.DictReader(file)]
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, update: int) -> None:

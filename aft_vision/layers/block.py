@@ -7,6 +7,7 @@ import torch
 from timm.layers import DropPath, LayerNorm, LayerScale, Mlp
 from torch import Tensor, nn
 
+from aft_vision.layers.base import AFTMixer
 from aft_vision.layers.mixers import create_mixer
 
 
@@ -15,7 +16,7 @@ class AFTBlock(nn.Module):
 
     Args:
         dim: channels C.
-        mixer: 'full', 'local', 'simple' or 'conv'.
+        mixer: 'full', 'local', 'simple', 'conv' or 'onehot'; or a class of mixers.
         mlp_ratio: hidden width of the MLP over C.
         proj_drop: dropout rate behind the mixer and in the MLP.
         init_values: start of layer scale; None leaves it out.
@@ -26,7 +27,7 @@ class AFTBlock(nn.Module):
     def __init__(
         self,
         dim: int,
-        mixer: str = 'conv',
+        mixer: str | type[AFTMixer] = 'conv',
         mlp_ratio: float = 4.0,
         proj_bias: bool = True,
         proj_drop: float = 0.0,
@@ -42,7 +43,8 @@ class AFTBlock(nn.Module):
         super().__init__()
         dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.norm1 = norm_layer(dim, **dd)
-        self.attn = create_mixer(mixer, dim, proj_bias=proj_bias, proj_drop=proj_drop, **kwargs, **dd)
+        mixer_args: dict[str, Any] = {'proj_bias': proj_bias, 'proj_drop': proj_drop, **kwargs, **dd}
+        self.attn = create_mixer(mixer, dim, **mixer_args) if isinstance(mixer, str) else mixer(dim, **mixer_args)
         self.ls1 = LayerScale(dim, init_values, **dd) if init_values else nn.Identity()
         self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
         self.norm2 = norm_layer(dim, **dd)

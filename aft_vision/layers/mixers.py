@@ -5,89 +5,16 @@ token counts. In `timm.layers.is_exportable()` mode they use the aten forms, sin
 the causal ones have none.
 """
 
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
-from timm.layers import is_exportable, trunc_normal_
-from torch import Tensor, nn
+from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.layers.position_bias import FactorizedBias, FusedModule, PairwiseBias, StandardizedKernel
+from aft_vision.layers.base import AFTMixer, resolve_num_heads
+from aft_vision.layers.onehot import AFTOnehot
+from aft_vision.layers.position_bias import FactorizedBias, PairwiseBias, StandardizedKernel
 from aft_vision.ops import aten
-
-
-class AFTMixer(nn.Module):
-    """What the mixers share: one projection to queries, keys and values, and one behind the operation.
-
-    Args:
-        dim: channels C of the input and output, and D of the operation.
-        key_dim: channels of the keys.
-        query_gate: False leaves out the query and its sigmoid (Table 12).
-        qkv_bias: biases on queries, keys and values. That on keys cancels in every operation; DeiT has it.
-        proj_bias: a bias on the projection behind the operation.
-        out_proj: False leaves that projection out (Table 3 counts none).
-        proj_drop: dropout rate behind the operation.
-    """
-
-    # TorchScript reads Final annotations of the last subclass alone, and these of every class.
-    __constants__: ClassVar[list[str]] = ['exportable', 'query_gate']
-
-    def __init__(
-        self,
-        dim: int,
-        key_dim: int,
-        query_gate: bool = True,
-        qkv_bias: bool = True,
-        proj_bias: bool = True,
-        out_proj: bool = True,
-        proj_drop: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.query_gate = query_gate
-        self.exportable = is_exportable()
-        self.split_sizes = [dim, key_dim, dim] if query_gate else [key_dim, dim]
-        self.qkv = nn.Linear(dim, sum(self.split_sizes), bias=qkv_bias, device=device, dtype=dtype)
-        self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype) if out_proj else nn.Identity()
-        self.proj_drop = nn.Dropout(proj_drop)
-
-    def reset_parameters(self) -> None:
-        """Draw all parameters anew, the projections as DeiT does."""
-        for projection in (self.qkv, self.proj):
-            if isinstance(projection, nn.Linear):
-                trunc_normal_(projection.weight, std=0.02)
-                if projection.bias is not None:
-                    nn.init.zeros_(projection.bias)
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        """Draw the position bias anew; a model's own scheme draws the projections."""
-
-    @torch.jit.ignore
-    def fuse(self) -> 'AFTMixer':
-        """Keep for inference what depends on the position bias' parameters alone.
-
-        Returns:
-            The mixer itself, as `timm.utils.reparameterize_model` wants it.
-        """
-        for module in self.children():
-            if isinstance(module, FusedModule):
-                module.fuse()
-        return self
-
-    @torch.jit.ignore
-    def set_grid(self, grid: tuple[int, int]) -> None:
-        """Resample a position bias that belongs to a grid to another, (H, W), for good."""
-        for module in self.children():
-            if isinstance(module, FactorizedBias | PairwiseBias):
-                module.set_grid(grid)
-
-    def _project(self, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        parts = self.qkv(x).split(self.split_sizes, dim=-1)
-        if self.query_gate:
-            return parts[0], parts[1], parts[2]
-        return None, parts[0], parts[1]
 
 
 class AFTFull(AFTMixer):
@@ -128,7 +55,8 @@ class AFTFull(AFTMixer):
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         q, k, v = self._project(x)
         bias = self.position_bias(grid)
-        if grid is None:
+        # A slice of everything would be left in an exported graph, which Core ML's converter does not know.
+        if grid is None and not (self.exportable and bias.shape[0] == x.shape[1]):
             bias = bias[: x.shape[1], : x.shape[1]]
         if self.causal:
             y = ops.aft_full_causal(q, k, v, bias, mask)
@@ -183,7 +111,7 @@ class AFTLocal(AFTMixer):
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         q, k, v = self._project(x)
         band = self.position_bias(grid)
-        if grid is None:
+        if grid is None and not (self.exportable and band.shape[0] == x.shape[1]):
             band = band[: x.shape[1]]
         if self.causal:
             y = ops.aft_local_causal(q, k, v, band, mask)
@@ -231,11 +159,13 @@ class AFTConv(AFTMixer):
         standardize_kernel: False trains the raw kernel (Table 10).
         global_context: False gives tokens outside the window no weight (the degenerate variant of Sec. 5.3).
         gumbel: one biased offset per head: sampled in training, the largest in evaluation (AFT Eq. 10).
-        tau: temperature of that sample.
+        tau: temperature of that sample; may be set while training.
+        straight_through: bias the one offset of its largest entry in training too, with the gradient of the sample.
         kwargs: of `AFTMixer`.
     """
 
     gumbel: Final[bool]
+    straight_through: Final[bool]
     global_context: Final[bool]
 
     def __init__(
@@ -247,24 +177,31 @@ class AFTConv(AFTMixer):
         global_context: bool = True,
         gumbel: bool = False,
         tau: float = 0.5,
+        straight_through: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        num_heads = dim if num_heads is None else num_heads
-        if num_heads < 1 or dim % num_heads != 0:
-            raise ValueError(f'num_heads must divide dim = {dim}, got {num_heads}')
+        num_heads = resolve_num_heads(dim, num_heads)
         if gumbel and not global_context:
             raise ValueError('gumbel=True keeps one offset beside the global context, so it needs global_context=True')
+        if straight_through and not gumbel:
+            raise ValueError('straight_through=True is a way to train with gumbel=True, got gumbel=False')
         if tau <= 0:
             raise ValueError(f'tau must be positive, got {tau}')
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
-        self.gumbel, self.global_context, self.tau = gumbel, global_context, tau
+        self.gumbel, self.straight_through, self.tau = gumbel, straight_through, tau
+        self.global_context = global_context
         self.kernel = StandardizedKernel(num_heads, kernel_size, standardize_kernel, device=device, dtype=dtype)
         self.reset_parameters()
 
     def init_weights(self) -> None:
         self.kernel.reset_parameters()
+
+    def evaluated_kernel(self) -> Tensor:
+        """The position biases w (h, s, s) that evaluation uses: after AFT Eq. 8, and the maximum of AFT Eq. 10."""
+        kernel = self.kernel()
+        return ops.hard_kernel(kernel) if self.gumbel else kernel
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         if grid is None:
@@ -279,7 +216,7 @@ class AFTConv(AFTMixer):
                 y = ops.aft_onehot(q, k, v, offset, weight, grid, mask)
         else:
             if self.gumbel:
-                kernel = ops.gumbel_kernel(kernel, self.tau)
+                kernel = ops.gumbel_kernel(kernel, self.tau, self.straight_through)
             if self.exportable:
                 y = aten.aft_conv(q, k, v, kernel, grid, mask, self.global_context)
             else:
@@ -287,14 +224,20 @@ class AFTConv(AFTMixer):
         return self.proj_drop(self.proj(y))
 
 
-MIXERS: dict[str, type[AFTMixer]] = {'full': AFTFull, 'local': AFTLocal, 'simple': AFTSimple, 'conv': AFTConv}
+MIXERS: dict[str, type[AFTMixer]] = {
+    'full': AFTFull,
+    'local': AFTLocal,
+    'simple': AFTSimple,
+    'conv': AFTConv,
+    'onehot': AFTOnehot,
+}
 
 
 def create_mixer(name: str, dim: int, **kwargs: Any) -> AFTMixer:
     """The mixer of that name.
 
     Args:
-        name: 'full', 'local', 'simple' or 'conv'.
+        name: 'full', 'local', 'simple', 'conv' or 'onehot'.
         dim: channels C.
         kwargs: of the mixer.
 

@@ -12,7 +12,13 @@ import torch
 from timm.layers import register_notrace_module, resample_abs_pos_embed
 from torch import Tensor, nn
 
-from aft_vision.ops import factorized_bias, local_bias, standardized_kernel
+from aft_vision.ops import (
+    factorized_band_row,
+    factorized_bias,
+    local_band_row,
+    local_bias,
+    standardized_kernel,
+)
 
 
 class FusedModule(nn.Module):
@@ -150,6 +156,11 @@ class FactorizedBias(FusedModule):
             return self.value()
         return factorized_bias(self._resampled(self.u, grid), self._resampled(self.v, grid), self.window, self.causal)
 
+    @torch.jit.unused
+    def band_row(self, position: Tensor) -> Tensor:
+        """The row of the causal band for the target at a position, () int64: (s,), s = T without a window."""
+        return factorized_band_row(self.u, self.v, position, self.window)
+
     @torch.jit.ignore
     def set_grid(self, grid: tuple[int, int]) -> None:
         """Resample u and v for good to another grid (H, W)."""
@@ -208,6 +219,11 @@ class PairwiseBias(FusedModule):
             return self.value()
         return self._band(self._resampled(grid))
 
+    @torch.jit.unused
+    def band_row(self, position: Tensor) -> Tensor:
+        """The row of the causal band for the target at a position, () int64: (s,), s = T without a window."""
+        return local_band_row(self.weight, position, self.window)
+
     @torch.jit.ignore
     def set_grid(self, grid: tuple[int, int]) -> None:
         """Resample w for good to another grid (H, W)."""
@@ -246,8 +262,7 @@ class StandardizedKernel(FusedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f'kernel_size must be odd and positive, got {kernel_size}')
+        check_kernel_size(kernel_size)
         self.std = std
         self.weight = nn.Parameter(torch.empty(num_heads, kernel_size, kernel_size, device=device, dtype=dtype))
         self.gamma = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if standardize else None
@@ -270,6 +285,12 @@ class StandardizedKernel(FusedModule):
     def forward(self) -> Tensor:
         """The kernel, (h, s, s)."""
         return self.value()
+
+
+def check_kernel_size(kernel_size: int) -> None:
+    """Raise a ValueError unless a kernel has a middle."""
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f'kernel_size must be odd and positive, got {kernel_size}')
 
 
 def _prefix_tokens(num_tokens: int, grid: tuple[int, int] | None) -> int:

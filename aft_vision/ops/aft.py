@@ -90,7 +90,7 @@ def aft_conv(
         grid: (H, W), in tokens.
         mask: (B, H * W) bool, True where a source counts; a target with no source gives 0.
         global_context: False gives sources outside the window no weight (the degenerate variant of Sec. 5.3).
-        backend: 'auto' or 'eager'.
+        backend: 'auto', 'eager', or 'cpp': the compiled kernel for a head per channel on a CPU.
 
     Returns:
         (B, H * W, D) in q's dtype.
@@ -125,7 +125,7 @@ def aft_onehot(
         weight: (h,) the bias w at that offset.
         grid: (H, W), in tokens.
         mask: (B, H * W) bool, True where a source counts; a batch row with no source gives 0.
-        backend: 'auto' or 'eager'.
+        backend: 'auto', 'eager', or 'cpp': the compiled kernel for a head per channel on a CPU.
 
     Returns:
         (B, H * W, D) in q's dtype.

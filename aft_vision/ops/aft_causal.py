@@ -1,7 +1,8 @@
 """The masked AFT operations, where target t sees the sources up to t (footnote 2), and their one-step forms.
 
 A step keeps a state of constant size, whatever the number of tokens seen. States are NamedTuples of tensors of fixed
-shape, so a step can be compiled, captured, copied, reordered and saved.
+shape, updated in place, so a step can be compiled, captured, copied, reordered and saved. Steps are for inference:
+nothing is differentiated through a state.
 """
 
 from typing import NamedTuple, TypeVar
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops import dispatch as dispatch
-from aft_vision.ops.eager.causal import HEADROOM
+from aft_vision.ops.eager import decode
+from aft_vision.ops.eager.causal import Past, causal_forward
+from aft_vision.ops.eager.causal_bias import BandBias, NoBias
+from aft_vision.ops.eager.numerics import may_branch, without_autocast
 
 
 def aft_full_causal(
@@ -81,16 +85,25 @@ class SimpleState(NamedTuple):
 
 
 class LocalState(NamedTuple):
-    """What AFT-local remembers: `SimpleState` of the tokens before the window, and the last s - 1 keys and values."""
+    """What AFT-local remembers: sums over the tokens before the window, and the window as a ring of slots.
 
-    reference: Tensor  # (B, D)
-    numerator: Tensor  # (B, D)
-    denominator: Tensor  # (B, D)
-    keys: Tensor  # (B, s - 1, D), oldest first; minus infinity where no token has been
-    values: Tensor  # (B, s - 1, D)
+    Attributes:
+        reference: (B, D) that exponents are relative to.
+        sums: (B, 2D), of e^(k - reference) v and of e^(k - reference), over the tokens before the window.
+        ring: (B, s, 2D); token t is in slot t mod s, as [e^(k - reference) v | e^(k - reference)] or as [v | k].
+        position: () int64, tokens seen.
+        holds_keys: () bool, whether the ring has values and keys themselves: always on an accelerator, on a CPU where
+            the keys of a window lie too far apart for one reference.
+    """
+
+    reference: Tensor
+    sums: Tensor
+    ring: Tensor
+    position: Tensor
+    holds_keys: Tensor
 
 
-State = TypeVar('State', SimpleState, LocalState)
+State = TypeVar('State', bound=tuple[Tensor, ...])
 
 
 def aft_simple_state(
@@ -107,8 +120,7 @@ def aft_simple_state(
     Raises:
         ValueError: dtype is not float32 or float64.
     """
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(f'dtype must be torch.float32 or torch.float64, got {dtype}')
+    _check_dtype(dtype)
     zero = torch.zeros(batch, dim, dtype=dtype, device=device)
     return SimpleState(torch.full_like(zero, torch.finfo(dtype).min / 4), zero, zero.clone())
 
@@ -130,17 +142,28 @@ def aft_local_state(
     """
     if window < 1:
         raise ValueError(f'window must be at least 1, got {window}')
-    older = aft_simple_state(batch, dim, dtype, device)
-    values = torch.zeros(batch, window - 1, dim, dtype=dtype, device=device)
-    return LocalState(*older, torch.full_like(values, float('-inf')), values)
+    _check_dtype(dtype)
+    sums = torch.zeros(batch, 2 * dim, dtype=dtype, device=device)
+    ring = torch.zeros(batch, window, 2 * dim, dtype=dtype, device=device)
+    holds_keys = not may_branch(ring)
+    if holds_keys:
+        ring[..., dim:] = float('-inf')
+    return LocalState(
+        torch.full_like(sums[:, :dim], torch.finfo(dtype).min / 4),
+        sums,
+        ring,
+        torch.zeros((), dtype=torch.int64, device=device),
+        torch.full((), holds_keys, device=device),
+    )
 
 
+@torch.no_grad()
 def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) -> tuple[Tensor, SimpleState]:
     """One token of `aft_simple_causal` (AFT Eq. 5).
 
     Args:
         q, k, v: (B, D) of the token. q = None leaves the sigmoid gate out.
-        state: of the tokens before it.
+        state: of the tokens before it; updated in place.
 
     Returns:
         y (B, D) in q's dtype, and the state with this token in it.
@@ -148,11 +171,13 @@ def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) 
     Raises:
         ValueError: q, k or v do not match the state.
     """
-    _check_step(q, k, v, state)
-    state = _absorb(state, k.to(state.reference.dtype), v.to(state.reference.dtype))
-    return _finish(q, v, state.numerator / state.denominator), state
+    _check_tokens(q, k, v, tuple(state.reference.shape))
+    dtype = state.reference.dtype
+    mean = decode.simple_step(k.to(dtype), v.to(dtype), *state)
+    return _finish(q, v, mean), state
 
 
+@torch.no_grad()
 def aft_local_step(
     q: Tensor | None, k: Tensor, v: Tensor, band_row: Tensor, state: LocalState
 ) -> tuple[Tensor, LocalState]:
@@ -161,7 +186,7 @@ def aft_local_step(
     Args:
         q, k, v: (B, D) of the token. q = None leaves the sigmoid gate out.
         band_row: (s,), the token's row of the band.
-        state: of the tokens before it.
+        state: of the tokens before it; updated in place.
 
     Returns:
         y (B, D) in q's dtype, and the state with this token in it.
@@ -169,49 +194,139 @@ def aft_local_step(
     Raises:
         ValueError: q, k, v or band_row do not match the state.
     """
-    _check_step(q, k, v, state)
-    window = state.keys.shape[1] + 1
+    _check_tokens(q, k, v, tuple(state.reference.shape))
+    window = state.ring.shape[1]
     if tuple(band_row.shape) != (window,):
         raise ValueError(f'band_row must have shape ({window},) to match the state, got {tuple(band_row.shape)}')
     dtype = state.reference.dtype
-    keys = torch.cat([state.keys, k.to(dtype).unsqueeze(1)], 1)  # (B, s, D)
-    values = torch.cat([state.values, v.to(dtype).unsqueeze(1)], 1)
-    older = torch.where(state.denominator > 0, state.reference, float('-inf'))
-    # Keys first relative to the largest: a large key plus a bias would round the bias away.
-    base = torch.maximum(keys.amax(1), older)  # (B, D)
-    logits, older = keys - base.unsqueeze(1) + band_row.to(dtype)[:, None], older - base
-    peak = torch.maximum(logits.amax(1), older)
-    weight, scale = torch.exp(logits - peak.unsqueeze(1)), torch.exp(older - peak)
-    num = (weight * values).sum(1) + scale * state.numerator
-    den = weight.sum(1) + scale * state.denominator
-    kept = _absorb(SimpleState(*state[:3]), keys[:, 0], values[:, 0])
-    return _finish(q, v, num / den), LocalState(*kept, keys[:, 1:].contiguous(), values[:, 1:].contiguous())
+    k, row = k.to(dtype), band_row.to(dtype)
+    if not may_branch(k):
+        mean = decode.local_step_static(k, v.to(dtype), row, *state[:-1])
+    elif torch.compiler.is_compiling():
+        mean = torch.ops.aft_vision.aft_local_step(k, v.to(dtype), row, *state)
+    else:
+        mean = decode.local_step(k, v.to(dtype), row, *state)
+    return _finish(q, v, mean), state
+
+
+@torch.no_grad()
+def aft_simple_prefill(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) -> tuple[Tensor, SimpleState]:
+    """Several tokens at once, with the results and the state of as many `aft_simple_step`.
+
+    Args:
+        q, k, v: (B, n, D) of the tokens. q = None leaves the sigmoid gate out.
+        state: of the tokens before them; updated in place.
+
+    Returns:
+        y (B, n, D) in q's dtype, and the state with these tokens in it.
+
+    Raises:
+        ValueError: q, k or v do not match the state.
+    """
+    _check_chunk(q, k, v, state.reference)
+    dtype = state.reference.dtype
+    keys, values = k.to(dtype), v.to(dtype)
+    with without_autocast(k.device.type):
+        y = causal_forward(q, keys, values, None, NoBias(values), False, Past(*state))[0]
+    decode.absorb_many(keys, values, *state)
+    return y.to(v.dtype if q is None else q.dtype), state
+
+
+@torch.no_grad()
+def aft_local_prefill(
+    q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, state: LocalState
+) -> tuple[Tensor, LocalState]:
+    """Several tokens at once, with the results and the state of as many `aft_local_step`.
+
+    Args:
+        q, k, v: (B, n, D) of the tokens. q = None leaves the sigmoid gate out.
+        band: (n, s), the tokens' rows of the band.
+        state: of the tokens before them; updated in place.
+
+    Returns:
+        y (B, n, D) in q's dtype, and the state with these tokens in it.
+
+    Raises:
+        ValueError: q, k, v or band do not match the state.
+    """
+    _check_chunk(q, k, v, state.reference)
+    tokens, window, dim = k.shape[1], state.ring.shape[1], k.shape[2]
+    if tuple(band.shape) != (tokens, window):
+        raise ValueError(f'band must have shape ({tokens}, {window}) to match k and the state, got {tuple(band.shape)}')
+    dtype = state.reference.dtype
+    # The tokens of the ring, oldest first, go before the new ones.
+    count = int(state.position)
+    before = min(count, window)
+    slots = torch.arange(count - before, count, device=k.device) % window
+    keys, values = (x[:, slots] for x in decode.decode(state.reference, state.ring, state.holds_keys))
+    keys, values = torch.cat([keys, k.to(dtype)], 1), torch.cat([values, v.to(dtype)], 1)
+    rows = torch.cat([band.new_zeros(before, window), band])
+    past = Past(state.reference, state.sums[:, :dim], state.sums[:, dim:])
+    with without_autocast(k.device.type):
+        mean = causal_forward(None, keys, values, None, BandBias(rows), False, past if count else None)[0][:, before:]
+    leaving = max(0, before + tokens - window)
+    if leaving > 0:
+        decode.absorb_many(keys[:, :leaving], values[:, :leaving], *past)
+    held_keys, held_values = _empty_ring(state)
+    slots = torch.arange(count - before + leaving, count + tokens, device=k.device) % window
+    held_keys[:, slots], held_values[:, slots] = keys[:, leaving:], values[:, leaving:]
+    decode.encode(held_keys, held_values, state.reference, state.sums, state.ring, state.holds_keys)
+    state.position.add_(tokens)
+    return _finish(q, v, mean), state
 
 
 def reorder_state(state: State, index: Tensor) -> State:
     """The state with its batch rows picked by index (N,), as beam search does; rows may repeat.
+
+    Returns:
+        A state of its own: nothing in it is shared with the old one.
 
     Raises:
         ValueError: index is not one-dimensional.
     """
     if index.ndim != 1:
         raise ValueError(f'index must be one-dimensional, got shape {tuple(index.shape)}')
-    return type(state)(*(x.index_select(0, index) for x in state))
+    return type(state)(*(x.index_select(0, index) if x.ndim else x.clone() for x in state))
 
 
-def _absorb(state: SimpleState, k: Tensor, v: Tensor) -> SimpleState:
-    # Add a token to the sums; the reference moves, and the sums with it, only for a key far above it.
-    reference = torch.where(k > state.reference + HEADROOM, k, state.reference)
-    scale, weight = torch.exp(state.reference - reference), torch.exp(k - reference)
-    return SimpleState(reference, state.numerator * scale + weight * v, state.denominator * scale + weight)
+def clone_state(state: State) -> State:
+    """A copy of a state, which a step leaves as it is."""
+    return type(state)(*(x.clone() for x in state))
+
+
+def move_state(state: State, device: torch.device | str | None) -> State:
+    """A copy of a state on a device, in the form that steps there read."""
+    moved = type(state)(*(x.to(device, copy=True) for x in state))
+    if isinstance(state, LocalState) and not (may_branch(moved[2]) or bool(state.holds_keys)):
+        keys, values = decode.decode(state.reference, state.ring, state.holds_keys)
+        moved[2].copy_(torch.cat([values, keys], -1))
+        moved[4].fill_(True)
+    return moved
+
+
+def _empty_ring(state: LocalState) -> tuple[Tensor, Tensor]:
+    # Keys and values (B, s, D) of no tokens.
+    values = torch.zeros_like(state.ring[..., : state.reference.shape[1]])
+    return torch.full_like(values, float('-inf')), values
 
 
 def _finish(q: Tensor | None, v: Tensor, mean: Tensor) -> Tensor:
     return mean.to(v.dtype) if q is None else (torch.sigmoid(q.to(mean.dtype)) * mean).to(q.dtype)
 
 
-def _check_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState | LocalState) -> None:
-    expected = tuple(state.reference.shape)
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f'dtype must be torch.float32 or torch.float64, got {dtype}')
+
+
+def _check_tokens(q: Tensor | None, k: Tensor, v: Tensor, expected: tuple[int, ...]) -> None:
     for name, x in (('q', q), ('k', k), ('v', v)):
         if x is not None and tuple(x.shape) != expected:
             raise ValueError(f'{name} must have shape {expected} to match the state, got {tuple(x.shape)}')
+
+
+def _check_chunk(q: Tensor | None, k: Tensor, v: Tensor, reference: Tensor) -> None:
+    batch, dim = reference.shape
+    if k.ndim != 3 or k.shape[1] == 0:
+        raise ValueError(f'k must have shape ({batch}, n, {dim}) with n of at least 1, got {tuple(k.shape)}')
+    _check_tokens(q, k, v, (batch, k.shape[1], dim))

@@ -2,7 +2,9 @@
 
 Equal to `aft_vision.ops` while, in float32, (largest w - w) + (largest k - k) stays below about 87 nats at some source
 of every target; beyond that finite, but a target may come out as 0. `aft_conv` is the paper's convolution form, so one
-graph serves every grid; w below about -8 at a dominating key costs it digits.
+graph serves every grid; w below about -8 at a dominating key costs it digits. `aft_conv_matmul` loses none, and serves
+one grid; `aft_onehot` loses none either. The forms are split in two, so that an exporter can compute the weights once
+and keep them as constants.
 """
 
 import torch
@@ -10,23 +12,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aft_vision.ops.eager.band import skew
+from aft_vision.ops.eager.numerics import accumulate_dtype
+from aft_vision.ops.eager.onehot import onehot_means
 
 TINY = 1e-30
 
 
 def aft_full(q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:
     """`ops.aft_full` in aten (AFT Eq. 2)."""
+    return mix_full(q, k, v, full_weights(bias), mask)
+
+
+def full_weights(bias: Tensor) -> Tensor:
+    """The weights that `mix_full` takes, exp(w) relative to the largest of each row.
+
+    Args:
+        bias: (T, T) position bias w.
+
+    Returns:
+        (T, T).
+    """
+    bias = bias.to(accumulate_dtype(bias))
+    return torch.exp(bias - bias.amax(dim=1, keepdim=True))
+
+
+def mix_full(q: Tensor | None, k: Tensor, v: Tensor, weights: Tensor, mask: Tensor | None = None) -> Tensor:
+    """`aft_full` from its weights, (T, T)."""
     ek = _shifted_exp(k, mask)
-    bias = bias.to(ek.dtype)
-    exp_w = torch.exp(bias - bias.amax(dim=1, keepdim=True))
-    return _gated(q, v, exp_w @ (ek * v), exp_w @ ek)
+    weights = weights.to(ek.dtype)
+    return _gated(q, v, _ratio(weights @ (ek * v), weights @ ek))
 
 
 def aft_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """`ops.aft_simple` in aten (AFT Eq. 5)."""
     ek = _shifted_exp(k, mask)
     num, den = (ek * v).sum(1, keepdim=True), ek.sum(1, keepdim=True)
-    return _gated(q, v, num, den) + torch.zeros_like(v)
+    return _gated(q, v, _ratio(num, den)) + torch.zeros_like(v)
 
 
 def aft_conv(
@@ -39,38 +60,147 @@ def aft_conv(
     global_context: bool = True,
 ) -> Tensor:
     """`ops.aft_conv` in aten: the global sum plus a depthwise convolution (AFT Eq. 6)."""
-    heads, size = kernel.shape[0], kernel.shape[1]
-    ek = _shifted_exp(k, mask)  # (B, T, h)
-    x = torch.cat([ek.unsqueeze(-1) * v.unflatten(2, (heads, -1)), ek.unsqueeze(-1)], -1)  # (B, T, h, c + 1)
+    taps, outside = conv_taps(kernel, global_context)
+    return mix_conv(q, k, v, taps, outside, grid, mask)
+
+
+def conv_taps(kernel: Tensor, global_context: bool = True) -> tuple[Tensor, Tensor]:
+    """The weights that `mix_conv` takes, relative to the largest of each head.
+
+    Args:
+        kernel: (h, s, s) position bias w.
+
+    Returns:
+        Weights of the convolution, exp(w) - 1, (h, s, s), and of the global sum, (h,).
+    """
+    kernel = kernel.to(accumulate_dtype(kernel))
+    reference, outside = _reference(kernel, global_context)
+    return torch.exp(kernel - reference) - outside, outside.flatten()
+
+
+def mix_conv(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    taps: Tensor,
+    outside: Tensor,
+    grid: tuple[int, int],
+    mask: Tensor | None = None,
+) -> Tensor:
+    """`aft_conv` from its weights: taps (h, s, s) of the convolution, outside (h,) of the global sum."""
+    heads, size = taps.shape[0], taps.shape[1]
+    x = _weighted(k, v, heads, mask)  # (B, T, h, c + 1)
     channels = x.shape[3]
-    kernel = kernel.to(x.dtype)
-    reference = kernel.amax(dim=(1, 2), keepdim=True)
-    if global_context:
-        reference = reference.clamp_min(0.0)
-    outside = torch.exp(-reference) if global_context else torch.zeros_like(reference)
-    taps = (torch.exp(kernel - reference) - outside).repeat_interleave(channels, dim=0).unsqueeze(1)
     maps = x.flatten(2).transpose(1, 2).unflatten(2, (grid[0], grid[1]))  # (B, h (c + 1), H, W)
+    taps = taps.to(x.dtype).repeat_interleave(channels, dim=0).unsqueeze(1)
     y = F.conv2d(maps, taps, padding=size // 2, groups=heads * channels)
     y = y.flatten(2).transpose(1, 2).unflatten(2, (heads, channels))
-    y = y + outside.view(heads, 1) * x.sum(1, keepdim=True)
-    num, den = y[..., :-1], y[..., -1:].clamp_min(TINY)
-    return _gated(q, v, (num / den).flatten(2), torch.ones_like(k[..., :1]))
+    return _mixed(q, v, y + outside.to(x.dtype).view(heads, 1) * x.sum(1, keepdim=True))
+
+
+def aft_conv_matmul(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    kernel: Tensor,
+    grid: tuple[int, int],
+    mask: Tensor | None = None,
+    global_context: bool = True,
+) -> Tensor:
+    """`ops.aft_conv` in aten as one matrix product per head, for one grid (AFT Eq. 6). No weight is negative."""
+    return mix_matmul(q, k, v, conv_matrix(kernel, grid, global_context), mask)
+
+
+def conv_matrix(kernel: Tensor, grid: tuple[int, int], global_context: bool = True) -> Tensor:
+    """The weights that `mix_matmul` takes: exp(w) within the window, 1 outside, relative to the largest of each head.
+
+    Args:
+        kernel: (h, s, s) position bias w.
+        grid: (H, W) in tokens.
+
+    Returns:
+        (h, T, T) of targets and sources, T = H W.
+    """
+    kernel = kernel.to(accumulate_dtype(kernel))
+    (height, width), half = grid, kernel.shape[-1] // 2
+    reference, outside = _reference(kernel, global_context)
+    # All shifts (dy, dx) from target to source that a grid of any size up to the window's, or to (H, W), has.
+    reach_y, reach_x = max(height - 1, half), max(width - 1, half)
+    shifts = outside.expand(-1, 2 * reach_y + 1, 2 * reach_x + 1).clone()
+    shifts[:, reach_y - half : reach_y + half + 1, reach_x - half : reach_x + half + 1] = torch.exp(kernel - reference)
+    y, x = torch.arange(height, device=kernel.device), torch.arange(width, device=kernel.device)
+    dy, dx = y - y[:, None] + reach_y, x - x[:, None] + reach_x  # (H, H) and (W, W)
+    return shifts[:, dy[:, None, :, None], dx[None, :, None, :]].reshape(-1, height * width, height * width)
+
+
+def mix_matmul(q: Tensor | None, k: Tensor, v: Tensor, matrix: Tensor, mask: Tensor | None = None) -> Tensor:
+    """`aft_conv_matmul` from its weights, (h, T, T)."""
+    x = _weighted(k, v, matrix.shape[0], mask).transpose(1, 2)  # (B, h, T, c + 1)
+    return _mixed(q, v, (matrix.to(x.dtype) @ x).transpose(1, 2))
+
+
+def aft_onehot(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    offset: Tensor,
+    weight: Tensor,
+    grid: tuple[int, int],
+    mask: Tensor | None = None,
+) -> Tensor:
+    """`ops.aft_onehot` in aten (AFT Eq. 10)."""
+    return _gated(q, v, onehot_means(k, v, offset, weight, grid, mask))
 
 
 def aft_local(q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None = None) -> Tensor:
     """`ops.aft_local` in aten, through the whole (T, T) bias (AFT Eq. 4)."""
+    return aft_full(q, k, v, unbanded(band), mask)
+
+
+def unbanded(band: Tensor) -> Tensor:
+    """The whole position bias of a band, 0 outside it.
+
+    Args:
+        band: (T, 2s - 1).
+
+    Returns:
+        (T, T).
+    """
     tokens, width = band.shape
-    return aft_full(q, k, v, skew(band)[:, width // 2 : width // 2 + tokens], mask)
+    return skew(band)[:, width // 2 : width // 2 + tokens]
+
+
+def _reference(kernel: Tensor, global_context: bool) -> tuple[Tensor, Tensor]:
+    # The largest bias of each head, and the weight outside its window relative to that: (h, 1, 1) each.
+    reference = kernel.amax(dim=(1, 2), keepdim=True)
+    if not global_context:
+        return reference, torch.zeros_like(reference)
+    reference = reference.clamp_min(0.0)
+    return reference, torch.exp(-reference)
 
 
 def _shifted_exp(k: Tensor, mask: Tensor | None) -> Tensor:
-    k = k if k.dtype == torch.float64 else k.float()
+    k = k.to(accumulate_dtype(k))
     if mask is not None:
         k = k.masked_fill(~mask.unsqueeze(-1), -1e30)
     ek = torch.exp(k - k.amax(dim=1, keepdim=True))
     return ek if mask is None else ek * mask.unsqueeze(-1)
 
 
-def _gated(q: Tensor | None, v: Tensor, num: Tensor, den: Tensor) -> Tensor:
-    y = num / den.clamp_min(TINY)
+def _weighted(k: Tensor, v: Tensor, heads: int, mask: Tensor | None) -> Tensor:
+    # e^k v and e^k of each head, (B, T, h, c + 1).
+    ek = _shifted_exp(k, mask).unsqueeze(-1)
+    return torch.cat([ek * v.unflatten(2, (heads, -1)), ek], -1)
+
+
+def _mixed(q: Tensor | None, v: Tensor, y: Tensor) -> Tensor:
+    # (B, T, h, c + 1), the denominators last.
+    return _gated(q, v, _ratio(y[..., :-1], y[..., -1:]).flatten(2))
+
+
+def _ratio(num: Tensor, den: Tensor) -> Tensor:
+    return num / den.clamp_min(TINY)
+
+
+def _gated(q: Tensor | None, v: Tensor, y: Tensor) -> Tensor:
     return y.to(v.dtype) if q is None else (torch.sigmoid(q.to(y.dtype)) * y).to(q.dtype)

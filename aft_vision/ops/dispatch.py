@@ -4,36 +4,61 @@ An operator is one node for autograd, `torch.compile`, `torch.export`, FX and To
 result and what its backward reuses; the backward is an operator too.
 """
 
+import functools
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from aft_vision.ops.eager import causal, conv, full, local, onehot
+from aft_vision.ops.eager import causal, conv, decode, full, local, onehot
 from aft_vision.ops.eager.numerics import empty_denominator, empty_output, without_autocast
 
-BACKENDS = ('auto', 'eager')
+BACKENDS = ('auto', 'eager', 'cpp')
 # Inputs that receive a gradient, beside q, k, v: the position bias of each operator.
 BIAS_NAMES = ('bias', 'band', 'kernel', 'weight')
 
 
-def pick_backend(backend: str) -> str:
+class _Form(NamedTuple):
+    """One way to compute an operator.
+
+    covers: whether it is made for the inputs of the forward, and can run here; None for all of them.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, ...]]
+    covers: Callable[..., bool] | None = None
+
+
+def check_backend(backend: str) -> None:
+    """Raise a ValueError if there is no such backend."""
+    if backend not in BACKENDS:
+        raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {backend!r}')
+
+
+def pick_form(name: str, forms: dict[str, _Form], backend: str, inputs: Sequence[Any]) -> _Form:
     """The form that runs: 'auto' is the fastest one that covers the inputs.
+
+    A backend that was asked for and does not cover them is replaced by 'eager', and one warning per operator says so.
 
     Raises:
         ValueError: there is no such backend.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {backend!r}')
-    return 'eager'
+    check_backend(backend)
+    for choice in reversed(forms) if backend == 'auto' else [backend]:
+        form = forms.get(choice)
+        if form is not None and (form.covers is None or form.covers(*inputs)):
+            return form
+    _warn_once(name, backend)
+    return forms['eager']
 
 
-class _Form(NamedTuple):
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, ...]]
+@functools.cache
+def _warn_once(name: str, backend: str) -> None:
+    warnings.warn(f'{name} has no {backend!r} form for these inputs on this machine; using eager', stacklevel=2)
 
 
 def _define(
@@ -57,11 +82,11 @@ def _define(
         *inputs, save, backend = args
         check(*(inputs[i] for i in checked))
         with without_autocast(inputs[1].device.type):
-            return _contiguous(forms[pick_backend(backend)].forward(*inputs, save))
+            return _contiguous(pick_form(name, forms, backend, inputs).forward(*inputs, save))
 
     def forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
         *inputs, save, backend = args
-        pick_backend(backend)
+        check_backend(backend)
         check(*(inputs[i] for i in checked))
         q, k, v = inputs[:3]
         return empty_output(q, v), k.new_empty(0) if empty_saved is None else empty_saved(k, v, save)
@@ -69,7 +94,8 @@ def _define(
     def backward(*args: Any) -> tuple[Tensor, ...]:
         *inputs, backend = args
         with without_autocast(inputs[0].device.type):
-            return _contiguous(forms[pick_backend(backend)].backward(*inputs))
+            # (grad, y, saved), the inputs of the forward, need_bias.
+            return _contiguous(pick_form(name, forms, backend, inputs[3:-1]).backward(*inputs))
 
     def backward_fake(grad: Tensor, y: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *inputs, need_bias, _ = args
@@ -153,17 +179,38 @@ def _fake_grad(x: Tensor | None, k: Tensor) -> Tensor:
     return k.new_empty(0) if x is None else x.new_empty(x.shape)
 
 
+def _depthwise(function: str) -> Callable[..., Any]:
+    # Kernels are imported when they are first asked for.
+    def call(*inputs: Any) -> Any:
+        from aft_vision.ops.kernels import depthwise
+
+        return getattr(depthwise, function)(*inputs)
+
+    return call
+
+
 _define('aft_full', full.check_full, empty_denominator, {'eager': _Form(full.full_forward, full.full_backward)})
 _define(
     'aft_simple', full.check_simple, full.empty_context, {'eager': _Form(full.simple_forward, full.simple_backward)}
 )
 _define('aft_local', local.check_local, empty_denominator, {'eager': _Form(local.local_forward, local.local_backward)})
-_define('aft_conv', conv.check_conv, empty_denominator, {'eager': _Form(conv.conv_forward, conv.conv_backward)})
+_define(
+    'aft_conv',
+    conv.check_conv,
+    empty_denominator,
+    {
+        'eager': _Form(conv.conv_forward, conv.conv_backward),
+        'cpp': _Form(_depthwise('conv_forward'), _depthwise('conv_backward'), _depthwise('covers_conv')),
+    },
+)
 _define(
     'aft_onehot',
     onehot.check_onehot,
     None,
-    {'eager': _Form(onehot.onehot_forward, onehot.onehot_backward)},
+    {
+        'eager': _Form(onehot.onehot_forward, onehot.onehot_backward),
+        'cpp': _Form(_depthwise('onehot_forward'), _depthwise('onehot_backward'), _depthwise('covers_onehot')),
+    },
 )
 _define(
     'aft_full_causal',
@@ -183,3 +230,9 @@ _define(
     empty_denominator,
     {'eager': _Form(causal.simple_causal_forward, causal.simple_causal_backward)},
 )
+# A step on a CPU branches on values, which a compiled graph cannot: there it is one node.
+torch.library.custom_op(
+    'aft_vision::aft_local_step',
+    decode.local_step,
+    mutates_args=('reference', 'sums', 'ring', 'position', 'holds_keys'),
+).register_fake(lambda k, *_: torch.empty_like(k))

@@ -1,11 +1,13 @@
-"""The position biases as functions of their parameters (AFT Eq. 4, 7, 8, 10), differentiated by autograd."""
+"""The position biases as functions of their parameters (AFT Eq. 4, 7, 8, 9, 10), differentiated by autograd."""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from aft_vision.ops.eager.band import block_length, unskew
-from aft_vision.ops.eager.numerics import without_autocast
+from aft_vision.ops.eager.numerics import accumulate_dtype, may_branch, without_autocast
 
 
 def local_bias(bias: Tensor, window: int, causal: bool = False) -> Tensor:
@@ -56,6 +58,35 @@ def factorized_bias(bias_u: Tensor, bias_v: Tensor, window: int | None = None, c
             return _product(bias_u, bias_v, window, causal)
 
 
+def local_band_row(bias: Tensor, position: Tensor, window: int | None = None) -> Tensor:
+    """One row of the causal band of a whole position bias, for a decoding step.
+
+    Args:
+        bias: (T, T) position bias.
+        position: () int64, the target.
+        window: s, in tokens; None is T.
+
+    Returns:
+        (s,): the row of `local_bias`, but for entries that point before the sequence, which have some value.
+    """
+    return bias[position, _band_sources(position, window, bias.shape[0])]
+
+
+def factorized_band_row(bias_u: Tensor, bias_v: Tensor, position: Tensor, window: int | None = None) -> Tensor:
+    """One row of the causal band of the position bias w = u v^T, for a decoding step.
+
+    Args:
+        bias_u, bias_v: (T, d') factors of targets and of sources.
+        position: () int64, the target.
+        window: s, in tokens; None is T.
+
+    Returns:
+        (s,): the row of `factorized_bias`, but for entries that point before the sequence, which have some value.
+    """
+    with without_autocast(bias_u.device.type):
+        return bias_v[_band_sources(position, window, bias_v.shape[0])] @ bias_u[position]
+
+
 def standardized_kernel(kernel: Tensor, gamma: Tensor, beta: Tensor, eps: float = 1e-8) -> Tensor:
     """The kernel with zero mean and unit deviation per head, scaled and shifted (AFT Eq. 8).
 
@@ -84,12 +115,34 @@ def standardized_kernel(kernel: Tensor, gamma: Tensor, beta: Tensor, eps: float 
     return (gamma[:, None] * normal + beta[:, None]).view_as(kernel)
 
 
-def gumbel_kernel(kernel: Tensor, tau: float = 0.5) -> Tensor:
+def kernel_entropy(kernel: Tensor) -> Tensor:
+    """The entropy of the softmax of each head's kernel, which training may hold low (AFT Eq. 9).
+
+    Args:
+        kernel: (h, s, s) position bias w, after AFT Eq. 8 where that is used.
+
+    Returns:
+        (h,) in nats, float64 for a float64 kernel, else float32: 0 where one offset has all the weight, log(s * s)
+        where all have the same. Its sum over the heads is the paper's reg(w).
+
+    Raises:
+        ValueError: kernel is not (h, s, s).
+    """
+    if kernel.ndim != 3:
+        raise ValueError(f'kernel must have shape (h, s, s), got {list(kernel.shape)}')
+    # Not p log p of a softmax p, which is 0 log 0 where an offset has lost its weight.
+    log_p = kernel.to(accumulate_dtype(kernel)).flatten(1).log_softmax(1)
+    return -(log_p.exp() * log_p).sum(1)
+
+
+def gumbel_kernel(kernel: Tensor, tau: float = 0.5, straight_through: bool = False) -> Tensor:
     """The kernel times a sample of its Gumbel softmax, as in training (AFT Eq. 10).
 
     Args:
         kernel: (h, s, s) position bias w, after AFT Eq. 8 where that is used.
         tau: temperature, above 0.
+        straight_through: multiply by the sample's largest entry made 1 and all others 0, and differentiate as if by the
+            sample itself.
 
     Returns:
         (h, s, s). Random: drawn from torch's generator of the kernel's device.
@@ -99,7 +152,7 @@ def gumbel_kernel(kernel: Tensor, tau: float = 0.5) -> Tensor:
     """
     if tau <= 0:
         raise ValueError(f'tau must be positive, got {tau}')
-    sample = F.gumbel_softmax(kernel.flatten(1), tau=tau, dim=1)
+    sample = F.gumbel_softmax(kernel.flatten(1), tau=tau, hard=straight_through, dim=1)
     return kernel * sample.view_as(kernel)
 
 
@@ -143,6 +196,14 @@ def _product(bias_u: Tensor, bias_v: Tensor, window: int | None, causal: bool) -
     sources = F.pad(bias_v, (0, 0, window - 1, blocks * step - tokens + after))
     products = targets @ sources.unfold(0, step + window - 1 + after, step)  # (blocks, step, step + s - 1 + after)
     return unskew(products).flatten(0, 1)[:tokens]
+
+
+def _band_sources(position: Tensor, window: int | None, tokens: int) -> Any:
+    # The sources of a target's causal band, oldest first: a slice where that is known on the host.
+    window = tokens if window is None else min(window, tokens)
+    if may_branch(position) and not torch.compiler.is_compiling() and int(position) >= window - 1:
+        return slice(int(position) - window + 1, int(position) + 1)
+    return (position - (window - 1) + torch.arange(window, device=position.device)) % tokens
 
 
 def _check_window(window: int) -> None:

@@ -126,3 +126,12 @@ def standardized_kernel(kernel: Tensor, gamma: Tensor, beta: Tensor, eps: float 
 def factorized_bias(bias_u: Tensor, bias_v: Tensor) -> Tensor:
     """AFT Eq. 7, entry by entry."""
     return torch.stack([torch.stack([(u * v).sum() for v in bias_v]) for u in bias_u])
+
+
+def kernel_entropy(kernel: Tensor) -> Tensor:
+    """AFT Eq. 9, head by head."""
+    heads = []
+    for w in kernel:
+        p = torch.exp(w) / torch.exp(w).sum()
+        heads.append((-p * torch.log(p)).sum())
+    return torch.stack(heads)

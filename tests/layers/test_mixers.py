@@ -5,11 +5,12 @@ from collections.abc import Callable
 import pytest
 import timm
 import torch
-from helpers import assert_close, randn
+from helpers import BOUNDS, assert_close, generator, randn
 from torch import Tensor, nn
 
 from aft_vision import ops
-from aft_vision.layers import AFTBlock, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple, create_mixer
+from aft_vision.layers import AFTBlock, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot, AFTSimple, create_mixer
+from aft_vision.ops import reference
 
 GRID = (3, 4)
 MAKERS: dict[str, Callable[..., AFTMixer]] = {
@@ -24,19 +25,25 @@ MAKERS: dict[str, Callable[..., AFTMixer]] = {
     'conv': lambda **kw: AFTConv(8, num_heads=2, kernel_size=5, **kw),
     'conv_raw': lambda **kw: AFTConv(8, num_heads=2, kernel_size=5, standardize_kernel=False, **kw),
     'conv_gumbel': lambda **kw: AFTConv(8, num_heads=2, kernel_size=5, gumbel=True, **kw),
+    'onehot': lambda **kw: AFTOnehot(8, num_heads=2, **kw),
+    'conv_straight_through': lambda **kw: AFTConv(
+        8, num_heads=2, kernel_size=5, gumbel=True, straight_through=True, **kw
+    ),
 }
-FUSED = [name for name in MAKERS if not name.startswith('simple')]
+FUSED = [name for name in MAKERS if not name.startswith(('simple', 'onehot'))]
 
 
 def randomized(mixer: nn.Module, scale: float = 0.5) -> nn.Module:
-    """Every parameter drawn at a scale where the position bias matters."""
+    """Every parameter drawn at a scale where the position bias matters, and every offset."""
     for i, p in enumerate(mixer.parameters()):
         p.data.copy_(randn(*p.shape, seed=i, scale=scale))
+    if isinstance(mixer, AFTOnehot):
+        mixer.offset.random_(-2, 3, generator=generator(6))
     return mixer
 
 
 def call(mixer: nn.Module, x: Tensor) -> Tensor:
-    return mixer(x, GRID if isinstance(mixer, AFTConv) else None)
+    return mixer(x, GRID if isinstance(mixer, AFTConv | AFTOnehot) else None)
 
 
 @pytest.mark.parametrize('name', MAKERS)
@@ -78,11 +85,23 @@ def test_aft_conv_standardizes_its_kernel():
     assert_close(mixer(x, GRID), mixer.proj(ops.aft_conv(q, k, v, kernel, GRID)), 1e-12)
 
 
-def test_a_fresh_aft_conv_is_aft_simple():
-    conv, simple = AFTConv(8, kernel_size=5, dtype=torch.float64), AFTSimple(8, dtype=torch.float64)
+@pytest.mark.parametrize('kind', [AFTConv, AFTOnehot])
+def test_a_fresh_aft_conv_is_aft_simple(kind: type[AFTMixer]):
+    conv, simple = kind(8, kernel_size=5, dtype=torch.float64), AFTSimple(8, dtype=torch.float64)
     simple.qkv, simple.proj = conv.qkv, conv.proj
     x = randn(2, 12, 8)
     assert_close(conv(x, GRID), simple(x), 1e-12)
+
+
+@pytest.mark.parametrize('name', ['conv', 'conv_raw', 'conv_gumbel'])
+def test_the_evaluated_kernel_gives_the_output_of_evaluation(name):
+    mixer = randomized(MAKERS[name](dtype=torch.float64)).eval()
+    plain = randomized(MAKERS['conv_raw'](dtype=torch.float64)).eval()
+    plain.load_state_dict({key: x for key, x in mixer.state_dict().items() if key in plain.state_dict()})
+    with torch.no_grad():
+        plain.kernel.weight.copy_(mixer.evaluated_kernel())
+    x = randn(2, 12, 8)
+    assert_close(mixer(x, GRID), plain(x, GRID), 1e-12)
 
 
 def test_gumbel_samples_in_training_and_keeps_the_largest_in_evaluation():
@@ -93,6 +112,71 @@ def test_gumbel_samples_in_training_and_keeps_the_largest_in_evaluation():
     q, k, v = mixer.qkv(x).split([8, 2, 8], dim=-1)
     hard = ops.hard_kernel(mixer.kernel())
     assert_close(mixer(x, GRID), mixer.proj(ops.aft_conv(q, k, v, hard, GRID)), 1e-12)
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
+def test_aft_onehot_equals_float64_in_value_and_every_gradient(dtype: torch.dtype):
+    mixer = randomized(AFTOnehot(8, num_heads=2, dtype=torch.float64))
+    low = AFTOnehot(8, num_heads=2, dtype=dtype)
+    low.load_state_dict(mixer.state_dict())
+    mixer.load_state_dict(low.state_dict())  # the rounded parameters
+    x, g = randn(2, 12, 8).to(dtype), randn(2, 12, 8, seed=3).to(dtype)
+    mask = torch.arange(12).expand(2, -1) != 5
+    q, k, v = mixer.qkv(x.double()).split([8, 2, 8], dim=-1)
+    expected = mixer.proj(reference.aft_onehot(q, k, v, mixer.offset, mixer.weight, GRID, mask))
+    value, gradient = BOUNDS[dtype]
+    y = low(x, GRID, mask)
+    assert_close(y, expected, value)
+    wanted = torch.autograd.grad(expected, list(mixer.parameters()), g.double())
+    found = torch.autograd.grad(y, list(low.parameters()), g)
+    for (key, _), got, want in zip(mixer.named_parameters(), found, wanted, strict=True):
+        assert_close(got, want, gradient, key)
+
+
+def test_aft_onehot_is_aft_conv_with_its_kernel():
+    onehot = randomized(AFTOnehot(8, num_heads=2, kernel_size=7, dtype=torch.float64))
+    conv = AFTConv(8, num_heads=2, kernel_size=7, standardize_kernel=False, dtype=torch.float64)
+    conv.qkv, conv.proj = onehot.qkv, onehot.proj
+    conv.kernel.weight.data.copy_(onehot.kernel())
+    assert onehot.kernel().count_nonzero() == 2
+    x = randn(2, 12, 8)
+    assert_close(onehot(x, GRID), conv(x, GRID), 1e-12)
+
+
+@pytest.mark.parametrize(('kernel_size', 'size'), [(None, 7), (5, 7), (11, 11)])
+def test_the_kernel_of_aft_onehot_holds_every_offset(kernel_size: int | None, size: int):
+    mixer = AFTOnehot(4, kernel_size=kernel_size)
+    mixer.offset.copy_(torch.tensor([[0, 0], [-3, 1], [2, -2], [0, 3]]))
+    nn.init.ones_(mixer.weight)
+    kernel = mixer.kernel()
+    assert kernel.shape == (4, size, size)
+    assert torch.equal(kernel.nonzero()[:, 1:] - size // 2, mixer.offset)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_casting_leaves_the_offsets_of_aft_onehot_alone(dtype: torch.dtype):
+    mixer = randomized(AFTOnehot(8))
+    offset = mixer.offset.clone()
+    mixer.to(dtype)
+    assert mixer.weight.dtype == dtype
+    assert mixer.offset.dtype == torch.int64
+    assert torch.equal(mixer.offset, offset)
+
+
+def test_straight_through_biases_the_one_offset_that_is_sampled():
+    mixer = randomized(MAKERS['conv_straight_through'](dtype=torch.float64))
+    x = randn(2, 12, 8)
+    torch.manual_seed(0)
+    y = mixer(x, GRID)
+    q, k, v = mixer.qkv(x).split([8, 2, 8], dim=-1)
+    kernel = mixer.kernel()
+    torch.manual_seed(0)
+    place = ops.gumbel_kernel(kernel, straight_through=True).flatten(1).abs().argmax(1, keepdim=True)
+    hard = torch.zeros_like(kernel.flatten(1)).scatter(1, place, kernel.flatten(1).gather(1, place)).view_as(kernel)
+    assert_close(y, mixer.proj(ops.aft_conv(q, k, v, hard, GRID)), 1e-12)
+    y.sum().backward()
+    # The other offsets learn too, by the sample.
+    assert (mixer.kernel.weight.grad != 0).all()
 
 
 @pytest.mark.parametrize('name', MAKERS)
@@ -186,11 +270,14 @@ def test_reset_parameters_restores_a_poisoned_mixer(name: str):
     mixer = MAKERS[name]()
     for p in mixer.parameters():
         p.data.fill_(float('nan'))
+    for buffer in mixer.buffers():
+        buffer.fill_(-7)
     mixer.reset_parameters()
     assert all(torch.isfinite(p).all() for p in mixer.parameters())
+    assert not any(buffer.any() for buffer in mixer.buffers())
 
 
-@pytest.mark.parametrize('name', ['full', 'local', 'simple', 'conv', 'conv_gumbel'])
+@pytest.mark.parametrize('name', ['full', 'local', 'simple', 'conv', 'conv_gumbel', 'onehot'])
 def test_the_exportable_form_gives_the_same(name: str):
     mixer = randomized(MAKERS[name](dtype=torch.float64)).eval()
     with timm.layers.set_exportable(True):
@@ -203,7 +290,7 @@ def test_the_exportable_form_gives_the_same(name: str):
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize('name', ['full', 'local', 'simple', 'conv'])
+@pytest.mark.parametrize('name', ['full', 'local', 'simple', 'conv', 'onehot'])
 def test_the_exportable_form_keeps_its_exponentials_in_float32(name: str, dtype: torch.dtype):
     mixer = randomized(MAKERS[name](dtype=torch.float64), scale=1.5).eval()
     with timm.layers.set_exportable(True):
@@ -211,8 +298,7 @@ def test_the_exportable_form_keeps_its_exponentials_in_float32(name: str, dtype:
     exportable.load_state_dict(mixer.state_dict())
     mixer.load_state_dict(exportable.state_dict())  # the rounded parameters
     x = randn(2, 12, 8).to(dtype)
-    got = call(exportable, x) if name == 'conv' else exportable(x)
-    assert_close(got, call(mixer, x.double()), 5e-2 if dtype == torch.bfloat16 else 1e-2)
+    assert_close(call(exportable, x), call(mixer, x.double()), 5e-2 if dtype == torch.bfloat16 else 1e-2)
 
 
 @pytest.mark.parametrize('name', FUSED)
@@ -263,6 +349,7 @@ REJECTED = [
     (ValueError, lambda: AFTConv(8, num_heads=3), 'num_heads must divide dim = 8, got 3'),
     (ValueError, lambda: AFTConv(8, kernel_size=4), 'kernel_size must be odd and positive, got 4'),
     (ValueError, lambda: AFTConv(8, gumbel=True, global_context=False), 'needs global_context=True'),
+    (ValueError, lambda: AFTConv(8, straight_through=True), 'a way to train with gumbel=True, got gumbel=False'),
     (ValueError, lambda: AFTConv(8)(randn(1, 12, 8).float()), r'needs the token grid \(H, W\)'),
     (ValueError, lambda: AFTConv(8)(randn(1, 12, 8).float(), (3, 5)), r'grid must be \(H, W\) with H \* W = 12'),
     (
@@ -270,6 +357,10 @@ REJECTED = [
         lambda: AFTFull(8, num_tokens=12, grid=GRID)(randn(1, 12, 8).float(), (5, 6)),
         r'bias must have shape \(12, 12\)',
     ),
+    (ValueError, lambda: AFTOnehot(8, num_heads=3), 'num_heads must divide dim = 8, got 3'),
+    (ValueError, lambda: AFTOnehot(8, kernel_size=4), 'kernel_size must be odd and positive, got 4'),
+    (ValueError, lambda: AFTOnehot(8)(randn(1, 12, 8).float()), r'AFTOnehot needs the token grid \(H, W\)'),
+    (TypeError, lambda: create_mixer('onehot', 8, gumbel=True), 'gumbel'),
     (ValueError, lambda: AFTConv(8, tau=0.0), 'tau must be positive, got 0.0'),
     (ValueError, lambda: AFTFull(8, num_tokens=12)(randn(1, 13, 8).float()), r'bias must have shape \(13, 13\)'),
     (ValueError, lambda: AFTFull(8, num_tokens=12)(randn(1, 12, 8).float(), (3, 4)), 'made without a grid'),

@@ -15,8 +15,9 @@ from helpers import (
 from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.ops import reference
+from aft_vision.ops import aten, reference
 from aft_vision.ops.eager.conv import _prefers_depthwise
+from aft_vision.ops.eager.onehot import CANCELLATION, _Sums
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -83,8 +84,9 @@ def test_aft_local_equals_float64(T: int, s: int, masked: bool, dtype: torch.dty
 
 @pytest.fixture(params=['toeplitz', 'depthwise'])
 def either_form_of_conv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """AFT-conv in one of its forms, whichever it would choose."""
+    """AFT-conv in one of its torch forms, whichever it would choose."""
     depthwise = request.param == 'depthwise'
+    monkeypatch.setattr('aft_vision.ops.kernels.depthwise.covers_conv', lambda *inputs: False)
     monkeypatch.setattr('aft_vision.ops.eager.conv._prefers_depthwise', lambda k, kernel: depthwise)
 
 
@@ -151,12 +153,13 @@ def test_aft_conv_survives_nasty_inputs(keys: str, bias: str, D: int, h: int, s:
     assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs, nasty=True)
 
 
+@pytest.mark.parametrize('form', [ops.aft_onehot, aten.aft_onehot], ids=['operator', 'aten'])
 @pytest.mark.parametrize('weight', [0.0, -5.0, -50.0, -1e4, 50.0, 200.0])
 @pytest.mark.parametrize('keys', NASTY_KEYS)
-def test_aft_onehot_survives_nasty_inputs(keys: str, weight: float):
+def test_aft_onehot_survives_nasty_inputs(keys: str, weight: float, form):
     inputs = onehot_inputs((6, 5), 6, 3)
     inputs |= {'k': nasty_keys(inputs['k'])[keys], 'weight': torch.full((3,), weight, dtype=torch.float64)}
-    assert_matches_reference(ops.aft_onehot, reference.aft_onehot, inputs, nasty=True)
+    assert_matches_reference(form, reference.aft_onehot, inputs, nasty=True)
 
 
 def test_aft_full_is_right_where_both_maxima_miss_each_other():
@@ -246,6 +249,86 @@ def test_aft_onehot_equals_aft_conv_with_one_entry():
     assert_close(ops.aft_onehot(**inputs), expected, 1e-12)
 
 
+def lost_sources(inputs: dict[str, object]) -> Tensor | None:
+    """Which shifted sources aft_onehot leaves to its softmax in float32, (B, T, h); None for not one."""
+    k, v, weight = (inputs[name].float() for name in ('k', 'v', 'weight'))
+    return _Sums(k, v, weight, inputs.get('mask'), branch=True).lost
+
+
+def cancelling_inputs(factor: float) -> dict[str, object]:
+    """Inputs of one sequence whose denominators, at the largest key of each head, lose that factor to cancellation."""
+    inputs = onehot_inputs((6, 5), 6, 3)
+    inputs |= {name: inputs[name][:1].clone() for name in 'qkv'}
+    inputs['k'][:, 14] = 9.0
+    total = torch.exp(inputs['k'] - 9).sum(1).squeeze(0)
+    return inputs | {'weight': torch.log(total / factor - (total - 1))}
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize(('excess', 'lost'), [(0.97, False), (1.03, True)], ids=['below', 'above'])
+def test_aft_onehot_equals_float64_on_either_side_of_its_bound_for_cancellation(excess, lost, dtype: torch.dtype):
+    inputs = cancelling_inputs(excess * CANCELLATION)
+    assert (lost_sources(inputs) is not None) is lost
+    assert_matches_reference(ops.aft_onehot, reference.aft_onehot, inputs, dtype)
+
+
+@pytest.mark.parametrize('weight', [-30.0, -2.0, 0.5, 55.0, 65.0])
+def test_the_quick_and_the_exact_form_of_aft_onehot_agree(monkeypatch: pytest.MonkeyPatch, weight: float):
+    inputs = onehot_inputs((6, 5), 6, 3) | {'weight': torch.full((3,), weight, dtype=torch.float64)}
+    leaves = [inputs[name].requires_grad_() for name in ('q', 'k', 'v', 'weight')]
+    assert lost_sources(inputs) is None
+    quick = ops.aft_onehot(**inputs)
+    grads = torch.autograd.grad(quick.sum(), leaves)
+    # Every largest key is left to the softmax.
+    monkeypatch.setattr('aft_vision.ops.eager.onehot.CANCELLATION', 0.0)
+    monkeypatch.setattr('aft_vision.ops.eager.onehot.LARGEST_LOGIT', 64.0)
+    assert torch.equal(lost_sources(inputs), inputs['k'] == inputs['k'].amax(1, keepdim=True))
+    exact = ops.aft_onehot(**inputs)
+    assert_close(quick, exact, 1e-12)
+    floor = grads[2].norm().item()
+    for got, expected in zip(grads, torch.autograd.grad(exact.sum(), leaves), strict=True):
+        assert_close(got, expected, 1e-11, floor=floor)
+
+
+@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
+def test_only_largest_keys_that_cancel_are_left_to_the_softmax(masked: bool):
+    inputs = onehot_inputs((6, 5), 6, 3) | {'weight': torch.tensor([-50.0, 0.0, -50.0], dtype=torch.float64)}
+    inputs['k'][:, 7, :2], inputs['k'][:, 8, 2] = 200.0, 2.5
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    if masked:
+        mask[0, 7] = False
+    expected = torch.zeros(2, 30, 3, dtype=torch.bool)
+    expected[int(masked) :, 7, 0] = True
+    assert torch.equal(lost_sources(inputs | {'mask': mask}), expected)
+    assert_matches_reference(ops.aft_onehot, reference.aft_onehot, inputs | {'mask': mask}, nasty=True)
+
+
+@pytest.mark.parametrize('weight', [-50.0, 3.0, 200.0])
+def test_chunks_of_aft_onehot_equal_the_whole_batch(monkeypatch: pytest.MonkeyPatch, weight: float):
+    q, k, v = make_qkv(B=5, T=12, D=6, heads=3)
+    inputs = {'q': q, 'k': 5 * k, 'v': v, 'offset': torch.tensor([[0, 1], [-2, 0], [9, 9]])}
+    inputs |= {'weight': torch.full((3,), weight, dtype=torch.float64), 'grid': (3, 4), 'mask': make_mask(5, 12)}
+    whole = ops.aft_onehot(**inputs)
+    monkeypatch.setattr('aft_vision.ops.eager.onehot.CHUNK_ELEMENTS', 2 * 12 * 6)
+    assert torch.equal(ops.aft_onehot(**inputs), whole)
+    assert_matches_reference(ops.aft_onehot, reference.aft_onehot, inputs, nasty=True)
+
+
+@pytest.mark.usefixtures('without_branches')
+@pytest.mark.parametrize('weight', [-1e4, -5.0, 200.0])
+@pytest.mark.parametrize('keys', NASTY_KEYS)
+def test_without_branches_aft_onehot_survives_nasty_inputs(keys: str, weight: float):
+    inputs = onehot_inputs((6, 5), 6, 3)
+    inputs |= {'k': nasty_keys(inputs['k'])[keys], 'weight': torch.full((3,), weight, dtype=torch.float64)}
+    assert_matches_reference(ops.aft_onehot, reference.aft_onehot, inputs | {'mask': make_mask(2, 30)}, nasty=True)
+
+
+@pytest.mark.parametrize('offset', [[-6, 0], [6, 0], [0, 5], [0, -5], [-7, 9], [1 << 32, 0], [0, -(1 << 40)]])
+def test_an_offset_outside_the_grid_makes_aft_onehot_a_global_mean(offset: list[int]):
+    inputs = onehot_inputs((6, 5), 6, 6) | {'offset': torch.tensor([offset] * 6)}
+    assert_matches_reference(ops.aft_onehot, lambda q, k, v, **_: reference.aft_simple(q, k, v), inputs)
+
+
 @pytest.mark.parametrize(
     ('heads', 'grid', 'size', 'depthwise'),
     [
@@ -293,7 +376,9 @@ OPERATIONS = {
 @pytest.fixture
 def without_branches(monkeypatch: pytest.MonkeyPatch):
     """As on an accelerator: no branch on values, so no repair, and AFT-conv in its Toeplitz form."""
-    for module in ('mixing', 'full', 'conv', 'causal'):
+    for form in ('conv', 'onehot'):
+        monkeypatch.setattr(f'aft_vision.ops.kernels.depthwise.covers_{form}', lambda *inputs: False)
+    for module in ('mixing', 'full', 'conv', 'causal', 'onehot'):
         monkeypatch.setattr(f'aft_vision.ops.eager.{module}.may_branch', lambda x: False)
 
 

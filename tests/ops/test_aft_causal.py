@@ -1,5 +1,7 @@
 """The masked forms and their one-step states, against float64 in value and in every gradient."""
 
+from functools import cache
+
 import pytest
 import torch
 from helpers import (
@@ -17,6 +19,7 @@ from torch._dynamo.testing import CompileCounter
 
 from aft_vision import ops
 from aft_vision.ops import reference
+from aft_vision.ops.eager import decode
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NAMES = ['aft_full_causal', 'aft_local_causal', 'aft_simple_causal']
@@ -133,6 +136,136 @@ def test_step_by_step_equals_parallel(name: str, s: int, keys: str):
     assert_close(getattr(ops, name)(**low), expected, 1e-4)
 
 
+def run_chunks(inputs: dict[str, Tensor], chunks: list[int], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Tokens a chunk at a time from the state of those before, or as a step where a chunk is 1."""
+    batch, _, dim = inputs['v'].shape
+    local = 'band' in inputs
+    state = ops.aft_local_state(batch, dim, inputs['band'].shape[1], dtype) if local else None
+    state = ops.aft_simple_state(batch, dim, dtype) if state is None else state
+    name = 'aft_local' if local else 'aft_simple'
+    rows, start = [], 0
+    for chunk in chunks:
+        place = start if chunk == 1 else slice(start, start + chunk)
+        form = 'step' if chunk == 1 else 'prefill'
+        bias = [inputs['band'][place]] if local else []
+        y, state = getattr(ops, f'{name}_{form}')(*(inputs[n][:, place] for n in 'qkv'), *bias, state)
+        rows.append(y.unsqueeze(1) if chunk == 1 else y)
+        start += chunk
+    return torch.cat(rows, 1)
+
+
+@pytest.mark.parametrize('bias', ['ordinary', *NASTY_BIASES])
+@pytest.mark.parametrize('keys', ['ordinary', *NASTY_KEYS])
+@pytest.mark.parametrize(('name', 's'), [(NAMES[1], 1), (NAMES[1], 5), (NAMES[1], 33), (NAMES[1], 90), (NAMES[2], 0)])
+def test_steps_and_chunks_survive_nasty_inputs(name: str, s: int, keys: str, bias: str):
+    inputs = causal_inputs(name, 70, s, D=3)
+    if keys != 'ordinary':
+        inputs['k'] = nasty_keys(inputs['k'])[keys]
+    if bias != 'ordinary' and 'band' in inputs:
+        inputs['band'] = nasty_biases(inputs['band'])[bias]
+    low = {key: x.float() for key, x in inputs.items()}
+    high = {key: x.double() for key, x in low.items()}
+    expected = getattr(reference, name)(**high)
+    for chunks in ([1] * 70, [70], [1, 7, 40, 1, 1, 10, 1, 9]):
+        assert_close(run_chunks(high, chunks), expected, 1e-10)
+        assert_close(run_chunks(low, chunks, torch.float32), expected, 5e-5)
+
+
+def jumping_keys(k: Tensor, jump: float = 200.0) -> Tensor:
+    """Keys whose level in every channel jumps up or down at random, by up to `jump`, for one token or for many."""
+    batch, tokens, dim = k.shape
+    random = generator(8)
+    moves = torch.rand(batch, tokens, dim, generator=random) < 0.01
+    levels = (torch.rand(batch, tokens, dim, generator=random) * 2 - 1) * jump
+    last = torch.where(moves, torch.arange(tokens)[:, None], 0).cummax(1).values
+    singles = (torch.rand(batch, tokens, dim, generator=random) < 0.003) * jump
+    return (k + levels.gather(1, last) + singles).bfloat16().to(k)
+
+
+@cache
+def long_inputs(name: str, s: int, keys: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs that every dtype holds, of 3072 tokens, and their result as one softmax over all that a target sees."""
+    inputs = {key: x.bfloat16().double() for key, x in causal_inputs(name, 3072, s, D=1, B=1).items()}
+    if keys == 'jumping':
+        inputs['k'] = jumping_keys(inputs['k'])
+    q, k, v = (inputs[n][0, :, 0] for n in 'qkv')
+    # In the band of a target, the target is the last.
+    place = torch.arange(3072) - torch.arange(3072)[:, None] + s - 1
+    logits = k.expand(3072, -1)
+    if 'band' in inputs:
+        logits = logits + inputs['band'].gather(1, place.clamp(0, s - 1)).where(place >= 0, 0.0)
+    weight = logits.masked_fill(torch.ones(3072, 3072, dtype=torch.bool).triu(1), float('-inf')).softmax(1)
+    return inputs, (torch.sigmoid(q) * (weight @ v))[None, :, None]
+
+
+@pytest.mark.parametrize(
+    ('dtype', 'bound'),
+    [(torch.float64, 1e-10), (torch.float32, 5e-5), (torch.bfloat16, 3e-2)],
+    ids=['float64', 'float32', 'bfloat16'],
+)
+@pytest.mark.parametrize('keys', ['ordinary', 'jumping'])
+@pytest.mark.parametrize(('name', 's'), [(NAMES[1], 256), (NAMES[2], 0)])
+def test_parallel_chunks_and_steps_agree_over_3072_tokens(
+    name: str, s: int, keys: str, dtype: torch.dtype, bound: float
+):
+    inputs, expected = long_inputs(name, s, keys)
+    low = {key: x.to(dtype) for key, x in inputs.items()}
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    assert_close(getattr(ops, name)(**low), expected, bound)
+    assert_close(run_chunks(low, [1] * 3072, state_dtype), expected, bound)
+    assert_close(run_chunks(low, [1000, 1, 2000, 1, 1, 69], state_dtype), expected, bound)
+
+
+@pytest.mark.parametrize('keys', ['ordinary', *NASTY_KEYS])
+def test_a_step_without_branches_equals_the_step(keys: str):
+    inputs = causal_inputs('aft_local_causal', 70, 33)
+    if keys != 'ordinary':
+        inputs['k'] = nasty_keys(inputs['k'])[keys]
+    q, k, v, band = (inputs[n] for n in ('q', 'k', 'v', 'band'))
+    state = ops.aft_local_state(2, 6, 33, torch.float64)
+    # As on an accelerator.
+    state.ring[..., 6:] = float('-inf')
+    rows = [decode.local_step_static(k[:, t], v[:, t], band[t], *state[:-1]) for t in range(70)]
+    assert_close(torch.sigmoid(q) * torch.stack(rows, 1), reference.aft_local_causal(**inputs), 1e-10)
+
+
+def test_a_later_token_changes_no_bit_of_earlier_steps():
+    inputs = {key: x.float() for key, x in causal_inputs('aft_local_causal', 70, 33).items()}
+    before = run_steps(inputs, torch.float32)
+    inputs['k'][:, 50] += 200.0
+    assert torch.equal(run_steps(inputs, torch.float32)[:, :50], before[:, :50])
+
+
+def test_a_ring_holds_keys_only_while_they_lie_too_far_apart():
+    inputs = causal_inputs('aft_local_causal', 30, 4)
+    inputs['k'][:, 10] += 500.0
+    state = ops.aft_local_state(2, 6, 4, torch.float64)
+    held = []
+    for t in range(30):
+        _, state = ops.aft_local_step(*(inputs[n][:, t] for n in 'qkv'), inputs['band'][t], state)
+        held.append(bool(state.holds_keys))
+    # The large key is in the window of four tokens; after that, the sums outweigh what it has left.
+    assert held == [False] * 10 + [True] * 4 + [False] * 16 or held == [False] * 11 + [True] * 3 + [False] * 16
+
+
+def test_a_state_has_no_more_than_the_window_and_the_sums():
+    state = ops.aft_local_state(2, 6, 5)
+    assert sum(x.numel() for x in state) == 2 * 6 * (2 * 5 + 2 + 1) + 2
+    assert sum(x.numel() for x in ops.aft_simple_state(2, 6)) == 2 * 6 * 3
+
+
+def test_a_cloned_state_is_left_alone_by_steps():
+    inputs = causal_inputs('aft_local_causal', 8, 3)
+    state = ops.aft_local_state(2, 6, 3, torch.float64)
+    _, state = ops.aft_local_prefill(*(inputs[n][:, :7] for n in 'qkv'), inputs['band'][:7], state)
+    copy = ops.clone_state(state)
+    arguments = [inputs[n][:, 7] for n in 'qkv']
+    y, _ = ops.aft_local_step(*arguments, inputs['band'][7], state)
+    again, _ = ops.aft_local_step(*arguments, inputs['band'][7], copy)
+    assert torch.equal(again, y)
+    assert int(copy.position) == int(state.position) == 8
+
+
 def test_a_state_keeps_its_shapes_and_can_be_reordered():
     inputs = causal_inputs('aft_local_causal', 8, 3, B=3)
     state = ops.aft_local_state(3, 6, 3, torch.float64)
@@ -142,8 +275,9 @@ def test_a_state_keeps_its_shapes_and_can_be_reordered():
     assert [x.shape for x in state] == shapes
     index = torch.tensor([2, 2, 0])
     q, k, v = (inputs[n][:, 7] for n in 'qkv')
+    reordered = ops.reorder_state(state, index)
     y, _ = ops.aft_local_step(q, k, v, inputs['band'][7], state)
-    picked, _ = ops.aft_local_step(q[index], k[index], v[index], inputs['band'][7], ops.reorder_state(state, index))
+    picked, _ = ops.aft_local_step(q[index], k[index], v[index], inputs['band'][7], reordered)
     assert torch.equal(picked, y[index])
 
 
@@ -165,6 +299,8 @@ REJECTED = [
     (lambda: ops.aft_simple_state(2, 6, torch.bfloat16), r'dtype must be torch.float32 or torch.float64'),
     (lambda: ops.aft_simple_step(*randn(3, 2, 7), ops.aft_simple_state(2, 6)), r'q must have shape \(2, 6\)'),
     (lambda: ops.aft_local_step(*randn(3, 2, 6), randn(4), ops.aft_local_state(2, 6, 3)), r'band_row must have shape'),
+    (lambda: ops.aft_local_prefill(*randn(3, 2, 4, 6), randn(4, 2), ops.aft_local_state(2, 6, 3)), r'\(4, 3\)'),
+    (lambda: ops.aft_simple_prefill(*randn(3, 2, 0, 6), ops.aft_simple_state(2, 6)), r'n of at least 1'),
     (lambda: ops.reorder_state(ops.aft_simple_state(2, 6), torch.tensor([[0]])), r'index must be one-dimensional'),
 ]
 

@@ -1,5 +1,7 @@
 """The position biases as functions of their parameters."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,6 +68,80 @@ def test_local_bias_holds_the_window_and_nothing_outside_the_sequence(causal: bo
             assert band[t, j] == (bias[t, s] if 0 <= s < 6 else 0.0)
 
 
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
+def test_kernel_entropy_equals_its_reference(dtype: torch.dtype):
+    def run(op):
+        return lambda v: op(v)
+
+    assert_matches_reference(run(ops.kernel_entropy), run(reference.kernel_entropy), {'v': randn(3, 5, 5)}, dtype)
+
+
+def test_the_gradient_of_kernel_entropy_is_that_of_its_sum_over_offsets():
+    kernel = randn(2, 3, 3).requires_grad_()
+    entropy = ops.kernel_entropy(kernel)
+    (grad,) = torch.autograd.grad(entropy.sum(), kernel)
+    for head in range(2):
+        weights = [math.exp(x) for x in kernel[head].flatten().tolist()]
+        p = [x / sum(weights) for x in weights]
+        wanted = -sum(x * math.log(x) for x in p)
+        assert entropy[head].item() == pytest.approx(wanted, rel=1e-12)
+        for i, got in enumerate(grad[head].flatten().tolist()):
+            assert got == pytest.approx(-p[i] * (math.log(p[i]) + wanted), rel=1e-10)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.float32, torch.float64], ids=str)
+def test_kernel_entropy_lies_between_one_offset_and_all(dtype: torch.dtype):
+    kernel = torch.zeros(3, 5, 5, dtype=dtype)
+    kernel[0, 2, 3] = 2e4
+    kernel[1] = -3e4
+    kernel[2, 0, :2] = 1e4
+    kernel.requires_grad_()
+    entropy = ops.kernel_entropy(kernel)
+    assert entropy.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert entropy.tolist() == pytest.approx([0.0, math.log(25), math.log(2)], abs=1e-6)
+    assert torch.autograd.grad(entropy.sum(), kernel)[0].isfinite().all()
+
+
+def test_kernel_entropy_ignores_a_shift_of_each_head():
+    kernel = randn(3, 5, 5)
+    assert_close(ops.kernel_entropy(kernel + 7 * randn(3, 1, 1, seed=1)), ops.kernel_entropy(kernel), 1e-12)
+
+
+def gumbel_sample(kernel: torch.Tensor, tau: float) -> torch.Tensor:
+    """The softmax of AFT Eq. 10 with the noise that torch draws next, entry by entry."""
+    sample = torch.empty_like(kernel)
+    noise = torch.empty_like(kernel.flatten(1)).exponential_().view_as(kernel)
+    for head, w in enumerate(kernel.detach()):
+        weight = torch.exp((w - torch.log(noise[head])) / tau)
+        sample[head] = weight / weight.sum()
+    return sample
+
+
+@pytest.mark.parametrize('straight_through', [False, True])
+def test_gumbel_kernel_and_its_gradient_equal_those_of_the_sample(straight_through: bool):
+    tau, kernel, weight = 0.7, randn(3, 3, 3).requires_grad_(), randn(3, 3, 3, seed=1)
+    torch.manual_seed(4)
+    found = ops.gumbel_kernel(kernel, tau, straight_through)
+    torch.manual_seed(4)
+    soft = gumbel_sample(kernel, tau)
+    used = (soft == soft.amax((1, 2), keepdim=True)).double() if straight_through else soft
+    assert_close(found, kernel * used, 1e-12)
+    (grad,) = torch.autograd.grad((found * weight).sum(), kernel)
+    wanted = weight * used
+    for head in range(3):
+        p, upstream = soft[head].flatten().tolist(), (weight * kernel.detach())[head].flatten().tolist()
+        for i in range(9):
+            through = sum(upstream[j] * p[j] * ((i == j) - p[i]) / tau for j in range(9))
+            wanted[head].view(-1)[i] += through
+    assert_close(grad, wanted, 1e-11)
+
+
+def test_a_straight_through_sample_biases_one_offset_a_head():
+    torch.manual_seed(0)
+    found = ops.gumbel_kernel(randn(20, 5, 5), straight_through=True)
+    assert (found != 0).flatten(1).sum(1).tolist() == [1] * 20
+
+
 def test_gumbel_kernel_draws_the_largest_entry_most_often():
     kernel = torch.tensor([0.0, 1.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]).view(1, 3, 3)
     torch.manual_seed(0)
@@ -97,6 +173,7 @@ REJECTED = [
     (lambda: ops.local_bias(randn(3, 3), 0), 'window must be at least 1'),
     (lambda: ops.factorized_bias(randn(3, 4), randn(4, 4)), r'must both have shape \(T, d\)'),
     (lambda: ops.standardized_kernel(randn(3, 5, 5), randn(2), randn(3)), 'must agree in h'),
+    (lambda: ops.kernel_entropy(randn(3, 5)), r'kernel must have shape \(h, s, s\), got \[3, 5\]'),
     (lambda: ops.gumbel_kernel(randn(3, 5, 5), tau=0.0), 'tau must be positive, got 0.0'),
 ]
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from aft_vision.ops.eager.causal_bias import BandBias, CausalBias, FullBias, NoBias
@@ -31,6 +32,14 @@ from aft_vision.ops.eager.repair import joint_softmax, lost_elements
 HEADROOM = 60.0
 
 
+class Past(NamedTuple):
+    """Sums over sources before the sequence, as `ops.SimpleState` has them; (B, D) each."""
+
+    reference: Tensor
+    numerator: Tensor
+    denominator: Tensor
+
+
 class _Block(NamedTuple):
     # One block of targets [start, stop) and all it needs; N = B * D.
     start: int
@@ -45,7 +54,8 @@ class _Block(NamedTuple):
 class _Sequence:
     """Keys and values as (T, N) columns, and the blocks over them with their references."""
 
-    def __init__(self, k: Tensor, v: Tensor, mask: Tensor | None, bias: CausalBias) -> None:
+    def __init__(self, k: Tensor, v: Tensor, mask: Tensor | None, bias: CausalBias, past: 'Past | None' = None) -> None:
+        self.past = past
         self.dtype, self.product_dtype = accumulate_dtype(v), product_dtype(v)
         self.keys = masked_keys(k, mask).transpose(0, 1).flatten(1)  # (T, N)
         self.values = v.to(self.dtype).transpose(0, 1).flatten(1)
@@ -53,7 +63,7 @@ class _Sequence:
 
     def blocks(self) -> Iterator[_Block]:
         floor = torch.finfo(self.dtype).min / 4
-        past = self.keys[0].clamp_min(floor)
+        past = self.keys[0].clamp_min(floor) if self.past is None else self.past.reference.flatten()
         left = 0
         for start in range(0, len(self.keys), self.bias.step):
             stop = min(start + self.bias.step, len(self.keys))
@@ -61,11 +71,13 @@ class _Sequence:
             peak = self.keys[start:stop].amax(0)
             logits = self.bias.logits(start, stop).to(self.dtype)
             row = logits.amax(1, keepdim=True)
-            if low > 0:
+            has_older = low > 0 or self.past is not None
+            if has_older:
                 row = row.clamp_min(0.0)
             reference = torch.maximum(past, peak - HEADROOM)
             weight = torch.exp(logits - row).to(self.product_dtype)
-            yield _Block(start, stop, low, slice(left, low), reference, weight, torch.exp(-row) if low > 0 else row)
+            older = torch.exp(-row) if has_older else row
+            yield _Block(start, stop, low, slice(left, low), reference, weight, older)
             past, left = torch.maximum(past, peak), low
 
     def exponentials(self, part: slice, reference: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,13 +87,24 @@ class _Sequence:
 
 
 def causal_forward(
-    q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, bias: CausalBias, save: bool
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: CausalBias,
+    save: bool,
+    past: Past | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y and the denominators (B, T, D), each at the reference of its block."""
+    """y and the denominators (B, T, D), each at the reference of its block.
+
+    past: of sources that every target sees with no bias, beside those of the sequence.
+    """
     out, den = empty_output(q, v), empty_denominator(k, v, save)
-    sequence = _Sequence(k, v, mask, bias)
+    sequence = _Sequence(k, v, mask, bias, past)
     state = sequence.keys.new_zeros(2 * sequence.keys.shape[1])
     reference = None
+    if past is not None:
+        state, reference = torch.cat([past.numerator.flatten(), past.denominator.flatten()]), past.reference.flatten()
     for block in sequence.blocks():
         if reference is not None:
             state = state * torch.exp(reference - block.reference).repeat(2)
@@ -89,14 +112,14 @@ def causal_forward(
         state = state + sequence.exponentials(block.left, reference)[1].sum(0)
         x = sequence.exponentials(slice(block.low, block.stop), reference)[1]
         sums = (block.weight @ x.to(sequence.product_dtype)).to(sequence.dtype)
-        if block.low > 0:
+        if block.low > 0 or past is not None:
             sums = torch.addcmul(sums, block.older, state)
         rows = slice(block.start, block.stop)
         num, bottom = (part.unflatten(1, (len(v), -1)).transpose(0, 1) for part in sums.chunk(2, dim=1))
         lost = bottom < UNDERFLOW[sequence.dtype]
         ratio = num / bottom.clamp_min(UNDERFLOW[sequence.dtype])  # (B, C, D)
         if may_branch(k) and bool(lost.any()):
-            _repair_forward(ratio, k, v, mask, bias, lost, block.start)
+            _repair_forward(ratio, k, v, mask, bias, lost, block.start, past)
         s = gate(None if q is None else q[:, rows], sequence.dtype)
         out[:, rows] = ratio if s is None else ratio * s
         if save:
@@ -162,10 +185,24 @@ def _logits_grad(weight: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype
 
 
 def _repair_forward(
-    ratio: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: CausalBias, lost: Tensor, start: int
+    ratio: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: CausalBias,
+    lost: Tensor,
+    start: int,
+    past: Past | None,
 ) -> None:
+    if past is not None:
+        # One more source, which stands for all before the sequence; the mask is of a sequence without a past.
+        older = past.reference.double() + past.denominator.double().log()
+        k = torch.cat([older.unsqueeze(1), k.double()], 1)
+        mean = past.numerator.double() / past.denominator.double().clamp_min(torch.finfo(torch.double).tiny)
+        v = torch.cat([mean.unsqueeze(1), v.double()], 1)
     for batch, row, channel in lost_elements(lost, v.shape[1]):
-        p = joint_softmax(k, mask, batch, channel, bias.rows(row + start))
+        rows = bias.rows(row + start)
+        p = joint_softmax(k, mask, batch, channel, rows if past is None else F.pad(rows, (1, 0)))
         ratio[batch, row, channel] = (p * v.transpose(1, 2)[batch, channel].double()).sum(1).to(ratio.dtype)
 
 

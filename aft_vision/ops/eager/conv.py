@@ -86,6 +86,8 @@ class ConvWeights:
 class ToeplitzWeights(ConvWeights):
     """Expanded (h, T, T) weights; one product [(c + 1) * B, T] x [T, T] per head of c channels."""
 
+    writes_to_spare = True
+
     def __init__(self, kernel: Tensor, grid: tuple[int, int], global_context: bool, v: Tensor, channels: int) -> None:
         super().__init__(kernel, grid, global_context, v, channels)
         height, width = grid
@@ -128,6 +130,8 @@ class ToeplitzWeights(ConvWeights):
 
 class DepthwiseWeights(ConvWeights):
     """The paper's form: the global sum plus a depthwise convolution by exp(w) - 1 on channels-last maps."""
+
+    writes_to_spare = False
 
     def __init__(self, kernel: Tensor, grid: tuple[int, int], global_context: bool, v: Tensor, channels: int) -> None:
         super().__init__(kernel, grid, global_context, v, channels)

@@ -21,6 +21,8 @@ from aft_vision.ops.eager.numerics import (
 class FullWeights:
     """One (T, T) matrix over all channels, applied to the values and to the keys of each sequence."""
 
+    writes_to_spare = True
+
     def __init__(self, bias: Tensor, v: Tensor) -> None:
         self.bias = bias
         self.channels = v.shape[2]

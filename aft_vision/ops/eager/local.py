@@ -33,6 +33,8 @@ class _Block(NamedTuple):
 class LocalWeights:
     """A band of 2s - 1 weights per target, one outside of it (both before the row's reference is taken off)."""
 
+    writes_to_spare = False
+
     def __init__(self, band: Tensor, v: Tensor) -> None:
         self.band, self.channels = band, v.shape[2]
         tokens, width = band.shape

@@ -28,7 +28,12 @@ class Workspace(NamedTuple):
 
 
 class Weights(Protocol):
-    """The non-negative position weights exp(w - reference) of one operator."""
+    """The non-negative position weights exp(w - reference) of one operator.
+
+    writes_to_spare: whether its products use the spare workspace; if not, none is made for them.
+    """
+
+    writes_to_spare: bool
 
     def workspace(self, batch: int) -> Workspace:
         """An uninitialised workspace for `batch` sequences."""
@@ -165,7 +170,10 @@ class _Buffers:
 
     def take(self, length: int) -> list[Workspace]:
         if length != self.length:
-            self.length, self.spaces = length, [self.weights.workspace(length) for _ in range(self.count)]
+            own = self.count if self.weights.writes_to_spare else self.count - 1
+            self.length, self.spaces = length, [self.weights.workspace(length) for _ in range(own)]
+            # In the place of a spare one that nobody writes to.
+            self.spaces += self.spaces[: self.count - own]
         return self.spaces
 
 

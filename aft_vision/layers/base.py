@@ -1,0 +1,95 @@
+"""What the token mixers share."""
+
+from typing import ClassVar
+
+import torch
+from timm.layers import is_exportable, trunc_normal_
+from torch import Tensor, nn
+
+from aft_vision.layers.position_bias import FactorizedBias, FusedModule, PairwiseBias
+
+
+class AFTMixer(nn.Module):
+    """What the mixers share: one projection to queries, keys and values, and one behind the operation.
+
+    Args:
+        dim: channels C of the input and output, and D of the operation.
+        key_dim: channels of the keys.
+        query_gate: False leaves out the query and its sigmoid (Table 12).
+        qkv_bias: biases on queries, keys and values. That on keys cancels in every operation; DeiT has it.
+        proj_bias: a bias on the projection behind the operation.
+        out_proj: False leaves that projection out (Table 3 counts none).
+        proj_drop: dropout rate behind the operation.
+    """
+
+    # TorchScript reads Final annotations of the last subclass alone, and these of every class.
+    __constants__: ClassVar[list[str]] = ['exportable', 'query_gate']
+
+    def __init__(
+        self,
+        dim: int,
+        key_dim: int,
+        query_gate: bool = True,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        out_proj: bool = True,
+        proj_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.query_gate = query_gate
+        self.exportable = is_exportable()
+        self.split_sizes = [dim, key_dim, dim] if query_gate else [key_dim, dim]
+        self.qkv = nn.Linear(dim, sum(self.split_sizes), bias=qkv_bias, device=device, dtype=dtype)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype) if out_proj else nn.Identity()
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew, the projections as DeiT does."""
+        for projection in (self.qkv, self.proj):
+            if isinstance(projection, nn.Linear):
+                trunc_normal_(projection.weight, std=0.02)
+                if projection.bias is not None:
+                    nn.init.zeros_(projection.bias)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw the position bias anew; a model's own scheme draws the projections."""
+
+    @torch.jit.ignore
+    def fuse(self) -> 'AFTMixer':
+        """Keep for inference what depends on the position bias' parameters alone.
+
+        Returns:
+            The mixer itself, as `timm.utils.reparameterize_model` wants it.
+        """
+        for module in self.children():
+            if isinstance(module, FusedModule):
+                module.fuse()
+        return self
+
+    @torch.jit.ignore
+    def set_grid(self, grid: tuple[int, int]) -> None:
+        """Resample a position bias that belongs to a grid to another, (H, W), for good."""
+        for module in self.children():
+            if isinstance(module, FactorizedBias | PairwiseBias):
+                module.set_grid(grid)
+
+    def _project(self, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        parts = self.qkv(x).split(self.split_sizes, dim=-1)
+        if self.query_gate:
+            return parts[0], parts[1], parts[2]
+        return None, parts[0], parts[1]
+
+
+def resolve_num_heads(dim: int, num_heads: int | None) -> int:
+    """The number of heads h; None is one head per channel.
+
+    Raises:
+        ValueError: h does not divide dim.
+    """
+    num_heads = dim if num_heads is None else num_heads
+    if num_heads < 1 or dim % num_heads != 0:
+        raise ValueError(f'num_heads must divide dim = {dim}, got {num_heads}')
+    return num_heads

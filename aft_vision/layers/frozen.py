@@ -1,0 +1,116 @@
+"""The token mixers with their position weights as constants, for files that other runtimes load.
+
+Nothing is left to compute from parameters: neither Eq. 8 nor the exponentials of the bias, which are taken in float64.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from aft_vision.layers.mixers import AFTConv, AFTFull, AFTLocal, AFTMixer
+from aft_vision.ops import aten
+
+FORMS = ('conv', 'matmul')
+
+
+class FrozenMixer(nn.Module):
+    """The projections of a mixer, around an aten form with constant weights.
+
+    Args:
+        mixer: keeps its projections, which are shared with it.
+    """
+
+    def __init__(self, mixer: AFTMixer) -> None:
+        super().__init__()
+        self.split_sizes, self.qkv, self.proj = mixer.split_sizes, mixer.qkv, mixer.proj
+
+    def _keep(self, name: str, weights: Tensor) -> None:
+        dtype = torch.float64 if self.qkv.weight.dtype == torch.float64 else torch.float32
+        self.register_buffer(name, weights.to(dtype).contiguous())
+
+    def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
+        parts = self.qkv(x).split(self.split_sizes, dim=-1)
+        q = parts[0] if len(parts) == 3 else None
+        return self.proj(self.mix(q, parts[-2], parts[-1], grid, mask))
+
+    def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
+        """The operation between the projections, (B, T, C)."""
+        raise TypeError(f'{type(self).__name__} must define mix()')
+
+
+class FrozenConv(FrozenMixer):
+    """AFT-conv as a global sum plus a depthwise convolution, for every grid (AFT Eq. 6)."""
+
+    taps: Tensor
+    outside: Tensor
+
+    def __init__(self, mixer: AFTConv) -> None:
+        super().__init__(mixer)
+        taps, outside = aten.conv_taps(_kernel(mixer), mixer.global_context)
+        self._keep('taps', taps)
+        self._keep('outside', outside)
+
+    def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
+        assert grid is not None
+        return aten.mix_conv(q, k, v, self.taps, self.outside, grid, mask)
+
+
+class FrozenMatmul(FrozenMixer):
+    """AFT-conv as one product with a (T, T) matrix per head, for one grid (AFT Eq. 6)."""
+
+    matrix: Tensor
+
+    def __init__(self, mixer: AFTConv, grid: tuple[int, int]) -> None:
+        super().__init__(mixer)
+        self._keep('matrix', aten.conv_matrix(_kernel(mixer), grid, mixer.global_context))
+
+    def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
+        return aten.mix_matmul(q, k, v, self.matrix, mask)
+
+
+class FrozenFull(FrozenMixer):
+    """AFT-full or AFT-local as a product with one (T, T) matrix (AFT Eq. 2, AFT Eq. 4)."""
+
+    weights: Tensor
+
+    def __init__(self, mixer: AFTFull | AFTLocal, grid: tuple[int, int] | None) -> None:
+        super().__init__(mixer)
+        bias = mixer.position_bias.double()(grid)
+        self._keep('weights', aten.full_weights(aten.unbanded(bias) if isinstance(mixer, AFTLocal) else bias))
+
+    def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
+        return aten.mix_full(q, k, v, self.weights, mask)
+
+
+@torch.no_grad()
+def freeze(mixer: AFTMixer, grid: tuple[int, int] | None, form: str = 'conv') -> nn.Module:
+    """The exportable form of a mixer for evaluation, its position weights as constants.
+
+    The mixer must not be used afterwards: its projections are shared, and its position bias becomes float64.
+
+    Args:
+        grid: (H, W) in tokens, for the forms that belong to one; None is the mixer's own, if it has one.
+        form: of AFT-conv: 'conv' for every grid, or 'matmul' for this one.
+
+    Raises:
+        ValueError: there is no such form, the mixer is causal, or 'matmul' has no grid.
+    """
+    if form not in FORMS:
+        raise ValueError(f'form must be one of {", ".join(FORMS)}, got {form!r}')
+    if getattr(mixer, 'causal', False):
+        raise ValueError(f'expected a mixer over an image, got a causal {type(mixer).__name__}, which has no aten form')
+    if isinstance(mixer, AFTConv):
+        if form == 'conv':
+            return FrozenConv(mixer)
+        if grid is None:
+            raise ValueError("form='matmul' needs the token grid (H, W), got None")
+        return FrozenMatmul(mixer, grid)
+    if isinstance(mixer, AFTFull | AFTLocal):
+        return FrozenFull(mixer, grid)
+    # Nothing in it depends on parameters alone.
+    mixer.exportable = True
+    return mixer
+
+
+def _kernel(mixer: AFTConv) -> Tensor:
+    mixer.kernel.double()
+    return mixer.evaluated_kernel()

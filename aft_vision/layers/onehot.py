@@ -1,0 +1,69 @@
+"""The token mixer that a Gumbel-trained AFT-conv becomes (AFT Eq. 10)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aft_vision import ops
+from aft_vision.layers.base import AFTMixer, resolve_num_heads
+from aft_vision.layers.position_bias import check_kernel_size
+from aft_vision.ops import aten
+
+
+class AFTOnehot(AFTMixer):
+    """AFT-conv with one biased offset per head: a global sum and one token of the grid (AFT Eq. 10).
+
+    `aft_vision.models.harden` makes it from a trained AFT-conv. `weight` (h,), the bias w itself at the offset, can be
+    trained on; `offset` (h, 2) int64, (dy, dx) in tokens from target to source, cannot: it is a buffer of the state
+    dict. A fresh mixer has zeros for both and is an AFT-simple with a key per head.
+
+    Args:
+        dim: channels C.
+        num_heads: h, which divides dim; keys have one channel per head. None is one head per channel.
+        kernel_size: s of the AFT-conv that it was, in tokens, odd; frames `kernel()` and changes no output.
+        kwargs: of `AFTMixer`.
+    """
+
+    offset: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int | None = None,
+        kernel_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        num_heads = resolve_num_heads(dim, num_heads)
+        if kernel_size is not None:
+            check_kernel_size(kernel_size)
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        self.kernel_size = kernel_size
+        self.weight = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.register_buffer('offset', torch.empty(num_heads, 2, device=device, dtype=torch.int64))
+        self.reset_parameters()
+
+    def init_weights(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.offset)
+
+    @torch.jit.ignore
+    def kernel(self) -> Tensor:
+        """The position bias as a kernel, (h, s, s), zero but at the offsets; s grows where one lies outside it."""
+        radius = max(int(self.offset.abs().max()), (self.kernel_size or 1) // 2)
+        heads, size = len(self.weight), 2 * radius + 1
+        place = (self.offset[:, :1] + radius) * size + self.offset[:, 1:] + radius
+        flat = self.weight.new_zeros(heads, size * size).scatter(1, place, self.weight[:, None])
+        return flat.view(heads, size, size)
+
+    def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
+        if grid is None:
+            raise ValueError('AFTOnehot needs the token grid (H, W), got None')
+        q, k, v = self._project(x)
+        if self.exportable:
+            y = aten.aft_onehot(q, k, v, self.offset, self.weight, grid, mask)
+        else:
+            y = ops.aft_onehot(q, k, v, self.offset, self.weight, grid, mask)
+        return self.proj_drop(self.proj(y))

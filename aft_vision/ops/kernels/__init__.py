@@ -1,0 +1,1 @@
+"""Compiled forms of the operators, imported when first used."""
