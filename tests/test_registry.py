@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 import aft_vision  # noqa: F401, the import registers the models
-from train.checkpoint import export_model
+from aft_vision.export import export_model
 
 # Parameters with and without biases on q, k and v (the columns #Params of AFT Table 7, exact). AFT-full is DeiT plus
 # 12 * 2 * 197 * 128 factors of its bias, so base is 86,567,656 + 605,184; AFT-simple has the parameters of DeiT.
@@ -32,18 +32,29 @@ PARAMETERS = {
     'aft_conv_small_k15_h384': (23_020_648, 23_006_824),
     'aft_conv_base_k25_h32_384': (79_864_552, 79_845_736),
 }
-ONE_OF_EACH = ['aft_conv_tiny', 'aft_full_tiny', 'aft_simple_tiny']
+# The one-hot form has no registered name.
+ONEHOT = 'aft_conv_tiny onehot'
+ONE_OF_EACH = ['aft_conv_tiny', 'aft_full_tiny', 'aft_simple_tiny', ONEHOT]
 all_models = pytest.mark.parametrize('name', list(PARAMETERS))
+all_models_and_onehot = pytest.mark.parametrize('name', [*PARAMETERS, ONEHOT])
 one_of_each = pytest.mark.parametrize('name', ONE_OF_EACH)
+
+
+def create_model(name: str, **kwargs) -> nn.Module:
+    """A model by its registered name, behind which another mixer may stand."""
+    name, *mixer = name.split()
+    return timm.create_model(name, **({'mixer': mixer[0]} if mixer else {}), **kwargs)
 
 
 def make_model(name: str, **kwargs) -> nn.Module:
     """A model of two blocks whose every parameter is random: as made, gamma = beta = 0 would hide the kernel."""
-    model = timm.create_model(name, depth=2, num_classes=5, **kwargs).eval()
+    model = create_model(name, depth=2, num_classes=5, **kwargs).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+        for offset in model.buffers():
+            offset.random_(-2, 3, generator=generator)
     return model
 
 
@@ -106,18 +117,18 @@ def test_default_config_is_that_of_the_paper(name):
     assert not any([cfg.url, cfg.file, cfg.hf_hub_id])
 
 
-@all_models
+@all_models_and_onehot
 def test_no_weight_decay_names_parameters_of_the_model(name):
-    model = timm.create_model(name, device='meta')
+    model = create_model(name, device='meta')
     parameters = [n for n, _ in model.named_parameters()]
     unused = [pattern for pattern in model.no_weight_decay() if not fnmatch.filter(parameters, pattern)]
     # timm allows an optional parameter that this model does not have.
     assert all(getattr(model, name, None) is None for name in unused), unused
 
 
-@all_models
+@all_models_and_onehot
 def test_only_the_weights_of_linear_and_convolution_layers_decay(name):
-    model = timm.create_model(name, device='meta')
+    model = create_model(name, device='meta')
     no_decay, decay = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
     assert (no_decay['weight_decay'], decay['weight_decay']) == (0.0, 0.05)
     layers = {f'{n}.weight' for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
@@ -125,9 +136,9 @@ def test_only_the_weights_of_linear_and_convolution_layers_decay(name):
     assert {n for n, p in model.named_parameters() if id(p) in decaying} == layers
 
 
-@all_models
+@all_models_and_onehot
 def test_group_matcher_gives_each_block_a_group_of_its_own(name):
-    model = timm.create_model(name, device='meta')
+    model = create_model(name, device='meta')
     group_of = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
     groups = [
         {group_of[f'blocks.{i}.{n}'] for n, _ in block.named_parameters()} for i, block in enumerate(model.blocks)
@@ -137,16 +148,16 @@ def test_group_matcher_gives_each_block_a_group_of_its_own(name):
     assert len(set(group_of.values())) == len(model.blocks) + 2
 
 
-@all_models
+@all_models_and_onehot
 def test_an_unknown_argument_is_a_type_error(name):
     with pytest.raises(TypeError, match='not_an_argument'):
-        timm.create_model(name, device='meta', not_an_argument=1)
+        create_model(name, device='meta', not_an_argument=1)
 
 
 @one_of_each
 def test_init_weights_restores_every_tensor_after_to_empty(name):
-    fresh = timm.create_model(name, depth=2)
-    model = timm.create_model(name, depth=2, device='meta').to_empty(device='cpu')
+    fresh = create_model(name, depth=2)
+    model = create_model(name, depth=2, device='meta').to_empty(device='cpu')
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.fill_(float('nan') if tensor.is_floating_point() else -1)
@@ -180,7 +191,7 @@ def test_the_state_dict_holds_all_that_matters(name):
     run(model, make_images())
     model.train()(make_images()).sum().backward()
     assert set(model.state_dict()) == keys == {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
-    restored = timm.create_model(name, depth=2, num_classes=5).eval()
+    restored = create_model(name, depth=2, num_classes=5).eval()
     restored.load_state_dict(model.state_dict())
     assert_same_outputs(restored, model.eval())
 
@@ -193,11 +204,14 @@ def test_the_state_dict_holds_all_that_matters(name):
         ('aft_conv_tiny', 'aft_conv_tiny', dict(kernel_size=7)),
         ('aft_conv_tiny', 'aft_conv_small', {}),
         ('aft_conv_tiny', 'deit_tiny_patch16_224', {}),
+        ('aft_conv_tiny', ONEHOT, {}),
+        (ONEHOT, 'aft_conv_tiny', {}),
+        (ONEHOT, ONEHOT, dict(num_heads=32)),
     ],
 )
 def test_a_state_dict_of_another_architecture_is_refused_by_its_first_keys(name, other, kwargs):
-    model = timm.create_model(name, depth=2)
-    state_dict = timm.create_model(other, depth=2, **kwargs).state_dict()
+    model = create_model(name, depth=2)
+    state_dict = create_model(other, depth=2, **kwargs).state_dict()
     with pytest.raises(ValueError, match=first_difference(model.state_dict(), state_dict)):
         model.load_state_dict(state_dict)
 
@@ -214,7 +228,7 @@ def test_a_headless_checkpoint_with_sorted_keys_passes_the_filter_unchanged(name
     model = make_model(name)
     model.reset_classifier(0)
     filter_fn = importlib.import_module(type(model).__module__).checkpoint_filter_fn
-    restored = timm.create_model(name, depth=2, num_classes=0).eval()
+    restored = create_model(name, depth=2, num_classes=0).eval()
     restored.load_state_dict(filter_fn(dict(sorted(model.state_dict().items())), restored))
     assert_same_outputs(restored, model)
 
@@ -223,6 +237,7 @@ def test_a_headless_checkpoint_with_sorted_keys_passes_the_filter_unchanged(name
     ('name', 'kwargs', 'size'),
     [
         ('aft_conv_tiny', dict(kernel_size=7, num_heads=6), (96, 160)),
+        (ONEHOT, dict(num_heads=6), (96, 160)),
         ('aft_full_tiny', dict(img_size=(96, 160)), (96, 160)),
         ('aft_simple_tiny', dict(query_gate=False), (224, 224)),
     ],
@@ -278,7 +293,7 @@ def test_a_traced_model_gives_the_same_output(name):
 
 @one_of_each
 def test_features_only_gives_the_maps_of_the_last_three_blocks(name):
-    model = timm.create_model(name, depth=4, features_only=True).eval()
+    model = create_model(name, depth=4, features_only=True).eval()
     assert shapes(model(make_images())) == [(2, 192, 14, 14)] * 3
 
 

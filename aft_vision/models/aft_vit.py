@@ -12,7 +12,7 @@ embedding, feature extraction, checkpointing) is timm's. Importing this module r
 }
 """
 
-import math
+import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -21,46 +21,52 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import (
     global_pool_nlc,
     register_notrace_function,
-    resample_abs_pos_embed,
     resample_patch_embed,
     to_2tuple,
 )
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
-from timm.models._input import get_pretrained_grid_size
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import Tensor
 
 from aft_vision.layers import AFTBlock, AFTMixer, AFTPatchEmbed
+from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
+from aft_vision.models.state_dict import StateDictError as StateDictError
+from aft_vision.models.state_dict import check_state_dict, resample_rows
+from aft_vision.models.transfer_report import Report, describe_transfer
 
+_logger = logging.getLogger(__name__)
 
-class StateDictError(ValueError, RuntimeError):
-    """A state dict of another architecture. A RuntimeError too, since that is what torch raises."""
+# The mixers that live on a grid of any size, without class token and position embedding.
+GRID_MIXERS = ('conv', 'onehot')
 
 
 class AFTVisionTransformer(VisionTransformer):
     """A vision transformer that mixes tokens by AFT (AFT Sec. 5.3).
 
-    With mixer='conv' it is fully convolutional: no class token, no position embedding, average pooling after the final
-    norm, any input size. The others keep DeiT's class token and position embedding and a fixed input size;
+    With mixer='conv' or 'onehot' it is fully convolutional: no class token, no position embedding, average pooling
+    after the final norm, any input size. The others keep DeiT's class token and position embedding and a fixed size;
     `dynamic_img_size=True` resamples position embedding and position biases at run time, `set_input_size` once.
 
     Args:
-        img_size: input size in pixels, one number or (H, W); for 'conv' only the nominal one.
+        img_size: input size in pixels, one number or (H, W); for 'conv' and 'onehot' only the nominal one.
         patch_size: patch size in pixels.
-        global_pool: as timm; None is 'avg' with mixer='conv', else 'token' with a class token and 'avg' without.
-        num_heads: heads h of AFT-conv, which divide embed_dim; None is one per channel. The other mixers have one bias
-            for all channels, and take no other number than 1.
-        mixer: 'conv', 'full', 'local' or 'simple'.
-        class_token: None is False with mixer='conv', where it is not possible, else True.
-        pos_embed: as timm; None is 'none' with mixer='conv', else 'learn'.
-        fc_norm: as timm; None is False with mixer='conv' (the final norm comes before pooling), else timm's rule.
+        global_pool: as timm; None is 'token' with a class token, else 'avg'.
+        num_heads: heads h of AFT-conv and its one-hot form, which divide embed_dim; None is one per channel. The other
+            mixers have one bias for all channels, and take no other number than 1.
+        mixer: 'conv', 'full', 'local', 'simple' or 'onehot', which `aft_vision.models.harden` makes of a Gumbel-trained
+            'conv'.
+        class_token: None is False with mixer='conv' and 'onehot', where it is not possible, else True.
+        pos_embed: as timm; None is 'none' with mixer='conv' and 'onehot', else 'learn'.
+        fc_norm: as timm; None is False with mixer='conv' and 'onehot' (the final norm comes before pooling), else
+            timm's rule.
         query_gate: False removes W_q and the sigmoid (Table 12).
-        kernel_size: s of AFT-conv, in tokens, odd; 11 by default.
+        kernel_size: s of AFT-conv, in tokens, odd; 11 by default. The one-hot form remembers it for pictures alone.
         standardize_kernel: False trains AFT-conv's raw kernel (Table 10).
         global_context: False gives AFT-conv no context outside the window (Sec. 5.3).
         gumbel: True keeps one offset per head of AFT-conv (AFT Eq. 10).
         tau: temperature of its Gumbel softmax; 0.5 by default.
+        straight_through: True samples one offset per head in training, with the gradient of the Gumbel softmax.
         window_size: s of AFT-local, in tokens along the sequence.
         factorize_bias: False stores AFT-full's or AFT-local's whole bias (Table 9).
         bias_dim: width d' of their factors; 128 by default.
@@ -92,22 +98,24 @@ class AFTVisionTransformer(VisionTransformer):
         global_context: bool | None = None,
         gumbel: bool | None = None,
         tau: float | None = None,
+        straight_through: bool | None = None,
         window_size: int | None = None,
         factorize_bias: bool | None = None,
         bias_dim: int | None = None,
         **kwargs: Any,
     ) -> None:
-        is_conv = mixer == 'conv'
-        class_token = (not is_conv) if class_token is None else class_token
+        on_grid = mixer in GRID_MIXERS
+        class_token = (not on_grid) if class_token is None else class_token
         mixer_args: dict[str, Any] = {
             'mixer': mixer,
             'query_gate': query_gate,
-            'num_heads': num_heads if is_conv else None,
+            'num_heads': num_heads if on_grid else None,
             'kernel_size': kernel_size,
             'standardize_kernel': standardize_kernel,
             'global_context': global_context,
             'gumbel': gumbel,
             'tau': tau,
+            'straight_through': straight_through,
             'window_size': window_size,
             'factorize_bias': factorize_bias,
             'bias_dim': bias_dim,
@@ -126,9 +134,9 @@ class AFTVisionTransformer(VisionTransformer):
             embed_dim=embed_dim,
             num_heads=max(1, embed_dim // 64),  # of attention pooling alone
             class_token=class_token,
-            pos_embed=('none' if is_conv else 'learn') if pos_embed is None else pos_embed,
-            fc_norm=False if is_conv and fc_norm is None else fc_norm,
-            dynamic_img_size=is_conv or dynamic_img_size,
+            pos_embed=('none' if on_grid else 'learn') if pos_embed is None else pos_embed,
+            fc_norm=False if on_grid and fc_norm is None else fc_norm,
+            dynamic_img_size=on_grid or dynamic_img_size,
             block_fn=_BlockFactory(block_args),  # type: ignore[arg-type]
             **{'embed_layer': AFTPatchEmbed, **kwargs},
         )
@@ -138,7 +146,12 @@ class AFTVisionTransformer(VisionTransformer):
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """timm's position parameters, and the position biases, as timm exempts relative-position tables."""
-        return {*super().no_weight_decay(), 'blocks.*.attn.position_bias.*', 'blocks.*.attn.kernel.*'}
+        return {
+            *super().no_weight_decay(),
+            'blocks.*.attn.position_bias.*',
+            'blocks.*.attn.kernel.*',
+            'blocks.*.attn.weight',
+        }
 
     def set_input_size(
         self,
@@ -299,7 +312,8 @@ def _with_prefix(mask: Tensor, num_prefix_tokens: int) -> Tensor:
 def _pool(x: Tensor, mask: Tensor | None, pool_type: str, num_prefix_tokens: int, include_prefix: bool) -> Tensor:
     # timm's pooling of tokens (B, T, C), with a mask over those that count.
     if mask is None or pool_type == '' or pool_type == 'token':
-        return global_pool_nlc(x, pool_type, num_prefix_tokens, include_prefix)
+        # Without a prefix, a slice of everything would be left in the graph, which Core ML's converter does not know.
+        return global_pool_nlc(x, pool_type, num_prefix_tokens, include_prefix or num_prefix_tokens == 0)
     mask = _with_prefix(mask.flatten(1), num_prefix_tokens)
     if not include_prefix:
         x, mask = x[:, num_prefix_tokens:], mask[:, num_prefix_tokens:]
@@ -338,13 +352,13 @@ def _check_arguments(
     for name in ('block_fn', 'attn_layer'):
         if name in kwargs:
             raise TypeError(f'{name} is an argument of attention; choose the mixer by `mixer`')
-    if mixer == 'conv' and (class_token or kwargs.get('reg_tokens', 0)):
-        raise ValueError("mixer='conv' lives on a grid: it takes no class_token and no reg_tokens")
-    if mixer != 'conv' and num_heads not in (None, 1):
+    if mixer in GRID_MIXERS and (class_token or kwargs.get('reg_tokens', 0)):
+        raise ValueError(f'mixer={mixer!r} lives on a grid: it takes no class_token and no reg_tokens')
+    if mixer not in GRID_MIXERS and num_heads not in (None, 1):
         raise ValueError(
             f'mixer={mixer!r} has one position bias for all channels: num_heads must be 1, got {num_heads}'
         )
-    if mixer != 'conv' and kwargs.get('dynamic_img_pad') and not dynamic_img_size:
+    if mixer not in GRID_MIXERS and kwargs.get('dynamic_img_pad') and not dynamic_img_size:
         raise ValueError(
             'dynamic_img_pad=True needs dynamic_img_size=True, or a position embedding of fixed size is left'
         )
@@ -352,34 +366,16 @@ def _check_arguments(
         raise ValueError(f'mixer={mixer!r} needs the whole grid: patch_drop_rate must be 0')
 
 
-def check_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Check that a state dict fits a model exactly.
-
-    Raises:
-        StateDictError: names or shapes differ; the message lists the first differing keys of each kind.
-    """
-    own = model.state_dict()
-    missing = [name for name in own if name not in state_dict]
-    unexpected = [name for name in state_dict if name not in own]
-    shapes = [
-        f'{name} {tuple(x.shape)} got {tuple(state_dict[name].shape)}'
-        for name, x in own.items()
-        if name in state_dict and state_dict[name].shape != x.shape
-    ]
-    differences = [
-        f'{len(names)} {kind}: {", ".join(names[:3])}{", ..." if len(names) > 3 else ""}'
-        for kind, names in (('missing', missing), ('unexpected', unexpected), ('of another shape', shapes))
-        if names
-    ]
-    if differences:
-        raise StateDictError(
-            f'expected weights of {type(model).__name__}, got those of another architecture: {"; ".join(differences)}'
-        )
-
-
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: AFTVisionTransformer) -> dict[str, Any]:
-    """A checkpoint of another input or patch size as the model's own: patch and position parameters are resampled."""
+    """A checkpoint of another input or patch size as the model's own: patch and position parameters are resampled.
+
+    One of a DeiT or ViT is transferred as by `deit_to_aft`, with a warning that says what was left out.
+    """
     state_dict = state_dict.get('model', state_dict)
+    if is_deit_like(state_dict, model):
+        transferred, report = deit_to_aft(state_dict, model)
+        _logger.warning(describe_transfer(report, model) + _describe_new_head(report, model))
+        return transferred
     own = model.state_dict()
     patches = state_dict.get('patch_embed.proj.weight')
     result = {}
@@ -389,27 +385,23 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: AFTVisionTransformer
                 value = resample_patch_embed(value, list(own[name].shape[-2:]))
             elif name == 'pos_embed' and value.shape[-1] == own[name].shape[-1]:
                 prefix = 0 if model.no_embed_class else model.num_prefix_tokens
-                value = _resample_rows(value[0], model, patches, prefix).unsqueeze(0)
+                value = resample_rows(value[0], model, patches, prefix).unsqueeze(0)
             elif name.endswith(('position_bias.u', 'position_bias.v')) and value.shape[-1] == own[name].shape[-1]:
-                value = _resample_rows(value, model, patches, model.num_prefix_tokens)
+                value = resample_rows(value, model, patches, model.num_prefix_tokens)
             elif name.endswith('position_bias.weight') and value.shape[0] == value.shape[1]:
-                rows = _resample_rows(value, model, patches, model.num_prefix_tokens)
-                value = _resample_rows(rows.t(), model, patches, model.num_prefix_tokens).t()
+                rows = resample_rows(value, model, patches, model.num_prefix_tokens)
+                value = resample_rows(rows.t(), model, patches, model.num_prefix_tokens).t()
         result[name] = value
     return result
 
 
-def _resample_rows(x: Tensor, model: AFTVisionTransformer, patches: Tensor | None, prefix: int) -> Tensor:
-    # (T, n) of a checkpoint's grid to the model's own.
-    grid = get_pretrained_grid_size(model, patches, x.shape[0] - prefix)
-    side = math.isqrt(x.shape[0] - prefix)
-    if grid is None and side * side != x.shape[0] - prefix:
-        raise ValueError(
-            f"the checkpoint's {x.shape[0] - prefix} positions are no square grid; give its size by "
-            'pretrained_cfg_overlay=dict(input_size=(3, H, W))'
-        )
-    old_size = list(grid or (side, side))
-    return resample_abs_pos_embed(x.unsqueeze(0), list(model.patch_embed.grid_size), old_size, prefix).squeeze(0)
+def _describe_new_head(report: Report, model: AFTVisionTransformer) -> str:
+    # timm compares the classes of its configuration, not those of the file, and does so after the filter.
+    classes = (getattr(model, 'pretrained_cfg', None) or {}).get('num_classes', model.num_classes)
+    placed = any(fate.target == 'head.weight' for fates in report.values() for fate in fates)
+    if not placed or classes == model.num_classes:
+        return ''
+    return f'; timm makes a new head unless pretrained_cfg_overlay has num_classes={model.num_classes}'
 
 
 def _create_aft(variant: str, pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:

@@ -6,8 +6,10 @@ import pytest
 import timm
 import torch
 from helpers import assert_close, randn
+from timm.layers import get_notrace_functions, get_notrace_modules
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torchvision.models.feature_extraction import create_feature_extractor
 
 import aft_vision
 from aft_vision.models.aft_vit import checkpoint_filter_fn
@@ -19,7 +21,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     'aft_conv_tiny_k11_h32': dict(num_heads=4, kernel_size=5),
     'aft_full_tiny': dict(bias_dim=16),
     'aft_simple_tiny': {},
+    'aft_conv_tiny onehot': dict(num_heads=4, mixer='onehot'),
 }
+ON_GRID = [name for name in FAMILIES if 'conv' in name]
 SIZES = [
     (224, 224),
     (192, 192),
@@ -38,10 +42,12 @@ GRIDS = [(224, 224), (96, 96), (128, 160), (64, 224), (192, 208), (320, 80), (11
 def make(name: str, **kwargs: Any) -> nn.Module:
     """A small model of the family with position biases that matter."""
     torch.manual_seed(0)
-    model = timm.create_model(name, **{**SMALL, **FAMILIES[name], **kwargs}).eval()
+    model = timm.create_model(name.split()[0], **{**SMALL, **FAMILIES[name], **kwargs}).eval()
     for key, p in model.named_parameters():
-        if 'position_bias' in key or key.endswith(('gamma', 'beta')):
+        if 'position_bias' in key or key.endswith(('gamma', 'beta', 'attn.weight')):
             nn.init.normal_(p, std=0.5)
+    for offset in model.buffers():
+        offset.random_(-2, 3)
     return model
 
 
@@ -53,15 +59,24 @@ def images(*size: int, batch: int = 2) -> Tensor:
     return randn(batch, 3, *size, seed=5, dtype=torch.float32)
 
 
-@pytest.mark.slow
+@torch.inference_mode()
+def assert_takes(model: nn.Module, sizes: list[tuple[int, int]]) -> None:
+    for size in sizes:
+        y = model(images(*size, batch=1))
+        assert y.shape == (1, 3)
+        assert torch.isfinite(y).all(), size
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_each_family_takes_any_image_size(name: str):
+    assert_takes(make(name, num_classes=3, **dynamic(name)), SIZES)
+
+
 @pytest.mark.parametrize('name', MODELS)
-def test_a_registered_model_takes_any_image_size(name: str):
-    model = timm.create_model(name, depth=2, num_classes=3, **dynamic(name)).eval()
-    with torch.inference_mode():
-        for size in SIZES:
-            y = model(images(*size, batch=1))
-            assert y.shape == (1, 3)
-            assert torch.isfinite(y).all(), size
+def test_a_registered_model_takes_other_image_sizes(name: str):
+    # All sizes with its width would be the test of its family at 20 times the cost.
+    model = timm.create_model(name, depth=1, num_classes=3, **dynamic(name)).eval()
+    assert_takes(model, [(224, 224), (208, 112), (16, 48)])
 
 
 @pytest.mark.parametrize('name', FAMILIES)
@@ -116,7 +131,15 @@ def test_a_scripted_model_gives_the_same(name: str):
     assert_close(torch.jit.script(model)(x), model(x), 1e-6)
 
 
-@pytest.mark.parametrize('kwargs', [dict(query_gate=False), dict(global_context=False), dict(gumbel=True)], ids=str)
+VARIANTS = [
+    dict(query_gate=False),
+    dict(global_context=False),
+    dict(gumbel=True),
+    dict(gumbel=True, straight_through=True),
+]
+
+
+@pytest.mark.parametrize('kwargs', VARIANTS, ids=str)
 def test_variants_of_aft_conv_script_and_compile(kwargs: dict[str, Any]):
     torch._dynamo.reset()
     model = make('aft_conv_tiny', **kwargs)
@@ -126,7 +149,43 @@ def test_variants_of_aft_conv_script_and_compile(kwargs: dict[str, Any]):
         assert_close(torch.compile(model, fullgraph=True, backend='aot_eager')(x), model(x), 1e-5)
 
 
-@pytest.mark.parametrize('name', ['aft_conv_tiny', 'aft_conv_tiny_k11_h32'])
+@pytest.mark.parametrize('straight_through', [False, True])
+def test_a_gumbel_model_in_training_scripts_compiles_and_traces(straight_through: bool):
+    torch._dynamo.reset()
+    model = make('aft_conv_tiny', gumbel=True, straight_through=straight_through).train()
+    x = images(64, 96)
+
+    def seeded(forward) -> Tensor:
+        torch.manual_seed(3)
+        return forward(x).detach()
+
+    expected = seeded(model)
+    assert_close(seeded(torch.jit.script(model)), expected, 1e-6)
+    assert_close(seeded(torch.compile(model, fullgraph=True, backend='eager')), expected, 1e-6)
+    leaves = dict(leaf_modules=get_notrace_modules(), autowrap_functions=get_notrace_functions())
+    traced = create_feature_extractor(model, return_nodes=['head'], tracer_kwargs=leaves, suppress_diff_warning=True)
+    assert_close(seeded(lambda x: traced(x)['head']), expected, 1e-6)
+
+
+def test_a_temperature_that_changes_at_each_update_is_compiled_at_most_twice():
+    torch._dynamo.reset()
+    model = make('aft_conv_tiny', gumbel=True).train()
+    counter = CompileCounter()
+    compiled, x = torch.compile(model, backend=counter, fullgraph=True), images(64, 64)
+    outputs = []
+    for update in range(6):
+        for block in model.blocks:
+            block.attn.tau = 0.5 * 0.7**update
+        for forward in (model, compiled):
+            torch.manual_seed(1)
+            outputs.append(forward(x).detach())
+        assert_close(outputs[-1], outputs[-2], 1e-6)
+    # Once with the first temperature as a constant, once with any.
+    assert counter.frame_count <= 2
+    assert not torch.allclose(outputs[0], outputs[-1], rtol=1e-3)
+
+
+@pytest.mark.parametrize('name', ON_GRID)
 def test_a_mask_makes_a_padded_batch_equal_each_image_alone(name: str):
     model = make(name)
     sizes = [(96, 64), (64, 128), (16, 16), (112, 128)]
@@ -285,11 +344,11 @@ def test_an_odd_image_can_be_padded():
     assert features[-1].shape == (2, 48, 4, 5)
 
 
-def test_onnx_export_serves_another_size(tmp_path):
+@pytest.mark.parametrize('name', ['aft_conv_tiny', 'aft_conv_tiny onehot'])
+def test_onnx_export_serves_another_size(tmp_path, name: str):
     runtime = pytest.importorskip('onnxruntime')
     pytest.importorskip('onnxscript')
-    model = timm.create_model('aft_conv_tiny', **SMALL, num_heads=48, kernel_size=5, exportable=True).eval()
-    nn.init.normal_(model.blocks[0].attn.kernel.gamma)
+    model = make(name, exportable=True)
     size = {2: 16 * torch.export.Dim('height', min=2, max=64), 3: 16 * torch.export.Dim('width', min=2, max=64)}
     path = str(tmp_path / 'model.onnx')
     torch.onnx.export(model, (images(64, 96),), path, dynamo=True, dynamic_shapes=({**size},), verbose=False)
@@ -298,6 +357,29 @@ def test_onnx_export_serves_another_size(tmp_path):
         x = images(*shape)
         (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         assert_close(torch.from_numpy(got), model(x).detach(), 1e-5)
+
+
+@pytest.mark.parametrize('size', [*GRIDS[1:5], (16, 16), (16, 48)])
+def test_the_one_hot_form_is_the_convolution_with_its_kernels(size: tuple[int, int]):
+    onehot = make('aft_conv_tiny onehot', kernel_size=5)
+    conv = timm.create_model('aft_conv_tiny', **SMALL, num_heads=4, kernel_size=5, standardize_kernel=False).eval()
+    state = {key: x for key, x in onehot.state_dict().items() if not key.endswith(('attn.offset', 'attn.weight'))}
+    kernels = {f'blocks.{i}.attn.kernel.weight': block.attn.kernel() for i, block in enumerate(onehot.blocks)}
+    conv.load_state_dict(state | kernels)
+    assert_close(onehot(images(*size)), conv(images(*size)), 1e-5)
+
+
+def test_a_moving_average_copies_the_offsets_of_the_one_hot_form():
+    model = make('aft_conv_tiny onehot')
+    average = timm.utils.ModelEmaV3(model, decay=0.5)
+    for block in model.blocks:
+        block.attn.offset.add_(1)
+        nn.init.ones_(block.attn.weight)
+    before = average.module.blocks[1].attn.weight.clone()
+    average.update(model)
+    averaged, trained = average.module.blocks[1].attn, model.blocks[1].attn
+    assert torch.equal(averaged.offset, trained.offset)
+    assert_close(averaged.weight, (before + 1) / 2, 1e-6)
 
 
 def state_of(name: str, **kwargs: Any) -> dict[str, Tensor]:
@@ -312,10 +394,27 @@ REJECTED = [
     (ValueError, lambda: timm.create_model('aft_conv_tiny', kernel_size=8), 'kernel_size must be odd'),
     (ValueError, lambda: timm.create_model('aft_full_tiny', num_heads=3), 'num_heads must be 1, got 3'),
     (ValueError, lambda: timm.create_model('aft_conv_tiny', patch_drop_rate=0.5), 'patch_drop_rate must be 0'),
+    (ValueError, lambda: timm.create_model('aft_conv_tiny', straight_through=True), 'got gumbel=False'),
+    (TypeError, lambda: timm.create_model('aft_full_tiny', straight_through=True), 'straight_through'),
     (TypeError, lambda: timm.create_model('aft_full_tiny', kernel_size=3), 'kernel_size'),
     (TypeError, lambda: timm.create_model('aft_conv_tiny', factorize_bias=False), 'factorize_bias'),
     (TypeError, lambda: timm.create_model('aft_conv_tiny', qk_norm=True), 'qk_norm is an argument of attention'),
     (TypeError, lambda: timm.create_model('aft_conv_tiny', kernel=3), 'kernel'),
+    (ValueError, lambda: timm.create_model('aft_conv_tiny', mixer='onehot', reg_tokens=1), "mixer='onehot' lives on a"),
+    (
+        ValueError,
+        lambda: timm.create_model('aft_conv_tiny', mixer='onehot', num_heads=5),
+        'must divide dim = 192, got 5',
+    ),
+    *(
+        (TypeError, lambda name=name: timm.create_model('aft_conv_tiny', mixer='onehot', **{name: 1}), name)
+        for name in ('standardize_kernel', 'global_context', 'gumbel', 'tau', 'window_size', 'bias_dim')
+    ),
+    (
+        ValueError,
+        lambda: make('aft_conv_tiny onehot').load_state_dict(make('aft_conv_tiny', num_heads=4).state_dict()),
+        'missing: blocks.0.attn.weight, blocks.0.attn.offset.* unexpected: blocks.0.attn.kernel.weight',
+    ),
     (
         ValueError,
         lambda: timm.create_model('aft_conv_tiny', depth=1).load_state_dict(state_of('aft_full_tiny')),

@@ -1,0 +1,338 @@
+"""Weights of DeiT and of other vision transformers in AFT models (AFT Sec. 5.3, Table 8).
+
+Patch embedding, values, output projections, norms, MLPs and head mean the same in a ViT and in an AFT model, so they
+are copied. Queries and keys do not: AFT multiplies no query with a key.
+"""
+
+import difflib
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import timm
+import torch
+from timm.layers import resample_patch_embed
+from timm.models import adapt_input_conv, clean_state_dict
+from torch import Tensor, nn
+
+from aft_vision.layers import AFTMixer
+from aft_vision.models.state_dict import StateDictError, find_grid, resample_grid, unknown_grid
+from aft_vision.models.transfer_report import Fate, Report, projection_sizes
+
+PATCHES = 'patch_embed.proj.weight'
+# timm's fused projection, or the biases beside it of a ViT whose keys have none.
+QKV = re.compile(r'(blocks\.\d+\.attn)\.(?:qkv\.(weight|bias)|([qv])_bias)')
+LAYER_SCALE = re.compile(r'(blocks\.\d+)\.ls([12])\.gamma')
+# What a ViT must have; biases may be missing.
+CORE = re.compile(
+    r'patch_embed\.proj\.weight|blocks\.\d+\.(norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.weight'
+)
+# What AFT has in place of attention weights; no ViT has such keys.
+AFT_ONLY = ('.attn.kernel.', '.attn.position_bias.', '.attn.offset')
+PREFIX_TOKENS = ('cls_token', 'dist_token', 'reg_token')
+REASONS = {
+    r'cls_token': 'the model has no class token',
+    r'dist_token': 'the model has no distillation token',
+    r'reg_token': 'the model has no register tokens, or another number',
+    r'pos_embed': 'the model has no position embedding',
+    r'norm_pre\.': 'the model has no norm before the blocks (pre_norm=False)',
+    r'attn_pool\.': 'the model does not pool by attention',
+    r'(blocks\.\d+\.attn\.|shared_)?rel_pos': 'of attention weights, which AFT does not have',
+    r'pre_logits\.': 'a layer before the head that timm and DeiT no longer have',
+    r'blocks\.\d+\.attn\.[qk]_norm\.': 'of queries or keys, which AFT does not normalise',
+    r'blocks\.\d+\.ls\d\.': 'the model has no layer scale, nor a projection to fold it into',
+    r'head(_dist)?\.': 'the model has no classifier',
+}
+
+
+def is_deit_like(state_dict: Mapping[str, Any], model: nn.Module) -> bool:
+    """Whether a state dict lacks the position biases that a model has, so that it is of another kind of model.
+
+    AFT-simple has none: its keys and shapes are those of a ViT, and of these a distilled DeiT alone can be told.
+    """
+    own, given = (any(part in key for key in keys for part in AFT_ONLY) for keys in (model.state_dict(), state_dict))
+    return (own and not given) or 'dist_token' in state_dict
+
+
+def deit_to_aft(
+    state_dict: Mapping[str, Any], model: nn.Module, copy_qk: bool = False, grid: tuple[int, int] | None = None
+) -> tuple[dict[str, Tensor], Report]:
+    """Map the weights of a DeiT or ViT to those of an AFT model (AFT Table 8); both stay as they are.
+
+    Copied are patch embedding, values, output projections, norms, MLPs, layer scale and head, and class token and
+    position embedding where the model has them. Queries and keys are left out. What the source lacks is the model's
+    own.
+
+    * A patch embedding of another size is resampled, a position embedding on another grid too, by timm's functions.
+    * A distilled DeiT averages the logits of its two heads, so their weights and biases are averaged. Its distillation
+      token is left out.
+    * Layer scale that the model does not have is folded into the projection before it, which changes no output. Where
+      the model alone has it, it becomes 1: its small start value would silence the copied branches.
+    * A head for another number of classes is left out.
+
+    Args:
+        state_dict: Of a `deit*` or `vit_*` model of timm, as it is or under the key `model` or `state_dict`.
+        model: An AFTVisionTransformer of the same width and depth.
+        copy_qk: Copy queries and keys too where the shapes allow it: an experiment that the paper did not make.
+        grid: (H, W) of the source's position embedding in tokens. None: as the `input_size` of the model's
+            `pretrained_cfg` says, else the model's own if it has as many tokens, else a square.
+
+    Returns:
+        A complete state dict of the model, and for each key of the source what became of it: one entry, or three for
+        the queries, keys and values of a fused projection. Layer scale that the model alone has is there too, under
+        the model's key and with no elements.
+
+    Raises:
+        ValueError: the model is no AFT model, or the grid cannot be told; as StateDictError, the source is no ViT, or
+            one of another width, depth or MLP.
+    """
+    if not any(isinstance(module, AFTMixer) for module in model.modules()):
+        raise ValueError(f'expected a model with AFT mixers, got a {type(model).__name__}')
+    source = unwrap_state_dict(state_dict)
+    names = {key: _timm_name(key) for key in source}
+    transfer = _Transfer({names[key]: value for key, value in source.items()}, model, copy_qk, grid)
+    transfer.check()
+    transfer.merge()
+    report = {key: transfer.place(name) for key, name in names.items()}
+    report.update(transfer.neutralize_layer_scale())
+    return transfer.result, report
+
+
+class _Transfer:
+    """Puts the tensors of a source, under timm's names, into a copy of a model's state dict."""
+
+    def __init__(
+        self, source: dict[str, Tensor], model: nn.Module, copy_qk: bool, grid: tuple[int, int] | None
+    ) -> None:
+        self.source, self.copy_qk, self.grid = source, copy_qk, grid
+        self.model: Any = model
+        self.own = model.state_dict()
+        self.result = dict(self.own)
+        # Which tensors another one was merged into, and how; and where those went that have no place of their own.
+        self.merged: dict[str, str] = {}
+        self.moved: dict[str, str] = {}
+
+    def check(self) -> None:
+        """Raise a StateDictError unless the source is a ViT of the model's width and depth."""
+        aft = [name for name in self.source if any(part in name for part in AFT_ONLY)]
+        if aft:
+            raise StateDictError(f'expected weights of a ViT, got those of an AFT model, which has {aft[0]}')
+        qkv = self.source.get('blocks.0.attn.qkv.weight')
+        if qkv is not None and PATCHES in self.source:
+            depth = len({name.split('.')[1] for name in self.source if name.startswith('blocks.')})
+            found, wanted = (qkv.shape[-1], depth), (self.model.embed_dim, len(self.model.blocks))
+            if found != wanted:
+                raise StateDictError(
+                    f'expected weights of width {wanted[0]} and depth {wanted[1]}, as the model has, got width '
+                    f'{found[0]} and depth {found[1]}: {_suggestion(self.model, *found)}'
+                )
+        missing = [name for name in self.own if CORE.fullmatch(name) and name not in self.source]
+        if missing or any(name.startswith('patch_embed.backbone.') for name in self.source):
+            unplaced = [name for name in self.source if name not in self.own and _reason(name) is None]
+            wanted_key = f' with {missing[0]}' if missing else ''
+            got = f'{_first(unplaced)}, which have no place in one' if unplaced else f'only {_first(self.source)}'
+            raise StateDictError(f'expected weights of a ViT{wanted_key}, got {got}')
+
+    def merge(self) -> None:
+        """Fold what the model has no place for into the tensors beside it, which changes no output."""
+        for kind in ('weight', 'bias'):
+            head, other = f'head.{kind}', f'head_dist.{kind}'
+            if head in self.source and other in self.source:
+                self._fold(other, head, (self.source[head] + self.source[other]) / 2, 'mean of the two heads')
+        for name in list(self.source):
+            match = LAYER_SCALE.fullmatch(name)
+            if match and name not in self.own:
+                self._fold_layer_scale(name, f'{match[1]}.{"attn.proj" if match[2] == "1" else "mlp.fc2"}')
+        if 'pos_embed' in self.own and 'pos_embed' in self.source and self.model.no_embed_class:
+            for name, rows in self._source_positions()[0].items():
+                if rows.any():
+                    self.source[name] = self.source[name] + rows
+                    self.merged[name] = 'plus its position embedding'
+
+    def _fold_layer_scale(self, name: str, projection: str) -> None:
+        gamma = self.source[name]
+        for key in (f'{projection}.bias', f'{projection}.weight'):
+            if key in self.source and key in self.own:
+                scaled = self.source[key] * (gamma if key.endswith('bias') else gamma[:, None])
+                self._fold(name, key, scaled, 'times layer scale, which the model does not have')
+
+    def _fold(self, name: str, target: str, value: Tensor, how: str) -> None:
+        self.source[target], self.merged[target], self.moved[name] = value, how, target
+
+    def place(self, name: str) -> list[Fate]:
+        """Put one tensor into the result, and say what became of it."""
+        value = self.source[name]
+        if match := QKV.fullmatch(name):
+            return self._place_projections(value, *match.groups())
+        if name in self.moved:
+            target = self.moved[name]
+            kept = self.own.get(target) is not None and self.own[target].shape == self.source[target].shape
+            return [Fate('merged', '', value.numel(), target, self.merged[target])] if kept else [self._left_out(name)]
+        if name == PATCHES:
+            return [self._place_patches(value)]
+        if name == 'pos_embed' and name in self.own:
+            return [self._place_positions()]
+        # The last norm comes before or after the pooling.
+        first, _, rest = name.partition('.')
+        other = {'norm': f'fc_norm.{rest}', 'fc_norm': f'norm.{rest}'}.get(first, name)
+        target = name if name in self.own else other
+        if target in self.own and self.own[target].shape == value.shape:
+            return [self._placed('copied', name, target, value, '' if target == name else f'{first} in the source')]
+        if target in self.own and not name.startswith(('head.', 'reg_token')):
+            wanted = tuple(self.own[target].shape)
+            raise StateDictError(f'expected {name} of shape {wanted}, as the model has, got {tuple(value.shape)}')
+        return [self._left_out(name)]
+
+    def neutralize_layer_scale(self) -> Report:
+        """Set layer scale that the model alone has to 1, as which a source without it computes."""
+        names = [name for name in self.own if LAYER_SCALE.fullmatch(name) and name not in self.source]
+        self.result.update({name: torch.ones_like(self.own[name]) for name in names})
+        note = 'no layer scale in the source is a layer scale of 1'
+        return {name: [Fate('copied', '', 0, name, note)] for name in names}
+
+    def _placed(self, action: str, name: str, target: str, value: Tensor, note: str) -> Fate:
+        # A copy: what the model then learns must not reach the source.
+        self.result[target] = value.detach().to(self.own[target], copy=True)
+        if name in self.merged:
+            action, note = 'merged', ', '.join(filter(None, [note, self.merged[name]]))
+        return Fate(action, '', self.source[name].numel(), target, note)
+
+    def _left_out(self, name: str) -> Fate:
+        target = name.replace('head_dist', 'head')
+        if name.startswith('head') and target in self.own:
+            note = f'the model has {self.own[target].shape[0]} classes, the source {self.source[name].shape[0]}'
+        else:
+            note = _reason(name) or 'the model has no such tensor'
+        return Fate('left out', '', self.source[name].numel(), note=note)
+
+    def _place_projections(self, value: Tensor, block: str, kind: str | None, part: str | None) -> list[Fate]:
+        dim, target = self.model.embed_dim, f'{block}.qkv.{kind or "bias"}'
+        if part is None and value.shape[0] != 3 * dim:
+            raise StateDictError(f'expected {target} of {3 * dim} rows, three projections, got {value.shape[0]}')
+        sizes = projection_sizes(self.model.get_submodule(block))
+        names = 'qkv' if part is None else part
+        return [self._place_rows(name, rows, target, sizes) for name, rows in zip(names, value.split(dim), strict=True)]
+
+    def _place_rows(self, part: str, rows: Tensor, target: str, sizes: dict[str, int]) -> Fate:
+        note = ''
+        if part not in sizes:
+            note = 'the model has no queries (query_gate=False)'
+        elif target not in self.own:
+            note = 'the model has no such biases (qkv_bias=False)'
+        elif part != 'v' and not self.copy_qk:
+            note = 'as in the paper'
+        elif sizes[part] != rows.shape[0]:
+            note = f'the model has {sizes[part]} channels of them, the source {rows.shape[0]}'
+        if note:
+            return Fate('left out', part, rows.numel(), note=note)
+        if self.result[target] is self.own[target]:
+            self.result[target] = self.own[target].clone()
+        before = 'qkv'[: 'qkv'.index(part)]
+        start = sum(sizes.get(name, 0) for name in before)
+        self.result[target][start : start + rows.shape[0]] = rows.to(self.result[target])
+        return Fate('copied', part, rows.numel(), target)
+
+    def _place_patches(self, value: Tensor) -> Fate:
+        own = self.own[PATCHES]
+        if value.ndim != 4 or value.shape[0] != own.shape[0]:
+            raise StateDictError(f'expected {PATCHES} like {tuple(own.shape)}, got {tuple(value.shape)}')
+        size, channels = list(own.shape[-2:]), own.shape[1]
+        changes = []
+        if list(value.shape[-2:]) != size:
+            changes.append(f'{value.shape[-2]} x {value.shape[-1]} to {size[0]} x {size[1]} pixels')
+        if value.shape[1] != channels:
+            changes.append(f'{value.shape[1]} to {channels} channels')
+        if not changes:
+            return self._placed('copied', PATCHES, PATCHES, value, '')
+        resized = adapt_input_conv(channels, resample_patch_embed(value, size), base_chans=value.shape[1])
+        return self._placed('resampled', PATCHES, PATCHES, resized, ', '.join(changes))
+
+    def _place_positions(self) -> Fate:
+        own = self.own['pos_embed']
+        prefix, patches, grid = self._source_positions()
+        if patches.shape[-1] != own.shape[-1]:
+            raise StateDictError(f'expected pos_embed of width {own.shape[-1]}, got {patches.shape[-1]}')
+        own_prefix = {} if self.model.no_embed_class else _split_prefix(self.own, own)
+        fitting = {
+            name: rows for name, rows in prefix.items() if name in own_prefix and rows.shape == own_prefix[name].shape
+        }
+        rows = [fitting.get(name, mine.to(patches)) for name, mine in own_prefix.items()]
+        new_grid = tuple(self.model.patch_embed.grid_size)
+        rows.append(resample_grid(patches, self.model, grid).unsqueeze(0))
+        notes = [] if grid == new_grid else [f'{grid[0]} x {grid[1]} to {new_grid[0]} x {new_grid[1]} tokens']
+        notes += [f'without the row of {name}' for name in prefix if name not in fitting and name not in self.merged]
+        action = 'copied' if grid == new_grid else 'resampled'
+        return self._placed(action, 'pos_embed', 'pos_embed', torch.cat(rows, dim=1), ', '.join(notes))
+
+    def _source_positions(self) -> tuple[dict[str, Tensor], Tensor, tuple[int, int]]:
+        """The source's position embedding: rows (1, n, C) of each prefix token, rows (T, C) of the grid, and its size.
+
+        DeiT III and others give prefix tokens no position: their rows are then 0.
+        """
+        value = self.source['pos_embed']
+        prefix = sum(self.source[name].shape[1] for name in PREFIX_TOKENS if name in self.source)
+        for count in dict.fromkeys((prefix, 0)):
+            tokens = value.shape[1] - count
+            grid = self.grid or find_grid(self.model, self.source[PATCHES], tokens)
+            if grid is not None and grid[0] * grid[1] == tokens:
+                rows = value[:, :count] if count else value.new_zeros(1, prefix, value.shape[-1])
+                return _split_prefix(self.source, rows), value[0, count:], grid
+        raise unknown_grid(value.shape[1] - prefix)
+
+
+def _split_prefix(tensors: Mapping[str, Tensor], positions: Tensor) -> dict[str, Tensor]:
+    counts = {name: tensors[name].shape[1] for name in PREFIX_TOKENS if name in tensors}
+    starts = itertools.accumulate(counts.values(), initial=0)
+    return {name: positions[:, start : start + n] for (name, n), start in zip(counts.items(), starts, strict=False)}
+
+
+def unwrap_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a state dict, as it is or under the key `state_dict` or `model`.
+
+    Raises:
+        StateDictError: there is something else among them.
+    """
+    for key in ('state_dict', 'model'):
+        if isinstance(state_dict.get(key), Mapping):
+            state_dict = state_dict[key]
+    for key, value in state_dict.items():
+        if not isinstance(value, Tensor):
+            raise StateDictError(f'expected a state dict, got {key} with a {type(value).__name__}')
+    return dict(state_dict)
+
+
+def _timm_name(key: str) -> str:
+    # Without the prefixes of DistributedDataParallel and torch.compile; layer scale as DeiT III's own files name it.
+    (name,) = clean_state_dict({key: None})
+    return re.sub(r'(blocks\.\d+)\.gamma_([12])', r'\1.ls\2.gamma', name)
+
+
+def _reason(name: str) -> str | None:
+    return next((reason for pattern, reason in REASONS.items() if re.match(pattern, name)), None)
+
+
+def _first(names: Iterable[str]) -> str:
+    names = list(names)
+    return ', '.join(names[:3]) + (', ...' if len(names) > 3 else '')
+
+
+def _suggestion(model: Any, width: int, depth: int) -> str:
+    """The registered model of that width and depth that is most like a model, in its mixer and then in its name."""
+    mixer, name = type(model.blocks[0].attn), str(getattr(model, 'pretrained_cfg', {}).get('architecture', ''))
+    found = [
+        (kind is mixer, difflib.SequenceMatcher(None, name, registered).ratio(), registered)
+        for registered, kind, *size in _registered_models(tuple(timm.list_models('aft_*')))
+        if size == [width, depth]
+    ]
+    if not found:
+        return f'no aft_* model is registered with them, embed_dim={width} and depth={depth} make one'
+    return f'{max(found)[-1]} has them'
+
+
+@functools.cache
+def _registered_models(names: tuple[str, ...]) -> list[tuple[str, type[nn.Module], int, int]]:
+    # Name, mixer, width and depth.
+    models: list[Any] = [timm.create_model(name, device='meta', weight_init='skip') for name in names]
+    return [(name, type(x.blocks[0].attn), x.embed_dim, len(x.blocks)) for name, x in zip(names, models, strict=True)]

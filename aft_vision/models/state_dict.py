@@ -1,0 +1,88 @@
+"""State dicts of other models and sizes: what does not fit, and position parameters at another grid."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from timm.layers import resample_abs_pos_embed
+from timm.models._input import get_pretrained_grid_size
+from torch import Tensor, nn
+
+
+class StateDictError(ValueError, RuntimeError):
+    """A state dict of another architecture. A RuntimeError too, since that is what torch raises."""
+
+
+def check_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Check that a state dict fits a model exactly.
+
+    Raises:
+        StateDictError: names or shapes differ; the message lists the first differing keys of each kind.
+    """
+    own = model.state_dict()
+    missing = [name for name in own if name not in state_dict]
+    unexpected = [name for name in state_dict if name not in own]
+    shapes = [
+        f'{name} {tuple(x.shape)} got {tuple(state_dict[name].shape)}'
+        for name, x in own.items()
+        if name in state_dict and state_dict[name].shape != x.shape
+    ]
+    differences = [
+        f'{len(names)} {kind}: {", ".join(names[:3])}{", ..." if len(names) > 3 else ""}'
+        for kind, names in (('missing', missing), ('unexpected', unexpected), ('of another shape', shapes))
+        if names
+    ]
+    if differences:
+        raise StateDictError(
+            f'expected weights of {type(model).__name__}, got those of another architecture: {"; ".join(differences)}'
+        )
+
+
+def find_grid(model: Any, patches: Tensor | None, num_tokens: int) -> tuple[int, int] | None:
+    """The token grid (H, W) that a checkpoint was made for.
+
+    Args:
+        model: What is loaded into; its `pretrained_cfg` may say the checkpoint's `input_size`.
+        patches: The checkpoint's patch embedding, (C, channels, height, width) in pixels.
+        num_tokens: Tokens of the grid.
+
+    Returns:
+        What `pretrained_cfg` says if it fits, else the model's own grid if it fits, else a square, else None.
+    """
+    told = get_pretrained_grid_size(model, patches, num_tokens)
+    height, width = told or model.patch_embed.grid_size
+    side = math.isqrt(num_tokens)
+    if height * width == num_tokens:
+        return height, width
+    return (side, side) if side * side == num_tokens else None
+
+
+def resample_rows(x: Tensor, model: Any, patches: Tensor | None, prefix: int) -> Tensor:
+    """Rows (T, n), one for each token of a checkpoint, at the model's own grid.
+
+    Args:
+        x: The rows of `prefix` tokens, which are kept, then those of the grid.
+        model: As of `find_grid`.
+        patches: As of `find_grid`.
+        prefix: Tokens before the grid.
+
+    Raises:
+        ValueError: the grid of the checkpoint cannot be told.
+    """
+    grid = find_grid(model, patches, x.shape[0] - prefix)
+    if grid is None:
+        raise unknown_grid(x.shape[0] - prefix)
+    return resample_grid(x, model, grid, prefix)
+
+
+def resample_grid(x: Tensor, model: Any, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+    """Rows (T, n) of tokens on a grid (H, W) at the model's own, bicubically; `prefix` rows before them are kept."""
+    return resample_abs_pos_embed(x.unsqueeze(0), list(model.patch_embed.grid_size), list(grid), prefix).squeeze(0)
+
+
+def unknown_grid(num_tokens: int) -> ValueError:
+    """The error of a grid that `find_grid` cannot tell."""
+    return ValueError(
+        f"the checkpoint's {num_tokens} positions are no square grid; give its size by "
+        'pretrained_cfg_overlay=dict(input_size=(3, H, W))'
+    )

@@ -1,0 +1,121 @@
+"""What became of each tensor in a transfer of weights, and the sums of it."""
+
+import re
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from aft_vision.layers import AFTMixer
+
+PROJECTIONS = {'q': 'queries', 'k': 'keys', 'v': 'values'}
+PARTS = {
+    r'patch_embed\.': 'patch embedding',
+    r'pos_embed': 'position embedding',
+    r'cls_token': 'class token',
+    r'dist_token': 'distillation token',
+    r'reg_token': 'register tokens',
+    r'(blocks\.\d+\.norm\d|norm|fc_norm|norm_pre)\.': 'norms',
+    r'blocks\.\d+\.attn\.proj\.': 'output projections',
+    r'blocks\.\d+\.attn\.(kernel|position_bias)\.': 'position biases',
+    r'blocks\.\d+\.mlp\.': 'MLPs',
+    r'blocks\.\d+\.(ls\d\.gamma|gamma_\d)': 'layer scale',
+    r'head\.': 'head',
+    r'head_dist\.': 'distillation head',
+}
+INITIALISED = 'as initialised'
+
+
+class Fate(NamedTuple):
+    """What became of a tensor of the source, or of one projection in its fused qkv.
+
+    Attributes:
+        action: `copied`, `resampled` to another size, `merged` with another tensor, or `left out`.
+        part: `q`, `k` or `v` of a fused projection, else empty.
+        numel: Elements in the source; 0 for layer scale that it does not have.
+        target: The key that it went to; empty if it was left out.
+        note: Why it was left out, or how it was changed.
+    """
+
+    action: str
+    part: str
+    numel: int
+    target: str = ''
+    note: str = ''
+
+    def __str__(self) -> str:
+        part = f'{self.part}: ' if self.part else ''
+        target = f' to {self.target}' if self.target else ''
+        return f'{part}{self.action}{target}{f" ({self.note})" if self.note else ""}'
+
+
+Report = dict[str, list[Fate]]
+
+
+class Row(NamedTuple):
+    """One line of the table of a transfer; a projection in a fused qkv counts as a tensor of its own."""
+
+    action: str
+    what: str
+    tensors: int
+    parameters: int
+    note: str
+
+
+def summarize_transfer(report: Report, model: nn.Module) -> list[Row]:
+    """Count what a transfer did, and what of the model it left as it was.
+
+    Args:
+        report: Of `deit_to_aft`.
+        model: The model that the weights are for.
+
+    Returns:
+        Rows of the actions `copied`, `resampled`, `merged` and `left out`, whose parameters are those of the source,
+        and of `as initialised`, whose parameters are the model's.
+    """
+    sizes: dict[tuple[str, str, str], list[int]] = {}
+    entries = [(key, fate) for key, fates in report.items() for fate in fates]
+    for key, fate in [*entries, *_untouched(report, model)]:
+        sizes.setdefault((fate.action, _part_name(key, fate.part), fate.note), []).append(fate.numel)
+    order = ['copied', 'resampled', 'merged', 'left out', INITIALISED]
+    rows = [Row(action, what, len(numels), sum(numels), note) for (action, what, note), numels in sizes.items()]
+    return sorted(rows, key=lambda row: order.index(row.action))
+
+
+def describe_transfer(report: Report, model: nn.Module) -> str:
+    """One line: what was left out, and what of the model is as initialised."""
+    rows = summarize_transfer(report, model)
+    left_out, initialised = (
+        ', '.join(dict.fromkeys(row.what for row in rows if row.action == action)) or 'nothing'
+        for action in ('left out', INITIALISED)
+    )
+    return f'transferred the weights of a ViT: left out {left_out}; as initialised {initialised}'
+
+
+def _untouched(report: Report, model: nn.Module) -> list[tuple[str, Fate]]:
+    touched = {(fate.target, fate.part) for fates in report.values() for fate in fates}
+    found = []
+    for key, tensor in model.state_dict().items():
+        parent = key.rpartition('.')[0]
+        if parent.endswith('.qkv'):
+            rows = projection_sizes(model.get_submodule(parent.rpartition('.')[0]))
+            width = tensor.numel() // tensor.shape[0]
+            parts = {part: count * width for part, count in rows.items()}
+        else:
+            parts = {'': tensor.numel()}
+        found += [(key, Fate(INITIALISED, part, n)) for part, n in parts.items() if (key, part) not in touched]
+    return found
+
+
+def projection_sizes(mixer: Any) -> dict[str, int]:
+    """Rows of queries, keys and values in the fused projection of an AFT mixer, in their order."""
+    assert isinstance(mixer, AFTMixer)
+    return dict(zip('qkv' if mixer.query_gate else 'kv', mixer.split_sizes, strict=True))
+
+
+def _part_name(key: str, part: str) -> str:
+    if part:
+        return PROJECTIONS[part]
+    # A wrapper's prefix may stand before the key of a source.
+    return next(
+        (name for pattern, name in PARTS.items() if re.match(rf'((module|_orig_mod)\.)*{pattern}', key)), 'other'
+    )

@@ -1,0 +1,155 @@
+"""Where the weights of a transfer come from: a model of timm, a file or an exported folder."""
+
+import difflib
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from timm.data import resolve_model_data_config
+from timm.layers import to_2tuple
+from timm.models import beit, vision_transformer, vision_transformer_relpos
+from torch import Tensor, nn
+
+from aft_vision.models.deit_transfer import unwrap_state_dict
+
+WEIGHT_FILES = ('.pth', '.pt', '.bin', '.tar', '.ckpt', '.safetensors')
+# They leave no trace in a state dict of whether they norm before or after, so their classes tell it.
+PRE_NORM_BLOCKS = (vision_transformer.Block, vision_transformer_relpos.RelPosBlock, beit.Block)
+PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct')
+
+
+class Source(NamedTuple):
+    """Weights, and what is known of the model that they are from.
+
+    Attributes:
+        state_dict: Its tensors, under the names that they have there.
+        class_names: In the order of the logits.
+        data_config: `mean`, `std`, `interpolation` and `crop_pct`; None if unknown.
+        grid: (H, W) of the position embedding in tokens.
+    """
+
+    state_dict: dict[str, Tensor]
+    class_names: list[str] | None = None
+    data_config: dict[str, Any] | None = None
+    grid: tuple[int, int] | None = None
+
+
+def load_source(source: str | Path) -> Source:
+    """Read weights, executing nothing that a file contains.
+
+    Args:
+        source: A name of timm, whose weights are downloaded; a `.safetensors` file, or a file of `torch.save` with a
+            state dict, as it is or under `model` or `state_dict`, such as the trainer's best.pth and DeiT's own; or
+            an exported folder. A moving average (`state_dict_ema`) beside a state dict is not taken.
+
+    Raises:
+        ValueError: there is no such model or file, it is damaged or holds more than weights, or the blocks of the
+            model do not norm before attention and MLP.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if not (path / 'config.json').is_file():
+            raise ValueError(f'expected an exported model with a config.json in {path}, got none')
+        return _of_model(_load_folder(path))
+    if path.is_file():
+        return _of_file(path)
+    name = str(source)
+    if path.suffix in WEIGHT_FILES:
+        raise ValueError(f'expected a file of weights, got {path}, which does not exist')
+    if not name.startswith(('hf-hub:', 'hf_hub:')) and not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=1)
+        hint = f'; did you mean {near[0]}?' if near else ''
+        raise ValueError(f'expected a model of timm, a file or an exported folder, got {name}{hint}')
+    if timm.is_model(name) and not timm.models.is_model_pretrained(name):
+        raise ValueError(f'expected a model that timm has weights for, got {name}')
+    return _of_model(timm.create_model(name, pretrained=True))
+
+
+def _load_folder(path: Path) -> nn.Module:
+    try:
+        return timm.create_model(f'local-dir:{path}', pretrained=True)
+    # Besides damaged files, an unknown architecture, other arguments and weights of other shapes.
+    except Exception as error:
+        # torch's own message advises to execute what the file contains.
+        unsafe = 'weights_only' in str(error) or 'weights only' in str(error).lower()
+        reason = 'its file of weights holds more than tensors' if unsafe else _first_line(error)
+        raise ValueError(f'expected an exported model that timm loads, got {path}: {reason}') from error
+
+
+def _of_model(model: nn.Module) -> Source:
+    cfg: Any = model.pretrained_cfg
+    blocks: Any = getattr(model, 'blocks', None)
+    if blocks and not isinstance(blocks[0], PRE_NORM_BLOCKS):
+        raise ValueError(
+            f'expected a ViT whose blocks norm before attention and MLP, got {cfg["architecture"]} '
+            f'with {type(blocks[0]).__name__}'
+        )
+    config = resolve_model_data_config(model)
+    names = cfg.get('label_names')
+    grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
+    return Source(model.state_dict(), list(names) if names else None, {key: config[key] for key in PREPROCESSING}, grid)
+
+
+def _of_file(path: Path) -> Source:
+    content = _read(path)
+    if not isinstance(content, Mapping):
+        raise ValueError(f'expected a file with a state dict, got {path} with a {type(content).__name__}')
+    if not isinstance(content.get('model_name'), str):
+        return Source(unwrap_state_dict(content))
+    # A checkpoint of the trainer, which normalises images as the registered model asks.
+    cfg = timm.get_pretrained_cfg(content['model_name'])
+    config = {key: getattr(cfg, key) for key in PREPROCESSING} if cfg else {}
+    config.update({key: value for key, value in (content.get('data_config') or {}).items() if key in PREPROCESSING})
+    state_dict = unwrap_state_dict(content)
+    grid = find_stated_grid(state_dict, content.get('model_kwargs') or {})
+    return Source(state_dict, content.get('class_names'), config, grid)
+
+
+def find_stated_grid(state_dict: Mapping[str, Tensor], model_kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The grid (H, W) in tokens that the `img_size` of a checkpoint's model makes, None if it states none."""
+    size, patches = model_kwargs.get('img_size'), state_dict.get('patch_embed.proj.weight')
+    if size is None or patches is None:
+        return None
+    height, width = to_2tuple(size)
+    return height // patches.shape[-2], width // patches.shape[-1]
+
+
+def _read(path: Path) -> Any:
+    try:
+        if path.suffix == '.safetensors':
+            return load_file(path)
+        return torch.load(path, map_location='cpu', weights_only=True)
+    except pickle.UnpicklingError as error:
+        others = _other_contents(path)
+        if not others:
+            raise ValueError(f'expected a whole file of weights, got {path}: {_first_line(error)}') from error
+        # timm lets this one through, which is a plain container.
+        way_out = (
+            'torch.save(timm.models.load_state_dict(FILE, use_ema=False), NEW_FILE) keeps its weights alone'
+            if others == ['argparse.Namespace']
+            else 'save its weights alone'
+        )
+        raise ValueError(
+            f'expected a file of weights alone, got {path} with {", ".join(others)}, and nothing but tensors is read '
+            f'from a file; {way_out}'
+        ) from error
+    # Bytes of another kind make the unpickler raise almost anything.
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f'expected a whole file of weights, got {path}: {_first_line(error)}') from error
+
+
+def _other_contents(path: Path) -> list[str]:
+    try:
+        return list(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    # It reads zip files alone, the form of every torch since 1.6.
+    except (RuntimeError, ValueError, pickle.UnpicklingError):
+        return []
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,282 @@
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from helpers import CLOTHING, generator
+from safetensors.torch import save_file
+from torch import nn
+
+from aft_vision.evaluate import load_model
+from aft_vision.export import export_model
+from aft_vision.models import transfer_source
+from tools.transfer_deit import main
+from train import imagenet
+
+VIT: dict[str, Any] = dict(embed_dim=32, depth=1, num_heads=2, patch_size=8, img_size=32)
+AFT = ['depth=1', 'embed_dim=32', 'num_heads=8', 'kernel_size=3', 'patch_size=8']
+NAMES = [path.name for path in sorted((CLOTHING / 'train').iterdir())]
+ONE_EPOCH = Path(__file__).parents[2] / 'configs' / 'smoke' / 'one_epoch.yaml'
+
+
+def make_vit(name: str = 'deit_tiny_patch16_224', **kwargs: Any) -> nn.Module:
+    model = timm.create_model(name, **{**VIT, 'num_classes': 10, **kwargs})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator()), alpha=0.1)
+    return model
+
+
+def write(kind: str, folder: Path) -> tuple[Path, nn.Module]:
+    """A source in one of the forms that there are, and its model."""
+    model = make_vit()
+    path = folder / f'source.{kind}'
+    if kind == 'pth':
+        torch.save({'model': model.state_dict()}, path)
+    elif kind == 'safetensors':
+        save_file(model.state_dict(), path)
+    elif kind == 'checkpoint':
+        content = {'model_name': 'deit_tiny_patch16_224', 'model_kwargs': {**VIT, 'num_classes': 10}}
+        content.update(state_dict=model.state_dict(), class_names=NAMES, data_config={'crop_pct': 0.7})
+        torch.save(content, path)
+    else:
+        export_model(model, path, NAMES, {'crop_pct': 0.7, 'mean': (0.5, 0.5, 0.5)})
+    return path, model
+
+
+def run(source: Path | str, out: Path, *arguments: str, model: str = 'aft_conv_tiny') -> dict[str, Any]:
+    return main(['--source', str(source), '--model', model, '--model-arg', *AFT, '--out', str(out), *arguments])
+
+
+@pytest.mark.parametrize('kind', ['pth', 'safetensors', 'checkpoint', 'folder'])
+def test_every_form_of_a_source_makes_a_folder_that_loads(tmp_path, capsys, kind):
+    source, vit = write(kind, tmp_path)
+    result = run(source, tmp_path / 'out')
+    model = load_model(tmp_path / 'out')
+    assert torch.equal(model.blocks[0].attn.qkv.weight[-32:], vit.blocks[0].attn.qkv.weight[-32:])
+    assert torch.equal(model.head.weight, vit.head.weight)
+    cfg = model.pretrained_cfg
+    known = kind in ('checkpoint', 'folder')
+    assert list(cfg['label_names']) == (NAMES if known else [str(i) for i in range(10)])
+    # Unknown, it is that of the registered model.
+    assert cfg['crop_pct'] == (0.7 if known else 0.875)
+    assert tuple(cfg['mean']) == ((0.5,) * 3 if kind == 'folder' else timm.data.IMAGENET_DEFAULT_MEAN)
+    assert json.loads((tmp_path / 'out' / 'transfer_report.json').read_text()) == result
+    assert set(result['tensors']) == set(vit.state_dict())
+    printed = capsys.readouterr().out
+    for row in result['table']:
+        (line,) = [line for line in printed.splitlines() if line.startswith(f'{row["action"]:15}  {row["what"]} ')]
+        assert f' {row["tensors"]}  ' in line
+        assert f'{row["parameters"]:,}' in line
+    assert f'the source has {sum(p.numel() for p in vit.parameters()):,} parameters' in printed
+
+
+def test_a_name_of_timm_is_made_with_its_weights(tmp_path, monkeypatch):
+    vit, created = make_vit('vit_tiny_patch16_224'), []
+    original = timm.create_model
+
+    def create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        if pretrained and name == 'vit_tiny_patch16_224':
+            created.append(name)
+            return vit
+        return original(name, pretrained, **kwargs)
+
+    monkeypatch.setattr(transfer_source.timm, 'create_model', create)
+    run('vit_tiny_patch16_224', tmp_path / 'out')
+    assert created == ['vit_tiny_patch16_224']
+    model = load_model(tmp_path / 'out')
+    assert torch.equal(model.norm.weight, vit.norm.weight)
+    # Those of its AugReg weights, not those of AFT.
+    assert tuple(model.pretrained_cfg['mean']) == (0.5, 0.5, 0.5)
+
+
+def test_a_name_of_a_vit_that_norms_after_attention_is_refused(tmp_path, monkeypatch):
+    vit = make_vit('vit_base_patch16_rpn_224')
+    monkeypatch.setattr(transfer_source.timm, 'create_model', lambda *args, **kwargs: vit)
+    with pytest.raises(ValueError, match='norm before attention and MLP, got vit_base_patch16_rpn_224 with ResPost'):
+        transfer_source.load_source('vit_base_patch16_rpn_224')
+
+
+def test_a_checkpoint_with_weights_under_another_key_is_read(tmp_path):
+    vit = make_vit()
+    torch.save({'model_name': 'deit_tiny_patch16_224', 'model': vit.state_dict()}, tmp_path / 'source.pth')
+    source = transfer_source.load_source(tmp_path / 'source.pth')
+    assert source.state_dict.keys() == vit.state_dict().keys()
+    torch.save({'model_name': 'deit_tiny_patch16_224'}, tmp_path / 'source.pth')
+    with pytest.raises(ValueError, match='a state dict, got model_name'):
+        transfer_source.load_source(tmp_path / 'source.pth')
+
+
+def test_a_folder_that_timm_refuses_is_named(tmp_path):
+    source, vit = write('folder', tmp_path)
+    (source / 'model.safetensors').unlink()
+    torch.save({'state_dict': vit.state_dict(), 'args': Touch(tmp_path / 'executed')}, source / 'pytorch_model.bin')
+    with pytest.raises(ValueError, match=r'that timm loads, got .*holds more than tensors') as error:
+        transfer_source.load_source(source)
+    assert 'weights_only' not in str(error.value)
+    assert not (tmp_path / 'executed').exists()
+
+
+def test_layer_scale_of_the_model_alone_is_no_tensor_of_the_source(tmp_path, capsys):
+    source, vit = write('pth', tmp_path)
+    arguments = ['--model', 'aft_conv_tiny', '--model-arg', *AFT, 'init_values=1e-5', '--out', str(tmp_path / 'out')]
+    main(['--source', str(source), *arguments])
+    assert f'parameters in {len(vit.state_dict())} tensors' in capsys.readouterr().out
+
+
+def test_the_options_reach_the_model(tmp_path):
+    source, vit = write('pth', tmp_path)
+    arguments = [
+        '--source',
+        str(source),
+        '--model',
+        'aft_full_tiny',
+        '--copy-qk',
+        '--num-classes',
+        '3',
+        '--size',
+        '48x64',
+    ]
+    result = main(
+        [*arguments, '--model-arg', 'depth=1', 'embed_dim=32', 'patch_size=8', '--out', str(tmp_path / 'out')]
+    )
+    model = load_model(tmp_path / 'out')
+    assert torch.equal(model.blocks[0].attn.qkv.weight, vit.blocks[0].attn.qkv.weight)
+    assert model.head.weight.shape == (3, 32)
+    assert model.pretrained_cfg['input_size'] == (3, 48, 64)
+    assert list(model.pretrained_cfg['label_names']) == ['0', '1', '2']
+    assert result['tensors']['pos_embed'][0]['note'] == '4 x 4 to 6 x 8 tokens'
+
+
+def test_the_seed_decides_what_the_source_lacks(tmp_path):
+    source, _ = write('pth', tmp_path)
+    states = []
+    for seed in ('0', '0', '1'):
+        run(source, tmp_path / 'out', '--seed', seed)
+        states.append(load_model(tmp_path / 'out').state_dict())
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+    assert not torch.equal(states[0]['blocks.0.attn.qkv.weight'], states[2]['blocks.0.attn.qkv.weight'])
+
+
+def test_the_grid_of_a_source_is_that_of_its_images(tmp_path):
+    vit = make_vit(img_size=(16, 64))
+    content = {'model_name': 'deit_tiny_patch16_224', 'model_kwargs': {**VIT, 'img_size': [16, 64]}}
+    torch.save({**content, 'state_dict': vit.state_dict()}, tmp_path / 'best.pth')
+    assert transfer_source.load_source(tmp_path / 'best.pth').grid == (2, 8)
+    export_model(vit, tmp_path / 'folder', NAMES)
+    assert transfer_source.load_source(tmp_path / 'folder').grid == (2, 8)
+
+
+@pytest.mark.parametrize('form', ['folder', 'checkpoint'])
+def test_training_starts_from_the_transferred_weights(tmp_path, form):
+    source, vit = write('checkpoint', tmp_path)
+    start = source.rename(tmp_path / 'best.pth')
+    if form == 'folder':
+        run(start, tmp_path / 'start')
+        start = tmp_path / 'start'
+    still = [
+        'optim.lr=1e-30',
+        'schedule.min_lr=0',
+        'schedule.warmup_lr=0',
+        'run.tensorboard=false',
+        f'run.dir={tmp_path / "run"}',
+    ]
+    imagenet.main(['--quiet', '--config', str(ONE_EPOCH), f'data.dir={CLOTHING}', f'run.init_from={start}', *still])
+    state = torch.load(tmp_path / 'run' / 'last.pth', weights_only=True)['state_dict']
+    for key in (
+        'patch_embed.proj.weight',
+        'blocks.0.attn.proj.bias',
+        'blocks.0.mlp.fc1.weight',
+        'norm.bias',
+        'head.bias',
+    ):
+        torch.testing.assert_close(state[key], vit.state_dict()[key])
+    torch.testing.assert_close(state['blocks.0.attn.qkv.weight'][-32:], vit.blocks[0].attn.qkv.weight[-32:])
+
+
+def test_a_file_with_more_than_tensors_is_refused_with_a_way_out(tmp_path):
+    vit, file = make_vit(), tmp_path / 'checkpoint.pth'
+    torch.save({'model': vit.state_dict(), 'epoch': 299, 'args': argparse.Namespace(lr=5e-4)}, file)
+    message = r'with argparse\.Namespace, and .*torch\.save\(timm\.models\.load_state_dict\(FILE, use_ema=False\)'
+    with pytest.raises(ValueError, match=message):
+        run(file, tmp_path / 'out')
+    torch.save(timm.models.load_state_dict(str(file), use_ema=False), tmp_path / 'new.pth')
+    run(tmp_path / 'new.pth', tmp_path / 'out')
+    assert torch.equal(load_model(tmp_path / 'out').norm.weight, vit.norm.weight)
+
+
+class Touch:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_in_a_file_is_executed(tmp_path):
+    torch.save({'model': make_vit().state_dict(), 'other': Touch(tmp_path / 'executed')}, tmp_path / 'bad.pth')
+    with pytest.raises(ValueError, match=r'bad\.pth with .*save its weights alone'):
+        run(tmp_path / 'bad.pth', tmp_path / 'out')
+    overlay = dict(file=str(tmp_path / 'bad.pth'))
+    with pytest.raises(RuntimeError, match='weights_only=True blocked'):
+        timm.create_model('aft_conv_tiny', pretrained=True, pretrained_cfg_overlay=overlay)
+    assert not (tmp_path / 'executed').exists()
+
+
+@pytest.mark.parametrize(
+    ('file', 'content', 'message'),
+    [
+        ('cut.pth', b'PK\3\4', r'a whole file of weights, got .*cut\.pth'),
+        ('other.pth', b'hello', r'a whole file of weights, got .*other\.pth'),
+        ('cut.safetensors', b'\1\0', r'a whole file of weights, got .*cut\.safetensors'),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, file, content, message):
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / file, tmp_path / 'out')
+
+
+@pytest.mark.parametrize(
+    ('source', 'model', 'message'),
+    [
+        ('none.pth', 'aft_conv_tiny', r'got none\.pth, which does not exist'),
+        (
+            'deit_tinny_patch16_224',
+            'aft_conv_tiny',
+            r'a file or an exported folder, .* did you mean deit_tiny_patch16_224',
+        ),
+        ('aft_conv_tiny', 'aft_conv_tiny', 'that timm has weights for, got aft_conv_tiny'),
+        ('source.pth', 'aft_conv_tinny', 'got aft_conv_tinny; did you mean aft_conv_tiny'),
+        ('source.pth', 'aft_full_tiny', r'keyword arguments of aft_full_tiny, .*kernel_size'),
+    ],
+)
+def test_a_wrong_name_is_named(tmp_path, monkeypatch, source, model, message):
+    monkeypatch.chdir(tmp_path)
+    write('pth', tmp_path)
+    arguments = ['--source', source, '--model', model, '--model-arg', 'kernel_size=3', '--out', 'out']
+    with pytest.raises(ValueError, match=message):
+        main(arguments)
+    assert not Path('out').exists()
+
+
+def test_a_folder_is_not_replaced_by_what_is_made_of_it(tmp_path):
+    source, _ = write('folder', tmp_path)
+    with pytest.raises(ValueError, match='another folder than the source'):
+        run(source, source)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r'with a config\.json'):
+        run(tmp_path, tmp_path / 'out')
+
+
+def test_a_file_without_a_state_dict_is_named(tmp_path):
+    torch.save([torch.ones(2)], tmp_path / 'list.pth')
+    with pytest.raises(ValueError, match=r'a file with a state dict, got .* with a list'):
+        run(tmp_path / 'list.pth', tmp_path / 'out')

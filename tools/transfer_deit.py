@@ -1,0 +1,133 @@
+"""Initialise an AFT model with the weights of a DeiT or ViT (AFT Table 8).
+
+python -m tools.transfer_deit --source deit_base_patch16_384 --model aft_conv_base_k25_h32_384 --out runs/from_deit
+python -m train.imagenet --config CONFIG run.init_from=runs/from_deit
+
+SOURCE is a name of timm, whose weights are downloaded; a file: DeiT's own .pth, a .safetensors, best.pth of
+train.imagenet; or an exported folder. The model must have its width and depth. Patch embedding, values, output
+projections, norms, MLPs and head are copied, and for AFT-full class token and position embedding too; queries and keys
+are left out. A patch embedding of another size and a position embedding on another grid are resampled. The result is
+meant to be fine-tuned: its queries, keys and position biases are new.
+
+Prints what was copied, resampled, merged or left out, and what of the model is as initialised, and writes a folder with
+model.safetensors, config.json and transfer_report.json, for run.init_from, timm.create_model('local-dir:FOLDER',
+pretrained=True) and the other tools. Class names and preprocessing are those of the source where they are known. What
+a file contains is never executed.
+"""
+
+import argparse
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.models import clean_state_dict, get_model_input_config
+from timm.utils import ParseKwargs, random_seed
+from torch import nn
+
+from aft_vision.export import export_model
+from aft_vision.models.deit_transfer import deit_to_aft
+from aft_vision.models.transfer_report import Report, Row, summarize_transfer
+from aft_vision.models.transfer_source import Source, load_source
+from tools.arguments import parse_size
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--source', required=True, help='a name of timm, a file or an exported folder')
+    parser.add_argument('--model', required=True, help='a registered aft_* model of the same width and depth')
+    parser.add_argument(
+        '--model-arg',
+        nargs='*',
+        default={},
+        action=ParseKwargs,
+        metavar='NAME=VALUE',
+        help='keyword arguments of the model, such as kernel_size=15 num_heads=32',
+    )
+    parser.add_argument('--size', type=parse_size, help="a side in pixels, or HEIGHTxWIDTH (default: the model's own)")
+    parser.add_argument('--num-classes', type=int, metavar='N', help='classes (default: those of the source)')
+    parser.add_argument(
+        '--copy-qk',
+        action='store_true',
+        help='copy queries and keys too where the shapes allow it: an experiment that the paper did not make',
+    )
+    parser.add_argument('--seed', type=int, default=0, help='of what the source lacks (default: 0)')
+    parser.add_argument('--out', type=Path, required=True, help='folder to write')
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Write the folder and print the table.
+
+    Returns:
+        What transfer_report.json holds.
+
+    Raises:
+        ValueError: there is no such source or model, or the weights do not fit the model.
+    """
+    args = parse_args(argv)
+    if Path(args.source).is_dir() and args.out.resolve() == Path(args.source).resolve():
+        raise ValueError(f'expected --out to be another folder than the source, got {args.out}')
+    source = load_source(args.source)
+    model = create_target(args, source)
+    state_dict, report = deit_to_aft(source.state_dict, model, copy_qk=args.copy_qk, grid=source.grid)
+    model.load_state_dict(state_dict)
+    rows = summarize_transfer(report, model)
+    print_table(rows, report, model)
+    input_size = get_model_input_config(model)['input_size']
+    num_classes: Any = model.num_classes
+    names = source.class_names or []
+    if len(names) != num_classes:
+        names = [str(index) for index in range(num_classes)]
+    export_model(model, args.out, names, {**(source.data_config or {}), 'input_size': input_size})
+    result = describe(args, rows, report)
+    (args.out / 'transfer_report.json').write_text(json.dumps(result, indent=2) + '\n')
+    print(f'config.json, model.safetensors and transfer_report.json are in {args.out}')
+    return result
+
+
+def create_target(args: argparse.Namespace, source: Source) -> nn.Module:
+    """Make the model that takes the weights, with the number of classes of the source unless told."""
+    names = timm.list_models('aft_*')
+    if args.model not in names:
+        near = difflib.get_close_matches(args.model, names, n=1)
+        hint = f'; did you mean {near[0]}?' if near else ''
+        raise ValueError(f'expected one of the models {", ".join(names)}, got {args.model}{hint}')
+    kwargs = dict(args.model_arg)
+    if args.size is not None:
+        kwargs['img_size'] = args.size
+    head = clean_state_dict(source.state_dict).get('head.weight')
+    if args.num_classes is not None:
+        kwargs['num_classes'] = args.num_classes
+    elif head is not None:
+        kwargs.setdefault('num_classes', head.shape[0])
+    random_seed(args.seed)
+    try:
+        return timm.create_model(args.model, **kwargs)
+    except TypeError as error:
+        raise ValueError(f'expected keyword arguments of {args.model}, got {kwargs}: {error}') from error
+
+
+def print_table(rows: Sequence[Row], report: Report, model: nn.Module) -> None:
+    """Print a line for each kind of tensor, and how many there are in all."""
+    print(f'{"":15}  {"what":20}  {"tensors":>7}  {"parameters":>11}')
+    for row in rows:
+        print(f'{row.action:15}  {row.what:20}  {row.tensors:>7}  {row.parameters:>11,}  {row.note}'.rstrip())
+    # Layer scale that the model alone has is no tensor of the source.
+    given = [sum(fate.numel for fate in fates) for fates in report.values() if any(fate.numel for fate in fates)]
+    own = sum(tensor.numel() for tensor in model.state_dict().values())
+    print(f'the source has {sum(given):,} parameters in {len(given)} tensors, the model {own:,}')
+
+
+def describe(args: argparse.Namespace, rows: Sequence[Row], report: Report) -> dict[str, Any]:
+    """What transfer_report.json holds: the arguments, the table, and what became of each tensor."""
+    arguments = {**vars(args), 'out': str(args.out)}
+    tensors = {key: [fate._asdict() for fate in fates] for key, fates in report.items()}
+    return {'arguments': arguments, 'table': [row._asdict() for row in rows], 'tensors': tensors}
+
+
+if __name__ == '__main__':
+    main()
