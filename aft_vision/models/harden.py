@@ -1,0 +1,185 @@
+"""A Gumbel-trained AFT-conv in its one-hot form: one learned offset per head (AFT Eq. 10)."""
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from timm.utils import unwrap_model
+from torch import Tensor, nn
+
+from aft_vision import ops
+from aft_vision.layers import AFTConv, AFTMixer, AFTOnehot
+from aft_vision.layers.mixers import MIXERS
+from aft_vision.models.aft_vit import AFTVisionTransformer
+
+
+@torch.no_grad()
+def harden(model: nn.Module) -> AFTVisionTransformer:
+    """The one-hot form of a model trained with gumbel=True (AFT Eq. 10).
+
+    The kernel of each block, h * s * s + 2 h parameters, becomes h biases and an int64 buffer of h offsets; all else is
+    copied. In evaluation the outputs are those of the given model at every resolution. `timm.models.save_for_hf` writes
+    the result, and `timm.create_model('local-dir:DIR', pretrained=True)` reads it.
+
+    Args:
+        model: Left as it is.
+
+    Raises:
+        ValueError: the model is no AFT-conv trained with gumbel=True; the message says what is missing.
+    """
+    model = unwrap_model(model)
+    wanted = 'a model trained with gumbel=True (AFT Eq. 10), which learns one offset per head'
+    for mixer in _mixers(model, wanted):
+        if isinstance(mixer, AFTOnehot):
+            raise ValueError(f"expected {wanted}, got mixer='onehot', which is in the one-hot form already")
+        if not isinstance(mixer, AFTConv):
+            raise ValueError(f'expected {wanted}, got mixer={_name(mixer)!r}, which has no gumbel: train an AFT-conv')
+        if not mixer.gumbel:
+            raise ValueError(f"expected {wanted}, got mixer='conv' with gumbel=False: train it with gumbel=True")
+    # What AFT-conv alone can be told, and the one-hot form cannot.
+    left_out = _arguments(AFTConv) - _arguments(AFTOnehot)
+    return _replace_mixers(model, _onehot_of, left_out, mixer='onehot')
+
+
+@torch.no_grad()
+def convolution_form(model: nn.Module) -> AFTVisionTransformer:
+    """The same function as an AFT-conv whose raw kernel is zero but at the offsets (AFT Eq. 6).
+
+    For a runtime without a gather, and to compare the speed of the two forms.
+
+    Args:
+        model: In the one-hot form; left as it is.
+
+    Raises:
+        ValueError: the model is not in the one-hot form.
+    """
+    model = unwrap_model(model)
+    sizes = {mixer.kernel().shape[1] for mixer in _onehot_mixers(model)}
+    return _replace_mixers(
+        model,
+        lambda mixer: _convolution_of(mixer, max(sizes)),
+        set(),
+        mixer='conv',
+        kernel_size=max(sizes),
+        standardize_kernel=False,
+    )
+
+
+def describe_offsets(model: nn.Module) -> list[dict[str, float]]:
+    """Where the heads of a model in the one-hot form look, by layer.
+
+    Returns:
+        Per layer its number `layer` from 1, `heads`, those `at_centre` (the token itself), `distinct_offsets`, the
+        `mean_distance` and `largest_distance` of the offsets in tokens, Euclidean, and `mean_bias`, w.
+
+    Raises:
+        ValueError: the model is not in the one-hot form.
+    """
+    rows = []
+    for layer, mixer in enumerate(_onehot_mixers(unwrap_model(model)), start=1):
+        distance = mixer.offset.double().norm(dim=1)
+        rows.append(
+            {
+                'layer': layer,
+                'heads': len(distance),
+                'at_centre': int((distance == 0).sum()),
+                'distinct_offsets': len(mixer.offset.unique(dim=0)),
+                'mean_distance': distance.mean().item(),
+                'largest_distance': distance.max().item(),
+                'mean_bias': mixer.weight.double().mean().item(),
+            }
+        )
+    return rows
+
+
+@torch.inference_mode()
+def compare_logits(
+    model: nn.Module, other: nn.Module, sizes: Sequence[tuple[int, int]], batch_size: int = 2, seed: int = 0
+) -> list[dict[str, float]]:
+    """Compare what two models in evaluation say of random images.
+
+    Args:
+        sizes: (H, W) in pixels.
+        batch_size: Images per size.
+        seed: Of the images, which are normal noise.
+
+    Returns:
+        Per size `height`, `width`, the largest `difference` of two logits, and the largest `magnitude` of one.
+    """
+    rows = []
+    for height, width in sizes:
+        parameter = next(model.parameters())
+        noise = torch.randn(batch_size, 3, height, width, generator=torch.Generator().manual_seed(seed))
+        images = noise.to(parameter.device, parameter.dtype)
+        expected, got = (network(images).double() for network in (model, other))
+        difference, magnitude = (expected - got).abs().max().item(), expected.abs().max().item()
+        rows.append({'height': height, 'width': width, 'difference': difference, 'magnitude': magnitude})
+    return rows
+
+
+def _mixers(model: nn.Module, wanted: str) -> list[AFTMixer]:
+    if not isinstance(model, AFTVisionTransformer):
+        raise ValueError(f'expected {wanted}, got {type(model).__name__}, which is no AFT model')
+    return [block.attn for block in model.blocks]  # type: ignore[misc]
+
+
+def _onehot_mixers(model: nn.Module) -> list[AFTOnehot]:
+    wanted = 'a model in the one-hot form, as `harden` makes it'
+    found = []
+    for mixer in _mixers(model, wanted):
+        if not isinstance(mixer, AFTOnehot):
+            raise ValueError(f'expected {wanted}, got mixer={_name(mixer)!r}')
+        found.append(mixer)
+    return found
+
+
+def _name(mixer: AFTMixer) -> str:
+    return next(name for name, kind in MIXERS.items() if isinstance(mixer, kind))
+
+
+def _arguments(kind: type[AFTMixer]) -> set[str]:
+    return set(inspect.signature(kind).parameters)
+
+
+def _replace_mixers(
+    model: nn.Module, make: Callable[[Any], AFTMixer], left_out: set[str], **arguments: Any
+) -> AFTVisionTransformer:
+    # A copy with other mixers around the same projections, and the arguments that timm would rebuild it from.
+    copied: Any = copy.deepcopy(model)
+    for block in copied.blocks:
+        old = block.attn
+        block.attn = make(old)
+        block.attn.qkv, block.attn.proj, block.attn.proj_drop = old.qkv, old.proj, old.proj_drop
+        block.attn.exportable = old.exportable
+        block.attn.train(old.training)
+    kept = {name: value for name, value in getattr(model, '_model_args', {}).items() if name not in left_out}
+    copied._model_args = kept | arguments
+    return copied
+
+
+def _onehot_of(conv: AFTConv) -> AFTOnehot:
+    parameter = conv.kernel.weight
+    offset, weight = ops.onehot_kernel(conv.kernel())
+    mixer = AFTOnehot(kernel_size=parameter.shape[-1], **_shared_arguments(conv))
+    mixer.offset, mixer.weight = offset, _parameter_like(weight, parameter)
+    return mixer
+
+
+def _convolution_of(onehot: AFTOnehot, size: int) -> AFTConv:
+    kernel = onehot.kernel()
+    margin = (size - kernel.shape[1]) // 2
+    mixer = AFTConv(kernel_size=size, standardize_kernel=False, **_shared_arguments(onehot))
+    mixer.kernel.weight = _parameter_like(nn.functional.pad(kernel, [margin] * 4), onehot.weight)
+    return mixer
+
+
+def _shared_arguments(mixer: AFTMixer) -> dict[str, Any]:
+    # On the meta device, because the projections are replaced.
+    dim, heads = mixer.split_sizes[-1], mixer.split_sizes[-2]
+    return {'dim': dim, 'num_heads': heads, 'query_gate': mixer.query_gate, 'device': 'meta'}
+
+
+def _parameter_like(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)

@@ -1,0 +1,240 @@
+"""Sparsity of AFT-conv's kernels: the entropy that training may hold low (AFT Eq. 9), and pruning.
+
+An offset is pruned by setting its bias w to 0, which gives the source there the weight that all sources have by the
+global sum, exp(0) = 1: what is left out is the correction exp(w) - 1 of AFT Eq. 6.
+"""
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import timm
+import torch
+from timm.models import get_model_args
+from torch import Tensor, nn
+
+from aft_vision import ops
+from aft_vision.layers import AFTConv, StandardizedKernel
+from aft_vision.timing import time_interleaved
+
+
+def conv_mixers(model: nn.Module) -> list[AFTConv]:
+    """The AFT-conv mixers of a model, from the first layer to the last.
+
+    Raises:
+        ValueError: there are none.
+    """
+    mixers = [module for module in model.modules() if isinstance(module, AFTConv)]
+    if not mixers:
+        raise ValueError(f'expected a model with AFT-conv kernels, got a {type(model).__name__} without any')
+    return mixers
+
+
+def layer_entropies(model: nn.Module) -> list[Tensor]:
+    """The entropy of each head of each AFT-conv kernel, after AFT Eq. 8 and before a Gumbel sample (AFT Eq. 9).
+
+    Returns:
+        (h,) per layer in nats, between 0 and log(s * s), differentiable.
+
+    Raises:
+        ValueError: the model has no AFT-conv kernel.
+    """
+    return [ops.kernel_entropy(mixer.kernel()) for mixer in conv_mixers(model)]
+
+
+def kernel_entropy(model: nn.Module) -> Tensor:
+    """The regulariser reg(w), summed over heads and layers (AFT Eq. 9).
+
+    The paper adds 0.001 of it to the cross-entropy of a model of 12 layers of 384 heads.
+
+    Returns:
+        A scalar in nats, differentiable.
+
+    Raises:
+        ValueError: the model has no AFT-conv kernel.
+    """
+    return torch.stack([entropy.sum() for entropy in layer_entropies(model)]).sum()
+
+
+@torch.no_grad()
+def evaluated_kernels(model: nn.Module) -> list[Tensor]:
+    """The position biases w (h, s, s) of each layer as evaluation uses them: after AFT Eq. 8 and the maximum of Eq. 10.
+
+    Raises:
+        ValueError: the model has no AFT-conv kernel, or one of the variant without global context, where w = 0 is no
+            neutral value: sources outside the window have no weight, and none is left by pruning.
+    """
+    kernels = []
+    for mixer in conv_mixers(model):
+        if not mixer.global_context:
+            raise ValueError(
+                'expected a model with global_context=True, where a pruned offset keeps the weight that all sources '
+                'have, got global_context=False, where w = 0 is a weight like any other'
+            )
+        # A raw kernel is the parameter itself.
+        kernels.append(mixer.evaluated_kernel().detach().clone())
+    return kernels
+
+
+def prune(model: nn.Module, threshold: float) -> nn.Module:
+    """A copy for evaluation whose kernels are 0 wherever |exp(w) - 1| is below a threshold.
+
+    The copy shares all other parameters with the model. Its kernels are raw ones (`standardize_kernel=False`), of the
+    model's window; those of a model with one offset a head (`gumbel=True`) become ordinary ones with that offset.
+
+    Raises:
+        ValueError: the threshold is negative, or as `evaluated_kernels`.
+    """
+    if threshold < 0:
+        raise ValueError(f'threshold must be at least 0, got {threshold}')
+    kernels = evaluated_kernels(model)
+    # What deepcopy finds here it does not copy.
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    pruned = copy.deepcopy(model, shared).eval()
+    for mixer, kernel in zip(conv_mixers(pruned), kernels, strict=True):
+        mixer.kernel = _raw_kernel(torch.where(kernel.expm1().abs() < threshold, 0.0, kernel))
+        # Final for TorchScript's sake, which reads them when it compiles.
+        for name in ('gumbel', 'straight_through'):
+            setattr(mixer, name, False)
+    return pruned
+
+
+def threshold_that_keeps(model: nn.Module, share: float) -> float:
+    """The threshold at which `prune` keeps that share of all entries of all kernels, those with most effect.
+
+    Entries that are 0 already are not kept, and entries of equal effect are kept or pruned together.
+
+    Raises:
+        ValueError: the share is not in (0, 1], or as `evaluated_kernels`.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f'the share of entries to keep must be in (0, 1], got {share}')
+    effects = torch.cat([kernel.expm1().abs().flatten() for kernel in evaluated_kernels(model)])
+    return effects.sort(descending=True).values[max(round(share * len(effects)), 1) - 1].item()
+
+
+def smallest_window(kernel: Tensor) -> int:
+    """The side of the smallest centred odd window that holds all entries of a kernel (h, s, s) which are not 0."""
+    size = kernel.shape[-1]
+    y, x = (kernel != 0).any(0).nonzero(as_tuple=True)
+    if not len(y):
+        return 1
+    return 2 * int(torch.maximum((y - size // 2).abs(), (x - size // 2).abs()).max()) + 1
+
+
+def crop_kernel(kernel: Tensor, window: int) -> Tensor:
+    """The centre (h, window, window) of a kernel (h, s, s); both sides odd."""
+    edge = (kernel.shape[-1] - window) // 2
+    return kernel[:, edge : edge + window, edge : edge + window]
+
+
+def sparsity_figures(model: nn.Module) -> dict[str, Any]:
+    """What pruning has left of the kernels, and what AFT Eq. 6 then costs.
+
+    Returns:
+        `sparsity`, the share of entries that are 0; `offsets_mean`, `offsets_min` and `offsets_max`, those that a head
+        keeps, and `offsets_by_layer`, the mean of each layer; `windows`, of each layer the side of the smallest centred
+        one that holds its offsets, and `window`, the largest of them; and the multiply-adds of the convolutions of one
+        token in all layers, border or not, of exp(K) V and of exp(K), with whole kernels (`madds_dense`), with kernels
+        cropped to `windows` (`madds_window`) and with the kept offsets alone (`madds_sparse`).
+
+    Raises:
+        ValueError: as `evaluated_kernels`.
+    """
+    kernels = evaluated_kernels(model)
+    kept = torch.stack([(kernel != 0).flatten(1).sum(1) for kernel in kernels])
+    windows = [smallest_window(kernel) for kernel in kernels]
+    heads, size = kernels[0].shape[:2]
+    # A tap of a head multiplies its channels of exp(K) V, and its one of exp(K).
+    width = conv_mixers(model)[0].split_sizes[-1] + heads
+    return {
+        'sparsity': 1 - kept.sum().item() / (kept.numel() * size**2),
+        'offsets_mean': kept.double().mean().item(),
+        'offsets_min': kept.min().item(),
+        'offsets_max': kept.max().item(),
+        'offsets_by_layer': kept.double().mean(1).tolist(),
+        'windows': windows,
+        'window': max(windows),
+        'madds_dense': len(kernels) * width * size**2,
+        'madds_window': sum(width * window**2 for window in windows),
+        'madds_sparse': kept.sum().item() * width // heads,
+    }
+
+
+def crop(model: nn.Module) -> nn.Module:
+    """The same function with the smallest window that holds all offsets of all layers, as a model of timm.
+
+    Args:
+        model: Made by `timm.create_model`, or by `prune` from such a one.
+
+    Returns:
+        A model in eval mode with `kernel_size` of that window and `standardize_kernel=False`, and parameters of its
+        own; its logits are the model's but for rounding.
+
+    Raises:
+        ValueError: the model was not made by timm, or as `evaluated_kernels`.
+    """
+    kernels = evaluated_kernels(model)
+    cfg: Any = getattr(model, 'pretrained_cfg', None)
+    if not cfg or not hasattr(model, '_model_args'):
+        raise ValueError(
+            f'expected a model that timm.create_model made, got a {type(model).__name__} of another origin'
+        )
+    window = max(smallest_window(kernel) for kernel in kernels)
+    arguments = {**get_model_args(model), 'kernel_size': window, 'standardize_kernel': False}
+    for name in ('gumbel', 'tau', 'straight_through'):
+        arguments.pop(name, None)
+    cropped = timm.create_model(cfg['architecture'], **arguments)
+    names = [name for name, module in model.named_modules() if isinstance(module, AFTConv)]
+    standardized = {f'{name}.kernel.{key}' for name in names for key in ('gamma', 'beta')}
+    state = {key: x for key, x in model.state_dict().items() if key not in standardized}
+    state |= {f'{name}.kernel.weight': crop_kernel(w, window) for name, w in zip(names, kernels, strict=True)}
+    cropped.load_state_dict(state)
+    cropped.pretrained_cfg = copy.deepcopy(cfg)
+    return cropped.to(kernels[0].device).eval()
+
+
+@torch.inference_mode()
+def time_windows(
+    model: nn.Module, windows: Sequence[int], grid: tuple[int, int], batch: int, rounds: int = 20
+) -> dict[int, dict[str, float]]:
+    """Time the operation of one AFT-conv layer, forward, with its kernel cropped to each of some windows.
+
+    The windows take turns within a round, so that what slows the machine slows all of them.
+
+    Args:
+        windows: Sides in tokens, odd.
+        grid: (H, W) in tokens.
+        batch: Images.
+        rounds: Times of each, after a call that does not count.
+
+    Returns:
+        For each window `ms`, the median time, and `ratio`, that time relative to the whole kernel's, which is compared
+        within rounds.
+
+    Raises:
+        ValueError: rounds is below 1, a window is even or larger than the kernel, or as `evaluated_kernels`.
+    """
+    mixer, kernel = conv_mixers(model)[0], evaluated_kernels(model)[0]
+    heads, whole = kernel.shape[:2]
+    wrong = [window for window in windows if window % 2 == 0 or not 1 <= window <= whole]
+    if wrong or rounds < 1:
+        raise ValueError(f'expected odd windows of at most {whole} and at least 1 round, got {list(windows)}, {rounds}')
+    # The first is what the others are compared to.
+    kernels = {window: crop_kernel(kernel, window).contiguous() for window in (whole, *windows)}
+    widths = (mixer.split_sizes[-1], heads, mixer.split_sizes[-1])
+    q, k, v = (torch.randn(batch, grid[0] * grid[1], width, device=kernel.device) for width in widths)
+    gate = q if mixer.query_gate else None
+    calls = [partial(ops.aft_conv, gate, k, v, cropped, grid) for cropped in kernels.values()]
+    timings = dict(zip(kernels, time_interleaved(calls, kernel.device, rounds), strict=True))
+    return {w: {'ms': 1e3 * timings[w].seconds, 'ratio': 1 / timings[w].ratio} for w in windows}
+
+
+def _raw_kernel(kernel: Tensor) -> StandardizedKernel:
+    heads, size = kernel.shape[:2]
+    raw = StandardizedKernel(heads, size, standardize=False, device=kernel.device, dtype=kernel.dtype)
+    with torch.no_grad():
+        raw.weight.copy_(kernel)
+    return raw.eval()

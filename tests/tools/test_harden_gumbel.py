@@ -1,0 +1,154 @@
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from helpers import CLOTHING, randn
+from torch import nn
+
+from aft_vision.evaluate import load_model
+from aft_vision.layers import AFTOnehot
+from tools import eval_resolution
+from tools.harden_gumbel import default_sizes, main
+from train import imagenet
+
+ROOT = Path(__file__).parents[2]
+NAMES = [path.name for path in sorted((CLOTHING / 'validation').iterdir())]
+TINY = dict(depth=2, embed_dim=16, patch_size=8, num_heads=4, kernel_size=5, num_classes=10)
+PREPROCESSING = {'input_size': (3, 32, 32), 'crop_pct': 0.7, 'interpolation': 'bicubic'}
+
+
+def make_checkpoint(path: Path, **kwargs: object) -> Path:
+    """A checkpoint as the trainer writes it, of a model whose position biases matter."""
+    kwargs = {**TINY, 'gumbel': True, **kwargs}
+    torch.manual_seed(0)
+    model = timm.create_model('aft_conv_tiny', **kwargs)
+    for name, p in model.named_parameters():
+        nn.init.normal_(p, std=1.5 if '.attn.kernel.' in name else 0.3)
+    torch.save(
+        {
+            'model_name': 'aft_conv_tiny',
+            'model_kwargs': kwargs,
+            'state_dict': model.state_dict(),
+            'class_names': NAMES,
+            'data_config': PREPROCESSING,
+        },
+        path,
+    )
+    return path
+
+
+@pytest.fixture(scope='module')
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp('run') / 'best.pth')
+
+
+@pytest.fixture(scope='module')
+def exported(checkpoint: Path) -> Path:
+    out = checkpoint.parent / 'onehot'
+    main(['--checkpoint', str(checkpoint), '--out', str(out), '--data', str(CLOTHING), '--workers', '0'])
+    return out
+
+
+def test_the_exported_folder_is_the_gumbel_model_with_its_classes_and_preprocessing(checkpoint, exported):
+    restored, model = timm.create_model(f'local-dir:{exported}', pretrained=True).eval(), load_model(checkpoint)
+    assert all(isinstance(block.attn, AFTOnehot) for block in restored.blocks)
+    x = randn(2, 3, 40, 64, dtype=torch.float32)
+    torch.testing.assert_close(restored(x), model(x))
+    torch.testing.assert_close(load_model(exported)(x), model(x))
+    for name in (*PREPROCESSING, 'mean', 'std', 'label_names'):
+        assert json.dumps(restored.pretrained_cfg[name]) == json.dumps(model.pretrained_cfg[name]), name
+
+
+def test_the_results_are_written(exported):
+    result = json.loads((exported / 'harden_gumbel.json').read_text())
+    assert result['parameters']['gumbel'] - result['parameters']['onehot'] == 2 * (4 * 25 + 4)
+    assert [(row['height'], row['width']) for row in result['logits']] == [(8, 8), (16, 16), (32, 32), (32, 64)]
+    for row in result['logits']:
+        assert row['difference_from_gumbel'] < 1e-6 * row['largest_logit']
+        assert row['difference_from_convolution'] < 1e-5 * row['largest_logit']
+    assert result['logits'][-1]['difference_from_without_offsets'] > 1e-3
+    assert [row['layer'] for row in result['offsets']] == [1, 2]
+    before, after = result['accuracy']['gumbel'], result['accuracy']['onehot']
+    assert before['samples'] == after['samples'] == 200
+    assert before['top1'] == after['top1']
+    assert before['loss'] == pytest.approx(after['loss'], rel=1e-5)
+
+
+def test_the_printed_tables_have_a_row_for_each_size_and_layer(checkpoint, tmp_path, capsys):
+    sizes = ['--sizes', '24', '16x40']
+    result = main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'a'), *sizes])
+    printed = capsys.readouterr().out.splitlines()
+    before, after = result['parameters'].values()
+    assert printed[0] == f'parameters: {before:,} before, {after:,} after ({100 * (after / before - 1):.1f} %)'
+    assert [line.split()[0] for line in printed if line[:10].strip() in ('24x24', '16x40')] == ['24x24', '16x40']
+    for row in result['offsets']:
+        assert any(line.split()[:3] == [str(row[name]) for name in ('layer', 'heads', 'at_centre')] for line in printed)
+
+
+def test_an_exported_folder_is_hardened_too(checkpoint, exported, tmp_path):
+    timm.models.save_for_hf(load_model(checkpoint), tmp_path / 'gumbel', safe_serialization=True)
+    main(['--checkpoint', str(tmp_path / 'gumbel'), '--out', str(tmp_path / 'onehot'), '--sizes', '16'])
+    first, second = load_model(exported).state_dict(), load_model(tmp_path / 'onehot').state_dict()
+    assert all(torch.equal(first[name], x) for name, x in second.items())
+
+
+def test_the_folder_is_evaluated_at_other_sizes(exported, tmp_path):
+    arguments = ['--checkpoint', str(exported), '--data', str(CLOTHING), '--workers', '0', '--sizes', '24x40']
+    (row,) = eval_resolution.main([*arguments, '--out', str(tmp_path)])
+    assert row['samples'] == 200
+
+
+def test_the_trainer_goes_on_from_the_folder(exported, tmp_path):
+    model = ['model.depth=2', 'model.embed_dim=16', 'model.num_heads=4', 'model.mixer=onehot', 'model.gumbel=null']
+    run = [f'data.dir={CLOTHING}', f'run.dir={tmp_path}', f'run.init_from={exported}', 'optim.lr=0.01']
+    averaged = ['ema.decay=0.9', 'ema.warmup=true']
+    config = ROOT / 'configs' / 'smoke' / 'one_epoch.yaml'
+    imagenet.main(['--quiet', '--config', str(config), *model, *run, *averaged])
+    before, after = load_model(exported).state_dict(), load_model(tmp_path / 'best.pth').state_dict()
+    for i in range(2):
+        assert torch.equal(after[f'blocks.{i}.attn.offset'], before[f'blocks.{i}.attn.offset'])
+        assert not torch.equal(after[f'blocks.{i}.attn.weight'], before[f'blocks.{i}.attn.weight'])
+    trained = load_model(tmp_path / 'export')
+    assert trained.blocks[1].attn.offset.any()
+
+
+@pytest.mark.parametrize(
+    ('kwargs', 'message'),
+    [
+        (dict(gumbel=False), "a model trained with gumbel=True .* got mixer='conv' with gumbel=False"),
+        (dict(gumbel=None, mixer='onehot'), "a model trained with gumbel=True .* got mixer='onehot'"),
+    ],
+)
+def test_a_model_that_cannot_be_hardened_leaves_nothing_behind(tmp_path, kwargs, message):
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', **kwargs)
+    with pytest.raises(ValueError, match=message):
+        main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out')])
+    assert not (tmp_path / 'out').exists()
+
+
+def test_a_wrong_size_or_folder_is_rejected(checkpoint, exported, tmp_path):
+    with pytest.raises(ValueError, match=r'multiples of the patch size \(8, 8\), got \(20, 20\)'):
+        main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out'), '--sizes', '20'])
+    with pytest.raises(ValueError, match='another place than that of the checkpoint'):
+        main(['--checkpoint', str(exported), '--out', str(exported)])
+
+
+def test_other_classes_are_rejected_before_anything_is_written(checkpoint, tmp_path):
+    content = torch.load(checkpoint, weights_only=True)
+    torch.save({**content, 'class_names': ['coat', *NAMES[1:]]}, tmp_path / 'best.pth')
+    out = tmp_path / 'out'
+    arguments = ['--checkpoint', str(tmp_path / 'best.pth'), '--out', str(out), '--data', str(CLOTHING)]
+    with pytest.raises(ValueError, match='the classes of the model'):
+        main([*arguments, '--workers', '0', '--sizes', '16'])
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ('size', 'expected'),
+    [((32, 48), [(8, 8), (16, 24), (32, 48), (32, 96)]), ((8, 8), [(8, 8), (8, 16)])],
+)
+def test_the_default_sizes_are_whole_patches_and_differ(size, expected):
+    model = timm.create_model('aft_conv_tiny', **TINY, pretrained_cfg_overlay={'input_size': (3, *size)})
+    assert default_sizes(model) == expected

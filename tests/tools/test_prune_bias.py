@@ -1,0 +1,114 @@
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from helpers import CLOTHING, randn
+
+import aft_vision  # noqa: F401
+from aft_vision.evaluate import load_model
+from aft_vision.regularizers import prune
+from tools.prune_bias import main
+
+TINY = dict(depth=2, embed_dim=16, patch_size=8, num_classes=10)
+CONV = dict(**TINY, num_heads=4, kernel_size=5)
+
+
+def make_checkpoint(path: Path, name: str = 'aft_conv_tiny', **kwargs: object) -> Path:
+    model = timm.create_model(name, **kwargs)
+    for key, parameter in model.named_parameters():
+        if 'kernel' in key:
+            parameter.data.copy_(randn(*parameter.shape, scale=0.5))
+    names = sorted(folder.name for folder in (CLOTHING / 'train').iterdir())
+    content = {'model_name': name, 'model_kwargs': kwargs, 'state_dict': model.state_dict(), 'class_names': names}
+    torch.save({**content, 'data_config': {'input_size': (3, 32, 32), 'crop_pct': 0.9}}, path)
+    return path
+
+
+def run(checkpoint: Path, *arguments: str) -> dict[str, object]:
+    return main(['--checkpoint', str(checkpoint), '--data', str(CLOTHING), '--workers', '0', *arguments])
+
+
+def test_each_threshold_gives_a_row_after_that_of_the_model_as_it_is(tmp_path, capsys):
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', **CONV)
+    result = run(checkpoint, '--thresholds', '1e9', '0.2', '--keep-fraction', '0.1', '--rounds', '2', '--allow-load')
+    rows = result['rows']
+    assert [row['threshold'] for row in rows][:2] == [0.0, 0.2]
+    assert rows[-1]['threshold'] == 1e9
+    assert [rows[0]['sparsity'], rows[2]['sparsity'], rows[3]['sparsity']] == [0.0, pytest.approx(0.9), 1.0]
+    assert [row['samples'] for row in rows] == [200] * 4
+    assert (rows[0]['op_ratio'], rows[3]['window'], rows[3]['madds_sparse']) == (1.0, 1, 0)
+    assert len(result['kernel_entropy_nats']) == len(rows[0]['windows']) == 2
+    assert result['input_size'] == (3, 32, 32)
+    assert json.loads((tmp_path / 'prune_bias.json').read_text())['rows'] == rows
+    assert (tmp_path / 'prune_bias.png').stat().st_size > 10000
+    assert '100.00' in capsys.readouterr().out
+    assert not (tmp_path / 'pruned').exists()
+
+
+def test_a_loaded_machine_is_evaluated_on_but_not_timed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr('os.getloadavg', lambda: (64.0, 0.0, 0.0))
+    monkeypatch.setattr('os.cpu_count', lambda: 16)
+    rows = run(make_checkpoint(tmp_path / 'best.pth', **CONV), '--thresholds', '0.2')['rows']
+    assert [row['samples'] for row in rows] == [200, 200]
+    assert 'op_ratio' not in rows[0]
+    shown = capsys.readouterr().out
+    assert 'the time of the operation is left out: expected a machine with at most 0.5 running' in shown
+    assert 'time of op\n' not in shown
+
+
+def test_the_rows_are_the_metrics_of_the_pruned_models(tmp_path, monkeypatch):
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', **CONV)
+    evaluated = []
+
+    def evaluate_all(models, loader, *args, **kwargs):
+        evaluated.extend(models)
+        assert next(iter(loader))[0].shape[2:] == (48, 32)
+        return [{'top1': 10.0 * i, 'top5': 50.0, 'loss': 2.0, 'samples': 7} for i, _ in enumerate(models)]
+
+    monkeypatch.setattr('tools.prune_bias.evaluate_all', evaluate_all)
+    rows = run(checkpoint, '--thresholds', '0.2', '0.4', '--size', '48x32', '--rounds', '0')['rows']
+    assert [(row['threshold'], row['top1']) for row in rows] == [(0.0, 0.0), (0.2, 10.0), (0.4, 20.0)]
+    assert 'op_ms' not in rows[0]
+    for row, model in zip(rows, evaluated, strict=True):
+        expected = prune(load_model(checkpoint), row['threshold'])
+        assert torch.equal(model.blocks[1].attn.kernel(), expected.blocks[1].attn.kernel())
+
+
+@pytest.mark.parametrize('gumbel', [False, True])
+def test_the_saved_model_is_the_pruned_one_for_timm(gumbel: bool, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', **CONV, gumbel=gumbel)
+    out = tmp_path / 'out'
+    run(checkpoint, '--thresholds', '0.3', '--save', '0.5', '--rounds', '0', '--out', str(out))
+    saved = timm.create_model(f'local-dir:{out / "pruned"}', pretrained=True).eval()
+    images = randn(2, 3, 40, 64, dtype=torch.float32)
+    with torch.no_grad():
+        expected = prune(load_model(checkpoint), 0.5)(images)
+        torch.testing.assert_close(saved(images), expected, rtol=1e-4, atol=1e-5)
+    cfg = load_model(out / 'pruned').pretrained_cfg
+    assert (tuple(cfg['input_size']), cfg['crop_pct']) == ((3, 32, 32), 0.9)
+    assert cfg['label_names'] == load_model(checkpoint).pretrained_cfg['label_names']
+    # It can be pruned further.
+    again = run(out / 'pruned', '--thresholds', '0.5', '--rounds', '0')['rows']
+    assert again[0]['sparsity'] == again[1]['sparsity'] > 0
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs', 'message'),
+    [
+        ('vit_tiny_patch16_224', dict(**TINY, num_heads=2, img_size=32), 'a model with AFT-conv kernels'),
+        ('aft_conv_tiny', dict(**CONV, global_context=False), 'got global_context=False'),
+    ],
+)
+def test_a_model_that_cannot_be_pruned_is_named(tmp_path, name: str, kwargs: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        run(make_checkpoint(tmp_path / 'best.pth', name, **kwargs))
+
+
+def test_a_negative_threshold_and_an_image_size_that_does_not_fit_are_named(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', **CONV)
+    with pytest.raises(ValueError, match='threshold must be at least 0, got -1'):
+        run(checkpoint, '--thresholds', '-1')
+    with pytest.raises(ValueError, match=r'multiples of the patch size \(8, 8\), got \(33, 33\)'):
+        run(checkpoint, '--size', '33')

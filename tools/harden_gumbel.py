@@ -1,0 +1,146 @@
+"""Turn an AFT-conv trained with gumbel=True into its one-hot form: one learned offset per head (AFT Eq. 10).
+
+python -m tools.harden_gumbel --checkpoint FILE_OR_DIR --out DIR [--data IMAGES]
+
+FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder, of a model with gumbel=true. DIR becomes
+an exported folder with the same classes and preprocessing: `timm.create_model('local-dir:DIR', pretrained=True)` loads
+it after `import aft_vision`, and so do tools.eval_resolution (--checkpoint DIR) and the trainer (run.init_from=DIR with
+model.mixer=onehot).
+
+Prints the parameters before and after; the largest difference of two logits on random images at several sizes, from the
+Gumbel model in evaluation, from the one-hot kernels as a convolution, and from the model without its offsets (w = 0),
+which says how much they matter; where the heads of each layer look; and with --data the accuracy before and after.
+DIR/harden_gumbel.json holds the same.
+"""
+
+import argparse
+import copy
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from aft_vision.evaluate import evaluate_all, load_model, resolve_device
+from aft_vision.export import export_model
+from aft_vision.models.harden import compare_logits, convolution_form, describe_offsets, harden
+from aft_vision.sizes import check_image_size, default_size
+from tools.arguments import add_device, check_out, parse_size
+from tools.data import add_data_arguments, create_data_loader
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
+    parser.add_argument('--out', type=Path, required=True, help='the folder to export to')
+    parser.add_argument(
+        '--sizes',
+        type=parse_size,
+        nargs='+',
+        help='image sizes of the comparison: a side in pixels, or HEIGHTxWIDTH (default: that of the training, half of '
+        'it, twice its width, and a single patch)',
+    )
+    add_data_arguments(parser, required=False)
+    add_device(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Export the one-hot form, and print how it compares.
+
+    Returns:
+        What harden_gumbel.json holds.
+
+    Raises:
+        ValueError: the checkpoint, the data set, the device or a size is not valid, the model was not trained with
+            gumbel=True, or the result would overwrite it.
+    """
+    args = parse_args(argv)
+    check_out(args.out, args.checkpoint)
+    device = resolve_device(args.device)
+    model: Any = load_model(args.checkpoint, device)
+    onehot = harden(model)
+    sizes = args.sizes or default_sizes(model)
+    for size in sizes:
+        check_image_size(model, size)
+    result: dict[str, Any] = {
+        'checkpoint': str(args.checkpoint),
+        'device': str(device),
+        'parameters': {'gumbel': count_parameters(model), 'onehot': count_parameters(onehot)},
+        'logits': compare(model, onehot, sizes),
+        'offsets': describe_offsets(onehot),
+    }
+    if args.data or args.name:
+        result['accuracy'] = compare_accuracy(model, onehot, args, device)
+    export_model(onehot, args.out, model.pretrained_cfg.get('label_names') or [])
+    (args.out / 'harden_gumbel.json').write_text(json.dumps(result, indent=2) + '\n')
+    print_result(result)
+    print(f'the one-hot model and harden_gumbel.json are in {args.out}')
+    return result
+
+
+def default_sizes(model: Any) -> list[tuple[int, int]]:
+    """Sizes (H, W) of whole patches: of the training, half of it, twice its width, and a single patch."""
+    patch = model.patch_embed.patch_size
+    height, width = (max(side // step, 1) for side, step in zip(default_size(model), patch, strict=True))
+    grids = [(1, 1), (max(height // 2, 1), max(width // 2, 1)), (height, width), (height, 2 * width)]
+    return [(rows * patch[0], columns * patch[1]) for rows, columns in dict.fromkeys(grids)]
+
+
+def count_parameters(model: nn.Module) -> int:
+    """All parameters of a model; the offsets are no parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@torch.no_grad()
+def compare(model: nn.Module, onehot: nn.Module, sizes: Sequence[tuple[int, int]]) -> list[dict[str, float]]:
+    """One row per size: the differences of the one-hot form from others, and the largest logit."""
+    simple: Any = copy.deepcopy(onehot)
+    for block in simple.blocks:
+        block.attn.weight.zero_()
+    others = {'gumbel': model, 'convolution': convolution_form(onehot), 'without_offsets': simple}
+    rows: list[dict[str, float]] = [{'height': size[0], 'width': size[1]} for size in sizes]
+    for name, other in others.items():
+        for row, found in zip(rows, compare_logits(onehot, other, sizes), strict=True):
+            row |= {'largest_logit': found['magnitude'], f'difference_from_{name}': found['difference']}
+    return rows
+
+
+def compare_accuracy(
+    model: nn.Module, onehot: nn.Module, args: argparse.Namespace, device: torch.device
+) -> dict[str, dict[str, float]]:
+    """Evaluate both models in one pass over the data set, at the size of the training."""
+    loader, _ = create_data_loader(model, default_size(model), args, device)
+    before, after = evaluate_all([model, onehot], loader, device, progress=sys.stderr.isatty())
+    return {'gumbel': before, 'onehot': after}
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """Print what the JSON holds as tables."""
+    before, after = result['parameters']['gumbel'], result['parameters']['onehot']
+    print(f'parameters: {before:,} before, {after:,} after ({100 * (after / before - 1):.1f} %)')
+    print(f'\n{"":22}  largest difference of logits from')
+    print(f'{"size":>9}  {"largest":>11}  {"Gumbel":>7}  {"convolution":>11}  without offsets')
+    for row in result['logits']:
+        print(
+            f'{row["height"]:>4}x{row["width"]:<4}  {row["largest_logit"]:>11.3f}  '
+            f'{row["difference_from_gumbel"]:>7.1e}  {row["difference_from_convolution"]:>11.1e}  '
+            f'{row["difference_from_without_offsets"]:>15.1e}'
+        )
+    print(f'\n{"":41}  distance in tokens')
+    print('layer  heads  at centre  distinct offsets  mean  largest  mean w')
+    for row in result['offsets']:
+        print(
+            f'{row["layer"]:>5}  {row["heads"]:>5}  {row["at_centre"]:>9}  {row["distinct_offsets"]:>16}  '
+            f'{row["mean_distance"]:>4.1f}  {row["largest_distance"]:>7.1f}  {row["mean_bias"]:>6.3f}'
+        )
+    for name, metrics in result.get('accuracy', {}).items():
+        print(f'{name:>6}: top-1 {metrics["top1"]:.2f} %  top-5 {metrics["top5"]:.2f} %  loss {metrics["loss"]:.4f}')
+
+
+if __name__ == '__main__':
+    main()

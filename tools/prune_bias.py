@@ -1,0 +1,193 @@
+"""Prune the position biases of an AFT-conv model, and show what accuracy and cost are left.
+
+python -m tools.prune_bias --checkpoint FILE_OR_DIR --data DIR --thresholds 0.01 0.03 0.1 0.3
+python -m tools.prune_bias --checkpoint FILE_OR_DIR --data DIR --keep-fraction 0.5 0.2 0.1 --save 0.1
+
+FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder; DIR is a folder or tar file with a val,
+validation or test split, or with --name the root of a data set of torchvision, Hugging Face or WebDataset by timm's
+name. Nothing is trained.
+
+An entry of a kernel is pruned, w = 0, where |exp(w) - 1| is below a threshold: its source then has the weight that all
+sources have by the global sum. --keep-fraction finds the threshold that keeps that share of all entries. All are
+evaluated in one pass over the images, beside the model as it is. A model with one offset a head (gumbel=True) is pruned
+from there; one without global context (global_context=False) is refused, because there w = 0 is not neutral.
+
+Prints for each threshold the share of entries that are pruned, top-1, the offsets that a head keeps (mean, min, max),
+the smallest centred window that holds those of all layers, the multiply-adds of the kept offsets relative to the whole
+kernels', and the time of the operation with the cropped window relative to the whole one's, on the model's token grid
+and a batch of --batch-size (the two take turns; median). --rounds 0 leaves the time out, and so does a machine that
+other processes load, unless --allow-load is given. Writes prune_bias.json, which also has offsets, window and entropy
+of each layer, and prune_bias.png (needs matplotlib). --save THRESHOLD also writes the model pruned there, cropped to
+that window, as the folder pruned/ that `timm.create_model('local-dir:DIR/pruned', pretrained=True)` loads.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from timm.data import resolve_model_data_config
+from torch import nn
+
+from aft_vision.evaluate import evaluate_all, load_model, resolve_device
+from aft_vision.export import export_model
+from aft_vision.regularizers import crop, layer_entropies, prune, sparsity_figures, threshold_that_keeps, time_windows
+from aft_vision.sizes import check_image_size
+from aft_vision.visualize import new_figure
+from tools.arguments import add_device, add_size
+from tools.data import add_data_arguments, create_data_loader
+from tools.machine import check_load
+
+THRESHOLDS = [0.01, 0.03, 0.1, 0.3]
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
+    add_data_arguments(parser)
+    parser.add_argument('--thresholds', type=float, nargs='+', help='of |exp(w) - 1| (default: 0.01 0.03 0.1 0.3)')
+    parser.add_argument('--keep-fraction', type=float, nargs='+', default=[], help='shares of all entries to keep')
+    parser.add_argument('--save', type=float, metavar='THRESHOLD', help='write the model pruned there')
+    add_size(parser)
+    parser.add_argument('--rounds', type=int, default=20, help='timings of the operation; 0 for none (default: 20)')
+    parser.add_argument('--allow-load', action='store_true', help='time although other processes use the machine')
+    add_device(parser)
+    parser.add_argument('--out', type=Path, help='folder of the results (default: beside the checkpoint)')
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Print one line per threshold, from the model as it is to the sparsest.
+
+    Returns:
+        The content of prune_bias.json.
+
+    Raises:
+        ValueError: the checkpoint, the data set, the device or a threshold is not valid, the classes differ, or the
+            model has no AFT-conv kernels that can be pruned.
+    """
+    args = parse_args(argv)
+    # Before the evaluation, which is a load of its own.
+    args.rounds = args.rounds if may_time(args) else 0
+    device = resolve_device(args.device)
+    model: Any = load_model(args.checkpoint, device)
+    trained = resolve_model_data_config(model)
+    if args.size is not None:
+        trained['input_size'] = (3, *args.size)
+    trained['crop_pct'] = args.crop_pct or trained['crop_pct']
+    size = trained['input_size'][1:]
+    check_image_size(model, size)
+    thresholds = choose_thresholds(model, args)
+    loader, class_names = create_data_loader(model, size, args, device)
+    grid = model.patch_embed.dynamic_feat_size(size)
+    rows = measure(model, loader, thresholds, grid, args)
+    result = {
+        'checkpoint': str(args.checkpoint),
+        'data': args.name or args.data,
+        'device': str(device),
+        'input_size': trained['input_size'],
+        'batch_size': args.batch_size,
+        'kernel_entropy_nats': [entropy.mean().item() for entropy in layer_entropies(model)],
+        'rows': rows,
+    }
+    print_table(rows)
+    out = args.out or (args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / 'prune_bias.json').write_text(json.dumps(result, indent=2) + '\n')
+    plot(rows, out / 'prune_bias.png')
+    print(f'prune_bias.json and prune_bias.png are in {out}')
+    if args.save is not None:
+        export_model(crop(prune(model, args.save)), out / 'pruned', class_names, trained)
+        print(f'the model pruned at {args.save:g} is in {out / "pruned"}')
+    return result
+
+
+def may_time(args: argparse.Namespace) -> bool:
+    """Whether times would say something; if not although they are wanted, print why."""
+    if args.allow_load or not args.rounds:
+        return True
+    try:
+        check_load()
+    except RuntimeError as error:
+        print(f'the time of the operation is left out: {error}')
+        return False
+    return True
+
+
+def choose_thresholds(model: nn.Module, args: argparse.Namespace) -> list[float]:
+    """All thresholds of the command line in ascending order, after 0 for the model as it is."""
+    chosen = args.thresholds or ([] if args.keep_fraction else THRESHOLDS)
+    by_share = [threshold_that_keeps(model, share) for share in args.keep_fraction]
+    return sorted({0.0, *chosen, *by_share, *([] if args.save is None else [args.save])})
+
+
+def measure(
+    model: nn.Module, loader: Any, thresholds: Sequence[float], grid: tuple[int, int], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Evaluate the model pruned at all thresholds in one pass, and count and time what is left of its kernels."""
+    pruned = [prune(model, threshold) for threshold in thresholds]
+    metrics = evaluate_all(pruned, loader, next(model.parameters()).device, progress=sys.stderr.isatty())
+    figures = [sparsity_figures(each) for each in pruned]
+    windows = sorted({each['window'] for each in figures})
+    times = time_windows(model, windows, grid, args.batch_size, args.rounds) if args.rounds else {}
+    rows = []
+    for threshold, found, each in zip(thresholds, metrics, figures, strict=True):
+        accuracy = {name: found[name] for name in ('top1', 'top5', 'loss', 'samples')}
+        cost = {f'op_{name}': value for name, value in times.get(each['window'], {}).items()}
+        rows.append({'threshold': threshold, **accuracy, **each, **cost})
+    return rows
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Print one line per threshold."""
+    timed = 'op_ratio' in rows[0]
+    print('threshold  pruned %  top-1 %    offsets a head  window  multiply-adds' + '  time of op' * timed)
+    for row in rows:
+        offsets = f'{row["offsets_mean"]:.1f} ({row["offsets_min"]}-{row["offsets_max"]})'
+        print(
+            f'{row["threshold"]:>9.4g}  {100 * row["sparsity"]:>8.2f}  {row["top1"]:>7.2f}  {offsets:>16}  '
+            f'{row["window"]:>6}  {row["madds_sparse"] / row["madds_dense"]:>13.3f}'
+            + (f'  {row["op_ratio"]:>10.3f}' if timed else '')
+        )
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw accuracy and the cost of the operation over the entries that are kept."""
+    figure = new_figure(10, 4)
+    accuracy, cost = figure.subplots(1, 2)
+    kept = [100 * (1 - row['sparsity']) for row in rows]
+    accuracy.plot(kept, [row['top1'] for row in rows], marker='o')
+    accuracy.axhline(rows[0]['top1'], color='grey', linewidth=0.8, linestyle='--')
+    for x, row in list(zip(kept, rows, strict=True))[1:]:
+        place = dict(xytext=(0, -8), textcoords='offset points', rotation=90, ha='center', va='top', fontsize=8)
+        accuracy.annotate(f'{row["threshold"]:.2g}', (x, row['top1']), **place)
+    accuracy.set(ylabel='top-1 accuracy (%)', title='numbers: threshold of |exp(w) - 1|; dashed: as it is')
+    accuracy.title.set_fontsize(9)
+    for name, label in (('madds_sparse', 'kept offsets'), ('madds_window', 'cropped window of each layer')):
+        cost.plot(kept, [row[name] / row['madds_dense'] for row in rows], marker='o', label=f'multiply-adds, {label}')
+    if 'op_ratio' in rows[0]:
+        cost.plot(
+            kept,
+            [row['op_ratio'] for row in rows],
+            marker='s',
+            linestyle='--',
+            label='measured time, window of all layers',
+        )
+    cost.set_ylabel('cost of the operation relative to whole kernels')
+    cost.legend(fontsize=8)
+    for axes in (accuracy, cost):
+        # With none, which a logarithm alone cannot show.
+        axes.set_xscale('symlog', linthresh=0.1)
+        axes.set_xticks([100, 10, 1, 0.1, 0], ['100', '10', '1', '0.1', '0'])
+        axes.set_xlim(150, 0.6 * min(kept) if min(kept) > 0.2 else -0.02)
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+        axes.set_xlabel('entries of the kernels that are kept (%)')
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,66 @@
+"""What training does to the kernels of AFT-conv: their entropy in the loss, and the temperature of their samples."""
+
+import torch
+from torch import nn
+
+from aft_vision.layers import AFTConv
+from aft_vision.regularizers import kernel_entropy, layer_entropies
+from train.schema import RegularizeConfig
+
+
+class KernelRegularization:
+    """The section `regularize` of an experiment, for the kernels of one model.
+
+    Args:
+        model: As it was built, not its compiled or distributed wrapper: the entropy is computed outside autocast, and
+            its gradient is added to that of the loss before processes share it.
+        updates: Of the whole run.
+
+    Raises:
+        ValueError: the entropy is to count and the model has no AFT-conv kernel, or a temperature is to change and
+            none is used.
+    """
+
+    def __init__(self, model: nn.Module, config: RegularizeConfig, updates: int) -> None:
+        self.model, self.weight, self.tau_end, self.updates = model, config.kernel_entropy, config.tau_end, updates
+        mixers = [module for module in model.modules() if isinstance(module, AFTConv)]
+        self.sampled = [mixer for mixer in mixers if mixer.gumbel]
+        self.first_tau = [mixer.tau for mixer in self.sampled]
+        if self.weight > 0 and not mixers:
+            raise ValueError(
+                f'expected regularize.kernel_entropy to be 0 for a model without AFT-conv kernels, got {self.weight} '
+                f'for a {type(model).__name__}'
+            )
+        if self.tau_end is not None and not self.sampled:
+            raise ValueError(f'expected regularize.tau_end to be null without model.gumbel, got {self.tau_end}')
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether the entropies are of interest: they count, or the model keeps one offset a head."""
+        return self.weight > 0 or bool(self.sampled)
+
+    def penalty(self) -> torch.Tensor | float:
+        """What is added to the loss of an update."""
+        return self.weight * kernel_entropy(self.model) if self.weight > 0 else 0.0
+
+    def set_tau(self, update: int) -> None:
+        """Set the temperature of an update, counted from 0."""
+        if self.tau_end is not None:
+            share = min(update / max(self.updates - 1, 1), 1.0)
+            for mixer, first in zip(self.sampled, self.first_tau, strict=True):
+                mixer.tau = first ** (1 - share) * self.tau_end**share
+
+    @torch.no_grad()
+    def entropies(self) -> list[float]:
+        """The mean over the heads of each layer, in nats; nothing where that is not of interest."""
+        if not self.is_logged:
+            return []
+        return torch.stack([entropy.mean() for entropy in layer_entropies(self.model)]).tolist()
+
+    def figures(self) -> dict[str, float]:
+        """Columns of the log: `kernel_entropy`, the mean per head, and `kernel_entropy_NN` of each layer."""
+        layers = self.entropies()
+        if not layers:
+            return {}
+        mean = sum(layers) / len(layers)
+        return {'kernel_entropy': mean, **{f'kernel_entropy_{i:02d}': x for i, x in enumerate(layers, start=1)}}
