@@ -1,21 +1,28 @@
 """Accuracy of a classifier on a loader, and the model that a checkpoint holds."""
 
 import contextlib
+import logging
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from timm.models import get_model_input_config
 from timm.task.evaluator import ClassificationEvaluator
 from torch import nn
 from tqdm import tqdm
 
-from aft_vision.models.aft_vit import StateDictError, check_state_dict
+from aft_vision.layers import AFTMixer
+from aft_vision.models.deit_transfer import deit_to_aft
+from aft_vision.models.state_dict import StateDictError, check_state_dict
+from aft_vision.models.transfer_report import describe_transfer
+from aft_vision.models.transfer_source import find_stated_grid
+from aft_vision.timing import synchronize
+
+_logger = logging.getLogger(__name__)
 
 CHECKPOINT_KEYS = {'model_name': str, 'model_kwargs': dict, 'state_dict': dict}
 
@@ -58,10 +65,16 @@ def evaluate_all(
     amp_dtype: torch.dtype | None = None,
     distributed: bool = False,
     progress: bool = False,
+    evaluator: Callable[[], Any] | None = None,
 ) -> list[dict[str, float]]:
-    """Evaluate several models in one pass over the loader; otherwise as `evaluate`."""
+    """Evaluate several models in one pass over the loader; otherwise as `evaluate`.
+
+    Args:
+        evaluator: Makes what measures the outputs of one model, in the manner of timm's evaluators; by default that of
+            classifiers.
+    """
     device = torch.device(device)
-    meters = [_Meter(model, device) for model in models]
+    meters = [_Meter(model, device, evaluator() if evaluator else ClassificationEvaluator(device)) for model in models]
     for images, targets in tqdm(loader, desc='evaluate', unit='batch', leave=False, disable=not progress):
         # All of its images were corrupt and skipped.
         if not len(images):
@@ -75,9 +88,8 @@ def evaluate_all(
 class _Meter:
     """Counts what one model gets right, and the time that it takes."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model, self.device = model, device
-        self.evaluator = ClassificationEvaluator(device)
+    def __init__(self, model: nn.Module, device: torch.device, evaluator: Any) -> None:
+        self.model, self.device, self.evaluator = model, device, evaluator
         self.was_training = model.training
         self.timings: list[tuple[int, float]] = []
         model.eval()
@@ -176,33 +188,57 @@ def load_matching_state_dict(model: nn.Module, state_dict: dict[str, torch.Tenso
     model.load_state_dict(state_dict)
 
 
-def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool = False) -> None:
+def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool = False, transfer: bool = True) -> None:
     """Start a model from the weights of a checkpoint; those that depend on the image size are resampled.
 
     Args:
-        checkpoint: As of `load_model`, of a model of the same architecture.
+        checkpoint: As of `load_model`, of a model of the same architecture; for an AFT model also of a DeiT or ViT of
+            the same width and depth, whose weights are transferred (AFT Table 8). Its model's name tells which.
         reset_head: Leave the model's classifier as it is.
+        transfer: False takes a checkpoint of the same architecture alone.
 
     Raises:
         ValueError: as `load_model`, or the checkpoint has another number of classes and the head is not reset.
     """
-    content = {} if Path(checkpoint).is_dir() else read_checkpoint(checkpoint)
-    state_dict = content.get('state_dict') or load_model(checkpoint).state_dict()
-    filter_function = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
-    if filter_function is not None:
-        state_dict = filter_function(state_dict, model)
+    state_dict, of_aft, grid = _read_start(checkpoint)
     cfg: Any = model.pretrained_cfg
     classifiers = (cfg['classifier'],) if isinstance(cfg['classifier'], str) else cfg['classifier']
     own = model.state_dict()
-    for key in [f'{name}.{kind}' for name in classifiers for kind in ('weight', 'bias')]:
-        if reset_head and key in own:
-            state_dict[key] = own[key]
-        elif key in own and key in state_dict and state_dict[key].shape[0] != own[key].shape[0]:
+    heads = {key: own[key] for name in classifiers for key in (f'{name}.weight', f'{name}.bias') if key in own}
+    # Before the filter, which gives a transfer the model's own head where the classes differ.
+    for key, head in heads.items():
+        if not reset_head and key in state_dict and state_dict[key].shape[0] != head.shape[0]:
             raise ValueError(
-                f'expected a checkpoint with {own[key].shape[0]} classes, as the data set has, got {checkpoint} with '
+                f'expected a checkpoint with {head.shape[0]} classes, as the data set has, got {checkpoint} with '
                 f'{state_dict[key].shape[0]}; run.reset_head=true starts with a new classifier'
             )
-    load_matching_state_dict(model, state_dict, source=str(checkpoint))
+    filter_function = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
+    try:
+        if _is_aft(model) and transfer and not of_aft:
+            state_dict, report = deit_to_aft(state_dict, model, grid=grid)
+            _logger.warning(describe_transfer(report, model))
+        # The filter of an AFT model takes other keys for those of a ViT.
+        elif filter_function is not None and (state_dict.keys() == own.keys() or not _is_aft(model)):
+            state_dict = filter_function(state_dict, model)
+    except StateDictError as error:
+        raise ValueError(f'{checkpoint}: {error}') from error
+    load_matching_state_dict(model, {**state_dict, **(heads if reset_head else {})}, source=str(checkpoint))
+
+
+def _read_start(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], bool, tuple[int, int] | None]:
+    """The weights of a checkpoint, whether they are of an AFT model, and their grid (H, W) in tokens if stated."""
+    content = {} if Path(checkpoint).is_dir() else read_checkpoint(checkpoint)
+    # Building the model for its class alone would cost time and random numbers.
+    if content and timm.is_model(content['model_name']):
+        of_aft = timm.models.model_entrypoint(content['model_name']).__module__.startswith('aft_vision.')
+        return content['state_dict'], of_aft, find_stated_grid(content['state_dict'], content['model_kwargs'])
+    source = load_model(checkpoint)
+    grid = getattr(getattr(source, 'patch_embed', None), 'grid_size', None)
+    return source.state_dict(), _is_aft(source), grid
+
+
+def _is_aft(model: nn.Module) -> bool:
+    return any(isinstance(module, AFTMixer) for module in model.modules())
 
 
 def resolve_device(name: str) -> torch.device:
@@ -227,21 +263,6 @@ def resolve_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ValueError(f'expected auto or a device of this machine, got {name!r}: {reason}') from error
     return device
-
-
-def check_image_size(model: nn.Module, size: Sequence[int]) -> None:
-    """Raise a ValueError unless a model takes images of that size, (H, W) in pixels, whole."""
-    patch_embed: Any = getattr(model, 'patch_embed', None)
-    patch = getattr(patch_embed, 'patch_size', None)
-    if not isinstance(patch, tuple) or getattr(patch_embed, 'dynamic_img_pad', False):
-        return
-    if any(side % step for side, step in zip(size, patch, strict=True)):
-        raise ValueError(f'expected an image size of multiples of the patch size {patch}, got {tuple(size)}')
-
-
-def has_fixed_input_size(model: nn.Module) -> bool:
-    """Whether the model accepts one image size only."""
-    return bool(get_model_input_config(model)['fixed_input_size'])
 
 
 def check_classes(model: nn.Module, class_names: Sequence[str], data: str) -> None:
@@ -281,12 +302,6 @@ def peak_memory_mb(device: torch.device | str) -> float:
 
     # macOS counts bytes, the others kilobytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has done its work."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
 
 
 def _throughput(timings: list[tuple[int, float]]) -> float:

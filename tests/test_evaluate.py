@@ -243,10 +243,71 @@ def test_another_number_of_classes_is_an_error_unless_the_head_is_reset(tmp_path
 
 
 def test_a_start_of_another_architecture_lists_the_first_differing_keys(tmp_path):
-    make_checkpoint(tmp_path / 'start.pth')
-    model = timm.create_model('aft_conv_tiny', depth=1, embed_dim=16, num_heads=4, kernel_size=3, num_classes=3)
-    with pytest.raises(ValueError, match=r'start\.pth: .*missing: .*blocks\.0\.attn'):
-        initialize_model(model, tmp_path / 'start.pth')
+    kwargs = dict(depth=1, embed_dim=16, num_heads=4, kernel_size=3, num_classes=3)
+    state_dict = timm.create_model('aft_conv_tiny', **kwargs).state_dict()
+    content = {'model_name': 'aft_conv_tiny', 'model_kwargs': kwargs, 'state_dict': state_dict}
+    torch.save(content, tmp_path / 'start.pth')
+    with pytest.raises(ValueError, match=r'start\.pth: .*missing: .*unexpected: blocks\.0\.attn\.kernel'):
+        initialize_model(make_vit(), tmp_path / 'start.pth')
+
+
+def test_an_aft_model_starts_from_the_weights_of_a_vit(tmp_path, caplog):
+    trained = make_checkpoint(tmp_path / 'start.pth')
+    aft = dict(depth=1, embed_dim=16, num_heads=4, kernel_size=3, patch_size=8)
+    for classes, reset in ((3, False), (2, True), (3, True)):
+        model = timm.create_model('aft_conv_tiny', num_classes=classes, **aft)
+        head = model.head.weight.clone()
+        initialize_model(model, tmp_path / 'start.pth', reset_head=reset)
+        assert torch.equal(model.head.weight, head if reset else trained.head.weight)
+        torch.testing.assert_close(model.blocks[0].mlp.state_dict(), trained.blocks[0].mlp.state_dict())
+        torch.testing.assert_close(model.blocks[0].attn.qkv.weight[-16:], trained.blocks[0].attn.qkv.weight[-16:])
+    assert 'left out class token, position embedding, queries, keys' in caplog.text
+    with pytest.raises(ValueError, match=r'with 2 classes, .* got .*start\.pth with 3; run\.reset_head=true'):
+        initialize_model(timm.create_model('aft_conv_tiny', num_classes=2, **aft), tmp_path / 'start.pth')
+    with pytest.raises(ValueError, match=r'start\.pth: .* those of another architecture: .* missing'):
+        initialize_model(
+            timm.create_model('aft_conv_tiny', num_classes=3, **aft), tmp_path / 'start.pth', transfer=False
+        )
+    with pytest.raises(ValueError, match=r'start\.pth: expected weights of width 16 and depth 2, .* and depth 1'):
+        initialize_model(
+            timm.create_model('aft_conv_tiny', num_classes=3, **{**aft, 'depth': 2}), tmp_path / 'start.pth'
+        )
+
+
+def test_an_aft_simple_takes_no_queries_and_keys_of_a_vit(tmp_path):
+    trained = make_checkpoint(tmp_path / 'start.pth')
+    kwargs = {key: value for key, value in TINY_VIT.items() if key != 'num_heads'}
+    model = timm.create_model('aft_simple_tiny', **kwargs)
+    before = model.blocks[0].attn.qkv.weight.clone()
+    initialize_model(model, tmp_path / 'start.pth')
+    after = model.blocks[0].attn.qkv.weight
+    assert torch.equal(after[:-16], before[:-16])
+    assert torch.equal(after[-16:], trained.blocks[0].attn.qkv.weight[-16:])
+
+
+@pytest.mark.parametrize('form', ['file', 'folder'])
+def test_a_checkpoint_of_another_aft_model_is_not_taken_for_a_vit(tmp_path, form):
+    kwargs = {key: value for key, value in TINY_VIT.items() if key != 'num_heads'}
+    trained = timm.create_model('aft_simple_tiny', **kwargs)
+    path = tmp_path / 'start'
+    if form == 'folder':
+        timm.models.save_for_hf(trained, path, model_args=kwargs, safe_serialization=True)
+    else:
+        torch.save({'model_name': 'aft_simple_tiny', 'model_kwargs': kwargs, 'state_dict': trained.state_dict()}, path)
+    model = timm.create_model('aft_conv_tiny', num_heads=4, kernel_size=3, **kwargs)
+    with pytest.raises(ValueError, match=r'start: .*another architecture: .*missing: blocks\.0\.attn\.kernel'):
+        initialize_model(model, path)
+
+
+def test_the_stated_grid_of_a_vit_is_that_of_its_positions(tmp_path):
+    vit = timm.create_model('vit_tiny_patch16_224', **{**TINY_VIT, 'img_size': (16, 64)})
+    content = {'model_name': 'vit_tiny_patch16_224', 'model_kwargs': {**TINY_VIT, 'img_size': [16, 64]}}
+    torch.save({**content, 'state_dict': vit.state_dict()}, tmp_path / 'start.pth')
+    kwargs = {key: value for key, value in TINY_VIT.items() if key != 'num_heads'}
+    model = timm.create_model('aft_full_tiny', **{**kwargs, 'img_size': 32})
+    initialize_model(model, tmp_path / 'start.pth')
+    wanted = resample_abs_pos_embed(vit.pos_embed, [4, 4], [2, 8], num_prefix_tokens=1)
+    torch.testing.assert_close(model.pos_embed, wanted)
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='the peak can be reset under Linux only')

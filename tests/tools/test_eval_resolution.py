@@ -1,16 +1,20 @@
 import json
 import tarfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import timm
 import torch
-from helpers import make_folder
+from helpers import CLOTHING, generator, link_photographs, make_folder
+from PIL import Image
 
-from tools import eval_resolution
-from tools.eval_resolution import main, parse_size
+from aft_vision.data import create_eval_loader
+from aft_vision.evaluate import evaluate, load_model
+from aft_vision.resolution import AveragedPrediction
+from tools.arguments import parse_size, parse_sizes
+from tools.eval_resolution import main, parse_args
 
-CLOTHING = Path(__file__).parents[1] / 'assets' / 'clothing'
 TINY = dict(depth=1, embed_dim=16, patch_size=16)
 
 
@@ -21,24 +25,29 @@ def make_checkpoint(path: Path, name: str, **kwargs: object) -> Path:
     return path
 
 
-def run(checkpoint: Path, *sizes: str) -> list[dict[str, float]]:
-    return main(['--checkpoint', str(checkpoint), '--data', str(CLOTHING), '--workers', '0', '--sizes', *sizes])
+@pytest.fixture(scope='module')
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, float]]]:
+    """The tool on two photographs of each of ten classes."""
+    data = link_photographs(tmp_path_factory.mktemp('photographs'), 0, 2)
+    return lambda checkpoint, *sizes: main(
+        ['--checkpoint', str(checkpoint), '--data', str(data), '--workers', '0', '--sizes', *sizes]
+    )
 
 
 @pytest.mark.parametrize(
     ('name', 'kwargs'),
     [('aft_conv_tiny', dict(num_heads=4, kernel_size=3)), ('vit_tiny_patch16_224', dict(num_heads=1, img_size=32))],
 )
-def test_each_size_gives_a_row_in_ascending_order(tmp_path, capsys, name, kwargs):
+def test_each_size_gives_a_row_in_ascending_order(run, tmp_path, capsys, name, kwargs):
     rows = run(make_checkpoint(tmp_path / 'best.pth', name, num_classes=10, **kwargs), '48x32', '32')
-    assert [(row['height'], row['width'], row['samples']) for row in rows] == [(32, 32, 200), (48, 32, 200)]
+    assert [(row['height'], row['width'], row['samples']) for row in rows] == [(32, 32, 20), (48, 32, 20)]
     result = json.loads((tmp_path / 'eval_resolution.json').read_text())
     assert result['sizes'] == rows
     assert (tmp_path / 'eval_resolution.png').stat().st_size > 1000
     assert '48x32' in capsys.readouterr().out
 
 
-def test_each_size_has_a_peak_memory_of_its_own(tmp_path):
+def test_each_size_has_a_peak_memory_of_its_own(run, tmp_path):
     checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_heads=4, kernel_size=3, num_classes=10)
     small, large = run(checkpoint, '16', '512')
     assert 50 < small['peak_memory_mb'] < large['peak_memory_mb']
@@ -60,7 +69,7 @@ def test_a_chosen_split_of_another_layout_is_accepted(tmp_path):
 AFT = dict(num_heads=4, kernel_size=3)
 
 
-def test_other_classes_than_those_of_the_checkpoint_are_named(tmp_path):
+def test_other_classes_than_those_of_the_checkpoint_are_named(run, tmp_path):
     names = [path.name for path in sorted((CLOTHING / 'validation').iterdir())]
     checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_classes=10, **AFT)
     content = torch.load(checkpoint, weights_only=True)
@@ -73,11 +82,10 @@ def test_other_classes_than_those_of_the_checkpoint_are_named(tmp_path):
     assert len(run(checkpoint, '32')) == 1
 
 
-def test_the_crop_is_that_of_the_training_unless_told(tmp_path, monkeypatch):
+def test_the_crop_is_that_of_the_training_unless_told(run, tmp_path, monkeypatch):
     used = []
-    original = eval_resolution.create_eval_loader
     monkeypatch.setattr(
-        eval_resolution, 'create_eval_loader', lambda *a, **k: used.append(k['crop_pct']) or original(*a, **k)
+        'tools.data.create_eval_loader', lambda *a, **k: used.append(k['crop_pct']) or create_eval_loader(*a, **k)
     )
     checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_classes=10, **AFT)
     torch.save({**torch.load(checkpoint, weights_only=True), 'data_config': {'crop_pct': 0.7}}, checkpoint)
@@ -93,14 +101,16 @@ def test_the_crop_is_that_of_the_training_unless_told(tmp_path, monkeypatch):
         ('vit_tiny_patch16_224', dict(num_heads=1), r'multiples of the patch size \(16, 16\), got \(40, 40\)'),
     ],
 )
-def test_a_size_that_no_patches_fill_is_rejected_before_anything_is_evaluated(tmp_path, capsys, name, kwargs, message):
+def test_a_size_that_no_patches_fill_is_rejected_before_anything_is_evaluated(
+    run, tmp_path, capsys, name, kwargs, message
+):
     checkpoint = make_checkpoint(tmp_path / 'best.pth', name, num_classes=10, **kwargs)
     with pytest.raises(ValueError, match=message):
         run(checkpoint, '32', '40')
     assert 'top-1' not in capsys.readouterr().out
 
 
-def test_a_model_that_cannot_be_resized_is_rejected(tmp_path):
+def test_a_model_that_cannot_be_resized_is_rejected(run, tmp_path):
     kwargs = dict(num_classes=10)
     model = timm.create_model('mixer_s32_224', **kwargs)
     content = {'model_name': 'mixer_s32_224', 'model_kwargs': kwargs, 'state_dict': model.state_dict()}
@@ -109,14 +119,14 @@ def test_a_model_that_cannot_be_resized_is_rejected(tmp_path):
         run(tmp_path / 'best.pth', '64')
 
 
-def test_an_exported_folder_is_accepted(tmp_path):
+def test_an_exported_folder_is_accepted(run, tmp_path):
     model = timm.create_model('aft_conv_tiny', num_heads=4, kernel_size=3, num_classes=10, **TINY)
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
     (row,) = run(tmp_path, '32')
     assert 0 <= row['top1'] <= row['top5'] <= 100
 
 
-def test_classes_of_checkpoint_and_data_must_agree(tmp_path):
+def test_classes_of_checkpoint_and_data_must_agree(run, tmp_path):
     checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_heads=4, kernel_size=3, num_classes=7)
     with pytest.raises(ValueError, match=r'expected 7 classes in .* as many as the model has, got 10'):
         run(checkpoint, '32')
@@ -128,7 +138,108 @@ def test_a_size_is_a_side_or_height_by_width(text, size):
 
 
 @pytest.mark.parametrize('text', ['0', '-3', '1x2x3', 'big', '3x', '1.5'])
-def test_a_wrong_size_is_rejected(text, tmp_path, capsys):
+def test_a_wrong_size_is_rejected(run, text, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(tmp_path, text)
     assert 'size' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('text', 'sides'), [('192:288:32', [192, 224, 256, 288]), ('16:40:16', [16, 32]), ('32:32:8', [32]), ('48', [48])]
+)
+def test_a_range_of_sizes_includes_its_end(text, sides):
+    assert parse_sizes(text) == [(side, side) for side in sides]
+
+
+@pytest.mark.parametrize('text', ['192:288', '288:192:16', '192:288:0', 'a:b:c', '1:2:3:4', '32x32:64x64:16'])
+def test_a_wrong_range_is_rejected(run, text, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(tmp_path, text)
+    assert 'range of sizes' in capsys.readouterr().err
+
+
+def test_ranges_sides_and_rectangles_are_mixed_without_repetition():
+    args = parse_args('--checkpoint a --data b --sizes 32:64:16 48 32x48 64'.split())
+    assert args.sizes == [(32, 32), (32, 48), (48, 48), (64, 64)]
+
+
+def make_noise(root: Path) -> Path:
+    """Two classes of two images in which left and right, and sizes, differ."""
+    for index in range(4):
+        path = root / 'val' / 'ab'[index % 2] / f'{index}.png'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = torch.randint(256, (60, 80, 3), generator=generator(index), dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(path)
+    return root
+
+
+def run_on(data: Path, checkpoints: Sequence[Path], *arguments: str) -> list[dict[str, float]]:
+    paths = map(str, checkpoints)
+    return main(['--checkpoint', *paths, '--data', str(data), '--workers', '0', '--sizes', *arguments])
+
+
+def test_multi_scale_and_flip_add_up_as_averaged_prediction_does(tmp_path, capsys):
+    path = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_classes=2, **AFT)
+    data = make_noise(tmp_path)
+    *single, averaged = run_on(data, [path], '32', '48', '--flip', '--multi-scale', '32', '48')
+    assert [(row['height'], 'scales' in row) for row in single] == [(32, False), (48, False)]
+    assert averaged['scales'] == [[32, 32], [48, 48]]
+    model = load_model(path)
+    for row, sizes in ((single[0], [32]), (averaged, [32, 48])):
+        loader, _ = create_eval_loader(str(data), (row['height'], row['width']), 64, num_workers=0)
+        expected = evaluate(AveragedPrediction(model, sizes, flip=True), loader)
+        assert (row['top1'], row['top5']) == (expected['top1'], expected['top5'])
+        assert row['loss'] == pytest.approx(expected['loss'], rel=1e-6)
+    result = json.loads((tmp_path / 'eval_resolution.json').read_text())
+    assert result['sizes'] == [*single, averaged]
+    assert result['flip'] is True
+    assert '    32+48  ' in capsys.readouterr().out
+
+
+def test_one_scale_is_no_average(run, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(tmp_path, '32', '--multi-scale', '32')
+    assert 'two or more sizes' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs'), [('aft_conv_tiny', AFT), ('vit_tiny_patch16_224', dict(num_heads=1, img_size=32))]
+)
+def test_sizes_that_no_patches_fill_are_padded_if_asked(tmp_path, name, kwargs):
+    path = make_checkpoint(tmp_path / 'best.pth', name, num_classes=2, **kwargs)
+    data = make_noise(tmp_path)
+    with pytest.raises(ValueError, match='got \\(40, 40\\); --pad pads the images'):
+        run_on(data, [path], '32', '40')
+    rows = run_on(data, [path], '32', '40', '--pad')
+    assert [(row['height'], row['samples']) for row in rows] == [(32, 4), (40, 4)]
+
+
+def test_several_checkpoints_make_a_grid_of_training_and_test_sizes(tmp_path, capsys):
+    paths = []
+    for name in ('small', 'large'):
+        (tmp_path / name).mkdir()
+        path = make_checkpoint(tmp_path / name / 'best.pth', 'aft_conv_tiny', num_classes=2, **AFT)
+        content = torch.load(path, weights_only=True)
+        # One has the config of its run, whose evaluation may have had another size.
+        size_of_run = {'config': {'data': {'img_size': (32, 32)}}} if name == 'small' else {}
+        size = 64 if name == 'small' else 48
+        torch.save({**content, **size_of_run, 'data_config': {'input_size': (3, size, size)}}, path)
+        paths.append(path)
+    data = make_noise(tmp_path)
+    rows = run_on(data, paths, '32:48:16', '--out', str(tmp_path / 'out'))
+    assert [(row['checkpoint'], row['height']) for row in rows] == [
+        ('small', 32),
+        ('small', 48),
+        ('large', 32),
+        ('large', 48),
+    ]
+    result = json.loads((tmp_path / 'out' / 'eval_resolution_grid.json').read_text())
+    assert [table['train_size'] for table in result['checkpoints']] == [[32, 32], [48, 48]]
+    assert [table['checkpoint'] for table in result['checkpoints']] == list(map(str, paths))
+    assert [row for table in result['checkpoints'] for row in table['sizes']] == [
+        {key: value for key, value in row.items() if key != 'checkpoint'} for row in rows
+    ]
+    assert (tmp_path / 'out' / 'eval_resolution_grid.png').stat().st_size > 1000
+    # A row of the grid is what its checkpoint gives alone.
+    (alone,) = run_on(data, paths[1:], '48')
+    assert alone['loss'] == pytest.approx(rows[3]['loss'], rel=1e-6)

@@ -1,0 +1,217 @@
+"""Classifiers at other image sizes than their training's: resized copies, averaged predictions, pictures."""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import PatchEmbed, to_2tuple
+from torch import Tensor, nn
+from torchvision.transforms.v2.functional import center_crop
+
+from aft_vision.sizes import check_image_size, check_resizable, has_fixed_input_size, resize_model
+from aft_vision.visualize import new_figure
+
+Size = int | tuple[int, int]
+
+
+def check_size(model: nn.Module, size: Size, pad: bool = False) -> None:
+    """Check that `resized_copy` can make a model of that size, without making it.
+
+    Raises:
+        ValueError: the model has another fixed size and no `set_input_size`, or patches do not fill the image and it
+            is not padded.
+    """
+    check_resizable(model, to_2tuple(size))
+    if not (pad and _can_pad(model)):
+        check_image_size(model, to_2tuple(size))
+
+
+def _can_pad(model: nn.Module) -> bool:
+    return isinstance(getattr(model, 'patch_embed', None), PatchEmbed)
+
+
+def resized_copy(model: nn.Module, size: Size, pad: bool = False) -> nn.Module:
+    """A copy of a model that takes images of one size; the model itself stays as it is.
+
+    A copy, because resizing position parameters from one size to the next would add up their errors. A model of fixed
+    input size is resized by timm's `set_input_size`.
+
+    Args:
+        size: (H, W) in pixels, or the side of a square.
+        pad: Let the patch embedding pad images at the right and at the bottom to whole patches, with 0, which is the
+            mean of normalised images. Every padded patch holds pixels of the image, so all of them count, and no mask
+            could leave the padding out without them.
+
+    Raises:
+        ValueError: as `check_size`.
+    """
+    check_size(model, size, pad)
+    height, width = to_2tuple(size)
+    resized: Any = copy.deepcopy(model)
+    if pad and _can_pad(model):
+        resized.patch_embed.dynamic_img_pad, resized.patch_embed.strict_img_size = True, False
+        steps = resized.patch_embed.patch_size
+        height, width = math.ceil(height / steps[0]) * steps[0], math.ceil(width / steps[1]) * steps[1]
+    return resize_model(resized, (height, width))
+
+
+class AveragedPrediction(nn.Module):
+    """A classifier that averages its predictions over image sizes, and over the image and its mirror image.
+
+    Probabilities are averaged, not logits, and their logarithm is returned: cross-entropy, top-k and `evaluate` take it
+    as logits, and its exponential sums to 1.
+
+    The smaller images are made of the given one by antialiased bicubic interpolation on its device, which costs no
+    second decoding. It differs from loading the file at that size by one more interpolation, and in that bicubic
+    overshoot is not clipped; the prediction at the largest size is exact.
+
+    Args:
+        model: Maps images (B, 3, H, W) to logits (B, classes). It is shared, not copied, if it takes any size; one of
+            fixed size, or padded, is copied as it is now.
+        sizes: (H, W) in pixels or sides of squares; none takes images as they come. A size of another aspect ratio
+            takes the centre of the image, and nothing is distorted.
+        flip: Average each size with the prediction for the mirror image too.
+        pad: As of `resized_copy`.
+
+    Attributes:
+        input_size: (H, W) of the images to give, the largest height and width of the sizes; None without sizes.
+
+    Raises:
+        ValueError: as `check_size`.
+    """
+
+    def __init__(self, model: nn.Module, sizes: Sequence[Size] = (), flip: bool = False, pad: bool = False) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, int]] = [to_2tuple(size) for size in sizes]
+        self.flip = flip
+        for size in self.sizes:
+            check_size(model, size, pad)
+        if not self.sizes:
+            models = [model]
+        elif has_fixed_input_size(model):
+            models = [resized_copy(model, size, pad) for size in self.sizes]
+        else:
+            models = [resized_copy(model, self.sizes[0], pad) if pad else model] * len(self.sizes)
+        self.models = nn.ModuleList(models)
+
+    @property
+    def input_size(self) -> tuple[int, int] | None:
+        if not self.sizes:
+            return None
+        return max(height for height, _ in self.sizes), max(width for _, width in self.sizes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Log-probabilities (B, classes) of images (B, 3, H, W), in float32 or better."""
+        views = [resize_images(images, size) for size in self.sizes] or [images]
+        predictions = []
+        for model, view in zip(self.models, views, strict=True):
+            for x in (view, view.flip(-1)) if self.flip else (view,):
+                logits = model(x)
+                predictions.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
+        return torch.stack(predictions).logsumexp(0) - math.log(len(predictions))
+
+
+def resize_images(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize the largest central part of that aspect ratio, by antialiased bicubic interpolation.
+
+    Args:
+        images: (B, C, H, W), floating point.
+        size: (H, W) in pixels.
+
+    Returns:
+        (B, C, *size); the images themselves if they have that size.
+    """
+    if images.shape[-2:] == size:
+        return images
+    scale = min(images.shape[-2] / size[0], images.shape[-1] / size[1])
+    part = center_crop(images, [round(size[0] * scale), round(size[1] * scale)])
+    return F.interpolate(part, size, mode='bicubic', align_corners=False, antialias=True)
+
+
+def size_label(row: Mapping[str, Any]) -> str:
+    """The sizes of a row with `height` and `width`, or `scales`, in words: `224`, `384x256`, `192+224`."""
+    sizes = row.get('scales') or [(row['height'], row['width'])]
+    return '+'.join(str(height) if height == width else f'{height}x{width}' for height, width in sizes)
+
+
+def distinct_names(paths: Sequence[str | Path]) -> list[str]:
+    """What tells paths apart: runs/a/best.pth and runs/b/best.pth are a and b."""
+    parts = [list(Path(path).resolve().parts) for path in paths]
+    for end in (0, -1):
+        while min(map(len, parts)) > 1 and len({part[end] for part in parts}) == 1:
+            for part in parts:
+                del part[end]
+    return [str(Path(*part)) for part in parts]
+
+
+def plot_sizes(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+    """Draw accuracy, throughput and memory of one model over the image size.
+
+    Args:
+        rows: What `evaluate` returns for each size, with `peak_memory_mb` and what `size_label` reads; averaged sizes
+            come last.
+        path: A PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    labels = [size_label(row).replace('+', '\n+') for row in rows]
+    single = sum('scales' not in row for row in rows)
+    figure = new_figure(11, 3.5)
+    accuracy, speed, memory = figure.subplots(1, 3)
+    for key, name in (('top1', 'top-1'), ('top5', 'top-5')):
+        points = [row[key] for row in rows]
+        (line,) = accuracy.plot(labels[:single], points[:single], marker='o', label=name)
+        accuracy.plot(labels[single:], points[single:], marker='D', linestyle='none', color=line.get_color())
+    accuracy.set(xlabel='image size (pixels)', ylabel='accuracy (%)')
+    accuracy.set_ylim(bottom=0)
+    accuracy.legend()
+    speed.bar(labels, [row['images_per_second'] for row in rows])
+    speed.set(xlabel='image size (pixels)', ylabel='images/s, forward pass')
+    memory.bar(labels, [row['peak_memory_mb'] for row in rows])
+    memory.set(xlabel='image size (pixels)', ylabel='peak memory (MB)')
+    if len(labels) > 8:
+        for axes in (accuracy, speed, memory):
+            axes.tick_params(axis='x', labelrotation=90)
+    figure.savefig(path, dpi=150)
+
+
+def plot_grid(tables: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+    """Draw top-1 of several models at the same sizes as a heat map with the numbers in its cells.
+
+    The cells where a model has the size of its training are outlined.
+
+    Args:
+        tables: One per model: its `name`, its `train_size` (H, W) in pixels and its `sizes`, rows with `top1` and what
+            `size_label` reads.
+        path: A PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    columns = [size_label(row) for row in tables[0]['sizes']]
+    trained = [size_label({'scales': [table['train_size']]}) for table in tables]
+    names = [f'{table["name"]}, {size}' for table, size in zip(tables, trained, strict=True)]
+    values = [[row['top1'] for row in table['sizes']] for table in tables]
+    figure = new_figure(2.5 + 0.09 * max(map(len, names)) + 0.7 * len(columns), 1.6 + 0.5 * len(tables))
+    axes = figure.subplots()
+    image = axes.imshow(values, cmap='viridis', aspect='auto')
+    for row, numbers in enumerate(values):
+        for column, number in enumerate(numbers):
+            # The upper colours of viridis are light.
+            color = 'black' if image.norm(number) > 0.6 else 'white'
+            axes.text(column, row, f'{number:.1f}', ha='center', va='center', color=color)
+    for row, size in enumerate(trained):
+        if size in columns:
+            x, y = columns.index(size), row
+            outline = [(x - 0.47, y - 0.45), (x + 0.47, y - 0.45), (x + 0.47, y + 0.45), (x - 0.47, y + 0.45)]
+            axes.plot(*zip(*outline, outline[0], strict=True), color='red', linewidth=2)
+    axes.set_xticks(range(len(columns)), [column.replace('+', '\n+') for column in columns])
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel='test size (pixels)', ylabel='model, training size')
+    figure.colorbar(image, ax=axes, label='top-1 (%)')
+    figure.savefig(path, dpi=150)
