@@ -1,10 +1,15 @@
 """Draw the position biases that a model has learned.
 
 python -m tools.visualize_bias --checkpoint FILE_OR_DIR
+python -m tools.visualize_bias --checkpoint AFTER --before BEFORE --layers 1 3 5 7 9 11
 
 FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder. The picture shows exp(w) - 1, as Fig. 1
 of the AFT paper: for AFT-conv a row per layer and a column per head, for AFT-full and AFT-local a picture per layer.
-Red is above 0, blue below. Writes position_biases.png beside the checkpoint (needs matplotlib).
+Red is above 0, blue below; each picture has its own scale, which is written below it, unless --same-scale is given.
+--exponentiated draws exp(w), as Fig. 3. With --before, the biases of another checkpoint are on the left, such as those
+before regularisation or pruning. Layers and heads count from 1.
+
+Writes position_biases.png beside the checkpoint (needs matplotlib).
 """
 
 import argparse
@@ -19,7 +24,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
+    parser.add_argument('--before', type=Path, help='another one, whose biases go on the left')
     parser.add_argument('--max-heads', type=int, default=16, help='heads per layer that are drawn (default: 16)')
+    parser.add_argument('--heads', type=int, nargs='+', help='these heads, in place of evenly spaced ones')
+    parser.add_argument('--layers', type=int, nargs='+', help='these layers (default: all)')
+    parser.add_argument('--exponentiated', action='store_true', help='draw exp(w) in place of exp(w) - 1')
+    parser.add_argument('--same-scale', action='store_true', help='one scale for all pictures')
     parser.add_argument('--out', type=Path, help='the PNG (default: position_biases.png beside the checkpoint)')
     return parser.parse_args(argv)
 
@@ -28,12 +38,22 @@ def main(argv: Sequence[str] | None = None) -> Path:
     """Draw the picture and return its path.
 
     Raises:
-        ValueError: the checkpoint is not valid, or its model has no position biases.
+        ValueError: a checkpoint is not valid, its model has no position biases, the two do not match, or there is no
+            such head or layer.
     """
     args = parse_args(argv)
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
     out = args.out or folder / 'position_biases.png'
-    plot_position_biases(load_model(args.checkpoint), out, args.max_heads)
+    plot_position_biases(
+        load_model(args.checkpoint),
+        out,
+        args.max_heads,
+        before=load_model(args.before) if args.before else None,
+        heads=[head - 1 for head in args.heads] if args.heads else None,
+        layers=[layer - 1 for layer in args.layers] if args.layers else None,
+        exponentiated=args.exponentiated,
+        same_scale=args.same_scale,
+    )
     print(f'the position biases are in {out}')
     return out
 

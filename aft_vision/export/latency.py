@@ -1,0 +1,127 @@
+"""Latency of ONNX files in onnxruntime, against each other in one process."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from aft_vision.export.program import export_onnx, matrix_bytes
+from aft_vision.export.verify import Shape, channels, onnx_runner
+from aft_vision.layers import AFTConv
+from aft_vision.timing import time_interleaved
+
+# DeiT by its width.
+PEERS = {192: 'deit_tiny_patch16_224', 384: 'deit_small_patch16_224', 768: 'deit_base_patch16_224'}
+# Bytes of matrices above which the matrix form is not timed.
+MOST_MATRICES = 2**30
+SECONDS_PER_TURN = 0.2
+
+
+def time_files(
+    files: Mapping[str, str | Path],
+    images: Tensor,
+    threads: int = 1,
+    rounds: int = 15,
+    progress: bool = False,
+) -> list[dict[str, Any]]:
+    """Time ONNX files on the same images in onnxruntime, in turns.
+
+    Args:
+        files: Paths by name; the first is what the others are compared with.
+        images: (B, 3, H, W) float32.
+        threads: Of each operator; 0 lets onnxruntime choose.
+        rounds: Turns of every file. A turn repeats the call for about 0.2 s.
+        progress: Show a progress bar on standard error.
+
+    Returns:
+        For each file `name`, `milliseconds` of a call (median over the rounds), `ratio`, the median over the rounds of
+        the time of the first over its own (above 1 is faster than the first), and `ratio_range` of the middle half.
+
+    Raises:
+        ValueError: there is no file or no round.
+    """
+    runners = [onnx_runner(path, threads) for path in files.values()]
+    timings = time_interleaved(
+        [partial(run, images) for run in runners],
+        torch.device('cpu'),
+        rounds,
+        warmup=2,
+        least_seconds=SECONDS_PER_TURN,
+        progress=progress,
+    )
+    return [
+        {'name': name, 'milliseconds': 1000 * found.seconds, 'ratio': found.ratio, 'ratio_range': list(found.quartiles)}
+        for name, found in zip(files, timings, strict=True)
+    ]
+
+
+def write_peers(model: nn.Module, folder: Path, shape: Shape, opset: int, form: str = 'conv') -> dict[str, Path]:
+    """Write what the latency of an exported model is compared with, at the shape's own size.
+
+    Args:
+        model: An exported model of DeiT's width.
+        form: The form that the model itself was exported in.
+
+    Returns:
+        ONNX files by name: DeiT of the same width, depth, patch and classes with random weights, and for AFT-conv its
+        forms at this one size. A matrix form of more than 1 GiB is left out.
+
+    Raises:
+        ValueError: there is no DeiT of that width.
+    """
+    width: Any = model.num_features
+    if width not in PEERS:
+        raise ValueError(f'expected a model as wide as a DeiT, one of {", ".join(map(str, PEERS))}, got {width}')
+    source: Any = model
+    fixed = Shape(shape.size, True, shape.batch)
+    peer = timm.create_model(
+        PEERS[width],
+        img_size=shape.size,
+        patch_size=source.patch_embed.patch_size,
+        in_chans=channels(model),
+        num_classes=source.num_classes,
+        depth=len(source.blocks),
+    )
+    files = {PEERS[width].partition('_patch')[0]: (peer, 'conv')}
+    if any(isinstance(module, AFTConv) for module in model.modules()):
+        files['conv, one size'] = (model, 'conv')
+        if form != 'matmul' and matrix_bytes(model, shape.size) <= MOST_MATRICES:
+            files['matmul, one size'] = (model, 'matmul')
+    paths: dict[str, Path] = {}
+    for name, (candidate, own_form) in files.items():
+        paths[name] = folder / f'{len(paths)}.onnx'
+        export_onnx(candidate, paths[name], fixed, form=own_form, opset=opset)
+    return paths
+
+
+def measure_latency(
+    model: nn.Module,
+    path: Path,
+    folder: Path,
+    shape: Shape,
+    *,
+    form: str = 'conv',
+    opset: int = 18,
+    threads: int = 1,
+    rounds: int = 15,
+    progress: bool = False,
+) -> list[dict[str, Any]]:
+    """Time an exported ONNX file against DeiT of the same width and against the model's other forms.
+
+    Args:
+        path: The file that `export_onnx` wrote of the model in this shape and form.
+        folder: Where the files that it is compared with go.
+
+    Returns:
+        As `time_files`, DeiT first, then the file under the name of its form, then the other forms.
+    """
+    peers = write_peers(model, folder, shape, opset, form)
+    deit = next(iter(peers))
+    own = f'{form}, {"one size" if shape.fixed_size else "any size"}'
+    files = {deit: peers[deit], own: path, **{name: file for name, file in peers.items() if name not in (deit, own)}}
+    images = torch.randn(shape.batch or 1, 3, *shape.size, generator=torch.Generator().manual_seed(0))
+    return time_files(files, images, threads, rounds, progress)

@@ -1,0 +1,232 @@
+"""A model as a program for torch.export and for ONNX: its weights folded, its sizes dynamic where they can be."""
+
+import copy
+import importlib.util
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import resolve_model_data_config
+from timm.utils import reparameterize_model
+from torch import nn
+
+from aft_vision.export.verify import Check, Shape, Size, channels, onnx_runner, verify
+from aft_vision.layers import AFTConv, AFTMixer, FactorizedBias, PairwiseBias
+from aft_vision.layers.frozen import FORMS, freeze
+from aft_vision.models import AFTVisionTransformer
+from aft_vision.sizes import check_image_size, check_resizable, default_size, has_fixed_input_size, resize_model
+
+INPUT, OUTPUT = 'images', 'logits'
+# The largest difference of an exported file from PyTorch, relative to the largest logit.
+TOLERANCE = 1e-5
+# Bytes of constant matrices above which form='matmul' warns.
+LARGE_MATRICES = 2**28
+# Bytes of weights that fit into one ONNX file: protocol buffers end at 2 GiB.
+LARGEST_ONNX = 2**31 - 2**27
+
+
+def takes_any_size(model: nn.Module) -> bool:
+    """Whether one program of the model serves every height and width: no parameter of it belongs to a grid."""
+    mixers = [module for module in model.modules() if isinstance(module, AFTMixer)]
+    tables = any(isinstance(module, FactorizedBias | PairwiseBias) for module in model.modules())
+    positions = tables or getattr(model, 'pos_embed', None) is not None
+    return bool(mixers) and not positions and not has_fixed_input_size(model)
+
+
+def choose_shape(
+    model: nn.Module, size: Size | None = None, fixed_size: bool = False, batch: int | None = None, form: str = 'conv'
+) -> Shape:
+    """The shape of an export, checked against the model.
+
+    Args:
+        size: (H, W) in pixels; None is what the model was made for.
+        fixed_size: Keep that size, though the model takes any.
+        batch: The one batch size; None takes any.
+        form: Of AFT-conv, 'conv' or 'matmul'.
+
+    Raises:
+        ValueError: the model does not take that size or form, or the form needs a fixed size.
+    """
+    size = default_size(model) if size is None else size
+    check_image_size(model, size)
+    if batch is not None and batch < 1:
+        raise ValueError(f'expected a batch of at least 1 image, got {batch}')
+    if form not in FORMS:
+        raise ValueError(f'form must be one of {", ".join(FORMS)}, got {form!r}')
+    any_size = takes_any_size(model)
+    if form == 'matmul' and not any(isinstance(module, AFTConv) for module in model.modules()):
+        raise ValueError(f"expected an AFT-conv for form='matmul', got a {type(model).__name__} without one")
+    if form == 'matmul' and not fixed_size:
+        raise ValueError("form='matmul' has a matrix for each pair of tokens: expected a fixed size, got a dynamic one")
+    check_resizable(model, size)
+    return Shape(size, fixed_size or not any_size, batch)
+
+
+def matrix_bytes(model: nn.Module, size: Size) -> int:
+    """Bytes of the constant matrices that form='matmul' would hold, h T T floats a layer."""
+    patch: Any = model.patch_embed
+    tokens = (size[0] // patch.patch_size[0]) * (size[1] // patch.patch_size[1])
+    heads = sum(len(module.kernel.weight) for module in model.modules() if isinstance(module, AFTConv))
+    return 4 * heads * tokens**2
+
+
+def fold(model: nn.Module, shape: Shape, form: str = 'conv', aten: bool = True) -> nn.Module:
+    """A copy of the model on the CPU in eval mode for export, with what depends on parameters alone as constants.
+
+    Args:
+        form: Of AFT-conv, 'conv' or 'matmul'.
+        aten: Use plain aten operations; False keeps the custom operators.
+    """
+    model = resize_model(copy.deepcopy(model).cpu().eval(), shape.size)
+    if not aten:
+        return reparameterize_model(model, inplace=True)
+    if form == 'matmul' and (size := matrix_bytes(model, shape.size)) > LARGE_MATRICES:
+        warnings.warn(f"form='matmul' keeps {size / 2**20:.0f} MiB of matrices, h T T floats a layer", stacklevel=3)
+    grid: Size | None = None
+    if isinstance(model, AFTVisionTransformer) and model.passes_grid:
+        grid = model.patch_embed.dynamic_feat_size(shape.size)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, AFTMixer):
+                setattr(parent, name, freeze(child, grid, form))
+    return model
+
+
+def export_pt2(
+    model: nn.Module,
+    path: str | Path,
+    shape: Shape | None = None,
+    *,
+    aten: bool = False,
+    form: str = 'conv',
+    tolerance: float = TOLERANCE,
+) -> list[Check]:
+    """Write a program of torch.export, which `torch.export.load(path).module()` runs.
+
+    Args:
+        model: A classifier of timm or of this package.
+        path: Ends in .pt2.
+        shape: By `choose_shape`; None leaves all dynamic that can be.
+        aten: Use plain aten operations: whoever loads the file needs no `import aft_vision`, and the range is that of
+            `aft_vision.ops.aten`. Otherwise it holds the custom operators.
+        form: Of AFT-conv with aten=True, 'conv' or 'matmul'.
+        tolerance: Of the difference from PyTorch, see `Check`.
+
+    Returns:
+        What was compared before the file got its name.
+
+    Raises:
+        ValueError: the arguments contradict each other, or the file would differ from the model by more than that.
+    """
+    if form != 'conv' and not aten:
+        raise ValueError(f'form={form!r} is made of aten operations: expected aten=True, got aten=False')
+    shape = shape or choose_shape(model)
+    patch = getattr(getattr(model, 'patch_embed', None), 'patch_size', (1, 1))
+    if not shape.fixed_size and any(side < 2 * step for side, step in zip(shape.size, patch, strict=True)):
+        raise ValueError(
+            f'a .pt2 of any size takes two patches and more a side: expected a size of at least '
+            f'{tuple(2 * step for step in patch)}, or fixed_size=True, got {shape.size}'
+        )
+    with _replacing(path) as temporary:
+        torch.export.save(trace(fold(model, shape, form, aten), shape), temporary)
+        program = torch.export.load(temporary).module()
+        return verify(model, shape, program, tolerance)
+
+
+def export_onnx(
+    model: nn.Module,
+    path: str | Path,
+    shape: Shape | None = None,
+    *,
+    form: str = 'conv',
+    opset: int = 18,
+    tolerance: float = TOLERANCE,
+) -> list[Check]:
+    """Write an ONNX file of plain operators; its input is `images`, (B, 3, H, W), its output `logits`.
+
+    Args:
+        model: A classifier of timm or of this package.
+        path: Ends in .onnx.
+        shape: By `choose_shape`; None leaves all dynamic that can be.
+        form: Of AFT-conv, 'conv' for every grid, or 'matmul' for one: a constant (T, T) matrix a head.
+        opset: Version of the operators.
+        tolerance: Of the difference from PyTorch in onnxruntime, see `Check`.
+
+    Returns:
+        What was compared before the file got its name.
+
+    Raises:
+        ImportError: the `export` extra is not installed.
+        ValueError: the arguments contradict each other, or the file would differ from the model by more than that.
+    """
+    require_onnx()
+    shape = shape or choose_shape(model, form=form)
+    folded = fold(model, shape, form)
+    size = sum(x.numel() * x.element_size() for x in folded.state_dict().values())
+    if size > LARGEST_ONNX:
+        raise ValueError(f'expected weights of at most {LARGEST_ONNX / 2**20:.0f} MiB, got {size / 2**20:.0f} MiB')
+    program = torch.onnx.export(
+        trace(folded, shape),
+        input_names=[INPUT],
+        output_names=[OUTPUT],
+        opset_version=opset,
+        dynamo=True,
+        verbose=False,
+    )
+    assert program is not None
+    program.model.metadata_props.update(_metadata(model))
+    with _replacing(path) as temporary:
+        program.save(temporary)
+        return verify(model, shape, onnx_runner(temporary), tolerance)
+
+
+def trace(model: nn.Module, shape: Shape) -> torch.export.ExportedProgram:
+    """The graph of a folded model with the dynamic sizes of a shape."""
+    patch = getattr(getattr(model, 'patch_embed', None), 'patch_size', (1, 1))
+    height, width = shape.size
+    sizes: dict[int, Any] = {}
+    if shape.batch is None:
+        sizes[0] = torch.export.Dim('batch', min=1)
+    if not shape.fixed_size:
+        # torch.export makes a rule of a side of one token, and of a square example.
+        sizes[2] = patch[0] * torch.export.Dim('rows', min=2)
+        sizes[3] = patch[1] * torch.export.Dim('columns', min=2)
+        height, width = max(height, 2 * patch[0]), max(width, 2 * patch[1]) + patch[1]
+    example = torch.zeros(shape.batch or 2, channels(model), height, width)
+    with torch.no_grad():
+        return torch.export.export(model, (example,), dynamic_shapes=(sizes,) if sizes else None)
+
+
+def require_onnx() -> None:
+    """Raise an ImportError that names the extra unless ONNX files can be written and run."""
+    missing = [name for name in ('onnx', 'onnxscript', 'onnxruntime') if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"ONNX needs {', '.join(missing)}: pip install 'aft-vision[export]'")
+
+
+def _metadata(model: nn.Module) -> dict[str, str]:
+    # What a runtime without timm needs for the preprocessing and for the names of the classes.
+    config = resolve_model_data_config(model)
+    described = {name: config[name] for name in ('mean', 'std', 'interpolation', 'crop_pct')}
+    cfg: Any = model.pretrained_cfg
+    if cfg.get('label_names'):
+        described['label_names'] = cfg['label_names']
+    return {name: json.dumps(value) for name, value in described.items()}
+
+
+@contextmanager
+def _replacing(path: str | Path) -> Iterator[Path]:
+    # The file gets its name when it is whole and right.
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f'.{path.stem}.tmp{path.suffix}')
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,103 @@
+"""Whether a program gives what its model gives."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from timm.models import get_model_input_config
+from torch import Tensor, nn
+
+from aft_vision.layers import AFTConv
+from aft_vision.sizes import resize_model
+
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an exported program takes.
+
+    Args:
+        size: (H, W) in pixels, of the example at least.
+        fixed_size: No other size than that.
+        batch: The one batch size; None takes any.
+    """
+
+    size: Size
+    fixed_size: bool
+    batch: int | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """How far an exported file is from PyTorch on random images.
+
+    Args:
+        size: (H, W) of the images, in pixels.
+        batch: Their number.
+        difference: The largest of a logit, relative to the largest logit.
+    """
+
+    size: Size
+    batch: int
+    difference: float
+
+
+def channels(model: nn.Module) -> int:
+    """Channels of its images."""
+    return get_model_input_config(model)['input_size'][0]
+
+
+def onnx_runner(path: str | Path, threads: int = 0) -> Callable[[Tensor], Tensor]:
+    """An ONNX file as a function of images on onnxruntime's CPU.
+
+    Args:
+        threads: 0 lets onnxruntime choose.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(str(path), options, providers=['CPUExecutionProvider'])
+    name = session.get_inputs()[0].name
+    return lambda images: torch.from_numpy(np.asarray(session.run(None, {name: images.numpy()})[0]))
+
+
+@torch.no_grad()
+def verify(model: nn.Module, shape: Shape, program: Callable[[Tensor], Tensor], tolerance: float) -> list[Check]:
+    """Compare a program with the model that it was made from.
+
+    Raises:
+        ValueError: they differ by more than the tolerance, or a value is not finite.
+    """
+    model = copy.deepcopy(model).cpu().eval()
+    checks = []
+    for number, (batch, size) in enumerate(_cases(model, shape)):
+        images = torch.randn(batch, channels(model), *size, generator=torch.Generator().manual_seed(number))
+        expected, got = resize_model(model, size)(images), program(images)
+        difference = ((got - expected).abs().max() / expected.abs().max()).item()
+        checks.append(Check(size, batch, difference))
+        if not difference <= tolerance:
+            raise ValueError(
+                f'expected the exported logits within {tolerance:.0e} of the largest one of PyTorch, got '
+                f'{difference:.1e} for {batch} images of {size[0]} x {size[1]}; nothing was written'
+            )
+    return checks
+
+
+def _cases(model: nn.Module, shape: Shape) -> list[tuple[int, Size]]:
+    # The own size; beside it, where sizes are dynamic, one that is not square, and one with more tokens than a kernel.
+    batches = (1, 3) if shape.batch is None else (shape.batch, shape.batch)
+    if shape.fixed_size:
+        return [(batch, shape.size) for batch in sorted(set(batches))]
+    patch: Any = model.patch_embed
+    rows, columns = (side // step for side, step in zip(shape.size, patch.patch_size, strict=True))
+    kernels = [module.kernel.weight.shape[-1] for module in model.modules() if isinstance(module, AFTConv)]
+    largest = max([rows, columns, *kernels])
+    grids = [(rows, columns), (max(rows // 2, 2), columns + 1), (largest + 2, largest + 1)]
+    sizes = [(y * patch.patch_size[0], x * patch.patch_size[1]) for y, x in grids]
+    return list(zip((batches[0], batches[1], batches[0]), sizes, strict=True))

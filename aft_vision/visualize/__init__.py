@@ -1,0 +1,32 @@
+"""Pictures: training curves, position biases, keys, attention, and a page with all of them (needs the extra `viz`)."""
+
+from aft_vision.visualize.attention import (
+    attention_heads,
+    draw_implicit_attention,
+    draw_relative_attention,
+    implicit_attention,
+    relative_attention,
+    relative_mean,
+)
+from aft_vision.visualize.biases import (
+    bias_rows,
+    bias_statistics,
+    draw_position_biases,
+    mixer_bias,
+    plot_position_biases,
+    position_biases,
+)
+from aft_vision.visualize.capture import MixerInputs, capture_mixers
+from aft_vision.visualize.figure import choose, figure_png, new_figure, save_figure
+from aft_vision.visualize.history import draw_bits, draw_history, plot_bits, plot_history, read_history
+from aft_vision.visualize.keys import draw_key_maps, key_maps
+from aft_vision.visualize.page import render_page
+from aft_vision.visualize.photographs import (
+    Photograph,
+    class_names,
+    find_photographs,
+    load_photograph,
+    predictions,
+)
+from aft_vision.visualize.report import Report, Section, report_sections
+from aft_vision.visualize.samples import completion_sheet, image_sheet, load_pixels

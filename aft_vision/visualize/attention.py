@@ -1,0 +1,263 @@
+"""Attention maps: AFT's implicit ones of a query, and averages by relative position of AFT and of ViT."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention
+from torch import Tensor, nn
+
+from aft_vision.layers import AFTMixer
+from aft_vision.visualize.biases import bias_rows
+from aft_vision.visualize.capture import MixerInputs, find_mixers, mixer_inputs, run_with_hooks
+from aft_vision.visualize.figure import (
+    SEQUENTIAL,
+    Block,
+    Cell,
+    Top,
+    check_indices,
+    choose,
+    colorize,
+    draw_grid,
+    frame_of,
+    layer_rows,
+    number,
+)
+from aft_vision.visualize.photographs import Photograph
+
+HEAT = 'inferno'
+
+
+@torch.no_grad()
+def implicit_attention(inputs: MixerInputs, queries: Sequence[int] | Tensor, heads: Sequence[int] | Tensor) -> Tensor:
+    """The weights that AFT gives the sources of a target: softmax over the sources of k + w (AFT Eq. 3).
+
+    The factor sigmoid(q) of AFT Eq. 3 is left out: it is the same for all sources of a target and channel.
+
+    Args:
+        inputs: Of one layer.
+        queries: Q targets, as indices of tokens, prefix tokens included.
+        heads: n heads of AFT-conv, whose channels share their weights; channels of the other mixers.
+
+    Returns:
+        (B, n, Q, S), at least float32, which sums to 1 over the S sources, prefix tokens included.
+
+    Raises:
+        ValueError: the position bias of such a mixer is not known.
+    """
+    keys = inputs.k.to(torch.promote_types(inputs.k.dtype, torch.float32))
+    queries = torch.as_tensor(queries, device=keys.device)
+    heads = torch.as_tensor(heads, device=keys.device)
+    bias = bias_rows(inputs.mixer, inputs.grid, queries, keys.shape[1]).to(keys.dtype)
+    if len(bias) > 1:
+        bias = bias[heads]
+    logits = keys[:, :, heads].transpose(1, 2).unsqueeze(2) + bias
+    return logits.softmax(-1)
+
+
+def relative_mean(attention: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Average attention by the offset from query to key (AFT Sec. 3.2, footnote 3).
+
+    At each offset, the mean over those queries whose key at that offset lies in the grid, so that far offsets, which
+    few queries have, do not fade.
+
+    Args:
+        attention: (..., H * W, H * W), queries before keys, without prefix tokens.
+        grid: (H, W).
+
+    Returns:
+        (..., 2H - 1, 2W - 1); [H - 1 + dy, W - 1 + dx] is the weight of the key (dy, dx) away.
+    """
+    height, width = grid
+    shape = (2 * height - 1, 2 * width - 1)
+    token = torch.arange(height * width, device=attention.device)
+    dy = token // width - (token // width)[:, None] + height - 1
+    dx = token % width - (token % width)[:, None] + width - 1
+    place = (dy * shape[1] + dx).flatten()
+    total = attention.new_zeros(*attention.shape[:-2], shape[0] * shape[1])
+    total.index_add_(-1, place, attention.flatten(-2))
+    pairs = torch.bincount(place, minlength=shape[0] * shape[1])
+    return (total / pairs).unflatten(-1, shape)
+
+
+def relative_attention(
+    model: nn.Module, batches: Tensor | Iterable[Tensor], heads: Sequence[int] | None = None, max_heads: int = 16
+) -> Tensor:
+    """Average attention maps by relative position, of a ViT or of AFT (AFT Fig. 1 left, Fig. 5).
+
+    The mean over images and query positions; attention to and from class and register tokens is left out, and what is
+    left is not scaled up to 1. One image's (n, T, T) attention of one layer is held at a time.
+
+    Args:
+        model: A ViT with `timm.layers.Attention`, fused or not, or an `AFTVisionTransformer`, whose attention is the
+            implicit one of AFT Eq. 3 without its gate.
+        batches: Images (B, 3, H, W) of one size, normalised, or several such batches.
+        heads: n heads, or channels of an AFT mixer that has no heads; None is evenly spaced ones.
+        max_heads: How many of those.
+
+    Returns:
+        (layers, n, 2H - 1, 2W - 1) for a grid of (H, W) tokens, float64 on the CPU, as `relative_mean`.
+
+    Raises:
+        ValueError: the model has no such mixer, there is no such head, or there are no images.
+    """
+    average = _Average(choose(attention_heads(model), max_heads) if heads is None else heads)
+    for batch in [batches] if isinstance(batches, Tensor) else batches:
+        average.layer = 0
+        run_with_hooks(model, batch, (Attention, AFTMixer), average.add)
+        average.images += len(batch)
+    if not average.images:
+        raise ValueError('expected at least one image, got none')
+    return torch.stack(average.totals) / average.images
+
+
+def attention_heads(model: nn.Module) -> int:
+    """How many heads the first token mixer of a model has; of an AFT mixer without heads, how many channels.
+
+    Raises:
+        ValueError: as `relative_attention`.
+    """
+    return _heads(find_mixers(model, (Attention, AFTMixer))[0])
+
+
+def _heads(mixer: Any) -> int:
+    return mixer.num_heads if isinstance(mixer, Attention) else mixer.split_sizes[-2]
+
+
+class _Average:
+    """Sums the relative attention of each layer over images."""
+
+    def __init__(self, heads: Sequence[int]) -> None:
+        self.heads = heads
+        self.totals: list[Tensor] = []
+        self.images = self.layer = 0
+
+    def add(self, mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
+        heads = check_indices('head', self.heads, _heads(mixer), 1)
+        for tokens in x.split(1):
+            found = relative_mean(_attention(mixer, tokens, grid, prefix, heads), grid).cpu().double()
+            if self.layer == len(self.totals):
+                self.totals.append(torch.zeros_like(found))
+            self.totals[self.layer] += found
+        self.layer += 1
+
+
+def _attention(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int, heads: Sequence[int]) -> Tensor:
+    # (n, H * W, H * W) of one image (1, T, C), the softmax being over the prefix tokens too.
+    if isinstance(mixer, AFTMixer):
+        inputs = mixer_inputs(mixer, x, grid, prefix)
+        return implicit_attention(inputs, torch.arange(prefix, x.shape[1]), heads)[0, :, :, prefix:]
+    # timm's attention, of which the fused form gives no weights.
+    q, k, _ = mixer.qkv(x[0]).unflatten(1, (3, mixer.num_heads, mixer.head_dim)).permute(1, 2, 0, 3)  # (h, T, D / h)
+    q, k = mixer.q_norm(q)[list(heads)], mixer.k_norm(k)[list(heads)]
+    logits = (q * mixer.scale) @ k.transpose(1, 2)
+    return logits.to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)[:, prefix:, prefix:]
+
+
+def draw_relative_attention(
+    maps: Mapping[str, Tensor],
+    heads: Mapping[str, Sequence[int]] | None = None,
+    layers: Sequence[int] | None = None,
+) -> Any:
+    """Draw average relative attention maps, those of several models side by side (AFT Fig. 1, Fig. 5).
+
+    Args:
+        maps: Results of `relative_attention` by the name of their model.
+        heads: Which heads those are, by the same name; None numbers them from the first.
+        layers: Indices of layers; None is all.
+
+    Returns:
+        A matplotlib Figure: a row per layer and a column per head.
+
+    Raises:
+        ValueError: there is no such layer.
+        ImportError: matplotlib is not installed.
+    """
+    blocks: list[Block] = []
+    for name, found in maps.items():
+        chosen = check_indices('layer', layers, len(found), len(found))
+        labelled = not blocks or len(found) != len(next(iter(maps.values())))
+        rows = layer_rows(chosen, heads[name] if heads else range(found.shape[1]), partial(_relative_cells, found))
+        blocks.append(Block(name, rows if labelled else [('', cells) for _, cells in rows]))
+    note = (
+        'Mean over images and query positions by the offset from query to key; the centre is the query itself.\n'
+        'Each picture has its own scale, from the first to the second number below it.'
+    )
+    return draw_grid(blocks, 'Average relative attention', note, ('smallest weight', 'largest weight'), SEQUENTIAL)
+
+
+def _relative_cells(maps: Tensor, layer: int) -> Iterator[Cell]:
+    for each in maps[layer]:
+        low, high = each.min().item(), each.max().item()
+        yield Cell(each, low, max(high, low + 1e-9), caption=f'{number(100 * low)}\u2013{number(100 * high)}%')
+
+
+def draw_implicit_attention(
+    photograph: Photograph,
+    layers: Sequence[MixerInputs],
+    query: tuple[int, int],
+    *,
+    heads: Sequence[int] | None = None,
+    max_heads: int = 16,
+    chosen_layers: Sequence[int] | None = None,
+    text: str = '',
+) -> Any:
+    """Draw over a photograph the weights that a token gives all others: AFT Eq. 3, a row per layer, a column per head.
+
+    Args:
+        photograph: The image that was run.
+        layers: Of `capture_mixers`, batch 1.
+        query: (row, column) of the token, from 0.
+        heads: Heads, or channels where there are none; None is evenly spaced ones.
+        max_heads: How many of those.
+        chosen_layers: Indices of layers; None is all.
+        text: Beside the photograph, lines separated by a line feed.
+
+    Returns:
+        A matplotlib Figure.
+
+    Raises:
+        ValueError: the query lies outside the grid, or there is no such head or layer.
+        ImportError: matplotlib is not installed.
+    """
+    grid, prefix = layers[0].grid, layers[0].num_prefix_tokens
+    if not (0 <= query[0] < grid[0] and 0 <= query[1] < grid[1]):
+        raise ValueError(
+            f'expected a query row from 1 to {grid[0]} and a column from 1 to {grid[1]}, '
+            f'got {query[0] + 1} and {query[1] + 1}'
+        )
+    heads = check_indices('head', heads, layers[0].k.shape[2], max_heads)
+    chosen = check_indices('layer', chosen_layers, len(layers), len(layers))
+    place = frame_of(query, grid)
+
+    def cells(layer: int) -> Iterator[Cell]:
+        for weight in implicit_attention(layers[layer], [prefix + query[0] * grid[1] + query[1]], heads)[0, :, 0]:
+            spatial = weight[prefix:].unflatten(0, grid)
+            caption = f'{number(spatial.max().item() * len(weight))}\u00d7'
+            yield Cell(overlay(photograph, spatial), caption=caption, mark=place)
+
+    return draw_grid(
+        [Block('', layer_rows(chosen, heads, cells))],
+        'Implicit attention of the framed token',
+        'The softmax of key + position bias. Each picture has its own scale, from 0 to its largest weight.\n'
+        'Below each picture: that weight as a multiple of the weight when all tokens count the same.',
+        ('0', 'the largest weight'),
+        HEAT,
+        aspect=grid[0] / grid[1],
+        photograph=Top(photograph.pixels, text, place),
+    )
+
+
+def overlay(photograph: Photograph, weights: Tensor) -> Tensor:
+    """Colours (H, W, 3), uint8: the photograph in grey, darker, behind weights (H', W') in the colours of heat."""
+    rows, columns = weights.shape
+    step = max(1, 64 // max(rows, columns))
+    size = (rows * step, columns * step)
+    grey = photograph.pixels.float().mean(2)[None, None].cpu() / 255
+    grey = F.interpolate(grey, size, mode='bilinear', antialias=True)[0, 0]
+    share = (weights / weights.max().clamp(min=1e-30)).cpu()
+    share = share.repeat_interleave(step, 0).repeat_interleave(step, 1)
+    behind = 0.4 * 255 * (grey * (1 - share))[..., None]
+    return (colorize(share, HEAT) + behind).clamp(0, 255).to(torch.uint8)

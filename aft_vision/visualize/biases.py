@@ -1,0 +1,284 @@
+"""The position biases that a model has learned: their values, their pictures and how sparse they are."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aft_vision import ops
+from aft_vision.layers import AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot, AFTSimple
+from aft_vision.visualize.figure import (
+    DIVERGING,
+    SEQUENTIAL,
+    Block,
+    Cell,
+    check_indices,
+    draw_grid,
+    number,
+    save_figure,
+)
+
+
+@torch.no_grad()
+def mixer_bias(mixer: AFTMixer) -> Tensor | None:
+    """The position bias w of a mixer in evaluation, at its own grid.
+
+    Returns:
+        AFT-conv and its one-hot form: (h, s, s), after AFT Eq. 8, and with one offset a head after AFT Eq. 10.
+        AFT-full: (1, T, T), AFT Eq. 7. AFT-local: (1, T, 2s - 1), or (1, T, s) if causal, AFT Eq. 4. AFT-simple: None.
+
+    Raises:
+        ValueError: a mixer of another kind.
+    """
+    if isinstance(mixer, AFTConv):
+        return mixer.evaluated_kernel()
+    if isinstance(mixer, AFTOnehot):
+        return mixer.kernel()
+    if isinstance(mixer, AFTFull | AFTLocal):
+        return mixer.position_bias()[None]
+    if isinstance(mixer, AFTSimple):
+        return None
+    raise ValueError(f'expected a mixer whose position bias is known, got {type(mixer).__name__}')
+
+
+def position_biases(model: nn.Module) -> list[Tensor]:
+    """Collect exp(w) - 1 of each mixer, from the first layer to the last, which AFT Fig. 1 shows.
+
+    Returns:
+        As `mixer_bias`, float32 on the CPU.
+
+    Raises:
+        ValueError: no layer of the model has a position bias, or a mixer is of another kind.
+    """
+    found = [mixer_bias(module) for module in model.modules() if isinstance(module, AFTMixer)]
+    biases = [bias.detach().float().expm1().cpu() for bias in found if bias is not None]
+    if not biases:
+        raise ValueError(f'expected a model with position biases, got {type(model).__name__}, which has none')
+    return biases
+
+
+def bias_rows(mixer: AFTMixer, grid: tuple[int, int] | None, queries: Tensor, tokens: int) -> Tensor:
+    """Rows of the position bias as a whole (T, T) matrix, which AFT Eq. 2 has.
+
+    Args:
+        mixer: In evaluation.
+        grid: (H, W) of the tokens after the prefix; None for a sequence.
+        queries: (Q,) targets, prefix tokens included.
+        tokens: Sources S.
+
+    Returns:
+        (h, Q, S), or (1, Q, S) where all channels share a bias; minus infinity where a source has no weight.
+
+    Raises:
+        ValueError: as `mixer_bias`.
+    """
+    if isinstance(mixer, AFTFull | AFTLocal):
+        own_grid = grid if mixer.position_bias.grid is not None else None
+        bias = mixer.position_bias(own_grid)[queries]
+        if isinstance(mixer, AFTLocal):
+            bias = _whole_rows(bias, queries, tokens, mixer.causal)
+        rows = bias[None, :, :tokens]
+    else:
+        kernel = mixer_bias(mixer)
+        if kernel is None:
+            rows = mixer.qkv.weight.new_zeros(1, len(queries), tokens)
+        else:
+            assert grid is not None
+            rows = _kernel_rows(kernel, grid, queries, 0.0 if getattr(mixer, 'global_context', True) else -torch.inf)
+    if getattr(mixer, 'causal', False):
+        future = torch.arange(tokens, device=queries.device) > queries[:, None]
+        rows = rows.masked_fill(future, -torch.inf)
+    return rows
+
+
+def _whole_rows(band: Tensor, queries: Tensor, tokens: int, causal: bool) -> Tensor:
+    # (Q, T) with w[t, t + first + j] = band[t, j], and 0 outside the window.
+    width = band.shape[1]
+    first = 1 - width if causal else -(width // 2)
+    place = torch.arange(tokens, device=band.device) - queries[:, None] - first
+    inside = (place >= 0) & (place < width)
+    return torch.where(inside, band.gather(1, place.clamp(0, width - 1)), band.new_zeros(()))
+
+
+def _kernel_rows(kernel: Tensor, grid: tuple[int, int], queries: Tensor, outside: float) -> Tensor:
+    # (h, Q, H * W) with w[(y, x), (y + dy, x + dx)] = kernel[s // 2 + dy, s // 2 + dx].
+    size, width = kernel.shape[-1], grid[1]
+    sources = torch.arange(grid[0] * grid[1], device=kernel.device)
+    dy = sources // width - (queries // width)[:, None] + size // 2  # (Q, H * W)
+    dx = sources % width - (queries % width)[:, None] + size // 2
+    inside = (dy >= 0) & (dy < size) & (dx >= 0) & (dx < size)
+    taps = kernel[:, dy.clamp(0, size - 1), dx.clamp(0, size - 1)]
+    return torch.where(inside, taps, taps.new_tensor(outside))
+
+
+@torch.no_grad()
+def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, float]]:
+    """How sparse the position biases are, layer by layer.
+
+    Args:
+        threshold: A bias counts as none where |exp(w) - 1| is below.
+
+    Returns:
+        Per layer `entropy`, the mean over heads of the entropy of softmax(w) in nats, AFT Eq. 9: for AFT-conv over the
+        s * s entries of a head, before the choice of AFT Eq. 10; for AFT-full and AFT-local over the sources of a
+        target and averaged over targets; NaN for the one-hot form, whose other entries are gone. `uniform`, the entropy
+        of equal biases; of the biases that evaluation uses, `unbiased`, the fraction below the threshold, and
+        `largest`, the largest |exp(w) - 1|.
+
+    Raises:
+        ValueError: as `position_biases`.
+    """
+    position_biases(model)
+    rows = []
+    for mixer in (module for module in model.modules() if isinstance(module, AFTMixer)):
+        bias = mixer_bias(mixer)
+        if bias is None:
+            continue
+        if isinstance(mixer, AFTFull | AFTLocal):
+            tokens = bias.shape[1]
+            bias = bias_rows(mixer, None, torch.arange(tokens, device=bias.device), tokens)[0]
+        change = bias.cpu().double().expm1().abs()
+        rows.append(
+            {
+                'entropy': _entropy(mixer, bias),
+                'uniform': math.log(bias[0].numel()),
+                'unbiased': (change < threshold).double().mean().item(),
+                'largest': change.max().item(),
+            }
+        )
+    return rows
+
+
+def _entropy(mixer: AFTMixer, bias: Tensor) -> float:
+    # Of (n, ...) biases, or of the kernel that one offset a head is chosen from.
+    if isinstance(mixer, AFTOnehot):
+        return math.nan
+    logits = mixer.kernel() if isinstance(mixer, AFTConv) else bias[:, None]
+    return ops.kernel_entropy(logits.cpu().double()).mean().item()
+
+
+def plot_position_biases(model: nn.Module, path: str | Path, max_heads: int = 16, **kwargs: Any) -> None:
+    """Write the picture of `draw_position_biases` as a PNG; arguments and errors as there."""
+    save_figure(draw_position_biases(model, max_heads, **kwargs), path)
+
+
+def draw_position_biases(
+    model: nn.Module,
+    max_heads: int = 16,
+    *,
+    before: nn.Module | None = None,
+    heads: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    exponentiated: bool = False,
+    same_scale: bool = False,
+) -> Any:
+    """Draw exp(w) - 1 of a model: a row per layer and a column per head, or for one head a picture per layer.
+
+    Red is above 0, where a token counts more than its key says, blue below. Each picture has its own scale, from minus
+    to plus the number below it.
+
+    Args:
+        max_heads: Columns at most; evenly spaced heads of the layer are taken.
+        before: A model with as many layers and heads to draw on the left.
+        heads: Indices of heads, in place of evenly spaced ones.
+        layers: Indices of layers; None is all.
+        exponentiated: Draw exp(w) from the smallest to the largest value, as AFT Fig. 3 does.
+        same_scale: One scale for all pictures.
+
+    Returns:
+        A matplotlib Figure.
+
+    Raises:
+        ValueError: a model has no position biases, the two do not match, or there is no such head or layer.
+        ImportError: matplotlib is not installed.
+    """
+    if max_heads < 1:
+        raise ValueError(f'max_heads must be at least 1, got {max_heads}')
+    models = {'': model} if before is None else {'before': before, 'after': model}
+    biases = {title: position_biases(model) for title, model in models.items()}
+    _check_match(list(biases.values()))
+    count = len(biases[list(biases)[-1]])
+    layers = check_indices('layer', layers, count, count)
+    found = [biases[title][layer] for title in biases for layer in layers]
+    heads = check_indices('head', heads, len(found[0]), max_heads)
+    if exponentiated:
+        biases = {title: [bias + 1 for bias in each] for title, each in biases.items()}
+    shared = _limits(torch.cat([bias[heads].flatten() + exponentiated for bias in found]), exponentiated)
+    cell = _CellMaker(exponentiated, shared if same_scale else None)
+    many = len(heads) > 1
+    blocks: list[Block] = []
+    for title, each in biases.items():
+        rows = (_head_rows if many else _layer_rows)(each, heads, layers, cell)
+        # The rows of both models are the same layers.
+        blocks.append(Block(title, [('' if blocks else label, cells) for label, cells in rows]))
+    ends: tuple[str, ...] = cell.ends
+    if same_scale:
+        ends = tuple(number(value) for value in (shared if exponentiated else (shared[0], 0.0, shared[1])))
+    side = 0.62 if many else 1.7
+    return draw_grid(blocks, cell.title, cell.note, ends, cell.cmap, side)
+
+
+class _CellMaker:
+    """Makes the picture of one head, with its own scale or a common one."""
+
+    def __init__(self, exponentiated: bool, shared: tuple[float, float] | None) -> None:
+        self.exponentiated, self.shared = exponentiated, shared
+        self.cmap = SEQUENTIAL if exponentiated else DIVERGING
+        if exponentiated:
+            self.title = 'Exponentiated position biases exp(w)'
+            self.note = 'A source counts exp(w) times as much as its key says.'
+            self.ends: tuple[str, ...] = ('smallest', 'largest')
+            below = 'Below each picture: its smallest and largest value.'
+        else:
+            self.title = 'Position biases exp(w) - 1'
+            self.note = 'Red: a source counts more than its key says; blue: less; white: exactly as much.'
+            self.ends = ('minus the number', '0', 'plus the number')
+            below = 'Each picture has the scale that is below it.'
+        if shared is None:
+            self.note += ' ' + below if exponentiated else f'\n{below}'
+
+    def __call__(self, bias: Tensor, title: str) -> Cell:
+        low, high = self.shared or _limits(bias, self.exponentiated)
+        caption = ''
+        if self.shared is None:
+            caption = f'{number(low)} to {number(high)}' if self.exponentiated else f'\u00b1{number(high)}'
+        return Cell(bias, low, high, title, caption)
+
+
+def _head_rows(
+    biases: Sequence[Tensor], heads: Sequence[int], layers: Sequence[int], cell: _CellMaker
+) -> list[tuple[str, list[Cell]]]:
+    rows = []
+    for layer in layers:
+        title = 'head {}' if layer == layers[0] else ''
+        rows.append((f'layer {layer + 1}', [cell(biases[layer][head], title.format(head + 1)) for head in heads]))
+    return rows
+
+
+def _layer_rows(
+    biases: Sequence[Tensor], heads: Sequence[int], layers: Sequence[int], cell: _CellMaker
+) -> list[tuple[str, list[Cell]]]:
+    cells = [cell(biases[layer][heads[0]], f'layer {layer + 1}') for layer in layers]
+    columns = min(4, math.ceil(math.sqrt(len(cells))))
+    return [('', cells[start : start + columns]) for start in range(0, len(cells), columns)]
+
+
+def _limits(values: Tensor, exponentiated: bool) -> tuple[float, float]:
+    if exponentiated:
+        low, high = values.min().item(), values.max().item()
+        return low, max(high, low + 1e-6)
+    limit = max(values.abs().max().item(), 1e-6)
+    return -limit, limit
+
+
+def _check_match(biases: Sequence[list[Tensor]]) -> None:
+    shapes = {(len(each), len(each[0])) for each in biases}
+    if len(shapes) > 1:
+        (old_layers, old_heads), (layers, heads) = ((len(each), len(each[0])) for each in biases)
+        raise ValueError(
+            f'expected two models of as many layers and heads, got {old_layers} layers of {old_heads} heads before and '
+            f'{layers} of {heads} after'
+        )

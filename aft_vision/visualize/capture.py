@@ -1,0 +1,124 @@
+"""What the token mixers of a model see in one forward pass."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers import Attention
+from torch import Tensor, nn
+
+from aft_vision.layers import AFTMixer
+
+
+class MixerInputs(NamedTuple):
+    """Queries, keys and values of one AFT mixer.
+
+    Attributes:
+        mixer: The module.
+        q: (B, T, D), before the sigmoid; None without a query.
+        k: (B, T, D), or (B, T, h) for AFT-conv.
+        v: (B, T, D).
+        grid: (H, W) of the tokens after the prefix.
+        num_prefix_tokens: Class and register tokens in front, T - H * W.
+    """
+
+    mixer: AFTMixer
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    grid: tuple[int, int]
+    num_prefix_tokens: int
+
+
+def capture_mixers(model: nn.Module, images: Tensor) -> tuple[Tensor, list[MixerInputs]]:
+    """Run a model once, in evaluation mode and without gradients, and keep what its AFT mixers see.
+
+    Args:
+        model: Any `AFTVisionTransformer`, fused ones included.
+        images: (B, 3, H, W), normalised, of a size that the model takes.
+
+    Returns:
+        The model's output, and one entry per layer, from the first to the last.
+
+    Raises:
+        ValueError: the model has no AFT mixer.
+    """
+    found = []
+
+    def keep(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
+        found.append(mixer_inputs(mixer, x, grid, prefix))
+
+    return run_with_hooks(model, images, AFTMixer, keep), found
+
+
+def mixer_inputs(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> MixerInputs:
+    """Queries, keys and values of an AFT mixer for the tokens (B, T, C) that it gets."""
+    parts = mixer.qkv(x).split(mixer.split_sizes, dim=-1)
+    return MixerInputs(mixer, parts[0] if mixer.query_gate else None, parts[-2], parts[-1], grid, prefix)
+
+
+@torch.no_grad()
+def run_with_hooks(
+    model: nn.Module,
+    images: Tensor,
+    kind: type[nn.Module] | tuple[type[nn.Module], ...],
+    callback: Callable[[Any, Tensor, tuple[int, int], int], None],
+) -> Tensor:
+    """Run a model once in evaluation mode, and call back before each of its token mixers runs.
+
+    Args:
+        kind: The mixers' classes.
+        callback: Gets the mixer, its tokens (B, T, C), their grid (H, W) and the number of prefix tokens.
+
+    Returns:
+        The model's output.
+
+    Raises:
+        ValueError: the model has none of these mixers, or its tokens are not a grid behind a prefix.
+    """
+    mixers = find_mixers(model, kind)
+    patch_embed: Any = getattr(model, 'patch_embed', None)
+    if not hasattr(patch_embed, 'dynamic_feat_size'):
+        raise ValueError(f"expected a model with timm's patch_embed, got {type(model).__name__}")
+    grid = patch_embed.dynamic_feat_size((images.shape[2], images.shape[3]))
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        prefix = args[0].shape[1] - grid[0] * grid[1]
+        if prefix != getattr(model, 'num_prefix_tokens', 0):
+            raise ValueError(f'expected a token for each place of the grid {grid}, got {args[0].shape[1]} tokens')
+        callback(module, args[0], grid, prefix)
+
+    handles = [mixer.register_forward_pre_hook(hook) for mixer in mixers]
+    try:
+        with in_evaluation(model):
+            return model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def find_mixers(model: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> list[nn.Module]:
+    """The modules of these classes, from the first layer to the last.
+
+    Raises:
+        ValueError: there is none.
+    """
+    mixers = [module for module in model.modules() if isinstance(module, kind)]
+    if not mixers:
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        names = ' or '.join('timm.layers.Attention' if k is Attention else k.__name__ for k in kinds)
+        raise ValueError(f'expected a model with token mixers of {names}, got {type(model).__name__}, which has none')
+    return mixers
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode for a while."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        if was_training:
+            model.train()

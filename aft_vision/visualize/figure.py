@@ -1,0 +1,275 @@
+"""Figures that no window shows, and grids of small pictures in them."""
+
+import io
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Of values around 0, and of values from small to large.
+DIVERGING, SEQUENTIAL = 'RdBu_r', 'viridis'
+# In inches, as all lengths below; a page shows 100 pixels per inch.
+MARGIN, LABEL, LINE, GAP, PHOTOGRAPH = 0.1, 0.62, 0.17, 0.05, 1.9
+COLOR_BAR = 2.6
+DPI = 150
+# (y, x, height, width), in parts of a picture
+Frame = tuple[float, float, float, float]
+# (x, y, width, height)
+Box = tuple[float, float, float, float]
+
+
+class Cell(NamedTuple):
+    """One small picture.
+
+    Attributes:
+        values: (H, W), or (H, W, 3) colours, uint8.
+        low, high: Values at both ends of the colour map.
+        title: Above it.
+        caption: Below it.
+        mark: A frame (y, x, height, width), in parts of the picture.
+    """
+
+    values: Tensor
+    low: float = 0.0
+    high: float = 1.0
+    title: str = ''
+    caption: str = ''
+    mark: Frame | None = None
+
+
+class Block(NamedTuple):
+    """Rows of cells under one title, the first of each row behind its label."""
+
+    title: str
+    rows: Sequence[tuple[str, Sequence[Cell]]]
+
+
+class Top(NamedTuple):
+    """The picture on top of a grid: (H, W, 3) uint8, the text beside it, and a frame as in a cell."""
+
+    pixels: Tensor
+    text: str
+    frame: Frame | None = None
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Make an empty matplotlib figure of that size in inches, which no window shows.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'aft-vision[viz]'") from error
+    return Figure(figsize=(width, height), layout='constrained')
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a figure as a PNG."""
+    figure.savefig(path, dpi=DPI)
+
+
+def figure_png(figure: Any) -> bytes:
+    """The PNG of a figure."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format='png', dpi=DPI, pil_kwargs={'compress_level': 9})
+    return buffer.getvalue()
+
+
+def choose(count: int, at_most: int) -> list[int]:
+    """Indices of up to `at_most` of `count` things, evenly spaced, the first and the last among them."""
+    return torch.linspace(0, count - 1, min(count, at_most)).round().long().tolist()
+
+
+def check_indices(kind: str, indices: Sequence[int] | None, count: int, at_most: int) -> list[int]:
+    """The chosen indices, or evenly spaced ones for None.
+
+    Raises:
+        ValueError: there is no such index.
+    """
+    if indices is None:
+        return choose(count, at_most)
+    wrong = [index for index in indices if not 0 <= index < count]
+    if wrong or not indices:
+        raise ValueError(f'expected {kind}s from 1 to {count}, got {wrong[0] + 1 if wrong else "none"}')
+    return list(indices)
+
+
+def frame_of(token: tuple[int, int], grid: tuple[int, int]) -> Frame:
+    """The frame around a token (row, column) of a grid (H, W)."""
+    return token[0] / grid[0], token[1] / grid[1], 1 / grid[0], 1 / grid[1]
+
+
+def layer_rows(
+    layers: Sequence[int], heads: Sequence[int], cells: Callable[[int], Iterable[Cell]]
+) -> list[tuple[str, list[Cell]]]:
+    """Rows of a Block, one per layer: the cells of its heads, titled in the first row."""
+    rows = []
+    for layer in layers:
+        titles = [f'head {head + 1}' if layer == layers[0] else '' for head in heads]
+        titled = [cell._replace(title=title) for cell, title in zip(cells(layer), titles, strict=True)]
+        rows.append((f'layer {layer + 1}', titled))
+    return rows
+
+
+def draw_grid(
+    blocks: Sequence[Block],
+    title: str,
+    note: str,
+    scale: Sequence[str],
+    cmap: str,
+    side: float = 0.62,
+    aspect: float = 1.0,
+    photograph: Top | None = None,
+) -> Any:
+    """Draw blocks of small pictures side by side, with a colour bar below.
+
+    Args:
+        title: Of the figure.
+        note: What the captions and colours mean, below the title; lines separated by a line feed.
+        scale: Labels of the colour bar, evenly spaced from end to end.
+        cmap: Colour map, by matplotlib's name.
+        side: Width of a cell, in inches.
+        aspect: Height of a cell over its width.
+        photograph: On top.
+
+    Returns:
+        A matplotlib Figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    size = (side, side * aspect)
+    # A title is as wide as its letters, about.
+    widths = [
+        max(max(len(cells) for _, cells in block.rows) * (side + GAP), 0.08 * len(block.title)) for block in blocks
+    ]
+    labels = [LABEL if any(label for label, _ in block.rows) else 2 * GAP for block in blocks]
+    labels[0] = max(labels[0], MARGIN)
+    notes = note.split('\n')
+    top = MARGIN + 1.4 * LINE + LINE * len(notes) + 3 * GAP
+    grid_top = top + (PHOTOGRAPH + LINE if photograph else 0.0)
+    heights = [_block_height(block, size[1]) for block in blocks]
+    width = max(sum(labels) + sum(widths) + MARGIN, 7.2)
+    height = grid_top + max(heights) + 3 * LINE + MARGIN
+    page = _Page(width, height)
+    page.text(MARGIN, MARGIN + 0.7 * LINE, title, 10, weight='bold')
+    for number, line in enumerate(notes):
+        page.text(MARGIN, MARGIN + (2.1 + number) * LINE, line, 8)
+    if photograph is not None:
+        _draw_photograph(page, photograph, top)
+    left = 0.0
+    for block, label, block_width in zip(blocks, labels, widths, strict=True):
+        _draw_block(page, block, left + label, grid_top, size, cmap)
+        left += label + block_width
+    page.color_bar(labels[0], grid_top + max(heights) + LINE, scale, cmap)
+    return page.finish()
+
+
+def _block_height(block: Block, cell_height: float) -> float:
+    title = 1.2 * LINE if block.title else 0.0
+    return title + sum(_row_height(cells, cell_height) for _, cells in block.rows)
+
+
+def _row_height(cells: Sequence[Cell], cell_height: float) -> float:
+    above, below = any(cell.title for cell in cells), any(cell.caption for cell in cells)
+    return cell_height + LINE * (above + below) + 1.5 * GAP
+
+
+def _draw_block(page: '_Page', block: Block, left: float, top: float, size: tuple[float, float], cmap: str) -> None:
+    if block.title:
+        page.text(left, top + 0.5 * LINE, block.title, 9, weight='bold')
+        top += 1.2 * LINE
+    for label, cells in block.rows:
+        y = top + (LINE if any(cell.title for cell in cells) else 0.0)
+        if label:
+            page.text(left - GAP, y + size[1] / 2, label, 8, ha='right')
+        for number, cell in enumerate(cells):
+            x = left + number * (size[0] + GAP)
+            colors = cell.values if cell.values.ndim == 3 else colorize(cell.values, cmap, cell.low, cell.high)
+            page.image(colors, (x, y, *size))
+            page.text(x + size[0] / 2, y - 0.5 * LINE, cell.title, 7.5, ha='center')
+            page.text(x + size[0] / 2, y + size[1] + 0.45 * LINE, cell.caption, 7, ha='center', color='0.25')
+            if cell.mark is not None:
+                page.frame(cell.mark, (x, y, *size))
+        top += _row_height(cells, size[1])
+
+
+def _draw_photograph(page: '_Page', photograph: Top, top: float) -> None:
+    rows, columns = photograph.pixels.shape[:2]
+    width = min(PHOTOGRAPH * columns / rows, page.width - LABEL - 2.2)
+    height = width * rows / columns
+    page.image(photograph.pixels.cpu(), (LABEL, top, width, height))
+    for number, line in enumerate(photograph.text.split('\n')):
+        page.text(LABEL + width + 2 * GAP, top + (0.5 + number) * LINE, line, 8)
+    if photograph.frame is not None:
+        page.frame(photograph.frame, (LABEL, top, width, height), 1.5)
+
+
+class _Page:
+    """A figure drawn on in inches from its upper left corner.
+
+    All pictures go into one raster of the size of the page: hundreds of axes or images would take half a minute.
+    """
+
+    def __init__(self, width: float, height: float) -> None:
+        rows, columns = round(height * DPI), round(width * DPI)
+        self.width, self.height = columns / DPI, rows / DPI
+        self.raster = torch.full((rows, columns, 3), 255, dtype=torch.uint8)
+        self.figure = new_figure(self.width, self.height)
+        self.figure.set_layout_engine('none')
+        self.axes = self.figure.add_axes((0, 0, 1, 1))
+
+    def finish(self) -> Any:
+        self.axes.imshow(self.raster.numpy(), extent=(0, self.width, self.height, 0), interpolation='nearest')
+        self.axes.set(xlim=(0, self.width), ylim=(self.height, 0), aspect='auto')
+        self.axes.set_axis_off()
+        return self.figure
+
+    def text(self, x: float, y: float, text: str, size: float, **kwargs: Any) -> None:
+        if text:
+            self.axes.text(x, y, text, fontsize=size, va='center', parse_math=False, **kwargs)
+
+    def image(self, colors: Tensor, box: Box) -> None:
+        """Colours (H, W, 3), uint8, stretched to a box (x, y, width, height)."""
+        left, top, right, bottom = (round(DPI * edge) for edge in (box[0], box[1], box[0] + box[2], box[1] + box[3]))
+        rows = torch.arange(bottom - top) * colors.shape[0] // (bottom - top)
+        columns = torch.arange(right - left) * colors.shape[1] // (right - left)
+        self.raster[top:bottom, left:right] = colors[rows][:, columns]
+
+    def frame(self, frame: Frame, box: Box, line: float = 0.8) -> None:
+        from matplotlib.patches import Rectangle
+
+        top, left, height, width = frame
+        corner = (box[0] + left * box[2], box[1] + top * box[3])
+        for color, thickness in (('black', 2 * line), ('white', line)):
+            self.axes.add_patch(
+                Rectangle(corner, width * box[2], height * box[3], fill=False, edgecolor=color, linewidth=thickness)
+            )
+
+    def color_bar(self, x: float, y: float, scale: Sequence[str], cmap: str) -> None:
+        self.image(colorize(torch.linspace(0, 1, 256)[None], cmap), (x, y, COLOR_BAR, 0.11))
+        for number, label in enumerate(scale):
+            share = number / (len(scale) - 1)
+            side = 'left' if share == 0 else 'right' if share == 1 else 'center'
+            self.text(x + COLOR_BAR * share, y + 0.11 + 0.5 * LINE, label, 7.5, ha=side)
+
+
+def colorize(values: Tensor, cmap: str, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """Values (H, W) as colours (H, W, 3), uint8, of a colour map of matplotlib from `low` to `high`."""
+    from matplotlib import colormaps
+
+    share = ((values.detach().cpu().double() - low) / (high - low)).clamp(0, 1)
+    return torch.from_numpy(colormaps[cmap](share.numpy(), bytes=True))[..., :3]
+
+
+def number(value: float) -> str:
+    """A number in two digits, without an exponent where it can be."""
+    if value == 0 or not math.isfinite(value):
+        return f'{value:g}'
+    digits = max(0, 1 - math.floor(math.log10(abs(value))))
+    return f'{value:.{digits}f}' if digits <= 3 else f'{value:.0e}'.replace('e-0', 'e-')

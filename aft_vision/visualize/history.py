@@ -1,0 +1,137 @@
+"""The curves of training runs."""
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aft_vision.visualize.figure import new_figure
+
+
+def read_history(path: str | Path) -> list[dict[str, float]]:
+    """Read the summary.csv of a run: one mapping per epoch.
+
+    Raises:
+        ValueError: the file is no such table.
+    """
+    with Path(path).open(newline='', encoding='utf-8') as file:
+        try:
+            rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+        # A cell that is no number, or a row that is too short or too long.
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f'expected a table of numbers with a row per epoch, got {path}: {error}') from error
+    if rows and 'epoch' not in rows[0]:
+        raise ValueError(f'expected a table with a column epoch, got {path} with {", ".join(list(rows[0])[:5])}')
+    return rows
+
+
+def plot_history(history: Sequence[Mapping[str, float]], path: str | Path) -> None:
+    """Draw loss, accuracy and learning rate by epoch.
+
+    Args:
+        history: One mapping per epoch, with the columns of the trainer's summary.csv.
+        path: A PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    draw_history(history).savefig(path, dpi=150)
+
+
+def draw_history(history: Sequence[Mapping[str, float]]) -> Any:
+    """As `plot_history`, but return the matplotlib Figure."""
+    figure = new_figure(11, 3.2)
+    loss, accuracy, rate = figure.subplots(1, 3)
+    for axes, names in (
+        (loss, {'train_loss': 'training', 'eval_loss': 'validation', 'eval_ema_loss': 'validation, averaged weights'}),
+        (accuracy, {'eval_top1': 'top-1', 'eval_top5': 'top-5', 'eval_ema_top1': 'top-1, averaged weights'}),
+        (rate, {'train_lr': 'learning rate'}),
+    ):
+        for column, label in names.items():
+            points = [(row['epoch'] + 1, row[column]) for row in history if not math.isnan(row.get(column, math.nan))]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker='.', label=label)
+        axes.set_xlabel('epoch')
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+    loss.set_ylabel('cross-entropy (nats)')
+    accuracy.set_ylabel('accuracy (%)')
+    accuracy.set_ylim(0, 100)
+    rate.set_ylabel('learning rate')
+    for axes in (loss, accuracy):
+        axes.legend(fontsize='small')
+    return figure
+
+
+def plot_bits(runs: Mapping[str, str | Path], path: str | Path, unit: str = 'bits per token') -> None:
+    """Draw the bits of runs of the pixel or character trainer, by update and by the time that the updates took.
+
+    Args:
+        runs: The folder of each run, by the name that the picture gives it.
+        path: A PNG.
+        unit: Label of the bits.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: a folder has no summary.csv or steps.csv of such a run.
+    """
+    draw_bits(runs, unit).savefig(path, dpi=150)
+
+
+def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> Any:
+    """As `plot_bits`, but return the matplotlib Figure."""
+    figure = new_figure(11, 4)
+    panels = figure.subplots(1, 2, sharey=True)
+    curves = {name: _read_bits(Path(folder)) for name, folder in runs.items()}
+    for axes, column, label in zip(panels, ('update', 'seconds'), ('update', 'seconds of training'), strict=True):
+        for number, (name, (steps, epochs)) in enumerate(curves.items()):
+            color = f'C{number}'
+            smooth = _smoothed([row['loss'] / math.log(2) for row in steps])
+            axes.plot([row[column] for row in steps], smooth, color=color, lw=0.8, alpha=0.6, label=f'{name}, training')
+            for key, style, what in (
+                ('eval_bits', 'o-', 'evaluated'),
+                ('eval_ema_bits', 's--', 'evaluated, averaged weights'),
+            ):
+                place = {'update': 'train_updates', 'seconds': 'train_total_seconds'}[column]
+                points = [(row[place], row[key]) for row in epochs if not math.isnan(row.get(key, math.nan))]
+                if points:
+                    axes.plot(*zip(*points, strict=True), style, color=color, ms=4, label=f'{name}, {what}')
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    ends = [row for steps, epochs in curves.values() for row in _ends(steps, epochs)]
+    if ends:
+        # The first updates are far above, and would flatten all that follows.
+        low, high = min(ends), max(ends)
+        panels[0].set_ylim(low - 0.1 * (high - low) - 0.02, high + 0.1 * (high - low) + 0.02)
+    panels[0].set_ylabel(unit)
+    panels[0].legend(fontsize='small')
+    return figure
+
+
+def _read_bits(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """The rows of steps.csv and of summary.csv."""
+    for name in ('steps.csv', 'summary.csv'):
+        if not (folder / name).is_file():
+            raise ValueError(
+                f'expected the folder of a run with steps.csv and summary.csv, got {folder} without {name}'
+            )
+    with (folder / 'steps.csv').open(newline='', encoding='utf-8') as file:
+        steps = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    return steps, read_history(folder / 'summary.csv')
+
+
+def _smoothed(values: Sequence[float], weight: float = 0.5) -> list[float]:
+    """The moving average of values, without the pull of a start at 0."""
+    smooth, mean = [], 0.0
+    for number, value in enumerate(values, start=1):
+        mean = weight * mean + (1 - weight) * value
+        smooth.append(mean / (1 - weight**number))
+    return smooth
+
+
+def _ends(steps: Sequence[Mapping[str, float]], epochs: Sequence[Mapping[str, float]]) -> list[float]:
+    """Bits that a picture should show: those behind the first tenth of the updates, and all that were evaluated."""
+    smooth = _smoothed([row['loss'] / math.log(2) for row in steps])[len(steps) // 10 :]
+    evaluated = [row[key] for row in epochs for key in ('eval_bits', 'eval_ema_bits') if key in row]
+    return [*smooth, *(value for value in evaluated if not math.isnan(value))]

@@ -1,0 +1,68 @@
+"""Keys over a photograph (AFT Fig. 9 to 12)."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from aft_vision.visualize.capture import MixerInputs
+from aft_vision.visualize.figure import SEQUENTIAL, Block, Cell, Top, check_indices, draw_grid, layer_rows, number
+from aft_vision.visualize.photographs import Photograph
+
+
+def key_maps(inputs: MixerInputs, heads: Sequence[int] | None = None) -> Tensor:
+    """The keys of one layer over the grid of tokens, prefix tokens left out (AFT Fig. 9).
+
+    The keys themselves, not exp(k): a constant added to all keys of a channel changes nothing in AFT, and a
+    difference of d means that one token counts exp(d) times as much as another.
+
+    Args:
+        heads: Heads of AFT-conv, which has a key channel for each; channels of the other mixers. None is all.
+
+    Returns:
+        (B, n, H, W).
+    """
+    keys = inputs.k[:, inputs.num_prefix_tokens :].transpose(1, 2).unflatten(2, inputs.grid)
+    return keys if heads is None else keys[:, list(heads)]
+
+
+def draw_key_maps(
+    photograph: Photograph,
+    layers: Sequence[MixerInputs],
+    *,
+    heads: Sequence[int] | None = None,
+    max_heads: int = 16,
+    chosen_layers: Sequence[int] | None = None,
+    text: str = '',
+) -> Any:
+    """Draw a photograph and the keys below it: a row per layer and a column per head (AFT Fig. 9 to 12).
+
+    Args:
+        photograph, layers, heads, max_heads, chosen_layers, text: As of `draw_implicit_attention`.
+
+    Returns:
+        A matplotlib Figure.
+
+    Raises:
+        ValueError: there is no such head or layer.
+        ImportError: matplotlib is not installed.
+    """
+    heads = check_indices('head', heads, layers[0].k.shape[2], max_heads)
+    chosen = check_indices('layer', chosen_layers, len(layers), len(layers))
+
+    def cells(layer: int) -> Iterator[Cell]:
+        for keys in key_maps(layers[layer], heads)[0].float():
+            low, high = keys.min().item(), keys.max().item()
+            yield Cell(keys, low, max(high, low + 1e-6), caption=number(high - low))
+
+    grid = layers[0].grid
+    return draw_grid(
+        [Block('', layer_rows(chosen, heads, cells))],
+        'Keys',
+        'Bright tokens count more. Each picture has its own scale, from its smallest to its largest key.\n'
+        'Below each picture: the difference of the two; at a difference of d, the one counts exp(d) times as much.',
+        ('smallest key', 'largest key'),
+        SEQUENTIAL,
+        aspect=grid[0] / grid[1],
+        photograph=Top(photograph.pixels, text),
+    )

@@ -1,0 +1,95 @@
+"""Photographs for pictures: as a model sees them, and as a reader does."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from timm.data import is_img_extension, resolve_model_data_config
+from torch import Tensor, nn
+
+from aft_vision.data.augment import eval_transform
+from aft_vision.data.datasets import CorruptImageError
+from aft_vision.sizes import default_size
+from aft_vision.visualize.figure import choose
+
+DISPLAY = 448
+
+
+class Photograph(NamedTuple):
+    """One image.
+
+    Attributes:
+        path: Of the file.
+        images: (1, 3, H, W), normalised, for the model.
+        pixels: (H', W', 3) uint8, the same part of it, finer.
+    """
+
+    path: Path
+    images: Tensor
+    pixels: Tensor
+
+
+def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
+    """The images below a folder, sorted by path; up to `at_most` of them, evenly spaced, so that classes mix.
+
+    Raises:
+        ValueError: there is no image, or at_most is below 1.
+    """
+    if at_most < 1:
+        raise ValueError(f'expected at least 1 image to take, got {at_most}')
+    files = sorted(path for path in Path(folder).rglob('*') if is_img_extension(path.suffix.lower()) and path.is_file())
+    if not files:
+        raise ValueError(f'expected a folder with images, got {folder}, which has none')
+    return [files[index] for index in choose(len(files), at_most)]
+
+
+def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | None = None) -> Photograph:
+    """Read an image as `evaluate` would: resized, cropped and normalised by the model's own preprocessing.
+
+    Args:
+        size: (H, W) in pixels; None is that of the model.
+
+    Raises:
+        CorruptImageError: the file cannot be decoded.
+    """
+    config = resolve_model_data_config(model)
+    height, width = default_size(model) if size is None else size
+    try:
+        with Image.open(path) as file:
+            image = file.convert('RGB')
+    # Whatever a damaged file makes a decoder raise: OSError, SyntaxError, struct.error, DecompressionBombError.
+    except Exception as error:
+        raise CorruptImageError(f'expected an image that can be decoded, got {path}: {error}') from error
+    step = max(1, DISPLAY // max(height, width))
+    seen, shown = (eval_transform((height * scale, width * scale), config['crop_pct'])(image) for scale in (1, step))
+    mean, std = (torch.tensor(config[name]).view(3, 1, 1) for name in ('mean', 'std'))
+    return Photograph(Path(path), ((seen / 255 - mean) / std)[None], shown.permute(1, 2, 0))
+
+
+def class_names(model: Any) -> list[str]:
+    """What the classes of a model are called, by its configuration or, for ImageNet's, by timm; else their numbers."""
+    names = model.pretrained_cfg.get('label_names')
+    if names:
+        return list(names)
+    numbers = [f'class {index}' for index in range(model.num_classes)]
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    subset = infer_imagenet_subset(model)
+    if subset is None:
+        return numbers
+    info = ImageNetInfo(subset)
+    return [info.index_to_description(index) for index in range(model.num_classes)]
+
+
+@torch.no_grad()
+def predictions(model: Any, logits: Tensor, count: int = 5) -> list[tuple[str, float]]:
+    """The likeliest classes of one image and their probabilities.
+
+    Args:
+        logits: (1, classes).
+    """
+    chance, index = logits[0].float().softmax(0).topk(min(count, logits.shape[1]))
+    names = class_names(model)
+    return [(names[i], p) for i, p in zip(index.tolist(), chance.tolist(), strict=True)]

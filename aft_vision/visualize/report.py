@@ -1,0 +1,211 @@
+"""The sections of a report on a model: what it is, what it has learned, and what it makes of some photographs."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from aft_vision.layers import AFTMixer
+from aft_vision.sizes import default_size
+from aft_vision.visualize.attention import (
+    attention_heads,
+    draw_implicit_attention,
+    draw_relative_attention,
+    relative_attention,
+)
+from aft_vision.visualize.biases import bias_statistics, draw_position_biases, mixer_bias
+from aft_vision.visualize.capture import capture_mixers
+from aft_vision.visualize.figure import choose, figure_png
+from aft_vision.visualize.history import draw_history
+from aft_vision.visualize.keys import draw_key_maps
+from aft_vision.visualize.page import definitions, paragraph, picture, table
+from aft_vision.visualize.photographs import load_photograph, predictions
+
+BATCH = 16
+
+
+class Section(NamedTuple):
+    """A section of the report: its title, and a function that gives its HTML."""
+
+    title: str
+    build: Callable[[], str]
+
+
+@dataclass
+class Report:
+    """What a report is made of.
+
+    Args:
+        model: An AFT model in evaluation mode.
+        photographs: Images to show with their keys, attention and predictions.
+        averaged: Images that the average relative attention is taken over; none leaves it out.
+        size: (H, W) of the images in pixels; None is the model's own.
+        before: The same model before some change, such as regularisation; its position biases go on the left.
+        vit: A model whose attention goes beside the model's.
+        history: Epochs of the training run, as `plot_history` takes them.
+        facts: More to say about the model, such as its accuracy.
+        query: (row, column) of the token whose attention is drawn; None is the centre.
+        max_heads: Heads of a layer that are drawn.
+    """
+
+    model: nn.Module
+    photographs: Sequence[Path]
+    averaged: Sequence[Path] = ()
+    size: tuple[int, int] | None = None
+    before: nn.Module | None = None
+    vit: nn.Module | None = None
+    history: Sequence[Mapping[str, float]] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    query: tuple[int, int] | None = None
+    max_heads: int = 16
+
+    @property
+    def name(self) -> str:
+        """The architecture of the model."""
+        return _name(self.model)
+
+
+def report_sections(report: Report) -> list[Section]:
+    """The sections of a page, of which each is made when its function is called.
+
+    Raises:
+        ValueError: the model has no AFT mixer.
+    """
+    if not _mixers(report.model):
+        raise ValueError(f'expected an AFT model, got {type(report.model).__name__}, which has no AFT mixer')
+    sections = [Section('Model', partial(_model_section, report))]
+    if report.history:
+        sections.append(Section('Training', partial(_training_section, report)))
+    if any(mixer_bias(mixer) is not None for mixer in _mixers(report.model)):
+        sections.append(Section('Position biases', partial(_bias_section, report)))
+    if report.averaged:
+        sections.append(Section('Average relative attention', partial(_relative_section, report)))
+    for path in report.photographs:
+        sections.append(Section(f'{path.parent.name}/{path.name}', partial(_photograph_section, report, path)))
+    return sections
+
+
+def model_facts(model: Any, size: tuple[int, int] | None = None) -> dict[str, str]:
+    """What there is to say about an AFT model: its size, its mixer and its input, (H, W) in pixels if not its own."""
+    mixers = _mixers(model)
+    bias = mixer_bias(mixers[0])
+    height, width = size or default_size(model)
+    grid = model.patch_embed.dynamic_feat_size((height, width))
+    facts = {
+        'Architecture': _name(model),
+        'Parameters': f'{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million',
+        'Mixer': type(mixers[0]).__name__.replace('AFT', 'AFT-').lower().replace('aft', 'AFT'),
+        'Layers': str(len(mixers)),
+    }
+    if bias is not None and len(bias) > 1:
+        facts['Kernel'] = f'{bias.shape[1]} \u00d7 {bias.shape[2]} tokens'
+        facts['Heads'] = str(len(bias))
+    facts['Input'] = f'{height} \u00d7 {width} pixels, {grid[0]} \u00d7 {grid[1]} tokens'
+    facts['Classes'] = str(model.num_classes)
+    return facts
+
+
+def _model_section(report: Report) -> str:
+    return definitions({**model_facts(report.model, report.size), **report.facts})
+
+
+def _training_section(report: Report) -> str:
+    last = report.history[-1]
+    alt = f'Curves of loss, accuracy and learning rate over {int(last["epoch"]) + 1} epochs'
+    return picture(figure_png(draw_history(report.history)), alt)
+
+
+def _decimals(value: float) -> str:
+    return 'none' if math.isnan(value) else f'{value:.3f}'
+
+
+def _bias_section(report: Report) -> str:
+    heads = report.max_heads if report.before is None else max(1, report.max_heads // 2)
+    figure = draw_position_biases(report.model, heads, before=report.before)
+    models = [('', report.model)] if report.before is None else [('before: ', report.before), ('', report.model)]
+    columns, statistics = ['layer'], []
+    for title, model in models:
+        columns += [f'{title}{name}' for name in ('entropy', 'share below 0.1', 'largest')]
+        statistics.append(bias_statistics(model))
+    rows = []
+    for layer, figures in enumerate(zip(*statistics, strict=True), start=1):
+        cells = [
+            text
+            for row in figures
+            for text in (_decimals(row['entropy']), f'{100 * row["unbiased"]:.1f}%', f'{row["largest"]:.2f}')
+        ]
+        rows.append([str(layer), *cells])
+    uniform = statistics[-1][0]['uniform']
+    legend = paragraph(
+        f'Entropy is that of softmax(w) in nats, the mean over heads (AFT Eq. 9); equal biases have {uniform:.3f}. '
+        'Share below 0.1 counts the biases with |exp(w)\u00a0-\u00a01| < 0.1; largest is the largest '
+        '|exp(w)\u00a0-\u00a01|.'
+    )
+    words = paragraph(
+        'A position bias w multiplies the weight of a source by exp(w), whatever the image shows. The centre of an '
+        'AFT-conv kernel is the token itself.'
+    )
+    alt = f'Position biases of {len(rows)} layers: a picture of exp(w) - 1 for each layer and head drawn'
+    return words + picture(figure_png(figure), alt) + legend + table('Sparsity of the position biases', columns, rows)
+
+
+def _relative_section(report: Report) -> str:
+    maps: dict[str, Tensor] = {}
+    heads: dict[str, list[int]] = {}
+    # Together as wide as the other pictures.
+    left = report.max_heads
+    for model, size in ((report.vit, None), (report.model, report.size)):
+        if model is not None:
+            name = _name(model) if _name(model) not in maps else f'{_name(model)} (this one)'
+            heads[name] = choose(attention_heads(model), max(1, left if model is report.model else left // 2))
+            maps[name] = relative_attention(model, _batches(report.averaged, model, size), heads[name])
+            left -= len(heads[name])
+    words = paragraph(
+        f'Mean over {len(report.averaged)} images and all query positions. The implicit attention of AFT is softmax('
+        'key + position bias) over the sources (AFT Eq. 3). Class and register tokens are left out.'
+    )
+    alt = f'Average attention by the offset from query to key, for each layer and head drawn, of {" and ".join(maps)}'
+    return words + picture(figure_png(draw_relative_attention(maps, heads)), alt)
+
+
+def _photograph_section(report: Report, path: Path) -> str:
+    photograph = load_photograph(path, report.model, report.size)
+    logits, layers = capture_mixers(report.model, photograph.images.to(_device(report.model)))
+    top = predictions(report.model, logits)
+    height, width = layers[0].grid
+    query = report.query or (height // 2, width // 2)
+    keys = draw_key_maps(photograph, layers, max_heads=report.max_heads)
+    weights = draw_implicit_attention(photograph, layers, query, max_heads=report.max_heads)
+    place = f'row {query[0] + 1}, column {query[1] + 1}'
+    return (
+        table('Prediction', ['class', 'probability'], [[name, f'{100 * chance:.1f}%'] for name, chance in top])
+        + picture(figure_png(keys), f'{path.name}, and below it the keys of each layer and head drawn')
+        + picture(
+            figure_png(weights),
+            f'{path.name}, and below it the weights that the token at {place} gives the others, by layer and head',
+            f'The framed token is at {place} of {height} \u00d7 {width}.',
+        )
+    )
+
+
+def _batches(paths: Sequence[Path], model: nn.Module, size: tuple[int, int] | None) -> Iterator[Tensor]:
+    for start in range(0, len(paths), BATCH):
+        batch = [load_photograph(path, model, size).images for path in paths[start : start + BATCH]]
+        yield torch.cat(batch).to(_device(model))
+
+
+def _mixers(model: nn.Module) -> list[AFTMixer]:
+    return [module for module in model.modules() if isinstance(module, AFTMixer)]
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _name(model: Any) -> str:
+    return model.pretrained_cfg.get('architecture') or type(model).__name__

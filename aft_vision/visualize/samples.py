@@ -1,0 +1,80 @@
+"""Sheets of small images: samples, and completions below what was given of them (AFT Fig. 4)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.utils import make_grid
+
+# What stands where nothing is given, and between images.
+HIDDEN, PAPER = 128, 255
+
+
+def image_sheet(images: Tensor, columns: int | None = None, scale: int = 4, margin: int | None = None) -> Image.Image:
+    """Images (N, 3, H, W) uint8 in rows, enlarged by whole pixels.
+
+    Args:
+        columns: images in a row; None makes the sheet about square.
+        scale: factor of enlargement.
+        margin: pixels between images; None is scale.
+
+    Raises:
+        ValueError: there are no images, or columns or scale is below 1.
+    """
+    columns = max(1, round(len(images) ** 0.5)) if columns is None else columns
+    if len(images) == 0 or columns < 1 or scale < 1:
+        raise ValueError(
+            f'expected images, columns and a scale of at least 1, got {len(images)}, {columns} and {scale}'
+        )
+    large = images.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
+    grid = make_grid(large, nrow=columns, padding=scale if margin is None else margin, pad_value=PAPER)
+    return Image.fromarray(grid.permute(1, 2, 0).cpu().numpy())
+
+
+def completion_sheet(
+    images: Tensor, mask: Tensor, completed: Tensor, scale: int = 4, show_originals: bool = False
+) -> Image.Image:
+    """What was given of each image on top, and its completions below, one column an image (AFT Fig. 4).
+
+    Args:
+        images: (P, 3, H, W) uint8.
+        mask: (H, W), (P, H, W) or (P, 3, H, W) bool, True where an image is given.
+        completed: (P * n, 3, H, W) uint8, those of one image next to each other.
+        scale: factor of enlargement.
+        show_originals: add a row with the images themselves.
+
+    Raises:
+        ValueError: the number of completions is no multiple of that of images.
+    """
+    if len(images) == 0 or len(completed) % len(images) != 0:
+        raise ValueError(f'expected a multiple of {len(images)} completions, got {len(completed)}')
+    given = mask if mask.ndim == 4 else mask.unsqueeze(-3)
+    rows = [torch.where(given, images, HIDDEN), *completed.unflatten(0, (len(images), -1)).transpose(0, 1)]
+    if show_originals:
+        rows.append(images)
+    return image_sheet(torch.cat(rows), columns=len(images), scale=scale)
+
+
+def load_pixels(paths: Sequence[str | Path], img_size: tuple[int, int]) -> Tensor:
+    """Image files as (N, 3, H, W) uint8, as they are.
+
+    Raises:
+        ValueError: a file is no image, or has another size.
+    """
+    pixels = []
+    for path in paths:
+        try:
+            with Image.open(path) as image:
+                pixels.append(torch.from_numpy(np.array(image.convert('RGB'))))
+        except OSError as error:
+            raise ValueError(f'expected an image in {path}, got: {error}') from error
+        size = tuple(pixels[-1].shape[:2])
+        if size != tuple(img_size):
+            raise ValueError(
+                f'expected an image of {img_size[0]} x {img_size[1]} pixels (H x W), '
+                f'got {size[0]} x {size[1]} in {path}'
+            )
+    return torch.stack(pixels).permute(0, 3, 1, 2)

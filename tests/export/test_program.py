@@ -1,0 +1,238 @@
+"""Programs of torch.export and ONNX files: equal to the model, at every size that they promise."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from aft_vision.export import Shape, choose_shape, export_onnx, export_pt2, program
+from aft_vision.export.verify import onnx_runner
+
+TINY = dict(depth=1, embed_dim=32, patch_size=8, img_size=32, num_classes=5)
+SIZES = ((32, 32), (16, 56), (72, 64))
+
+
+def make(name: str = 'aft_conv_tiny', **kwargs: Any) -> nn.Module:
+    torch.manual_seed(0)
+    conv = dict(num_heads=8, kernel_size=5) if 'conv' in name else {}
+    model = timm.create_model(name, **{**TINY, **conv, **kwargs}).eval()
+    # As the trainer records it.
+    model.pretrained_cfg['input_size'] = (3, 32, 32)
+    for key, parameter in model.named_parameters():
+        if key.endswith(('gamma', '.u', '.v')):
+            nn.init.normal_(parameter)
+    return model
+
+
+def images(batch: int, height: int, width: int) -> Tensor:
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(batch))
+
+
+@torch.no_grad()
+def assert_equal(model: nn.Module, run: Any, batch: int, size: tuple[int, int]) -> None:
+    x = images(batch, *size)
+    expected = model(x)
+    assert run(x).shape == expected.shape
+    assert ((run(x) - expected).abs().max() / expected.abs().max()).item() <= 1e-5
+
+
+@pytest.fixture(scope='module')
+def onnx_file(tmp_path_factory):
+    pytest.importorskip('onnxruntime')
+    pytest.importorskip('onnxscript')
+    path = tmp_path_factory.mktemp('onnx') / 'model.onnx'
+    model = make()
+    model.pretrained_cfg['label_names'] = ['a', 'b', 'c', 'd', 'e']
+    return path, export_onnx(model, path)
+
+
+@pytest.mark.parametrize('size', SIZES, ids=str)
+@pytest.mark.parametrize('batch', [1, 3])
+def test_one_onnx_file_serves_every_size_and_batch(onnx_file, batch, size):
+    assert_equal(make(), onnx_runner(onnx_file[0]), batch, size)
+
+
+def test_the_export_reports_three_sizes(onnx_file):
+    checks = onnx_file[1]
+    assert [(check.batch, check.size) for check in checks] == [(1, (32, 32)), (3, (16, 40)), (1, (56, 48))]
+    assert all(check.difference <= 1e-5 for check in checks)
+    assert [path.name for path in onnx_file[0].parent.iterdir()] == ['model.onnx']
+
+
+def test_eq_8_and_the_exponentials_of_the_bias_are_folded(onnx_file):
+    onnx = pytest.importorskip('onnx')
+    graph = onnx.load(onnx_file[0]).graph
+    constants = {x.name: x for x in graph.initializer}
+    weights = [node.input[1] for node in graph.node if node.op_type == 'Conv']
+    # Patches, and the taps of 8 heads with 4 channels and a denominator each.
+    assert [list(constants[name].dims) for name in weights] == [[32, 3, 8, 8], [40, 1, 5, 5]]
+    # Of the keys alone; and no standardisation, which would take a deviation.
+    count = [node.op_type for node in graph.node].count
+    assert (count('Exp'), count('Sqrt'), count('Pow')) == (1, 0, 0)
+    norms = {'norm1', 'norm2', 'norm'}
+    assert count('LayerNormalization') == len(norms)
+
+
+def test_an_onnx_file_says_how_images_are_prepared(onnx_file):
+    onnx = pytest.importorskip('onnx')
+    found = {entry.key: json.loads(entry.value) for entry in onnx.load(onnx_file[0]).metadata_props}
+    assert found['label_names'] == ['a', 'b', 'c', 'd', 'e']
+    assert found['mean'] == [0.485, 0.456, 0.406]
+    assert (found['crop_pct'], found['interpolation']) == (0.875, 'bicubic')
+
+
+def test_the_matrix_form_has_no_convolution_but_the_patches():
+    model = make()
+    shape = choose_shape(model, (32, 48), fixed_size=True, form='matmul')
+    traced = program.trace(program.fold(model, shape, 'matmul'), shape)
+    assert [str(node.target) for node in traced.graph.nodes].count('aten.conv2d.default') == 1
+    assert (8, 24, 24) in [tuple(x.shape) for x in traced.state_dict.values()]
+    assert_equal(model, traced.module(), 3, (32, 48))
+
+
+def test_aft_full_keeps_its_bias_as_a_constant_of_the_chosen_size(tmp_path):
+    onnx = pytest.importorskip('onnx')
+    pytest.importorskip('onnxruntime')
+    model, path = make('aft_full_tiny'), tmp_path / 'model.onnx'
+    shape = choose_shape(model, (32, 48))
+    assert shape.fixed_size
+    export_onnx(model, path, shape)
+    assert [25, 25] in [list(x.dims) for x in onnx.load(path).graph.initializer]
+    model.set_input_size((32, 48))
+    assert_equal(model, onnx_runner(path), 3, (32, 48))
+
+
+@pytest.mark.parametrize(('kwargs', 'aten'), [({}, False), ({'gumbel': True}, True)], ids=['operators', 'gumbel-aten'])
+def test_one_pt2_file_serves_every_size_and_batch(tmp_path, kwargs, aten):
+    model, path = make(**kwargs), tmp_path / 'model.pt2'
+    export_pt2(model, path, aten=aten)
+    program = torch.export.load(path)
+    found = {str(node.target).partition('.')[0] for node in program.graph.nodes if node.op == 'call_function'}
+    assert ('aft_vision' in found) is not aten
+    run = program.module()
+    for batch, size in zip((1, 3, 2), SIZES, strict=True):
+        assert_equal(model, run, batch, size)
+
+
+def test_a_pt2_file_of_any_size_is_verified_at_two_patch_rows_at_least(tmp_path):
+    model = make(patch_size=16, img_size=48)
+    checks = export_pt2(model, tmp_path / 'model.pt2', choose_shape(model, (48, 48)), aten=True)
+    assert [check.size for check in checks] == [(48, 48), (32, 64), (112, 96)]
+
+
+@pytest.mark.parametrize('name', ['aft_conv_tiny', 'aft_full_tiny', 'aft_simple_tiny', 'deit_tiny_patch16_224'])
+def test_a_program_of_fixed_size_takes_any_batch_and_has_no_alias_which_core_ml_does_not_know(tmp_path, name):
+    kwargs = {'num_heads': 2} if name.startswith('deit') else {'exportable': True}
+    model, path = make(name, **kwargs), tmp_path / 'model.pt2'
+    checks = export_pt2(model, path, choose_shape(model, fixed_size=name == 'aft_conv_tiny'))
+    assert [(check.batch, check.size) for check in checks] == [(1, (32, 32)), (3, (32, 32))]
+    loaded = torch.export.load(path)
+    assert_equal(model, loaded.module(), 4, (32, 32))
+    operators = {str(node.target) for node in loaded.run_decompositions({}).graph.nodes}
+    assert 'aten.conv2d.default' in operators
+    assert 'aten.alias.default' not in operators
+
+
+def test_the_aten_form_loads_without_aft_vision(tmp_path):
+    model, x = make(), images(2, 24, 40)
+    export_pt2(model, tmp_path / 'model.pt2', aten=True)
+    torch.save(x, tmp_path / 'x.pt')
+    code = (
+        'import sys, torch\n'
+        "y = torch.export.load('model.pt2').module()(torch.load('x.pt'))\n"
+        "assert 'aft_vision' not in sys.modules and 'timm' not in sys.modules\n"
+        "torch.save(y, 'y.pt')\n"
+    )
+    subprocess.run([sys.executable, '-c', code], cwd=tmp_path, check=True)
+    torch.testing.assert_close(torch.load(tmp_path / 'y.pt'), model(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_fixed_batch_takes_no_other(tmp_path):
+    model = make()
+    export_pt2(model, tmp_path / 'model.pt2', Shape((32, 32), True, 2))
+    run = torch.export.load(tmp_path / 'model.pt2').module()
+    assert_equal(model, run, 2, (32, 32))
+    with pytest.raises(AssertionError, match=r'x\.size\(\)\[0\] == 2'):
+        run(images(3, 32, 32))
+
+
+def test_a_model_is_left_as_it_was():
+    model = make().train()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    folded = program.fold(model, choose_shape(model))
+    with torch.no_grad():
+        for x in folded.state_dict().values():
+            x.zero_()
+    assert not folded.training
+    assert model.training
+    assert before.keys() == model.state_dict().keys()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_a_file_that_differs_is_not_written(tmp_path):
+    model = make()
+    (tmp_path / 'model.pt2').write_bytes(b'the previous one')
+    with pytest.raises(
+        ValueError, match=r'within 0e\+00 of the largest one of PyTorch, got .* for 1 images of 32 x 32'
+    ):
+        export_pt2(model, tmp_path / 'model.pt2', aten=True, tolerance=0.0)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [('model.pt2', b'the previous one')]
+
+
+def test_large_matrices_are_announced(monkeypatch):
+    monkeypatch.setattr(program, 'LARGE_MATRICES', 8 * 16**2 * 4 - 1)
+    model = make()
+    shape = choose_shape(model, (32, 32), fixed_size=True, form='matmul')
+    with pytest.warns(UserWarning, match="form='matmul' keeps 0 MiB of matrices, h T T floats a layer"):
+        program.fold(model, shape, 'matmul')
+    assert program.matrix_bytes(model, (32, 48)) == 8 * 24**2 * 4
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(program.importlib.util, 'find_spec', lambda name: None if name == 'onnxscript' else object())
+    with pytest.raises(ImportError, match=r"ONNX needs onnxscript: pip install 'aft-vision\[export\]'"):
+        export_onnx(make(), tmp_path / 'model.onnx')
+
+
+@pytest.mark.parametrize(
+    ('name', 'arguments', 'message'),
+    [
+        ('aft_conv_tiny', {'size': (30, 32)}, r'multiples of the patch size \(8, 8\), got \(30, 32\)'),
+        ('aft_conv_tiny', {'form': 'matmul'}, 'expected a fixed size, got a dynamic one'),
+        ('aft_conv_tiny', {'form': 'fft'}, "form must be one of conv, matmul, got 'fft'"),
+        ('aft_conv_tiny', {'batch': 0}, 'expected a batch of at least 1 image, got 0'),
+        ('aft_full_tiny', {'form': 'matmul', 'fixed_size': True}, "expected an AFT-conv for form='matmul', got a AFT"),
+    ],
+)
+def test_what_a_model_cannot_do_is_rejected(name, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        choose_shape(make(name), **arguments)
+
+
+def test_a_program_of_any_size_from_one_patch_a_side_is_rejected(tmp_path):
+    model = make()
+    with pytest.raises(ValueError, match=r'takes two patches and more a side: .* \(16, 16\), .* got \(32, 8\)'):
+        export_pt2(model, tmp_path / 'model.pt2', choose_shape(model, (32, 8)))
+
+
+def test_aft_simple_without_positions_still_has_a_fixed_size():
+    assert program.takes_any_size(make())
+    assert not program.takes_any_size(make('aft_simple_tiny', pos_embed='none'))
+
+
+def test_a_form_of_the_custom_operator_is_rejected(tmp_path):
+    model = make()
+    with pytest.raises(ValueError, match="form='matmul' is made of aten operations: expected aten=True"):
+        export_pt2(model, tmp_path / 'model.pt2', Shape((32, 32), True), form='matmul')
+
+
+def test_more_weights_than_a_file_holds_are_rejected(tmp_path, monkeypatch):
+    pytest.importorskip('onnxruntime')
+    monkeypatch.setattr(program, 'LARGEST_ONNX', 2**10)
+    with pytest.raises(ValueError, match='expected weights of at most 0 MiB, got 0 MiB'):
+        export_onnx(make(), tmp_path / 'model.onnx')

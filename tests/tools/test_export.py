@@ -1,0 +1,125 @@
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from aft_vision.export.program import TOLERANCE
+from aft_vision.export.verify import Check, Shape
+from tools import export
+from tools.export import main
+
+KWARGS = dict(depth=1, embed_dim=16, patch_size=8, num_heads=2, kernel_size=3, num_classes=3)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    content = {
+        'model_name': 'aft_conv_tiny',
+        'model_kwargs': KWARGS,
+        'class_names': ['a', 'b', 'c'],
+        'data_config': {'input_size': (3, 32, 32), 'crop_pct': 0.9},
+        'best_top1': 50.0,
+        'epoch': 3,
+        'state_dict': timm.create_model('aft_conv_tiny', **KWARGS).state_dict(),
+    }
+    torch.save(content, tmp_path / 'best.pth')
+    return tmp_path / 'best.pth'
+
+
+def test_a_checkpoint_becomes_an_onnx_file(checkpoint, tmp_path, monkeypatch, capsys):
+    called = []
+    checks = [Check((32, 32), 1, 2.5e-7), Check((16, 40), 3, 5e-7)]
+    monkeypatch.setattr(export, 'export_onnx', lambda *args, **kwargs: called.append((args, kwargs)) or checks)
+    path = main(['--checkpoint', str(checkpoint), '--format', 'onnx', '--out', str(tmp_path / 'new' / 'model.onnx')])
+    shown = capsys.readouterr().out
+    [((model, out, shape), kwargs)] = called
+    assert '1 x 32 x 32: differs from PyTorch by 2.5e-07\n3 x 16 x 40: differs from PyTorch by 5.0e-07' in shown
+    assert f'{path} is written: it takes any height and width, any batch' in shown
+    assert path == out == tmp_path / 'new' / 'model.onnx'
+    assert shape == Shape((32, 32), fixed_size=False, batch=None)
+    assert kwargs == {'form': 'conv', 'opset': 18, 'tolerance': TOLERANCE}
+    saved = torch.load(checkpoint, weights_only=True)['state_dict']
+    assert all(torch.equal(x, saved[name]) for name, x in model.state_dict().items())
+
+
+def test_a_checkpoint_becomes_a_hub_folder_and_that_a_program(checkpoint, tmp_path, capsys):
+    folder = main(
+        ['--checkpoint', str(checkpoint), '--format', 'hf', '--out', str(tmp_path / 'hub'), '--license', 'mit']
+    )
+    card = (folder / 'README.md').read_text()
+    assert '**Top-1 (validation):** 50.0 % after 3 epochs' in card
+    options = ['--format', 'pt2', '--aten', '--form', 'matmul', '--fixed-size', '--size', '32x40', '--batch', '2']
+    path = main(['--checkpoint', str(folder), *options, '--out', str(tmp_path / 'model.pt2')])
+    assert 'it takes 32 x 40 alone, a batch of 2' in capsys.readouterr().out
+    assert torch.export.load(path).module()(torch.zeros(2, 3, 32, 40)).shape == (2, 3)
+
+
+def test_a_name_of_timm_and_its_arguments_are_taken(tmp_path):
+    arguments = [f'{name}={value}' for name, value in KWARGS.items()]
+    options = ['--model-arg', *arguments, '--size', '32', '--format', 'pt2', '--out', str(tmp_path / 'model.pt2')]
+    path = main(['--model', 'aft_conv_tiny', *options])
+    assert torch.export.load(path).module()(torch.zeros(1, 3, 16, 24)).shape == (1, 3)
+
+
+def test_the_latency_is_printed_and_written(checkpoint, tmp_path, monkeypatch, capsys):
+    pytest.importorskip('onnxruntime')
+    row = {'name': 'deit_tiny', 'milliseconds': 2.5, 'ratio': 1.0, 'ratio_range': [0.75, 1.25]}
+    seen = []
+    monkeypatch.setattr(export, 'export_onnx', lambda *args, **kwargs: [])
+    monkeypatch.setattr(export, 'measure_latency', lambda *args, **kwargs: seen.append((args[3], kwargs)) or [row])
+    options = ['--format', 'onnx', '--out', str(tmp_path / 'model.onnx'), '--latency', '--allow-load', '--threads', '2']
+    main(['--checkpoint', str(checkpoint), *options])
+    (shape, kwargs), shown = seen[0], capsys.readouterr().out
+    assert (shape.size, kwargs['threads'], kwargs['form']) == ((32, 32), 2, 'conv')
+    assert 'images 1 x 32 x 32' in shown
+    assert 'onnxruntime' in shown
+    assert '2.50   1.00  0.75 to 1.25' in shown
+    assert json.loads((tmp_path / 'model.latency.json').read_text())['rows'] == [row]
+
+
+def test_a_loaded_machine_is_not_measured(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr('os.getloadavg', lambda: (64.0, 0.0, 0.0))
+    monkeypatch.setattr('os.cpu_count', lambda: 16)
+    with pytest.raises(RuntimeError, match='--allow-load'):
+        main(['--checkpoint', str(checkpoint), '--format', 'onnx', '--out', str(tmp_path / 'm.onnx'), '--latency'])
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (['--format', 'tflite'], "invalid choice: 'tflite' (choose from "),
+        (['--format', 'hf', '--latency'], '--latency belongs to --format onnx, got hf'),
+        (['--format', 'onnx', '--aten'], '--aten belongs to --format pt2, got onnx'),
+        (['--format', 'openvino', '--form', 'conv'], '--form belongs to --format onnx or pt2, got openvino'),
+        (['--format', 'onnx', '--timmx-arg', 'fp16=False'], '--timmx-arg belongs to a format of timmx, got onnx'),
+        (['--format', 'onnx', '--model-arg', 'depth=2'], '--model-arg and --pretrained belong to --model'),
+    ],
+)
+def test_options_that_contradict_each_other_are_rejected(checkpoint, tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit):
+        main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out'), *options])
+    assert message in capsys.readouterr().err
+
+
+def test_the_checkpoint_is_not_overwritten(checkpoint, tmp_path):
+    folder = str(tmp_path / 'hub')
+    main(['--checkpoint', str(checkpoint), '--format', 'hf', '--out', folder])
+    for source, out in ((folder, f'{folder}/../hub'), (str(checkpoint), str(checkpoint))):
+        with pytest.raises(ValueError, match='another place than that of the checkpoint, got --out'):
+            main(['--checkpoint', source, '--format', 'hf', '--out', out])
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (['--model', 'aft_conv_huge'], 'expected a model that can be built, got aft_conv_huge: Unknown model'),
+        (['--model', 'aft_conv_tiny', '--model-arg', 'depth=1', '--size', '100'], r'multiples of the patch size'),
+        (['--model', 'aft_conv_tiny', '--model-arg', 'depth=1', '--form', 'matmul'], 'expected a fixed size'),
+    ],
+)
+def test_what_cannot_be_exported_is_rejected(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        main([*options, '--format', 'onnx', '--out', str(tmp_path / 'model.onnx')])

@@ -1,0 +1,175 @@
+import base64
+import io
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from helpers import make_folder, photographs
+from PIL import Image, ImageChops
+
+from tools.report import load_vit, main, recorded_facts
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome', 'google-chrome-stable'))), None
+)
+CONV = dict(depth=1, embed_dim=8, patch_size=8, num_heads=4, kernel_size=3, num_classes=3)
+VIT = dict(depth=1, embed_dim=8, patch_size=8, num_heads=2, num_classes=3, img_size=32)
+VOID = {'meta', 'img', 'link', 'br'}
+
+
+class Page(HTMLParser):
+    """The elements of a page, each closed in its turn."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def save(path: Path, name: str, kwargs: dict[str, object], **extra: object) -> Path:
+    torch.manual_seed(0)
+    model = timm.create_model(name, **kwargs)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    torch.save({'model_name': name, 'model_kwargs': kwargs, 'state_dict': model.state_dict(), **extra}, path)
+    return path
+
+
+@pytest.fixture(scope='module')
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp('run')
+    config = {'data_config': {'input_size': (3, 32, 32), 'crop_pct': 1.0}, 'class_names': ['<hat>', 'shoe', 'shirt']}
+    after = save(folder / 'best.pth', 'aft_conv_tiny', CONV, best_top1=41.25, epoch=7, **config)
+    before = save(folder / 'before.pth', 'aft_conv_tiny', CONV)
+    vit = save(folder / 'vit.pth', 'vit_tiny_patch16_224', VIT)
+    (folder / 'summary.csv').write_text('epoch,train_loss,eval_top1\n0,2.0,30.0\n1,1.5,41.25\n')
+    for index, image in enumerate(photographs(2, (48, 40))):
+        (folder / 'images').mkdir(exist_ok=True)
+        image.save(folder / 'images' / f'{index} & co.png')
+    arguments = {'checkpoint': after, 'before': before, 'vit': vit, 'images': folder / 'images', 'max-images': 1}
+    arguments |= {'out': folder / 'page' / 'report.html', 'query': 3}
+    return main([str(x) for name, value in arguments.items() for x in (f'--{name}', value)] + ['4'])
+
+
+def test_the_page_is_well_formed_and_has_every_section(report):
+    text = report.read_text()
+    page = Page(text)
+    assert not page.open
+    titles = ['Model', 'Training', 'Position biases', 'Average relative attention', 'images/0 &amp; co.png']
+    assert [title for title in titles if f'<h2>{title}</h2>' not in text] == []
+    assert len(page.all('h1')) == 1
+    identifiers = {f'#{section["id"]}' for section in page.all('section')}
+    assert {link['href'] for link in page.all('a')} == identifiers
+
+
+def test_the_page_asks_for_nothing_and_runs_nothing(report):
+    page = Page(report.read_text())
+    sources = [
+        value for _, attributes in page.elements for name, value in attributes.items() if name in ('src', 'href')
+    ]
+    assert all(source.startswith(('data:image/png;base64,', '#')) for source in sources)
+    assert not {'script', 'link', 'iframe', 'object'} & {tag for tag, _ in page.elements}
+    assert not re.search(r'https?:|@import|url\(', re.sub(r'base64,[^"]*', '', report.read_text()))
+
+
+def test_every_picture_decodes_and_says_what_it_shows(report):
+    pictures = Page(report.read_text()).all('img')
+    # Curves, biases, relative attention, and keys and implicit attention of a photograph.
+    assert len(pictures) == 5
+    for picture in pictures:
+        image = Image.open(io.BytesIO(base64.b64decode(picture['src'].partition('base64,')[2])))
+        image.load()
+        assert len(picture['alt']) > 20
+        assert abs(image.width / image.height - int(picture['width']) / int(picture['height'])) < 0.02
+
+
+def test_the_page_says_what_the_checkpoint_knows(report):
+    text = report.read_text()
+    assert 'aft_conv_tiny' in text
+    assert '41.25%, the best of the run, after 7 epochs' in text
+    assert '32 × 32 pixels, 4 × 4 tokens' in text
+    assert '3 × 3 tokens' in text
+    assert '&lt;hat&gt;' in text
+    assert '<hat>' not in text
+    assert 'row 3, column 4 of 4 × 4' in text
+    assert 'before: entropy' in text
+
+
+def test_another_model_of_the_same_name_is_told_apart(tmp_path):
+    checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV)
+    make_folder(tmp_path, {'images': ['a']}, images=1)
+    arguments = ['--checkpoint', str(checkpoint), '--images', str(tmp_path / 'images'), '--size', '32']
+    text = main([*arguments, '--vit', str(checkpoint)]).read_text()
+    assert 'of aft_conv_tiny and aft_conv_tiny (this one)' in text
+
+
+@pytest.mark.parametrize('name', ['aft_simple_tiny', 'aft_full_tiny'])
+def test_models_without_heads_have_a_report_too(tmp_path, name, capsys):
+    kwargs = dict(depth=1, embed_dim=8, patch_size=8, num_classes=3, img_size=32)
+    checkpoint = save(tmp_path / 'best.pth', name, kwargs)
+    make_folder(tmp_path, {'images': ['a']}, images=1)
+    path = main(['--checkpoint', str(checkpoint), '--images', str(tmp_path / 'images'), '--size', '48x32'])
+    assert path == tmp_path / 'report.html'
+    assert str(path) in capsys.readouterr().out
+    text = path.read_text()
+    assert ('Position biases</h2>' in text) == (name == 'aft_full_tiny')
+    assert '48 × 32 pixels, 6 × 4 tokens' in text
+
+
+def test_a_model_that_is_not_aft_is_rejected(tmp_path):
+    checkpoint = save(tmp_path / 'best.pth', 'vit_tiny_patch16_224', VIT)
+    make_folder(tmp_path, {'images': ['a']}, images=1)
+    with pytest.raises(ValueError, match='an AFT model, got VisionTransformer'):
+        main(['--checkpoint', str(checkpoint), '--images', str(tmp_path / 'images')])
+
+
+def test_a_vit_that_is_neither_file_nor_name_is_rejected():
+    with pytest.raises(ValueError, match="checkpoint or timm's name of a model, got vit_of_mine"):
+        load_vit('vit_of_mine', 'cpu')
+
+
+def test_an_exported_folder_records_only_its_name(tmp_path):
+    (tmp_path / 'run' / 'export').mkdir(parents=True)
+    assert recorded_facts(tmp_path / 'run' / 'export') == {'Checkpoint': 'run/export'}
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason='needs chromium on PATH')
+@pytest.mark.parametrize(('width', 'dark'), [(1200, False), (400, True)])
+def test_a_browser_shows_the_page(report, tmp_path, width, dark):
+    picture = tmp_path / 'page.png'
+    options = [
+        '--headless',
+        '--no-sandbox',
+        '--disable-gpu',
+        '--hide-scrollbars',
+        f'--user-data-dir={tmp_path}/profile',
+    ]
+    options += ['--blink-settings=preferredColorScheme=0'] if dark else []
+    command = [CHROMIUM, *options, f'--window-size={width},2400', f'--screenshot={picture}', report.as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    image = Image.open(picture).convert('RGB')
+    assert image.size == (width, 2400)
+    background = (20, 23, 28) if dark else (255, 255, 255)
+    assert image.getpixel((2, 2)) == background
+    ink = ImageChops.difference(image, Image.new('RGB', image.size, background))
+    # The sections below the first screen are drawn, and none is cut at the right edge.
+    assert ink.crop((0, 1000, width, 2400)).getbbox() is not None
+    assert ink.crop((width - 4, 0, width, 2400)).getbbox() is None

@@ -1,0 +1,202 @@
+import pytest
+import timm
+import torch
+from helpers import photographs, randn
+from PIL import Image
+from timm.layers import set_fused_attn
+from torch import Tensor, nn
+
+from aft_vision.layers import create_mixer
+from aft_vision.visualize import (
+    MixerInputs,
+    capture_mixers,
+    draw_implicit_attention,
+    draw_relative_attention,
+    implicit_attention,
+    load_photograph,
+    relative_attention,
+    relative_mean,
+    save_figure,
+)
+
+TINY = dict(depth=2, embed_dim=16, patch_size=8, img_size=(24, 32), num_classes=3)
+MODELS = {
+    'conv': ('aft_conv_tiny', dict(num_heads=4, kernel_size=5)),
+    'gumbel': ('aft_conv_tiny', dict(num_heads=4, kernel_size=5, gumbel=True)),
+    'window': ('aft_conv_tiny', dict(num_heads=16, kernel_size=3, global_context=False)),
+    'no query': ('aft_conv_tiny', dict(num_heads=2, kernel_size=3, query_gate=False)),
+    'full': ('aft_full_tiny', {}),
+    'pairwise': ('aft_full_tiny', dict(factorize_bias=False, reg_tokens=2)),
+    'local': ('aft_full_tiny', dict(mixer='local', window_size=3)),
+    'simple': ('aft_simple_tiny', {}),
+}
+VIT = dict(depth=2, embed_dim=16, num_heads=2, patch_size=8, img_size=(24, 32), num_classes=3)
+
+
+def make_model(kind: str, **more: object) -> nn.Module:
+    name, kwargs = MODELS[kind]
+    return randomized(timm.create_model(name, **{**TINY, **kwargs, **more}))
+
+
+def make_vit(name: str = 'vit_tiny_patch16_224', **kwargs: object) -> nn.Module:
+    return randomized(timm.create_model(name, **{**VIT, **kwargs}))
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.double().eval()
+
+
+def op_outputs(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """What the operation of each mixer gives, in front of the projection."""
+    found: list[Tensor] = []
+    handles = [b.attn.proj.register_forward_pre_hook(lambda _, args: found.append(args[0])) for b in model.blocks]
+    with torch.no_grad():
+        model(images)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize('fused', [False, True])
+@pytest.mark.parametrize('kind', MODELS)
+def test_gate_times_attention_times_values_is_what_the_mixer_gives(kind, fused):
+    model = make_model(kind)
+    if fused:
+        model = timm.utils.reparameterize_model(model)
+    images = randn(2, 3, 24, 32)
+    outputs = op_outputs(model, images)
+    _, layers = capture_mixers(model, images)
+    for inputs, expected in zip(layers, outputs, strict=True):
+        heads = inputs.k.shape[2]
+        queries = [0, 7, 11]
+        weights = implicit_attention(inputs, queries, range(heads))
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+        values = inputs.v.unflatten(2, (heads, -1))
+        mixed = torch.einsum('bhqs,bshc->bqhc', weights, values).flatten(2)
+        gate = 1.0 if inputs.q is None else torch.sigmoid(inputs.q[:, queries])
+        torch.testing.assert_close(gate * mixed, expected[:, queries])
+
+
+def test_attention_is_that_of_chosen_heads_at_any_size():
+    model = make_model('conv')
+    _, (inputs, _) = capture_mixers(model, randn(1, 3, 40, 16))
+    assert inputs.grid == (5, 2)
+    every = implicit_attention(inputs, [3], range(4))
+    torch.testing.assert_close(implicit_attention(inputs, [3], [2, 0]), every[:, [2, 0]])
+
+
+def test_the_attention_of_a_causal_mixer_has_no_future():
+    mixer = create_mixer('full', 4, num_tokens=6, causal=True).double()
+    q, k, v = (randn(1, 6, 4, seed=seed) for seed in range(3))
+    weights = implicit_attention(MixerInputs(mixer, q, k, v, (1, 6), 0), range(6), range(4))
+    assert not weights.triu(1).any()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, 6, dtype=torch.float64))
+
+
+def test_relative_mean_is_the_mean_of_the_pairs_at_each_offset():
+    grid, attention = (2, 3), randn(4, 6, 6)
+    found = relative_mean(attention, grid)
+    assert found.shape == (4, 3, 5)
+    for dy in range(-1, 2):
+        for dx in range(-2, 3):
+            pairs = [
+                attention[:, y * 3 + x, (y + dy) * 3 + x + dx]
+                for y in range(2)
+                for x in range(3)
+                if 0 <= y + dy < 2 and 0 <= x + dx < 3
+            ]
+            torch.testing.assert_close(found[:, 1 + dy, 2 + dx], torch.stack(pairs).mean(0))
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs'),
+    [
+        ('vit_tiny_patch16_224', {}),
+        ('vit_tiny_patch16_224', dict(qk_norm=True, reg_tokens=3, dynamic_img_size=True)),
+        ('vit_tiny_patch16_224', dict(class_token=False, global_pool='avg')),
+        ('deit_tiny_distilled_patch16_224', {}),
+    ],
+)
+def test_attention_of_a_vit_is_that_of_its_own_softmax(name, kwargs):
+    images = randn(3, 3, 24, 32)
+    found = relative_attention(make_vit(name, **kwargs), images)
+    set_fused_attn(False)
+    try:
+        unfused = make_vit(name, **kwargs)
+    finally:
+        set_fused_attn(True)
+    maps: list[Tensor] = []
+    for block in unfused.blocks:
+        assert not block.attn.fused_attn
+        block.attn.attn_drop.register_forward_pre_hook(lambda _, args: maps.append(args[0]))
+    with torch.no_grad():
+        unfused(images)
+    prefix = unfused.num_prefix_tokens
+    expected = torch.stack([relative_mean(each[:, :, prefix:, prefix:].mean(0), (3, 4)) for each in maps])
+    assert found.shape == (2, 2, 5, 7)
+    torch.testing.assert_close(found, expected)
+
+
+def test_batches_count_by_their_images():
+    model, images = make_vit(), randn(5, 3, 24, 32)
+    whole = relative_attention(model, images)
+    torch.testing.assert_close(relative_attention(model, iter([images[:1], images[1:]])), whole)
+
+
+def test_attention_of_aft_is_its_implicit_attention():
+    model, images = make_model('full'), randn(2, 3, 24, 32)
+    found = relative_attention(model, images, heads=[3, 9])
+    _, layers = capture_mixers(model, images)
+    expected = [implicit_attention(inputs, range(1, 13), [3, 9])[..., 1:].mean(0) for inputs in layers]
+    torch.testing.assert_close(found, torch.stack([relative_mean(each, (3, 4)) for each in expected]))
+
+
+def test_equal_keys_and_no_bias_give_equal_attention():
+    model = make_model('conv', pos_embed='none')
+    for block in model.blocks:
+        nn.init.zeros_(block.attn.qkv.weight)
+        nn.init.zeros_(block.attn.kernel.gamma)
+        nn.init.zeros_(block.attn.kernel.beta)
+    found = relative_attention(model, randn(1, 3, 24, 32), max_heads=3)
+    torch.testing.assert_close(found, torch.full((2, 3, 5, 7), 1 / 12, dtype=torch.float64))
+
+
+@pytest.mark.parametrize('name', ['resnet18', 'eva02_tiny_patch14_224'])
+def test_a_model_without_such_attention_is_rejected(name):
+    model = timm.create_model(name)
+    with pytest.raises(ValueError, match=f'timm.layers.Attention or AFTMixer, got {type(model).__name__}'):
+        relative_attention(model, torch.zeros(1, 3, 224, 224))
+
+
+def test_no_images_are_rejected():
+    with pytest.raises(ValueError, match='at least one image'):
+        relative_attention(make_vit(), [])
+
+
+def test_a_head_that_is_not_there_is_rejected():
+    with pytest.raises(ValueError, match='heads from 1 to 2, got 3'):
+        relative_attention(make_vit(), randn(1, 3, 24, 32), heads=[2])
+
+
+def test_models_are_drawn_side_by_side(tmp_path):
+    maps = {'ViT': torch.rand(2, 3, 5, 7), 'AFT': torch.rand(2, 4, 5, 7)}
+    for name, chosen in (('both', maps), ('one', {'ViT': maps['ViT']})):
+        save_figure(draw_relative_attention(chosen), tmp_path / f'{name}.png')
+    both, one = (Image.open(tmp_path / f'{name}.png').convert('RGB') for name in ('both', 'one'))
+    assert both.size[1] == one.size[1]
+    assert both.tobytes() != one.tobytes()
+
+
+@pytest.mark.parametrize('kind', ['conv', 'full'])
+def test_the_attention_of_a_token_is_drawn_over_the_photograph(tmp_path, kind):
+    photographs(1, (40, 30))[0].save(tmp_path / 'image.png')
+    model = make_model(kind).float()
+    photograph = load_photograph(tmp_path / 'image.png', model, (24, 32))
+    _, layers = capture_mixers(model, photograph.images)
+    save_figure(draw_implicit_attention(photograph, layers, (1, 2), max_heads=3, text='99% hat'), tmp_path / 'a.png')
+    assert len(Image.open(tmp_path / 'a.png').convert('RGB').getcolors(1 << 24)) > 500
+    with pytest.raises(ValueError, match='row from 1 to 3 and a column from 1 to 4, got 4 and 1'):
+        draw_implicit_attention(photograph, layers, (3, 0))

@@ -1,0 +1,177 @@
+import math
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from aft_vision import ops
+from aft_vision.layers import AFTMixer, create_mixer
+from aft_vision.models.harden import harden
+from aft_vision.ops import reference
+from aft_vision.regularizers import layer_entropies
+from aft_vision.visualize import (
+    bias_rows,
+    bias_statistics,
+    mixer_bias,
+    plot_position_biases,
+    position_biases,
+)
+
+TINY = dict(depth=2, embed_dim=16, patch_size=8, img_size=32, num_classes=3)
+MODELS = {
+    'conv': ('aft_conv_tiny', dict(num_heads=4, kernel_size=5)),
+    'onehot': ('aft_conv_tiny', dict(mixer='onehot', num_heads=4, kernel_size=5)),
+    'one head': ('aft_conv_tiny', dict(num_heads=1, kernel_size=5)),
+    'full': ('aft_full_tiny', {}),
+    'pairwise': ('aft_full_tiny', dict(factorize_bias=False)),
+    'local': ('aft_full_tiny', dict(mixer='local', window_size=3)),
+}
+
+
+def make_model(kind: str) -> torch.nn.Module:
+    name, kwargs = MODELS[kind]
+    torch.manual_seed(0)
+    model = timm.create_model(name, **TINY, **kwargs)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize(
+    ('kind', 'shape'),
+    [
+        ('conv', (4, 5, 5)),
+        ('onehot', (4, 5, 5)),
+        ('one head', (1, 5, 5)),
+        ('full', (1, 17, 17)),
+        ('pairwise', (1, 17, 17)),
+        ('local', (1, 17, 5)),
+    ],
+)
+def test_position_biases_have_one_picture_per_layer_and_head(kind, shape):
+    assert [tuple(bias.shape) for bias in position_biases(make_model(kind))] == [shape, shape]
+
+
+def test_position_biases_of_aft_conv_are_those_of_the_standardised_kernel():
+    model = make_model('conv')
+    kernel = model.blocks[1].attn.kernel
+    w = ops.standardized_kernel(kernel.weight, kernel.gamma, kernel.beta)
+    torch.testing.assert_close(position_biases(model)[1], torch.exp(w.detach()) - 1)
+
+
+def test_position_biases_of_aft_full_are_those_of_the_factors():
+    model = make_model('full')
+    bias = model.blocks[0].attn.position_bias
+    torch.testing.assert_close(position_biases(model)[0][0], torch.exp((bias.u @ bias.v.T).detach()) - 1)
+
+
+def test_position_biases_of_a_gumbel_model_keep_one_offset_a_head():
+    name, kwargs = MODELS['conv']
+    model = timm.create_model(name, **TINY, **kwargs, gumbel=True)
+    torch.nn.init.normal_(model.blocks[0].attn.kernel.gamma)
+    assert (position_biases(model)[0] != 0).sum(dim=(1, 2)).tolist() == [1, 1, 1, 1]
+    torch.testing.assert_close(position_biases(harden(model)), position_biases(model))
+
+
+@pytest.mark.parametrize('kind', MODELS)
+def test_the_picture_of_the_biases_is_written(tmp_path, kind):
+    plot_position_biases(make_model(kind), tmp_path / 'biases.png', max_heads=3)
+    colors = Image.open(tmp_path / 'biases.png').convert('RGB').getcolors(1 << 24)
+    assert len(colors) > 50
+
+
+@pytest.mark.parametrize('name', ['aft_simple_tiny', 'vit_tiny_patch16_224'])
+def test_a_model_without_biases_is_rejected(tmp_path, name):
+    model = timm.create_model(name, **TINY | (dict(num_heads=1) if name.startswith('vit') else {}))
+    with pytest.raises(ValueError, match=f'got {type(model).__name__}, which has none'):
+        plot_position_biases(model, tmp_path / 'biases.png')
+
+
+def test_fewer_than_one_head_is_rejected(tmp_path):
+    with pytest.raises(ValueError, match='max_heads must be at least 1, got 0'):
+        plot_position_biases(make_model('conv'), tmp_path / 'biases.png', max_heads=0)
+
+
+def test_a_mixer_of_an_unknown_kind_is_rejected():
+    with pytest.raises(ValueError, match='position bias is known, got AFTMixer'):
+        mixer_bias(AFTMixer(8, 8))
+
+
+@pytest.mark.parametrize('global_context', [True, False])
+def test_rows_of_a_kernel_are_those_of_the_expanded_bias(global_context):
+    model = timm.create_model('aft_conv_tiny', **TINY, num_heads=2, kernel_size=5, global_context=global_context)
+    mixer = model.blocks[0].attn.double()
+    torch.nn.init.normal_(mixer.kernel.gamma)
+    outside = 0.0 if global_context else -math.inf
+    expected = reference.kernel_to_bias(mixer.kernel(), (3, 4), outside).permute(2, 0, 1)
+    queries = torch.tensor([0, 5, 11])
+    torch.testing.assert_close(bias_rows(mixer, (3, 4), queries, 12), expected[:, queries])
+
+
+@pytest.mark.parametrize('causal', [False, True])
+def test_rows_of_a_band_are_those_of_the_whole_bias(causal):
+    mixer = create_mixer('local', 8, num_tokens=9, window_size=3, causal=causal).double()
+    torch.nn.init.normal_(mixer.position_bias.u)
+    band = mixer.position_bias()
+    expected = reference.band_to_bias(band, -2)
+    if causal:
+        expected = expected + reference.causal_mask(9)
+    queries = torch.arange(9)
+    torch.testing.assert_close(bias_rows(mixer, None, queries, 9), expected[None])
+
+
+def test_statistics_of_a_kernel_are_those_of_each_head_by_hand():
+    model = make_model('conv').double()
+    w = model.blocks[0].attn.kernel().flatten(1)
+    p = [[math.exp(x) / sum(map(math.exp, head)) for x in head] for head in w.tolist()]
+    entropy = sum(-sum(x * math.log(x) for x in head) for head in p) / 4
+    found = bias_statistics(model, threshold=0.2)[0]
+    assert found['entropy'] == pytest.approx(entropy)
+    assert found['uniform'] == pytest.approx(math.log(25))
+    assert found['unbiased'] == sum(abs(math.exp(x) - 1) < 0.2 for x in w.flatten().tolist()) / w.numel()
+    assert found['largest'] == pytest.approx(max(abs(math.exp(x) - 1) for x in w.flatten().tolist()))
+
+
+def test_the_entropy_of_a_gumbel_model_is_the_one_that_training_logs():
+    name, kwargs = MODELS['conv']
+    model = timm.create_model(name, **TINY, **kwargs, gumbel=True)
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attn.kernel.gamma)
+    logged = [entropy.mean().item() for entropy in layer_entropies(model)]
+    assert [row['entropy'] for row in bias_statistics(model)] == pytest.approx(logged)
+    assert all(math.isnan(row['entropy']) for row in bias_statistics(harden(model)))
+
+
+@pytest.mark.parametrize('kind', ['full', 'local'])
+def test_statistics_of_pairs_are_those_of_the_sources_of_a_target(kind):
+    found = bias_statistics(make_model(kind))[0]
+    assert found['uniform'] == pytest.approx(math.log(17))
+    assert 0 < found['entropy'] < found['uniform']
+
+
+@pytest.mark.parametrize(
+    'options', [{'exponentiated': True}, {'same_scale': True}, {'layers': [1]}, {'heads': [3, 0]}, {'before': True}]
+)
+def test_each_option_changes_the_picture(tmp_path, options):
+    model = make_model('conv')
+    plot_position_biases(model, tmp_path / 'plain.png')
+    if 'before' in options:
+        options = {'before': timm.create_model('aft_conv_tiny', **TINY, num_heads=4, kernel_size=5)}
+    plot_position_biases(model, tmp_path / 'other.png', **options)
+    assert (tmp_path / 'plain.png').read_bytes() != (tmp_path / 'other.png').read_bytes()
+
+
+def test_models_that_do_not_match_are_rejected(tmp_path):
+    other = timm.create_model('aft_conv_tiny', **TINY, num_heads=2, kernel_size=5)
+    with pytest.raises(ValueError, match='got 2 layers of 2 heads before and 2 of 4 after'):
+        plot_position_biases(make_model('conv'), tmp_path / 'biases.png', before=other)
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [({'heads': [4]}, 'heads from 1 to 4, got 5'), ({'layers': [0, 2]}, 'layers from 1 to 2, got 3')],
+)
+def test_a_head_or_layer_that_is_not_there_is_rejected(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        plot_position_biases(make_model('conv'), tmp_path / 'biases.png', **options)

@@ -1,0 +1,51 @@
+import math
+import sys
+
+import pytest
+from PIL import Image
+
+from aft_vision.visualize import plot_history, read_history
+
+
+def test_curves_are_drawn_without_the_epochs_that_were_not_evaluated(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr('matplotlib.axes.Axes.plot', lambda self, x, y, label, **k: drawn.update({label: (x, y)}))
+    monkeypatch.setattr('matplotlib.axes.Axes.legend', lambda self, **k: None)
+    row = {'train_loss': 2.0, 'train_lr': 0.1, 'eval_loss': math.nan, 'eval_top1': math.nan, 'eval_top5': math.nan}
+    history = [{'epoch': 0, **row}, {'epoch': 1, **row, 'eval_loss': 1.5, 'eval_top1': 40.0, 'eval_top5': 80.0}]
+    plot_history(history, tmp_path / 'curves.png')
+    assert drawn == {
+        'training': ((1, 2), (2.0, 2.0)),
+        'validation': ((2,), (1.5,)),
+        'top-1': ((2,), (40.0,)),
+        'top-5': ((2,), (80.0,)),
+        'learning rate': ((1, 2), (0.1, 0.1)),
+    }
+    assert Image.open(tmp_path / 'curves.png').size[0] > 500
+
+
+def test_a_missing_matplotlib_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
+    with pytest.raises(ImportError, match=r'aft-vision\[viz\]'):
+        plot_history([], tmp_path / 'curves.png')
+
+
+def test_the_table_of_a_run_is_read_with_its_gaps(tmp_path):
+    (tmp_path / 'summary.csv').write_text('epoch,train_loss,eval_top1\n0,2.5,nan\n1,2.0,40\n')
+    rows = read_history(tmp_path / 'summary.csv')
+    assert [row['train_loss'] for row in rows] == [2.5, 2.0]
+    assert math.isnan(rows[0]['eval_top1'])
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('epoch,loss\n0,high\n', 'a table of numbers with a row per epoch'),
+        ('epoch,loss\n0\n', 'a table of numbers with a row per epoch'),
+        ('step,loss\n0,1\n', 'a column epoch, got .* with step, loss'),
+    ],
+)
+def test_another_table_is_rejected(tmp_path, text, message):
+    (tmp_path / 'summary.csv').write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_history(tmp_path / 'summary.csv')

@@ -1,0 +1,83 @@
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from helpers import make_folder, photographs
+from PIL import Image
+
+from aft_vision.data import CorruptImageError, create_eval_loader
+from aft_vision.visualize import (
+    capture_mixers,
+    class_names,
+    draw_key_maps,
+    find_photographs,
+    load_photograph,
+    predictions,
+    save_figure,
+)
+
+TINY = dict(depth=1, embed_dim=8, patch_size=8, num_heads=2, num_classes=3)
+
+
+def test_images_are_spread_over_the_classes(tmp_path):
+    make_folder(tmp_path, {'val': ['a', 'b', 'c']}, images=4)
+    (tmp_path / 'val' / 'a' / 'notes.txt').write_text('no image')
+    assert [path.parent.name for path in find_photographs(tmp_path, 3)] == ['a', 'b', 'c']
+    assert len(find_photographs(tmp_path, 100)) == 12
+
+
+def test_image_files_are_found_whatever_the_case_of_their_names(tmp_path):
+    for name in ('a.JPEG', 'b.Png'):
+        (tmp_path / name).touch()
+    assert [path.name for path in find_photographs(tmp_path, 5)] == ['a.JPEG', 'b.Png']
+
+
+@pytest.mark.parametrize(('at_most', 'message'), [(2, 'a folder with images'), (0, 'at least 1 image')])
+def test_a_folder_without_images_is_rejected(tmp_path, at_most, message):
+    with pytest.raises(ValueError, match=message):
+        find_photographs(tmp_path, at_most)
+
+
+def test_the_model_sees_what_evaluation_shows_it(tmp_path: Path):
+    model = timm.create_model('aft_conv_tiny', **TINY)
+    model.pretrained_cfg.update(input_size=(3, 32, 32), crop_pct=0.75, mean=(0.4, 0.5, 0.6))
+    make_folder(tmp_path, {'val': ['a']}, images=1)
+    photographs(1, (50, 40))[0].save(tmp_path / 'val' / 'a' / '0.png')
+    photograph = load_photograph(tmp_path / 'val' / 'a' / '0.png', model)
+    loader, _ = create_eval_loader(tmp_path, (32, 32), 1, crop_pct=0.75, mean=(0.4, 0.5, 0.6), num_workers=0)
+    torch.testing.assert_close(photograph.images, next(iter(loader))[0])
+    assert photograph.pixels.shape == (448, 448, 3)
+    assert photograph.pixels.dtype == torch.uint8
+
+
+def test_a_damaged_image_is_named(tmp_path):
+    (tmp_path / 'bad.png').write_bytes(b'no image')
+    with pytest.raises(CorruptImageError, match=r'can be decoded, got .*bad\.png'):
+        load_photograph(tmp_path / 'bad.png', timm.create_model('aft_conv_tiny', **TINY))
+
+
+def test_classes_have_the_names_of_the_checkpoint_of_imagenet_or_numbers():
+    model = timm.create_model('aft_conv_tiny', **TINY)
+    assert class_names(model) == ['class 0', 'class 1', 'class 2']
+    model.pretrained_cfg['label_names'] = ['hat', 'shoe', 'shirt']
+    assert class_names(model) == ['hat', 'shoe', 'shirt']
+    assert class_names(timm.create_model('aft_conv_tiny', **TINY | {'num_classes': 1000}))[0].startswith('tench')
+
+
+def test_predictions_are_the_likeliest_classes():
+    model = timm.create_model('aft_conv_tiny', **TINY)
+    found = predictions(model, torch.tensor([[0.0, 2.0, 1.0]]), count=2)
+    assert [name for name, _ in found] == ['class 1', 'class 2']
+    assert [chance for _, chance in found] == pytest.approx([0.665241, 0.244728], abs=1e-5)
+
+
+def test_keys_are_drawn_below_the_photograph(tmp_path):
+    photographs(1, (40, 30))[0].save(tmp_path / 'image.png')
+    model = timm.create_model('aft_conv_tiny', **TINY)
+    photograph = load_photograph(tmp_path / 'image.png', model, (24, 32))
+    _, layers = capture_mixers(model, photograph.images)
+    save_figure(draw_key_maps(photograph, layers, text='99% hat'), tmp_path / 'keys.png')
+    assert len(Image.open(tmp_path / 'keys.png').convert('RGB').getcolors(1 << 24)) > 500
+    with pytest.raises(ValueError, match='heads from 1 to 2, got 9'):
+        draw_key_maps(photograph, layers, heads=[8])

@@ -1,0 +1,182 @@
+"""Write a model in a form that runs without its training code: ONNX, torch.export, a hub folder, or by timmx.
+
+python -m tools.export --checkpoint FILE_OR_DIR --format onnx --out model.onnx
+python -m tools.export --checkpoint FILE_OR_DIR --format hf --out FOLDER
+python -m tools.export --model aft_conv_small_k11_h16 --format onnx --form matmul --fixed-size --out model.onnx
+
+FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder; --model is a name of timm, with random
+weights unless --pretrained. Formats:
+
+onnx   input `images` (B, 3, H, W), output `logits`. Any batch; for AFT-conv also any height and width that are
+       multiples of the patch size: one file for every grid. Models with a position embedding or AFT-full's bias have
+       the one size of --size. Plain operators; Eq. 8 and the exponentials of the bias are constants. Needs the export
+       extra.
+pt2    torch.export, with the same dynamic sizes. It holds AFT's custom operators, so whoever loads it needs
+       `import aft_vision`; with --aten it holds torch's own operators alone.
+hf     a folder for timm (`local-dir:FOLDER`), transformers and the Hugging Face hub, with a model card.
+others (coreai, coreml, executorch, litert, ncnn, openvino, tensorrt, torchscript) are written by timmx, at one size.
+
+Every onnx and pt2 file is compared with PyTorch on random images before it gets its name: at three sizes where sizes
+are dynamic. The largest difference is printed, relative to the largest logit; above --tolerance it is an error.
+
+--form matmul writes AFT-conv as one constant matrix per head and layer, heads x T x T floats for T tokens, at one size.
+It suits few heads, and loses no digits where the position bias is very negative.
+
+--latency then times the file in onnxruntime against DeiT of the same width and against AFT-conv's other forms, in
+turns in one process, at --size and a batch of 1 or --batch. Ratios are medians over the rounds of DeiT's time over the
+row's: above 1 is faster than DeiT. The rows go to OUT.latency.json. Attention and GELU are single operators from
+--opset 23 on.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.utils import ParseKwargs
+
+# Registers the models.
+import aft_vision  # noqa: F401
+from aft_vision.evaluate import load_model, read_checkpoint
+from aft_vision.export import (
+    TIMMX_FORMATS,
+    Shape,
+    choose_shape,
+    export_hub_folder,
+    export_onnx,
+    export_pt2,
+    export_with_timmx,
+    measure_latency,
+)
+from tools.arguments import add_size, check_out
+from tools.machine import check_load, describe_machine
+
+FORMATS = ('onnx', 'pt2', 'hf', *TIMMX_FORMATS)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument('--checkpoint', type=Path, help='a checkpoint file or an exported folder')
+    source.add_argument('--model', help='a name of timm')
+    parser.add_argument(
+        '--model-arg', nargs='+', action=ParseKwargs, default={}, metavar='KEY=VALUE', help='of --model'
+    )
+    parser.add_argument('--pretrained', action='store_true', help="load the weights of --model's name")
+    parser.add_argument('--format', required=True, choices=FORMATS, metavar='FORMAT', help=', '.join(FORMATS))
+    parser.add_argument('--out', type=Path, required=True, help='the file, or the folder of hf')
+    add_size(parser)
+    parser.add_argument('--fixed-size', action='store_true', help='take that size alone')
+    parser.add_argument('--batch', type=int, help='take that many images alone (default: any number)')
+    parser.add_argument('--form', choices=('conv', 'matmul'), help='of AFT-conv in onnx, or pt2 --aten (default: conv)')
+    parser.add_argument('--aten', action='store_true', help="pt2 of torch's own operators")
+    parser.add_argument('--opset', type=int, default=18, help='of onnx (default: 18)')
+    parser.add_argument('--tolerance', type=float, default=1e-5, help='of onnx and pt2 (default: 1e-5)')
+    parser.add_argument('--license', help="of the weights, for hf's model card (default: the architecture's)")
+    parser.add_argument(
+        '--timmx-arg', nargs='+', action=ParseKwargs, default={}, metavar='KEY=VALUE', help='such as dynamic_batch=True'
+    )
+    parser.add_argument('--latency', action='store_true', help='time the onnx file')
+    parser.add_argument('--threads', type=int, default=1, help='of --latency (default: 1)')
+    parser.add_argument('--rounds', type=int, default=15, help='of --latency (default: 15)')
+    parser.add_argument('--allow-load', action='store_true', help='time although other processes use the machine')
+    args = parser.parse_args(argv)
+    for option, formats in (('latency', ['onnx']), ('form', ['onnx', 'pt2']), ('aten', ['pt2']), ('license', ['hf'])):
+        if getattr(args, option) and args.format not in formats:
+            parser.error(f'--{option} belongs to --format {" or ".join(formats)}, got {args.format}')
+    if args.timmx_arg and args.format not in TIMMX_FORMATS:
+        parser.error(f'--timmx-arg belongs to a format of timmx, got {args.format}')
+    if args.checkpoint and (args.model_arg or args.pretrained):
+        parser.error('--model-arg and --pretrained belong to --model; a checkpoint says how its model is built')
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Write the file or folder and return its path.
+
+    Raises:
+        ValueError: the checkpoint, the model or an option is not valid, the file would differ from the model, or the
+            result would overwrite the checkpoint.
+        ImportError: what the format needs is not installed.
+        RuntimeError: --latency, and other processes load the machine.
+    """
+    args = parse_args(argv)
+    check_out(args.out, args.checkpoint)
+    if args.latency and not args.allow_load:
+        check_load()
+    model: Any = load_model(args.checkpoint) if args.checkpoint else create(args)
+    form = args.form or 'conv'
+    shape = choose_shape(model, args.size, args.fixed_size, args.batch, form)
+    if args.format == 'hf':
+        content = read_checkpoint(args.checkpoint) if args.checkpoint and args.checkpoint.is_file() else {}
+        export_hub_folder(model, args.out, args.size, content, args.license)
+    elif args.format in TIMMX_FORMATS:
+        export_with_timmx(model, args.out, args.format, shape.size, **args.timmx_arg)
+    else:
+        if args.format == 'onnx':
+            checks = export_onnx(model, args.out, shape, form=form, opset=args.opset, tolerance=args.tolerance)
+        else:
+            checks = export_pt2(model, args.out, shape, aten=args.aten, form=form, tolerance=args.tolerance)
+        for check in checks:
+            height, width = check.size
+            print(f'{check.batch} x {height} x {width}: differs from PyTorch by {check.difference:.1e}')
+    print(f'{args.out} is written{describe(shape, args.format)}')
+    if args.latency:
+        time_file(model, shape, form, args)
+    return args.out
+
+
+def create(args: argparse.Namespace) -> Any:
+    """The model of --model.
+
+    Raises:
+        ValueError: timm has none of that name, or it does not take the arguments.
+    """
+    try:
+        return timm.create_model(args.model, pretrained=args.pretrained, **args.model_arg).eval()
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f'expected a model that can be built, got {args.model}: {error}') from error
+
+
+def describe(shape: Shape, file_format: str) -> str:
+    """What the file takes, for the eye."""
+    if file_format not in ('onnx', 'pt2'):
+        return ''
+    sizes = f'{shape.size[0]} x {shape.size[1]} alone' if shape.fixed_size else 'any height and width'
+    return f': it takes {sizes}, {"any batch" if shape.batch is None else f"a batch of {shape.batch}"}'
+
+
+def time_file(model: Any, shape: Shape, form: str, args: argparse.Namespace) -> None:
+    """Print the latency of the file and of what it is compared with, and write it beside the file."""
+    import onnxruntime
+
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure_latency(
+            model,
+            args.out,
+            Path(folder),
+            shape,
+            form=form,
+            opset=args.opset,
+            threads=args.threads,
+            rounds=args.rounds,
+            progress=sys.stderr.isatty(),
+        )
+    machine = f'{describe_machine("cpu")}; onnxruntime {onnxruntime.__version__} with {args.threads} threads'
+    images = f'{shape.batch or 1} x {shape.size[0]} x {shape.size[1]}'
+    print(f'{machine}; images {images}; median of {args.rounds} rounds')
+    print(f'{"file":18} {"ms":>9} {"ratio":>6}  middle half')
+    for row in rows:
+        low, high = row['ratio_range']
+        print(f'{row["name"]:18} {row["milliseconds"]:9.2f} {row["ratio"]:6.2f}  {low:.2f} to {high:.2f}')
+    result = {'machine': machine, 'images': images, 'opset': args.opset, 'rounds': args.rounds, 'rows': rows}
+    args.out.with_suffix('.latency.json').write_text(json.dumps(result, indent=2) + '\n')
+
+
+if __name__ == '__main__':
+    main()

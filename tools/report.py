@@ -1,0 +1,111 @@
+"""Write a web page about a trained AFT model: what it is, what it has learned, what it makes of some photographs.
+
+python -m tools.report --checkpoint FILE_OR_DIR --images FOLDER --out DIR/report.html
+
+FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder; FOLDER is searched for images, of which
+--max-images are shown, evenly spaced over the sorted paths. The page has the position biases (AFT Fig. 1, 3, 6 to 8)
+and how sparse they are, the average relative attention (Fig. 5), and for each photograph the prediction, the keys
+(Fig. 9 to 12) and the implicit attention (Eq. 3) of one token. With --before, the biases of an earlier checkpoint stand
+beside them; with --vit, the attention of a ViT. The curves of training are on it if summary.csv lies beside the
+checkpoint. The page is one file and asks nothing of a network (needs matplotlib).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+from torch import nn
+from tqdm import tqdm
+
+from aft_vision.evaluate import load_model, read_checkpoint, resolve_device
+from aft_vision.sizes import resize_model
+from aft_vision.visualize import Report, find_photographs, read_history, render_page, report_sections
+from tools.arguments import add_device, add_size
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
+    parser.add_argument('--images', type=Path, required=True, help='a folder with images, searched through')
+    parser.add_argument('--before', type=Path, help='a checkpoint whose position biases go on the left')
+    parser.add_argument('--vit', help="a checkpoint of a ViT, or timm's name of one with published weights")
+    parser.add_argument('--max-images', type=int, default=4, help='photographs that are shown (default: 4)')
+    parser.add_argument(
+        '--average-images', type=int, default=256, help='images that attention is averaged over (default: 256)'
+    )
+    add_size(parser)
+    parser.add_argument(
+        '--query', type=int, nargs=2, metavar=('ROW', 'COL'), help='token whose attention is drawn (default: centre)'
+    )
+    parser.add_argument('--max-heads', type=int, default=16, help='heads per layer that are drawn (default: 16)')
+    add_device(parser)
+    parser.add_argument('--out', type=Path, help='the page (default: report.html beside the checkpoint)')
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Write the page and return its path.
+
+    Raises:
+        ValueError: a checkpoint, the folder, the size, the query or the device is not valid.
+    """
+    args = parse_args(argv)
+    folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
+    out = args.out or folder / 'report.html'
+    report = collect(args, folder)
+    sections = report_sections(report)
+    parts = []
+    with tqdm(sections, unit='section', disable=not sys.stderr.isatty()) as progress:
+        for section in progress:
+            progress.set_description(section.title)
+            parts.append((section.title, section.build()))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(render_page(f'Report on {report.name}', parts), encoding='utf-8')
+    print(f'the report is in {out}')
+    return out
+
+
+def collect(args: argparse.Namespace, folder: Path) -> Report:
+    """Load all that the report is made of."""
+    device = resolve_device(args.device)
+    model = resize_model(load_model(args.checkpoint, device), args.size)
+    summary = next((path for path in (folder / 'summary.csv', folder.parent / 'summary.csv') if path.is_file()), None)
+    return Report(
+        model=model,
+        photographs=find_photographs(args.images, args.max_images),
+        averaged=find_photographs(args.images, args.average_images),
+        size=args.size,
+        before=load_model(args.before, device) if args.before else None,
+        vit=resize_model(load_vit(args.vit, device), args.size) if args.vit else None,
+        history=read_history(summary) if summary else (),
+        facts=recorded_facts(args.checkpoint),
+        query=(args.query[0] - 1, args.query[1] - 1) if args.query else None,
+        max_heads=args.max_heads,
+    )
+
+
+def load_vit(source: str, device: Any) -> nn.Module:
+    """The model of a checkpoint, or timm's of that name with its published weights."""
+    if Path(source).exists():
+        return load_model(source, device)
+    if not timm.is_model(source):
+        raise ValueError(f"expected a checkpoint or timm's name of a model, got {source}, which is neither")
+    return timm.create_model(source, pretrained=True).to(device).eval()
+
+
+def recorded_facts(checkpoint: Path) -> dict[str, str]:
+    """What a checkpoint file says about itself."""
+    facts = {'Checkpoint': str(Path(*checkpoint.resolve().parts[-2:]))}
+    if checkpoint.is_file():
+        content = read_checkpoint(checkpoint)
+        if 'best_top1' in content:
+            facts['Top-1'] = f'{content["best_top1"]:.2f}%, the best of the run, after {content["epoch"]} epochs'
+    return facts
+
+
+if __name__ == '__main__':
+    main()
