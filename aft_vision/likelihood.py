@@ -1,0 +1,106 @@
+"""Bits per sub-pixel or character of a decoder, over a whole data set."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from aft_vision.data import IGNORED
+from aft_vision.evaluate import evaluate_all
+from aft_vision.models.autoregressive import bits
+
+
+def sequence_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats of the targets that count.
+
+    Args:
+        logits: (B, T, V); half precision is widened to float32.
+        targets: (B, T) int64; -100 does not count.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    return nn.functional.cross_entropy(*_flat(logits, targets), ignore_index=IGNORED)
+
+
+class BitsEvaluator:
+    """Sums what the targets cost, in the manner of timm's evaluators; the sum is float64 and the counts are whole.
+
+    Args:
+        device: Of the outputs.
+
+    Attributes:
+        counts: (2,) int64, sequences and tokens so far.
+    """
+
+    default_metric = 'bits'
+    metric_names = ('loss', 'bits')
+
+    def __init__(self, device: torch.device | str = 'cpu') -> None:
+        device = torch.device(device)
+        dtype = torch.float32 if device.type == 'mps' else torch.float64
+        self.nats = torch.zeros((), dtype=dtype, device=device)
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def update(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        """Add a batch: logits (B, T, V), and targets (B, T) with -100 where they do not count."""
+        flat = nn.functional.cross_entropy(*_flat(logits, targets), ignore_index=IGNORED, reduction='none')
+        self.nats += flat.to(self.nats.dtype).sum()
+        self.counts[0] += len(targets)
+        self.counts[1] += targets.ne(IGNORED).sum()
+
+    def compute(self, distributed: bool = False) -> dict[str, float]:
+        """Mean over all tokens that count, of all processes if `distributed`: `loss` in nats, `bits`, and `tokens`."""
+        nats, counts = self.nats.clone(), self.counts.clone()
+        if distributed:
+            for total in (nats, counts):
+                torch.distributed.all_reduce(total)
+        tokens = int(counts[1])
+        mean = nats.item() / max(tokens, 1)
+        return {'loss': mean, 'bits': float(bits(mean)), 'tokens': tokens}
+
+
+def evaluate_bits(
+    model: nn.Module,
+    loader: Any,
+    device: torch.device | str = 'cpu',
+    *,
+    amp_dtype: torch.dtype | None = None,
+    distributed: bool = False,
+    progress: bool = False,
+) -> dict[str, float]:
+    """Measure the bits of a decoder; every token that counts does so once.
+
+    Args:
+        model: Maps tokens (B, T) to logits (B, T, V) of themselves, each from those before it.
+        loader: Yields tokens and targets (B, T), -100 where they do not count, as aft_vision.data has them.
+        amp_dtype: Autocast data type; None runs in the model's own.
+        distributed: Sum over the processes of the default group, each of which has its share of the sequences.
+        progress: Show a progress bar on standard error.
+
+    Returns:
+        `loss` (mean, in nats), `bits`, `tokens`, `samples` (sequences), and `images_per_second` of the forward pass,
+        which counts sequences.
+
+    Raises:
+        ValueError: the loader is empty.
+    """
+    (found,) = evaluate_all(
+        [model],
+        loader,
+        device,
+        amp_dtype=amp_dtype,
+        distributed=distributed,
+        progress=progress,
+        evaluator=lambda: BitsEvaluator(device),
+    )
+    return found
+
+
+def _flat(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if logits.ndim != 3 or logits.shape[:2] != targets.shape:
+        raise ValueError(f'expected logits of shape {(*targets.shape, "V")}, got {tuple(logits.shape)}')
+    # float64 stays.
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    return logits.flatten(0, 1), targets.flatten()

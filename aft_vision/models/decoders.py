@@ -1,0 +1,85 @@
+"""The pixel and character models by name, and their checkpoints."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aft_vision.models import char, pixel
+from aft_vision.models.autoregressive import AFTDecoder
+from aft_vision.models.state_dict import check_state_dict
+
+# What a model of that name is about, and its function.
+DECODERS = {
+    'aft_local_pixel': ('pixel', pixel.aft_local_pixel),
+    'aft_simple_pixel': ('pixel', pixel.aft_simple_pixel),
+    'transformer_pixel': ('pixel', pixel.transformer_pixel),
+    'aft_local_char': ('char', char.aft_local_char),
+    'aft_simple_char': ('char', char.aft_simple_char),
+    'transformer_char': ('char', char.transformer_char),
+}
+
+
+def create_decoder(name: str, **kwargs: Any) -> AFTDecoder:
+    """The pixel or character model of that name.
+
+    Args:
+        name: a key of DECODERS.
+        kwargs: of `AFTDecoder`; the defaults are the main row of the paper's table.
+
+    Raises:
+        ValueError: there is no model of that name, or it has no such argument.
+    """
+    if name not in DECODERS:
+        raise ValueError(f'the model must be one of {", ".join(DECODERS)}, got {name!r}')
+    task, build = DECODERS[name]
+    known = set(inspect.signature(AFTDecoder).parameters)
+    if task == 'pixel':
+        known.add('img_size')
+    unknown = sorted(kwargs.keys() - known)
+    if unknown:
+        raise ValueError(f'{name} has no argument {", ".join(unknown)}; it takes {", ".join(sorted(known))}')
+    model = build(**kwargs)
+    # A checkpoint may be loaded where its device is not.
+    kept = {key: value for key, value in kwargs.items() if key != 'device'}
+    model.task, model.model_args = task, {'name': name, 'kwargs': kept}
+    return model
+
+
+def save_decoder(model: AFTDecoder, path: str | Path, **extra: Any) -> None:
+    """Write a model made by `create_decoder` to a file that `load_decoder` reads.
+
+    Args:
+        extra: more entries of the file, of what torch.load(weights_only=True) accepts.
+    """
+    if model.model_args is None:
+        raise ValueError('expected a model made by create_decoder, got one without a name')
+    data = {'state_dict': model.state_dict(), 'model_args': model.model_args, 'task': model.task}
+    torch.save({**extra, **data}, path)
+
+
+def load_decoder(path: str | Path, device: torch.device | str = 'cpu') -> AFTDecoder:
+    """The model of a checkpoint, in evaluation mode.
+
+    Raises:
+        ValueError: the file is missing, is no checkpoint of a decoder, or its weights do not fit its arguments.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f'expected a checkpoint, got {path}, which is not a file')
+    try:
+        data = torch.load(path, map_location='cpu', weights_only=True)
+    except Exception as error:
+        raise ValueError(f'expected a checkpoint of plain tensors in {path}, got: {error}') from error
+    wanted = {'state_dict', 'model_args', 'task'}
+    if not isinstance(data, dict) or not wanted <= data.keys():
+        found = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f'expected a checkpoint of a pixel or character model with {sorted(wanted)}, got {found}')
+    args = data['model_args']
+    if not isinstance(args, dict) or not {'name', 'kwargs'} <= args.keys():
+        raise ValueError(f'expected model_args with name and kwargs in {path}, got {args}')
+    model = create_decoder(args['name'], **args['kwargs'])
+    check_state_dict(model, data['state_dict'])
+    model.load_state_dict(data['state_dict'])
+    return model.to(device).eval()

@@ -1,0 +1,181 @@
+"""Models of images as sub-pixels in raster order, R, G, B inside a pixel (AFT Sec. 5.1, Tables 2 and 3)."""
+
+import math
+from typing import Any
+
+import torch
+from timm.layers import to_2tuple
+from torch import Tensor
+
+from aft_vision.models.autoregressive import AFTDecoder
+from aft_vision.models.sampling import Sampler
+
+
+class PixelDecoder(AFTDecoder):
+    """An `AFTDecoder` of the 3 * H * W sub-pixels of images.
+
+    Args:
+        img_size: side in pixels, or (H, W).
+        context: 3 * H * W, or None; without img_size, that of a square image.
+        kwargs: of `AFTDecoder`.
+
+    Raises:
+        ValueError: context is not that of such an image, or what `AFTDecoder` raises.
+    """
+
+    def __init__(
+        self, img_size: int | tuple[int, int] | None = None, context: int | None = None, **kwargs: Any
+    ) -> None:
+        if img_size is None:
+            img_size = 32 if context is None else math.isqrt(max(0, context) // 3)
+        height, width = to_2tuple(img_size)
+        if context not in (None, 3 * height * width):
+            raise ValueError(
+                f'context must be {3 * height * width}, the sub-pixels of {height} x {width} pixels, got {context}'
+            )
+        super().__init__(context=3 * height * width, **kwargs)
+        self.img_size = (height, width)
+
+    def check_images(self, images: Tensor) -> Tensor:
+        """The images, if the model is for such ones.
+
+        Raises:
+            ValueError: they are not (B, 3, H, W) uint8.
+        """
+        expected = (3, *self.img_size)
+        if images.ndim != 4 or tuple(images.shape[1:]) != expected:
+            raise ValueError(f'images must have shape (B, {", ".join(map(str, expected))}), got {tuple(images.shape)}')
+        if images.dtype != torch.uint8:
+            raise ValueError(f'images must be uint8, got {images.dtype}')
+        return images
+
+    def to_images(self, tokens: Tensor) -> Tensor:
+        """Images (B, 3, H, W) uint8 of their tokens (B, 3 * H * W)."""
+        return tokens_to_images(tokens, self.img_size)
+
+    def image_sampler(
+        self, images: Tensor | None = None, mask: Tensor | None = None, num_samples: int = 1, **kwargs: Any
+    ) -> Sampler:
+        """A sampler of images, whole or completed.
+
+        Args:
+            images: (P, 3, H, W) uint8, to be completed; None draws whole ones.
+            mask: (H, W), (P, H, W) or (P, 3, H, W) bool, True where a pixel or sub-pixel is given.
+            num_samples: drawings, of each image if there are some.
+            kwargs: of `Sampler`.
+
+        Raises:
+            ValueError: a shape or another argument is out of range.
+        """
+        if images is None:
+            return self.sampler(num_samples, **kwargs)
+        if mask is None:
+            raise ValueError('expected a mask of what is given of the images, got None')
+        tokens = images_to_tokens(self.check_images(images))
+        given = mask_to_tokens(mask, len(images), self.img_size)
+        return Sampler(self, tokens, given, num_samples=num_samples, **kwargs)
+
+    def sample_images(self, num_samples: int = 1, progress: bool = False, **kwargs: Any) -> Tensor:
+        """Images drawn from the model, (num_samples, 3, H, W) uint8.
+
+        Args:
+            progress: show a progress bar on standard error.
+            kwargs: of `Sampler`.
+        """
+        return self.to_images(self.image_sampler(num_samples=num_samples, **kwargs).run(progress=progress))
+
+    def complete_images(
+        self, images: Tensor, mask: Tensor, num_samples: int = 1, progress: bool = False, **kwargs: Any
+    ) -> Tensor:
+        """Images with what is not given drawn from the model, in raster order (AFT Fig. 4).
+
+        A drawn pixel sees all above it and to its left, given or drawn, and nothing that is given below it.
+
+        Args:
+            images, mask, num_samples, kwargs: as in `image_sampler`.
+            progress: show a progress bar on standard error.
+
+        Returns:
+            (P * num_samples, 3, H, W) uint8, those of one image next to each other.
+        """
+        return self.to_images(self.image_sampler(images, mask, num_samples, **kwargs).run(progress=progress))
+
+
+def images_to_tokens(images: Tensor) -> Tensor:
+    """Tokens (B, 3 * H * W) int64 of images (B, 3, H, W) uint8: rows from the top, R, G, B inside a pixel."""
+    return images.permute(0, 2, 3, 1).flatten(1).long()
+
+
+def tokens_to_images(tokens: Tensor, img_size: tuple[int, int]) -> Tensor:
+    """Images (B, 3, H, W) uint8 of tokens (B, 3 * H * W).
+
+    Raises:
+        ValueError: the number of tokens is not that of such images.
+    """
+    height, width = img_size
+    if tokens.ndim != 2 or tokens.shape[1] != 3 * height * width:
+        raise ValueError(
+            f'expected {3 * height * width} tokens for {height} x {width} pixels, got shape {tuple(tokens.shape)}'
+        )
+    return tokens.unflatten(1, (height, width, 3)).permute(0, 3, 1, 2).to(torch.uint8)
+
+
+def mask_to_tokens(mask: Tensor, batch: int, img_size: tuple[int, int]) -> Tensor:
+    """Which tokens are given, (B, 3 * H * W) bool, of a mask over pixels or sub-pixels.
+
+    Raises:
+        ValueError: mask is not a bool (H, W), (B, H, W) or (B, 3, H, W).
+    """
+    shapes = [img_size, (batch, *img_size), (batch, 3, *img_size)]
+    if mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
+        raise ValueError(
+            f'mask must be a bool tensor of shape {" or ".join(map(str, shapes))}, True where a pixel is given, '
+            f'got {mask.dtype} of shape {tuple(mask.shape)}'
+        )
+    if mask.ndim < 4:
+        mask = mask.unsqueeze(-3).expand(batch, 3, *img_size)
+    return mask.permute(0, 2, 3, 1).flatten(1)
+
+
+MASKS = ('top-half', 'bottom-half', 'left-half', 'right-half')
+
+
+def half_mask(name: str, img_size: tuple[int, int]) -> Tensor:
+    """A mask (H, W) bool that gives half of an image.
+
+    Args:
+        name: the half that is given: one of MASKS.
+        img_size: (H, W) in pixels.
+
+    Raises:
+        ValueError: there is no mask of that name.
+    """
+    if name not in MASKS:
+        raise ValueError(f'the mask must be one of {", ".join(MASKS)}, got {name!r}')
+    (height, width), mask = img_size, torch.zeros(img_size, dtype=torch.bool)
+    halves = {
+        'top-half': mask[: height // 2],
+        'bottom-half': mask[height // 2 :],
+        'left-half': mask[:, : width // 2],
+        'right-half': mask[:, width // 2 :],
+    }
+    halves[name].fill_(True)
+    return mask
+
+
+def aft_local_pixel(**kwargs: Any) -> PixelDecoder:
+    """AFT-local-256, L = 24, d = 256: 2.74 bits per dim (AFT Table 2)."""
+    model_args = dict(mixer='local', dim=256, depth=24, window=256, bias_dim=64, dropout=0.1)
+    return PixelDecoder(**dict(model_args, **kwargs))
+
+
+def aft_simple_pixel(**kwargs: Any) -> PixelDecoder:
+    """AFT-simple, L = 24, d = 256: 2.89 bits per dim (AFT Table 2)."""
+    model_args = dict(mixer='simple', dim=256, depth=24, dropout=0.1)
+    return PixelDecoder(**dict(model_args, **kwargs))
+
+
+def transformer_pixel(**kwargs: Any) -> PixelDecoder:
+    """The Transformer, L = 24, d = 256, h = 2: 2.86 bits per dim (AFT Table 2)."""
+    model_args = dict(mixer='attention', dim=256, depth=24, num_heads=2, dropout=0.1)
+    return PixelDecoder(**dict(model_args, **kwargs))

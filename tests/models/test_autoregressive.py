@@ -1,0 +1,298 @@
+"""The decoders: likelihood, decoding with a state in every form, parameter counts, and what is rejected."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_close
+from small_decoders import FORMS, NAMES, create, draw_tokens
+from timm.optim import create_optimizer_v2
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from aft_vision.layers import CausalBlock
+from aft_vision.models import AFTDecoder, DecoderState, bits
+
+
+def run_steps(model: AFTDecoder, tokens: Tensor, step: Any = None) -> Tensor:
+    state, rows = model.init_state(len(tokens)), []
+    for t in range(tokens.shape[1]):
+        logits, state = (step or model.step)(tokens[:, t - 1] if t else None, state)
+        rows.append(logits)
+    return torch.stack(rows, 1)
+
+
+def run_chunks(model: AFTDecoder, tokens: Tensor, chunks: list[int]) -> Tensor:
+    """Single steps where a chunk is 1, all at once where it is more; the start of the sequence is with the first."""
+    state, rows, taken = model.init_state(len(tokens)), [], 0
+    for chunk in chunks:
+        if chunk == 1 and taken:
+            logits, state = model.step(tokens[:, taken], state)
+            rows.append(logits[:, None])
+        else:
+            logits, state = model.prefill(tokens[:, taken : taken + chunk], state, all_logits=True)
+            rows.append(logits)
+        taken += chunk
+    return torch.cat(rows, 1)
+
+
+@pytest.mark.parametrize(
+    ('dtype', 'bound'),
+    [(torch.float64, 1e-10), (torch.float32, 5e-5), (torch.bfloat16, 3e-2)],
+    ids=['float64', 'float32', 'bfloat16'],
+)
+@pytest.mark.parametrize('name', FORMS)
+def test_parallel_blocks_and_some_single_steps_agree_over_3072_tokens(name: str, dtype: torch.dtype, bound: float):
+    window = dict(window=256) if name == 'local' else {}
+    model = create(name, context=3072, depth=1, **window)
+    tokens = draw_tokens(1, 3072)
+    model = model.to(dtype)
+    expected = create(name, context=3072, depth=1, **window)
+    expected.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        expected = expected(tokens)
+        assert_close(model(tokens), expected, bound)
+    # The tests of the operations take all 3072 as single steps.
+    assert_close(run_chunks(model, tokens, [700, 1, 1, 300, 1024, 1, 944, *[1] * 100]), expected, bound)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_every_way_of_decoding_agrees_with_the_parallel_form(name: str):
+    model, tokens = create(name), draw_tokens()
+    expected = model(tokens)
+    assert_close(run_steps(model, tokens), expected, 1e-12)
+    for chunks in ([23], [0, 1, 1, 21], [3, 1, 9, 1, 1, 8], [1, 22]):
+        assert_close(run_chunks(model, tokens, chunks), expected, 1e-12)
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_a_prompt_taken_at_once_leaves_the_state_of_steps(name: str):
+    model, tokens = create(name), draw_tokens()
+    _, state = model.prefill(tokens[:, :9], model.init_state(2))
+    _, other = model.step(None, model.init_state(2))
+    for t in range(9):
+        _, other = model.step(tokens[:, t], other)
+    assert int(state.position) == int(other.position) == 10
+    for t in range(9, 23):
+        got, state = model.step(tokens[:, t], state)
+        expected, other = model.step(tokens[:, t], other)
+        assert_close(got, expected, 1e-12)
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_logits_see_the_tokens_before_them_alone(name: str):
+    model, tokens = create(name), draw_tokens()
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 11
+    before, after = model(tokens), model(changed)
+    assert torch.equal(after[:, :10], before[:, :10])
+    assert not torch.isclose(after[:, 10:], before[:, 10:]).all(-1).any()
+    assert torch.equal(run_steps(model, changed)[:, :10], run_steps(model, tokens)[:, :10])
+
+
+def test_the_first_logits_are_those_of_the_start_embedding():
+    model = create(depth=1)
+    first = model(draw_tokens(3))[:, 0]
+    assert torch.equal(first[0], first[1])
+    model.start_embed.data[0] += 1
+    assert not torch.isclose(model(draw_tokens(3))[:, 0], first).any()
+
+
+def test_the_likelihood_of_a_uniform_model_is_8_bits():
+    model = create(vocab_size=256, dtype=torch.float32)
+    nn.init.zeros_(model.head.weight)
+    nats = model.nll(draw_tokens(vocab_size=256))
+    assert nats.dtype == torch.float32
+    torch.testing.assert_close(bits(nats), torch.full((2, 24), 8.0))
+    assert bits(1.0) == pytest.approx(1.4426950408889634)
+
+
+def test_the_likelihood_is_that_of_the_logits():
+    model, tokens = create(), draw_tokens()
+    expected = -model(tokens).log_softmax(-1).gather(2, tokens[..., None]).squeeze(2)
+    torch.testing.assert_close(model.nll(tokens), expected.float())
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_a_state_can_be_reordered_cloned_and_saved(name: str, tmp_path):
+    model, tokens = create(name), draw_tokens(3)
+    _, state = model.prefill(tokens[:, :9], model.init_state(3))
+    torch.save(state.to_dict(), tmp_path / 'state.pt')
+    loaded = DecoderState.from_dict(torch.load(tmp_path / 'state.pt', weights_only=True))
+    copy, index = state.clone(), torch.tensor([2, 2, 0, 1])
+    picked = state.reorder(index)
+    expected, _ = model.step(tokens[:, 9], state)
+    for other in (loaded, copy):
+        assert torch.equal(model.step(tokens[:, 9], other)[0], expected)
+    # Not bit for bit: a product of four rows may add in another order than one of three.
+    assert_close(model.step(tokens[index, 9], picked)[0], expected[index], 1e-12)
+
+
+def test_a_state_of_something_else_is_rejected():
+    with pytest.raises(ValueError, match=r"expected the state of a layer, got one with \['keys'\]"):
+        DecoderState.from_dict({'position': torch.zeros(()), 'layers': [{'keys': torch.zeros(1)}]})
+
+
+def test_a_state_has_a_constant_size():
+    dim, layers, window = 256, 24, 256
+    for mixer, args, expected in (
+        # The ring and the sums, and the reference.
+        ('local', dict(window=window), layers * (2 * dim * (window + 1) + dim) * 4),
+        ('simple', {}, layers * 3 * dim * 4),
+        ('attention', dict(num_heads=2), layers * 2 * 3072 * dim * 4),
+    ):
+        model = AFTDecoder(3072, dim=dim, depth=layers, mixer=mixer, device='meta', **args)
+        state = model.init_state(1)
+        assert expected <= state.num_bytes() <= expected + 1000
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_a_step_compiles_to_one_graph_for_all_positions(name: str):
+    model, tokens = create(name, depth=1), draw_tokens()
+    counter = CompileCounter()
+    step = torch.compile(model.step, backend=counter, fullgraph=True)
+    assert_close(run_steps(model, tokens, step), model(tokens), 1e-12)
+    # The start, which has no token, and all other positions.
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize('name', ['local', 'attention'])
+def test_the_parallel_form_compiles_and_exports(name: str):
+    model, tokens = create(name, depth=1), draw_tokens()
+    expected = model(tokens)
+    assert_close(torch.compile(model, backend='aot_eager', fullgraph=True)(tokens), expected, 1e-12)
+    assert_close(torch.export.export(model, (tokens,)).module()(tokens), expected, 1e-12)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_checkpointing_changes_no_gradient(name: str):
+    model, tokens = create(name).train(), draw_tokens()
+    grads = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        grads.append(torch.autograd.grad(model.nll(tokens).mean(), list(model.parameters())))
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_every_parameter_of_every_switch_is_trained():
+    for args in ({}, dict(out_proj=False), dict(query_gate=False), dict(tie_embedding=True), dict(qkv_bias=False)):
+        model = create(**args)
+        for name, grad in zip(
+            dict(model.named_parameters()),
+            torch.autograd.grad(model.nll(draw_tokens()).mean(), list(model.parameters())),
+            strict=True,
+        ):
+            assert grad.abs().max() > 0, f'{name} of {args}'
+
+
+def test_a_tied_head_is_the_embedding():
+    model = create(tie_embedding=True)
+    assert model.head.weight is model.token_embed.weight
+    assert sum(p.numel() for p in create().parameters()) - sum(p.numel() for p in model.parameters()) == 11 * 8
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_weight_decay_is_on_linear_weights_alone(name: str):
+    model = create(name)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = create_optimizer_v2(model, 'adamw', lr=1e-3, weight_decay=0.1).param_groups
+    decayed = {names[id(p)] for group in groups if group['weight_decay'] for p in group['params']}
+    assert decayed == {f'{name}.weight' for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def test_a_tied_head_does_not_decay():
+    assert 'token_embed.weight' in create(tie_embedding=True).no_weight_decay()
+
+
+def test_parameter_groups_follow_the_depth():
+    groups = create_optimizer_v2(create(), 'adamw', lr=1e-3, weight_decay=0.1, layer_decay=0.5).param_groups
+    assert sorted({group['lr_scale'] for group in groups}) == [0.125, 0.25, 0.5, 1.0]
+
+
+def test_the_parameters_of_a_layer_are_those_of_table_3():
+    args = dict(num_tokens=3072, window_size=256, bias_dim=64, out_proj=False, qkv_bias=False, device='meta')
+    counts = [
+        sum(p.numel() for p in CausalBlock(256, 'local', factorize_bias=factorize, **args).attn.parameters())
+        for factorize in (False, True)
+    ]
+    assert counts == [3072**2 + 3 * 256**2, 2 * 3072 * 64 + 3 * 256**2]
+    assert [f'{count / 1e6:.1f}M' for count in counts] == ['9.6M', '0.6M']
+
+
+def test_dropout_leaves_decoding_alone_in_evaluation():
+    model, tokens = create(dropout=0.5), draw_tokens()
+    assert_close(run_steps(model, tokens), model(tokens), 1e-12)
+    assert not torch.equal(model.train()(tokens), model(tokens))
+
+
+def test_decoding_under_autocast_keeps_its_sums_in_float32():
+    model, tokens = create().float(), draw_tokens()
+    with torch.autocast('cpu', torch.bfloat16):
+        parallel, steps = model(tokens), run_steps(model, tokens)
+        chunks = run_chunks(model, tokens, [10, 13])
+        state = model.init_state(len(tokens))
+        model.prefill(tokens[:, :10], state)
+        model.step(tokens[:, 10], state)
+    for got in (parallel, steps, chunks):
+        assert_close(got, create()(tokens), 3e-2)
+    assert {x.dtype for layer in state.layers for x in layer if x.is_floating_point()} == {torch.float32}
+
+
+def test_a_state_goes_on_where_nothing_may_branch(monkeypatch: pytest.MonkeyPatch):
+    # As when a state of a CPU is read on an accelerator, whose ring always holds keys.
+    model, tokens = create(), draw_tokens()
+    state = model.init_state(len(tokens))
+    model.prefill(tokens[:, :10], state)
+    saved, expected = state.to_dict(), []
+    for place in range(10, 14):
+        expected.append(model.step(tokens[:, place], state)[0])
+    monkeypatch.setattr('aft_vision.ops.aft_causal.may_branch', lambda x: False)
+    state = DecoderState.from_dict(saved)
+    assert all(layer.holds_keys for layer in state.layers)
+    for place, wanted in enumerate(expected, start=10):
+        assert_close(model.step(tokens[:, place], state)[0], wanted, 1e-10)
+
+
+STATE = create().init_state(2)
+REJECTED = [
+    (lambda: create()(draw_tokens(2, 25)), r'T from 1 to 24, got \(2, 25\)'),
+    (lambda: create()(torch.full((1, 3), 11)), 'tokens must be from 0 to 10, got 11'),
+    (lambda: create()(torch.full((1, 3), -1)), 'tokens must be from 0 to 10, got -1'),
+    (lambda: create()(torch.zeros(1, 3)), 'tokens must be int64, got torch.float32'),
+    (lambda: create().prefill(draw_tokens(2, 24), STATE), 'a prompt of at most 23 tokens, .* 24 positions .* got 24'),
+    (lambda: create().prefill(draw_tokens(3, 4), STATE), r'tokens must have shape \(2, n\), got \(3, 4\)'),
+    (lambda: create().prefill(torch.full((2, 3), 12), STATE), 'tokens must be from 0 to 10, got 12'),
+    (lambda: create().step(torch.zeros(2).long(), STATE), 'token must be None in the first step and there alone'),
+    (lambda: create(context=0), 'context must be at least 1, got 0'),
+    (lambda: create(mixer='conv'), "mixer must be one of local, full, simple, attention, got 'conv'"),
+    (lambda: create('simple', window=5), "mixer='simple' has no window; it takes none"),
+    (lambda: create('attention', bias_dim=5), "mixer='attention' has no bias_dim; it takes num_heads"),
+    (lambda: create('attention', num_heads=3), 'num_heads must divide dim = 8, got 3'),
+    (lambda: create(window=0), 'window_size must be at least 1'),
+    (lambda: create(window=None), "mixer='local' needs window"),
+]
+
+
+@pytest.mark.parametrize(('call', 'message'), REJECTED, ids=[message for _, message in REJECTED])
+def test_a_wrong_input_is_named(call, message: str):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_step_beyond_the_position_table_is_named():
+    model = create(context=3)
+    _, state = model.prefill(draw_tokens(2, 2), model.init_state(2))
+    with pytest.raises(ValueError, match='expected at most 3 steps, the positions of the model, got one more'):
+        model.step(torch.zeros(2).long(), state)
+    state = model.init_state(2)
+    _, state = model.step(None, state)
+    with pytest.raises(ValueError, match=r'token must have shape \(2,\) to match the state, got \(3,\)'):
+        model.step(torch.zeros(3).long(), state)
+    with pytest.raises(ValueError, match='tokens must be from 0 to 10, got 99'):
+        model.step(torch.full((2,), 99), state)
+
+
+def test_attention_needs_its_query():
+    with pytest.raises(TypeError, match='attention needs its queries'):
+        create('attention', query_gate=False)

@@ -1,0 +1,233 @@
+"""Which tokens may be drawn, how often they are, and samplers that are stopped and resumed."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from helpers import generator, randn
+from small_decoders import FORMS, create, draw_tokens
+from torch import Tensor
+
+from aft_vision.models import AFTDecoder, filter_logits
+
+RULES = [dict(), dict(temperature=0.5), dict(top_k=2), dict(top_p=0.7), dict(temperature=1.5, top_k=3, top_p=0.8)]
+
+
+@pytest.mark.parametrize('top_p', [None, 0.1, 0.7, 1.0])
+@pytest.mark.parametrize('top_k', [None, 1, 5, 99])
+@pytest.mark.parametrize('temperature', [1.0, 0.5, 2.0])
+def test_filtered_logits_are_those_of_transformers(temperature: float, top_k: int | None, top_p: float | None):
+    transformers = pytest.importorskip('transformers')
+    logits = randn(4, 20, scale=3.0, dtype=torch.float32)
+    expected = transformers.TemperatureLogitsWarper(temperature)(None, logits) if temperature != 1 else logits
+    if top_k is not None:
+        expected = transformers.TopKLogitsWarper(top_k)(None, expected)
+    if top_p is not None:
+        expected = transformers.TopPLogitsWarper(top_p)(None, expected)
+    # Up to a constant, which a softmax does not see.
+    expected = expected - expected.amax(-1, keepdim=True)
+    torch.testing.assert_close(filter_logits(logits, temperature, top_k, top_p), expected)
+
+
+def test_temperature_0_leaves_the_likeliest_token():
+    logits = randn(4, 20)
+    assert torch.equal(filter_logits(logits, 0.0).softmax(-1).argmax(-1), logits.argmax(-1))
+    assert torch.equal(filter_logits(logits, 0.0).softmax(-1).sum(-1), torch.ones(4, dtype=torch.float64))
+    assert (filter_logits(logits, 0.0) > float('-inf')).sum() == 4
+
+
+def test_a_temperature_of_almost_0_leaves_the_likeliest_token_too():
+    logits = randn(4, 20)
+    assert torch.equal(filter_logits(logits, 1e-300, top_p=0.9).softmax(-1), filter_logits(logits, 0.0).softmax(-1))
+
+
+def test_a_state_in_memory_is_that_of_its_moment():
+    model = create('local', context=9, vocab_size=4, window=2)
+    sampler = model.sampler(2, seed=0)
+    sampler.run(3)
+    state = sampler.state_dict()
+    expected = sampler.run().clone()
+    sampler.load_state_dict(state)
+    assert sampler.position == 3
+    assert torch.equal(sampler.run(), expected)
+
+
+@torch.no_grad()
+def exact_chances(model: AFTDecoder, length: int, given: dict[int, int], rules: dict[str, Any]) -> Tensor:
+    """The probability of every sequence, each token drawn given those before it."""
+    sequences = torch.tensor(list(itertools.product(range(model.vocab_size), repeat=length)))
+    chances = filter_logits(model(sequences), **rules).softmax(-1).gather(2, sequences[..., None]).squeeze(2)
+    for place, token in given.items():
+        chances[:, place] = (sequences[:, place] == token).to(chances)
+    return chances.prod(1)
+
+
+@pytest.mark.parametrize('rules', RULES, ids=str)
+@pytest.mark.parametrize('given', [{}, {0: 2}, {1: 3}])
+def test_sequences_are_drawn_with_their_probability(given: dict[int, int], rules: dict[str, Any]):
+    model = create('local', context=3, vocab_size=4, window=2)
+    model.head.weight.data *= 3
+    expected = exact_chances(model, 3, given, rules)
+    assert expected.sum().item() == pytest.approx(1.0)
+    tokens, mask = torch.zeros(1, 3).long(), torch.zeros(3).bool()
+    for place, token in given.items():
+        tokens[0, place], mask[place] = token, True
+    number = 20_000
+    drawn = model.complete(tokens, mask, number, seed=3, **rules)
+    counts = torch.bincount((drawn * torch.tensor([16, 4, 1])).sum(1), minlength=64)
+    assert not counts[expected == 0].any()
+    likely = expected > 0
+    chi_square = ((counts - number * expected) ** 2 / (number * expected))[likely].sum()
+    # Its mean is the number of degrees of freedom, and its variance twice that.
+    freedom = int(likely.sum()) - 1
+    assert chi_square <= freedom + 4 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_greedy_sampling_takes_the_likeliest_token_of_the_parallel_form(name: str):
+    model = create(name)
+    drawn = model.sample(2, temperature=0.0)
+    assert drawn.shape == (2, 24)
+    assert torch.equal(model(drawn).argmax(-1), drawn)
+
+
+def test_a_seed_decides_the_result():
+    model = create()
+    first = model.sample(3, seed=5)
+    assert torch.equal(model.sample(3, seed=5), first)
+    assert torch.equal(model.sample(3, generator=generator(5)), first)
+    assert not torch.equal(model.sample(3, seed=6), first)
+    torch.manual_seed(5)
+    assert torch.equal(model.sample(3), first)
+
+
+def test_samples_of_several_prompts_begin_with_them():
+    model, prompts = create(), draw_tokens(2, 9)
+    drawn = model.sample(3, prompt=prompts, seed=0)
+    assert drawn.shape == (6, 24)
+    assert torch.equal(drawn[:, :9], prompts.repeat_interleave(3, 0))
+    assert len({tuple(row) for row in drawn.tolist()}) == 6
+    alone = model.sample(3, prompt=prompts[0], length=12, seed=0)
+    assert alone.shape == (3, 12)
+
+
+def test_given_tokens_stay_and_all_others_are_drawn():
+    model, tokens = create(), draw_tokens(2)
+    mask = torch.rand(2, 24, generator=generator(4)) > 0.5
+    mask[:, 10:15], mask[:, 20:] = True, True
+    drawn = model.complete(tokens, mask, 2, seed=0)
+    assert torch.equal(
+        drawn[mask.repeat_interleave(2, 0)], tokens.repeat_interleave(2, 0)[mask.repeat_interleave(2, 0)]
+    )
+    changed = tokens.masked_fill(~mask, 3)
+    assert torch.equal(model.complete(changed, mask, 2, seed=0), drawn)
+    assert not torch.equal(drawn[0], drawn[1])
+    assert torch.equal(model.complete(tokens, torch.ones(24).bool()), tokens)
+
+
+@pytest.mark.parametrize('name', FORMS)
+@pytest.mark.parametrize('count', [1, 7])
+def test_an_interrupted_sampling_resumes_to_the_same_result(name: str, count: int, tmp_path):
+    model, prompt = create(name), draw_tokens(2, 5)
+    expected = model.sample(2, prompt=prompt, seed=1)
+    sampler = model.sampler(2, prompt=prompt, seed=1)
+    sampler.run(count)
+    assert not sampler.is_done
+    assert sampler.position == 5 + count
+    sampler.save(tmp_path / 'state.pt')
+    # What comes after saving leaves the file alone.
+    sampler.run(2)
+    resumed = model.sampler(2, prompt=prompt, seed=99)
+    resumed.resume(tmp_path / 'state.pt')
+    assert torch.equal(resumed.run(), expected)
+    assert resumed.is_done
+
+
+def test_a_state_saved_before_the_first_token_resumes(tmp_path):
+    model = create()
+    sampler = model.sampler(2, seed=1)
+    sampler.save(tmp_path / 'state.pt')
+    resumed = model.sampler(2, seed=4)
+    resumed.resume(tmp_path / 'state.pt')
+    assert torch.equal(resumed.run(), model.sample(2, seed=1))
+
+
+def test_sampling_stops_when_told_and_goes_on():
+    model = create()
+    sampler = model.sampler(2, seed=1)
+    stops = iter([False, False, True])
+    sampler.run(after_token=lambda: next(stops))
+    assert sampler.position == 3
+    assert torch.equal(sampler.run(), model.sample(2, seed=1))
+
+
+def test_sampling_leaves_a_model_in_its_mode():
+    model = create(dropout=0.5).train()
+    first = model.sample(2, seed=1)
+    assert model.training
+    assert torch.equal(model.eval().sample(2, seed=1), first)
+
+
+def test_a_progress_bar_shows_tokens_per_second(capsys):
+    create().sample(2, seed=1, progress=True)
+    shown = capsys.readouterr().err
+    assert '48/48' in shown
+    assert 'tokens/s' in shown
+
+
+def saved(tmp_path, **kwargs: Any) -> Any:
+    sampler = create().sampler(2, prompt=draw_tokens(1, 5), **kwargs)
+    sampler.run(3)
+    sampler.save(tmp_path / 'state.pt')
+    return tmp_path / 'state.pt'
+
+
+@pytest.mark.parametrize(
+    ('other', 'message'),
+    [
+        (lambda: create(seed=1).sampler(2, prompt=draw_tokens(1, 5)), 'with weights'),
+        (lambda: create().sampler(2, prompt=draw_tokens(1, 5), top_k=3), "with rules .*'top_k': 3.* got one with"),
+        (lambda: create().sampler(3, prompt=draw_tokens(1, 5)), 'with num_samples 3, got one with 2'),
+        (lambda: create().sampler(2, prompt=draw_tokens(1, 6)), 'with the same given tokens, got that of others'),
+        (lambda: create().sampler(2, 9, prompt=draw_tokens(1, 5)), r'state of \(2, 9\) tokens, got that of \(2, 24\)'),
+    ],
+    ids=['weights', 'rules', 'number', 'prompt', 'length'],
+)
+def test_a_state_of_another_sampling_is_rejected(other, message: str, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        other().resume(saved(tmp_path))
+
+
+def test_a_file_that_is_no_state_is_rejected(tmp_path):
+    path = tmp_path / 'state.pt'
+    path.write_bytes(b'no state')
+    with pytest.raises(ValueError, match='a file that cannot be read'):
+        create().sampler().resume(path)
+    torch.save({'tokens': torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match='a file without generator, given, logits, num_samples, position, rules'):
+        create().sampler().resume(path)
+
+
+REJECTED = [
+    (dict(temperature=-1.0), 'temperature must be at least 0, got -1.0'),
+    (dict(top_k=0), 'top_k must be at least 1, got 0'),
+    (dict(top_p=0.0), r'top_p must be in \(0, 1\], got 0.0'),
+    (dict(num_samples=0), 'num_samples must be at least 1, got 0'),
+    (dict(seed=1, generator=generator()), 'a generator or a seed, got both'),
+    (dict(length=25), 'length must be from 1, .* to 24, .* got 25'),
+    (dict(prompt=draw_tokens(1, 9), length=8), 'length must be from 9, .* got 8'),
+    (dict(prompt=torch.full((1, 3), 11)), 'tokens must be from 0 to 10, got 11'),
+    (dict(prompt=draw_tokens(1, 25)), 'expected at most 24 tokens, the positions of the model, got 25'),
+]
+
+
+@pytest.mark.parametrize(('kwargs', 'message'), REJECTED, ids=[message for _, message in REJECTED])
+def test_a_wrong_argument_is_named(kwargs: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        create().sample(**kwargs)
+
+
+def test_a_mask_of_another_shape_is_named():
+    with pytest.raises(ValueError, match=r'given must be a bool tensor of shape \(2, 24\) or \(24,\)'):
+        create().complete(draw_tokens(), torch.ones(23).bool())

@@ -1,0 +1,86 @@
+"""Completing images from the command line."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import generator
+from PIL import Image
+from small_decoders import randomize
+
+from aft_vision.models import create_decoder, half_mask, images_to_tokens, save_decoder
+from aft_vision.visualize import completion_sheet
+from tools import complete_images
+
+
+@pytest.fixture(scope='module')
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp('pixel') / 'model.pt'
+    save_decoder(randomize(create_decoder('aft_local_pixel', img_size=(4, 4), depth=1, dim=8, window=5)), path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def small_images(monkeypatch: pytest.MonkeyPatch):
+    """Data sets of the size of the model above."""
+    monkeypatch.setattr('aft_vision.data.pixels.SHAPE', (4, 4, 3))
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp('images') / 'images.npz'
+    images = torch.randint(256, (5, 4, 4, 3), generator=generator()).to(torch.uint8)
+    np.savez(path, x_test=images.numpy())
+    return path
+
+
+def test_images_are_completed_below_what_is_given(checkpoint: Path, data: Path, tmp_path: Path):
+    command = ['--checkpoint', str(checkpoint), '--data', str(data), '--indices', '3', '1', '--num-samples', '2']
+    out = tmp_path / 'out.png'
+    completed = complete_images.main([*command, '--originals', '--scale', '2', '--out', str(out)])
+    images = torch.from_numpy(np.load(data)['x_test'][[3, 1]]).permute(0, 3, 1, 2)
+    assert torch.equal(completed[:, :, :2], images[:, :, :2].repeat_interleave(2, 0))
+    assert not torch.equal(completed[0], completed[1])
+    sheet = completion_sheet(images, half_mask('top-half', (4, 4)), completed, 2, show_originals=True)
+    assert np.array_equal(np.array(Image.open(out)), np.array(sheet))
+    # Two columns of 4 pixels, four rows, enlarged twice, with margins of two.
+    assert sheet.size == (2 * 10 + 2, 4 * 10 + 2)
+    pixels = torch.from_numpy(np.array(sheet))
+    assert torch.equal(pixels[2:6:2, 2:10:2].permute(2, 0, 1), images[0, :, :2])
+    assert (pixels[6:10, 2:10] == 128).all()
+    assert torch.equal(pixels[12:20:2, 12:20:2].permute(2, 0, 1), completed[2])
+    assert torch.equal(pixels[32:40:2, 12:20:2].permute(2, 0, 1), images[1])
+
+
+def test_a_mask_may_be_an_image_and_images_may_be_files(checkpoint: Path, data: Path, tmp_path: Path):
+    mask = torch.zeros(4, 4, dtype=torch.uint8)
+    mask[1:3, 1:3] = 255
+    Image.fromarray(mask.numpy()).save(tmp_path / 'mask.png')
+    image = np.load(data)['x_test'][2]
+    Image.fromarray(image).save(tmp_path / 'image.png')
+    command = ['--checkpoint', str(checkpoint), '--images', str(tmp_path / 'image.png'), '--temperature', '0.5']
+    completed = complete_images.main([*command, '--mask', str(tmp_path / 'mask.png'), '--out', str(tmp_path / 'o.png')])
+    same = completed[0] == torch.from_numpy(image).permute(2, 0, 1)
+    assert same[:, 1:3, 1:3].all()
+    assert same.sum() < 20
+    assert images_to_tokens(completed).shape == (1, 48)
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['--data', '{data}', '--indices', '5'], 'expected indices from 0 to 4, got 5'),
+        (['--data', '{data}', '--mask', 'middle'], "the mask must be one of .* got 'middle'"),
+        (['--images', '{large}'], r'expected an image of 4 x 4 pixels \(H x W\), got 6 x 5'),
+        (['--data', '{data}', '--mask', '{large}'], r'expected a mask of 4 x 4 pixels \(H x W\), got 6 x 5'),
+        (['--images', '{data}'], 'expected an image in .*images.npz'),
+        (['--data', '{data}', '--top-k', '0'], 'top_k must be at least 1, got 0'),
+    ],
+    ids=['index', 'mask', 'size', 'size of the mask', 'file', 'rule'],
+)
+def test_a_wrong_argument_is_named(arguments: list[str], message: str, checkpoint: Path, data: Path, tmp_path: Path):
+    Image.new('RGB', (5, 6)).save(tmp_path / 'large.png')
+    filled = [text.format(data=data, large=tmp_path / 'large.png') for text in arguments]
+    with pytest.raises(ValueError, match=message):
+        complete_images.main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out.png'), *filled])

@@ -1,0 +1,111 @@
+"""Complete images of which a part is given, with a model of pixels (Fig. 4 of the AFT paper).
+
+python -m tools.complete_images --checkpoint FILE --images A.png B.png --out completed.png
+python -m tools.complete_images --checkpoint FILE --data CIFAR10 --indices 0 1 2 3 --num-samples 3 --out completed.png
+python -m tools.complete_images --checkpoint FILE --images A.png --mask mask.png --out completed.png
+
+FILE is a checkpoint of train.pixel, or of `save_decoder`. Images are files of the size that the model was made for, or
+the test images of --data: CIFAR10 in any form that train.pixel reads. --mask says what is given: top-half, bottom-half,
+left-half, right-half, or an image file that is white where a pixel is given.
+
+All other sub-pixels are drawn in raster order, each from those before it, so a model sees nothing of what is given
+further below. The sheet has a column for each image: what was given, grey where nothing was, the completions, and with
+--originals the image itself.
+
+Ctrl-C with --state keeps what has been drawn; the same command goes on from there, with the result of a run that was
+not interrupted. The file is removed when the sheet is written.
+"""
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from aft_vision.data import read_cifar10
+from aft_vision.models import PixelDecoder, half_mask
+from aft_vision.models.pixel import MASKS
+from aft_vision.visualize import completion_sheet, load_pixels
+from tools.sampling import add_sampling, content_hash, draw, load, rules
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_sampling(parser)
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument('--images', type=Path, nargs='+', help='image files')
+    source.add_argument('--data', type=Path, help='CIFAR10, in any form that train.pixel takes: its test images')
+    add('--indices', type=int, nargs='+', help='of the images of --data (default: the first 8)')
+    add('--mask', default='top-half', help=f'{", ".join(MASKS)}, or an image file (default: top-half)')
+    add('--num-samples', type=int, default=1, help='completions of each image (default: 1)')
+    add('--batch-size', type=int, default=16, help='images completed together, samples apart (default: 16)')
+    add('--originals', action='store_true', help='add a row with the images themselves')
+    add('--scale', type=int, default=4, help='enlargement of the sheet (default: 4)')
+    add('--out', type=Path, required=True, help='the PNG')
+    args = parser.parse_args(argv)
+    if args.batch_size < 1:
+        parser.error('--batch-size must be at least 1')
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> torch.Tensor:
+    """Complete the images and write the sheet.
+
+    Returns:
+        (images * num_samples, 3, H, W) uint8, those of one image next to each other.
+
+    Raises:
+        ValueError: the checkpoint, an image, the mask, the state, the device or another option is not valid.
+        SystemExit: the run was interrupted.
+    """
+    args = parse_args(argv)
+    model = load(args, 'pixel')
+    assert isinstance(model, PixelDecoder)
+    images = model.check_images(read_images(args, model.img_size))
+    mask = read_mask(args.mask, model.img_size)
+    samplers = [
+        partial(model.image_sampler, part, mask, args.num_samples, **rules(args, batch))
+        for batch, part in enumerate(images.split(args.batch_size))
+    ]
+    about = dict(batch_size=args.batch_size, num_samples=args.num_samples, images=content_hash(images, mask))
+    completed = model.to_images(torch.cat(draw(samplers, args, model, about)))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    completion_sheet(images, mask, completed, args.scale, args.originals).save(args.out)
+    if args.state is not None:
+        args.state.unlink(missing_ok=True)
+    print(f'{len(completed)} completed images are in {args.out}')
+    return completed
+
+
+def read_images(args: argparse.Namespace, img_size: tuple[int, int]) -> torch.Tensor:
+    """The chosen images, (N, 3, H, W) uint8."""
+    if args.images is not None:
+        return load_pixels(args.images, img_size)
+    images = read_cifar10(args.data, 'test')
+    indices = list(range(min(8, len(images)))) if args.indices is None else args.indices
+    outside = [index for index in indices if not 0 <= index < len(images)]
+    if outside:
+        raise ValueError(f'expected indices from 0 to {len(images) - 1}, got {outside[0]}')
+    return torch.from_numpy(images[indices]).permute(0, 3, 1, 2)
+
+
+def read_mask(text: str, img_size: tuple[int, int]) -> torch.Tensor:
+    """The mask (H, W) of that name, or of an image file that is white where a pixel is given."""
+    if text in MASKS or not Path(text).exists():
+        return half_mask(text, img_size)
+    with Image.open(text) as image:
+        mask = torch.from_numpy(np.array(image.convert('L'))) >= 128
+    if tuple(mask.shape) != img_size:
+        raise ValueError(
+            f'expected a mask of {img_size[0]} x {img_size[1]} pixels (H x W), got {mask.shape[0]} x {mask.shape[1]}'
+        )
+    return mask
+
+
+if __name__ == '__main__':
+    main()
