@@ -1,19 +1,42 @@
-"""Image data sets and their loaders, built on timm.data."""
+"""Data sets and their loaders: images built on timm.data, and sequences of sub-pixels and characters."""
 
 from aft_vision.data.augment import Augmentation, BatchAugmentation
+from aft_vision.data.bytes import VOCABULARIES, Text, read_text
 from aft_vision.data.datasets import CorruptImageError, Source
 from aft_vision.data.imagenet import Loaders, create_eval_loader, create_loaders
-from aft_vision.data.sampling import STEP, SizeSchedule, derive_seed
+from aft_vision.data.pixels import PixelAugmentation, images_to_tokens, read_cifar10
+from aft_vision.data.sampling import STEP, Draw, SizeSchedule, derive_seed
+from aft_vision.data.sequences import (
+    IGNORED,
+    char_eval_loader,
+    char_train_loader,
+    pixel_eval_loader,
+    pixel_train_loader,
+    sliding_windows,
+)
 
 __all__ = [
+    'IGNORED',
     'STEP',
+    'VOCABULARIES',
     'Augmentation',
     'BatchAugmentation',
     'CorruptImageError',
+    'Draw',
     'Loaders',
+    'PixelAugmentation',
     'SizeSchedule',
     'Source',
+    'Text',
+    'char_eval_loader',
+    'char_train_loader',
     'create_eval_loader',
     'create_loaders',
     'derive_seed',
+    'images_to_tokens',
+    'pixel_eval_loader',
+    'pixel_train_loader',
+    'read_cifar10',
+    'read_text',
+    'sliding_windows',
 ]

@@ -129,6 +129,11 @@ def train_transform(
     return Compose([RGB(), *crop_and_flip, *automatic, *to_tensor])
 
 
+def crop_and_flip_steps(img_size: tuple[int, int], augment: Augmentation) -> list[Any]:
+    """List what timm's training transform begins with: the random crop, and the flip if there is one."""
+    return _train_stages(img_size, augment, mean=(0.5,) * 3, std=(1.0,) * 3)[0]
+
+
 def automatic_steps(img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float]) -> list[Any]:
     """List what timm's training transform does between flip and tensor: automatic augmentation and colour jitter."""
     return _train_stages(img_size, augment, mean, std=(1.0,) * 3)[1]

@@ -3,6 +3,7 @@
 import logging
 import os
 import tarfile
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 from PIL import Image
 from timm.data import ImageDataset, create_dataset
-from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState
 from torch.utils.data import Dataset, IterableDataset
 
 EVAL_SPLITS = ('val', 'validation', 'test')
@@ -300,7 +301,15 @@ def _read_tar(path: Path) -> CheckedImageDataset:
         raise ValueError(f'expected a whole tar file, got {path}: {error}') from error
     except ValueError as error:
         raise ValueError(f'expected images in class folders in {path}, got none') from error
-    return CheckedImageDataset(str(path), reader=reader)
+    dataset = CheckedImageDataset(str(path), reader=reader)
+    weakref.finalize(dataset, _close_tar, reader.tar_state)
+    return dataset
+
+
+def _close_tar(state: TarState) -> None:
+    # timm's reader opens the file at the first image, and leaves it open.
+    if state.tf is not None:
+        state.tf.close()
 
 
 def _folders_of_tar(path: Path) -> list[PurePosixPath]:

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch.utils.data import default_collate
-from torchvision.transforms import RandomHorizontalFlip
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
-from aft_vision.data.augment import Augmentation
+from aft_vision.data.augment import Augmentation, crop_and_flip_steps
 from aft_vision.data.datasets import CheckedDataset, CorruptImageError
 from aft_vision.data.tensor_augment import TensorAugment
 
@@ -169,8 +167,7 @@ class TrainTransform:
         steps: Sequence[Any] = (),
         changes: TensorAugment | None = None,
     ) -> None:
-        self.crop = RandomResizedCropAndInterpolation(img_size, augment.scale)
-        self.flip = RandomHorizontalFlip(augment.hflip) if augment.hflip > 0 else None
+        self.crop, *self.flips = crop_and_flip_steps(img_size, augment)
         self.steps, self.changes = steps, changes
 
     def __call__(self, image: np.ndarray) -> torch.Tensor | AugmentedImage:
@@ -186,8 +183,8 @@ class TrainTransform:
         shape = torch.empty((3, *image.shape[:2]), device='meta')
         top, left, height, width = self.crop.get_params(shape, self.crop.scale, self.crop.ratio)
         changed = _resize(image, (top, left, height, width), self.crop.size)
-        if self.flip is not None:
-            changed = self.flip(changed)
+        for flip in self.flips:
+            changed = flip(changed)
         if self.changes is not None:
             return AugmentedImage(changed, self.changes.draw())
         if self.steps:

@@ -114,21 +114,9 @@ def create_loaders(
     check_same_classes(train.class_names, validation.class_names)
     normalize = _Normalize(tuple(mean), tuple(std), torch.device(device))
     sizes = train_sizes or SizeSchedule((img_size,))
-    on_device = normalize.device.type != 'cpu' and augment.changes_colors
-    transforms, collate = _train_transforms(train, sizes.sizes, augment, mean, std, on_device)
-    if train.is_stream:
-        _check_stream(augment, sizes)
-        train.dataset.transform = transforms[0]
-        train.dataset.set_loader_cfg(num_workers=num_workers)
-        train_loader = _loader(train.dataset, batch_size // parts.total, num_workers, normalize, drop_last=True)
-    else:
-        train.dataset.transform = None
-        sampler = EpochSampler(len(train.dataset), batch_size, seed, augment.repeats, parts, sizes)
-        dataset = SeededDataset(ScheduledTransformDataset(train.dataset, transforms), seed)
-        train_loader = _loader(dataset, batch_size // parts.total, num_workers, normalize, collate, sampler=sampler)
     shard = None if world_size == 1 else (rank, world_size)
     return Loaders(
-        train_loader,
+        _train_loader(train, sizes, augment, batch_size, seed, parts, num_workers, normalize),
         _eval_loader(validation, eval_img_size or img_size, eval_batch_size, crop_pct, num_workers, normalize, shard),
         train.class_names,
     )
@@ -177,6 +165,30 @@ def _check_stream(augment: Augmentation, sizes: SizeSchedule) -> None:
         raise ValueError(f'expected one image size for a streamed data set, got {len(sizes.sizes)}')
     if augment.repeats > 1:
         raise ValueError(f'augment.repeats must be 1 for a streamed data set, got {augment.repeats}')
+
+
+def _train_loader(
+    split: Split,
+    sizes: SizeSchedule,
+    augment: Augmentation,
+    batch_size: int,
+    seed: int,
+    parts: Parts,
+    num_workers: int,
+    normalize: _Normalize,
+) -> PrefetchLoader:
+    on_device = normalize.device.type != 'cpu' and augment.changes_colors
+    transforms, collate = _train_transforms(split, sizes.sizes, augment, normalize.mean, normalize.std, on_device)
+    dataset, images = split.dataset, batch_size // parts.total
+    if split.is_stream:
+        _check_stream(augment, sizes)
+        dataset.transform = transforms[0]
+        dataset.set_loader_cfg(num_workers=num_workers)
+        return _loader(dataset, images, num_workers, normalize, drop_last=True)
+    dataset.transform = None
+    sampler = EpochSampler(len(dataset), batch_size, seed, augment.repeats, parts, sizes)
+    seeded = SeededDataset(ScheduledTransformDataset(dataset, transforms), seed)
+    return _loader(seeded, images, num_workers, normalize, collate, sampler=sampler)
 
 
 def _train_transforms(
@@ -256,13 +268,13 @@ def _loader(
         collate_fn=collate or _collate,
         pin_memory=normalize.device.type == 'cuda',
         persistent_workers=num_workers > 0,
-        worker_init_fn=_leave_process_group,
+        worker_init_fn=leave_process_group,
         **options,
     )
     return PrefetchLoader(loader, mean=normalize.mean, std=normalize.std, device=normalize.device)
 
 
-def _leave_process_group(worker: int) -> None:
+def leave_process_group(worker: int) -> None:
     """Keep a signal to the group of the training process, as torchrun sends it, from ending its loading processes."""
     os.setpgrp()
 

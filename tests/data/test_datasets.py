@@ -1,3 +1,4 @@
+import gc
 import pickle
 import tarfile
 from pathlib import Path
@@ -65,6 +66,17 @@ def test_a_chosen_split_is_used(tmp_path):
     make_folder(tmp_path, {'train': ['a'], 'val': ['a'], 'extra': ['a', 'b']})
     assert open_eval_split(Source(dir=str(tmp_path), eval_split='extra'), 1).class_names == ['a', 'b']
     assert open_train_split(Source(dir=str(tmp_path), train_split='extra'), 1).class_names == ['a', 'b']
+
+
+def test_a_tar_file_is_closed_with_its_data_set(tmp_path):
+    tar = make_tar(tmp_path / 'all.tar', make_folder(tmp_path / 'images', CLASSES))
+    split = open_eval_split(Source(dir=str(tar)), 1)
+    split.dataset[0]
+    file = split.dataset.reader.tar_state.tf.fileobj
+    assert not file.closed
+    del split
+    gc.collect()
+    assert file.closed
 
 
 @pytest.mark.parametrize('name', ['val', 'validation', 'test'])

@@ -1,0 +1,140 @@
+"""Text as sequences of bytes: enwik8, text8 and other files, and their training, validation and test parts."""
+
+import hashlib
+import lzma
+import zipfile
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from aft_vision.data.checksums import damaged
+
+# Training, validation and test part of enwik8 and of text8, in bytes.
+PARTS = (90_000_000, 5_000_000, 5_000_000)
+TEXT8 = b' abcdefghijklmnopqrstuvwxyz'
+VOCABULARIES = {'bytes': 256, 'text8': len(TEXT8)}
+# Of the files as published, unpacked: http://mattmahoney.net/dc/textdata.html
+MD5 = {'enwik8': 'a1fa5ffddb56f4953e226637dabbb36a', 'text8': '3bea1919949baf155f99411df5fada7e'}
+
+
+class Text(NamedTuple):
+    """A file of characters as tokens (n,) uint8, in three parts.
+
+    Attributes:
+        note: How the parts were made where they are not the first 90M, 5M and 5M bytes; '' where they are.
+    """
+
+    train: np.ndarray
+    valid: np.ndarray
+    test: np.ndarray
+    note: str = ''
+
+
+def read_text(path: str | Path, vocabulary: str = 'bytes') -> Text:
+    """Read a file and divide it: the first 90M, 5M and 5M bytes, or 90 %, 5 % and 5 % of a shorter file.
+
+    Args:
+        path: The file itself, a .zip with it alone or with a file of the archive's name, or an .xz; nothing is fetched.
+        vocabulary: `bytes`: a token is the value of a byte. `text8`: 0 is the space, 1 to 26 are a to z.
+
+    Raises:
+        ValueError: the file is not there or damaged, has fewer than 20 bytes, or a byte is not in the vocabulary.
+    """
+    path = Path(path)
+    if vocabulary not in VOCABULARIES:
+        raise ValueError(f'expected the vocabulary {" or ".join(VOCABULARIES)}, got {vocabulary!r}')
+    if not path.is_file():
+        raise ValueError(f'expected a file of text, got {path}, which is none')
+    content = read_bytes(path)
+    if len(content) < 20:
+        raise ValueError(f'expected at least 20 bytes in {path}, which is 1 for each test part, got {len(content)}')
+    return split_text(encode(content, vocabulary, str(path)))
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a file, unpacked where it is a .zip or .xz, and check it against the published sum of its name.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        if path.suffix == '.zip':
+            content = _read_zip(path)
+        elif path.suffix == '.xz':
+            content = lzma.decompress(path.read_bytes())
+        else:
+            content = path.read_bytes()
+    # RuntimeError: an encrypted archive; NotImplementedError, one of its kind: an unknown compression.
+    except (zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, RuntimeError) as error:
+        raise damaged(path, error) from error
+    expected = MD5.get(path.stem)
+    if expected is not None and len(content) == sum(PARTS):
+        _check_published(content, expected, path)
+    return content
+
+
+def encode(content: bytes, vocabulary: str, source: str = 'the text') -> np.ndarray:
+    """Map bytes to tokens (n,) uint8.
+
+    Args:
+        source: What an error calls the text.
+
+    Raises:
+        ValueError: a byte is not in the vocabulary.
+    """
+    values = np.frombuffer(content, dtype=np.uint8)
+    if vocabulary == 'bytes':
+        return values
+    # One above the largest token stands for what has none.
+    table = np.full(256, len(TEXT8), dtype=np.uint8)
+    table[list(TEXT8)] = range(len(TEXT8))
+    tokens = table[values]
+    astray = int(tokens.argmax())
+    if tokens[astray] == len(TEXT8):
+        raise ValueError(
+            f'expected bytes of the {len(TEXT8)} symbols of {vocabulary} (space, a to z) in {source}, '
+            f'got {values[astray]} ({chr(values[astray])!r}) at byte {astray}'
+        )
+    return tokens
+
+
+def decode(tokens: np.ndarray, vocabulary: str) -> bytes:
+    """Undo `encode`."""
+    symbols = np.arange(256, dtype=np.uint8) if vocabulary == 'bytes' else np.frombuffer(TEXT8, dtype=np.uint8)
+    return symbols[tokens].tobytes()
+
+
+def split_text(tokens: np.ndarray) -> Text:
+    """Divide tokens (n,) into the three parts, which are proportional where there are fewer than 100M."""
+    count, whole = len(tokens), sum(PARTS)
+    note = ''
+    train, valid = PARTS[0], PARTS[0] + PARTS[1]
+    if count < whole:
+        train, valid = count * 90 // 100, count * 95 // 100
+        note = (
+            f'{count:,} characters, not {whole:,}: the first 90 % ({train:,}) train, the next 5 % ({valid - train:,}) '
+            f'validate, the last 5 % ({count - valid:,}) test'
+        )
+    elif count > whole:
+        note = f'{count:,} characters, of which the first {whole:,} are used'
+    return Text(tokens[:train], tokens[train:valid], tokens[valid : min(count, whole)], note)
+
+
+def _read_zip(path: Path) -> bytes:
+    with zipfile.ZipFile(path) as archive:
+        files = [name for name in archive.namelist() if not name.endswith('/')]
+        named = [name for name in files if name == path.stem]
+        if len(named or files) != 1:
+            raise ValueError(f'expected 1 file, or one called {path.stem}, in {path}, got {len(files)}')
+        return archive.read((named or files)[0])
+
+
+def _check_published(content: bytes, expected: str, path: Path) -> None:
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if found != expected:
+        raise ValueError(
+            f'expected {path} to hold {path.stem} as published, whose md5 is {expected}, got one with the md5 {found}; '
+            'give another text another name'
+        )

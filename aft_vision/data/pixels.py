@@ -1,0 +1,141 @@
+"""CIFAR10 as sequences of sub-pixels: its files, the raster order, and the augmentation of AFT Sec. 5.1."""
+
+import pickle
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torchvision.datasets import CIFAR10
+
+from aft_vision.data.checksums import check_length, checksum, damaged
+
+# (H, W, channels) of an image, and the sub-pixels of it.
+SHAPE = (32, 32, 3)
+TOKENS = 32 * 32 * 3
+# The binary version has the class of an image, then its red, green and blue plane.
+RECORD, RECORDS = 1 + TOKENS, 10_000
+BINARY = {'train': [f'data_batch_{i}.bin' for i in range(1, 6)], 'test': ['test_batch.bin']}
+PYTHON_FOLDER, BINARY_FOLDER = CIFAR10.base_folder, 'cifar-10-batches-bin'
+
+
+@dataclass(frozen=True)
+class PixelAugmentation:
+    """Random changes to a training image, its sub-pixels being 0 to 255 (AFT Sec. 5.1).
+
+    Attributes:
+        hflip: Probability of a horizontal flip.
+        shift: One whole number, as likely each from -shift to shift, is added to all sub-pixels of an image, which are
+            then clipped to [0, 255].
+    """
+
+    hflip: float = 0.5
+    shift: int = 10
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hflip <= 1:
+            raise ValueError(f'augment.hflip must be in [0, 1], got {self.hflip}')
+        if not 0 <= self.shift <= 255:
+            raise ValueError(f'augment.shift must be in [0, 255], got {self.shift}')
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Change an image (H, W, 3) uint8; both are drawn whether they are wanted or not."""
+        flip, shift = rng.random(), rng.integers(-self.shift, self.shift, endpoint=True)
+        if flip < self.hflip:
+            image = image[:, ::-1]
+        return np.clip(image.astype(np.int16) + shift, 0, 255).astype(np.uint8)
+
+
+def images_to_tokens(images: np.ndarray) -> np.ndarray:
+    """Put images (N, H, W, 3) in raster order, red, green and blue inside a pixel: (N, H * W * 3)."""
+    return images.reshape(len(images), -1)
+
+
+def read_cifar10(path: str | Path, split: str) -> np.ndarray:
+    """Read the images of CIFAR10, of whichever of its files are there; nothing is fetched.
+
+    Args:
+        path: The folder `cifar-10-batches-py` (the Python version, which torchvision reads too),
+            `cifar-10-batches-bin` (the binary version), a folder with either of them in it, or an .npz with the arrays
+            x_train and x_test of shape (N, 32, 32, 3) and uint8, exact to the bit.
+        split: `train` or `test`.
+
+    Returns:
+        (N, 32, 32, 3) uint8.
+
+    Raises:
+        ValueError: there are no such files, one of them is damaged or of another length, or the images have another
+            shape.
+    """
+    path = Path(path)
+    if split not in BINARY:
+        raise ValueError(f'expected the split train or test, got {split!r}')
+    if path.is_file():
+        return _check_images(_read_npz(path, f'x_{split}'), path)
+    for folder, read in ((PYTHON_FOLDER, _read_python), (BINARY_FOLDER, _read_binary)):
+        for place in (path, path / folder):
+            if place.name == folder and place.is_dir():
+                return read(place, split)
+    # The binary files are recognised in any folder.
+    if (path / BINARY[split][0]).is_file():
+        return _read_binary(path, split)
+    raise ValueError(
+        f'expected CIFAR10 in {path}: {PYTHON_FOLDER}, {BINARY_FOLDER} or an .npz, got '
+        f'{"none of them" if path.exists() else "nothing of this name"}'
+    )
+
+
+def _read_python(folder: Path, split: str) -> np.ndarray:
+    """Read the pickled batches; torchvision checks the same sums, and does not say which file is wrong."""
+    meta = (CIFAR10.meta['filename'], CIFAR10.meta['md5'])
+    for name, expected in (*(CIFAR10.train_list if split == 'train' else CIFAR10.test_list), meta):
+        if not (folder / name).is_file():
+            raise ValueError(f'expected {name} in {folder}, got a folder without it')
+        if checksum(folder / name, 'md5') != expected:
+            raise damaged(folder / name, 'it is not the published file', 'md5', expected)
+    try:
+        images = CIFAR10(folder.parent, train=split == 'train', download=False).data
+    # torchvision looks at the sums of all files, those of the other split too.
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f'expected the whole CIFAR10 in {folder}, got: {error}') from error
+    return _check_images(images, folder)
+
+
+def _read_binary(folder: Path, split: str) -> np.ndarray:
+    batches = []
+    for name in BINARY[split]:
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f'expected {name} in {folder}, got a folder without it')
+        check_length(path, RECORDS * RECORD)
+        records = np.fromfile(path, dtype=np.uint8).reshape(RECORDS, RECORD)
+        if records[:, 0].max() > 9:
+            raise damaged(path, f'the classes should be 0 to 9, and one is {records[:, 0].max()}')
+        batches.append(records[:, 1:].reshape(RECORDS, 3, 32, 32).transpose(0, 2, 3, 1))
+    return np.ascontiguousarray(np.concatenate(batches))
+
+
+def _read_npz(path: Path, name: str) -> np.ndarray:
+    try:
+        with np.load(path) as content:
+            names = list(content)
+            images = content[name] if name in names else None
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise damaged(path, error) from error
+    except ValueError as error:
+        # numpy takes what is no archive for a pickle; it reads neither that nor arrays of objects.
+        raise damaged(path, error if zipfile.is_zipfile(path) else 'it is no .npz') from error
+    if images is None:
+        raise ValueError(f'expected the array {name} in {path}, got {", ".join(names) or "none"}')
+    return images
+
+
+def _check_images(images: np.ndarray, place: Path) -> np.ndarray:
+    if images.shape[1:] != SHAPE:
+        raise ValueError(f'expected images of shape {SHAPE} in {place}, got {images.shape[1:]}')
+    if images.dtype != np.uint8:
+        raise ValueError(f'expected images of uint8 in {place}, got {images.dtype}')
+    if not len(images):
+        raise ValueError(f'expected at least 1 image in {place}, got 0')
+    return images

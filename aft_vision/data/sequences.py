@@ -1,0 +1,228 @@
+"""Loaders of sequences: images as sub-pixels, and windows of text; training is random, evaluation exact."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from aft_vision.data.imagenet import leave_process_group
+from aft_vision.data.pixels import PixelAugmentation, images_to_tokens
+from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Parts, derive_seed
+
+# The target of a token that does not count, as torch's cross-entropy has it.
+IGNORED = -100
+
+
+class PixelDataset(Dataset):
+    """Augmented images as tokens (3072,) uint8, indexed by Draw; what is random depends on the seed and the Draw alone.
+
+    Args:
+        images: (N, 32, 32, 3) uint8.
+    """
+
+    def __init__(self, images: np.ndarray, augment: PixelAugmentation, seed: int) -> None:
+        self.images, self.augment, self.seed = images, augment, seed
+
+    def __getitem__(self, draw: Draw) -> np.ndarray:
+        image = self.augment(self.images[draw.image], _generator(self.seed, draw))
+        return images_to_tokens(image[None])[0]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+class WindowDataset(Dataset):
+    """Windows of a text at random places, indexed by Draw; the place depends on the seed and the Draw alone.
+
+    It has as many windows as the text has room for side by side, so that an epoch is one pass over the text.
+
+    Args:
+        text: (n,) uint8.
+        context: Characters in a window.
+
+    Raises:
+        ValueError: the text is shorter than a window.
+    """
+
+    def __init__(self, text: np.ndarray, context: int, seed: int) -> None:
+        if len(text) < context:
+            raise ValueError(
+                f'expected at least {context} characters to train on, which is data.context, got {len(text)}'
+            )
+        self.text, self.context, self.seed = text, context, seed
+
+    def __getitem__(self, draw: Draw) -> np.ndarray:
+        start = _generator(self.seed, draw).integers(len(self.text) - self.context, endpoint=True)
+        return self.text[start : start + self.context]
+
+    def __len__(self) -> int:
+        return len(self.text) // self.context
+
+
+class EvalDataset(Dataset):
+    """Sequences to be evaluated, each with the place of its first token that counts.
+
+    Args:
+        tokens: (N, T) or, of windows, (n,) uint8.
+        windows: (start, first that counts) of each window of `context` tokens; None where `tokens` has rows.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, windows: Sequence[tuple[int, int]] | None = None, context: int | None = None
+    ) -> None:
+        self.tokens, self.windows, self.context = tokens, windows, context
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        if self.windows is None:
+            return self.tokens[index], 0
+        start, first = self.windows[index]
+        return self.tokens[start : start + (self.context or 0)], first
+
+    def __len__(self) -> int:
+        return len(self.tokens if self.windows is None else self.windows)
+
+
+def sliding_windows(length: int, context: int, stride: int | None = None) -> list[tuple[int, int]]:
+    """Place windows over a text so that every character counts once, behind `context - stride` others at least.
+
+    The characters of the first window have fewer before them, because the text has no more.
+
+    Args:
+        length: Of the text.
+        context: Characters in a window; a shorter text has one window of its own length.
+        stride: From one window to the next, in [1, context]; None for `context`.
+
+    Returns:
+        Of each window its start in the text, and its first character that counts.
+
+    Raises:
+        ValueError: the stride is not in its range.
+    """
+    stride = context if stride is None else stride
+    if not 1 <= stride <= context:
+        raise ValueError(f'expected a stride in [1, {context}], {context} being the context, got {stride}')
+    windows, done = [(0, 0)], min(context, length)
+    while done < length:
+        # The last window ends with the text, so that all have the same length.
+        end = min(done + stride, length)
+        windows.append((end - context, done - (end - context)))
+        done = end
+    return windows
+
+
+def pixel_train_loader(
+    images: np.ndarray,
+    augment: PixelAugmentation,
+    batch_size: int,
+    *,
+    seed: int = 0,
+    accumulate: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader:
+    """Make the loader of the training images: tokens (B, 3072) twice, as inputs and as targets, int64.
+
+    Args:
+        images: (N, 32, 32, 3) uint8.
+        batch_size: Images per update, over all processes and accumulation steps; B is this by their number.
+
+    Raises:
+        ValueError: there are fewer images than that, or they cannot be shared out evenly.
+    """
+    dataset = PixelDataset(images, augment, seed)
+    parts = Parts(accumulate * world_size, accumulate * rank, accumulate)
+    return _train_loader(dataset, batch_size, seed, parts, num_workers, pin_memory)
+
+
+def char_train_loader(
+    text: np.ndarray,
+    context: int,
+    batch_size: int,
+    *,
+    seed: int = 0,
+    accumulate: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader:
+    """Make the loader of windows of the training text (n,): tokens (B, context) twice; otherwise as of pixels.
+
+    Raises:
+        ValueError: the text has room for fewer windows than an update has, or they cannot be shared out evenly.
+    """
+    dataset = WindowDataset(text, context, seed)
+    parts = Parts(accumulate * world_size, accumulate * rank, accumulate)
+    return _train_loader(dataset, batch_size, seed, parts, num_workers, pin_memory)
+
+
+def pixel_eval_loader(
+    images: np.ndarray, batch_size: int, *, rank: int = 0, world_size: int = 1, num_workers: int = 0
+) -> DataLoader:
+    """Make the loader of the images of this process, each once: tokens (B, 3072) twice."""
+    return _eval_loader(EvalDataset(images_to_tokens(images)), batch_size, rank, world_size, num_workers)
+
+
+def char_eval_loader(
+    text: np.ndarray,
+    context: int,
+    batch_size: int,
+    *,
+    stride: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
+) -> DataLoader:
+    """Make the loader of the windows of this process, of a text (n,), as `sliding_windows` places them.
+
+    Targets that do not count, because another window has them, are -100.
+    """
+    windows = sliding_windows(len(text), context, stride)
+    return _eval_loader(EvalDataset(text, windows, context), batch_size, rank, world_size, num_workers)
+
+
+def _generator(seed: int, draw: Draw) -> np.random.Generator:
+    return np.random.default_rng(derive_seed(SAMPLE, seed, draw.epoch, draw.image, draw.repeat))
+
+
+def _train_loader(
+    dataset: Any, batch_size: int, seed: int, parts: Parts, num_workers: int, pin_memory: bool
+) -> DataLoader:
+    return DataLoader(
+        dataset,
+        batch_size=batch_size // parts.total,
+        sampler=EpochSampler(len(dataset), batch_size, seed, parts=parts),
+        collate_fn=_collate,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        persistent_workers=num_workers > 0,
+        worker_init_fn=leave_process_group,
+    )
+
+
+def _eval_loader(dataset: Any, batch_size: int, rank: int, world_size: int, num_workers: int) -> DataLoader:
+    # Nothing is padded, so every token counts once; the shares may differ by one sequence.
+    share = dataset if world_size == 1 else Subset(dataset, range(rank, len(dataset), world_size))
+    return DataLoader(
+        share,
+        batch_size=batch_size,
+        collate_fn=_collate_counted,
+        num_workers=num_workers,
+        worker_init_fn=leave_process_group,
+    )
+
+
+def _collate(samples: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.from_numpy(np.stack(samples)).long()
+    return tokens, tokens
+
+
+def _collate_counted(samples: list[tuple[np.ndarray, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, _ = _collate([sample for sample, _ in samples])
+    first = torch.tensor([first for _, first in samples])
+    counts = torch.arange(tokens.shape[1]) >= first[:, None]
+    return tokens, tokens.where(counts, IGNORED)
