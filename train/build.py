@@ -10,7 +10,8 @@ from timm.utils import random_seed
 from torch import nn
 
 from aft_vision.data import Loaders, create_eval_loader, create_loaders
-from aft_vision.evaluate import check_classes, check_image_size, has_fixed_input_size, initialize_model, load_model
+from aft_vision.evaluate import check_classes, initialize_model, load_model
+from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.checkpoint import BEST
 from train.config import WEIGHT_KEYS
 from train.distill import load_teacher
@@ -75,7 +76,7 @@ def build_evaluation(config: Config, run_dir: Path, world: World) -> tuple[nn.Mo
     model = build_model(name, kwargs if pretrained else {**kwargs, 'pretrained': False})
     check_image_sizes(model, config)
     if not pretrained:
-        initialize_model(model, checkpoint)
+        initialize_model(model, checkpoint, transfer=False)
     return model.to(world.device), loader
 
 

@@ -1,8 +1,6 @@
-"""Checkpoints that are never half-written, and the export that timm loads."""
+"""Checkpoints that are never half-written."""
 
-import contextlib
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -12,15 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-from torch import nn
 
 from aft_vision.evaluate import read_checkpoint
+from aft_vision.export import sync_directory
+from train.schema import Experiment
 from train.state import TrainState
 
 LAST, BEST = 'last.pth', 'best.pth'
 MOST_KEPT = 100
+# What a run leaves beside its checkpoints and its log.
+RESULTS = ('curves.png', 'result.json', 'steps.csv')
 # Keys whose change leaves every update what it was.
 HARMLESS = ('data.num_workers', 'data.eval_batch_size', 'data.download')
 
@@ -58,7 +58,7 @@ class Saver:
         """Write weights that are better than any before, without what only training needs."""
         if not state.world.is_primary:
             return
-        progress = {'epoch': state.epoch, 'updates': state.updates, 'best_top1': state.best_top1}
+        progress = {'epoch': state.epoch, 'updates': state.updates, state.best_key: state.best}
         content = {**self.description, **progress, 'state_dict': weights, 'averaged': averaged}
         save_checkpoint(content, self.folder / BEST)
 
@@ -89,7 +89,7 @@ def save_checkpoint(content: dict[str, Any], path: Path, keep: int = 1) -> None:
         raise OSError(f'could not write {path}; what was there before is whole: {reason}') from reason
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def older(path: Path, age: int) -> Path:
@@ -130,7 +130,7 @@ def holds_run(folder: Path) -> bool:
 
 def remove_run(folder: Path) -> None:
     """Remove what an earlier run left, so that nothing of it is taken for the new one's."""
-    for path in (folder / BEST, folder / 'curves.png', *_latest(folder)):
+    for path in (folder / BEST, *(folder / name for name in RESULTS), *_latest(folder)):
         path.unlink(missing_ok=True)
     for name in ('tensorboard', 'export'):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -158,16 +158,18 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
     state.load_state_dict(content, source=str(path))
     # In another folder, the best weights are those from here on.
     if not (folder / BEST).exists():
-        state.best_top1 = -1.0
+        state.best = state.objective.worst
     if state.world.is_primary:
         print(f'resumed from {path}: epoch {state.epoch + 1}, update {state.updates}')
-        for change in _changes(content, {**dataclasses.asdict(state.config), 'world_size': state.world.size}):
+        for change in _changes(content, state.config, state.world.size):
             print(f'  now with {change}')
 
 
-def _changes(content: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _changes(content: dict[str, Any], config: Experiment, world_size: int) -> list[str]:
     """What a run does otherwise than the one it goes on with."""
-    before = {**content['config'], 'world_size': content['world_size']}
+    # A checkpoint of an earlier version lacks the newer sections, which then had no effect.
+    before = {**dataclasses.asdict(type(config)()), **content['config'], 'world_size': content['world_size']}
+    now = {**dataclasses.asdict(config), 'world_size': world_size}
     found = []
     for section, value in now.items():
         if section == 'run':
@@ -180,51 +182,3 @@ def _changes(content: dict[str, Any], now: dict[str, Any]) -> list[str]:
             if was != new and name not in HARMLESS:
                 found.append(f'{name} = {new!r}, was {was!r}')
     return found
-
-
-def export_model(
-    model: nn.Module, directory: str | Path, class_names: Sequence[str], data_config: dict[str, Any] | None = None
-) -> None:
-    """Write config.json and model.safetensors, which `timm.create_model('local-dir:DIR', pretrained=True)` loads.
-
-    After `import aft_vision`, transformers' AutoModelForImageClassification loads the folder too.
-
-    Args:
-        class_names: In the order of the logits.
-        data_config: The preprocessing to record: `input_size`, `crop_pct`, `mean`, `std`, `interpolation`.
-    """
-    directory = Path(directory)
-    temporary = directory.with_name(f'.{directory.name}.tmp')
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        timm.models.save_for_hf(
-            model,
-            str(temporary),
-            model_config={'label_names': list(class_names)},
-            safe_serialization=True,
-            data_config=data_config,
-        )
-        _name_classes_once(temporary / 'config.json')
-        directory.mkdir(parents=True, exist_ok=True)
-        for file in temporary.iterdir():
-            os.replace(file, directory / file.name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    _sync_directory(directory)
-
-
-def _name_classes_once(config: Path) -> None:
-    # timm 1.0.31 writes num_classes among the model's arguments too, and transformers 5 would pass it twice.
-    content = json.loads(config.read_text(encoding='utf-8'))
-    content.get('model_args', {}).pop('num_classes', None)
-    config.write_text(json.dumps(content, indent=2), encoding='utf-8')
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename survive a power cut, where the system allows it."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -1,5 +1,6 @@
 """Experiments as typed documents: dataclasses <- `base:` file <- file <- `section.key=value`."""
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -7,7 +8,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import timm
 import timm.optim
@@ -15,11 +16,21 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from train.schema import Config
+from aft_vision.models.autoregressive import AFTDecoder
+from aft_vision.models.decoders import DECODERS
+from train.schema import Config, Experiment
+
+Kind = TypeVar('Kind', bound=Experiment)
 
 RESERVED_MODEL_KEYS = {
     'num_classes': 'the data set decides how many classes there are',
     'in_chans': 'images have three channels',
+    'device': 'run.device says where the model is',
+    'dtype': 'run.amp says what it computes in',
+}
+RESERVED_DECODER_KEYS = {
+    'context': 'the data decide how long a sequence is, by data.context where it is text',
+    'vocab_size': 'the data decide how many symbols there are',
     'device': 'run.device says where the model is',
     'dtype': 'run.amp says what it computes in',
 }
@@ -28,31 +39,40 @@ VIT_MODULES = ('timm.models.vision_transformer', 'timm.models.deit')
 WEIGHT_KEYS = {'pretrained': bool, 'pretrained_cfg_overlay': Any}
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+@overload
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config: ...
+
+
+@overload
+def load_config(path: str | Path, overrides: Sequence[str], schema: type[Kind]) -> Kind: ...
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[Any] = Config) -> Any:
     """Read, merge and check one experiment.
 
     Args:
         path: YAML file; its `base:` names another one, relative to it, that it builds on.
         overrides: `section.key=value`, the last word.
+        schema: The dataclass of the experiment; image classification by default.
 
     Raises:
         ValueError: an unknown key, a value of the wrong type or range, or a file that cannot be read. The message
             holds the key, the value and the nearest valid name.
     """
-    merged = OmegaConf.structured(Config)
-    for source, layer in [*_read_chain(Path(path)), *map(_read_override, overrides)]:
-        merged = merge_checked(merged, layer, Config, source)
+    layers = [*_read_chain(Path(path)), *map(_read_override, overrides)]
+    merged = merge_checked(OmegaConf.structured(schema), layers, schema)
     try:
-        built = typing.cast(Config, OmegaConf.to_object(merged))
+        built = typing.cast(Any, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ValueError(f'{path}: {str(error).splitlines()[0]}') from error
     optimizers = list(map(str, timm.optim.list_optimizers()))
     if built.optim.name not in optimizers:
         raise ValueError(f'{path}: {_unknown("optim.name", built.optim.name, optimizers, "an optimizer")}')
-    return dataclasses.replace(built, model=check_model(built.model, str(path)))
+    check = check_model if schema is Config else check_decoder
+    return dataclasses.replace(built, model=check(built.model, str(path)))
 
 
-def save_config(config: Config, path: str | Path) -> None:
+def save_config(config: Experiment, path: str | Path) -> None:
     """Write the resolved experiment; `load_config` of the file gives it back."""
     Path(path).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
 
@@ -78,25 +98,47 @@ def check_model(model: Mapping[str, Any], source: str) -> dict[str, Any]:
         )
     module = timm.models.model_entrypoint(name).__module__
     if module.startswith('aft_vision.') or module in VIT_MODULES:
-        schema = _model_schema(module)
-        checked = merge_checked(OmegaConf.structured(schema), kwargs, schema, source, prefix='model.')
-        content = typing.cast(dict[str, Any], OmegaConf.to_container(checked))
-        kwargs = {key: content[key] for key in kwargs}
+        kwargs = _check_arguments(kwargs, _model_schema(module), source)
     return {'name': name, **kwargs}
 
 
-def merge_checked(config: Any, layer: Mapping[str, Any], schema: type, source: str, prefix: str = '') -> Any:
-    """Lay `layer` over `config`; errors name the source, the key, the value and the nearest valid name."""
-    _reject_unknown(layer, schema, source, prefix)
-    # One value at a time, because OmegaConf's error for a tuple of the wrong length does not say whose it is.
-    for key, value in layer.items():
-        leaves = value.items() if isinstance(value, Mapping) else [(None, value)]
-        for inner, leaf in leaves:
-            try:
-                config = OmegaConf.merge(config, {key: leaf if inner is None else {inner: leaf}})
-            except OmegaConfBaseException as error:
-                name = f'{prefix}{key}' if inner is None else f'{prefix}{key}.{inner}'
-                raise ValueError(f'{source}: {name} = {leaf!r}: {str(error).splitlines()[0]}') from error
+def check_decoder(model: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """As `check_model`, of a pixel or character model."""
+    kwargs = dict(model)
+    name = kwargs.pop('name', None)
+    if not isinstance(name, str):
+        raise ValueError(f'{source}: expected model.name, the name of a pixel or character model, got {name!r}')
+    if name not in DECODERS:
+        raise ValueError(f'{source}: {_unknown("model.name", name, DECODERS, "a pixel or character model")}')
+    for key in RESERVED_DECODER_KEYS.keys() & kwargs.keys():
+        raise ValueError(
+            f'{source}: model.{key} = {kwargs[key]!r} is not for an experiment: {RESERVED_DECODER_KEYS[key]}'
+        )
+    return {'name': name, **_check_arguments(kwargs, _schema((AFTDecoder,), {}, RESERVED_DECODER_KEYS), source)}
+
+
+def _check_arguments(kwargs: Mapping[str, Any], schema: type, source: str) -> dict[str, Any]:
+    checked = merge_checked(OmegaConf.structured(schema), [(source, kwargs)], schema, prefix='model.')
+    content = typing.cast(dict[str, Any], OmegaConf.to_container(checked))
+    return {key: content[key] for key in kwargs}
+
+
+def merge_checked(config: Any, layers: Sequence[tuple[str, Mapping[str, Any]]], schema: type, prefix: str = '') -> Any:
+    """Lay `layers` over `config`, each with its source; errors name it, the key, the value and the nearest name."""
+    for source, layer in layers:
+        _reject_unknown(layer, schema, source, prefix)
+    with contextlib.suppress(OmegaConfBaseException):
+        return OmegaConf.merge(config, *(dict(layer) for _, layer in layers))
+    # Now one value at a time, because OmegaConf's error for a tuple of the wrong length does not say whose it is.
+    for source, layer in layers:
+        for key, value in layer.items():
+            leaves = value.items() if isinstance(value, Mapping) else [(None, value)]
+            for inner, leaf in leaves:
+                try:
+                    config = OmegaConf.merge(config, {key: leaf if inner is None else {inner: leaf}})
+                except OmegaConfBaseException as error:
+                    name = f'{prefix}{key}' if inner is None else f'{prefix}{key}.{inner}'
+                    raise ValueError(f'{source}: {name} = {leaf!r}: {str(error).splitlines()[0]}') from error
     return config
 
 
@@ -122,16 +164,22 @@ def _unknown(key: str, value: Any, valid: Iterable[str], kind: str, prefix: str 
 
 
 def _model_schema(module: str) -> type:
-    """The keyword arguments of a family of models as a dataclass; a type OmegaConf does not know becomes Any."""
+    """The keyword arguments of a family of timm's models."""
     from timm.models.vision_transformer import VisionTransformer
 
     from aft_vision.models.aft_vit import AFTVisionTransformer
 
-    arguments: dict[str, Any] = dict(WEIGHT_KEYS)
-    for cls in (VisionTransformer,) if module in VIT_MODULES else (VisionTransformer, AFTVisionTransformer):
-        hints = typing.get_type_hints(cls.__init__)
+    classes = (VisionTransformer,) if module in VIT_MODULES else (VisionTransformer, AFTVisionTransformer)
+    return _schema(classes, WEIGHT_KEYS, RESERVED_MODEL_KEYS)
+
+
+def _schema(classes: Sequence[type], more: Mapping[str, Any], reserved: Mapping[str, str]) -> type:
+    """The keyword arguments of classes, and more, as a dataclass; a type OmegaConf does not know becomes Any."""
+    arguments = dict(more)
+    for cls in classes:
+        hints = typing.get_type_hints(typing.cast(Any, cls).__init__)
         for parameter in inspect.signature(cls).parameters.values():
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name not in RESERVED_MODEL_KEYS:
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name not in reserved:
                 arguments[parameter.name] = hints.get(parameter.name, Any)
     return dataclasses.make_dataclass(
         'Model', [(name, _supported(hint), field(default=None)) for name, hint in arguments.items()]

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ from timm.data.loader import PrefetchLoader
 from timm.utils import random_seed, unwrap_model
 from torch import nn
 
-from aft_vision.data import STEP, derive_seed
-from aft_vision.layers import AFTConv, AFTFull, AFTLocal
-from aft_vision.layers.mixers import AFTMixer
+from aft_vision.data import STEP, Draw, derive_seed
+from aft_vision.layers import AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot
+from train.objective import Batch
 from train.state import TrainState
 
 
@@ -32,9 +32,9 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
         loss: What was found.
 
     Returns:
-        The JSON file: `images` (indices into the data set), the first `layer` with an output that is not finite (''
-        for the images themselves, `teacher...` for one of the teacher), `weights` that are not finite, and the ranges
-        of `keys` and position `biases`.
+        The JSON file: `images` or `windows` (indices into the data set), the first `layer` with an output that is not
+        finite ('' for the images themselves, `teacher...` for one of the teacher), `weights` that are not finite, and
+        the ranges of `keys` and position `biases`.
     """
     world = state.world
     found: dict[str, Any] = {
@@ -48,20 +48,28 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
         trained |= {f'{part}.{name}': x for name, x in values.items()}
     found['weights'] = [name for name, x in trained.items() if not x.isfinite().all()]
     found['biases'] = {name: _range(_bias(module)) for name, module in state.model.named_modules() if _has_bias(module)}
-    if isinstance(loader, PrefetchLoader) and hasattr(loader.sampler, 'draws'):
+    if hasattr(getattr(loader, 'sampler', None), 'draws'):
         draws = loader.sampler.draws(state.updates_of_epoch)
-        found['images'] = [draw.image for draw in draws]
-        images, targets = loader.loader.collate_fn([loader.dataset[draw] for draw in draws])
-        # On the device first, because some batches are augmented on their way there.
-        images = (images.to(device=world.device).to(torch.float32) - loader.mean) / loader.std
-        found |= _watch(state, images, targets.to(world.device))
+        found[state.objective.unit] = [draw.image for draw in draws]
+        found |= _watch(state, *_collate(loader, draws, world.device))
     path = folder / f'nonfinite-{state.updates + 1}-rank{world.rank}.json'
     path.write_text(json.dumps(found, indent=2) + '\n')
     return path
 
 
+def _collate(loader: Any, draws: Sequence[Draw], device: torch.device) -> Batch:
+    """The batch that a loader makes of these samples, on the device."""
+    plain = loader.loader if isinstance(loader, PrefetchLoader) else loader
+    inputs, targets = plain.collate_fn([loader.dataset[draw] for draw in draws])
+    # On the device first, because some batches are augmented on their way there.
+    inputs = inputs.to(device=device)
+    if isinstance(loader, PrefetchLoader):
+        inputs = (inputs.to(torch.float32) - loader.mean) / loader.std
+    return inputs, targets.to(device)
+
+
 @torch.no_grad()
-def _watch(state: TrainState, images: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+def _watch(state: TrainState, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
     """Run the parts of an update, and note the first layer that goes wrong and the ranges of the keys."""
     layers: list[str] = []
     keys: dict[str, list[float]] = {}
@@ -85,7 +93,7 @@ def _watch(state: TrainState, images: torch.Tensor, targets: torch.Tensor) -> di
             hooks.append(module.qkv.register_forward_hook(lambda m, args, y, keys_of=keys_of: keys_of(y)))
     count = state.config.optim.accumulate
     try:
-        for part, (x, y) in enumerate(zip(images.chunk(count), targets.chunk(count), strict=True)):
+        for part, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
             random_seed(derive_seed(STEP, state.config.run.seed, state.updates, state.world.rank * count + part))
             x, _ = state.augment(x.contiguous(), y)
             note('', x)
@@ -109,12 +117,12 @@ def _teachers(state: TrainState) -> list[tuple[nn.Module, Callable[[torch.Tensor
 
 
 def _has_bias(module: nn.Module) -> bool:
-    return isinstance(module, AFTConv | AFTFull | AFTLocal)
+    return isinstance(module, AFTConv | AFTFull | AFTLocal | AFTOnehot)
 
 
 @torch.no_grad()
 def _bias(module: Any) -> torch.Tensor:
-    return module.kernel() if isinstance(module, AFTConv) else module.position_bias()
+    return module.kernel() if isinstance(module, AFTConv | AFTOnehot) else module.position_bias()
 
 
 def _range(x: torch.Tensor) -> list[float]:

@@ -17,7 +17,8 @@ from timm.task import (
 )
 from torch import nn
 
-from aft_vision.evaluate import check_classes, check_image_size, has_fixed_input_size, load_model
+from aft_vision.evaluate import check_classes, load_model
+from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.schema import DistillConfig
 
 # A logit beside zeros whose softmax is 1 in every precision; float16 holds it.

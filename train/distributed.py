@@ -1,14 +1,19 @@
 """The processes of a run: those that torchrun or SLURM started, or this one alone."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from timm.utils.distributed import init_distributed_device_so, reduce_tensor
 
 from aft_vision.evaluate import resolve_device
+
+RENDEZVOUS = 'aft-vision'
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,23 @@ class World:
         return bool(found)
 
 
+def _rendezvous_of_attempt(url: str, **options: Any) -> Iterator[tuple['dist.Store', int, int]]:
+    """That of the environment, apart from the one before torchrun restarted the processes of this node.
+
+    torchrun 2.15 gives a restarted group the store of the group before, whose addresses are still in it: without a
+    prefix of its own, about every second restart looks for processes that are no more. The agents of several nodes
+    count restarts each for itself, so there the store stays as it is.
+    """
+    alone = os.environ.get('GROUP_WORLD_SIZE', '1') == '1'
+    attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if alone else 'of_several_nodes'
+    for store, rank, size in dist.rendezvous(urlsplit(url)._replace(scheme='env').geturl(), **options):
+        yield dist.PrefixStore(f'attempt_{attempt}', store), rank, size
+
+
+if dist.is_available():
+    dist.register_rendezvous_handler(RENDEZVOUS, _rendezvous_of_attempt)
+
+
 @contextlib.contextmanager
 def join_world(device: str) -> Iterator[World]:
     """Join the process group that the environment describes, and leave it in the end.
@@ -58,7 +80,7 @@ def join_world(device: str) -> Iterator[World]:
     Raises:
         ValueError: the device does not exist here.
     """
-    found = init_distributed_device_so(str(resolve_device(device)))
+    found = init_distributed_device_so(str(resolve_device(device)), dist_url=f'{RENDEZVOUS}://')
     try:
         yield World(torch.device(found['device']), found['global_rank'], found['world_size'])
     finally:

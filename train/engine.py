@@ -19,6 +19,7 @@ from aft_vision.evaluate import evaluate_all, peak_memory_mb
 from train.checkpoint import Saver
 from train.diagnosis import NonFiniteLossError, write_diagnosis
 from train.log import RunLog
+from train.objective import Batch
 from train.state import TrainState
 
 # The progress bar and the log show the loss only this often.
@@ -26,17 +27,19 @@ UPDATES_PER_REPORT = 10
 # What a scheduler sends before it takes the machine away.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 REMEDY = 'try a lower optim.lr or optim.clip_grad=1.0'
-Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
     """Make one update and return the mean loss of its parts, over all processes; None if parts are missing.
 
+    What `regularize` adds to the loss is part of the update and not of the loss that is returned, so that runs with and
+    without it compare.
+
     All that is random in it follows from `run.seed`, the number of the update and that of the part.
 
     Args:
-        parts: `optim.accumulate` batches of the same size: images (B, 3, H, W) and class indices (B,). If there are
-            fewer, because a streamed data set has ended, no weight changes.
+        parts: `optim.accumulate` batches of the same size, of inputs and targets: images (B, 3, H, W) and class indices
+            (B,), or tokens (B, T) twice. If there are fewer, because a streamed data set has ended, no weight changes.
 
     Raises:
         NonFiniteLossError: the loss or the gradient is not finite, on any process; no weight has changed.
@@ -45,15 +48,18 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
     count = config.optim.accumulate
     total, done = torch.zeros((), device=world.device), 0
     optimizer.zero_grad(set_to_none=True)
-    for part, (images, targets) in enumerate(parts):
+    state.regularization.set_tau(state.updates)
+    for part, (inputs, targets) in enumerate(parts):
         done = part + 1
         random_seed(derive_seed(STEP, config.run.seed, state.updates, world.rank * count + part))
-        images, targets = state.augment(images.to(world.device), targets.to(world.device))
+        inputs, targets = state.augment(inputs.to(world.device), targets.to(world.device))
         # Of several processes, only the last part waits for the gradients of the others.
         with state.task.no_sync() if done < count else contextlib.nullcontext():
             with torch.autocast(world.device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):
-                loss = state.task(images, targets)['loss'] / count
-            state.scaler.scale(loss).backward()
+                loss = state.task(inputs, targets)['loss'] / count
+            # It depends on the weights alone, so one part of the update has all of it.
+            penalty = state.regularization.penalty() if done == count else 0.0
+            state.scaler.scale(loss + penalty).backward()
         total += loss.detach()
     if done < count:
         return None
@@ -102,7 +108,7 @@ def train_one_epoch(
     after_update: Callable[[], None] = lambda: None,
     folder: Path = Path(),
 ) -> dict[str, float]:
-    """Pass over the loader once, or over the rest of an epoch that was interrupted.
+    """Pass over the loader once, or over the rest of an epoch that was interrupted, or until the run is spent.
 
     Args:
         loader: The batches of the updates that the epoch still lacks.
@@ -110,8 +116,10 @@ def train_one_epoch(
         folder: Of the run; receives a diagnosis of each update whose loss is not finite.
 
     Returns:
-        `loss` (mean), `lr` (of the last update), `images_per_second` (loading included), `seconds`, and `memory_mb`,
-        the peak so far: of the device, or of the whole process on a CPU.
+        `loss` (mean), `lr` (of the last update), `images_per_second` (loading included; or the unit of the objective),
+        `seconds`, `memory_mb`, the peak so far: of the device, or of the whole process on a CPU, and the figures of the
+        objective. Where kernels are kept sparse, also their entropies after the epoch, in nats: `kernel_entropy`, the
+        mean per head, and `kernel_entropy_NN` of each layer.
 
     Raises:
         NonFiniteLossError: more updates than `run.skip_nonfinite` had a loss that is not finite.
@@ -119,8 +127,11 @@ def train_one_epoch(
     """
     state.model.train()
     batches = iter(loader)
-    bar = _progress_bar(state, progress)
+    bar, spent = _progress_bar(state, progress), False
     for _ in bar:
+        spent = state.is_spent()
+        if spent:
+            break
         lr = _rate(state)
         start = time.perf_counter()
         try:
@@ -137,18 +148,27 @@ def train_one_epoch(
         if state.updates % UPDATES_PER_REPORT == 0 or state.updates_of_epoch == state.updates_per_epoch:
             bar.set_postfix(_figures(state, loss, lr))
             if log is not None:
-                log.log_step(state.updates, loss, lr)
+                log.log_step(state.updates, loss, lr, state.seconds, state.regularization.entropies)
         after_update()
     if not state.epoch_done:
         raise ValueError('expected a loader with a whole batch and a finite loss, got none')
     # An epoch of a streamed data set may end early; the next one begins at its own place in the schedule all the same.
-    state.updates = (state.epoch + 1) * state.updates_per_epoch
+    if not spent:
+        state.updates = (state.epoch + 1) * state.updates_per_epoch
+    return _epoch_figures(state)
+
+
+def _epoch_figures(state: TrainState) -> dict[str, float]:
+    updates_per_second = state.epoch_done / state.epoch_seconds
+    loss = state.epoch_loss / state.epoch_done
     return {
-        'loss': state.epoch_loss / state.epoch_done,
+        'loss': loss,
         'lr': state.epoch_lr,
-        'images_per_second': state.epoch_done * state.config.data.batch_size / state.epoch_seconds,
+        f'{state.objective.unit}_per_second': state.config.data.batch_size * updates_per_second,
         'seconds': state.epoch_seconds,
         'memory_mb': peak_memory_mb(state.world.device),
+        **state.objective.figures(loss, state.updates, state.seconds, updates_per_second),
+        **state.regularization.figures(),
     }
 
 
@@ -163,16 +183,23 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
     """
     schedule, run = state.config.schedule, state.config.run
     progress = progress and state.world.is_primary
+    if not state.is_spent():
+        # What a run that now goes on had measured within its epoch when it was spent.
+        state.history = [row for row in state.history if row['epoch'] < state.epoch]
     with _until_signal(state, saver) as after_update, RunLog(saver.folder, state, run.tensorboard) as log:
         for epoch in range(state.epoch, schedule.epochs):
+            if _is_complete(state):
+                break
             if loaders.is_stream and state.updates_of_epoch:
                 state.restart_epoch()
             loaders.set_epoch(epoch, state.updates_of_epoch)
             trained = train_one_epoch(state, loaders.train, log, progress, after_update, saver.folder)
-            state.epoch = epoch + 1
-            state.restart_epoch()
-            state.set_rate()
-            due = state.epoch % run.eval_every == 0 or state.epoch == schedule.epochs
+            spent = state.is_spent()
+            if state.updates_of_epoch == state.updates_per_epoch:
+                state.epoch = epoch + 1
+                state.restart_epoch()
+                state.set_rate()
+            due = spent or state.epoch % run.eval_every == 0 or state.epoch == schedule.epochs
             evaluated = _evaluate(state, loaders.validation if due else None)
             row = {f'train_{name}': value for name, value in trained.items()}
             state.history.append({'epoch': epoch, **row, **{f'eval_{k}': v for k, v in evaluated.items()}})
@@ -182,6 +209,12 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
             _keep_best(state, evaluated, saver)
             saver.save_last(state)
     return state
+
+
+def _is_complete(state: TrainState) -> bool:
+    """Whether a run is spent, and what its last updates came to is in its history."""
+    measured = not state.epoch_done or any(row['epoch'] == state.epoch for row in state.history)
+    return state.is_spent() and measured
 
 
 @contextlib.contextmanager
@@ -210,10 +243,14 @@ def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
     models = {'': state.model}
     if state.averaged_model is not None:
         models['ema_'] = state.averaged_model
-    names, world = ('loss', 'top1', 'top5'), state.world
+    names, world = state.objective.metrics, state.world
     if loader is None:
         return {prefix + name: math.nan for prefix in models for name in names}
-    options: dict[str, Any] = {'amp_dtype': state.amp_dtype, 'distributed': world.is_distributed}
+    options: dict[str, Any] = {
+        'amp_dtype': state.amp_dtype,
+        'distributed': world.is_distributed,
+        'evaluator': state.task.create_evaluator,
+    }
     metrics = evaluate_all(list(models.values()), loader, world.device, **options)
     found = {prefix + name: each[name] for prefix, each in zip(models, metrics, strict=True) for name in names}
     if not math.isfinite(found['loss']):
@@ -231,11 +268,13 @@ def _rate(state: TrainState) -> float:
 
 def _keep_best(state: TrainState, evaluated: dict[str, float], saver: Saver) -> None:
     """Save the weights or their average, whichever is better than anything before."""
-    best = max((name for name in ('top1', 'ema_top1') if name in evaluated), key=lambda name: evaluated[name])
-    # NaN is above nothing, so an epoch without an evaluation is never the best.
-    if evaluated[best] > state.best_top1:
-        state.best_top1 = evaluated[best]
-        averaged = state.averaged_model if best == 'ema_top1' else None
+    objective = state.objective
+    value, average = evaluated[objective.best], evaluated.get(f'ema_{objective.best}', math.nan)
+    averaged = state.averaged_model if objective.is_better(average, value) else None
+    value = value if averaged is None else average
+    # NaN is better than nothing, so an epoch without an evaluation is never the best.
+    if objective.is_better(value, state.best):
+        state.best = value
         saver.save_best(state, (averaged or state.model).state_dict(), averaged is not None)
 
 
@@ -255,21 +294,22 @@ def _progress_bar(state: TrainState, progress: bool) -> tqdm:
 def _figures(state: TrainState, loss: float, lr: float) -> dict[str, str]:
     """The figures of the progress bar; the time left is that of all epochs, evaluation apart."""
     seconds = state.epoch_seconds / state.epoch_done
-    left = state.config.schedule.epochs * state.updates_per_epoch - state.updates
+    left = (state.total_updates - state.updates) * seconds
+    if state.config.run.max_seconds is not None:
+        left = max(min(left, state.config.run.max_seconds - state.seconds), 0)
     return {
         'loss': f'{loss:.3f}',
         'lr': f'{lr:.2e}',
-        'images/s': f'{state.config.data.batch_size / seconds:.0f}',
-        'left': tqdm.format_interval(left * seconds),
+        f'{state.objective.unit}/s': f'{state.config.data.batch_size / seconds:.0f}',
+        'left': tqdm.format_interval(left),
     }
 
 
 def _epoch_line(state: TrainState) -> str:
     row = state.history[-1]
-    line = f'epoch {state.epoch}/{state.config.schedule.epochs}  loss {row["train_loss"]:.3f}'
-    line += f'  lr {row["train_lr"]:.2e}  {row["train_images_per_second"]:.0f} images/s'
-    if not math.isnan(row['eval_top1']):
-        line += f'  top-1 {row["eval_top1"]:.1f} %  top-5 {row["eval_top5"]:.1f} %'
-    if not math.isnan(row.get('eval_ema_top1', math.nan)):
-        line += f'  averaged weights: top-1 {row["eval_ema_top1"]:.1f} %  top-5 {row["eval_ema_top5"]:.1f} %'
-    return line
+    line = f'epoch {row["epoch"] + 1:.0f}/{state.config.schedule.epochs}  loss {row["train_loss"]:.3f}'
+    unit = state.objective.unit
+    line += f'  lr {row["train_lr"]:.2e}  {row[f"train_{unit}_per_second"]:.0f} {unit}/s'
+    if 'train_kernel_entropy' in row:
+        line += f'  kernel entropy {row["train_kernel_entropy"]:.3f} nats'
+    return line + state.objective.describe(row)

@@ -15,7 +15,6 @@ run.resume=auto goes on with a run that was interrupted, or begins it.
 model.pretrained=true, or of best.pth in the folder of the run.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,25 +22,15 @@ from typing import Any
 import torch
 
 from aft_vision.evaluate import evaluate, load_model
-from aft_vision.visualize import new_figure, plot_history
+from aft_vision.export import export_model
+from aft_vision.visualize import plot_history
 from train.build import build_evaluation, build_loaders, build_state
-from train.checkpoint import BEST, Saver, export_model, holds_run, remove_run, resume
-from train.config import load_config, save_config
+from train.checkpoint import BEST
+from train.config import load_config
 from train.distributed import World, join_world
-from train.engine import fit
+from train.run import check_run_dir, find_run_dir, parse_args, train_run
 from train.schema import Config
 from train.state import AMP_DTYPES, TrainState
-from train.throughput import measure_throughput, settle_buckets
-
-
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--config', type=Path, required=True, help='the YAML experiment')
-    parser.add_argument('--eval', action='store_true', help='evaluate, and train nothing')
-    parser.add_argument('--quiet', action='store_true', help='no progress bar')
-    parser.add_argument('overrides', nargs='*', metavar='section.key=value', help='changes to the experiment')
-    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> TrainState | None:
@@ -55,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
         FileExistsError: the folder of the run already holds one.
         SystemExit: the run was asked to stop by a signal, and its state is saved.
     """
-    args = parse_args(argv)
+    args = parse_args(__doc__, argv)
     config = load_config(args.config, args.overrides)
-    run_dir = Path(config.run.dir) if config.run.dir is not None else Path('runs') / args.config.stem
+    run_dir = find_run_dir(config, args.config)
     if not args.eval:
         check_run_dir(run_dir, config)
     if config.run.cpu_threads is not None:
@@ -69,30 +58,12 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
             return None
         loaders = build_loaders(config, world)
         state, description = build_state(config, loaders, world)
-        if config.run.resume is not None:
-            resume(state, run_dir, config.run.resume, loaders.class_names)
-        if world.is_primary:
-            begin(run_dir, state)
-        settle_buckets(state)
-        measured = config.run.throughput_batches > 0 and state.epoch < config.schedule.epochs
-        if measured and not loaders.is_stream and len(loaders.train) > 1:
-            throughput = measure_throughput(state, loaders, config.run.throughput_batches)
-            if world.is_primary:
-                print(throughput)
-        saver = Saver(run_dir, description, config.run.keep, config.run.save_minutes)
-        fit(state, loaders, saver, progress=not args.quiet)
+        if world.is_primary and config.distill.teacher is not None:
+            print(f'distilled from {config.distill.teacher} ({config.distill.kind})')
+        train_run(state, loaders, description, run_dir, progress=not args.quiet)
         if world.is_primary:
             finish(run_dir, state, description)
     return state
-
-
-def check_run_dir(run_dir: Path, config: Config) -> None:
-    """Raise a FileExistsError for a folder that holds a run, unless that is to be resumed or overwritten."""
-    if holds_run(run_dir) and not (config.run.overwrite or config.run.resume):
-        raise FileExistsError(
-            f'expected a new folder, got {run_dir}, which holds a run; set run.dir, run.resume=auto to go on with it, '
-            'or run.overwrite=true'
-        )
 
 
 def evaluate_run(config: Config, run_dir: Path, world: World, progress: bool = True) -> dict[str, float]:
@@ -112,29 +83,12 @@ def evaluate_run(config: Config, run_dir: Path, world: World, progress: bool = T
     return metrics
 
 
-def begin(run_dir: Path, state: TrainState) -> None:
-    """Make the folder of the run, write the experiment into it, and print what is trained."""
-    # The curves are drawn in the end; what they need is better found missing now.
-    new_figure(1, 1)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if state.config.run.resume is None:
-        remove_run(run_dir)
-    save_config(state.config, run_dir / 'config.yaml')
-    parameters = sum(parameter.numel() for parameter in state.model.parameters())
-    world = state.world
-    processes = f'{world.size} processes, the first ' if world.size > 1 else ''
-    print(f'{state.config.model["name"]}: {parameters / 1e6:.2f} M parameters; {processes}on {world.device}')
-    distill = state.config.distill
-    if distill.teacher is not None:
-        print(f'distilled from {distill.teacher} ({distill.kind})')
-
-
 def finish(run_dir: Path, state: TrainState, description: dict[str, Any]) -> None:
     """Export the best weights with their preprocessing, draw the curves, and print what is where."""
     model = load_model(run_dir / BEST)
     export_model(model, run_dir / 'export', description['class_names'], description['data_config'])
     plot_history(state.history, run_dir / 'curves.png')
-    print(f'best top-1 {state.best_top1:.1f} %; in {run_dir}:')
+    print(f'best top-1 {state.best:.1f} %; in {run_dir}:')
     print('  best.pth, last.pth  checkpoints    export/     the best weights for timm.create_model')
     print('  summary.csv         every epoch    curves.png  the same as a picture')
     print('  config.yaml         repeats the run', end='')

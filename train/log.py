@@ -1,6 +1,7 @@
 """What a run writes down while it trains: summary.csv, and TensorBoard's event files."""
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,15 +11,14 @@ from timm.utils import update_summary
 from train.state import TrainState
 
 KINDS = ('train_', 'eval_')
-# Columns that only a run with a moving average fills, and every run has.
-AVERAGES = ('ema_loss', 'ema_top1', 'ema_top5')
+STEP_COLUMNS = ('update', 'seconds', 'loss', 'lr')
 
 
 class RunLog:
     """The log of one run, written by its first process; a context manager, so that nothing stays unwritten.
 
     Args:
-        folder: Of the run; receives summary.csv and, if wanted, tensorboard/.
+        folder: Of the run; receives summary.csv and, if wanted, steps.csv and tensorboard/.
         state: Of the run. What an earlier process wrote about its unfinished epoch and later ones is dropped.
 
     Raises:
@@ -27,8 +27,14 @@ class RunLog:
 
     def __init__(self, folder: Path, state: TrainState, tensorboard: bool = True) -> None:
         self.summary = str(folder / 'summary.csv')
+        self.steps = folder / 'steps.csv' if state.objective.records_steps else None
+        # Columns that only a run with a moving average fills, and every run has.
+        self.averages = [f'ema_{name}' for name in state.objective.metrics]
         self.is_primary = state.world.is_primary
         self.writer: Any = None
+        # Every row has the columns of all: those of the run so far, and those that it will have from here on.
+        names = [*state.regularization.figures(), *(k.removeprefix('train_') for row in state.history for k in row)]
+        self.entropies = [name for name in dict.fromkeys(names) if name.startswith('kernel_entropy')]
         if self.is_primary:
             self._rewrite(state)
             if tensorboard:
@@ -49,15 +55,33 @@ class RunLog:
         for row in state.history:
             parts = {kind: {k.removeprefix(kind): v for k, v in row.items() if k.startswith(kind)} for kind in KINDS}
             self._append(int(row['epoch']), parts['train_'], parts['eval_'])
+        if self.steps is not None:
+            # Without what came after the checkpoint, or was half-written.
+            before = self.steps.read_text().splitlines()[1:] if self.steps.exists() and state.updates else []
+            cells = [row.split(',') for row in before]
+            kept = [row for row in cells if len(row) == len(STEP_COLUMNS) and int(row[0]) <= state.updates]
+            self.steps.write_text(''.join(','.join(row) + '\n' for row in [STEP_COLUMNS, *kept]))
 
     def _append(self, epoch: int, trained: dict[str, float], evaluated: dict[str, float]) -> None:
-        update_summary(epoch, trained, dict.fromkeys(AVERAGES, math.nan) | evaluated, self.summary)
+        trained = trained | {name: trained.get(name, math.nan) for name in self.entropies}
+        update_summary(epoch, trained, dict.fromkeys(self.averages, math.nan) | evaluated, self.summary)
 
-    def log_step(self, update: int, loss: float, lr: float) -> None:
-        """Record the loss and the learning rate of one update, in TensorBoard alone."""
+    def log_step(
+        self, update: int, loss: float, lr: float, seconds: float, entropies: Callable[[], Sequence[float]] = tuple
+    ) -> None:
+        """Record one update in TensorBoard, with the entropy of each kernel, and in steps.csv where there is one.
+
+        Args:
+            seconds: That all updates up to this one took.
+        """
+        if self.is_primary and self.steps is not None:
+            with self.steps.open('a') as file:
+                file.write(f'{update},{seconds:.3f},{loss:.6g},{lr:.6g}\n')
         if self.writer is not None:
             self.writer.add_scalar('step/loss', loss, update)
             self.writer.add_scalar('step/lr', lr, update)
+            for layer, entropy in enumerate(entropies(), start=1):
+                self.writer.add_scalar(f'kernel_entropy/layer_{layer:02d}', entropy, update)
 
     def log_epoch(self, epoch: int, trained: dict[str, float], evaluated: dict[str, float]) -> None:
         """Append the row of one epoch, whose columns are the same in each; NaN where nothing was evaluated."""

@@ -1,8 +1,8 @@
 """The sections and keys of an experiment, their defaults and their ranges."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import Field, dataclass, field
+from typing import Any, ClassVar, Literal
 
 from aft_vision.data import Augmentation, SizeSchedule, Source
 
@@ -55,23 +55,20 @@ class DataConfig(Source):
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    """The optimizer and the loss.
+class OptimizerConfig:
+    """The optimizer.
 
     Attributes:
         name: An optimizer of `timm.optim.list_optimizers()`; `nadamuon` and its kin leave what the model exempts from
             decay to AdamW with `args: {fallback_no_weight_decay: true}`.
-        lr: Peak learning rate per 512 images; the rate used is `lr * batch_size / 512`.
+        lr: Peak learning rate. Of an image classifier it is per 512 images, so that the rate used is
+            `lr * batch_size / 512`; of a pixel or character model it is the rate used.
         weight_decay: Of parameters with two or more dimensions that the model does not exempt.
         layer_decay: Factor of the learning rate from each block to the one before it; None for the same rate.
         args: Further keyword arguments of the optimizer, as `{betas: [0.9, 0.95]}`.
         accumulate: Parts that each process splits its share of a batch into; each goes forward and backward alone, one
             update follows all.
         clip_grad: Largest gradient norm; None for no clipping.
-        loss: Cross-entropy, or a binary cross-entropy for each class, averaged over them.
-        bce_target_thresh: With the latter, mixed targets above this value count as 1 and the others as 0; None takes
-            them as they are.
-        label_smoothing: Share of the target spread over all classes.
     """
 
     name: str = 'adamw'
@@ -81,9 +78,6 @@ class OptimConfig:
     args: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
     clip_grad: float | None = None
-    loss: Literal['ce', 'bce'] = 'ce'
-    bce_target_thresh: float | None = None
-    label_smoothing: float = 0.1
 
     def __post_init__(self) -> None:
         require('optim.lr', self.lr, 0 < self.lr < math.inf, 'above 0')
@@ -93,6 +87,25 @@ class OptimConfig:
         require('optim.accumulate', self.accumulate, self.accumulate >= 1, 'at least 1')
         positive = self.clip_grad is None or self.clip_grad > 0
         require('optim.clip_grad', self.clip_grad, positive, 'above 0, or null for no clipping')
+
+
+@dataclass(frozen=True)
+class OptimConfig(OptimizerConfig):
+    """The optimizer and the loss of an image classifier.
+
+    Attributes:
+        loss: Cross-entropy, or a binary cross-entropy for each class, averaged over them.
+        bce_target_thresh: With the latter, mixed targets above this value count as 1 and the others as 0; None takes
+            them as they are.
+        label_smoothing: Share of the target spread over all classes.
+    """
+
+    loss: Literal['ce', 'bce'] = 'ce'
+    bce_target_thresh: float | None = None
+    label_smoothing: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         thresholded = self.bce_target_thresh is None or self.loss == 'bce'
         require('optim.bce_target_thresh', self.bce_target_thresh, thresholded, 'null without the loss bce')
         require('optim.label_smoothing', self.label_smoothing, 0 <= self.label_smoothing < 1, 'in [0, 1)')
@@ -138,6 +151,27 @@ class DistillConfig:
 
 
 @dataclass(frozen=True)
+class RegularizeConfig:
+    """What keeps the kernels of AFT-conv sparse.
+
+    Attributes:
+        kernel_entropy: Weight of the entropy of the kernels in the loss, summed over heads and layers (AFT Eq. 9); 0
+            leaves it out. The paper has 0.001.
+        tau_end: Temperature of the Gumbel softmax at the last update (AFT Eq. 10), to which it goes from `model.tau`
+            by the same factor at each update; None keeps it.
+    """
+
+    kernel_entropy: float = 0.0
+    tau_end: float | None = None
+
+    def __post_init__(self) -> None:
+        weight, tau = self.kernel_entropy, self.tau_end
+        require('regularize.kernel_entropy', weight, 0 <= weight < math.inf, 'at least 0 and finite')
+        positive = tau is None or 0 < tau < math.inf
+        require('regularize.tau_end', tau, positive, 'above 0, or null to keep model.tau')
+
+
+@dataclass(frozen=True)
 class EmaConfig:
     """The moving average of the weights, evaluated beside them.
 
@@ -166,6 +200,9 @@ class ScheduleConfig:
             epoch but one epoch late, so that the first two train at `warmup_lr`.
     """
 
+    # No key: only the schedule of the sequence models has this end.
+    max_updates: ClassVar[int | None] = None
+
     epochs: int = 300
     warmup_epochs: int = 5
     warmup_lr: float = 1e-6
@@ -185,7 +222,8 @@ class RunConfig:
     """How and where the run takes place.
 
     Attributes:
-        dir: Folder of the run; None means `runs/` and the name of the config file.
+        dir: Folder of the run; None means `runs/` and the name of the config file, of pixels `runs/pixel/` and of
+            characters `runs/char/`.
         overwrite: Allow a folder that already holds a run.
         resume: `auto` goes on with the run that the folder holds, from its newest whole checkpoint, or begins one; a
             path goes on from that checkpoint. None begins a run.
@@ -199,9 +237,12 @@ class RunConfig:
         cpu_threads: Threads of the model on a CPU, which the loading processes should not have to share; None leaves
             torch's choice, one per core.
         amp: Autocast to bfloat16, or to float16 with a scaled loss, or none.
+        grad_checkpointing: Compute the activations of each block again in the backward pass, to save memory.
         compile: Compile the model with torch.compile for training; evaluation stays eager.
         tensorboard: Write TensorBoard's event files beside summary.csv.
         eval_every: Epochs between evaluations; the last epoch is always evaluated.
+        max_seconds: Time spent in updates, loading included and evaluation not, after which the run ends as if it were
+            complete, within an epoch too; None for none. With more, `resume` goes on from there.
         throughput_batches: Batches by which the loader alone, the model alone and both are timed before training, to
             say which limits the run; 0 leaves it out, as streamed data sets do.
     """
@@ -218,9 +259,11 @@ class RunConfig:
     device: str = 'auto'
     cpu_threads: int | None = None
     amp: Literal['none', 'bfloat16', 'float16'] = 'none'
+    grad_checkpointing: bool = False
     compile: bool = False
     tensorboard: bool = True
     eval_every: int = 1
+    max_seconds: float | None = None
     throughput_batches: int = 10
 
     def __post_init__(self) -> None:
@@ -232,14 +275,51 @@ class RunConfig:
         minutes = self.save_minutes is None or self.save_minutes > 0
         require('run.save_minutes', self.save_minutes, minutes, 'above 0, or null for after each epoch alone')
         require('run.eval_every', self.eval_every, self.eval_every >= 1, 'at least 1')
+        seconds = self.max_seconds is None or self.max_seconds > 0
+        require('run.max_seconds', self.max_seconds, seconds, 'above 0, or null for no such end')
         batches = self.throughput_batches
         require('run.throughput_batches', batches, batches >= 0, 'at least 0')
         of_something = self.init_from is not None or not self.reset_head
         require('run.reset_head', self.reset_head, of_something, 'false without run.init_from')
 
 
+class Experiment:
+    """What every experiment has, whatever it trains; the base of the dataclasses that a file is read into."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    model: dict[str, Any]
+    data: Any
+    optim: Any
+    ema: EmaConfig
+    schedule: Any
+    run: RunConfig
+
+    @property
+    def peak_lr(self) -> float:
+        """The highest learning rate of the schedule."""
+        return self.optim.lr
+
+    @property
+    def size_schedule(self) -> SizeSchedule | None:
+        """The image sizes that training goes through, if there are several."""
+        return None
+
+    def check_parts(self, world_size: int) -> int:
+        """Give the samples that go through the model of one of so many processes at once.
+
+        Raises:
+            ValueError: the batch cannot be shared out evenly.
+        """
+        batch, parts = self.data.batch_size, self.optim.accumulate * world_size
+        require('data.batch_size', batch, batch % parts == 0, f'a multiple of {self._parts_meaning(world_size)}')
+        return batch // parts
+
+    def _parts_meaning(self, world_size: int) -> str:
+        return f'optim.accumulate ({self.optim.accumulate}) times the number of processes ({world_size})'
+
+
 @dataclass(frozen=True)
-class Config:
+class Config(Experiment):
     """One experiment; `model` is `{name: ..., **keyword arguments of the model}`."""
 
     model: dict[str, Any] = field(default_factory=lambda: {'name': 'aft_conv_tiny'})
@@ -247,40 +327,39 @@ class Config:
     augment: Augmentation = field(default_factory=Augmentation)
     optim: OptimConfig = field(default_factory=OptimConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    regularize: RegularizeConfig = field(default_factory=RegularizeConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
         self.check_parts(1)
-        peak = self.optim.lr * self.data.batch_size / LR_BATCH_SIZE
+        peak = self.peak_lr
         for name in ('warmup_lr', 'min_lr'):
             rate = getattr(self.schedule, name)
             require(f'schedule.{name}', rate, rate <= peak, f'at most the peak rate {peak:g}, which optim.lr makes')
 
     @property
+    def peak_lr(self) -> float:
+        return self.optim.lr * self.data.batch_size / LR_BATCH_SIZE
+
+    @property
     def size_schedule(self) -> SizeSchedule | None:
-        """The sizes that training goes through, if there are several."""
         sizes = self.data.train_sizes
         if sizes is None:
             return None
         return SizeSchedule(tuple((side, side) for side in sizes), self.data.train_size_schedule, self.schedule.epochs)
 
     def check_parts(self, world_size: int) -> int:
-        """Give the images that go through the model of one of so many processes at once.
-
-        Raises:
-            ValueError: the batch cannot be shared out evenly, or what comes out cannot be mixed.
-        """
-        batch, parts = self.data.batch_size, self.optim.accumulate * world_size
-        meaning = f'optim.accumulate ({self.optim.accumulate}) times the number of processes ({world_size})'
-        require('data.batch_size', batch, batch % parts == 0, f'a multiple of {meaning}')
-        even = batch // parts % 2 == 0 or not self.augment.mixes
+        """As of every experiment; what comes out can also be mixed."""
+        images = super().check_parts(world_size)
+        even = images % 2 == 0 or not self.augment.mixes
         wanted = (
-            f'an even multiple of {meaning}, because augment.mixup and augment.cutmix pair images; or set both to 0'
+            f'an even multiple of {self._parts_meaning(world_size)}, because augment.mixup and augment.cutmix pair '
+            'images; or set both to 0'
         )
-        require('data.batch_size', batch, even, wanted)
-        return batch // parts
+        require('data.batch_size', self.data.batch_size, even, wanted)
+        return images
 
 
 def require(key: str, value: Any, holds: bool, expected: str) -> None:

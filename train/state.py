@@ -1,12 +1,13 @@
 """What changes while training, how it is made from an experiment, and how it is saved and restored."""
 
 import dataclasses
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
 from timm.task import TrainingTask
 from timm.utils import unwrap_model
 from torch import nn
@@ -15,7 +16,10 @@ from aft_vision.data import BatchAugmentation
 from aft_vision.evaluate import load_matching_state_dict
 from train.distill import create_task
 from train.distributed import World
-from train.schema import LR_BATCH_SIZE, Config, OptimConfig
+from train.objective import Batch, Classification, Objective
+from train.regularize import KernelRegularization
+from train.schedule import create_schedule
+from train.schema import Config, Experiment, RegularizeConfig
 
 AMP_DTYPES = {'none': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -27,6 +31,9 @@ class TrainState:
     Attributes:
         task: timm's: the model, compiled, distributed or not, its loss, its teacher if it has one, and the moving
             average of its weights.
+        objective: What is trained, measured and shown.
+        augment: Makes a batch on the device what the task gets.
+        regularization: What is done to the kernels of AFT-conv.
         updates_per_epoch: Optimizer steps of a whole epoch.
         epoch: Finished epochs.
         updates: Optimizer steps so far.
@@ -35,18 +42,19 @@ class TrainState:
         epoch_seconds: Time that they took.
         epoch_lr: Learning rate of the last of them.
         skipped: Updates that were left out because their loss was not finite.
-        best_top1: Best validation accuracy so far, of the weights or of their average, in percent; -1 before the
-            first evaluation.
+        best: Best result of an evaluation so far, by `objective.best`, of the weights or of their average.
         history: One row per epoch, with the columns of summary.csv.
     """
 
-    config: Config
+    config: Experiment
     world: World
     task: TrainingTask
-    augment: BatchAugmentation
+    objective: Objective
+    augment: Callable[..., Batch]
     optimizer: torch.optim.Optimizer
     scheduler: Any
     scaler: torch.amp.GradScaler
+    regularization: KernelRegularization
     updates_per_epoch: int
     epoch: int = 0
     updates: int = 0
@@ -55,8 +63,12 @@ class TrainState:
     epoch_seconds: float = 0.0
     epoch_lr: float = 0.0
     skipped: int = 0
-    best_top1: float = -1.0
+    best: float = math.nan
     history: list[dict[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.best):
+            self.best = self.objective.worst
 
     @property
     def model(self) -> nn.Module:
@@ -78,6 +90,28 @@ class TrainState:
         """Optimizer steps of the epoch that is not finished."""
         return self.updates - self.epoch * self.updates_per_epoch
 
+    @property
+    def seconds(self) -> float:
+        """Time that all updates took."""
+        whole = (row['train_seconds'] for row in self.history if row['epoch'] < self.epoch)
+        return sum(whole) + self.epoch_seconds
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer steps of the run, unless its time ends it."""
+        updates = self.config.schedule.epochs * self.updates_per_epoch
+        return min(updates, self.config.schedule.max_updates or updates)
+
+    def is_spent(self) -> bool:
+        """Whether the updates or the time of the run are used up; the same in every process."""
+        limit = self.config.run.max_seconds
+        return self.updates >= self.total_updates or (limit is not None and self.world.any(self.seconds >= limit))
+
+    @property
+    def best_key(self) -> str:
+        """What a checkpoint calls the best result: `best_top1` of a classifier."""
+        return f'best_{self.objective.best}'
+
     def state_dict(self) -> dict[str, Any]:
         """All that a later process needs to go on as if it were this one: tensors and plain containers."""
         averaged = self.averaged_model
@@ -91,6 +125,7 @@ class TrainState:
             'config': dataclasses.asdict(self.config),
             'world_size': self.world.size,
             **{name: getattr(self, name) for name in PROGRESS},
+            self.best_key: self.best,
         }
 
     def load_state_dict(self, content: dict[str, Any], source: str) -> None:
@@ -127,6 +162,7 @@ class TrainState:
             self.scaler.load_state_dict(content['scaler'])
         for name in PROGRESS:
             setattr(self, name, content[name])
+        self.best = content.get(self.best_key, self.objective.worst)
         self.set_rate()
 
     def _load_task_state(self, content: dict[str, Any], source: str) -> None:
@@ -166,7 +202,6 @@ PROGRESS = (
     'epoch_seconds',
     'epoch_lr',
     'skipped',
-    'best_top1',
     'history',
 )
 
@@ -179,16 +214,15 @@ def create_state(
     world: World,
     teacher: nn.Module | None = None,
 ) -> TrainState:
-    """Put the model on the device and make its optimizer, schedule, loss and moving average.
+    """Put a classifier on the device and make its optimizer, schedule, loss and moving average.
 
     Args:
         teacher: The model that `distill.teacher` names.
 
     Raises:
-        ValueError: `optim.args` do not fit the optimizer, or `distill.kind` does not fit the model.
+        ValueError: `optim.args` do not fit the optimizer, or `distill.kind` or `regularize` do not fit the model.
     """
-    device = world.device
-    augment = BatchAugmentation(config.augment, num_classes, config.optim.label_smoothing, device)
+    augment = BatchAugmentation(config.augment, num_classes, config.optim.label_smoothing, world.device)
     # Mixed targets are smoothed as they are mixed.
     loss = {
         'loss_type': config.optim.loss,
@@ -196,18 +230,37 @@ def create_state(
         'smoothing': config.optim.label_smoothing,
         'soft_targets': config.augment.mixes,
     }
-    task = create_task(model, config.distill, loss, device, teacher)
-    optimizer = _create_optimizer(task, config.optim, config.data.batch_size)
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        sched='cosine',
-        num_epochs=config.schedule.epochs,
-        warmup_epochs=config.schedule.warmup_epochs,
-        warmup_lr=config.schedule.warmup_lr,
-        min_lr=config.schedule.min_lr,
-        step_on_epochs=config.schedule.step != 'update',
-        updates_per_epoch=updates_per_epoch,
-    )
+    schedule = config.size_schedule
+    objective = Classification(config.data.img_size if schedule is None else schedule.sizes[0])
+    regularization = KernelRegularization(model, config.regularize, config.schedule.epochs * updates_per_epoch)
+    task = create_task(model, config.distill, loss, world.device, teacher)
+    return assemble_state(task, config, objective, augment, updates_per_epoch, world, regularization)
+
+
+def assemble_state(
+    task: TrainingTask,
+    config: Experiment,
+    objective: Objective,
+    augment: Callable[..., Batch],
+    updates_per_epoch: int,
+    world: World,
+    regularization: KernelRegularization | None = None,
+) -> TrainState:
+    """Make the optimizer, the schedule and the moving average of a task whose model is on the device.
+
+    Args:
+        regularization: Of the kernels of AFT-conv; none by default.
+
+    Raises:
+        ValueError: `optim.args` do not fit the optimizer, or the model cannot compute activations again.
+    """
+    device = world.device
+    if regularization is None:
+        regularization = KernelRegularization(unwrap_model(task.get_eval_model()), RegularizeConfig(), 1)
+    if config.run.grad_checkpointing:
+        _set_grad_checkpointing(unwrap_model(task.get_eval_model()))
+    optimizer = _create_optimizer(task, config)
+    scheduler = create_schedule(optimizer, config.schedule, updates_per_epoch)
     if config.ema.decay is not None:
         task.setup_ema(decay=config.ema.decay, use_warmup=config.ema.warmup)
     if config.run.compile:
@@ -215,20 +268,33 @@ def create_state(
     if world.is_distributed:
         task.prepare_distributed(device_ids=None if device.type == 'cpu' else [device])
     scaler = torch.amp.GradScaler(device.type, enabled=config.run.amp == 'float16')
-    return TrainState(config, world, task, augment, optimizer, scheduler, scaler, updates_per_epoch)
+    return TrainState(
+        config, world, task, objective, augment, optimizer, scheduler, scaler, regularization, updates_per_epoch
+    )
+
+
+def _set_grad_checkpointing(model: Any) -> None:
+    try:
+        model.set_grad_checkpointing()
+    # A model without it, or one of timm's that refuses it.
+    except (AttributeError, AssertionError) as error:
+        raise ValueError(
+            f'expected run.grad_checkpointing to be false for a {type(model).__name__}, got true: {error}'
+        ) from error
 
 
 def _shapes(task_state: dict[str, dict[str, torch.Tensor]]) -> dict[str, tuple[int, ...]]:
     return {f'{part}.{name}': tuple(x.shape) for part, values in task_state.items() for name, x in values.items()}
 
 
-def _create_optimizer(task: TrainingTask, optim: OptimConfig, batch_size: int) -> torch.optim.Optimizer:
+def _create_optimizer(task: TrainingTask, config: Experiment) -> torch.optim.Optimizer:
     trained: Any = task.get_trainable_module()
+    optim = config.optim
     try:
         return create_optimizer_v2(
             trained,
             opt=optim.name,
-            lr=optim.lr * batch_size / LR_BATCH_SIZE,
+            lr=config.peak_lr,
             weight_decay=optim.weight_decay,
             layer_decay=optim.layer_decay,
             **optim.args,

@@ -19,32 +19,35 @@ from pathlib import Path
 import torch
 
 from aft_vision.data import Loaders
-from aft_vision.evaluate import synchronize
-from train.build import build_loaders, build_state, training_sizes
+from aft_vision.timing import synchronize
+from train.build import build_loaders, build_state
 from train.config import load_config
 from train.distributed import join_world
-from train.engine import Batch, train_step
+from train.engine import train_step
+from train.objective import Batch
 from train.state import TrainState
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Images/s, over all processes.
+    """Images/s, or whatever is trained, over all processes.
 
     Attributes:
         loader: Of the loader alone.
         model: Of forward and backward passes on one batch, which also change the batch as in training.
         both: Of these passes on the batches of the loader.
+        unit: What is counted.
     """
 
     loader: float
     model: float
     both: float
+    unit: str = 'images'
 
     def __str__(self) -> str:
         limit = 'the loader' if self.loader < self.model else 'the model'
         figures = f'loader alone {self.loader:.0f}, model alone {self.model:.0f}, both {self.both:.0f}'
-        return f'images/s: {figures}; {limit} limits the run'
+        return f'{self.unit}/s: {figures}; {limit} limits the run'
 
 
 def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Throughput:
@@ -64,7 +67,8 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
     # Two batches of each loading process may be there before they are asked for.
     ahead = min(1 + 2 * config.data.num_workers, len(loaders.train) - 1)
     # Of the whole epoch, whatever is left of it; training chooses its place itself.
-    loaders.set_epoch(state.epoch, size=None if config.data.train_sizes is None else len(config.data.train_sizes) - 1)
+    schedule = config.size_schedule
+    loaders.set_epoch(state.epoch, size=None if schedule is None else len(schedule.sizes) - 1)
     resident: Batch = next(iter(loaders.train))
     cases: list[tuple[Iterable[Batch], int, Callable[[TrainState, Batch], None]]] = [
         (loaders.train, ahead, lambda state, batch: None),
@@ -76,11 +80,11 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
         for source, untimed, work in cases:
             seconds, count = _time(state, islice(source, untimed + batches), work, untimed)
             rates.append(config.data.batch_size // config.optim.accumulate * count / seconds)
-    return Throughput(*rates)
+    return Throughput(rates[0], rates[1], rates[2], state.objective.unit)
 
 
 def settle_buckets(state: TrainState) -> None:
-    """Go forward and backward twice, on blank images, so that the sums over processes keep their order from here on.
+    """Go forward and backward twice, on a blank batch, so that the sums over processes keep their order from here on.
 
     DistributedDataParallel lays its buckets of gradients out anew after the first pass. Three and more processes add
     the elements of a bucket in an order that depends on their places, so without this the first update of a process
@@ -88,13 +92,12 @@ def settle_buckets(state: TrainState) -> None:
     """
     if not state.world.is_distributed:
         return
-    config, device = state.config, state.world.device
-    # As many as in training, so that a compiled model has its shapes once.
-    images = torch.zeros(config.check_parts(state.world.size), 3, *training_sizes(config)[0], device=device)
+    # As large as in training, so that a compiled model has its shapes once.
+    blank = state.objective.blank(state.config.check_parts(state.world.size))
     with _without_trace(state):
         # The layout is changed as the second pass begins.
         for _ in range(2):
-            _pass(state, (images, torch.zeros(len(images), dtype=torch.int64)))
+            _pass(state, blank)
 
 
 @contextlib.contextmanager
@@ -144,7 +147,7 @@ def _pass(state: TrainState, batch: Batch) -> None:
     images, targets = state.augment(batch[0].to(device, copy=True), batch[1].to(device))
     with torch.autocast(device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):
         loss = state.task(images, targets)['loss']
-    state.scaler.scale(loss).backward()
+    state.scaler.scale(loss + state.regularization.penalty()).backward()
 
 
 def _time(

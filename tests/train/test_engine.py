@@ -314,7 +314,7 @@ def test_fit_learns_and_writes_one_row_per_epoch(tmp_path):
     assert [float(row['train_loss']) for row in rows] == [row['train_loss'] for row in state.history]
     assert float(rows[-1]['train_loss']) < float(rows[0]['train_loss'])
     assert all(float(row['train_memory_mb']) > 10 for row in rows)
-    assert state.best_top1 > 90
+    assert state.best > 90
     assert state.updates == 24
 
 
@@ -471,3 +471,25 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(tmp_path):
     with pytest.raises(RuntimeError, match='a finite validation loss, got nan after epoch 1'):
         fit(make_state(), Loaders(make_batches(), broken, []), saver, progress=False)
     assert not (tmp_path / 'last.pth').exists()
+
+
+def test_a_budget_of_seconds_ends_a_run_within_an_epoch(tmp_path, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr('train.engine.time.perf_counter', lambda: float(next(clock)))
+    state = make_state(run=RunConfig(max_seconds=7.5, eval_every=3))
+    fit(state, Loaders(make_batches(), make_batches(), []), Saver(tmp_path, DESCRIPTION, 1, None), progress=False)
+    # Each update takes one tick.
+    assert (state.updates, state.epoch, state.seconds) == (8, 1, 8.0)
+    with (tmp_path / 'summary.csv').open() as file:
+        assert [math.isnan(float(row['eval_top1'])) for row in csv.DictReader(file)] == [True, False]
+
+
+def test_activations_that_are_computed_again_give_the_same_losses():
+    batches, losses = make_batches(3, side=4), []
+    for again in (False, True):
+        state = make_state(make_vit(), run=RunConfig(grad_checkpointing=again, tensorboard=False))
+        assert state.model.grad_checkpointing == again
+        losses.append(train(state, batches))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r'grad_checkpointing to be false for a Sequential, got true'):
+        make_state(run=RunConfig(grad_checkpointing=True))

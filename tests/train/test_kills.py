@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CLOTHING
+from helpers import link_photographs
 from small_runs import (
     EVALUATION,
     EXPORT,
@@ -53,13 +53,7 @@ SHARED = ('within_an_epoch', 'after_the_last_update_of_an_epoch', 'while_it_writ
 @pytest.fixture(scope='module')
 def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """72 to train with and 24 to evaluate."""
-    folder = tmp_path_factory.mktemp('photographs')
-    for split, count in (('train', 18), ('validation', 6)):
-        for source in sorted((CLOTHING / split).iterdir())[:4]:
-            (folder / split / source.name).mkdir(parents=True)
-            for path in sorted(source.iterdir())[:count]:
-                (folder / split / source.name / path.name).symlink_to(path)
-    return folder
+    return link_photographs(tmp_path_factory.mktemp('photographs'), 18, 6, classes=4)
 
 
 @pytest.fixture(scope='module')

@@ -10,24 +10,36 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CLOTHING, digest, interrupt_at, losses, make_beton, make_folder, require_ffcv
+from helpers import CLOTHING, digest, interrupt_at, link_photographs, losses, make_beton, make_folder, require_ffcv
 from small_runs import RECIPE, ROOT, SMALL, assert_same_results
 
 from train.imagenet import main
 
 
 @pytest.fixture(scope='module')
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two epochs of three updates, without an interruption."""
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """180 to train with and 60 to evaluate."""
+    return link_photographs(tmp_path_factory.mktemp('photographs'), 18, 6)
+
+
+@pytest.fixture(scope='module')
+def small(photographs: Path) -> list[str]:
+    """The arguments of two epochs of three updates."""
+    return [*RECIPE, *SMALL, f'data.dir={photographs}', 'data.batch_size=60']
+
+
+@pytest.fixture(scope='module')
+def whole(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Them without an interruption."""
     run_dir = tmp_path_factory.mktemp('whole')
-    main([*RECIPE, *SMALL, f'run.dir={run_dir}'])
+    main([*small, f'run.dir={run_dir}'])
     return run_dir
 
 
 @pytest.mark.parametrize('update', [1, 2, 3, 4, 6])
-def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(update, whole, tmp_path, monkeypatch):
+def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(small, update, whole, tmp_path, monkeypatch):
     # What limits the run is measured anew each time, wherever in the epoch it goes on.
-    arguments = [*RECIPE, *SMALL, 'run.resume=auto', 'run.throughput_batches=1', f'run.dir={tmp_path}']
+    arguments = [*small, 'run.resume=auto', 'run.throughput_batches=1', f'run.dir={tmp_path}']
     with monkeypatch.context() as patch:
         interrupt_at(patch, update)
         with pytest.raises(SystemExit) as stopped:
@@ -40,8 +52,8 @@ def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(update, whole, tmp
     assert_same_results(tmp_path, whole)
 
 
-def test_two_interruptions_in_one_epoch_and_other_workers_change_nothing(whole, tmp_path, monkeypatch):
-    arguments = [*RECIPE, *SMALL, 'run.resume=auto', f'run.dir={tmp_path}']
+def test_two_interruptions_in_one_epoch_and_other_workers_change_nothing(small, whole, tmp_path, monkeypatch):
+    arguments = [*small, 'run.resume=auto', f'run.dir={tmp_path}']
     for update, workers in ((1, 1), (2, 2)):
         with monkeypatch.context() as patch:
             interrupt_at(patch, update)
@@ -52,13 +64,16 @@ def test_two_interruptions_in_one_epoch_and_other_workers_change_nothing(whole, 
 
 
 @pytest.mark.parametrize('kind', ['ffcv', 'sizes'])
-def test_other_files_and_several_sizes_go_on_as_if_not_interrupted(kind, tmp_path, monkeypatch):
-    more = ['data.train_sizes=[32,48]', 'data.train_size_schedule=progressive', 'data.batch_size=100']
+def test_other_files_several_sizes_and_a_falling_temperature_go_on_as_if_not_interrupted(
+    small, photographs, kind, tmp_path, monkeypatch
+):
+    more = ['data.train_sizes=[32,48]', 'data.train_size_schedule=progressive', 'data.batch_size=28']
     if kind == 'ffcv':
         require_ffcv()
-        more = [f'data.dir={make_beton(tmp_path / "images")}']
-    main([*RECIPE, *SMALL, *more, f'run.dir={tmp_path / "whole"}'])
-    arguments = [*RECIPE, *SMALL, *more, 'run.resume=auto', f'run.dir={tmp_path / "stopped"}']
+        more = [f'data.dir={make_beton(tmp_path / "images", photographs)}']
+    more += ['model.gumbel=true', 'regularize.kernel_entropy=0.1', 'regularize.tau_end=0.1']
+    main([*small, *more, f'run.dir={tmp_path / "whole"}'])
+    arguments = [*small, *more, 'run.resume=auto', f'run.dir={tmp_path / "stopped"}']
     for update in (2, 4):
         with monkeypatch.context() as patch:
             interrupt_at(patch, update)
@@ -68,8 +83,8 @@ def test_other_files_and_several_sizes_go_on_as_if_not_interrupted(kind, tmp_pat
     assert_same_results(tmp_path / 'stopped', tmp_path / 'whole')
 
 
-def test_the_newest_checkpoint_that_is_whole_is_used(whole, tmp_path, monkeypatch, caplog):
-    arguments = [*RECIPE, *SMALL, 'run.resume=auto', f'run.dir={tmp_path}']
+def test_the_newest_checkpoint_that_is_whole_is_used(small, whole, tmp_path, monkeypatch, caplog):
+    arguments = [*small, 'run.resume=auto', f'run.dir={tmp_path}']
     for update in (2, 4):
         with monkeypatch.context() as patch:
             interrupt_at(patch, update)
@@ -82,24 +97,24 @@ def test_the_newest_checkpoint_that_is_whole_is_used(whole, tmp_path, monkeypatc
     assert digest(tmp_path / 'last.pth') == digest(whole / 'last.pth')
 
 
-def test_damaged_checkpoints_alone_are_an_error(tmp_path):
+def test_damaged_checkpoints_alone_are_an_error(small, tmp_path):
     (tmp_path / 'last.pth').write_bytes(b'half')
     with pytest.raises(ValueError, match=r'expected a whole checkpoint in .*, got damaged ones: .*last\.pth'):
-        main([*RECIPE, *SMALL, 'run.resume=auto', f'run.dir={tmp_path}'])
+        main([*small, 'run.resume=auto', f'run.dir={tmp_path}'])
     assert (tmp_path / 'last.pth').read_bytes() == b'half'
 
 
-def test_a_finished_run_stays_finished(whole, tmp_path):
+def test_a_finished_run_stays_finished(small, whole, tmp_path):
     before = digest(whole / 'last.pth')
-    state = main([*RECIPE, *SMALL, 'run.resume=auto', f'run.dir={whole}'])
+    state = main([*small, 'run.resume=auto', f'run.dir={whole}'])
     assert state.updates == 6
     assert len(state.history) == len(losses(whole)) == 2
     assert digest(whole / 'last.pth') == before
 
 
-def test_a_run_may_go_on_from_another_folder_for_more_epochs(whole, tmp_path, capsys):
+def test_a_run_may_go_on_from_another_folder_for_more_epochs(small, whole, tmp_path, capsys):
     longer = ['schedule.epochs=3', f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path}']
-    state = main([*RECIPE, *SMALL, *longer, 'optim.accumulate=1'])
+    state = main([*small, *longer, 'optim.accumulate=1'])
     assert state.updates == 9
     assert [row['epoch'] for row in state.history] == [0, 1, 2]
     assert (tmp_path / 'export' / 'model.safetensors').is_file()
@@ -109,30 +124,30 @@ def test_a_run_may_go_on_from_another_folder_for_more_epochs(whole, tmp_path, ca
     assert 'data.dir' not in shown
 
 
-def test_other_data_are_not_gone_on_with(whole, tmp_path):
+def test_other_data_are_not_gone_on_with(small, whole, tmp_path):
     names = [path.name for path in (CLOTHING / 'train').iterdir()]
-    folder = make_folder(tmp_path / 'images', {'train': names, 'val': names}, 40)
+    folder = make_folder(tmp_path / 'images', {'train': names, 'val': names}, 12)
     other = [f'data.dir={folder}', f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path / "run"}']
     with pytest.raises(ValueError, match=r'a run with updates_per_epoch = 2, .* got .* with 3; the data set and'):
-        main([*RECIPE, *SMALL, *other])
+        main([*small, *other])
 
 
-def test_another_batch_size_and_other_classes_are_not_gone_on_with(whole, tmp_path):
+def test_another_batch_size_and_other_classes_are_not_gone_on_with(small, whole, tmp_path):
     again = [f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path / "run"}']
-    with pytest.raises(ValueError, match=r'a run with batch_size = 180, .* got .* with 200'):
-        main([*RECIPE, *SMALL, 'data.batch_size=180', *again])
+    with pytest.raises(ValueError, match=r'a run with batch_size = 56, .* got .* with 60'):
+        main([*small, 'data.batch_size=56', *again])
     content = torch.load(whole / 'last.pth', weights_only=True)
     names = content['class_names']
     torch.save({**content, 'class_names': [*names[1:], names[0]]}, tmp_path / 'permuted.pth')
     with pytest.raises(ValueError, match=r"the classes \['dress', .*permuted\.pth with others"):
-        main([*RECIPE, *SMALL, f'run.resume={tmp_path / "permuted.pth"}', f'run.dir={tmp_path / "run"}'])
+        main([*small, f'run.resume={tmp_path / "permuted.pth"}', f'run.dir={tmp_path / "run"}'])
 
 
-def test_a_run_may_go_on_with_another_precision_and_without_the_average(whole, tmp_path):
+def test_a_run_may_go_on_with_another_precision_and_without_the_average(small, whole, tmp_path):
     for name in ('last.pth', 'best.pth', 'summary.csv'):
         shutil.copy(whole / name, tmp_path / name)
     other = ['run.amp=float16', 'ema.decay=null', 'ema.warmup=false', 'schedule.epochs=3', 'optim.weight_decay=0.3']
-    state = main([*RECIPE, *SMALL, *other, 'run.resume=auto', f'run.dir={tmp_path}'])
+    state = main([*small, *other, 'run.resume=auto', f'run.dir={tmp_path}'])
     assert (state.updates, state.scaler.get_scale() > 1) == (9, True)
     assert max(group['weight_decay'] for group in state.optimizer.param_groups) == 0.3
     rows = losses(tmp_path)
@@ -141,10 +156,9 @@ def test_a_run_may_go_on_with_another_precision_and_without_the_average(whole, t
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_whole_process_group_is_survived(whole, tmp_path):
+def test_a_signal_to_the_whole_process_group_is_survived(small, whole, tmp_path):
     arguments = [
-        *RECIPE,
-        *SMALL,
+        *small,
         'run.resume=auto',
         'data.num_workers=2',
         'run.save_minutes=1e-9',
@@ -163,35 +177,35 @@ def test_a_signal_to_the_whole_process_group_is_survived(whole, tmp_path):
     assert digest(tmp_path / 'last.pth') == digest(whole / 'last.pth')
 
 
-def test_another_model_is_not_gone_on_with(whole, tmp_path):
+def test_another_model_is_not_gone_on_with(small, whole, tmp_path):
     other = ['model.depth=2', f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path / "run"}']
     with pytest.raises(ValueError, match=r'last\.pth: .*missing: blocks\.1\.'):
-        main([*RECIPE, *SMALL, *other])
+        main([*small, *other])
 
 
-def test_weights_alone_are_not_gone_on_with(whole, tmp_path):
+def test_weights_alone_are_not_gone_on_with(small, whole, tmp_path):
     with pytest.raises(ValueError, match=r'with the state of the optimizer, as last\.pth has, got .*best\.pth'):
-        main([*RECIPE, *SMALL, f'run.resume={whole / "best.pth"}', f'run.dir={tmp_path / "run"}'])
+        main([*small, f'run.resume={whole / "best.pth"}', f'run.dir={tmp_path / "run"}'])
 
 
-def test_a_new_run_in_an_old_folder_leaves_nothing_to_go_on_from(tmp_path, monkeypatch):
+def test_a_new_run_in_an_old_folder_leaves_nothing_to_go_on_from(small, tmp_path, monkeypatch):
     for name in ('last.pth', 'last-1.pth', 'best.pth'):
         (tmp_path / name).write_bytes(b'old')
         with pytest.raises(FileExistsError):
-            main([*RECIPE, *SMALL, f'run.dir={tmp_path}'])
+            main([*small, f'run.dir={tmp_path}'])
         (tmp_path / name).unlink()
     for name in ('last.pth', 'last-1.pth', 'best.pth'):
         (tmp_path / name).write_bytes(b'old')
     interrupt_at(monkeypatch, 1)
     with pytest.raises(SystemExit):
-        main([*RECIPE, *SMALL, 'run.overwrite=true', f'run.dir={tmp_path}'])
+        main([*small, 'run.overwrite=true', f'run.dir={tmp_path}'])
     assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == 1
     assert not (tmp_path / 'last-1.pth').exists()
     assert not (tmp_path / 'best.pth').exists()
 
 
-def test_the_latest_checkpoints_are_kept_and_saved_by_the_clock(tmp_path):
-    main([*RECIPE, *SMALL, 'run.save_minutes=1e-9', 'run.keep=3', f'run.dir={tmp_path}'])
+def test_the_latest_checkpoints_are_kept_and_saved_by_the_clock(small, tmp_path):
+    main([*small, 'run.save_minutes=1e-9', 'run.keep=3', f'run.dir={tmp_path}'])
     kept = ('last.pth', 'last-1.pth', 'last-2.pth')
     saved = [torch.load(tmp_path / name, weights_only=True) for name in kept]
     assert [(content['epoch'], content['updates']) for content in saved] == [(2, 6), (1, 6), (1, 5)]

@@ -1,0 +1,84 @@
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from aft_vision.visualize import draw_bits
+from tools.compare_runs import main
+
+
+def make_run(folder: Path, test_bits: float, nats: float, measure: str = 'bits/dim') -> Path:
+    """A run of two epochs of 20 updates of half a second, whose loss is the same all the time."""
+    folder.mkdir()
+    result = {
+        'measure': measure,
+        'test_bits': test_bits,
+        'train_bits_of_last_epoch': 2.5,
+        'updates': 40,
+        'seconds': 20.0,
+        'updates_per_second': 2.0,
+        'memory_mb': 512.0,
+        'parameters': 1234567,
+    }
+    (folder / 'result.json').write_text(json.dumps(result))
+    tables = {
+        'steps.csv': [dict(update=u, seconds=u / 2, loss=nats, lr=1e-3) for u in range(10, 50, 10)],
+        'summary.csv': [
+            dict(epoch=e, train_updates=20 * (e + 1), train_total_seconds=10 * (e + 1), eval_bits=test_bits + 1 - e)
+            for e in (0, 1)
+        ],
+    }
+    for name, rows in tables.items():
+        with (folder / name).open('w', newline='') as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    return folder
+
+
+def test_the_best_run_comes_first_and_all_are_drawn(tmp_path, capsys):
+    runs = [make_run(tmp_path / 'simple', 3.0, 2.2), make_run(tmp_path / 'local', 2.75, 2.0)]
+    rows = main([*map(str, runs), '--out', str(tmp_path / 'out')])
+    assert [row['name'] for row in rows] == ['local', 'simple']
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == 'run parameters train bits test bits updates updates/s seconds MB'.split()
+    assert lines[1].split() == ['local', '1,234,567', '2.5000', '2.7500', '40', '2.000', '20', '512']
+    assert json.loads((tmp_path / 'out' / 'compare_runs.json').read_text()) == rows
+    assert Image.open(tmp_path / 'out' / 'compare_runs.png').size[0] > 1000
+
+
+def test_the_curves_have_their_bits_by_update_and_by_seconds(tmp_path):
+    run = make_run(tmp_path / 'run', 3.0, 2.0794415416798357)
+    panels = draw_bits({'run': run}, 'bits/dim').axes
+    for axes, training, evaluated in zip(
+        panels, ([10, 20, 30, 40], [5, 10, 15, 20]), ([20, 40], [10, 20]), strict=True
+    ):
+        lines = {line.get_label(): line.get_xydata() for line in axes.lines}
+        assert lines['run, training'] == pytest.approx(np.array([[x, 3.0] for x in training]))
+        assert lines['run, evaluated'].tolist() == [[x, y] for x, y in zip(evaluated, (4.0, 3.0), strict=True)]
+
+
+def test_what_is_no_run_is_rejected(tmp_path):
+    run, other = make_run(tmp_path / 'run', 3.0, 2.0), make_run(tmp_path / 'other', 3.0, 2.0)
+    with pytest.raises(ValueError, match=r'a name for each of 2 runs, got 1'):
+        main([str(run), str(other), '--names', 'a'])
+    with pytest.raises(ValueError, match=r'different names, got a, a'):
+        main([str(run), str(other), '--names', 'a', 'a'])
+    (other / 'steps.csv').unlink()
+    with pytest.raises(ValueError, match=r'got .*other without steps\.csv'):
+        main([str(run), str(other), '--out', str(tmp_path)])
+    (run / 'result.json').write_text('{}')
+    with pytest.raises(ValueError, match=r'a result with measure, got .*result\.json without it'):
+        main([str(run)])
+    (run / 'result.json').unlink()
+    with pytest.raises(ValueError, match=r'complete run, got .*run without result\.json'):
+        main([str(run)])
+
+
+def test_bits_that_were_measured_in_another_way_are_not_compared(tmp_path):
+    runs = [make_run(tmp_path / 'a', 3.0, 2.0), make_run(tmp_path / 'b', 2.0, 2.0, 'bits/character')]
+    with pytest.raises(ValueError, match='in the same way, got a: bits/dim, b: bits/character'):
+        main([*map(str, runs), '--out', str(tmp_path)])

@@ -1,0 +1,234 @@
+"""The commands train.pixel and train.char: results, interruption, several processes, evaluation, bad input."""
+
+import csv
+import json
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import digest, interrupt_at, losses
+from small_runs import ROOT, assert_same_results, run
+
+from aft_vision.models.decoders import load_decoder
+from train import char, pixel
+from train.state import TrainState
+
+MAINS = {'pixel': pixel.main, 'char': char.main}
+# Two epochs of three updates.
+COMMON = ['schedule.max_updates=null', 'schedule.epochs=2', 'ema.decay=0.9', 'run.cpu_threads=1']
+
+
+@pytest.fixture(scope='module')
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The smoke experiments, on small files."""
+    folder, rng = tmp_path_factory.mktemp('data'), np.random.default_rng(0)
+    images = {f'x_{split}': rng.integers(256, size=(count, 32, 32, 3), dtype=np.uint8)
+              for split, count in (('train', 6), ('test', 3))}  # fmt: skip
+    np.savez(folder / 'cifar.npz', **images)
+    (folder / 'text').write_bytes((b'abcdefghij' * 100)[:710] + bytes(rng.integers(256, size=290, dtype=np.uint8)))
+    config = ROOT / 'configs' / 'smoke'
+    return {
+        'pixel': ['--quiet', '--config', f'{config}/pixel.yaml', f'data.dir={folder}/cifar.npz', *COMMON,
+                  'data.batch_size=2', 'model.dropout=0.2'],
+        'char': ['--quiet', '--config', f'{config}/char.yaml', f'data.file={folder}/text', *COMMON,
+                 'data.context=32', 'data.eval_stride=20', 'data.batch_size=8', 'model.dropout=0.2'],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def whole(arguments, tmp_path_factory) -> dict[str, Path]:
+    """Runs without an interruption."""
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in arguments}
+    for kind, folder in folders.items():
+        MAINS[kind]([*arguments[kind], f'run.dir={folder}'])
+    return folders
+
+
+def steps_of(folder: Path) -> list[tuple[str, str, str]]:
+    with (folder / 'steps.csv').open() as file:
+        return [(row['update'], row['loss'], row['lr']) for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize('kind', MAINS)
+def test_a_run_leaves_what_the_tools_need(kind, whole, arguments):
+    folder = whole[kind]
+    names = {
+        'best.pth',
+        'last.pth',
+        'last-1.pth',
+        'summary.csv',
+        'steps.csv',
+        'curves.png',
+        'result.json',
+        'config.yaml',
+    }
+    assert {path.name for path in folder.iterdir()} == {*names, 'tensorboard'}
+    best = torch.load(folder / 'best.pth', weights_only=True)
+    model = load_decoder(folder / 'best.pth')
+    assert (best['task'], model.task) == (kind, kind)
+    assert model.context == (3072 if kind == 'pixel' else 32)
+    torch.testing.assert_close(model.state_dict(), best['state_dict'], rtol=0, atol=0)
+    load_decoder(folder / 'last.pth')
+    result = json.loads((folder / 'result.json').read_text())
+    assert result['updates'] == 6
+    assert result['updates_per_second'] == pytest.approx(6 / result['seconds'], rel=0.5)
+    assert result['parameters'] == sum(p.numel() for p in model.parameters())
+    assert [row[0] for row in steps_of(folder)] == ['3', '6']
+
+
+@pytest.mark.parametrize('kind', MAINS)
+def test_the_resolved_config_repeats_the_run_exactly(kind, whole, tmp_path):
+    MAINS[kind](['--quiet', '--config', str(whole[kind] / 'config.yaml'), f'run.dir={tmp_path}'])
+    assert digest(tmp_path / 'last.pth') == digest(whole[kind] / 'last.pth')
+
+
+@pytest.mark.parametrize(('kind', 'update'), [('char', 1), ('char', 3), ('char', 5), ('pixel', 4)])
+def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(kind, update, whole, arguments, tmp_path, monkeypatch):
+    again = [*arguments[kind], 'run.resume=auto', 'run.throughput_batches=1', f'run.dir={tmp_path}']
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, update)
+        with pytest.raises(SystemExit) as stopped:
+            MAINS[kind](again)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == update
+    state = MAINS[kind](again)
+    assert state.updates == 6
+    assert_same_results(tmp_path, whole[kind])
+    assert steps_of(tmp_path) == steps_of(whole[kind])
+    if update == 3:
+        # A run that is complete stays as it is.
+        MAINS[kind](again)
+        assert_same_results(tmp_path, whole[kind])
+        assert steps_of(tmp_path) == steps_of(whole[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', MAINS)
+def test_two_processes_train_and_evaluate_as_one(kind, arguments, tmp_path):
+    plain = [*arguments[kind], 'run.tensorboard=false', 'run.throughput_batches=2']
+    plain += ['schedule.epochs=1'] if kind == 'pixel' else []
+    # As many parts, each with dropout of its own.
+    MAINS[kind]([*plain, 'optim.accumulate=2', f'run.dir={tmp_path / "one"}'])
+    assert run([*plain, f'run.dir={tmp_path / "two"}'], 2, trainer=f'train.{kind}') == [0, 0]
+    for row, expected in zip(losses(tmp_path / 'two'), losses(tmp_path / 'one'), strict=True):
+        for column in ('train_loss', 'train_lr', 'eval_loss', 'eval_bits', 'eval_ema_bits'):
+            assert float(row[column]) == pytest.approx(float(expected[column]), rel=1e-5), column
+    found, wanted = (torch.load(tmp_path / n / 'last.pth', weights_only=True) for n in ('two', 'one'))
+    assert found['world_size'] == 2
+    for name, expected in wanted['state_dict'].items():
+        if not name.endswith('attn.qkv.bias'):
+            # The gradient of the bias of the keys is rounding noise.
+            bound = 1e-3 * expected.abs().max().item()
+            torch.testing.assert_close(found['state_dict'][name], expected, rtol=1e-3, atol=bound)
+    results = [json.loads((tmp_path / n / 'result.json').read_text()) for n in ('two', 'one')]
+    assert results[0]['test_bits'] == pytest.approx(results[1]['test_bits'], rel=1e-5)
+
+
+def evaluate(kind: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[float, int]:
+    capsys.readouterr()
+    assert MAINS[kind]([*arguments, '--eval']) is None
+    found = re.search(r'(test|valid|train): ([\d.]+) bits/.* (\d+) tokens', capsys.readouterr().out)
+    return float(found[2]), int(found[3])
+
+
+@pytest.mark.parametrize('kind', MAINS)
+def test_eval_measures_the_best_weights_on_every_token(kind, whole, arguments, capsys):
+    result = json.loads((whole[kind] / 'result.json').read_text())
+    at = [*arguments[kind], f'run.dir={whole[kind]}']
+    tokens = {'test': 3 * 3072, 'train': 6 * 3072} if kind == 'pixel' else {'test': 50, 'valid': 50, 'train': 900}
+    for split, count in tokens.items():
+        bits, found = evaluate(kind, [*at, f'data.eval_split={split}'], capsys)
+        assert found == count
+        if f'{split}_bits' in result:
+            assert bits == pytest.approx(result[f'{split}_bits'], abs=1e-4)
+
+
+def test_more_context_for_each_character_is_another_measurement(whole, arguments, capsys):
+    at = [*arguments['char'], f'run.dir={whole["char"]}', 'data.eval_split=test']
+    assert evaluate('char', [*at, 'data.eval_stride=1'], capsys) != evaluate(
+        'char', [*at, 'data.eval_stride=32'], capsys
+    )
+
+
+def test_a_shorter_text_is_said_to_be_divided_in_proportion(whole, arguments, tmp_path, capsys):
+    char.main([*arguments['char'], f'run.dir={tmp_path}', 'run.max_seconds=1e-9', 'run.throughput_batches=2'])
+    shown = capsys.readouterr().out
+    assert '1,000 characters, not 100,000,000: the first 90 % (900) train' in shown
+    assert re.search(r'windows/s: loader alone \d+, model alone \d+, both \d+', shown)
+    # The budget is used up by the first update.
+    assert json.loads((tmp_path / 'result.json').read_text())['updates'] == 1
+
+
+def still(kind: str, arguments: list[str], start: Path, folder: Path) -> TrainState:
+    """A run from other weights whose rate is too small to change them."""
+    rates = ['optim.lr=1e-30', 'schedule.max_updates=1', 'ema.decay=null']
+    return MAINS[kind]([*arguments, *rates, f'run.init_from={start}', f'run.dir={folder}'])
+
+
+def test_a_run_starts_from_the_weights_of_another(whole, arguments, tmp_path):
+    state = still('char', arguments['char'], whole['char'] / 'best.pth', tmp_path / 'run')
+    best = torch.load(whole['char'] / 'best.pth', weights_only=True)['state_dict']
+    torch.testing.assert_close(state.model.state_dict(), best)
+    with pytest.raises(ValueError, match=r'best\.pth: .*'):
+        still('char', [*arguments['char'], 'model.depth=2'], whole['char'] / 'best.pth', tmp_path / 'other')
+    assert not (tmp_path / 'other').exists()
+
+
+def test_text8_has_a_model_of_27_symbols(arguments, tmp_path):
+    (tmp_path / 'text8').write_bytes(b'the quick brown fox jumps over a lazy dog ' * 20)
+    text8 = [f'data.file={tmp_path / "text8"}', 'data.vocabulary=text8', 'schedule.max_updates=1']
+    state = char.main([*arguments['char'], *text8, f'run.dir={tmp_path / "run"}'])
+    assert state.model.vocab_size == 27
+    assert torch.load(tmp_path / 'run' / 'best.pth', weights_only=True)['vocabulary'] == 'text8'
+
+
+@pytest.mark.parametrize(
+    ('kind', 'changes', 'message'),
+    [
+        ('char', ['data.vocabulary=text8'], r'27 symbols of text8 .* got \d+ .* at byte 710'),
+        ('char', ['data.context=1024'], r'at least 1024 characters to train on, which is data\.context, got 900'),
+        ('char', ['data.batch_size=64'], r'batch size must be in \[1, 28\], .*, got 64'),
+        ('char', ['data.file=none'], r'a file of text, got none, which is none'),
+        ('char', ['data.eval_stride=33'], r'data\.eval_stride to be in \[1, data\.context\], which is 32, .*, got 33'),
+        (
+            'char',
+            ['model.name=aft_lcal_char'],
+            r"model\.name = 'aft_lcal_char' is not a .*; the nearest is aft_local_char",
+        ),
+        ('char', ['model.windw=3'], r'model\.windw = 3 is not a key; the nearest is model\.window'),
+        ('char', ['model.depth=deep'], r"model\.depth = 'deep': .*could not be converted to Integer"),
+        ('char', ['model.context=64'], r'model\.context = 64 is not for an experiment: the data decide'),
+        (
+            'char',
+            ['model.name=transformer_char', 'model.window=null'],
+            r"mixer='attention' has no bias_dim; it takes num_heads",
+        ),
+        ('char', ['schedule.step=epoch'], r"schedule\.step = 'epoch' is not a key"),
+        ('char', ['data.img_size=3'], r'data\.img_size = 3 is not a key'),
+        ('char', ['augment.hflip=0.1'], r'augment = .* is not a key'),
+        ('pixel', ['data.dir=none'], r'CIFAR10 in none: .* got nothing of this name'),
+        ('pixel', ['augment.shift=300'], r'augment\.shift must be in \[0, 255\], got 300'),
+        ('pixel', ['data.eval_split=valid'], r"data\.eval_split = 'valid': .*'train', 'test'"),
+        ('pixel', ['distill.teacher=x'], r'distill = .* is not a key'),
+    ],
+)
+def test_bad_input_is_rejected_before_a_folder_is_made(kind, changes, message, arguments, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        MAINS[kind]([*arguments[kind], *changes, f'run.dir={tmp_path / "run"}'])
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_checkpoint_of_other_sequences_is_rejected(whole, arguments, capsys):
+    at = [*arguments['char'], f'run.init_from={whole["char"] / "best.pth"}', '--eval', 'data.eval_stride=1']
+    with pytest.raises(ValueError, match=r'a model of 16 tokens of 256 symbols, .* got .*best\.pth with 32 of 256'):
+        char.main([*at, 'data.context=16'])
+
+
+def test_help_is_the_description_of_the_module(capsys):
+    for kind, main in MAINS.items():
+        with pytest.raises(SystemExit):
+            main(['--help'])
+        assert f'python -m train.{kind} --config FILE' in capsys.readouterr().out

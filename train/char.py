@@ -1,0 +1,62 @@
+"""Train a model of the characters of a text.
+
+python -m train.char --config FILE [--eval] [section.key=value ...]
+torchrun --nproc-per-node 8 -m train.char --config FILE [section.key=value ...]
+
+FILE is a YAML experiment such as configs/char/aft_local_32_l24_d256.yaml; `section.key=value` changes one value of it,
+for example `data.file=/data/enwik8.zip run.dir=runs/first run.max_seconds=600`. data.file is enwik8, text8 (with
+data.vocabulary=text8) or any other file, as it is or as .zip or .xz; nothing is fetched. The first 90M, 5M and 5M bytes
+train, validate and test, or 90 %, 5 % and 5 % of a shorter file.
+
+The folder of the run receives config.yaml (the resolved experiment, which reproduces the run), summary.csv and
+steps.csv, curves.png, result.json, tensorboard/, best.pth and last.pth. run.resume=auto goes on with a run that was
+interrupted, or begins it.
+
+--eval trains nothing: it prints the bits per character of run.init_from, or of best.pth in the folder of the run, on
+data.eval_split. With data.eval_stride=N each character is predicted from data.context - N before it at least.
+"""
+
+from collections.abc import Sequence
+
+from torch.utils.data import DataLoader
+
+from aft_vision.data import VOCABULARIES, char_eval_loader, char_train_loader, read_text
+from train.distributed import World
+from train.sequence import SequenceData, run_sequences
+from train.sequence_schema import CharConfig
+from train.state import TrainState
+
+
+class CharSequences(SequenceData):
+    """Windows of a text."""
+
+    name, unit, bits_unit = 'char', 'windows', 'bits/character'
+
+    def __init__(self, config: CharConfig, world: World) -> None:
+        super().__init__(config, world)
+        self.text = read_text(config.data.file, config.data.vocabulary)
+        self.note = self.text.note
+        self.length, self.vocab_size = config.data.context, VOCABULARIES[config.data.vocabulary]
+        self.facts = {'vocabulary': config.data.vocabulary}
+
+    @property
+    def measure(self) -> str:
+        stride = self.config.data.eval_stride or self.length
+        return f'{self.bits_unit} (context {self.length}, stride {stride})'
+
+    def train_loader(self) -> DataLoader:
+        return char_train_loader(self.text.train, self.length, self.config.data.batch_size, **self.train_options())
+
+    def eval_loader(self, split: str) -> DataLoader:
+        stride = self.config.data.eval_stride
+        part = getattr(self.text, split)
+        return char_eval_loader(part, self.length, self.eval_batch_size, stride=stride, **self.options())
+
+
+def main(argv: Sequence[str] | None = None) -> TrainState | None:
+    """Train and print where the results are, or evaluate; as `run_sequences`."""
+    return run_sequences(__doc__, argv, CharConfig, CharSequences)
+
+
+if __name__ == '__main__':
+    main()

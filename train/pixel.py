@@ -1,0 +1,49 @@
+"""Train a model of CIFAR10's sub-pixels.
+
+python -m train.pixel --config FILE [--eval] [section.key=value ...]
+torchrun --nproc-per-node 8 -m train.pixel --config FILE [section.key=value ...]
+
+FILE is a YAML experiment such as configs/pixel/aft_local_256_l24_d256.yaml; `section.key=value` changes one value, for
+example `data.dir=/data/cifar10 run.dir=runs/first run.max_seconds=600`. data.dir is a folder with cifar-10-batches-py
+(torchvision's) or cifar-10-batches-bin, or an .npz with x_train and x_test; nothing is fetched.
+
+The folder of the run receives config.yaml (the resolved experiment, which reproduces the run), summary.csv and
+steps.csv, curves.png, result.json, tensorboard/, best.pth and last.pth, which tools.sample_pixels and
+tools.complete_images load. run.resume=auto goes on with a run that was interrupted, or begins it.
+
+--eval trains nothing: it prints the bits per dimension of run.init_from, or of best.pth in the folder of the run, on
+all images of data.eval_split.
+"""
+
+from collections.abc import Sequence
+
+from torch.utils.data import DataLoader
+
+from aft_vision.data import pixel_eval_loader, pixel_train_loader, read_cifar10
+from aft_vision.data.pixels import TOKENS
+from train.sequence import SequenceData, run_sequences
+from train.sequence_schema import PixelConfig
+from train.state import TrainState
+
+
+class PixelSequences(SequenceData):
+    """The images of CIFAR10."""
+
+    name, unit, bits_unit = 'pixel', 'images', 'bits/dim'
+    length, vocab_size = TOKENS, 256
+
+    def train_loader(self) -> DataLoader:
+        images = read_cifar10(self.config.data.dir, 'train')
+        return pixel_train_loader(images, self.config.augment, self.config.data.batch_size, **self.train_options())
+
+    def eval_loader(self, split: str) -> DataLoader:
+        return pixel_eval_loader(read_cifar10(self.config.data.dir, split), self.eval_batch_size, **self.options())
+
+
+def main(argv: Sequence[str] | None = None) -> TrainState | None:
+    """Train and print where the results are, or evaluate; as `run_sequences`."""
+    return run_sequences(__doc__, argv, PixelConfig, PixelSequences)
+
+
+if __name__ == '__main__':
+    main()

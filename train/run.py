@@ -1,0 +1,79 @@
+"""From the loaders and the first state of a run to its checkpoints, whatever is trained."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aft_vision.data import Loaders
+from aft_vision.visualize import new_figure
+from train.checkpoint import Saver, holds_run, remove_run, resume
+from train.config import save_config
+from train.engine import fit
+from train.schema import Experiment
+from train.state import TrainState
+from train.throughput import measure_throughput, settle_buckets
+
+
+def parse_args(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line of a trainer."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--config', type=Path, required=True, help='the YAML experiment')
+    parser.add_argument('--eval', action='store_true', help='evaluate, and train nothing')
+    parser.add_argument('--quiet', action='store_true', help='no progress bar')
+    parser.add_argument('overrides', nargs='*', metavar='section.key=value', help='changes to the experiment')
+    return parser.parse_intermixed_args(argv)
+
+
+def find_run_dir(config: Experiment, file: Path, root: Path = Path('runs')) -> Path:
+    """The folder of a run: `run.dir`, or below `root` the name of the file of the experiment."""
+    return Path(config.run.dir) if config.run.dir is not None else root / file.stem
+
+
+def check_run_dir(run_dir: Path, config: Experiment) -> None:
+    """Raise a FileExistsError for a folder that holds a run, unless that is to be resumed or overwritten."""
+    if holds_run(run_dir) and not (config.run.overwrite or config.run.resume):
+        raise FileExistsError(
+            f'expected a new folder, got {run_dir}, which holds a run; set run.dir, run.resume=auto to go on with it, '
+            'or run.overwrite=true'
+        )
+
+
+def train_run(
+    state: TrainState, loaders: Loaders, description: dict[str, Any], run_dir: Path, progress: bool = True
+) -> None:
+    """Resume where that is wanted, write the experiment down, say what limits the run, and train.
+
+    Args:
+        description: What rebuilds the model from a checkpoint.
+
+    Raises:
+        ValueError: the checkpoint to resume from is not valid.
+        SystemExit: the run was asked to stop by a signal, and its state is saved.
+    """
+    run, world = state.config.run, state.world
+    if run.resume is not None:
+        resume(state, run_dir, run.resume, loaders.class_names)
+    if world.is_primary:
+        _begin(run_dir, state)
+    settle_buckets(state)
+    measured = run.throughput_batches > 0 and not state.is_spent()
+    if measured and not loaders.is_stream and len(loaders.train) > 1:
+        throughput = measure_throughput(state, loaders, run.throughput_batches)
+        if world.is_primary:
+            print(throughput)
+    fit(state, loaders, Saver(run_dir, description, run.keep, run.save_minutes), progress)
+
+
+def _begin(run_dir: Path, state: TrainState) -> None:
+    """Make the folder of the run, write the experiment into it, and print what is trained."""
+    # The curves are drawn in the end; what they need is better found missing now.
+    new_figure(1, 1)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if state.config.run.resume is None:
+        remove_run(run_dir)
+    save_config(state.config, run_dir / 'config.yaml')
+    parameters = sum(parameter.numel() for parameter in state.model.parameters())
+    world = state.world
+    processes = f'{world.size} processes, the first ' if world.size > 1 else ''
+    print(f'{state.config.model["name"]}: {parameters / 1e6:.2f} M parameters; {processes}on {world.device}')

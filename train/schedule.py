@@ -1,0 +1,42 @@
+"""The learning rate by update or epoch: timm's schedules, as an experiment describes them."""
+
+from typing import Any
+
+import torch
+from timm.scheduler import CosineLRScheduler, WSDLRScheduler, create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+
+from train.schema import ScheduleConfig
+from train.sequence_schema import SequenceSchedule
+
+
+def create_schedule(optimizer: torch.optim.Optimizer, schedule: Any, updates_per_epoch: int) -> Scheduler:
+    """Make the schedule of a ScheduleConfig or a SequenceSchedule, and set the rate of the first update."""
+    if isinstance(schedule, ScheduleConfig):
+        scheduler, _ = create_scheduler_v2(
+            optimizer,
+            sched='cosine',
+            num_epochs=schedule.epochs,
+            warmup_epochs=schedule.warmup_epochs,
+            warmup_lr=schedule.warmup_lr,
+            min_lr=schedule.min_lr,
+            step_on_epochs=schedule.step != 'update',
+            updates_per_epoch=updates_per_epoch,
+        )
+        return scheduler
+    return _create_by_update(optimizer, schedule, updates_per_epoch)
+
+
+def _create_by_update(
+    optimizer: torch.optim.Optimizer, schedule: SequenceSchedule, updates_per_epoch: int
+) -> Scheduler:
+    updates, warmup = schedule.total_updates(updates_per_epoch), schedule.warmup_updates
+    options: dict[str, Any] = dict(
+        lr_min=schedule.min_lr, warmup_t=warmup, warmup_lr_init=schedule.warmup_lr, t_in_epochs=False
+    )
+    if schedule.kind == 'cosine':
+        return CosineLRScheduler(optimizer, t_initial=updates, **options)
+    # sqrt(warmup / update) behind the warm-up, as of the first Transformer; the end of the run plays no part in it.
+    # timm's has a decay in the end, which begins here when the run is over.
+    stable = max(updates - warmup, 0) + 1
+    return WSDLRScheduler(optimizer, t_initial=stable + 1, decay_t=1, stable_fn='rsqrt', **options)

@@ -1,0 +1,292 @@
+"""What the runs of pixels and of characters have in common: the task, the figures, and the run itself."""
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.task import ClassificationTask
+from timm.utils import random_seed
+from torch.utils.data import DataLoader
+
+from aft_vision.data import Loaders
+from aft_vision.evaluate import load_matching_state_dict, read_checkpoint
+from aft_vision.likelihood import BitsEvaluator, evaluate_bits, sequence_loss
+from aft_vision.models.autoregressive import AFTDecoder, bits
+from aft_vision.models.decoders import create_decoder, load_decoder
+from aft_vision.visualize import plot_bits
+from train.checkpoint import BEST
+from train.config import load_config
+from train.distributed import World, join_world
+from train.objective import Batch, Objective
+from train.run import check_run_dir, find_run_dir, parse_args, train_run
+from train.sequence_schema import SequenceExperiment
+from train.state import AMP_DTYPES, TrainState, assemble_state
+
+
+class SequenceTask(ClassificationTask):
+    """timm's task with the mean cross-entropy of all tokens, in nats; it is evaluated in bits too."""
+
+    def __init__(self, model: AFTDecoder, device: torch.device) -> None:
+        super().__init__(model.to(device), criterion=sequence_loss, device=device, verbose=False)
+
+    def create_evaluator(self, **kwargs: Any) -> BitsEvaluator:
+        return BitsEvaluator(self.device, **kwargs)
+
+
+class Likelihood(Objective):
+    """Sequences of tokens and their bits.
+
+    Args:
+        unit: What a sequence is called, in the plural.
+        bits_unit: What is printed behind the bits.
+        length: Tokens of a sequence.
+    """
+
+    metrics = ('loss', 'bits')
+    best = 'bits'
+    lower_is_better = True
+    records_steps = True
+
+    def __init__(self, unit: str, bits_unit: str, length: int) -> None:
+        self.unit, self.bits_unit, self.length = unit, bits_unit, length
+
+    def figures(self, loss: float, updates: int, seconds: float, updates_per_second: float) -> dict[str, float]:
+        """`bits` of the loss, and `updates` and `total_seconds` of the run so far, evaluation apart."""
+        return {
+            'bits': float(bits(loss)),
+            'updates_per_second': updates_per_second,
+            'updates': updates,
+            'total_seconds': seconds,
+        }
+
+    def describe(self, row: Mapping[str, float]) -> str:
+        line = f'  {row["train_bits"]:.4f} {self.bits_unit}'
+        if not math.isnan(row['eval_bits']):
+            line += f', evaluated {row["eval_bits"]:.4f}'
+        if not math.isnan(row.get('eval_ema_bits', math.nan)):
+            line += f', averaged weights {row["eval_ema_bits"]:.4f}'
+        return line
+
+    def blank(self, count: int) -> Batch:
+        tokens = torch.zeros(count, self.length, dtype=torch.int64)
+        return tokens, tokens
+
+
+class SequenceData(ABC):
+    """The data of an experiment as loaders, for one of its processes.
+
+    Attributes:
+        name: Of the kind of data; the folder of a run is below it in `runs/`.
+        unit, bits_unit: As of Likelihood.
+        length: Tokens of a sequence.
+        vocab_size: V.
+        note: What is to be said of the data before the run; '' for nothing.
+        facts: What a checkpoint says of the data.
+    """
+
+    name: str
+    unit: str
+    bits_unit: str
+    length: int
+    vocab_size: int
+    note = ''
+    facts: Mapping[str, Any] = {}
+
+    def __init__(self, config: Any, world: World) -> None:
+        self.config, self.world = config, world
+
+    @property
+    def measure(self) -> str:
+        """What the bits of an evaluation are per, and all that they depend on beside the model and the split."""
+        return self.bits_unit
+
+    @property
+    def objective(self) -> Likelihood:
+        """What is trained on them."""
+        return Likelihood(self.unit, self.bits_unit, self.length)
+
+    @abstractmethod
+    def train_loader(self) -> DataLoader:
+        """Training sequences, as tokens twice."""
+
+    @abstractmethod
+    def eval_loader(self, split: str) -> DataLoader:
+        """The sequences of a split that this process evaluates."""
+
+    def options(self) -> dict[str, Any]:
+        """Arguments that all loaders have in common."""
+        return {
+            'rank': self.world.rank,
+            'world_size': self.world.size,
+            'num_workers': self.config.data.num_workers,
+        }
+
+    def train_options(self) -> dict[str, Any]:
+        """Arguments of the training loader beside its data."""
+        on_cuda = self.world.device.type == 'cuda'
+        config = self.config
+        return {**self.options(), 'seed': config.run.seed, 'accumulate': config.optim.accumulate, 'pin_memory': on_cuda}
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Sequences in a batch of the evaluation."""
+        return self.config.data.eval_batch_size or self.config.check_parts(self.world.size)
+
+
+def build_sequence_model(config: SequenceExperiment, data: SequenceData, **more: Any) -> AFTDecoder:
+    """Create the model of an experiment for its data.
+
+    Raises:
+        ValueError: the model does not take an argument of the experiment.
+    """
+    kwargs = {**config.model, 'context': data.length, 'vocab_size': data.vocab_size}
+    name = kwargs.pop('name')
+    try:
+        return create_decoder(name, **kwargs, **more)
+    except TypeError as error:
+        raise ValueError(f'expected keyword arguments of the model {name}, got {kwargs}: {error}') from error
+
+
+def create_sequence_state(
+    model: AFTDecoder, config: SequenceExperiment, updates_per_epoch: int, objective: Likelihood, world: World
+) -> TrainState:
+    """Put a decoder on the device and make its optimizer, schedule, loss and moving average.
+
+    Raises:
+        ValueError: `optim.args` do not fit the optimizer.
+    """
+    task = SequenceTask(model, world.device)
+    return assemble_state(task, config, objective, _as_it_is, updates_per_epoch, world)
+
+
+def build_sequence_state(
+    config: SequenceExperiment, data: SequenceData, loaders: Loaders, world: World
+) -> tuple[TrainState, dict[str, Any]]:
+    """Make the model and all that trains it, and what a checkpoint says beside the weights.
+
+    Raises:
+        ValueError: the arguments of the model, or the weights to start from, do not fit.
+    """
+    random_seed(config.run.seed)
+    model = build_sequence_model(config, data)
+    if config.run.init_from is not None:
+        load_matching_state_dict(model, read_checkpoint(config.run.init_from)['state_dict'], config.run.init_from)
+    updates_per_epoch = len(loaders.train) // config.optim.accumulate
+    state = create_sequence_state(model, config, updates_per_epoch, data.objective, world)
+    arguments: Any = model.model_args
+    # The first three as every checkpoint has them, the others as `load_decoder` reads them.
+    description = {
+        'model_name': arguments['name'],
+        'model_kwargs': arguments['kwargs'],
+        'class_names': [],
+        'model_args': arguments,
+        'task': model.task,
+        **data.facts,
+    }
+    return state, description
+
+
+def run_sequences(
+    description: str | None, argv: Sequence[str] | None, schema: type[Any], data_type: type[SequenceData]
+) -> TrainState | None:
+    """Train and print where the results are, or evaluate, as a command line says.
+
+    Args:
+        description: Of the command.
+        schema: Of the experiment.
+        data_type: Makes its data.
+
+    Returns:
+        The final state, with the figures of every epoch in `history`; None where nothing was trained.
+
+    Raises:
+        ValueError: the experiment, the data or the checkpoint to start from is not valid.
+        FileExistsError: the folder of the run already holds one.
+        SystemExit: the run was asked to stop by a signal, and its state is saved.
+    """
+    args = parse_args(description, argv)
+    config = load_config(args.config, args.overrides, schema)
+    run_dir = find_run_dir(config, args.config, Path('runs') / data_type.name)
+    if not args.eval:
+        check_run_dir(run_dir, config)
+    if config.run.cpu_threads is not None:
+        torch.set_num_threads(config.run.cpu_threads)
+    with join_world(config.run.device) as world:
+        config.check_parts(world.size)
+        data = data_type(config, world)
+        if data.note and world.is_primary:
+            print(data.note)
+        if args.eval:
+            checkpoint = config.run.init_from or run_dir / BEST
+            evaluate_split(checkpoint, data, config.data.eval_split, progress=not args.quiet)
+            return None
+        loaders = Loaders(data.train_loader(), data.eval_loader(config.data.eval_split), [])
+        state, facts = build_sequence_state(config, data, loaders, world)
+        train_run(state, loaders, facts, run_dir, progress=not args.quiet)
+        finish(run_dir, state, data, progress=not args.quiet)
+    return state
+
+
+def evaluate_split(checkpoint: str | Path, data: SequenceData, split: str, progress: bool = False) -> dict[str, float]:
+    """Evaluate a checkpoint on a split, every token of which counts once, and print the result.
+
+    Raises:
+        ValueError: it is no checkpoint of a decoder, or one of other sequences.
+    """
+    model, world = load_decoder(checkpoint, data.world.device), data.world
+    found, expected = (model.context, model.vocab_size), (data.length, data.vocab_size)
+    if found != expected:
+        raise ValueError(
+            f'expected a model of {expected[0]} tokens of {expected[1]} symbols, as the data are, got {checkpoint} '
+            f'with {found[0]} of {found[1]}'
+        )
+    metrics = evaluate_bits(
+        model,
+        data.eval_loader(split),
+        world.device,
+        amp_dtype=AMP_DTYPES[data.config.run.amp],
+        distributed=world.is_distributed,
+        progress=progress and world.is_primary,
+    )
+    if world.is_primary:
+        counted = f'{metrics["samples"]} {data.unit}, {metrics["tokens"]:.0f} tokens'
+        print(f'{checkpoint}, {split}: {metrics["bits"]:.4f} {data.measure}  loss {metrics["loss"]:.4f}  {counted}')
+    return metrics
+
+
+def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool = False) -> None:
+    """Evaluate the best weights on the test split, draw the curves, write result.json, and print what is where."""
+    config, world = state.config, state.world
+    # The first process may still be writing them.
+    world.any(False)
+    split = config.data.eval_split
+    result: dict[str, Any] = {'measure': data.measure, f'{split}_bits': state.best}
+    if split != 'test':
+        result['test_bits'] = evaluate_split(run_dir / BEST, data, 'test', progress)['bits']
+    if not world.is_primary:
+        return
+    last = state.history[-1]
+    result |= {
+        'train_bits_of_last_epoch': last['train_bits'],
+        'updates': state.updates,
+        'seconds': round(state.seconds, 1),
+        'updates_per_second': state.updates / state.seconds,
+        'memory_mb': last['train_memory_mb'],
+        'parameters': sum(parameter.numel() for parameter in state.model.parameters()),
+        'model': config.model,
+    }
+    (run_dir / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
+    plot_bits({run_dir.name: run_dir}, run_dir / 'curves.png', data.bits_unit)
+    print(f'best {state.best:.4f} {data.bits_unit} ({split}); in {run_dir}:')
+    print('  best.pth, last.pth  checkpoints    result.json  what came out')
+    print('  summary.csv, steps.csv  every epoch, every tenth update    curves.png  the same as a picture')
+    print('  config.yaml         repeats the run', end='')
+    print('    tensorboard/  for tensorboard --logdir' if config.run.tensorboard else '')
+
+
+def _as_it_is(tokens: torch.Tensor, targets: torch.Tensor) -> Batch:
+    return tokens, targets

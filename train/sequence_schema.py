@@ -1,0 +1,151 @@
+"""The sections and keys of experiments with sequence models: pixels and characters."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from aft_vision.data import PixelAugmentation
+from train.schema import EmaConfig, Experiment, OptimizerConfig, RunConfig, require
+
+
+@dataclass(frozen=True)
+class PixelData:
+    """Where the images of CIFAR10 are and how they are batched.
+
+    Attributes:
+        dir: A folder with `cifar-10-batches-py` or `cifar-10-batches-bin`, either of them, or an .npz with x_train and
+            x_test.
+        batch_size: Images per optimizer step, over all processes and parts of `optim.accumulate`.
+        eval_batch_size: Images per batch of the evaluation; None means the images that the model sees at once in
+            training.
+        eval_split: Images that are evaluated: after each epoch, and by --eval.
+        num_workers: Loading processes; 0 loads in the training process.
+    """
+
+    dir: str = ''
+    batch_size: int = 128
+    eval_batch_size: int | None = None
+    eval_split: Literal['train', 'test'] = 'test'
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        _check_batches(self)
+
+
+@dataclass(frozen=True)
+class CharData:
+    """Where the text is and how it is batched.
+
+    Attributes:
+        file: enwik8, text8 or any other file of bytes: as it is, or as .zip or .xz.
+        vocabulary: `bytes`, which has 256 symbols, or `text8`, the letters a to z and the space.
+        context: Characters in a window, T of the paper.
+        batch_size: Windows per optimizer step, over all processes and parts of `optim.accumulate`.
+        eval_batch_size: Windows per batch of the evaluation; None means the windows that the model sees at once in
+            training.
+        eval_stride: Characters from one window of the evaluation to the next. Each is predicted once, from
+            `context - eval_stride` characters before it at least; None for windows side by side, which is `context`.
+        eval_split: Text that is evaluated: after each epoch, and by --eval. A run ends with the test text in any case.
+        num_workers: Loading processes; 0 loads in the training process.
+    """
+
+    file: str = ''
+    vocabulary: Literal['bytes', 'text8'] = 'bytes'
+    context: int = 1024
+    batch_size: int = 128
+    eval_batch_size: int | None = None
+    eval_stride: int | None = None
+    eval_split: Literal['train', 'valid', 'test'] = 'valid'
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        require('data.context', self.context, self.context >= 1, 'at least 1')
+        _check_batches(self)
+        stride = self.eval_stride is None or 1 <= self.eval_stride <= self.context
+        wanted = f'in [1, data.context], which is {self.context}, or null for windows side by side'
+        require('data.eval_stride', self.eval_stride, stride, wanted)
+
+
+@dataclass(frozen=True)
+class SequenceSchedule:
+    """Linear warm-up, then the inverse square root of the update or a cosine; the rate changes at every update.
+
+    Attributes:
+        epochs: Passes over the training data; of text, as many windows as it has characters for.
+        kind: `inverse_sqrt`: the rate falls from its peak as sqrt(warmup_updates / update), whatever the length of the
+            run. `cosine`: to `min_lr` at the last update.
+        warmup_updates: Updates until the peak.
+        warmup_lr: Learning rate of the first update.
+        min_lr: Learning rate at the end of the cosine; the other kind ends above it.
+        max_updates: Updates of the whole run, where that is to end before its epochs; None for all of them.
+    """
+
+    epochs: int = 200
+    kind: Literal['inverse_sqrt', 'cosine'] = 'inverse_sqrt'
+    warmup_updates: int = 4000
+    warmup_lr: float = 0.0
+    min_lr: float = 0.0
+    max_updates: int | None = None
+
+    # No key: what a schedule of images may have otherwise.
+    step = 'update'
+
+    def __post_init__(self) -> None:
+        require('schedule.epochs', self.epochs, self.epochs >= 1, 'at least 1')
+        least = 1 if self.kind == 'inverse_sqrt' else 0
+        wanted = f'at least {least} with the kind {self.kind}'
+        require('schedule.warmup_updates', self.warmup_updates, self.warmup_updates >= least, wanted)
+        for name in ('warmup_lr', 'min_lr'):
+            require(f'schedule.{name}', getattr(self, name), getattr(self, name) >= 0, 'at least 0')
+        constant = self.kind == 'cosine' or self.min_lr == 0
+        require('schedule.min_lr', self.min_lr, constant, 'of the cosine alone, so 0 for inverse_sqrt')
+        some = self.max_updates is None or self.max_updates >= 1
+        require('schedule.max_updates', self.max_updates, some, 'at least 1, or null for all epochs')
+
+    def total_updates(self, updates_per_epoch: int) -> int:
+        """Updates of the whole run."""
+        updates = self.epochs * updates_per_epoch
+        return min(updates, self.max_updates or updates)
+
+
+@dataclass(frozen=True)
+class SequenceExperiment(Experiment):
+    """What the experiments with pixels and characters have in common."""
+
+    def __post_init__(self) -> None:
+        self.check_parts(1)
+        require('run.reset_head', self.run.reset_head, not self.run.reset_head, 'false for a sequence model')
+        for name in ('warmup_lr', 'min_lr'):
+            rate = getattr(self.schedule, name)
+            require(f'schedule.{name}', rate, rate <= self.peak_lr, f'at most optim.lr, which is {self.peak_lr:g}')
+
+
+@dataclass(frozen=True)
+class PixelConfig(SequenceExperiment):
+    """One experiment with pixels; `model` is `{name: ..., **keyword arguments of the model}`."""
+
+    model: dict[str, Any] = field(default_factory=lambda: {'name': 'aft_local_pixel'})
+    data: PixelData = field(default_factory=PixelData)
+    augment: PixelAugmentation = field(default_factory=PixelAugmentation)
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    schedule: SequenceSchedule = field(default_factory=SequenceSchedule)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+@dataclass(frozen=True)
+class CharConfig(SequenceExperiment):
+    """One experiment with characters; `model` is `{name: ..., **keyword arguments of the model}`."""
+
+    model: dict[str, Any] = field(default_factory=lambda: {'name': 'aft_local_char'})
+    data: CharData = field(default_factory=CharData)
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    schedule: SequenceSchedule = field(default_factory=SequenceSchedule)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+def _check_batches(data: PixelData | CharData) -> None:
+    require('data.batch_size', data.batch_size, data.batch_size >= 1, 'at least 1')
+    some = data.eval_batch_size is None or data.eval_batch_size >= 1
+    require('data.eval_batch_size', data.eval_batch_size, some, "at least 1, or null for training's")
+    require('data.num_workers', data.num_workers, data.num_workers >= 0, 'at least 0')
