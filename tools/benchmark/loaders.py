@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from aft_vision.data import Augmentation, create_loaders
-from aft_vision.evaluate import synchronize
+from aft_vision.timing import synchronize
 
 # What a loader does to an image; erasing, mixup and cutmix come after any loader and are left out.
 AUGMENTATIONS = {
@@ -65,6 +65,18 @@ def time_loaders(
             row[f'{stage}_ratio_range'] = (min(ratios), max(ratios))
         rows.append(row)
     return rows
+
+
+def format_loaders(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text."""
+    lines = [f'{"data set":36} {"read":>9} {"ratio":>6} {"range":>14} {"ready":>9} {"ratio":>6} {"range":>14}']
+    for row in rows:
+        cells = [f'{row["data"][-36:]:36}']
+        for stage in ('read', 'ready'):
+            low, high = row[f'{stage}_ratio_range']
+            cells.append(f'{row[stage]:9.0f} {row[f"{stage}_ratio"]:6.2f} {f"{low:.2f} to {high:.2f}":>14}')
+        lines.append(' '.join(cells))
+    return '\n'.join(lines)
 
 
 def _time_pass(loader: Any, device: torch.device) -> tuple[int, float]:

@@ -1,5 +1,6 @@
-"""What a time was measured on, and whether it was idle."""
+"""What something was measured on and in, and whether the machine was idle."""
 
+import contextlib
 import os
 import platform
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import timm
 import torch
 
+# float32 alone, or autocast on it.
+PRECISIONS = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 # Running processes per core, in the last minute, above which times say nothing.
 MOST_LOAD = 0.5
 
@@ -23,12 +26,20 @@ def check_load() -> None:
         )
 
 
-def describe_machine(device: torch.device | str) -> str:
-    """Name the processor or the accelerator, the threads and the versions, in one line."""
+def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextManager[object]:
+    """Enter the precision of that name: a key of PRECISIONS."""
+    low = PRECISIONS[dtype]
+    return contextlib.nullcontext() if low is None else torch.autocast(device.type, dtype=low)
+
+
+def describe_machine(device: torch.device | str, dtype: str = 'float32') -> str:
+    """Name the processor or the accelerator, the threads, the precision and the versions, in one line."""
     place = torch.device(device)
     name = torch.cuda.get_device_name(place) if place.type == 'cuda' else _processor()
     threads = f'{os.cpu_count()} cores, {torch.get_num_threads()} threads'
-    return f'{name}; {threads}; torch {torch.__version__}, timm {timm.__version__}, Python {platform.python_version()}'
+    precision = dtype if PRECISIONS[dtype] is None else f'autocast to {dtype}'
+    versions = f'torch {torch.__version__}, timm {timm.__version__}, Python {platform.python_version()}'
+    return f'{name}; {threads}; {precision}; {versions}'
 
 
 def _processor() -> str:

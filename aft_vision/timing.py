@@ -1,0 +1,87 @@
+"""Times of several calls side by side: interleaved in one process, compared round by round."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+# A call that takes less is repeated, or the clock and the first cache misses would be part of the time.
+LEAST_SECONDS = 0.02
+
+
+class Timing(NamedTuple):
+    """How long a call takes, and how that compares with the first one."""
+
+    # Median over the rounds.
+    seconds: float
+    # Of time(first) / time(this) in the same round: above 1 is faster than the first.
+    ratio: float
+    quartiles: tuple[float, float]
+
+
+def time_interleaved(
+    calls: Sequence[Callable[[], object]],
+    device: torch.device,
+    rounds: int,
+    *,
+    warmup: int = 1,
+    least_seconds: float = LEAST_SECONDS,
+    progress: bool = False,
+) -> list[Timing]:
+    """Time calls, one after the other in every round.
+
+    What disturbs a round disturbs all of its calls, so ratios are taken within a round. Every round begins with another
+    call, so that none always follows the same one.
+
+    Args:
+        calls: The first is compared to.
+        device: Where they work; an accelerator is waited for.
+        rounds: Each with one time of every call.
+        warmup: Times each is called before anything counts.
+        least_seconds: A call is repeated within a round until about that time has passed.
+        progress: Show a progress bar on standard error.
+
+    Raises:
+        ValueError: there is no call, no round or no warm-up.
+    """
+    if not calls or rounds < 1 or warmup < 1:
+        raise ValueError(
+            f'expected at least 1 call, 1 round and 1 warm-up, got {len(calls)} calls, {rounds} rounds and {warmup}'
+        )
+    repeats = []
+    for call in calls:
+        for _ in range(warmup):
+            seconds = _time(call, device, 1)
+        repeats.append(max(1, math.ceil(least_seconds / max(seconds, 1e-9))))
+    found: list[list[float]] = [[] for _ in calls]
+    for turn in tqdm(range(rounds), desc='time', unit='round', leave=False, disable=not progress):
+        for place in range(len(calls)):
+            index = (turn + place) % len(calls)
+            found[index].append(_time(calls[index], device, repeats[index]))
+    return [_compare(seconds, found[0]) for seconds in found]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done its work."""
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+
+
+def _compare(seconds: Sequence[float], first: Sequence[float]) -> Timing:
+    ratios = [base / own for base, own in zip(first, seconds, strict=True)]
+    # Quartiles need two values.
+    low, _, high = statistics.quantiles(ratios if len(ratios) > 1 else ratios * 2, n=4, method='inclusive')
+    return Timing(statistics.median(seconds), statistics.median(ratios), (low, high))
+
+
+def _time(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - start) / repeats

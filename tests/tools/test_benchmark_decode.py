@@ -1,0 +1,60 @@
+"""The measurement of decoding: what it times, how it adds up, and the bytes of a state."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from aft_vision.models import create_decoder
+from tools.benchmark import decode
+
+SMALL = dict(img_size=(4, 4), dim=8, depth=2, num_heads=2)
+
+
+def test_every_model_is_measured_at_every_position(monkeypatch: pytest.MonkeyPatch):
+    taken: list[tuple[str, int]] = []
+
+    def create(name: str, **kwargs):
+        args = {key: value for key, value in kwargs.items() if key != 'num_heads' or 'transformer' in name}
+        model = create_decoder(name, **args, **(dict(window=4) if 'local' in name else {}))
+        step = model.step
+
+        def recorded(token: Tensor | None, state):
+            taken.append((name, int(state.position)))
+            return step(token, state)
+
+        monkeypatch.setattr(model, 'step', recorded)
+        return model
+
+    monkeypatch.setattr(decode, 'create_decoder', create)
+    rows = decode.measure_decode(torch.device('cpu'), 1, (1, 2), (0, 20, 47), **SMALL)
+    assert [(row['batch_size'], row['model']) for row in rows] == [(b, name) for b in (1, 2) for name in decode.MODELS]
+    assert {place for _, place in taken} == {0, 20, 47}
+    for row in rows:
+        assert list(row['token_ms']) == [0, 20, 47]
+        assert row['image_seconds'] > 0
+        assert row['flatness'] is None
+    assert [row['ratio'] for row in rows if row['model'] == 'transformer_pixel'] == [1.0, 1.0]
+    cache, local, simple = (row['state_bytes'] for row in rows[:3])
+    assert cache == pytest.approx(2 * 2 * 48 * 8 * 4, abs=100)
+    assert local == pytest.approx(2 * (2 * 5 + 1) * 8 * 4, abs=100)
+    assert simple == pytest.approx(2 * 3 * 8 * 4, abs=100)
+    assert 'B=2 aft_simple_pixel' in decode.format_decode(rows)
+
+
+def test_the_time_of_an_image_is_the_trapezoid_sum():
+    assert decode.integrate([0, 9], [2.0, 2.0]) == pytest.approx(20.0)
+    assert decode.integrate([0, 3, 9], [0.0, 3.0, 9.0]) == pytest.approx(40.5 * 10 / 9)
+    with pytest.raises(ValueError, match=r'expected ascending positions from 0, two or more, got \[1, 2\]'):
+        decode.integrate([1, 2], [1.0, 1.0])
+
+
+@pytest.mark.parametrize('name', decode.MODELS)
+def test_a_filled_state_has_no_untouched_memory(name: str):
+    model = create_decoder(name, img_size=(4, 4), dim=8, depth=1, **(dict(window=4) if 'local' in name else {})).eval()
+    state = model.init_state(2)
+    decode.fill_state(state, model)
+    for x in (x for layer in state.layers for x in layer if x.ndim):
+        assert (x != 0).all()
+    first = decode.take_token(model.step, torch.zeros(2, dtype=torch.int64), state, 30)
+    assert first.isfinite().all()
+    assert {int(x) for x in decode.positions_of(state)} == {31}

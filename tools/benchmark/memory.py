@@ -1,0 +1,83 @@
+"""Memory of a call by what the allocators report: exact, repeatable, and no matter how loaded the machine is.
+
+On a CPU every allocation of torch counts. The scratch that oneDNN and MKL allocate for themselves does not pass through
+torch's allocator, and is not counted.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+
+def peak_memory(call: Callable[[], object], device: torch.device) -> int:
+    """Measure what a call has allocated at most, in bytes, beyond what there was before it.
+
+    The call is made once before, so weights, their gradients and the caches of the libraries are there already.
+    """
+    call()
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    living: dict[int, int] = {}
+    total = peak = 0
+    for event in _allocations(call):
+        if event['Bytes'] > 0:
+            living[event['Addr']] = event['Bytes']
+            total += event['Bytes']
+        else:
+            # What was allocated before the call is not subtracted when it is freed.
+            total -= living.pop(event['Addr'], 0)
+        peak = max(peak, total)
+    return peak
+
+
+def saved_memory(call: Callable[[], object], leave_out: Iterable[torch.Tensor] = ()) -> int:
+    """Measure what autograd keeps for the backward of a call, in bytes; every storage counts once, and whole.
+
+    Args:
+        call: A forward pass; its backward cannot run.
+        leave_out: Tensors whose storages do not count, such as parameters and inputs.
+    """
+    left_out = {x.untyped_storage().data_ptr() for x in leave_out}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(x: torch.Tensor) -> None:
+        # The storage is held, so that its address is used once. The graph gets nothing: a result that holds itself
+        # through the graph would never be freed.
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in left_out:
+            kept[storage.data_ptr()] = storage
+
+    def unpack(_: None) -> torch.Tensor:
+        raise RuntimeError('what is measured has no backward: nothing was kept for it')
+
+    with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+        call()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def _allocations(call: Callable[[], object]) -> list[dict[str, Any]]:
+    # In the order of time: the bytes (negative when freed) and the address of each.
+    # libkineto announces every start and stop on standard error unless told at its first use.
+    os.environ.setdefault('KINETO_LOG_LEVEL', '6')
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        call()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / 'trace.json'
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())['traceEvents']
+    found = [event for event in events if event.get('name') == '[memory]']
+    return [
+        event['args'] for event in sorted(found, key=lambda event: event['ts']) if event['args']['Device Type'] == 0
+    ]

@@ -1,0 +1,108 @@
+"""The one-offset operation against the convolution that it stands for, with AFT-simple as the bound (AFT Eq. 10)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aft_vision import ops
+from aft_vision.timing import time_interleaved
+from tools.machine import PRECISIONS
+
+GRID, KERNEL_SIZE = (14, 14), 11
+FORMS = ('convolution', 'one-hot', 'AFT-simple')
+
+
+class Shape(NamedTuple):
+    """Batch, channels and heads."""
+
+    batch: int
+    dim: int
+    heads: int
+
+
+SHAPES = (Shape(8, 384, 384), Shape(8, 384, 16), Shape(32, 384, 384), Shape(1, 384, 384))
+
+
+def measure_onehot(
+    device: torch.device, dtype: str, rounds: int, shapes: tuple[Shape, ...] = SHAPES, progress: bool = False
+) -> list[dict[str, Any]]:
+    """Time the three operations on a 14 x 14 grid with an 11 x 11 kernel that is zero but for one entry a head.
+
+    Args:
+        dtype: Key of PRECISIONS, of q, k and v.
+
+    Returns:
+        A row for each shape, direction ('forward', 'forward and backward') and form: `milliseconds`, the median `ratio`
+        of the convolution's time to this with `ratio_quartiles`, and `difference`: the norm-wise relative difference of
+        its output to the convolution's, None for AFT-simple, which computes something else.
+    """
+    rows = []
+    for shape in shapes:
+        forwards, leaves = _forms(shape, device, PRECISIONS[dtype] or torch.float32)
+        with torch.no_grad():
+            expected, found = forwards[0](), forwards[1]()
+        difference = ((found - expected).norm() / expected.norm()).item()
+        backwards = [with_backward(*each) for each in zip(forwards, leaves, strict=True)]
+        for direction, calls in (('forward', forwards), ('forward and backward', backwards)):
+            with torch.set_grad_enabled(calls is backwards):
+                timings = time_interleaved(calls, device, rounds, warmup=3, progress=progress)
+            rows += [
+                {
+                    **shape._asdict(),
+                    'direction': direction,
+                    'form': form,
+                    'milliseconds': 1e3 * timing.seconds,
+                    'ratio': timing.ratio,
+                    'ratio_quartiles': timing.quartiles,
+                    'difference': difference if form == 'one-hot' else None,
+                }
+                for form, timing in zip(FORMS, timings, strict=True)
+            ]
+    return rows
+
+
+def _forms(
+    shape: Shape, device: torch.device, dtype: torch.dtype
+) -> tuple[list[Callable[[], Tensor]], list[list[Tensor]]]:
+    # The operations on their inputs, and the inputs that get gradients.
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*size, generator=generator).to(device, dtype)
+
+    tokens = GRID[0] * GRID[1]
+    q, v, full_k = (draw(shape.batch, tokens, shape.dim) for _ in range(3))
+    k = draw(shape.batch, tokens, shape.heads)
+    raw = draw(shape.heads, KERNEL_SIZE, KERNEL_SIZE, dtype=torch.float32)
+    kernel, (offset, weight) = ops.hard_kernel(raw), ops.onehot_kernel(raw)
+    for x in (q, k, v, full_k, kernel, weight):
+        x.requires_grad_()
+    forms: list[Callable[[], Tensor]] = [
+        lambda: ops.aft_conv(q, k, v, kernel, GRID),
+        lambda: ops.aft_onehot(q, k, v, offset, weight, GRID),
+        lambda: ops.aft_simple(q, full_k, v),
+    ]
+    return forms, [[q, k, v, kernel], [q, k, v, weight], [q, full_k, v]]
+
+
+def with_backward(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Callable[[], object]:
+    """A call of the forward and of its backward, with the gradients of the leaves that it reaches."""
+    grad = torch.ones_like(forward())
+    return lambda: torch.autograd.grad(forward(), leaves, grad, allow_unused=True)
+
+
+def format_onehot(rows: list[dict[str, Any]]) -> str:
+    """The rows as text."""
+    lines = [
+        f'{"batch":>5} {"dim":>4} {"heads":>5} {"":21}{"":12} {"ms":>8} {"ratio":>6} {"quartiles":>15} {"differs":>8}'
+    ]
+    for row in rows:
+        low, high = row['ratio_quartiles']
+        difference = '' if row['difference'] is None else f'{row["difference"]:8.0e}'
+        lines.append(
+            f'{row["batch"]:5} {row["dim"]:4} {row["heads"]:5} {row["direction"]:21}{row["form"]:12} '
+            f'{row["milliseconds"]:8.2f} {row["ratio"]:6.2f} {f"{low:.2f} - {high:.2f}":>15} {difference}'.rstrip()
+        )
+    return '\n'.join(lines)

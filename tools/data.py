@@ -1,0 +1,62 @@
+"""The images that a tool evaluates on: their options, and the loader that these make."""
+
+import argparse
+from typing import Any
+
+import torch
+from timm.data import resolve_model_data_config
+from torch import nn
+
+from aft_vision.data import Source, create_eval_loader
+from aft_vision.evaluate import check_classes
+
+
+def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Take the options of `create_data_loader`; --data may be missing where it is not required."""
+    add = parser.add_argument
+    default = '' if required else ' (default: no images)'
+    add('--data', required=required, help=f'a folder or tar file, or the root of the data set of --name{default}')
+    add('--name', default='', help='a data set that timm reads, such as torch/cifar10 (default: none)')
+    add('--split', help='the split (default: val, validation or test, whichever is there)')
+    add('--num-classes', type=int, help='of a data set that does not say so itself')
+    add('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded')
+    add('--batch-size', type=int, default=64, help='images per batch (default: 64)')
+    add('--crop-pct', type=float, help='crop relative to the resized image (default: what the model was trained with)')
+    add('--workers', type=int, default=2, help='decoding processes (default: 2)')
+
+
+def create_data_loader(
+    model: nn.Module, size: tuple[int, int], args: argparse.Namespace, device: torch.device
+) -> tuple[Any, list[str]]:
+    """Make the evaluation loader of the command line, with the preprocessing that the model was trained with.
+
+    Args:
+        size: (H, W) of the images in pixels.
+        args: With the options of `add_data_arguments`.
+
+    Returns:
+        The loader and the class names, as `create_eval_loader`.
+
+    Raises:
+        ValueError: the data set or an option is not valid, or its classes are not those of the model.
+    """
+    trained = resolve_model_data_config(model)
+    source = Source(
+        dir=args.data or '',
+        name=args.name,
+        eval_split=args.split,
+        num_classes=args.num_classes,
+        on_corrupt_image='skip' if args.skip_corrupt else 'raise',
+    )
+    loader, class_names = create_eval_loader(
+        source,
+        size,
+        args.batch_size,
+        crop_pct=args.crop_pct or trained['crop_pct'],
+        mean=trained['mean'],
+        std=trained['std'],
+        num_workers=args.workers,
+        device=device,
+    )
+    check_classes(model, class_names, args.name or args.data)
+    return loader, class_names
