@@ -46,11 +46,13 @@ demo: $(STAMP)
 	$(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/demo run.overwrite=true
 	$(PY) -m tools.eval_resolution --checkpoint runs/demo/best.pth --data tests/assets/clothing --sizes 64 96 128
 	$(PY) -m tools.visualize_bias --checkpoint runs/demo/best.pth
+	$(PY) -m tools.report --checkpoint runs/demo/best.pth --images tests/assets/clothing/validation
 	@echo
 	@echo 'Everything is in runs/demo. Look at:'
 	@echo '  runs/demo/curves.png             loss and accuracy by epoch'
 	@echo '  runs/demo/eval_resolution.png    accuracy at sizes that it was not trained at'
 	@echo '  runs/demo/position_biases.png    what the position biases have become'
+	@echo '  runs/demo/report.html            these, the keys and the attention of four photographs on a page'
 	@echo 'Try next:'
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/k3 model.kernel_size=3'
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/mine data.dir=YOUR_IMAGES'

@@ -41,9 +41,16 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.data.ffcv_loader': Rule(('aft_vision.data', 'timm.data', 'einops', 'ffcv')),
     'aft_vision.data.ffcv_writer': Rule(('aft_vision.data', 'timm.data', 'einops', 'ffcv')),
     'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'einops', *TEXT)),
-    'aft_vision.evaluate': ABOVE_MODELS,
-    'aft_vision.regularizers': ABOVE_MODELS,
-    'aft_vision.visualize': ABOVE_MODELS,
+    'aft_vision.evaluate': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.timing')),
+    'aft_vision.export': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.export', 'aft_vision.sizes', 'aft_vision.timing')),
+    'aft_vision.regularizers': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.timing')),
+    'aft_vision.likelihood': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.evaluate')),
+    'aft_vision.resolution': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.sizes', 'aft_vision.visualize')),
+    'aft_vision.sizes': Rule(('timm',)),
+    'aft_vision.timing': Rule(()),
+    'aft_vision.visualize': Rule(
+        (*ABOVE_MODELS.anywhere, 'aft_vision.sizes', 'aft_vision.visualize'), lazily=('matplotlib',)
+    ),
     'train': Rule(('train', 'aft_vision', 'timm', 'omegaconf')),
     'tools': Rule(('tools', 'aft_vision', 'timm', 'matplotlib')),
 }
