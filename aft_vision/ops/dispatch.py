@@ -5,6 +5,7 @@ result and what its backward reuses; the backward is an operator too.
 """
 
 import functools
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -179,14 +180,12 @@ def _fake_grad(x: Tensor | None, k: Tensor) -> Tensor:
     return k.new_empty(0) if x is None else x.new_empty(x.shape)
 
 
-def _depthwise(function: str) -> Callable[..., Any]:
-    # Kernels are imported when they are first asked for.
-    def call(*inputs: Any) -> Any:
-        from aft_vision.ops.kernels import depthwise
+def _kernel(module: str, name: str) -> _Form:
+    # NAME_forward, NAME_backward and covers_NAME of a module of kernels, which is imported when first asked for.
+    def lazy(function: str) -> Callable[..., Any]:
+        return lambda *inputs: getattr(importlib.import_module(f'aft_vision.ops.kernels.{module}'), function)(*inputs)
 
-        return getattr(depthwise, function)(*inputs)
-
-    return call
+    return _Form(lazy(f'{name}_forward'), lazy(f'{name}_backward'), lazy(f'covers_{name}'))
 
 
 _define('aft_full', full.check_full, empty_denominator, {'eager': _Form(full.full_forward, full.full_backward)})
@@ -200,7 +199,7 @@ _define(
     empty_denominator,
     {
         'eager': _Form(conv.conv_forward, conv.conv_backward),
-        'cpp': _Form(_depthwise('conv_forward'), _depthwise('conv_backward'), _depthwise('covers_conv')),
+        'cpp': _kernel('depthwise', 'conv'),
     },
 )
 _define(
@@ -209,7 +208,7 @@ _define(
     None,
     {
         'eager': _Form(onehot.onehot_forward, onehot.onehot_backward),
-        'cpp': _Form(_depthwise('onehot_forward'), _depthwise('onehot_backward'), _depthwise('covers_onehot')),
+        'cpp': _kernel('depthwise', 'onehot'),
     },
 )
 _define(
