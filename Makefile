@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 # Which models `make timm-suite` tests, as names or patterns, and what pytest gets: make test PYTEST_ARGS='-m "not slow"'
 MODELS ?= aft_*
 PYTEST_ARGS ?=
+# How many tests run at a time, a thread each
+JOBS ?= 2
 
 # What FFCV is built with, by Debian's names
 FFCV_LIBRARIES := libopencv-dev libturbojpeg0-dev pkg-config
@@ -30,7 +32,7 @@ ffcv: $(STAMP)
 	|| echo 'FFCV cannot be built here: its tests will be skipped'
 
 test: ffcv
-	$(PY) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff format --check .

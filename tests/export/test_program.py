@@ -177,9 +177,7 @@ def test_a_model_is_left_as_it_was():
 def test_a_file_that_differs_is_not_written(tmp_path):
     model = make()
     (tmp_path / 'model.pt2').write_bytes(b'the previous one')
-    with pytest.raises(
-        ValueError, match=r'within 0e\+00 of the largest one of PyTorch, got .* for 1 images of 32 x 32'
-    ):
+    with pytest.raises(ValueError, match=r'within 0e\+00 of the largest one of PyTorch, got .* for \d images of'):
         export_pt2(model, tmp_path / 'model.pt2', aten=True, tolerance=0.0)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [('model.pt2', b'the previous one')]
 

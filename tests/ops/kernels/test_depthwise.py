@@ -79,6 +79,20 @@ def test_it_equals_float64(grid, D: int, s: int, masked: bool, dtype: torch.dtyp
     assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs, dtype)
 
 
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_several_threads_equal_float64(three_threads):
+    # A batch in several parts, whose sums for the kernel are added.
+    assert_matches_reference(ops.aft_conv, reference.aft_conv, make_inputs((5, 7), 66, 3, B=5))
+    assert_matches_reference(ops.aft_onehot, reference.aft_onehot, make_onehot_inputs((5, 7), 66, B=5))
+
+
 def test_it_equals_float64_without_a_gate():
     assert_matches_reference(ops.aft_conv, reference.aft_conv, make_inputs((5, 7), 66, 3) | {'q': None})
 
