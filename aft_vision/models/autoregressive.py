@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from aft_vision.layers.causal import CausalBlock
 from aft_vision.models.decoder_state import DecoderState
-from aft_vision.models.sampling import Sampler
+from aft_vision.models.generation import GenerationMixin
 
 Nats = TypeVar('Nats', Tensor, float)
 
@@ -21,7 +21,7 @@ def bits(nats: Nats) -> Nats:
     return nats / math.log(2)
 
 
-class AFTDecoder(nn.Module):
+class AFTDecoder(GenerationMixin, nn.Module):
     """A decoder-only model of token sequences: embeddings, pre-norm AFT blocks, final norm, head.
 
     Args:
@@ -244,104 +244,6 @@ class AFTDecoder(nn.Module):
         state.position.add_(inputs)
         x = self.norm(x if all_logits else x[:, -1])
         return self.head(x), DecoderState(state.position, tuple(layers))
-
-    def sample(
-        self,
-        num_samples: int = 1,
-        length: int | None = None,
-        prompt: Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        generator: torch.Generator | None = None,
-        seed: int | None = None,
-        progress: bool = False,
-    ) -> Tensor:
-        """Sequences drawn from the model.
-
-        Args:
-            num_samples: drawings, of each prompt if there are some.
-            length: tokens of the result, prompt included; None is the context.
-            prompt: (P, n) or (n,) int64, how the sequences begin.
-            temperature, top_k, top_p: as in `filter_logits`.
-            generator: of random numbers, on the device of the model; None is torch's own.
-            seed: makes a generator; excludes `generator`.
-            progress: show a progress bar with tokens/s on standard error.
-
-        Returns:
-            (num_samples, length), or (P * num_samples, length) with those of one prompt next to each other.
-
-        Raises:
-            ValueError: an argument is out of range.
-        """
-        sampler = self.sampler(
-            num_samples,
-            length,
-            prompt,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            generator=generator,
-            seed=seed,
-        )
-        return sampler.run(progress=progress)
-
-    def sampler(
-        self, num_samples: int = 1, length: int | None = None, prompt: Tensor | None = None, **kwargs: Any
-    ) -> Sampler:
-        """What `sample` runs, to be stopped, saved and resumed.
-
-        Args:
-            num_samples, length, prompt: as in `sample`.
-            kwargs: of `Sampler`.
-
-        Raises:
-            ValueError: an argument is out of range.
-        """
-        length = self.context if length is None else length
-        if prompt is None:
-            prompt = torch.zeros(1, 0, dtype=torch.int64)
-        prompt = self.check_tokens(prompt if prompt.ndim == 2 else prompt.unsqueeze(0))
-        if not prompt.shape[1] <= length <= self.context or length < 1:
-            raise ValueError(
-                f'length must be from {max(1, prompt.shape[1])}, the tokens of the prompt, to {self.context}, the '
-                f'positions of the model, got {length}'
-            )
-        tokens = F.pad(prompt, (0, length - prompt.shape[1]))
-        return Sampler(self, tokens, torch.arange(length) < prompt.shape[1], num_samples=num_samples, **kwargs)
-
-    def complete(
-        self,
-        tokens: Tensor,
-        mask: Tensor,
-        num_samples: int = 1,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        generator: torch.Generator | None = None,
-        seed: int | None = None,
-        progress: bool = False,
-    ) -> Tensor:
-        """Sequences with the tokens that are not given drawn from the model, first to last.
-
-        A drawn token sees all before it, drawn or given, and none of the given ones behind it.
-
-        Args:
-            tokens: (P, T) int64; what stands where mask is False does not matter.
-            mask: (P, T) or (T,) bool, True where a token is given.
-            num_samples: drawings of each sequence.
-            temperature, top_k, top_p, generator, seed, progress: as in `sample`.
-
-        Returns:
-            (P * num_samples, T), those of one sequence next to each other.
-
-        Raises:
-            ValueError: an argument is out of range.
-        """
-        rules: dict[str, Any] = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, seed=seed)
-        return Sampler(self, tokens, mask, num_samples=num_samples, **rules).run(progress=progress)
 
     def _check_step(self, token: Tensor | None, state: DecoderState) -> None:
         position = int(state.position)

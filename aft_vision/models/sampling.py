@@ -1,9 +1,7 @@
 """Drawing tokens from a decoder: which ones may be drawn, and a sampler that can be stopped, saved and resumed."""
 
 import hashlib
-import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from aft_vision.models.decoder_state import DecoderState
+from aft_vision.models.sampling_run import read_state, write_state
 
 if TYPE_CHECKING:
     from aft_vision.models.autoregressive import AFTDecoder
@@ -66,6 +65,8 @@ def check_rules(temperature: float, top_k: int | None, top_p: float | None) -> N
         raise ValueError(f'top_p must be in (0, 1], got {top_p}')
 
 
+# So many given tokens in a row take less time one by one than at once, where the whole window is read again.
+STEPPED_TOKENS = 8
 # What the state of a sampler has.
 STATE_KEYS = ('weights', 'rules', 'num_samples', 'tokens', 'given', 'position', 'generator', 'logits', 'state')
 
@@ -210,7 +211,7 @@ class Sampler:
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict()` to a file, whole or not at all."""
-        _write(self.state_dict(), path)
+        write_state(self.state_dict(), path)
 
     def resume(self, path: str | Path) -> None:
         """Go on where `save` was called.
@@ -218,7 +219,7 @@ class Sampler:
         Raises:
             ValueError: the file is no such state, or one of other weights, given tokens or arguments.
         """
-        self.load_state_dict(_read(path, STATE_KEYS))
+        self.load_state_dict(read_state(path, STATE_KEYS))
 
     def _draw(self, place: int) -> None:
         self._feed(place)
@@ -239,97 +240,11 @@ class Sampler:
             self._state = state.reorder(index) if self.num_samples > 1 else state
             return
         start = int(self._state.position) - 1
-        if stop - start == 1:
-            self._logits, self._state = self.model.step(self.tokens[:, start], self._state)
-        elif stop > start:
+        if stop - start > STEPPED_TOKENS:
             self._logits, self._state = self.model.prefill(self.tokens[:, start:stop], self._state)
-
-
-def run_batches(
-    samplers: Sequence[Callable[[], Sampler]],
-    state_file: str | Path | None = None,
-    about: Mapping[str, Any] | None = None,
-    *,
-    progress: bool = False,
-    should_stop: Callable[[], bool] = lambda: False,
-    save_every_s: float = 60.0,
-) -> list[Tensor] | None:
-    """Run samplers one after the other, resuming from a file, where it exists, what was interrupted.
-
-    Args:
-        samplers: each makes one, with random numbers of its own; made when its turn comes.
-        state_file: what is finished and the state of the present sampler, written when stopped and while running.
-        about: plain values that decide the result, kept in the file and compared with those in it.
-        progress: show a progress bar for each.
-        should_stop: asked after each position.
-        save_every_s: seconds between two writes while running.
-
-    Returns:
-        The tokens of each, or None if stopped. The file stays: whoever has used the result may remove it.
-
-    Raises:
-        ValueError: the file is not of these samplers.
-    """
-    about = {'count': len(samplers), **(about or {})}
-    finished, present = _read_run(state_file, about)
-    saved_at = time.monotonic()
-
-    def save(sampler: Sampler | None) -> None:
-        if state_file is not None:
-            state = None if sampler is None else sampler.state_dict()
-            _write({'about': about, 'finished': finished, 'present': state}, state_file)
-
-    for create in samplers[len(finished) :]:
-        sampler = create()
-        if present is not None:
-            sampler.load_state_dict(present)
-            present = None
-
-        def after_token(sampler: Sampler = sampler) -> bool:
-            nonlocal saved_at
-            if time.monotonic() - saved_at > save_every_s:
-                save(sampler)
-                saved_at = time.monotonic()
-            return should_stop()
-
-        sampler.run(progress=progress, after_token=after_token)
-        if not sampler.is_done:
-            save(sampler)
-            return None
-        finished.append(sampler.tokens.cpu())
-        save(None)
-    return finished
-
-
-def _read_run(state_file: str | Path | None, about: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, Any] | None]:
-    # What is finished, and the state of the sampler that was stopped.
-    if state_file is None or not Path(state_file).exists():
-        return [], None
-    data = _read(state_file, ('about', 'finished', 'present'))
-    for name in sorted(about.keys() | data['about'].keys()):
-        expected, found = about.get(name), data['about'].get(name)
-        if found != expected:
-            raise ValueError(f'expected the state of a run with {name} {expected} in {state_file}, got {found}')
-    return data['finished'], data['present']
-
-
-def _write(data: dict[str, Any], path: str | Path) -> None:
-    # Whole or not at all.
-    path = Path(path)
-    part = path.with_name(path.name + '.part')
-    torch.save(data, part)
-    os.replace(part, path)
-
-
-def _read(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
-    try:
-        data = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as error:
-        raise ValueError(f'expected the state of sampling in {path}, got a file that cannot be read') from error
-    missing = sorted(set(keys) - set(data if isinstance(data, dict) else ()))
-    if missing:
-        raise ValueError(f'expected the state of sampling in {path}, got a file without {", ".join(missing)}')
-    return data
+        else:
+            for place in range(start, stop):
+                self._logits, self._state = self.model.step(self.tokens[:, place], self._state)
 
 
 def fingerprint(model: nn.Module) -> str:
