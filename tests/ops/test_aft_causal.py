@@ -203,8 +203,16 @@ def long_inputs(name: str, s: int, keys: str) -> tuple[dict[str, Tensor], Tensor
     [(torch.float64, 1e-10), (torch.float32, 5e-5), (torch.bfloat16, 3e-2)],
     ids=['float64', 'float32', 'bfloat16'],
 )
-@pytest.mark.parametrize('keys', ['ordinary', 'jumping'])
-@pytest.mark.parametrize(('name', 's'), [(NAMES[1], 256), (NAMES[2], 0)])
+@pytest.mark.parametrize(
+    ('name', 's', 'keys'),
+    [
+        (NAMES[1], 256, 'ordinary'),
+        (NAMES[1], 256, 'jumping'),
+        (NAMES[1], 3072, 'jumping'),
+        (NAMES[2], 0, 'ordinary'),
+        (NAMES[2], 0, 'jumping'),
+    ],
+)
 def test_parallel_chunks_and_steps_agree_over_3072_tokens(
     name: str, s: int, keys: str, dtype: torch.dtype, bound: float
 ):
@@ -214,6 +222,10 @@ def test_parallel_chunks_and_steps_agree_over_3072_tokens(
     assert_close(getattr(ops, name)(**low), expected, bound)
     assert_close(run_chunks(low, [1] * 3072, state_dtype), expected, bound)
     assert_close(run_chunks(low, [1000, 1, 2000, 1, 1, 69], state_dtype), expected, bound)
+    if s == 3072:  # AFT-full, which decodes with a window of all tokens
+        band = low.pop('band')
+        bias = torch.stack([band[t].roll(t + 1) for t in range(3072)])
+        assert_close(ops.aft_full_causal(**low, bias=bias), expected, bound)
 
 
 @pytest.mark.parametrize('keys', ['ordinary', *NASTY_KEYS])
