@@ -227,7 +227,10 @@ _define(
     'aft_simple_causal',
     full.check_simple,
     empty_denominator,
-    {'eager': _Form(causal.simple_causal_forward, causal.simple_causal_backward)},
+    {
+        'eager': _Form(causal.simple_causal_forward, causal.simple_causal_backward),
+        'cpp': _kernel('scan', 'simple_causal'),
+    },
 )
 # A step on a CPU branches on values, which a compiled graph cannot: there it is one node.
 torch.library.custom_op(

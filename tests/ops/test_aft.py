@@ -18,6 +18,7 @@ from aft_vision import ops
 from aft_vision.ops import aten, reference
 from aft_vision.ops.eager.conv import _prefers_depthwise
 from aft_vision.ops.eager.onehot import CANCELLATION, _Sums
+from tools.benchmark.memory import peak_memory
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -419,10 +420,17 @@ def test_on_a_cuda_device_an_operation_equals_float64(name: str, dtype: torch.dt
 
 def test_batches_larger_than_a_chunk_equal_their_rows(monkeypatch: pytest.MonkeyPatch):
     inputs = dict(zip('qkv', make_qkv(B=5, T=12, D=6), strict=True)) | {'bias': randn(12, 12, seed=7)}
-    monkeypatch.setattr('aft_vision.ops.eager.mixing.CHUNK_ELEMENTS', 2 * 2 * 12 * 6)
+    monkeypatch.setattr('aft_vision.ops.eager.full.CHUNK_ELEMENTS', 2 * 2 * 12 * 6)
     assert_matches_reference(ops.aft_full, reference.aft_full, inputs)
     row = {name: x[3:4] if name in 'qkv' else x for name, x in inputs.items()}
     assert torch.equal(ops.aft_full(**inputs)[3:4], ops.aft_full(**row))
+
+
+def test_the_peak_of_aft_full_on_a_batch_is_at_most_twice_its_result():
+    q, k, v = torch.randn(3, 32, 197, 384)
+    bias = torch.zeros(197, 197)
+    with torch.no_grad():
+        assert peak_memory(lambda: ops.aft_full(q, k, v, bias), v.device) < 2 * v.nbytes
 
 
 @pytest.mark.parametrize('name', ['aft_full', 'aft_local', 'aft_simple'])

@@ -57,6 +57,20 @@ def test_a_causal_operation_survives_nasty_inputs(name: str, s: int, keys: str, 
     assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs, nasty=True)
 
 
+@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
+@pytest.mark.parametrize('keys', ['ordinary', *NASTY_KEYS])
+@pytest.mark.parametrize('name', NAMES[1:])
+def test_the_torch_form_survives_nasty_inputs(name: str, keys: str, masked: bool):
+    inputs = causal_inputs(name, 70, 40, D=3)
+    if keys != 'ordinary':
+        inputs['k'] = nasty_keys(inputs['k'])[keys]
+    mask = torch.rand(2, 70, generator=generator(3)) > 0.4
+    inputs |= {'mask': mask if masked else None, 'backend': 'eager'}
+    oracle = getattr(reference, name)
+    nasty = keys != 'ordinary'
+    assert_matches_reference(getattr(ops, name), lambda backend, **rest: oracle(**rest), inputs, torch.float32, nasty)
+
+
 @pytest.mark.parametrize('jump', [18.0, 59.0])
 @pytest.mark.parametrize('t', [1, 70, 149])
 @pytest.mark.parametrize(('name', 'step'), [(NAMES[0], 128), (NAMES[1], 32), (NAMES[2], 64)])

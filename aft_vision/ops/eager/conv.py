@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aft_vision.ops.eager.mixing import Workspace, mix_backward, mix_forward
+from aft_vision.ops.eager.mixing import CHUNK_ELEMENTS, Workspace, mix_backward, mix_forward
 from aft_vision.ops.eager.numerics import (
     accumulate_dtype,
     check_grid,
@@ -87,6 +87,7 @@ class ToeplitzWeights(ConvWeights):
     """Expanded (h, T, T) weights; one product [(c + 1) * B, T] x [T, T] per head of c channels."""
 
     writes_to_spare = True
+    chunk_elements = CHUNK_ELEMENTS
 
     def __init__(self, kernel: Tensor, grid: tuple[int, int], global_context: bool, v: Tensor, channels: int) -> None:
         super().__init__(kernel, grid, global_context, v, channels)
@@ -132,6 +133,7 @@ class DepthwiseWeights(ConvWeights):
     """The paper's form: the global sum plus a depthwise convolution by exp(w) - 1 on channels-last maps."""
 
     writes_to_spare = False
+    chunk_elements = CHUNK_ELEMENTS
 
     def __init__(self, kernel: Tensor, grid: tuple[int, int], global_context: bool, v: Tensor, channels: int) -> None:
         super().__init__(kernel, grid, global_context, v, channels)

@@ -17,6 +17,10 @@ from aft_vision.ops.eager.numerics import (
     product_dtype,
 )
 
+# Workspace elements of a batch chunk, at least, at most and for each thread: they stay in the caches, and the peak of
+# memory near that of attention.
+LEAST_ELEMENTS, CHUNK_ELEMENTS, THREAD_ELEMENTS = 1 << 19, 1 << 20, 1 << 18
+
 
 class FullWeights:
     """One (T, T) matrix over all channels, applied to the values and to the keys of each sequence."""
@@ -30,6 +34,10 @@ class FullWeights:
         bias = bias.to(dtype)
         self.exp = (bias - bias.amax(dim=1, keepdim=True)).exp_()
         self.matrix = self.exp.to(product_dtype(v))
+
+    @property
+    def chunk_elements(self) -> int:
+        return min(CHUNK_ELEMENTS, max(LEAST_ELEMENTS, THREAD_ELEMENTS * torch.get_num_threads()))
 
     @cached_property
     def grad_exp(self) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.eager.band import block_length, skew, unskew
-from aft_vision.ops.eager.mixing import Workspace, mix_backward, mix_forward
+from aft_vision.ops.eager.mixing import CHUNK_ELEMENTS, Workspace, mix_backward, mix_forward
 from aft_vision.ops.eager.numerics import (
     accumulate_dtype,
     check_qkv,
@@ -34,6 +34,7 @@ class LocalWeights:
     """A band of 2s - 1 weights per target, one outside of it (both before the row's reference is taken off)."""
 
     writes_to_spare = False
+    chunk_elements = CHUNK_ELEMENTS
 
     def __init__(self, band: Tensor, v: Tensor) -> None:
         self.band, self.channels = band, v.shape[2]

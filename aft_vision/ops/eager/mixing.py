@@ -31,9 +31,13 @@ class Weights(Protocol):
     """The non-negative position weights exp(w - reference) of one operator.
 
     writes_to_spare: whether its products use the spare workspace; if not, none is made for them.
+    chunk_elements: of the workspace, that a CPU works at a time.
     """
 
     writes_to_spare: bool
+
+    @property
+    def chunk_elements(self) -> int: ...
 
     def workspace(self, batch: int) -> Workspace:
         """An uninitialised workspace for `batch` sequences."""
@@ -58,22 +62,10 @@ def mix_forward(
     q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, weights: Weights, out: Tensor, den: Tensor
 ) -> None:
     """Write y (B, T, D) into out and, unless den is empty, the denominators (B, T, h) into den."""
-    heads = k.shape[2]
-    dtype = accumulate_dtype(v)
     buffers = _Buffers(weights)
-    for part in _chunks(v):
-        k_, v_, mask_ = k[part], _by_head(v[part], heads), _slice(mask, part)
-        x, spare = buffers.take(len(k_))
-        _fill_exponentials(x, k_, v_, mask_)
-        y = weights.apply(x, spare)
-        bottom = y.keys.to(dtype)
-        lost = _underflowed(bottom)
-        if den.numel():
-            den[part].copy_(y.keys.squeeze(-1))
-        ratio = y.values.to(dtype).div_(bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))  # (b, T, h, c)
-        if lost is not None and may_branch(k):
-            _repair_forward(ratio, k_, v_, mask_, weights, lost)
-        _write_gated(out[part], _slice(q, part), ratio)
+    for part in _chunks(v, weights):
+        chunk = _slice(q, part), k[part], v[part], _slice(mask, part)
+        _mix_chunk(*chunk, weights, buffers, out[part], den[part] if den.numel() else den)
 
 
 def mix_backward(
@@ -93,7 +85,7 @@ def mix_backward(
     dq = q.new_empty(q.shape) if q is not None else k.new_empty(0)
     dk, dv = torch.empty(k.shape, dtype=dtype, device=k.device), torch.empty(v.shape, dtype=dtype, device=v.device)
     buffers = _Buffers(weights, count=3)
-    for part in _chunks(v):
+    for part in _chunks(v, weights):
         k_, v_, mask_ = k[part], _by_head(v[part], heads), _slice(mask, part)
         g, out = grad[part].to(dtype), y[part].to(dtype)
         go = g * out
@@ -119,6 +111,32 @@ def mix_backward(
         if lost is not None and may_branch(k):
             _repair_backward(a, k_, v_, mask_, weights, lost, dk_, dv_, need_bias)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _mix_chunk(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    buffers: '_Buffers',
+    out: Tensor,
+    den: Tensor,
+) -> None:
+    # A function of its own, so that nothing holds the workspaces when those of a shorter chunk are made.
+    dtype = accumulate_dtype(v)
+    v = _by_head(v, k.shape[2])
+    x, spare = buffers.take(len(k))
+    _fill_exponentials(x, k, v, mask)
+    y = weights.apply(x, spare)
+    bottom = y.keys.to(dtype)
+    lost = _underflowed(bottom)
+    if den.numel():
+        den.copy_(y.keys.squeeze(-1))
+    ratio = y.values.to(dtype).div_(bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))  # (b, T, h, c)
+    if lost is not None and may_branch(k):
+        _repair_forward(ratio, k, v, mask, weights, lost)
+    _write_gated(out, q, ratio)
 
 
 def _repair_forward(ratio: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weights: Weights, lost: Tensor) -> None:
@@ -171,7 +189,8 @@ class _Buffers:
     def take(self, length: int) -> list[Workspace]:
         if length != self.length:
             own = self.count if self.weights.writes_to_spare else self.count - 1
-            self.length, self.spaces = length, [self.weights.workspace(length) for _ in range(own)]
+            self.length, self.spaces = length, []  # the old ones go first
+            self.spaces = [self.weights.workspace(length) for _ in range(own)]
             # In the place of a spare one that nobody writes to.
             self.spaces += self.spaces[: self.count - own]
         return self.spaces
@@ -198,8 +217,8 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(2, (heads, -1))
 
 
-def _chunks(v: Tensor) -> Iterator[slice]:
-    step = max(1, CHUNK_ELEMENTS // (2 * v.shape[1] * v.shape[2])) if may_branch(v) else len(v)
+def _chunks(v: Tensor, weights: Weights) -> Iterator[slice]:
+    step = max(1, weights.chunk_elements // (2 * v.shape[1] * v.shape[2])) if may_branch(v) else len(v)
     for start in range(0, len(v), step):
         yield slice(start, start + step)
 

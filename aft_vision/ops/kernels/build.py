@@ -18,7 +18,9 @@ import torch
 
 _logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name('depthwise.cpp')
+FOLDER = Path(__file__).parent
+SOURCES = sorted(FOLDER.glob('*.cpp'))
+HEADERS = sorted(FOLDER.glob('*.h'))
 # Not -march=native: machines that differ may share the cache. Not -ffast-math: it would undo the rounding in exp.
 # Predictive commoning keeps sources of the next tap in registers that the sums need; without it the forward is faster.
 FLAGS = ['-O3', '-std=c++17', '-fopenmp', '-ffp-contract=fast', '-fno-math-errno', '-fno-predictive-commoning']
@@ -36,10 +38,18 @@ def library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         _logger.warning(
-            'the C++ kernels cannot be built, so AFT-conv with a head per channel uses the slower torch form: %s',
+            'the C++ kernels cannot be built, so AFT-conv with a head per channel, the causal operations and decoding '
+            'use the slower torch forms: %s',
             reason,
         )
         return None
+
+
+def compiled() -> ctypes.CDLL:
+    """The kernels where `library` has them."""
+    found = library()
+    assert found is not None
+    return found
 
 
 def _build() -> Path:
@@ -51,10 +61,11 @@ def _build() -> Path:
     """
     capability = torch.backends.cpu.get_cpu_capability()
     flags = FLAGS + VECTOR_FLAGS.get(capability, [])
-    version = hashlib.sha256(SOURCE.read_bytes() + ' '.join(flags).encode()).hexdigest()[:12]
+    content = b''.join(path.read_bytes() for path in SOURCES + HEADERS)
+    version = hashlib.sha256(content + ' '.join(flags).encode()).hexdigest()[:12]
     # Where torch keeps extensions that it builds.
     root = os.environ.get('TORCH_EXTENSIONS_DIR') or Path.home() / '.cache' / 'torch_extensions'
-    path = Path(root) / 'aft_vision' / f'depthwise_{capability.lower()}_{version}.so'
+    path = Path(root) / 'aft_vision' / f'kernels_{capability.lower()}_{version}.so'
     if path.exists():
         return path
     chosen = os.environ.get('CXX', 'c++')
@@ -65,7 +76,7 @@ def _build() -> Path:
     # Processes that start together may all compile; each gives the file its name when it is whole.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        command = [compiler, *flags, '-shared', '-fPIC', str(SOURCE), '-o', str(built)]
+        command = [compiler, *flags, '-shared', '-fPIC', *map(str, SOURCES), '-o', str(built)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f'{chosen} failed: {done.stderr.strip()}')

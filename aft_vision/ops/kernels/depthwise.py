@@ -13,16 +13,12 @@ from torch.profiler import record_function
 
 from aft_vision.ops.eager import conv, onehot
 from aft_vision.ops.eager.numerics import UNDERFLOW, empty_denominator, empty_output, product_dtype
-from aft_vision.ops.kernels.build import library
+from aft_vision.ops.kernels.build import compiled, library
+from aft_vision.ops.kernels.tensors import cast, float_output, neighbours, numbers, on_cpu, pointer, tokens
 
 # Channels of a vector, at least; a thread should have several blocks of them, so that threads end together.
 LANES = 8
 BLOCKS_PER_THREAD = 4
-
-
-class _Tokens(ctypes.Structure):
-    # A (B, T, D) tensor whose channels are neighbours, and its strides over B and T.
-    _fields_ = [('data', ctypes.c_void_p), ('batch', ctypes.c_int64), ('token', ctypes.c_int64)]
 
 
 class _Limits(ctypes.Structure):
@@ -49,11 +45,11 @@ class _Taps:
 
     def sizes(self, v: Tensor, grid: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
         """B, H, W, D and s."""
-        return (ctypes.c_int64 * 5)(len(v), grid[0], grid[1], v.shape[2], round(len(self.taps) ** 0.5))
+        return numbers((len(v), grid[0], grid[1], v.shape[2], round(len(self.taps) ** 0.5)))
 
     def pointers(self) -> list[ctypes.c_void_p]:
         """As the functions take them."""
-        return [_pointer(x) for x in (self.taps, self.offset, self.outside)]
+        return [pointer(x) for x in (self.taps, self.offset, self.outside)]
 
 
 def covers_conv(
@@ -151,7 +147,7 @@ def onehot_backward(
 
 def _covers(q: Tensor | None, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
     return (
-        all(x is None or x.device.type == 'cpu' for x in (q, k, v, *others))
+        on_cpu(q, k, v, *others)
         and k.shape == v.shape
         and k.shape[2] > conv.TOEPLITZ_HEADS
         and product_dtype(v) == torch.float32
@@ -171,16 +167,16 @@ def _forward(
 ) -> Tensor | None:
     # y, with the denominators written into den; None where digits are lost.
     out = empty_output(q, v)
-    y = out if out.dtype == torch.float32 else torch.empty(out.shape)
-    inputs, mask = [_neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
+    y = float_output(out)
+    inputs, mask = [neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
     with record_function('aft_vision::depthwise_forward'):
-        keeps_digits = _compiled().aft_depthwise_forward(
+        keeps_digits = compiled().aft_depthwise_forward(
             taps.sizes(v, grid),
-            *map(_tokens, inputs),
-            _pointer(mask),
+            *map(tokens, inputs),
+            pointer(mask),
             *taps.pointers(),
-            _tokens(y),
-            _tokens(den),
+            tokens(y),
+            tokens(den),
             LIMITS,
             torch.get_num_threads(),
         )
@@ -203,19 +199,19 @@ def _backward(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     # Gradients of q, k, v and the bias, empty where there is no such input; None where digits are lost.
-    inputs = [_neighbours(x) for x in (grad, y, den, q, k, v)]
+    inputs = [neighbours(x) for x in (grad, y, den, q, k, v)]
     mask = None if mask is None else mask.contiguous()
     dq, dk, dv = (None if x is None else torch.empty(x.shape) for x in (q, k, v))
     parts = _parts(v)
     d_taps = torch.empty(parts, *taps.taps.shape) if need_bias else None
     with record_function('aft_vision::depthwise_backward'):
-        keeps_digits = _compiled().aft_depthwise_backward(
+        keeps_digits = compiled().aft_depthwise_backward(
             taps.sizes(v, grid),
-            *map(_tokens, inputs),
-            _pointer(mask),
+            *map(tokens, inputs),
+            pointer(mask),
             *taps.pointers(),
-            *map(_tokens, (dq, dk, dv)),
-            _pointer(d_taps),
+            *map(tokens, (dq, dk, dv)),
+            pointer(d_taps),
             ctypes.c_int64(parts),
             LIMITS,
             torch.get_num_threads(),
@@ -223,36 +219,11 @@ def _backward(
     if not keeps_digits:
         return None
     d_bias = None if d_taps is None else (d_taps.sum(0) * taps.exp).t().reshape(bias.shape)
-    dtypes = k.dtype if q is None else q.dtype, k.dtype, v.dtype, bias.dtype
-    found = [
-        k.new_empty(0) if x is None else x.to(dtype) for x, dtype in zip((dq, dk, dv, d_bias), dtypes, strict=True)
-    ]
+    found = cast((dq, dk, dv, d_bias), (q, k, v, bias), k)
     return found[0], found[1], found[2], found[3]
-
-
-def _compiled() -> ctypes.CDLL:
-    compiled = library()
-    assert compiled is not None
-    return compiled
 
 
 def _parts(v: Tensor) -> int:
     # Into how many parts a batch is cut so that all threads have work.
     blocks = -(-v.shape[2] // LANES)
     return max(1, min(len(v), -(-BLOCKS_PER_THREAD * torch.get_num_threads() // blocks)))
-
-
-def _neighbours(x: Tensor | None) -> Tensor | None:
-    # float32 whose channels are neighbours in memory, as a part of a fused projection has them.
-    if x is None:
-        return None
-    x = x.float()
-    return x if x.stride(2) == 1 else x.contiguous()
-
-
-def _tokens(x: Tensor | None) -> _Tokens:
-    return _Tokens(None, 0, 0) if x is None else _Tokens(x.data_ptr(), x.stride(0), x.stride(1))
-
-
-def _pointer(x: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
