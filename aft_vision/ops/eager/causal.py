@@ -119,7 +119,7 @@ def causal_forward(
         lost = bottom < UNDERFLOW[sequence.dtype]
         ratio = num / bottom.clamp_min(UNDERFLOW[sequence.dtype])  # (B, C, D)
         if may_branch(k) and bool(lost.any()):
-            _repair_forward(ratio, k, v, mask, bias, lost, block.start, past)
+            repair_forward(ratio, k, v, mask, bias, lost, block.start, past)
         s = gate(None if q is None else q[:, rows], sequence.dtype)
         out[:, rows] = ratio if s is None else ratio * s
         if save:
@@ -165,18 +165,21 @@ def causal_backward(
         left, right = r.to(sequence.product_dtype), x.to(sequence.product_dtype)
         add(window, ek, (block.weight.t() @ left).to(sequence.dtype))
         if need_bias:
-            bias.add_grad(block.start, block.stop, _logits_grad(block.weight, left, right, sequence.dtype))
+            bias.add_grad(block.start, block.stop, logits_grad(block.weight, left, right, sequence.dtype))
         if block.low > 0:
             d_state = d_state + (block.older * r).sum(0)
             add(block.left, sequence.exponentials(block.left, block.reference)[0], d_state)
     dk, dv = (x.unflatten(1, (len(v), -1)).transpose(0, 1) for x in (dk, dv))
     if may_branch(k) and bool(lost.any()):
-        _repair_backward(a, k, v, mask, bias, lost, dk, dv, need_bias)
+        repair_backward(a, k, v, mask, bias, lost, dk, dv, need_bias)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _logits_grad(weight: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    # weight * (left @ right^T) where weight > 0: a future source may lie e^60 above a small denominator and overflow.
+def logits_grad(weight: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient (C, L) of a block's logits, from that of its sums (C, 2N) and its exponentials (L, 2N).
+
+    A future source, whose weight is 0, may lie e^60 above a small denominator and overflow.
+    """
     grad = torch.where(weight > 0, (left @ right.t()).to(dtype) * weight, 0.0)
     if may_branch(weight) and not bool(grad.isfinite().all()):
         product = left.double() @ right.double().t()
@@ -184,7 +187,7 @@ def _logits_grad(weight: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype
     return grad
 
 
-def _repair_forward(
+def repair_forward(
     ratio: Tensor,
     k: Tensor,
     v: Tensor,
@@ -194,6 +197,7 @@ def _repair_forward(
     start: int,
     past: Past | None,
 ) -> None:
+    """Compute the lost elements of a block's ratio (B, C, D) again; it begins with the target `start`."""
     if past is not None:
         # One more source, which stands for all before the sequence; the mask is of a sequence without a past.
         older = past.reference.double() + past.denominator.double().log()
@@ -206,7 +210,7 @@ def _repair_forward(
         ratio[batch, row, channel] = (p * v.transpose(1, 2)[batch, channel].double()).sum(1).to(ratio.dtype)
 
 
-def _repair_backward(
+def repair_backward(
     a: Tensor,
     k: Tensor,
     v: Tensor,
@@ -217,6 +221,7 @@ def _repair_backward(
     dv: Tensor,
     need_bias: bool,
 ) -> None:
+    """Add the gradients of the lost elements, (B, T, D); `a` is the gradient of the mean of the values."""
     for batch, target, channel in lost_elements(lost, v.shape[1]):
         p = joint_softmax(k, mask, batch, channel, bias.rows(target))
         values = v.transpose(1, 2)[batch, channel].double()

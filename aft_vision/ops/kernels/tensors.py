@@ -28,6 +28,11 @@ def numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(values))(*values)
 
 
+def number(value: float) -> ctypes.c_float:
+    """A float32."""
+    return ctypes.c_float(value)
+
+
 def neighbours(x: Tensor | None) -> Tensor | None:
     """float32 whose channels are neighbours in memory, as a part of a fused projection has them."""
     if x is None:
