@@ -18,7 +18,7 @@ from torch.library import CustomOpDef
 from aft_vision.ops.eager import causal, conv, decode, full, local, onehot
 from aft_vision.ops.eager.numerics import empty_denominator, empty_output, without_autocast
 
-BACKENDS = ('auto', 'eager', 'cpp')
+BACKENDS = ('auto', 'eager', 'cpp', 'triton')
 # Inputs that receive a gradient, beside q, k, v: the position bias of each operator.
 BIAS_NAMES = ('bias', 'band', 'kernel', 'weight')
 
@@ -188,9 +188,25 @@ def _kernel(module: str, name: str) -> _Form:
     return _Form(lazy(f'{name}_forward'), lazy(f'{name}_backward'), lazy(f'covers_{name}'))
 
 
+def _triton(module: str, name: str) -> _Form:
+    # The same of a module that needs Triton: it is imported where that runs, and has no covers_NAME.
+    def covers(*inputs: Any) -> bool:
+        from aft_vision.ops.kernels import launch
+
+        return launch.can_run(inputs)
+
+    return _kernel(module, name)._replace(covers=covers)
+
+
 _define('aft_full', full.check_full, empty_denominator, {'eager': _Form(full.full_forward, full.full_backward)})
 _define(
-    'aft_simple', full.check_simple, full.empty_context, {'eager': _Form(full.simple_forward, full.simple_backward)}
+    'aft_simple',
+    full.check_simple,
+    full.empty_context,
+    {
+        'eager': _Form(full.simple_forward, full.simple_backward),
+        'triton': _triton('simple', 'simple'),
+    },
 )
 _define('aft_local', local.check_local, empty_denominator, {'eager': _Form(local.local_forward, local.local_backward)})
 _define(
