@@ -198,7 +198,15 @@ def _triton(module: str, name: str) -> _Form:
     return _kernel(module, name)._replace(covers=covers)
 
 
-_define('aft_full', full.check_full, empty_denominator, {'eager': _Form(full.full_forward, full.full_backward)})
+_define(
+    'aft_full',
+    full.check_full,
+    empty_denominator,
+    {
+        'eager': _Form(full.full_forward, full.full_backward),
+        'triton': _triton('full', 'full'),
+    },
+)
 _define(
     'aft_simple',
     full.check_simple,

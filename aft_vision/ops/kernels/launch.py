@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from aft_vision.ops.eager.numerics import UNDERFLOW
-
 # Sums are float32 in all of them.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# A denominator below this has lost digits to underflow, as in the torch forms.
-LIMIT = UNDERFLOW[torch.float32]
 # The oldest GPUs that Triton supports.
 CAPABILITY = (8, 0)
 
@@ -75,17 +71,20 @@ def launching(name: str, x: Tensor) -> Iterator[None]:
         yield
 
 
+def product_type(v: Tensor) -> torch.dtype:
+    """The type of the operands of `tl.dot`: bfloat16 stays, all else is float32. The interpreter knows no bfloat16."""
+    return torch.bfloat16 if v.dtype == torch.bfloat16 and not interprets() else torch.float32
+
+
 def products(v: Tensor) -> dict[str, Any]:
     """The constants PRODUCT, the type of the operands of `tl.dot`, and PRECISION, its input_precision.
 
-    bfloat16 stays; all else is float32, in three products of TF32 where there are tensor cores for it. The interpreter
-    cannot multiply bfloat16.
+    float32 is multiplied in three products of TF32, where there are tensor cores for it.
     """
     import triton.language as tl
 
-    is_bfloat16 = v.dtype == torch.bfloat16 and not interprets()
     return {
-        'PRODUCT': tl.bfloat16 if is_bfloat16 else tl.float32,
+        'PRODUCT': tl.bfloat16 if product_type(v) == torch.bfloat16 else tl.float32,
         'PRECISION': 'tf32x3' if v.is_cuda and torch.version.hip is None else 'ieee',
     }
 
@@ -99,9 +98,9 @@ def rows(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-def strides(*tensors: Tensor | None) -> list[int]:
+def strides(*tensors: Tensor | None) -> tuple[int, ...]:
     """Of each (B, T, D) tensor the elements from one sequence to the next and from one token to the next."""
-    return [0 if x is None else x.stride(dim) for x in tensors for dim in (0, 1)]
+    return tuple(0 if x is None else x.stride(dim) for x in tensors for dim in (0, 1))
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:

@@ -15,7 +15,7 @@ def simple_forward(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, 
     (B, T, D), q, k, v = v.shape, rows(q), rows(k), rows(v)
     with launching('simple_forward', v):
         forward_kernel[lambda tile: (B * triton.cdiv(D, tile['BD']),)](
-            q, k, v, as_bytes(mask), y, context if save else None, T, D, *strides(q, k, v)
+            q, k, v, as_bytes(mask), y, context if save else None, T, D, strides(q, k, v)
         )
     return y, context
 
@@ -35,6 +35,6 @@ def simple_backward(
     dq, dk, dv = None if q is None else like(q), like(k), like(v)
     with launching('simple_backward', v):
         backward_kernel[lambda tile: (B * triton.cdiv(D, tile['BD']),)](
-            grad, context, q, k, v, as_bytes(mask), dq, dk, dv, T, D, *strides(grad, q, k, v)
+            grad, context, q, k, v, as_bytes(mask), dq, dk, dv, T, D, strides(grad, q, k, v)
         )
     return k.new_empty(0) if dq is None else dq, dk, dv

@@ -23,8 +23,10 @@ def make_inputs(T: int, D: int, B: int = 2) -> dict[str, object]:
 
 
 # One token, tiles that the tokens and channels do not fill, several tiles.
-@pytest.mark.parametrize(('T', 'D'), [(1, 3), (5, 16), (33, 20)])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ('T', 'D', 'dtype'),
+    [(1, 3, torch.float32), (5, 16, torch.float16), (18, 17, torch.float32), (18, 17, torch.bfloat16)],
+)
 def test_it_equals_float64(T: int, D: int, dtype: torch.dtype, device: str):
     assert_matches_reference(simple, reference.aft_simple, make_inputs(T, D), dtype, device=device)
 
@@ -34,14 +36,14 @@ def test_it_equals_float64_without_a_gate(device: str):
 
 
 def test_a_mask_hides_tokens_and_a_sequence_without_any_is_zero(device: str):
-    mask = torch.rand(3, 19, generator=torch.Generator().manual_seed(3)) > 0.4
+    mask = torch.rand(3, 9, generator=torch.Generator().manual_seed(3)) > 0.4
     mask[1] = False
-    assert_matches_reference(simple, reference.aft_simple, make_inputs(19, 5, B=3) | {'mask': mask}, device=device)
+    assert_matches_reference(simple, reference.aft_simple, make_inputs(9, 5, B=3) | {'mask': mask}, device=device)
 
 
 @pytest.mark.parametrize('keys', list(nasty_keys(torch.zeros(1, 3, 1))))
 def test_it_survives_nasty_keys(keys: str, device: str):
-    inputs = make_inputs(19, 5)
+    inputs = make_inputs(9, 5)
     inputs['k'] = nasty_keys(inputs['k'])[keys]
     assert_matches_reference(simple, reference.aft_simple, inputs, nasty=True, device=device)
 

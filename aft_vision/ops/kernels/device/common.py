@@ -4,8 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
+from aft_vision.ops.eager.numerics import UNDERFLOW
+
 # Below every key; finite, so that no difference of references is NaN.
 FLOOR = tl.constexpr(torch.finfo(torch.float32).min)
+# A denominator below this has lost digits to underflow: what it divides is computed again, jointly.
+LIMIT = tl.constexpr(UNDERFLOW[torch.float32])
 
 
 @triton.jit
@@ -29,3 +33,9 @@ def store_tile(X, x, b, t, c, T, D):
     """Write elements (t, c) of sequence b of a contiguous tensor."""
     inside = (t < T)[:, None] & (c < D)[None, :]
     tl.store(X + (b * T + t[:, None]) * D + c[None, :], x, mask=inside)
+
+
+@triton.jit
+def load_row(X, b, t, c, x_batch, x_token, D, other):
+    """Elements of token t of sequence b in float32, `other` outside."""
+    return tl.load(X + b * x_batch + t * x_token + c, mask=c < D, other=other).to(tl.float32)
