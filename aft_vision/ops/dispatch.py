@@ -251,7 +251,10 @@ _define(
     'aft_simple_causal',
     full.check_simple,
     empty_denominator,
-    {'eager': _Form(causal.simple_causal_forward, causal.simple_causal_backward)},
+    {
+        'eager': _Form(causal.simple_causal_forward, causal.simple_causal_backward),
+        'triton': _triton('simple_causal', 'simple_causal'),
+    },
 )
 # A step on a CPU branches on values, which a compiled graph cannot: there it is one node.
 torch.library.custom_op(
