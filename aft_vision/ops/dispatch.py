@@ -233,6 +233,7 @@ _define(
     {
         'eager': _Form(onehot.onehot_forward, onehot.onehot_backward),
         'cpp': _kernel('depthwise', 'onehot'),
+        'triton': _triton('onehot', 'onehot'),
     },
 )
 _define(
