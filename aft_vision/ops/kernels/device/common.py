@@ -32,7 +32,7 @@ def load_tile(X, b, t, c, x_batch, x_token, T, D):
 def store_tile(X, x, b, t, c, T, D):
     """Write elements (t, c) of sequence b of a contiguous tensor."""
     inside = (t < T)[:, None] & (c < D)[None, :]
-    tl.store(X + (b * T + t[:, None]) * D + c[None, :], x, mask=inside)
+    tl.store(X + b * T * D + t[:, None] * D + c[None, :], x, mask=inside)
 
 
 @triton.jit

@@ -11,6 +11,9 @@ import triton.language as tl
 from aft_vision.ops.kernels.device.common import FLOOR, LIMIT, load_keys, load_row, load_tile, store_tile
 from aft_vision.ops.kernels.launch import tuned
 
+# Sources that a repair reads at once: few, so that it takes no registers from the products.
+REPAIR = tl.constexpr(8)
+
 
 @triton.jit
 def joint_sums(K, V, MASK, BIAS, b, t, c, strides, T, D, BS: tl.constexpr, BD: tl.constexpr):
@@ -60,13 +63,13 @@ def load_rows(G, Y, DEN, Q, b, t, c, strides, T, D):
 
 
 @triton.jit
-def lost_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BS: tl.constexpr, BD: tl.constexpr):
+def lost_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BD: tl.constexpr):
     """What target t, where its denominators are lost, adds to the gradients of v and of the logits of sources s."""
     lost = load_row(DEN, b, t, c, T * D, D, D, 1.0) < LIMIT
     a = load_row(G, b, t, c, strides[4], strides[5], D, 0.0)
     if Q is not None:
         a *= tl.sigmoid(load_row(Q, b, t, c, strides[6], strides[7], D, 0.0))
-    peak, den, mean = joint_sums(K, V, MASK, BIAS, b, t, c, strides, T, D, BS, BD)
+    peak, den, mean = joint_sums(K, V, MASK, BIAS, b, t, c, strides, T, D, REPAIR, BD)
     logits = load_logits(K, MASK, BIAS, b, t, s, c, strides, T, D)
     p = tl.exp((logits - peak[None, :]).to(tl.float32)) * tl.where(lost, a / den, 0.0)[None, :]
     return p, p * (load_tile(V, b, s, c, strides[2], strides[3], T, D) - mean[None, :])
@@ -76,10 +79,9 @@ def lost_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BS: tl.cons
     ['T', 'D'],
     {'BT': 16, 'BS': 8, 'BD': 16},
     ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
-    ({'BT': 64, 'BS': 32, 'BD': 64}, 4),
+    ({'BT': 64, 'BS': 32, 'BD': 64}, 8),
     ({'BT': 128, 'BS': 32, 'BD': 64}, 8),
-    ({'BT': 128, 'BS': 32, 'BD': 32}, 4),
-    ({'BT': 256, 'BS': 32, 'BD': 32}, 8),
+    ({'BT': 128, 'BS': 32, 'BD': 32}, 8),
 )
 @triton.jit
 def forward_kernel(
@@ -114,16 +116,16 @@ def forward_kernel(
     y = num / tl.where(den < LIMIT, 1.0, den)
     if Q is not None:
         y *= tl.sigmoid(load_tile(Q, b, t, c, strides[4], strides[5], T, D))
-    place = (b * T + t[:, None]) * D + c[None, :]
+    place = t[:, None] * D + c[None, :]
     inside = (t < T)[:, None] & (c < D)[None, :]
-    tl.store(Y + place, y, mask=inside & (lost == 0))
+    tl.store(Y + b * T * D + place, y, mask=inside & (lost == 0))
     if DEN is not None:
-        tl.store(DEN + place, tl.where(attends, den, 1.0), mask=inside)
+        tl.store(DEN + b * T * D + place, tl.where(attends, den, 1.0), mask=inside)
     if tl.max(lost.to(tl.int32)) > 0:
         for i in range(0, BT):
             here = tl.max(tl.where((tl.arange(0, BT) == i)[:, None], lost.to(tl.int32), 0), 0) > 0
             if tl.max(here.to(tl.int32)) > 0:
-                mean = joint_sums(K, V, MASK, BIAS, b, first + i, c, strides, T, D, BS, BD)[2]
+                mean = joint_sums(K, V, MASK, BIAS, b, first + i, c, strides, T, D, REPAIR, BD)[2]
                 if Q is not None:
                     mean *= tl.sigmoid(load_row(Q, b, first + i, c, strides[4], strides[5], D, 0.0))
                 tl.store(Y + (b * T + first + i) * D + c, mean, mask=here)
@@ -151,10 +153,9 @@ def column_kernel(K, MASK, DEN, PEAK, LOWEST, T, D, k_batch, k_token, BT: tl.con
     ['T', 'D'],
     {'BT': 8, 'BS': 16, 'BD': 16},
     ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
-    ({'BT': 32, 'BS': 64, 'BD': 64}, 4),
-    ({'BT': 32, 'BS': 128, 'BD': 32}, 4),
+    ({'BT': 32, 'BS': 64, 'BD': 64}, 8),
+    ({'BT': 32, 'BS': 128, 'BD': 32}, 8),
     ({'BT': 32, 'BS': 128, 'BD': 64}, 8),
-    ({'BT': 32, 'BS': 256, 'BD': 32}, 8),
 )
 @triton.jit
 def backward_kernel(
@@ -186,7 +187,7 @@ def backward_kernel(
     if tl.min(tl.load(LOWEST + b * D + c, mask=c < D, other=1.0)) < LIMIT:
         for i in range(0, T):
             if tl.min(load_row(DEN, b, i, c, T * D, D, D, 1.0)) < LIMIT:
-                more_dv, more_dk = lost_row(G, DEN, Q, K, V, MASK, BIAS, b, i, s, c, strides, T, D, BS, BD)
+                more_dv, more_dk = lost_row(G, DEN, Q, K, V, MASK, BIAS, b, i, s, c, strides, T, D, BD)
                 dv += more_dv
                 dk += more_dk
     store_tile(DV, dv, b, s, c, T, D)
@@ -197,9 +198,8 @@ def backward_kernel(
     ['T', 'D'],
     {'BT': 16, 'BS': 16, 'BD': 16},
     ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
-    ({'BT': 64, 'BS': 64, 'BD': 32}, 4),
-    ({'BT': 64, 'BS': 64, 'BD': 64}, 4),
-    ({'BT': 128, 'BS': 64, 'BD': 32}, 8),
+    ({'BT': 64, 'BS': 64, 'BD': 32}, 8),
+    ({'BT': 64, 'BS': 64, 'BD': 64}, 8),
     ({'BT': 128, 'BS': 128, 'BD': 32}, 8),
 )
 @triton.jit
@@ -229,6 +229,6 @@ def bias_kernel(
             for i in range(0, tl.minimum(BT, T - tl.program_id(0) * BT)):
                 row = tl.program_id(0) * BT + i
                 if tl.min(load_row(DEN, b, row, c, T * D, D, D, 1.0)) < LIMIT:
-                    _, d_logits = lost_row(G, DEN, Q, K, V, MASK, BIAS, b, row, s, c, strides, T, D, BS, BD)
+                    _, d_logits = lost_row(G, DEN, Q, K, V, MASK, BIAS, b, row, s, c, strides, T, D, BD)
                     dw += tl.where((t == row)[:, None], tl.sum(d_logits, 1)[None, :], 0.0)
     tl.store(PARTS + split * T * T + place, dw, mask=inside)
