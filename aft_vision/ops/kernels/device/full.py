@@ -155,7 +155,6 @@ def column_kernel(K, MASK, DEN, PEAK, LOWEST, T, D, k_batch, k_token, BT: tl.con
     ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
     ({'BT': 32, 'BS': 64, 'BD': 64}, 8),
     ({'BT': 32, 'BS': 128, 'BD': 32}, 8),
-    ({'BT': 32, 'BS': 128, 'BD': 64}, 8),
 )
 @triton.jit
 def backward_kernel(
@@ -200,7 +199,7 @@ def backward_kernel(
     ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
     ({'BT': 64, 'BS': 64, 'BD': 32}, 8),
     ({'BT': 64, 'BS': 64, 'BD': 64}, 8),
-    ({'BT': 128, 'BS': 128, 'BD': 32}, 8),
+    ({'BT': 128, 'BS': 64, 'BD': 32}, 8),
 )
 @triton.jit
 def bias_kernel(
