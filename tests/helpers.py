@@ -109,49 +109,57 @@ def assert_matches_reference(
     inputs: dict[str, Any],
     dtype: torch.dtype = torch.float32,
     nasty: bool = False,
+    device: str = 'cpu',
 ) -> None:
     """op in dtype equals reference in float64, in value and in the gradient of every floating-point input.
 
     nasty: inputs at the edge of the range, with the bound for them. There the weights may all but choose one source:
     the gradients of keys and biases are then differences of equal terms as large as the gradient of v, and their
     errors are measured against that.
+    device: where op runs; the reference runs on the CPU.
     """
     bound, gradient_bound = (NASTY_BOUND, NASTY_BOUND) if nasty else BOUNDS[dtype]
-    low = {name: _leaf(x, dtype) for name, x in inputs.items()}
+    low = {name: _leaf(x, dtype, device) for name, x in inputs.items()}
     # The reference sees the very numbers that op sees, after rounding.
-    high = {name: _leaf(x, torch.float64) for name, x in low.items()}
+    high = {name: _leaf(x, torch.float64, 'cpu') for name, x in low.items()}
     y, expected = op(**low), reference(**high)
     assert y.dtype == dtype
-    assert_close(y, expected, bound, 'output')
+    assert_close(y.cpu(), expected, bound, 'output')
     weight = randn(*expected.shape, seed=99).to(dtype)
     leaves = [name for name, x in high.items() if isinstance(x, Tensor) and x.requires_grad]
     wanted = torch.autograd.grad(
         expected, [high[name] for name in leaves], weight.double(), allow_unused=True, materialize_grads=True
     )
-    found = torch.autograd.grad(y, [low[name] for name in leaves], weight)
+    found = torch.autograd.grad(y, [low[name] for name in leaves], weight.to(device))
     floor = wanted[leaves.index('v')].norm().item() if nasty else 0.0
     for name, got, want in zip(leaves, found, wanted, strict=True):
         assert got.dtype == low[name].dtype
-        assert_close(got, want, gradient_bound, f'grad {name}', floor)
+        assert_close(got.cpu(), want, gradient_bound, f'grad {name}', floor)
 
 
-def assert_passes_opcheck(name: str, inputs: dict[str, Any], extra: Sequence[Any] = (None,)) -> None:
+def assert_passes_opcheck(
+    name: str,
+    inputs: dict[str, Any],
+    extra: Sequence[Any] = (None,),
+    backend: str = 'auto',
+    device: str = 'cpu',
+) -> None:
     """torch's checks of schema, fakes and autograd, on contiguous and on transposed inputs, forward and backward.
 
     extra: the operator's arguments behind `inputs`, up to `save`.
     """
-    low = {key: _leaf(x, torch.float32) for key, x in inputs.items()}
+    low = {key: _leaf(x, torch.float32, device) for key, x in inputs.items()}
     operator = getattr(torch.ops.aft_vision, name).default
-    torch.library.opcheck(operator, (*low.values(), *extra, True, 'auto'))
+    torch.library.opcheck(operator, (*low.values(), *extra, True, backend))
     turned = {key: x.detach().mT.contiguous().mT if key in 'qkv' else _detached(x) for key, x in low.items()}
     arguments = (*turned.values(), *extra)
-    y, saved = operator(*arguments, True, 'auto')
-    torch.library.opcheck(operator, (*arguments, True, 'auto'), test_utils=('test_schema', 'test_faketensor'))
-    grad = randn(*y.mT.shape, seed=3, dtype=torch.float32).mT
+    y, saved = operator(*arguments, True, backend)
+    torch.library.opcheck(operator, (*arguments, True, backend), test_utils=('test_schema', 'test_faketensor'))
+    grad = randn(*y.mT.shape, seed=3, dtype=torch.float32).to(device).mT
     backward = getattr(torch.ops.aft_vision, f'{name}_backward').default
     for need_bias in (True, False):
         torch.library.opcheck(
-            backward, (grad, y, saved, *arguments, need_bias, 'auto'), test_utils=('test_schema', 'test_faketensor')
+            backward, (grad, y, saved, *arguments, need_bias, backend), test_utils=('test_schema', 'test_faketensor')
         )
 
 
@@ -159,10 +167,10 @@ def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def _leaf(x: Any, dtype: torch.dtype) -> Any:
+def _leaf(x: Any, dtype: torch.dtype, device: str) -> Any:
     if isinstance(x, Tensor) and x.is_floating_point():
-        return x.detach().to(dtype).requires_grad_()
-    return x
+        return x.detach().to(device, dtype).requires_grad_()
+    return x.to(device) if isinstance(x, Tensor) else x
 
 
 def photographs(count: int, size: tuple[int, int]) -> list[Image.Image]:

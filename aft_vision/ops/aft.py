@@ -1,8 +1,12 @@
 """The AFT operations over whole sequences (AFT Eq. 2, 4, 5, 6, 10).
 
 Each is one custom operator with an explicit backward: O(B T D) memory beside the bias, and on a CPU exact for any
-finite key. On an accelerator an element underflows to 0 where w and k both spread over more than about 69 nats.
+finite key. So are the Triton kernels of AFT-full, AFT-simple and AFT-onehot. In the torch forms on an accelerator an
+element underflows to 0 where w and k both spread over more than about 69 nats.
 Reverse-mode differentiation only, once: no forward mode, no second derivatives.
+
+Backends: 'eager' is torch operations and covers everything; 'cpp' a kernel compiled for the CPU; 'triton' kernels for
+CUDA devices, in float32, bfloat16 and float16 with sums in float32; 'auto' the fastest that covers the inputs.
 """
 
 import torch
@@ -20,7 +24,7 @@ def aft_full(
         q, k, v: (B, T, D). q = None leaves the sigmoid gate out (Table 12).
         bias: (T, T) position bias w; bias[t, s] weights source s for target t.
         mask: (B, T) bool, True where a source counts; a target with no source gives 0.
-        backend: 'auto' or 'eager'.
+        backend: 'auto', 'eager', or 'triton'.
 
     Returns:
         (B, T, D) in q's dtype. Memory is O(B * T * D + T * T); the (T, T, D) weights are never formed.
@@ -57,7 +61,7 @@ def aft_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = Non
     Args:
         q, k, v: (B, T, D). q = None leaves the sigmoid gate out.
         mask: (B, T) bool, True where a source counts; a batch row with no source gives 0.
-        backend: 'auto' or 'eager'.
+        backend: 'auto', 'eager', or 'triton'.
 
     Returns:
         (B, T, D) in q's dtype.
@@ -125,7 +129,7 @@ def aft_onehot(
         weight: (h,) the bias w at that offset.
         grid: (H, W), in tokens.
         mask: (B, H * W) bool, True where a source counts; a batch row with no source gives 0.
-        backend: 'auto', 'eager', or 'cpp': the compiled kernel for a head per channel on a CPU.
+        backend: 'auto', 'eager', 'triton', or 'cpp': the compiled kernel for a head per channel on a CPU.
 
     Returns:
         (B, H * W, D) in q's dtype.

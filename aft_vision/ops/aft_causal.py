@@ -65,7 +65,7 @@ def aft_simple_causal(
     Args:
         q, k, v: (B, T, D). q = None leaves the sigmoid gate out.
         mask: (B, T) bool, True where a source counts; a target with no source gives 0.
-        backend: 'auto', 'eager', or 'cpp': the compiled kernel on a CPU, not for float64.
+        backend: 'auto', 'eager', 'cpp' (the compiled kernel on a CPU, not for float64), or 'triton'.
 
     Returns:
         (B, T, D) in q's dtype.

@@ -18,7 +18,7 @@ from torch.library import CustomOpDef
 from aft_vision.ops.eager import causal, conv, decode, full, local, onehot
 from aft_vision.ops.eager.numerics import empty_denominator, empty_output, without_autocast
 
-BACKENDS = ('auto', 'eager', 'cpp')
+BACKENDS = ('auto', 'eager', 'cpp', 'triton')
 # Inputs that receive a gradient, beside q, k, v: the position bias of each operator.
 BIAS_NAMES = ('bias', 'band', 'kernel', 'weight')
 
@@ -188,9 +188,33 @@ def _kernel(module: str, name: str) -> _Form:
     return _Form(lazy(f'{name}_forward'), lazy(f'{name}_backward'), lazy(f'covers_{name}'))
 
 
-_define('aft_full', full.check_full, empty_denominator, {'eager': _Form(full.full_forward, full.full_backward)})
+def _triton(module: str, name: str) -> _Form:
+    # The same of a module that needs Triton: it is imported where that runs, and has no covers_NAME.
+    def covers(*inputs: Any) -> bool:
+        from aft_vision.ops.kernels import launch
+
+        return launch.can_run(inputs)
+
+    return _kernel(module, name)._replace(covers=covers)
+
+
 _define(
-    'aft_simple', full.check_simple, full.empty_context, {'eager': _Form(full.simple_forward, full.simple_backward)}
+    'aft_full',
+    full.check_full,
+    empty_denominator,
+    {
+        'eager': _Form(full.full_forward, full.full_backward),
+        'triton': _triton('full', 'full'),
+    },
+)
+_define(
+    'aft_simple',
+    full.check_simple,
+    full.empty_context,
+    {
+        'eager': _Form(full.simple_forward, full.simple_backward),
+        'triton': _triton('simple', 'simple'),
+    },
 )
 _define('aft_local', local.check_local, empty_denominator, {'eager': _Form(local.local_forward, local.local_backward)})
 _define(
@@ -209,6 +233,7 @@ _define(
     {
         'eager': _Form(onehot.onehot_forward, onehot.onehot_backward),
         'cpp': _kernel('depthwise', 'onehot'),
+        'triton': _triton('onehot', 'onehot'),
     },
 )
 _define(
@@ -233,6 +258,7 @@ _define(
     {
         'eager': _Form(causal.simple_causal_forward, causal.simple_causal_backward),
         'cpp': _kernel('scan', 'simple_causal'),
+        'triton': _triton('simple_causal', 'simple_causal'),
     },
 )
 # A step on a CPU branches on values, which a compiled graph cannot: there it is one node.
