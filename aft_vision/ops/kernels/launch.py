@@ -15,8 +15,12 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from aft_vision.ops.eager.numerics import UNDERFLOW
+
 # Sums are float32 in all of them.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A denominator below this has lost digits to underflow, as in the torch forms.
+LIMIT = UNDERFLOW[torch.float32]
 # The oldest GPUs that Triton supports.
 CAPABILITY = (8, 0)
 

@@ -4,12 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-from aft_vision.ops.eager.numerics import UNDERFLOW
+from aft_vision.ops.kernels import launch
 
 # Below every key; finite, so that no difference of references is NaN.
 FLOOR = tl.constexpr(torch.finfo(torch.float32).min)
 # A denominator below this has lost digits to underflow: what it divides is computed again, jointly.
-LIMIT = tl.constexpr(UNDERFLOW[torch.float32])
+LIMIT = tl.constexpr(launch.LIMIT)
 
 
 @triton.jit
