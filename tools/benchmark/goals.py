@@ -70,7 +70,7 @@ def measure_goals(goals: Sequence[Goal], rounds: int, progress: bool = False) ->
 
 def format_goals(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as text."""
-    head = f'{"row":>3} {"what":66} {"floor":>6} {"goal":>6} {"measured":>8} {"quartiles":>13}'
+    head = f'{"row":>3} {"what":72} {"floor":>6} {"goal":>6} {"measured":>8} {"quartiles":>13}'
     lines = [head + " paper's verdict"]
     for row in rows:
         value = '' if row['measured'] is None else f'{row["measured"]:8.2f}'
@@ -78,5 +78,5 @@ def format_goals(rows: Sequence[dict[str, Any]]) -> str:
         paper = '' if row['paper'] is None else f'{row["paper"]:.2f}'
         sign = '<' if row['at_most'] else ' '
         bounds = f'{sign}{row["floor"]:5.2f} {sign}{row["goal"]:5.2f}'
-        lines.append(f'{row["row"]:3} {row["what"]:66} {bounds} {value:8} {quartiles:>13} {paper:>7} {row["verdict"]}')
+        lines.append(f'{row["row"]:3} {row["what"]:72} {bounds} {value:8} {quartiles:>13} {paper:>7} {row["verdict"]}')
     return '\n'.join(lines)
