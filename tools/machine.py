@@ -1,29 +1,73 @@
 """What something was measured on and in, and whether the machine was idle."""
 
 import contextlib
+import importlib.metadata
 import os
 import platform
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import timm
 import torch
 
+from aft_vision.ops import dispatch
+
 # float32 alone, or autocast on it.
 PRECISIONS = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-# Running processes per core, in the last minute, above which times say nothing.
-MOST_LOAD = 0.5
+# Share of the cores at hand that other processes may use; above it times say nothing.
+MOST_LOAD = 0.1
+SAMPLE_SECONDS = 1.0
+
+
+class _Sample(NamedTuple):
+    """Seconds on the clock, of the cores at hand at work, and of this process and its children."""
+
+    clock: float
+    busy: float
+    own: float
+
+
+class LoadMeter:
+    """Meters how much of the cores at hand other processes use, from when it is made."""
+
+    def __init__(self) -> None:
+        self._start = _sample()
+
+    def load(self) -> float | None:
+        """Their share, 0 to 1, since the meter was made; None where the system does not tell (it is not Linux)."""
+        now = _sample()
+        if now is None or self._start is None:
+            return None
+        clock, busy, own = (after - before for before, after in zip(self._start, now, strict=True))
+        return min(1.0, max(0.0, busy - own) / (clock * len(_cores()))) if clock > 0 else 0.0
 
 
 def check_load() -> None:
-    """Raise a RuntimeError where other processes have used the machine in the last minute."""
-    if not hasattr(os, 'getloadavg'):
-        return
-    load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    if load > MOST_LOAD:
+    """Watch the machine for a second, and raise a RuntimeError where other processes use it."""
+    meter = LoadMeter()
+    if meter.load() is not None:
+        time.sleep(SAMPLE_SECONDS)
+        refuse_load(meter.load())
+    elif hasattr(os, 'getloadavg'):
+        refuse_load(os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def refuse_load(load: float | None) -> None:
+    """Raise a RuntimeError where other processes use more than MOST_LOAD; None is unknown, and passes."""
+    if load is not None and load > MOST_LOAD:
         raise RuntimeError(
-            f'expected a machine with at most {MOST_LOAD} running processes per core in the last minute, got '
-            f'{load:.2f}; wait, or give --allow-load'
+            f'expected other processes to use at most {MOST_LOAD:.0%} of the cores at hand, got {load:.0%}; wait, or '
+            'give --allow-load'
         )
+
+
+def available_memory() -> int | None:
+    """Bytes that can still be allocated without swapping; None where the system does not tell."""
+    path = Path('/proc/meminfo')
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [line.split()[1] for line in lines if line.startswith('MemAvailable:')]
+    return 1024 * int(found[0]) if found else None
 
 
 def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextManager[object]:
@@ -40,6 +84,58 @@ def describe_machine(device: torch.device | str, dtype: str = 'float32') -> str:
     precision = dtype if PRECISIONS[dtype] is None else f'autocast to {dtype}'
     versions = f'torch {torch.__version__}, timm {timm.__version__}, Python {platform.python_version()}'
     return f'{name}; {threads}; {precision}; {versions}'
+
+
+def describe_backends(device: torch.device | str) -> str:
+    """Name what computes on a device in one line: the libraries of torch, and the forms of our operators."""
+    if torch.device(device).type == 'cuda':
+        libraries = f'CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, TF32 ' + (
+            'on' if torch.backends.cuda.matmul.allow_tf32 else 'off'
+        )
+    else:
+        from aft_vision.ops.kernels.build import library
+
+        onednn = 'on' if torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled else 'off'
+        kernel = 'cannot be built' if library() is None else 'built'
+        libraries = f'{torch.backends.cpu.get_cpu_capability()}, oneDNN {onednn}, compiled kernel {kernel}'
+    try:
+        triton = f'Triton {importlib.metadata.version("triton")}'
+    except importlib.metadata.PackageNotFoundError:
+        triton = 'no Triton'
+    return f'{libraries}; {triton}; backends of aft_vision: {", ".join(dispatch.BACKENDS)}'
+
+
+def _sample() -> _Sample | None:
+    path = Path('/proc/stat')
+    if not path.exists() or not hasattr(os, 'sched_getaffinity'):
+        return None
+    ticks, names, busy = os.sysconf('SC_CLK_TCK'), {f'cpu{core}' for core in _cores()}, 0
+    for name, *fields in (line.split() for line in path.read_text().splitlines()):
+        if name in names:
+            # user, nice, system, idle, iowait, irq, softirq, steal; guests are part of user.
+            numbers = [int(field) for field in fields[:8]]
+            busy += sum(numbers) - sum(numbers[3:5])
+    return _Sample(time.monotonic(), busy / ticks, _own_ticks() / ticks)
+
+
+def _own_ticks() -> int:
+    # Of this process and all below it, such as those that load data or compile.
+    parents, used = {}, {}
+    for path in Path('/proc').glob('[0-9]*/stat'):
+        # A process may end meanwhile. Its name, in parentheses, may hold anything.
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(')')[2].split()
+            process = int(path.parent.name)
+            # Its own time, and that of its children that have ended, each in user and in system mode.
+            parents[process], used[process] = int(fields[1]), sum(map(int, fields[11:15]))
+    ours = {os.getpid()}
+    while more := {process for process, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    return sum(used[process] for process in ours)
+
+
+def _cores() -> set[int]:
+    return os.sched_getaffinity(0)
 
 
 def _processor() -> str:

@@ -137,7 +137,8 @@ class CausalAttention(AFTMixer):
             place = state.position.view(1)
             state.keys.index_copy_(2, place, k.to(state.keys.dtype))
             state.values.index_copy_(2, place, v.to(state.keys.dtype))
-            seen = torch.arange(self.num_tokens, device=x.device) <= state.position
+            # A state may have room for fewer tokens than the model.
+            seen = torch.arange(state.keys.shape[2], device=x.device) <= state.position
             keys, values = (part.to(q.dtype) for part in state[:2])
             y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[None, None, None])
         state.position.add_(1)

@@ -5,10 +5,10 @@ import timm
 import torch
 from helpers import make_folder
 
+from tools import machine
 from tools.benchmark import onehot, paper, pixels
 from tools.benchmark.__main__ import main
 from tools.benchmark.onehot import Shape
-from tools.machine import check_load
 
 
 @pytest.fixture(scope='module')
@@ -43,15 +43,24 @@ def test_the_whole_recipe_can_be_timed(folders, capsys):
 
 
 def test_a_loaded_machine_is_not_measured_unless_that_is_wanted(monkeypatch):
-    monkeypatch.setattr('os.getloadavg', lambda: (64.0, 0.0, 0.0))
-    monkeypatch.setattr('os.cpu_count', lambda: 16)
-    for section in (['--loader', 'folder'], ['--table', '7'], ['--onehot']):
-        with pytest.raises(
-            RuntimeError, match=r'at most 0\.5 running processes per core .* got 4\.00; .* --allow-load'
-        ):
+    monkeypatch.setattr('tools.machine.LoadMeter.load', lambda meter: 0.54)
+    for section in (['--loader', 'folder'], ['--table', '7'], ['--table', '2'], ['--onehot'], ['--scaling']):
+        with pytest.raises(RuntimeError, match=r'at most 10% of the cores at hand, got 54%; .* --allow-load'):
             main(section)
-    monkeypatch.setattr('os.getloadavg', lambda: (4.0, 0.0, 0.0))
-    check_load()
+
+
+def test_a_load_that_comes_meanwhile_is_no_report(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(onehot, 'SHAPES', (Shape(1, 8, 4),))
+    monkeypatch.setattr(machine, 'SAMPLE_SECONDS', 0.0)
+    # As the machine is watched before, and as the measurement ends.
+    found = [0.0, 0.0, 0.3]
+    monkeypatch.setattr('tools.machine.LoadMeter.load', lambda meter: found.pop(0))
+    with pytest.raises(RuntimeError, match='got 30%'):
+        main(['--onehot', '--rounds', '1', '--json', str(tmp_path / 'onehot.json')])
+    assert 'one-hot' not in capsys.readouterr().out
+    assert not (tmp_path / 'onehot.json').exists()
+    found[:] = [0.3]
+    assert main(['--onehot', '--rounds', '1', '--allow-load'])['load'] == 0.3
 
 
 def test_no_round_is_rejected(folders):
@@ -62,7 +71,7 @@ def test_no_round_is_rejected(folders):
 def test_memory_is_measured_on_a_loaded_machine_too(monkeypatch, tmp_path, capsys):
     kwargs = dict(features_only=True, out_indices=[0])
     monkeypatch.setattr(pixels, 'create_dense', lambda name, device: timm.create_model(name, **kwargs))
-    monkeypatch.setattr('os.getloadavg', lambda: (64.0, 0.0, 0.0))
+    monkeypatch.setattr('tools.machine.LoadMeter.load', lambda meter: 0.54)
     files = ['--png', str(tmp_path / 'memory.png'), '--json', str(tmp_path / 'memory.json')]
     result = main(['--memory', '--models', 'aft_conv_tiny', '--sizes', '64x32', '64', '--training', *files])
     assert (tmp_path / 'memory.png').stat().st_size > 10_000
@@ -110,6 +119,9 @@ def test_the_one_offset_operation_is_timed(monkeypatch, capsys):
         (['--onehot', '--batch-size', '3'], '--batch-size is no option of --onehot'),
         (['--loader', 'folder', '--sizes', '32'], '--sizes is no option of --loader'),
         (['--table', '9'], 'invalid choice'),
+        (['--table', '2', '--img-size', '32'], '--img-size is no option of --table {2,4}'),
+        (['--table', '7', '--depth', '2'], '--depth is no option of --table'),
+        (['--scaling', '128', '--compile'], '--compile is no option of --scaling'),
         (['--table', '7', '--onehot'], 'not allowed with'),
         ([], 'one of the arguments'),
     ],

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from aft_vision import layers
 from aft_vision.models import create_decoder
 from tools.benchmark import decode
 
@@ -33,12 +34,53 @@ def test_every_model_is_measured_at_every_position(monkeypatch: pytest.MonkeyPat
         assert list(row['token_ms']) == [0, 20, 47]
         assert row['image_seconds'] > 0
         assert row['flatness'] is None
+        assert (row['form'], row['error']) == ('eager', None)
     assert [row['ratio'] for row in rows if row['model'] == 'transformer_pixel'] == [1.0, 1.0]
     cache, local, simple = (row['state_bytes'] for row in rows[:3])
     assert cache == pytest.approx(2 * 2 * 48 * 8 * 4, abs=100)
     assert local == pytest.approx(2 * (2 * 5 + 1) * 8 * 4, abs=100)
     assert simple == pytest.approx(2 * 3 * 8 * 4, abs=100)
     assert 'B=2 aft_simple_pixel' in decode.format_decode(rows)
+
+
+def test_a_step_that_cannot_be_compiled_is_named_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch):
+    def compile_most(step, **kwargs):
+        if isinstance(step.__self__.blocks[0].attn, layers.CausalAttention):
+            raise RuntimeError('no compiler here\nand more of that')
+        return step
+
+    monkeypatch.setattr(torch, 'compile', compile_most)
+    monkeypatch.setattr(decode, 'MODELS', ('transformer_pixel', 'aft_simple_pixel'))
+    small = dict(img_size=(4, 4), dim=8, depth=1)
+    rows = decode.measure_decode(torch.device('cpu'), 1, (1,), (0, 47), compiled=True, **small)
+    assert [(row['form'], row['error']) for row in rows] == [
+        ('eager', None),
+        ('eager', None),
+        ('compiled', 'RuntimeError: no compiler here'),
+        ('compiled', None),
+    ]
+    assert rows[3]['ratio'] is None
+    shown = decode.format_decode(rows)
+    assert 'transformer_pixel, compiled failed: RuntimeError: no compiler here' in shown
+    assert 'and more of that' not in shown
+
+
+@pytest.mark.parametrize(('position', 'slots'), [(0, 4), (3, 4), (4, 8), (47, 48)])
+def test_the_transformer_is_given_the_filled_part_of_its_cache(
+    monkeypatch: pytest.MonkeyPatch, position: int, slots: int
+):
+    monkeypatch.setattr(decode, 'SLOTS', 4)
+    model = create_decoder('transformer_pixel', **SMALL).eval()
+    whole = model.init_state(2)
+    decode.fill_state(whole, model)
+    part = decode.filled_part(whole, position)
+    assert {layer.keys.shape[2] for layer in part.layers} == {slots}
+    token = torch.zeros(2, dtype=torch.int64)
+    eager = decode.take_token(model.step, token, whole.clone(), position)
+    # The branch of an accelerator, which masks the slots that are not filled.
+    monkeypatch.setattr('torch.compiler.is_compiling', lambda: True)
+    for state in (part, whole):
+        torch.testing.assert_close(decode.take_token(model.step, token, state, position), eager)
 
 
 def test_the_time_of_an_image_is_the_trapezoid_sum():

@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 
-from tools.benchmark import goals
+from tools.benchmark import decode, figures, roofline, sections
 from tools.benchmark.__main__ import main
-from tools.benchmark.goals import Figure, Goal, Operation
+from tools.benchmark.goal_table import make_goals
+from tools.benchmark.goals import Figure, Goal, measure_goals
+from tools.benchmark.operations import Operation
 
 
 @pytest.mark.parametrize(
@@ -20,29 +22,95 @@ def test_a_figure_reaches_its_goal_or_its_floor_or_neither(value: float, at_most
 
 
 def test_a_figure_that_cannot_be_measured_is_open_and_fails_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(goals, 'make_goals', lambda: [Goal(17, 'on a GPU', 1.0, 2.0, None)])
+    monkeypatch.setattr(sections, 'make_goals', lambda: [Goal(17, 'on a GPU', 1.0, 2.0, None)])
     main(['--goals', '--allow-load'])
-    assert capsys.readouterr().out.splitlines()[-1].split()[-1] == 'open'
+    assert next(line for line in capsys.readouterr().out.splitlines() if 'on a GPU' in line).split()[-1] == 'open'
 
 
 def test_a_figure_below_its_floor_makes_the_command_fail(monkeypatch, tmp_path, capsys):
-    figures = [
-        Goal(1, 'good', 1.0, 2.0, lambda rounds: Figure(1.1)),
+    table = [
+        Goal(1, 'good', 1.0, 2.0, lambda rounds: Figure(1.1, paper=3.25)),
         Goal(2, 'bad', 1.0, 2.0, lambda rounds: Figure(0.5)),
     ]
-    monkeypatch.setattr(goals, 'make_goals', lambda: figures)
+    monkeypatch.setattr(sections, 'make_goals', lambda: table)
     main(['--goals', '--rows', '1', '--allow-load'])
     with pytest.raises(SystemExit) as exit_info:
         main(['--goals', '--allow-load', '--json', str(tmp_path / 'goals.json')])
     assert exit_info.value.code == 1
     rows = json.loads((tmp_path / 'goals.json').read_text())['rows']
     assert [(row['row'], row['measured'], row['verdict']) for row in rows] == [(1, 1.1, 'floor'), (2, 0.5, 'below')]
-    assert '0.50' in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert '0.50' in shown
+    assert '3.25' in shown
 
 
 def test_every_goal_is_at_least_as_hard_as_its_floor():
-    for goal in goals.make_goals():
+    for goal in make_goals():
         assert goal.goal <= goal.floor if goal.at_most else goal.goal >= goal.floor, goal.what
+
+
+def test_every_row_is_measured_but_those_of_a_device_that_is_not_here(monkeypatch):
+    monkeypatch.setattr('torch.cuda.is_available', lambda: False)
+    table = make_goals()
+    assert [row for row in range(1, 19) if not any(goal.row == row for goal in table)] == []
+    assert {goal.row for goal in table if goal.measure is None} == {17, 18}
+    opened = measure_goals([goal for goal in table if goal.row >= 17], rounds=1)
+    assert {row['verdict'] for row in opened} == {'open'}
+    monkeypatch.setattr('torch.cuda.is_available', lambda: True)
+    assert all(goal.measure for goal in make_goals())
+
+
+def test_a_slow_figure_takes_fewer_rounds():
+    taken: list[int] = []
+
+    def measure(rounds: int) -> Figure:
+        taken.append(rounds)
+        return Figure(1.0)
+
+    goal = Goal(1, 'any', 1.0, 2.0, measure)
+    measure_goals([goal, goal._replace(most_rounds=5)], rounds=15)
+    measure_goals([goal._replace(most_rounds=5)], rounds=2)
+    assert taken == [15, 5, 2]
+
+
+def test_decoding_is_measured_once_for_all_its_figures(monkeypatch):
+    calls: list[int] = []
+
+    def measure(device, rounds: int, **kwargs):
+        calls.append(rounds)
+        return [
+            {'model': name, 'batch_size': batch, 'ratio': batch + place, 'flatness': 1 + place / 10}
+            for batch in (1, 16)
+            for place, name in enumerate(decode.MODELS)
+        ]
+
+    monkeypatch.setattr(figures, 'measure_decode', measure)
+    rows = measure_goals([goal for goal in make_goals() if goal.row in (10, 11)], rounds=15)
+    assert calls == [5]
+    assert [(row['row'], row['measured'], row['verdict']) for row in rows[:3]] == [
+        (10, 2, 'floor'),
+        (10, 17, 'goal'),
+        (10, 18, 'goal'),
+    ]
+    assert [row['measured'] for row in rows[3:]] == [1.1, 1.2, 1.1, 1.2]
+
+
+def test_the_roofline_counts_what_must_be_done():
+    # As in the arithmetic that the goals of a GPU were taken from: billions of operations, megabytes.
+    counts = [
+        (round(roofline.count_flops(each) / 1e9, 1), round(roofline.count_bytes(each, torch.bfloat16) / 1e6))
+        for _, _, each in roofline.OPERATIONS
+    ]
+    assert counts == [(15.3, 155), (7.9, 117), (15.1, 154), (257.7, 1611)]
+
+
+def test_the_share_of_the_roofline_is_measured():
+    operation = Operation('aft_conv', (1, 36, 64), 1, (8, 3, 3), (6, 6), 8)
+    cpu = torch.device('cpu')
+    flops, bandwidth = roofline.device_rates(torch.float32, cpu, 1, side=64, size=2**20)
+    assert flops > 1e6
+    assert bandwidth > 1e6
+    assert 0 < roofline.roofline_share(operation, torch.float32, cpu, side=64, size=2**20)(1).value < 1
 
 
 OPERATIONS = [
@@ -55,32 +123,40 @@ OPERATIONS = [
 @pytest.mark.parametrize('operation', OPERATIONS, ids=lambda operation: operation.name)
 @pytest.mark.parametrize('training', [False, True], ids=['forward', 'training'])
 def test_operations_are_compared_with_attention_of_the_same_result(operation: Operation, training: bool):
-    attention, own = (call() for call in operation.calls(training=training))
+    attention, own, paper = (call() for call in operation.calls(training=training))
     if training:
         assert [x.shape for x in attention] == [x.shape for x in own[:3]] == [torch.Size(operation.shape)] * 3
     else:
         assert attention.shape == own.shape == operation.shape
-    assert operation.speed(torch.bfloat16, training)(1).value > 0
+    for fused, written_out in zip(attention, paper, strict=True):
+        torch.testing.assert_close(fused, written_out, rtol=1e-4, atol=1e-5)
+    figure = figures.speed(operation, torch.bfloat16, training)(1)
+    assert figure.value > 0
+    assert figure.paper is not None
 
 
 def test_memory_and_growth_are_measured():
     operation = OPERATIONS[0]
-    assert operation.memory()(1).value > 0
+    assert figures.memory(operation)(1).value > 0
     # q, k, v and y of both, the denominators of AFT-full beside.
-    assert 1.0 < operation.kept()(1).value < 2.0
+    assert 1.0 < figures.kept(operation)(1).value < 2.0
+    # Attention that forms its weights keeps them, and holds them in the forward.
+    longer = operation._replace(shape=(2, 128, 64), heads=4, bias=(128, 128))
+    for figure in (figures.memory(longer)(1), figures.kept(longer)(1)):
+        assert figure.paper < figure.value
     causal = OPERATIONS[1]
     longer = lambda tokens: causal._replace(shape=(1, tokens, 64), bias=(tokens, 4))  # noqa: E731
     # The scratch of one block is constant, so short sequences grow by less than their length.
-    assert 0.5 < goals.memory_exponent(longer, (512, 2048))(1).value <= 1.05
-    assert goals.growth(longer, 256)(1).value > 1.0
+    assert 0.5 < figures.memory_exponent(longer, (512, 2048))(1).value <= 1.05
+    assert figures.growth(longer, 256)(1).value > 1.0
 
 
 @pytest.mark.parametrize('training', [False, True], ids=['forward', 'training'])
 def test_layers_models_and_the_one_offset_operation_are_measured(training: bool):
-    assert goals.layer_speed(64, 64, 1, training)(1).value > 0
-    assert goals.onehot_speed(training)(1).value > 0
-    assert goals.model_speed('aft_conv_tiny_k11_h32', 'deit_tiny_patch16_224', 1, training=training)(1).value > 0
+    assert figures.layer_speed(64, 64, 1, training)(1).value > 0
+    assert figures.onehot_speed(training)(1).value > 0
+    assert figures.model_speed('aft_conv_tiny_k11_h32', 'deit_tiny_patch16_224', 1, training=training)(1).value > 0
 
 
 def test_the_memory_of_a_training_step_is_measured():
-    assert 0.5 < goals.model_memory('aft_conv_tiny', 'deit_tiny_patch16_224', 1)(1).value < 3
+    assert 0.5 < figures.model_memory('aft_conv_tiny', 'deit_tiny_patch16_224', 1)(1).value < 3

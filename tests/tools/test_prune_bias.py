@@ -48,13 +48,12 @@ def test_each_threshold_gives_a_row_after_that_of_the_model_as_it_is(tmp_path, c
 
 
 def test_a_loaded_machine_is_evaluated_on_but_not_timed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr('os.getloadavg', lambda: (64.0, 0.0, 0.0))
-    monkeypatch.setattr('os.cpu_count', lambda: 16)
+    monkeypatch.setattr('tools.machine.LoadMeter.load', lambda meter: 0.5)
     rows = run(make_checkpoint(tmp_path / 'best.pth', **CONV), '--thresholds', '0.2')['rows']
     assert [row['samples'] for row in rows] == [200, 200]
     assert 'op_ratio' not in rows[0]
     shown = capsys.readouterr().out
-    assert 'the time of the operation is left out: expected a machine with at most 0.5 running' in shown
+    assert 'the time of the operation is left out: expected other processes to use at most 10% of' in shown
     assert 'time of op\n' not in shown
 
 

@@ -1,5 +1,6 @@
 """The models that are measured, with random weights."""
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,18 +14,31 @@ from torch import nn
 VIT_FILES = ('aft_vit', 'deit', 'vision_transformer')
 
 
-def create_classifier(name: str, img_size: int, device: torch.device, materialised: bool = False) -> nn.Module:
-    """Build a classifier as it is deployed: in eval mode and fused.
+def create_classifier(
+    name: str,
+    img_size: int | Sequence[int],
+    device: torch.device,
+    materialised: bool = False,
+    training: bool = False,
+) -> nn.Module:
+    """Build a classifier as it is deployed, in eval mode and fused, or as it is trained.
 
     Args:
-        img_size: Side in pixels.
+        img_size: Side, or height and width, in pixels.
         materialised: As of `materialise_attention`.
     """
     kwargs: dict[str, Any] = {'img_size': img_size} if is_model_in_modules(name, VIT_FILES) else {}
-    model = timm.create_model(name, **kwargs).to(device).eval()
+    model = timm.create_model(name, **kwargs).to(device).train(training)
     if materialised:
         materialise_attention(model)
-    return reparameterize_model(model, inplace=True)
+    return model if training else reparameterize_model(model, inplace=True)
+
+
+def check_model(name: str) -> None:
+    """Raise a ValueError, with names that are close, if timm has no model of that name."""
+    if not timm.is_model(name):
+        close = ', '.join(get_close_matches(name, timm.list_models(), n=3, cutoff=0.0))
+        raise ValueError(f'expected the name of a model that timm has, such as {close}, got {name!r}')
 
 
 def create_dense(name: str, device: torch.device) -> nn.Module:
@@ -33,9 +47,7 @@ def create_dense(name: str, device: torch.device) -> nn.Module:
     Raises:
         ValueError: timm has no model of that name.
     """
-    if not timm.is_model(name):
-        close = ', '.join(get_close_matches(name, timm.list_models(), n=3, cutoff=0.0))
-        raise ValueError(f'expected the name of a model that timm has, such as {close}, got {name!r}')
+    check_model(name)
     kwargs: dict[str, Any] = {}
     if is_model_in_modules(name, VIT_FILES):
         kwargs = dict(dynamic_img_size=True, dynamic_img_pad=True)

@@ -1,6 +1,6 @@
 """The one-offset operation against the convolution that it stands for, with AFT-simple as the bound (AFT Eq. 10)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.timing import time_interleaved
+from tools.benchmark.compare import with_backward
 from tools.machine import PRECISIONS
 
 GRID, KERNEL_SIZE = (14, 14), 11
@@ -85,12 +86,6 @@ def _forms(
         lambda: ops.aft_simple(q, full_k, v),
     ]
     return forms, [[q, k, v, kernel], [q, k, v, weight], [q, full_k, v]]
-
-
-def with_backward(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Callable[[], object]:
-    """A call of the forward and of its backward, with the gradients of the leaves that it reaches."""
-    grad = torch.ones_like(forward())
-    return lambda: torch.autograd.grad(forward(), leaves, grad, allow_unused=True)
 
 
 def format_onehot(rows: list[dict[str, Any]]) -> str:

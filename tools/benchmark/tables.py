@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
-from torch import nn
 
-from aft_vision.timing import time_interleaved
-from tools.benchmark.memory import peak_memory
+from tools.benchmark.classifiers import classifier_candidate
+from tools.benchmark.compare import Candidate, compare
 from tools.benchmark.models import create_classifier, has_fused_attention
 from tools.benchmark.paper import TABLES, PaperRow
 from tools.machine import autocast
@@ -21,6 +20,7 @@ def measure_table(
     device: torch.device,
     dtype: str,
     rounds: int,
+    compiled: bool = False,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure inference of the models of a table, those of one size interleaved.
@@ -33,7 +33,8 @@ def measure_table(
     Returns:
         The rows of the table, and one more for each DeiT, with materialised attention. `paper` has the printed figures
         or None, `measured` ours or None: `parameters`, `images_per_second`, its median `ratio` to the DeiT of the same
-        size with `ratio_quartiles`, `peak_memory_bytes` beyond weights and images, and `memory_ratio`.
+        size with `ratio_quartiles`, `peak_memory_bytes` beyond weights and images, `memory_ratio`, and `compiled`, what
+        `time_compiled` gives with `images_per_second`, or None.
     """
     table = TABLES[number]
     size = img_size or table.img_size
@@ -42,7 +43,7 @@ def measure_table(
     for baseline in dict.fromkeys(row.baseline for row in table.rows):
         names = [row.model for row in table.rows if row.baseline == baseline and row.model]
         names.sort(key=lambda name: name != printed[baseline].model)
-        measured |= _measure_group(names, batch_size, size, device, dtype, rounds, progress)
+        measured |= _measure_group(names, batch_size, size, device, dtype, rounds, compiled, progress)
     rows = []
     for row in table.rows:
         rows.append(_row(row.name, row, printed[row.baseline], measured.get((row.model, False))))
@@ -51,32 +52,45 @@ def measure_table(
     return rows
 
 
-@torch.inference_mode()
 def _measure_group(
-    names: list[str], batch_size: int, img_size: int, device: torch.device, dtype: str, rounds: int, progress: bool
+    names: list[str],
+    batch_size: int,
+    img_size: int,
+    device: torch.device,
+    dtype: str,
+    rounds: int,
+    compiled: bool,
+    progress: bool,
 ) -> dict[tuple[str | None, bool], dict[str, Any]]:
     # By model and whether its attention is materialised; the first is compared to.
-    models: dict[tuple[str | None, bool], nn.Module] = {}
+    shape = (batch_size, 3, img_size, img_size)
+    candidates: dict[tuple[str | None, bool], Candidate] = {}
+    parameters: dict[str, int] = {}
     for name in dict.fromkeys(names):
-        models[name, False] = create_classifier(name, img_size, device)
-        if has_fused_attention(models[name, False]):
-            models[name, True] = create_classifier(name, img_size, device, materialised=True)
-    images = torch.randn(batch_size, 3, img_size, img_size, device=device)
+        model = create_classifier(name, img_size, device)
+        parameters[name] = sum(parameter.numel() for parameter in model.parameters())
+        for written_out in (False, True) if has_fused_attention(model) else (False,):
+            candidates[name, written_out] = classifier_candidate(name, shape, device, written_out)
     with autocast(device, dtype):
-        calls = [lambda model=model: model(images) for model in models.values()]
-        timings = time_interleaved(calls, device, rounds, progress=progress)
-        peaks = [peak_memory(call, device) for call in calls]
+        found = compare(list(candidates.values()), device, rounds, training=False, compiled=compiled, progress=progress)
     return {
-        key: {
-            'parameters': sum(parameter.numel() for parameter in model.parameters()),
-            'images_per_second': batch_size / timing.seconds,
-            'ratio': timing.ratio,
-            'ratio_quartiles': timing.quartiles,
-            'peak_memory_bytes': peak,
-            'memory_ratio': peak / peaks[0],
+        (name, written_out): {
+            'parameters': parameters[str(name)],
+            'images_per_second': 1e3 * batch_size / row['eager']['milliseconds'],
+            'ratio': row['eager']['ratio'],
+            'ratio_quartiles': row['eager']['ratio_quartiles'],
+            'peak_memory_bytes': row['eager']['peak_bytes'],
+            'memory_ratio': row['eager']['peak_bytes'] / found[0]['eager']['peak_bytes'],
+            'compiled': row['compiled'] and _compiled(row['compiled'], batch_size),
         }
-        for (key, model), timing, peak in zip(models.items(), timings, peaks, strict=True)
+        for (name, written_out), row in zip(candidates, found, strict=True)
     }
+
+
+def _compiled(figures: dict[str, Any], batch_size: int) -> dict[str, Any]:
+    return (
+        figures if 'error' in figures else {**figures, 'images_per_second': 1e3 * batch_size / figures['milliseconds']}
+    )
 
 
 def _row(name: str, row: PaperRow | None, baseline: PaperRow, measured: dict[str, Any] | None) -> dict[str, Any]:
@@ -98,6 +112,8 @@ def format_table(number: int, rows: list[dict[str, Any]]) -> str:
     head = f'paper: {TABLES[number].measured_on}'
     left = f'{"":34} {"kernel":>6} {"heads":>5} {"top-1":>5} {"params":>6} {"img/s":>6} {"ratio":>5} {"GB":>5}'
     right = f'{"params":>11} {"img/s":>8} {"ratio":>5} {"quartiles":>12} {"MiB":>7} {"ratio":>5}'
+    if any(row['measured'] and row['measured']['compiled'] for row in rows):
+        right += ' | compiled img/s, ratio'
     lines = [f'{"":34} {head:49} | here', f'{left} {"ratio":>5} | {right}']
     return '\n'.join(
         lines + [f'{row["name"]:34} {_printed(row["paper"])} | {_measured(row["measured"])}' for row in rows]
@@ -119,5 +135,13 @@ def _measured(row: dict[str, Any] | None) -> str:
     low, high = row['ratio_quartiles']
     return (
         f'{row["parameters"]:11,} {row["images_per_second"]:8.1f} {row["ratio"]:5.2f} {f"{low:.2f} - {high:.2f}":>12} '
-        f'{row["peak_memory_bytes"] / 2**20:7.1f} {row["memory_ratio"]:5.2f}'
+        f'{row["peak_memory_bytes"] / 2**20:7.1f} {row["memory_ratio"]:5.2f}{_format_compiled(row["compiled"])}'
     )
+
+
+def _format_compiled(figures: dict[str, Any] | None) -> str:
+    if figures is None:
+        return ''
+    if 'error' in figures:
+        return f' | failed: {figures["error"][:100]}'
+    return f' | {figures["images_per_second"]:.1f}, ' + ('-' if figures['ratio'] is None else f'{figures["ratio"]:.2f}')

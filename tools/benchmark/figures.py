@@ -1,0 +1,195 @@
+"""How each kind of figure of the table of goals is measured; every function gives what measures it."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import timm
+import torch
+from timm.layers import Attention
+from timm.utils import reparameterize_model
+from torch import Tensor, nn
+
+from aft_vision import ops
+from aft_vision.layers import AFTConv
+from aft_vision.timing import time_interleaved
+from tools.benchmark.compare import Call, materialised, too_large, with_backward
+from tools.benchmark.decode import measure_decode
+from tools.benchmark.goals import Figure
+from tools.benchmark.memory import peak_memory, saved_memory
+from tools.benchmark.models import materialise_attention
+from tools.benchmark.onehot import Shape, measure_onehot
+from tools.benchmark.operations import Operation
+from tools.machine import autocast, available_memory
+
+Measure = Callable[[int], Figure]
+CPU = torch.device('cpu')
+# The paper's baseline is shown, not promised.
+PAPER_ROUNDS = 3
+
+
+def speed(
+    operation: Operation,
+    dtype: torch.dtype = torch.float32,
+    training: bool = False,
+    device: torch.device = CPU,
+) -> Measure:
+    """Time of attention over that of the operation."""
+
+    def measure(rounds: int) -> Figure:
+        attend, operate, paper = operation.calls(dtype, training, device)
+        batch, tokens, _ = operation.shape
+        room = available_memory() if device.type == 'cpu' else torch.cuda.mem_get_info(device)[0]
+        fits = room is None or not too_large(batch, operation.heads, tokens, 1 + training, room)
+        return _faster(attend, operate, rounds, paper if fits else None, device)
+
+    return measure
+
+
+def memory(operation: Operation) -> Measure:
+    """Peak of the forward over that of attention."""
+
+    def measure(rounds: int) -> Figure:
+        theirs, own, paper = (peak_memory(call, CPU) for call in operation.calls())
+        return Figure(own / theirs, paper=own / paper)
+
+    return measure
+
+
+def kept(operation: Operation) -> Measure:
+    """What is kept for the backward over what attention keeps."""
+
+    def measure(rounds: int) -> Figure:
+        leaves = [torch.randn(operation.shape, requires_grad=True) for _ in 'qkv']
+        # Inputs count: attention and the operation are given the same.
+        inputs = [
+            *(2 * x for x in leaves),
+            *([torch.zeros(operation.bias, requires_grad=True)] if operation.bias else []),
+        ]
+        q, k, v = (x.unflatten(2, (operation.heads, -1)).transpose(1, 2) for x in inputs[:3])
+        own = saved_memory(lambda: getattr(ops, operation.name)(*inputs), inputs[3:])
+
+        def attend() -> Tensor:
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+
+        return Figure(own / saved_memory(attend), paper=own / saved_memory(materialised(attend)))
+
+    return measure
+
+
+def layer_speed(dim: int, heads: int, batch: int, training: bool) -> Measure:
+    """Time of a multi-head attention layer over that of an AFT-conv layer, kernel 11, on a 14 x 14 grid."""
+
+    def measure(rounds: int) -> Figure:
+        grid = (14, 14)
+        x = torch.randn(batch, grid[0] * grid[1], dim)
+        attention, conv = Attention(dim, dim // 64, qkv_bias=True), AFTConv(dim, num_heads=heads, kernel_size=11)
+
+        def attend() -> Tensor:
+            return attention(x)
+
+        def mix() -> Tensor:
+            return conv(x, grid)
+
+        if training:
+            x.requires_grad_()
+            theirs = with_backward(attend, [x, *attention.parameters()])
+            paper = with_backward(materialised(attend), [x, *attention.parameters()])
+            return _faster(theirs, with_backward(mix, [x, *conv.parameters()]), rounds, paper)
+        reparameterize_model(conv.eval(), inplace=True)
+        with torch.inference_mode():
+            return _faster(attend, mix, rounds, materialised(attend))
+
+    return measure
+
+
+def model_speed(name: str, baseline: str, batch: int, dtype: str = 'float32', training: bool = False) -> Measure:
+    """Time of a model of timm over that of one of ours, at 224 px."""
+
+    def measure(rounds: int) -> Figure:
+        models = [timm.create_model(each).train(training) for each in (baseline, name, baseline)]
+        materialise_attention(models[2])
+        images = torch.randn(batch, 3, 224, 224)
+        if training:
+            theirs, ours, paper = (_training_step(model, images) for model in models)
+            return _faster(theirs, ours, rounds, paper)
+        theirs, ours, paper = map(reparameterize_model, models)
+        with torch.inference_mode(), autocast(CPU, dtype):
+            return _faster(lambda: theirs(images), lambda: ours(images), rounds, lambda: paper(images))
+
+    return measure
+
+
+def model_memory(name: str, baseline: str, batch: int) -> Measure:
+    """Peak of a training step of one of our models over that of one of timm."""
+
+    def measure(rounds: int) -> Figure:
+        images = torch.randn(batch, 3, 224, 224)
+        models = [timm.create_model(each) for each in (name, baseline, baseline)]
+        materialise_attention(models[2])
+        own, theirs, paper = (peak_memory(_training_step(model, images), CPU) for model in models)
+        return Figure(own / theirs, paper=own / paper)
+
+    return measure
+
+
+def growth(operation: Callable[[int], Operation], tokens: int) -> Measure:
+    """Time of twice the tokens over that of the tokens."""
+    return lambda rounds: _faster(operation(2 * tokens).calls()[1], operation(tokens).calls()[1], rounds)
+
+
+def memory_exponent(operation: Callable[[int], Operation], lengths: Sequence[int]) -> Measure:
+    """The power of the tokens that the peak of the forward grows with; 1 is linear."""
+
+    def measure(rounds: int) -> Figure:
+        peaks = [math.log(peak_memory(operation(length).calls()[1], CPU)) for length in lengths]
+        return Figure((peaks[-1] - peaks[0]) / math.log(lengths[-1] / lengths[0]))
+
+    return measure
+
+
+def onehot_speed(training: bool) -> Measure:
+    """Time of AFT-conv over that of the operation with one offset a head, of the same result."""
+
+    def measure(rounds: int) -> Figure:
+        direction = 'forward and backward' if training else 'forward'
+        rows = measure_onehot(CPU, 'float32', rounds, (Shape(8, 384, 384),))
+        row = next(row for row in rows if (row['direction'], row['form']) == (direction, 'one-hot'))
+        return Figure(row['ratio'], row['ratio_quartiles'])
+
+    return measure
+
+
+class Decoding:
+    """The figures of decoding, which come from one measurement of a number of rounds, made when first asked for."""
+
+    def __init__(self, **model_args: Any) -> None:
+        self.model_args = model_args
+        self._rows: dict[int, list[dict[str, Any]]] = {}
+
+    def speed(self, name: str, batch: int) -> Measure:
+        """Time of an image with the Transformer over that with a model."""
+        return lambda rounds: Figure(self._row(rounds, name, batch)['ratio'])
+
+    def flatness(self, name: str, batch: int) -> Measure:
+        """Time of the last token over that of an early one."""
+        return lambda rounds: Figure(self._row(rounds, name, batch)['flatness'])
+
+    def _row(self, rounds: int, name: str, batch: int) -> dict[str, Any]:
+        if rounds not in self._rows:
+            self._rows[rounds] = measure_decode(CPU, rounds, **self.model_args)
+        return next(row for row in self._rows[rounds] if (row['model'], row['batch_size']) == (name, batch))
+
+
+def _training_step(model: nn.Module, images: Tensor) -> Call:
+    return with_backward(lambda: model(images), [x for x in model.parameters() if x.requires_grad])
+
+
+def _faster(
+    baseline: Call, candidate: Call, rounds: int, paper: Call | None = None, device: torch.device = CPU
+) -> Figure:
+    timing = time_interleaved([baseline, candidate], device, rounds)[1]
+    ratio = None
+    if paper is not None:
+        ratio = time_interleaved([paper, candidate], device, min(rounds, PAPER_ROUNDS))[1].ratio
+    return Figure(timing.ratio, timing.quartiles, ratio)

@@ -1,0 +1,127 @@
+"""The command line of the benchmark: its sections, and the options that each takes."""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tools.arguments import parse_size
+from tools.benchmark import loaders, sections
+from tools.benchmark.paper import TABLES
+from tools.benchmark.paper_sequences import SEQUENCE_TABLES
+from tools.machine import PRECISIONS
+
+
+class Section(NamedTuple):
+    """What is measured.
+
+    Args:
+        options: That it takes, with their defaults.
+        flag: That chooses it.
+        is_timed: Whether other processes disturb it.
+    """
+
+    run: Callable[[argparse.Namespace, torch.device], sections.Report]
+    options: dict[str, Any]
+    flag: str
+    is_timed: bool = True
+
+
+_OPERATIONS = dict(batch_size=None, rounds=15, dtype='float32', compile=False)
+_SEQUENCES = dict(batch_size=1, depth=None, most_gib=None, rounds=3, dtype='float32', compile=False)
+_CLASSIFIERS = dict(
+    batch_size=4, models=None, sizes=None, training=False, most_gib=None, rounds=5, dtype='float32', compile=False
+)
+_SCALING = dict(most_seconds=5.0, most_gib=None, training=False, rounds=3, dtype='float32', png=None)
+_MEMORY = dict(batch_size=1, models=None, sizes=None, training=False, dtype='float32', png=None)
+_LOADER = dict(batch_size=64, img_size=224, rounds=5, workers=os.cpu_count(), augment='crop')
+SECTIONS = {
+    'operations': Section(sections.run_operations, _OPERATIONS, '--operations'),
+    'layers': Section(sections.run_layers, _OPERATIONS, '--layers'),
+    'classifiers': Section(sections.run_classifiers, _CLASSIFIERS, '--classifiers'),
+    'scaling': Section(sections.run_scaling, _SCALING, '--scaling'),
+    'table': Section(
+        sections.run_table, dict(batch_size=32, img_size=None, rounds=5, dtype='float32', compile=False), '--table'
+    ),
+    'sequences': Section(sections.run_sequences, _SEQUENCES, '--table {2,4}'),
+    'memory': Section(sections.run_memory, _MEMORY, '--memory', is_timed=False),
+    'onehot': Section(sections.run_onehot, dict(rounds=15, dtype='float32'), '--onehot'),
+    'goals': Section(sections.run_goals, dict(rounds=15, rows=None), '--goals'),
+    'decode': Section(sections.run_decode, dict(rounds=5, compile=False), '--decode'),
+    'loader': Section(sections.run_loader, _LOADER, '--loader'),
+}
+
+
+def parse_args(argv: Sequence[str] | None = None, description: str | None = None) -> argparse.Namespace:
+    """Parse the command line; `section` is the chosen key of SECTIONS, and its options have their defaults."""
+    parser = argparse.ArgumentParser(
+        prog='python -m tools.benchmark', description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    _add_sections(parser.add_mutually_exclusive_group(required=True))
+    _add_options(parser)
+    args = parser.parse_args(argv)
+    chosen = next(name for name in SECTIONS if getattr(args, name, None) is not None)
+    args.section = 'sequences' if chosen == 'table' and args.table in SEQUENCE_TABLES else chosen
+    section = SECTIONS[args.section]
+    for name in {name for each in SECTIONS.values() for name in each.options}:
+        if getattr(args, name) is None:
+            setattr(args, name, section.options.get(name))
+        elif name not in section.options:
+            parser.error(f'--{name.replace("_", "-")} is no option of {section.flag}')
+    return args
+
+
+def _add_sections(chosen: Any) -> None:
+    flag: dict[str, Any] = dict(action='store_true', default=None)
+    numbers = sorted([*TABLES, *SEQUENCE_TABLES])
+    chosen.add_argument('--operations', **flag, help='operations against attention')
+    chosen.add_argument('--layers', **flag, help='layers against attention')
+    chosen.add_argument('--classifiers', **flag, help='models of timm at several sizes')
+    chosen.add_argument(
+        '--scaling', type=int, nargs='*', metavar='T', help='time and memory against tokens (default: 128 to 65536)'
+    )
+    chosen.add_argument('--table', type=int, choices=numbers, help='a table of the AFT paper')
+    chosen.add_argument('--memory', **flag, help='memory against pixels')
+    chosen.add_argument('--onehot', **flag, help='the one-offset operation')
+    chosen.add_argument('--goals', **flag, help='what this project promises')
+    chosen.add_argument('--decode', **flag, help='one token at a time, with a state')
+    chosen.add_argument('--loader', nargs='+', metavar='DATA', help='data sets; the first is compared to')
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    flag: dict[str, Any] = dict(action='store_true', default=None)
+    sizes: dict[str, Any] = dict(type=parse_size, nargs='+', metavar='SIZE')
+    add = parser.add_argument
+    add(
+        '--batch-size', type=int, help='(default: 32 for --table 7 and 8, 4 for --classifiers, 64 for --loader, else 1)'
+    )
+    add('--img-size', type=int, metavar='PX', help="(default: the table's; 224 for --loader)")
+    add('--depth', type=int, metavar='N', help='of --table 2 and 4: blocks of every model (default: as printed)')
+    add(
+        '--rounds',
+        type=int,
+        help='(default: 15 for operations, layers and goals, 3 for --scaling, --table 2 and 4, else 5)',
+    )
+    add('--rows', type=int, nargs='+', metavar='N', help='of --goals (default: all)')
+    add('--dtype', choices=PRECISIONS, help='float32, or autocast to another (default: float32)')
+    add('--models', nargs='+', metavar='NAME', help='of --memory and --classifiers')
+    add('--sizes', **sizes, help='of --memory and --classifiers: a side in pixels, or HEIGHTxWIDTH')
+    add('--training', **flag, help='of --memory, --classifiers and --scaling: forward and backward')
+    add('--compile', **flag, help='every row under torch.compile too')
+    add('--most-seconds', type=float, metavar='S', help='of --scaling: what a call may take (default: 5)')
+    add(
+        '--most-gib',
+        type=float,
+        metavar='GIB',
+        help='of --scaling, --classifiers, --table 2 and 4 (default: half of what is free)',
+    )
+    add('--png', type=Path, metavar='FILE', help='of --memory and --scaling: draw the curves (needs matplotlib)')
+    add('--augment', choices=sorted(loaders.AUGMENTATIONS), help='of --loader (default: crop, and flip)')
+    add('--workers', type=int, help='of --loader: loading processes (default: one per core)')
+    add('--device', default='cpu', help='where to measure; auto is CUDA where there is one (default: cpu)')
+    add('--threads', type=int, help="of torch on the CPU (default: torch's own choice)")
+    add('--json', type=Path, metavar='FILE', help='also write the figures here')
+    add('--allow-load', action='store_true', help='report although other processes use the machine')

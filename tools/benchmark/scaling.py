@@ -1,0 +1,224 @@
+"""Time and memory of operations against the number of tokens, with fitted exponents."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aft_vision import ops
+from aft_vision.visualize import new_figure
+from tools.benchmark.compare import PAPER_BASELINE, Prepared, materialised, time_calls, with_backward
+from tools.machine import PRECISIONS
+
+TOKENS = tuple(2**power for power in range(7, 17))
+DIM, HEADS, WINDOW, BIAS_DIM, KERNEL_SIZE = 256, 4, 256, 64, 11
+# What is measured, and the words for it.
+QUANTITIES = {'milliseconds': 'time of a call (ms)', 'peak_bytes': 'peak memory beyond the inputs (MiB)'}
+
+
+class Limit(NamedTuple):
+    """What a call may take: an operation stops before a length at which it could take more."""
+
+    seconds: float
+    bytes: float
+
+
+class Spent(NamedTuple):
+    """What a call of an operation has taken."""
+
+    seconds: float
+    bytes: float
+
+    def reason(self, factor: float, limit: Limit) -> str | None:
+        """Why a call of so many times the tokens is not tried, or None: nothing grows faster than their square."""
+        seconds, size = self.seconds * factor**2, self.bytes * factor**2
+        if seconds > limit.seconds:
+            return f'a call could take {seconds:.3g} s, the limit is {limit.seconds:g} s'
+        if size > limit.bytes:
+            return f'a call could take {size / 2**30:.3g} GiB, the limit is {limit.bytes / 2**30:.3g} GiB'
+        return None
+
+
+def measure_scaling(
+    tokens: Sequence[int],
+    limit: Limit,
+    device: torch.device,
+    dtype: str,
+    rounds: int,
+    training: bool = False,
+    progress: bool = False,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Measure the operations of OPERATIONS at lengths, ascending, those of one length interleaved.
+
+    Args:
+        tokens: Lengths T.
+        dtype: Key of PRECISIONS, of q, k and v.
+        training: Forward and backward.
+
+    Returns:
+        A row for each length and operation, `tokens`, `operation` and what `time_calls` gives, with `ratio` None where
+        fused attention has stopped; and for each operation that stopped `operation`, `before` (T) and `reason`.
+
+    Raises:
+        ValueError: there are fewer than two lengths to fit a line through, or one is below 1.
+    """
+    lengths = sorted(set(tokens))
+    if len(lengths) < 2 or lengths[0] < 1:
+        raise ValueError(f'expected at least 2 lengths from 1 token, got {list(tokens)}')
+    rows: list[dict[str, Any]] = []
+    stops: list[dict[str, Any]] = []
+    spent: dict[str, Spent] = {}
+    running = list(OPERATIONS)
+    for place, length in enumerate(lengths):
+        for name in running if place else ():
+            reason = spent[name].reason(length / lengths[place - 1], limit)
+            if reason:
+                stops.append({'operation': name, 'before': length, 'reason': reason})
+        running = [name for name in running if name not in {stop['operation'] for stop in stops}]
+        calls = {name: _call(name, length, device, PRECISIONS[dtype] or torch.float32, training) for name in running}
+        with torch.set_grad_enabled(training):
+            found = time_calls(calls, device, rounds, progress)
+        for name, figures in found.items():
+            spent[name] = Spent(figures['milliseconds'] / 1e3, figures['peak_bytes'])
+            if running[0] != BASELINE:
+                figures |= {'ratio': None, 'ratio_quartiles': None}
+            rows.append({'tokens': length, 'operation': name, **figures})
+    return rows, stops
+
+
+def _call(name: str, tokens: int, device: torch.device, dtype: torch.dtype, training: bool) -> Callable[[], object]:
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, tokens, DIM, generator=generator).to(device, dtype) for _ in 'qkv']
+    factors = [0.1 * torch.randn(tokens, BIAS_DIM, generator=generator).to(device) for _ in 'uv']
+    for x in (*qkv, *factors):
+        x.requires_grad_(training)
+    prepared = OPERATIONS[name](qkv, factors)
+    return with_backward(*prepared) if training else prepared.forward
+
+
+def _attend(qkv: list[Tensor], causal: bool = False, written_out: bool = False) -> Prepared:
+    def attend() -> Tensor:
+        q, k, v = (x.unflatten(2, (HEADS, -1)).transpose(1, 2) for x in qkv)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+
+    return Prepared(materialised(attend) if written_out else attend, qkv)
+
+
+def _full(qkv: list[Tensor], factors: list[Tensor]) -> Prepared:
+    q, k, v = qkv
+    return Prepared(lambda: ops.aft_full(q, k, v, ops.factorized_bias(factors[0], factors[1])), [*qkv, *factors])
+
+
+def _local(qkv: list[Tensor], factors: list[Tensor]) -> Prepared:
+    q, k, v = qkv
+    window = min(WINDOW, q.shape[1])
+
+    def operate() -> Tensor:
+        return ops.aft_local_causal(q, k, v, ops.factorized_bias(factors[0], factors[1], window, causal=True))
+
+    return Prepared(operate, [*qkv, *factors])
+
+
+def _simple(qkv: list[Tensor]) -> Prepared:
+    q, k, v = qkv
+    return Prepared(lambda: ops.aft_simple_causal(q, k, v), qkv)
+
+
+def _conv(qkv: list[Tensor]) -> Prepared:
+    q, k, v = qkv
+    tokens = q.shape[1]
+    # The grid of so many tokens that is closest to a square.
+    height = next(side for side in range(math.isqrt(tokens), 0, -1) if tokens % side == 0)
+    kernel = 0.1 * torch.randn(DIM, KERNEL_SIZE, KERNEL_SIZE, generator=torch.Generator().manual_seed(1))
+    kernel = kernel.to(q.device).requires_grad_(q.requires_grad)
+    return Prepared(lambda: ops.aft_conv(q, k, v, kernel, (height, tokens // height)), [*qkv, kernel])
+
+
+BASELINE = 'SDPA'
+# Each makes the operation of q, k and v (1, T, DIM) and the factors (T, BIAS_DIM) of a position bias.
+OPERATIONS: dict[str, Callable[[list[Tensor], list[Tensor]], Prepared]] = {
+    BASELINE: lambda qkv, factors: _attend(qkv),
+    'SDPA causal': lambda qkv, factors: _attend(qkv, causal=True),
+    f'SDPA math, {PAPER_BASELINE}': lambda qkv, factors: _attend(qkv, written_out=True),
+    'AFT-full': _full,
+    f'AFT-local causal, s={WINDOW}': _local,
+    'AFT-simple causal': lambda qkv, factors: _simple(qkv),
+    f'AFT-conv, k={KERNEL_SIZE}, h=d': lambda qkv, factors: _conv(qkv),
+}
+
+
+def fit_exponent(tokens: Sequence[float], values: Sequence[float]) -> float | None:
+    """The slope of the least-squares line through the logarithms, over the upper half of their range.
+
+    Returns:
+        The power of the tokens that the values grow with; None where less than two lengths lie in the upper half.
+    """
+    points = [(x, y) for x, y in zip(tokens, values, strict=True) if y > 0]
+    middle = math.sqrt(min(x for x, _ in points) * max(x for x, _ in points)) if points else 0.0
+    # Of 128 to 2048 the middle is 512, which a rounded root must not leave out.
+    upper = [(x, y) for x, y in points if x >= middle * (1 - 1e-9)]
+    if len({x for x, _ in upper}) < 2:
+        return None
+    x, y = np.log(upper).T
+    return float(np.polyfit(x, y, 1)[0])
+
+
+def fit_scaling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each operation `operation` and the exponent of each of QUANTITIES."""
+    fits = []
+    for name in dict.fromkeys(row['operation'] for row in rows):
+        own = [row for row in rows if row['operation'] == name]
+        lengths = [row['tokens'] for row in own]
+        exponents = {quantity: fit_exponent(lengths, [row[quantity] for row in own]) for quantity in QUANTITIES}
+        fits.append({'operation': name, **exponents})
+    return fits
+
+
+def format_scaling(
+    rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], stops: Sequence[dict[str, Any]]
+) -> str:
+    """A table for each quantity, with the exponent at the end of its lines, and a line for each that stopped."""
+    lengths = sorted({row['tokens'] for row in rows})
+    width, lines = max(len(fit['operation']) for fit in fits), []
+    for quantity, words in QUANTITIES.items():
+        lines.append(' '.join([f'{words:{width}}', *(f'{length:>9}' for length in lengths), 'exponent']))
+        for fit in fits:
+            found = {row['tokens']: row[quantity] for row in rows if row['operation'] == fit['operation']}
+            cells = [f'{found[each] / _unit(quantity):9.2f}' if each in found else f'{"-":>9}' for each in lengths]
+            exponent = '-' if fit[quantity] is None else f'{fit[quantity]:.2f}'
+            lines.append(' '.join([f'{fit["operation"]:{width}}', *cells, f'{exponent:>8}']))
+        lines.append('')
+    lines += [f'{stop["operation"]} stopped before T = {stop["before"]}: {stop["reason"]}' for stop in stops]
+    return '\n'.join(lines).rstrip()
+
+
+def plot_scaling(rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw time and memory over the tokens with logarithmic axes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure = new_figure(14, 5.5)
+    for axes, (quantity, words) in zip(figure.subplots(1, len(QUANTITIES)), QUANTITIES.items(), strict=True):
+        for fit in fits:
+            own = [row for row in rows if row['operation'] == fit['operation']]
+            points = [(row['tokens'], row[quantity] / _unit(quantity)) for row in own if row[quantity] > 0]
+            if points:
+                exponent = 'no exponent' if fit[quantity] is None else f'exponent {fit[quantity]:.2f}'
+                label = f'{fit["operation"]}: {exponent}'
+                axes.plot(*zip(*points, strict=True), marker='o', markersize=4, label=label)
+        axes.set(xlabel='tokens T', ylabel=words)
+        axes.set_xscale('log', base=2)
+        axes.set_yscale('log')
+        axes.grid(alpha=0.3, which='both')
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def _unit(quantity: str) -> float:
+    return 2**20 if quantity == 'peak_bytes' else 1.0

@@ -1,0 +1,189 @@
+"""What each section of the benchmark measures, and how it shows that."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tools.benchmark import classifiers, decode, goals, layers, loaders, onehot, operations, pixels, scaling, tables
+from tools.benchmark import sequences as sequence_tables
+from tools.benchmark.compare import format_comparison
+from tools.benchmark.goal_table import make_goals
+from tools.benchmark.paper import TABLES
+from tools.benchmark.paper_sequences import SEQUENCE_TABLES
+from tools.machine import available_memory
+
+# Of the memory that is free, what a call may take unless it is said.
+MOST_MEMORY = 0.5
+
+
+class Report(NamedTuple):
+    """What was measured.
+
+    Args:
+        figures: To be written as JSON; `rows` at least.
+        text: To be printed.
+        draw: Writes the picture of it to a file, where there is one.
+    """
+
+    figures: dict[str, Any]
+    text: str
+    draw: Callable[[Path], None] | None = None
+
+
+def run_operations(args: argparse.Namespace, device: torch.device) -> Report:
+    """Operations against attention."""
+    rows = operations.measure_operations(
+        operations.make_groups(args.batch_size), device, args.dtype, args.rounds, args.compile, show_progress()
+    )
+    return Report({'rows': rows}, _by_shape('q, k and v of', rows))
+
+
+def run_layers(args: argparse.Namespace, device: torch.device) -> Report:
+    """Layers against attention."""
+    rows = layers.measure_layers(
+        layers.make_layer_groups(args.batch_size), device, args.dtype, args.rounds, args.compile, show_progress()
+    )
+    return Report({'rows': rows}, _by_shape('tokens of', rows))
+
+
+def run_classifiers(args: argparse.Namespace, device: torch.device) -> Report:
+    """Classifiers of timm at several sizes."""
+    rows = classifiers.measure_classifiers(
+        args.models or classifiers.MODELS,
+        args.sizes or classifiers.SIZES,
+        args.batch_size,
+        device,
+        args.dtype,
+        args.rounds,
+        training=args.training,
+        compiled=args.compile,
+        most_bytes=most_bytes(args),
+        progress=show_progress(),
+    )
+    head = (
+        f'classifiers, batch of {args.batch_size}; ratios of images/s to {classifiers.BASELINE} of that size and form'
+    )
+    return Report({'rows': rows}, f'{head}\n{classifiers.format_classifiers(rows)}')
+
+
+def run_scaling(args: argparse.Namespace, device: torch.device) -> Report:
+    """Operations against the number of tokens."""
+    limit = scaling.Limit(args.most_seconds, most_bytes(args))
+    rows, stops = scaling.measure_scaling(
+        args.scaling or scaling.TOKENS, limit, device, args.dtype, args.rounds, args.training, show_progress()
+    )
+    fits = scaling.fit_scaling(rows)
+    direction = 'forward and backward' if args.training else 'forward'
+    head = (
+        f'{direction}, batch of 1, d = {scaling.DIM}, {scaling.HEADS} heads of attention; exponents of the upper half'
+    )
+    return Report(
+        {'rows': rows, 'fits': fits, 'stops': stops},
+        f'{head}\n{scaling.format_scaling(rows, fits, stops)}',
+        partial(scaling.plot_scaling, rows, fits),
+    )
+
+
+def run_table(args: argparse.Namespace, device: torch.device) -> Report:
+    """A table of the paper's image models."""
+    table = TABLES[args.table]
+    size = args.img_size or table.img_size
+    rows = tables.measure_table(
+        args.table, args.batch_size, size, device, args.dtype, args.rounds, args.compile, show_progress()
+    )
+    head = (
+        f'AFT Table {args.table}: inference at {size} px, batch of {args.batch_size}; ratios to the DeiT of that size'
+    )
+    return Report({'rows': rows}, f'{head}\n{tables.format_table(args.table, rows)}')
+
+
+def run_sequences(args: argparse.Namespace, device: torch.device) -> Report:
+    """A table of the paper's pixel or character models."""
+    rows = sequence_tables.measure_sequences(
+        args.table,
+        args.batch_size,
+        args.depth,
+        most_bytes(args),
+        device,
+        args.dtype,
+        args.rounds,
+        compiled=args.compile,
+        progress=show_progress(),
+    )
+    depth = 'the depth of the row' if args.depth is None else f'every model cut to {args.depth} blocks'
+    head = (
+        f'AFT Table {args.table}: training iterations, batch of {args.batch_size}, {depth}, '
+        f'T = {SEQUENCE_TABLES[args.table].tokens}; ratios to the Transformer of that width'
+    )
+    return Report({'rows': rows}, f'{head}\n{sequence_tables.format_sequences(args.table, rows)}')
+
+
+def run_memory(args: argparse.Namespace, device: torch.device) -> Report:
+    """Memory against pixels."""
+    rows = pixels.measure_pixels(
+        args.models or pixels.MODELS,
+        args.sizes or pixels.SIZES,
+        args.batch_size,
+        args.training,
+        device,
+        args.dtype,
+        progress=show_progress(),
+    )
+    fits = pixels.fit_pixels(rows)
+    head = f'dense features, batch of {args.batch_size}, beyond weights and images'
+    text = f'{head}\n{pixels.format_pixels(rows, fits)}'
+    return Report({'rows': rows, 'fits': fits}, text, partial(pixels.plot_pixels, rows, fits))
+
+
+def run_onehot(args: argparse.Namespace, device: torch.device) -> Report:
+    """The times of the one-offset operation."""
+    rows = onehot.measure_onehot(device, args.dtype, args.rounds, onehot.SHAPES, progress=show_progress())
+    head = f'grid {onehot.GRID}, kernel {onehot.KERNEL_SIZE}; ratios of the time of the convolution to that of the form'
+    return Report({'rows': rows}, f'{head}\n{onehot.format_onehot(rows)}')
+
+
+def run_goals(args: argparse.Namespace, device: torch.device) -> Report:
+    """The promises and what is measured of them."""
+    chosen = [goal for goal in make_goals() if args.rows is None or goal.row in args.rows]
+    rows = goals.measure_goals(chosen, args.rounds, progress=show_progress())
+    return Report({'rows': rows}, goals.format_goals(rows))
+
+
+def run_decode(args: argparse.Namespace, device: torch.device) -> Report:
+    """The times of decoding."""
+    rows = decode.measure_decode(device, args.rounds, compiled=args.compile, progress=show_progress())
+    head = 'one token at a position of the sequence; ratios are of the time of an image with the Transformer to it'
+    return Report({'rows': rows}, f'{head}\n{decode.format_decode(rows)}')
+
+
+def run_loader(args: argparse.Namespace, device: torch.device) -> Report:
+    """The throughput of loaders."""
+    rows = loaders.time_loaders(
+        args.loader, args.augment, args.img_size, args.batch_size, args.workers, str(device), args.rounds
+    )
+    return Report({'rows': rows}, loaders.format_loaders(rows))
+
+
+def most_bytes(args: argparse.Namespace) -> float:
+    """What a call may take: --most-gib, or half of what is free."""
+    if args.most_gib is not None:
+        return args.most_gib * 2**30
+    return MOST_MEMORY * (available_memory() or 8 * 2**30)
+
+
+def show_progress() -> bool:
+    """Whether somebody looks at standard error."""
+    return sys.stderr.isatty()
+
+
+def _by_shape(words: str, rows: Sequence[dict[str, Any]]) -> str:
+    lines = ['ratios to fused attention, which comes first; kept: for the backward, beside what gets gradients']
+    for shape in dict.fromkeys(row['shape'] for row in rows):
+        own = [row for row in rows if row['shape'] == shape]
+        lines += [f'{words} {shape}', format_comparison(own, indent='  ')]
+    return '\n'.join(lines)
