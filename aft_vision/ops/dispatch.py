@@ -216,6 +216,7 @@ _define(
     {
         'eager': _Form(conv.conv_forward, conv.conv_backward),
         'cpp': _kernel('depthwise', 'conv'),
+        'triton': _triton('conv', 'conv'),
     },
 )
 _define(
