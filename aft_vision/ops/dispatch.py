@@ -238,7 +238,10 @@ _define(
     'aft_local_causal',
     causal.check_local_causal,
     empty_denominator,
-    {'eager': _Form(causal.local_causal_forward, causal.local_causal_backward)},
+    {
+        'eager': _Form(causal.local_causal_forward, causal.local_causal_backward),
+        'triton': _triton('local_causal', 'local_causal'),
+    },
 )
 _define(
     'aft_simple_causal',
