@@ -4,7 +4,6 @@ Two short kernels find what each block needs of the tokens before it, so that no
 blocks are worked side by side: a few long sequences fill a GPU.
 """
 
-
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from aft_vision.ops.eager.numerics import empty_denominator, empty_output
 from aft_vision.ops.kernels.device import local_causal as device
+from aft_vision.ops.kernels.device import local_causal_repair as repair
 from aft_vision.ops.kernels.launch import as_bytes, launching, like, products, rows, strides
 
 # Programs of the gradient of the band, about: some for each multiprocessor of a large GPU.
@@ -22,7 +22,7 @@ class _Call:
     """Sizes, tiles, the band's exponentials and the summaries of the past, which forward and backward share."""
 
     def __init__(self, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> None:
-        self.k, self.v, self.mask = rows(k), rows(v), as_bytes(mask)
+        self.k, self.v, self.mask, self.band = rows(k), rows(v), as_bytes(mask), band.contiguous()
         (self.B, self.T, self.D), self.window = v.shape, band.shape[1]
         self.products = products(v)
         # What a multiprocessor keeps of operands of four bytes is twice as large.
@@ -30,9 +30,13 @@ class _Call:
         self.BC, self.BD = 32 if self.window <= 32 else 64, min(widest, max(16, triton.next_power_of_2(self.D)))
         self.blocks, self.strips = triton.cdiv(self.T, self.BC), triton.cdiv(self.D, self.BD)
         self.grid = self.blocks, self.strips, self.B
+        # Of BC sources, over the window of a block.
+        self.band_tiles = triton.cdiv(self.window - 1, self.BC) + 1
         self.tile = {'BC': self.BC, 'BD': self.BD}
-        self.exp, self.older = self._exponentials(band)
+        self.exp, self.older = self._exponentials()
         self.past = self._past()
+        # The first token of each sequence that counts: targets before it see nothing, which is no underflow.
+        self.first = None if mask is None else torch.where(mask.any(1), mask.int().argmax(1), self.T).int()
 
     @property
     def product_dtype(self) -> torch.dtype:
@@ -40,15 +44,20 @@ class _Call:
         return torch.float32 if self.products['PRODUCT'] is tl.float32 else torch.bfloat16
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """T, D, s and the number of blocks."""
+        return self.T, self.D, self.window, self.blocks
+
+    @property
     def keys_and_values(self) -> tuple[Tensor | None, ...]:
         """As the kernels take them."""
         return self.k, self.v, self.mask
 
-    def _exponentials(self, band: Tensor) -> tuple[Tensor, Tensor]:
+    def _exponentials(self) -> tuple[Tensor, Tensor]:
         # (T, s) of the band and (T,) of the zero before the window, both relative to the largest that a target sees.
-        target = torch.arange(self.T, device=band.device)
-        outside = torch.arange(self.window, device=band.device) < self.window - 1 - target[:, None]
-        w = band.float().masked_fill(outside, float('-inf'))
+        target = torch.arange(self.T, device=self.band.device)
+        outside = torch.arange(self.window, device=self.band.device) < self.window - 1 - target[:, None]
+        w = self.band.float().masked_fill(outside, float('-inf'))
         row = w.amax(1)
         row = torch.where(target < self.window, row, row.clamp_min(0.0))
         return torch.exp(w - row[:, None]).to(self.product_dtype), torch.exp(-row.clamp_min(0.0))
@@ -58,10 +67,7 @@ class _Call:
         device.summary_kernel[self.grid](
             *self.keys_and_values,
             past,
-            self.T,
-            self.D,
-            self.window,
-            self.blocks,
+            *self.sizes,
             *strides(self.k, self.v),
             **self.tile,
         )
@@ -72,7 +78,7 @@ class _Call:
 
     def lost(self) -> Tensor:
         """Room for whether a tile has elements that underflowed."""
-        return torch.empty((self.B, self.blocks, self.strips), dtype=torch.int32, device=self.v.device)
+        return torch.empty((self.blocks, self.B, self.strips), dtype=torch.int32, device=self.v.device)
 
 
 def local_causal_forward(
@@ -86,10 +92,19 @@ def local_causal_forward(
         device.forward_kernel[call.grid](
             q,
             *call.keys_and_values,
-            *(call.exp, call.older, call.past, y, den if save else None, lost),
-            *(call.B, call.T, call.D, call.window, call.blocks),
+            *(call.exp, call.older, call.past, y, den if save else None, lost, call.first),
+            call.B,
+            *call.sizes,
             *strides(q, call.k, call.v),
             **call.products,
+            **call.tile,
+        )
+        repair.forward_kernel[call.grid](
+            q,
+            *call.keys_and_values,
+            *(call.band, call.past, y, lost),
+            *call.sizes,
+            *strides(q, call.k, call.v),
             **call.tile,
         )
     return y, den
@@ -113,9 +128,10 @@ def local_causal_backward(
         call = _Call(k, v, band, mask)
         r = torch.empty((2, *v.shape), dtype=call.product_dtype, device=v.device)
         dpast = torch.empty((call.B, call.blocks, 2, call.D), dtype=torch.float32, device=v.device)
-        lost, sizes = call.lost(), (call.B, call.T, call.D)
+        lost = call.lost()
         device.rows_kernel[call.grid](
-            *(grad, y, den, q, call.older, dq, r, dpast, lost, *sizes, call.blocks),
+            *(grad, y, den, q, call.older, dq, r, dpast, lost, call.first),
+            *(call.B, call.T, call.D, call.blocks),
             *strides(grad, y, q),
             **call.tile,
         )
@@ -124,22 +140,32 @@ def local_causal_backward(
             r,
             *call.keys_and_values,
             *(call.exp, call.older, call.past, dpast, dk, dv),
-            *sizes,
-            *(call.window, call.blocks),
+            call.B,
+            *call.sizes,
             *strides(call.k, call.v),
             **call.products,
             **call.tile,
         )
-        dband = _band_grad(call, r).to(band.dtype) if need_bias else band.new_empty(0)
+        inputs, steps = (grad, y, den, q, *call.keys_and_values), strides(grad, y, q, call.k, call.v)
+        repair.sources_kernel[call.grid](
+            *(*inputs, call.band, call.past, lost, dk, dv, *call.sizes, *steps), **call.tile
+        )
+        dband = band.new_empty(0)
+        if need_bias:
+            found = _band_grad(call, r)
+            repair.band_kernel[(call.blocks, call.band_tiles)](
+                *(*inputs, call.band, call.past, lost, found, call.B, *call.sizes, call.strips, *steps), **call.tile
+            )
+            dband = found.to(band.dtype)
     return k.new_empty(0) if dq is None else dq, dk, dv, dband
 
 
 def _band_grad(call: _Call, r: Tensor) -> Tensor:
     """Gradient of the band (T, s)."""
-    tiles, strips = triton.cdiv(call.window - 1, call.BC) + 1, call.B * call.strips
-    splits = max(1, min(strips, PROGRAMS // (call.blocks * tiles)))
+    strips = call.B * call.strips
+    splits = max(1, min(strips, PROGRAMS // (call.blocks * call.band_tiles)))
     grad = r.new_zeros((splits, call.T, call.window), dtype=torch.float32)
-    device.band_kernel[(call.blocks, tiles, splits)](
+    device.band_kernel[(call.blocks, call.band_tiles, splits)](
         r,
         *call.keys_and_values,
         *(call.exp, call.older, call.past, grad, call.B, call.T, call.D, call.window, call.blocks),

@@ -42,6 +42,17 @@ def load_past(PAST, b, j, i, c, blocks, D):
 
 
 @triton.jit
+def mark_lost(LOST, FIRST, den, b, j, t, c, T, D):
+    """Whether any of a tile underflowed, of targets that see a source."""
+    seeing = t < T
+    if FIRST is not None:
+        seeing = seeing & (t >= tl.load(FIRST + b))
+    lost = (den < LIMIT) & seeing[:, None] & (c < D)[None, :]
+    tile = (j * tl.num_programs(2) + b) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(LOST + tile, tl.max(tl.max(lost.to(tl.int32), 1), 0))
+
+
+@triton.jit
 def summary_kernel(
     K,
     V,
@@ -114,6 +125,7 @@ def forward_kernel(
     Y,
     DEN,
     LOST,
+    FIRST,
     B,
     T,
     D,
@@ -155,9 +167,7 @@ def forward_kernel(
     store_tile(Y, y, b, t, c, T, D)
     if DEN is not None:
         store_tile(DEN, den, b, t, c, T, D)
-    lost = (den < LIMIT) & (t < T)[:, None] & (c < D)[None, :]
-    tile = (b * blocks + j) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(LOST + tile, tl.max(tl.max(lost.to(tl.int32), 1), 0))
+    mark_lost(LOST, FIRST, den, b, j, t, c, T, D)
 
 
 @triton.jit
@@ -171,6 +181,7 @@ def rows_kernel(
     R,
     DPAST,
     LOST,
+    FIRST,
     B,
     T,
     D,
@@ -206,9 +217,7 @@ def rows_kernel(
     DPAST += (b * blocks + j) * 2 * D + c
     tl.store(DPAST, tl.sum(older * r_num, 0), mask=c < D)
     tl.store(DPAST + D, tl.sum(older * r_den, 0), mask=c < D)
-    lost = (den < LIMIT) & (t < T)[:, None] & (c < D)[None, :]
-    tile = (b * blocks + j) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(LOST + tile, tl.max(tl.max(lost.to(tl.int32), 1), 0))
+    mark_lost(LOST, FIRST, den, b, j, t, c, T, D)
 
 
 @triton.jit
