@@ -227,9 +227,9 @@ def band_kernel(
     s = (find_low(j, window, BC) // BC + tl.program_id(1)) * BC + tl.arange(0, BC)
     if has_lost(LOST, j * B * strips, B * strips, 1):
         sums = tl.zeros([BC, BC], tl.float32)
-        for tile in range(0, B * strips):
-            if tl.load(LOST + j * B * strips + tile) > 0:
-                b, c = (tile // strips).to(tl.int64), tile % strips * BD + tl.arange(0, BD)
+        for i in range(0, B * strips):
+            if tl.load(LOST + j * B * strips + i) > 0:
+                b, c = (i // strips).to(tl.int64), i % strips * BD + tl.arange(0, BD)
                 base, bias, _, den = find_sums(
                     K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, k_batch, k_token, v_batch, v_token, BC, BD
                 )
@@ -238,11 +238,14 @@ def band_kernel(
                 )
                 k = load_keys(K, MASK, b, s, c, k_batch, k_token, T, D)
                 v = load_tile(V, b, s, c, v_batch, v_token, T, D)
-                for i in range(0, BD):
-                    w = load_bias(BAND, t[:, None], s[None, :], T, window) - pick(bias, i, 1)[:, None]
-                    p = tl.exp((pick(k, i, 1)[None, :] - pick(base, i, 1)[:, None]) + w)
-                    sums += p * (pick(r_num, i, 1)[:, None] * pick(v, i, 1)[None, :] + pick(r_den, i, 1)[:, None])
+                for channel in range(0, BD):
+                    w = load_bias(BAND, t[:, None], s[None, :], T, window) - pick(bias, channel, 1)[:, None]
+                    p = tl.exp((pick(k, channel, 1)[None, :] - pick(base, channel, 1)[:, None]) + w)
+                    sums += p * (
+                        pick(r_num, channel, 1)[:, None] * pick(v, channel, 1)[None, :]
+                        + pick(r_den, channel, 1)[:, None]
+                    )
         place = s[None, :] - t[:, None] + window - 1
         inside = (t < T)[:, None] & (s < T)[None, :] & (place >= 0) & (place < window)
-        DBAND += t[:, None] * window + place
-        tl.store(DBAND, tl.load(DBAND, mask=inside, other=0.0) + sums, mask=inside)
+        tile = DBAND + t[:, None] * window + place
+        tl.store(tile, tl.load(tile, mask=inside, other=0.0) + sums, mask=inside)
