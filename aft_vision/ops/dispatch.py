@@ -224,6 +224,7 @@ _define(
     {
         'eager': _Form(conv.conv_forward, conv.conv_backward),
         'cpp': _kernel('depthwise', 'conv'),
+        'triton': _triton('conv', 'conv'),
     },
 )
 _define(
@@ -249,6 +250,7 @@ _define(
     {
         'eager': _Form(causal.local_causal_forward, causal.local_causal_backward),
         'cpp': _kernel('local', 'local_causal'),
+        'triton': _triton('local_causal', 'local_causal'),
     },
 )
 _define(

@@ -1,0 +1,180 @@
+"""AFT-conv in Triton (AFT Eq. 6): products by Toeplitz tiles that are built where they are used.
+
+A tile of the (T, T) weights of a head is gathered from its (2H - 1, 2W - 1) weights by shift, which the caches hold:
+the matrix itself is never in memory. A head per channel leaves two rows a sequence, so the batch fills the tiles: a
+depthwise sum would need fewer products, but tensor cores do over ten in the time of one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aft_vision.ops.eager.numerics import empty_denominator
+from aft_vision.ops.kernels.device.conv import forward_kernel, rows_kernel, sources_kernel, table_kernel
+from aft_vision.ops.kernels.launch import as_bytes, launching, products, rows
+
+# With fewer channels a head than this, pieces of (B, T, D) tensors are shorter than what memory gives at once.
+NEIGHBOURS = 8
+# Programs of `table_kernel`, about: some for each multiprocessor of a large GPU.
+PROGRAMS = 512
+
+
+class _Shifts:
+    """The bias (h, 2H - 1, 2W - 1) of every pair of tokens by their shift, at (H - 1 + dy, W - 1 + dx), and its exp."""
+
+    def __init__(self, kernel: Tensor, grid: Sequence[int], global_context: bool, constants: dict[str, Any]) -> None:
+        self.margins = [length - 1 - kernel.shape[-1] // 2 for length in (grid[1], grid[1], grid[0], grid[0])]
+        # A negative margin takes off what no two tokens are apart.
+        self.bias = F.pad(kernel.float(), self.margins, value=0.0 if global_context else float('-inf'))
+        self.exp = torch.exp(self.bias - self.bias.amax(dim=(1, 2), keepdim=True))
+        self.weights = self.exp.to(torch.float32 if constants['PRODUCT'] is tl.float32 else torch.bfloat16)
+
+    def kernel_grad(self, grad: Tensor) -> Tensor:
+        """Gradient (h, s, s) of the kernel from that of the bias."""
+        return F.pad(grad, [-margin for margin in self.margins])
+
+
+class _Layout:
+    """How the tensors of a call lie in memory, and how channels and sequences are tiled.
+
+    group: rows of a sequence in a tile, of which the last is the key's: such that the fewest are computed in all.
+    parts: groups of a head.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.B, self.T, self.heads = k.shape
+        self.C = v.shape[2] // self.heads
+        self.group = min((2, 4, 8, 16, 32), key=lambda group: (-(-self.C // (group - 1)) * group, -group))
+        self.parts = -(-self.C // (self.group - 1))
+        self.by_channel = self.C < NEIGHBOURS
+
+    def arrange(self, *tensors: Tensor | None) -> list[Tensor | None]:
+        """(B, T, D) tensors with channels, or where a head has few of them tokens, as neighbours in memory."""
+        if not self.by_channel:
+            return [rows(x) for x in tensors]
+        return [None if x is None else x.permute(2, 0, 1).contiguous().permute(1, 2, 0) for x in tensors]
+
+    def like(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Room for a result (B, T, D)."""
+        order = (2, 0, 1) if self.by_channel else (0, 1, 2)
+        room = torch.empty([x.shape[dim] for dim in order], dtype=dtype, device=x.device)
+        return room.permute(1, 2, 0) if self.by_channel else room
+
+    def programs(self, tile: dict[str, int]) -> tuple[int, int, int]:
+        """Tiles of tokens, tiles of rows, heads."""
+        return triton.cdiv(self.T, tile['BT']), triton.cdiv(self.B, tile['BR'] // self.group) * self.parts, self.heads
+
+
+def conv_forward(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    kernel: Tensor,
+    grid: Sequence[int],
+    mask: Tensor | None,
+    global_context: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (AFT Eq. 6)."""
+    layout, constants, den = _Layout(k, v), products(v), empty_denominator(k, v, save)
+    y = layout.like(v, v.dtype if q is None else q.dtype)
+    with launching('conv_forward', v):
+        tensors = layout.arrange(q, k, v)
+        forward_kernel[layout.programs](
+            *tensors,
+            as_bytes(mask),
+            _Shifts(kernel, grid, global_context, constants).weights,
+            y,
+            den if save else None,
+            layout.B,
+            layout.T,
+            grid[1],
+            layout.heads,
+            layout.C,
+            *_strides(*tensors, y),
+            GROUP=layout.group,
+            **constants,
+        )
+    return y, den
+
+
+def conv_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    kernel: Tensor,
+    grid: Sequence[int],
+    mask: Tensor | None,
+    global_context: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and kernel."""
+    layout, constants = _Layout(k, v), products(v)
+    dq, dv = None if q is None else layout.like(q, q.dtype), layout.like(v, v.dtype)
+    dk = torch.empty((layout.parts, *k.shape), dtype=torch.float32, device=k.device)
+    with launching('conv_backward', v):
+        shifts, mask = _Shifts(kernel, grid, global_context, constants), as_bytes(mask)
+        # Rows of whole 32 bytes.
+        shape = layout.heads, layout.parts * layout.B * layout.group, triton.cdiv(layout.T, 16) * 16
+        r = torch.empty(shape, dtype=shifts.weights.dtype, device=v.device)
+        x = torch.empty_like(r) if need_bias else None
+        grad_, y_, q_, k_, v_ = layout.arrange(grad, y, q, k, v)
+        sizes = layout.B, layout.T, layout.heads, layout.C
+        rows_kernel[layout.programs](
+            *(grad_, y_, den, q_, k_, v_, mask, dq, r, x),
+            *sizes,
+            shape[2],
+            *_strides(grad_, y_, q_, k_, v_, dq),
+            GROUP=layout.group,
+        )
+        sources_kernel[layout.programs](
+            *(r, k_, v_, mask, shifts.weights, dk, dv),
+            *sizes,
+            grid[1],
+            shape[2],
+            *_strides(k_, v_, dv),
+            GROUP=layout.group,
+            **constants,
+        )
+        dkernel = kernel.new_empty(0)
+        if x is not None:
+            d_exp = _shifts_grad(r, x, kernel.shape[-1], grid, constants)
+            dkernel = shifts.kernel_grad(d_exp * shifts.exp).to(kernel.dtype)
+    return k.new_empty(0) if dq is None else dq, dk.sum(0).to(k.dtype), dv, dkernel
+
+
+def _shifts_grad(r: Tensor, x: Tensor, size: int, grid: Sequence[int], constants: dict[str, Any]) -> Tensor:
+    """Gradient (h, 2H - 1, 2W - 1) of the weights by shift, zero outside the window.
+
+    Args:
+        r, x: (h, N, T or more) rows of targets and of sources.
+    """
+    (height, width), (heads, count, row_length) = grid, r.shape
+    reach = min(size // 2, height - 1)
+    lines = 2 * reach + 1
+    wide = min(64, max(16, triton.next_power_of_2(width)))
+    steps, blocks = triton.cdiv(lines, 64 // wide), triton.cdiv(width, wide) ** 2
+    splits = max(1, min(triton.cdiv(count, 64), PROGRAMS // (heads * steps * blocks)))
+    sums = torch.empty((splits, heads, lines, width, width), dtype=torch.float32, device=r.device)
+    table_kernel[(steps * splits, blocks, heads)](
+        *(r, x, sums, height, width, heads, count, triton.cdiv(count, splits), reach, row_length),
+        BW=wide,
+        SHIFTS=64 // wide,
+        **constants,
+    )
+    # A line of targets sees windows into the line of shifts, that of the last target first.
+    windows = sums.sum(0).flip(2)
+    found = torch.ops.aten.unfold_backward(windows, [heads, lines, 2 * width - 1], 2, width, 1)
+    return F.pad(found, [0, 0, height - 1 - reach, height - 1 - reach])
+
+
+def _strides(*tensors: Tensor | None) -> list[tuple[int, ...]]:
+    return [(0, 0, 0) if x is None else x.stride() for x in tensors]

@@ -1,0 +1,104 @@
+"""Causal AFT-local in Triton: its values, keys that jump, where it runs, and what it keeps."""
+
+import pytest
+import torch
+from helpers import (
+    assert_close,
+    assert_matches_reference,
+    assert_passes_opcheck,
+    generator,
+    make_qkv,
+    nasty_keys,
+    randn,
+)
+from torch import Tensor
+
+from aft_vision import ops
+from aft_vision.ops import reference
+
+
+@pytest.fixture(autouse=True)
+def device(triton_device: str) -> str:
+    return triton_device
+
+
+def local_causal(q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None = None) -> Tensor:
+    return ops.aft_local_causal(q, k, v, band, mask, backend='triton')
+
+
+def make_inputs(T: int, s: int, D: int = 3, B: int = 2) -> dict[str, object]:
+    return {**dict(zip('qkv', make_qkv(B=B, T=T, D=D), strict=True)), 'band': randn(T, s, seed=7)}
+
+
+# One block, several blocks with short and long windows, several tiles of channels.
+CASES = [(5, 4, 3), (33, 1, 3), (33, 40, 3), (70, 4, 5), (70, 33, 34)]
+
+
+@pytest.mark.parametrize(
+    ('case', 'dtype'),
+    [*((case, torch.float32) for case in CASES), (CASES[-1], torch.bfloat16), (CASES[-2], torch.float16)],
+    ids=str,
+)
+def test_it_equals_float64(case: tuple[int, int, int], dtype: torch.dtype, device: str):
+    assert_matches_reference(local_causal, reference.aft_local_causal, make_inputs(*case), dtype, device=device)
+
+
+def test_one_token_is_its_own_value(device: str):
+    # The gradients of keys and band are zero but for rounding.
+    assert_matches_reference(local_causal, reference.aft_local_causal, make_inputs(1, 1), nasty=True, device=device)
+
+
+def test_a_mask_hides_tokens_and_a_target_without_any_is_zero(device: str):
+    mask = torch.rand(3, 40, generator=generator(3)) > 0.4
+    mask[:, :2] = torch.tensor([False, True])
+    mask[1] = False
+    inputs = make_inputs(40, 4, B=3) | {'q': None, 'mask': mask}
+    assert_matches_reference(local_causal, reference.aft_local_causal, inputs, device=device)
+
+
+@pytest.mark.parametrize('keys', ['first_at_-120', 'last_at_200', 'plus_minus_1e4', 'climbing', 'falling'])
+def test_it_survives_nasty_keys(keys: str, device: str):
+    inputs = make_inputs(40, 4, D=2, B=1)
+    inputs['k'] = nasty_keys(inputs['k'])[keys]
+    assert_matches_reference(local_causal, reference.aft_local_causal, inputs, nasty=True, device=device)
+
+
+@pytest.mark.parametrize('jump', [200.0, -200.0])
+def test_a_jump_inside_a_block_is_exact(jump: float, device: str):
+    inputs = make_inputs(70, 33, B=1)
+    inputs['k'][:, 40:, 0] += jump
+    inputs['k'][:, 50, 2] += jump
+    inputs['band'] *= 10
+    assert_matches_reference(local_causal, reference.aft_local_causal, inputs, nasty=True, device=device)
+
+
+def test_a_later_token_changes_no_bit_of_earlier_outputs(device: str):
+    inputs = {name: x.float().to(device) for name, x in make_inputs(70, 4).items()}
+    before = local_causal(**inputs)
+    k, v = inputs['k'].clone(), inputs['v'].clone()
+    # The headroom counts from the largest key before the block of 32 targets.
+    k[:, 50], v[:, 50] = k[:, :32].amax(1) + 59.0, 1e3
+    after = local_causal(**inputs | {'k': k, 'v': v})
+    assert torch.equal(after[:, :50], before[:, :50])
+    assert not torch.equal(after[:, 50], before[:, 50])
+    k[:, 50] += 200.0
+    assert_close(local_causal(**inputs | {'k': k, 'v': v})[:, :50].cpu(), before[:, :50].double().cpu(), 5e-6)
+
+
+def test_it_passes_torch_opcheck(device: str):
+    assert_passes_opcheck('aft_local_causal', make_inputs(9, 4, B=1), backend='triton', device=device)
+
+
+def test_parts_of_a_fused_projection_are_read_where_they_are(device: str):
+    parts = randn(1, 9, 15, dtype=torch.float32).to(device).split(5, -1)
+    band = randn(9, 4, dtype=torch.float32).to(device)
+    assert torch.equal(local_causal(*parts, band), local_causal(*(x.contiguous() for x in parts), band))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+def test_it_equals_the_torch_form_at_full_size(dtype: torch.dtype):
+    # The float64 reference forms (B, T, T, D) weights; the torch form is compared with it elsewhere.
+    inputs = {name: x.to(dtype) for name, x in make_inputs(3072, 256, 256).items()}
+    assert_matches_reference(local_causal, ops.aft_local_causal, inputs, dtype, device='cuda')
