@@ -1,0 +1,3 @@
+from .config import PRESETS, FastformerConfig, Preset
+
+__all__ = ['PRESETS', 'FastformerConfig', 'Preset']
