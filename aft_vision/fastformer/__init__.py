@@ -1,3 +1,23 @@
-from .config import PRESETS, FastformerConfig, Preset
+"""Fastformer text models in Hugging Face's form; importing this makes them known to its Auto classes."""
 
-__all__ = ['PRESETS', 'FastformerConfig', 'Preset']
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from .config import PRESETS, FastformerConfig, Preset
+from .encoder import ENCODERS, create_encoder, register_encoder
+from .modeling import FastformerForSequenceClassification, FastformerModel, FastformerPreTrainedModel
+
+AutoConfig.register('fastformer', FastformerConfig)
+AutoModel.register(FastformerConfig, FastformerModel)
+AutoModelForSequenceClassification.register(FastformerConfig, FastformerForSequenceClassification)
+
+__all__ = [
+    'ENCODERS',
+    'PRESETS',
+    'FastformerConfig',
+    'FastformerForSequenceClassification',
+    'FastformerModel',
+    'FastformerPreTrainedModel',
+    'Preset',
+    'create_encoder',
+    'register_encoder',
+]
