@@ -3,6 +3,7 @@
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from .config import PRESETS, FastformerConfig, Preset
+from .convert import convert_notebook_state_dict
 from .encoder import ENCODERS, create_encoder, register_encoder
 from .modeling import FastformerForSequenceClassification, FastformerModel, FastformerPreTrainedModel
 
@@ -18,6 +19,7 @@ __all__ = [
     'FastformerModel',
     'FastformerPreTrainedModel',
     'Preset',
+    'convert_notebook_state_dict',
     'create_encoder',
     'register_encoder',
 ]
