@@ -1,0 +1,25 @@
+"""Fastformer text models in Hugging Face's form; importing this makes them known to its Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from .config import PRESETS, FastformerConfig, Preset
+from .convert import convert_notebook_state_dict
+from .encoder import ENCODERS, create_encoder, register_encoder
+from .modeling import FastformerForSequenceClassification, FastformerModel, FastformerPreTrainedModel
+
+AutoConfig.register('fastformer', FastformerConfig)
+AutoModel.register(FastformerConfig, FastformerModel)
+AutoModelForSequenceClassification.register(FastformerConfig, FastformerForSequenceClassification)
+
+__all__ = [
+    'ENCODERS',
+    'PRESETS',
+    'FastformerConfig',
+    'FastformerForSequenceClassification',
+    'FastformerModel',
+    'FastformerPreTrainedModel',
+    'Preset',
+    'convert_notebook_state_dict',
+    'create_encoder',
+    'register_encoder',
+]

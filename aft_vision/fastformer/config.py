@@ -1,0 +1,198 @@
+"""The configuration of the Fastformer text models, and the hyper-parameters of the paper (Fastformer Table 9)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+SCORES = ('per_head', 'dense')
+INTERACTIONS = ('multiply', 'add', 'concat')
+
+
+class FastformerConfig(PreTrainedConfig):
+    """What a Fastformer is made of. Every field has a default that works; all are keyword-only.
+
+    A field that is None by default takes its value in parentheses.
+
+    Args:
+        vocab_size: V, rows of the embedding.
+        embedding_size: width of the embedding (hidden_size); another width adds a projection to hidden_size.
+        hidden_size: C, a multiple of num_attention_heads.
+        num_hidden_layers: depth.
+        num_attention_heads: h.
+        intermediate_size: width of the feed-forward network (hidden_size).
+        max_position_embeddings: the longest text in tokens, where there are position embeddings.
+        hidden_act: activation of the feed-forward network, by its name in transformers.
+        hidden_dropout_prob: dropout of embeddings and of every sub-layer's output, in [0, 1).
+        layer_norm_eps: added to the variance.
+        initializer_range: standard deviation of the initial weights.
+        pooling_hidden_size: width of the tanh layer in the additive pooling of a text.
+        score: what a head's scores see: 'per_head' its own channels (Fastformer Eq. 3, Eq. 5), 'dense' those of all
+            heads (the authors' code).
+        interaction: of a global vector with a token: 'multiply' (the paper), 'add' or 'concat' (Fastformer Fig. 3).
+        share_query_value: the values are the queries.
+        share_layers: one layer, applied num_hidden_layers times.
+        share_heads: every head has the same parameters, hence the same values (Fastformer Fig. 4).
+        use_output_proj: a linear layer behind the attention.
+        use_residual: add the input to the output of attention and of the feed-forward network.
+        use_layer_norm: normalise the embeddings, and what attention and the feed-forward network return.
+        use_ffn: a feed-forward network behind the attention.
+        use_position_embeddings: learned, absolute.
+        encoder_mixer: what mixes the tokens: 'fastformer' or another name of `encoder.ENCODERS`.
+        attention_window: tokens that one token attends to in Longformer and BigBird.
+        num_global_tokens: first tokens that attend to all and are attended by all, in Longformer and BigBird.
+        num_random_tokens: random tokens that one token attends to, in BigBird.
+        block_size: tokens in a block of BigBird.
+        linformer_dim: k, the rows that Linformer projects keys and values to.
+        poolingformer_window: tokens that one token attends to in Poolingformer's first level.
+        poolingformer_second_window: tokens before pooling that it attends to in the second (4 * poolingformer_window).
+        poolingformer_kernel: tokens pooled into one in the second level.
+        poolingformer_stride: tokens between two pooled ones.
+        decoder_layers: depth of the decoder, in models that have one (num_hidden_layers).
+        pad_token_id: its embedding is zero at first.
+        bos_token_id: begins a generated text.
+        eos_token_id: ends one.
+        decoder_start_token_id: (bos_token_id)
+        tie_word_embeddings: of input and output, in models that have both.
+        kwargs: of `PreTrainedConfig`, `num_labels` and `problem_type` among them.
+
+    Raises:
+        ValueError: a field out of its range, or two that exclude each other.
+    """
+
+    model_type = 'fastformer'
+
+    # Where None stands for another field's value, __post_init__ puts it.
+    vocab_size: int = 50_000
+    embedding_size: int = None  # type: ignore[assignment]
+    hidden_size: int = 256
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 16
+    intermediate_size: int = None  # type: ignore[assignment]
+    max_position_embeddings: int = 512
+    hidden_act: str = 'gelu'
+    hidden_dropout_prob: float = 0.2
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
+    pooling_hidden_size: int = 256
+    score: str = 'per_head'
+    interaction: str = 'multiply'
+    share_query_value: bool = True
+    share_layers: bool = True
+    share_heads: bool = False
+    use_output_proj: bool = True
+    use_residual: bool = True
+    use_layer_norm: bool = True
+    use_ffn: bool = True
+    use_position_embeddings: bool = True
+    encoder_mixer: str = 'fastformer'
+    attention_window: int = 8
+    num_global_tokens: int = 8
+    num_random_tokens: int = 8
+    block_size: int = 4
+    linformer_dim: int = 16
+    poolingformer_window: int = 64
+    poolingformer_second_window: int = None  # type: ignore[assignment]
+    poolingformer_kernel: int = 5
+    poolingformer_stride: int = 4
+    decoder_layers: int = None  # type: ignore[assignment]
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | None = 2
+    decoder_start_token_id: int | None = None
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        defaults = {
+            'embedding_size': self.hidden_size,
+            'intermediate_size': self.hidden_size,
+            'poolingformer_second_window': 4 * self.poolingformer_window,
+            'decoder_layers': self.num_hidden_layers,
+            'decoder_start_token_id': self.bos_token_id,
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        self._check()
+        super().__post_init__(**kwargs)
+
+    def _check(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f'hidden_size must be a multiple of num_attention_heads ({self.num_attention_heads}), '
+                f'got {self.hidden_size}'
+            )
+        if self.score not in SCORES:
+            raise ValueError(f'score must be one of {SCORES}, got {self.score!r}')
+        if self.interaction not in INTERACTIONS:
+            raise ValueError(f'interaction must be one of {INTERACTIONS}, got {self.interaction!r}')
+        if self.share_heads and self.score == 'dense':
+            raise ValueError("share_heads needs score='per_head': a dense score has no parameters of a single head")
+        if not 0 <= self.hidden_dropout_prob < 1:
+            raise ValueError(f'hidden_dropout_prob must lie in [0, 1), got {self.hidden_dropout_prob}')
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One column of Fastformer Table 9. Optimizer: Adam; loss: cross-entropy; five seeds.
+
+    Args:
+        model: keyword arguments of `FastformerConfig`.
+        max_length: of a text, in tokens.
+        batch_size: examples in an update.
+        lr: learning rate.
+        epochs: at most.
+        transformer_max_length: of a text, in tokens, for the Transformer.
+        max_behaviors: clicked news of a user.
+        lr_plm: learning rate where the news encoder is a pre-trained language model.
+        num_beams: of the beam search.
+    """
+
+    model: Mapping[str, Any]
+    max_length: int
+    batch_size: int
+    lr: float
+    epochs: int
+    transformer_max_length: int = 512
+    max_behaviors: int | None = None
+    lr_plm: float | None = None
+    num_beams: int | None = None
+
+    def create_config(self, **kwargs: Any) -> FastformerConfig:
+        """The configuration of this column; kwargs, `vocab_size` at least, complete and override it."""
+        length = self.max_length
+        if kwargs.get('encoder_mixer') == 'transformer':
+            length = min(length, self.transformer_max_length)
+        return FastformerConfig(**{**self.model, 'max_position_embeddings': length, **kwargs})
+
+
+def _model(layers: int, tokens: int, window: int, block: int, linformer_dim: int, **kwargs: Any) -> dict[str, Any]:
+    """One number of tokens serves as global and random tokens and as the window of Longformer and BigBird."""
+    common = dict(embedding_size=300, hidden_size=256, num_attention_heads=16, hidden_dropout_prob=0.2)
+    baselines = dict(
+        attention_window=tokens,
+        num_global_tokens=tokens,
+        num_random_tokens=tokens,
+        poolingformer_window=window,
+        block_size=block,
+        linformer_dim=linformer_dim,
+    )
+    return {'num_hidden_layers': layers, **common, **baselines, **kwargs}
+
+
+# The paper does not state the width of the feed-forward network (256 in the authors' code). Their notes: recommending
+# news works better without layer normalisation and position embeddings.
+PRESETS = {
+    'amazon': Preset(_model(2, 8, 64, 4, 16), 512, 64, 1e-3, 3),
+    'imdb': Preset(_model(2, 8, 64, 4, 16), 1024, 64, 1e-3, 3),
+    'mind_topic': Preset(_model(2, 16, 256, 8, 16), 2048, 64, 1e-3, 3),
+    'mind_recommendation': Preset(
+        _model(1, 8, 64, 4, 16, use_layer_norm=False, use_position_embeddings=False),
+        *(48, 64, 1e-4, 3),
+        max_behaviors=50,
+        lr_plm=3e-6,
+    ),
+    'cnn_dailymail': Preset(_model(4, 64, 256, 32, 64, decoder_layers=4), 2048, 32, 1e-4, 12, num_beams=5),
+    'pubmed': Preset(_model(2, 64, 256, 32, 64, decoder_layers=4), 4096, 32, 1e-4, 15, num_beams=5),
+}

@@ -1,0 +1,77 @@
+"""The configuration's defaults and refusals, and the presets against Table 9."""
+
+import pytest
+
+from aft_vision.fastformer import PRESETS, FastformerConfig
+
+ORDER = ('amazon', 'imdb', 'mind_topic', 'mind_recommendation', 'cnn_dailymail', 'pubmed')
+# Fastformer Table 9, row by row; None where it has a dash.
+TABLE = {
+    'num_hidden_layers': (2, 2, 2, 1, 4, 2),
+    'decoder_layers': (None, None, None, None, 4, 4),
+    'num_global_tokens': (8, 8, 16, 8, 64, 64),
+    'num_random_tokens': (8, 8, 16, 8, 64, 64),
+    'attention_window': (8, 8, 16, 8, 64, 64),
+    'poolingformer_window': (64, 64, 256, 64, 256, 256),
+    'block_size': (4, 4, 8, 4, 32, 32),
+    'linformer_dim': (16, 16, 16, 16, 64, 64),
+    'num_attention_heads': (16,) * 6,
+    'num_beams': (None, None, None, None, 5, 5),
+    'transformer_max_length': (512,) * 6,
+    'max_length': (512, 1024, 2048, 48, 2048, 4096),
+    'max_behaviors': (None, None, None, 50, None, None),
+    'hidden_size': (256,) * 6,
+    'batch_size': (64, 64, 64, 64, 32, 32),
+    'lr': (1e-3, 1e-3, 1e-3, 1e-4, 1e-4, 1e-4),
+    'lr_plm': (None, None, None, 3e-6, None, None),
+    'epochs': (3, 3, 3, 3, 12, 15),
+    'hidden_dropout_prob': (0.2,) * 6,
+}
+
+
+@pytest.mark.parametrize('row', TABLE)
+def test_the_presets_are_table_9(row: str):
+    assert tuple(PRESETS) == ORDER
+    found = [preset.model.get(row, getattr(preset, row, None)) for preset in PRESETS.values()]
+    assert tuple(found) == TABLE[row]
+
+
+def test_a_preset_makes_a_config_that_arguments_override():
+    config = PRESETS['imdb'].create_config(vocab_size=10, num_labels=10, hidden_size=32)
+    assert (config.vocab_size, config.num_labels, config.hidden_size) == (10, 10, 32)
+    assert (config.embedding_size, config.max_position_embeddings) == (300, 1024)
+
+
+def test_a_preset_gives_the_transformer_512_positions():
+    assert PRESETS['pubmed'].create_config(encoder_mixer='transformer').max_position_embeddings == 512
+    assert PRESETS['mind_recommendation'].create_config(encoder_mixer='transformer').max_position_embeddings == 48
+
+
+def test_what_is_left_out_follows_from_the_rest():
+    config = FastformerConfig(hidden_size=32, num_hidden_layers=3, poolingformer_window=8)
+    assert (config.embedding_size, config.intermediate_size) == (32, 32)
+    assert (config.decoder_layers, config.poolingformer_second_window) == (3, 32)
+    assert config.decoder_start_token_id == config.bos_token_id == 1
+
+
+def test_a_config_keeps_every_field_through_a_file(tmp_path):
+    config = FastformerConfig(score='dense', interaction='add', share_layers=False, embedding_size=300, num_labels=7)
+    config.save_pretrained(tmp_path)
+    again = FastformerConfig.from_pretrained(tmp_path)
+    assert again.to_dict() == config.to_dict()
+    assert (again.score, again.share_layers, again.num_labels) == ('dense', False, 7)
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        (dict(hidden_size=30), 'multiple of num_attention_heads'),
+        (dict(score='sparse'), 'score must be one of'),
+        (dict(interaction='divide'), 'interaction must be one of'),
+        (dict(score='dense', share_heads=True), 'share_heads needs'),
+        (dict(hidden_dropout_prob=1.0), r'lie in \[0, 1\)'),
+    ],
+)
+def test_a_config_refuses_what_makes_no_model(fields: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        FastformerConfig(**fields)
