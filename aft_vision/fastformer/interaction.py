@@ -5,6 +5,8 @@ Given the global vector g, each interaction is affine in the token's vector t, a
 the weights. So an interaction has three forms. B batch, h heads, d channels of a head, C hidden size.
 """
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -12,13 +14,14 @@ from transformers import initialization as init
 from .config import FastformerConfig
 
 
-class Interaction(nn.Module):
+class Interaction(nn.Module, ABC):
     """What the three have in common."""
 
+    @abstractmethod
     def forward(self, g: Tensor, t: Tensor) -> Tensor:
         """The interaction itself; g and t (..., h, d) broadcast."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pull_back(self, weight: Tensor, g: Tensor) -> Tensor:
         """The vector whose product with t is weight's product with the interaction, up to what does not depend on t.
 
@@ -26,8 +29,8 @@ class Interaction(nn.Module):
             weight: (..., h, d)
             g: (..., h, d), broadcast with weight.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def compose(self, g: Tensor, weight: Tensor) -> Tensor:
         """The linear part of the interaction with t = weight @ x.
 
@@ -38,7 +41,6 @@ class Interaction(nn.Module):
         Returns:
             (B, h, d, C), or (1, h, d, C) where it does not depend on g.
         """
-        raise NotImplementedError
 
 
 class Multiply(Interaction):
