@@ -1,0 +1,1 @@
+"""Texts with labels: readers of the published formats and of tables, splits, batches."""

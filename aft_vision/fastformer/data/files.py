@@ -1,0 +1,203 @@
+"""Lines and records of files, plain or compressed; whatever is damaged is named with its line and column.
+
+Python's own csv and json read them: pandas fills short rows of a CSV silently and names no line of a damaged JSON file.
+"""
+
+import bz2
+import csv
+import gzip
+import json
+import lzma
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+# What the openers raise where a file is damaged or encrypted; OSError is also what bz2 and gzip raise.
+DAMAGE = (EOFError, OSError, RuntimeError, lzma.LZMAError, zlib.error, zipfile.BadZipFile)
+OPENERS: dict[str, Any] = {'.gz': gzip.open, '.xz': lzma.open, '.bz2': bz2.open}
+LARGEST_FIELD = 2**31 - 1
+SEPARATOR = re.compile(r'\s*([,\]])\s*')
+
+
+class Record(NamedTuple):
+    """One row: `place` names the file and the line, for an error."""
+
+    place: str
+    values: dict[str, Any]
+
+
+def read_lines(path: str | Path, member: str | None = None) -> Iterator[tuple[int, bytes]]:
+    """Stream the lines of a file, which may be a .gz, .xz, .bz2 or .zip, with their numbers from 1.
+
+    Args:
+        member: Which file of a .zip; needed where it holds several.
+
+    Raises:
+        ValueError: the file is not there or damaged.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f'expected a file, got {path}, which is none')
+    number = 0
+    try:
+        with _open(path, member) as file:
+            for number, line in enumerate(file, 1):
+                yield number, line
+    except DAMAGE as error:
+        raise ValueError(f'{path} is damaged after line {number}: {error}') from error
+
+
+def read_text_lines(path: str | Path) -> Iterator[tuple[int, str]]:
+    """Stream the lines of a file as `read_lines` does, decoded from UTF-8 and without a byte-order mark."""
+    for number, line in read_lines(path):
+        try:
+            yield number, line.decode('utf-8-sig' if number == 1 else 'utf-8')
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f'{path}, line {number}, byte {error.start + 1}: expected UTF-8, got {line[error.start]:#x}'
+            ) from error
+
+
+def read_json(path: str | Path) -> Iterator[Record]:
+    """Stream the objects of JSON lines, or of one JSON list.
+
+    Raises:
+        ValueError: the file is damaged, or holds something else; names line and column.
+    """
+    lines = read_text_lines(path)
+    for number, line in lines:
+        if line.lstrip().startswith('[') and number == 1:
+            yield from _read_json_list(path, line + ''.join(line for _, line in lines))
+        elif line.strip():
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f'{path}, line {number}, column {error.colno}: not JSON: {error.msg}') from error
+            yield _as_record(f'{path}, line {number}', value)
+
+
+def read_delimited(
+    path: str | Path, delimiter: str = ',', columns: Sequence[str] | None = None, quoted: bool = True
+) -> Iterator[Record]:
+    """Stream the rows of a CSV or TSV.
+
+    Args:
+        columns: Their names; None where the first line holds them.
+        quoted: Whether quotes may surround a field with delimiters and line ends; else a quote is a character.
+
+    Raises:
+        ValueError: the file is damaged, or a row has another number of columns; names the line where the row begins.
+    """
+    for number, row in _read_rows(path, delimiter, quoted):
+        place = f'{path}, line {number}'
+        if columns is None:
+            columns = row
+            if len(set(columns)) < len(columns):
+                raise ValueError(f'{place}: expected column names that differ, got {", ".join(columns)}')
+        elif len(row) == len(columns):
+            yield Record(place, dict(zip(columns, row, strict=True)))
+        else:
+            raise ValueError(
+                f'{place}, column {min(len(row), len(columns)) + 1}: expected {len(columns)} columns '
+                f'({", ".join(columns)}), got {len(row)}'
+            )
+
+
+def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
+    """Stream some columns of a parquet file; a place counts rows from 1.
+
+    Raises:
+        ValueError: the file is not there or damaged, or lacks a column.
+    """
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        file = ParquetFile(path)
+        missing = set(columns) - set(file.schema_arrow.names)
+        if missing:
+            raise missing_columns(f'{path}, row 1', columns, file.schema_arrow.names)
+        rows = (row for batch in file.iter_batches(columns=list(columns)) for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            yield Record(f'{path}, row {number}', row)
+    except (ArrowException, OSError) as error:
+        raise ValueError(f'expected a parquet file, got {path}: {error}') from error
+
+
+def missing_columns(place: str, expected: Sequence[str], got: Sequence[str]) -> ValueError:
+    """The error for a row without a column."""
+    return ValueError(f'{place}: expected the columns {", ".join(expected)}, got {", ".join(got) or "none"}')
+
+
+def _open(path: Path, member: str | None) -> IO[bytes]:
+    if path.suffix == '.zip':
+        return zipfile.ZipFile(path).open(member or _only_member(path))
+    return OPENERS.get(path.suffix, lambda path: path.open('rb'))(path)
+
+
+def zip_members(path: str | Path) -> list[str]:
+    """List the files of a .zip; those that a Mac adds are left out."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except DAMAGE as error:
+        raise ValueError(f'{path} is damaged: {error}') from error
+    return [name for name in names if not name.endswith('/') and not name.startswith('__MACOSX/')]
+
+
+def _only_member(path: Path) -> str:
+    members = zip_members(path)
+    if len(members) != 1:
+        raise ValueError(f'expected one file in {path}, got {len(members)}: {", ".join(members)}')
+    return members[0]
+
+
+def _read_json_list(path: str | Path, text: str) -> Iterator[Record]:
+    decode = json.JSONDecoder().raw_decode
+    line, counted = 1, 0
+    try:
+        position = re.compile(r'\s*\[\s*').match(text).end()  # type: ignore[union-attr]
+        closing = ','
+        if text[position : position + 1] == ']':
+            closing, position = ']', position + 1
+        while closing == ',':
+            line, counted = line + text.count('\n', counted, position), position
+            value, position = decode(text, position)
+            yield _as_record(f'{path}, line {line}', value)
+            separator = SEPARATOR.match(text, position)
+            if separator is None:
+                raise json.JSONDecodeError("expected ',' or ']'", text, position)
+            closing, position = separator[1], separator.end()
+        if text[position:].strip():
+            raise json.JSONDecodeError("expected the end of the file after ']'", text, position)
+    except json.JSONDecodeError as error:
+        raise ValueError(f'{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}') from error
+
+
+def _as_record(place: str, value: Any) -> Record:
+    if not isinstance(value, dict):
+        raise ValueError(f'{place}: expected a JSON object with the columns as keys, got {type(value).__name__}')
+    return Record(place, value)
+
+
+def _read_rows(path: str | Path, delimiter: str, quoted: bool) -> Iterator[tuple[int, list[str]]]:
+    """Stream the rows that are not empty with the numbers of the lines where they begin."""
+    if not quoted:
+        for number, line in read_text_lines(path):
+            if line.strip():
+                yield number, line.rstrip('\r\n').split(delimiter)
+        return
+    reader = csv.reader((line for _, line in read_text_lines(path)), delimiter=delimiter, strict=True)
+    limit, number = csv.field_size_limit(LARGEST_FIELD), 1
+    try:
+        for row in reader:
+            if row:
+                yield number, row
+            number = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f'{path}, line {number}: not a CSV with {delimiter!r} between columns: {error}') from error
+    finally:
+        csv.field_size_limit(limit)

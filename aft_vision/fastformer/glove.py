@@ -1,0 +1,145 @@
+"""Word embeddings from GloVe text files; words without one are drawn like the rest."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from aft_vision.fastformer.data.files import read_lines, zip_members
+
+# Of the rows where fewer than two words are found, so that there is no covariance.
+DEFAULT_STD = 0.02
+
+
+class Coverage(NamedTuple):
+    """How many rows of an embedding came from the file, how many were drawn, and how many belong to padding."""
+
+    found: int
+    drawn: int
+    padding: int
+
+
+def load_glove(
+    model_or_embedding: PreTrainedModel | nn.Embedding,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | Path,
+    seed: int = 0,
+) -> Coverage:
+    """Fill an embedding with the vectors of its words, in place; later initialisation by transformers keeps them.
+
+    Words that the file lacks, special tokens and rows beyond the vocabulary are drawn from the normal distribution
+    with mean and covariance of the words found; padding is zero. A word that is in the file only in lower case takes
+    that vector.
+
+    Args:
+        model_or_embedding: Its input embedding is filled, so it needs as many columns as the file has numbers a line.
+        tokenizer: Whose words the rows stand for.
+        path: A GloVe text file, or a .zip or .gz of it; of a .zip with several, the file of the embedding's width.
+        seed: Of the rows that are drawn.
+
+    Raises:
+        ValueError: the file is damaged or of another width, or the embedding has fewer rows than there are words.
+    """
+    embedding = _find_embedding(model_or_embedding)
+    rows, dim = embedding.weight.shape
+    vocabulary = tokenizer.get_vocab()
+    largest = max(vocabulary.values())
+    if largest >= rows:
+        raise ValueError(f'expected an embedding of {largest + 1} rows or more, as the tokenizer has ids, got {rows}')
+    special = set(tokenizer.all_special_ids)
+    words = {word: index for word, index in vocabulary.items() if index not in special}
+    padding = tokenizer.pad_token_id if embedding.padding_idx is None else embedding.padding_idx
+    matrix, coverage = glove_matrix(words, rows, read_glove(path, words, dim), dim, padding, seed)
+    with torch.no_grad():
+        embedding.weight.copy_(torch.from_numpy(matrix))
+    # What `transformers.initialization` goes by: without it, a post_init() that comes later draws the rows anew.
+    embedding.weight._is_hf_initialized = True  # type: ignore[attr-defined]
+    return coverage
+
+
+def read_glove(path: str | Path, words: Iterable[str], dim: int) -> dict[str, np.ndarray]:
+    """Stream a GloVe text file and keep the vectors (dim,) float32 of some words and of their lower-cased forms.
+
+    Raises:
+        ValueError: the file is damaged, which names the line, or has another width.
+    """
+    wanted = {form.encode(): form for word in words for form in (word, word.lower())}
+    vectors: dict[str, np.ndarray] = {}
+    for place, token, numbers in _split_lines(Path(path), dim):
+        word = wanted.get(token)
+        if word is not None and word not in vectors:
+            vectors[word] = _parse_vector(place, numbers)
+    return vectors
+
+
+def glove_matrix(
+    words: dict[str, int], rows: int, vectors: dict[str, np.ndarray], dim: int, padding: int | None, seed: int
+) -> tuple[np.ndarray, Coverage]:
+    """Make an embedding (rows, dim) float32 of the vectors, and draw the rows of what has none.
+
+    Args:
+        words: The row of each word.
+        padding: The row that is zero; None for none.
+    """
+    matrix = np.zeros((rows, dim))
+    is_drawn = np.ones(rows, dtype=bool)
+    for word, row in words.items():
+        vector = vectors.get(word, vectors.get(word.lower()))
+        if vector is not None and row != padding:
+            matrix[row], is_drawn[row] = vector, False
+    found = matrix[~is_drawn]
+    if padding is not None:
+        is_drawn[padding] = False
+    drawn = int(is_drawn.sum())
+    generator = np.random.default_rng(seed)
+    if len(found) < 2:
+        matrix[is_drawn] = generator.normal(0, DEFAULT_STD, (drawn, dim))
+    else:
+        covariance = np.cov(found, rowvar=False).reshape(dim, dim)
+        matrix[is_drawn] = generator.multivariate_normal(found.mean(axis=0), covariance, drawn, method='eigh')
+    return matrix.astype(np.float32), Coverage(len(found), drawn, int(padding is not None))
+
+
+def _find_embedding(model: PreTrainedModel | nn.Embedding) -> nn.Embedding:
+    found = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model
+    if not isinstance(found, nn.Embedding):
+        raise ValueError(f'expected a model of transformers or an nn.Embedding, got {type(found).__name__}')
+    return found
+
+
+def _split_lines(path: Path, dim: int) -> Iterator[tuple[str, bytes, bytes]]:
+    """Stream place, token and numbers of the lines; a token may hold spaces, so lines are split from the right."""
+    member = _choose_member(path, dim) if path.suffix == '.zip' else None
+    for number, line in read_lines(path, member):
+        line = line.rstrip(b' \r\n')
+        spaces = line.count(b' ')
+        if number == 1 and spaces != dim:
+            raise ValueError(f'expected a GloVe file of a token and {dim} numbers a line, got {spaces} in {path}')
+        place = f'{path}, line {number}'
+        if spaces < dim:
+            raise ValueError(f'{place}: expected a token and {dim} numbers, got {spaces + 1} fields')
+        end = line.index(b' ') if spaces == dim else len(line.rsplit(b' ', dim)[0])
+        yield place, line[:end], line[end + 1 :]
+
+
+def _parse_vector(place: str, numbers: bytes) -> np.ndarray:
+    try:
+        vector = np.array([float(number) for number in numbers.split(b' ')], dtype=np.float32)
+    except ValueError as error:
+        raise ValueError(f'{place}: expected numbers after the token: {error}') from error
+    if not np.isfinite(vector).all():
+        raise ValueError(f'{place}: expected finite numbers after the token')
+    return vector
+
+
+def _choose_member(path: Path, dim: int) -> str | None:
+    """Find the file of a width in an archive like glove.6B.zip; None where there is but one file."""
+    members = zip_members(path) if path.is_file() else []
+    fitting = [name for name in members if f'.{dim}d.' in name]
+    if len(members) > 1 and len(fitting) != 1:
+        raise ValueError(f'expected one file of {path} to have .{dim}d. in its name, got {", ".join(members)}')
+    return fitting[0] if len(members) > 1 else None

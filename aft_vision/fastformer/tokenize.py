@@ -1,0 +1,153 @@
+"""Tokenisers for the text models: words as NLTK or wordpunct finds them, or byte pairs, with a vocabulary of the texts.
+
+Each is a `PreTrainedTokenizerFast`, which takes raw text, and which `AutoTokenizer` loads once this module is imported.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+from nltk.tokenize import NLTKWordTokenizer
+from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, BatchEncoding, PreTrainedConfig, PreTrainedTokenizerFast
+
+# In the order of their ids, 0 to 3.
+SPECIAL_TOKENS = {'pad_token': '<pad>', 'bos_token': '<s>', 'eos_token': '</s>', 'unk_token': '<unk>'}
+METHODS = ('nltk', 'wordpunct', 'bpe')
+BYTES = 256
+
+
+class NltkTokenizer(PreTrainedTokenizerFast):
+    """A fast tokeniser that divides raw text with NLTK first; offsets count in the words joined by spaces."""
+
+    def _encode_plus(self, text: Any, text_pair: Any = None, *args: Any, **kwargs: Any) -> BatchEncoding:
+        if not kwargs.get('is_split_into_words', False):
+            text, text_pair = _join_words(text), _join_words(text_pair)
+        return super()._encode_plus(text, text_pair, *args, **kwargs)
+
+
+class NltkTokenizerConfig(PreTrainedConfig):
+    """Under which `AutoTokenizer` keeps NltkTokenizer, which it then finds by the name in tokenizer_config.json."""
+
+    model_type = 'nltk_tokenizer'
+
+
+AutoTokenizer.register(NltkTokenizerConfig, fast_tokenizer_class=NltkTokenizer, exist_ok=True)
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    method: str = 'wordpunct',
+    vocab_size: int = 50_000,
+    min_frequency: int = 1,
+    lowercase: bool = True,
+    max_length: int | None = None,
+) -> PreTrainedTokenizerFast:
+    """Make a tokeniser whose vocabulary is what is most frequent in texts; equal counts go by the alphabet.
+
+    Args:
+        texts: The training texts, read once.
+        method: `nltk`: NLTK's word_tokenize. `wordpunct`: runs of word characters and runs of others but spaces, as
+            NLTK's wordpunct_tokenize. `bpe`: byte pairs, which leave nothing unknown.
+        vocab_size: Largest size, with the four special tokens; padding is 0, begin 1, end 2, unknown 3.
+        min_frequency: Smallest count in the texts of a word, or of a pair of `bpe`.
+        lowercase: Texts are lower-cased, after NLTK and before wordpunct and byte pairs.
+        max_length: Where `truncation=True` cuts texts off, in tokens; None for nowhere.
+
+    Raises:
+        ValueError: no such method, the size leaves no room, or the texts hold no word.
+    """
+    if isinstance(texts, str):
+        raise ValueError('expected texts, such as a list of them, got one text')
+    if method not in METHODS:
+        raise ValueError(f'expected the method {", ".join(METHODS)}, got {method!r}')
+    smallest = len(SPECIAL_TOKENS) + (BYTES if method == 'bpe' else 1)
+    if vocab_size < smallest:
+        raise ValueError(f'vocab_size must be at least {smallest} with the method {method}, got {vocab_size}')
+    backend = _make_backend(method, lowercase)
+    if method == 'nltk':
+        texts = map(_join_words, texts)
+    backend.train_from_iterator(texts, _make_trainer(method, vocab_size, min_frequency))
+    if backend.get_vocab_size() < smallest:
+        raise ValueError(f'expected texts with words that occur {min_frequency} times or more, got none')
+    tokenizer_class = NltkTokenizer if method == 'nltk' else PreTrainedTokenizerFast
+    return tokenizer_class(
+        tokenizer_object=backend,
+        **SPECIAL_TOKENS,
+        model_max_length=max_length,
+        model_input_names=['input_ids', 'attention_mask'],
+        # A text that reads "<pad>" is a text.
+        split_special_tokens=True,
+    )
+
+
+def nltk_words(text: str) -> list[str]:
+    """Divide a text as NLTK's word_tokenize does; without NLTK's data, sentences end as untrained Punkt thinks.
+
+    Untrained Punkt takes the full stop of an abbreviation, as in "Mr. Smith", for the end of a sentence, and so cuts it
+    off; a warning says so once.
+    """
+    split_words = NLTKWordTokenizer().tokenize
+    return [word for sentence in _sentence_splitter()(text) for word in split_words(sentence)]
+
+
+@cache
+def _sentence_splitter() -> Callable[[str], list[str]]:
+    try:
+        return PunktTokenizer('english').tokenize
+    except LookupError:
+        warnings.warn(
+            'NLTK has no punkt_tab data here, so sentences are divided by an untrained Punkt, which ends one after '
+            'every abbreviation; for word_tokenize proper, run: python -m nltk.downloader punkt_tab',
+            stacklevel=2,
+        )
+    return PunktSentenceTokenizer().tokenize
+
+
+def _join_words(text: Any) -> Any:
+    """Divide a text, or every text of a batch, and join its words by spaces."""
+    if isinstance(text, str):
+        return ' '.join(nltk_words(text))
+    return text if text is None else [_join_words(part) for part in text]
+
+
+def _make_backend(method: str, lowercase: bool) -> Tokenizer:
+    if method == 'bpe':
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    else:
+        backend = Tokenizer(models.WordLevel(unk_token=SPECIAL_TOKENS['unk_token']))
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit() if method == 'nltk' else wordpunct_pre_tokenizer()
+    if lowercase:
+        backend.normalizer = normalizers.Lowercase()
+    return backend
+
+
+def wordpunct_pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    r"""NLTK's wordpunct_tokenize, `\w+|[^\w\s]+`, in Rust, equal on every assigned character.
+
+    What Rust's engine calls a word character but NLTK's does not are six of Latin-1; the other way round, two joiners.
+    """
+    joiners, no_words = '\u200c\u200d', '²³¹¼½¾'
+    word, other = rf'[\w{joiners}&&[^{no_words}]]+', rf'[[^\w\s{joiners}]{no_words}]+'
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r'\s+'), 'removed'),
+            pre_tokenizers.Split(Regex(f'{word}|{other}'), 'isolated'),
+        ]
+    )
+
+
+def _make_trainer(method: str, vocab_size: int, min_frequency: int) -> trainers.Trainer:
+    options: dict[str, Any] = dict(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=list(SPECIAL_TOKENS.values()),
+        show_progress=False,
+    )
+    if method == 'bpe':
+        return trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options)
+    return trainers.WordLevelTrainer(**options)
