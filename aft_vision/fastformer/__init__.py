@@ -1,5 +1,25 @@
+"""Fastformer text models in Hugging Face's form; importing this makes them known to its Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
 # Registers its encoders.
 from . import baselines
 from .config import PRESETS, FastformerConfig, Preset
+from .encoder import ENCODERS, create_encoder, register_encoder
+from .modeling import FastformerForSequenceClassification, FastformerModel, FastformerPreTrainedModel
 
-__all__ = ['PRESETS', 'FastformerConfig', 'Preset']
+AutoConfig.register('fastformer', FastformerConfig)
+AutoModel.register(FastformerConfig, FastformerModel)
+AutoModelForSequenceClassification.register(FastformerConfig, FastformerForSequenceClassification)
+
+__all__ = [
+    'ENCODERS',
+    'PRESETS',
+    'FastformerConfig',
+    'FastformerForSequenceClassification',
+    'FastformerModel',
+    'FastformerPreTrainedModel',
+    'Preset',
+    'create_encoder',
+    'register_encoder',
+]

@@ -63,12 +63,13 @@ class FastformerConfig(PreTrainedConfig):
 
     model_type = 'fastformer'
 
+    # Where None stands for another field's value, __post_init__ puts it.
     vocab_size: int = 50_000
-    embedding_size: int | None = None
+    embedding_size: int = None  # type: ignore[assignment]
     hidden_size: int = 256
     num_hidden_layers: int = 2
     num_attention_heads: int = 16
-    intermediate_size: int | None = None
+    intermediate_size: int = None  # type: ignore[assignment]
     max_position_embeddings: int = 512
     hidden_act: str = 'gelu'
     hidden_dropout_prob: float = 0.2
@@ -92,10 +93,10 @@ class FastformerConfig(PreTrainedConfig):
     block_size: int = 4
     linformer_dim: int = 16
     poolingformer_window: int = 64
-    poolingformer_second_window: int | None = None
+    poolingformer_second_window: int = None  # type: ignore[assignment]
     poolingformer_kernel: int = 5
     poolingformer_stride: int = 4
-    decoder_layers: int | None = None
+    decoder_layers: int = None  # type: ignore[assignment]
     pad_token_id: int | None = 0
     bos_token_id: int | None = 1
     eos_token_id: int | None = 2

@@ -1,0 +1,205 @@
+"""Additive attention: masked softmax, pooling, and the Fastformer layer's mixing of tokens (Fastformer Eq. 3-6).
+
+Shapes: B batch, N tokens, C hidden size, h heads, d = C / h channels of a head. A mask (B, N) is True where a token
+counts; a text without such a token has zero weights, hence zero global vectors.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
+
+from .config import FastformerConfig
+from .interaction import create_interaction
+
+
+def accumulate_dtype(x: Tensor) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def masked_softmax(scores: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Softmax over the last dimension among the tokens that count; zero elsewhere, and where none counts.
+
+    Args:
+        scores: (B, h, N)
+        mask: (B, N) bool, or None: all count.
+
+    Returns:
+        (B, h, N) in float32, or in float64 for float64.
+    """
+    scores = scores.to(accumulate_dtype(scores))
+    if mask is None:
+        return scores.softmax(dim=-1)
+    padding = ~mask[:, None]
+    # The least number, not minus infinity: an empty row would have a gradient of NaN.
+    weights = scores.masked_fill(padding, torch.finfo(scores.dtype).min).softmax(dim=-1)
+    return weights.masked_fill(padding, 0.0)
+
+
+def additive_pool(x: Tensor, direction: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Means of the tokens, weighted by the softmax of a linear score (Fastformer Eq. 3, Fastformer Eq. 4).
+
+    Args:
+        x: (B, N, C)
+        direction: (B, h, C) or (1, h, C): the score of a token is its product with x.
+        mask: (B, N) bool or None.
+
+    Returns:
+        The weights (B, h, N) and the means (B, h, C).
+    """
+    direction = direction.expand(x.shape[0], -1, -1)
+    weights = masked_softmax(torch.bmm(direction, x.mT), mask)
+    return weights, torch.bmm(weights, x)
+
+
+class AdditivePooling(nn.Module):
+    """One vector for a text: a mean of its tokens with weights from a tanh layer."""
+
+    def __init__(self, config: FastformerConfig) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(config.hidden_size, config.pooling_hidden_size)
+        # A bias would cancel in the softmax.
+        self.score = nn.Linear(config.pooling_hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # (B, N, C) -> (B, C)
+        scores = self.score(torch.tanh(self.hidden(x))).mT  # (B, 1, N)
+        weights = masked_softmax(scores, mask)
+        with maybe_autocast(x.device.type, enabled=False):
+            return torch.bmm(weights, x.to(weights.dtype)).squeeze(1).to(x.dtype)
+
+
+class FastformerAttention(nn.Module):
+    """Fastformer's mixing of tokens: O = R + Q, with R from values that met a global key (Fastformer Eq. 3-6).
+
+    Queries, keys and values are affine in a token, and the pooled ones in the pooled token. So the global vectors
+    follow from two poolings of x, without a query or key of any token. In a text at least as long as x is wide, the
+    rest is composed too: given the global key, the output of a token is one product with a (C, C) matrix. Memory is
+    linear in N, and nothing of a token is kept for the backward pass but x and 2 h weights.
+
+    The paper's count of parameters, 3 h d^2 + 2 h d, takes d for the width of each head's input. With d = C / h they
+    are 3 C^2 + 2 C, biases aside, with shared queries and values; C^2 more without. The output projection adds C^2.
+
+    Args:
+        config: `score`, `interaction`, `share_query_value`, `share_heads` and `use_output_proj` of it are used.
+            With `share_heads` all heads use one (d, C) matrix of queries, one of keys and one of values, and one
+            vector of scores, to the letter: they are the same, and only `transform` tells them apart.
+    """
+
+    def __init__(self, config: FastformerConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.dense_score = config.score == 'dense'
+        self.std = config.initializer_range
+        heads = 1 if config.share_heads else self.num_heads
+        dim, width = config.hidden_size, heads * self.head_dim
+        self.query = nn.Linear(dim, width)
+        self.key = nn.Linear(dim, width)
+        self.value = None if config.share_query_value else nn.Linear(dim, width)
+        # w_q and w_k: (h, d), or (h, h, d) where a head's score sees all heads. A bias would cancel in the softmax.
+        score_shape = (heads, heads, self.head_dim) if self.dense_score else (heads, self.head_dim)
+        self.query_score = nn.Parameter(torch.empty(score_shape))
+        self.key_score = nn.Parameter(torch.empty(score_shape))
+        self.key_interaction = create_interaction(config)
+        self.value_interaction = create_interaction(config)
+        self.transform = nn.Linear(dim, dim)
+        self.proj = nn.Linear(dim, dim) if config.use_output_proj else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the vectors of the scores; the linear layers have drawn theirs."""
+        init.normal_(self.query_score, std=self.std)
+        init.normal_(self.key_score, std=self.std)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Mix the tokens of each text.
+
+        Args:
+            x: (B, N, C)
+            mask: (B, N) bool, True where a token counts; None: all do.
+
+        Returns:
+            The output (B, N, C) and the weights alpha and beta (B, h, N) of queries and keys.
+        """
+        with maybe_autocast(x.device.type, enabled=False):
+            alpha, beta, global_key = self._attend(x.to(accumulate_dtype(x)), mask)
+            composed = x.shape[1] >= x.shape[2]
+            weight, bias = self._compose(global_key) if composed else (None, None)
+        if weight is None or bias is None:
+            return self._mix_token_wise(x, global_key), alpha, beta
+        # Autocast, where it is on, chooses the dtype of this product.
+        return torch.baddbmm(bias.to(x.dtype), x, weight.to(x.dtype).mT), alpha, beta
+
+    def _attend(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Alpha and beta (B, h, N), and the global key (B, h, d) (Fastformer Eq. 3-6)."""
+        scale = self.head_dim**-0.5
+        query, query_bias = self._by_head(self.query, x.dtype)
+        key, key_bias = self._by_head(self.key, x.dtype)
+        query_score, key_score = (
+            score.to(x.dtype).expand(self.num_heads, *score.shape[1:]) * scale
+            for score in (self.query_score, self.key_score)
+        )
+        alpha, mean = additive_pool(x, self._pull_back(query_score, query)[None], mask)
+        global_query = _project(query, mean) + query_bias * alpha.sum(-1, keepdim=True)
+        # Between the heads of a dense score stands the dimension of those that it sees.
+        g = global_query[:, None] if self.dense_score else global_query
+        direction = self._pull_back(self.key_interaction.pull_back(key_score, g), key)
+        beta, mean = additive_pool(x, direction, mask)
+        mean_key = _project(key, mean) + key_bias * beta.sum(-1, keepdim=True)
+        return alpha, beta, self.key_interaction(global_query, mean_key)
+
+    def _compose(self, global_key: Tensor) -> tuple[Tensor, Tensor]:
+        """The matrices (B, C, C) and biases (B, 1, C) that take a token to its output, given the global key."""
+        dtype = global_key.dtype
+        query, query_bias = self._by_head(self.query, dtype)
+        value, value_bias = (query, query_bias) if self.value is None else self._by_head(self.value, dtype)
+        transform, transform_bias = _affine(self.transform, dtype)
+        mixed = self.value_interaction.compose(global_key, value).flatten(1, 2)  # (B or 1, C, C)
+        mixed_bias = self.value_interaction(global_key, value_bias).flatten(1)  # (B, C)
+        query, query_bias = query.flatten(0, 1), query_bias.flatten() + transform_bias
+        if self.proj is not None:
+            proj, proj_bias = _affine(self.proj, dtype)
+            transform, query, query_bias = proj @ transform, proj @ query, F.linear(query_bias, proj, proj_bias)
+        weight = transform @ mixed + query
+        return weight.expand(len(global_key), -1, -1), F.linear(mixed_bias, transform, query_bias)[:, None]
+
+    def _mix_token_wise(self, x: Tensor, global_key: Tensor) -> Tensor:
+        """The output (B, N, C) with the query, the value and the interaction of each token."""
+        heads = (self.num_heads, self.head_dim)
+        q = self.query(x).unflatten(-1, (-1, self.head_dim)).expand(*x.shape[:2], *heads)
+        v = q if self.value is None else self.value(x).unflatten(-1, (-1, self.head_dim))
+        u = self.value_interaction(global_key[:, None].to(q.dtype), v).flatten(2)
+        y = self.transform(u) + q.flatten(2)
+        return y if self.proj is None else self.proj(y)
+
+    def _pull_back(self, score: Tensor, weight: Tensor) -> Tensor:
+        """A score of queries or keys as one of tokens (..., h, C).
+
+        Args:
+            score: (..., h, d), or (..., h, h, d) where each head sees all.
+            weight: (h, d, C) of the queries or keys.
+        """
+        return torch.einsum('...khd,hdc->...kc' if self.dense_score else '...hd,hdc->...hc', score, weight)
+
+    def _by_head(self, linear: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The weight (h, d, C) and bias (h, d) of queries, keys or values; shared heads are repeated."""
+        weight, bias = _affine(linear, dtype)
+        weight, bias = weight.unflatten(0, (-1, self.head_dim)), bias.unflatten(0, (-1, self.head_dim))
+        return weight.expand(self.num_heads, -1, -1), bias.expand(self.num_heads, -1)
+
+
+def _affine(linear: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The weight and bias of a linear layer, also of one that an adapter has wrapped."""
+    if type(linear) is nn.Linear:
+        return linear.weight.to(dtype), linear.bias.to(dtype)
+    parameter = next(linear.parameters())
+    eye = torch.eye(linear.in_features, dtype=parameter.dtype, device=parameter.device)
+    bias = linear(torch.zeros_like(eye[:1])).to(dtype)
+    return (linear(eye).to(dtype) - bias).mT, bias[0]
+
+
+def _project(weight: Tensor, mean: Tensor) -> Tensor:
+    """The pooled queries or keys (B, h, d) of pooled tokens (B, h, C)."""
+    return torch.einsum('hdc,bhc->bhd', weight, mean)

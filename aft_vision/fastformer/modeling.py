@@ -1,0 +1,204 @@
+"""Fastformer as Hugging Face models: embeddings, an encoder, pooling and a head.
+
+All are known to the Auto classes once `aft_vision.fastformer` is imported.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from .additive import AdditivePooling, FastformerAttention
+from .config import FastformerConfig
+from .encoder import create_encoder, create_norm
+from .interaction import Concat
+
+
+class FastformerEmbeddings(nn.Module):
+    """Token embeddings, projected to the hidden size, plus positions; normalised, with dropout."""
+
+    def __init__(self, config: FastformerConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size, padding_idx=config.pad_token_id)
+        same = config.embedding_size == config.hidden_size
+        self.projection = nn.Identity() if same else nn.Linear(config.embedding_size, config.hidden_size)
+        self.embed_positions = None
+        if config.use_position_embeddings:
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.norm = create_norm(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, inputs_embeds: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Hidden states (B, N, C) of token embeddings (B, N, embedding_size).
+
+        Args:
+            inputs_embeds: rows of `embed_tokens`, or others in their place.
+            position_ids: (B, N) or (1, N); None: 0, 1, 2 and so on.
+
+        Raises:
+            ValueError: a text longer than the positions.
+        """
+        x = self.projection(inputs_embeds)
+        if self.embed_positions is not None:
+            x = x + self._positions(x.shape[1], position_ids)
+        return self.dropout(self.norm(x))
+
+    def _positions(self, length: int, position_ids: Tensor | None) -> Tensor:
+        if self.embed_positions is None:
+            raise ValueError('the model has no position embeddings')
+        if position_ids is not None:
+            return self.embed_positions(position_ids)
+        limit = self.embed_positions.num_embeddings
+        if length > limit:
+            raise ValueError(
+                f'a text may have {limit} tokens (max_position_embeddings), got {length}: truncate it, raise '
+                'max_position_embeddings, or use_position_embeddings=False'
+            )
+        return self.embed_positions.weight[:length]
+
+
+class FastformerPreTrainedModel(PreTrainedModel):
+    """What all Fastformer models share: configuration, initial weights, gradient checkpointing."""
+
+    config_class = FastformerConfig
+    config: FastformerConfig
+    base_model_prefix = 'model'
+    main_input_name = 'input_ids'
+    supports_gradient_checkpointing = True
+    _no_split_modules = ['FastformerLayer']  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, (FastformerAttention, Concat)):
+            module.reset_parameters()
+
+
+class FastformerModel(FastformerPreTrainedModel):
+    """Embeddings, the encoder that `config.encoder_mixer` names, and additive pooling to one vector for a text."""
+
+    def __init__(self, config: FastformerConfig) -> None:
+        super().__init__(config)
+        self.embeddings = FastformerEmbeddings(config)
+        self.encoder = create_encoder(config)
+        self.pooling = AdditivePooling(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> BaseModelOutputWithPooling:
+        """Encode texts.
+
+        Args:
+            input_ids: (B, N)
+            attention_mask: (B, N), 1 or True where a token counts; None: all do.
+            token_type_ids: not used; tokenisers return them.
+            position_ids: (B, N) or (1, N); None: from the left.
+            inputs_embeds: (B, N, embedding_size), instead of input_ids.
+            output_hidden_states: also return the states before, between and after the layers.
+            output_attentions: also return the attention weights of each layer: of Fastformer a pair (alpha, beta),
+                both (B, h, N).
+
+        Returns:
+            last_hidden_state (B, N, C), where padded tokens hold nothing of use, and pooler_output (B, C), zero for a
+            text without a token.
+
+        Raises:
+            ValueError: both or none of input_ids and inputs_embeds, or a mask of another shape.
+        """
+        inputs_embeds = self._embed(input_ids, attention_mask, inputs_embeds)
+        mask = _as_mask(attention_mask, inputs_embeds)
+        config = self.config
+        encoded = self.encoder(
+            self.embeddings(inputs_embeds, position_ids),
+            mask,
+            output_hidden_states=config.output_hidden_states if output_hidden_states is None else output_hidden_states,
+            output_attentions=config.output_attentions if output_attentions is None else output_attentions,
+        )
+        return BaseModelOutputWithPooling(
+            last_hidden_state=encoded.last_hidden_state,
+            pooler_output=self.pooling(encoded.last_hidden_state, mask),
+            hidden_states=encoded.hidden_states,
+            attentions=encoded.attentions,
+        )
+
+    def _embed(self, input_ids: Tensor | None, attention_mask: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if input_ids is not None and inputs_embeds is None:
+            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
+            return self.embeddings.embed_tokens(input_ids)
+        if input_ids is None and inputs_embeds is not None:
+            return inputs_embeds
+        raise ValueError('expected either input_ids or inputs_embeds')
+
+
+def _as_mask(attention_mask: Tensor | None, embeds: Tensor) -> Tensor | None:
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != embeds.shape[:2]:
+        expected, got = tuple(embeds.shape[:2]), tuple(attention_mask.shape)
+        raise ValueError(f'attention_mask must have shape {expected} to match the tokens, got {got}')
+    return attention_mask.bool()
+
+
+class FastformerForSequenceClassification(FastformerPreTrainedModel):
+    """A linear layer on the pooled text: one label of several, several labels, or regression."""
+
+    def __init__(self, config: FastformerConfig) -> None:
+        super().__init__(config)
+        self.num_labels = len(config.id2label or {})
+        self.model = FastformerModel(config)
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> SequenceClassifierOutput:
+        """Classify texts; the arguments are those of `FastformerModel`, and labels.
+
+        Args:
+            labels: (B,) classes; (B, num_labels) floats in [0, 1] for several labels; (B,) or (B, num_labels) numbers
+                for regression. `config.problem_type` says which; where it is None it follows from num_labels and the
+                labels' dtype, and is set.
+
+        Returns:
+            logits (B, num_labels), and the loss where there are labels.
+        """
+        encoded = self.model(
+            input_ids,
+            attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
+        )
+        logits = self.classifier(encoded.pooler_output)
+        loss = None if labels is None else self._loss(logits, labels)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
+        )
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Any:
+        if self.config.problem_type == 'regression' or (self.config.problem_type is None and self.num_labels == 1):
+            labels = labels.to(logits.dtype)
+        return self.loss_function(labels=labels, pooled_logits=logits, config=self.config)

@@ -1,0 +1,187 @@
+"""Additive attention against the loops of the reference, its parameter counts, masks and dtypes."""
+
+import pytest
+import torch
+from helpers import assert_close, generator, randn
+from torch import Tensor, nn
+
+from aft_vision.fastformer import FastformerConfig, reference
+from aft_vision.fastformer.additive import AdditivePooling, FastformerAttention, additive_pool, masked_softmax
+
+C, HEADS = 6, 3
+SCORES = (('per_head', False), ('dense', False), ('per_head', True))
+# Shorter and longer than C: token by token, and composed.
+LENGTHS = (4, 7)
+
+
+def make_attention(dtype: torch.dtype = torch.float64, **kwargs: object) -> tuple[FastformerConfig, nn.Module]:
+    """An attention whose weights are large enough for all terms to matter."""
+    config = FastformerConfig(**{'hidden_size': C, 'num_attention_heads': HEADS, **kwargs})
+    module = FastformerAttention(config).double()
+    for i, parameter in enumerate(module.parameters()):
+        with torch.no_grad():
+            parameter.copy_(randn(*parameter.shape, seed=i, scale=0.6).bfloat16())
+    return config, module.to(dtype)
+
+
+def make_mask(B: int, N: int) -> Tensor:
+    """A mask with holes; the last text has no token."""
+    mask = torch.rand(B, N, generator=generator(3)) > 0.4
+    mask[:, 1], mask[-1] = True, False
+    return mask
+
+
+@pytest.mark.parametrize(('N', 'masked'), [(LENGTHS[0], True), (LENGTHS[1], True), (LENGTHS[1], False)])
+@pytest.mark.parametrize('share', [True, False], ids=['qv', 'q_v'])
+@pytest.mark.parametrize('interaction', ['multiply', 'add', 'concat'])
+@pytest.mark.parametrize(('score', 'share_heads'), SCORES)
+def test_attention_equals_the_loops_in_value_and_gradients(score, share_heads, interaction, share, N, masked):
+    switches = dict(score=score, share_heads=share_heads, interaction=interaction)
+    config, module = make_attention(**switches, share_query_value=share, use_output_proj=share ^ masked)
+    x = randn(3, N, C, seed=50).requires_grad_()
+    mask = make_mask(3, N) if masked else None
+    leaves = {'x': x, **dict(module.named_parameters())}
+    y, expected = module(x, mask)[0], reference.attention(config, module, x, mask)
+    assert_close(y, expected, 1e-12, 'output')
+    weight = randn(*y.shape, seed=60)
+    found = torch.autograd.grad(y, list(leaves.values()), weight)
+    wanted = torch.autograd.grad(expected, list(leaves.values()), weight)
+    for name, got, want in zip(leaves, found, wanted, strict=True):
+        assert_close(got, want, 1e-10, f'grad {name}', floor=1e-6)
+
+
+@pytest.mark.parametrize('N', LENGTHS)
+def test_attention_returns_weights_that_sum_to_one_over_the_tokens_that_count(N: int):
+    module = make_attention()[1]
+    mask = make_mask(3, N)
+    for weights in module(randn(3, N, C), mask)[1:]:
+        assert weights.shape == (3, HEADS, N)
+        assert_close(weights.sum(-1), mask.any(1, keepdim=True).expand(3, HEADS).double(), 1e-12)
+        assert not weights.masked_select(~mask[:, None].expand_as(weights)).any()
+
+
+@pytest.mark.parametrize('N', LENGTHS)
+@pytest.mark.parametrize(('dtype', 'bound'), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
+def test_attention_in_a_lower_precision_is_near_float64(dtype: torch.dtype, bound: float, N: int):
+    config, module = make_attention()
+    x = randn(2, N, C).bfloat16().double()
+    expected = reference.attention(config, module, x, None)
+    y = module.to(dtype)(x.to(dtype))[0]
+    assert y.dtype == dtype
+    assert_close(y, expected, bound)
+
+
+@pytest.mark.parametrize('N', LENGTHS)
+def test_large_scores_leave_value_and_gradients_finite(N: int):
+    module = make_attention(torch.float32)[1]
+    with torch.no_grad():
+        module.query_score.mul_(1e4)
+    x = randn(2, N, C, dtype=torch.float32).requires_grad_()
+    y = module(x, make_mask(2, N))[0]
+    y.sum().backward()
+    assert torch.isfinite(y).all()
+    assert all(torch.isfinite(p.grad).all() for p in [x, *module.parameters()])
+
+
+@pytest.mark.parametrize('N', LENGTHS)
+def test_padding_changes_no_other_token(N: int):
+    module = make_attention(score='dense')[1]
+    x, mask = randn(2, N, C), torch.ones(2, N, dtype=torch.bool)
+    padded = torch.cat([x, randn(2, 9, C, seed=8, scale=50.0)], 1)
+    y = module(padded, torch.cat([mask, torch.zeros(2, 9, dtype=torch.bool)], 1))[0]
+    assert_close(y[:, :N], module(x, mask)[0], 1e-12)
+
+
+@pytest.mark.parametrize('score', ['per_head', 'dense'])
+@pytest.mark.parametrize('interaction', ['multiply', 'add', 'concat'])
+def test_both_ways_through_the_values_agree(score: str, interaction: str):
+    module = make_attention(score=score, interaction=interaction, share_query_value=False)[1]
+    x = randn(2, C, C)
+    global_key = module._attend(x, None)[2]
+    assert_close(module._mix_token_wise(x, global_key), module(x)[0], 1e-12)
+
+
+@pytest.mark.parametrize(
+    ('switches', 'count'),
+    [
+        ({}, 3 * 256**2 + 2 * 256),
+        (dict(share_query_value=False), 4 * 256**2 + 2 * 256),
+        (dict(score='dense'), 3 * 256**2 + 2 * 16 * 256),
+        (dict(share_heads=True), 256**2 + 2 * 16 * 256 + 2 * 16),
+        (dict(interaction='concat'), 3 * 256**2 + 2 * 256 + 2 * 16 * 16 * 32),
+        (dict(use_output_proj=True), 4 * 256**2 + 2 * 256),
+    ],
+    ids=str,
+)
+def test_attention_has_the_stated_number_of_parameters(switches: dict[str, object], count: int):
+    module = FastformerAttention(FastformerConfig(**{'use_output_proj': False, **switches}))
+    assert sum(p.numel() for name, p in module.named_parameters() if not name.endswith('bias')) == count
+
+
+def test_shared_heads_are_equal_before_the_transform():
+    module = make_attention(share_heads=True)[1]
+    _, beta, global_key = module._attend(randn(2, 5, C), None)
+    assert torch.equal(beta[:, :1].expand_as(beta), beta)
+    assert_close(global_key[:, :1].expand_as(global_key), global_key, 1e-14)
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank update beside it, as adapters wrap one."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.in_features = base, base.in_features
+        self.down, self.up = nn.Linear(C, 2, bias=False).double(), nn.Linear(2, C, bias=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize('N', LENGTHS)
+def test_an_adapter_around_a_linear_layer_takes_effect(N: int):
+    module, merged = make_attention()[1], make_attention()[1]
+    for name in ('query', 'key', 'transform', 'proj'):
+        adapted = Adapted(getattr(module, name))
+        setattr(module, name, adapted)
+        with torch.no_grad():
+            getattr(merged, name).weight.add_(adapted.up.weight @ adapted.down.weight)
+    x = randn(2, N, C)
+    assert_close(module(x)[0], merged(x)[0], 1e-12)
+
+
+def test_masked_softmax_of_nothing_is_zero_with_zero_gradients():
+    scores = randn(2, 1, 4).requires_grad_()
+    mask = torch.tensor([[True, False, True, False], [False] * 4])
+    weights = masked_softmax(scores, mask)
+    (grad,) = torch.autograd.grad(weights.square().sum(), scores)
+    assert_close(weights[0, 0, [0, 2]], scores[0, 0, [0, 2]].softmax(0), 1e-12)
+    assert not weights[1].any()
+    assert not grad[1].any()
+    assert torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize(('dtype', 'large', 'gap'), [(torch.float16, 60000.0, 32.0), (torch.bfloat16, 1e38, 1e36)])
+def test_masked_softmax_is_float32_and_finite_at_the_edge_of_half_precision(dtype, large: float, gap: float):
+    scores = torch.tensor([[[large, large - gap, -large]]]).to(dtype)
+    weights = masked_softmax(scores, torch.tensor([[True, True, False]]))
+    assert weights.dtype == torch.float32
+    assert_close(weights, torch.tensor([[[1.0, 0.0, 0.0]]]), 1e-6)
+
+
+def test_additive_pool_is_the_weighted_mean():
+    x, direction, mask = randn(2, 5, C), randn(2, HEADS, C, seed=1), make_mask(2, 5)
+    weights, mean = additive_pool(x, direction, mask)
+    for h in range(HEADS):
+        alpha = reference.softmax(x[0] @ direction[0, h], mask[0])
+        assert_close(weights[0, h], alpha, 1e-12)
+        assert_close(mean[0, h], (alpha[:, None] * x[0]).sum(0), 1e-12)
+    assert not mean[1].any()
+
+
+def test_pooling_equals_its_formula_and_is_zero_for_an_empty_text():
+    pool = AdditivePooling(FastformerConfig(hidden_size=C, num_attention_heads=HEADS, pooling_hidden_size=7)).double()
+    x, mask = randn(2, 5, C), make_mask(2, 5)
+    y = pool(x, mask)
+    scores = torch.tanh(x[0] @ pool.hidden.weight.T + pool.hidden.bias) @ pool.score.weight[0]
+    assert_close(y[0], reference.softmax(scores, mask[0]) @ x[0], 1e-12)
+    assert not y[1].any()

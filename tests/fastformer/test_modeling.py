@@ -1,0 +1,266 @@
+"""The Hugging Face models: outputs, losses, files, masks, precisions, checkpointing, compilation."""
+
+import pytest
+import torch
+from helpers import assert_close, generator, randn
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+from transformers.modeling_outputs import BaseModelOutput
+
+from aft_vision.fastformer import FastformerConfig, FastformerForSequenceClassification, FastformerModel, encoder
+
+C, HEADS, VOCAB = 12, 3, 30
+# Shorter and longer than C: token by token, and composed.
+LENGTHS = (5, 16)
+
+
+def make_config(**kwargs: object) -> FastformerConfig:
+    small = dict(vocab_size=VOCAB, hidden_size=C, num_attention_heads=HEADS, max_position_embeddings=40)
+    return FastformerConfig(**{**small, 'embedding_size': 8, 'pooling_hidden_size': 6, **kwargs})
+
+
+def make_model(cls: type = FastformerForSequenceClassification, seed: int = 0, **kwargs: object) -> nn.Module:
+    """A model in evaluation, with weights large enough for all terms to matter."""
+    torch.manual_seed(seed)
+    return cls(make_config(**{'initializer_range': 0.3, **kwargs})).eval()
+
+
+def make_ids(B: int, N: int) -> Tensor:
+    return torch.randint(1, VOCAB, (B, N), generator=generator())
+
+
+def test_the_encoder_gives_states_and_weights_of_every_layer():
+    model = make_model(num_hidden_layers=3)
+    out = model(make_ids(2, 5), output_hidden_states=True, output_attentions=True)
+    assert [tuple(x.shape) for x in out.hidden_states] == [(2, 5, C)] * 4
+    assert [[tuple(x.shape) for x in pair] for pair in out.attentions] == [[(2, HEADS, 5)] * 2] * 3
+    plain = model(make_ids(2, 5))
+    assert plain.hidden_states is plain.attentions is None
+    assert torch.equal(plain.logits, out.logits)
+
+
+def test_a_model_returns_a_tuple_where_asked():
+    model, ids = make_model(), make_ids(2, 5)
+    (logits,) = model(ids, return_dict=False)
+    assert torch.equal(logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ('fields', 'labels', 'loss'),
+    [
+        (dict(num_labels=4), torch.tensor([3, 0]), F.cross_entropy),
+        (dict(num_labels=4), torch.tensor([[0.0, 1, 1, 0], [1, 0, 0, 0]]), F.binary_cross_entropy_with_logits),
+        (dict(num_labels=4, problem_type='regression'), torch.arange(8).view(2, 4), F.mse_loss),
+        (dict(num_labels=1), torch.tensor([3, 0]), lambda y, labels: F.mse_loss(y[:, 0], labels.float())),
+    ],
+    ids=['one label', 'several labels', 'regression', 'one number'],
+)
+def test_labels_give_the_loss_of_their_problem(fields: dict[str, object], labels: Tensor, loss):
+    out = make_model(**fields)(make_ids(2, 5), labels=labels)
+    assert out.logits.shape == (2, fields['num_labels'])
+    target = labels if fields.get('problem_type') is None else labels.float()
+    torch.testing.assert_close(out.loss, loss(out.logits, target))
+
+
+def test_embeddings_may_be_given_instead_of_ids():
+    model, ids = make_model(), make_ids(2, 5)
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize('N', LENGTHS)
+@pytest.mark.parametrize('sharing', [True, False], ids=['shared', 'distinct'])
+def test_padding_changes_nothing_and_a_row_equals_a_single_text(N: int, sharing: bool):
+    model, ids = make_model(share_layers=sharing).double(), make_ids(1, N)
+    alone = model(ids).logits
+    for pad, length in ((0, 3), (0, 20), (17, 20)):
+        batch = torch.cat([torch.cat([ids, torch.full((1, length), pad)], 1), make_ids(1, N + length)])
+        mask = torch.ones_like(batch)
+        mask[0, N:] = 0
+        assert_close(model(batch, attention_mask=mask).logits[:1], alone, 1e-12)
+
+
+@pytest.mark.parametrize('N', LENGTHS)
+def test_an_empty_text_is_pooled_to_zero_with_finite_gradients(N: int):
+    model = make_model(FastformerModel)
+    mask = torch.ones(2, N, dtype=torch.long)
+    mask[0] = 0
+    pooled = model(make_ids(2, N), attention_mask=mask).pooler_output
+    pooled.square().sum().backward()
+    assert not pooled[0].any()
+    assert pooled[1].any()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('N', LENGTHS)
+@pytest.mark.parametrize('autocast', [False, True], ids=['pure', 'autocast'])
+@pytest.mark.parametrize(('dtype', 'bound'), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)], ids=str)
+def test_half_precision_is_near_float32_and_finite(dtype: torch.dtype, bound: float, autocast: bool, N: int):
+    model, ids, mask = make_model(), make_ids(3, N), torch.ones(3, N, dtype=torch.long)
+    mask[1, 2:], mask[2] = 0, 0
+    expected = model(ids, attention_mask=mask).logits
+    model = model if autocast else model.to(dtype)
+    with torch.autocast('cpu', dtype, enabled=autocast):
+        out = model(ids, attention_mask=mask, labels=torch.tensor([0, 1, 0]))
+    out.loss.backward()
+    # The bound of the operation, and half again in bfloat16 for two layers, three norms and a head.
+    assert_close(out.logits, expected, bound)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_files_and_auto_classes_give_the_same_model(tmp_path):
+    model, ids = make_model(num_labels=3), make_ids(2, 5)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / 'model.safetensors').exists()
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), FastformerConfig)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert isinstance(again, FastformerForSequenceClassification)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    base = AutoModel.from_pretrained(tmp_path).eval()
+    assert isinstance(base, FastformerModel)
+    assert torch.equal(base(ids).pooler_output, model.model(ids).pooler_output)
+
+
+def test_a_file_without_one_parameter_keeps_the_rest(tmp_path):
+    model = make_model(interaction='concat')
+    state = model.state_dict()
+    del state['model.encoder.layers.0.attn.query_score']
+    model.save_pretrained(tmp_path, state_dict=state)
+    again = FastformerForSequenceClassification.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+    assert again['model.encoder.layers.0.attn.query_score'].std() > 0
+
+
+def test_initial_weights_have_the_configured_size():
+    model = FastformerModel(FastformerConfig(vocab_size=100, interaction='concat', initializer_range=0.05))
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            assert 0.04 < p.std() < 0.06, name
+    assert not model.embeddings.embed_tokens.weight[0].any()
+
+
+def test_resized_embeddings_keep_their_rows():
+    model = make_model()
+    before = model.get_input_embeddings().weight.clone()
+    model.resize_token_embeddings(VOCAB + 5)
+    assert model.config.vocab_size == VOCAB + 5
+    assert torch.equal(model.get_input_embeddings().weight[:VOCAB], before)
+    assert model(torch.full((1, 3), VOCAB + 4)).logits.shape == (1, 2)
+
+
+@pytest.mark.parametrize('sharing', [True, False], ids=['shared', 'distinct'])
+def test_gradient_checkpointing_changes_no_gradient(sharing: bool):
+    gradients = []
+    for checkpointing in (False, True):
+        model = make_model(share_layers=sharing, hidden_dropout_prob=0.0).train()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        model(make_ids(2, 16), labels=torch.tensor([1, 0])).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        assert_close(gradients[1][name], expected, 1e-5, name)
+
+
+def test_shared_layers_are_one_module_applied_again():
+    shared, distinct = make_model(num_hidden_layers=3), make_model(num_hidden_layers=3, share_layers=False)
+    layer = shared.model.encoder.layers
+    assert (len(layer), len(distinct.model.encoder.layers)) == (1, 3)
+    for other in distinct.model.encoder.layers:
+        other.load_state_dict(layer[0].state_dict())
+    x = randn(2, 5, C).float()
+    expected = distinct.model.encoder(x).last_hidden_state
+    assert torch.equal(shared.model.encoder(x).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize('residual', [True, False])
+@pytest.mark.parametrize('norm', [True, False])
+@pytest.mark.parametrize('ffn', [True, False])
+def test_a_layer_has_the_parts_that_are_switched_on(residual: bool, norm: bool, ffn: bool):
+    switches = dict(use_residual=residual, use_layer_norm=norm, use_ffn=ffn, num_hidden_layers=1)
+    stack = make_model(FastformerModel, **switches).encoder
+    x = randn(2, 5, C).float()
+    layer, normalise = stack.layers[0], (lambda y: F.layer_norm(y, (C,), eps=1e-12)) if norm else (lambda y: y)
+    y = normalise(layer.attn(x)[0] + (x if residual else 0))
+    if ffn:
+        hidden = F.linear(F.gelu(F.linear(y, layer.mlp.fc1.weight, layer.mlp.fc1.bias)), layer.mlp.fc2.weight)
+        y = normalise(hidden + layer.mlp.fc2.bias + (y if residual else 0))
+    assert_close(stack(x).last_hidden_state, y, 1e-5)
+    assert (layer.mlp is None) == (not ffn)
+
+
+def test_a_model_without_positions_sees_a_bag_of_tokens():
+    ids = make_ids(1, 6)
+    turned = ids.flip(1)
+    without, with_positions = make_model(use_position_embeddings=False), make_model()
+    assert_close(without(turned).logits, without(ids).logits, 1e-5)
+    assert (with_positions(turned).logits - with_positions(ids).logits).abs().max() > 1e-3
+
+
+def test_positions_may_be_given():
+    model, ids = make_model(FastformerModel).double(), make_ids(1, 4)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], 1)
+    mask, positions = (padded > 0).long(), torch.tensor([[0, 0, 0, 0, 1, 2, 3]])
+    got = model(padded, attention_mask=mask, position_ids=positions).pooler_output
+    assert_close(got, model(ids).pooler_output, 1e-12)
+
+
+@pytest.mark.parametrize(('N', 'masked'), [(LENGTHS[0], True), (LENGTHS[1], False)])
+def test_the_encoder_compiles_to_one_graph(N: int, masked: bool):
+    layers, x = make_model(FastformerModel).encoder, randn(2, N, C).float()
+    mask = torch.rand(2, N, generator=generator()) > 0.3 if masked else None
+    torch.compiler.reset()
+    compiled = torch.compile(layers, fullgraph=True, backend='eager')
+    assert_close(compiled(x, mask).last_hidden_state, layers(x, mask).last_hidden_state, 1e-5)
+
+
+def test_another_encoder_plugs_in_by_name(monkeypatch):
+    monkeypatch.setattr(encoder, 'ENCODERS', dict(encoder.ENCODERS))
+
+    @encoder.register_encoder('identity')
+    class IdentityEncoder(nn.Module):
+        def __init__(self, config: FastformerConfig) -> None:
+            super().__init__()
+
+        def forward(self, hidden_states, attention_mask=None, output_hidden_states=False, output_attentions=False):
+            return BaseModelOutput(last_hidden_state=hidden_states)
+
+    assert make_model(encoder_mixer='identity')(make_ids(2, 5)).logits.shape == (2, 2)
+
+
+def test_an_unknown_encoder_is_refused():
+    with pytest.raises(ValueError, match=r"one of \['fastformer'.*got 'slowformer'"):
+        encoder.create_encoder(make_config(encoder_mixer='slowformer'))
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        ({}, 'either input_ids or inputs_embeds'),
+        (dict(input_ids=make_ids(1, 3), inputs_embeds=randn(1, 3, 8).float()), 'either input_ids or inputs_embeds'),
+        (dict(input_ids=make_ids(2, 3), attention_mask=torch.ones(2, 4)), r'shape \(2, 3\).*got \(2, 4\)'),
+        (dict(input_ids=make_ids(1, 41)), 'may have 40 tokens'),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(arguments: dict[str, Tensor], message: str):
+    with pytest.raises(ValueError, match=message):
+        make_model()(**arguments)
+
+
+def test_a_pipeline_classifies_text():
+    words = {'[PAD]': 0, '[UNK]': 1, 'good': 2, 'bad': 3}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token='[UNK]'))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token='[PAD]', unk_token='[UNK]')
+    model = make_model(num_labels=2, id2label={0: 'no', 1: 'yes'}, label2id={'no': 0, 'yes': 1})
+    found = pipeline('text-classification', model=model, tokenizer=fast)(['good', 'bad bad good'], batch_size=2)
+    probability = model(torch.tensor([[2]])).logits.softmax(-1)[0]
+    assert found[0]['label'] == model.config.id2label[int(probability.argmax())]
+    assert found[0]['score'] == pytest.approx(probability.max().item(), rel=1e-5)
