@@ -133,12 +133,7 @@ def wordpunct_pre_tokenizer() -> pre_tokenizers.PreTokenizer:
     """
     joiners, no_words = '\u200c\u200d', '²³¹¼½¾'
     word, other = rf'[\w{joiners}&&[^{no_words}]]+', rf'[[^\w\s{joiners}]{no_words}]+'
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r'\s+'), 'removed'),
-            pre_tokenizers.Split(Regex(f'{word}|{other}'), 'isolated'),
-        ]
-    )
+    return pre_tokenizers.Split(Regex(f'{word}|{other}'), 'removed', invert=True)
 
 
 def _make_trainer(method: str, vocab_size: int, min_frequency: int) -> trainers.Trainer:

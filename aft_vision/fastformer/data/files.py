@@ -129,7 +129,8 @@ def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
 
 def missing_columns(place: str, expected: Sequence[str], got: Sequence[str]) -> ValueError:
     """The error for a row without a column."""
-    return ValueError(f'{place}: expected the columns {", ".join(expected)}, got {", ".join(got) or "none"}')
+    found = ', '.join(got) or 'none'
+    return ValueError(f'{place}: expected the columns {", ".join(expected)}, got {found:.200}')
 
 
 def _open(path: Path, member: str | None) -> IO[bytes]:

@@ -1,0 +1,34 @@
+"""Tokens of a labelled data set, for the batches of Hugging Face's Trainer.
+
+The library pads and groups: `transformers.DataCollatorWithPadding` pads a batch to its longest text, and texts of like
+length share a batch with `TrainingArguments(train_sampling_strategy='group_by_length')`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from datasets import Dataset, DatasetDict
+from transformers import PreTrainedTokenizerBase
+
+AnyDataset = TypeVar('AnyDataset', Dataset, DatasetDict)
+
+
+def tokenize_dataset(
+    dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None, num_proc: int | None = None
+) -> AnyDataset:
+    """Replace the column `text` by `input_ids`; the other columns stay.
+
+    A text without a token becomes one unknown token, so that no row of a batch is padding alone.
+
+    Args:
+        max_length: Where texts are cut off, in tokens; None for nowhere.
+        num_proc: Processes to divide the work among, which pays with NLTK; None for this one.
+    """
+
+    def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
+        rows = tokenizer(
+            batch['text'], truncation=max_length is not None, max_length=max_length, return_attention_mask=False
+        )['input_ids']
+        return {'input_ids': [row or [tokenizer.unk_token_id] for row in rows]}
+
+    return dataset.map(tokenize, batched=True, remove_columns='text', num_proc=num_proc, desc='tokens')

@@ -1,0 +1,83 @@
+"""News with their topics: MIND and AG News."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from aft_vision.fastformer.data.files import Record, read_delimited
+from aft_vision.fastformer.data.table import collect
+
+NEWS_COLUMNS = (
+    *('news_id', 'category', 'subcategory', 'title', 'abstract', 'url', 'title_entities', 'abstract_entities'),
+)
+DOCS_COLUMNS = ('news_id', 'category', 'subcategory', 'title', 'abstract', 'body')
+AG_NEWS_CLASSES = ('World', 'Sports', 'Business', 'Sci/Tech')
+TEXT_COLUMNS = ('title', 'abstract', 'body')
+
+
+def read_mind_topic(
+    news: str | Path | Sequence[str | Path],
+    docs: str | Path | None = None,
+    text: Sequence[str] | None = None,
+    **options: Any,
+) -> Dataset:
+    """Read the news of MIND with their categories.
+
+    Args:
+        news: A `news.tsv` as published (8 columns, no header), a folder with one, or several of either; a news that
+            is in several counts once.
+        docs: A `docs.tsv` with bodies, which MIND itself lacks: news_id, category, subcategory, title, abstract, body.
+        text: Columns to join: `title`, `abstract`, `body`; None: the body where there is one, else title and abstract.
+        options: `sample` and `seed`, as `table.collect` takes them.
+
+    Raises:
+        ValueError: a file is damaged or of another layout, which names line and column, or `body` is asked for
+            without `docs`.
+    """
+    if text is not None and (not set(text) <= set(TEXT_COLUMNS) or ('body' in text and docs is None)):
+        raise ValueError(f'expected columns of {", ".join(TEXT_COLUMNS)}, and docs for a body, got {", ".join(text)}')
+    bodies: dict[str, str] = {}
+    if docs is not None:
+        rows = read_delimited(docs, '\t', DOCS_COLUMNS, quoted=False)
+        bodies = {row.values['news_id']: row.values['body'] for row in rows}
+    paths = [Path(path) for path in ([news] if isinstance(news, (str, Path)) else news)]
+    records = _read_news([path / 'news.tsv' if path.is_dir() else path for path in paths])
+    return collect(_choose_text(records, bodies, text), ['text'], 'category', **options)
+
+
+def read_ag_news(path: str | Path, **options: Any) -> Dataset:
+    """Read AG News as published: a CSV without header of class (1 to 4), title and description.
+
+    A `classes.txt` beside it names the classes. `table.read_hub('fancyzhx/ag_news')` gives the same texts.
+
+    Args:
+        options: `sample` and `seed`, as `table.collect` takes them.
+
+    Raises:
+        ValueError: the file is damaged or of another layout; names line and column.
+    """
+    names: tuple[str, ...] = AG_NEWS_CLASSES
+    listed = Path(path).parent / 'classes.txt'
+    if listed.is_file():
+        names = tuple(filter(None, map(str.strip, listed.read_text(encoding='utf-8').splitlines())))
+    records = read_delimited(path, columns=('class', 'title', 'description'))
+    return collect(records, ['title', 'description'], 'class', dict(enumerate(names, 1)), **options)
+
+
+def _read_news(paths: Iterable[Path]) -> Iterator[Record]:
+    seen: set[str] = set()
+    for path in paths:
+        for record in read_delimited(path, '\t', NEWS_COLUMNS, quoted=False):
+            if record.values['news_id'] not in seen:
+                seen.add(record.values['news_id'])
+                yield record
+
+
+def _choose_text(records: Iterable[Record], bodies: dict[str, str], text: Sequence[str] | None) -> Iterator[Record]:
+    for place, values in records:
+        body = bodies.get(values['news_id'], '')
+        columns = text or (('body',) if body else ('title', 'abstract'))
+        parts = [body if column == 'body' else values[column] for column in columns]
+        yield Record(place, {'text': ' '.join(filter(None, parts)), 'category': values['category']})

@@ -1,0 +1,119 @@
+"""Reviews with their ratings: Amazon, the IMDB of JMARS with ten classes, and aclImdb."""
+
+import re
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from aft_vision.fastformer.data.files import Record, missing_columns, read_json
+from aft_vision.fastformer.data.table import collect
+
+AMAZON_RATINGS = tuple('12345')
+IMDB_RATINGS = tuple(map(str, range(1, 11)))
+# Text, rating and title, in the files of 2014 and 2018, and in those of 2023.
+AMAZON_COLUMNS = (('reviewText', 'overall', 'summary'), ('text', 'rating', 'title'))
+SENTIMENTS = ('neg', 'pos')
+# No review of aclImdb is rated 5 or 6.
+ACL_RATINGS = (*'1234', *'78', '9', '10')
+ACL_NAME = re.compile(r'(\d+)_(\d+)\.txt')
+NOT_JMARS = 'aclImdb is the binary IMDB, not IMDB-10; read_acl_imdb reads it'
+
+
+def read_amazon(path: str | Path, with_title: bool = False, **options: Any) -> Dataset:
+    """Read Amazon's reviews, five classes: `reviews_Electronics_5.json.gz` and its like, or the files of 2023.
+
+    Args:
+        path: JSON lines with `reviewText` and `overall` (2014, 2018), or `text` and `rating` (2023).
+        with_title: Put the title (`summary` or `title`) before the text.
+        options: `sample`, `seed` and `drop_incomplete`, as `table.collect` takes them; the paper's 50,000 reviews are
+            `sample=50_000`.
+
+    Raises:
+        ValueError: the file is damaged or of another layout; names line and column.
+    """
+    first, records = _peek(Path(path))
+    for text, rating, title in AMAZON_COLUMNS:
+        if rating in first.values:
+            columns = [title, text] if with_title else [text]
+            return collect(records, columns, rating, AMAZON_RATINGS, **options)
+    expected = [' or '.join(names) for names in zip(*AMAZON_COLUMNS, strict=True)][:2]
+    raise missing_columns(first.place, expected, list(first.values))
+
+
+def read_jmars(path: str | Path, text: str = 'review', label: str = 'rating', **options: Any) -> Dataset:
+    """Read the IMDB of JMARS, ten classes: `data.json`, one JSON list of reviews with `rating`, `title`, `review`.
+
+    Args:
+        text, label: The keys of the review and of its rating, 1 to 10.
+        options: `sample`, `seed` and `drop_incomplete` (for reviews without a rating), as `table.collect` takes them.
+
+    Raises:
+        ValueError: the file is damaged or of another layout, or it is aclImdb, which has two classes.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f'expected the data.json of JMARS, got the folder {path}; {NOT_JMARS}')
+    first, records = _peek(path)
+    if not {text, label} <= first.values.keys():
+        raise ValueError(f'{missing_columns(first.place, [text, label], list(first.values))}; {NOT_JMARS}')
+    dataset = collect(records, [text], label, IMDB_RATINGS, **options)
+    found = set(dataset.unique('label'))
+    missing = [name for number, name in enumerate(IMDB_RATINGS) if number not in found]
+    if missing:
+        raise ValueError(
+            f'expected reviews of every rating from 1 to 10 in {path}, got none of {", ".join(missing)}; {NOT_JMARS}'
+        )
+    return dataset
+
+
+def read_acl_imdb(folder: str | Path, split: str = 'train', label: str = 'sentiment', **options: Any) -> Dataset:
+    """Read aclImdb as published: a folder with `train/neg/0_3.txt` and so on, where 3 is the rating.
+
+    Args:
+        split: `train` or `test`.
+        label: `sentiment`: neg and pos. `rating`: 1 to 4 and 7 to 10.
+        options: `sample` and `seed`, as `table.collect` takes them.
+
+    Raises:
+        ValueError: a folder or its files are missing, or a file is named otherwise or damaged.
+    """
+    if label not in ('sentiment', 'rating'):
+        raise ValueError(f'expected the label sentiment or rating, got {label!r}')
+    records = (
+        _read_review(path, sentiment)
+        for sentiment in SENTIMENTS
+        for path in _list_reviews(Path(folder), split, sentiment)
+    )
+    return collect(records, ['text'], label, SENTIMENTS if label == 'sentiment' else ACL_RATINGS, **options)
+
+
+def _peek(path: Path) -> tuple[Record, Iterator[Record]]:
+    """The first record of a JSON file, and all of them."""
+    records = read_json(path)
+    first = next(records, None)
+    if first is None:
+        raise ValueError(f'expected reviews in {path}, got an empty file')
+    return first, chain([first], records)
+
+
+def _list_reviews(folder: Path, split: str, sentiment: str) -> list[Path]:
+    paths = list((folder / split / sentiment).glob('*.txt'))
+    if not paths:
+        raise ValueError(f'expected reviews in {folder / split / sentiment}, such as 0_3.txt, got none')
+    astray = [path for path in paths if ACL_NAME.fullmatch(path.name) is None]
+    if astray:
+        raise ValueError(f'expected names of the form NUMBER_RATING.txt, got {min(astray)}')
+    return sorted(paths, key=lambda path: int(path.stem.partition('_')[0]))
+
+
+def _read_review(path: Path, sentiment: str) -> Record:
+    try:
+        content = path.read_text(encoding='utf-8')
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f'{path}, byte {error.start + 1}: expected UTF-8, got {error.object[error.start]:#x}'
+        ) from error
+    return Record(str(path), {'text': content, 'sentiment': sentiment, 'rating': path.stem.partition('_')[2]})

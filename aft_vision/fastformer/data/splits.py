@@ -1,0 +1,50 @@
+"""Stratified parts of a labelled data set."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+from datasets import Dataset, DatasetDict
+from sklearn.model_selection import train_test_split
+
+FRACTIONS = MappingProxyType({'train': 0.8, 'validation': 0.1, 'test': 0.1})
+
+
+def split_dataset(
+    dataset: Dataset, seed: int = 0, fractions: Mapping[str, float] = FRACTIONS, rare_to_first: bool = False
+) -> DatasetDict:
+    """Divide a data set at random into parts with the same shares of the classes.
+
+    Args:
+        dataset: With a ClassLabel column `label`.
+        fractions: Share of each part; they add up to 1.
+        rare_to_first: Put the rows of classes with a single member into the first part; else they are an error.
+
+    Raises:
+        ValueError: a class has one member, a part would be smaller than the number of classes, or the fractions do
+            not add up to 1.
+    """
+    if len(fractions) < 2 or min(fractions.values()) <= 0 or abs(sum(fractions.values()) - 1) > 1e-6:
+        raise ValueError(f'expected two or more fractions above 0 that add up to 1, got {dict(fractions)}')
+    labels = np.asarray(dataset['label'])
+    first, *others = fractions
+    is_rare = np.bincount(labels)[labels] == 1
+    if is_rare.any() and not rare_to_first:
+        names = [dataset.features['label'].int2str(int(label)) for label in labels[is_rare]]
+        raise ValueError(
+            f'expected two rows or more of each class, to divide them, got one of: {", ".join(names)}; '
+            f'rare_to_first=True puts those into {first!r}'
+        )
+    rest, rare = np.flatnonzero(~is_rare), np.flatnonzero(is_rare)
+    parts: dict[str, np.ndarray] = {}
+    for name in reversed(others):
+        count = round(fractions[name] * len(labels))
+        rest, parts[name] = train_test_split(rest, test_size=count, stratify=_strata(labels[rest]), random_state=seed)
+    parts[first] = np.concatenate([rest, rare])
+    return DatasetDict({name: dataset.select(np.sort(parts[name])) for name in fractions})
+
+
+def _strata(labels: np.ndarray) -> np.ndarray:
+    """The labels, but for the classes of which an earlier part left one member: these join the largest class."""
+    counts = np.bincount(labels)
+    return np.where(counts[labels] == 1, counts.argmax(), labels)

@@ -1,0 +1,122 @@
+"""Small files in the real formats, for tests and demonstrations: what a text is about can be read off its words."""
+
+import csv
+import gzip
+import io
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from aft_vision.fastformer.data.news import AG_NEWS_CLASSES
+from aft_vision.fastformer.data.reviews import AMAZON_RATINGS, IMDB_RATINGS, SENTIMENTS
+
+MIND_CATEGORIES = ('autos', 'finance', 'health', 'news', 'sports', 'weather')
+COMMON_WORDS = ('the', 'a', 'of', 'and', 'it', 'was', 'this', 'with', 'as', 'for')
+# Of every class, by its number.
+TOPIC_WORDS = tuple(tuple(f'{stem}{end}' for end in ('ton', 'ling', 'ward')) for stem in 'abcdefghij')
+
+
+class TextWriter:
+    """Makes texts of a class: common words, among them some that no other class has."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+
+    def sentence(self, topic: int, words: int = 8) -> str:
+        chosen = [*self.random.choices(COMMON_WORDS, k=words - 2), *self.random.choices(TOPIC_WORDS[topic], k=2)]
+        self.random.shuffle(chosen)
+        return ' '.join(chosen).capitalize() + '.'
+
+    def text(self, topic: int, longest: int = 4) -> str:
+        return ' '.join(self.sentence(topic) for _ in range(self.random.randint(1, longest)))
+
+
+def write_amazon(path: str | Path, rows: int = 50, seed: int = 0, year: int = 2014) -> Path:
+    """Write reviews as in reviews_Electronics_5.json.gz (2014) or Electronics.jsonl (2023), ratings in turn."""
+    writer = TextWriter(seed)
+    lines = []
+    for number in range(rows):
+        rating = number % len(AMAZON_RATINGS)
+        text, title = writer.text(rating), writer.sentence(rating, 3)
+        if year == 2014:
+            review = dict(
+                reviewerID=f'A{number:013}', asin=f'B{number:09}', reviewerName='J. "Jo" Doe', helpful=[0, 1]
+            ) | dict(reviewText=text, overall=rating + 1.0, summary=title)
+            review |= dict(unixReviewTime=1370131200, reviewTime='06 2, 2013')
+        else:
+            review = dict(rating=rating + 1.0, title=title, text=text, images=[], asin=f'B{number:09}')
+            review |= dict(parent_asin=f'B{number:09}', user_id=f'U{number}', timestamp=1588687728923)
+            review |= dict(helpful_vote=0, verified_purchase=True)
+        lines.append(json.dumps(review) + '\n')
+    return _write(path, ''.join(lines))
+
+
+def write_jmars(path: str | Path, rows: int = 50, seed: int = 0) -> Path:
+    """Write reviews as in data.json of JMARS, one JSON list, ratings 1 to 10 in turn."""
+    writer = TextWriter(seed)
+    reviews = []
+    for number in range(rows):
+        topic = number % len(IMDB_RATINGS)
+        review = dict(rating=topic + 1, title=writer.sentence(topic, 3), movie=f'Movie {number % 7}')
+        reviews.append(review | dict(review=writer.text(topic), user=f'ur{number:07}'))
+    return _write(path, json.dumps(reviews, indent=1))
+
+
+def write_acl_imdb(folder: str | Path, rows: int = 8, seed: int = 0) -> Path:
+    """Write aclImdb's folders train and test, with that many reviews of each sentiment."""
+    writer = TextWriter(seed)
+    for split in ('train', 'test'):
+        for topic, sentiment in enumerate(SENTIMENTS):
+            for number in range(rows):
+                name = f'{number}_{number % 4 + (1, 7)[topic]}.txt'
+                _write(Path(folder) / split / sentiment / name, writer.text(topic).replace('. ', '.<br /><br />'))
+    return Path(folder)
+
+
+def write_mind(folder: str | Path, rows: int = 60, seed: int = 0) -> Path:
+    """Write MIND's news.tsv, with bare quotes and empty abstracts, and a docs.tsv with the body of every other news."""
+    writer = TextWriter(seed)
+    news, docs = [], []
+    for number in range(rows):
+        topic = number % len(MIND_CATEGORIES)
+        title = writer.sentence(topic) + (' "Live' if number % 5 == 0 else '')
+        abstract = '' if number % 4 == 0 else writer.text(topic)
+        entities = '[{"Label": "X", "Type": "G", "WikidataId": "Q1", "Confidence": 1.0}]'
+        row = [f'N{number + 1}', MIND_CATEGORIES[topic], f'{MIND_CATEGORIES[topic]}misc', title, abstract]
+        news.append('\t'.join([*row, f'https://assets.msn.com/labs/mind/{number}.html', entities, '[]']))
+        if number % 2 == 0:
+            docs.append('\t'.join([*row, 'Body: ' + writer.text(topic, 8)]))
+    _write(Path(folder) / 'docs.tsv', '\n'.join(docs) + '\n')
+    return _write(Path(folder) / 'news.tsv', '\n'.join(news) + '\n').parent
+
+
+def write_ag_news(folder: str | Path, rows: int = 40, seed: int = 0) -> Path:
+    """Write AG News' train.csv, test.csv and classes.txt."""
+    writer = TextWriter(seed)
+    for split in ('train', 'test'):
+        buffer = io.StringIO()
+        table = csv.writer(buffer, quoting=csv.QUOTE_ALL, lineterminator='\n')
+        for number in range(rows):
+            topic = number % len(AG_NEWS_CLASSES)
+            table.writerow([topic + 1, f'{writer.sentence(topic)} "Live"', writer.text(topic).replace('. ', '.\\')])
+        _write(Path(folder) / f'{split}.csv', buffer.getvalue())
+    _write(Path(folder) / 'classes.txt', '\n'.join(AG_NEWS_CLASSES) + '\n')
+    return Path(folder)
+
+
+def write_glove(path: str | Path, words: Sequence[str], dim: int = 50, seed: int = 0) -> Path:
+    """Write a GloVe text file with random vectors of the words."""
+    vectors = np.random.default_rng(seed).normal(0, 0.4, (len(words), dim))
+    lines = (' '.join([word, *(f'{x:.5f}' for x in vector)]) for word, vector in zip(words, vectors, strict=True))
+    return _write(path, '\n'.join(lines) + '\n')
+
+
+def _write(path: str | Path, content: str) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == '.gz' else data)
+    return path

@@ -1,0 +1,228 @@
+"""Rows of any table as a labelled `datasets.Dataset`: columns `text`, a string, and `label`, a ClassLabel."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import ClassLabel, Dataset, Features, Value, load_dataset
+
+from aft_vision.fastformer.data.files import (
+    OPENERS,
+    Record,
+    missing_columns,
+    read_delimited,
+    read_json,
+    read_parquet,
+)
+
+TABLES = ('.csv', '.tsv', '.json', '.jsonl', '.ndjson', '.parquet')
+# The names of the classes in their order, or the name for each value of the label's column.
+LabelNames = Sequence[str] | Mapping[Any, str]
+
+
+def read_table(
+    path: str | Path,
+    text: str | Sequence[str] = 'text',
+    label: str = 'label',
+    label_names: LabelNames | None = None,
+    quoted: bool | None = None,
+    **options: Any,
+) -> Dataset:
+    """Read labelled texts from a CSV, TSV, JSON lines, JSON list or parquet file.
+
+    Args:
+        path: Its ending says the format: .csv, .tsv, .json, .jsonl, .ndjson or .parquet; all but the last may have
+            .gz, .xz, .bz2 or .zip behind it. CSV and TSV begin with the names of the columns.
+        text: The column of the text, or several, joined by a space.
+        label: The column of the class: words or numbers.
+        label_names: The classes in their order, or the name for each value; None for the values found, in order.
+        quoted: Whether quotes may surround a field of a CSV or TSV; None: of a CSV, not of a TSV.
+        options: `sample`, `seed` and `drop_incomplete`, as `collect` takes them.
+
+    Raises:
+        ValueError: the file is damaged, has another layout, or a label is none of the names; names line and column.
+    """
+    path = Path(path)
+    suffixes = [suffix for suffix in path.suffixes if suffix not in (*OPENERS, '.zip')]
+    kind = suffixes[-1] if suffixes else ''
+    columns = [text] if isinstance(text, str) else list(text)
+    if kind not in TABLES:
+        raise ValueError(f'expected a file that ends in {", ".join(TABLES)}, got {path}')
+    if kind == '.parquet':
+        records = read_parquet(path, [*columns, label])
+    elif kind in ('.csv', '.tsv'):
+        is_tsv = kind == '.tsv'
+        records = read_delimited(path, '\t' if is_tsv else ',', quoted=not is_tsv if quoted is None else quoted)
+    else:
+        records = read_json(path)
+    return collect(records, columns, label, label_names, **options)
+
+
+def read_hub(
+    name: str,
+    text: str | Sequence[str] = 'text',
+    label: str = 'label',
+    config: str | None = None,
+    split: str = 'train',
+    label_names: LabelNames | None = None,
+    load_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Dataset:
+    """Read labelled texts from the Hugging Face hub, or from what else `datasets.load_dataset` takes.
+
+    Args:
+        name: Such as `fancyzhx/ag_news`.
+        text, label, label_names, options: As `read_table` takes them; names that the data set has are kept.
+        config, split: Which part of the data set.
+        load_options: More for `datasets.load_dataset`, such as `revision`.
+    """
+    dataset = load_dataset(name, config, split=split, **(load_options or {}))
+    return from_dataset(dataset, text, label, label_names, **options)
+
+
+def from_dataset(
+    dataset: Dataset,
+    text: str | Sequence[str] = 'text',
+    label: str = 'label',
+    label_names: LabelNames | None = None,
+    **options: Any,
+) -> Dataset:
+    """Make labelled texts of a `datasets.Dataset`, as `read_table` does of a file.
+
+    Labels of a ClassLabel keep their names and order; its -1, which stands for no label, counts as missing.
+    """
+    columns = [text] if isinstance(text, str) else list(text)
+    found = dataset.column_names
+    if not {*columns, label} <= set(found):
+        raise missing_columns('the data set', [*columns, label], found)
+    feature = dataset.features[label]
+    dataset = dataset.select_columns(list(dict.fromkeys([*columns, label])))
+    records: Iterable[Record] = (Record(f'row {number}', row) for number, row in enumerate(dataset, 1))
+    if isinstance(feature, ClassLabel):
+        label_names = label_names or feature.names
+        records = _with_names(records, label, feature.names)
+    return collect(records, columns, label, label_names, **options)
+
+
+def collect(
+    records: Iterable[Record],
+    text: Sequence[str],
+    label: str,
+    label_names: LabelNames | None = None,
+    sample: int | None = None,
+    seed: int = 0,
+    drop_incomplete: bool = False,
+) -> Dataset:
+    """Make a data set of records; only the columns asked for, and the sample, are kept in memory.
+
+    Args:
+        text: Columns whose texts are joined by a space; empty ones are passed over.
+        label: The column of the class.
+        label_names: The classes in their order, or the name for each value; None for the values found: sorted as
+            numbers if all are, else by the alphabet.
+        sample: How many rows to draw at random, in the order of the file; None, or more than there are, for all.
+        seed: Of that draw.
+        drop_incomplete: Leave out rows whose text or label is null, and rows whose label is empty; else they are
+            errors.
+
+    Raises:
+        ValueError: a column is missing, a text is no text, a label is none of the names, or there is no row.
+    """
+    names = _name_by_value(label_names)
+    rows = _labelled_rows(records, text, label, names, drop_incomplete)
+    seen: set[str] = set()
+    kept = _draw(_notice(rows, seen.add), sample, seed)
+    if not kept:
+        raise ValueError('expected rows with a text and a label, got none')
+    classes = _in_order(seen) if names is None else list(dict.fromkeys(names.values()))
+    index = {name: number for number, name in enumerate(classes)}
+    columns = {'text': [content for content, _ in kept], 'label': [index[name] for _, name in kept]}
+    return Dataset.from_dict(columns, features=Features(text=Value('string'), label=ClassLabel(names=classes)))
+
+
+def label_maps(dataset: Dataset) -> dict[str, Any]:
+    """`num_labels`, `id2label` and `label2id` of a data set, as the configuration of a model takes them."""
+    names = dataset.features['label'].names
+    return dict(num_labels=len(names), id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)})
+
+
+def _with_names(records: Iterable[Record], label: str, names: Sequence[str]) -> Iterator[Record]:
+    for place, values in records:
+        value = values[label]
+        yield Record(place, {**values, label: None if value is None or value < 0 else names[value]})
+
+
+def _name_by_value(label_names: LabelNames | None) -> dict[str, str] | None:
+    if label_names is None:
+        return None
+    if isinstance(label_names, str) or len(label_names) == 0:
+        raise ValueError(f'expected the names of the classes, got {label_names!r}')
+    if not isinstance(label_names, Mapping):
+        label_names = {name: name for name in label_names}
+    return {as_label(value) or '': name for value, name in label_names.items()}
+
+
+def as_label(value: Any) -> str | None:
+    """Write a label as text, 5.0 like 5; None for what is no label."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).strip() if isinstance(value, (str, int, float)) and value == value else None
+
+
+def _labelled_rows(
+    records: Iterable[Record], text: Sequence[str], label: str, names: Mapping[str, str] | None, drop_incomplete: bool
+) -> Iterator[tuple[str, str]]:
+    for place, values in records:
+        if not values.keys() >= {*text, label}:
+            raise missing_columns(place, [*text, label], list(values))
+        if drop_incomplete and (values[label] in (None, '') or any(values[column] is None for column in text)):
+            continue
+        parts = [_check_text(place, column, values[column]) for column in text]
+        name = as_label(values[label])
+        if not name:
+            raise ValueError(f'{place}, column {label!r}: expected a label, got {values[label]!r}')
+        if names is not None:
+            if name not in names:
+                raise ValueError(f'{place}, column {label!r}: expected one of {", ".join(names)}, got {name!r}')
+            name = names[name]
+        yield ' '.join(filter(None, parts)), name
+
+
+def _check_text(place: str, column: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f'{place}, column {column!r}: expected a text, got {value!r:.80}')
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f'{place}, column {column!r}: expected a text, got half a character: {error}') from error
+    return value
+
+
+def _notice(rows: Iterable[tuple[str, str]], note: Callable[[str], None]) -> Iterator[tuple[str, str]]:
+    for row in rows:
+        note(row[1])
+        yield row
+
+
+def _draw(rows: Iterable[tuple[str, str]], count: int | None, seed: int) -> list[tuple[str, str]]:
+    """Draw rows at random, each subset equally likely, while they stream past (reservoir sampling)."""
+    if count is None:
+        return list(rows)
+    if count < 1:
+        raise ValueError(f'sample must be at least 1, got {count}')
+    generator = random.Random(seed)
+    kept: list[tuple[int, tuple[str, str]]] = []
+    for number, row in enumerate(rows):
+        if number < count:
+            kept.append((number, row))
+        elif (place := generator.randrange(number + 1)) < count:
+            kept[place] = (number, row)
+    return [row for _, row in sorted(kept)]
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    try:
+        return sorted(names, key=lambda name: (float(name), name))
+    except ValueError:
+        return sorted(names)

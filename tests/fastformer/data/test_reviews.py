@@ -1,0 +1,125 @@
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from aft_vision.fastformer.data import read_acl_imdb, read_amazon, read_jmars
+from aft_vision.fastformer.data.synthetic import TOPIC_WORDS, write_acl_imdb, write_amazon, write_jmars
+
+
+def assert_texts_are_of_their_classes(dataset, topics=None):
+    """The words of a synthetic text say what it is about."""
+    for row in dataset:
+        found = {word.strip('.').lower() for word in row['text'].replace('<br />', ' ').split()}
+        topic = row['label'] if topics is None else topics[row['label']]
+        assert found & set(TOPIC_WORDS[topic])
+
+
+@pytest.mark.parametrize(('name', 'year'), [('reviews_Electronics_5.json.gz', 2014), ('Electronics.jsonl', 2023)])
+def test_amazon_reviews_of_both_layouts_are_read(tmp_path, name, year):
+    path = write_amazon(tmp_path / name, rows=20, year=year)
+    dataset = read_amazon(path)
+    assert dataset.features['label'].names == ['1', '2', '3', '4', '5']
+    assert dataset['label'][:] == [0, 1, 2, 3, 4] * 4
+    assert_texts_are_of_their_classes(dataset)
+    titled = read_amazon(path, with_title=True)
+    assert all(long.endswith(' ' + short) for long, short in zip(titled['text'], dataset['text'], strict=True))
+    assert len(read_amazon(path, sample=7)) == 7
+
+
+def test_amazon_reviews_without_a_text_can_be_left_out(tmp_path):
+    path = tmp_path / 'x.json'
+    path.write_text('\n'.join(json.dumps(dict(reviewText=text, overall=5.0)) for text in ('a', None)))
+    with pytest.raises(ValueError, match="line 2, column 'reviewText': expected a text, got None"):
+        read_amazon(path)
+    assert len(read_amazon(path, drop_incomplete=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        (
+            {'body': 'a', 'stars': 5},
+            'line 1: expected the columns reviewText or text, overall or rating, got body, stars',
+        ),
+        ({'reviewText': 'a', 'overall': 6.0}, "line 1, column 'overall': expected one of 1, 2, 3, 4, 5, got '6'"),
+        ({'overall': 5.0}, 'line 1: expected the columns reviewText, overall, got overall'),
+        (None, 'got an empty file'),
+    ],
+)
+def test_another_layout_is_not_amazon(tmp_path, content, message):
+    path = tmp_path / 'x.json'
+    path.write_text('' if content is None else json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        read_amazon(path)
+
+
+def test_jmars_has_ten_classes(tmp_path):
+    dataset = read_jmars(write_jmars(tmp_path / 'data.json', rows=20))
+    assert dataset.features['label'].names == [str(rating) for rating in range(1, 11)]
+    assert dataset['label'][:] == [*range(10)] * 2
+    assert_texts_are_of_their_classes(dataset)
+
+
+def test_unrated_reviews_of_jmars_can_be_left_out(tmp_path):
+    path = write_jmars(tmp_path / 'data.json', rows=11)
+    reviews = json.loads(path.read_text())
+    reviews[10]['rating'] = None
+    path.write_text(json.dumps(reviews))
+    with pytest.raises(ValueError, match="column 'rating': expected a label, got None"):
+        read_jmars(path)
+    assert len(read_jmars(path, drop_incomplete=True)) == 10
+
+
+@pytest.mark.parametrize('options', [{}, {'text': 'text'}])
+def test_the_binary_imdb_is_not_called_imdb_10(tmp_path, options):
+    path = tmp_path / 'imdb.jsonl'
+    ratings = [*range(1, 5), *range(7, 11)]
+    path.write_text('\n'.join(json.dumps(dict(label=r // 6, rating=r, text='a')) for r in ratings))
+    with pytest.raises(ValueError, match='aclImdb is the binary IMDB, not IMDB-10'):
+        read_jmars(path, **options)
+    with pytest.raises(ValueError, match='aclImdb is the binary IMDB, not IMDB-10'):
+        read_jmars(write_acl_imdb(tmp_path / 'aclImdb'))
+
+
+@pytest.mark.parametrize('split', ['train', 'test'])
+def test_acl_imdb_is_read_by_sentiment_and_by_rating(tmp_path, split):
+    folder = write_acl_imdb(tmp_path / 'aclImdb', rows=12)
+    dataset = read_acl_imdb(folder, split)
+    assert dataset.features['label'].names == ['neg', 'pos']
+    assert dataset['label'][:] == [0] * 12 + [1] * 12
+    assert_texts_are_of_their_classes(dataset)
+    rated = read_acl_imdb(folder, split, label='rating')
+    assert rated['text'][:] == dataset['text'][:]
+    assert [rated.features['label'].names[label] for label in rated['label']] == [*'1234'] * 3 + [
+        '7',
+        '8',
+        '9',
+        '10',
+    ] * 3
+
+
+def test_acl_imdb_of_another_layout_is_named(tmp_path):
+    folder = write_acl_imdb(tmp_path / 'aclImdb')
+    with pytest.raises(ValueError, match=r'expected reviews in .*unsup'):
+        read_acl_imdb(folder, 'unsup')
+    with pytest.raises(ValueError, match="expected the label sentiment or rating, got 'stars'"):
+        read_acl_imdb(folder, label='stars')
+    (folder / 'train' / 'pos' / '3_8.txt').write_bytes(b'caf\xe9')
+    with pytest.raises(ValueError, match=r'3_8\.txt, byte 4: expected UTF-8, got 0xe9'):
+        read_acl_imdb(folder)
+    (folder / 'train' / 'pos' / 'notes.txt').write_text('a')
+    with pytest.raises(ValueError, match=r'NUMBER_RATING\.txt, got .*notes\.txt'):
+        read_acl_imdb(folder)
+
+
+@pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with amazon_multidomain, imdb_test.jsonl.xz')
+def test_real_reviews_are_read():
+    folder = Path(os.environ['AFT_DATA'])
+    dataset = read_amazon(folder / 'amazon_multidomain.jsonl.xz', with_title=True)
+    assert Counter(dataset['label']) == {0: 2421, 1: 1579, 3: 1121, 4: 2879}
+    assert dataset[0]['text'].startswith('Horrible book, horrible. THis book was horrible.')
+    with pytest.raises(ValueError, match='not IMDB-10'):
+        read_jmars(folder / 'imdb_test.jsonl.xz')

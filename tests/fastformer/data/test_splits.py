@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, Features, Value
+
+from aft_vision.fastformer.data import split_dataset
+
+
+def make_dataset(*counts):
+    labels = np.repeat(np.arange(len(counts)), counts)
+    np.random.default_rng(0).shuffle(labels)
+    features = Features(text=Value('string'), label=ClassLabel(names=[f'c{i}' for i in range(len(counts))]))
+    return Dataset.from_dict(dict(text=[str(i) for i in range(len(labels))], label=labels), features=features)
+
+
+def class_counts(part):
+    return np.bincount(part['label'], minlength=part.features['label'].num_classes).tolist()
+
+
+def test_parts_are_80_10_10_with_the_shares_of_the_classes_and_cover_every_row_once():
+    dataset = make_dataset(600, 300, 100)
+    parts = split_dataset(dataset, seed=3)
+    assert {name: len(part) for name, part in parts.items()} == dict(train=800, validation=100, test=100)
+    assert class_counts(parts['train']) == [480, 240, 80]
+    assert class_counts(parts['validation']) == class_counts(parts['test']) == [60, 30, 10]
+    assert sorted(int(text) for part in parts.values() for text in part['text']) == list(range(1000))
+    assert all(part.features == dataset.features for part in parts.values())
+
+
+def test_parts_follow_the_seed():
+    dataset = make_dataset(60, 40)
+    first, same, other = (split_dataset(dataset, seed)['test']['text'][:] for seed in (1, 1, 2))
+    assert first == same != other
+
+
+def test_other_parts_can_be_asked_for():
+    parts = split_dataset(make_dataset(60, 40), fractions={'train': 0.9, 'validation': 0.1})
+    assert {name: class_counts(part) for name, part in parts.items()} == {'train': [54, 36], 'validation': [6, 4]}
+
+
+@pytest.mark.parametrize('seed', range(20))
+@pytest.mark.parametrize('rare', [2, 3, 5, 9])
+def test_small_classes_are_divided(rare, seed):
+    parts = split_dataset(make_dataset(100, rare, 50, rare), seed)
+    assert np.sum([class_counts(part) for part in parts.values()], axis=0).tolist() == [100, rare, 50, rare]
+
+
+def test_a_class_of_one_member_is_an_error_that_says_which():
+    dataset = make_dataset(60, 1, 40, 1)
+    with pytest.raises(ValueError, match=r"two rows or more of each class.* got one of: c[13], c[13]; .*'train'"):
+        split_dataset(dataset)
+    parts = split_dataset(dataset, rare_to_first=True)
+    assert [class_counts(parts['train'])[i] for i in (1, 3)] == [1, 1]
+    assert len(parts['train']) == 82
+
+
+@pytest.mark.parametrize('fractions', [{'train': 0.8, 'test': 0.1}, {'train': 1.0}, {'train': 1.2, 'test': -0.2}])
+def test_fractions_that_do_not_add_up_are_rejected(fractions):
+    with pytest.raises(ValueError, match='fractions above 0 that add up to 1'):
+        split_dataset(make_dataset(60, 40), fractions=fractions)
+
+
+def test_parts_smaller_than_the_number_of_classes_are_rejected():
+    with pytest.raises(ValueError, match=r'= 1 should be greater or equal to the number of classes = 3'):
+        split_dataset(make_dataset(4, 4, 4))
