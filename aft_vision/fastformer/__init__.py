@@ -5,6 +5,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 # Registers its encoders.
 from . import baselines
 from .config import PRESETS, FastformerConfig, Preset
+from .convert import convert_notebook_state_dict
 from .encoder import ENCODERS, create_encoder, register_encoder
 from .modeling import FastformerForSequenceClassification, FastformerModel, FastformerPreTrainedModel
 
@@ -20,6 +21,7 @@ __all__ = [
     'FastformerModel',
     'FastformerPreTrainedModel',
     'Preset',
+    'convert_notebook_state_dict',
     'create_encoder',
     'register_encoder',
 ]

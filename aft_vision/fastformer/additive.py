@@ -4,6 +4,8 @@ Shapes: B batch, N tokens, C hidden size, h heads, d = C / h channels of a head.
 counts; a text without such a token has zero weights, hence zero global vectors.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -43,15 +45,35 @@ def additive_pool(x: Tensor, direction: Tensor, mask: Tensor | None = None) -> t
 
     Args:
         x: (B, N, C)
-        direction: (B, h, C) or (1, h, C): the score of a token is its product with x.
+        direction: (B, h, C) or (1, h, C), in x's dtype, float32 for half precision: a token's score is its product
+            with x.
         mask: (B, N) bool or None.
 
     Returns:
-        The weights (B, h, N) and the means (B, h, C).
+        The weights (B, h, N) and the means (B, h, C), in direction's dtype.
     """
-    direction = direction.expand(x.shape[0], -1, -1)
-    weights = masked_softmax(torch.bmm(direction, x.mT), mask)
-    return weights, torch.bmm(weights, x)
+    return _AdditivePool.apply(x, direction.expand(x.shape[0], -1, -1), mask)
+
+
+class _AdditivePool(torch.autograd.Function):
+    """`additive_pool`, keeping x in its own dtype, and with one product for both ways to its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, direction: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        wide = x.to(direction.dtype)
+        weights = masked_softmax(torch.bmm(direction, wide.mT), mask)
+        ctx.save_for_backward(x, direction, weights)
+        return weights, torch.bmm(weights, wide)
+
+    @staticmethod
+    def backward(ctx: Any, grad_weights: Tensor, grad_mean: Tensor) -> tuple[Tensor | None, ...]:
+        x, direction, weights = ctx.saved_tensors
+        with maybe_autocast(x.device.type, enabled=False):
+            wide = x.to(direction.dtype)
+            grad = torch.baddbmm(grad_weights, grad_mean, wide.mT)
+            grad_scores = weights * (grad - (weights * grad).sum(-1, keepdim=True))
+            grad_x = torch.bmm(torch.cat([weights, grad_scores], 1).mT, torch.cat([grad_mean, direction], 1))
+            return grad_x.to(x.dtype), torch.bmm(grad_scores, wide), None
 
 
 class AdditivePooling(nn.Module):
@@ -124,7 +146,7 @@ class FastformerAttention(nn.Module):
             The output (B, N, C) and the weights alpha and beta (B, h, N) of queries and keys.
         """
         with maybe_autocast(x.device.type, enabled=False):
-            alpha, beta, global_key = self._attend(x.to(accumulate_dtype(x)), mask)
+            alpha, beta, global_key = self._attend(x, mask)
             composed = x.shape[1] >= x.shape[2]
             weight, bias = self._compose(global_key) if composed else (None, None)
         if weight is None or bias is None:
@@ -134,11 +156,11 @@ class FastformerAttention(nn.Module):
 
     def _attend(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Alpha and beta (B, h, N), and the global key (B, h, d) (Fastformer Eq. 3-6)."""
-        scale = self.head_dim**-0.5
-        query, query_bias = self._by_head(self.query, x.dtype)
-        key, key_bias = self._by_head(self.key, x.dtype)
+        scale, dtype = self.head_dim**-0.5, accumulate_dtype(x)
+        query, query_bias = self._by_head(self.query, dtype)
+        key, key_bias = self._by_head(self.key, dtype)
         query_score, key_score = (
-            score.to(x.dtype).expand(self.num_heads, *score.shape[1:]) * scale
+            score.to(dtype).expand(self.num_heads, *score.shape[1:]) * scale
             for score in (self.query_score, self.key_score)
         )
         alpha, mean = additive_pool(x, self._pull_back(query_score, query)[None], mask)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, generator, randn
+from helpers import BOUNDS, assert_close, generator, randn
 from torch import Tensor, nn
 
 from aft_vision.fastformer import FastformerConfig, reference
@@ -61,14 +61,18 @@ def test_attention_returns_weights_that_sum_to_one_over_the_tokens_that_count(N:
 
 
 @pytest.mark.parametrize('N', LENGTHS)
-@pytest.mark.parametrize(('dtype', 'bound'), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
-def test_attention_in_a_lower_precision_is_near_float64(dtype: torch.dtype, bound: float, N: int):
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attention_in_a_lower_precision_is_near_float64(dtype: torch.dtype, N: int):
     config, module = make_attention()
-    x = randn(2, N, C).bfloat16().double()
-    expected = reference.attention(config, module, x, None)
-    y = module.to(dtype)(x.to(dtype))[0]
+    x, weight = (randn(3, N, C, seed=seed).bfloat16().double() for seed in (0, 1))
+    mask, wide, narrow = make_mask(3, N), x.clone().requires_grad_(), x.to(dtype).requires_grad_()
+    y = reference.attention(config, module, wide, mask)
+    expected = [y, *torch.autograd.grad(y, [wide, *module.parameters()], weight)]
+    y = module.to(dtype)(narrow, mask)[0]
     assert y.dtype == dtype
-    assert_close(y, expected, bound)
+    found = [y, *torch.autograd.grad(y, [narrow, *module.parameters()], weight.to(dtype))]
+    for i, (got, want) in enumerate(zip(found, expected, strict=True)):
+        assert_close(got, want, BOUNDS[dtype][min(i, 1)], f'result {i}')
 
 
 @pytest.mark.parametrize('N', LENGTHS)
@@ -176,6 +180,30 @@ def test_additive_pool_is_the_weighted_mean():
         assert_close(weights[0, h], alpha, 1e-12)
         assert_close(mean[0, h], (alpha[:, None] * x[0]).sum(0), 1e-12)
     assert not mean[1].any()
+
+
+def test_additive_pool_has_first_and_second_derivatives():
+    inputs = (randn(2, 4, 3).requires_grad_(), randn(2, 2, 3, seed=1).requires_grad_(), make_mask(2, 4))
+    assert torch.autograd.gradcheck(additive_pool, inputs)
+    assert torch.autograd.gradgradcheck(additive_pool, inputs)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+def test_a_long_text_keeps_its_states_and_two_weights_a_head_for_the_backward_pass(dtype: torch.dtype):
+    module = make_attention(dtype)[1]
+    kept = []
+    for N in (100, 300):
+        tensors: dict[int, int] = {}
+
+        def keep(x: Tensor, tensors: dict[int, int] = tensors) -> Tensor:
+            tensors[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            y = module(randn(2, N, C, dtype=dtype).requires_grad_())
+        kept.append(sum(tensors.values()))
+        del y
+    assert kept[1] - kept[0] == 2 * 200 * (C * dtype.itemsize + 2 * HEADS * 4)
 
 
 def test_pooling_equals_its_formula_and_is_zero_for_an_empty_text():
