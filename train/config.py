@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from aft_vision.models.autoregressive import AFTDecoder
 from aft_vision.models.decoders import DECODERS
+from train.fastformer_schema import TextConfig, text_model_config
 from train.schema import Config, Experiment
 
 Kind = TypeVar('Kind', bound=Experiment)
@@ -33,6 +34,13 @@ RESERVED_DECODER_KEYS = {
     'vocab_size': 'the data decide how many symbols there are',
     'device': 'run.device says where the model is',
     'dtype': 'run.amp says what it computes in',
+}
+RESERVED_TEXT_KEYS = {
+    'vocab_size': 'the training texts decide, up to data.vocab_size',
+    'max_position_embeddings': 'data.max_length says how long a text is',
+    **dict.fromkeys(
+        ('pad_token_id', 'bos_token_id', 'eos_token_id', 'decoder_start_token_id'), 'the tokenizer decides its tokens'
+    ),
 }
 VIT_MODULES = ('timm.models.vision_transformer', 'timm.models.deit')
 # Arguments of timm.create_model that say where the first weights come from; a checkpoint does not need them.
@@ -65,9 +73,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
         built = typing.cast(Any, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ValueError(f'{path}: {str(error).splitlines()[0]}') from error
-    optimizers = list(map(str, timm.optim.list_optimizers()))
+    optimizers = _text_optimizers() if schema is TextConfig else list(map(str, timm.optim.list_optimizers()))
     if built.optim.name not in optimizers:
         raise ValueError(f'{path}: {_unknown("optim.name", built.optim.name, optimizers, "an optimizer")}')
+    if schema is TextConfig:
+        return dataclasses.replace(built, model=check_text_model(built.model, built.data.max_length, str(path)))
     check = check_model if schema is Config else check_decoder
     return dataclasses.replace(built, model=check(built.model, str(path)))
 
@@ -115,6 +125,39 @@ def check_decoder(model: Mapping[str, Any], source: str) -> dict[str, Any]:
             f'{source}: model.{key} = {kwargs[key]!r} is not for an experiment: {RESERVED_DECODER_KEYS[key]}'
         )
     return {'name': name, **_check_arguments(kwargs, _schema((AFTDecoder,), {}, RESERVED_DECODER_KEYS), source)}
+
+
+def check_text_model(model: Mapping[str, Any], max_length: int, source: str) -> dict[str, Any]:
+    """As `check_model`, of a text classifier: `{preset: ..., **keyword arguments of FastformerConfig}`.
+
+    Args:
+        max_length: Of a text, in tokens.
+    """
+    # Lazily: the other trainers need no transformers.
+    from aft_vision.fastformer import ENCODERS, PRESETS, FastformerConfig
+
+    for key in RESERVED_TEXT_KEYS.keys() & model.keys():
+        raise ValueError(f'{source}: model.{key} = {model[key]!r} is not for an experiment: {RESERVED_TEXT_KEYS[key]}')
+    # Its own fields, without those that every model of transformers has.
+    fields = {name: _supported(hint) for name, hint in FastformerConfig.__annotations__.items()}
+    schema = dataclasses.make_dataclass(
+        'Model', [(name, hint, field(default=None)) for name, hint in {'preset': str | None, **fields}.items()]
+    )
+    checked = _check_arguments(model, schema, source)
+    for key, names, kind in (('preset', PRESETS, 'a preset'), ('encoder_mixer', ENCODERS, 'an encoder')):
+        if checked.get(key) is not None and checked[key] not in names:
+            raise ValueError(f'{source}: {_unknown(f"model.{key}", checked[key], names, kind)}')
+    try:
+        text_model_config(checked, max_length)
+    except ValueError as error:
+        raise ValueError(f'{source}: model: {error}') from error
+    return checked
+
+
+def _text_optimizers() -> list[str]:
+    from transformers.training_args import OptimizerNames
+
+    return [name.value for name in OptimizerNames]
 
 
 def _check_arguments(kwargs: Mapping[str, Any], schema: type, source: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
+# Registers its encoders.
+from . import baselines
 from .config import PRESETS, FastformerConfig, Preset
 from .convert import convert_notebook_state_dict
 from .encoder import ENCODERS, create_encoder, register_encoder

@@ -68,6 +68,8 @@ class FastformerPreTrainedModel(PreTrainedModel):
     base_model_prefix = 'model'
     main_input_name = 'input_ids'
     supports_gradient_checkpointing = True
+    # What full attention, as the Transformer among the encoders has it, is computed with.
+    _supports_sdpa = True
     _no_split_modules = ['FastformerLayer']  # noqa: RUF012
 
     @torch.no_grad()

@@ -1,0 +1,188 @@
+"""The attentions of the Transformers that Fastformer is compared with, as modules that take the place of BERT's.
+
+Each is made with a config and the number of its layer, takes (B, N, C) and a mask (B, N), True where a token counts, or
+None, and returns (B, N, C) and its weights where there are any. Padding is at the end of a row.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, LongformerConfig
+from transformers.models.bert.modeling_bert import BertSelfAttention
+from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+from .config import FastformerConfig
+from .efficient_attention import (
+    block_attention,
+    full_mask,
+    linear_attention,
+    pool_tokens,
+    projected_attention,
+    window_attention,
+)
+
+# What every attention returns: what each token receives (B, N, C), and the weights where there are any.
+Attended = tuple[Tensor, Tensor | None]
+
+
+class FullAttention(BertSelfAttention):
+    """BERT's attention, fused or with its weights in memory as `config._attn_implementation` says."""
+
+    def __init__(self, config: FastformerConfig, index: int) -> None:
+        super().__init__(bert_config(config), layer_idx=index)
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Attended:
+        seen = full_mask(attention_mask)
+        if seen is not None and self.config._attn_implementation == 'eager':
+            # It adds the mask to the scores.
+            low = torch.finfo(hidden_states.dtype).min
+            seen = torch.zeros_like(seen, dtype=hidden_states.dtype).masked_fill(~seen, low)
+        attended: Any = super().forward(hidden_states, seen)
+        return attended
+
+
+class LongformerAttention(LongformerSelfAttention):
+    """Longformer's attention: a window around each token, and the first tokens of a row global."""
+
+    def __init__(self, config: FastformerConfig, index: int) -> None:
+        if config.attention_window % 2:
+            raise ValueError(f'attention_window must be even, got {config.attention_window}')
+        window = [config.attention_window] * config.num_hidden_layers
+        longformer = LongformerConfig(**common_arguments(config), attention_window=window, onnx_export=False)
+        super().__init__(longformer, index)
+        self.num_global_tokens = config.num_global_tokens
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Attended:
+        if attention_mask is None:
+            attention_mask = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
+        # A score added to the lowest number must not become minus infinity, as in float16 it can.
+        hidden_states = hidden_states.masked_fill(~attention_mask[..., None], 0.0)
+        first = torch.arange(attention_mask.shape[1], device=attention_mask.device) < self.num_global_tokens
+        is_global = attention_mask & first
+        # What transformers' attention takes: below 0 where a token does not count, above where it is global.
+        signs = is_global.to(hidden_states.dtype) - (~attention_mask).to(hidden_states.dtype)
+        (y,) = super().forward(
+            hidden_states,
+            attention_mask=signs,
+            is_index_masked=~attention_mask,
+            is_index_global_attn=is_global,
+            is_global_attn=bool(is_global.any()),
+        )
+        return y, None
+
+
+class HeadAttention(nn.Module):
+    """Queries, keys and values by heads; a subclass has the attention itself."""
+
+    def __init__(self, config: FastformerConfig, index: int) -> None:
+        super().__init__()
+        self.config, self.index = config, index
+        width = config.hidden_size
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def split(self, x: Tensor) -> Tensor:
+        """(B, N, C) -> (B, h, N, C / h)."""
+        return x.unflatten(-1, (self.config.num_attention_heads, -1)).transpose(1, 2)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Attended:
+        q, k, v = (self.split(linear(hidden_states)) for linear in (self.query, self.key, self.value))
+        return join_heads(self.attend(q, k, v, attention_mask)), None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """(B, h, N, C / h) and (B, N) -> (B, h, N, C / h)."""
+        raise NotImplementedError
+
+
+class BigBirdAttention(HeadAttention):
+    """BigBird's attention: blocks attend to the first ones, their neighbours and random ones."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        size = self.config.block_size
+        num_global, num_random = (-(-n // size) for n in (self.config.num_global_tokens, self.config.num_random_tokens))
+        return block_attention(q, k, v, size, num_global, num_random, mask, seed=self.index)
+
+
+class LinearAttention(HeadAttention):
+    """The attention of the Linear Transformer, with elu(x) + 1."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return linear_attention(q, k, v, mask)
+
+
+class LinformerAttention(HeadAttention):
+    """Linformer's attention to `linformer_dim` learned sums of the keys and values, the same for all heads."""
+
+    def __init__(self, config: FastformerConfig, index: int) -> None:
+        super().__init__(config, index)
+        length, slots = config.max_position_embeddings, config.linformer_dim
+        self.project_key, self.project_value = (nn.Linear(length, slots, bias=False) for _ in range(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        longest = self.project_key.in_features
+        if k.shape[2] > longest:
+            raise ValueError(
+                f'Linformer takes at most max_position_embeddings ({longest}) tokens, got {k.shape[2]}; truncate them'
+            )
+        return projected_attention(q, k, v, self.project_key.weight, self.project_value.weight, mask)
+
+
+class PoolingformerAttention(HeadAttention):
+    """Poolingformer's attention: a window, then a wider one of pooled keys and values on what came out; both added."""
+
+    def __init__(self, config: FastformerConfig, index: int) -> None:
+        super().__init__(config, index)
+        width = config.hidden_size
+        self.pooled_query, self.pooled_key, self.pooled_value = (nn.Linear(width, width) for _ in range(3))
+        self.second_window = pooled_window(config)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Attended:
+        first, _ = super().forward(hidden_states, attention_mask)
+        kernel, stride = self.config.poolingformer_kernel, self.config.poolingformer_stride
+        q = self.split(self.pooled_query(first))
+        # Pooled before they are projected, which is the same and less work.
+        pooled, mask = pool_tokens(first, kernel, stride, attention_mask)
+        k, v = self.split(self.pooled_key(pooled)), self.split(self.pooled_value(pooled))
+        return first + join_heads(window_attention(q, k, v, self.second_window, stride, mask)), None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return window_attention(q, k, v, self.config.poolingformer_window, mask=mask)
+
+
+def pooled_window(config: FastformerConfig) -> int:
+    """Pooled keys in the second window of Poolingformer.
+
+    Raises:
+        ValueError: it or the first window cannot be halved.
+    """
+    first, stride = config.poolingformer_window, config.poolingformer_stride
+    second = config.poolingformer_second_window or 4 * first
+    if first % 2 or second % (2 * stride) or min(first, second) < 2:
+        raise ValueError(
+            'expected an even poolingformer_window and a poolingformer_second_window that is a multiple of '
+            f'2 * poolingformer_stride ({2 * stride}), got {first} and {second}'
+        )
+    return second // stride
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """(B, h, N, d) -> (B, N, h * d)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def common_arguments(config: FastformerConfig) -> dict[str, Any]:
+    """What the configurations of transformers' own models have in common."""
+    names = ('hidden_size', 'num_hidden_layers', 'num_attention_heads', 'intermediate_size', 'hidden_act')
+    dropout = dict(hidden_dropout_prob=config.hidden_dropout_prob, attention_probs_dropout_prob=0.0)
+    return {name: getattr(config, name) for name in names} | dropout | dict(layer_norm_eps=config.layer_norm_eps)
+
+
+def bert_config(config: FastformerConfig) -> BertConfig:
+    """The configuration of BERT's layer."""
+    implementation = getattr(config, '_attn_implementation', None) or 'sdpa'
+    bert: Any = BertConfig
+    return bert(**common_arguments(config), attn_implementation=implementation)

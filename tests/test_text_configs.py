@@ -1,0 +1,102 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from aft_vision.fastformer import PRESETS, FastformerForSequenceClassification
+from train.config import load_config
+from train.fastformer_schema import TextConfig, text_model_config
+from train.fastformer_trainer import training_arguments
+
+ROOT = Path(__file__).parents[1] / 'configs'
+FOLDER = ROOT / 'fastformer'
+CONFIGS = [*sorted(FOLDER.rglob('*.yaml')), ROOT / 'smoke' / 'fastformer.yaml']
+TITLES = {'amazon': 'Amazon', 'imdb': 'IMDB', 'mind_topic': 'MIND'}
+# Accuracy and macro-F in percent, each with its deviation, that Table 4 prints for Amazon, IMDB and MIND.
+TABLE_4 = {
+    'transformer': ('65.32 0.35 42.31 0.33', '52.04 0.50 42.69 0.47', '80.90 0.20 60.02 0.21'),
+    'longformer': ('65.45 0.39 42.48 0.44', '52.21 0.36 43.36 0.38', '81.36 0.21 62.59 0.23'),
+    'bigbird': ('66.14 0.42 42.96 0.40', '53.23 0.46 44.03 0.44', '81.93 0.24 63.58 0.26'),
+    'linformer': ('66.20 0.49 43.13 0.48', '53.17 0.59 44.34 0.57', '82.16 0.28 63.77 0.30'),
+    'linear_transformer': ('66.12 0.42 43.04 0.44', '53.09 0.47 44.30 0.49', '82.25 0.23 63.81 0.22'),
+    'poolingformer': ('66.05 0.44 43.00 0.45', '53.78 0.51 44.52 0.50', '82.46 0.24 64.10 0.26'),
+    'fastformer': ('66.13 0.29 43.23 0.30', '54.10 0.42 44.65 0.44', '82.34 0.19 63.89 0.20'),
+}
+NUMBERS = {(name, mixer): row[i] for mixer, row in TABLE_4.items() for i, name in enumerate(TITLES)}
+# What an ablation of Figs. 3 and 4 changes of the model of imdb.yaml.
+ABLATIONS = {
+    'imdb_add': ('3', dict(interaction='add')),
+    'imdb_concat': ('3', dict(interaction='concat')),
+    'imdb_unshared': ('4', dict(share_query_value=False, share_layers=False)),
+    'imdb_query_value': ('4', dict(share_layers=False)),
+    'imdb_query_value_heads': ('4', dict(share_heads=True, share_layers=False)),
+}
+
+
+def load(name: str) -> TextConfig:
+    return load_config(FOLDER / f'{name}.yaml', [], TextConfig)
+
+
+def header(path: Path) -> str:
+    return ' '.join(line.lstrip('# ') for line in path.read_text().splitlines() if line.startswith('#'))
+
+
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: f'{path.parent.name}-{path.stem}')
+def test_a_text_config_is_valid_and_its_model_and_trainer_can_be_made(path, tmp_path):
+    config = load_config(path, ['run.device=cpu', 'run.amp=none'], TextConfig)
+    with torch.device('meta'):
+        model = FastformerForSequenceClassification(text_model_config(config.model, config.data.max_length))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    arguments = training_arguments(config, tmp_path, seed=0, quiet=True)
+    assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == config.data.batch_size
+    assert (arguments.learning_rate, arguments.num_train_epochs) == (config.optim.lr, config.schedule.epochs)
+
+
+@pytest.mark.parametrize(('name', 'mixer'), NUMBERS)
+def test_every_row_of_table_4_has_a_config_with_its_numbers_and_its_model(name, mixer):
+    stem = name if mixer == 'fastformer' else f'{name}_{mixer}'
+    accuracy, accuracy_std, macro_f, macro_f_std = NUMBERS[name, mixer].split()
+    text = header(FOLDER / f'{stem}.yaml')
+    assert 'Fastformer Table 4, row' in text
+    assert TITLES[name] in text
+    assert f'accuracy {accuracy} +- {accuracy_std} %, macro-F {macro_f} +- {macro_f_std} % (published' in text
+    row, recipe = load(stem), load(name)
+    if mixer != 'fastformer':
+        length = min(recipe.data.max_length, 512) if mixer == 'transformer' else recipe.data.max_length
+        data = dataclasses.replace(recipe.data, max_length=length)
+        assert row == dataclasses.replace(recipe, model={**recipe.model, 'encoder_mixer': mixer}, data=data)
+
+
+@pytest.mark.parametrize('name', TITLES)
+def test_the_recipes_are_the_columns_of_table_9(name):
+    config, preset = load(name), PRESETS[name]
+    assert config.model == {'preset': name}
+    assert (config.data.max_length, config.data.batch_size) == (preset.max_length, preset.batch_size)
+    assert (config.optim.lr, config.schedule.epochs) == (preset.lr, preset.epochs)
+    # AdamW without weight decay is Adam.
+    assert (config.optim.name, config.optim.weight_decay) == ('adamw_torch', 0)
+    assert (len(config.run.seeds), config.data.valid_share, config.data.test_share) == (5, 0.1, 0.1)
+    baseline = load(f'{name}_transformer')
+    assert baseline.data.max_length == preset.transformer_max_length
+
+
+@pytest.mark.parametrize('name', ABLATIONS)
+def test_an_ablation_of_a_figure_changes_its_arguments_alone(name):
+    figure, change = ABLATIONS[name]
+    assert f'Fastformer Fig. {figure}, IMDB' in header(FOLDER / 'ablations' / f'{name}.yaml')
+    whole = load('imdb')
+    assert load(f'ablations/{name}') == dataclasses.replace(whole, model={**whole.model, **change})
+
+
+def test_there_are_no_other_configs():
+    small = {'ag_news', 'small_imdb', 'small_ag_news'}
+    rows = {name if mixer == 'fastformer' else f'{name}_{mixer}' for name, mixer in NUMBERS}
+    assert {path.stem for path in FOLDER.glob('*.yaml')} == rows | small
+    assert {path.stem for path in (FOLDER / 'ablations').glob('*.yaml')} == set(ABLATIONS)
+
+
+def test_the_small_recipes_differ_in_their_texts_alone():
+    imdb, ag_news = load('small_imdb'), load('small_ag_news')
+    assert dataclasses.replace(imdb, data=ag_news.data) == ag_news
+    assert imdb.run.seeds == [0, 1, 2]

@@ -1,0 +1,269 @@
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import randn
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from aft_vision.fastformer import FastformerConfig
+from train import fastformer, fastformer_trainer
+from train.config import load_config, save_config
+from train.fastformer_run import TextRun, summarize_seeds
+from train.fastformer_schema import TextConfig
+from train.texts import BucketSampler, read_splits
+
+SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'fastformer.yaml'
+BASELINES = ('transformer', 'longformer', 'bigbird', 'linformer', 'linear_transformer', 'poolingformer')
+
+
+@pytest.fixture(scope='module')
+def pairs(tmp_path_factory) -> Path:
+    """Texts of which one class has two words together, wherever they are, and the other but one of them."""
+    draw = random.Random(0)
+    lines = []
+    for number in range(400):
+        words = draw.choices([f'w{index}' for index in range(20)], k=draw.randint(4, 12))
+        first, second = draw.sample(range(len(words)), 2)
+        words[first] = draw.choice(['red', 'blue'])
+        if number % 2:
+            words[first], words[second] = 'red', 'blue'
+        lines.append(json.dumps({'text': ' '.join(words), 'label': ('one', 'both')[number % 2]}) + '\n')
+    path = tmp_path_factory.mktemp('texts') / 'pairs.jsonl'
+    path.write_text(''.join(lines))
+    return path
+
+
+def arguments(pairs: Path, folder: Path, *overrides: str) -> list[str]:
+    return ['--quiet', '--config', str(SMOKE), f'data.path={pairs}', f'run.dir={folder}', *overrides]
+
+
+def text_run(pairs: Path, folder: Path, *overrides: str) -> TextRun:
+    config = load_config(SMOKE, [f'data.path={pairs}', *overrides], TextConfig)
+    return TextRun(config, read_splits(config.data), folder)
+
+
+@pytest.fixture(scope='module')
+def trained(pairs, tmp_path_factory) -> tuple[Path, dict]:
+    folder = tmp_path_factory.mktemp('run')
+    return folder, fastformer.main(arguments(pairs, folder, 'schedule.max_updates=25', 'run.keep=2'))
+
+
+def test_a_run_leaves_a_summary_of_its_seeds(trained):
+    folder, summary = trained
+    written = json.loads((folder / 'result.json').read_text())
+    assert written == {**summary, 'model': written['model']}
+    assert written['seeds'] == [0, 1]
+    for seed, result in enumerate(written['runs']):
+        assert result == json.loads((folder / f'seed_{seed}' / 'result.json').read_text())
+        assert result['texts'] == {'train': 320, 'validation': 40, 'test': 40}
+        assert result['updates'] == 25
+        assert [epoch['epoch'] for epoch in result['epochs']] == [1.0, 1.25]
+        assert result['seconds_per_epoch'] > 0
+        assert result['memory_mb'] > 10
+        best = max(result['epochs'], key=lambda epoch: epoch['accuracy'])
+        assert (result['best_epoch'], result['validation_macro_f']) == (best['epoch'], best['macro_f'])
+    accuracies = [result['test_accuracy'] for result in written['runs']]
+    assert written['test_accuracy']['mean'] == pytest.approx(sum(accuracies) / 2)
+    assert written['test_accuracy']['std'] == pytest.approx(abs(accuracies[0] - accuracies[1]) / 2**0.5)
+
+
+def test_a_single_seed_has_no_deviation(trained):
+    _, summary = trained
+    assert summarize_seeds(summary['runs'][:1])['test_accuracy']['std'] is None
+
+
+def test_the_best_model_is_one_of_transformers_and_tests_as_it_did(trained, pairs, capsys):
+    folder, summary = trained
+    fastformer.main(['--eval', *arguments(pairs, folder)])
+    printed = capsys.readouterr().out.splitlines()
+    for seed, result in enumerate(summary['runs']):
+        assert f'seed_{seed}/best, test: accuracy {100 * result["test_accuracy"]:.2f} %' in printed[seed]
+    classify = pipeline('text-classification', str(folder / 'seed_0' / 'best'))
+    assert classify('w1 red w2 blue')[0]['label'] in ('one', 'both')
+
+
+def test_the_resolved_experiment_repeats_the_run(trained, tmp_path):
+    folder, summary = trained
+    again = fastformer.main(
+        ['--quiet', '--config', str(folder / 'config.yaml'), f'run.dir={tmp_path}', 'run.seeds=[1]']
+    )
+    assert again['runs'][0]['epochs'] == summary['runs'][1]['epochs']
+
+
+@pytest.mark.parametrize('stop', [13, 22])
+def test_an_interrupted_run_goes_on_to_the_same_weights(trained, pairs, tmp_path, monkeypatch, stop):
+    folder, summary = trained
+    common = arguments(pairs, tmp_path, 'schedule.max_updates=25', 'run.keep=2', 'run.save_updates=4')
+    on_step_end = fastformer_trainer.EpochMeter.on_step_end
+
+    def interrupt(self, args, state, control, **kwargs):
+        on_step_end(self, args, state, control, **kwargs)
+        if state.global_step == stop and args.seed == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fastformer_trainer.EpochMeter, 'on_step_end', interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fastformer.main([*common, 'run.seeds=[1]'])
+    (tmp_path / 'seed_0').mkdir()
+    # A finished seed is not run again.
+    (tmp_path / 'seed_0' / 'result.json').write_text(json.dumps(summary['runs'][0]))
+    resumed = fastformer.main([*common, 'run.resume=auto'])
+    assert resumed['runs'][0] == summary['runs'][0]
+    assert resumed['runs'][1]['epochs'] == summary['runs'][1]['epochs']
+    for name in ('checkpoint-25', 'best'):
+        expected, found = (load_file(path / 'seed_1' / name / 'model.safetensors') for path in (folder, tmp_path))
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_folder_with_a_run_is_left_alone(trained, pairs):
+    folder, _ = trained
+    with pytest.raises(FileExistsError, match=r'run\.resume=auto to go on with it'):
+        fastformer.main(arguments(pairs, folder))
+
+
+def test_fastformer_learns_whether_two_words_are_in_a_text(pairs, tmp_path):
+    more = ['run.seeds=[0]', 'schedule.epochs=8', 'model.hidden_size=32', 'model.num_attention_heads=4']
+    assert fastformer.main(arguments(pairs, tmp_path, *more))['test_accuracy']['mean'] >= 0.95
+
+
+@pytest.mark.parametrize('mixer', BASELINES)
+def test_every_baseline_trains_by_one_switch(pairs, tmp_path, mixer):
+    more = [f'model.encoder_mixer={mixer}', 'schedule.max_updates=2', 'run.seeds=[0]', 'data.max_texts=40']
+    summary = fastformer.main(arguments(pairs, tmp_path, *more, 'model.poolingformer_window=4', 'run.save_updates=1'))
+    assert (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / 'seed_0' / 'best').config.encoder_mixer == mixer
+    )
+    assert 0 <= summary['test_accuracy']['mean'] <= 1
+
+
+def test_the_models_differ_in_their_encoder_alone(pairs, tmp_path):
+    run = text_run(pairs, tmp_path)
+    tokenizer = run.make_tokenizer()
+    around = {}
+    for mixer in ('fastformer', *BASELINES):
+        model = text_run(pairs, tmp_path, f'model.encoder_mixer={mixer}').make_model(tokenizer, seed=0)
+        around[mixer] = {name: p.shape for name, p in model.named_parameters() if '.encoder.' not in name}
+    assert len({tuple(shapes.items()) for shapes in around.values()}) == 1
+
+
+def test_the_transformer_may_keep_its_weights_in_memory(pairs, tmp_path):
+    logits = []
+    for attention in ('sdpa', 'eager'):
+        run = text_run(pairs, tmp_path, f'run.attention={attention}', 'model.encoder_mixer=transformer')
+        tokenizer = run.make_tokenizer()
+        torch.manual_seed(0)
+        model = run.make_model(tokenizer, seed=0).eval()
+        assert model.model.encoder.layer[0].attention.self.config._attn_implementation == attention
+        logits.append(model(**tokenizer(['red w1 blue', 'w2'], padding=True, return_tensors='pt')).logits)
+    torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_glove_fills_the_embedding(pairs, tmp_path):
+    vectors = {'red': randn(16, seed=1), 'blue': randn(16, seed=2)}
+    lines = [' '.join([word, *(f'{x:.6f}' for x in vector.tolist())]) for word, vector in vectors.items()]
+    (tmp_path / 'glove.txt').write_text('\n'.join(lines) + '\n')
+    run = text_run(pairs, tmp_path, f'data.glove={tmp_path / "glove.txt"}')
+    tokenizer = run.make_tokenizer()
+    weight = run.make_model(tokenizer, seed=0).get_input_embeddings().weight
+    for word, vector in vectors.items():
+        torch.testing.assert_close(weight[tokenizer.convert_tokens_to_ids(word)].double(), vector, atol=1e-6, rtol=0)
+
+
+def test_training_goes_on_from_a_saved_model_with_its_vocabulary(trained, pairs, tmp_path):
+    folder, _ = trained
+    run = text_run(pairs, tmp_path, f'run.init_from={folder / "seed_0" / "best"}')
+    tokenizer = run.make_tokenizer()
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folder / 'seed_0' / 'best').get_vocab()
+    expected = load_file(folder / 'seed_0' / 'best' / 'model.safetensors')
+    found = run.make_model(tokenizer, seed=0).state_dict()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_model_of_other_classes_is_an_error(trained, tmp_path):
+    folder, _ = trained
+    other = tmp_path / 'other.jsonl'
+    other.write_text(''.join(json.dumps({'text': f'w{i}', 'label': 'abc'[i % 3]}) + '\n' for i in range(60)))
+    with pytest.raises(ValueError, match=r'expected a model of the classes a, b, c, got .* with both, one'):
+        text_run(other, tmp_path).evaluate(folder / 'seed_0' / 'best', 'test')
+
+
+def test_a_missing_model_to_evaluate_is_an_error(pairs, tmp_path):
+    with pytest.raises(ValueError, match=r'expected a saved model in .*best, got none'):
+        fastformer.main(['--eval', *arguments(pairs, tmp_path)])
+
+
+def test_test_texts_of_their_own_are_all_tested(pairs, tmp_path):
+    data = text_run(pairs, tmp_path, f'data.test_path={pairs}', 'data.valid_share=0.25').splits
+    assert {name: len(part) for name, part in data.items()} == {'train': 300, 'validation': 100, 'test': 400}
+
+
+def test_test_texts_of_other_classes_are_an_error(pairs, tmp_path):
+    other = tmp_path / 'other.jsonl'
+    other.write_text('{"text": "a", "label": "one"}\n{"text": "b", "label": "two"}\n')
+    with pytest.raises(ValueError, match='expected test texts of the classes both, one, got one, two'):
+        text_run(pairs, tmp_path, f'data.test_path={other}')
+
+
+def test_the_splits_are_the_same_for_all_seeds_and_change_with_their_own(pairs, tmp_path):
+    first, same, other = (text_run(pairs, tmp_path, *more).splits['test']['text'] for more in OVERRIDES)
+    assert first == same
+    assert first != other
+
+
+OVERRIDES = (['run.seeds=[0]'], ['run.seeds=[7]'], ['data.split_seed=1'])
+
+
+def test_buckets_depend_on_the_seed_and_the_epoch_alone():
+    lengths = [random.Random(i).randint(1, 50) for i in range(300)]
+    sampler = BucketSampler(8, lengths, seed=0)
+    first = list(sampler)
+    torch.manual_seed(1)
+    sampler.set_epoch(1)
+    second = list(sampler)
+    other = BucketSampler(8, lengths, seed=0)
+    other.set_epoch(1)
+    assert list(other) == second != first
+    assert sorted(first) == sorted(second) == list(range(300))
+    spread = [max(part) - min(part) for part in ([lengths[i] for i in first[j : j + 8]] for j in range(0, 296, 8))]
+    assert sum(spread) / len(spread) < 6
+
+
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        ('model.encoder_mixer=longfomer', r"model\.encoder_mixer = 'longfomer' is not an encoder; .* longformer$"),
+        ('model.preset=imbd', r"model\.preset = 'imbd' is not a preset; the nearest is imdb$"),
+        ('model.hiden_size=3', r'model\.hiden_size = 3 is not a key; the nearest is model\.hidden_size$'),
+        ('model.hidden_size=wide', r"model\.hidden_size = 'wide': "),
+        ('model.hidden_size=17', r'model: hidden_size must be a multiple of num_attention_heads \(2\), got 17'),
+        ('model.vocab_size=17', r'model\.vocab_size = 17 is not for an experiment: the training texts decide'),
+        ('optim.name=adamw_torhc', r"optim\.name = 'adamw_torhc' is not an optimizer; the nearest is adamw_torch$"),
+        ('run.seeds=[1,1]', r'run\.seeds to be one seed or several different ones, got \[1, 1\]'),
+        ('data.valid_share=0.95', r'data\.test_share \+ data\.valid_share to be below 1'),
+        ('data.bodies=docs.tsv', r'data\.bodies to be null but for mind'),
+        ('optim.accumulate=3', r'data\.batch_size to be a multiple of optim\.accumulate \(3\)'),
+    ],
+)
+def test_what_is_wrong_with_an_experiment_is_named(override, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(SMOKE, [override], TextConfig)
+
+
+def test_the_resolved_file_gives_the_same_experiment(tmp_path):
+    config = load_config(SMOKE, ['model.preset=imdb', 'data.text_columns=[title,text]'], TextConfig)
+    save_config(config, tmp_path / 'resolved.yaml')
+    assert load_config(tmp_path / 'resolved.yaml', [], TextConfig) == config
+
+
+def test_a_key_of_the_model_section_overrides_its_preset():
+    from train.fastformer_schema import text_model_config
+
+    config = text_model_config({'preset': 'mind_topic', 'block_size': 4}, 100, vocab_size=7)
+    assert isinstance(config, FastformerConfig)
+    assert (config.block_size, config.attention_window, config.embedding_size) == (4, 16, 300)
+    assert (config.max_position_embeddings, config.vocab_size) == (100, 7)

@@ -1,0 +1,134 @@
+"""Train Fastformer, or a Transformer that it is compared with, to classify texts.
+
+python -m train.fastformer --config FILE [--eval] [section.key=value ...]
+torchrun --nproc-per-node 8 -m train.fastformer --config FILE [section.key=value ...]
+
+FILE is a YAML experiment such as configs/fastformer/imdb.yaml; `section.key=value` changes one value of it, for example
+`data.path=/data/imdb model.encoder_mixer=longformer run.seeds=[0,1,2]`. Nothing is fetched.
+
+Each of run.seeds is a run of its own on transformers' Trainer: the epoch with the best validation accuracy is tested,
+once. The folder of the runs receives config.yaml (the resolved experiment), result.json (mean and standard deviation of
+all seeds) and, for each seed, seed_N with checkpoints, result.json and best/, a saved model with its tokenizer for
+`AutoModelForSequenceClassification.from_pretrained`. run.resume=auto goes on with runs that were interrupted.
+
+--eval trains nothing: it prints accuracy and macro-F of run.init_from, or of every seed's best/, on data.eval_split.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import disable_progress_bars
+from transformers.utils import logging
+
+from train.config import load_config, save_config
+from train.fastformer_run import RESULT, TextRun, summarize_seeds
+from train.fastformer_schema import TextConfig
+from train.fastformer_trainer import METRICS
+from train.run import find_run_dir, parse_args
+from train.texts import read_splits
+
+CONFIG = 'config.yaml'
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
+    """Train and print where the results are, or evaluate, as a command line says.
+
+    Returns:
+        The summary of all seeds; None where nothing was trained.
+
+    Raises:
+        ValueError: the experiment, the data or the model to start from is not valid.
+        FileExistsError: the folder already holds runs.
+    """
+    args = parse_args(__doc__, argv)
+    config = load_config(args.config, args.overrides, TextConfig)
+    folder = find_run_dir(config, args.config, Path('runs') / 'fastformer')
+    if config.run.cpu_threads is not None:
+        torch.set_num_threads(config.run.cpu_threads)
+    if args.quiet:
+        logging.disable_progress_bar()
+        disable_progress_bars()
+    run = TextRun(config, read_splits(config.data), folder, args.quiet)
+    # Transformers' Trainer joins the processes that torchrun started through the same object.
+    processes = PartialState(cpu=config.run.device == 'cpu')
+    try:
+        if args.eval:
+            for source, metrics in evaluate(run).items():
+                processes.print(f'{source}, {config.data.eval_split}: {describe(metrics)}')
+            return None
+        if processes.is_main_process:
+            begin(run)
+        processes.wait_for_everyone()
+        summary = summarize_seeds([run.train(seed) for seed in config.run.seeds])
+        if processes.is_main_process:
+            finish(run, summary)
+        return summary
+    finally:
+        processes.destroy_process_group()
+
+
+def begin(run: TextRun) -> None:
+    """Make the folder of the runs, write the experiment into it, and print what is trained.
+
+    Raises:
+        FileExistsError: it already holds runs, which are not to be resumed or overwritten.
+    """
+    config, folder = run.config, run.folder
+    if (folder / CONFIG).exists() and not (config.run.overwrite or config.run.resume):
+        raise FileExistsError(
+            f'expected a new folder, got {folder}, which holds a run; set run.dir, run.resume=auto to go on with it, '
+            'or run.overwrite=true'
+        )
+    if config.run.resume is None:
+        for earlier in folder.glob('seed_*'):
+            shutil.rmtree(earlier)
+        (folder / RESULT).unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_config(config, folder / CONFIG)
+    counts = ', '.join(f'{len(split)} {name}' for name, split in run.splits.items())
+    print(f'{config.model.get("encoder_mixer") or "fastformer"}: {counts} texts of {len(run.class_names)} classes')
+
+
+def evaluate(run: TextRun) -> dict[str, dict[str, float]]:
+    """The figures of `run.init_from`, or of every seed's best model, on `data.eval_split`.
+
+    Raises:
+        ValueError: there is no such model, or it has other classes.
+    """
+    config = run.config
+    if config.run.init_from is not None:
+        sources = [Path(config.run.init_from)]
+    else:
+        sources = [run.seed_dir(seed) / 'best' for seed in config.run.seeds]
+    for source in sources:
+        if not (source / 'config.json').is_file():
+            raise ValueError(f'expected a saved model in {source}, got none; train first, or set run.init_from')
+    return {str(source): run.evaluate(source, config.data.eval_split) for source in sources}
+
+
+def describe(metrics: dict[str, float]) -> str:
+    """Accuracy and macro-F in percent."""
+    return '  '.join(f'{name} {100 * metrics[name]:.2f} %' for name in METRICS)
+
+
+def finish(run: TextRun, summary: dict[str, Any]) -> None:
+    """Write the summary of the seeds, and print it and what is where."""
+    (run.folder / RESULT).write_text(json.dumps({**summary, 'model': run.config.model}, indent=2) + '\n')
+    for metric in METRICS:
+        mean, deviation = summary[f'test_{metric}']['mean'], summary[f'test_{metric}']['std']
+        spread = '' if deviation is None else f' +- {100 * deviation:.2f}'
+        print(f'test {metric} {100 * mean:.2f}{spread} %  (seeds {", ".join(map(str, summary["seeds"]))})')
+    print(
+        f'{summary["seconds_per_epoch"]["mean"]:.1f} s/epoch, {summary["memory_mb"]["mean"]:.0f} MB; in {run.folder}:'
+    )
+    print('  result.json  mean, deviation and every seed    config.yaml  repeats the runs')
+    print('  seed_N/best  the model and its tokenizer       seed_N/checkpoint-N  to resume from')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,220 @@
+"""The sections and keys of experiments with text classifiers."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from train.schema import Experiment, require
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Which texts there are, what becomes of them, and how they are batched.
+
+    Attributes:
+        kind: `amazon` (JSON lines of reviews), `jmars` (the IMDB of 10 classes), `acl_imdb` (that of 2), `mind` (its
+            news.tsv), `ag_news` (CSV as published), `table` (any CSV, TSV, JSON or parquet file with a header or keys),
+            or `hub` (a data set of the Hugging Face hub).
+        path: The file or folder, or the name of a data set on the hub.
+        test_path: The file of the test texts, where they have one of their own. None: those of `acl_imdb` and of `hub`
+            come with the data set, others are split off.
+        bodies: Of `mind`: docs.tsv with the bodies of the news; None for title and abstract.
+        text_columns: Of `table` and `hub`; several are joined.
+        label_column: Of `table` and `hub`.
+        max_texts: So many texts of `path`, drawn by `split_seed`, in place of all; None for all.
+        test_share, valid_share: Of the texts, where the data set has no such part of its own.
+        split_seed: Of the random parts, in which every class has its share; the same for all `run.seeds`.
+        tokenizer: `nltk` or `wordpunct` words, or byte pairs.
+        vocab_size: Words at most, with the special ones.
+        min_frequency: Fewest times that a word occurs in the training texts.
+        lowercase: Whether case is ignored.
+        max_length: Tokens of a text, the rest of which is cut off.
+        glove: GloVe vectors for the words, as wide as the embedding; None for random ones.
+        batch_size: Texts per optimizer step, over all processes and parts of `optim.accumulate`.
+        eval_batch_size: Texts per batch of the evaluation; None means those that the model sees at once in training.
+        eval_split: Texts that --eval evaluates.
+        bucket: Batches of texts of about the same length, which need less padding.
+        num_workers: Loading processes; 0 loads in the training process.
+    """
+
+    kind: Literal['amazon', 'jmars', 'acl_imdb', 'mind', 'ag_news', 'table', 'hub'] = 'table'
+    path: str = ''
+    test_path: str | None = None
+    bodies: str | None = None
+    text_columns: list[str] = field(default_factory=lambda: ['text'])
+    label_column: str = 'label'
+    max_texts: int | None = None
+    test_share: float = 0.1
+    valid_share: float = 0.1
+    split_seed: int = 0
+    tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'wordpunct'
+    vocab_size: int = 50_000
+    min_frequency: int = 1
+    lowercase: bool = True
+    max_length: int = 512
+    glove: str | None = None
+    batch_size: int = 64
+    eval_batch_size: int | None = None
+    eval_split: Literal['train', 'validation', 'test'] = 'test'
+    bucket: bool = True
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ('max_length', 'batch_size', 'min_frequency'):
+            require(f'data.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
+        some = self.eval_batch_size is None or self.eval_batch_size >= 1
+        require('data.eval_batch_size', self.eval_batch_size, some, "at least 1, or null for training's")
+        texts = self.max_texts is None or self.max_texts >= 1
+        require('data.max_texts', self.max_texts, texts, 'at least 1, or null for all')
+        for name in ('test_share', 'valid_share'):
+            share = getattr(self, name)
+            require(f'data.{name}', share, 0 < share < 1, 'in (0, 1)')
+        both = self.test_share + self.valid_share
+        require('data.test_share + data.valid_share', both, both < 1, 'below 1')
+        require('data.text_columns', self.text_columns, bool(self.text_columns), 'one column or several')
+        require('data.bodies', self.bodies, self.bodies is None or self.kind == 'mind', 'null but for mind')
+        require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
+
+    @property
+    def has_test(self) -> bool:
+        """Whether the data set comes with test texts of its own."""
+        return self.kind in ('acl_imdb', 'hub')
+
+
+@dataclass(frozen=True)
+class TextOptimizer:
+    """The optimizer of transformers' Trainer.
+
+    Attributes:
+        name: An optimizer of transformers; `adamw_torch` without weight decay is Adam.
+        lr: Peak learning rate.
+        weight_decay: Of all parameters but biases and those of normalisation.
+        beta1, beta2, eps: Of Adam and its kin.
+        accumulate: Parts that each process splits its share of a batch into.
+        clip_grad: Largest gradient norm; None for no clipping.
+    """
+
+    name: str = 'adamw_torch'
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    accumulate: int = 1
+    clip_grad: float | None = None
+
+    def __post_init__(self) -> None:
+        require('optim.lr', self.lr, 0 < self.lr < math.inf, 'above 0')
+        require('optim.weight_decay', self.weight_decay, self.weight_decay >= 0, 'at least 0')
+        for name in ('beta1', 'beta2'):
+            require(f'optim.{name}', getattr(self, name), 0 <= getattr(self, name) < 1, 'in [0, 1)')
+        require('optim.accumulate', self.accumulate, self.accumulate >= 1, 'at least 1')
+        positive = self.clip_grad is None or self.clip_grad > 0
+        require('optim.clip_grad', self.clip_grad, positive, 'above 0, or null for no clipping')
+
+
+@dataclass(frozen=True)
+class TextSchedule:
+    """How long a run is, and its learning rate.
+
+    Attributes:
+        epochs: Passes over the training texts.
+        kind: The rate after the warm-up: the same, or falling to 0 at the last update.
+        warmup_updates: Updates in which it rises from 0 to its peak.
+        max_updates: Updates of the whole run in place of `epochs`; None for those.
+    """
+
+    epochs: int = 3
+    kind: Literal['constant_with_warmup', 'linear', 'cosine'] = 'constant_with_warmup'
+    warmup_updates: int = 0
+    max_updates: int | None = None
+
+    def __post_init__(self) -> None:
+        require('schedule.epochs', self.epochs, self.epochs >= 1, 'at least 1')
+        require('schedule.warmup_updates', self.warmup_updates, self.warmup_updates >= 0, 'at least 0')
+        some = self.max_updates is None or self.max_updates >= 1
+        require('schedule.max_updates', self.max_updates, some, 'at least 1, or null for all epochs')
+
+
+@dataclass(frozen=True)
+class TextRunConfig:
+    """How and where the runs take place.
+
+    Attributes:
+        dir: Folder of the runs; None means `runs/fastformer/` and the name of the config file.
+        overwrite: Allow a folder that already holds runs, which are removed.
+        resume: `auto` leaves seeds that are finished, goes on with an interrupted one from its last checkpoint, and
+            begins the others. None begins all.
+        seeds: One run for each: of the weights, the order of the texts and the dropout.
+        keep: Latest checkpoints that are kept, beside the best one.
+        save_updates: Updates between checkpoints within an epoch; None saves after each epoch alone.
+        log_updates: Updates between lines of the training loss.
+        init_from: A folder with a saved model and its tokenizer: where training starts, and what --eval evaluates.
+        device: `auto` takes an accelerator when there is one.
+        cpu_threads: Threads of the model on a CPU; None leaves torch's choice, one per core.
+        attention: Of the Transformer: torch's fused attention, or one with its weights in memory.
+        amp: Autocast to bfloat16, or to float16 with a scaled loss, or none.
+        grad_checkpointing: Compute the activations of each layer again in the backward pass, to save memory.
+        compile: Compile the model with torch.compile.
+        tensorboard: Write TensorBoard's event files.
+    """
+
+    dir: str | None = None
+    overwrite: bool = False
+    resume: Literal['auto'] | None = None
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4])
+    keep: int = 1
+    save_updates: int | None = None
+    log_updates: int = 50
+    init_from: str | None = None
+    device: Literal['auto', 'cpu'] = 'auto'
+    cpu_threads: int | None = None
+    attention: Literal['sdpa', 'eager'] = 'sdpa'
+    amp: Literal['none', 'bfloat16', 'float16'] = 'none'
+    grad_checkpointing: bool = False
+    compile: bool = False
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        different = 0 < len(self.seeds) == len(set(self.seeds))
+        require('run.seeds', self.seeds, different, 'one seed or several different ones')
+        require('run.seeds', self.seeds, all(0 <= seed < 2**32 for seed in self.seeds), 'in [0, 2**32)')
+        for name in ('keep', 'log_updates'):
+            require(f'run.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
+        for name in ('save_updates', 'cpu_threads'):
+            value = getattr(self, name)
+            require(f'run.{name}', value, value is None or value >= 1, 'at least 1, or null')
+
+
+@dataclass(frozen=True)
+class TextConfig(Experiment):
+    """One experiment with texts; `model` is `{preset: ..., **keyword arguments of FastformerConfig}`."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    data: TextData = field(default_factory=TextData)
+    optim: TextOptimizer = field(default_factory=TextOptimizer)
+    schedule: TextSchedule = field(default_factory=TextSchedule)
+    run: TextRunConfig = field(default_factory=TextRunConfig)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        self.check_parts(1)
+
+
+def text_model_config(model: Mapping[str, Any], max_length: int, **more: Any) -> Any:
+    """The FastformerConfig of the `model` section: its preset of Table 9, if it names one, changed by its other keys.
+
+    Args:
+        max_length: Of a text, in tokens.
+        more: What the data decide.
+
+    Raises:
+        ValueError: values that exclude each other.
+    """
+    # Lazily: the other trainers need no transformers.
+    from aft_vision.fastformer import PRESETS, FastformerConfig
+
+    kwargs = dict(model)
+    preset = kwargs.pop('preset', None)
+    arguments = {} if preset is None else dict(PRESETS[preset].model)
+    return FastformerConfig(**{**arguments, **kwargs, 'max_position_embeddings': max_length, **more})
