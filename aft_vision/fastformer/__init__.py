@@ -2,8 +2,8 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-# Registers its encoders.
-from . import baselines
+# They register encoders and a tokeniser.
+from . import baselines, tokenize
 from .config import PRESETS, FastformerConfig, Preset
 from .convert import convert_notebook_state_dict
 from .encoder import ENCODERS, create_encoder, register_encoder
