@@ -198,6 +198,19 @@ def _triton(module: str, name: str) -> _Form:
     return _kernel(module, name)._replace(covers=covers)
 
 
+def step_kernels(k: Tensor, state: Sequence[Tensor]) -> Any | None:
+    """The module with the compiled steps of decoding, where they cover the state and no graph is captured."""
+    if torch.compiler.is_compiling() or k.device.type != 'cpu' or state[0].dtype != torch.float32:
+        return None
+    kernels = _step_module()
+    return kernels if kernels.covers_step(k, state) else None
+
+
+@functools.cache
+def _step_module() -> Any:
+    return importlib.import_module('aft_vision.ops.kernels.step')
+
+
 _define(
     'aft_full',
     full.check_full,

@@ -81,8 +81,7 @@ def local_step(
     used = min(count + 1, window)
     slot = count % window
     position += 1
-    # What stands in slot 0, 1, ... has these places in the band.
-    row = torch.cat([band_row[window - 1 - slot :], band_row[: window - 1 - slot]])[:used]
+    row = _by_slot(band_row, slot, used)
     shifted = k - reference
     if bool(holds_keys) or not _fits(shifted, sums[:, dim:]):
         return _exact_step(k, v, row, reference, sums, ring, slot, count >= window, holds_keys)
@@ -102,6 +101,16 @@ def local_step(
         num, den = mixed[:, :dim], mixed[:, dim:]
         if float(den.min()) >= SMALLEST:
             return num / den
+    return _joint_mean(*decode(reference, ring[:, :used], holds_keys), row, reference, sums)
+
+
+def held_mean(
+    band_row: Tensor, reference: Tensor, sums: Tensor, ring: Tensor, position: Tensor, holds_keys: Tensor
+) -> Tensor:
+    """The mean (B, D) for the last token that a state has taken, from exponentials however small."""
+    count, window = int(position), ring.shape[1]
+    used = min(count, window)
+    row = _by_slot(band_row, (count - 1) % window, used)
     return _joint_mean(*decode(reference, ring[:, :used], holds_keys), row, reference, sums)
 
 
@@ -157,6 +166,12 @@ def encode(keys: Tensor, values: Tensor, reference: Tensor, sums: Tensor, ring: 
     ring[..., :dim] = values
     ring[..., dim:] = keys
     holds_keys.fill_(True)
+
+
+def _by_slot(band_row: Tensor, slot: int, used: int) -> Tensor:
+    # What stands in slot 0, 1, ... has these places in the band of the token in `slot`.
+    first = len(band_row) - 1 - slot
+    return torch.cat([band_row[first:], band_row[:first]])[:used]
 
 
 def _fits(shifted: Tensor, denominator: Tensor) -> bool:

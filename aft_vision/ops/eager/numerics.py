@@ -1,5 +1,6 @@
 """What every eager operator shares: dtypes, validity of inputs, the gate and the shifted exponentials."""
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -28,9 +29,16 @@ def product_dtype(x: Tensor) -> torch.dtype:
     bfloat16 stays where the device multiplies it: a CPU without such instructions is over ten times slower in it than
     in float32. float16 is widened, since exp underflows in it.
     """
-    if x.dtype == torch.bfloat16 and (x.device.type != 'cpu' or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    if x.dtype == torch.bfloat16 and (x.device.type != 'cpu' or _cpu_multiplies_bfloat16()):
         return torch.bfloat16
     return accumulate_dtype(x)
+
+
+@functools.cache
+def _cpu_multiplies_bfloat16() -> bool:
+    # oneDNN says that AVX-512 supports it, and without AVX512_BF16 emulates it, slower than a product in float32.
+    emulated = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and not emulated
 
 
 def check_qkv(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, heads: int | None = None) -> None:

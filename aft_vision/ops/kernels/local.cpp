@@ -18,7 +18,7 @@ constexpr int ROWS = 12;
 constexpr int ROWS = 6;
 #endif
 // Terms that are added up by themselves first.
-constexpr int64_t PIECE = 256;
+constexpr int64_t PIECE = 512;
 
 struct Shape {
   int64_t batch, tokens, channels, window, step;
@@ -48,22 +48,25 @@ Pair operator*(float weight, const Pair &x) { return {weight * x.values, weight 
 
 // out[i] += sum of weights[j][i] * x[j] for N rows.
 template <int N>
-void mix_tile(const Pair *x, const float *weights, int64_t length, Pair *out) {
-  for (int64_t first = 0; first < length; first += PIECE) {
-    Vec values[N] = {}, keys[N] = {};
-    for (int64_t j = first; j < std::min(first + PIECE, length); ++j)
-      for (int i = 0; i < N; ++i) {
-        values[i] += weights[j * N + i] * x[j].values;
-        keys[i] += weights[j * N + i] * x[j].keys;
-      }
-    for (int i = 0; i < N; ++i) out[i] += Pair{values[i], keys[i]};
-  }
+__attribute__((noinline)) void mix_tile(const Pair *x, const float *weights, int64_t length, Pair *out) {
+  Vec values[N] = {}, keys[N] = {};
+  for (int64_t j = 0; j < length; ++j)
+    for (int i = 0; i < N; ++i) {
+      values[i] += weights[j * N + i] * x[j].values;
+      keys[i] += weights[j * N + i] * x[j].keys;
+    }
+  for (int i = 0; i < N; ++i) out[i] += Pair{values[i], keys[i]};
 }
 
+// The same for an N that is known at run time, a piece of the terms after the other.
 template <int N = ROWS>
 void mix(int64_t n, const Pair *x, const float *weights, int64_t length, Pair *out) {
-  if (n == N) return mix_tile<N>(x, weights, length, out);
-  if constexpr (N > 1) mix<N - 1>(n, x, weights, length, out);
+  if (n == N) {
+    for (int64_t j = 0; j < length; j += PIECE)
+      mix_tile<N>(x + j, weights + j * N, std::min(PIECE, length - j), out);
+  } else if constexpr (N > 1) {
+    mix<N - 1>(n, x, weights, length, out);
+  }
 }
 
 // Some rows of a product, and where the weights of its terms [begin, end) are.
@@ -91,9 +94,12 @@ struct Packed {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t size = (stop - first + count - i - 1) / (count - i);
       const auto [begin, end] = reach(first, size);
-      tiles.push_back({first, size, begin, end, weights.size()});
+      const size_t offset = weights.size();
+      tiles.push_back({first, size, begin, end, offset});
+      weights.resize(offset + (end - begin) * size);
+      float *next = weights.data() + offset;
       for (int64_t term = begin; term < end; ++term)
-        for (int64_t row = first; row < first + size; ++row) weights.push_back(weight(row, term));
+        for (int64_t row = first; row < first + size; ++row) *next++ = weight(row, term);
       first += size;
     }
   }
@@ -155,14 +161,15 @@ bool differ(Vec x, Vec y) {
 struct Forward {
   Item item;
   int64_t first;
-  Vec reference;
-  Pair state, part;  // sums over what no window of the block and of the next targets has
+  Vec reference, least;  // and the smallest denominator
+  Pair state, part;      // sums over what no window of the block and of the next targets has
   std::vector<Pair> map;
 
   Forward(const Source &source, int64_t index)
       : item(source.s, index),
         first(source.first(item)),
         reference(splat(-std::numeric_limits<float>::max())),
+        least(splat(std::numeric_limits<float>::max())),
         state{},
         part{},
         map(source.s.window - 1 + source.s.step) {}
@@ -218,7 +225,7 @@ int forward(const Shape &s, Tokens q, const Source &source, const Weights &w, To
           for (int64_t i = 0; i < tile.size; ++i) {
             const int64_t t = tile.first + i;
             const Vec bottom = sums[i].keys;
-            for (int lane = 0; lane < x.item.lanes; ++lane) good = good && !(t >= x.first && bottom[lane] < underflow);
+            if (t >= x.first) x.least = bottom < x.least ? bottom : x.least;
             Vec y = bottom == Vec{} ? Vec{} : sums[i].values / bottom;
             if (q.data) y *= sigmoid(x.item.read(q, t));
             x.item.write(out, t, y);
@@ -228,6 +235,8 @@ int forward(const Shape &s, Tokens q, const Source &source, const Weights &w, To
         x.leave(start, stop, left);
       }
     }
+    for (const Forward &x : items)
+      for (int lane = 0; lane < x.item.lanes; ++lane) good = good && x.least[lane] >= underflow;
   }
   return good;
 }

@@ -105,8 +105,8 @@ def local_causal_backward(
     given_mask, references = None if mask is None else mask.contiguous(), weights.references(k, mask)
     dq, dk, dv = None if q is None else torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
     d_state = torch.zeros(batch, 2, dim)
-    rows = torch.empty(step, 2 * batch * dim) if need_bias else None
-    entries = torch.empty(step + band.shape[1] - 1, 2 * batch * dim) if need_bias else None
+    rows = _scratch(step, 2 * batch * dim) if need_bias else None
+    entries = _scratch(step + band.shape[1] - 1, 2 * batch * dim) if need_bias else None
     for start in reversed(range(0, length, step)):
         stop, low = min(start + step, length), bias.low(start)
         with record_function('aft_vision::local_backward'):
@@ -161,6 +161,11 @@ def _repair(
     repair_forward(ratio, k, v, mask, bias, lost, 0, None)
     s = gate(q, y.dtype)
     y.copy_(torch.where(lost, ratio if s is None else ratio * s, y))
+
+
+def _scratch(rows: int, columns: int) -> Tensor:
+    # Columns are written one by one: rows a power of two apart would all take one place of the cache.
+    return torch.empty(rows, columns + 16)[:, :columns]
 
 
 def _as_tokens(x: Tensor | None) -> Tensor | None:

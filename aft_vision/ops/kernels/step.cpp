@@ -1,0 +1,165 @@
+// One token of AFT-simple and of AFT-local (AFT Eq. 5, 4, causal) with its state, and the row of a factorised band.
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "vector.h"
+
+namespace {
+
+// Slots of a ring that are added at a time.
+constexpr int SLOTS = 8;
+
+struct Shape {
+  int64_t batch, channels, window;
+};
+
+// The numbers of `ops.eager.decode` by these names, in nats but for `smallest`.
+struct Limits {
+  float headroom, reach, negligible, smallest;
+};
+
+// f(i, lanes) of every vector of n numbers.
+template <typename F>
+void for_each_vector(int64_t n, F f) {
+  for (int64_t i = 0; i < n; i += LANES) f(i, static_cast<int>(std::min<int64_t>(LANES, n - i)));
+}
+
+Vec exp_of(float x) { return exp_(splat(x)); }
+
+// Whether the exponential of every key, less its reference, can stand in the ring.
+bool fits(const Shape &s, Tokens k, const float *reference, const float *sums, Limits limits) {
+  for (int64_t b = 0; b < s.batch; ++b)
+    for (int64_t d = 0; d < s.channels; ++d) {
+      const float shifted = k.data[b * k.batch + d] - reference[b * s.channels + d];
+      if (shifted <= limits.headroom && shifted >= -limits.reach) continue;
+      const float older = sums[(2 * b + 1) * s.channels + d];
+      if (!(shifted <= limits.headroom && shifted < std::log(older) - limits.negligible)) return false;
+    }
+  return true;
+}
+
+// What a token of a ring is multiplied by, slot by slot; `top` is the largest bias, that of 0 before the window included.
+struct Row {
+  std::vector<float> weights;
+  float top = 0.0f, low = 0.0f;
+
+  Row(const Shape &s, const float *band, int64_t slot, int64_t used) : weights(used) {
+    for (int64_t i = 0; i < used; ++i) {
+      weights[i] = band[i <= slot ? s.window - 1 - slot + i : i - slot - 1];
+      top = std::max(top, weights[i]);
+      low = std::min(low, weights[i]);
+    }
+  }
+
+  void exponentiate() {
+    for_each_vector(weights.size(), [&](int64_t i, int lanes) {
+      store(weights.data() + i, exp_(load(weights.data() + i, lanes) - top), lanes);
+    });
+  }
+};
+
+// out += weights[i] * slots[i] for N slots of n numbers.
+template <int N>
+void add_slots(const float *slots, const float *weights, int64_t n, float *out) {
+  const int64_t whole = n / LANES * LANES;
+  for (int64_t d = 0; d < whole; d += LANES) {
+    Vec sum = load(out + d, LANES);
+    for (int i = 0; i < N; ++i) sum += weights[i] * load(slots + i * n + d, LANES);
+    store(out + d, sum, LANES);
+  }
+  for (int64_t d = whole; d < n; ++d)
+    for (int i = 0; i < N; ++i) out[d] += weights[i] * slots[i * n + d];
+}
+
+}  // namespace
+
+extern "C" {
+
+// y (B, D) of a token, which is added to the sums. q may be null; `sizes` are B and D.
+void aft_simple_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, float *reference, float *numerator,
+                     float *denominator, float *out, float headroom) {
+  const int64_t channels = sizes[1];
+  for (int64_t b = 0; b < sizes[0]; ++b)
+    for_each_vector(channels, [&](int64_t d, int lanes) {
+      const int64_t place = b * channels + d;
+      const Vec key = load(k.data + b * k.batch + d, lanes), old = load(reference + place, lanes);
+      const Vec moved = key > old + headroom ? key : old;
+      const Vec scale = exp_(old - moved), weight = exp_(key - moved);
+      const Vec num = load(numerator + place, lanes) * scale + weight * load(v.data + b * v.batch + d, lanes);
+      const Vec den = load(denominator + place, lanes) * scale + weight;
+      store(reference + place, moved, lanes);
+      store(numerator + place, num, lanes);
+      store(denominator + place, den, lanes);
+      Vec y = num / den;
+      if (q.data) y *= sigmoid(load(q.data + b * q.batch + d, lanes));
+      store(out + place, y, lanes);
+    });
+}
+
+// y (B, D) of a token, which goes into a ring of exponentials. `band`, (s,), is its row; q may be null; `sizes` are B, D
+// and s. Returns 0; 1 if a key does not fit, where nothing has been done; 2 if y has underflowed, where the state is
+// that after the token.
+int aft_local_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, const float *band, const float *reference,
+                   float *sums, float *ring, int64_t *position, float *out, Limits limits, int threads) {
+  const Shape s{sizes[0], sizes[1], sizes[2]};
+  if (!fits(s, k, reference, sums, limits)) return 1;
+  const int64_t count = *position, slot = count % s.window, width = 2 * s.channels;
+  Row row(s, band, slot, std::min(count + 1, s.window));
+  const bool representable = row.top - row.low <= limits.reach;
+  row.exponentiate();
+  const Vec older = exp_of(-row.top);
+  int good = representable;
+#pragma omp parallel num_threads(std::min<int64_t>(threads, s.batch)) reduction(&& : good)
+  {
+    std::vector<float> mixed(width);
+#pragma omp for
+    for (int64_t b = 0; b < s.batch; ++b) {
+      float *own = sums + b * width, *slots = ring + b * s.window * width, *entry = slots + slot * width;
+      for_each_vector(s.channels, [&](int64_t d, int lanes) {
+        const Vec e = exp_(load(k.data + b * k.batch + d, lanes) - load(reference + b * s.channels + d, lanes));
+        for (int64_t i : {d, s.channels + d})
+          if (count >= s.window) store(own + i, load(own + i, lanes) + load(entry + i, lanes), lanes);
+        store(entry + d, e * load(v.data + b * v.batch + d, lanes), lanes);
+        store(entry + s.channels + d, e, lanes);
+      });
+      if (!representable) continue;
+      for_each_vector(width, [&](int64_t d, int lanes) {
+        store(mixed.data() + d, older * load(own + d, lanes), lanes);
+      });
+      const int64_t used = row.weights.size(), whole = used / SLOTS * SLOTS;
+      for (int64_t i = 0; i < whole; i += SLOTS)
+        add_slots<SLOTS>(slots + i * width, row.weights.data() + i, width, mixed.data());
+      for (int64_t i = whole; i < used; ++i)
+        add_slots<1>(slots + i * width, row.weights.data() + i, width, mixed.data());
+      for_each_vector(s.channels, [&](int64_t d, int lanes) {
+        const Vec den = load(mixed.data() + s.channels + d, lanes);
+        for (int i = 0; i < lanes; ++i) good = good && den[i] >= limits.smallest;
+        Vec y = load(mixed.data() + d, lanes) / den;
+        if (q.data) y *= sigmoid(load(q.data + b * q.batch + d, lanes));
+        store(out + b * s.channels + d, y, lanes);
+      });
+    }
+  }
+  ++*position;
+  return good ? 0 : 2;
+}
+
+// out[i], i < s: the product of u[t] and v[t - s + 1 + i], of `width` numbers each, for sources of the T in the sequence;
+// 0 before it. `sizes` are T, the width and s.
+void aft_band_row(const int64_t *sizes, const float *u, const float *v, int64_t t, float *out) {
+  const int64_t width = sizes[1], size = sizes[2];
+  for (int64_t i = 0; i < size; ++i) {
+    const int64_t source = t - size + 1 + i;
+    Vec sum{};
+    if (source >= 0 && source < sizes[0])
+      for_each_vector(width, [&](int64_t d, int lanes) {
+        sum += load(u + t * width + d, lanes) * load(v + source * width + d, lanes);
+      });
+    float total = 0.0f;
+    for (int lane = 0; lane < LANES; ++lane) total += sum[lane];
+    out[i] = total;
+  }
+}
+}

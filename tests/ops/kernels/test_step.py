@@ -1,0 +1,141 @@
+"""The compiled steps of decoding: where they run, and that they are those of torch, states included."""
+
+import os
+import shutil
+from itertools import count
+
+import pytest
+import torch
+from helpers import assert_close, make_qkv, nasty_biases, nasty_keys, randn
+from torch import Tensor
+
+from aft_vision import ops
+from aft_vision.ops import dispatch
+from aft_vision.ops.kernels import build, step
+
+KEYS = ['ordinary', *nasty_keys(torch.zeros(1, 3, 1))]
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    if shutil.which(os.environ.get('CXX', 'c++')) is None:
+        pytest.skip('there is no compiler here')
+    assert build.library() is not None
+
+
+def run(inputs: dict[str, Tensor | None]) -> Tensor:
+    """All tokens one by one, in the simple form where there is no band."""
+    batch, tokens, dim = inputs['v'].shape
+    band = inputs.get('band')
+    state = ops.aft_simple_state(batch, dim) if band is None else ops.aft_local_state(batch, dim, band.shape[1])
+    rows = []
+    for t in range(tokens):
+        q, k, v = (None if inputs[name] is None else inputs[name][:, t] for name in 'qkv')
+        if band is None:
+            y, state = ops.aft_simple_step(q, k, v, state)
+        else:
+            y, state = ops.aft_local_step(q, k, v, band[t], state)
+        rows.append(y)
+    return torch.stack(rows, 1)
+
+
+def make_inputs(s: int | None, T: int = 40, D: int = 19, B: int = 2) -> dict[str, Tensor | None]:
+    inputs = dict(zip('qkv', (x.float() for x in make_qkv(B=B, T=T, D=D)), strict=True))
+    return inputs if s is None else inputs | {'band': randn(T, s, seed=7).float()}
+
+
+@pytest.mark.parametrize('keys', KEYS)
+@pytest.mark.parametrize(
+    ('s', 'bias'), [(None, 'ordinary'), (1, 'ordinary'), (9, 'plus_minus_80'), (60, 'ordinary'), (60, 'within_50')]
+)
+def test_a_step_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, s: int | None, keys: str, bias: str):
+    inputs = make_inputs(s)
+    if keys != 'ordinary':
+        inputs['k'] = nasty_keys(inputs['k'])[keys]
+    if s is not None and bias != 'ordinary':
+        inputs['band'] = nasty_biases(inputs['band'])[bias]
+    y = run(inputs)
+    choose, turn = dispatch.step_kernels, count()
+    # A state can be continued from by the other form.
+    monkeypatch.setattr(dispatch, 'step_kernels', lambda *x: choose(*x) if next(turn) % 3 else None)
+    mixed = run(inputs)
+    monkeypatch.setattr(dispatch, 'step_kernels', lambda *x: None)
+    expected = run(inputs).double()
+    assert_close(y, expected, 2e-6)
+    assert_close(mixed, expected, 2e-6)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize('s', [None, 9])
+def test_half_precision_is_widened(s: int | None, dtype: torch.dtype):
+    inputs = {name: x.to(dtype) for name, x in make_inputs(s).items()}
+    y = run(inputs)
+    assert y.dtype == dtype
+    expected = run({name: x.float() for name, x in inputs.items()})
+    assert torch.equal(y, expected.to(dtype))
+
+
+@pytest.mark.parametrize('s', [None, 9])
+def test_a_token_without_a_query_has_no_gate(s: int | None):
+    inputs = make_inputs(s)
+    gated = run(inputs)
+    y = run(inputs | {'q': None})
+    assert_close(torch.sigmoid(inputs['q']) * y, gated.double(), 1e-6)
+
+
+@pytest.mark.parametrize('s', [None, 9])
+def test_rows_and_threads_are_the_same_bits(s: int | None):
+    inputs = make_inputs(s, B=3)
+    y = run(inputs)
+    row = run({name: x[1:2] if name in 'qkv' else x for name, x in inputs.items()})
+    assert torch.equal(row, y[1:2])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(run(inputs), y)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize('s', [None, 9])
+def test_parts_of_a_fused_projection_are_read_where_they_are(s: int | None):
+    inputs = make_inputs(s)
+    fused = torch.cat([inputs[name] for name in 'qkv'], -1)
+    parts = dict(zip('qkv', fused.split(19, -1), strict=True))
+    expected = run(inputs)
+    assert torch.equal(run(inputs | parts), expected)
+    turned = {name: inputs[name].mT.contiguous().mT for name in 'qkv'}
+    assert torch.equal(run(inputs | turned), expected)
+
+
+def test_it_covers_float32_states_that_lie_in_order():
+    k = torch.zeros(2, 6)
+    state = ops.aft_local_state(2, 6, 3)
+    assert dispatch.step_kernels(k, state) is step
+    assert dispatch.step_kernels(k, ops.aft_local_state(2, 6, 3, torch.float64)) is None
+    assert dispatch.step_kernels(k.to('meta'), state) is None
+    assert dispatch.step_kernels(k, state._replace(ring=state.ring.mT.contiguous().mT)) is None
+
+
+@pytest.mark.parametrize('window', [1, 4, 12, 20, None])
+def test_a_band_row_is_that_of_the_factors(window: int | None):
+    u, v = randn(2, 12, 21, seed=3).float()
+    for t in range(12):
+        position = torch.tensor(t)
+        with torch.no_grad():
+            row = ops.factorized_band_row(u, v, position, window)
+        expected = ops.factorized_band_row(u.double(), v.double(), position, window)
+        seen = min(t + 1, len(expected))
+        assert row.shape == expected.shape
+        assert_close(row[-seen:], expected[-seen:], 1e-6)
+
+
+def test_a_band_row_outside_the_sequence_is_an_error():
+    u, v = torch.zeros(2, 12, 3)
+    with torch.no_grad(), pytest.raises(IndexError):
+        ops.factorized_band_row(u, v, torch.tensor(12), 4)
+
+
+def test_a_band_row_can_be_differentiated():
+    u, v = randn(2, 12, 3).float().requires_grad_()
+    ops.factorized_band_row(u, v, torch.tensor(8), 4).sum().backward()
