@@ -16,6 +16,8 @@ from aft_vision.ops.kernels.launch import as_bytes, launching, like, products, r
 
 # Programs of the gradient of the band, about: some for each multiprocessor of a large GPU.
 PROGRAMS = 512
+# With fewer, their tiles spill out of the registers, and a device sets memory aside for that.
+REPAIR_WARPS = 8
 
 
 class _Call:
@@ -106,6 +108,7 @@ def local_causal_forward(
             *call.sizes,
             *strides(q, call.k, call.v),
             **call.tile,
+            num_warps=REPAIR_WARPS,
         )
     return y, den
 
@@ -148,13 +151,15 @@ def local_causal_backward(
         )
         inputs, steps = (grad, y, den, q, *call.keys_and_values), strides(grad, y, q, call.k, call.v)
         repair.sources_kernel[call.grid](
-            *(*inputs, call.band, call.past, lost, dk, dv, *call.sizes, *steps), **call.tile
+            *(*inputs, call.band, call.past, lost, dk, dv, *call.sizes, *steps), **call.tile, num_warps=REPAIR_WARPS
         )
         dband = band.new_empty(0)
         if need_bias:
             found = _band_grad(call, r)
             repair.band_kernel[(call.blocks, call.band_tiles)](
-                *(*inputs, call.band, call.past, lost, found, call.B, *call.sizes, call.strips, *steps), **call.tile
+                *(*inputs, call.band, call.past, lost, found, call.B, *call.sizes, call.strips, *steps),
+                **call.tile,
+                num_warps=REPAIR_WARPS,
             )
             dband = found.to(band.dtype)
     return k.new_empty(0) if dq is None else dq, dk, dv, dband
