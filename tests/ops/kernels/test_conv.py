@@ -5,7 +5,15 @@ import math
 import pytest
 import timm
 import torch
-from helpers import assert_matches_reference, assert_passes_opcheck, generator, make_qkv, nasty_keys, randn
+from helpers import (
+    assert_matches_reference,
+    assert_passes_opcheck,
+    generator,
+    make_qkv,
+    nasty_biases,
+    nasty_keys,
+    randn,
+)
 from torch import Tensor
 
 import aft_vision
@@ -69,6 +77,15 @@ def test_it_survives_nasty_keys(keys: str, device: str):
 def test_a_very_negative_kernel_at_a_dominating_key_loses_no_digits(device: str):
     inputs = make_inputs((3, 5), 4, 1, 3)
     inputs['k'][:, 7], inputs['kernel'] = 20.0, inputs['kernel'] - 20.0
+    assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=device)
+
+
+@pytest.mark.parametrize(('keys', 'bias'), [('ordinary', 'plus_minus_80'), ('one_at_90', 'within_50')])
+def test_what_underflows_is_exact(keys: str, bias: str, device: str):
+    inputs = make_inputs((3, 5), 4, 1, 3)
+    inputs['k'] = nasty_keys(inputs['k']).get(keys, inputs['k'])
+    inputs['kernel'] = nasty_biases(inputs['kernel'])[bias]
+    inputs['global_context'] = False
     assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=device)
 
 
