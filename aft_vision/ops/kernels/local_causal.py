@@ -28,9 +28,9 @@ class _Call:
         self.k, self.v, self.mask, self.band = rows(k), rows(v), as_bytes(mask), band.contiguous()
         (self.B, self.T, self.D), self.window = v.shape, band.shape[1]
         self.products = products(v)
-        # What a multiprocessor keeps of operands of four bytes is twice as large.
-        widest = 32 if self.product_dtype == torch.float32 else 64
-        self.BC, self.BD = 32 if self.window <= 32 else 64, min(widest, max(16, triton.next_power_of_2(self.D)))
+        # Wider tiles of float32 spill out of the registers and do not fit the shared memory of every GPU.
+        side = 32 if self.product_dtype == torch.float32 else 64
+        self.BC, self.BD = 32 if self.window <= 32 else side, min(side, max(16, triton.next_power_of_2(self.D)))
         self.blocks, self.strips = triton.cdiv(self.T, self.BC), triton.cdiv(self.D, self.BD)
         self.grid = self.blocks, self.strips, self.B
         # Of BC sources, over the window of a block.
