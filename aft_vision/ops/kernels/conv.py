@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aft_vision.ops.eager.numerics import empty_denominator
+from aft_vision.ops.kernels.device import conv_repair as repair
 from aft_vision.ops.kernels.device.conv import forward_kernel, rows_kernel, sources_kernel, table_kernel
 from aft_vision.ops.kernels.launch import as_bytes, launching, products, rows
 
@@ -22,6 +23,8 @@ from aft_vision.ops.kernels.launch import as_bytes, launching, products, rows
 NEIGHBOURS = 8
 # Programs of `table_kernel`, about: some for each multiprocessor of a large GPU.
 PROGRAMS = 512
+# Tiles of tokens and channels of the repair.
+REPAIR = {'BT': 32, 'BD': 32}
 
 
 class _Shifts:
@@ -69,6 +72,10 @@ class _Layout:
         """Tiles of tokens, tiles of rows, heads."""
         return triton.cdiv(self.T, tile['BT']), triton.cdiv(self.B, tile['BR'] // self.group) * self.parts, self.heads
 
+    def lost(self, x: Tensor) -> Tensor:
+        """Room for whether a head of a sequence has targets that underflowed: none has."""
+        return torch.zeros((self.B, self.heads), dtype=torch.int32, device=x.device)
+
 
 def conv_forward(
     q: Tensor | None,
@@ -84,21 +91,18 @@ def conv_forward(
     layout, constants, den = _Layout(k, v), products(v), empty_denominator(k, v, save)
     y = layout.like(v, v.dtype if q is None else q.dtype)
     with launching('conv_forward', v):
-        tensors = layout.arrange(q, k, v)
+        tensors, mask, lost = layout.arrange(q, k, v), as_bytes(mask), layout.lost(v)
+        shifts = _Shifts(kernel, grid, global_context, constants)
+        sizes, strides = (layout.B, layout.T, grid[1], layout.heads, layout.C), _strides(*tensors, y)
         forward_kernel[layout.programs](
-            *tensors,
-            as_bytes(mask),
-            _Shifts(kernel, grid, global_context, constants).weights,
-            y,
-            den if save else None,
-            layout.B,
-            layout.T,
-            grid[1],
-            layout.heads,
-            layout.C,
-            *_strides(*tensors, y),
+            *(*tensors, mask, shifts.weights, y, den if save else None, lost),
+            *sizes,
+            *strides,
             GROUP=layout.group,
             **constants,
+        )
+        repair.forward_kernel[(triton.cdiv(layout.T, REPAIR['BT']), layout.B, layout.heads)](
+            *(*tensors, mask, shifts.bias, y, lost), *sizes, *strides, PRECISION=constants['PRECISION'], **REPAIR
         )
     return y, den
 
@@ -127,53 +131,77 @@ def conv_backward(
         r = torch.empty(shape, dtype=shifts.weights.dtype, device=v.device)
         x = torch.empty_like(r) if need_bias else None
         grad_, y_, q_, k_, v_ = layout.arrange(grad, y, q, k, v)
-        sizes = layout.B, layout.T, layout.heads, layout.C
+        sizes, lost = (layout.B, layout.T, grid[1], layout.heads, layout.C), layout.lost(v)
         rows_kernel[layout.programs](
-            *(grad_, y_, den, q_, k_, v_, mask, dq, r, x),
-            *sizes,
-            shape[2],
+            *(grad_, y_, den, q_, k_, v_, mask, dq, r, x, lost),
+            *(layout.B, layout.T, layout.heads, layout.C, shape[2]),
             *_strides(grad_, y_, q_, k_, v_, dq),
             GROUP=layout.group,
         )
         sources_kernel[layout.programs](
             *(r, k_, v_, mask, shifts.weights, dk, dv),
-            *sizes,
-            grid[1],
-            shape[2],
+            *(*sizes, shape[2]),
             *_strides(k_, v_, dv),
             GROUP=layout.group,
             **constants,
         )
+        inputs = grad_, y_, den, q_, k_, v_, mask, shifts.bias, lost
+        steps = tuple(_strides(grad_, y_, q_, v_)), *_strides(k_)
+        repair.sources_kernel[(triton.cdiv(layout.T, REPAIR['BT']), layout.B, layout.heads)](
+            *(*inputs, dk, dv, *sizes, *steps), *_strides(dv), PRECISION=constants['PRECISION'], **REPAIR
+        )
         dkernel = kernel.new_empty(0)
         if x is not None:
-            d_exp = _shifts_grad(r, x, kernel.shape[-1], grid, constants)
-            dkernel = shifts.kernel_grad(d_exp * shifts.exp).to(kernel.dtype)
+            lines = _Lines(kernel.shape[-1], grid)
+            by_shift = lines.shifts_grad(lines.sums(r, x, constants)) * shifts.exp
+            repaired = lines.empty(layout.heads, v)
+            repair.table_kernel[(lines.count, lines.blocks, layout.heads)](
+                *(*inputs, repaired, *sizes, lines.reach, *steps),
+                PRECISION=constants['PRECISION'],
+                BW=lines.wide,
+                BD=REPAIR['BD'],
+            )
+            dkernel = shifts.kernel_grad(by_shift + lines.shifts_grad(repaired)).to(kernel.dtype)
     return k.new_empty(0) if dq is None else dq, dk.sum(0).to(k.dtype), dv, dkernel
 
 
-def _shifts_grad(r: Tensor, x: Tensor, size: int, grid: Sequence[int], constants: dict[str, Any]) -> Tensor:
-    """Gradient (h, 2H - 1, 2W - 1) of the weights by shift, zero outside the window.
+class _Lines:
+    """Sums over pairs of tokens by how many lines of the grid they are apart, as far as the window reaches.
 
-    Args:
-        r, x: (h, N, T or more) rows of targets and of sources.
+    count: of such distances; wide, blocks: tiles of columns of the grid, and pairs of those.
     """
-    (height, width), (heads, count, row_length) = grid, r.shape
-    reach = min(size // 2, height - 1)
-    lines = 2 * reach + 1
-    wide = min(64, max(16, triton.next_power_of_2(width)))
-    steps, blocks = triton.cdiv(lines, 64 // wide), triton.cdiv(width, wide) ** 2
-    splits = max(1, min(triton.cdiv(count, 64), PROGRAMS // (heads * steps * blocks)))
-    sums = torch.empty((splits, heads, lines, width, width), dtype=torch.float32, device=r.device)
-    table_kernel[(steps * splits, blocks, heads)](
-        *(r, x, sums, height, width, heads, count, triton.cdiv(count, splits), reach, row_length),
-        BW=wide,
-        SHIFTS=64 // wide,
-        **constants,
-    )
-    # A line of targets sees windows into the line of shifts, that of the last target first.
-    windows = sums.sum(0).flip(2)
-    found = torch.ops.aten.unfold_backward(windows, [heads, lines, 2 * width - 1], 2, width, 1)
-    return F.pad(found, [0, 0, height - 1 - reach, height - 1 - reach])
+
+    def __init__(self, size: int, grid: Sequence[int]) -> None:
+        self.height, self.width = grid
+        self.reach = min(size // 2, self.height - 1)
+        self.count = 2 * self.reach + 1
+        self.wide = min(64, max(16, triton.next_power_of_2(self.width)))
+        self.blocks = triton.cdiv(self.width, self.wide) ** 2
+
+    def empty(self, heads: int, like: Tensor) -> Tensor:
+        """Room for sums (h, distances, W targets, W sources)."""
+        return torch.empty((heads, self.count, self.width, self.width), dtype=torch.float32, device=like.device)
+
+    def sums(self, r: Tensor, x: Tensor, constants: dict[str, Any]) -> Tensor:
+        """Of r (x) x, rows (h, N, T or more) of targets and of sources."""
+        heads, rows, row_length = r.shape
+        steps = triton.cdiv(self.count, 64 // self.wide)
+        splits = max(1, min(triton.cdiv(rows, 64), PROGRAMS // (heads * steps * self.blocks)))
+        found = self.empty(splits * heads, r)
+        table_kernel[(steps * splits, self.blocks, heads)](
+            *(r, x, found, self.height, self.width, heads, rows, triton.cdiv(rows, splits), self.reach, row_length),
+            BW=self.wide,
+            SHIFTS=64 // self.wide,
+            **constants,
+        )
+        return found.unflatten(0, (splits, heads)).sum(0)
+
+    def shifts_grad(self, sums: Tensor) -> Tensor:
+        """Sums (h, 2H - 1, 2W - 1) over all pairs of the same shift, zero outside the window."""
+        # A line of targets sees windows into the line of shifts, that of the last target first.
+        shape = [len(sums), self.count, 2 * self.width - 1]
+        found = torch.ops.aten.unfold_backward(sums.flip(2), shape, 2, self.width, 1)
+        return F.pad(found, [0, 0, self.height - 1 - self.reach, self.height - 1 - self.reach])
 
 
 def _strides(*tensors: Tensor | None) -> list[tuple[int, ...]]:

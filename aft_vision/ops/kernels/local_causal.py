@@ -11,11 +11,14 @@ from torch import Tensor
 
 from aft_vision.ops.eager.numerics import empty_denominator, empty_output
 from aft_vision.ops.kernels.device import local_causal as device
+from aft_vision.ops.kernels.device import local_causal_backward as backward
 from aft_vision.ops.kernels.device import local_causal_repair as repair
-from aft_vision.ops.kernels.launch import as_bytes, launching, like, products, rows, strides
+from aft_vision.ops.kernels.launch import as_bytes, launching, like, products, rows
 
 # Programs of the gradient of the band, about: some for each multiprocessor of a large GPU.
 PROGRAMS = 512
+# With fewer, their tiles spill out of the registers, and a device sets memory aside for that.
+REPAIR_WARPS = 8
 
 
 class _Call:
@@ -25,9 +28,9 @@ class _Call:
         self.k, self.v, self.mask, self.band = rows(k), rows(v), as_bytes(mask), band.contiguous()
         (self.B, self.T, self.D), self.window = v.shape, band.shape[1]
         self.products = products(v)
-        # What a multiprocessor keeps of operands of four bytes is twice as large.
-        widest = 32 if self.product_dtype == torch.float32 else 64
-        self.BC, self.BD = 32 if self.window <= 32 else 64, min(widest, max(16, triton.next_power_of_2(self.D)))
+        # Wider tiles of float32 spill out of the registers and do not fit the shared memory of every GPU.
+        side = 32 if self.product_dtype == torch.float32 else 64
+        self.BC, self.BD = 32 if self.window <= 32 else side, min(side, max(16, triton.next_power_of_2(self.D)))
         self.blocks, self.strips = triton.cdiv(self.T, self.BC), triton.cdiv(self.D, self.BD)
         self.grid = self.blocks, self.strips, self.B
         # Of BC sources, over the window of a block.
@@ -68,11 +71,11 @@ class _Call:
             *self.keys_and_values,
             past,
             *self.sizes,
-            *strides(self.k, self.v),
+            *_strides(self.k, self.v),
             **self.tile,
         )
         device.scan_kernel[(self.strips, self.B)](
-            self.k, self.mask, past, self.T, self.D, self.blocks, *strides(self.k), BD=self.BD
+            self.k, self.mask, past, self.T, self.D, self.blocks, *_strides(self.k), BD=self.BD
         )
         return past
 
@@ -95,7 +98,7 @@ def local_causal_forward(
             *(call.exp, call.older, call.past, y, den if save else None, lost, call.first),
             call.B,
             *call.sizes,
-            *strides(q, call.k, call.v),
+            *_strides(q, call.k, call.v),
             **call.products,
             **call.tile,
         )
@@ -104,8 +107,9 @@ def local_causal_forward(
             *call.keys_and_values,
             *(call.band, call.past, y, lost),
             *call.sizes,
-            *strides(q, call.k, call.v),
+            *_strides(q, call.k, call.v),
             **call.tile,
+            num_warps=REPAIR_WARPS,
         )
     return y, den
 
@@ -129,32 +133,34 @@ def local_causal_backward(
         r = torch.empty((2, *v.shape), dtype=call.product_dtype, device=v.device)
         dpast = torch.empty((call.B, call.blocks, 2, call.D), dtype=torch.float32, device=v.device)
         lost = call.lost()
-        device.rows_kernel[call.grid](
+        backward.rows_kernel[call.grid](
             *(grad, y, den, q, call.older, dq, r, dpast, lost, call.first),
             *(call.B, call.T, call.D, call.blocks),
-            *strides(grad, y, q),
+            *_strides(grad, y, q),
             **call.tile,
         )
-        device.reverse_kernel[(call.strips, call.B)](call.past, dpast, call.D, call.blocks, BD=call.BD)
-        device.sources_kernel[call.grid](
+        backward.reverse_kernel[(call.strips, call.B)](call.past, dpast, call.D, call.blocks, BD=call.BD)
+        backward.sources_kernel[call.grid](
             r,
             *call.keys_and_values,
             *(call.exp, call.older, call.past, dpast, dk, dv),
             call.B,
             *call.sizes,
-            *strides(call.k, call.v),
+            *_strides(call.k, call.v),
             **call.products,
             **call.tile,
         )
-        inputs, steps = (grad, y, den, q, *call.keys_and_values), strides(grad, y, q, call.k, call.v)
+        inputs, steps = (grad, y, den, q, *call.keys_and_values), _strides(grad, y, q, call.k, call.v)
         repair.sources_kernel[call.grid](
-            *(*inputs, call.band, call.past, lost, dk, dv, *call.sizes, *steps), **call.tile
+            *(*inputs, call.band, call.past, lost, dk, dv, *call.sizes, *steps), **call.tile, num_warps=REPAIR_WARPS
         )
         dband = band.new_empty(0)
         if need_bias:
             found = _band_grad(call, r)
             repair.band_kernel[(call.blocks, call.band_tiles)](
-                *(*inputs, call.band, call.past, lost, found, call.B, *call.sizes, call.strips, *steps), **call.tile
+                *(*inputs, call.band, call.past, lost, found, call.B, *call.sizes, call.strips, *steps),
+                **call.tile,
+                num_warps=REPAIR_WARPS,
             )
             dband = found.to(band.dtype)
     return k.new_empty(0) if dq is None else dq, dk, dv, dband
@@ -165,13 +171,17 @@ def _band_grad(call: _Call, r: Tensor) -> Tensor:
     strips = call.B * call.strips
     splits = max(1, min(strips, PROGRAMS // (call.blocks * call.band_tiles)))
     grad = r.new_zeros((splits, call.T, call.window), dtype=torch.float32)
-    device.band_kernel[(call.blocks, call.band_tiles, splits)](
+    backward.band_kernel[(call.blocks, call.band_tiles, splits)](
         r,
         *call.keys_and_values,
         *(call.exp, call.older, call.past, grad, call.B, call.T, call.D, call.window, call.blocks),
         *(call.strips, triton.cdiv(strips, splits)),
-        *strides(call.k, call.v),
+        *_strides(call.k, call.v),
         **call.products,
         **call.tile,
     )
     return grad.sum(0)
+
+
+def _strides(*tensors: Tensor | None) -> list[tuple[int, int]]:
+    return [(0, 0) if x is None else (x.stride(0), x.stride(1)) for x in tensors]

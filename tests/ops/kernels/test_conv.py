@@ -3,10 +3,20 @@
 import math
 
 import pytest
+import timm
 import torch
-from helpers import assert_matches_reference, generator, make_qkv, randn
+from helpers import (
+    assert_matches_reference,
+    assert_passes_opcheck,
+    generator,
+    make_qkv,
+    nasty_biases,
+    nasty_keys,
+    randn,
+)
 from torch import Tensor
 
+import aft_vision
 from aft_vision import ops
 from aft_vision.ops import reference
 
@@ -55,3 +65,57 @@ def test_a_mask_hides_tokens_and_a_sequence_without_any_is_zero(global_context: 
     mask[1] = False
     inputs |= {'q': None, 'mask': mask, 'global_context': global_context}
     assert_matches_reference(conv, reference.aft_conv, inputs, device=device)
+
+
+@pytest.mark.parametrize('keys', ['one_at_90', 'all_at_-120', 'plus_minus_1e4', 'climbing'])
+def test_it_survives_nasty_keys(keys: str, device: str):
+    inputs = make_inputs((3, 5), 4, 1, 3)
+    inputs['k'] = nasty_keys(inputs['k'])[keys]
+    assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=device)
+
+
+def test_a_very_negative_kernel_at_a_dominating_key_loses_no_digits(device: str):
+    inputs = make_inputs((3, 5), 4, 1, 3)
+    inputs['k'][:, 7], inputs['kernel'] = 20.0, inputs['kernel'] - 20.0
+    assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=device)
+
+
+@pytest.mark.parametrize(('keys', 'bias'), [('ordinary', 'plus_minus_80'), ('one_at_90', 'within_50')])
+def test_what_underflows_is_exact(keys: str, bias: str, device: str):
+    inputs = make_inputs((3, 5), 4, 1, 3)
+    inputs['k'] = nasty_keys(inputs['k']).get(keys, inputs['k'])
+    inputs['kernel'] = nasty_biases(inputs['kernel'])[bias]
+    inputs['global_context'] = False
+    assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=device)
+
+
+def test_it_passes_torch_opcheck(device: str):
+    assert_passes_opcheck('aft_conv', make_inputs((2, 3), 3, 1, 3), [None, True], backend='triton', device=device)
+
+
+def test_parts_of_a_fused_projection_are_read_where_they_are(device: str):
+    kernel = randn(1, 3, 3, dtype=torch.float32).to(device)
+    q, v, k = randn(2, 15, 25, dtype=torch.float32).to(device).split([12, 12, 1], -1)
+    packed = [x.contiguous() for x in (q, k, v)]
+    assert torch.equal(conv(q, k, v, kernel, (3, 5)), conv(*packed, kernel, (3, 5)))
+
+
+def test_a_registered_model_runs_it_forward_and_backward(device: str):
+    assert aft_vision.__version__
+    model = timm.create_model(
+        'aft_conv_tiny_k11_h32', embed_dim=24, num_heads=1, kernel_size=3, depth=1, img_size=32, num_classes=2
+    ).to(device)
+    with torch.profiler.profile() as profile:
+        model(torch.randn(2, 3, 32, 32, device=device)).sum().backward()
+    names = {event.name for event in profile.events()}
+    assert {'aft_vision::conv_forward', 'aft_vision::conv_backward'} <= names
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('heads', [16, 384])
+def test_it_equals_the_torch_form_at_full_size(heads: int, dtype: torch.dtype):
+    # The float64 reference forms (B, T, T, D) weights; the torch form is compared with it elsewhere.
+    inputs = make_inputs((14, 14), 384, heads, 11, B=8)
+    assert_matches_reference(conv, ops.aft_conv, inputs, dtype, device='cuda')

@@ -100,5 +100,4 @@ def test_parts_of_a_fused_projection_are_read_where_they_are(device: str):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 def test_it_equals_the_torch_form_at_full_size(dtype: torch.dtype):
     # The float64 reference forms (B, T, T, D) weights; the torch form is compared with it elsewhere.
-    inputs = {name: x.to(dtype) for name, x in make_inputs(3072, 256, 256).items()}
-    assert_matches_reference(local_causal, ops.aft_local_causal, inputs, dtype, device='cuda')
+    assert_matches_reference(local_causal, ops.aft_local_causal, make_inputs(3072, 256, 256), dtype, device='cuda')

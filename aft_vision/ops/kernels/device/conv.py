@@ -79,6 +79,14 @@ def find_middle(T, width):
     return 2 * T - width - T // width
 
 
+@triton.jit
+def mark_lost(LOST, den, peak, b, head, t, B, T, heads):
+    """Write 1 for sequences with a target that underflowed, although it may see a source."""
+    lost = (den < LIMIT) & (t < T)[None, :] & (peak > FLOOR)[:, None]
+    found = tl.max(lost.to(tl.int32), 1)
+    tl.store(LOST + b * heads + head, found, mask=(b < B) & (found > 0))
+
+
 @tuned(KEY, LITTLE, *TILES)
 @triton.jit
 def forward_kernel(
@@ -89,6 +97,7 @@ def forward_kernel(
     W,
     Y,
     DEN,
+    LOST,
     B,
     T,
     width,
@@ -125,6 +134,7 @@ def forward_kernel(
     sums = tl.reshape(sums, [BR // GROUP, GROUP, BT])
     is_key = (tl.arange(0, GROUP) == GROUP - 1)[None, :, None]
     den = tl.sum(tl.where(is_key, sums, 0.0), 1)
+    mark_lost(LOST, den, peak, b, head, t, B, T, heads)
     y = sums / tl.maximum(den, LIMIT)[:, None, :]
     if Q is not None:
         y = y * tl.sigmoid(load_rows(Q + head * C * q_strides[2], q_strides, b, c, t, B, C, T, 0.0))
@@ -148,6 +158,7 @@ def rows_kernel(
     DQ,
     R,
     X,
+    LOST,
     B,
     T,
     heads,
@@ -184,9 +195,10 @@ def rows_kernel(
     place = row * row_length + t[None, None, :]
     inside = (b < B)[:, None, None] & (t < row_length)[None, None, :]
     tl.store(R + place, r, mask=inside)
+    K += head * k_strides[2]
+    peak = find_peak(K, MASK, k_strides, b, B, T, BT)
+    mark_lost(LOST, den, peak, b, head, t, B, T, heads)
     if X is not None:
-        K += head * k_strides[2]
-        peak = find_peak(K, MASK, k_strides, b, B, T, BT)
         ek = tl.exp(load_keys(K, MASK, k_strides, b, t, B, T) - peak[:, None])[:, None, :]
         v = load_rows(V + head * C * v_strides[2], v_strides, b, c, t, B, C, T, 0.0)
         tl.store(X + place, tl.where(is_key, ek, ek * v), mask=inside)
@@ -204,9 +216,9 @@ def sources_kernel(
     DV,
     B,
     T,
+    width,
     heads,
     C,
-    width,
     row_length,
     k_strides,
     v_strides,

@@ -43,10 +43,8 @@ def find_sums(
     D,
     window,
     blocks,
-    k_batch,
-    k_token,
-    v_batch,
-    v_token,
+    k_strides,
+    v_strides,
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -59,8 +57,8 @@ def find_sums(
     bias = zero
     for source in range(find_low(j, window, BC), tl.minimum(j * BC + BC, T)):
         s = source + tl.arange(0, 1)
-        k = load_keys(K, MASK, b, s, c, k_batch, k_token, T, D)  # (1, BD)
-        v = load_tile(V, b, s, c, v_batch, v_token, T, D)
+        k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)  # (1, BD)
+        v = load_tile(V, b, s, c, v_strides[0], v_strides[1], T, D)
         w = load_bias(BAND, t[:, None], s[None, :], T, window)  # (BC, 1)
         step = (k - base) + (w - bias)
         rises = step > 0.0
@@ -73,12 +71,12 @@ def find_sums(
 
 
 @triton.jit
-def load_rows(G, Y, DEN, Q, sums, b, t, c, g_batch, g_token, y_batch, y_token, q_batch, q_token, T, D):
+def load_rows(G, Y, DEN, Q, sums, b, t, c, g_strides, y_strides, q_strides, T, D):
     """The gradients of the two sums, relative as `sums` are; 0 for elements that did not underflow."""
-    g = load_tile(G, b, t, c, g_batch, g_token, T, D)
-    gy = g * load_tile(Y, b, t, c, y_batch, y_token, T, D)
+    g = load_tile(G, b, t, c, g_strides[0], g_strides[1], T, D)
+    gy = g * load_tile(Y, b, t, c, y_strides[0], y_strides[1], T, D)
     if Q is not None:
-        g = g * tl.sigmoid(load_tile(Q, b, t, c, q_batch, q_token, T, D))
+        g = g * tl.sigmoid(load_tile(Q, b, t, c, q_strides[0], q_strides[1], T, D))
     lost = (load_tile(DEN, b, t, c, T * D, D, T, D) < LIMIT) & (sums > 0.0)
     top = tl.where(lost, 1.0 / tl.where(lost, sums, 1.0), 0.0)
     return g * top, -gy * top
@@ -105,12 +103,9 @@ def forward_kernel(
     D,
     window,
     blocks,
-    q_batch,
-    q_token,
-    k_batch,
-    k_token,
-    v_batch,
-    v_token,
+    q_strides,
+    k_strides,
+    v_strides,
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -119,12 +114,10 @@ def forward_kernel(
     if tl.load(LOST + (j * tl.num_programs(2) + b) * tl.num_programs(1) + tl.program_id(1)) > 0:
         c = tl.program_id(1) * BD + tl.arange(0, BD)
         t = j * BC + tl.arange(0, BC)
-        _, _, num, den = find_sums(
-            K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, k_batch, k_token, v_batch, v_token, BC, BD
-        )
+        _, _, num, den = find_sums(K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, k_strides, v_strides, BC, BD)
         y = num / tl.where(den > 0.0, den, 1.0)
         if Q is not None:
-            y = y * tl.sigmoid(load_tile(Q, b, t, c, q_batch, q_token, T, D))
+            y = y * tl.sigmoid(load_tile(Q, b, t, c, q_strides[0], q_strides[1], T, D))
         store_tile(Y, y, b, t, c, T, D)
 
 
@@ -146,16 +139,11 @@ def sources_kernel(
     D,
     window,
     blocks,
-    g_batch,
-    g_token,
-    y_batch,
-    y_token,
-    q_batch,
-    q_token,
-    k_batch,
-    k_token,
-    v_batch,
-    v_token,
+    g_strides,
+    y_strides,
+    q_strides,
+    k_strides,
+    v_strides,
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -165,19 +153,17 @@ def sources_kernel(
     if has_lost(LOST, i * tiles, blocks - i, tiles):
         c = tl.program_id(1) * BD + tl.arange(0, BD)
         s = i * BC + tl.arange(0, BC)
-        k = load_keys(K, MASK, b, s, c, k_batch, k_token, T, D)
-        v = load_tile(V, b, s, c, v_batch, v_token, T, D)
+        k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)
+        v = load_tile(V, b, s, c, v_strides[0], v_strides[1], T, D)
         dk = load_tile(DK, b, s, c, T * D, D, T, D)
         dv = load_tile(DV, b, s, c, T * D, D, T, D)
         for j in range(i, blocks):
             if tl.load(LOST + j * tiles) > 0:
                 base, bias, _, den = find_sums(
-                    K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, k_batch, k_token, v_batch, v_token, BC, BD
+                    K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, k_strides, v_strides, BC, BD
                 )
                 t = j * BC + tl.arange(0, BC)
-                r_num, r_den = load_rows(
-                    G, Y, DEN, Q, den, b, t, c, g_batch, g_token, y_batch, y_token, q_batch, q_token, T, D
-                )
+                r_num, r_den = load_rows(G, Y, DEN, Q, den, b, t, c, g_strides, y_strides, q_strides, T, D)
                 for row in range(0, BC):
                     target = j * BC + row + tl.arange(0, 1)
                     w = load_bias(BAND, target[None, :], s[:, None], T, window) - pick(bias, row, 0)[None, :]
@@ -208,16 +194,11 @@ def band_kernel(
     window,
     blocks,
     strips,
-    g_batch,
-    g_token,
-    y_batch,
-    y_token,
-    q_batch,
-    q_token,
-    k_batch,
-    k_token,
-    v_batch,
-    v_token,
+    g_strides,
+    y_strides,
+    q_strides,
+    k_strides,
+    v_strides,
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -231,13 +212,11 @@ def band_kernel(
             if tl.load(LOST + j * B * strips + i) > 0:
                 b, c = (i // strips).to(tl.int64), i % strips * BD + tl.arange(0, BD)
                 base, bias, _, den = find_sums(
-                    K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, k_batch, k_token, v_batch, v_token, BC, BD
+                    K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, k_strides, v_strides, BC, BD
                 )
-                r_num, r_den = load_rows(
-                    G, Y, DEN, Q, den, b, t, c, g_batch, g_token, y_batch, y_token, q_batch, q_token, T, D
-                )
-                k = load_keys(K, MASK, b, s, c, k_batch, k_token, T, D)
-                v = load_tile(V, b, s, c, v_batch, v_token, T, D)
+                r_num, r_den = load_rows(G, Y, DEN, Q, den, b, t, c, g_strides, y_strides, q_strides, T, D)
+                k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)
+                v = load_tile(V, b, s, c, v_strides[0], v_strides[1], T, D)
                 for channel in range(0, BD):
                     w = load_bias(BAND, t[:, None], s[None, :], T, window) - pick(bias, channel, 1)[:, None]
                     p = tl.exp((pick(k, channel, 1)[None, :] - pick(base, channel, 1)[:, None]) + w)
