@@ -123,7 +123,7 @@ def collect(
             numbers if all are, else by the alphabet.
         sample: How many rows to draw at random, in the order of the file; None, or more than there are, for all.
         seed: Of that draw.
-        drop_incomplete: Leave out rows whose text or label is null, and rows whose label is empty; else they are
+        drop_incomplete: Leave out rows without a text or a label: absent, null, or, of a label, empty; else they are
             errors.
 
     Raises:
@@ -134,7 +134,7 @@ def collect(
     seen: set[str] = set()
     kept = _draw(_notice(rows, seen.add), sample, seed)
     if not kept:
-        raise ValueError('expected rows with a text and a label, got none')
+        raise ValueError(f'expected rows with a text ({", ".join(text)}) and a label ({label}), got none')
     classes = _in_order(seen) if names is None else list(dict.fromkeys(names.values()))
     index = {name: number for number, name in enumerate(classes)}
     columns = {'text': [content for content, _ in kept], 'label': [index[name] for _, name in kept]}
@@ -174,10 +174,10 @@ def _labelled_rows(
     records: Iterable[Record], text: Sequence[str], label: str, names: Mapping[str, str] | None, drop_incomplete: bool
 ) -> Iterator[tuple[str, str]]:
     for place, values in records:
+        if drop_incomplete and (values.get(label) in (None, '') or any(values.get(name) is None for name in text)):
+            continue
         if not values.keys() >= {*text, label}:
             raise missing_columns(place, [*text, label], list(values))
-        if drop_incomplete and (values[label] in (None, '') or any(values[column] is None for column in text)):
-            continue
         parts = [_check_text(place, column, values[column]) for column in text]
         name = as_label(values[label])
         if not name:

@@ -104,7 +104,7 @@ def test_label_maps_are_what_a_configuration_takes():
         ([('a', '')], {}, "line 1, column 'label': expected a label, got ''"),
         ([('a', float('nan'))], {}, "line 1, column 'label': expected a label, got nan"),
         ([('a', ['x'])], {}, "line 1, column 'label': expected a label, got"),
-        ([], {}, 'expected rows with a text and a label, got none'),
+        ([], {}, r'expected rows with a text \(text\) and a label \(label\), got none'),
         ([('a', 'x')], {'sample': 0}, 'sample must be at least 1, got 0'),
         ([('a', 'x')], {'label_names': ()}, r'expected the names of the classes, got \(\)'),
     ],
@@ -128,6 +128,10 @@ def test_a_file_of_an_unknown_kind_is_named(tmp_path):
 def test_incomplete_rows_are_left_out_if_asked():
     dataset = gather(('a', 'x'), (None, 'x'), ('b', None), ('c', ''), ('', 'y'), drop_incomplete=True)
     assert contents(dataset) == [('a', 'x'), ('', 'y')]
+    rows = [Record('x, line 1', dict(label='x')), *records(('a', 'y'))]
+    assert contents(collect(rows, ['text'], 'label', drop_incomplete=True)) == [('a', 'y')]
+    with pytest.raises(ValueError, match=r'with a text \(body\) and a label \(label\), got none'):
+        collect(records(('a', 'x')), ['body'], 'label', drop_incomplete=True)
 
 
 def test_a_sample_keeps_the_order_follows_the_seed_and_keeps_the_classes():
