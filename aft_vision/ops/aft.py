@@ -1,8 +1,8 @@
 """The AFT operations over whole sequences (AFT Eq. 2, 4, 5, 6, 10).
 
 Each is one custom operator with an explicit backward: O(B T D) memory beside the bias, and on a CPU exact for any
-finite key. So are the Triton kernels of AFT-full, AFT-simple and AFT-onehot. In the torch forms on an accelerator an
-element underflows to 0 where w and k both spread over more than about 69 nats.
+finite key. So are the Triton kernels. In the torch forms on an accelerator an element underflows to 0 where w and k
+both spread over more than about 69 nats.
 Reverse-mode differentiation only, once: no forward mode, no second derivatives.
 
 Backends: 'eager' is torch operations and covers everything; 'cpp' a kernel compiled for the CPU; 'triton' kernels for
@@ -94,7 +94,7 @@ def aft_conv(
         grid: (H, W), in tokens.
         mask: (B, H * W) bool, True where a source counts; a target with no source gives 0.
         global_context: False gives sources outside the window no weight (the degenerate variant of Sec. 5.3).
-        backend: 'auto', 'eager', or 'cpp': the compiled kernel for a head per channel on a CPU.
+        backend: 'auto', 'eager', 'triton', or 'cpp': the compiled kernel for a head per channel on a CPU.
 
     Returns:
         (B, H * W, D) in q's dtype.

@@ -46,7 +46,7 @@ def aft_local_causal(
         q, k, v: (B, T, D). q = None leaves the sigmoid gate out.
         band: (T, s): band[t, j] is w[t, t - (s - 1) + j]; entries before the sequence are ignored.
         mask: (B, T) bool, True where a source counts; a target with no source gives 0.
-        backend: 'auto', 'eager', or 'cpp': the compiled kernel on a CPU, not for float64.
+        backend: 'auto', 'eager', 'cpp' (the compiled kernel on a CPU, not for float64), or 'triton'.
 
     Returns:
         (B, T, D) in q's dtype. Memory is O(B * T * D + T * s); no (T, T) matrix is formed.
