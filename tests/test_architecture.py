@@ -187,7 +187,7 @@ def test_a_planted_violation_is_found(tmp_path, file, source):
         ('aft_vision/ops/aft.py', 'import math\nimport torch\nfrom aft_vision.ops import dispatch'),
         ('aft_vision/ops/dispatch.py', 'def f():\n    import triton\n    from .kernels import conv'),
         ('aft_vision/ops/reference.py', 'import einops'),
-        ('aft_vision/ops/kernels/conv.py', 'import triton.language as tl'),
+        ('aft_vision/ops/kernels/gpu/conv.py', 'import triton.language as tl'),
         ('aft_vision/layers/block.py', 'from timm.layers import Mlp\nfrom aft_vision import ops'),
         ('aft_vision/models/aft_vit.py', 'import timm\nfrom timm.models import register_model'),
         ('aft_vision/data/ffcv_loader.py', 'import ffcv'),

@@ -191,7 +191,7 @@ def _kernel(module: str, name: str) -> _Form:
 def _triton(module: str, name: str) -> _Form:
     # The same of a module that needs Triton: it is imported where that runs, and has no covers_NAME.
     def covers(*inputs: Any) -> bool:
-        from aft_vision.ops.kernels import launch
+        from aft_vision.ops.kernels.gpu import launch
 
         return launch.can_run(inputs)
 
@@ -208,7 +208,7 @@ def step_kernels(k: Tensor, state: Sequence[Tensor]) -> Any | None:
 
 @functools.cache
 def _step_module() -> Any:
-    return importlib.import_module('aft_vision.ops.kernels.step')
+    return importlib.import_module('aft_vision.ops.kernels.cpu.step')
 
 
 _define(
@@ -217,7 +217,7 @@ _define(
     empty_denominator,
     {
         'eager': _Form(full.full_forward, full.full_backward),
-        'triton': _triton('full', 'full'),
+        'triton': _triton('gpu.full', 'full'),
     },
 )
 _define(
@@ -226,7 +226,7 @@ _define(
     full.empty_context,
     {
         'eager': _Form(full.simple_forward, full.simple_backward),
-        'triton': _triton('simple', 'simple'),
+        'triton': _triton('gpu.simple', 'simple'),
     },
 )
 _define('aft_local', local.check_local, empty_denominator, {'eager': _Form(local.local_forward, local.local_backward)})
@@ -236,8 +236,8 @@ _define(
     empty_denominator,
     {
         'eager': _Form(conv.conv_forward, conv.conv_backward),
-        'cpp': _kernel('depthwise', 'conv'),
-        'triton': _triton('conv', 'conv'),
+        'cpp': _kernel('cpu.depthwise', 'conv'),
+        'triton': _triton('gpu.conv', 'conv'),
     },
 )
 _define(
@@ -246,8 +246,8 @@ _define(
     None,
     {
         'eager': _Form(onehot.onehot_forward, onehot.onehot_backward),
-        'cpp': _kernel('depthwise', 'onehot'),
-        'triton': _triton('onehot', 'onehot'),
+        'cpp': _kernel('cpu.depthwise', 'onehot'),
+        'triton': _triton('gpu.onehot', 'onehot'),
     },
 )
 _define(
@@ -262,8 +262,8 @@ _define(
     empty_denominator,
     {
         'eager': _Form(causal.local_causal_forward, causal.local_causal_backward),
-        'cpp': _kernel('local', 'local_causal'),
-        'triton': _triton('local_causal', 'local_causal'),
+        'cpp': _kernel('cpu.local', 'local_causal'),
+        'triton': _triton('gpu.local_causal', 'local_causal'),
     },
 )
 _define(
@@ -272,8 +272,8 @@ _define(
     empty_denominator,
     {
         'eager': _Form(causal.simple_causal_forward, causal.simple_causal_backward),
-        'cpp': _kernel('scan', 'simple_causal'),
-        'triton': _triton('simple_causal', 'simple_causal'),
+        'cpp': _kernel('cpu.scan', 'simple_causal'),
+        'triton': _triton('gpu.simple_causal', 'simple_causal'),
     },
 )
 # A step on a CPU branches on values, which a compiled graph cannot: there it is one node.

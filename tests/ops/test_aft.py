@@ -87,7 +87,7 @@ def test_aft_local_equals_float64(T: int, s: int, masked: bool, dtype: torch.dty
 def either_form_of_conv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """AFT-conv in one of its torch forms, whichever it would choose."""
     depthwise = request.param == 'depthwise'
-    monkeypatch.setattr('aft_vision.ops.kernels.depthwise.covers_conv', lambda *inputs: False)
+    monkeypatch.setattr('aft_vision.ops.kernels.cpu.depthwise.covers_conv', lambda *inputs: False)
     monkeypatch.setattr('aft_vision.ops.eager.conv._prefers_depthwise', lambda k, kernel: depthwise)
 
 
@@ -378,7 +378,7 @@ OPERATIONS = {
 def without_branches(monkeypatch: pytest.MonkeyPatch):
     """As on an accelerator: no branch on values, so no repair, and AFT-conv in its Toeplitz form."""
     for form in ('conv', 'onehot'):
-        monkeypatch.setattr(f'aft_vision.ops.kernels.depthwise.covers_{form}', lambda *inputs: False)
+        monkeypatch.setattr(f'aft_vision.ops.kernels.cpu.depthwise.covers_{form}', lambda *inputs: False)
     for module in ('mixing', 'full', 'conv', 'causal', 'onehot'):
         monkeypatch.setattr(f'aft_vision.ops.eager.{module}.may_branch', lambda x: False)
 

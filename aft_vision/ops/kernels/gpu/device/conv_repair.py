@@ -7,8 +7,8 @@ relative to the largest of them: its key and its bias apart, so that no digits o
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.device.common import FLOOR
-from aft_vision.ops.kernels.device.conv import LIMIT, find_middle, find_place, load_keys
+from aft_vision.ops.kernels.gpu.device.common import FLOOR
+from aft_vision.ops.kernels.gpu.device.conv import LIMIT, find_middle, find_place, load_keys
 
 
 @triton.jit

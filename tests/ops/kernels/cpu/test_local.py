@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import reference
-from aft_vision.ops.kernels import build
+from aft_vision.ops.kernels.cpu import build
 
 NAMES = {'aft_vision::local_forward', 'aft_vision::local_backward'}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import aft_vision
 from aft_vision import ops
 from aft_vision.ops import dispatch
-from aft_vision.ops.kernels import launch
+from aft_vision.ops.kernels.gpu import launch
 
 
 def single(T: int = 5, D: int = 3, device: str = 'cpu') -> list[Tensor]:

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.device.common import load_keys, load_tile, store_tile
-from aft_vision.ops.kernels.device.local_causal import KEY, LIMIT, find_low, load_past, load_weights, mark_lost
-from aft_vision.ops.kernels.launch import tuned
+from aft_vision.ops.kernels.gpu.device.common import load_keys, load_tile, store_tile
+from aft_vision.ops.kernels.gpu.device.local_causal import KEY, LIMIT, find_low, load_past, load_weights, mark_lost
+from aft_vision.ops.kernels.gpu.launch import tuned
 
 
 @triton.jit

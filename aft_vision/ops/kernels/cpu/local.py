@@ -18,8 +18,8 @@ from aft_vision.ops.eager.numerics import (
     masked_keys,
     product_dtype,
 )
-from aft_vision.ops.kernels.build import compiled, library
-from aft_vision.ops.kernels.tensors import cast, float_output, neighbours, number, numbers, on_cpu, pointer, tokens
+from aft_vision.ops.kernels.cpu.build import compiled, library
+from aft_vision.ops.kernels.cpu.tensors import cast, float_output, neighbours, number, numbers, on_cpu, pointer, tokens
 
 LEAST = UNDERFLOW[torch.float32]
 

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from aft_vision.ops.eager.numerics import accumulate_dtype, empty_denominator, empty_output
-from aft_vision.ops.kernels.build import compiled, library
-from aft_vision.ops.kernels.tensors import cast, float_output, neighbours, numbers, on_cpu, pointer, tokens
+from aft_vision.ops.kernels.cpu.build import compiled, library
+from aft_vision.ops.kernels.cpu.tensors import cast, float_output, neighbours, numbers, on_cpu, pointer, tokens
 
 
 def covers_simple_causal(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:

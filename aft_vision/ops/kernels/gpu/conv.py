@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from aft_vision.ops.eager.numerics import empty_denominator
-from aft_vision.ops.kernels.device import conv_repair as repair
-from aft_vision.ops.kernels.device.conv import forward_kernel, rows_kernel, sources_kernel, table_kernel
-from aft_vision.ops.kernels.launch import as_bytes, launching, products, rows
+from aft_vision.ops.kernels.gpu.device import conv_repair as repair
+from aft_vision.ops.kernels.gpu.device.conv import forward_kernel, rows_kernel, sources_kernel, table_kernel
+from aft_vision.ops.kernels.gpu.launch import as_bytes, launching, products, rows
 
 # With fewer channels a head than this, pieces of (B, T, D) tensors are shorter than what memory gives at once.
 NEIGHBOURS = 8

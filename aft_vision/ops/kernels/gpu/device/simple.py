@@ -6,8 +6,8 @@ Any finite key is exact: the sums over the tokens read so far are relative to th
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.device.common import FLOOR, load_keys, load_tile, store_tile
-from aft_vision.ops.kernels.launch import tuned
+from aft_vision.ops.kernels.gpu.device.common import FLOOR, load_keys, load_tile, store_tile
+from aft_vision.ops.kernels.gpu.launch import tuned
 
 TILES = ({'BT': 64, 'BD': 32}, 4), ({'BT': 32, 'BD': 64}, 4), ({'BT': 64, 'BD': 64}, 8), ({'BT': 128, 'BD': 32}, 8)
 LITTLE = {'BT': 8, 'BD': 16}

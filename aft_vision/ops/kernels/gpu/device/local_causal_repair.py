@@ -7,8 +7,8 @@ are relative to the largest of them: its key and its bias apart, so that no digi
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.device.common import load_keys, load_tile, store_tile
-from aft_vision.ops.kernels.device.local_causal import LIMIT, find_low, load_past
+from aft_vision.ops.kernels.gpu.device.common import load_keys, load_tile, store_tile
+from aft_vision.ops.kernels.gpu.device.local_causal import LIMIT, find_low, load_past
 
 
 @triton.jit

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from aft_vision.ops.eager.full import empty_context
 from aft_vision.ops.eager.numerics import empty_output
-from aft_vision.ops.kernels.device.simple import backward_kernel, forward_kernel
-from aft_vision.ops.kernels.launch import as_bytes, launching, like, rows, strides
+from aft_vision.ops.kernels.gpu.device.simple import backward_kernel, forward_kernel
+from aft_vision.ops.kernels.gpu.launch import as_bytes, launching, like, rows, strides
 
 
 def simple_forward(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, save: bool) -> tuple[Tensor, Tensor]:

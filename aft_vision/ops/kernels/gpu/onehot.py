@@ -7,8 +7,8 @@ import triton
 from torch import Tensor
 
 from aft_vision.ops.eager.numerics import empty_output
-from aft_vision.ops.kernels.device.onehot import backward_kernel, forward_kernel
-from aft_vision.ops.kernels.launch import as_bytes, launching, like, rows, strides
+from aft_vision.ops.kernels.gpu.device.onehot import backward_kernel, forward_kernel
+from aft_vision.ops.kernels.gpu.launch import as_bytes, launching, like, rows, strides
 
 
 def onehot_forward(

@@ -8,8 +8,8 @@ import triton
 from torch import Tensor
 
 from aft_vision.ops.eager.numerics import empty_denominator, empty_output
-from aft_vision.ops.kernels.device.full import backward_kernel, bias_kernel, column_kernel, forward_kernel
-from aft_vision.ops.kernels.launch import as_bytes, launching, like, product_type, products, rows, strides
+from aft_vision.ops.kernels.gpu.device.full import backward_kernel, bias_kernel, column_kernel, forward_kernel
+from aft_vision.ops.kernels.gpu.launch import as_bytes, launching, like, product_type, products, rows, strides
 
 # Into as many parts is the gradient of the bias cut that this many tiles of the size below are worked at once.
 BIAS_TILES = 1024

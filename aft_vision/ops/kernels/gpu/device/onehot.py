@@ -9,8 +9,8 @@ so no w overflows.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.device.common import FLOOR, load_keys, load_tile, store_tile
-from aft_vision.ops.kernels.launch import tuned
+from aft_vision.ops.kernels.gpu.device.common import FLOOR, load_keys, load_tile, store_tile
+from aft_vision.ops.kernels.gpu.launch import tuned
 
 TILES = ({'BT': 32, 'BD': 32}, 4), ({'BT': 64, 'BD': 32}, 4), ({'BT': 32, 'BD': 64}, 4), ({'BT': 64, 'BD': 64}, 8)
 LITTLE = {'BT': 8, 'BD': 8}

@@ -8,8 +8,8 @@ key up to its token: it lies between 1 and T, or is 0 where no token was seen.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.device.common import FLOOR, load_keys, load_row, load_tile, store_tile
-from aft_vision.ops.kernels.launch import tuned
+from aft_vision.ops.kernels.gpu.device.common import FLOOR, load_keys, load_row, load_tile, store_tile
+from aft_vision.ops.kernels.gpu.launch import tuned
 
 # Tokens whose largest key is found at once, before the backward; its blocks hold whole groups.
 GROUP = tl.constexpr(16)

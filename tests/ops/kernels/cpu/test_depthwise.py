@@ -23,7 +23,7 @@ import aft_vision
 from aft_vision import ops
 from aft_vision.ops import dispatch, reference
 from aft_vision.ops.eager import conv
-from aft_vision.ops.kernels import build, depthwise
+from aft_vision.ops.kernels.cpu import build, depthwise
 
 NAMES = {'aft_vision::depthwise_forward', 'aft_vision::depthwise_backward'}
 

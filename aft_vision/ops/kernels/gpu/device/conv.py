@@ -7,9 +7,9 @@ its keys, and these exponentials. One of columns is BT tokens. C is the number o
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.device.common import FLOOR
-from aft_vision.ops.kernels.launch import LIMIT as _LIMIT
-from aft_vision.ops.kernels.launch import tuned
+from aft_vision.ops.kernels.gpu.device.common import FLOOR
+from aft_vision.ops.kernels.gpu.launch import LIMIT as _LIMIT
+from aft_vision.ops.kernels.gpu.launch import tuned
 
 LIMIT = tl.constexpr(_LIMIT)
 KEY = ['B', 'T', 'heads', 'C']

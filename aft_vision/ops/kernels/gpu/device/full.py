@@ -8,8 +8,8 @@ the sources, in a branch that otherwise costs one reduction.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.device.common import FLOOR, LIMIT, load_keys, load_row, load_tile, store_tile
-from aft_vision.ops.kernels.launch import tuned
+from aft_vision.ops.kernels.gpu.device.common import FLOOR, LIMIT, load_keys, load_row, load_tile, store_tile
+from aft_vision.ops.kernels.gpu.launch import tuned
 
 # Sources that a repair reads at once: few, so that it takes no registers from the products.
 REPAIR = tl.constexpr(8)

@@ -5,9 +5,9 @@ import triton
 from torch import Tensor
 
 from aft_vision.ops.eager.numerics import empty_denominator, empty_output
-from aft_vision.ops.kernels.device.common import FLOOR
-from aft_vision.ops.kernels.device.simple_causal import GROUP, backward_kernel, forward_kernel, group_kernel
-from aft_vision.ops.kernels.launch import as_bytes, launching, like, rows, strides
+from aft_vision.ops.kernels.gpu.device.common import FLOOR
+from aft_vision.ops.kernels.gpu.device.simple_causal import GROUP, backward_kernel, forward_kernel, group_kernel
+from aft_vision.ops.kernels.gpu.launch import as_bytes, launching, like, rows, strides
 
 # Channels of a program that looks for the largest key of a group.
 GROUP_CHANNELS = 64

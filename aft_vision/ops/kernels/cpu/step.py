@@ -8,8 +8,8 @@ from torch import Tensor
 
 from aft_vision.ops.eager import decode
 from aft_vision.ops.eager.causal import HEADROOM
-from aft_vision.ops.kernels.build import compiled, library
-from aft_vision.ops.kernels.tensors import Tokens, number, numbers, pointer
+from aft_vision.ops.kernels.cpu.build import compiled, library
+from aft_vision.ops.kernels.cpu.tensors import Tokens, number, numbers, pointer
 
 
 class _Limits(ctypes.Structure):

@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from aft_vision.ops.eager.numerics import empty_denominator, empty_output
-from aft_vision.ops.kernels.device import local_causal as device
-from aft_vision.ops.kernels.device import local_causal_backward as backward
-from aft_vision.ops.kernels.device import local_causal_repair as repair
-from aft_vision.ops.kernels.launch import as_bytes, launching, like, products, rows
+from aft_vision.ops.kernels.gpu.device import local_causal as device
+from aft_vision.ops.kernels.gpu.device import local_causal_backward as backward
+from aft_vision.ops.kernels.gpu.device import local_causal_repair as repair
+from aft_vision.ops.kernels.gpu.launch import as_bytes, launching, like, products, rows
 
 # Programs of the gradient of the band, about: some for each multiprocessor of a large GPU.
 PROGRAMS = 512

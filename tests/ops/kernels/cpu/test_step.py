@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import dispatch
-from aft_vision.ops.kernels import build, step
+from aft_vision.ops.kernels.cpu import build, step
 
 KEYS = ['ordinary', *nasty_keys(torch.zeros(1, 3, 1))]
 

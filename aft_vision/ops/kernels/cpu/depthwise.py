@@ -13,8 +13,8 @@ from torch.profiler import record_function
 
 from aft_vision.ops.eager import conv, onehot
 from aft_vision.ops.eager.numerics import UNDERFLOW, empty_denominator, empty_output, product_dtype
-from aft_vision.ops.kernels.build import compiled, library
-from aft_vision.ops.kernels.tensors import cast, float_output, neighbours, numbers, on_cpu, pointer, tokens
+from aft_vision.ops.kernels.cpu.build import compiled, library
+from aft_vision.ops.kernels.cpu.tensors import cast, float_output, neighbours, numbers, on_cpu, pointer, tokens
 
 # Channels of a vector, at least; a thread should have several blocks of them, so that threads end together.
 LANES = 8

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels import launch
+from aft_vision.ops.kernels.gpu import launch
 
 # Below every key; finite, so that no difference of references is NaN.
 FLOOR = tl.constexpr(torch.finfo(torch.float32).min)

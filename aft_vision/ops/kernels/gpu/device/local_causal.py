@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from aft_vision.ops.eager.causal import HEADROOM as _HEADROOM
-from aft_vision.ops.kernels.device.common import FLOOR, load_keys, load_tile, store_tile
-from aft_vision.ops.kernels.launch import LIMIT as _LIMIT
-from aft_vision.ops.kernels.launch import tuned
+from aft_vision.ops.kernels.gpu.device.common import FLOOR, load_keys, load_tile, store_tile
+from aft_vision.ops.kernels.gpu.launch import LIMIT as _LIMIT
+from aft_vision.ops.kernels.gpu.launch import tuned
 
 HEADROOM = tl.constexpr(_HEADROOM)
 LIMIT = tl.constexpr(_LIMIT)
