@@ -48,24 +48,23 @@ def local_step(q: Tensor | None, k: Tensor, v: Tensor, band_row: Tensor, state: 
     reference, sums, ring, position, holds_keys = state
     out = torch.empty_like(reference)
     band_row = band_row.float().contiguous()
-    rows = _rows(q), _rows(k), _rows(v)
+    q, k, v = _rows(q), _float_rows(k), _float_rows(v)
     found = 1
     if not holds_keys:
         found = compiled().aft_local_step(
             numbers((*reference.shape, ring.shape[1])),
-            *map(_tokens, rows),
+            *map(_tokens, (q, k, v)),
             *map(pointer, (band_row, reference, sums, ring, position, out)),
             LIMITS,
             torch.get_num_threads(),
         )
     if found == 0:
         return out
-    k, v = k.float(), v.float()
     if found == 1:
-        mean = decode.local_step(k, v, band_row, reference, sums, ring, position, holds_keys)
+        mean = decode.local_step(k.contiguous(), v.contiguous(), band_row, reference, sums, ring, position, holds_keys)
     else:
         mean = decode.held_mean(band_row, reference, sums, ring, position, holds_keys)
-    return mean if q is None else mean * torch.sigmoid(q.float())
+    return mean if q is None else mean * torch.sigmoid(q.contiguous())
 
 
 def band_row(bias_u: Tensor, bias_v: Tensor, position: Tensor, window: int | None) -> Tensor:
@@ -79,9 +78,11 @@ def band_row(bias_u: Tensor, bias_v: Tensor, position: Tensor, window: int | Non
 
 
 def _rows(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _float_rows(x)
+
+
+def _float_rows(x: Tensor) -> Tensor:
     # (B, D) float32 whose channels are neighbours in memory.
-    if x is None:
-        return None
     x = x.float()
     return x if x.stride(1) == 1 else x.contiguous()
 
