@@ -26,9 +26,9 @@ def test_the_exponent_is_that_of_the_upper_half_of_the_range(power):
 
 def test_an_operation_stops_where_it_could_take_more_than_the_limits():
     spent = Spent(seconds=1.0, bytes=2**30)
-    assert spent.reason(2, Limit(4.0, 2**32)) is None
-    assert spent.reason(2, Limit(3.9, 2**32)) == 'a call could take 4 s, the limit is 3.9 s'
-    assert spent.reason(2, Limit(4.0, 2**31)) == 'a call could take 4 GiB, the limit is 2 GiB'
+    assert spent.reason(4, Limit(4.0, 2**32)) is None
+    assert spent.reason(4, Limit(3.9, 2**32)) == 'a call could take 4 s, the limit is 3.9 s'
+    assert spent.reason(4, Limit(4.0, 2**31)) == 'a call could take 4 GiB, the limit is 2 GiB'
 
 
 def test_an_operation_that_stopped_stays_out_and_has_a_line(monkeypatch):

@@ -4,6 +4,7 @@ python -m tools.benchmark --operations [--batch-size B] [--compile]
 python -m tools.benchmark --layers [--batch-size B] [--compile]
 python -m tools.benchmark --classifiers [--models NAME ...] [--sizes 224 384 ...] [--training] [--compile]
 python -m tools.benchmark --scaling [T ...] [--training] [--most-seconds 5] [--most-gib 4] [--png FILE]
+python -m tools.benchmark --fastformer [T ...] [--total-tokens N] [--models NAME ...] [--most-seconds 30] [--png FILE]
 python -m tools.benchmark --table {2,4} [--batch-size 1] [--depth N] [--compile]
 python -m tools.benchmark --table {7,8} [--batch-size 32] [--img-size PX] [--compile]
 python -m tools.benchmark --memory [--models NAME ...] [--sizes 224 512x683 ...] [--training] [--png FILE]
@@ -22,6 +23,10 @@ weights would not fit into memory.
 
 --scaling measures operations at lengths T, fits exponents over the upper half of the range, and draws both curves. An
 operation stops before a length at which a call could take more than the limits.
+
+--fastformer is Fig. 2 of the Fastformer paper: its classifier of MIND with each of the encoders, on random embeddings
+of texts of T tokens, as many texts as make up the tokens of a batch, forward and in training. Figures are of one text;
+otherwise as --scaling.
 
 --table 2 and 4 print the tables of pixel and character models with training iterations here beside the printed ones.
 The full rows are heavy on a CPU: --depth N cuts every model to N blocks. --table 7 and 8 are the image models in

@@ -36,6 +36,18 @@ _CLASSIFIERS = dict(
     batch_size=4, models=None, sizes=None, training=False, most_gib=None, rounds=5, dtype='float32', compile=False
 )
 _SCALING = dict(most_seconds=5.0, most_gib=None, training=False, rounds=3, dtype='float32', png=None)
+_FASTFORMER: dict[str, Any] = dict(
+    models=None,
+    total_tokens=2**16,
+    dim=256,
+    heads=16,
+    depth=2,
+    most_seconds=30.0,
+    most_gib=None,
+    rounds=3,
+    dtype='float32',
+    png=None,
+)
 _MEMORY = dict(batch_size=1, models=None, sizes=None, training=False, dtype='float32', png=None)
 _LOADER = dict(batch_size=64, img_size=224, rounds=5, workers=os.cpu_count(), augment='crop')
 SECTIONS = {
@@ -43,6 +55,7 @@ SECTIONS = {
     'layers': Section(sections.run_layers, _OPERATIONS, '--layers'),
     'classifiers': Section(sections.run_classifiers, _CLASSIFIERS, '--classifiers'),
     'scaling': Section(sections.run_scaling, _SCALING, '--scaling'),
+    'fastformer': Section(sections.run_fastformer, _FASTFORMER, '--fastformer'),
     'table': Section(
         sections.run_table, dict(batch_size=32, img_size=None, rounds=5, dtype='float32', compile=False), '--table'
     ),
@@ -83,6 +96,9 @@ def _add_sections(chosen: Any) -> None:
     chosen.add_argument(
         '--scaling', type=int, nargs='*', metavar='T', help='time and memory against tokens (default: 128 to 65536)'
     )
+    chosen.add_argument(
+        '--fastformer', type=int, nargs='*', metavar='T', help='Fig. 2 of the Fastformer paper (default: 128 to 65536)'
+    )
     chosen.add_argument('--table', type=int, choices=numbers, help='a table of the AFT paper')
     chosen.add_argument('--memory', **flag, help='memory against pixels')
     chosen.add_argument('--onehot', **flag, help='the one-offset operation')
@@ -99,26 +115,44 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         '--batch-size', type=int, help='(default: 32 for --table 7 and 8, 4 for --classifiers, 64 for --loader, else 1)'
     )
     add('--img-size', type=int, metavar='PX', help="(default: the table's; 224 for --loader)")
-    add('--depth', type=int, metavar='N', help='of --table 2 and 4: blocks of every model (default: as printed)')
+    add(
+        '--depth',
+        type=int,
+        metavar='N',
+        help='of --table 2 and 4: blocks of every model (default: as printed); of --fastformer: layers (default: 2)',
+    )
+    add('--dim', type=int, metavar='C', help='of --fastformer: width (default: 256)')
+    add('--heads', type=int, metavar='N', help='of --fastformer (default: 16)')
+    add('--total-tokens', type=int, metavar='N', help='of --fastformer: tokens of a batch (default: 65536)')
     add(
         '--rounds',
         type=int,
-        help='(default: 15 for operations, layers and goals, 3 for --scaling, --table 2 and 4, else 5)',
+        help='(default: 15 for operations, layers and goals, 3 for --scaling, --fastformer, --table 2 and 4, else 5)',
     )
     add('--rows', type=int, nargs='+', metavar='N', help='of --goals (default: all)')
     add('--dtype', choices=PRECISIONS, help='float32, or autocast to another (default: float32)')
-    add('--models', nargs='+', metavar='NAME', help='of --memory and --classifiers')
+    add('--models', nargs='+', metavar='NAME', help='of --memory and --classifiers; encoders of --fastformer')
     add('--sizes', **sizes, help='of --memory and --classifiers: a side in pixels, or HEIGHTxWIDTH')
     add('--training', **flag, help='of --memory, --classifiers and --scaling: forward and backward')
     add('--compile', **flag, help='every row under torch.compile too')
-    add('--most-seconds', type=float, metavar='S', help='of --scaling: what a call may take (default: 5)')
+    add(
+        '--most-seconds',
+        type=float,
+        metavar='S',
+        help='what a call may take: of --scaling (default: 5) and --fastformer (30)',
+    )
     add(
         '--most-gib',
         type=float,
         metavar='GIB',
-        help='of --scaling, --classifiers, --table 2 and 4 (default: half of what is free)',
+        help='of --scaling, --fastformer, --classifiers, --table 2 and 4 (default: half of what is free)',
     )
-    add('--png', type=Path, metavar='FILE', help='of --memory and --scaling: draw the curves (needs matplotlib)')
+    add(
+        '--png',
+        type=Path,
+        metavar='FILE',
+        help='of --memory, --scaling and --fastformer: draw the curves (needs matplotlib)',
+    )
     add('--augment', choices=sorted(loaders.AUGMENTATIONS), help='of --loader (default: crop, and flip)')
     add('--workers', type=int, help='of --loader: loading processes (default: one per core)')
     add('--device', default='cpu', help='where to measure; auto is CUDA where there is one (default: cpu)')

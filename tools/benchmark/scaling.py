@@ -1,7 +1,7 @@
 """Time and memory of operations against the number of tokens, with fitted exponents."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,13 +12,25 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.visualize import new_figure
-from tools.benchmark.compare import PAPER_BASELINE, Prepared, materialised, time_calls, with_backward
+from tools.benchmark.compare import PAPER_BASELINE, Call, Prepared, materialised, time_calls, with_backward
 from tools.machine import PRECISIONS
 
 TOKENS = tuple(2**power for power in range(7, 17))
 DIM, HEADS, WINDOW, BIAS_DIM, KERNEL_SIZE = 256, 4, 256, 64, 11
 # What is measured, and the words for it.
 QUANTITIES = {'milliseconds': 'time of a call (ms)', 'peak_bytes': 'peak memory beyond the inputs (MiB)'}
+
+
+class Shape(NamedTuple):
+    """What a call works on: texts of a batch, and tokens of each."""
+
+    batch: int
+    tokens: int
+
+    @property
+    def work(self) -> int:
+        """What no call grows faster than."""
+        return self.batch * self.tokens**2
 
 
 class Limit(NamedTuple):
@@ -34,9 +46,9 @@ class Spent(NamedTuple):
     seconds: float
     bytes: float
 
-    def reason(self, factor: float, limit: Limit) -> str | None:
-        """Why a call of so many times the tokens is not tried, or None: nothing grows faster than their square."""
-        seconds, size = self.seconds * factor**2, self.bytes * factor**2
+    def reason(self, growth: float, limit: Limit) -> str | None:
+        """Why a call that takes up to so many times as much is not tried, or None."""
+        seconds, size = self.seconds * growth, self.bytes * growth
         if seconds > limit.seconds:
             return f'a call could take {seconds:.3g} s, the limit is {limit.seconds:g} s'
         if size > limit.bytes:
@@ -61,8 +73,23 @@ def measure_scaling(
         training: Forward and backward.
 
     Returns:
-        A row for each length and operation, `tokens`, `operation` and what `time_calls` gives, with `ratio` None where
-        fused attention has stopped; and for each operation that stopped `operation`, `before` (T) and `reason`.
+        What `measure_until` gives.
+
+    Raises:
+        ValueError: there are fewer than two lengths to fit a line through, or one is below 1.
+    """
+    precision = PRECISIONS[dtype] or torch.float32
+
+    def prepare(name: str, shape: Shape) -> Call:
+        return _call(name, shape.tokens, device, precision, training)
+
+    shapes = [Shape(1, length) for length in ascending_lengths(tokens)]
+    with torch.set_grad_enabled(training):
+        return measure_until(list(OPERATIONS), shapes, prepare, limit, device, rounds, progress)
+
+
+def ascending_lengths(tokens: Sequence[int]) -> list[int]:
+    """The lengths, sorted and each once.
 
     Raises:
         ValueError: there are fewer than two lengths to fit a line through, or one is below 1.
@@ -70,28 +97,55 @@ def measure_scaling(
     lengths = sorted(set(tokens))
     if len(lengths) < 2 or lengths[0] < 1:
         raise ValueError(f'expected at least 2 lengths from 1 token, got {list(tokens)}')
+    return lengths
+
+
+def measure_until(
+    names: Sequence[str],
+    shapes: Sequence[Shape],
+    prepare: Callable[[str, Shape], Call],
+    limit: Limit,
+    device: torch.device,
+    rounds: int,
+    progress: bool = False,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Measure alternatives at one shape after the other, each until a call could take more than a limit.
+
+    Args:
+        names: The first is compared to.
+        prepare: Makes the call of a name at a shape.
+
+    Returns:
+        A row for each shape and name, `tokens`, `batch_size`, `operation` and what `time_calls` gives, with `ratio`
+        None where the first has stopped; and for each that stopped `operation`, `before` (T) and `reason`.
+    """
     rows: list[dict[str, Any]] = []
     stops: list[dict[str, Any]] = []
     spent: dict[str, Spent] = {}
-    running = list(OPERATIONS)
-    for place, length in enumerate(lengths):
-        for name in running if place else ():
-            reason = spent[name].reason(length / lengths[place - 1], limit)
-            if reason:
-                stops.append({'operation': name, 'before': length, 'reason': reason})
-        running = [name for name in running if name not in {stop['operation'] for stop in stops}]
-        calls = {name: _call(name, length, device, PRECISIONS[dtype] or torch.float32, training) for name in running}
-        with torch.set_grad_enabled(training):
-            found = time_calls(calls, device, rounds, progress)
-        for name, figures in found.items():
+    running = list(names)
+    for place, shape in enumerate(shapes):
+        calls: dict[str, Call] = {}
+        for name in running:
+            reason = spent[name].reason(shape.work / shapes[place - 1].work, limit) if place else None
+            if reason is None:
+                try:
+                    calls[name] = prepare(name, shape)
+                    calls[name]()
+                except torch.OutOfMemoryError:
+                    calls.pop(name, None)
+                    reason = 'the device has no memory left'
+            if reason is not None:
+                stops.append({'operation': name, 'before': shape.tokens, 'reason': reason})
+        running = list(calls)
+        for name, figures in time_calls(calls, device, rounds, progress).items():
             spent[name] = Spent(figures['milliseconds'] / 1e3, figures['peak_bytes'])
-            if running[0] != BASELINE:
+            if running[0] != names[0]:
                 figures |= {'ratio': None, 'ratio_quartiles': None}
-            rows.append({'tokens': length, 'operation': name, **figures})
+            rows.append({'tokens': shape.tokens, 'batch_size': shape.batch, 'operation': name, **figures})
     return rows, stops
 
 
-def _call(name: str, tokens: int, device: torch.device, dtype: torch.dtype, training: bool) -> Callable[[], object]:
+def _call(name: str, tokens: int, device: torch.device, dtype: torch.dtype, training: bool) -> Call:
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(1, tokens, DIM, generator=generator).to(device, dtype) for _ in 'qkv']
     factors = [0.1 * torch.randn(tokens, BIAS_DIM, generator=generator).to(device) for _ in 'uv']
@@ -180,12 +234,20 @@ def fit_scaling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def format_scaling(
-    rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], stops: Sequence[dict[str, Any]]
+    rows: Sequence[dict[str, Any]],
+    fits: Sequence[dict[str, Any]],
+    stops: Sequence[dict[str, Any]],
+    quantities: Mapping[str, str] = QUANTITIES,
 ) -> str:
-    """A table for each quantity, with the exponent at the end of its lines, and a line for each that stopped."""
+    """A table for each quantity, with the exponent at the end of its lines, and a line for each that stopped.
+
+    Args:
+        quantities: The keys of QUANTITIES and the words for them.
+    """
     lengths = sorted({row['tokens'] for row in rows})
-    width, lines = max(len(fit['operation']) for fit in fits), []
-    for quantity, words in QUANTITIES.items():
+    names = [fit['operation'] for fit in fits]
+    width, lines = max(len(name) for name in [*names, *quantities.values()]), []
+    for quantity, words in quantities.items():
         lines.append(' '.join([f'{words:{width}}', *(f'{length:>9}' for length in lengths), 'exponent']))
         for fit in fits:
             found = {row['tokens']: row[quantity] for row in rows if row['operation'] == fit['operation']}
@@ -205,19 +267,25 @@ def plot_scaling(rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]],
     """
     figure = new_figure(14, 5.5)
     for axes, (quantity, words) in zip(figure.subplots(1, len(QUANTITIES)), QUANTITIES.items(), strict=True):
-        for fit in fits:
-            own = [row for row in rows if row['operation'] == fit['operation']]
-            points = [(row['tokens'], row[quantity] / _unit(quantity)) for row in own if row[quantity] > 0]
-            if points:
-                exponent = 'no exponent' if fit[quantity] is None else f'exponent {fit[quantity]:.2f}'
-                label = f'{fit["operation"]}: {exponent}'
-                axes.plot(*zip(*points, strict=True), marker='o', markersize=4, label=label)
-        axes.set(xlabel='tokens T', ylabel=words)
-        axes.set_xscale('log', base=2)
-        axes.set_yscale('log')
-        axes.grid(alpha=0.3, which='both')
-        axes.legend(fontsize=8)
+        draw_curves(axes, rows, fits, quantity, words)
     figure.savefig(path, dpi=150)
+
+
+def draw_curves(
+    axes: Any, rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], quantity: str, words: str
+) -> None:
+    """Draw a quantity over the tokens, a curve for each operation, with its exponent in the legend."""
+    for fit in fits:
+        own = [row for row in rows if row['operation'] == fit['operation']]
+        points = [(row['tokens'], row[quantity] / _unit(quantity)) for row in own if row[quantity] > 0]
+        if points:
+            exponent = 'no exponent' if fit[quantity] is None else f'exponent {fit[quantity]:.2f}'
+            axes.plot(*zip(*points, strict=True), marker='o', markersize=4, label=f'{fit["operation"]}: {exponent}')
+    axes.set(xlabel='tokens T', ylabel=words)
+    axes.set_xscale('log', base=2)
+    axes.set_yscale('log')
+    axes.grid(alpha=0.3, which='both')
+    axes.legend(fontsize=8)
 
 
 def _unit(quantity: str) -> float:

@@ -9,7 +9,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tools.benchmark import classifiers, decode, goals, layers, loaders, onehot, operations, pixels, scaling, tables
+from tools.benchmark import (
+    classifiers,
+    decode,
+    fastformer,
+    goals,
+    layers,
+    loaders,
+    onehot,
+    operations,
+    pixels,
+    scaling,
+    tables,
+)
 from tools.benchmark import sequences as sequence_tables
 from tools.benchmark.compare import format_comparison
 from tools.benchmark.goal_table import make_goals
@@ -87,6 +99,28 @@ def run_scaling(args: argparse.Namespace, device: torch.device) -> Report:
         f'{head}\n{scaling.format_scaling(rows, fits, stops)}',
         partial(scaling.plot_scaling, rows, fits),
     )
+
+
+def run_fastformer(args: argparse.Namespace, device: torch.device) -> Report:
+    """Fastformer and other text encoders against the number of tokens."""
+    size = fastformer.Size(args.dim, args.heads, args.depth)
+    figures = fastformer.measure_fastformer(
+        args.fastformer or scaling.TOKENS,
+        args.total_tokens,
+        scaling.Limit(args.most_seconds, most_bytes(args)),
+        device,
+        args.dtype,
+        args.rounds,
+        models=args.models,
+        size=size,
+        progress=show_progress(),
+    )
+    head = (
+        f'{size.depth} layers, width {size.dim}, {size.heads} heads, {args.total_tokens} tokens in a batch; figures '
+        'are of one text of the batch, exponents of the upper half'
+    )
+    text = f'{head}\n{fastformer.format_fastformer(**figures)}'
+    return Report(figures, text, partial(fastformer.plot_fastformer, figures['rows'], figures['fits']))
 
 
 def run_table(args: argparse.Namespace, device: torch.device) -> Report:
