@@ -92,6 +92,7 @@ def test_an_encoder_that_a_device_has_no_memory_for_stops_alone(monkeypatch):
         return create(name, tokens, size)
 
     monkeypatch.setattr(fastformer, 'create_classifier', fail)
+    monkeypatch.setattr(compare, 'peak_memory', lambda call, device: 2**20)
     found = measure_fastformer([16, 32], 32, NO_LIMIT, CPU, 'float32', 1, models=[BASELINE, MATERIALISED], size=SMALL)
     assert [(stop['operation'], stop['before']) for stop in found['stops']] == 2 * [(MATERIALISED, 32)]
     assert 'no memory left' in found['stops'][0]['reason']
