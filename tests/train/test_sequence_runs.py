@@ -74,7 +74,8 @@ def test_a_run_leaves_what_the_tools_need(kind, whole, arguments):
     load_decoder(folder / 'last.pth')
     result = json.loads((folder / 'result.json').read_text())
     assert result['updates'] == 6
-    assert result['updates_per_second'] == pytest.approx(6 / result['seconds'], rel=0.5)
+    # The seconds are rounded to tenths.
+    assert 6 / result['updates_per_second'] == pytest.approx(result['seconds'], rel=0.5, abs=0.06)
     assert result['parameters'] == sum(p.numel() for p in model.parameters())
     assert [row[0] for row in steps_of(folder)] == ['3', '6']
 
