@@ -172,7 +172,7 @@ def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) 
         ValueError: q, k or v do not match the state.
     """
     _check_tokens(q, k, v, tuple(state.reference.shape))
-    kernels = dispatch.step_kernels(k, state)
+    kernels = dispatch.step_kernels(state, q, k, v)
     if kernels is not None:
         return kernels.simple_step(q, k, v, state).to(v.dtype if q is None else q.dtype), state
     dtype = state.reference.dtype
@@ -201,7 +201,7 @@ def aft_local_step(
     window = state.ring.shape[1]
     if tuple(band_row.shape) != (window,):
         raise ValueError(f'band_row must have shape ({window},) to match the state, got {tuple(band_row.shape)}')
-    kernels = dispatch.step_kernels(k, state)
+    kernels = dispatch.step_kernels(state, q, k, v, band_row)
     if kernels is not None:
         return kernels.local_step(q, k, v, band_row, state).to(v.dtype if q is None else q.dtype), state
     dtype = state.reference.dtype

@@ -198,12 +198,12 @@ def _triton(module: str, name: str) -> _Form:
     return _kernel(module, name)._replace(covers=covers)
 
 
-def step_kernels(k: Tensor, state: Sequence[Tensor]) -> Any | None:
+def step_kernels(state: Sequence[Tensor], *inputs: Tensor | None) -> Any | None:
     """The module with the compiled steps of decoding, where they cover the state and no graph is captured."""
-    if torch.compiler.is_compiling() or k.device.type != 'cpu' or state[0].dtype != torch.float32:
+    if torch.compiler.is_compiling() or state[0].device.type != 'cpu' or state[0].dtype != torch.float32:
         return None
     kernels = _step_module()
-    return kernels if kernels.covers_step(k, state) else None
+    return kernels if kernels.covers_step(state, *inputs) else None
 
 
 @functools.cache

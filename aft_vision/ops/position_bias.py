@@ -84,8 +84,8 @@ def factorized_band_row(bias_u: Tensor, bias_v: Tensor, position: Tensor, window
     Returns:
         (s,): the row of `factorized_bias`, but for entries that point before the sequence, which have some value.
     """
-    if not torch.is_grad_enabled():
-        kernels = dispatch.step_kernels(position, (bias_u, bias_v))
+    if not torch.is_grad_enabled() and (bias_u.shape, bias_u.dtype) == (bias_v.shape, bias_v.dtype):
+        kernels = dispatch.step_kernels((bias_u, bias_v), position)
         if kernels is not None and 0 <= int(position) < len(bias_u):
             return kernels.band_row(bias_u, bias_v, position, window)
     with without_autocast(bias_u.device.type):

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from aft_vision.ops.eager import conv, onehot
 from aft_vision.ops.eager.numerics import UNDERFLOW, empty_denominator, empty_output, product_dtype
 from aft_vision.ops.kernels.cpu.build import compiled, library
-from aft_vision.ops.kernels.cpu.tensors import cast, float_output, neighbours, numbers, on_cpu, pointer, tokens
+from aft_vision.ops.kernels.cpu.tensors import cast, float_output, neighbours, numbers, on_cpu, pointer, room, tokens
 
 # Channels of a vector, at least; a thread should have several blocks of them, so that threads end together.
 LANES = 8
@@ -201,9 +201,9 @@ def _backward(
     # Gradients of q, k, v and the bias, empty where there is no such input; None where digits are lost.
     inputs = [neighbours(x) for x in (grad, y, den, q, k, v)]
     mask = None if mask is None else mask.contiguous()
-    dq, dk, dv = (None if x is None else torch.empty(x.shape) for x in (q, k, v))
+    dq, dk, dv = (None if x is None else room(x.shape) for x in (q, k, v))
     parts = _parts(v)
-    d_taps = torch.empty(parts, *taps.taps.shape) if need_bias else None
+    d_taps = room((parts, *taps.taps.shape)) if need_bias else None
     with record_function('aft_vision::depthwise_backward'):
         keeps_digits = compiled().aft_depthwise_backward(
             taps.sizes(v, grid),

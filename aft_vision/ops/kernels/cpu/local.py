@@ -19,7 +19,17 @@ from aft_vision.ops.eager.numerics import (
     product_dtype,
 )
 from aft_vision.ops.kernels.cpu.build import compiled, library
-from aft_vision.ops.kernels.cpu.tensors import cast, float_output, neighbours, number, numbers, on_cpu, pointer, tokens
+from aft_vision.ops.kernels.cpu.tensors import (
+    cast,
+    float_output,
+    neighbours,
+    number,
+    numbers,
+    on_cpu,
+    pointer,
+    room,
+    tokens,
+)
 
 LEAST = UNDERFLOW[torch.float32]
 
@@ -81,7 +91,7 @@ def local_causal_forward(
     if not _forward(q, k, v, mask, weights, y, den if save else None):
         bottom = den
         if not save:
-            bottom = torch.empty(v.shape)
+            bottom = room(v.shape)
             _forward(q, k, v, mask, weights, y, bottom)
         _repair(y, bottom, q, k, v, mask, weights.bias)
     return (out if y is out else out.copy_(y)), den
@@ -103,8 +113,8 @@ def local_causal_backward(
     step, bias, (batch, length, dim) = weights.bias.step, weights.bias, v.shape
     inputs = [neighbours(x) for x in (grad, y, den, q, k, v)]
     given_mask, references = None if mask is None else mask.contiguous(), weights.references(k, mask)
-    dq, dk, dv = None if q is None else torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
-    d_state = torch.zeros(batch, 2, dim)
+    dq, dk, dv = None if q is None else room(q.shape), room(k.shape).zero_(), room(v.shape).zero_()
+    d_state = room((batch, 2, dim)).zero_()
     rows = _scratch(step, 2 * batch * dim) if need_bias else None
     entries = _scratch(step + band.shape[1] - 1, 2 * batch * dim) if need_bias else None
     for start in reversed(range(0, length, step)):
@@ -165,7 +175,7 @@ def _repair(
 
 def _scratch(rows: int, columns: int) -> Tensor:
     # Columns are written one by one: rows a power of two apart would all take one place of the cache.
-    return torch.empty(rows, columns + 16)[:, :columns]
+    return room((rows, columns + 16))[:, :columns]
 
 
 def _as_tokens(x: Tensor | None) -> Tensor | None:

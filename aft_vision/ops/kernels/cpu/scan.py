@@ -6,7 +6,7 @@ from torch.profiler import record_function
 
 from aft_vision.ops.eager.numerics import accumulate_dtype, empty_denominator, empty_output
 from aft_vision.ops.kernels.cpu.build import compiled, library
-from aft_vision.ops.kernels.cpu.tensors import cast, float_output, neighbours, numbers, on_cpu, pointer, tokens
+from aft_vision.ops.kernels.cpu.tensors import cast, float_output, neighbours, numbers, on_cpu, pointer, room, tokens
 
 
 def covers_simple_causal(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
@@ -46,7 +46,7 @@ def simple_causal_backward(
     """Gradients of q, k and v."""
     inputs = [neighbours(x) for x in (grad, y, den, q, k, v)]
     mask = None if mask is None else mask.contiguous()
-    found = [None if x is None else torch.empty(x.shape) for x in (q, k, v)]
+    found = [None if x is None else room(x.shape) for x in (q, k, v)]
     with record_function('aft_vision::scan_backward'):
         compiled().aft_simple_causal_backward(
             numbers(v.shape), *map(tokens, inputs), pointer(mask), *map(tokens, found), torch.get_num_threads()

@@ -9,7 +9,7 @@ from torch import Tensor
 from aft_vision.ops.eager import decode
 from aft_vision.ops.eager.causal import HEADROOM
 from aft_vision.ops.kernels.cpu.build import compiled, library
-from aft_vision.ops.kernels.cpu.tensors import Tokens, number, numbers, pointer
+from aft_vision.ops.kernels.cpu.tensors import Tokens, number, numbers, on_cpu, pointer, room
 
 
 class _Limits(ctypes.Structure):
@@ -19,12 +19,13 @@ class _Limits(ctypes.Structure):
 LIMITS = _Limits(HEADROOM, decode.REACH, decode.NEGLIGIBLE, decode.SMALLEST)
 
 
-def covers_step(k: Tensor, state: Sequence[Tensor]) -> bool:
+def covers_step(state: Sequence[Tensor], *inputs: Tensor | None) -> bool:
     """Whether this is made for a token with such a state, or such factors of a bias: on a CPU, in float32."""
     return (
         state[0].dtype == torch.float32
-        and k.device.type == 'cpu'
-        and all(x.device.type == 'cpu' and x.is_contiguous() for x in state)
+        and state[0].numel() > 0
+        and on_cpu(*inputs, *state)
+        and all(x.is_contiguous() for x in state)
         and library() is not None
     )
 
@@ -70,7 +71,7 @@ def local_step(q: Tensor | None, k: Tensor, v: Tensor, band_row: Tensor, state: 
 def band_row(bias_u: Tensor, bias_v: Tensor, position: Tensor, window: int | None) -> Tensor:
     """`ops.factorized_band_row` of a position in the sequence; 0 before it."""
     size = len(bias_u) if window is None else min(window, len(bias_u))
-    out = torch.empty(size)
+    out = room((size,))
     compiled().aft_band_row(
         numbers((*bias_u.shape, size)), *map(pointer, (bias_u, bias_v)), ctypes.c_int64(int(position)), pointer(out)
     )

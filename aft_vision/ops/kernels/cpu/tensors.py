@@ -52,6 +52,11 @@ def cast(found: Sequence[Tensor | None], like: Sequence[Tensor | None], k: Tenso
     return tuple(k.new_empty(0) if x is None or y is None else x.to(y.dtype) for x, y in pairs)
 
 
+def room(shape: Sequence[int]) -> Tensor:
+    """An uninitialised float32 tensor on the CPU, whatever torch's default type and device are."""
+    return torch.empty(shape, dtype=torch.float32, device='cpu')
+
+
 def float_output(x: Tensor) -> Tensor:
     """Room for a result that is to be copied to x; x itself where it is float32."""
-    return x if x.dtype == torch.float32 else torch.empty(x.shape)
+    return x if x.dtype == torch.float32 else room(x.shape)

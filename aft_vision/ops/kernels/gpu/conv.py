@@ -33,7 +33,7 @@ class _Shifts:
     def __init__(self, kernel: Tensor, grid: Sequence[int], global_context: bool, constants: dict[str, Any]) -> None:
         self.margins = [length - 1 - kernel.shape[-1] // 2 for length in (grid[1], grid[1], grid[0], grid[0])]
         # A negative margin takes off what no two tokens are apart.
-        self.bias = F.pad(kernel.float(), self.margins, value=0.0 if global_context else float('-inf'))
+        self.bias = F.pad(kernel.float().contiguous(), self.margins, value=0.0 if global_context else float('-inf'))
         self.exp = torch.exp(self.bias - self.bias.amax(dim=(1, 2), keepdim=True))
         self.weights = self.exp.to(torch.float32 if constants['PRODUCT'] is tl.float32 else torch.bfloat16)
 

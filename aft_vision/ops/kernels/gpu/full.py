@@ -59,7 +59,7 @@ def full_backward(
     (B, T, D), grad, q, k, v, bias = v.shape, rows(grad), rows(q), rows(k), rows(v), bias.contiguous()
     dq, dk, dv = None if q is None else like(q), like(k), like(v)
     weights, constants, mask = _weights(bias, v), products(v), as_bytes(mask)
-    peak, lowest = torch.empty(2, B, D, device=v.device)
+    peak, lowest = torch.empty((2, B, D), dtype=torch.float32, device=v.device)
     with launching('full_backward', v):
         column_kernel[lambda tile: (B * triton.cdiv(D, tile['BD']),)](k, mask, den, peak, lowest, T, D, *strides(k))
         inputs = (grad, y, den, q, k, v, mask, weights, weights.stride(0), bias, peak, lowest)
@@ -76,7 +76,7 @@ def _bias_grad(inputs: tuple[Any, ...], v: Tensor, steps: tuple[int, ...], const
     B, T, D = v.shape
     pairs = B * triton.cdiv(D, BIAS_TILE)
     splits = max(1, min(BIAS_TILES // triton.cdiv(T, BIAS_TILE) ** 2, pairs))
-    parts = torch.empty(splits, T, T, device=v.device)
+    parts = torch.empty((splits, T, T), dtype=torch.float32, device=v.device)
     bias_kernel[lambda tile: (triton.cdiv(T, tile['BT']), triton.cdiv(T, tile['BS']), splits)](
         *inputs, parts, B, T, D, steps, **constants
     )

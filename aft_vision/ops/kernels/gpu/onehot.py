@@ -27,7 +27,19 @@ def onehot_forward(
     dy, dx = _offsets(offset, T)
     with launching('onehot_forward', v):
         forward_kernel[lambda tile: (B * triton.cdiv(D, tile['BD']),)](
-            q, k, v, as_bytes(mask), dy, dx, weight.float(), y, T, D, *grid, D // k.shape[2], strides(k, v, q)
+            q,
+            k,
+            v,
+            as_bytes(mask),
+            dy,
+            dx,
+            weight.float().contiguous(),
+            y,
+            T,
+            D,
+            *grid,
+            D // k.shape[2],
+            strides(k, v, q),
         )
     return y, k.new_empty(0)
 
@@ -50,10 +62,10 @@ def onehot_backward(
     heads = k.shape[2]
     dq, dv = None if q is None else like(q), like(v)
     # Of several channels a head, summed here.
-    dk = like(k) if heads == D else torch.empty(v.shape, device=v.device)
-    dw = torch.empty(B, D, device=v.device)
+    dk = like(k) if heads == D else torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    dw = torch.empty((B, D), dtype=torch.float32, device=v.device)
     dy, dx = _offsets(offset, T)
-    inputs = (grad, y, q, k, v, as_bytes(mask), dy, dx, weight.float())
+    inputs = (grad, y, q, k, v, as_bytes(mask), dy, dx, weight.float().contiguous())
     with launching('onehot_backward', v):
         backward_kernel[lambda tile: (B * triton.cdiv(D, tile['BD']),)](
             *inputs, dq, dk, dv, dw, T, D, *grid, D // heads, strides(k, v, grad, q)

@@ -40,7 +40,7 @@ def simple_causal_backward(
     (B, T, D), grad, q, k, v, mask = v.shape, rows(grad), rows(q), rows(k), rows(v), as_bytes(mask)
     dq, dk, dv = None if q is None else like(q), like(k), like(v)
     groups = triton.cdiv(T, GROUP.value)
-    peaks = torch.full((B, 1 + groups, D), FLOOR.value, device=k.device)
+    peaks = torch.full((B, 1 + groups, D), FLOOR.value, dtype=torch.float32, device=k.device)
     with launching('simple_causal_backward', v):
         grid = (B * groups * triton.cdiv(D, GROUP_CHANNELS),)
         group_kernel[grid](k, mask, peaks, T, D, *strides(k), BD=GROUP_CHANNELS)

@@ -112,10 +112,10 @@ def test_parts_of_a_fused_projection_are_read_where_they_are(s: int | None):
 def test_it_covers_float32_states_that_lie_in_order():
     k = torch.zeros(2, 6)
     state = ops.aft_local_state(2, 6, 3)
-    assert dispatch.step_kernels(k, state) is step
-    assert dispatch.step_kernels(k, ops.aft_local_state(2, 6, 3, torch.float64)) is None
-    assert dispatch.step_kernels(k.to('meta'), state) is None
-    assert dispatch.step_kernels(k, state._replace(ring=state.ring.mT.contiguous().mT)) is None
+    assert dispatch.step_kernels(state, k) is step
+    assert dispatch.step_kernels(ops.aft_local_state(2, 6, 3, torch.float64), k) is None
+    assert dispatch.step_kernels(state, k, k.to('meta')) is None
+    assert dispatch.step_kernels(state._replace(ring=state.ring.mT.contiguous().mT), k) is None
 
 
 @pytest.mark.parametrize('window', [1, 4, 12, 20, None])

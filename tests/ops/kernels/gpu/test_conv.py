@@ -53,6 +53,16 @@ def test_it_equals_float64(case: tuple[tuple[int, int], int, int, int, int], dty
     assert_matches_reference(conv, reference.aft_conv, make_inputs(*case), dtype, device=device)
 
 
+def test_a_transposed_kernel_that_covers_the_grid_equals_float64(device: str):
+    inputs = make_inputs((2, 2), 4, 2, 3)
+    assert_matches_reference(
+        lambda **x: conv(**(x | {'kernel': x['kernel'].mT})),
+        lambda **x: reference.aft_conv(**(x | {'kernel': x['kernel'].mT})),
+        inputs,
+        device=device,
+    )
+
+
 def test_one_token_is_its_own_value(device: str):
     # The gradients of keys and kernel are zero but for rounding.
     assert_matches_reference(conv, reference.aft_conv, make_inputs((1, 1), 3, 1, 3), nasty=True, device=device)

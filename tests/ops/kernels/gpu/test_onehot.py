@@ -43,6 +43,16 @@ def test_it_equals_float64(grid: tuple[int, int], D: int, heads: int, dtype: tor
     assert_matches_reference(onehot, reference.aft_onehot, make_inputs(grid, D, heads), dtype, device=device)
 
 
+def test_weights_that_are_apart_in_memory_equal_float64(device: str):
+    def apart(op, inputs):
+        return op(**(inputs | {'weight': inputs['weight'].repeat_interleave(2)[::2]}))
+
+    inputs = make_inputs((3, 4), 6, 3)
+    assert_matches_reference(
+        lambda **x: apart(onehot, x), lambda **x: apart(reference.aft_onehot, x), inputs, device=device
+    )
+
+
 def test_a_mask_hides_sources_and_a_sequence_without_any_is_zero(device: str):
     mask = torch.rand(3, 12, generator=torch.Generator().manual_seed(3)) > 0.4
     mask[1] = False

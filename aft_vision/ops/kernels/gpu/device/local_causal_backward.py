@@ -47,7 +47,7 @@ def rows_kernel(
     top = tl.where(den < LIMIT, 0.0, 1.0 / tl.maximum(den, LIMIT))
     r_num, r_den = g * top, -gy * top
     store_tile(R, r_num, b, t, c, T, D)
-    store_tile(R + B.to(tl.int64) * T * D, r_den, b, t, c, T, D)
+    store_tile(R, r_den, B + b, t, c, T, D)
     older = tl.load(OLDER + t, mask=t < T, other=0.0)[:, None]
     DPAST += (b * blocks + j) * 2 * D + c
     tl.store(DPAST, tl.sum(older * r_num, 0), mask=c < D)
@@ -120,7 +120,7 @@ def sources_kernel(
         t = j * BC + tl.arange(0, BC)
         weight = load_weights(E, OLDER, t[None, :], s[:, None], find_low(j, window, BC), T, window).to(PRODUCT)
         r_num = load_tile(R, b, t, c, T * D, D, T, D).to(PRODUCT)
-        r_den = load_tile(R + B.to(tl.int64) * T * D, b, t, c, T * D, D, T, D).to(PRODUCT)
+        r_den = load_tile(R, B + b, t, c, T * D, D, T, D).to(PRODUCT)
         z_num = tl.dot(weight, r_num, input_precision=PRECISION)
         z_den = tl.dot(weight, r_den, input_precision=PRECISION)
         ek = tl.exp(k - load_past(PAST, b, j, 0, c, blocks, D)[None, :])
@@ -171,7 +171,7 @@ def band_kernel(
         ek = tl.exp(load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D) - reference[None, :])
         v = load_tile(V, b, s, c, v_strides[0], v_strides[1], T, D)
         r_num = load_tile(R, b, t, c, T * D, D, T, D).to(PRODUCT)
-        r_den = load_tile(R + B.to(tl.int64) * T * D, b, t, c, T * D, D, T, D).to(PRODUCT)
+        r_den = load_tile(R, B + b, t, c, T * D, D, T, D).to(PRODUCT)
         sums = tl.dot(r_num, tl.trans((ek * v).to(PRODUCT)), sums, input_precision=PRECISION)
         sums = tl.dot(r_den, tl.trans(ek.to(PRODUCT)), sums, input_precision=PRECISION)
     weight = load_weights(E, OLDER, t[:, None], s[None, :], low, T, window)

@@ -1,0 +1,60 @@
+"""How tensors are given to the compiled kernels."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from helpers import make_qkv, randn
+from torch import Tensor
+
+from aft_vision import ops
+from aft_vision.ops.kernels.cpu import build
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> Iterator[None]:
+    if shutil.which(os.environ.get('CXX', 'c++')) is None:
+        pytest.skip('there is no compiler here')
+    assert build.library() is not None
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, u: Tensor) -> Tensor:
+    with torch.no_grad():
+        state, rows = ops.aft_local_state(2, 70, 5, torch.float32), []
+        for t in range(12):
+            row = ops.factorized_band_row(u, u, state.position, 5)
+            y, state = ops.aft_local_step(q[:, t], k[:, t], v[:, t], row, state)
+            rows.append(y)
+    return torch.stack(rows, 1)
+
+
+OPERATIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    'simple_causal': (lambda q, k, v, _: ops.aft_simple_causal(q, k, v, backend='cpp'), (1,)),
+    'local_causal': (lambda q, k, v, band: ops.aft_local_causal(q, k, v, band, backend='cpp'), (12, 5)),
+    'conv': (lambda q, k, v, kernel: ops.aft_conv(q, k, v, kernel, (3, 4), backend='cpp'), (70, 3, 3)),
+    'step': (step, (12, 4)),
+}
+
+
+@pytest.mark.parametrize('inputs_dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('default', [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize('name', OPERATIONS)
+def test_the_default_dtype_of_torch_changes_nothing(name: str, default: torch.dtype, inputs_dtype: torch.dtype):
+    operation, shape = OPERATIONS[name]
+    bias = randn(*shape, seed=8).float()
+    inputs = [x.to(inputs_dtype).requires_grad_() for x in make_qkv(B=2, T=12, D=70)] + [bias.requires_grad_()]
+
+    def run() -> list[Tensor]:
+        y = operation(*inputs)
+        grads = torch.autograd.grad(y.sum(), inputs, allow_unused=True) if y.requires_grad else ()
+        return [y.detach(), *(x for x in grads if x is not None)]
+
+    expected = run()
+    torch.set_default_dtype(default)
+    for found, want in zip(run(), expected, strict=True):
+        assert found.dtype == want.dtype
+        assert torch.equal(found, want)
