@@ -4,7 +4,7 @@ python -m train.fastformer --config FILE [--eval] [section.key=value ...]
 torchrun --nproc-per-node 8 -m train.fastformer --config FILE [section.key=value ...]
 
 FILE is a YAML experiment such as configs/fastformer/imdb.yaml; `section.key=value` changes one value of it, for example
-`data.path=/data/imdb model.encoder_mixer=longformer run.seeds=[0,1,2]`. Nothing is fetched.
+`data.path=/data/imdb model.encoder_mixer=longformer run.seeds=[0,1,2]`. Nothing is fetched but by `data.kind=hub`.
 
 Each of run.seeds is a run of its own on transformers' Trainer: the epoch with the best validation accuracy is tested,
 once. The folder of the runs receives config.yaml (the resolved experiment), result.json (mean and standard deviation of
@@ -14,6 +14,7 @@ all seeds) and, for each seed, seed_N with checkpoints, result.json and best/, a
 --eval trains nothing: it prints accuracy and macro-F of run.init_from, or of every seed's best/, on data.eval_split.
 """
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
@@ -77,21 +78,43 @@ def begin(run: TextRun) -> None:
 
     Raises:
         FileExistsError: it already holds runs, which are not to be resumed or overwritten.
+        ValueError: the runs to resume were of another experiment.
     """
     config, folder = run.config, run.folder
-    if (folder / CONFIG).exists() and not (config.run.overwrite or config.run.resume):
+    earlier = [path for path in (folder / CONFIG, folder / RESULT, *folder.glob('seed_*')) if path.exists()]
+    if earlier and not (config.run.overwrite or config.run.resume):
         raise FileExistsError(
             f'expected a new folder, got {folder}, which holds a run; set run.dir, run.resume=auto to go on with it, '
             'or run.overwrite=true'
         )
     if config.run.resume is None:
-        for earlier in folder.glob('seed_*'):
-            shutil.rmtree(earlier)
-        (folder / RESULT).unlink(missing_ok=True)
+        for path in earlier:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    elif (folder / CONFIG).exists():
+        check_same(load_config(folder / CONFIG, (), TextConfig), config, folder / CONFIG)
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder / CONFIG)
     counts = ', '.join(f'{len(split)} {name}' for name, split in run.splits.items())
-    print(f'{config.model.get("encoder_mixer") or "fastformer"}: {counts} texts of {len(run.class_names)} classes')
+    print(f'{described_model(config)}: {counts} texts of {len(run.class_names)} classes')
+
+
+def described_model(config: TextConfig) -> str:
+    """The encoder's name, or the saved model that training starts from."""
+    return config.run.init_from or config.model.get('encoder_mixer') or 'fastformer'
+
+
+def check_same(before: TextConfig, now: TextConfig, source: Path) -> None:
+    """Raise a ValueError unless two experiments, apart from their paths and `run`, are the same."""
+    old, new = dataclasses.asdict(before), dataclasses.asdict(now)
+    for section in ('model', 'data', 'optim', 'schedule'):
+        for key in sorted(old[section].keys() | new[section].keys()):
+            was, found = old[section].get(key), new[section].get(key)
+            # Files may have moved.
+            if was != found and not key.endswith('path'):
+                raise ValueError(
+                    f'expected {section}.{key} = {was!r} as in {source}, which is to be resumed, got {found!r}; set '
+                    'another run.dir, or run.overwrite=true'
+                )
 
 
 def evaluate(run: TextRun) -> dict[str, dict[str, float]]:
@@ -118,7 +141,8 @@ def describe(metrics: dict[str, float]) -> str:
 
 def finish(run: TextRun, summary: dict[str, Any]) -> None:
     """Write the summary of the seeds, and print it and what is where."""
-    (run.folder / RESULT).write_text(json.dumps({**summary, 'model': run.config.model}, indent=2) + '\n')
+    model = run.config.model if run.config.run.init_from is None else {'init_from': run.config.run.init_from}
+    (run.folder / RESULT).write_text(json.dumps({**summary, 'model': model}, indent=2) + '\n')
     for metric in METRICS:
         mean, deviation = summary[f'test_{metric}']['mean'], summary[f'test_{metric}']['std']
         spread = '' if deviation is None else f' +- {100 * deviation:.2f}'

@@ -40,12 +40,12 @@ class FastformerConfig(PreTrainedConfig):
         use_ffn: a feed-forward network behind the attention.
         use_position_embeddings: learned, absolute.
         encoder_mixer: what mixes the tokens: 'fastformer' or another name of `encoder.ENCODERS`.
-        attention_window: tokens that one token attends to in Longformer and BigBird.
+        attention_window: tokens that one token attends to in Longformer. (In BigBird it is three blocks.)
         num_global_tokens: first tokens that attend to all and are attended by all, in Longformer and BigBird.
         num_random_tokens: random tokens that one token attends to, in BigBird.
         block_size: tokens in a block of BigBird.
         linformer_dim: k, the rows that Linformer projects keys and values to.
-        poolingformer_window: tokens that one token attends to in Poolingformer's first level.
+        poolingformer_window: tokens beside itself that one token attends to in Poolingformer's first level.
         poolingformer_second_window: tokens before pooling that it attends to in the second (4 * poolingformer_window).
         poolingformer_kernel: tokens pooled into one in the second level.
         poolingformer_stride: tokens between two pooled ones.
@@ -168,7 +168,7 @@ class Preset:
 
 
 def _model(layers: int, tokens: int, window: int, block: int, linformer_dim: int, **kwargs: Any) -> dict[str, Any]:
-    """One number of tokens serves as global and random tokens and as the window of Longformer and BigBird."""
+    """One number of tokens serves as global and random tokens and as the window of Longformer."""
     common = dict(embedding_size=300, hidden_size=256, num_attention_heads=16, hidden_dropout_prob=0.2)
     baselines = dict(
         attention_window=tokens,

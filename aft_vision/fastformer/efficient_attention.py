@@ -29,7 +29,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
         if mask is not None:
             k, v_wide = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (k, v_wide))
         total = q @ k.sum(2)[..., None]  # (B, h, N, 1)
-        # Zero in a row without a token alone.
+        # Zero in a row without a token, and where all products underflow.
         return ((q @ (k.mT @ v_wide)) / total.masked_fill(total == 0, 1.0)).to(v.dtype)
 
 
@@ -167,7 +167,7 @@ def block_attention(
     keys, values = (
         x.reshape(-1, block_size * width).index_select(0, flat).view(*index.shape[:3], -1, width) for x in (k, v)
     )  # (B, h, blocks, chosen * block_size, d)
-    scores = q[:, :, edge:].unflatten(2, (-1, block_size)) @ keys.mT / math.sqrt(width)
+    scores = (q[:, :, edge:] / math.sqrt(width)).unflatten(2, (-1, block_size)) @ keys.mT
     scores = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
     scores = scores.masked_fill(~seen.flatten(3)[..., None, :], torch.finfo(scores.dtype).min)
     rest = scores.softmax(-1).to(values.dtype) @ values

@@ -126,6 +126,21 @@ def test_a_folder_with_a_run_is_left_alone(trained, pairs):
         fastformer.main(arguments(pairs, folder))
 
 
+def test_results_without_their_experiment_are_left_alone(pairs, tmp_path):
+    kept = tmp_path / 'seed_0' / 'result.json'
+    kept.parent.mkdir()
+    kept.write_text('{}')
+    with pytest.raises(FileExistsError, match='which holds a run'):
+        fastformer.main(arguments(pairs, tmp_path))
+    assert kept.exists()
+
+
+def test_seeds_of_another_experiment_are_not_resumed(trained, pairs):
+    folder, _ = trained
+    with pytest.raises(ValueError, match=r'expected model\.interaction = None as in .*, got .add.'):
+        fastformer.main([*arguments(pairs, folder), 'run.resume=auto', 'model.interaction=add'])
+
+
 def test_fastformer_learns_whether_two_words_are_in_a_text(pairs, tmp_path):
     more = ['run.seeds=[0]', 'schedule.epochs=8', 'model.hidden_size=32', 'model.num_attention_heads=4']
     assert fastformer.main(arguments(pairs, tmp_path, *more))['test_accuracy']['mean'] >= 0.95
