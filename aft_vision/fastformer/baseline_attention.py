@@ -4,6 +4,7 @@ Each is made with a config and the number of its layer, takes (B, N, C) and a ma
 None, and returns (B, N, C) and its weights where there are any. Padding is at the end of a row.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class LongformerAttention(LongformerSelfAttention):
         return y, None
 
 
-class HeadAttention(nn.Module):
+class HeadAttention(nn.Module, ABC):
     """Queries, keys and values by heads; a subclass has the attention itself."""
 
     def __init__(self, config: FastformerConfig, index: int) -> None:
@@ -93,9 +94,9 @@ class HeadAttention(nn.Module):
         q, k, v = (self.split(linear(hidden_states)) for linear in (self.query, self.key, self.value))
         return join_heads(self.attend(q, k, v, attention_mask)), None
 
+    @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """(B, h, N, C / h) and (B, N) -> (B, h, N, C / h)."""
-        raise NotImplementedError
 
 
 class BigBirdAttention(HeadAttention):

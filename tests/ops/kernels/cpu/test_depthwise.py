@@ -2,8 +2,6 @@
 
 import logging
 import math
-import os
-import shutil
 
 import pytest
 import timm
@@ -26,13 +24,6 @@ from aft_vision.ops.eager import conv
 from aft_vision.ops.kernels.cpu import build, depthwise
 
 NAMES = {'aft_vision::depthwise_forward', 'aft_vision::depthwise_backward'}
-
-
-@pytest.fixture(autouse=True)
-def compiled() -> None:
-    if shutil.which(os.environ.get('CXX', 'c++')) is None:
-        pytest.skip('there is no compiler here')
-    assert build.library() is not None
 
 
 def make_inputs(grid: tuple[int, int], D: int, s: int, B: int = 2) -> dict[str, object]:

@@ -1,8 +1,6 @@
 """The compiled AFT-local with the future masked: where it runs, its values, and what torch repairs."""
 
 import math
-import os
-import shutil
 
 import pytest
 import torch
@@ -19,16 +17,8 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import reference
-from aft_vision.ops.kernels.cpu import build
 
 NAMES = {'aft_vision::local_forward', 'aft_vision::local_backward'}
-
-
-@pytest.fixture(autouse=True)
-def compiled() -> None:
-    if shutil.which(os.environ.get('CXX', 'c++')) is None:
-        pytest.skip('there is no compiler here')
-    assert build.library() is not None
 
 
 def make_inputs(T: int, s: int, D: int, B: int = 2) -> dict[str, Tensor]:
