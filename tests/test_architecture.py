@@ -30,7 +30,6 @@ class Rule:
 
 
 ABOVE_MODELS = Rule((*AFT_FOLDERS, 'timm', 'einops'), lazily=('matplotlib',))
-TEXT_TRAINING = Rule(('train', 'aft_vision', 'accelerate', *TEXT))
 RULES = {  # the longest matching prefix decides
     'aft_vision': Rule(('aft_vision.models',)),
     'aft_vision.ops': Rule(('aft_vision.ops',), lazily=('triton',)),
@@ -52,8 +51,8 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.visualize': Rule(
         (*ABOVE_MODELS.anywhere, 'aft_vision.sizes', 'aft_vision.visualize'), lazily=('matplotlib',)
     ),
-    'train': Rule(('train', 'aft_vision', 'timm', 'omegaconf'), lazily=('transformers',)),
-    **{f'train.{name}': TEXT_TRAINING for name in ('fastformer', 'fastformer_run', 'fastformer_trainer', 'texts')},
+    'train': Rule(('train', 'aft_vision', 'timm', 'omegaconf')),
+    'train.fastformer': Rule(('train', 'aft_vision', 'accelerate', *TEXT)),
     'tools': Rule(('tools', 'aft_vision', 'timm', 'matplotlib')),
 }
 # Modules with few readers: the oracle of the tests, and the kernels, whose compilers a machine may lack.

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from aft_vision.fastformer import PRESETS, FastformerForSequenceClassification
-from train.config import load_config
-from train.fastformer_schema import TextConfig, text_model_config
-from train.fastformer_trainer import training_arguments
+from train.fastformer.schema import TextConfig, text_model_config
+from train.fastformer.tasks import TASKS, load_text_config
 
 ROOT = Path(__file__).parents[1] / 'configs'
 FOLDER = ROOT / 'fastformer'
@@ -35,7 +34,7 @@ ABLATIONS = {
 
 
 def load(name: str) -> TextConfig:
-    return load_config(FOLDER / f'{name}.yaml', [], TextConfig)
+    return load_text_config(FOLDER / f'{name}.yaml')
 
 
 def header(path: Path) -> str:
@@ -44,11 +43,11 @@ def header(path: Path) -> str:
 
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda path: f'{path.parent.name}-{path.stem}')
 def test_a_text_config_is_valid_and_its_model_and_trainer_can_be_made(path, tmp_path):
-    config = load_config(path, ['run.device=cpu', 'run.amp=none'], TextConfig)
+    config = load_text_config(path, ['run.device=cpu', 'run.amp=none'])
     with torch.device('meta'):
         model = FastformerForSequenceClassification(text_model_config(config.model, config.data.max_length))
     assert all(parameter.is_meta for parameter in model.parameters())
-    arguments = training_arguments(config, tmp_path, seed=0, quiet=True)
+    arguments = TASKS[config.task](config, tmp_path).arguments(tmp_path, seed=0)
     assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == config.data.batch_size
     assert (arguments.learning_rate, arguments.num_train_epochs) == (config.optim.lr, config.schedule.epochs)
 

@@ -18,7 +18,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from aft_vision.models.autoregressive import AFTDecoder
 from aft_vision.models.decoders import DECODERS
-from train.fastformer_schema import TextConfig, text_model_config
 from train.schema import Config, Experiment
 
 Kind = TypeVar('Kind', bound=Experiment)
@@ -34,13 +33,6 @@ RESERVED_DECODER_KEYS = {
     'vocab_size': 'the data decide how many symbols there are',
     'device': 'run.device says where the model is',
     'dtype': 'run.amp says what it computes in',
-}
-RESERVED_TEXT_KEYS = {
-    'vocab_size': 'the training texts decide, up to data.vocab_size',
-    'max_position_embeddings': 'data.max_length says how long a text is',
-    **dict.fromkeys(
-        ('pad_token_id', 'bos_token_id', 'eos_token_id', 'decoder_start_token_id'), 'the tokenizer decides its tokens'
-    ),
 }
 VIT_MODULES = ('timm.models.vision_transformer', 'timm.models.deit')
 # Arguments of timm.create_model that say where the first weights come from; a checkpoint does not need them.
@@ -67,19 +59,43 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
         ValueError: an unknown key, a value of the wrong type or range, or a file that cannot be read. The message
             holds the key, the value and the nearest valid name.
     """
-    layers = [*_read_chain(Path(path)), *map(_read_override, overrides)]
+    built = build_config(path, read_layers(path, overrides), schema, map(str, timm.optim.list_optimizers()))
+    check = check_model if schema is Config else check_decoder
+    return dataclasses.replace(built, model=check(built.model, str(path)))
+
+
+def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """What a file and those below it say, and what the overrides change: content by source, the last one wins.
+
+    Raises:
+        ValueError: a file cannot be read, or an override is not one.
+    """
+    return [*_read_chain(Path(path)), *map(_read_override, overrides)]
+
+
+def build_config(
+    path: str | Path, layers: Sequence[tuple[str, Mapping[str, Any]]], schema: type[Kind], optimizers: Iterable[str]
+) -> Kind:
+    """The experiment that layers give together, whose `model` section is not checked yet.
+
+    Args:
+        path: The file, for the messages of errors.
+        layers: From `read_layers`.
+        schema: The dataclass of the experiment.
+        optimizers: The names that optim.name may have.
+
+    Raises:
+        ValueError: an unknown key, or a value of the wrong type or range.
+    """
     merged = merge_checked(OmegaConf.structured(schema), layers, schema)
     try:
         built = typing.cast(Any, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ValueError(f'{path}: {str(error).splitlines()[0]}') from error
-    optimizers = _text_optimizers() if schema is TextConfig else list(map(str, timm.optim.list_optimizers()))
-    if built.optim.name not in optimizers:
-        raise ValueError(f'{path}: {_unknown("optim.name", built.optim.name, optimizers, "an optimizer")}')
-    if schema is TextConfig:
-        return dataclasses.replace(built, model=check_text_model(built.model, built.data.max_length, str(path)))
-    check = check_model if schema is Config else check_decoder
-    return dataclasses.replace(built, model=check(built.model, str(path)))
+    names = list(optimizers)
+    if built.optim.name not in names:
+        raise ValueError(f'{path}: {unknown("optim.name", built.optim.name, names, "an optimizer")}')
+    return built
 
 
 def save_config(config: Experiment, path: str | Path) -> None:
@@ -101,14 +117,14 @@ def check_model(model: Mapping[str, Any], source: str) -> dict[str, Any]:
     if not isinstance(name, str):
         raise ValueError(f'{source}: expected model.name, the name of a registered model, got {name!r}')
     if not timm.is_model(name):
-        raise ValueError(f'{source}: {_unknown("model.name", name, timm.list_models(), "a registered model")}')
+        raise ValueError(f'{source}: {unknown("model.name", name, timm.list_models(), "a registered model")}')
     for key in RESERVED_MODEL_KEYS.keys() & kwargs.keys():
         raise ValueError(
             f'{source}: model.{key} = {kwargs[key]!r} is not for an experiment: {RESERVED_MODEL_KEYS[key]}'
         )
     module = timm.models.model_entrypoint(name).__module__
     if module.startswith('aft_vision.') or module in VIT_MODULES:
-        kwargs = _check_arguments(kwargs, _model_schema(module), source)
+        kwargs = check_arguments(kwargs, _model_schema(module), source)
     return {'name': name, **kwargs}
 
 
@@ -119,48 +135,16 @@ def check_decoder(model: Mapping[str, Any], source: str) -> dict[str, Any]:
     if not isinstance(name, str):
         raise ValueError(f'{source}: expected model.name, the name of a pixel or character model, got {name!r}')
     if name not in DECODERS:
-        raise ValueError(f'{source}: {_unknown("model.name", name, DECODERS, "a pixel or character model")}')
+        raise ValueError(f'{source}: {unknown("model.name", name, DECODERS, "a pixel or character model")}')
     for key in RESERVED_DECODER_KEYS.keys() & kwargs.keys():
         raise ValueError(
             f'{source}: model.{key} = {kwargs[key]!r} is not for an experiment: {RESERVED_DECODER_KEYS[key]}'
         )
-    return {'name': name, **_check_arguments(kwargs, _schema((AFTDecoder,), {}, RESERVED_DECODER_KEYS), source)}
+    return {'name': name, **check_arguments(kwargs, _schema((AFTDecoder,), {}, RESERVED_DECODER_KEYS), source)}
 
 
-def check_text_model(model: Mapping[str, Any], max_length: int, source: str) -> dict[str, Any]:
-    """As `check_model`, of a text classifier: `{preset: ..., **keyword arguments of FastformerConfig}`.
-
-    Args:
-        max_length: Of a text, in tokens.
-    """
-    # Lazily: the other trainers need no transformers.
-    from aft_vision.fastformer import ENCODERS, PRESETS, FastformerConfig
-
-    for key in RESERVED_TEXT_KEYS.keys() & model.keys():
-        raise ValueError(f'{source}: model.{key} = {model[key]!r} is not for an experiment: {RESERVED_TEXT_KEYS[key]}')
-    # Its own fields, without those that every model of transformers has.
-    fields = {name: _supported(hint) for name, hint in FastformerConfig.__annotations__.items()}
-    schema = dataclasses.make_dataclass(
-        'Model', [(name, hint, field(default=None)) for name, hint in {'preset': str | None, **fields}.items()]
-    )
-    checked = _check_arguments(model, schema, source)
-    for key, names, kind in (('preset', PRESETS, 'a preset'), ('encoder_mixer', ENCODERS, 'an encoder')):
-        if checked.get(key) is not None and checked[key] not in names:
-            raise ValueError(f'{source}: {_unknown(f"model.{key}", checked[key], names, kind)}')
-    try:
-        text_model_config(checked, max_length)
-    except ValueError as error:
-        raise ValueError(f'{source}: model: {error}') from error
-    return checked
-
-
-def _text_optimizers() -> list[str]:
-    from transformers.training_args import OptimizerNames
-
-    return [name.value for name in OptimizerNames]
-
-
-def _check_arguments(kwargs: Mapping[str, Any], schema: type, source: str) -> dict[str, Any]:
+def check_arguments(kwargs: Mapping[str, Any], schema: type, source: str) -> dict[str, Any]:
+    """The keyword arguments of a model in the types of a dataclass's fields; a ValueError names the wrong one."""
     checked = merge_checked(OmegaConf.structured(schema), [(source, kwargs)], schema, prefix='model.')
     content = typing.cast(dict[str, Any], OmegaConf.to_container(checked))
     return {key: content[key] for key in kwargs}
@@ -189,7 +173,7 @@ def _reject_unknown(layer: Mapping[str, Any], schema: type, source: str, prefix:
     fields = {f.name: f for f in dataclasses.fields(schema)}
     for key, value in layer.items():
         if key not in fields:
-            raise ValueError(f'{source}: {_unknown(f"{prefix}{key}", value, fields, "a key", prefix)}')
+            raise ValueError(f'{source}: {unknown(f"{prefix}{key}", value, fields, "a key", prefix)}')
         section = fields[key].type
         is_section = dataclasses.is_dataclass(section)
         if (is_section or f'{prefix}{key}' == 'model') and not isinstance(value, Mapping):
@@ -198,7 +182,8 @@ def _reject_unknown(layer: Mapping[str, Any], schema: type, source: str, prefix:
             _reject_unknown(value, typing.cast(type, section), source, f'{prefix}{key}.')
 
 
-def _unknown(key: str, value: Any, valid: Iterable[str], kind: str, prefix: str = '') -> str:
+def unknown(key: str, value: Any, valid: Iterable[str], kind: str, prefix: str = '') -> str:
+    """The message of an error: the value is none of the valid ones, and which is the nearest."""
     names = list(valid)
     is_key = kind == 'a key'
     wanted = key.removeprefix(prefix) if is_key else str(value)
@@ -225,11 +210,12 @@ def _schema(classes: Sequence[type], more: Mapping[str, Any], reserved: Mapping[
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name not in reserved:
                 arguments[parameter.name] = hints.get(parameter.name, Any)
     return dataclasses.make_dataclass(
-        'Model', [(name, _supported(hint), field(default=None)) for name, hint in arguments.items()]
+        'Model', [(name, supported(hint), field(default=None)) for name, hint in arguments.items()]
     )
 
 
-def _supported(hint: Any) -> Any:
+def supported(hint: Any) -> Any:
+    """A type that OmegaConf knows, or None; Any for other types."""
     scalars = {int, float, bool, str, type(None)}
     parts = set(typing.get_args(hint)) if typing.get_origin(hint) is not Literal else set()
     if hint in scalars or (parts and parts <= scalars):

@@ -9,11 +9,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from aft_vision.fastformer import FastformerConfig
-from train import fastformer, fastformer_trainer
-from train.config import load_config, save_config
-from train.fastformer_run import TextRun, summarize_seeds
-from train.fastformer_schema import TextConfig
-from train.texts import BucketSampler, read_splits
+from train.config import save_config
+from train.fastformer import __main__ as fastformer
+from train.fastformer import trainer
+from train.fastformer.classification import ClassificationRun
+from train.fastformer.schema import text_model_config
+from train.fastformer.tasks import load_text_config
+from train.fastformer.trainer import BucketSampler
 
 SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'fastformer.yaml'
 BASELINES = ('transformer', 'longformer', 'bigbird', 'linformer', 'linear_transformer', 'poolingformer')
@@ -40,9 +42,8 @@ def arguments(pairs: Path, folder: Path, *overrides: str) -> list[str]:
     return ['--quiet', '--config', str(SMOKE), f'data.path={pairs}', f'run.dir={folder}', *overrides]
 
 
-def text_run(pairs: Path, folder: Path, *overrides: str) -> TextRun:
-    config = load_config(SMOKE, [f'data.path={pairs}', *overrides], TextConfig)
-    return TextRun(config, read_splits(config.data), folder)
+def text_run(pairs: Path, folder: Path, *overrides: str) -> ClassificationRun:
+    return ClassificationRun.read(load_text_config(SMOKE, [f'data.path={pairs}', *overrides]), folder)
 
 
 @pytest.fixture(scope='module')
@@ -70,9 +71,10 @@ def test_a_run_leaves_a_summary_of_its_seeds(trained):
     assert written['test_accuracy']['std'] == pytest.approx(abs(accuracies[0] - accuracies[1]) / 2**0.5)
 
 
-def test_a_single_seed_has_no_deviation(trained):
-    _, summary = trained
-    assert summarize_seeds(summary['runs'][:1])['test_accuracy']['std'] is None
+def test_a_single_seed_has_no_deviation(trained, pairs):
+    folder, summary = trained
+    run = text_run(pairs, folder)
+    assert run.summarize_seeds(summary['runs'][:1])['test_accuracy']['std'] is None
 
 
 def test_the_best_model_is_one_of_transformers_and_tests_as_it_did(trained, pairs, capsys):
@@ -97,7 +99,7 @@ def test_the_resolved_experiment_repeats_the_run(trained, tmp_path):
 def test_an_interrupted_run_goes_on_to_the_same_weights(trained, pairs, tmp_path, monkeypatch, stop):
     folder, summary = trained
     common = arguments(pairs, tmp_path, 'schedule.max_updates=25', 'run.keep=2', 'run.save_updates=4')
-    on_step_end = fastformer_trainer.EpochMeter.on_step_end
+    on_step_end = trainer.EpochMeter.on_step_end
 
     def interrupt(self, args, state, control, **kwargs):
         on_step_end(self, args, state, control, **kwargs)
@@ -105,7 +107,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(trained, pairs, tmp_path
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(fastformer_trainer.EpochMeter, 'on_step_end', interrupt)
+        patch.setattr(trainer.EpochMeter, 'on_step_end', interrupt)
         with pytest.raises(KeyboardInterrupt):
             fastformer.main([*common, 'run.seeds=[1]'])
     (tmp_path / 'seed_0').mkdir()
@@ -261,23 +263,22 @@ def test_buckets_depend_on_the_seed_and_the_epoch_alone():
         ('run.seeds=[1,1]', r'run\.seeds to be one seed or several different ones, got \[1, 1\]'),
         ('data.valid_share=0.95', r'data\.test_share \+ data\.valid_share to be below 1'),
         ('data.bodies=docs.tsv', r'data\.bodies to be null but for mind'),
+        ('task=clasification', r"task = 'clasification' is not a task; the nearest is classification$"),
         ('optim.accumulate=3', r'data\.batch_size to be a multiple of optim\.accumulate \(3\)'),
     ],
 )
 def test_what_is_wrong_with_an_experiment_is_named(override, message):
     with pytest.raises(ValueError, match=message):
-        load_config(SMOKE, [override], TextConfig)
+        load_text_config(SMOKE, [override])
 
 
 def test_the_resolved_file_gives_the_same_experiment(tmp_path):
-    config = load_config(SMOKE, ['model.preset=imdb', 'data.text_columns=[title,text]'], TextConfig)
+    config = load_text_config(SMOKE, ['model.preset=imdb', 'data.text_columns=[title,text]'])
     save_config(config, tmp_path / 'resolved.yaml')
-    assert load_config(tmp_path / 'resolved.yaml', [], TextConfig) == config
+    assert load_text_config(tmp_path / 'resolved.yaml', []) == config
 
 
 def test_a_key_of_the_model_section_overrides_its_preset():
-    from train.fastformer_schema import text_model_config
-
     config = text_model_config({'preset': 'mind_topic', 'block_size': 4}, 100, vocab_size=7)
     assert isinstance(config, FastformerConfig)
     assert (config.block_size, config.attention_window, config.embedding_size) == (4, 16, 300)

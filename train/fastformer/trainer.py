@@ -1,21 +1,34 @@
-"""transformers' Trainer as the text classifiers use it: its arguments, the order of texts, what it measures."""
+"""transformers' Trainer as the tasks use it: its arguments, the order of texts, what it measures."""
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset
-from sklearn.metrics import accuracy_score, f1_score
 from torch.utils.data import Sampler
-from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from aft_vision.evaluate import peak_memory_mb
-from train.fastformer_schema import TextConfig
-from train.texts import BucketSampler
+from train.fastformer.schema import TextConfig
 
-METRICS = ('accuracy', 'macro_f')
+
+class BucketSampler(LengthGroupedSampler):
+    """transformers' sampler of texts of about the same length, whose order depends on the seed and the epoch alone.
+
+    Theirs draws from torch's common generator, so that an epoch that is resumed half-way has another order.
+    """
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
+        super().__init__(batch_size, lengths=lengths, generator=torch.Generator())
+        self.seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of an epoch; Trainer calls this."""
+        self.generator.manual_seed(self.seed + epoch)
 
 
 class TextTrainer(Trainer):
@@ -35,10 +48,11 @@ class EpochMeter(TrainerCallback):
 
     Args:
         save_updates: Updates between checkpoints within an epoch; None for none.
+        metrics: What evaluation measures, in [0, 1].
     """
 
-    def __init__(self, device: torch.device, save_updates: int | None) -> None:
-        self.device, self.save_updates = device, save_updates
+    def __init__(self, device: torch.device, save_updates: int | None, metrics: Sequence[str]) -> None:
+        self.device, self.save_updates, self.metrics = device, save_updates, metrics
         self.start, self.first = 0.0, 0
 
     def on_epoch_begin(
@@ -65,20 +79,38 @@ class EpochMeter(TrainerCallback):
         )
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        metrics = kwargs['metrics']
-        if state.is_world_process_zero and 'eval_accuracy' in metrics and state.global_step > 0:
-            found = [f'{name} {100 * metrics[f"eval_{name}"]:.2f} %' for name in METRICS]
-            print(f'seed {args.seed}, epoch {state.epoch:.2f}: validation {", ".join(found)}', flush=True)
+        found = {name: value for name in self.metrics if (value := kwargs['metrics'].get(f'eval_{name}')) is not None}
+        if state.is_world_process_zero and found and state.global_step > 0:
+            print(f'seed {args.seed}, epoch {state.epoch:.2f}: validation {describe(found)}', flush=True)
 
 
-def training_arguments(config: TextConfig, folder: Path, seed: int, quiet: bool) -> TrainingArguments:
+def describe(metrics: Mapping[str, float]) -> str:
+    """Metrics in percent."""
+    return ', '.join(f'{name} {100 * value:.2f} %' for name, value in metrics.items())
+
+
+def training_arguments(
+    config: TextConfig,
+    folder: Path,
+    seed: int,
+    best_metric: str,
+    quiet: bool,
+    kind: type[TrainingArguments] = TrainingArguments,
+    **more: Any,
+) -> TrainingArguments:
     """The experiment in the words of transformers' Trainer.
+
+    Args:
+        folder: Receives the checkpoints.
+        best_metric: The metric that chooses the best epoch, or `loss`.
+        kind: A subclass of TrainingArguments for a Trainer of its own.
+        more: That subclass's arguments.
 
     Raises:
         ValueError: the batch cannot be shared out evenly.
     """
     data, optim, schedule, run = config.data, config.optim, config.schedule, config.run
-    arguments = TrainingArguments(
+    arguments = kind(
         output_dir=str(folder),
         seed=seed,
         data_seed=seed,
@@ -94,14 +126,15 @@ def training_arguments(config: TextConfig, folder: Path, seed: int, quiet: bool)
         adam_epsilon=optim.eps,
         max_grad_norm=optim.clip_grad or 0.0,
         gradient_accumulation_steps=optim.accumulate,
-        train_sampling_strategy='group_by_length' if data.bucket else 'random',
+        train_sampling_strategy='group_by_length' if getattr(data, 'bucket', False) else 'random',
         dataloader_num_workers=data.num_workers,
         dataloader_pin_memory=run.device != 'cpu',
         eval_strategy='epoch',
         save_strategy='epoch',
         save_total_limit=run.keep,
         load_best_model_at_end=True,
-        metric_for_best_model='accuracy',
+        metric_for_best_model=best_metric,
+        greater_is_better=best_metric != 'loss',
         logging_strategy='steps',
         logging_steps=run.log_updates,
         bf16=run.amp == 'bfloat16',
@@ -111,18 +144,9 @@ def training_arguments(config: TextConfig, folder: Path, seed: int, quiet: bool)
         ddp_find_unused_parameters=False,
         report_to='tensorboard' if run.tensorboard else 'none',
         disable_tqdm=quiet,
+        **more,
     )
     share = config.check_parts(arguments.world_size)
     arguments.per_device_train_batch_size = share
     arguments.per_device_eval_batch_size = data.eval_batch_size or share
     return arguments
-
-
-def text_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Accuracy, and the mean of the classes' F scores, in [0, 1]."""
-    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-    chosen, labels = np.argmax(logits, axis=-1), prediction.label_ids
-    return {
-        'accuracy': float(accuracy_score(labels, chosen)),
-        'macro_f': float(f1_score(labels, chosen, average='macro', zero_division=0)),
-    }

@@ -1,85 +1,21 @@
-"""The sections and keys of experiments with text classifiers."""
+"""The sections and keys that the experiments of all tasks share; each task adds its `data`."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal
 
+from aft_vision.fastformer import ENCODERS, PRESETS, FastformerConfig
+from train.config import check_arguments, supported, unknown
 from train.schema import Experiment, require
 
-
-@dataclass(frozen=True)
-class TextData:
-    """Which texts there are, what becomes of them, and how they are batched.
-
-    Attributes:
-        kind: `amazon` (JSON lines of reviews), `jmars` (the IMDB of 10 classes), `acl_imdb` (that of 2), `mind` (its
-            news.tsv), `ag_news` (CSV as published), `table` (any CSV, TSV, JSON or parquet file with a header or keys),
-            or `hub` (a data set of the Hugging Face hub).
-        path: The file or folder, or the name of a data set on the hub.
-        test_path: The file of the test texts, where they have one of their own. None: those of `acl_imdb` and of `hub`
-            come with the data set, others are split off.
-        bodies: Of `mind`: docs.tsv with the bodies of the news; None for title and abstract.
-        text_columns: Of `table` and `hub`; several are joined.
-        label_column: Of `table` and `hub`.
-        max_texts: So many texts of `path`, drawn by `split_seed`, in place of all; None for all.
-        test_share, valid_share: Of the texts, where the data set has no such part of its own.
-        split_seed: Of the random parts, in which every class has its share; the same for all `run.seeds`.
-        tokenizer: `nltk` or `wordpunct` words, or byte pairs.
-        vocab_size: Words at most, with the special ones.
-        min_frequency: Fewest times that a word occurs in the training texts.
-        lowercase: Whether case is ignored.
-        max_length: Tokens of a text, the rest of which is cut off.
-        glove: GloVe vectors for the words, as wide as the embedding; None for random ones.
-        batch_size: Texts per optimizer step, over all processes and parts of `optim.accumulate`.
-        eval_batch_size: Texts per batch of the evaluation; None means those that the model sees at once in training.
-        eval_split: Texts that --eval evaluates.
-        bucket: Batches of texts of about the same length, which need less padding.
-        num_workers: Loading processes; 0 loads in the training process.
-    """
-
-    kind: Literal['amazon', 'jmars', 'acl_imdb', 'mind', 'ag_news', 'table', 'hub'] = 'table'
-    path: str = ''
-    test_path: str | None = None
-    bodies: str | None = None
-    text_columns: list[str] = field(default_factory=lambda: ['text'])
-    label_column: str = 'label'
-    max_texts: int | None = None
-    test_share: float = 0.1
-    valid_share: float = 0.1
-    split_seed: int = 0
-    tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'wordpunct'
-    vocab_size: int = 50_000
-    min_frequency: int = 1
-    lowercase: bool = True
-    max_length: int = 512
-    glove: str | None = None
-    batch_size: int = 64
-    eval_batch_size: int | None = None
-    eval_split: Literal['train', 'validation', 'test'] = 'test'
-    bucket: bool = True
-    num_workers: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ('max_length', 'batch_size', 'min_frequency'):
-            require(f'data.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
-        some = self.eval_batch_size is None or self.eval_batch_size >= 1
-        require('data.eval_batch_size', self.eval_batch_size, some, "at least 1, or null for training's")
-        texts = self.max_texts is None or self.max_texts >= 1
-        require('data.max_texts', self.max_texts, texts, 'at least 1, or null for all')
-        for name in ('test_share', 'valid_share'):
-            share = getattr(self, name)
-            require(f'data.{name}', share, 0 < share < 1, 'in (0, 1)')
-        both = self.test_share + self.valid_share
-        require('data.test_share + data.valid_share', both, both < 1, 'below 1')
-        require('data.text_columns', self.text_columns, bool(self.text_columns), 'one column or several')
-        require('data.bodies', self.bodies, self.bodies is None or self.kind == 'mind', 'null but for mind')
-        require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
-
-    @property
-    def has_test(self) -> bool:
-        """Whether the data set comes with test texts of its own."""
-        return self.kind in ('acl_imdb', 'hub')
+RESERVED_KEYS = {
+    'vocab_size': 'the training texts decide, up to data.vocab_size',
+    'max_position_embeddings': 'data.max_length says how long a text is',
+    **dict.fromkeys(
+        ('pad_token_id', 'bos_token_id', 'eos_token_id', 'decoder_start_token_id'), 'the tokenizer decides its tokens'
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -189,10 +125,18 @@ class TextRunConfig:
 
 @dataclass(frozen=True)
 class TextConfig(Experiment):
-    """One experiment with texts; `model` is `{preset: ..., **keyword arguments of FastformerConfig}`."""
+    """One experiment with texts; `model` is `{preset: ..., **keyword arguments of FastformerConfig}`.
 
+    Each task has a subclass, with a `data` section that has `max_length`, `batch_size`, `eval_batch_size`,
+    `eval_split` and `num_workers` at least.
+
+    Attributes:
+        task: A name of `tasks.TASKS`, which decides the rest.
+    """
+
+    task: str = 'classification'
     model: dict[str, Any] = field(default_factory=dict)
-    data: TextData = field(default_factory=TextData)
+    data: Any = None
     optim: TextOptimizer = field(default_factory=TextOptimizer)
     schedule: TextSchedule = field(default_factory=TextSchedule)
     run: TextRunConfig = field(default_factory=TextRunConfig)  # type: ignore[assignment]
@@ -200,8 +144,47 @@ class TextConfig(Experiment):
     def __post_init__(self) -> None:
         self.check_parts(1)
 
+    def check_model(self, source: str) -> dict[str, Any]:
+        """The `model` section with its values in their types.
 
-def text_model_config(model: Mapping[str, Any], max_length: int, **more: Any) -> Any:
+        Args:
+            source: The file, for the messages of errors.
+
+        Raises:
+            ValueError: an unknown key, a value of the wrong type, or values that exclude each other.
+        """
+        return check_text_model(self.model, self.data.max_length, source)
+
+
+def check_text_model(model: Mapping[str, Any], max_length: int, source: str) -> dict[str, Any]:
+    """Check `{preset: ..., **keyword arguments of FastformerConfig}`, building nothing.
+
+    Args:
+        max_length: Of a text, in tokens.
+        source: The file, for the messages of errors.
+
+    Raises:
+        ValueError: an unknown key, a value of the wrong type, or values that exclude each other.
+    """
+    for key in RESERVED_KEYS.keys() & model.keys():
+        raise ValueError(f'{source}: model.{key} = {model[key]!r} is not for an experiment: {RESERVED_KEYS[key]}')
+    # Its own fields, without those that every model of transformers has.
+    fields = {name: supported(hint) for name, hint in FastformerConfig.__annotations__.items()}
+    schema = make_dataclass(
+        'Model', [(name, hint, field(default=None)) for name, hint in {'preset': str | None, **fields}.items()]
+    )
+    checked = check_arguments(model, schema, source)
+    for key, names, kind in (('preset', PRESETS, 'a preset'), ('encoder_mixer', ENCODERS, 'an encoder')):
+        if checked.get(key) is not None and checked[key] not in names:
+            raise ValueError(f'{source}: {unknown(f"model.{key}", checked[key], names, kind)}')
+    try:
+        text_model_config(checked, max_length)
+    except ValueError as error:
+        raise ValueError(f'{source}: model: {error}') from error
+    return checked
+
+
+def text_model_config(model: Mapping[str, Any], max_length: int, **more: Any) -> FastformerConfig:
     """The FastformerConfig of the `model` section: its preset of Table 9, if it names one, changed by its other keys.
 
     Args:
@@ -211,9 +194,6 @@ def text_model_config(model: Mapping[str, Any], max_length: int, **more: Any) ->
     Raises:
         ValueError: values that exclude each other.
     """
-    # Lazily: the other trainers need no transformers.
-    from aft_vision.fastformer import PRESETS, FastformerConfig
-
     kwargs = dict(model)
     preset = kwargs.pop('preset', None)
     arguments = {} if preset is None else dict(PRESETS[preset].model)

@@ -1,4 +1,4 @@
-"""Train Fastformer, or a Transformer that it is compared with, to classify texts.
+"""Train Fastformer, or a Transformer that it is compared with, for the task that the experiment names.
 
 python -m train.fastformer --config FILE [--eval] [section.key=value ...]
 torchrun --nproc-per-node 8 -m train.fastformer --config FILE [section.key=value ...]
@@ -6,12 +6,12 @@ torchrun --nproc-per-node 8 -m train.fastformer --config FILE [section.key=value
 FILE is a YAML experiment such as configs/fastformer/imdb.yaml; `section.key=value` changes one value of it, for example
 `data.path=/data/imdb model.encoder_mixer=longformer run.seeds=[0,1,2]`. Nothing is fetched but by `data.kind=hub`.
 
-Each of run.seeds is a run of its own on transformers' Trainer: the epoch with the best validation accuracy is tested,
-once. The folder of the runs receives config.yaml (the resolved experiment), result.json (mean and standard deviation of
-all seeds) and, for each seed, seed_N with checkpoints, result.json and best/, a saved model with its tokenizer for
-`AutoModelForSequenceClassification.from_pretrained`. run.resume=auto goes on with runs that were interrupted.
+Each of run.seeds is a run of its own on transformers' Trainer: the epoch that is best in validation is tested, once.
+The folder of the runs receives config.yaml (the resolved experiment), result.json (mean and standard deviation of all
+seeds) and, for each seed, seed_N with checkpoints, result.json and best/, a saved model with its tokenizer for the
+`from_pretrained` of transformers' Auto class. run.resume=auto goes on with runs that were interrupted.
 
---eval trains nothing: it prints accuracy and macro-F of run.init_from, or of every seed's best/, on data.eval_split.
+--eval trains nothing: it prints the metrics of run.init_from, or of every seed's best/, on data.eval_split.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from accelerate import PartialState
 from datasets import disable_progress_bars
 from transformers.utils import logging
 
-from train.config import load_config, save_config
-from train.fastformer_run import RESULT, TextRun, summarize_seeds
-from train.fastformer_schema import TextConfig
-from train.fastformer_trainer import METRICS
+from train.config import save_config
+from train.fastformer.run import RESULT, TextRun
+from train.fastformer.schema import TextConfig
+from train.fastformer.tasks import TASKS, load_text_config
+from train.fastformer.trainer import describe
 from train.run import find_run_dir, parse_args
-from train.texts import read_splits
 
 CONFIG = 'config.yaml'
 
@@ -47,25 +47,27 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         FileExistsError: the folder already holds runs.
     """
     args = parse_args(__doc__, argv)
-    config = load_config(args.config, args.overrides, TextConfig)
+    config = load_text_config(args.config, args.overrides)
     folder = find_run_dir(config, args.config, Path('runs') / 'fastformer')
     if config.run.cpu_threads is not None:
         torch.set_num_threads(config.run.cpu_threads)
     if args.quiet:
         logging.disable_progress_bar()
         disable_progress_bars()
-    run = TextRun(config, read_splits(config.data), folder, args.quiet)
+    run = TASKS[config.task].read(config, folder, args.quiet)
     # Transformers' Trainer joins the processes that torchrun started through the same object.
     processes = PartialState(cpu=config.run.device == 'cpu')
     try:
         if args.eval:
             for source, metrics in evaluate(run).items():
-                processes.print(f'{source}, {config.data.eval_split}: {describe(metrics)}')
+                processes.print(
+                    f'{source}, {config.data.eval_split}: {describe({name: metrics[name] for name in run.metrics})}'
+                )
             return None
         if processes.is_main_process:
             begin(run)
         processes.wait_for_everyone()
-        summary = summarize_seeds([run.train(seed) for seed in config.run.seeds])
+        summary = run.summarize_seeds([run.train(seed) for seed in config.run.seeds])
         if processes.is_main_process:
             finish(run, summary)
         return summary
@@ -91,11 +93,11 @@ def begin(run: TextRun) -> None:
         for path in earlier:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     elif (folder / CONFIG).exists():
-        check_same(load_config(folder / CONFIG, (), TextConfig), config, folder / CONFIG)
+        check_same(load_text_config(folder / CONFIG), config, folder / CONFIG)
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder / CONFIG)
-    counts = ', '.join(f'{len(split)} {name}' for name, split in run.splits.items())
-    print(f'{described_model(config)}: {counts} texts of {len(run.class_names)} classes')
+    counts = ', '.join(f'{count} {name}' for name, count in run.counts().items())
+    print(f'{config.task} by {described_model(config)}: {counts}')
 
 
 def described_model(config: TextConfig) -> str:
@@ -105,6 +107,8 @@ def described_model(config: TextConfig) -> str:
 
 def check_same(before: TextConfig, now: TextConfig, source: Path) -> None:
     """Raise a ValueError unless two experiments, apart from their paths and `run`, are the same."""
+    if before.task != now.task:
+        raise ValueError(f'expected the task {before.task} as in {source}, which is to be resumed, got {now.task}')
     old, new = dataclasses.asdict(before), dataclasses.asdict(now)
     for section in ('model', 'data', 'optim', 'schedule'):
         for key in sorted(old[section].keys() | new[section].keys()):
@@ -121,7 +125,7 @@ def evaluate(run: TextRun) -> dict[str, dict[str, float]]:
     """The figures of `run.init_from`, or of every seed's best model, on `data.eval_split`.
 
     Raises:
-        ValueError: there is no such model, or it has other classes.
+        ValueError: there is no such model, or it is not one for this experiment.
     """
     config = run.config
     if config.run.init_from is not None:
@@ -134,16 +138,11 @@ def evaluate(run: TextRun) -> dict[str, dict[str, float]]:
     return {str(source): run.evaluate(source, config.data.eval_split) for source in sources}
 
 
-def describe(metrics: dict[str, float]) -> str:
-    """Accuracy and macro-F in percent."""
-    return '  '.join(f'{name} {100 * metrics[name]:.2f} %' for name in METRICS)
-
-
 def finish(run: TextRun, summary: dict[str, Any]) -> None:
     """Write the summary of the seeds, and print it and what is where."""
     model = run.config.model if run.config.run.init_from is None else {'init_from': run.config.run.init_from}
     (run.folder / RESULT).write_text(json.dumps({**summary, 'model': model}, indent=2) + '\n')
-    for metric in METRICS:
+    for metric in run.metrics:
         mean, deviation = summary[f'test_{metric}']['mean'], summary[f'test_{metric}']['std']
         spread = '' if deviation is None else f' +- {100 * deviation:.2f}'
         print(f'test {metric} {100 * mean:.2f}{spread} %  (seeds {", ".join(map(str, summary["seeds"]))})')

@@ -1,0 +1,226 @@
+"""The task of giving each text its class (Fastformer Table 4)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from datasets import Dataset, DatasetDict
+from sklearn.metrics import accuracy_score, f1_score
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+)
+
+from aft_vision.fastformer import FastformerForSequenceClassification
+from aft_vision.fastformer.data.batches import tokenize_dataset
+from aft_vision.fastformer.data.news import read_ag_news, read_mind_topic
+from aft_vision.fastformer.data.reviews import read_acl_imdb, read_amazon, read_jmars
+from aft_vision.fastformer.data.splits import split_dataset
+from aft_vision.fastformer.data.table import label_maps, read_hub, read_table
+from aft_vision.fastformer.glove import load_glove
+from train.fastformer.run import TextRun
+from train.fastformer.schema import TextConfig, text_model_config
+from train.fastformer.trainer import TextTrainer
+from train.schema import require
+
+READERS: dict[str, Any] = {
+    'amazon': read_amazon,
+    'jmars': read_jmars,
+    'acl_imdb': read_acl_imdb,
+    'mind': read_mind_topic,
+    'ag_news': read_ag_news,
+    'table': read_table,
+    'hub': read_hub,
+}
+
+
+@dataclass(frozen=True)
+class ClassificationData:
+    """Which texts there are, what becomes of them, and how they are batched.
+
+    Attributes:
+        kind: `amazon` (JSON lines of reviews), `jmars` (the IMDB of 10 classes), `acl_imdb` (that of 2), `mind` (its
+            news.tsv), `ag_news` (CSV as published), `table` (any CSV, TSV, JSON or parquet file with a header or keys),
+            or `hub` (a data set of the Hugging Face hub).
+        path: The file or folder, or the name of a data set on the hub.
+        test_path: The file of the test texts, where they have one of their own. None: those of `acl_imdb` and of `hub`
+            come with the data set, others are split off.
+        bodies: Of `mind`: docs.tsv with the bodies of the news; None for title and abstract.
+        text_columns: Of `table` and `hub`; several are joined.
+        label_column: Of `table` and `hub`.
+        max_texts: So many texts of `path`, drawn by `split_seed`, in place of all; None for all.
+        test_share, valid_share: Of the texts, where the data set has no such part of its own.
+        split_seed: Of the random parts, in which every class has its share; the same for all `run.seeds`.
+        tokenizer: `nltk` or `wordpunct` words, or byte pairs.
+        vocab_size: Words at most, with the special ones.
+        min_frequency: Fewest times that a word occurs in the training texts.
+        lowercase: Whether case is ignored.
+        max_length: Tokens of a text, the rest of which is cut off.
+        glove: GloVe vectors for the words, as wide as the embedding; None for random ones.
+        batch_size: Texts per optimizer step, over all processes and parts of `optim.accumulate`.
+        eval_batch_size: Texts per batch of the evaluation; None means those that the model sees at once in training.
+        eval_split: Texts that --eval evaluates.
+        bucket: Batches of texts of about the same length, which need less padding.
+        num_workers: Loading processes; 0 loads in the training process.
+    """
+
+    kind: Literal['amazon', 'jmars', 'acl_imdb', 'mind', 'ag_news', 'table', 'hub'] = 'table'
+    path: str = ''
+    test_path: str | None = None
+    bodies: str | None = None
+    text_columns: list[str] = field(default_factory=lambda: ['text'])
+    label_column: str = 'label'
+    max_texts: int | None = None
+    test_share: float = 0.1
+    valid_share: float = 0.1
+    split_seed: int = 0
+    tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'wordpunct'
+    vocab_size: int = 50_000
+    min_frequency: int = 1
+    lowercase: bool = True
+    max_length: int = 512
+    glove: str | None = None
+    batch_size: int = 64
+    eval_batch_size: int | None = None
+    eval_split: Literal['train', 'validation', 'test'] = 'test'
+    bucket: bool = True
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ('max_length', 'batch_size', 'min_frequency'):
+            require(f'data.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
+        some = self.eval_batch_size is None or self.eval_batch_size >= 1
+        require('data.eval_batch_size', self.eval_batch_size, some, "at least 1, or null for training's")
+        texts = self.max_texts is None or self.max_texts >= 1
+        require('data.max_texts', self.max_texts, texts, 'at least 1, or null for all')
+        for name in ('test_share', 'valid_share'):
+            share = getattr(self, name)
+            require(f'data.{name}', share, 0 < share < 1, 'in (0, 1)')
+        both = self.test_share + self.valid_share
+        require('data.test_share + data.valid_share', both, both < 1, 'below 1')
+        require('data.text_columns', self.text_columns, bool(self.text_columns), 'one column or several')
+        require('data.bodies', self.bodies, self.bodies is None or self.kind == 'mind', 'null but for mind')
+        require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
+
+    @property
+    def has_test(self) -> bool:
+        """Whether the data set comes with test texts of its own."""
+        return self.kind in ('acl_imdb', 'hub')
+
+
+@dataclass(frozen=True)
+class ClassificationConfig(TextConfig):
+    """One experiment with a text classifier."""
+
+    data: ClassificationData = field(default_factory=ClassificationData)
+
+
+@dataclass(frozen=True)
+class ClassificationRun(TextRun):
+    """Texts and their classes.
+
+    Attributes:
+        splits: `train`, `validation` and `test`, with columns `text` and `label`.
+    """
+
+    config: ClassificationConfig
+    splits: DatasetDict = field(default_factory=DatasetDict)
+
+    schema = ClassificationConfig
+    metrics = ('accuracy', 'macro_f')
+    best_metric = 'accuracy'
+    auto_model = AutoModelForSequenceClassification
+
+    @classmethod
+    def read(cls, config: ClassificationConfig, folder: Path, quiet: bool = True) -> Self:
+        return cls(config, folder, quiet, read_splits(config.data))
+
+    def counts(self) -> dict[str, int]:
+        return {name: len(split) for name, split in self.splits.items()}
+
+    def texts(self) -> Sequence[str]:
+        return self.splits['train']['text']
+
+    def examples(self, split: str, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+        return tokenize_dataset(self.splits[split], tokenizer, self.config.data.max_length)
+
+    @property
+    def class_names(self) -> list[str]:
+        """The classes in the order of their numbers."""
+        return self.splits['train'].features['label'].names
+
+    def new_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+        """A model with its first weights, and GloVe's embeddings where the experiment names them."""
+        data = self.config.data
+        config = text_model_config(
+            self.config.model,
+            data.max_length,
+            vocab_size=len(tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+            **label_maps(self.splits['train']),
+        )
+        # Which form of full attention the baseline Transformer has.
+        attention = self.config.run.attention
+        model = FastformerForSequenceClassification._from_config(config, attn_implementation=attention)
+        if data.glove is not None:
+            load_glove(model, tokenizer, data.glove, seed)
+        return model
+
+    def new_trainer(self, **options: Any) -> Trainer:
+        collate = DataCollatorWithPadding(options['processing_class'])
+        return TextTrainer(data_collator=collate, compute_metrics=classification_metrics, **options)
+
+    def check_loaded(self, model: PreTrainedModel, source: str | Path) -> None:
+        found = list(dict(model.config.id2label or {}).values())
+        if found != self.class_names:
+            raise ValueError(
+                f'expected a model of the classes {", ".join(self.class_names)}, got {source} with {", ".join(found)}'
+            )
+
+    def summarize_data(self) -> dict[str, Any]:
+        return {'classes': len(self.class_names), 'texts': self.counts()}
+
+
+def classification_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """Accuracy, and the mean of the classes' F scores, in [0, 1]."""
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    chosen, labels = np.argmax(logits, axis=-1), prediction.label_ids
+    return {
+        'accuracy': float(accuracy_score(labels, chosen)),
+        'macro_f': float(f1_score(labels, chosen, average='macro', zero_division=0)),
+    }
+
+
+def read_splits(data: ClassificationData) -> DatasetDict:
+    """The parts `train`, `validation` and `test`, with columns `text` and `label`.
+
+    Raises:
+        ValueError: a file is not there, damaged or of another layout, or training and test texts have other classes.
+    """
+    train = read_texts(data, data.path, sample=data.max_texts, seed=data.split_seed)
+    tested = data.test_path is not None or data.has_test
+    held_out = {'validation': data.valid_share} | ({} if tested else {'test': data.test_share})
+    shares = {'train': 1 - sum(held_out.values()), **held_out}
+    parts = split_dataset(train, data.split_seed, shares, rare_to_first=True)
+    if tested:
+        options = {'split': 'test'} if data.has_test else {}
+        parts['test'] = read_texts(data, data.test_path or data.path, **options)
+        names, found = (parts[part].features['label'].names for part in ('train', 'test'))
+        if names != found:
+            raise ValueError(f'expected test texts of the classes {", ".join(names)}, got {", ".join(found)}')
+    return parts
+
+
+def read_texts(data: ClassificationData, path: str, **options: Any) -> Dataset:
+    """One file, folder or data set as `data` says."""
+    if data.kind == 'mind':
+        options['docs'] = data.bodies
+    elif data.kind in ('table', 'hub'):
+        options |= {'text': list(data.text_columns), 'label': data.label_column}
+    return READERS[data.kind](path, **options)

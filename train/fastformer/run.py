@@ -1,0 +1,226 @@
+"""The runs of an experiment on transformers' Trainer, a seed each, and what the seeds give together."""
+
+import json
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from datasets import Dataset
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from aft_vision.evaluate import reset_peak_memory
+from aft_vision.fastformer.tokenize import train_tokenizer
+from train.fastformer.schema import TextConfig
+from train.fastformer.trainer import EpochMeter, training_arguments
+
+RESULT = 'result.json'
+
+
+@dataclass(frozen=True)
+class TextRun(ABC):
+    """An experiment with the data that it is for; every seed is a run of its own. A subclass is a task.
+
+    Attributes:
+        folder: Receives a folder `seed_N` for each seed.
+        quiet: No progress bars.
+        schema: The dataclass of the task's experiments.
+        metrics: What is measured, in [0, 1], without the prefix `eval_` that Trainer gives it.
+        best_metric: The one that chooses the epoch which is tested: a metric, or `loss`.
+        auto_model: The class of transformers that loads a saved model of the task.
+    """
+
+    config: Any
+    folder: Path
+    quiet: bool = True
+
+    schema: ClassVar[type[TextConfig]]
+    metrics: ClassVar[tuple[str, ...]]
+    best_metric: ClassVar[str]
+    auto_model: ClassVar[Any]
+
+    @classmethod
+    @abstractmethod
+    def read(cls, config: Any, folder: Path, quiet: bool = True) -> Self:
+        """The run of an experiment, with its data read.
+
+        Raises:
+            ValueError: a file is not there, damaged or of another layout.
+        """
+
+    @abstractmethod
+    def counts(self) -> dict[str, int]:
+        """How many examples there are, by split."""
+
+    @abstractmethod
+    def texts(self) -> Sequence[str]:
+        """The training texts, which the vocabulary is of."""
+
+    @abstractmethod
+    def examples(self, split: str, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+        """A split as Trainer takes it, with a column `input_ids`."""
+
+    @abstractmethod
+    def new_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+        """A model with its first weights."""
+
+    @abstractmethod
+    def new_trainer(self, **options: Any) -> Trainer:
+        """The Trainer of the task, given what is the same for all tasks."""
+
+    @abstractmethod
+    def check_loaded(self, model: PreTrainedModel, source: str | Path) -> None:
+        """Raise a ValueError if a saved model is not one for this experiment."""
+
+    def summarize_data(self) -> dict[str, Any]:
+        """What the result of a seed says of the data."""
+        return {'texts': self.counts()}
+
+    def seed_dir(self, seed: int) -> Path:
+        """The folder of one seed."""
+        return self.folder / f'seed_{seed}'
+
+    def train(self, seed: int) -> dict[str, Any]:
+        """Train with one seed, test the best epoch once, and give and write the result.
+
+        A seed whose result is there is not run again; an interrupted one goes on from its last checkpoint where
+        `run.resume` says so.
+        """
+        folder, run = self.seed_dir(seed), self.config.run
+        if run.resume and (folder / RESULT).is_file():
+            return json.loads((folder / RESULT).read_text())
+        arguments = self.arguments(folder, seed)
+        set_seed(seed)
+        tokenizer = self.make_tokenizer()
+        model = self.make_model(tokenizer, seed)
+        if run.grad_checkpointing:
+            model.gradient_checkpointing_enable({'use_reentrant': False})
+        trainer = self.make_trainer(model, tokenizer, arguments)
+        reset_peak_memory(arguments.device)
+        # The moment that torch's generators are set again: dropout depends on the seed, not on the vocabulary's size.
+        set_seed(seed)
+        trainer.train(resume_from_checkpoint=last_checkpoint(folder) if run.resume else None)
+        trainer.save_model(str(folder / 'best'))
+        tested = self.test(trainer, tokenizer, 'test', folder)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        result = self.summarize_run(trainer, tested, seed) | {'parameters': parameters}
+        if trainer.is_world_process_zero():
+            (folder / RESULT).write_text(json.dumps(result, indent=2) + '\n')
+        return result
+
+    def evaluate(self, source: str | Path, split: str) -> dict[str, float]:
+        """Evaluate a saved model on a split.
+
+        Raises:
+            ValueError: it is no model, or not one for this experiment.
+        """
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = self.load_model(source)
+        trainer = self.make_trainer(model, tokenizer, self.arguments(self.folder, self.config.run.seeds[0]))
+        return self.test(trainer, tokenizer, split, Path(source).parent)
+
+    def test(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, split: str, folder: Path) -> dict[str, float]:
+        """Measure a trainer's model on a split.
+
+        Args:
+            folder: Where a task may write what the model predicts.
+
+        Returns:
+            `metrics` by their names.
+        """
+        tested = trainer.evaluate(self.examples(split, tokenizer), metric_key_prefix='test')
+        return {name.removeprefix('test_'): value for name, value in tested.items()}
+
+    def make_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of `run.init_from`, or one of the training texts."""
+        run, data = self.config.run, self.config.data
+        if run.init_from is not None:
+            return AutoTokenizer.from_pretrained(run.init_from)
+        return train_tokenizer(
+            self.texts(),
+            data.tokenizer,
+            vocab_size=data.vocab_size,
+            min_frequency=data.min_frequency,
+            lowercase=data.lowercase,
+            max_length=data.max_length,
+        )
+
+    def make_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+        """The model of `run.init_from`, or a new one."""
+        source = self.config.run.init_from
+        return self.new_model(tokenizer, seed) if source is None else self.load_model(source)
+
+    def load_model(self, source: str | Path) -> PreTrainedModel:
+        """A saved model that is one for this experiment."""
+        model = self.auto_model.from_pretrained(source)
+        self.check_loaded(model, source)
+        return model
+
+    def arguments(self, folder: Path, seed: int) -> TrainingArguments:
+        """The experiment in the words of transformers' Trainer."""
+        return training_arguments(self.config, folder, seed, self.best_metric, self.quiet)
+
+    def make_trainer(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: TrainingArguments
+    ) -> Trainer:
+        """The Trainer of a model, with the training and validation examples."""
+        trainer = self.new_trainer(
+            model=model,
+            args=arguments,
+            train_dataset=self.examples('train', tokenizer),
+            eval_dataset=self.examples('validation', tokenizer),
+            processing_class=tokenizer,
+            callbacks=[EpochMeter(arguments.device, self.config.run.save_updates, self.metrics)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    def summarize_run(self, trainer: Trainer, tested: dict[str, float], seed: int) -> dict[str, Any]:
+        """What came out of one seed: the best epoch by validation, its test, and what it took."""
+        key, history = f'eval_{self.best_metric}', trainer.state.log_history
+        evaluated = [row for row in history if key in row]
+        choose = min if self.best_metric == 'loss' else max
+        best = choose(evaluated, key=lambda row: row[key])
+        measured = [row for row in history if 'memory_mb' in row]
+        seconds = sum(row['seconds'] for row in measured) / sum(row['updates'] for row in measured)
+        return {
+            'seed': seed,
+            'best_epoch': round(best['epoch'], 3),
+            **{f'validation_{name}': best[f'eval_{name}'] for name in self.metrics},
+            **{f'test_{name}': tested[name] for name in self.metrics},
+            'seconds_per_epoch': seconds * trainer.state.global_step / trainer.state.epoch,
+            'memory_mb': max(row['memory_mb'] for row in measured),
+            'updates': trainer.state.global_step,
+            **self.summarize_data(),
+            'epochs': [
+                {name: row[f'eval_{name}'] for name in ('loss', *self.metrics)} | {'epoch': round(row['epoch'], 3)}
+                for row in evaluated
+            ],
+        }
+
+    def summarize_seeds(self, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Mean and standard deviation (of a sample, n - 1) of what the seeds gave; no deviation of a single one."""
+        names = [f'{split}_{metric}' for split in ('test', 'validation') for metric in self.metrics]
+        summary: dict[str, Any] = {'seeds': [result['seed'] for result in results]}
+        for name in (*names, 'seconds_per_epoch', 'memory_mb'):
+            values = [result[name] for result in results]
+            deviation = statistics.stdev(values) if len(values) > 1 else None
+            summary[name] = {'mean': statistics.mean(values), 'std': deviation}
+        summary['parameters'] = results[0]['parameters']
+        return summary | {'runs': list(results)}
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint of transformers' Trainer in a folder, if there is one."""
+    return get_last_checkpoint(str(folder)) if folder.is_dir() else None

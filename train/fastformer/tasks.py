@@ -1,0 +1,29 @@
+"""The tasks that `task` names, and the experiment of a file with the keys of its task."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers.training_args import OptimizerNames
+
+from train.config import build_config, read_layers, unknown
+from train.fastformer.classification import ClassificationRun
+from train.fastformer.run import TextRun
+from train.fastformer.schema import TextConfig
+
+TASKS: dict[str, type[TextRun]] = {'classification': ClassificationRun}
+
+
+def load_text_config(path: str | Path, overrides: Sequence[str] = ()) -> TextConfig:
+    """Read, merge and check one experiment, as `train.config.load_config` does of images.
+
+    Raises:
+        ValueError: an unknown task or key, a value of the wrong type or range, or a file that cannot be read.
+    """
+    layers = read_layers(path, overrides)
+    task = next((layer['task'] for _, layer in reversed(layers) if 'task' in layer), 'classification')
+    if task not in TASKS:
+        raise ValueError(f'{path}: {unknown("task", task, TASKS, "a task")}')
+    optimizers = (name.value for name in OptimizerNames)
+    built = build_config(path, layers, TASKS[task].schema, optimizers)
+    return dataclasses.replace(built, model=built.check_model(str(path)))
