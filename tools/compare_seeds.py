@@ -1,0 +1,138 @@
+"""Compare runs of train.fastformer, each of several seeds: a table, and a picture of their metrics.
+
+python -m tools.compare_seeds RUN [RUN ...] [--names NAME ...] [--metrics NAME ...] [--out DIR]
+
+RUN is the folder of a run, with its result.json. Prints a line for each, in the order given: the mean of each test
+metric over the seeds and its deviation in percent, seconds per epoch, peak memory and parameters. Writes
+DIR/compare_seeds.json with the same figures and DIR/compare_seeds.png, a panel for each metric with a bar for each run,
+its deviation, and a dot for each seed.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aft_vision.visualize import new_figure, save_figure
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('runs', nargs='+', type=Path, metavar='RUN', help='the folder of a run')
+    parser.add_argument('--names', nargs='+', metavar='NAME', help='of the runs; those of their folders by default')
+    parser.add_argument(
+        '--metrics', nargs='+', metavar='NAME', help='such as accuracy; all that the runs have in common'
+    )
+    parser.add_argument('--title', default='', help='of the picture, such as the data set')
+    parser.add_argument('--out', type=Path, default=Path(), metavar='DIR', help='where to write (default: here)')
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Print the table, and write it and the picture.
+
+    Returns:
+        The figures of each run.
+
+    Raises:
+        ValueError: a folder holds no complete run, there are not as many names as runs, or the runs have no such
+            metric in common.
+    """
+    args = parse_args(argv)
+    names = args.names or [folder.resolve().name for folder in args.runs]
+    if len(names) != len(args.runs):
+        raise ValueError(f'expected a name for each of {len(args.runs)} runs, got {len(names)}')
+    rows = [{'name': name, **read_result(folder)} for name, folder in zip(names, args.runs, strict=True)]
+    metrics = choose_metrics(rows, args.metrics)
+    print(format_seeds(rows, metrics))
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / 'compare_seeds.json').write_text(json.dumps(rows, indent=2) + '\n')
+    save_figure(draw_seeds(rows, metrics, args.title), args.out / 'compare_seeds.png')
+    return rows
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """Read the result.json of a run.
+
+    Returns:
+        `metrics` (mean, std or None, and the values of the seeds, in [0, 1], by name), `seconds_per_epoch`,
+        `memory_mb`, `parameters` and `seeds`.
+
+    Raises:
+        ValueError: there is none, or it is of another kind.
+    """
+    path = folder / 'result.json'
+    if not path.is_file():
+        raise ValueError(f'expected the folder of a complete run, got {folder} without result.json')
+    result = json.loads(path.read_text())
+    missing = [key for key in ('seeds', 'runs', 'seconds_per_epoch', 'memory_mb', 'parameters') if key not in result]
+    if missing:
+        raise ValueError(f'expected the result of a run of train.fastformer, got {path} without {missing[0]}')
+    metrics = {
+        key.removeprefix('test_'): {**result[key], 'values': [run[key] for run in result['runs']]}
+        for key in result
+        if key.startswith('test_')
+    }
+    return {
+        'metrics': metrics,
+        'seconds_per_epoch': result['seconds_per_epoch']['mean'],
+        'memory_mb': result['memory_mb']['mean'],
+        'parameters': result['parameters'],
+        'seeds': result['seeds'],
+    }
+
+
+def choose_metrics(rows: Sequence[dict[str, Any]], chosen: Sequence[str] | None) -> list[str]:
+    """The metrics that all runs have, in the order of the first run; or those chosen, if all runs have them."""
+    common = [name for name in rows[0]['metrics'] if all(name in row['metrics'] for row in rows)]
+    unknown = [name for name in chosen or () if name not in common]
+    if unknown or not common:
+        raise ValueError(f'expected metrics among {", ".join(common) or "none"}, which all runs have, got {unknown}')
+    return list(chosen or common)
+
+
+def format_seeds(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> str:
+    """The table, metrics in percent."""
+    width = max(len(row['name']) for row in [{'name': 'run'}, *rows])
+    head = ''.join(f'{name:>16}' for name in metrics)
+    lines = [f'{"run":{width}}  seeds{head}   s/epoch     MB  parameters']
+    for row in rows:
+        cells = ''.join(f'{_spread(row["metrics"][name]):>16}' for name in metrics)
+        lines.append(
+            f'{row["name"]:{width}}  {len(row["seeds"]):5}{cells}{row["seconds_per_epoch"]:10.1f}'
+            f'{row["memory_mb"]:7.0f}{row["parameters"]:12,}'
+        )
+    return '\n'.join(lines)
+
+
+def _spread(metric: dict[str, Any]) -> str:
+    deviation = '' if metric['std'] is None else f' +- {100 * metric["std"]:.2f}'
+    return f'{100 * metric["mean"]:.2f}{deviation}'
+
+
+def draw_seeds(rows: Sequence[dict[str, Any]], metrics: Sequence[str], title: str = '') -> Any:
+    """A panel for each metric: a bar for each run up to its mean, the deviation over the seeds, and their values.
+
+    The axes begin a little below the least value, for differences between runs are small.
+    """
+    figure = new_figure(1 + 3.6 * len(metrics), 3 + 0.3 * max(len(row['name']) for row in rows) / 4)
+    for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
+        found = [row['metrics'][metric] for row in rows]
+        means = [100 * each['mean'] for each in found]
+        axes.bar(range(len(rows)), means, yerr=[100 * (each['std'] or 0) for each in found], capsize=4, color='C0')
+        values = [(place, 100 * value) for place, each in enumerate(found) for value in each['values']]
+        axes.plot(*zip(*values, strict=True), 'k.', markersize=4)
+        axes.set_xticks(range(len(rows)), [row['name'] for row in rows], rotation=30, ha='right')
+        lowest, highest = min(value for _, value in values), max(value for _, value in values)
+        margin = 0.3 * (highest - lowest) + 0.5
+        axes.set_ylim(lowest - margin, highest + margin)
+        axes.set_ylabel(f'test {metric} (%)')
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+if __name__ == '__main__':
+    main()
