@@ -23,14 +23,15 @@ TABLE_4 = {
     'fastformer': ('66.13 0.29 43.23 0.30', '54.10 0.42 44.65 0.44', '82.34 0.19 63.89 0.20'),
 }
 NUMBERS = {(name, mixer): row[i] for mixer, row in TABLE_4.items() for i, name in enumerate(TITLES)}
-# What an ablation of Figs. 3 and 4 changes of the model of imdb.yaml.
+# What an ablation of Figs. 3 and 4 changes of the model of imdb.yaml, and of small_imdb.yaml.
 ABLATIONS = {
-    'imdb_add': ('3', dict(interaction='add')),
-    'imdb_concat': ('3', dict(interaction='concat')),
-    'imdb_unshared': ('4', dict(share_query_value=False, share_layers=False)),
-    'imdb_query_value': ('4', dict(share_layers=False)),
-    'imdb_query_value_heads': ('4', dict(share_heads=True, share_layers=False)),
+    'add': ('3', dict(interaction='add')),
+    'concat': ('3', dict(interaction='concat')),
+    'unshared': ('4', dict(share_query_value=False, share_layers=False)),
+    'query_value': ('4', dict(share_layers=False)),
+    'query_value_heads': ('4', dict(share_heads=True, share_layers=False)),
 }
+ABLATED = {'imdb': ', IMDB: ', 'small_imdb': ' on the IMDB of two classes: '}
 
 
 def load(name: str) -> TextConfig:
@@ -80,19 +81,21 @@ def test_the_recipes_are_the_columns_of_table_9(name):
     assert baseline.data.max_length == preset.transformer_max_length
 
 
+@pytest.mark.parametrize('recipe', ABLATED)
 @pytest.mark.parametrize('name', ABLATIONS)
-def test_an_ablation_of_a_figure_changes_its_arguments_alone(name):
+def test_an_ablation_of_a_figure_changes_its_arguments_alone(name, recipe):
     figure, change = ABLATIONS[name]
-    assert f'Fastformer Fig. {figure}, IMDB' in header(FOLDER / 'ablations' / f'{name}.yaml')
-    whole = load('imdb')
-    assert load(f'ablations/{name}') == dataclasses.replace(whole, model={**whole.model, **change})
+    assert f'Fastformer Fig. {figure}{ABLATED[recipe]}' in header(FOLDER / 'ablations' / f'{recipe}_{name}.yaml')
+    whole = load(recipe)
+    assert load(f'ablations/{recipe}_{name}') == dataclasses.replace(whole, model={**whole.model, **change})
 
 
 def test_there_are_no_other_configs():
     small = {'ag_news', 'small_imdb', 'small_ag_news'}
     rows = {name if mixer == 'fastformer' else f'{name}_{mixer}' for name, mixer in NUMBERS}
     assert {path.stem for path in FOLDER.glob('*.yaml')} == rows | small
-    assert {path.stem for path in (FOLDER / 'ablations').glob('*.yaml')} == set(ABLATIONS)
+    ablations = {f'{recipe}_{name}' for recipe in ABLATED for name in ABLATIONS}
+    assert {path.stem for path in (FOLDER / 'ablations').glob('*.yaml')} == ablations
 
 
 def test_the_small_recipes_differ_in_their_texts_alone():
