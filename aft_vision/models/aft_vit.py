@@ -190,6 +190,8 @@ class AFTVisionTransformer(VisionTransformer):
             grid = (x.shape[1], x.shape[2])
         if self.pos_embed is None and self.num_prefix_tokens == 0:
             x = x.flatten(1, 2) if self.dynamic_img_size else x
+            # The convolution leaves channels far apart, and all blocks would keep them so.
+            x = x.contiguous()
         else:
             x = self._pos_embed(x)
         return self.norm_pre(self.patch_drop(x)), grid

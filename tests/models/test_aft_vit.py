@@ -185,6 +185,16 @@ def test_a_temperature_that_changes_at_each_update_is_compiled_at_most_twice():
     assert not torch.allclose(outputs[0], outputs[-1], rtol=1e-3)
 
 
+@pytest.mark.parametrize('name', FAMILIES)
+def test_the_residual_stream_is_contiguous(name: str):
+    seen: list[Tensor] = []
+    model = make(name)
+    model.blocks[-1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        model(images(224, 224, batch=1))
+    assert seen[0].is_contiguous()
+
+
 @pytest.mark.parametrize('name', ON_GRID)
 def test_a_mask_makes_a_padded_batch_equal_each_image_alone(name: str):
     model = make(name)
