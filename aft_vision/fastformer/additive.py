@@ -192,8 +192,11 @@ class FastformerAttention(nn.Module):
         heads = (self.num_heads, self.head_dim)
         q = self.query(x).unflatten(-1, (-1, self.head_dim)).expand(*x.shape[:2], *heads)
         v = q if self.value is None else self.value(x).unflatten(-1, (-1, self.head_dim))
-        u = self.value_interaction(global_key[:, None].to(q.dtype), v).flatten(2)
-        y = self.transform(u) + q.flatten(2)
+        return self._combine(q, self.value_interaction(global_key[:, None].to(q.dtype), v))
+
+    def _combine(self, q: Tensor, u: Tensor) -> Tensor:
+        """The output (B, N, C) of queries and of values that met the global key, both (B, N, h, d)."""
+        y = self.transform(u.flatten(2)) + q.flatten(2)
         return y if self.proj is None else self.proj(y)
 
     def _pull_back(self, score: Tensor, weight: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from transformers import PreTrainedConfig
 
 SCORES = ('per_head', 'dense')
 INTERACTIONS = ('multiply', 'add', 'concat')
+CAUSAL = ('streaming', 'exact')
+CROSS_ATTENTION = ('dot_product', 'additive')
 
 
 class FastformerConfig(PreTrainedConfig):
@@ -50,6 +52,11 @@ class FastformerConfig(PreTrainedConfig):
         poolingformer_kernel: tokens pooled into one in the second level.
         poolingformer_stride: tokens between two pooled ones.
         decoder_layers: depth of the decoder, in models that have one (num_hidden_layers).
+        causal: how a decoder's token sees those before it: 'streaming', in linear time, where each key has met the
+            global query up to itself, or 'exact', in quadratic time, as the encoder's layer on the prefix.
+        cross_attention: to the source: 'dot_product' or 'additive', through global vectors.
+        max_target_positions: the longest generated text in tokens, its beginning included (max_position_embeddings).
+        use_cache: keep what the tokens so far leave behind, in models that generate.
         pad_token_id: its embedding is zero at first.
         bos_token_id: begins a generated text.
         eos_token_id: ends one.
@@ -97,6 +104,10 @@ class FastformerConfig(PreTrainedConfig):
     poolingformer_kernel: int = 5
     poolingformer_stride: int = 4
     decoder_layers: int = None  # type: ignore[assignment]
+    causal: str = 'streaming'
+    cross_attention: str = 'dot_product'
+    max_target_positions: int = None  # type: ignore[assignment]
+    use_cache: bool = True
     pad_token_id: int | None = 0
     bos_token_id: int | None = 1
     eos_token_id: int | None = 2
@@ -109,6 +120,7 @@ class FastformerConfig(PreTrainedConfig):
             'intermediate_size': self.hidden_size,
             'poolingformer_second_window': 4 * self.poolingformer_window,
             'decoder_layers': self.num_hidden_layers,
+            'max_target_positions': self.max_position_embeddings,
             'decoder_start_token_id': self.bos_token_id,
         }
         for name, value in defaults.items():
@@ -123,10 +135,20 @@ class FastformerConfig(PreTrainedConfig):
                 f'hidden_size must be a multiple of num_attention_heads ({self.num_attention_heads}), '
                 f'got {self.hidden_size}'
             )
-        if self.score not in SCORES:
-            raise ValueError(f'score must be one of {SCORES}, got {self.score!r}')
-        if self.interaction not in INTERACTIONS:
-            raise ValueError(f'interaction must be one of {INTERACTIONS}, got {self.interaction!r}')
+        choices = {
+            'score': SCORES,
+            'interaction': INTERACTIONS,
+            'causal': CAUSAL,
+            'cross_attention': CROSS_ATTENTION,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f'{name} must be one of {allowed}, got {getattr(self, name)!r}')
+        if self.cross_attention == 'additive' and self.interaction != 'multiply':
+            raise ValueError(
+                "cross_attention='additive' needs interaction='multiply': with another, the weights of the source do "
+                'not depend on the target'
+            )
         if self.share_heads and self.score == 'dense':
             raise ValueError("share_heads needs score='per_head': a dense score has no parameters of a single head")
         if not 0 <= self.hidden_dropout_prob < 1:

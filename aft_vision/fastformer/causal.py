@@ -1,0 +1,245 @@
+"""Fastformer's mixing of tokens in a decoder: each token sees the tokens up to itself, and the source.
+
+Shapes: B batch, N new tokens, P tokens before them, S source tokens, C hidden size, h heads, d = C / h.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.utils.generic import maybe_autocast
+
+from .additive import FastformerAttention, accumulate_dtype
+from .config import FastformerConfig
+from .interaction import Multiply
+from .prefix import prefix_softmax_mean
+
+
+class AttentionState(NamedTuple):
+    """What the tokens so far leave behind for the next ones; no gradient has to flow through it.
+
+    Args:
+        queries: (B, h, 1, d + 1), the state of the global query's `prefix_softmax_mean`.
+        keys: (B, h, 1, d + 1), that of the global key, or (B, h, P, d), the keys of all tokens.
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+
+class PrefixAttention(FastformerAttention):
+    """What the attentions of a decoder share: the global query of each prefix, and the output of each token."""
+
+    def _vectors(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """Queries, keys or values (B, N, h, d); shared heads are repeated."""
+        y = linear(x).unflatten(-1, (-1, self.head_dim))
+        return y.expand(-1, -1, self.num_heads, -1)
+
+    def _scaled(self, score: Tensor, dtype: torch.dtype) -> Tensor:
+        """w_q or w_k of every head, divided by sqrt(d)."""
+        return score.to(dtype).expand(self.num_heads, *score.shape[1:]) * self.head_dim**-0.5
+
+    def _token_scores(self, x: Tensor, score: Tensor, linear: nn.Linear) -> Tensor:
+        """The scores (B, h, N) of queries or keys, up to what their bias adds to all: it cancels in the softmax."""
+        dtype = accumulate_dtype(x)
+        direction = self._pull_back(self._scaled(score, dtype), self._by_head(linear, dtype)[0])
+        return F.linear(x.to(dtype), direction).mT
+
+    def _prefix_queries(self, x: Tensor, q: Tensor, mask: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The global query (B, N, h, d) up to each token, and the state behind them (Fastformer Eq. 3, Eq. 4)."""
+        scores = self._token_scores(x, self.query_score, self.query)
+        means, state = prefix_softmax_mean(q.transpose(1, 2).to(scores.dtype), scores, mask, state)
+        return means.transpose(1, 2), state
+
+    def _meet(self, g: Tensor, keys: Tensor, allowed: Tensor | None, is_causal: bool = False) -> Tensor:
+        """The global key (B, N, h, d) of each token from keys that met its own global query (Fastformer Eq. 5, Eq. 6).
+
+        Since w . (g * k) = (w * g) . k, this is dot-product attention with the query w * g, where the keys are the
+        values too, and another product with g.
+
+        Args:
+            g: (B, N, h, d), the global queries.
+            keys: (B, h, S, d)
+            allowed: (B, 1, N or 1, S) bool, True where a token sees a key; None: everywhere.
+            is_causal: instead, token i sees the keys up to i.
+        """
+        score = self._scaled(self.key_score, g.dtype)
+        direction = self.key_interaction.pull_back(score, g[:, :, None] if self.dense_score else g)
+        query, seen = direction.transpose(1, 2).flatten(3), keys
+        if self.dense_score:
+            seen = keys.transpose(1, 2).flatten(2)[:, None].expand(-1, self.num_heads, -1, -1)
+        mean = attend(query.to(keys.dtype), seen, keys, allowed, is_causal, scale=1.0)
+        return self.key_interaction(g, mean.transpose(1, 2).to(g.dtype))
+
+    def _output(self, q: Tensor, x: Tensor, global_key: Tensor) -> Tensor:
+        """The output (B, N, C), given the global key (B, N, h, d) of each token."""
+        v = q if self.value is None else self._vectors(self.value, x)
+        return self._combine(q, self.value_interaction(global_key.to(q.dtype), v))
+
+
+class CausalFastformerAttention(PrefixAttention):
+    """Fastformer's mixing of tokens where a token sees those up to itself (Fastformer Eq. 3-6 for each prefix).
+
+    With `config.causal='exact'` a token's output is that of `FastformerAttention` on its prefix. The keys of a prefix
+    met its own global query, so that the time is quadratic in N. With 'streaming' a key stays as it met the global
+    query up to itself; time is linear, and what a token adds to the state has no length. The parameters are those of
+    `FastformerAttention`. Where the interaction is not the product, the weights of the keys do not depend on the
+    queries: then 'exact' is linear too.
+    """
+
+    def __init__(self, config: FastformerConfig) -> None:
+        super().__init__(config)
+        self.streaming = config.causal == 'streaming'
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, mask: Tensor | None = None, state: AttentionState | None = None
+    ) -> tuple[Tensor, AttentionState]:
+        """Mix the tokens of each text.
+
+        Args:
+            x: (B, N, C)
+            mask: (B, P + N) bool, True where a token counts; None: all do.
+            state: of the P tokens before x; None: there are none.
+
+        Returns:
+            The output (B, N, C), and the state behind the last token.
+        """
+        q, k = self._vectors(self.query, x), self._vectors(self.key, x)
+        with maybe_autocast(x.device.type, enabled=False):
+            new = None if mask is None else mask[:, -x.shape[1] :]
+            g, queries = self._prefix_queries(x, q, new, None if state is None else state.queries)
+            if self.streaming:
+                global_key, keys = self._stream(g, k, new, state)
+            elif isinstance(self.key_interaction, Multiply):
+                keys = k.transpose(1, 2) if state is None else torch.cat([state.keys, k.transpose(1, 2)], 2)
+                allowed = _allowed(x.shape[1], keys, mask)
+                global_key = self._meet(g, keys, allowed, is_causal=allowed is None and state is None)
+            else:
+                scores = self._key_scores(x)
+                mean, keys = prefix_softmax_mean(
+                    k.transpose(1, 2).to(g.dtype), scores, new, None if state is None else state.keys
+                )
+                global_key = self.key_interaction(g, mean.transpose(1, 2))
+        return self._output(q, x, global_key), AttentionState(queries, keys)
+
+    def _stream(self, g: Tensor, k: Tensor, mask: Tensor | None, state: AttentionState | None) -> tuple[Tensor, Tensor]:
+        """The global key (B, N, h, d) from keys that each met the global query up to itself, and its state."""
+        met = self.key_interaction(g, k.to(g.dtype))
+        score = self._scaled(self.key_score, g.dtype)
+        scores = F.linear(met.flatten(2), score.flatten(1)) if self.dense_score else (met * score).sum(-1)
+        mean, keys = prefix_softmax_mean(met.transpose(1, 2), scores.mT, mask, None if state is None else state.keys)
+        return mean.transpose(1, 2), keys
+
+    def _key_scores(self, x: Tensor) -> Tensor:
+        """The scores (B, h, N) of keys, whose interaction adds the same to all."""
+        dtype = accumulate_dtype(x)
+        score = self._scaled(self.key_score, dtype)
+        score = self.key_interaction.pull_back(score, torch.zeros_like(score))
+        return F.linear(x.to(dtype), self._pull_back(score, self._by_head(self.key, dtype)[0])).mT
+
+
+class AdditiveCrossAttention(PrefixAttention):
+    """Attention to the source through global vectors: its keys meet the global query up to each target token.
+
+    The output is W (k * v) + q with queries and values of the target tokens, as in Fastformer's layer. Another
+    interaction than the product would give each source one vector, whatever the target is.
+    """
+
+    def project(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """What the source (B, S, C) is needed for: its keys (B, h, S, d), and nothing (B, h, S, 0)."""
+        keys = self._vectors(self.key, source).transpose(1, 2)
+        return keys, keys[..., :0]
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        source: tuple[Tensor, Tensor],
+        source_mask: Tensor | None = None,
+        mask: Tensor | None = None,
+        state: AttentionState | None = None,
+    ) -> tuple[Tensor, AttentionState]:
+        """Read the source.
+
+        Args:
+            x: (B, N, C) target tokens.
+            source: what `project` made of the source.
+            source_mask: (B, S) bool, True where a source token counts; None: all do.
+            mask: (B, P + N) bool, True where a target token counts; None: all do.
+            state: of the P tokens before x; None: there are none.
+
+        Returns:
+            The output (B, N, C), and the state behind the last token.
+        """
+        q = self._vectors(self.query, x)
+        with maybe_autocast(x.device.type, enabled=False):
+            new = None if mask is None else mask[:, -x.shape[1] :]
+            g, queries = self._prefix_queries(x, q, new, None if state is None else state.queries)
+            global_key = self._meet(g, source[0], None if source_mask is None else source_mask[:, None, None])
+        return self._output(q, x, global_key), AttentionState(queries, queries[..., :0])
+
+
+class DotProductCrossAttention(nn.Module):
+    """The Transformer's attention to the source."""
+
+    def __init__(self, config: FastformerConfig) -> None:
+        super().__init__()
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.query, self.key, self.value, self.proj = (
+            nn.Linear(config.hidden_size, config.hidden_size) for _ in range(4)
+        )
+
+    def project(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, h, S, d) of the source (B, S, C)."""
+        return self._heads(self.key(source)), self._heads(self.value(source))
+
+    def forward(
+        self,
+        x: Tensor,
+        source: tuple[Tensor, Tensor],
+        source_mask: Tensor | None = None,
+        mask: Tensor | None = None,
+        state: AttentionState | None = None,
+    ) -> tuple[Tensor, None]:
+        """Read the source; the arguments are those of `AdditiveCrossAttention`, the last two without effect."""
+        allowed = None if source_mask is None else source_mask[:, None, None]
+        y = attend(self._heads(self.query(x)), *source, allowed)
+        return self.proj(y.transpose(1, 2).flatten(2)), None
+
+    def _heads(self, x: Tensor) -> Tensor:  # (B, N, C) -> (B, h, N, d)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Dot-product attention that gives zero where nothing is allowed.
+
+    Args:
+        query: (B, h, N, e)
+        key: (B, h, S, e)
+        value: (B, h, S, d)
+        allowed: (B, 1, N or 1, S) bool; None: everywhere.
+        is_causal: instead, token i sees those up to i.
+        scale: of the scores; None: 1 / sqrt(e).
+    """
+    if allowed is None:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+    empty = ~allowed.any(-1, keepdim=True)
+    y = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed | empty, scale=scale)
+    return y.masked_fill(empty, 0.0)
+
+
+def _allowed(tokens: int, keys: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Which keys (B, h, P + N, d) each of N tokens sees, (B or 1, 1, N, P + N); None: all up to itself."""
+    total = keys.shape[2]
+    if mask is None and tokens in (1, total):
+        # All keys for one token; for a whole text, attention has a causal form without a mask.
+        return None
+    causal = torch.ones(tokens, total, dtype=torch.bool, device=keys.device).tril(total - tokens)[None, None]
+    return causal if mask is None else causal & mask[:, None, None]

@@ -1,0 +1,120 @@
+"""The softmax-weighted mean of every prefix of a text (Fastformer Eq. 4 and Eq. 6 up to each token), in linear time.
+
+With L_i the log of the sum of exp(s_j) over j <= i, the mean up to i is the sum of exp(s_j - L_i) x_j. No exponent is
+positive, whatever the scores are, and nothing in it depends on a later token. Chunks of tokens are summed by a
+triangular product each; their ends are such a sequence again, and a shorter one.
+
+Shapes: B batch, N tokens, h heads, d channels of a head.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.utils.generic import maybe_autocast
+
+CHUNK = 16
+
+
+def prefix_softmax_mean(
+    x: Tensor, scores: Tensor, mask: Tensor | None = None, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Means of the vectors up to each token, weighted by the softmax of their scores (Fastformer Eq. 4, each prefix).
+
+    Args:
+        x: (B, h, N, d), in scores' dtype.
+        scores: (B, h, N), float32 or float64; finite.
+        mask: (B, N) bool, True where a token counts; None: all do. A prefix without such a token has a mean of zero.
+        state: what an earlier call returned, of the tokens before these; None: there are none.
+
+    Returns:
+        The means (B, h, N, d), and the state (B, h, 1, d + 1) behind the last token: its mean, and the log of the sum
+        of the exponentials.
+    """
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None], -torch.inf)
+    with maybe_autocast(x.device.type, enabled=False):
+        if state is None:
+            means, log_sums = _PrefixMean.apply(x, scores)
+        elif x.shape[2] == 1:
+            means, log_sums = _step(x, scores, state)
+        else:
+            # What came before acts as one vector, whose score is the log of its sum.
+            x, scores = torch.cat([state[..., :-1], x], 2), torch.cat([state[..., -1], scores], 2)
+            means, log_sums = (y[:, :, 1:] for y in _PrefixMean.apply(x, scores))
+        return means, torch.cat([means[:, :, -1:], log_sums[:, :, -1:, None]], -1)
+
+
+def _step(x: Tensor, scores: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean (B, h, 1, d) and the log of the sum (B, h, 1) after one more token."""
+    before = state[..., -1]
+    log_sums = torch.logaddexp(before, scores)
+    # A difference of means, for one product.
+    means = torch.lerp(state[..., :-1], x, torch.exp(scores - log_sums)[..., None])
+    return means, log_sums
+
+
+class _PrefixMean(torch.autograd.Function):
+    """Means and logs of sums; the backward pass repeats the weights instead of keeping them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        # The least number, not minus infinity, before the first token that counts: differences stay defined.
+        log_sums = torch.logcumsumexp(scores, -1).clamp_min_(torch.finfo(scores.dtype).min)
+        means = _sum_before(x, scores, log_sums)
+        ctx.save_for_backward(x, scores, log_sums, means)
+        return means, log_sums
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_means: Tensor, grad_log_sums: Tensor) -> tuple[Tensor, Tensor]:
+        x, scores, log_sums, means = ctx.saved_tensors
+        with maybe_autocast(x.device.type, enabled=False):
+            shared = (grad_means * means).sum(-1) - grad_log_sums
+            sums = _sum_after(torch.cat([grad_means, shared[..., None]], -1), scores, log_sums)
+            grad_x = sums[..., :-1]
+            return grad_x, (grad_x * x).sum(-1) - sums[..., -1]
+
+
+def _sum_before(x: Tensor, scores: Tensor, log_sums: Tensor) -> Tensor:
+    """The sum over j <= i of exp(scores_j - log_sums_i) x_j, (..., N, d) of x (..., N, d) and scores (..., N)."""
+    tokens = x.shape[-2]
+    if tokens <= CHUNK:
+        return _weights(scores, log_sums) @ x
+    x, scores, log_sums = _chunks(x, scores, log_sums)
+    sums = _weights(scores, log_sums) @ x
+    ends = log_sums[..., :-1, -1]
+    earlier = _sum_before(sums[..., :-1, -1, :], ends, ends)
+    decay = torch.exp(ends[..., None] - log_sums[..., 1:, :])
+    sums[..., 1:, :, :].addcmul_(decay[..., None], earlier[..., None, :])
+    return sums.flatten(-3, -2)[..., :tokens, :]
+
+
+def _sum_after(y: Tensor, scores: Tensor, log_sums: Tensor) -> Tensor:
+    """The sum over i >= j of exp(scores_j - log_sums_i) y_i: `_sum_before`, transposed."""
+    tokens = y.shape[-2]
+    if tokens <= CHUNK:
+        return _weights(scores, log_sums).mT @ y
+    y, scores, log_sums = _chunks(y, scores, log_sums)
+    sums = _weights(scores, log_sums).mT @ y
+    ends = log_sums[..., :-1, -1]
+    decay = torch.exp(ends[..., None] - log_sums[..., 1:, :])
+    later = _sum_after((decay[..., None, :] @ y[..., 1:, :, :]).squeeze(-2), ends, ends)
+    gain = torch.exp(scores[..., :-1, :] - ends[..., None])
+    sums[..., :-1, :, :].addcmul_(gain[..., None], later[..., None, :])
+    return sums.flatten(-3, -2)[..., :tokens, :]
+
+
+def _weights(scores: Tensor, log_sums: Tensor) -> Tensor:
+    """exp(scores_j - log_sums_i) at (i, j), zero where j > i."""
+    return (scores[..., None, :] - log_sums[..., None]).exp_().tril_()
+
+
+def _chunks(x: Tensor, scores: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in chunks (..., N / CHUNK, CHUNK), filled up with tokens of no weight."""
+    more = -x.shape[-2] % CHUNK
+    if more:
+        x, scores = F.pad(x, (0, 0, 0, more)), F.pad(scores, (0, more), value=-torch.inf)
+        log_sums = F.pad(log_sums, (0, more), value=torch.finfo(log_sums.dtype).max)
+    return x.unflatten(-2, (-1, CHUNK)), scores.unflatten(-1, (-1, CHUNK)), log_sums.unflatten(-1, (-1, CHUNK))
