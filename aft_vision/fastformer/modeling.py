@@ -80,13 +80,18 @@ class FastformerPreTrainedModel(PreTrainedModel):
 
 
 class FastformerModel(FastformerPreTrainedModel):
-    """Embeddings, the encoder that `config.encoder_mixer` names, and additive pooling to one vector for a text."""
+    """Embeddings, the encoder that `config.encoder_mixer` names, and additive pooling to one vector for a text.
 
-    def __init__(self, config: FastformerConfig) -> None:
+    Args:
+        config: what it is made of.
+        use_pooling: False: no pooling, and a `pooler_output` of None.
+    """
+
+    def __init__(self, config: FastformerConfig, use_pooling: bool = True) -> None:
         super().__init__(config)
         self.embeddings = FastformerEmbeddings(config)
         self.encoder = create_encoder(config)
-        self.pooling = AdditivePooling(config)
+        self.pooling = AdditivePooling(config) if use_pooling else None
         self.post_init()
 
     @can_return_tuple
@@ -130,7 +135,7 @@ class FastformerModel(FastformerPreTrainedModel):
         )
         return BaseModelOutputWithPooling(
             last_hidden_state=encoded.last_hidden_state,
-            pooler_output=self.pooling(encoded.last_hidden_state, mask),
+            pooler_output=None if self.pooling is None else self.pooling(encoded.last_hidden_state, mask),
             hidden_states=encoded.hidden_states,
             attentions=encoded.attentions,
         )

@@ -1,0 +1,125 @@
+"""What a decoder keeps between the tokens that it generates, as a cache of transformers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+
+
+class StateLayer(CacheLayerMixin):
+    """Two tensors of one layer, rows of a batch first. Unlike the keys of others they do not grow: new ones replace."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.cumulative_length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """Put two tensors in the place of those before.
+
+        Args:
+            key_states: (B, ...)
+            value_states: (B, ...)
+            tokens: how many more tokens they know of.
+        """
+        self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = key_states, value_states
+        self.cumulative_length += tokens
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Tokens so far."""
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of a mask over all tokens."""
+        return self.cumulative_length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: any number of tokens fits."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.keys = self.values = None
+        self.is_initialized, self.cumulative_length = False, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Always refused.
+
+        Raises:
+            ValueError: the layer does not know what it was before its last tokens.
+        """
+        raise ValueError(
+            f'a Fastformer cache keeps sums over all tokens and cannot drop the last {tokens_to_remove}: assisted and '
+            'prompt-lookup decoding are not possible'
+        )
+
+
+class FastformerCache(EncoderDecoderCache):
+    """The states of a decoder's layers, and what they project the source to."""
+
+    def __init__(self) -> None:
+        super().__init__(Cache(layer_class_to_replicate=StateLayer), Cache(layer_class_to_replicate=StateLayer))
+        self._sources: Tensor | None = None
+
+    def read(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """The two tensors of a layer; None before the first token."""
+        return _read(self.self_attention_cache, index)
+
+    def write(self, index: int, keys: Tensor, values: Tensor, tokens: int) -> None:
+        """Put two tensors in a layer, which know of so many more tokens."""
+        self.self_attention_cache.update(keys, values, index, tokens)
+
+    def read_source(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of the source; None before the first token."""
+        return _read(self.cross_attention_cache, index)
+
+    def write_source(self, index: int, keys: Tensor, values: Tensor) -> None:
+        """Keep keys and values (B, h, S, d) of the source."""
+        self.cross_attention_cache.update(keys, values, index, keys.shape[2])
+        self.is_updated[index] = True
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes a copy of row beam_idx[i]; the source only where that makes a difference."""
+        self.self_attention_cache.reorder_cache(beam_idx)
+        if not self.is_updated:
+            return
+        if self._sources is None:
+            self._sources = _number_distinct(self.cross_attention_cache.layers[0].keys)
+        sources = self._sources[beam_idx.to(self._sources.device)]
+        # The beams of a text share its source, which is most of the cache.
+        if not torch.equal(sources, self._sources):
+            self._sources = sources
+            self.cross_attention_cache.reorder_cache(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Always refused, with a ValueError: see `StateLayer`."""
+        StateLayer().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget all tokens and the source."""
+        super().reset()
+        self.is_updated.clear()
+        self._sources = None
+
+
+def _read(cache: Cache, index: int) -> tuple[Tensor, Tensor] | None:
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    return (layer.keys, layer.values) if layer is not None and layer.is_initialized else None
+
+
+def _number_distinct(rows: Tensor) -> Tensor:
+    """Numbers (B,) of rows (B, ...), the same for neighbours that are equal."""
+    differ = (rows[1:] != rows[:-1]).flatten(1).any(1)
+    return torch.cat([differ.new_zeros(1), differ]).cumsum(0)

@@ -1,0 +1,162 @@
+"""The decoder: layers that mix the target's tokens, read the source, and predict the next token from both."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from .cache import FastformerCache
+from .causal import AdditiveCrossAttention, AttentionState, CausalFastformerAttention, DotProductCrossAttention
+from .config import FastformerConfig
+from .encoder import FeedForward
+
+CROSS_ATTENTIONS = {'dot_product': DotProductCrossAttention, 'additive': AdditiveCrossAttention}
+
+
+class FastformerDecoderLayer(GradientCheckpointingLayer):
+    """Causal attention, attention to the source and a feed-forward network, each with residual and LayerNorm behind."""
+
+    def __init__(self, config: FastformerConfig) -> None:
+        super().__init__()
+        dim, eps = config.hidden_size, config.layer_norm_eps
+        self.attn = CausalFastformerAttention(config)
+        self.norm1 = nn.LayerNorm(dim, eps)
+        self.cross_attn = CROSS_ATTENTIONS[config.cross_attention](config)
+        self.norm2 = nn.LayerNorm(dim, eps)
+        self.mlp = FeedForward(config)
+        self.norm3 = nn.LayerNorm(dim, eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        x: Tensor,
+        source: tuple[Tensor, Tensor],
+        source_mask: Tensor | None = None,
+        mask: Tensor | None = None,
+        state: AttentionState | None = None,
+        cross_state: AttentionState | None = None,
+    ) -> tuple[Tensor, AttentionState, AttentionState | None]:
+        """The output (B, N, C) and the states of both attentions; the arguments are theirs."""
+        y, state = self.attn(x, mask, state)
+        x = self.norm1(x + self.dropout(y))
+        y, cross_state = self.cross_attn(x, source, source_mask, mask, cross_state)
+        x = self.norm2(x + self.dropout(y))
+        return self.norm3(x + self.dropout(self.mlp(x))), state, cross_state
+
+
+class DecoderEmbeddings(nn.Module):
+    """Token embeddings, projected to the hidden size, plus positions; normalised, with dropout."""
+
+    def __init__(self, config: FastformerConfig) -> None:
+        super().__init__()
+        same = config.embedding_size == config.hidden_size
+        self.projection = nn.Identity() if same else nn.Linear(config.embedding_size, config.hidden_size)
+        self.embed_positions = nn.Embedding(config.max_target_positions, config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, inputs_embeds: Tensor, before: int = 0, mask: Tensor | None = None) -> Tensor:
+        """Hidden states (B, N, C) of token embeddings (B, N, embedding_size).
+
+        Args:
+            inputs_embeds: (B, N, embedding_size)
+            before: P, tokens before these.
+            mask: (B, P + N) bool: positions count the tokens that do; None: all do.
+
+        Raises:
+            ValueError: the text is longer than the positions.
+        """
+        length, limit = before + inputs_embeds.shape[1], self.embed_positions.num_embeddings
+        if length > limit:
+            raise ValueError(
+                f'a generated text may have {limit} tokens (max_target_positions), its beginning included, got '
+                f'{length}: lower max_new_tokens, truncate the labels, or raise max_target_positions'
+            )
+        if mask is None:
+            positions = self.embed_positions.weight[before:length]
+        else:
+            positions = self.embed_positions((mask.cumsum(1) - 1).clamp_min(0)[:, before:])
+        return self.dropout(self.norm(self.projection(inputs_embeds) + positions))
+
+
+class FastformerDecoder(nn.Module):
+    """Decoder layers behind embeddings; with `share_layers` one layer, applied `decoder_layers` times."""
+
+    def __init__(self, config: FastformerConfig) -> None:
+        super().__init__()
+        self.depth = config.decoder_layers
+        self.embeddings = DecoderEmbeddings(config)
+        count = 1 if config.share_layers else self.depth
+        self.layers = nn.ModuleList(FastformerDecoderLayer(config) for _ in range(count))
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: FastformerCache | None = None,
+        output_hidden_states: bool = False,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Decode embedded tokens.
+
+        Args:
+            inputs_embeds: (B, N, embedding_size)
+            attention_mask: (B, P + N), 1 or True where a token counts, of the P tokens in past_key_values too; None:
+                all do.
+            encoder_hidden_states: (B, S, C); not needed where past_key_values holds a source.
+            encoder_attention_mask: (B, S), 1 or True where a source token counts; None: all do.
+            past_key_values: what earlier tokens left, which these are added to; None: nothing is kept.
+            output_hidden_states: also return the input of every layer, and the last output.
+
+        Raises:
+            ValueError: a mask of another shape, more tokens than positions, or no source.
+        """
+        cache = past_key_values
+        before = 0 if cache is None else cache.get_seq_length()
+        mask, source_mask = _as_bool(attention_mask), _as_bool(encoder_attention_mask)
+        expected = (inputs_embeds.shape[0], before + inputs_embeds.shape[1])
+        if mask is not None and mask.shape != expected:
+            raise ValueError(f'decoder_attention_mask must have shape {expected}, got {tuple(mask.shape)}')
+        x = self.embeddings(inputs_embeds, before, mask)
+        sources = [self._project(i, encoder_hidden_states, cache) for i in range(len(self.layers))]
+        states = [x]
+        for i in range(self.depth):
+            index = i % len(self.layers)
+            past = self._read(cache, i)
+            x, *new = self.layers[index](x, sources[index], source_mask, mask, *past)
+            self._write(cache, i, new, inputs_embeds.shape[1])
+            states.append(x)
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=x,
+            past_key_values=cache,
+            hidden_states=tuple(states) if output_hidden_states else None,
+        )
+
+    def _project(self, index: int, source: Tensor | None, cache: FastformerCache | None) -> tuple[Tensor, Tensor]:
+        """What a layer needs of the source, computed once for a cache."""
+        kept = None if cache is None else cache.read_source(index)
+        if kept is not None:
+            return kept
+        if source is None:
+            raise ValueError('the decoder needs the states of the encoder, or a cache that holds their projections')
+        projected = self.layers[index].cross_attn.project(source)
+        if cache is not None:
+            cache.write_source(index, *projected)
+        return projected
+
+    def _read(self, cache: FastformerCache | None, index: int) -> list[AttentionState | None]:
+        """The states of a layer's two attentions."""
+        kept = [None, None] if cache is None else [cache.read(index), cache.read(self.depth + index)]
+        return [None if pair is None else AttentionState(*pair) for pair in kept]
+
+    def _write(self, cache: FastformerCache | None, index: int, states: list[Any], tokens: int) -> None:
+        for layer, state in zip((index, self.depth + index), states, strict=True):
+            if cache is not None and state is not None:
+                cache.write(layer, *state, tokens)
+
+
+def _as_bool(mask: Tensor | None) -> Tensor | None:
+    return mask if mask is None else mask.to(torch.bool)

@@ -1,0 +1,184 @@
+"""Fastformer that writes a text from a text: an encoder, a decoder and a head over the vocabulary (Fastformer Table 6).
+
+`generate` is that of transformers: greedy, beams, sampling.
+"""
+
+import copy
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
+from transformers.loss.loss_utils import fixed_cross_entropy
+from transformers.modeling_outputs import ModelOutput, Seq2SeqLMOutput
+from transformers.utils.generic import can_return_tuple
+
+from .cache import FastformerCache
+from .config import FastformerConfig
+from .decoder import FastformerDecoder
+from .modeling import FastformerModel, FastformerPreTrainedModel
+
+# The label of a token without a loss, in torch and in transformers.
+IGNORED = -100
+
+
+class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMixin):
+    """Any encoder, a causal Fastformer decoder that reads it, and the vocabulary's logits.
+
+    Encoder and decoder share the token embeddings, and the head does where `config.tie_word_embeddings`: then a linear
+    layer takes the hidden size to the embedding's, where the two differ. The switches `use_residual`, `use_layer_norm`,
+    `use_ffn` and `use_position_embeddings` are for the encoder: the decoder has all four.
+    """
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {'lm_head.weight': 'encoder.embeddings.embed_tokens.weight'}
+    _no_split_modules = ['FastformerLayer', 'FastformerDecoderLayer']  # noqa: RUF012
+    # What is kept of the tokens cannot forget the last ones: `generate` refuses an assistant.
+    _is_stateful = True
+    # `Trainer` then divides by the labels of a whole update, however many batches it has.
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: FastformerConfig) -> None:
+        if not config.is_encoder_decoder:
+            config = copy.deepcopy(config)
+            config.is_encoder_decoder = True
+        super().__init__(config)
+        self.encoder = FastformerModel(config, use_pooling=False)
+        self.decoder = FastformerDecoder(config)
+        width = config.embedding_size if config.tie_word_embeddings else config.hidden_size
+        same = width == config.hidden_size
+        self.output_projection = nn.Identity() if same else nn.Linear(config.hidden_size, width)
+        self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embeddings of encoder and decoder."""
+        return self.encoder.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace them."""
+        self.encoder.set_input_embeddings(value)
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """The labels (B, N) one place to the right, behind the start token; what has no loss becomes padding.
+
+        Raises:
+            ValueError: the config has no start token, or no padding token.
+        """
+        start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
+        if start is None or pad is None:
+            raise ValueError(
+                'labels need config.decoder_start_token_id and config.pad_token_id to make decoder_input_ids from, '
+                f'got {start} and {pad}'
+            )
+        shifted = torch.cat([labels.new_full((len(labels), 1), start), labels[:, :-1]], 1)
+        return shifted.masked_fill(shifted == IGNORED, pad)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: ModelOutput | tuple[Tensor, ...] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Seq2SeqLMOutput:
+        """Predict each next token of the target.
+
+        Args:
+            input_ids: (B, S) source.
+            attention_mask: (B, S), 1 or True where a source token counts; None: all do.
+            token_type_ids: not used; tokenisers return them.
+            decoder_input_ids: (B, N) target, from its start token; None: the labels, shifted.
+            decoder_attention_mask: (B, P + N), 1 or True where a target token counts, of the P tokens that
+                past_key_values holds too; None: all do. Padding behind a target needs no mask.
+            encoder_outputs: what `encoder` returned, instead of the source.
+            past_key_values: what an earlier call with use_cache returned: the tokens so far.
+            inputs_embeds: (B, S, embedding_size), instead of input_ids.
+            decoder_inputs_embeds: (B, N, embedding_size), instead of decoder_input_ids.
+            labels: (B, N), the token behind each of decoder_input_ids; -100 where there is no loss.
+            use_cache: return past_key_values; None: `config.use_cache`, outside training.
+            output_hidden_states: also return the states before, between and behind the layers.
+            output_attentions: also return the encoder's attention weights. The decoder has none to return.
+            num_items_in_batch: what the sum of the losses is divided by; None: the labels that have one.
+
+        Returns:
+            logits (B, N, vocab_size), the loss where there are labels, and past_key_values where there is a cache.
+
+        Raises:
+            ValueError: no target, a mask of another shape, or a text longer than the positions.
+        """
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if encoder_outputs is None and not (
+            isinstance(past_key_values, FastformerCache) and past_key_values.is_updated
+        ):
+            encoder_outputs = self.encoder(
+                input_ids,
+                attention_mask,
+                inputs_embeds=inputs_embeds,
+                output_hidden_states=output_hidden_states,
+                output_attentions=output_attentions,
+                return_dict=True,
+            )
+        source = None if encoder_outputs is None else encoder_outputs[0]
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        decoded = self.decoder(
+            self._embed_target(decoder_input_ids, decoder_inputs_embeds, labels),
+            decoder_attention_mask,
+            source,
+            attention_mask,
+            _as_cache(past_key_values) if use_cache and labels is None else None,
+            output_hidden_states,
+        )
+        logits = self.lm_head(self.output_projection(decoded.last_hidden_state))
+        return Seq2SeqLMOutput(
+            loss=None if labels is None else _loss(logits, labels, num_items_in_batch),
+            logits=logits,
+            past_key_values=decoded.past_key_values,
+            decoder_hidden_states=decoded.hidden_states,
+            encoder_last_hidden_state=source,
+            encoder_hidden_states=getattr(encoder_outputs, 'hidden_states', None),
+            encoder_attentions=getattr(encoder_outputs, 'attentions', None),
+        )
+
+    def _embed_target(self, ids: Tensor | None, embeds: Tensor | None, labels: Tensor | None) -> Tensor:
+        """Embeddings (B, N, embedding_size) of the target."""
+        if ids is not None and embeds is not None:
+            raise ValueError('expected decoder_input_ids or decoder_inputs_embeds, got both')
+        if embeds is not None:
+            return embeds
+        if ids is None:
+            if labels is None:
+                raise ValueError('expected decoder_input_ids, decoder_inputs_embeds or labels, got none of them')
+            ids = self.prepare_decoder_input_ids_from_labels(labels)
+        return self.get_input_embeddings()(ids)
+
+
+def _loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """Cross-entropy of the tokens with a label, in float32 at least."""
+    logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return fixed_cross_entropy(logits, labels.flatten().to(logits.device), num_items_in_batch, IGNORED)
+
+
+def _as_cache(past: Any) -> FastformerCache:
+    """The cache to add to: a new one where there is none, or an empty one of another kind, as `generate` makes it.
+
+    Raises:
+        ValueError: a cache of another kind that holds something.
+    """
+    if isinstance(past, FastformerCache):
+        return past
+    if past is None or past.get_seq_length() == 0:
+        return FastformerCache()
+    raise ValueError(f'past_key_values must be a FastformerCache, or empty, got {type(past).__name__}')
