@@ -108,7 +108,10 @@ def _sum_after(y: Tensor, scores: Tensor, log_sums: Tensor) -> Tensor:
 
 def _weights(scores: Tensor, log_sums: Tensor) -> Tensor:
     """exp(scores_j - log_sums_i) at (i, j), zero where j > i."""
-    return (scores[..., None, :] - log_sums[..., None]).exp_().tril_()
+    length = scores.shape[-1]
+    later = torch.full((length, length), -torch.inf, dtype=scores.dtype, device=scores.device).triu_(1)
+    # A later score is gone before the difference, which could overflow.
+    return (scores[..., None, :] + later).sub_(log_sums[..., None]).exp_()
 
 
 def _chunks(x: Tensor, scores: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Fastformer's layer term by term, head by head and text by text: the oracle of the tests."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,32 +37,110 @@ def linear(x: Tensor, p: Mapping[str, Tensor], name: str, heads: int) -> Tensor:
     return torch.stack([y] * heads, 1) if y.shape[1] < x.shape[1] else y.unflatten(1, (heads, -1))
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Queries, keys and values (N, h, d) of one text, and the parameters of each head."""
+
+    config: FastformerConfig
+    parameters: Mapping[str, Tensor]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def of(self, name: str) -> Tensor:
+        """A parameter, with a first dimension of heads."""
+        p = self.parameters[name]
+        return torch.cat([p] * self.config.num_attention_heads) if self.config.share_heads else p
+
+    def meet(self, name: str, head: int, g: Tensor, t: Tensor) -> Tensor:
+        """The interaction of a head's keys or values."""
+        concat = self.config.interaction == 'concat'
+        return interact(self.config, self.of(f'{name}_interaction.weight')[head] if concat else None, g, t)
+
+    def output(self, u: Tensor) -> Tensor:
+        """W u + q of every token, and the output projection (N, C)."""
+        p = self.parameters
+        y = F.linear(u.flatten(1), p['transform.weight'], p['transform.bias']) + self.q.flatten(1)
+        return F.linear(y, p['proj.weight'], p['proj.bias']) if self.config.use_output_proj else y
+
+
+def make_heads(config: FastformerConfig, p: Mapping[str, Tensor], x: Tensor, source: Tensor | None = None) -> Heads:
+    """The heads of one text (N, C), with the keys of a source (S, C) where there is one."""
+    heads = config.num_attention_heads
+    q, k = linear(x, p, 'query', heads), linear(x if source is None else source, p, 'key', heads)
+    return Heads(config, p, q, k, q if config.share_query_value else linear(x, p, 'value', heads))
+
+
+def pool(weights: Tensor, vectors: Tensor) -> Tensor:
+    """The sum (d,) of vectors (N, d), each with its weight."""
+    return torch.stack([weights[i] * vectors[i] for i in range(len(vectors))]).sum(0)
+
+
 def attend_one(config: FastformerConfig, p: Mapping[str, Tensor], x: Tensor, mask: Tensor) -> Tensor:
     """Fastformer Eq. 3 to Eq. 6 and the output R + Q of one text (N, C)."""
-    heads = config.num_attention_heads
-    q, k = linear(x, p, 'query', heads), linear(x, p, 'key', heads)
-    v = q if config.share_query_value else linear(x, p, 'value', heads)
-
-    def of(name: str) -> Tensor:  # the parameters of each head
-        return torch.cat([p[name]] * heads) if config.share_heads else p[name]
-
-    concat = config.interaction == 'concat'
-    of_keys, of_values = (
-        list(of(f'{name}_interaction.weight')) if concat else [None] * heads for name in ('key', 'value')
-    )
+    heads, tokens = make_heads(config, p, x), range(len(x))
     met = []
-    for h in range(heads):
-        alpha = softmax(scores(of('query_score'), h, q), mask)  # Eq. 3
-        global_query = torch.stack([alpha[i] * q[i, h] for i in range(len(x))]).sum(0)  # Eq. 4
-        met.append(torch.stack([interact(config, of_keys[h], global_query, k[i, h]) for i in range(len(x))]))
+    for h in range(config.num_attention_heads):
+        alpha = softmax(scores(heads.of('query_score'), h, heads.q), mask)  # Eq. 3
+        global_query = pool(alpha, heads.q[:, h])  # Eq. 4
+        met.append(torch.stack([heads.meet('key', h, global_query, heads.k[i, h]) for i in tokens]))
     p_all = torch.stack(met, 1)  # (N, h, d)
     u = []
-    for h in range(heads):
-        beta = softmax(scores(of('key_score'), h, p_all), mask)  # Eq. 5
-        global_key = torch.stack([beta[i] * p_all[i, h] for i in range(len(x))]).sum(0)  # Eq. 6
-        u.append(torch.stack([interact(config, of_values[h], global_key, v[i, h]) for i in range(len(x))]))
-    y = F.linear(torch.stack(u, 1).flatten(1), p['transform.weight'], p['transform.bias']) + q.flatten(1)
-    return F.linear(y, p['proj.weight'], p['proj.bias']) if config.use_output_proj else y
+    for h in range(config.num_attention_heads):
+        beta = softmax(scores(heads.of('key_score'), h, p_all), mask)  # Eq. 5
+        global_key = pool(beta, p_all[:, h])  # Eq. 6
+        u.append(torch.stack([heads.meet('value', h, global_key, heads.v[i, h]) for i in tokens]))
+    return heads.output(torch.stack(u, 1))
+
+
+def prefix_means(vectors: Tensor, score: Tensor, mask: Tensor) -> Tensor:
+    """The weighted mean (N, d) of vectors (N, d) up to each token (Fastformer Eq. 3, Eq. 4, each prefix)."""
+    return torch.stack([pool(softmax(score[:n], mask[:n]), vectors[:n]) for n in range(1, len(vectors) + 1)])
+
+
+def stream_one(config: FastformerConfig, p: Mapping[str, Tensor], x: Tensor, mask: Tensor) -> Tensor:
+    """The output (N, C) of causal='streaming': each key has met the global query up to itself."""
+    heads, tokens = make_heads(config, p, x), range(len(x))
+    met = []
+    for h in range(config.num_attention_heads):
+        global_query = prefix_means(heads.q[:, h], scores(heads.of('query_score'), h, heads.q), mask)
+        met.append(torch.stack([heads.meet('key', h, global_query[i], heads.k[i, h]) for i in tokens]))
+    p_all = torch.stack(met, 1)  # (N, h, d)
+    u = []
+    for h in range(config.num_attention_heads):
+        global_key = prefix_means(p_all[:, h], scores(heads.of('key_score'), h, p_all), mask)
+        u.append(torch.stack([heads.meet('value', h, global_key[i], heads.v[i, h]) for i in tokens]))
+    return heads.output(torch.stack(u, 1))
+
+
+def read_one(
+    config: FastformerConfig,
+    p: Mapping[str, Tensor],
+    x: Tensor,
+    source: Tensor,
+    mask: Tensor,
+    source_mask: Tensor,
+) -> Tensor:
+    """The output (N, C) of cross_attention='additive': the source's keys (S, ...) meet each target token's query."""
+    heads = make_heads(config, p, x, source)
+    queries = [
+        prefix_means(heads.q[:, h], scores(heads.of('query_score'), h, heads.q), mask)
+        for h in range(config.num_attention_heads)
+    ]
+    u = []
+    for i in range(len(x)):
+        met = torch.stack(
+            [
+                torch.stack([heads.meet('key', h, query[i], key) for key in heads.k[:, h]])
+                for h, query in enumerate(queries)
+            ],
+            1,
+        )  # (S, h, d)
+        global_keys = [
+            pool(softmax(scores(heads.of('key_score'), h, met), source_mask), met[:, h]) for h in range(len(queries))
+        ]
+        u.append(torch.stack([heads.meet('value', h, g, heads.v[i, h]) for h, g in enumerate(global_keys)]))
+    return heads.output(torch.stack(u))
 
 
 def attention(config: FastformerConfig, module: FastformerAttention, x: Tensor, mask: Tensor | None) -> Tensor:
