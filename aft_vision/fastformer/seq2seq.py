@@ -175,10 +175,12 @@ def _as_cache(past: Any) -> FastformerCache:
     """The cache to add to: a new one where there is none, or an empty one of another kind, as `generate` makes it.
 
     Raises:
-        ValueError: a cache of another kind that holds something.
+        ValueError: a cache of another kind that holds something, or one of a fixed length.
     """
     if isinstance(past, FastformerCache):
         return past
-    if past is None or past.get_seq_length() == 0:
+    if past is None or (past.get_seq_length() == 0 and not past.is_compileable):
         return FastformerCache()
-    raise ValueError(f'past_key_values must be a FastformerCache, or empty, got {type(past).__name__}')
+    raise ValueError(
+        f'past_key_values must be a FastformerCache or None, got {past!r}; leave cache_implementation as it is'
+    )
