@@ -71,7 +71,8 @@ class FastformerCache(EncoderDecoderCache):
 
     def __init__(self) -> None:
         super().__init__(Cache(layer_class_to_replicate=StateLayer), Cache(layer_class_to_replicate=StateLayer))
-        self._sources: Tensor | None = None
+        # Its states until a first reordering, then a number for each row: the same for equal neighbours.
+        self._source: Tensor | None = None
 
     def read(self, index: int) -> tuple[Tensor, Tensor] | None:
         """The two tensors of a layer; None before the first token."""
@@ -85,22 +86,22 @@ class FastformerCache(EncoderDecoderCache):
         """Keys and values of the source; None before the first token."""
         return _read(self.cross_attention_cache, index)
 
-    def write_source(self, index: int, keys: Tensor, values: Tensor) -> None:
-        """Keep keys and values (B, h, S, d) of the source."""
-        self.cross_attention_cache.update(keys, values, index, keys.shape[2])
-        self.is_updated[index] = True
+    def write_source(self, index: int, source: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Keep a layer's keys and values (B, h, S, d) of the source (B, S, C)."""
+        self.cross_attention_cache.update(keys, values, index, source.shape[1])
+        self.is_updated[index], self._source = True, source
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row beam_idx[i]; the source only where that makes a difference."""
         self.self_attention_cache.reorder_cache(beam_idx)
-        if not self.is_updated:
+        if self._source is None:
             return
-        if self._sources is None:
-            self._sources = _number_distinct(self.cross_attention_cache.layers[0].keys)
-        sources = self._sources[beam_idx.to(self._sources.device)]
+        if self._source.dim() > 1:
+            self._source = _number_distinct(self._source)
+        numbers = self._source[beam_idx.to(self._source.device)]
         # The beams of a text share its source, which is most of the cache.
-        if not torch.equal(sources, self._sources):
-            self._sources = sources
+        if not torch.equal(numbers, self._source):
+            self._source = numbers
             self.cross_attention_cache.reorder_cache(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -111,7 +112,7 @@ class FastformerCache(EncoderDecoderCache):
         """Forget all tokens and the source."""
         super().reset()
         self.is_updated.clear()
-        self._sources = None
+        self._source = None
 
 
 def _read(cache: Cache, index: int) -> tuple[Tensor, Tensor] | None:

@@ -144,7 +144,7 @@ class FastformerDecoder(nn.Module):
             raise ValueError('the decoder needs the states of the encoder, or a cache that holds their projections')
         projected = self.layers[index].cross_attn.project(source)
         if cache is not None:
-            cache.write_source(index, *projected)
+            cache.write_source(index, source, *projected)
         return projected
 
     def _read(self, cache: FastformerCache | None, index: int) -> list[AttentionState | None]:

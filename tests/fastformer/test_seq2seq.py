@@ -148,19 +148,19 @@ def test_a_beginning_may_be_given_and_padded_at_the_left(causal: str):
 )
 def test_a_reordered_cache_goes_on_with_the_chosen_rows(kind: dict[str, object], order: list[int], within: bool):
     model = make_model(**kind).double()
-    sources, target = (x.repeat_interleave(2, 0) for x in make_sources().values()), make_ids(6, 5, seed=1)
-    ids, mask = sources
-    past = model(ids, mask, decoder_input_ids=target[:, :4]).past_key_values
+    source = model.encoder(**make_sources())[0].repeat_interleave(2, 0)
+    mask, target = make_sources()['attention_mask'].repeat_interleave(2, 0), make_ids(6, 5, seed=1)
+    past = model(encoder_outputs=(source,), attention_mask=mask, decoder_input_ids=target[:, :4]).past_key_values
     chosen = torch.tensor(order)
     kept = past.cross_attention_cache.layers[0].keys
     for _ in range(2):
         past.reorder_cache(chosen)
-        target = target[chosen]
-        ids, mask = ids[chosen], mask[chosen]
+        source, mask, target = source[chosen], mask[chosen], target[chosen]
     # The source of a beam is that of its text: nothing is copied.
     assert (past.cross_attention_cache.layers[0].keys is kept) == within
-    found = model(ids, mask, decoder_input_ids=target[:, 4:], past_key_values=past).logits
-    assert_close(found, model(ids, mask, decoder_input_ids=target).logits[:, 4:], 1e-10)
+    found = model(attention_mask=mask, decoder_input_ids=target[:, 4:], past_key_values=past).logits
+    expected = model(encoder_outputs=(source,), attention_mask=mask, decoder_input_ids=target).logits
+    assert_close(found, expected[:, 4:], 1e-10)
 
 
 def test_a_cache_is_empty_again_after_a_reset():
