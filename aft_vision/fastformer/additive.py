@@ -100,6 +100,9 @@ class FastformerAttention(nn.Module):
     rest is composed too: given the global key, the output of a token is one product with a (C, C) matrix. Memory is
     linear in N, and nothing of a token is kept for the backward pass but x and 2 h weights.
 
+    All of this reads the weights of the linear layers. Where one is wrapped, replaced or has hooks, as adapters,
+    quantisation and offloading do it, all are called with the tokens instead, and the equations computed as written.
+
     The paper's count of parameters, 3 h d^2 + 2 h d, takes d for the width of each head's input. With d = C / h they
     are 3 C^2 + 2 C, biases aside, with shared queries and values; C^2 more without. The output projection adds C^2.
 
@@ -145,24 +148,38 @@ class FastformerAttention(nn.Module):
         Returns:
             The output (B, N, C) and the weights alpha and beta (B, h, N) of queries and keys.
         """
+        if not all(_may_be_read(linear) for linear in self._linears()):
+            return self._forward_as_written(x, mask)
         with maybe_autocast(x.device.type, enabled=False):
             alpha, beta, global_key = self._attend(x, mask)
             composed = x.shape[1] >= x.shape[2]
             weight, bias = self._compose(global_key) if composed else (None, None)
         if weight is None or bias is None:
-            return self._mix_token_wise(x, global_key), alpha, beta
+            return self._mix_token_wise(*self._queries_and_values(x), global_key), alpha, beta
         # Autocast, where it is on, chooses the dtype of this product.
         return torch.baddbmm(bias.to(x.dtype), x, weight.to(x.dtype).mT), alpha, beta
 
+    def _forward_as_written(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """`forward` with a query, key and value of each token, each from one call of its linear layer."""
+        q, v = self._queries_and_values(x)
+        k = self._heads_of(self.key(x))
+        with maybe_autocast(x.device.type, enabled=False):
+            dtype = accumulate_dtype(x)
+            q_wide, k_wide = q.to(dtype), k.to(dtype)
+            query_score, key_score = self._scores(dtype)
+            alpha = masked_softmax(self._score(query_score, q_wide), mask)
+            global_query = torch.einsum('bhn,bnhd->bhd', alpha, q_wide)
+            p = self.key_interaction(global_query[:, None], k_wide)
+            beta = masked_softmax(self._score(key_score, p), mask)
+            global_key = torch.einsum('bhn,bnhd->bhd', beta, p)
+        return self._mix_token_wise(q, v, global_key), alpha, beta
+
     def _attend(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Alpha and beta (B, h, N), and the global key (B, h, d) (Fastformer Eq. 3-6)."""
-        scale, dtype = self.head_dim**-0.5, accumulate_dtype(x)
+        dtype = accumulate_dtype(x)
         query, query_bias = self._by_head(self.query, dtype)
         key, key_bias = self._by_head(self.key, dtype)
-        query_score, key_score = (
-            score.to(dtype).expand(self.num_heads, *score.shape[1:]) * scale
-            for score in (self.query_score, self.key_score)
-        )
+        query_score, key_score = self._scores(dtype)
         alpha, mean = additive_pool(x, self._pull_back(query_score, query)[None], mask)
         global_query = _project(query, mean) + query_bias * alpha.sum(-1, keepdim=True)
         # Between the heads of a dense score stands the dimension of those that it sees.
@@ -177,27 +194,46 @@ class FastformerAttention(nn.Module):
         dtype = global_key.dtype
         query, query_bias = self._by_head(self.query, dtype)
         value, value_bias = (query, query_bias) if self.value is None else self._by_head(self.value, dtype)
-        transform, transform_bias = _affine(self.transform, dtype)
+        transform, transform_bias = self.transform.weight.to(dtype), self.transform.bias.to(dtype)
         mixed = self.value_interaction.compose(global_key, value).flatten(1, 2)  # (B or 1, C, C)
         mixed_bias = self.value_interaction(global_key, value_bias).flatten(1)  # (B, C)
         query, query_bias = query.flatten(0, 1), query_bias.flatten() + transform_bias
         if self.proj is not None:
-            proj, proj_bias = _affine(self.proj, dtype)
+            proj, proj_bias = self.proj.weight.to(dtype), self.proj.bias.to(dtype)
             transform, query, query_bias = proj @ transform, proj @ query, F.linear(query_bias, proj, proj_bias)
         weight = transform @ mixed + query
         return weight.expand(len(global_key), -1, -1), F.linear(mixed_bias, transform, query_bias)[:, None]
 
-    def _mix_token_wise(self, x: Tensor, global_key: Tensor) -> Tensor:
-        """The output (B, N, C) with the query, the value and the interaction of each token."""
-        heads = (self.num_heads, self.head_dim)
-        q = self.query(x).unflatten(-1, (-1, self.head_dim)).expand(*x.shape[:2], *heads)
-        v = q if self.value is None else self.value(x).unflatten(-1, (-1, self.head_dim))
-        return self._combine(q, self.value_interaction(global_key[:, None].to(q.dtype), v))
-
-    def _combine(self, q: Tensor, u: Tensor) -> Tensor:
-        """The output (B, N, C) of queries and of values that met the global key, both (B, N, h, d)."""
-        y = self.transform(u.flatten(2)) + q.flatten(2)
+    def _mix_token_wise(self, q: Tensor, v: Tensor, global_key: Tensor) -> Tensor:
+        """The output (B, N, C) from the query and the value (B, N, h, d) of each token."""
+        u = self.value_interaction(global_key[:, None].to(v.dtype), v).flatten(2)
+        y = self.transform(u) + q.flatten(2)
         return y if self.proj is None else self.proj(y)
+
+    def _queries_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Both (B, N, h, d)."""
+        q = self._heads_of(self.query(x))
+        return q, q if self.value is None else self._heads_of(self.value(x))
+
+    def _heads_of(self, y: Tensor) -> Tensor:
+        """What a linear layer gives each token as (B, N, h, d); shared heads are repeated."""
+        return y.unflatten(-1, (-1, self.head_dim)).expand(*y.shape[:2], self.num_heads, self.head_dim)
+
+    def _linears(self) -> list[nn.Linear]:
+        """The linear layers that there are."""
+        named = (self.query, self.key, self.value, self.transform, self.proj)
+        return [linear for linear in named if linear is not None]
+
+    def _scores(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """w_q and w_k, (h, d) or (h, h, d), over the root of d; shared heads are repeated."""
+        scale = self.head_dim**-0.5
+        wide = (score.to(dtype) for score in (self.query_score, self.key_score))
+        query_score, key_score = (score.expand(self.num_heads, *score.shape[1:]) * scale for score in wide)
+        return query_score, key_score
+
+    def _score(self, weight: Tensor, vectors: Tensor) -> Tensor:
+        """The scores (B, h, N) of vectors (B, N, h, d), with weight (h, d), or (h, h, d) where each head sees all."""
+        return torch.einsum('kjd,bnjd->bkn' if self.dense_score else 'hd,bnhd->bhn', weight, vectors)
 
     def _pull_back(self, score: Tensor, weight: Tensor) -> Tensor:
         """A score of queries or keys as one of tokens (..., h, C).
@@ -210,19 +246,18 @@ class FastformerAttention(nn.Module):
 
     def _by_head(self, linear: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The weight (h, d, C) and bias (h, d) of queries, keys or values; shared heads are repeated."""
-        weight, bias = _affine(linear, dtype)
-        weight, bias = weight.unflatten(0, (-1, self.head_dim)), bias.unflatten(0, (-1, self.head_dim))
+        weight, bias = (p.to(dtype).unflatten(0, (-1, self.head_dim)) for p in (linear.weight, linear.bias))
         return weight.expand(self.num_heads, -1, -1), bias.expand(self.num_heads, -1)
 
 
-def _affine(linear: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The weight and bias of a linear layer, also of one that an adapter has wrapped."""
-    if type(linear) is nn.Linear:
-        return linear.weight.to(dtype), linear.bias.to(dtype)
-    parameter = next(linear.parameters())
-    eye = torch.eye(linear.in_features, dtype=parameter.dtype, device=parameter.device)
-    bias = linear(torch.zeros_like(eye[:1])).to(dtype)
-    return (linear(eye).to(dtype) - bias).mT, bias[0]
+def _may_be_read(linear: nn.Module) -> bool:
+    """Whether a linear layer is what its weight and bias say, and nobody waits for it to be called.
+
+    An adapter's or quantised layer, and a parametrised one, has another class; hooks see what goes in and comes out, or
+    fetch the weights; offloading replaces `forward` itself.
+    """
+    hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
+    return type(linear) is nn.Linear and not any(hooks) and 'forward' not in linear.__dict__
 
 
 def _project(weight: Tensor, mean: Tensor) -> Tensor:

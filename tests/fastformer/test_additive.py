@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import BOUNDS, assert_close, generator, randn
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from aft_vision.fastformer import FastformerConfig, reference
 from aft_vision.fastformer.additive import AdditivePooling, FastformerAttention, additive_pool, masked_softmax
@@ -38,6 +39,22 @@ def make_mask(B: int, N: int) -> Tensor:
 def test_attention_equals_the_loops_in_value_and_gradients(score, share_heads, interaction, share, N, masked):
     switches = dict(score=score, share_heads=share_heads, interaction=interaction)
     config, module = make_attention(**switches, share_query_value=share, use_output_proj=share ^ masked)
+    assert_equals_the_loops(config, module, N, masked)
+
+
+@pytest.mark.parametrize('share', [True, False], ids=['qv', 'q_v'])
+@pytest.mark.parametrize('interaction', ['multiply', 'add', 'concat'])
+@pytest.mark.parametrize(('score', 'share_heads'), SCORES)
+def test_attention_that_calls_its_linear_layers_equals_the_loops(score, share_heads, interaction, share):
+    switches = dict(score=score, share_heads=share_heads, interaction=interaction)
+    config, module = make_attention(**switches, share_query_value=share, use_output_proj=share)
+    called = []
+    module.key.register_forward_hook(lambda *_: called.append(1))
+    assert_equals_the_loops(config, module, LENGTHS[1], masked=True)
+    assert called == [1]
+
+
+def assert_equals_the_loops(config: FastformerConfig, module: nn.Module, N: int, masked: bool) -> None:
     x = randn(3, N, C, seed=50).requires_grad_()
     mask = make_mask(3, N) if masked else None
     leaves = {'x': x, **dict(module.named_parameters())}
@@ -60,10 +77,12 @@ def test_attention_returns_weights_that_sum_to_one_over_the_tokens_that_count(N:
         assert not weights.masked_select(~mask[:, None].expand_as(weights)).any()
 
 
-@pytest.mark.parametrize('N', LENGTHS)
+@pytest.mark.parametrize(('N', 'hooked'), [(LENGTHS[0], False), (LENGTHS[1], False), (LENGTHS[1], True)])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_attention_in_a_lower_precision_is_near_float64(dtype: torch.dtype, N: int):
+def test_attention_in_a_lower_precision_is_near_float64(dtype: torch.dtype, N: int, hooked: bool):
     config, module = make_attention()
+    if hooked:
+        module.query.register_forward_hook(lambda *_: None)
     x, weight = (randn(3, N, C, seed=seed).bfloat16().double() for seed in (0, 1))
     mask, wide, narrow = make_mask(3, N), x.clone().requires_grad_(), x.to(dtype).requires_grad_()
     y = reference.attention(config, module, wide, mask)
@@ -102,7 +121,8 @@ def test_both_ways_through_the_values_agree(score: str, interaction: str):
     module = make_attention(score=score, interaction=interaction, share_query_value=False)[1]
     x = randn(2, C, C)
     global_key = module._attend(x, None)[2]
-    assert_close(module._mix_token_wise(x, global_key), module(x)[0], 1e-12)
+    token_wise = module._mix_token_wise(*module._queries_and_values(x), global_key)
+    assert_close(token_wise, module(x)[0], 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +154,7 @@ class Adapted(nn.Module):
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
-        self.base, self.in_features = base, base.in_features
+        self.base = base
         self.down, self.up = nn.Linear(C, 2, bias=False).double(), nn.Linear(2, C, bias=False).double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,6 +171,61 @@ def test_an_adapter_around_a_linear_layer_takes_effect(N: int):
             getattr(merged, name).weight.add_(adapted.up.weight @ adapted.down.weight)
     x = randn(2, N, C)
     assert_close(module(x)[0], merged(x)[0], 1e-12)
+
+
+class Recorded(nn.Module):
+    """A linear layer behind dropout, as adapters have it, that keeps what it returned."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.returned = base, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.returned.append(self.base(F.dropout(x, 0.5)))
+        return self.returned[-1]
+
+
+@pytest.mark.parametrize('N', LENGTHS)
+def test_dropout_in_an_adapter_is_drawn_once_for_each_token(monkeypatch, N: int):
+    config, module = make_attention()
+    module.query, module.key = Recorded(module.query), Recorded(module.key)
+    x, mask = randn(3, N, C).requires_grad_(), make_mask(3, N)
+    torch.manual_seed(0)
+    y = module(x, mask)[0]
+    drawn = {name: getattr(module, name).returned for name in ('query', 'key')}
+    assert [len(calls) for calls in drawn.values()] == [1, 1]
+    rows = {name: iter(calls[0].unflatten(-1, (HEADS, -1))) for name, calls in drawn.items()}
+    monkeypatch.setattr(reference, 'linear', lambda x, p, name, heads: next(rows[name]))
+    expected = reference.attention(config, module, x, mask)
+    assert_close(y, expected, 1e-12)
+    (found,), (wanted,) = (torch.autograd.grad(z.square().sum(), x, retain_graph=True) for z in (y, expected))
+    assert_close(found, wanted, 1e-10)
+
+
+HOOKS = ('register_forward_pre_hook', 'register_forward_hook', 'register_full_backward_pre_hook')
+
+
+@pytest.mark.parametrize('hook', [*HOOKS, 'register_full_backward_hook'])
+@pytest.mark.parametrize('name', ['query', 'key', 'value', 'transform', 'proj'])
+def test_a_hook_on_a_linear_layer_fires_once_and_changes_nothing(name: str, hook: str):
+    module, x = make_attention(share_query_value=False)[1], randn(2, LENGTHS[1], C).requires_grad_()
+    expected, fired = module(x)[0], []
+    getattr(getattr(module, name), hook)(lambda *_: fired.append(name))
+    y = module(x)[0]
+    y.sum().backward()
+    assert_close(y, expected, 1e-12)
+    assert fired == [name]
+
+
+def test_a_replaced_forward_of_a_linear_layer_is_called(monkeypatch):
+    module, x = make_attention()[1], randn(2, LENGTHS[1], C)
+    monkeypatch.setattr(module.key, 'forward', lambda x: torch.zeros_like(x))
+    changed = module(x)[0]
+    monkeypatch.undo()
+    with torch.no_grad():
+        module.key.weight.zero_()
+        module.key.bias.zero_()
+    assert_close(changed, module(x)[0], 1e-12)
 
 
 def test_masked_softmax_of_nothing_is_zero_with_zero_gradients():
