@@ -32,6 +32,10 @@ class FullAttention(BertSelfAttention):
 
     def __init__(self, config: FastformerConfig, index: int) -> None:
         super().__init__(bert_config(config), layer_idx=index)
+        # Outside of a model nobody has chosen yet.
+        config._attn_implementation = attention_implementation(config)
+        # The model's own in place of BERT's: that alone is what `set_attn_implementation` changes.
+        self.config: Any = config
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
@@ -184,6 +188,10 @@ def common_arguments(config: FastformerConfig) -> dict[str, Any]:
 
 def bert_config(config: FastformerConfig) -> BertConfig:
     """The configuration of BERT's layer."""
-    implementation = getattr(config, '_attn_implementation', None) or 'sdpa'
     bert: Any = BertConfig
-    return bert(**common_arguments(config), attn_implementation=implementation)
+    return bert(**common_arguments(config), attn_implementation=attention_implementation(config))
+
+
+def attention_implementation(config: FastformerConfig) -> str:
+    """How full attention is computed: 'sdpa' or 'eager'."""
+    return getattr(config, '_attn_implementation', None) or 'sdpa'

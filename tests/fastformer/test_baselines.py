@@ -6,7 +6,7 @@ from helpers import BOUNDS, assert_close, randn
 from torch import Tensor
 from transformers import BertConfig, BertModel, LongformerConfig, LongformerModel
 
-from aft_vision.fastformer import FastformerConfig, baselines
+from aft_vision.fastformer import FastformerConfig, FastformerForSequenceClassification, baselines
 from aft_vision.fastformer.encoder import ENCODERS, create_encoder
 
 BASELINES = ('bigbird', 'linear_transformer', 'linformer', 'longformer', 'poolingformer', 'transformer')
@@ -168,6 +168,21 @@ def test_the_transformer_is_bert_fused_or_with_its_weights():
     assert [weights.shape for weights in output.attentions] == [(3, 2, 23, 23)] * 2
     assert_close(output.attentions[0].sum(-1), torch.ones(3, 2, 23), 1e-10)
     assert not output.attentions[0][1, :, :, 6:].any()
+
+
+def test_the_attention_of_the_transformer_can_be_chosen_later():
+    torch.manual_seed(0)
+    model = FastformerForSequenceClassification(FastformerConfig(encoder_mixer='transformer', **SMALL)).double().eval()
+    ids = torch.randint(1, 20, (3, 23))
+    fused = model(ids, attention_mask=padding(23).long()).logits
+    with pytest.raises(ValueError, match='keeps no weights'):
+        model(ids, output_attentions=True)
+    model.set_attn_implementation('eager')
+    output = model(ids, attention_mask=padding(23).long(), output_attentions=True)
+    assert [weights.shape for weights in output.attentions] == [(3, 2, 23, 23)] * 2
+    assert_close(output.logits, fused, 1e-10)
+    model.set_attn_implementation('sdpa')
+    assert torch.equal(model(ids, attention_mask=padding(23).long()).logits, fused)
 
 
 def test_longformer_is_that_of_transformers_with_its_first_tokens_global():
