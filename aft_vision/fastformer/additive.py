@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
@@ -152,8 +153,7 @@ class FastformerAttention(nn.Module):
             return self._forward_as_written(x, mask)
         with maybe_autocast(x.device.type, enabled=False):
             alpha, beta, global_key = self._attend(x, mask)
-            composed = x.shape[1] >= x.shape[2]
-            weight, bias = self._compose(global_key) if composed else (None, None)
+            weight, bias = self._compose(global_key) if _is_long(x) else (None, None)
         if weight is None or bias is None:
             return self._mix_token_wise(*self._queries_and_values(x), global_key), alpha, beta
         # Autocast, where it is on, chooses the dtype of this product.
@@ -202,7 +202,7 @@ class FastformerAttention(nn.Module):
             proj, proj_bias = self.proj.weight.to(dtype), self.proj.bias.to(dtype)
             transform, query, query_bias = proj @ transform, proj @ query, F.linear(query_bias, proj, proj_bias)
         weight = transform @ mixed + query
-        return weight.expand(len(global_key), -1, -1), F.linear(mixed_bias, transform, query_bias)[:, None]
+        return weight.expand(global_key.shape[0], -1, -1), F.linear(mixed_bias, transform, query_bias)[:, None]
 
     def _mix_token_wise(self, q: Tensor, v: Tensor, global_key: Tensor) -> Tensor:
         """The output (B, N, C) from the query and the value (B, N, h, d) of each token."""
@@ -248,6 +248,17 @@ class FastformerAttention(nn.Module):
         """The weight (h, d, C) and bias (h, d) of queries, keys or values; shared heads are repeated."""
         weight, bias = (p.to(dtype).unflatten(0, (-1, self.head_dim)) for p in (linear.weight, linear.bias))
         return weight.expand(self.num_heads, -1, -1), bias.expand(self.num_heads, -1)
+
+
+def _is_long(x: Tensor) -> bool:
+    """Whether texts (B, N, C) have C tokens or more, for which the composed form is the cheaper one.
+
+    In `torch.export` a length is long only where the export's range of lengths says so: both forms give the same, and
+    an exported program has one of them.
+    """
+    if torch.compiler.is_exporting():
+        return statically_known_true(x.shape[1] >= x.shape[2])
+    return x.shape[1] >= x.shape[2]
 
 
 def _may_be_read(linear: nn.Module) -> bool:

@@ -5,6 +5,7 @@ import torch
 from helpers import assert_close, generator, randn
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.export import Dim
 from torch.nn import functional as F
 from transformers import (
     AutoConfig,
@@ -221,6 +222,23 @@ def test_the_encoder_compiles_to_one_graph(N: int, masked: bool):
     torch.compiler.reset()
     compiled = torch.compile(layers, fullgraph=True, backend='eager')
     assert_close(compiled(x, mask).last_hidden_state, layers(x, mask).last_hidden_state, 1e-5)
+
+
+@pytest.mark.parametrize('shortest', [1, C])
+def test_an_exported_model_takes_any_batch_and_length(shortest: int):
+    model = make_model(num_hidden_layers=1)
+    batch, length = Dim('batch', min=1, max=64), Dim('length', min=shortest, max=40)
+    shapes = {name: {0: batch, 1: length} for name in ('input_ids', 'attention_mask')}
+    example = {'input_ids': make_ids(2, 20), 'attention_mask': torch.ones(2, 20, dtype=torch.long)}
+    program = torch.export.export(model, (), example, dynamic_shapes=shapes)
+    for B, N in ((1, shortest), (3, 40)):
+        mask = torch.ones(B, N, dtype=torch.long)
+        mask[-1, N // 2 + 1 :] = 0
+        expected = model(make_ids(B, N), attention_mask=mask).logits
+        assert_close(program.module()(input_ids=make_ids(B, N), attention_mask=mask).logits, expected, 1e-5)
+    # One product with the composed matrix, where no text can be too short for it.
+    composed = torch.ops.aten.baddbmm.default in {node.target for node in program.graph.nodes}
+    assert composed == (shortest == C)
 
 
 def test_another_encoder_plugs_in_by_name(monkeypatch):
