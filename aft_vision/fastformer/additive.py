@@ -162,15 +162,14 @@ class FastformerAttention(nn.Module):
     def _forward_as_written(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """`forward` with a query, key and value of each token, each from one call of its linear layer."""
         q, v = self._queries_and_values(x)
-        k = self._heads_of(self.key(x))
+        k = self._vectors(self.key, x)
         with maybe_autocast(x.device.type, enabled=False):
             dtype = accumulate_dtype(x)
             q_wide, k_wide = q.to(dtype), k.to(dtype)
-            query_score, key_score = self._scores(dtype)
-            alpha = masked_softmax(self._score(query_score, q_wide), mask)
+            alpha = masked_softmax(self._score(self._scaled(self.query_score, dtype), q_wide), mask)
             global_query = torch.einsum('bhn,bnhd->bhd', alpha, q_wide)
             p = self.key_interaction(global_query[:, None], k_wide)
-            beta = masked_softmax(self._score(key_score, p), mask)
+            beta = masked_softmax(self._score(self._scaled(self.key_score, dtype), p), mask)
             global_key = torch.einsum('bhn,bnhd->bhd', beta, p)
         return self._mix_token_wise(q, v, global_key), alpha, beta
 
@@ -179,7 +178,7 @@ class FastformerAttention(nn.Module):
         dtype = accumulate_dtype(x)
         query, query_bias = self._by_head(self.query, dtype)
         key, key_bias = self._by_head(self.key, dtype)
-        query_score, key_score = self._scores(dtype)
+        query_score, key_score = (self._scaled(score, dtype) for score in (self.query_score, self.key_score))
         alpha, mean = additive_pool(x, self._pull_back(query_score, query)[None], mask)
         global_query = _project(query, mean) + query_bias * alpha.sum(-1, keepdim=True)
         # Between the heads of a dense score stands the dimension of those that it sees.
@@ -205,31 +204,32 @@ class FastformerAttention(nn.Module):
         return weight.expand(global_key.shape[0], -1, -1), F.linear(mixed_bias, transform, query_bias)[:, None]
 
     def _mix_token_wise(self, q: Tensor, v: Tensor, global_key: Tensor) -> Tensor:
-        """The output (B, N, C) from the query and the value (B, N, h, d) of each token."""
-        u = self.value_interaction(global_key[:, None].to(v.dtype), v).flatten(2)
-        y = self.transform(u) + q.flatten(2)
+        """The output (B, N, C) of the query and the value (B, N, h, d) of each token."""
+        return self._combine(q, self.value_interaction(global_key[:, None].to(v.dtype), v))
+
+    def _combine(self, q: Tensor, u: Tensor) -> Tensor:
+        """The output (B, N, C) of queries and of values that met the global key, both (B, N, h, d)."""
+        y = self.transform(u.flatten(2)) + q.flatten(2)
         return y if self.proj is None else self.proj(y)
 
     def _queries_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both (B, N, h, d)."""
-        q = self._heads_of(self.query(x))
-        return q, q if self.value is None else self._heads_of(self.value(x))
+        q = self._vectors(self.query, x)
+        return q, q if self.value is None else self._vectors(self.value, x)
 
-    def _heads_of(self, y: Tensor) -> Tensor:
-        """What a linear layer gives each token as (B, N, h, d); shared heads are repeated."""
-        return y.unflatten(-1, (-1, self.head_dim)).expand(*y.shape[:2], self.num_heads, self.head_dim)
+    def _vectors(self, linear: nn.Module, x: Tensor) -> Tensor:
+        """Queries, keys or values (B, N, h, d); shared heads are repeated."""
+        y = linear(x).unflatten(-1, (-1, self.head_dim))
+        return y.expand(-1, -1, self.num_heads, -1)
 
     def _linears(self) -> list[nn.Linear]:
         """The linear layers that there are."""
         named = (self.query, self.key, self.value, self.transform, self.proj)
         return [linear for linear in named if linear is not None]
 
-    def _scores(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """w_q and w_k, (h, d) or (h, h, d), over the root of d; shared heads are repeated."""
-        scale = self.head_dim**-0.5
-        wide = (score.to(dtype) for score in (self.query_score, self.key_score))
-        query_score, key_score = (score.expand(self.num_heads, *score.shape[1:]) * scale for score in wide)
-        return query_score, key_score
+    def _scaled(self, score: Tensor, dtype: torch.dtype) -> Tensor:
+        """w_q or w_k of every head, (h, d) or (h, h, d), divided by sqrt(d)."""
+        return score.to(dtype).expand(self.num_heads, *score.shape[1:]) * self.head_dim**-0.5
 
     def _score(self, weight: Tensor, vectors: Tensor) -> Tensor:
         """The scores (B, h, N) of vectors (B, N, h, d), with weight (h, d), or (h, h, d) where each head sees all."""
