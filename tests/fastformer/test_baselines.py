@@ -131,8 +131,8 @@ def test_half_precision_is_finite_and_near(mixer, dtype):
     assert_close(y, expected, 3e-2)  # of two layers, so more than the 2e-2 of one op
 
 
-def test_checkpointed_layers_give_the_same_gradients(mixer):
-    grads = []
+def test_checkpointed_layers_are_computed_again_and_give_the_same_gradients(mixer):
+    grads, calls = [], []
     for checkpointed in (False, True):
         model = encoder(mixer).train()
         for layer in model.layer:
@@ -140,10 +140,12 @@ def test_checkpointed_layers_give_the_same_gradients(mixer):
             layer._gradient_checkpointing_func = lambda *args: torch.utils.checkpoint.checkpoint(
                 *args, use_reentrant=False
             )
+            layer.intermediate.register_forward_hook(lambda *_, number=int(checkpointed): calls.append(number))
         x = tokens(mixer, 2, 23).requires_grad_()
         torch.manual_seed(1)
         model(x, padding(23, (23, 6))).last_hidden_state.sum().backward()
         grads.append(x.grad)
+    assert (calls.count(0), calls.count(1)) == (2, 4)
     assert_close(grads[1], grads[0], 1e-12)
 
 

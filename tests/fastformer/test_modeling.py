@@ -160,14 +160,21 @@ def test_resized_embeddings_keep_their_rows():
 
 
 @pytest.mark.parametrize('sharing', [True, False], ids=['shared', 'distinct'])
-def test_gradient_checkpointing_changes_no_gradient(sharing: bool):
-    gradients = []
+def test_gradient_checkpointing_computes_each_layer_again_and_changes_no_gradient(sharing: bool):
+    gradients, calls = [], []
     for checkpointing in (False, True):
-        model = make_model(share_layers=sharing, hidden_dropout_prob=0.0).train()
+        model = make_model(share_layers=sharing, hidden_dropout_prob=0.0, num_hidden_layers=3).train()
         if checkpointing:
             model.activation_checkpointing_enable()
-        model(make_ids(2, 16), labels=torch.tensor([1, 0])).loss.backward()
+        computed: list[int] = []
+        for layer in model.model.encoder.layers:
+            layer.attn.register_forward_hook(lambda *_, computed=computed: computed.append(1))
+        loss = model(make_ids(2, 16), labels=torch.tensor([1, 0])).loss
+        calls.append([len(computed)])
+        loss.backward()
+        calls[-1].append(len(computed))
         gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert calls == [[3, 3], [3, 6]]
     for name, expected in gradients[0].items():
         assert_close(gradients[1][name], expected, 1e-5, name)
 
