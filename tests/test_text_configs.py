@@ -77,6 +77,9 @@ def test_the_recipes_are_the_columns_of_table_9(name):
     # AdamW without weight decay is Adam.
     assert (config.optim.name, config.optim.weight_decay) == ('adamw_torch', 0)
     assert (len(config.run.seeds), config.data.valid_share, config.data.test_share) == (5, 0.1, 0.1)
+    # Appendix A.2, and GloVe as wide as the embedding.
+    assert config.data.tokenizer == 'nltk'
+    assert f'{preset.model["embedding_size"]}d' in config.data.glove
     baseline = load(f'{name}_transformer')
     assert baseline.data.max_length == preset.transformer_max_length
 
