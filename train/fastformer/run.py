@@ -22,7 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from aft_vision.evaluate import reset_peak_memory
 from aft_vision.fastformer.tokenize import train_tokenizer
-from train.fastformer.schema import TextConfig
+from train.fastformer.schema import TextConfig, stated_model
 from train.fastformer.trainer import EpochMeter, training_arguments
 
 RESULT = 'result.json'
@@ -105,7 +105,7 @@ class TextRun(ABC):
         tokenizer = self.make_tokenizer()
         model = self.make_model(tokenizer, seed)
         if run.grad_checkpointing:
-            model.gradient_checkpointing_enable({'use_reentrant': False})
+            model.activation_checkpointing_enable({'use_reentrant': False})
         trainer = self.make_trainer(model, tokenizer, arguments)
         reset_peak_memory(arguments.device)
         # The moment that torch's generators are set again: dropout depends on the seed, not on the vocabulary's size.
@@ -157,15 +157,36 @@ class TextRun(ABC):
         )
 
     def make_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-        """The model of `run.init_from`, or a new one."""
+        """The model of `run.init_from`, or a new one.
+
+        Raises:
+            ValueError: the experiment says otherwise of a model that is there already.
+        """
         source = self.config.run.init_from
-        return self.new_model(tokenizer, seed) if source is None else self.load_model(source)
+        if source is None:
+            return self.new_model(tokenizer, seed)
+        model = self.load_model(source)
+        self.check_as_stated(model, source)
+        return model
 
     def load_model(self, source: str | Path) -> PreTrainedModel:
         """A saved model that is one for this experiment."""
-        model = self.auto_model.from_pretrained(source)
+        model = self.auto_model.from_pretrained(source, attn_implementation=self.config.run.attention)
         self.check_loaded(model, source)
         return model
+
+    def check_as_stated(self, model: PreTrainedModel, source: str | Path) -> None:
+        """Raise a ValueError if the experiment states what the model of `run.init_from` is not."""
+        glove = getattr(self.config.data, 'glove', None)
+        if glove is not None:
+            raise ValueError(f'expected data.glove=null, as run.init_from ({source}) has embeddings, got {glove!r}')
+        for key, stated in stated_model(self.config.model).items():
+            found = getattr(model.config, key, None)
+            if stated is not None and stated != found:
+                raise ValueError(
+                    f'expected model.{key} = {found!r} as in run.init_from ({source}), or nothing in the model '
+                    f'section, got {stated!r}'
+                )
 
     def arguments(self, folder: Path, seed: int) -> TrainingArguments:
         """The experiment in the words of transformers' Trainer."""

@@ -87,6 +87,8 @@ class TextRunConfig:
         save_updates: Updates between checkpoints within an epoch; None saves after each epoch alone.
         log_updates: Updates between lines of the training loss.
         init_from: A folder with a saved model and its tokenizer: where training starts, and what --eval evaluates.
+            What the `model` section states must be so, and `data.glove` null; the tokenizer is the saved one, whatever
+            `data` says of it.
         device: `auto` takes an accelerator when there is one.
         cpu_threads: Threads of the model on a CPU; None leaves torch's choice, one per core.
         attention: Of the Transformer: torch's fused attention, or one with its weights in memory.
@@ -184,6 +186,13 @@ def check_text_model(model: Mapping[str, Any], max_length: int, source: str) -> 
     return checked
 
 
+def stated_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the `model` section on those of its preset of Table 9, if it names one."""
+    preset = model.get('preset')
+    own = {key: value for key, value in model.items() if key != 'preset'}
+    return {**({} if preset is None else PRESETS[preset].model), **own}
+
+
 def text_model_config(model: Mapping[str, Any], max_length: int, **more: Any) -> FastformerConfig:
     """The FastformerConfig of the `model` section: its preset of Table 9, if it names one, changed by its other keys.
 
@@ -194,7 +203,4 @@ def text_model_config(model: Mapping[str, Any], max_length: int, **more: Any) ->
     Raises:
         ValueError: values that exclude each other.
     """
-    kwargs = dict(model)
-    preset = kwargs.pop('preset', None)
-    arguments = {} if preset is None else dict(PRESETS[preset].model)
-    return FastformerConfig(**{**arguments, **kwargs, 'max_position_embeddings': max_length, **more})
+    return FastformerConfig(**{**stated_model(model), 'max_position_embeddings': max_length, **more})
