@@ -18,26 +18,16 @@ from transformers import (
 )
 
 from aft_vision.fastformer import FastformerForSequenceClassification
-from aft_vision.fastformer.data.batches import tokenize_dataset
-from aft_vision.fastformer.data.news import read_ag_news, read_mind_topic
-from aft_vision.fastformer.data.reviews import read_acl_imdb, read_amazon, read_jmars
-from aft_vision.fastformer.data.splits import split_dataset
-from aft_vision.fastformer.data.table import label_maps, read_hub, read_table
+from aft_vision.fastformer.data import READERS, label_maps, split_dataset, tokenize_dataset
 from aft_vision.fastformer.glove import load_glove
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig, text_model_config
 from train.fastformer.trainer import TextTrainer
 from train.schema import require
 
-READERS: dict[str, Any] = {
-    'amazon': read_amazon,
-    'jmars': read_jmars,
-    'acl_imdb': read_acl_imdb,
-    'mind': read_mind_topic,
-    'ag_news': read_ag_news,
-    'table': read_table,
-    'hub': read_hub,
-}
+# The kinds whose readers take columns of texts or of labels.
+TEXT_KINDS = ('table', 'hub', 'jmars', 'mind_topic')
+LABEL_KINDS = ('table', 'hub', 'jmars', 'acl_imdb')
 
 
 @dataclass(frozen=True)
@@ -45,15 +35,17 @@ class ClassificationData:
     """Which texts there are, what becomes of them, and how they are batched.
 
     Attributes:
-        kind: `amazon` (JSON lines of reviews), `jmars` (the IMDB of 10 classes), `acl_imdb` (that of 2), `mind` (its
-            news.tsv), `ag_news` (CSV as published), `table` (any CSV, TSV, JSON or parquet file with a header or keys),
-            or `hub` (a data set of the Hugging Face hub).
+        kind: A name of `READERS`: `amazon` (JSON lines of reviews), `jmars` (the IMDB of 10 classes), `acl_imdb` (that
+            of 2), `mind_topic` (MIND's news.tsv), `ag_news` (CSV as published), `table` (any CSV, TSV, JSON or parquet
+            file with a header or keys), or `hub` (a data set of the Hugging Face hub).
         path: The file or folder, or the name of a data set on the hub.
         test_path: The file of the test texts, where they have one of their own. None: those of `acl_imdb` and of `hub`
             come with the data set, others are split off.
-        bodies: Of `mind`: docs.tsv with the bodies of the news; None for title and abstract.
-        text_columns: Of `table` and `hub`; several are joined.
-        label_column: Of `table` and `hub`.
+        bodies: Of `mind_topic`: docs.tsv with the bodies of the news; None for title and abstract.
+        text_columns: Of `table`, `hub`, `jmars` and `mind_topic`; several are joined. None: text, text, review, and
+            what `bodies` says.
+        label_column: Of `table`, `hub`, `jmars` and `acl_imdb`. None: label, label, rating, sentiment.
+        drop_incomplete: Leave out rows without a text or a label, which are errors otherwise.
         max_texts: So many texts of `path`, drawn by `split_seed`, in place of all; None for all.
         test_share, valid_share: Of the texts, where the data set has no such part of its own.
         split_seed: Of the random parts, in which every class has its share; the same for all `run.seeds`.
@@ -70,12 +62,13 @@ class ClassificationData:
         num_workers: Loading processes; 0 loads in the training process.
     """
 
-    kind: Literal['amazon', 'jmars', 'acl_imdb', 'mind', 'ag_news', 'table', 'hub'] = 'table'
+    kind: Literal['amazon', 'jmars', 'acl_imdb', 'mind_topic', 'ag_news', 'table', 'hub'] = 'table'
     path: str = ''
     test_path: str | None = None
     bodies: str | None = None
-    text_columns: list[str] = field(default_factory=lambda: ['text'])
-    label_column: str = 'label'
+    text_columns: list[str] | None = None
+    label_column: str | None = None
+    drop_incomplete: bool = False
     max_texts: int | None = None
     test_share: float = 0.1
     valid_share: float = 0.1
@@ -104,8 +97,11 @@ class ClassificationData:
             require(f'data.{name}', share, 0 < share < 1, 'in (0, 1)')
         both = self.test_share + self.valid_share
         require('data.test_share + data.valid_share', both, both < 1, 'below 1')
-        require('data.text_columns', self.text_columns, bool(self.text_columns), 'one column or several')
-        require('data.bodies', self.bodies, self.bodies is None or self.kind == 'mind', 'null but for mind')
+        columns = self.text_columns is None or bool(self.text_columns)
+        require('data.text_columns', self.text_columns, columns, 'one column or several, or null')
+        for name, kinds in (('text_columns', TEXT_KINDS), ('label_column', LABEL_KINDS), ('bodies', ('mind_topic',))):
+            value = getattr(self, name)
+            require(f'data.{name}', value, value is None or self.kind in kinds, f'null but for {", ".join(kinds)}')
         require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
 
     @property
@@ -219,8 +215,7 @@ def read_splits(data: ClassificationData) -> DatasetDict:
 
 def read_texts(data: ClassificationData, path: str, **options: Any) -> Dataset:
     """One file, folder or data set as `data` says."""
-    if data.kind == 'mind':
-        options['docs'] = data.bodies
-    elif data.kind in ('table', 'hub'):
-        options |= {'text': list(data.text_columns), 'label': data.label_column}
-    return READERS[data.kind](path, **options)
+    chosen = {'text': data.text_columns, 'label': data.label_column, 'docs': data.bodies}
+    options |= {name: value for name, value in chosen.items() if value is not None}
+    reader: Any = READERS[data.kind]
+    return reader(path, drop_incomplete=data.drop_incomplete, **options)

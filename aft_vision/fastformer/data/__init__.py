@@ -6,11 +6,11 @@ from aft_vision.fastformer.data.reviews import read_acl_imdb, read_amazon, read_
 from aft_vision.fastformer.data.splits import split_dataset
 from aft_vision.fastformer.data.table import from_dataset, label_maps, read_hub, read_table
 
-# By the name that a configuration gives a data set.
+# By the name that an experiment gives a kind of data set: that of its function.
 READERS = {
     'amazon': read_amazon,
-    'imdb10': read_jmars,
-    'imdb': read_acl_imdb,
+    'jmars': read_jmars,
+    'acl_imdb': read_acl_imdb,
     'mind_topic': read_mind_topic,
     'ag_news': read_ag_news,
     'table': read_table,

@@ -1,7 +1,7 @@
 """Reviews with their ratings: Amazon, the IMDB of JMARS with ten classes, and aclImdb."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -43,23 +43,26 @@ def read_amazon(path: str | Path, with_title: bool = False, **options: Any) -> D
     raise missing_columns(first.place, expected, list(first.values))
 
 
-def read_jmars(path: str | Path, text: str = 'review', label: str = 'rating', **options: Any) -> Dataset:
+def read_jmars(
+    path: str | Path, text: str | Sequence[str] = 'review', label: str = 'rating', **options: Any
+) -> Dataset:
     """Read the IMDB of JMARS, ten classes: `data.json`, one JSON list of reviews with `rating`, `title`, `review`.
 
     Args:
-        text, label: The keys of the review and of its rating, 1 to 10.
+        text: The key of the review, or several whose texts are joined by a space.
+        label: The key of its rating, 1 to 10.
         options: `sample`, `seed` and `drop_incomplete` (for reviews without a rating), as `table.collect` takes them.
 
     Raises:
         ValueError: the file is damaged or of another layout, or it is aclImdb, which has two classes.
     """
-    path = Path(path)
+    path, columns = Path(path), [text] if isinstance(text, str) else list(text)
     if path.is_dir():
         raise ValueError(f'expected the data.json of JMARS, got the folder {path}; {NOT_JMARS}')
     first, records = _peek(path)
-    if not {text, label} <= first.values.keys():
-        raise ValueError(f'{missing_columns(first.place, [text, label], list(first.values))}; {NOT_JMARS}')
-    dataset = collect(records, [text], label, IMDB_RATINGS, **options)
+    if not {*columns, label} <= first.values.keys():
+        raise ValueError(f'{missing_columns(first.place, [*columns, label], list(first.values))}; {NOT_JMARS}')
+    dataset = collect(records, columns, label, IMDB_RATINGS, **options)
     found = set(dataset.unique('label'))
     missing = [name for number, name in enumerate(IMDB_RATINGS) if number not in found]
     if missing:
