@@ -1,13 +1,14 @@
-"""Fastformer's layer term by term, head by head and text by text: the oracle of the tests."""
+"""Fastformer's layers and classifier term by term, head by head and text by text: the oracle of the tests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
 
-from .additive import FastformerAttention
+from .additive import AdditivePooling, FastformerAttention
 from .config import FastformerConfig
 
 
@@ -148,3 +149,58 @@ def attention(config: FastformerConfig, module: FastformerAttention, x: Tensor, 
     parameters = dict(module.named_parameters())
     mask = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
     return torch.stack([attend_one(config, parameters, text, row) for text, row in zip(x, mask, strict=True)])
+
+
+def normalize(config: FastformerConfig, norm: nn.Module, x: Tensor) -> Tensor:
+    """LayerNorm of each token, or the token itself where the config has none."""
+    if not config.use_layer_norm:
+        return x
+    p = dict(norm.named_parameters())
+    centred = x - x.mean(-1, keepdim=True)
+    variance = centred.square().mean(-1, keepdim=True)
+    return centred / (variance + config.layer_norm_eps).sqrt() * p['weight'] + p['bias']
+
+
+def layer(config: FastformerConfig, module: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+    """The output (B, N, C) of a `FastformerLayer` without dropout."""
+    p = dict(module.named_parameters())
+    y = attention(config, module.get_submodule('attn'), x, mask)  # type: ignore[arg-type]
+    x = normalize(config, module.get_submodule('norm1'), x + y if config.use_residual else y)
+    if not config.use_ffn:
+        return x
+    hidden = ACT2FN[config.hidden_act](x @ p['mlp.fc1.weight'].T + p['mlp.fc1.bias'])
+    y = hidden @ p['mlp.fc2.weight'].T + p['mlp.fc2.bias']
+    return normalize(config, module.get_submodule('norm2'), x + y if config.use_residual else y)
+
+
+def encoder(config: FastformerConfig, module: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+    """The last hidden states (B, N, C) of a `FastformerEncoder` without dropout."""
+    for index in range(config.num_hidden_layers):
+        number = 0 if config.share_layers else index
+        x = layer(config, module.get_submodule(f'layers.{number}'), x, mask)
+    return x
+
+
+def pool(module: AdditivePooling, x: Tensor, mask: Tensor) -> Tensor:
+    """One vector (B, C) for each text (B, N, C)."""
+    p = dict(module.named_parameters())
+    texts = []
+    for tokens, counts in zip(x, mask, strict=True):
+        hidden = torch.tanh(tokens @ p['hidden.weight'].T + p['hidden.bias'])
+        weights = softmax(hidden @ p['score.weight'][0], counts)
+        texts.append(torch.stack([weight * token for weight, token in zip(weights, tokens, strict=True)]).sum(0))
+    return torch.stack(texts)
+
+
+def classify(config: FastformerConfig, module: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    """The logits (B, num_labels) of a `FastformerForSequenceClassification` without dropout."""
+    p = dict(module.named_parameters())
+    x = p['model.embeddings.embed_tokens.weight'][ids]
+    if config.embedding_size != config.hidden_size:
+        x = x @ p['model.embeddings.projection.weight'].T + p['model.embeddings.projection.bias']
+    if config.use_position_embeddings:
+        x = x + p['model.embeddings.embed_positions.weight'][: ids.shape[1]]
+    x = normalize(config, module.get_submodule('model.embeddings.norm'), x)
+    x = encoder(config, module.get_submodule('model.encoder'), x, mask)
+    pooling = module.get_submodule('model.pooling')
+    return pool(pooling, x, mask) @ p['classifier.weight'].T + p['classifier.bias']  # type: ignore[arg-type]

@@ -95,11 +95,12 @@ def test_attention_in_a_lower_precision_is_near_float64(dtype: torch.dtype, N: i
 
 
 @pytest.mark.parametrize('N', LENGTHS)
-def test_large_scores_leave_value_and_gradients_finite(N: int):
-    module = make_attention(torch.float32)[1]
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_large_scores_leave_value_and_gradients_finite(dtype: torch.dtype, N: int):
+    module = make_attention(dtype)[1]
     with torch.no_grad():
         module.query_score.mul_(1e4)
-    x = randn(2, N, C, dtype=torch.float32).requires_grad_()
+    x = randn(2, N, C, dtype=dtype).requires_grad_()
     y = module(x, make_mask(2, N))[0]
     y.sum().backward()
     assert torch.isfinite(y).all()

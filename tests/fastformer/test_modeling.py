@@ -16,7 +16,13 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
-from aft_vision.fastformer import FastformerConfig, FastformerForSequenceClassification, FastformerModel, encoder
+from aft_vision.fastformer import (
+    FastformerConfig,
+    FastformerForSequenceClassification,
+    FastformerModel,
+    encoder,
+    reference,
+)
 
 C, HEADS, VOCAB = 12, 3, 30
 # Shorter and longer than C: token by token, and composed.
@@ -190,20 +196,27 @@ def test_shared_layers_are_one_module_applied_again():
     assert torch.equal(shared.model.encoder(x).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize('residual', [True, False])
-@pytest.mark.parametrize('norm', [True, False])
-@pytest.mark.parametrize('ffn', [True, False])
-def test_a_layer_has_the_parts_that_are_switched_on(residual: bool, norm: bool, ffn: bool):
-    switches = dict(use_residual=residual, use_layer_norm=norm, use_ffn=ffn, num_hidden_layers=1)
-    stack = make_model(FastformerModel, **switches).encoder
-    x = randn(2, 5, C).float()
-    layer, normalise = stack.layers[0], (lambda y: F.layer_norm(y, (C,), eps=1e-12)) if norm else (lambda y: y)
-    y = normalise(layer.attn(x)[0] + (x if residual else 0))
-    if ffn:
-        hidden = F.linear(F.gelu(F.linear(y, layer.mlp.fc1.weight, layer.mlp.fc1.bias)), layer.mlp.fc2.weight)
-        y = normalise(hidden + layer.mlp.fc2.bias + (y if residual else 0))
-    assert_close(stack(x).last_hidden_state, y, 1e-5)
-    assert (layer.mlp is None) == (not ffn)
+SWITCHES = ('use_residual', 'use_layer_norm', 'use_ffn', 'share_layers', 'use_position_embeddings')
+
+
+@pytest.mark.parametrize(
+    'off', [(), *((name,) for name in SWITCHES), SWITCHES], ids=lambda off: ' '.join(off) or 'none'
+)
+@pytest.mark.parametrize('N', [3, C + 1])
+def test_the_classifier_equals_the_loops_in_value_and_every_gradient(N: int, off: tuple[str, ...]):
+    # Norms of no eps to speak of would let the second derivative of small states dominate.
+    model = make_model(num_labels=3, layer_norm_eps=1e-3, **dict.fromkeys(off, False)).double()
+    ids, mask = make_ids(3, N), torch.rand(3, N, generator=generator(3)) > 0.4
+    mask[:, 1], mask[-1] = True, False
+    parameters = dict(model.named_parameters())
+    found, expected = model(ids, attention_mask=mask).logits, reference.classify(model.config, model, ids, mask)
+    assert_close(found, expected, 1e-11, 'logits')
+    weight = randn(*found.shape, seed=60)
+    got, wanted = (torch.autograd.grad(y, list(parameters.values()), weight) for y in (found, expected))
+    for name, grad, want in zip(parameters, got, wanted, strict=True):
+        assert_close(grad, want, 1e-9, f'grad {name}', floor=1e-6)
+    layer = model.model.encoder.layers[0]
+    assert (layer.mlp is None) == ('use_ffn' in off)
 
 
 def test_a_model_without_positions_sees_a_bag_of_tokens():
