@@ -336,7 +336,7 @@ def test_buckets_depend_on_the_seed_and_the_epoch_alone():
         ('run.seeds=[1,1]', r'run\.seeds to be one seed or several different ones, got \[1, 1\]'),
         ('data.valid_share=0.95', r'data\.test_share \+ data\.valid_share to be below 1'),
         ('data.bodies=docs.tsv', r"data\.bodies to be null but for mind_topic, got 'docs\.tsv'"),
-        ('data.kind=mind', r'mind'),
+        ('data.kind=mind', r"data\.kind = 'mind': .* expected one of .'amazon', 'jmars', 'acl_imdb', 'mind_topic'"),
         ('data.text_columns=[]', r'data\.text_columns to be one column or several, or null, got \[\]'),
         ('task=clasification', r"task = 'clasification' is not a task; the nearest is classification$"),
         ('optim.accumulate=3', r'data\.batch_size to be a multiple of optim\.accumulate \(3\)'),

@@ -39,7 +39,8 @@ class TextTrainer(Trainer):
         if self.args.train_sampling_strategy != 'group_by_length':
             return super()._get_train_sampler(train_dataset)
         lengths = [len(ids) for ids in dataset['input_ids']]
-        batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        # The texts of an update, whoever has them, so that the order does not depend on the number of processes.
+        batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         return BucketSampler(batch_size, lengths, self.args.seed)
 
 

@@ -1,0 +1,89 @@
+"""Several processes train a text model as one does."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from train.fastformer import __main__ as fastformer
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ['torch.distributed.run', '--standalone', '--nproc-per-node', '2', '-m', 'train.fastformer']
+PLAIN = ['--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'fastformer.yaml'), 'run.seeds=[3]', 'run.keep=2']
+# Each process draws its own dropout. And where there are several, Trainer fills the last batches of an evaluation with
+# texts that it had, which changes the loss of the evaluation, but no other metric.
+PLAIN += ['model.hidden_dropout_prob=0', 'run.cpu_threads=1', 'data.eval_batch_size=18']
+UPDATES = 18
+
+
+@pytest.fixture(scope='module')
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The arguments of a run with 288 texts of many lengths to train with, in batches of 16."""
+    draw, lines = random.Random(0), []
+    for number in range(360):
+        words = [f'w{draw.randint(0, 20)}' for _ in range(draw.randint(1, 30))]
+        lines.append(json.dumps({'text': ' '.join([*words, f'c{number % 2}']), 'label': number % 2}) + '\n')
+    path = tmp_path_factory.mktemp('texts') / 'texts.jsonl'
+    path.write_text(''.join(lines))
+    return [*PLAIN, f'data.path={path}']
+
+
+@pytest.fixture(scope='module')
+def one(plain: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process."""
+    folder = tmp_path_factory.mktemp('one')
+    fastformer.main([*plain, f'run.dir={folder}'])
+    return folder
+
+
+@pytest.fixture(scope='module')
+def two(plain: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of two processes; what they print is in two.log beside it."""
+    folder = tmp_path_factory.mktemp('runs') / 'two'
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
+    command = [sys.executable, '-m', *TORCHRUN, *plain, f'run.dir={folder}']
+    with folder.with_suffix('.log').open('w') as log:
+        subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=180, check=True)
+    return folder
+
+
+def assert_same_training(folder: Path, expected: Path) -> None:
+    result, wanted = (json.loads((path / 'seed_3' / 'result.json').read_text()) for path in (folder, expected))
+    assert (result['texts'], result['updates']) == (wanted['texts'], wanted['updates'])
+    assert result['updates'] == 2 * UPDATES
+    assert [epoch['accuracy'] for epoch in result['epochs']] == [epoch['accuracy'] for epoch in wanted['epochs']]
+    for epoch, other in zip(result['epochs'], wanted['epochs'], strict=True):
+        assert epoch['loss'] == pytest.approx(other['loss'], rel=1e-4)
+    assert (result['best_epoch'], result['test_accuracy']) == (wanted['best_epoch'], wanted['test_accuracy'])
+    last = f'seed_3/checkpoint-{2 * UPDATES}/model.safetensors'
+    weights, found = load_file(expected / last), load_file(folder / last)
+    assert weights.keys() == found.keys()
+    for name, weight in weights.items():
+        bound = 1e-3 * weight.abs().max().item()
+        torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=bound, msg=lambda text, n=name: f'{n}: {text}')
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(one: Path, two: Path):
+    assert_same_training(two, one)
+    # The first process alone prints.
+    assert two.with_suffix('.log').read_text().count('288 train, 36 validation, 36 test') == 1
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_with_a_run_of_two(plain: list[str], one: Path, two: Path, tmp_path: Path):
+    folder = tmp_path / 'resumed'
+    shutil.copytree(two, folder)
+    for path in ('result.json', 'seed_3/result.json'):
+        (folder / path).unlink()
+    for path in ('seed_3/best', f'seed_3/checkpoint-{2 * UPDATES}'):
+        shutil.rmtree(folder / path)
+    fastformer.main([*plain, f'run.dir={folder}', 'run.resume=auto'])
+    assert_same_training(folder, one)
