@@ -31,25 +31,12 @@ class AttentionState(NamedTuple):
 class PrefixAttention(FastformerAttention):
     """What the attentions of a decoder share: the global query of each prefix, and the output of each token."""
 
-    def _vectors(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """Queries, keys or values (B, N, h, d); shared heads are repeated."""
-        y = linear(x).unflatten(-1, (-1, self.head_dim))
-        return y.expand(-1, -1, self.num_heads, -1)
-
-    def _scaled(self, score: Tensor, dtype: torch.dtype) -> Tensor:
-        """w_q or w_k of every head, divided by sqrt(d)."""
-        return score.to(dtype).expand(self.num_heads, *score.shape[1:]) * self.head_dim**-0.5
-
-    def _token_scores(self, x: Tensor, score: Tensor, linear: nn.Linear) -> Tensor:
-        """The scores (B, h, N) of queries or keys, up to what their bias adds to all: it cancels in the softmax."""
-        dtype = accumulate_dtype(x)
-        direction = self._pull_back(self._scaled(score, dtype), self._by_head(linear, dtype)[0])
-        return F.linear(x.to(dtype), direction).mT
-
-    def _prefix_queries(self, x: Tensor, q: Tensor, mask: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _prefix_queries(self, q: Tensor, mask: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The global query (B, N, h, d) up to each token, and the state behind them (Fastformer Eq. 3, Eq. 4)."""
-        scores = self._token_scores(x, self.query_score, self.query)
-        means, state = prefix_softmax_mean(q.transpose(1, 2).to(scores.dtype), scores, mask, state)
+        dtype = accumulate_dtype(q)
+        q = q.to(dtype)
+        scores = self._score(self._scaled(self.query_score, dtype), q)
+        means, state = prefix_softmax_mean(q.transpose(1, 2), scores, mask, state)
         return means.transpose(1, 2), state
 
     def _meet(self, g: Tensor, keys: Tensor, allowed: Tensor | None, is_causal: bool = False) -> Tensor:
@@ -108,7 +95,7 @@ class CausalFastformerAttention(PrefixAttention):
         q, k = self._vectors(self.query, x), self._vectors(self.key, x)
         with maybe_autocast(x.device.type, enabled=False):
             new = None if mask is None else mask[:, -x.shape[1] :]
-            g, queries = self._prefix_queries(x, q, new, None if state is None else state.queries)
+            g, queries = self._prefix_queries(q, new, None if state is None else state.queries)
             if self.streaming:
                 global_key, keys = self._stream(g, k, new, state)
             elif isinstance(self.key_interaction, Multiply):
@@ -116,9 +103,9 @@ class CausalFastformerAttention(PrefixAttention):
                 allowed = _allowed(x.shape[1], keys, mask)
                 global_key = self._meet(g, keys, allowed, is_causal=allowed is None and state is None)
             else:
-                scores = self._key_scores(x)
+                k = k.to(g.dtype)
                 mean, keys = prefix_softmax_mean(
-                    k.transpose(1, 2).to(g.dtype), scores, new, None if state is None else state.keys
+                    k.transpose(1, 2), self._key_scores(k), new, None if state is None else state.keys
                 )
                 global_key = self.key_interaction(g, mean.transpose(1, 2))
         return self._output(q, x, global_key), AttentionState(queries, keys)
@@ -126,17 +113,14 @@ class CausalFastformerAttention(PrefixAttention):
     def _stream(self, g: Tensor, k: Tensor, mask: Tensor | None, state: AttentionState | None) -> tuple[Tensor, Tensor]:
         """The global key (B, N, h, d) from keys that each met the global query up to itself, and its state."""
         met = self.key_interaction(g, k.to(g.dtype))
-        score = self._scaled(self.key_score, g.dtype)
-        scores = F.linear(met.flatten(2), score.flatten(1)) if self.dense_score else (met * score).sum(-1)
-        mean, keys = prefix_softmax_mean(met.transpose(1, 2), scores.mT, mask, None if state is None else state.keys)
+        scores = self._score(self._scaled(self.key_score, g.dtype), met)
+        mean, keys = prefix_softmax_mean(met.transpose(1, 2), scores, mask, None if state is None else state.keys)
         return mean.transpose(1, 2), keys
 
-    def _key_scores(self, x: Tensor) -> Tensor:
-        """The scores (B, h, N) of keys, whose interaction adds the same to all."""
-        dtype = accumulate_dtype(x)
-        score = self._scaled(self.key_score, dtype)
-        score = self.key_interaction.pull_back(score, torch.zeros_like(score))
-        return F.linear(x.to(dtype), self._pull_back(score, self._by_head(self.key, dtype)[0])).mT
+    def _key_scores(self, k: Tensor) -> Tensor:
+        """The scores (B, h, N) of keys (B, N, h, d), whose interaction adds the same to all."""
+        score = self._scaled(self.key_score, k.dtype)
+        return self._score(self.key_interaction.pull_back(score, torch.zeros_like(score)), k)
 
 
 class AdditiveCrossAttention(PrefixAttention):
@@ -174,7 +158,7 @@ class AdditiveCrossAttention(PrefixAttention):
         q = self._vectors(self.query, x)
         with maybe_autocast(x.device.type, enabled=False):
             new = None if mask is None else mask[:, -x.shape[1] :]
-            g, queries = self._prefix_queries(x, q, new, None if state is None else state.queries)
+            g, queries = self._prefix_queries(q, new, None if state is None else state.queries)
             global_key = self._meet(g, source[0], None if source_mask is None else source_mask[:, None, None])
         return self._output(q, x, global_key), AttentionState(queries, queries[..., :0])
 

@@ -181,7 +181,7 @@ def encoder(config: FastformerConfig, module: nn.Module, x: Tensor, mask: Tensor
     return x
 
 
-def pool(module: AdditivePooling, x: Tensor, mask: Tensor) -> Tensor:
+def pool_text(module: AdditivePooling, x: Tensor, mask: Tensor) -> Tensor:
     """One vector (B, C) for each text (B, N, C)."""
     p = dict(module.named_parameters())
     texts = []
@@ -203,4 +203,4 @@ def classify(config: FastformerConfig, module: nn.Module, ids: Tensor, mask: Ten
     x = normalize(config, module.get_submodule('model.embeddings.norm'), x)
     x = encoder(config, module.get_submodule('model.encoder'), x, mask)
     pooling = module.get_submodule('model.pooling')
-    return pool(pooling, x, mask) @ p['classifier.weight'].T + p['classifier.bias']  # type: ignore[arg-type]
+    return pool_text(pooling, x, mask) @ p['classifier.weight'].T + p['classifier.bias']  # type: ignore[arg-type]
