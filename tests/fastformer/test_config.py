@@ -47,10 +47,16 @@ def test_a_preset_gives_the_transformer_512_positions():
     assert PRESETS['mind_recommendation'].create_config(encoder_mixer='transformer').max_position_embeddings == 48
 
 
+def test_the_presets_of_summaries_leave_room_for_their_average_length():
+    lengths = [PRESETS[name].create_config().max_target_positions for name in ('cnn_dailymail', 'pubmed')]
+    assert lengths == [128, 256]
+
+
 def test_what_is_left_out_follows_from_the_rest():
     config = FastformerConfig(hidden_size=32, num_hidden_layers=3, poolingformer_window=8)
     assert (config.embedding_size, config.intermediate_size) == (32, 32)
     assert (config.decoder_layers, config.poolingformer_second_window) == (3, 32)
+    assert config.max_target_positions == config.max_position_embeddings == 512
     assert config.decoder_start_token_id == config.bos_token_id == 1
 
 
@@ -69,6 +75,9 @@ def test_a_config_keeps_every_field_through_a_file(tmp_path):
         (dict(score='sparse'), 'score must be one of'),
         (dict(interaction='divide'), 'interaction must be one of'),
         (dict(score='dense', share_heads=True), 'share_heads needs'),
+        (dict(causal='acausal'), 'causal must be one of'),
+        (dict(cross_attention='linear'), 'cross_attention must be one of'),
+        (dict(cross_attention='additive', interaction='add'), "needs interaction='multiply'"),
         (dict(hidden_dropout_prob=1.0), r'lie in \[0, 1\)'),
     ],
 )
