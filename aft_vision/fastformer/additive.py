@@ -78,11 +78,15 @@ class _AdditivePool(torch.autograd.Function):
 
 
 class AdditivePooling(nn.Module):
-    """One vector for a text: a mean of its tokens with weights from a tanh layer."""
+    """One vector for a text: a mean of its tokens with weights from a tanh layer.
 
-    def __init__(self, config: FastformerConfig) -> None:
+    Args:
+        dim: width of the tokens; None: `config.hidden_size`.
+    """
+
+    def __init__(self, config: FastformerConfig, dim: int | None = None) -> None:
         super().__init__()
-        self.hidden = nn.Linear(config.hidden_size, config.pooling_hidden_size)
+        self.hidden = nn.Linear(config.hidden_size if dim is None else dim, config.pooling_hidden_size)
         # A bias would cancel in the softmax.
         self.score = nn.Linear(config.pooling_hidden_size, 1, bias=False)
 

@@ -1,0 +1,142 @@
+"""Texts to vectors, and a user's texts to one vector of the user: what recommending news and predicting ads share.
+
+Shapes: B users, M behaviours of a user (clicked news, say), N tokens of a text, C hidden size.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
+
+from .additive import AdditivePooling
+from .config import FastformerConfig
+from .encoder import create_encoder, create_norm
+from .modeling import FastformerModel
+
+
+class FastformerHierarchyConfig(FastformerConfig):
+    """A text encoder and a user encoder, both as `FastformerConfig` says; all fields are keyword-only.
+
+    Args:
+        max_behaviors: texts of a user at most, the last ones.
+        text_config: the configuration of a language model of transformers that encodes the texts, whole or as a dict
+            with `model_type`; None: a Fastformer does.
+        kwargs: of `FastformerConfig`; `max_position_embeddings` is of a text.
+
+    Raises:
+        ValueError: a field out of its range.
+    """
+
+    model_type = 'fastformer_hierarchy'
+
+    max_behaviors: int = 50
+    text_config: Any = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.text_config, dict):
+            fields = dict(self.text_config)
+            self.text_config = AutoConfig.for_model(fields.pop('model_type'), **fields)
+        if self.max_behaviors < 1:
+            raise ValueError(f'max_behaviors must be at least 1, got {self.max_behaviors}')
+        super().__post_init__(**kwargs)
+
+
+class LanguageModelEncoder(nn.Module):
+    """Any model of transformers with hidden states, additive pooling, and a projection to the hidden size."""
+
+    def __init__(self, config: FastformerConfig, text_config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.model = AutoModel.from_config(text_config)
+        self.pooling = AdditivePooling(config, text_config.hidden_size)
+        self.projection = nn.Linear(text_config.hidden_size, config.hidden_size)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # (B, N) -> (B, C)
+        states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        return self.projection(self.pooling(states, None if attention_mask is None else attention_mask.bool()))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+
+class FastformerTextEncoder(FastformerModel):
+    """A Fastformer, or the encoder in its place, that gives the pooled text alone."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:  # (B, N) -> (B, C)
+        return super().forward(input_ids, attention_mask, return_dict=True).pooler_output
+
+
+def create_text_encoder(config: FastformerHierarchyConfig) -> nn.Module:
+    """An encoder of texts, called with input_ids and attention_mask (B, N), that returns one vector each (B, C)."""
+    if config.text_config is not None:
+        return LanguageModelEncoder(config, config.text_config)
+    return FastformerTextEncoder(config)
+
+
+class UserEncoder(nn.Module):
+    """One vector for a user: the encoder of `config.encoder_mixer` over vectors of behaviours, and additive pooling.
+
+    Positions and normalisation of the input are those of `config.use_position_embeddings` and `use_layer_norm`; where
+    there is no such thing, behaviours are encoded as they are, but for dropout.
+    """
+
+    def __init__(self, config: FastformerHierarchyConfig) -> None:
+        super().__init__()
+        # What has a length, as Linformer's projection does, has that of a user, not of a text.
+        config = copy.copy(config)
+        config.max_position_embeddings = config.max_behaviors
+        self.max_behaviors = config.max_behaviors
+        self.embed_positions = None
+        if config.use_position_embeddings:
+            self.embed_positions = nn.Embedding(config.max_behaviors, config.hidden_size)
+        self.norm = create_norm(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.encoder = create_encoder(config)
+        self.pooling = AdditivePooling(config)
+
+    def forward(self, behaviors: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Encode users.
+
+        Args:
+            behaviors: (B, M, C), the oldest first, padding at the end.
+            mask: (B, M) bool, True where a behaviour counts; None: all do.
+
+        Returns:
+            (B, C); zero for a user without a behaviour.
+
+        Raises:
+            ValueError: more behaviours than `config.max_behaviors`, or a mask of another shape.
+        """
+        length = behaviors.shape[1]
+        if length > self.max_behaviors:
+            raise ValueError(f'a user may have {self.max_behaviors} behaviours (max_behaviors), got {length}')
+        if mask is not None and mask.shape != behaviors.shape[:2]:
+            expected, got = tuple(behaviors.shape[:2]), tuple(mask.shape)
+            raise ValueError(f'mask must have shape {expected} to match the behaviours, got {got}')
+        if length == 0:
+            return behaviors.new_zeros(len(behaviors), behaviors.shape[2])
+        x = behaviors if self.embed_positions is None else behaviors + self.embed_positions.weight[:length]
+        x = self.encoder(self.dropout(self.norm(x)), mask).last_hidden_state
+        return self.pooling(x, mask)
+
+
+def gather_vectors(vectors: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors by their row, where -1 stands for padding.
+
+    Args:
+        vectors: (U, C)
+        rows: (...,) int64, in [-1, U).
+
+    Returns:
+        The vectors (..., C), zero for padding, and a mask (...,), True where there is one.
+    """
+    mask = rows >= 0
+    if len(vectors) == 0:
+        return vectors.new_zeros(*rows.shape, vectors.shape[1]), mask
+    return torch.where(mask[..., None], vectors[rows.clamp(min=0)], 0.0), mask
