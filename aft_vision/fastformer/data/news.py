@@ -42,9 +42,7 @@ def read_mind_topic(
     if docs is not None:
         rows = read_delimited(docs, '\t', DOCS_COLUMNS, quoted=False)
         bodies = {row.values['news_id']: row.values['body'] for row in rows}
-    paths = [Path(path) for path in ([news] if isinstance(news, (str, Path)) else news)]
-    records = _read_news([path / 'news.tsv' if path.is_dir() else path for path in paths])
-    return collect(_choose_text(records, bodies, text), ['text'], 'category', **options)
+    return collect(_choose_text(read_news_rows(news), bodies, text), ['text'], 'category', **options)
 
 
 def read_ag_news(path: str | Path, **options: Any) -> Dataset:
@@ -66,10 +64,15 @@ def read_ag_news(path: str | Path, **options: Any) -> Dataset:
     return collect(records, ['title', 'description'], 'class', dict(enumerate(names, 1)), **options)
 
 
-def _read_news(paths: Iterable[Path]) -> Iterator[Record]:
+def read_news_rows(news: str | Path | Sequence[str | Path]) -> Iterator[Record]:
+    """Stream the rows of one `news.tsv` of MIND, or of several, by `NEWS_COLUMNS`; a news in several counts once.
+
+    Args:
+        news: The files, or folders with one.
+    """
     seen: set[str] = set()
-    for path in paths:
-        for record in read_delimited(path, '\t', NEWS_COLUMNS, quoted=False):
+    for path in map(Path, [news] if isinstance(news, (str, Path)) else news):
+        for record in read_delimited(path / 'news.tsv' if path.is_dir() else path, '\t', NEWS_COLUMNS, quoted=False):
             if record.values['news_id'] not in seen:
                 seen.add(record.values['news_id'])
                 yield record

@@ -1,0 +1,198 @@
+"""Impressions: users with what they clicked, and candidates to rank; samples and batches of them for training.
+
+What a news is: a row of a list of texts. Here stand numbers of rows alone, which keeps millions of impressions small.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from aft_vision.fastformer.data.batches import tokenize_dataset
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of different lengths in one array: row i is values[starts[i] : starts[i + 1]]."""
+
+    values: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def from_sizes(cls, values: Any, sizes: Any) -> 'Ragged':
+        """Rows of the given lengths, which lie in values one after another."""
+        starts = np.concatenate([[0], np.cumsum(np.asarray(sizes, dtype=np.int64))]).astype(np.int64)
+        return cls(np.asarray(values, dtype=np.int32), starts)
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Sequence[int]]) -> 'Ragged':
+        """These rows."""
+        arrays = [np.asarray(row, dtype=np.int32) for row in rows]
+        values = np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32)
+        return cls.from_sizes(values, [len(row) for row in arrays])
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The lengths of the rows."""
+        return np.diff(self.starts)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.values[self.starts[row] : self.starts[row + 1]]
+
+    def select(self, rows: np.ndarray) -> 'Ragged':
+        """Some of the rows, in the order asked for."""
+        return Ragged.from_sizes(self.values[self.places(rows)], self.sizes[rows])
+
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """Where the values of some rows are, one row after another."""
+        sizes = self.sizes[rows]
+        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        return np.repeat(self.starts[:-1][rows], sizes) + within
+
+
+@dataclass(frozen=True)
+class Behaviors:
+    """Impressions, one a row.
+
+    Attributes:
+        impression_ids: Their names in the file.
+        histories: What the user had clicked before, the oldest first.
+        candidates: What was shown.
+        labels: Of `candidates.values`: 1 where it was clicked, else 0; None where that is not known.
+    """
+
+    impression_ids: list[str]
+    histories: Ragged
+    candidates: Ragged
+    labels: np.ndarray | None
+
+    def __len__(self) -> int:
+        return len(self.impression_ids)
+
+    def select(self, rows: np.ndarray) -> 'Behaviors':
+        """Some of the impressions, in the order asked for."""
+        labels = None if self.labels is None else self.labels[self.candidates.places(rows)]
+        names = [self.impression_ids[row] for row in rows]
+        return Behaviors(names, self.histories.select(rows), self.candidates.select(rows), labels)
+
+
+def split_behaviors(behaviors: Behaviors, shares: Sequence[float], seed: int = 0) -> list[Behaviors]:
+    """Divide impressions at random into parts with these shares; the last part takes what the rounding leaves.
+
+    Raises:
+        ValueError: a part would be empty.
+    """
+    order = np.random.default_rng(seed).permutation(len(behaviors))
+    ends = np.round(np.cumsum(shares)[:-1] * len(behaviors)).astype(np.int64)
+    parts = [np.sort(part) for part in np.split(order, ends)]
+    if min(map(len, parts)) == 0:
+        raise ValueError(f'expected impressions for parts of {list(shares)}, got {len(behaviors)}')
+    return [behaviors.select(part) for part in parts]
+
+
+class ClickSamples(torch.utils.data.Dataset):
+    """One sample for each click: it, and other candidates of the same impression that were not clicked.
+
+    Sample i + e * len(samples) is sample i with the negatives that it has in epoch e, so that the numbers alone say
+    what a batch holds, whatever came before. Impressions without a negative have no samples.
+
+    Args:
+        behaviors: With labels.
+        negatives: K, drawn without replacement; with it only what is missing where an impression has fewer.
+        seed: Of the draws.
+
+    Raises:
+        ValueError: there are no labels, or no impression has both a click and a negative.
+    """
+
+    def __init__(self, behaviors: Behaviors, negatives: int = 4, seed: int = 0) -> None:
+        if behaviors.labels is None:
+            raise ValueError('expected impressions with labels to train on, got none')
+        self.behaviors, self.negatives, self.seed = behaviors, negatives, seed
+        labels = np.asarray(behaviors.labels, dtype=bool)
+        impressions = np.repeat(np.arange(len(behaviors)), behaviors.candidates.sizes)
+        others = np.bincount(impressions, ~labels, len(behaviors))
+        self.clicks = np.flatnonzero(labels & (others[impressions] > 0))
+        self.impressions = impressions[self.clicks]
+        if not len(self.clicks):
+            raise ValueError('expected an impression with a clicked and another candidate to train on, got none')
+
+    def __len__(self) -> int:
+        return len(self.clicks)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """`history` (M,) and `candidates` (1 + K,), the clicked one first: rows of news."""
+        epoch, sample = divmod(int(index), len(self))
+        row, candidates = int(self.impressions[sample]), self.behaviors.candidates
+        labels = np.asarray(self.behaviors.labels)[candidates.starts[row] : candidates.starts[row + 1]]
+        others = candidates[row][labels == 0]
+        draw = np.random.default_rng((self.seed, epoch, sample))
+        chosen = draw.permutation(others)[: self.negatives]
+        more = draw.choice(others, self.negatives - len(chosen))
+        clicked = candidates.values[self.clicks[sample]]
+        return {'history': self.behaviors.histories[row], 'candidates': np.concatenate([[clicked], chosen, more])}
+
+
+@dataclass(frozen=True)
+class NewsCollator:
+    """Makes batches for `FastformerForNewsRecommendation`, in which each news stands once.
+
+    Args:
+        tokens: The ids of the tokens of every news.
+        pad_token_id: Fills short texts.
+    """
+
+    tokens: Ragged
+    pad_token_id: int
+
+    def __call__(self, samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Tensor]:
+        """Batch B samples with U different news.
+
+        Returns:
+            input_ids and attention_mask (U, N); history (B, M) and candidates (B, 1 + K), rows of input_ids with -1
+            for padding at the end; labels (B,), zero: the first candidate was clicked.
+        """
+        rows = [[np.asarray(sample[name], dtype=np.int64) for sample in samples] for name in ('history', 'candidates')]
+        news, places = np.unique(np.concatenate(rows[0] + rows[1]), return_inverse=True)
+        batch = self.texts(news)
+        taken = 0
+        for name, parts in zip(('history', 'candidates'), rows, strict=True):
+            sizes = [len(part) for part in parts]
+            numbers = np.split(places[taken : taken + sum(sizes)], np.cumsum(sizes)[:-1])
+            taken += sum(sizes)
+            batch[name] = torch.from_numpy(pad_rows(numbers, -1))
+        return batch | {'labels': torch.zeros(len(samples), dtype=torch.int64)}
+
+    def texts(self, news: Sequence[int] | np.ndarray) -> dict[str, Tensor]:
+        """input_ids and attention_mask (U, N) of some news."""
+        rows = [self.tokens[int(row)] for row in news]
+        input_ids = pad_rows(rows, self.pad_token_id)
+        sizes = np.array([len(row) for row in rows])
+        mask = np.arange(input_ids.shape[1]) < sizes[:, None]
+        return {'input_ids': torch.from_numpy(input_ids), 'attention_mask': torch.from_numpy(mask.astype(np.int64))}
+
+
+def pad_rows(rows: Sequence[np.ndarray], fill: int) -> np.ndarray:
+    """Rows of integers as one array (rows, longest) int64, filled at the end."""
+    padded = np.full((len(rows), max(map(len, rows), default=0)), fill, dtype=np.int64)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return padded
+
+
+def tokenize_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> Ragged:
+    """The ids of the tokens of texts; a text without a token becomes one unknown token.
+
+    Args:
+        max_length: Where texts are cut off, in tokens; None for nowhere.
+    """
+    dataset = tokenize_dataset(Dataset.from_dict({'text': list(texts)}), tokenizer, max_length)
+    return Ragged.from_rows(dataset['input_ids'][:])

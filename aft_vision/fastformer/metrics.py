@@ -1,0 +1,113 @@
+"""How well candidates are ranked within their impressions: AUC, MRR and nDCG as MIND's scorer has them, vectorised.
+
+Every figure is that of one impression, and then a plain mean over the impressions. Impressions whose candidates are all
+clicked, or none, are passed over: they have no AUC. Candidates with equal scores count half in AUC; elsewhere they rank
+in their order in the file, while the published scorer's order of them depends on how its sort works.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+CUTOFFS = (5, 10)
+# As `ranking_metrics` returns them.
+RANKING_METRICS = ('auc', 'mrr', *(f'ndcg{cutoff}' for cutoff in CUTOFFS))
+
+
+class _Impressions(NamedTuple):
+    """Scores and labels (n,) of all candidates, the impression (n,) that each is of, and their counts (I,)."""
+
+    scores: np.ndarray
+    labels: np.ndarray
+    group: np.ndarray
+    sizes: np.ndarray
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """Sums (I,) of values (n,) over each impression."""
+        return np.bincount(self.group, values, len(self.sizes))
+
+
+def ranking_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> dict[str, float]:
+    """Group AUC, MRR, nDCG@5 and nDCG@10, in [0, 1].
+
+    Args:
+        scores: (n,), of the candidates of all impressions, one impression after another; the larger, the earlier.
+        labels: (n,), 1 where a candidate was clicked, else 0.
+        sizes: (I,), how many candidates each impression has; they sum to n.
+
+    Raises:
+        ValueError: shapes that do not fit, a score that is NaN, another label, or no impression with both labels.
+    """
+    found = impression_metrics(scores, labels, sizes)
+    if not len(found['auc']):
+        raise ValueError('expected an impression with a clicked and another candidate, got none')
+    return {name: float(values.mean()) for name, values in found.items()}
+
+
+def impression_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> dict[str, np.ndarray]:
+    """What `ranking_metrics` takes the means of: arrays over the impressions with both labels, in their order.
+
+    MRR is the mean of 1 / rank over all clicked candidates, not of the first alone. nDCG has gains 2^label - 1 and
+    discounts log2(1 + rank).
+    """
+    data = _check(scores, labels, sizes)
+    clicked = data.sum(data.labels)
+    mixed = (clicked > 0) & (clicked < data.sizes)
+    with np.errstate(invalid='ignore', divide='ignore'):
+        # Impressions that are not mixed are 0 / 0, and left out.
+        return {name: values[mixed] for name, values in _all_metrics(data, clicked).items()}
+
+
+def rank_candidates(scores: ArrayLike, sizes: ArrayLike) -> np.ndarray:
+    """Ranks (n,) from 1 within each impression, of the largest score first; of equal ones, the earlier first."""
+    data = _check(scores, np.zeros(np.shape(scores)), sizes)
+    order = np.lexsort((-data.scores, data.group))
+    ranks = np.empty(len(order), dtype=np.int64)
+    ranks[order] = np.arange(len(order)) - _starts(data)
+    return ranks + 1
+
+
+def _all_metrics(data: _Impressions, clicked: np.ndarray) -> dict[str, np.ndarray]:
+    ranks = rank_candidates(data.scores, data.sizes)
+    found = {'auc': _auc(data, clicked), 'mrr': data.sum(data.labels / ranks) / clicked}
+    gains = np.exp2(data.labels) - 1
+    for cutoff in CUTOFFS:
+        best = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(cutoff) + 2))])
+        gained = data.sum(np.where(ranks <= cutoff, gains / np.log2(ranks + 1), 0.0))
+        found[f'ndcg{cutoff}'] = gained / best[np.minimum(clicked, cutoff).astype(np.int64)]
+    return found
+
+
+def _auc(data: _Impressions, clicked: np.ndarray) -> np.ndarray:
+    """AUC (I,) by the sum of the ranks of what was clicked, where equal scores share the mean of their ranks."""
+    order = np.lexsort((data.scores, data.group))
+    scores, group = data.scores[order], data.group[order]
+    is_first = np.ones(len(order), dtype=bool)
+    is_first[1:] = (scores[1:] != scores[:-1]) | (group[1:] != group[:-1])
+    first = np.flatnonzero(is_first)
+    last = np.append(first[1:], len(order)) - 1
+    ranks = np.empty(len(order))
+    ranks[order] = ((first + last) / 2)[np.cumsum(is_first) - 1] - _starts(data) + 1
+    total = data.sum(ranks * data.labels)
+    return (total - clicked * (clicked + 1) / 2) / (clicked * (data.sizes - clicked))
+
+
+def _starts(data: _Impressions) -> np.ndarray:
+    """Where the impression of each candidate begins (n,)."""
+    return np.repeat(np.cumsum(data.sizes) - data.sizes, data.sizes)
+
+
+def _check(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> _Impressions:
+    scores, labels = np.asarray(scores, dtype=np.float64), np.asarray(labels, dtype=np.float64)
+    sizes = np.asarray(sizes, dtype=np.int64)
+    if not scores.shape == labels.shape == (sizes.sum(),):
+        raise ValueError(
+            f'expected scores and labels of shape ({sizes.sum()},), the sum of sizes, got {scores.shape} and '
+            f'{labels.shape}'
+        )
+    if np.isnan(scores).any():
+        raise ValueError(f'expected scores that are numbers, got NaN at {int(np.flatnonzero(np.isnan(scores))[0])}')
+    if not np.isin(labels, (0, 1)).all():
+        raise ValueError(f'expected labels 0 and 1, got {sorted(set(labels.tolist()) - {0, 1})[0]:g}')
+    return _Impressions(scores, labels, np.repeat(np.arange(len(sizes)), sizes), sizes)
