@@ -50,11 +50,11 @@ def read_lines(path: str | Path, member: str | None = None) -> Iterator[tuple[in
         raise ValueError(f'{path} is damaged after line {number}: {error}') from error
 
 
-def read_text_lines(path: str | Path) -> Iterator[tuple[int, str]]:
-    """Stream the lines of a file as `read_lines` does, decoded from UTF-8 and without a byte-order mark."""
+def read_text_lines(path: str | Path, encoding: str = 'utf-8') -> Iterator[tuple[int, str]]:
+    """Stream the lines of a file as `read_lines` does, decoded, and of UTF-8 without a byte-order mark."""
     for number, line in read_lines(path):
         try:
-            yield number, line.decode('utf-8-sig' if number == 1 else 'utf-8')
+            yield number, line.decode('utf-8-sig' if number == 1 and encoding == 'utf-8' else encoding)
         except UnicodeDecodeError as error:
             raise ValueError(
                 f'{path}, line {number}, byte {error.start + 1}: expected UTF-8, got {line[error.start]:#x}'
@@ -80,18 +80,23 @@ def read_json(path: str | Path) -> Iterator[Record]:
 
 
 def read_delimited(
-    path: str | Path, delimiter: str = ',', columns: Sequence[str] | None = None, quoted: bool = True
+    path: str | Path,
+    delimiter: str = ',',
+    columns: Sequence[str] | None = None,
+    quoted: bool = True,
+    encoding: str = 'utf-8',
 ) -> Iterator[Record]:
     """Stream the rows of a CSV or TSV.
 
     Args:
         columns: Their names; None where the first line holds them.
         quoted: Whether quotes may surround a field with delimiters and line ends; else a quote is a character.
+        encoding: Of the characters, by its name in Python.
 
     Raises:
         ValueError: the file is damaged, or a row has another number of columns; names the line where the row begins.
     """
-    for number, row in _read_rows(path, delimiter, quoted):
+    for number, row in _read_rows(path, delimiter, quoted, encoding):
         place = f'{path}, line {number}'
         if columns is None:
             columns = row
@@ -184,14 +189,14 @@ def _as_record(place: str, value: Any) -> Record:
     return Record(place, value)
 
 
-def _read_rows(path: str | Path, delimiter: str, quoted: bool) -> Iterator[tuple[int, list[str]]]:
+def _read_rows(path: str | Path, delimiter: str, quoted: bool, encoding: str) -> Iterator[tuple[int, list[str]]]:
     """Stream the rows that are not empty with the numbers of the lines where they begin."""
     if not quoted:
-        for number, line in read_text_lines(path):
+        for number, line in read_text_lines(path, encoding):
             if line.strip():
                 yield number, line.rstrip('\r\n').split(delimiter)
         return
-    reader = csv.reader((line for _, line in read_text_lines(path)), delimiter=delimiter, strict=True)
+    reader = csv.reader((line for _, line in read_text_lines(path, encoding)), delimiter=delimiter, strict=True)
     limit, number = csv.field_size_limit(LARGEST_FIELD), 1
     try:
         for row in reader:

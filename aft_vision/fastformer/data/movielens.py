@@ -1,0 +1,128 @@
+"""MovieLens-100k as impressions: which film does a user watch next, after those watched before?
+
+A film is a 'news' whose text is title, year and genres. What a user rated, whatever the rating, counts as watched.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from aft_vision.fastformer.data.files import Record, read_delimited
+from aft_vision.fastformer.data.impressions import Behaviors, Ragged
+from aft_vision.fastformer.data.mind import News
+
+GENRES = (
+    *('unknown', 'Action', 'Adventure', 'Animation', "Children's", 'Comedy', 'Crime', 'Documentary', 'Drama'),
+    *('Fantasy', 'Film-Noir', 'Horror', 'Musical', 'Mystery', 'Romance', 'Sci-Fi', 'Thriller', 'War', 'Western'),
+)
+RATING_COLUMNS = ('user_id', 'item_id', 'rating', 'timestamp')
+ITEM_COLUMNS = ('item_id', 'title', 'release_date', 'video_release_date', 'url', *GENRES)
+# Parts that are read for training and for measuring.
+PARTS = ('train', 'validation', 'test')
+
+
+def read_movielens(
+    folder: str | Path,
+    max_behaviors: int = 50,
+    negatives: int = 99,
+    seed: int = 0,
+) -> tuple[News, dict[str, Behaviors]]:
+    """Read the films and, of each user, every film watched as an impression after those before it.
+
+    The last film of each user is for `test`, the last but one for `validation`, and the others, but the first, which
+    has no history, for `train`. The other candidates of an impression are films that the user never watched, drawn
+    without replacement; the watched one stands among them at a random place.
+
+    Args:
+        folder: With `u.data` and `u.item` as GroupLens published them, or `ml-100k.inter` and `ml-100k.item`, the same
+            with headers, as RecBole has them.
+        max_behaviors: Films of a history, the last ones. Films of the same second keep their order in the file.
+        negatives: Candidates beside the watched film, or fewer where a user has watched nearly everything.
+        seed: Of the draws.
+
+    Raises:
+        ValueError: a file is damaged or of another layout, or a film is unknown; names line and column.
+    """
+    folder = Path(folder)
+    is_original = (folder / 'u.data').is_file()
+    names = ('u.item', 'u.data') if is_original else ('ml-100k.item', 'ml-100k.inter')
+    items, ratings = folder / names[0], folder / names[1]
+    if not ratings.is_file():
+        raise ValueError(f'expected u.data and u.item, or ml-100k.inter and ml-100k.item, in {folder}, got neither')
+    news = _read_films(items, _published_text if is_original else _atomic_text, is_original)
+    if is_original:
+        rows = read_delimited(ratings, '\t', RATING_COLUMNS, quoted=False)
+    else:
+        rows = _without_types(read_delimited(ratings, '\t', quoted=False))
+    watched = _read_watched(rows, news.rows)
+    return news, _make_impressions(watched, len(news), max_behaviors, negatives, np.random.default_rng(seed))
+
+
+def _read_films(path: Path, text: Callable[[Record], str], is_original: bool) -> News:
+    if is_original:
+        records = read_delimited(path, '|', ITEM_COLUMNS, quoted=False, encoding='latin-1')
+    else:
+        records = _without_types(read_delimited(path, '\t', quoted=False))
+    found = {record.values['item_id']: text(record) for record in records}
+    return News(list(found), list(found.values()))
+
+
+def _published_text(record: Record) -> str:
+    values = record.values
+    return ' '.join([values['title'], *(genre for genre in GENRES if values[genre] == '1')])
+
+
+def _atomic_text(record: Record) -> str:
+    columns = ('movie_title', 'release_year', 'class')
+    return ' '.join(filter(None, (_field(record, column) for column in columns)))
+
+
+def _without_types(records: Iterator[Record]) -> Iterator[Record]:
+    """RecBole's columns have their types behind their names: `user_id:token`."""
+    for place, values in records:
+        yield Record(place, {column.partition(':')[0]: value for column, value in values.items()})
+
+
+def _field(record: Record, column: str) -> str:
+    if column not in record.values:
+        raise ValueError(f'{record.place}: expected a column {column}, got {", ".join(record.values):.200}')
+    return record.values[column]
+
+
+def _read_watched(records: Iterator[Record], rows: dict[str, int]) -> dict[str, list[int]]:
+    """The films of each user in the order of time."""
+    watched: dict[str, list[tuple[float, int]]] = {}
+    for record in records:
+        user, item = _field(record, 'user_id'), _field(record, 'item_id')
+        if item not in rows:
+            raise ValueError(f"{record.place}, column 'item_id': expected one of {len(rows)} films, got {item!r}")
+        try:
+            time = float(_field(record, 'timestamp'))
+        except ValueError as error:
+            raise ValueError(f"{record.place}, column 'timestamp': expected seconds: {error}") from error
+        watched.setdefault(user, []).append((time, rows[item]))
+    return {user: [film for _, film in sorted(films, key=lambda pair: pair[0])] for user, films in watched.items()}
+
+
+def _make_impressions(
+    watched: dict[str, list[int]], films: int, max_behaviors: int, negatives: int, draw: np.random.Generator
+) -> dict[str, Behaviors]:
+    parts: dict[str, list[tuple[str, Sequence[int], np.ndarray, int]]] = {part: [] for part in PARTS}
+    for user, order in watched.items():
+        others = np.setdiff1d(np.arange(films), order)
+        for place in range(1, len(order)):
+            left = len(order) - 1 - place
+            part = PARTS[2 - left] if left < 2 else 'train'
+            shown = draw.choice(others, min(negatives, len(others)), replace=False)
+            at = int(draw.integers(len(shown) + 1))
+            candidates = np.insert(shown, at, order[place])
+            parts[part].append((f'{user}-{place}', order[max(0, place - max_behaviors) : place], candidates, at))
+    return {part: _as_behaviors(rows) for part, rows in parts.items()}
+
+
+def _as_behaviors(rows: Sequence[tuple[str, Sequence[int], np.ndarray, int]]) -> Behaviors:
+    candidates = Ragged.from_rows([shown for _, _, shown, _ in rows])
+    labels = np.zeros(len(candidates.values), dtype=np.int8)
+    labels[candidates.starts[:-1] + np.array([at for _, _, _, at in rows], dtype=np.int64)] = 1
+    return Behaviors([name for name, _, _, _ in rows], Ragged.from_rows([h for _, h, _, _ in rows]), candidates, labels)
