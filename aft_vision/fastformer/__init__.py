@@ -7,11 +7,15 @@ from . import baselines, tokenize
 from .config import PRESETS, FastformerConfig, Preset
 from .convert import convert_notebook_state_dict
 from .encoder import ENCODERS, create_encoder, register_encoder
+from .hierarchy import FastformerHierarchyConfig
 from .modeling import FastformerForSequenceClassification, FastformerModel, FastformerPreTrainedModel
+from .newsrec import FastformerForNewsRecommendation, FastformerNewsConfig
 from .seq2seq import FastformerForConditionalGeneration
 
 AutoConfig.register('fastformer', FastformerConfig)
+AutoConfig.register('fastformer_news', FastformerNewsConfig)
 AutoModel.register(FastformerConfig, FastformerModel)
+AutoModel.register(FastformerNewsConfig, FastformerForNewsRecommendation)
 AutoModelForSequenceClassification.register(FastformerConfig, FastformerForSequenceClassification)
 AutoModelForSeq2SeqLM.register(FastformerConfig, FastformerForConditionalGeneration)
 
@@ -20,8 +24,11 @@ __all__ = [
     'PRESETS',
     'FastformerConfig',
     'FastformerForConditionalGeneration',
+    'FastformerForNewsRecommendation',
     'FastformerForSequenceClassification',
+    'FastformerHierarchyConfig',
     'FastformerModel',
+    'FastformerNewsConfig',
     'FastformerPreTrainedModel',
     'Preset',
     'convert_notebook_state_dict',

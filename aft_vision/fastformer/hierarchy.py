@@ -4,6 +4,7 @@ Shapes: B users, M behaviours of a user (clicked news, say), N tokens of a text,
 """
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,12 +50,27 @@ class LanguageModelEncoder(nn.Module):
     def __init__(self, config: FastformerConfig, text_config: PreTrainedConfig) -> None:
         super().__init__()
         self.model = AutoModel.from_config(text_config)
+        self._drop_pooler()
         self.pooling = AdditivePooling(config, text_config.hidden_size)
         self.projection = nn.Linear(text_config.hidden_size, config.hidden_size)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # (B, N) -> (B, C)
         states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
         return self.projection(self.pooling(states, None if attention_mask is None else attention_mask.bool()))
+
+    def load(self, source: str | Path) -> None:
+        """Take the weights of a saved language model.
+
+        Args:
+            source: A folder, or a name on the Hugging Face hub.
+        """
+        self.model = AutoModel.from_pretrained(source)
+        self._drop_pooler()
+
+    def _drop_pooler(self) -> None:
+        # BERT's own pooling has no part in this; parameters without a gradient would halt distributed training.
+        if getattr(self.model, 'pooler', None) is not None:
+            self.model.pooler = None
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()

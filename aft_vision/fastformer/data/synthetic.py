@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from aft_vision.fastformer.data.movielens import GENRES
 from aft_vision.fastformer.data.news import AG_NEWS_CLASSES
 from aft_vision.fastformer.data.reviews import AMAZON_RATINGS, IMDB_RATINGS, SENTIMENTS
 
@@ -93,6 +94,57 @@ def write_mind(folder: str | Path, rows: int = 60, seed: int = 0) -> Path:
     return _write(Path(folder) / 'news.tsv', '\n'.join(news) + '\n').parent
 
 
+def write_mind_behaviors(
+    folder: str | Path, rows: int = 80, seed: int = 0, labelled: bool = True, news: int = 60
+) -> Path:
+    """Write MIND's behaviors.tsv for the news of `write_mind(rows=news)`: users click what is of the topic of before.
+
+    Every eighth user has no history. Without labels, it is as in the test split.
+    """
+    draw, topics = random.Random(seed), len(MIND_CATEGORIES)
+    lines = []
+    for number in range(rows):
+        topic = draw.randrange(topics)
+        liked, others = list(range(topic, news, topics)), [i for i in range(news) if i % topics != topic]
+        history = [] if number % 8 == 0 else draw.choices(liked, k=draw.randint(1, 7))
+        clicked = draw.sample(liked, draw.randint(1, 2))
+        shown = clicked + draw.sample(others, draw.randint(2, 9))
+        draw.shuffle(shown)
+        candidates = [f'N{i + 1}-{int(i in clicked)}' if labelled else f'N{i + 1}' for i in shown]
+        names = ' '.join(f'N{i + 1}' for i in history)
+        time = f'11/{draw.randint(9, 15)}/2019 {draw.randint(1, 12)}:36:57 {draw.choice(("AM", "PM"))}'
+        lines.append('\t'.join([str(number + 1), f'U{draw.randrange(99)}', time, names, ' '.join(candidates)]))
+    return _write(Path(folder) / 'behaviors.tsv', '\n'.join(lines) + '\n').parent
+
+
+def write_movielens(folder: str | Path, users: int = 12, films: int = 40, seed: int = 0, original: bool = True) -> Path:
+    """Write MovieLens-100k's u.data and u.item, or RecBole's .inter and .item: a user watches films of one genre."""
+    draw = random.Random(seed)
+    genres = GENRES[1:5]
+    ratings, items = [], []
+    for number in range(films):
+        genre, title = genres[number % len(genres)], f'Film {number}, Thé'
+        if original:
+            flags = ['1' if name == genre else '0' for name in GENRES]
+            items.append(
+                '|'.join([str(number + 1), f'{title} (1995)', '01-Jan-1995', '', 'http://us.imdb.com/', *flags])
+            )
+        else:
+            items.append('\t'.join([str(number + 1), title, '1995', genre]))
+    for user in range(users):
+        liked = [number for number in range(films) if number % len(genres) == user % len(genres)]
+        for second, film in enumerate(draw.sample(liked, draw.randint(4, 8))):
+            ratings.append('\t'.join([str(user + 1), str(film + 1), '3', str(881250949 + second // 2)]))
+    draw.shuffle(ratings)
+    headers = {'item': 'item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq'}
+    headers['inter'] = 'user_id:token\titem_id:token\trating:float\ttimestamp:float'
+    for name, kind, lines in (('u.item', 'item', items), ('u.data', 'inter', ratings)):
+        content = '\n'.join(lines if original else [headers[kind], *lines]) + '\n'
+        path = Path(folder) / (name if original else f'ml-100k.{kind}')
+        _write(path, content, 'latin-1' if original else 'utf-8')
+    return Path(folder)
+
+
 def write_ag_news(folder: str | Path, rows: int = 40, seed: int = 0) -> Path:
     """Write AG News' train.csv, test.csv and classes.txt."""
     writer = TextWriter(seed)
@@ -114,9 +166,9 @@ def write_glove(path: str | Path, words: Sequence[str], dim: int = 50, seed: int
     return _write(path, '\n'.join(lines) + '\n')
 
 
-def _write(path: str | Path, content: str) -> Path:
+def _write(path: str | Path, content: str, encoding: str = 'utf-8') -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = content.encode()
+    data = content.encode(encoding)
     path.write_bytes(gzip.compress(data) if path.suffix == '.gz' else data)
     return path

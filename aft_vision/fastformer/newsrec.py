@@ -1,0 +1,114 @@
+"""News recommendation (Fastformer Table 5): a user's clicked news and the candidates, encoded and multiplied."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig
+from transformers.utils.generic import ModelOutput, can_return_tuple
+
+from .hierarchy import FastformerHierarchyConfig, LanguageModelEncoder, UserEncoder, create_text_encoder, gather_vectors
+from .modeling import FastformerPreTrainedModel
+
+
+class FastformerNewsConfig(FastformerHierarchyConfig):
+    """Of `FastformerForNewsRecommendation`: the fields of `FastformerHierarchyConfig`."""
+
+    model_type = 'fastformer_news'
+
+
+@dataclass
+class RankingOutput(ModelOutput):
+    """Scores (B, n) of the candidates, the lowest number where there is none, and the loss where there are labels."""
+
+    loss: Tensor | None = None
+    scores: Tensor | None = None
+
+
+class FastformerForNewsRecommendation(FastformerPreTrainedModel):
+    """Encodes the texts of news, and users by the news they clicked; a score is the product of the two.
+
+    With `config.text_config` the texts are encoded by that language model, and the users by Fastformer, or what
+    `config.encoder_mixer` names (Fastformer+PLM-NR).
+    """
+
+    config_class = FastformerNewsConfig
+    config: FastformerNewsConfig  # type: ignore[assignment]
+
+    def __init__(self, config: FastformerNewsConfig) -> None:
+        super().__init__(config)
+        self.text_encoder = create_text_encoder(config)
+        self.user_encoder = UserEncoder(config)
+        self.post_init()
+
+    @classmethod
+    def from_text_model(cls, source: str | Path, **kwargs: Any) -> Self:
+        """A model with a saved language model for its texts, and first weights for the rest.
+
+        Args:
+            source: A folder, or a name on the Hugging Face hub.
+            kwargs: Of `FastformerNewsConfig`.
+        """
+        model = cls(FastformerNewsConfig(**kwargs, text_config=AutoConfig.from_pretrained(source)))
+        if not isinstance(model.text_encoder, LanguageModelEncoder):
+            raise TypeError(f'expected a language model in {source}, got {type(model.text_encoder).__name__}')
+        model.text_encoder.load(source)
+        return model
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.text_encoder.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.text_encoder.set_input_embeddings(value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        history: Tensor | None = None,
+        candidates: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> RankingOutput:
+        """Score candidates for users; each news stands in the batch once.
+
+        Args:
+            input_ids: (U, N), the texts of the news.
+            attention_mask: (U, N), 1 or True where a token counts; None: all do.
+            history: (B, M) int64, rows of input_ids, what each user clicked, the oldest first; -1 at the end for none.
+            candidates: (B, n) int64, rows of input_ids; -1 for none.
+            labels: (B,), the place of the clicked one among the candidates: cross-entropy over them.
+
+        Raises:
+            ValueError: history or candidates are missing, or of different numbers of users.
+        """
+        if history is None or candidates is None or len(history) != len(candidates):
+            shapes = [None if x is None else tuple(x.shape) for x in (history, candidates)]
+            raise ValueError(f'expected history (B, M) and candidates (B, n) of the same users, got {shapes}')
+        news = self.encode_news(input_ids, attention_mask)
+        users = self.encode_users(*gather_vectors(news, history))
+        vectors, shown = gather_vectors(news, candidates)
+        scores = self.score(users, vectors)
+        scores = scores.masked_fill(~shown, torch.finfo(scores.dtype).min)
+        return RankingOutput(loss=None if labels is None else F.cross_entropy(scores, labels), scores=scores)
+
+    def encode_news(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Vectors (U, C) of texts (U, N)."""
+        return self.text_encoder(input_ids, attention_mask)
+
+    def encode_users(self, clicked: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Vectors (B, C) of users; zero for one without a click, which scores all news the same.
+
+        Args:
+            clicked: (B, M, C), vectors of news, the oldest first.
+            mask: (B, M) bool, True where there is one; None: everywhere.
+        """
+        return self.user_encoder(clicked, mask)
+
+    def score(self, users: Tensor, candidates: Tensor) -> Tensor:  # (B, C), (B, n, C) -> (B, n)
+        """Products of users and candidates, in float32 at least."""
+        dtype = torch.promote_types(users.dtype, torch.float32)
+        return torch.einsum('bc,bnc->bn', users.to(dtype), candidates.to(dtype))
