@@ -59,6 +59,26 @@ def impression_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -
         return {name: values[mixed] for name, values in _all_metrics(data, clicked).items()}
 
 
+def click_loss(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> float:
+    """The mean, over all clicks, of the cross-entropy of the click among it and what was not clicked beside it.
+
+    The arguments are those of `ranking_metrics`. Clicks without anything beside them have no part in it.
+
+    Raises:
+        ValueError: as `ranking_metrics`.
+    """
+    data = _check(scores, labels, sizes)
+    others = np.where(data.labels == 0, data.scores, -np.inf)
+    highest = np.full(len(data.sizes), -np.inf)
+    np.maximum.at(highest, data.group, others)
+    clicked = (data.labels == 1) & np.isfinite(highest)[data.group]
+    if not clicked.any():
+        raise ValueError('expected an impression with a clicked and another candidate, got none')
+    highest = np.where(np.isfinite(highest), highest, 0.0)
+    rest = np.log(np.maximum(data.sum(np.exp(others - highest[data.group])), 1.0)) + highest
+    return float(np.logaddexp(0.0, rest[data.group] - data.scores)[clicked].mean())
+
+
 def rank_candidates(scores: ArrayLike, sizes: ArrayLike) -> np.ndarray:
     """Ranks (n,) from 1 within each impression, of the largest score first; of equal ones, the earlier first."""
     data = _check(scores, np.zeros(np.shape(scores)), sizes)

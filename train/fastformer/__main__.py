@@ -60,9 +60,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     try:
         if args.eval:
             for source, metrics in evaluate(run).items():
-                processes.print(
-                    f'{source}, {config.data.eval_split}: {describe({name: metrics[name] for name in run.metrics})}'
-                )
+                found = describe({name: metrics[name] for name in run.metrics if name in metrics})
+                processes.print(f'{source}, {config.data.eval_split}: {found or "ranked, without labels to measure"}')
             return None
         if processes.is_main_process:
             begin(run)
@@ -135,14 +134,14 @@ def evaluate(run: TextRun) -> dict[str, dict[str, float]]:
     for source in sources:
         if not (source / 'config.json').is_file():
             raise ValueError(f'expected a saved model in {source}, got none; train first, or set run.init_from')
-    return {str(source): run.evaluate(source, config.data.eval_split) for source in sources}
+    return run.evaluate_all(sources, config.data.eval_split)
 
 
 def finish(run: TextRun, summary: dict[str, Any]) -> None:
     """Write the summary of the seeds, and print it and what is where."""
     model = run.config.model if run.config.run.init_from is None else {'init_from': run.config.run.init_from}
     (run.folder / RESULT).write_text(json.dumps({**summary, 'model': model}, indent=2) + '\n')
-    for metric in run.metrics:
+    for metric in (name for name in run.metrics if f'test_{name}' in summary):
         mean, deviation = summary[f'test_{metric}']['mean'], summary[f'test_{metric}']['std']
         spread = '' if deviation is None else f' +- {100 * deviation:.2f}'
         print(f'test {metric} {100 * mean:.2f}{spread} %  (seeds {", ".join(map(str, summary["seeds"]))})')

@@ -125,10 +125,18 @@ class TextRun(ABC):
         Raises:
             ValueError: it is no model, or not one for this experiment.
         """
+        trainer = self.load_trainer(source)
+        return self.test(trainer, trainer.processing_class, split, Path(source).parent)
+
+    def evaluate_all(self, sources: Sequence[Path], split: str) -> dict[str, dict[str, float]]:
+        """`evaluate` several saved models, by their names; a task may add what they give together."""
+        return {str(source): self.evaluate(source, split) for source in sources}
+
+    def load_trainer(self, source: str | Path) -> Any:
+        """The Trainer of a saved model."""
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = self.load_model(source)
-        trainer = self.make_trainer(model, tokenizer, self.arguments(self.folder, self.config.run.seeds[0]))
-        return self.test(trainer, tokenizer, split, Path(source).parent)
+        arguments = self.arguments(self.folder, self.config.run.seeds[0])
+        return self.make_trainer(self.load_model(source), tokenizer, arguments)
 
     def test(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, split: str, folder: Path) -> dict[str, float]:
         """Measure a trainer's model on a split.
@@ -137,7 +145,7 @@ class TextRun(ABC):
             folder: Where a task may write what the model predicts.
 
         Returns:
-            `metrics` by their names.
+            `metrics` by their names; those that cannot be measured are left out.
         """
         tested = trainer.evaluate(self.examples(split, tokenizer), metric_key_prefix='test')
         return {name.removeprefix('test_'): value for name, value in tested.items()}
@@ -219,7 +227,7 @@ class TextRun(ABC):
             'seed': seed,
             'best_epoch': round(best['epoch'], 3),
             **{f'validation_{name}': best[f'eval_{name}'] for name in self.metrics},
-            **{f'test_{name}': tested[name] for name in self.metrics},
+            **{f'test_{name}': tested[name] for name in self.metrics if name in tested},
             'seconds_per_epoch': seconds * trainer.state.global_step / trainer.state.epoch,
             'memory_mb': max(row['memory_mb'] for row in measured),
             'updates': trainer.state.global_step,
@@ -232,7 +240,8 @@ class TextRun(ABC):
 
     def summarize_seeds(self, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Mean and standard deviation (of a sample, n - 1) of what the seeds gave; no deviation of a single one."""
-        names = [f'{split}_{metric}' for split in ('test', 'validation') for metric in self.metrics]
+        measured = (f'{split}_{metric}' for split in ('test', 'validation') for metric in self.metrics)
+        names = [name for name in measured if all(name in result for result in results)]
         summary: dict[str, Any] = {'seeds': [result['seed'] for result in results]}
         for name in (*names, 'seconds_per_epoch', 'memory_mb'):
             values = [result[name] for result in results]

@@ -193,14 +193,17 @@ def stated_model(model: Mapping[str, Any]) -> dict[str, Any]:
     return {**({} if preset is None else PRESETS[preset].model), **own}
 
 
-def text_model_config(model: Mapping[str, Any], max_length: int, **more: Any) -> FastformerConfig:
+def text_model_config(
+    model: Mapping[str, Any], max_length: int, kind: type[FastformerConfig] = FastformerConfig, **more: Any
+) -> FastformerConfig:
     """The FastformerConfig of the `model` section: its preset of Table 9, if it names one, changed by its other keys.
 
     Args:
         max_length: Of a text, in tokens.
+        kind: That class, or the task's subclass of it.
         more: What the data decide.
 
     Raises:
         ValueError: values that exclude each other.
     """
-    return FastformerConfig(**{**stated_model(model), 'max_position_embeddings': max_length, **more})
+    return kind(**{**stated_model(model), 'max_position_embeddings': max_length, **more})

@@ -8,10 +8,11 @@ from transformers.training_args import OptimizerNames
 
 from train.config import build_config, read_layers, unknown
 from train.fastformer.classification import ClassificationRun
+from train.fastformer.recommendation import RecommendationRun
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig
 
-TASKS: dict[str, type[TextRun]] = {'classification': ClassificationRun}
+TASKS: dict[str, type[TextRun]] = {'classification': ClassificationRun, 'recommendation': RecommendationRun}
 
 
 def load_text_config(path: str | Path, overrides: Sequence[str] = ()) -> TextConfig:

@@ -1,0 +1,222 @@
+"""The task of ranking news, or films, for a user by what was clicked before (Fastformer Table 5)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from torch.utils.data import Sampler
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+
+from aft_vision.fastformer import FastformerForNewsRecommendation, FastformerNewsConfig
+from aft_vision.fastformer.data.impressions import Behaviors, ClickSamples, NewsCollator, tokenize_texts
+from aft_vision.fastformer.data.mind import News
+from aft_vision.fastformer.glove import load_glove
+from aft_vision.fastformer.metrics import RANKING_METRICS, click_loss, ranking_metrics
+from aft_vision.fastformer.predictions import write_predictions
+from aft_vision.fastformer.ranking import mean_scores, score_behaviors
+from train.fastformer.recommendation_data import RecommendationData, read_parts
+from train.fastformer.run import TextRun
+from train.fastformer.schema import TextConfig, check_text_model, text_model_config
+
+PREDICTION = 'prediction_{split}.zip'
+
+
+@dataclass(frozen=True)
+class RecommendationConfig(TextConfig):
+    """One experiment with a recommender; `model` may also have `text_model`, a language model for the texts."""
+
+    data: RecommendationData = field(default_factory=RecommendationData)
+
+    def check_model(self, source: str) -> dict[str, Any]:
+        rest = dict(self.model)
+        text_model = rest.pop('text_model', None)
+        if not isinstance(text_model, str | None):
+            raise ValueError(f'{source}: expected model.text_model to be a folder or a name, got {text_model!r}')
+        if text_model is not None and self.data.glove is not None:
+            raise ValueError(f'{source}: expected data.glove to be null with model.text_model, got {self.data.glove!r}')
+        checked = check_text_model(rest, self.data.max_length, source)
+        return checked if text_model is None else {**checked, 'text_model': text_model}
+
+
+class ClickOrder(Sampler):
+    """The numbers of samples at random, those of epoch e behind the ones of the epochs before it.
+
+    So a number says which negatives `ClickSamples` draws, and what is resumed is the same.
+    """
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self.samples, self.seed, self.epoch = samples, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; Trainer calls this."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return iter((torch.randperm(self.samples, generator=generator) + self.epoch * self.samples).tolist())
+
+
+class RecommendationTrainer(Trainer):
+    """transformers' Trainer, whose evaluation encodes each news once and ranks whole impressions."""
+
+    model: Any
+    data_collator: Any
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler:
+        samples: Any = self.train_dataset if train_dataset is None else train_dataset
+        return ClickOrder(len(samples), self.args.seed)
+
+    def scores(self, behaviors: Behaviors) -> np.ndarray:
+        """Scores (n,) of the candidates; each process ranks its share of the impressions, and all have the result."""
+        rows = np.arange(self.args.process_index, len(behaviors), self.args.world_size)
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        part = score_behaviors(model, behaviors.select(rows), self.data_collator, self.args.per_device_eval_batch_size)
+        if self.args.world_size == 1:
+            return part
+        whole = torch.zeros(len(behaviors.candidates.values))
+        whole[torch.from_numpy(behaviors.candidates.places(rows))] = torch.from_numpy(part)
+        return self.accelerator.reduce(whole.to(self.args.device), 'sum').cpu().numpy()
+
+    def evaluate(  # type: ignore[override]
+        self,
+        eval_dataset: Behaviors | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = 'eval',
+    ) -> dict[str, float]:
+        behaviors: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        found = measure(self.scores(behaviors), behaviors)
+        metrics = {f'{metric_key_prefix}_{name}': value for name, value in found.items()}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+@dataclass(frozen=True)
+class RecommendationRun(TextRun):
+    """News and impressions.
+
+    Attributes:
+        news: All of them, of every part.
+        splits: `train`, `validation` and `test`.
+    """
+
+    config: RecommendationConfig
+    news: News = field(default_factory=lambda: News([], []))
+    splits: Mapping[str, Behaviors] = field(default_factory=dict)
+
+    schema = RecommendationConfig
+    metrics = RANKING_METRICS
+    best_metric = 'auc'
+    auto_model = AutoModel
+
+    @classmethod
+    def read(cls, config: RecommendationConfig, folder: Path, quiet: bool = True) -> Self:
+        return cls(config, folder, quiet, *read_parts(config.data))
+
+    def counts(self) -> dict[str, int]:
+        return {name: len(split) for name, split in self.splits.items()}
+
+    def texts(self) -> Sequence[str]:
+        train = self.splits['train']
+        rows = np.unique(np.concatenate([train.histories.values, train.candidates.values]))
+        return [self.news.texts[row] for row in rows]
+
+    def examples(self, split: str, tokenizer: PreTrainedTokenizerBase) -> Any:
+        return self.splits[split]
+
+    def make_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of `run.init_from` or of `model.text_model`, or one of the training texts."""
+        text_model = self.config.model.get('text_model')
+        if self.config.run.init_from is not None or text_model is None:
+            return super().make_tokenizer()
+        return AutoTokenizer.from_pretrained(text_model, model_max_length=self.config.data.max_length)
+
+    def new_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+        """A model with its first weights, and GloVe's embeddings where the experiment names them."""
+        data, fields = self.config.data, dict(self.config.model)
+        text_model = fields.pop('text_model', None)
+        config = text_model_config(
+            fields,
+            data.max_length,
+            FastformerNewsConfig,
+            vocab_size=len(tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+            max_behaviors=data.max_behaviors,
+            text_config=None if text_model is None else AutoConfig.from_pretrained(text_model),
+        )
+        # Which form of full attention the baseline Transformer has.
+        attention = self.config.run.attention
+        model = FastformerForNewsRecommendation._from_config(config, attn_implementation=attention)
+        if text_model is not None:
+            model.text_encoder.load(text_model)
+        if data.glove is not None:
+            load_glove(model, tokenizer, data.glove, seed)
+        return model
+
+    def new_trainer(self, **options: Any) -> Trainer:
+        tokenizer, data = options['processing_class'], self.config.data
+        tokens = tokenize_texts(self.news.texts, tokenizer, data.max_length)
+        options['train_dataset'] = ClickSamples(options['train_dataset'], data.negatives, options['args'].seed)
+        return RecommendationTrainer(data_collator=NewsCollator(tokens, tokenizer.pad_token_id), **options)
+
+    def check_loaded(self, model: PreTrainedModel, source: str | Path) -> None:
+        if not isinstance(model, FastformerForNewsRecommendation):
+            raise ValueError(f'expected a recommender, got {source} with a {type(model).__name__}')
+        found, expected = model.config.max_behaviors, self.config.data.max_behaviors
+        if found != expected:
+            raise ValueError(f'expected a model of {expected} clicks (data.max_behaviors), got {source} with {found}')
+
+    def test(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, split: str, folder: Path) -> dict[str, float]:
+        """Measure a trainer's model on a split, as far as that has labels, and write how it ranks the candidates.
+
+        Args:
+            folder: Receives `prediction_SPLIT.zip`.
+        """
+        return self.write(self.scores_of(trainer, split), split, folder)
+
+    def scores_of(self, trainer: Trainer, split: str) -> np.ndarray:
+        """Scores (n,) of the candidates of a split."""
+        if not isinstance(trainer, RecommendationTrainer):
+            raise TypeError(f'expected a RecommendationTrainer, got a {type(trainer).__name__}')
+        return trainer.scores(self.splits[split])
+
+    def write(self, scores: np.ndarray, split: str, folder: Path) -> dict[str, float]:
+        """Write the ranks of a split's candidates in the leaderboard's format, and give the metrics of the scores."""
+        behaviors = self.splits[split]
+        if PartialState().is_main_process:
+            path = folder / PREDICTION.format(split=split)
+            write_predictions(path, behaviors.impression_ids, scores, behaviors.candidates.sizes)
+        return {} if behaviors.labels is None else measure(scores, behaviors)
+
+    def evaluate_all(self, sources: Sequence[Path], split: str) -> dict[str, dict[str, float]]:
+        """The figures of saved models, and of all together where `data.ensemble` says so; writes how they rank."""
+        found, scores = {}, []
+        for source in sources:
+            trainer = self.load_trainer(source)
+            scores.append(self.scores_of(trainer, split))
+            found[str(source)] = self.write(scores[-1], split, source.parent)
+        if self.config.data.ensemble:
+            found[f'ensemble of {len(sources)}'] = self.write(mean_scores(scores), split, self.folder)
+        return found
+
+    def summarize_data(self) -> dict[str, Any]:
+        return {'impressions': self.counts(), 'news': len(self.news)}
+
+
+def measure(scores: np.ndarray, behaviors: Behaviors) -> dict[str, float]:
+    """The metrics, and the mean loss of a click among all candidates of its impression that were not clicked.
+
+    Raises:
+        ValueError: the impressions have no labels.
+    """
+    if behaviors.labels is None:
+        raise ValueError('expected impressions with labels to measure, got none')
+    sizes = behaviors.candidates.sizes
+    return {**ranking_metrics(scores, behaviors.labels, sizes), 'loss': click_loss(scores, behaviors.labels, sizes)}

@@ -1,0 +1,116 @@
+"""The data of the task of recommending: which impressions there are for training, validation and test."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from aft_vision.fastformer.data.impressions import Behaviors, split_behaviors
+from aft_vision.fastformer.data.mind import News, read_mind_behaviors, read_mind_news
+from aft_vision.fastformer.data.movielens import read_movielens
+from train.schema import require
+
+
+@dataclass(frozen=True)
+class RecommendationData:
+    """Which impressions there are, what of them is read, and how they are batched.
+
+    Attributes:
+        kind: `mind` (news.tsv and behaviors.tsv), or `movielens` (MovieLens-100k: the next film of a user).
+        path: The folder of the training impressions, or of MovieLens.
+        valid_path, test_path: Of `mind`: the folders of those parts; None splits them off. The test part may be without
+            labels, as MIND's is: then it is ranked, but not measured.
+        drop_missing: Of `mind`: leave out clicks and candidates that are none of the news, as in an excerpt.
+        text_columns: Of `mind`: what is read of a news: `title`, `abstract`, `category`, `subcategory`.
+        negatives: K, the candidates that were not clicked beside one that was, in a training sample.
+        shown: Of `movielens`: candidates of an impression beside the watched film.
+        max_impressions: So many training impressions, drawn by `split_seed`, in place of all; None for all.
+        test_share, valid_share: Of the impressions of `mind`, where these parts are split off.
+        split_seed: Of the random parts and of `shown`; the same for all `run.seeds`.
+        tokenizer: `nltk` or `wordpunct` words, or byte pairs; with `model.text_model` its own.
+        vocab_size: Words at most, with the special ones.
+        min_frequency: Fewest times that a word occurs in the texts of the training impressions.
+        lowercase: Whether case is ignored.
+        max_length: Tokens of a text, the rest of which is cut off.
+        max_behaviors: Clicks of a user, the last ones.
+        glove: GloVe vectors for the words, as wide as the embedding; None for random ones.
+        batch_size: Clicks per optimizer step, over all processes and parts of `optim.accumulate`.
+        eval_batch_size: News, and users, encoded at once in the evaluation; None means as many as clicks in training.
+        eval_split: Impressions that --eval ranks.
+        ensemble: --eval also ranks by the mean of the scores of all seeds.
+        num_workers: Loading processes; 0 loads in the training process.
+    """
+
+    kind: Literal['mind', 'movielens'] = 'mind'
+    path: str = ''
+    valid_path: str | None = None
+    test_path: str | None = None
+    drop_missing: bool = False
+    text_columns: list[str] = field(default_factory=lambda: ['title'])
+    negatives: int = 4
+    shown: int = 99
+    max_impressions: int | None = None
+    test_share: float = 0.1
+    valid_share: float = 0.1
+    split_seed: int = 0
+    tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'wordpunct'
+    vocab_size: int = 50_000
+    min_frequency: int = 1
+    lowercase: bool = True
+    max_length: int = 48
+    max_behaviors: int = 50
+    glove: str | None = None
+    batch_size: int = 64
+    eval_batch_size: int | None = None
+    eval_split: Literal['train', 'validation', 'test'] = 'test'
+    ensemble: bool = False
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ('negatives', 'shown', 'max_length', 'max_behaviors', 'batch_size', 'min_frequency'):
+            require(f'data.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
+        for name in ('eval_batch_size', 'max_impressions'):
+            value = getattr(self, name)
+            require(f'data.{name}', value, value is None or value >= 1, 'at least 1, or null')
+        for name in ('test_share', 'valid_share'):
+            share = getattr(self, name)
+            require(f'data.{name}', share, 0 < share < 1, 'in (0, 1)')
+        both = self.test_share + self.valid_share
+        require('data.test_share + data.valid_share', both, both < 1, 'below 1')
+        for name in ('valid_path', 'test_path'):
+            path = getattr(self, name)
+            require(f'data.{name}', path, path is None or self.kind == 'mind', 'null but for mind')
+        require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
+
+
+def read_parts(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
+    """All news, and the impressions for `train`, `validation` and `test`.
+
+    Raises:
+        ValueError: a file is not there, damaged or of another layout.
+    """
+    if data.kind == 'movielens':
+        news, parts = read_movielens(data.path, data.max_behaviors, data.shown, data.split_seed)
+    else:
+        news, parts = _read_mind(data)
+    train = parts['train']
+    if data.max_impressions is not None and data.max_impressions < len(train):
+        chosen = np.random.default_rng(data.split_seed).choice(len(train), data.max_impressions, replace=False)
+        parts['train'] = train.select(np.sort(chosen))
+    return news, parts
+
+
+def _read_mind(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
+    folders = {'train': data.path, 'validation': data.valid_path, 'test': data.test_path}
+    given = {part: folder for part, folder in folders.items() if folder is not None}
+    news = read_mind_news(list(given.values()), data.text_columns)
+    parts = {
+        part: read_mind_behaviors(folder, news.rows, data.max_behaviors, data.drop_missing)
+        for part, folder in given.items()
+    }
+    shares = {'validation': data.valid_share, 'test': data.test_share}
+    held_out = {part: share for part, share in shares.items() if part not in given}
+    if held_out:
+        both = [1 - sum(held_out.values()), *held_out.values()]
+        parts |= zip(('train', *held_out), split_behaviors(parts['train'], both, data.split_seed), strict=True)
+    return news, {part: parts[part] for part in folders}
