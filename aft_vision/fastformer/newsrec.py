@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig
-from transformers.utils.generic import ModelOutput, can_return_tuple
+from transformers.utils.generic import ModelOutput, can_return_tuple, maybe_autocast
 
+from .additive import accumulate_dtype
 from .hierarchy import FastformerHierarchyConfig, LanguageModelEncoder, UserEncoder, create_text_encoder, gather_vectors
 from .modeling import FastformerPreTrainedModel
 
@@ -110,5 +111,6 @@ class FastformerForNewsRecommendation(FastformerPreTrainedModel):
 
     def score(self, users: Tensor, candidates: Tensor) -> Tensor:  # (B, C), (B, n, C) -> (B, n)
         """Products of users and candidates, in float32 at least."""
-        dtype = torch.promote_types(users.dtype, torch.float32)
-        return torch.einsum('bc,bnc->bn', users.to(dtype), candidates.to(dtype))
+        dtype = accumulate_dtype(users)
+        with maybe_autocast(users.device.type, enabled=False):
+            return torch.einsum('bc,bnc->bn', users.to(dtype), candidates.to(dtype))

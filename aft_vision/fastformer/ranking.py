@@ -1,14 +1,53 @@
-"""Scores of whole files of impressions: news encoded once, then users, then products; ensembles by the mean score."""
+"""Ranking with a trained recommender: for one user, for a whole file of impressions, and by an ensemble."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
-from .data.impressions import Behaviors, NewsCollator, pad_rows
+from .data.impressions import Behaviors, NewsCollator, Ragged, pad_rows, tokenize_texts
 from .hierarchy import gather_vectors
 from .newsrec import FastformerForNewsRecommendation
+
+
+class NewsRanker:
+    """A recommender and its tokenizer, for the texts of one user at a time."""
+
+    def __init__(self, model: FastformerForNewsRecommendation, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model, self.tokenizer = model.eval(), tokenizer
+
+    @classmethod
+    def load(cls, folder: str | Path, device: str | torch.device = 'cpu') -> 'NewsRanker':
+        """The model of a folder, such as `best` of a run of `train.fastformer`.
+
+        Raises:
+            ValueError: there is no recommender.
+        """
+        if not (Path(folder) / 'config.json').is_file():
+            raise ValueError(f'expected a folder with a saved model, got {folder}')
+        model = AutoModel.from_pretrained(folder)
+        if not isinstance(model, FastformerForNewsRecommendation):
+            raise ValueError(f'expected a recommender, got {folder} with a {type(model).__name__}')
+        return cls(model.to(device), AutoTokenizer.from_pretrained(folder))
+
+    def score(self, history: Sequence[str], candidates: Sequence[str]) -> np.ndarray:
+        """Scores (n,) of texts for a user; the larger, the better.
+
+        Args:
+            history: What the user clicked, the oldest first; of more than the model takes, the last count. With none,
+                all scores are 0.
+            candidates: n texts.
+        """
+        history = list(history)[-self.model.config.max_behaviors :]
+        texts = [*history, *candidates]
+        clicked, shown = (Ragged.from_rows([part]) for part in np.split(np.arange(len(texts)), [len(history)]))
+        collator = NewsCollator(
+            tokenize_texts(texts, self.tokenizer, self.tokenizer.model_max_length), self.tokenizer.pad_token_id
+        )
+        return score_behaviors(self.model, Behaviors(['user'], clicked, shown, None), collator)
 
 
 @torch.no_grad()
@@ -27,27 +66,33 @@ def score_behaviors(
     was_training = model.training
     model.eval()
     try:
-        news, places = np.unique(
-            np.concatenate([behaviors.histories.values, behaviors.candidates.values]), return_inverse=True
-        )
-        vectors = _encode_all(model, collator, news, batch_size)
-        histories, candidates = np.split(places, [len(behaviors.histories.values)])
+        is_named = np.zeros(len(collator.tokens), dtype=bool)
+        for rows in (behaviors.histories, behaviors.candidates):
+            is_named[rows.values] = True
+        vectors = _encode_all(model, collator, np.flatnonzero(is_named), batch_size)
+        # Where the vector of a news is.
+        places = np.cumsum(is_named) - 1
         parts = [np.zeros(0, dtype=np.float32)]
         for first in range(0, len(behaviors), batch_size):
-            last = min(first + batch_size, len(behaviors))
-            starts = behaviors.histories.starts[first : last + 1]
-            clicked = np.split(histories[starts[0] : starts[-1]], starts[1:-1] - starts[0])
-            rows = torch.from_numpy(pad_rows(clicked, -1)).to(model.device)
-            users = model.encode_users(*gather_vectors(vectors, rows))
-            starts = behaviors.candidates.starts[first : last + 1]
-            shown = torch.from_numpy(candidates[starts[0] : starts[-1]]).to(model.device)
-            owner = torch.from_numpy(np.repeat(np.arange(last - first), np.diff(starts))).to(model.device)
-            # One candidate a row: impressions of all lengths without padding.
-            scores = model.score(users[owner], vectors[shown][:, None])[:, 0]
-            parts.append(scores.float().cpu().numpy())
+            batch = range(first, min(first + batch_size, len(behaviors)))
+            parts.append(_score_batch(model, behaviors, batch, vectors, places))
         return np.concatenate(parts)
     finally:
         model.train(was_training)
+
+
+def _score_batch(
+    model: FastformerForNewsRecommendation, behaviors: Behaviors, batch: range, vectors: Tensor, places: np.ndarray
+) -> np.ndarray:
+    """Scores of some impressions, by the vectors (U, C) of the news."""
+    device = model.device
+    clicked = pad_rows([places[behaviors.histories[i]] for i in batch], -1)
+    users = model.encode_users(*gather_vectors(vectors, torch.from_numpy(clicked).to(device)))
+    shown = [places[behaviors.candidates[i]] for i in batch]
+    # One candidate a row: impressions of all lengths without padding.
+    owner = np.repeat(np.arange(len(batch)), [len(row) for row in shown])
+    owners, rows = (torch.from_numpy(x).to(device) for x in (owner, np.concatenate(shown)))
+    return model.score(users[owners], vectors[rows][:, None])[:, 0].float().cpu().numpy()
 
 
 def _encode_all(
@@ -55,7 +100,7 @@ def _encode_all(
 ) -> Tensor:
     """Vectors (U, C) of news, in batches of about the same length."""
     order = np.argsort(collator.tokens.sizes[news], kind='stable')
-    parts = []
+    parts = [torch.zeros(0, model.config.hidden_size, device=model.device, dtype=model.dtype)]
     for first in range(0, len(news), batch_size):
         batch = collator.texts(news[order[first : first + batch_size]])
         parts.append(model.encode_news(**{name: value.to(model.device) for name, value in batch.items()}))

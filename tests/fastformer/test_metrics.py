@@ -5,7 +5,7 @@ import pytest
 from sklearn import config_context
 from sklearn.metrics import ndcg_score, roc_auc_score
 
-from aft_vision.fastformer.metrics import impression_metrics, rank_candidates, ranking_metrics
+from aft_vision.fastformer.metrics import click_loss, impression_metrics, rank_candidates, ranking_metrics
 
 
 def make_impressions(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -64,6 +64,20 @@ def test_scores_below_zero_rank_as_others_do():
     scores, labels, sizes = make_impressions(200, seed=1)
     shifted = ranking_metrics(scores - 1000, labels, sizes)
     assert shifted == pytest.approx(ranking_metrics(scores, labels, sizes), rel=1e-12)
+
+
+def test_the_loss_of_a_click_is_cross_entropy_among_it_and_what_was_not_clicked():
+    scores, labels, sizes = make_impressions(60, seed=2)
+    scores[:5] += 800
+    expected = []
+    for y, s in zip(*(np.split(x, np.cumsum(sizes)[:-1]) for x in (labels, scores)), strict=True):
+        for score in s[y == 1] if not y.all() else []:
+            row = np.concatenate([[score], s[y == 0]])
+            expected.append(np.log(np.exp(row - row.max()).sum()) + row.max() - score)
+    assert len(expected) > 50
+    assert click_loss(scores, labels, sizes) == pytest.approx(np.mean(expected), rel=1e-12)
+    with pytest.raises(ValueError, match='expected an impression with a clicked and another candidate'):
+        click_loss([1.0, 2.0], [1, 1], [2])
 
 
 def test_equal_scores_rank_in_their_order():

@@ -168,7 +168,8 @@ class NewsCollator:
             sizes = [len(part) for part in parts]
             numbers = np.split(places[taken : taken + sum(sizes)], np.cumsum(sizes)[:-1])
             taken += sum(sizes)
-            batch[name] = torch.from_numpy(pad_rows(numbers, -1))
+            # One place at least, so that all parameters have a part in the loss, as distributed training demands.
+            batch[name] = torch.from_numpy(pad_rows(numbers, -1, 1))
         return batch | {'labels': torch.zeros(len(samples), dtype=torch.int64)}
 
     def texts(self, news: Sequence[int] | np.ndarray) -> dict[str, Tensor]:
@@ -180,9 +181,13 @@ class NewsCollator:
         return {'input_ids': torch.from_numpy(input_ids), 'attention_mask': torch.from_numpy(mask.astype(np.int64))}
 
 
-def pad_rows(rows: Sequence[np.ndarray], fill: int) -> np.ndarray:
-    """Rows of integers as one array (rows, longest) int64, filled at the end."""
-    padded = np.full((len(rows), max(map(len, rows), default=0)), fill, dtype=np.int64)
+def pad_rows(rows: Sequence[np.ndarray], fill: int, shortest: int = 0) -> np.ndarray:
+    """Rows of integers as one array (rows, longest) int64, filled at the end.
+
+    Args:
+        shortest: Columns at least.
+    """
+    padded = np.full((len(rows), max([shortest, *map(len, rows)])), fill, dtype=np.int64)
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row
     return padded

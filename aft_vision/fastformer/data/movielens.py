@@ -3,7 +3,7 @@
 A film is a 'news' whose text is title, year and genres. What a user rated, whatever the rating, counts as watched.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,28 +44,36 @@ def read_movielens(
     Raises:
         ValueError: a file is damaged or of another layout, or a film is unknown; names line and column.
     """
-    folder = Path(folder)
-    is_original = (folder / 'u.data').is_file()
-    names = ('u.item', 'u.data') if is_original else ('ml-100k.item', 'ml-100k.inter')
-    items, ratings = folder / names[0], folder / names[1]
-    if not ratings.is_file():
-        raise ValueError(f'expected u.data and u.item, or ml-100k.inter and ml-100k.item, in {folder}, got neither')
-    news = _read_films(items, _published_text if is_original else _atomic_text, is_original)
-    if is_original:
-        rows = read_delimited(ratings, '\t', RATING_COLUMNS, quoted=False)
+    news = read_films(folder)
+    if _is_original(folder):
+        rows = read_delimited(Path(folder) / 'u.data', '\t', RATING_COLUMNS, quoted=False)
     else:
-        rows = _without_types(read_delimited(ratings, '\t', quoted=False))
+        rows = _without_types(read_delimited(Path(folder) / 'ml-100k.inter', '\t', quoted=False))
     watched = _read_watched(rows, news.rows)
     return news, _make_impressions(watched, len(news), max_behaviors, negatives, np.random.default_rng(seed))
 
 
-def _read_films(path: Path, text: Callable[[Record], str], is_original: bool) -> News:
-    if is_original:
-        records = read_delimited(path, '|', ITEM_COLUMNS, quoted=False, encoding='latin-1')
+def read_films(folder: str | Path) -> News:
+    """Read the films alone, with title, year and genres as their texts.
+
+    Raises:
+        ValueError: as `read_movielens`.
+    """
+    if _is_original(folder):
+        records = read_delimited(Path(folder) / 'u.item', '|', ITEM_COLUMNS, quoted=False, encoding='latin-1')
+        text = _published_text
     else:
-        records = _without_types(read_delimited(path, '\t', quoted=False))
-    found = {record.values['item_id']: text(record) for record in records}
+        records = _without_types(read_delimited(Path(folder) / 'ml-100k.item', '\t', quoted=False))
+        text = _atomic_text
+    found = {_field(record, 'item_id'): text(record) for record in records}
     return News(list(found), list(found.values()))
+
+
+def _is_original(folder: str | Path) -> bool:
+    for name in ('u.item', 'ml-100k.item'):
+        if (Path(folder) / name).is_file():
+            return name == 'u.item'
+    raise ValueError(f'expected u.data and u.item, or ml-100k.inter and ml-100k.item, in {folder}, got neither')
 
 
 def _published_text(record: Record) -> str:

@@ -98,6 +98,12 @@ def test_a_news_stands_in_a_batch_once():
     assert all(value.dtype == torch.int64 for value in batch.values())
 
 
+def test_a_batch_of_users_without_clicks_has_a_place_for_one():
+    tokens = Ragged.from_rows([[5]] * 10)
+    samples = ClickSamples(make_behaviors(), negatives=1)
+    assert NewsCollator(tokens, 0)([samples[1]])['history'].tolist() == [[-1]]
+
+
 def test_a_text_without_words_is_one_unknown_token():
     tokenizer = train_tokenizer(['red blue'])
     found = tokenize_texts(['red red blue', '', 'blue'], tokenizer, max_length=2)

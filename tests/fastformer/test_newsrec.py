@@ -1,0 +1,183 @@
+"""The recommender: scores and gradients against a loop, files, language models, whole files of impressions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_close, generator, randn
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModel, BertConfig, BertModel
+
+from aft_vision.fastformer import ENCODERS, FastformerForNewsRecommendation, FastformerNewsConfig
+from aft_vision.fastformer.data.impressions import Behaviors, NewsCollator, Ragged
+from aft_vision.fastformer.data.synthetic import write_glove
+from aft_vision.fastformer.glove import load_glove
+from aft_vision.fastformer.ranking import mean_scores, score_behaviors
+from aft_vision.fastformer.tokenize import train_tokenizer
+
+C, VOCAB = 12, 30
+BERT = dict(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+# Two users, one without a click, and five news.
+HISTORY = torch.tensor([[4, 0, 4], [-1, -1, -1]])
+CANDIDATES = torch.tensor([[1, 2, 0], [3, 4, -1]])
+
+
+def make_model(**kwargs: object) -> FastformerForNewsRecommendation:
+    torch.manual_seed(0)
+    small = dict(vocab_size=VOCAB, hidden_size=C, num_attention_heads=3, num_hidden_layers=1, max_behaviors=9)
+    windows = dict(attention_window=4, num_global_tokens=2, num_random_tokens=2, block_size=2, linformer_dim=4)
+    small |= dict(**windows, poolingformer_window=4, pooling_hidden_size=6, initializer_range=0.3)
+    return FastformerForNewsRecommendation(FastformerNewsConfig(**{**small, **kwargs})).eval()
+
+
+def make_texts(news: int = 5, longest: int = 6) -> dict[str, Tensor]:
+    ids = torch.randint(1, VOCAB, (news, longest), generator=generator())
+    mask = (torch.arange(longest) < 1 + torch.arange(news)[:, None]).long()
+    return {'input_ids': ids * mask, 'attention_mask': mask}
+
+
+def make_behaviors(count: int = 23, news: int = 40) -> tuple[Behaviors, NewsCollator]:
+    draw = np.random.default_rng(0)
+    histories = Ragged.from_rows([draw.integers(0, news, draw.integers(0, 9)) for _ in range(count)])
+    candidates = Ragged.from_rows([draw.integers(0, news, draw.integers(1, 7)) for _ in range(count)])
+    tokens = Ragged.from_rows([draw.integers(1, VOCAB, draw.integers(1, 8)) for _ in range(news)])
+    return Behaviors([str(i) for i in range(count)], histories, candidates, None), NewsCollator(tokens, 0)
+
+
+def test_scores_equal_a_loop_over_users_in_value_and_gradients():
+    model, texts = make_model().double(), make_texts()
+    parameters = dict(model.named_parameters())
+    got = model(**texts, history=HISTORY, candidates=CANDIDATES, labels=torch.tensor([1, 0]))
+
+    def encode(row: int) -> Tensor:
+        length = row + 1
+        return model.text_encoder(texts['input_ids'][row : row + 1, :length])[0]
+
+    user = model.user_encoder(torch.stack([encode(4), encode(0), encode(4)])[None])[0]
+    first = torch.stack([user @ encode(row) for row in (1, 2, 0)])
+    # The second user clicked nothing: all scores are 0, and the third candidate is none.
+    expected = (F.cross_entropy(first, torch.tensor(1)) + math.log(2)) / 2
+    assert_close(got.scores[0], first, 1e-12)
+    assert got.scores[1, :2].tolist() == [0, 0]
+    assert got.scores[1, 2] == torch.finfo(torch.float64).min
+    assert_close(got.loss, expected, 1e-12)
+    found, wanted = (
+        torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
+        for loss in (got.loss, expected)
+    )
+    for name, gradient, want in zip(parameters, found, wanted, strict=True):
+        assert_close(gradient, want, 1e-10, name, floor=1e-8)
+
+
+@pytest.mark.parametrize('mixer', sorted(ENCODERS))
+def test_every_encoder_takes_its_place_and_learns(mixer: str):
+    model = make_model(encoder_mixer=mixer).train()
+    out = model(**make_texts(), history=HISTORY, candidates=CANDIDATES, labels=torch.tensor([0, 1]))
+    out.loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    for part in ('text_encoder', 'user_encoder'):
+        assert all(p.grad is not None for name, p in model.named_parameters() if f'{part}.pooling' in name)
+
+
+@pytest.mark.parametrize('text_model', [False, True], ids=['fastformer', 'language model'])
+def test_files_and_auto_classes_give_the_same_model(tmp_path, text_model: bool):
+    model = make_model(text_config=BertConfig(**BERT) if text_model else None)
+    inputs = dict(**make_texts(), history=HISTORY, candidates=CANDIDATES)
+    model.save_pretrained(tmp_path)
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), FastformerNewsConfig)
+    again = AutoModel.from_pretrained(tmp_path).eval()
+    assert isinstance(again, FastformerForNewsRecommendation)
+    assert torch.equal(again(**inputs).scores, model(**inputs).scores)
+    assert again.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_saved_language_model_encodes_the_news(tmp_path):
+    torch.manual_seed(1)
+    BertModel(BertConfig(**BERT)).save_pretrained(tmp_path)
+    model = FastformerForNewsRecommendation.from_text_model(tmp_path, hidden_size=C, num_attention_heads=3)
+    saved = BertModel.from_pretrained(tmp_path).state_dict()
+    loaded = model.text_encoder.model.state_dict()
+    assert len(loaded) > 10
+    assert all(torch.equal(value, saved[name]) for name, value in loaded.items())
+    model(**make_texts(), history=HISTORY, candidates=CANDIDATES, labels=torch.tensor([0, 1])).loss.backward()
+    # Distributed training halts at a parameter that has no part in the loss.
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_glove_stays_where_a_model_is_initialised_again(tmp_path):
+    words = ['red', 'blue', 'green', 'news']
+    tokenizer = train_tokenizer([' '.join(words)])
+    model = make_model(vocab_size=len(tokenizer), embedding_size=50)
+    coverage = load_glove(model, tokenizer, write_glove(tmp_path / 'glove.txt', words))
+    assert coverage.found == 4
+    filled = model.get_input_embeddings().weight.detach().clone()
+    model.post_init()
+    assert torch.equal(model.get_input_embeddings().weight, filled)
+    assert model.get_input_embeddings() is model.text_encoder.embeddings.embed_tokens
+
+
+def test_resized_embeddings_are_those_of_the_texts():
+    model = make_model()
+    model.resize_token_embeddings(VOCAB + 5)
+    assert model.text_encoder.embeddings.embed_tokens.weight.shape[0] == model.config.vocab_size == VOCAB + 5
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_scores_are_near_and_in_float32(dtype: torch.dtype):
+    model, inputs = make_model(), dict(**make_texts(), history=HISTORY, candidates=CANDIDATES)
+    expected = model(**inputs).scores[0]
+    with torch.autocast('cpu', dtype):
+        out = model(**inputs, labels=torch.tensor([0, 1]))
+    assert out.scores.dtype == torch.float32
+    # Two encoders, and their product.
+    assert_close(out.scores[0], expected, 4e-2 if dtype is torch.bfloat16 else 8e-3)
+    assert torch.isfinite(out.loss)
+
+
+@pytest.mark.parametrize(
+    'arguments', [{}, dict(history=HISTORY), dict(history=HISTORY[:1], candidates=CANDIDATES)], ids=str
+)
+def test_missing_or_unequal_users_are_refused(arguments: dict[str, Tensor]):
+    with pytest.raises(ValueError, match=r'expected history \(B, M\) and candidates \(B, n\) of the same users, got'):
+        make_model()(**make_texts(), **arguments)
+
+
+@pytest.mark.parametrize('batch_size', [1, 7, 256])
+def test_a_file_is_scored_as_its_impressions_one_by_one(batch_size: int):
+    model = make_model().double()
+    behaviors, collator = make_behaviors()
+    expected = []
+    for i in range(len(behaviors)):
+        sample = {'history': behaviors.histories[i], 'candidates': behaviors.candidates[i]}
+        expected.append(model(**collator([sample])).scores[0].detach())
+    got = score_behaviors(model.train(), behaviors, collator, batch_size)
+    assert model.training
+    assert got.dtype == np.float32
+    assert_close(torch.from_numpy(got), torch.cat(expected), 1e-6)
+
+
+def test_a_file_needs_each_news_once(monkeypatch):
+    model, (behaviors, collator) = make_model(), make_behaviors()
+    encoded = []
+    encode = model.encode_news
+    monkeypatch.setattr(
+        model, 'encode_news', lambda **texts: encoded.append(len(texts['input_ids'])) or encode(**texts)
+    )
+    score_behaviors(model, behaviors, collator, 8)
+    named = set(behaviors.histories.values.tolist()) | set(behaviors.candidates.values.tolist())
+    assert sum(encoded) == len(named)
+
+
+def test_no_impressions_have_no_scores():
+    behaviors, collator = make_behaviors()
+    assert score_behaviors(make_model(), behaviors.select(np.arange(0)), collator).shape == (0,)
+
+
+def test_an_ensemble_has_the_mean_scores():
+    parts = [randn(5, seed=i).numpy() for i in range(3)]
+    np.testing.assert_allclose(mean_scores(parts), (parts[0] + parts[1] + parts[2]) / 3, rtol=1e-12)
+    for wrong in ([], [parts[0], parts[1][:3]]):
+        with pytest.raises(ValueError, match='expected scores of the same candidates, got'):
+            mean_scores(wrong)
