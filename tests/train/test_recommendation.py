@@ -1,0 +1,236 @@
+"""Training of recommenders: what is learned, measured, written, resumed and refused."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import BertConfig, BertModel
+
+from aft_vision.fastformer import FastformerForNewsRecommendation
+from aft_vision.fastformer.data.synthetic import write_mind, write_mind_behaviors, write_movielens
+from aft_vision.fastformer.metrics import ranking_metrics
+from aft_vision.fastformer.predictions import read_predictions
+from aft_vision.fastformer.tokenize import train_tokenizer
+from train.fastformer import __main__ as fastformer
+from train.fastformer import trainer
+from train.fastformer.recommendation import ClickOrder, RecommendationRun, RecommendationTrainer
+from train.fastformer.tasks import load_text_config
+
+SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'recommendation.yaml'
+METRICS = ('auc', 'mrr', 'ndcg5', 'ndcg10')
+# Enough for the topics to be learned: 200 impressions, six passes.
+LEARNING = ('model.hidden_size=32', 'model.hidden_dropout_prob=0', 'optim.lr=1e-2', 'schedule.epochs=6')
+
+
+@pytest.fixture(scope='module')
+def mind(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp('mind')
+    write_mind(folder)
+    return write_mind_behaviors(folder, rows=250)
+
+
+def arguments(mind: Path, folder: Path, *overrides: str) -> list[str]:
+    return ['--quiet', '--config', str(SMOKE), f'data.path={mind}', f'run.dir={folder}', *overrides]
+
+
+def make_run(mind: Path, folder: Path, *overrides: str) -> RecommendationRun:
+    return RecommendationRun.read(load_text_config(SMOKE, [f'data.path={mind}', *overrides]), folder)
+
+
+@pytest.fixture(scope='module')
+def trained(mind, tmp_path_factory) -> tuple[Path, dict]:
+    folder = tmp_path_factory.mktemp('run')
+    return folder, fastformer.main(arguments(mind, folder, *LEARNING))
+
+
+def test_a_recommender_learns_what_its_users_like(trained):
+    _, summary = trained
+    assert summary['test_auc']['mean'] > 0.8
+    for result in summary['runs']:
+        assert result['impressions'] == {'train': 200, 'validation': 25, 'test': 25}
+        assert all(f'{part}_{name}' in result for part in ('test', 'validation') for name in METRICS)
+        best = max(result['epochs'], key=lambda epoch: epoch['auc'])
+        assert result['best_epoch'] == best['epoch']
+
+
+def test_the_ranks_of_the_best_model_are_written(trained, mind):
+    folder, summary = trained
+    behaviors = make_run(mind, folder).splits['test']
+    for seed, result in enumerate(summary['runs']):
+        found = read_predictions(folder / f'seed_{seed}' / 'prediction_test.zip')
+        assert found.impression_ids == behaviors.impression_ids
+        again = ranking_metrics(found.scores, behaviors.labels, behaviors.candidates.sizes)
+        # All but AUC depend on the ranks alone.
+        assert all(again[name] == pytest.approx(result[f'test_{name}']) for name in METRICS[1:])
+
+
+def test_an_ensemble_ranks_by_the_mean_scores(trained, mind, capsys):
+    folder, summary = trained
+    more = [*LEARNING, 'data.ensemble=true', 'data.eval_split=validation']
+    fastformer.main(['--eval', *arguments(mind, folder, *more)])
+    printed = capsys.readouterr().out.splitlines()
+    for seed, result in enumerate(summary['runs']):
+        assert f'seed_{seed}/best, validation: auc {100 * result["validation_auc"]:.2f} %' in printed[seed]
+    run = make_run(mind, folder, *more)
+    sources = [folder / f'seed_{seed}' / 'best' for seed in (0, 1)]
+    scores = [run.scores_of(run.load_trainer(source), 'validation') for source in sources]
+    behaviors = run.splits['validation']
+    expected = ranking_metrics((scores[0] + scores[1]) / 2, behaviors.labels, behaviors.candidates.sizes)
+    assert printed[2].startswith(f'ensemble of 2, validation: auc {100 * expected["auc"]:.2f} %, mrr')
+    assert len(read_predictions(folder / 'prediction_validation.zip').impression_ids) == 25
+
+
+def test_processes_share_the_impressions(trained, mind):
+    folder, _ = trained
+    run = make_run(mind, folder)
+    whole = run.load_trainer(folder / 'seed_0' / 'best')
+    behaviors = run.splits['test']
+    parts = []
+    for index in range(3):
+        # One of three processes; what it adds to the others' is taken down instead.
+        accelerator = SimpleNamespace(unwrap_model=lambda model, **_: model, reduce=lambda part, _: part)
+        args = SimpleNamespace(process_index=index, world_size=3, per_device_eval_batch_size=16, device='cpu')
+        process = SimpleNamespace(
+            args=args, accelerator=accelerator, model=whole.model, data_collator=whole.data_collator
+        )
+        parts.append(RecommendationTrainer.scores(process, behaviors))
+    assert all((np.stack(parts) != 0).sum(0) <= 1)
+    np.testing.assert_allclose(sum(parts), whole.scores(behaviors), rtol=1e-5)
+
+
+def test_an_interrupted_run_goes_on_to_the_same_weights(mind, tmp_path, monkeypatch):
+    common = ['run.seeds=[1]', 'schedule.max_updates=25', 'run.save_updates=4', 'run.keep=2']
+    whole = fastformer.main(arguments(mind, tmp_path / 'whole', *common))
+    on_step_end = trainer.EpochMeter.on_step_end
+
+    def interrupt(self, args, state, control, **kwargs):
+        on_step_end(self, args, state, control, **kwargs)
+        if state.global_step == 22:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.EpochMeter, 'on_step_end', interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fastformer.main(arguments(mind, tmp_path / 'cut', *common))
+    resumed = fastformer.main(arguments(mind, tmp_path / 'cut', *common, 'run.resume=auto'))
+    assert resumed['runs'][0]['epochs'] == whole['runs'][0]['epochs']
+    for name in ('checkpoint-25', 'best'):
+        files = [tmp_path / part / 'seed_1' / name / 'model.safetensors' for part in ('whole', 'cut')]
+        expected, found = map(load_file, files)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_the_order_of_clicks_depends_on_the_seed_and_the_epoch_alone():
+    order = ClickOrder(50, seed=3)
+    first = list(order)
+    order.set_epoch(2)
+    third, again = list(order), ClickOrder(50, seed=3)
+    again.set_epoch(2)
+    assert list(again) == third
+    # The numbers of the third epoch are behind those of two others.
+    assert sorted(third) == list(range(100, 150))
+    assert sorted(first) == list(range(50))
+    assert [number % 50 for number in third] != first
+    assert list(ClickOrder(50, seed=4)) != first
+
+
+def test_impressions_without_labels_are_ranked_but_not_measured(mind, tmp_path, capsys):
+    test = write_mind_behaviors(tmp_path / 'test', rows=9, labelled=False)
+    write_mind(test)
+    more = ['run.seeds=[0]', 'schedule.max_updates=2', f'data.test_path={test}', 'data.valid_share=0.2']
+    summary = fastformer.main(arguments(mind, tmp_path / 'run', *more))
+    assert 'test_auc' not in summary
+    assert summary['runs'][0]['impressions'] == {'train': 200, 'validation': 50, 'test': 9}
+    assert len(read_predictions(tmp_path / 'run' / 'seed_0' / 'prediction_test.zip').impression_ids) == 9
+    capsys.readouterr()
+    fastformer.main(['--eval', *arguments(mind, tmp_path / 'run', *more)])
+    assert 'ranked, without labels to measure' in capsys.readouterr().out
+
+
+def test_films_are_recommended_too(tmp_path):
+    films = write_movielens(tmp_path / 'films')
+    more = ['data.kind=movielens', 'data.shown=9', 'data.max_impressions=20', 'run.seeds=[0]', 'schedule.epochs=1']
+    summary = fastformer.main(arguments(films, tmp_path / 'run', *more))
+    assert summary['runs'][0]['impressions'] == {'train': 20, 'validation': 12, 'test': 12}
+    assert 0 <= summary['test_mrr']['mean'] <= 1
+
+
+def test_a_language_model_is_fine_tuned_with_its_own_tokenizer(mind, tmp_path):
+    source, run = tmp_path / 'bert', make_run(mind, tmp_path)
+    tokenizer = train_tokenizer(run.texts())
+    small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    torch.manual_seed(5)
+    BertModel(BertConfig(vocab_size=len(tokenizer), **small)).save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    run = make_run(mind, tmp_path, f'model.text_model={source}')
+    used = run.make_tokenizer()
+    assert (used.get_vocab(), used.model_max_length) == (tokenizer.get_vocab(), 12)
+    expected = load_file(source / 'model.safetensors')
+    found = run.make_model(used, seed=0).text_encoder.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    more = [f'model.text_model={source}', 'schedule.max_updates=1', 'run.seeds=[0]']
+    fastformer.main(arguments(mind, tmp_path / 'run', *more))
+    best = FastformerForNewsRecommendation.from_pretrained(tmp_path / 'run' / 'seed_0' / 'best')
+    assert best.config.text_config.hidden_size == 8
+
+
+def test_the_vocabulary_is_that_of_the_training_impressions(mind, tmp_path):
+    run = make_run(mind, tmp_path, 'data.max_impressions=1')
+    train = run.splits['train']
+    named = np.unique(np.concatenate([train.histories.values, train.candidates.values]))
+    assert run.texts() == [run.news.texts[row] for row in named]
+    assert len(run.texts()) < len(run.news)
+
+
+def test_a_model_of_another_kind_or_history_is_an_error(trained, mind, tmp_path):
+    folder, _ = trained
+    with pytest.raises(ValueError, match=r'expected a model of 5 clicks \(data.max_behaviors\), got .* with 6'):
+        make_run(mind, tmp_path, 'data.max_behaviors=5').load_model(folder / 'seed_0' / 'best')
+    BertModel(BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ValueError, match=r'expected a recommender, got .* with a BertModel'):
+        make_run(mind, tmp_path).load_model(tmp_path)
+
+
+def test_one_process_for_several_gpus_is_refused(mind, tmp_path):
+    run = make_run(mind, tmp_path)
+    options = run.arguments(tmp_path, 0)
+    options._n_gpu = 2
+    with pytest.raises(ValueError, match='expected a process for each GPU, got one for 2: start with torchrun'):
+        run.new_trainer(args=options, processing_class=None)
+
+
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        ('data.negatives=0', r'data\.negatives to be at least 1, got 0'),
+        ('data.kind=movielense', r"data\.kind = 'movielense'"),
+        ('data.valid_share=0.95', r'data\.test_share \+ data\.valid_share to be below 1'),
+        ('model.text_model=3', r'expected model\.text_model to be a folder or a name, got 3'),
+        ('model.max_behaviors=3', r'model\.max_behaviors = 3 is not a key'),
+        ('task=recomendation', r"task = 'recomendation' is not a task; the nearest is recommendation"),
+    ],
+)
+def test_what_is_wrong_with_an_experiment_is_named(override, message):
+    with pytest.raises(ValueError, match=message):
+        load_text_config(SMOKE, [override])
+
+
+def test_parts_that_exclude_each_other_are_named():
+    with pytest.raises(ValueError, match=r'data\.valid_path to be null but for mind'):
+        load_text_config(SMOKE, ['data.kind=movielens', 'data.valid_path=x'])
+    with pytest.raises(ValueError, match=r'expected data\.glove to be null with model\.text_model'):
+        load_text_config(SMOKE, ['data.glove=x', 'model.text_model=y'])
+
+
+def test_parts_of_their_own_are_used_whole(mind, tmp_path):
+    other = write_mind_behaviors(tmp_path / 'dev', rows=7, seed=3)
+    write_mind(other, rows=66)
+    run = make_run(mind, tmp_path, f'data.valid_path={other}', f'data.test_path={other}')
+    assert run.counts() == {'train': 250, 'validation': 7, 'test': 7}
+    assert len(run.news) == 66
