@@ -1,0 +1,79 @@
+"""Rank news for a user by what they clicked, with a trained recommender.
+
+python -m tools.rank_news --model runs/fastformer/mind_recommendation/seed_0/best --news MIND/news.tsv \
+    --history N34700 N10465 N3137 --top 10
+python -m tools.rank_news --model FOLDER --news MIND --history N34700 --candidates N1 N2 N3
+python -m tools.rank_news --model FOLDER --news ml-100k --history 50 181 172 --top 10
+
+--news is a news.tsv of MIND or a folder with one, or a folder of MovieLens-100k, whose films have the numbers of
+u.item. --history names what was clicked, the oldest first. All other news are ranked, or --candidates. A line of the
+result is a score, the name of the news, and its text.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from aft_vision.evaluate import resolve_device
+from aft_vision.fastformer.data.mind import News, read_mind_news
+from aft_vision.fastformer.data.movielens import read_films
+from aft_vision.fastformer.ranking import NewsRanker
+from tools.arguments import add_device
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add('--model', type=Path, required=True, help='a folder with a saved recommender and its tokenizer')
+    add('--news', type=Path, required=True, help="MIND's news.tsv, or a folder of MIND or MovieLens-100k")
+    add('--text-columns', nargs='+', default=['title'], help='of MIND: what the model reads (default: title)')
+    add('--history', nargs='*', default=[], metavar='NAME', help='what the user clicked, the oldest first')
+    add('--candidates', nargs='+', metavar='NAME', help='what to rank (default: all other news)')
+    add('--top', type=int, default=10, help='lines to print (default: 10)')
+    add_device(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> list[tuple[float, str]]:
+    """Print the best candidates.
+
+    Returns:
+        Their scores and names, the best first.
+
+    Raises:
+        ValueError: the model, the file or a name is not valid.
+    """
+    args = parse_args(argv)
+    if args.top < 1:
+        raise ValueError(f'expected --top to be at least 1, got {args.top}')
+    ranker = NewsRanker.load(args.model, resolve_device(args.device))
+    has_news = args.news.is_file() or (args.news / 'news.tsv').is_file()
+    news = read_mind_news(args.news, args.text_columns) if has_news else read_films(args.news)
+    history = find(news, args.history, args.news)
+    candidates = find(news, args.candidates or [name for name in news.ids if name not in args.history], args.news)
+    scores = ranker.score([news.texts[row] for row in history], [news.texts[row] for row in candidates])
+    best = [(float(scores[i]), candidates[i]) for i in (-scores).argsort(kind='stable')[: args.top]]
+    if not history:
+        print('nothing was clicked, so all scores are the same')
+    for row in history:
+        print(f' clicked  {news.ids[row]}  {news.texts[row]}')
+    for score, row in best:
+        print(f'{score:8.3f}  {news.ids[row]}  {news.texts[row]}')
+    return [(score, news.ids[row]) for score, row in best]
+
+
+def find(news: News, names: Sequence[str], source: Path) -> list[int]:
+    """The rows of news by their names.
+
+    Raises:
+        ValueError: there is no such news.
+    """
+    unknown = [name for name in names if name not in news.rows]
+    if unknown:
+        raise ValueError(f'expected names of the {len(news)} news in {source}, got {", ".join(unknown):.80}')
+    return [news.rows[name] for name in names]
+
+
+if __name__ == '__main__':
+    main()
