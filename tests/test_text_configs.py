@@ -4,13 +4,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from aft_vision.fastformer import PRESETS, FastformerForSequenceClassification
+from aft_vision.fastformer import (
+    PRESETS,
+    FastformerConfig,
+    FastformerForNewsRecommendation,
+    FastformerForSequenceClassification,
+    FastformerNewsConfig,
+)
 from train.fastformer.schema import TextConfig, text_model_config
 from train.fastformer.tasks import TASKS, load_text_config
 
 ROOT = Path(__file__).parents[1] / 'configs'
 FOLDER = ROOT / 'fastformer'
-CONFIGS = [*sorted(FOLDER.rglob('*.yaml')), ROOT / 'smoke' / 'fastformer.yaml']
+SMOKE = ('fastformer', 'recommendation')
+CONFIGS = [*sorted(FOLDER.rglob('*.yaml')), *(ROOT / 'smoke' / f'{name}.yaml' for name in SMOKE)]
+# The model of each task, and its configuration.
+MODELS = {
+    'classification': (FastformerForSequenceClassification, FastformerConfig),
+    'recommendation': (FastformerForNewsRecommendation, FastformerNewsConfig),
+}
 TITLES = {'amazon': 'Amazon', 'imdb': 'IMDB', 'mind_topic': 'MIND'}
 # Accuracy and macro-F in percent, each with its deviation, that Table 4 prints for Amazon, IMDB and MIND.
 TABLE_4 = {
@@ -22,6 +34,18 @@ TABLE_4 = {
     'poolingformer': ('66.05 0.44 43.00 0.45', '53.78 0.51 44.52 0.50', '82.46 0.24 64.10 0.26'),
     'fastformer': ('66.13 0.29 43.23 0.30', '54.10 0.42 44.65 0.44', '82.34 0.19 63.89 0.20'),
 }
+# AUC, MRR, nDCG@5 and nDCG@10 in percent that Table 5 prints.
+TABLE_5 = {
+    'transformer': '68.22 33.32 36.35 42.23',
+    'longformer': '67.98 33.04 36.18 42.06',
+    'bigbird': '68.14 33.28 36.30 42.18',
+    'linformer': '68.02 33.19 36.22 42.10',
+    'linear_transformer': '67.76 32.94 36.16 41.97',
+    'poolingformer': '68.54 33.60 36.69 42.60',
+    'fastformer': '69.11 34.25 37.26 43.38',
+    'plm': '71.04 35.91 39.16 45.03',
+}
+RECOMMENDATION = 'mind_recommendation'
 NUMBERS = {(name, mixer): row[i] for mixer, row in TABLE_4.items() for i, name in enumerate(TITLES)}
 # What an ablation of Figs. 3 and 4 changes of the model of imdb.yaml, and of small_imdb.yaml.
 ABLATIONS = {
@@ -46,7 +70,9 @@ def header(path: Path) -> str:
 def test_a_text_config_is_valid_and_its_model_and_trainer_can_be_made(path, tmp_path):
     config = load_text_config(path, ['run.device=cpu', 'run.amp=none'])
     with torch.device('meta'):
-        model = FastformerForSequenceClassification(text_model_config(config.model, config.data.max_length))
+        model_class, kind = MODELS[config.task]
+        fields = {name: value for name, value in config.model.items() if name != 'text_model'}
+        model = model_class(text_model_config(fields, config.data.max_length, kind))
     assert all(parameter.is_meta for parameter in model.parameters())
     arguments = TASKS[config.task](config, tmp_path).arguments(tmp_path, seed=0)
     assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == config.data.batch_size
@@ -93,9 +119,39 @@ def test_an_ablation_of_a_figure_changes_its_arguments_alone(name, recipe):
     assert load(f'ablations/{recipe}_{name}') == dataclasses.replace(whole, model={**whole.model, **change})
 
 
+@pytest.mark.parametrize('mixer', TABLE_5)
+def test_every_row_of_table_5_has_a_config_with_its_numbers_and_its_model(mixer):
+    stem = RECOMMENDATION if mixer == 'fastformer' else f'{RECOMMENDATION}_{mixer}'
+    auc, mrr, ndcg5, ndcg10 = TABLE_5[mixer].split()
+    text = header(FOLDER / f'{stem}.yaml')
+    assert 'Fastformer Table 5, row' in text
+    assert f'AUC {auc}, MRR {mrr}, nDCG@5 {ndcg5}, nDCG@10 {ndcg10} % (published' in text
+    row, recipe = load(stem), load(RECOMMENDATION)
+    if mixer == 'plm':
+        optim = dataclasses.replace(recipe.optim, lr=PRESETS[RECOMMENDATION].lr_plm)
+        model, data = {**recipe.model, 'text_model': 'bert-base-uncased'}, dataclasses.replace(recipe.data, glove=None)
+        assert row == dataclasses.replace(recipe, model=model, data=data, optim=optim)
+    elif mixer != 'fastformer':
+        assert row == dataclasses.replace(recipe, model={**recipe.model, 'encoder_mixer': mixer})
+
+
+def test_the_recommender_is_a_column_of_table_9():
+    config, preset = load(RECOMMENDATION), PRESETS[RECOMMENDATION]
+    data = config.data
+    assert (config.task, config.model) == ('recommendation', {'preset': RECOMMENDATION})
+    assert (data.max_length, data.max_behaviors, data.batch_size) == (
+        preset.max_length,
+        preset.max_behaviors,
+        preset.batch_size,
+    )
+    assert (config.optim.lr, config.schedule.epochs, len(config.run.seeds)) == (preset.lr, preset.epochs, 5)
+    assert (config.optim.name, config.optim.weight_decay) == ('adamw_torch', 0)
+
+
 def test_there_are_no_other_configs():
-    small = {'ag_news', 'small_imdb', 'small_ag_news'}
+    small = {'ag_news', 'small_imdb', 'small_ag_news', 'small_movielens'}
     rows = {name if mixer == 'fastformer' else f'{name}_{mixer}' for name, mixer in NUMBERS}
+    rows |= {RECOMMENDATION if mixer == 'fastformer' else f'{RECOMMENDATION}_{mixer}' for mixer in TABLE_5}
     assert {path.stem for path in FOLDER.glob('*.yaml')} == rows | small
     ablations = {f'{recipe}_{name}' for recipe in ABLATED for name in ABLATIONS}
     assert {path.stem for path in (FOLDER / 'ablations').glob('*.yaml')} == ablations
