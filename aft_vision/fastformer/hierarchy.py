@@ -82,13 +82,11 @@ class LanguageModelEncoder(nn.Module):
 class FastformerTextEncoder(FastformerModel):
     """A Fastformer, or the encoder in its place, that gives the pooled text alone."""
 
-    def forward(  # type: ignore[override]
-        self, input_ids: Tensor, attention_mask: Tensor | None = None
-    ) -> Tensor:  # (B, N) -> (B, C)
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # (B, N) -> (B, C)
         return super().forward(input_ids, attention_mask, return_dict=True).pooler_output
 
 
-def create_text_encoder(config: FastformerHierarchyConfig) -> nn.Module:
+def create_text_encoder(config: FastformerHierarchyConfig) -> LanguageModelEncoder | FastformerTextEncoder:
     """An encoder of texts, called with input_ids and attention_mask (B, N), that returns one vector each (B, C)."""
     if config.text_config is not None:
         return LanguageModelEncoder(config, config.text_config)

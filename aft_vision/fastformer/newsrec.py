@@ -37,7 +37,7 @@ class FastformerForNewsRecommendation(FastformerPreTrainedModel):
     """
 
     config_class = FastformerNewsConfig
-    config: FastformerNewsConfig  # type: ignore[assignment]
+    config: FastformerNewsConfig
 
     def __init__(self, config: FastformerNewsConfig) -> None:
         super().__init__(config)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,10 +29,10 @@ class NewsRanker:
         """
         if not (Path(folder) / 'config.json').is_file():
             raise ValueError(f'expected a folder with a saved model, got {folder}')
-        model = AutoModel.from_pretrained(folder)
+        model: Any = AutoModel.from_pretrained(folder).to(device)
         if not isinstance(model, FastformerForNewsRecommendation):
             raise ValueError(f'expected a recommender, got {folder} with a {type(model).__name__}')
-        return cls(model.to(device), AutoTokenizer.from_pretrained(folder))
+        return cls(model, AutoTokenizer.from_pretrained(folder))
 
     def score(self, history: Sequence[str], candidates: Sequence[str]) -> np.ndarray:
         """Scores (n,) of texts for a user; the larger, the better.
@@ -118,4 +119,4 @@ def mean_scores(scores: Sequence[np.ndarray]) -> np.ndarray:
     """
     if not scores or len({len(part) for part in scores}) > 1:
         raise ValueError(f'expected scores of the same candidates, got {[len(part) for part in scores]}')
-    return np.mean(scores, axis=0, dtype=np.float64)
+    return np.stack(scores).mean(axis=0, dtype=np.float64)

@@ -30,7 +30,7 @@ class Ragged:
         return cls(np.asarray(values, dtype=np.int32), starts)
 
     @classmethod
-    def from_rows(cls, rows: Iterable[Sequence[int]]) -> 'Ragged':
+    def from_rows(cls, rows: Iterable[Sequence[int] | np.ndarray]) -> 'Ragged':
         """These rows."""
         arrays = [np.asarray(row, dtype=np.int32) for row in rows]
         values = np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32)
