@@ -78,6 +78,8 @@ def train_tokenizer(
         **SPECIAL_TOKENS,
         model_max_length=max_length,
         model_input_names=['input_ids', 'attention_mask'],
+        # What is decoded: "isn't it?" and not "isn ' t it ?". Byte pairs know their spaces.
+        clean_up_tokenization_spaces=method != 'bpe',
         # A text that reads "<pad>" is a text.
         split_special_tokens=True,
     )
@@ -90,7 +92,12 @@ def nltk_words(text: str) -> list[str]:
     off; a warning says so once.
     """
     split_words = NLTKWordTokenizer().tokenize
-    return [word for sentence in _sentence_splitter()(text) for word in split_words(sentence)]
+    return [word for sentence in split_sentences(text) for word in split_words(sentence)]
+
+
+def split_sentences(text: str) -> list[str]:
+    """Divide a text into sentences as NLTK does, or, without its data, as `nltk_words` says."""
+    return _sentence_splitter()(text)
 
 
 @cache

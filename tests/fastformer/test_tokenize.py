@@ -144,3 +144,15 @@ def test_case_counts_unless_words_are_lower_cased():
 def test_train_tokenizer_rejects(texts, options, message):
     with pytest.raises(ValueError, match=message):
         train_tokenizer(texts, **options)
+
+
+@pytest.mark.filterwarnings('ignore:NLTK has no punkt_tab')
+@pytest.mark.parametrize('method', ['nltk', 'wordpunct'])
+def test_decoded_words_read_like_a_text(tmp_path, method):
+    text = "The film isn't bad, is it? No: it's good!"
+    train_tokenizer([text], method, lowercase=False).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = [tokenizer.bos_token_id, *tokenizer(text)['input_ids'], tokenizer.eos_token_id, tokenizer.pad_token_id]
+    decoded = tokenizer.decode(ids, skip_special_tokens=True)
+    # Where the spaces were before other signs cannot be known.
+    assert decoded.replace(' :', ':') == text

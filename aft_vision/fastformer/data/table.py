@@ -2,8 +2,9 @@
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 
@@ -19,6 +20,7 @@ from aft_vision.fastformer.data.files import (
 TABLES = ('.csv', '.tsv', '.json', '.jsonl', '.ndjson', '.parquet')
 # The names of the classes in their order, or the name for each value of the label's column.
 LabelNames = Sequence[str] | Mapping[Any, str]
+Row = TypeVar('Row')
 
 
 def read_table(
@@ -43,20 +45,30 @@ def read_table(
     Raises:
         ValueError: the file is damaged, has another layout, or a label is none of the names; names line and column.
     """
+    columns = [text] if isinstance(text, str) else list(text)
+    return collect(read_records(path, [*columns, label], quoted), columns, label, label_names, **options)
+
+
+def read_records(path: str | Path, columns: Sequence[str], quoted: bool | None = None) -> Iterator[Record]:
+    """Stream the rows of a table, whose format `read_table` explains.
+
+    Args:
+        columns: Those that are read from a parquet file; of another, all are.
+
+    Raises:
+        ValueError: the path has another ending.
+    """
     path = Path(path)
     suffixes = [suffix for suffix in path.suffixes if suffix not in (*OPENERS, '.zip')]
     kind = suffixes[-1] if suffixes else ''
-    columns = [text] if isinstance(text, str) else list(text)
     if kind not in TABLES:
         raise ValueError(f'expected a file that ends in {", ".join(TABLES)}, got {path}')
     if kind == '.parquet':
-        records = read_parquet(path, [*columns, label])
-    elif kind in ('.csv', '.tsv'):
+        return read_parquet(path, columns)
+    if kind in ('.csv', '.tsv'):
         is_tsv = kind == '.tsv'
-        records = read_delimited(path, '\t' if is_tsv else ',', quoted=not is_tsv if quoted is None else quoted)
-    else:
-        records = read_json(path)
-    return collect(records, columns, label, label_names, **options)
+        return read_delimited(path, '\t' if is_tsv else ',', quoted=not is_tsv if quoted is None else quoted)
+    return read_json(path)
 
 
 def read_hub(
@@ -132,7 +144,7 @@ def collect(
     names = _name_by_value(label_names)
     rows = _labelled_rows(records, text, label, names, drop_incomplete)
     seen: set[str] = set()
-    kept = _draw(_notice(rows, seen.add), sample, seed)
+    kept = draw_rows(_notice(rows, seen.add), sample, seed)
     if not kept:
         raise ValueError(f'expected rows with a text ({", ".join(text)}) and a label ({label}), got none')
     classes = _in_order(seen) if names is None else list(dict.fromkeys(names.values()))
@@ -145,6 +157,44 @@ def label_maps(dataset: Dataset) -> dict[str, Any]:
     """`num_labels`, `id2label` and `label2id` of a data set, as the configuration of a model takes them."""
     names = dataset.features['label'].names
     return dict(num_labels=len(names), id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)})
+
+
+def check_text(place: str, column: str, value: Any) -> str:
+    """Give a value back if it is a text.
+
+    Raises:
+        ValueError: it is something else; names place and column.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f'{place}, column {column!r}: expected a text, got {value!r:.80}')
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f'{place}, column {column!r}: expected a text, got half a character: {error}') from error
+    return value
+
+
+def draw_rows(rows: Iterable[Row], count: int | None, seed: int) -> list[Row]:
+    """Draw rows at random, each subset equally likely, while they stream past (reservoir sampling).
+
+    Args:
+        count: How many; None, or more than there are, for all.
+
+    Raises:
+        ValueError: it is below 1.
+    """
+    if count is None:
+        return list(rows)
+    if count < 1:
+        raise ValueError(f'sample must be at least 1, got {count}')
+    generator = random.Random(seed)
+    kept: list[tuple[int, Row]] = []
+    for number, row in enumerate(rows):
+        if number < count:
+            kept.append((number, row))
+        elif (place := generator.randrange(number + 1)) < count:
+            kept[place] = (number, row)
+    return [row for _, row in sorted(kept, key=itemgetter(0))]
 
 
 def _with_names(records: Iterable[Record], label: str, names: Sequence[str]) -> Iterator[Record]:
@@ -178,7 +228,7 @@ def _labelled_rows(
             continue
         if not values.keys() >= {*text, label}:
             raise missing_columns(place, [*text, label], list(values))
-        parts = [_check_text(place, column, values[column]) for column in text]
+        parts = [check_text(place, column, values[column]) for column in text]
         name = as_label(values[label])
         if not name:
             raise ValueError(f'{place}, column {label!r}: expected a label, got {values[label]!r}')
@@ -189,36 +239,10 @@ def _labelled_rows(
         yield ' '.join(filter(None, parts)), name
 
 
-def _check_text(place: str, column: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f'{place}, column {column!r}: expected a text, got {value!r:.80}')
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f'{place}, column {column!r}: expected a text, got half a character: {error}') from error
-    return value
-
-
 def _notice(rows: Iterable[tuple[str, str]], note: Callable[[str], None]) -> Iterator[tuple[str, str]]:
     for row in rows:
         note(row[1])
         yield row
-
-
-def _draw(rows: Iterable[tuple[str, str]], count: int | None, seed: int) -> list[tuple[str, str]]:
-    """Draw rows at random, each subset equally likely, while they stream past (reservoir sampling)."""
-    if count is None:
-        return list(rows)
-    if count < 1:
-        raise ValueError(f'sample must be at least 1, got {count}')
-    generator = random.Random(seed)
-    kept: list[tuple[int, tuple[str, str]]] = []
-    for number, row in enumerate(rows):
-        if number < count:
-            kept.append((number, row))
-        elif (place := generator.randrange(number + 1)) < count:
-            kept[place] = (number, row)
-    return [row for _, row in sorted(kept)]
 
 
 def _in_order(names: Iterable[str]) -> list[str]:

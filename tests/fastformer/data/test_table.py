@@ -12,7 +12,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 
 from aft_vision.fastformer.data import from_dataset, label_maps, read_hub, read_table
 from aft_vision.fastformer.data.files import Record, read_json
-from aft_vision.fastformer.data.table import _draw, collect
+from aft_vision.fastformer.data.table import collect, draw_rows
 
 ROWS = [('good, "very"', 'pos', 'A'), ('bad\nfilm', 'neg', ''), ('fine', 'pos', 'B')]
 FRAME = pd.DataFrame(ROWS, columns=['review', 'sentiment', 'title'])
@@ -147,7 +147,7 @@ def test_a_sample_keeps_the_order_follows_the_seed_and_keeps_the_classes():
 
 def test_every_row_is_as_likely_in_a_sample():
     rows = [(str(number), 'x') for number in range(10)]
-    drawn = Counter(row for seed in range(3000) for row in _draw(rows, 3, seed))
+    drawn = Counter(row for seed in range(3000) for row in draw_rows(rows, 3, seed))
     # 900 expected, with a deviation of about 25.
     assert all(abs(drawn[row] - 900) < 100 for row in rows)
 

@@ -1,0 +1,231 @@
+"""Texts with their summaries: readers of CNN/DailyMail, of PubMed and of any table, parts, tokens.
+
+A reader returns a `datasets.Dataset` with the columns `text` and `summary`. `transformers.DataCollatorForSeq2Seq` makes
+batches of what `tokenize_summaries` returns.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, DatasetDict, Features, Value, load_dataset
+from transformers import PreTrainedTokenizerBase
+
+from aft_vision.fastformer.data.batches import AnyDataset
+from aft_vision.fastformer.data.files import Record, missing_columns
+from aft_vision.fastformer.data.splits import FRACTIONS
+from aft_vision.fastformer.data.table import check_text, draw_rows, read_records
+
+CNN_DAILYMAIL = dict(name='abisee/cnn_dailymail', config='3.0.0', text='article', summary='highlights')
+PUBMED = dict(name='ccdv/pubmed-summarization', config='document', text='article', summary='abstract')
+
+
+def read_summaries(
+    path: str | Path,
+    text: str | Sequence[str] = 'text',
+    summary: str = 'summary',
+    split: str | None = None,
+    split_column: str = 'split',
+    quoted: bool | None = None,
+    **options: Any,
+) -> Dataset:
+    """Read texts with summaries from a CSV, TSV, JSON lines, JSON list or parquet file.
+
+    Args:
+        path: As `table.read_table` takes it.
+        text: The column of the text, or several, joined by a space.
+        summary: The column of the summary.
+        split: Only rows with this in `split_column`; None for all rows.
+        quoted: As `table.read_table` takes it.
+        options: `sample`, `seed` and `drop_incomplete`, as `collect_summaries` takes them.
+
+    Raises:
+        ValueError: the file is damaged or has another layout, which names line and column, or no row of the split.
+    """
+    columns = [text] if isinstance(text, str) else list(text)
+    needed = [*columns, summary] if split is None else [*columns, summary, split_column]
+    records = read_records(path, needed, quoted)
+    if split is not None:
+        records = _of_split(records, split_column, split, path)
+    return collect_summaries(records, columns, summary, **options)
+
+
+def read_hub_summaries(
+    name: str,
+    text: str | Sequence[str] = 'text',
+    summary: str = 'summary',
+    config: str | None = None,
+    split: str = 'train',
+    load_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Dataset:
+    """Read texts with summaries from the Hugging Face hub, or from what else `datasets.load_dataset` takes.
+
+    Args:
+        name: Such as `abisee/cnn_dailymail`, or a folder with a copy of it.
+        text, summary, options: As `read_summaries` takes them.
+        config, split: Which part of the data set.
+        load_options: More for `datasets.load_dataset`, such as `revision`.
+
+    Raises:
+        ValueError: it lacks a column, or a row has no text.
+    """
+    dataset = load_dataset(name, config, split=split, **(load_options or {}))
+    columns = [text] if isinstance(text, str) else list(text)
+    if not {*columns, summary} <= set(dataset.column_names):
+        raise missing_columns('the data set', [*columns, summary], dataset.column_names)
+    rows = dataset.select_columns(list(dict.fromkeys([*columns, summary])))
+    return collect_summaries(
+        (Record(f'row {number}', row) for number, row in enumerate(rows, 1)), columns, summary, **options
+    )
+
+
+def read_cnn_dailymail(path: str | Path | None = None, split: str | None = None, **options: Any) -> Dataset:
+    """Read CNN/DailyMail: articles with their highlights, one a line.
+
+    Args:
+        path: A file with the columns `article` and `highlights`; None for `abisee/cnn_dailymail` 3.0.0 on the hub.
+        split: `train`, `validation` or `test`; None for all rows of a file, and for `train` on the hub.
+        options: As the reader of files, or that of the hub, takes them.
+    """
+    return _read_published(CNN_DAILYMAIL, path, split, options)
+
+
+def read_pubmed(path: str | Path | None = None, split: str | None = None, **options: Any) -> Dataset:
+    """Read PubMed: articles with their abstracts, one sentence a line.
+
+    Some articles are empty: `drop_incomplete=True` leaves them out.
+
+    Args:
+        path: A file with the columns `article` and `abstract`; None for `ccdv/pubmed-summarization`, configuration
+            `document`, on the hub.
+        split, options: As `read_cnn_dailymail` takes them.
+    """
+    return _read_published(PUBMED, path, split, options)
+
+
+def collect_summaries(
+    records: Iterable[Record],
+    text: Sequence[str],
+    summary: str,
+    sample: int | None = None,
+    seed: int = 0,
+    drop_incomplete: bool = False,
+) -> Dataset:
+    """Make a data set of records; only the two columns, and the sample, are kept in memory.
+
+    Args:
+        text: Columns whose texts are joined by a space; empty ones are passed over.
+        summary: The column of the summary.
+        sample: How many rows to draw at random, in the order of the file; None, or more than there are, for all.
+        seed: Of that draw.
+        drop_incomplete: Leave out rows where text or summary is absent, null or blank; else they are errors.
+
+    Raises:
+        ValueError: a column is missing, a text is no text or blank, or there is no row.
+    """
+    rows = draw_rows(_pairs(records, text, summary, drop_incomplete), sample, seed)
+    if not rows:
+        raise ValueError(f'expected rows with a text ({", ".join(text)}) and a summary ({summary}), got none')
+    texts, summaries = zip(*rows, strict=True)
+    features = Features(text=Value('string'), summary=Value('string'))
+    return Dataset.from_dict({'text': texts, 'summary': summaries}, features=features)
+
+
+def split_summaries(dataset: Dataset, seed: int = 0, fractions: Mapping[str, float] = FRACTIONS) -> DatasetDict:
+    """Divide a data set at random, each part in the order of the file.
+
+    Args:
+        fractions: Share of each part; they add up to 1.
+
+    Raises:
+        ValueError: a part would have no row, or the fractions do not add up to 1.
+    """
+    if abs(sum(fractions.values()) - 1) > 1e-6:
+        raise ValueError(f'expected fractions that add up to 1, got {dict(fractions)}')
+    bounds = [round(share * len(dataset)) for share in np.cumsum(list(fractions.values()))[:-1]]
+    parts = np.split(np.random.default_rng(seed).permutation(len(dataset)), bounds)
+    if min(map(len, parts)) < 1:
+        raise ValueError(f'expected rows for each of {dict(fractions)}, got {len(dataset)} in all')
+    return DatasetDict({name: dataset.select(np.sort(part)) for name, part in zip(fractions, parts, strict=True)})
+
+
+def tokenize_summaries(
+    dataset: AnyDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None = None,
+    max_summary_length: int | None = None,
+    num_proc: int | None = None,
+) -> AnyDataset:
+    """Replace `text` by `input_ids`, and `summary` by `labels`, which the end token closes; other columns stay.
+
+    A decoder reads the labels behind its start token, as `shift_right` or transformers' collator arranges. A text
+    without a token becomes one unknown token.
+
+    Args:
+        max_length: Where texts are cut off, in tokens; None for nowhere.
+        max_summary_length: Likewise of summaries, the end token included.
+        num_proc: Processes to divide the work among.
+
+    Raises:
+        ValueError: max_summary_length leaves no room for a word.
+    """
+    if max_summary_length is not None and max_summary_length < 2:
+        raise ValueError(f'max_summary_length must be at least 2, got {max_summary_length}')
+
+    def encode(texts: list[str], length: int | None) -> list[list[int]]:
+        cut = length is not None
+        rows: Any = tokenizer(texts, truncation=cut, max_length=length, return_attention_mask=False)['input_ids']
+        return rows
+
+    def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
+        room = None if max_summary_length is None else max_summary_length - 1
+        return {
+            'input_ids': [row or [tokenizer.unk_token_id] for row in encode(batch['text'], max_length)],
+            'labels': [[*row, tokenizer.eos_token_id] for row in encode(batch['summary'], room)],
+        }
+
+    return dataset.map(tokenize, batched=True, remove_columns=['text', 'summary'], num_proc=num_proc, desc='tokens')
+
+
+def _read_published(
+    published: Mapping[str, str], path: str | Path | None, split: str | None, options: Mapping[str, Any]
+) -> Dataset:
+    columns: dict[str, Any] = {name: published[name] for name in ('text', 'summary')}
+    if path is not None:
+        return read_summaries(path, split=split, **columns, **options)
+    return read_hub_summaries(
+        published['name'], config=published['config'], split=split or 'train', **columns, **options
+    )
+
+
+def _of_split(records: Iterable[Record], column: str, split: str, path: str | Path) -> Iterator[Record]:
+    seen: set[str] = set()
+    for record in records:
+        if column not in record.values:
+            raise missing_columns(record.place, [column], list(record.values))
+        seen.add(str(record.values[column]))
+        if record.values[column] == split:
+            yield record
+    if split not in seen:
+        raise ValueError(f'expected rows with {column} = {split!r} in {path}, got {", ".join(sorted(seen)) or "none"}')
+
+
+def _pairs(
+    records: Iterable[Record], text: Sequence[str], summary: str, drop_incomplete: bool
+) -> Iterator[tuple[str, str]]:
+    for place, values in records:
+        if drop_incomplete and any(values.get(name) is None for name in (*text, summary)):
+            continue
+        if not values.keys() >= {*text, summary}:
+            raise missing_columns(place, [*text, summary], list(values))
+        content = ' '.join(filter(None, (check_text(place, column, values[column]) for column in text)))
+        pair = content, check_text(place, summary, values[summary])
+        blank = [name for name, part in zip(('text', 'summary'), pair, strict=True) if not part.strip()]
+        if not blank:
+            yield pair
+        elif not drop_incomplete:
+            raise ValueError(
+                f'{place}: expected a {blank[0]}, got a blank one; drop_incomplete=True leaves such rows out'
+            )

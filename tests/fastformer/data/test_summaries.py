@@ -1,0 +1,193 @@
+import json
+import os
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from datasets import Dataset, Features, Value
+
+from aft_vision.fastformer.data import (
+    SUMMARY_READERS,
+    read_cnn_dailymail,
+    read_hub_summaries,
+    read_pubmed,
+    read_summaries,
+    split_summaries,
+    tokenize_summaries,
+)
+from aft_vision.fastformer.data.files import read_json
+from aft_vision.fastformer.data.summaries import collect_summaries
+from aft_vision.fastformer.tokenize import train_tokenizer
+
+ROWS = [
+    dict(split='train', id='1', article='One "day", it\nrained.', highlights='It rained .\nAll day .'),
+    dict(split='train', id='2', article='Nothing else, é.', highlights='Nothing .'),
+    dict(split='test', id='3', article='A third text.', highlights='Third .'),
+]
+PAIRS = [(row['article'], row['highlights']) for row in ROWS]
+
+
+def write(path, rows=ROWS):
+    if path.suffix == '.parquet':
+        pd.DataFrame(rows).to_parquet(path)
+    elif path.suffix == '.csv':
+        pd.DataFrame(rows).to_csv(path, index=False)
+    else:
+        path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    return path
+
+
+def pairs(dataset):
+    return [(row['text'], row['summary']) for row in dataset]
+
+
+@pytest.mark.parametrize('name', ['x.jsonl', 'x.csv', 'x.parquet'])
+def test_cnn_dailymail_is_read_from_every_format_with_its_line_ends(tmp_path, name):
+    path = write(tmp_path / name)
+    assert pairs(read_cnn_dailymail(path)) == PAIRS
+    assert pairs(read_cnn_dailymail(path, split='train')) == PAIRS[:2]
+    assert pairs(read_cnn_dailymail(path, split='test')) == PAIRS[2:]
+    assert read_cnn_dailymail(path).features == Features(text=Value('string'), summary=Value('string'))
+
+
+def test_pubmed_is_read_and_empty_articles_left_out_where_asked(tmp_path):
+    rows = [dict(article='', abstract='Nothing.'), dict(article='A text.', abstract='Text.\nEnd.')]
+    path = write(tmp_path / 'x.jsonl', rows)
+    assert pairs(read_pubmed(path, drop_incomplete=True)) == [('A text.', 'Text.\nEnd.')]
+    with pytest.raises(ValueError, match=r'x\.jsonl, line 1: expected a text, got a blank one; drop_incomplete'):
+        read_pubmed(path)
+
+
+def test_the_published_data_sets_are_asked_for_by_their_names(monkeypatch):
+    asked = []
+
+    def load(name, config, split):
+        asked.append((name, config, split))
+        summary = 'highlights' if 'cnn' in name else 'abstract'
+        return Dataset.from_dict({'article': ['a b'], summary: ['a'], 'id': ['x']})
+
+    monkeypatch.setattr('aft_vision.fastformer.data.summaries.load_dataset', load)
+    assert pairs(read_cnn_dailymail(split='validation')) == pairs(read_pubmed()) == [('a b', 'a')]
+    assert asked == [
+        ('abisee/cnn_dailymail', '3.0.0', 'validation'),
+        ('ccdv/pubmed-summarization', 'document', 'train'),
+    ]
+
+
+def test_a_copy_of_a_hub_data_set_is_read(tmp_path):
+    folder = tmp_path / 'copy'
+    folder.mkdir()
+    write(folder / 'test.parquet')
+    options = dict(load_options=dict(cache_dir=str(tmp_path / 'cache')))
+    found = read_hub_summaries(str(folder), 'article', 'highlights', split='test', **options)
+    assert pairs(found) == PAIRS
+    with pytest.raises(ValueError, match='the data set: expected the columns body, highlights, got split, id, article'):
+        read_hub_summaries(str(folder), 'body', 'highlights', split='test', **options)
+
+
+def test_columns_of_the_text_are_joined_and_a_sample_keeps_the_order(tmp_path):
+    rows = [dict(title=f't{i}', body=f'b{i}', short=f's{i}') for i in range(50)]
+    path = write(tmp_path / 'x.jsonl', rows)
+    found = pairs(read_summaries(path, ['title', 'body'], 'short', sample=7, seed=3))
+    every = [(f't{i} b{i}', f's{i}') for i in range(50)]
+    assert len(found) == 7
+    assert found == [pair for pair in every if pair in found]
+
+
+@pytest.mark.parametrize(
+    ('content', 'options', 'message'),
+    [
+        ('{"text": "a", "summary": "b"}\n{"text": "a", ', {}, r'x\.jsonl, line 2, column 15: not JSON'),
+        ('{"text": "a"}\n', {}, r'x\.jsonl, line 1: expected the columns text, summary, got text'),
+        ('{"text": 3, "summary": "b"}\n', {}, r"line 1, column 'text': expected a text, got 3"),
+        ('{"text": "a", "summary": null}\n', {}, r"line 1, column 'summary': expected a text, got None"),
+        ('{"text": "a", "summary": " "}\n', {}, r'line 1: expected a summary, got a blank one'),
+        ('{"text": "a", "summary": " "}\n', {'drop_incomplete': True}, r'expected rows with a text \(text\) and a sum'),
+        (
+            '{"text": "a", "summary": "b"}\n',
+            {'split': 'test'},
+            r'line 1: expected the columns split, got text, summary',
+        ),
+        (
+            '{"text": "a", "summary": "b", "part": "x"}\n',
+            {'split': 'test', 'split_column': 'part'},
+            r"expected rows with part = 'test' in .*x\.jsonl, got x",
+        ),
+        ('{"text": "a", "summary": "b"}\n', {'sample': 0}, 'sample must be at least 1, got 0'),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(tmp_path, content, options, message):
+    path = tmp_path / 'x.jsonl'
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_summaries(path, **options)
+
+
+def test_a_damaged_csv_is_named_with_line_and_column(tmp_path):
+    path = tmp_path / 'x.csv'
+    path.write_text('text,summary\na,b\nc\n')
+    with pytest.raises(ValueError, match=r'x\.csv, line 3, column 2: expected 2 columns \(text, summary\), got 1'):
+        read_summaries(path)
+
+
+def numbers(count):
+    return Dataset.from_dict({'text': [str(i) for i in range(count)], 'summary': ['s'] * count})
+
+
+def test_parts_hold_every_row_once_and_follow_the_seed():
+    parts = split_summaries(numbers(100), seed=1)
+    assert {name: len(part) for name, part in parts.items()} == {'train': 80, 'validation': 10, 'test': 10}
+    rows = [int(text) for part in parts.values() for text in part['text']]
+    assert sorted(rows) == list(range(100)) != rows
+    assert split_summaries(numbers(100), seed=1)['test']['text'][:] == parts['test']['text'][:]
+    assert split_summaries(numbers(100), seed=2)['test']['text'][:] != parts['test']['text'][:]
+
+
+def test_parts_without_a_row_or_of_other_sums_are_errors():
+    with pytest.raises(ValueError, match=r'expected rows for each of .* got 3 in all'):
+        split_summaries(numbers(3))
+    with pytest.raises(ValueError, match=r'fractions that add up to 1, got .*0\.7'):
+        split_summaries(numbers(9), fractions={'train': 0.7, 'test': 0.2})
+
+
+def test_tokens_of_a_summary_end_with_the_end_token_even_where_it_is_cut():
+    dataset = Dataset.from_dict({'text': ['a b c d', ''], 'summary': ['a b c', 'd'], 'id': [7, 8]})
+    tokenizer = train_tokenizer(['a b c d'])
+    a, b, c, d = tokenizer.convert_tokens_to_ids(list('abcd'))
+    assert tokenize_summaries(dataset, tokenizer)[:] == {
+        'id': [7, 8],
+        'input_ids': [[a, b, c, d], [tokenizer.unk_token_id]],
+        'labels': [[a, b, c, 2], [d, 2]],
+    }
+    cut = tokenize_summaries(dataset, tokenizer, max_length=2, max_summary_length=3)
+    assert cut['input_ids'][:] == [[a, b], [3]]
+    assert cut['labels'][:] == [[a, b, 2], [d, 2]]
+    with pytest.raises(ValueError, match='max_summary_length must be at least 2, got 1'):
+        tokenize_summaries(dataset, tokenizer, max_summary_length=1)
+
+
+def test_every_reader_has_a_name():
+    assert {
+        'cnn_dailymail': read_cnn_dailymail,
+        'pubmed': read_pubmed,
+        'table': read_summaries,
+        'hub': read_hub_summaries,
+    } == SUMMARY_READERS
+
+
+@pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with the three files of summaries')
+def test_real_files_are_read():
+    folder = Path(os.environ['AFT_DATA'])
+    path = folder / 'cnn_dailymail_1k.jsonl.xz'
+    sizes = {split: len(read_cnn_dailymail(path, split)) for split in ('train', 'validation', 'test')}
+    assert sizes == {'train': 200, 'validation': 500, 'test': 500}
+    highlights = read_cnn_dailymail(path, 'test')['summary']
+    assert Counter(len(text.splitlines()) for text in highlights).most_common(1)[0][0] in (2, 3, 4)
+    news = read_summaries(folder / 'bbc_news_summary.jsonl.xz', 'article', 'summary')
+    assert len(news) == 2225
+    assert news[0]['text'].startswith('Ad sales boost Time Warner profit\n')
+    articles = collect_summaries(islice(read_json(folder / 'sumpubmed_600.jsonl.xz'), 5), ['text'], 'abstract')
+    assert len(articles) == 5
+    assert all(len(text) > 500 for text in articles['summary'])
