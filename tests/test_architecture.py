@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 OURS = ('aft_vision', 'train', 'tools', 'tests')
 FREE = ('torch', 'torchvision', 'numpy', 'tqdm', 'safetensors', 'PIL', 'yaml', *sys.stdlib_module_names)
 HEAVY = ('timm', 'transformers', 'ffcv', 'triton', 'matplotlib', 'omegaconf', 'einops')
-TEXT = ('transformers', 'tokenizers', 'datasets', 'nltk', 'sklearn', 'pandas')
+TEXT = ('transformers', 'tokenizers', 'datasets', 'nltk', 'rouge_score', 'sklearn', 'pandas')
 AFT_FOLDERS = ('aft_vision.ops', 'aft_vision.layers', 'aft_vision.models', 'aft_vision.data')
 
 

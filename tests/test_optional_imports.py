@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 # Every distribution of the extras, by the name it is imported under, but for tqdm and safetensors: timm needs both.
 BLOCKED = (
     *('omegaconf', 'tensorboard', 'tensorboardX', 'matplotlib', 'ffcv', 'onnx', 'onnxscript', 'onnxruntime'),
-    *('transformers', 'tokenizers', 'datasets', 'nltk', 'sklearn', 'pandas', 'pytest'),
+    *('transformers', 'tokenizers', 'datasets', 'nltk', 'rouge_score', 'sklearn', 'pandas', 'pytest'),
 )
 SCRIPT = f"""
 import sys

@@ -1,0 +1,77 @@
+"""Summaries of texts by a trained model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_summarizer(
+    folder: str | Path, device: str | torch.device = 'cpu'
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A saved model that summarises, and its tokenizer.
+
+    Raises:
+        ValueError: the folder holds no model with an encoder and a decoder.
+    """
+    folder = Path(folder)
+    if not (folder / 'config.json').is_file():
+        raise ValueError(f'expected a folder with a saved model, got {folder}, which has no config.json')
+    return AutoModelForSeq2SeqLM.from_pretrained(folder).to(device), AutoTokenizer.from_pretrained(folder)
+
+
+@torch.no_grad()
+def summarize(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    batch_size: int = 8,
+    **options: Any,
+) -> list[str]:
+    """Summarise texts with `model.generate`, on the model's device.
+
+    Args:
+        model: With an encoder and a decoder; what `generation_config` of it says holds where `options` does not.
+        texts: Of any length; what exceeds the longest text of the model, its `max_position_embeddings`, is cut off.
+        batch_size: Texts that are summarised at once.
+        options: Of `generate`, such as `num_beams`, `max_new_tokens`, `min_new_tokens`, `no_repeat_ngram_size`.
+
+    Returns:
+        A summary for each text, without the special tokens.
+
+    Raises:
+        ValueError: batch_size is below 1, or `texts` is one text.
+    """
+    if isinstance(texts, str):
+        raise ValueError('expected texts, such as a list of them, got one text')
+    if batch_size < 1:
+        raise ValueError(f'batch_size must be at least 1, got {batch_size}')
+    was_training = model.training
+    # transformers types the models that generate apart from all others.
+    generate: Any = model.generate
+    model.eval()
+    summaries: list[str] = []
+    for start in range(0, len(texts), batch_size):
+        batch = _encode(texts[start : start + batch_size], tokenizer, model)
+        summaries += decode(generate(**batch, **options), tokenizer)
+    model.train(was_training)
+    return summaries
+
+
+def decode(sequences: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Texts of generated tokens, (B, T), without special tokens and space around them."""
+    return [text.strip() for text in tokenizer.batch_decode(sequences, skip_special_tokens=True)]
+
+
+def _encode(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> dict[str, torch.Tensor]:
+    longest = getattr(model.config, 'max_position_embeddings', None)
+    options = dict(truncation=longest is not None, max_length=longest, return_attention_mask=False)
+    rows = tokenizer(list(texts), **options)['input_ids']
+    # A text without a token becomes one unknown token, as in training.
+    rows = [row or [tokenizer.unk_token_id] for row in rows]
+    batch = tokenizer.pad({'input_ids': rows}, return_tensors='pt')
+    return {name: batch[name].to(model.device) for name in ('input_ids', 'attention_mask')}

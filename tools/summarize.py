@@ -1,0 +1,80 @@
+"""Summarise texts with a trained model.
+
+python -m tools.summarize --model runs/fastformer/small_bbc/seed_0/best article.txt
+python -m tools.summarize --model FOLDER --num-beams 5 --max-tokens 100 *.txt --out summaries.jsonl
+python -m tools.summarize --model FOLDER < article.txt
+
+FOLDER holds a model and its tokenizer, as train.fastformer leaves them in seed_N/best. Each file, in UTF-8, is one
+text; without files, or with -, standard input is one. What is longer than the texts of the training is cut off.
+Options left out are those that the model was saved with.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from aft_vision.evaluate import resolve_device
+from aft_vision.fastformer.summarize import load_summarizer, summarize
+from tools.arguments import add_device
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add('--model', type=Path, required=True, metavar='FOLDER', help='a saved model with its tokenizer')
+    add('files', nargs='*', default=['-'], metavar='FILE', help='texts (default: standard input)')
+    add('--num-beams', type=int, help='beams of the search; 1 takes the likeliest token each time')
+    add('--max-tokens', type=int, help='of a summary, at most')
+    add('--min-tokens', type=int, dest='min_new_tokens', help='of a summary, at least')
+    add('--length-penalty', type=float, help='above 0 favours long summaries among the beams, below 0 short ones')
+    add('--no-repeat', type=int, dest='no_repeat_ngram_size', metavar='N', help='no N tokens occur twice in a row')
+    add('--batch-size', type=int, default=8, help='texts at once (default: 8)')
+    add('--out', type=Path, help='also write the summaries here, as JSON lines')
+    add_device(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> list[str]:
+    """Print the summaries, and return them.
+
+    Raises:
+        ValueError: the model, a file or an option is not valid.
+    """
+    args = parse_args(argv)
+    texts = [read_text(name) for name in args.files]
+    model, tokenizer = load_summarizer(args.model, resolve_device(args.device))
+    names = ('num_beams', 'min_new_tokens', 'length_penalty', 'no_repeat_ngram_size')
+    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.max_tokens is not None:
+        # It counts the start token.
+        options['max_length'] = args.max_tokens + 1
+    summaries = summarize(model, tokenizer, texts, args.batch_size, **options)
+    rows = [{'file': name, 'summary': summary} for name, summary in zip(args.files, summaries, strict=True)]
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows), encoding='utf-8')
+    for row in rows:
+        print(f'{row["file"]}:\n{row["summary"]}\n' if len(rows) > 1 else row['summary'])
+    return summaries
+
+
+def read_text(name: str) -> str:
+    """The text of a file, or of standard input for -.
+
+    Raises:
+        ValueError: it is not there, no UTF-8, or blank.
+    """
+    try:
+        text = sys.stdin.read() if name == '-' else Path(name).read_text(encoding='utf-8')
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f'expected a text in UTF-8 in {name}, got: {error}') from error
+    if not text.strip():
+        raise ValueError(f'expected a text in {name}, got none')
+    return text
+
+
+if __name__ == '__main__':
+    main()
