@@ -109,7 +109,7 @@ def check_same(before: TextConfig, now: TextConfig, source: Path) -> None:
     if before.task != now.task:
         raise ValueError(f'expected the task {before.task} as in {source}, which is to be resumed, got {now.task}')
     old, new = dataclasses.asdict(before), dataclasses.asdict(now)
-    for section in ('model', 'data', 'optim', 'schedule'):
+    for section in [name for name in old if name not in ('task', 'run')]:
         for key in sorted(old[section].keys() | new[section].keys()):
             was, found = old[section].get(key), new[section].get(key)
             # Files may have moved.

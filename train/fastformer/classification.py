@@ -130,7 +130,6 @@ class ClassificationRun(TextRun):
 
     schema = ClassificationConfig
     metrics = ('accuracy', 'macro_f')
-    best_metric = 'accuracy'
     auto_model = AutoModelForSequenceClassification
 
     @classmethod

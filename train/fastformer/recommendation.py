@@ -113,7 +113,6 @@ class RecommendationRun(TextRun):
 
     schema = RecommendationConfig
     metrics = RANKING_METRICS
-    best_metric = 'auc'
     auto_model = AutoModel
 
     @classmethod

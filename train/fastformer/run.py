@@ -37,7 +37,6 @@ class TextRun(ABC):
         quiet: No progress bars.
         schema: The dataclass of the task's experiments.
         metrics: What is measured, in [0, 1], without the prefix `eval_` that Trainer gives it.
-        best_metric: The one that chooses the epoch which is tested: a metric, or `loss`.
         auto_model: The class of transformers that loads a saved model of the task.
     """
 
@@ -47,8 +46,17 @@ class TextRun(ABC):
 
     schema: ClassVar[type[TextConfig]]
     metrics: ClassVar[tuple[str, ...]]
-    best_metric: ClassVar[str]
     auto_model: ClassVar[Any]
+
+    @property
+    def best_metric(self) -> str:
+        """What chooses the epoch that is tested: a metric of validation, or `loss`; here the first."""
+        return self.validation_metrics[0]
+
+    @property
+    def validation_metrics(self) -> tuple[str, ...]:
+        """Which of `metrics`, and `loss`, are measured each epoch; here all metrics."""
+        return self.metrics
 
     @classmethod
     @abstractmethod
@@ -210,7 +218,7 @@ class TextRun(ABC):
             train_dataset=self.examples('train', tokenizer),
             eval_dataset=self.examples('validation', tokenizer),
             processing_class=tokenizer,
-            callbacks=[EpochMeter(arguments.device, self.config.run.save_updates, self.metrics)],
+            callbacks=[EpochMeter(arguments.device, self.config.run.save_updates, self.validation_metrics)],
         )
         trainer.remove_callback(PrinterCallback)
         return trainer
@@ -226,21 +234,23 @@ class TextRun(ABC):
         return {
             'seed': seed,
             'best_epoch': round(best['epoch'], 3),
-            **{f'validation_{name}': best[f'eval_{name}'] for name in self.metrics},
+            **{f'validation_{name}': best[f'eval_{name}'] for name in self.validation_metrics},
             **{f'test_{name}': tested[name] for name in self.metrics if name in tested},
             'seconds_per_epoch': seconds * trainer.state.global_step / trainer.state.epoch,
             'memory_mb': max(row['memory_mb'] for row in measured),
             'updates': trainer.state.global_step,
             **self.summarize_data(),
             'epochs': [
-                {name: row[f'eval_{name}'] for name in ('loss', *self.metrics)} | {'epoch': round(row['epoch'], 3)}
+                {name: row[f'eval_{name}'] for name in ('loss', *self.validation_metrics)}
+                | {'epoch': round(row['epoch'], 3)}
                 for row in evaluated
             ],
         }
 
     def summarize_seeds(self, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Mean and standard deviation (of a sample, n - 1) of what the seeds gave; no deviation of a single one."""
-        measured = (f'{split}_{metric}' for split in ('test', 'validation') for metric in self.metrics)
+        measured = [f'test_{metric}' for metric in self.metrics]
+        measured += [f'validation_{metric}' for metric in self.validation_metrics]
         names = [name for name in measured if all(name in result for result in results)]
         summary: dict[str, Any] = {'seeds': [result['seed'] for result in results]}
         for name in (*names, 'seconds_per_epoch', 'memory_mb'):

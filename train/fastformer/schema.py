@@ -12,6 +12,7 @@ from train.schema import Experiment, require
 RESERVED_KEYS = {
     'vocab_size': 'the training texts decide, up to data.vocab_size',
     'max_position_embeddings': 'data.max_length says how long a text is',
+    'max_target_positions': 'data.max_summary_length says how long a summary is',
     **dict.fromkeys(
         ('pad_token_id', 'bos_token_id', 'eos_token_id', 'decoder_start_token_id'), 'the tokenizer decides its tokens'
     ),

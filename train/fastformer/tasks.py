@@ -11,8 +11,13 @@ from train.fastformer.classification import ClassificationRun
 from train.fastformer.recommendation import RecommendationRun
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig
+from train.fastformer.summarization import SummarizationRun
 
-TASKS: dict[str, type[TextRun]] = {'classification': ClassificationRun, 'recommendation': RecommendationRun}
+TASKS: dict[str, type[TextRun]] = {
+    'classification': ClassificationRun,
+    'recommendation': RecommendationRun,
+    'summarization': SummarizationRun,
+}
 
 
 def load_text_config(path: str | Path, overrides: Sequence[str] = ()) -> TextConfig:

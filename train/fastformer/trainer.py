@@ -49,7 +49,7 @@ class EpochMeter(TrainerCallback):
 
     Args:
         save_updates: Updates between checkpoints within an epoch; None for none.
-        metrics: What evaluation measures, in [0, 1].
+        metrics: What evaluation measures, in [0, 1], or `loss`.
     """
 
     def __init__(self, device: torch.device, save_updates: int | None, metrics: Sequence[str]) -> None:
@@ -86,8 +86,10 @@ class EpochMeter(TrainerCallback):
 
 
 def describe(metrics: Mapping[str, float]) -> str:
-    """Metrics in percent."""
-    return ', '.join(f'{name} {100 * value:.2f} %' for name, value in metrics.items())
+    """Metrics in percent, and the loss."""
+    return ', '.join(
+        f'{name} {value:.4f}' if name == 'loss' else f'{name} {100 * value:.2f} %' for name, value in metrics.items()
+    )
 
 
 def training_arguments(

@@ -1,0 +1,254 @@
+import io
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers import randn
+from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+
+from aft_vision.fastformer.data import SUMMARY_READERS
+from aft_vision.fastformer.rouge import ROUGES, rouge
+from aft_vision.fastformer.summarize import summarize
+from tools import summarize as tool
+from train.fastformer import __main__ as fastformer
+from train.fastformer import trainer
+from train.fastformer.summarization import SummarizationRun, read_splits
+from train.fastformer.tasks import load_text_config
+
+SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'fastformer_summarization.yaml'
+pytestmark = pytest.mark.filterwarnings('ignore:NLTK has no punkt_tab')
+
+
+@pytest.fixture(scope='module')
+def first_words(tmp_path_factory) -> Path:
+    """Texts whose first three words are their summary."""
+    draw = random.Random(0)
+    rows = [draw.choices([f'w{index}' for index in range(12)], k=draw.randint(5, 10)) for _ in range(640)]
+    return write(tmp_path_factory.mktemp('texts') / 'first.jsonl', [(row, row[:3]) for row in rows])
+
+
+def write(path: Path, rows, **more) -> Path:
+    lines = [{'text': ' '.join(text), 'summary': ' '.join(summary), **more} for text, summary in rows]
+    path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return path
+
+
+def arguments(path: Path, folder: Path, *overrides: str) -> list[str]:
+    return ['--quiet', '--config', str(SMOKE), f'data.path={path}', f'run.dir={folder}', 'run.seeds=[0]', *overrides]
+
+
+def read(path: Path, *overrides: str):
+    config = load_text_config(SMOKE, [f'data.path={path}', *overrides])
+    return read_splits(config.data)
+
+
+LEARNING = ['model.hidden_size=32', 'model.num_attention_heads=4', 'schedule.epochs=7', 'run.keep=2']
+
+
+@pytest.fixture(scope='module')
+def trained(first_words, tmp_path_factory) -> tuple[Path, dict]:
+    folder = tmp_path_factory.mktemp('run')
+    return folder, fastformer.main(arguments(first_words, folder, *LEARNING))
+
+
+def written(folder: Path, split: str = 'test') -> list[dict]:
+    return [json.loads(line) for line in (folder / 'seed_0' / f'{split}_summaries.jsonl').read_text().splitlines()]
+
+
+def test_fastformer_learns_to_copy_the_first_words(trained):
+    _, summary = trained
+    assert summary['test_rouge1']['mean'] > 0.9
+    assert summary['test_rougeL']['mean'] > 0.9
+
+
+def test_the_figures_are_those_of_the_summaries_that_are_written(trained, first_words):
+    folder, summary = trained
+    rows, result = written(folder), summary['runs'][0]
+    assert [row['reference'] for row in rows] == read(first_words)['test']['summary'][:]
+    found = rouge([row['summary'] for row in rows], [row['reference'] for row in rows])
+    assert found == pytest.approx({name: result[f'test_{name}'] for name in ROUGES})
+    assert rows[0]['rouge1'] == rouge([rows[0]['summary']], [rows[0]['reference']])['rouge1']
+    # Each text is one sentence.
+    assert result['test_lead_3']['rouge1'] < result['test_rouge1']
+
+
+def test_the_epoch_with_the_least_loss_is_tested(trained):
+    _, summary = trained
+    result = summary['runs'][0]
+    best = min(result['epochs'], key=lambda epoch: epoch['loss'])
+    assert (result['best_epoch'], result['validation_loss']) == (best['epoch'], best['loss'])
+    assert result['texts'] == {'train': 512, 'validation': 64, 'test': 64}
+
+
+def test_the_best_model_is_one_of_transformers_and_tests_as_it_did(trained, first_words, capsys):
+    folder, _ = trained
+    fastformer.main(['--eval', *arguments(first_words, folder, *LEARNING, 'data.eval_split=validation')])
+    assert 'seed_0/best, validation: rouge1' in capsys.readouterr().out
+    assert len(written(folder, 'validation')) == 64
+    best = folder / 'seed_0' / 'best'
+    assert GenerationConfig.from_pretrained(best).num_beams == 2
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(best), AutoTokenizer.from_pretrained(best)
+    texts = read(first_words)['test']['text'][:]
+    assert summarize(model, tokenizer, texts, batch_size=16) == [row['summary'] for row in written(folder)]
+
+
+def test_the_tool_summarizes_files_and_standard_input(trained, tmp_path, capsys, monkeypatch):
+    folder, _ = trained
+    model = ['--model', str(folder / 'seed_0' / 'best'), '--device', 'cpu']
+    for name, text in (('a.txt', 'w3 w1 w4 w1 w5'), ('b.txt', 'w2 w7 w10 w8 w2 w8 w1')):
+        (tmp_path / name).write_text(text)
+    files = [str(tmp_path / name) for name in ('a.txt', 'b.txt')]
+    expected = ['w3 w1 w4', 'w2 w7 w10']
+    assert tool.main([*model, *files, '--out', str(tmp_path / 'out.jsonl')]) == expected
+    assert capsys.readouterr().out == f'{files[0]}:\nw3 w1 w4\n\n{files[1]}:\nw2 w7 w10\n\n'
+    rows = [json.loads(line) for line in (tmp_path / 'out.jsonl').read_text().splitlines()]
+    assert rows == [{'file': file, 'summary': summary} for file, summary in zip(files, expected, strict=True)]
+    monkeypatch.setattr('sys.stdin', io.StringIO('w3 w1 w4 w1 w5\n'))
+    assert tool.main([*model, '--max-tokens', '2', '--num-beams', '1']) == ['w3 w1']
+    assert capsys.readouterr().out == 'w3 w1\n'
+
+
+def test_the_tool_names_what_is_wrong(trained, tmp_path):
+    folder, _ = trained
+    (tmp_path / 'blank.txt').write_text('\n')
+    model = ['--model', str(folder / 'seed_0' / 'best')]
+    with pytest.raises(ValueError, match=r'expected a text in .*blank\.txt, got none'):
+        tool.main([*model, str(tmp_path / 'blank.txt')])
+    with pytest.raises(ValueError, match=r'expected a text in UTF-8 in .*nowhere\.txt, got: '):
+        tool.main([*model, str(tmp_path / 'nowhere.txt')])
+    with pytest.raises(ValueError, match=r'which has no config\.json'):
+        tool.main(['--model', str(tmp_path), __file__])
+
+
+SHORT = [
+    'schedule.max_updates=14',
+    'data.max_texts=160',
+    'model.hidden_dropout_prob=0.2',
+    'run.save_updates=4',
+    'run.keep=2',
+]
+
+
+def test_an_interrupted_run_goes_on_to_the_same_weights(first_words, tmp_path, monkeypatch):
+    whole = fastformer.main(arguments(first_words, tmp_path / 'whole', *SHORT, 'generate.validate=true'))
+    common = arguments(first_words, tmp_path / 'parts', *SHORT, 'generate.validate=true')
+    on_step_end = trainer.EpochMeter.on_step_end
+
+    def interrupt(self, args, state, control, **kwargs):
+        on_step_end(self, args, state, control, **kwargs)
+        if state.global_step == 11:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.EpochMeter, 'on_step_end', interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fastformer.main(common)
+    resumed = fastformer.main([*common, 'run.resume=auto'])
+    assert resumed['runs'][0]['epochs'] == whole['runs'][0]['epochs']
+    result = whole['runs'][0]
+    assert set(result['epochs'][0]) == {'loss', 'epoch', *ROUGES}
+    assert result['validation_rougeL'] == max(epoch['rougeL'] for epoch in result['epochs'])
+    for name in ('checkpoint-14', 'best'):
+        expected, found = (
+            load_file(tmp_path / run / 'seed_0' / name / 'model.safetensors') for run in ('whole', 'parts')
+        )
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    with pytest.raises(ValueError, match=r'expected generate\.num_beams = 2 as in .*, got 3'):
+        fastformer.main([*common, 'run.resume=auto', 'generate.num_beams=3'])
+
+
+def test_the_epoch_with_the_best_rouge_is_tested_where_it_is_measured(first_words, tmp_path):
+    config = load_text_config(SMOKE, [f'data.path={first_words}', 'generate.validate=true'])
+    run = SummarizationRun(config, tmp_path)
+    assert (run.best_metric, run.validation_metrics) == ('rougeL', ('loss', *ROUGES))
+    arguments = run.arguments(tmp_path, seed=0)
+    assert (arguments.metric_for_best_model, arguments.greater_is_better) == ('rougeL', True)
+    assert arguments.predict_with_generate
+
+
+def test_parts_come_from_a_column_from_files_or_by_chance(tmp_path):
+    def rows(letter, count):
+        return [([f'{letter}{i}'], ['s']) for i in range(count)]
+
+    train, other = write(tmp_path / 'a.jsonl', rows('a', 20)), write(tmp_path / 'b.jsonl', rows('b', 3))
+    sizes = {name: len(part) for name, part in read(train).items()}
+    assert sizes == {'train': 16, 'validation': 2, 'test': 2}
+    parts = read(train, f'data.test_path={other}', 'data.valid_share=0.25')
+    assert {name: len(part) for name, part in parts.items()} == {'train': 15, 'validation': 5, 'test': 3}
+    parts = read(train, f'data.test_path={other}', f'data.valid_path={other}', 'data.max_texts=7')
+    assert {name: len(part) for name, part in parts.items()} == {'train': 7, 'validation': 3, 'test': 3}
+    whole = tmp_path / 'whole.jsonl'
+    whole.write_text(
+        ''.join(
+            write(tmp_path / 'c.jsonl', rows(part, count), part=part).read_text()
+            for part, count in (('train', 9), ('validation', 2), ('test', 4))
+        )
+    )
+    parts = read(whole, 'data.split_column=part', 'data.max_texts=5')
+    assert {name: len(part) for name, part in parts.items()} == {'train': 5, 'validation': 2, 'test': 4}
+    assert all(text.startswith('test') for text in parts['test']['text'])
+
+
+def test_a_data_set_of_the_hub_brings_its_parts(monkeypatch):
+    asked = []
+
+    def load(path, split, load_options, sample=None, **options):
+        asked.append((path, split, load_options, sample))
+        return Dataset.from_dict({'text': [split], 'summary': ['s']})
+
+    monkeypatch.setitem(SUMMARY_READERS, 'pubmed', load)
+    config = load_text_config(SMOKE, ['data.kind=pubmed', 'data.path=""', 'data.revision=abc', 'data.max_texts=3'])
+    parts = read_splits(config.data)
+    assert [part['text'][0] for part in parts.values()] == ['train', 'validation', 'test']
+    assert asked == [(None, split, {'revision': 'abc'}, 3 if split == 'train' else None) for split in parts]
+
+
+def test_a_model_of_shorter_texts_is_an_error(trained, first_words, tmp_path):
+    folder, _ = trained
+    best = folder / 'seed_0' / 'best'
+    more = [f'run.init_from={best}', 'data.max_summary_length=9']
+    with pytest.raises(ValueError, match=r'data\.max_summary_length of at most 8, as .*best takes, got 9'):
+        fastformer.main(['--eval', *arguments(first_words, tmp_path, *more)])
+
+
+def test_glove_fills_the_embedding_that_encoder_decoder_and_head_share(first_words, tmp_path):
+    vector = randn(16, seed=1)
+    (tmp_path / 'glove.txt').write_text(
+        '\n'.join(' '.join([word, *map(str, vector.tolist())]) for word in ('w1', 'w2'))
+    )
+    config = load_text_config(SMOKE, [f'data.path={first_words}', f'data.glove={tmp_path / "glove.txt"}'])
+    run = SummarizationRun.read(config, tmp_path)
+    tokenizer = run.make_tokenizer()
+    model = run.make_model(tokenizer, seed=0)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    found = model.lm_head.weight[tokenizer.convert_tokens_to_ids('w1')]
+    torch.testing.assert_close(found.double(), vector, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        ('data.max_summary_length=1', r'data\.max_summary_length to be at least 2, got 1'),
+        ('data.max_texts=0', r'data\.max_texts to be at least 1, or null, got 0'),
+        ('data.valid_share=0.95', r'data\.test_share \+ data\.valid_share to be below 1'),
+        ('generate.num_beams=0', r'generate\.num_beams to be at least 1, got 0'),
+        ('generate.beams=3', r'generate\.beams = 3 is not a key; the nearest is generate\.num_beams'),
+        ('model.max_target_positions=9', r'is not for an experiment: data\.max_summary_length says'),
+        ('task=sumarization', r"task = 'sumarization' is not a task; the nearest is summarization"),
+    ],
+)
+def test_what_is_wrong_with_an_experiment_is_named(override, message):
+    with pytest.raises(ValueError, match=message):
+        load_text_config(SMOKE, [override])
+
+
+def test_parts_of_their_own_exclude_each_other():
+    with pytest.raises(ValueError, match=r'data\.split_column to be null where other parts have files'):
+        load_text_config(SMOKE, ['data.split_column=split', 'data.test_path=x'])
+    with pytest.raises(ValueError, match=r'data\.test_path to be null for a data set of the hub'):
+        load_text_config(SMOKE, ['data.kind=hub', 'data.test_path=x'])

@@ -1,0 +1,158 @@
+"""Which texts and summaries an experiment has, and how summaries are generated."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from datasets import Dataset, DatasetDict
+
+from aft_vision.fastformer.data import SUMMARY_READERS, split_summaries
+from train.schema import require
+
+SPLITS = ('train', 'validation', 'test')
+
+
+@dataclass(frozen=True)
+class SummarizationData:
+    """Which texts and summaries there are, what becomes of them, and how they are batched.
+
+    Attributes:
+        kind: `cnn_dailymail` or `pubmed`, from the hub or, with `path`, from a file; `table` (any CSV, TSV, JSON or
+            parquet file with a header or keys); or `hub` (a data set of the Hugging Face hub).
+        path: The file, or the name of a data set on the hub.
+        valid_path, test_path: Files of the validation and test texts, where they have their own.
+        split_column: Of a file: says whether a row is one of `train`, `validation` or `test`. Without it, and without
+            files of their own, the parts are drawn from `path`. Data sets of the hub come with all three.
+        text_columns: Of `table` and `hub`; several are joined.
+        summary_column: Of `table` and `hub`.
+        hub_config: Of `hub`: its configuration.
+        revision: Of the hub: such as `refs/convert/parquet`.
+        drop_incomplete: Leave out rows with a blank text or summary, which are errors otherwise.
+        max_texts: So many texts of training, drawn by `split_seed`, in place of all; before parts are drawn.
+        test_share, valid_share: Of the texts, where parts are drawn.
+        split_seed: Of the random parts; the same for all `run.seeds`.
+        tokenizer: `nltk` or `wordpunct` words, or byte pairs, which alone keep spaces and the ends of lines.
+        vocab_size: Words at most, with the special ones, of texts and summaries.
+        min_frequency: Fewest times that a word occurs in the training texts.
+        lowercase: Whether case is ignored.
+        glove: GloVe vectors for the words, as wide as the embedding; None for random ones.
+        max_length: Tokens of a text, the rest of which is cut off.
+        max_summary_length: Tokens of a summary, the end token included.
+        batch_size: Texts per optimizer step, over all processes and parts of `optim.accumulate`.
+        eval_batch_size: Texts per batch of the evaluation; None means those that the model sees at once in training.
+        eval_split: Texts that --eval evaluates.
+        bucket: Batches of texts of about the same length, which need less padding.
+        num_workers: Loading processes; 0 loads in the training process.
+    """
+
+    kind: Literal['cnn_dailymail', 'pubmed', 'table', 'hub'] = 'table'
+    path: str = ''
+    valid_path: str | None = None
+    test_path: str | None = None
+    split_column: str | None = None
+    text_columns: list[str] = field(default_factory=lambda: ['text'])
+    summary_column: str = 'summary'
+    hub_config: str | None = None
+    revision: str | None = None
+    drop_incomplete: bool = False
+    max_texts: int | None = None
+    test_share: float = 0.1
+    valid_share: float = 0.1
+    split_seed: int = 0
+    tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'bpe'
+    vocab_size: int = 50_000
+    min_frequency: int = 1
+    lowercase: bool = False
+    glove: str | None = None
+    max_length: int = 512
+    max_summary_length: int = 128
+    batch_size: int = 32
+    eval_batch_size: int | None = None
+    eval_split: Literal['train', 'validation', 'test'] = 'test'
+    bucket: bool = True
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ('max_length', 'batch_size', 'min_frequency'):
+            require(f'data.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
+        require('data.max_summary_length', self.max_summary_length, self.max_summary_length >= 2, 'at least 2')
+        for name in ('eval_batch_size', 'max_texts'):
+            value = getattr(self, name)
+            require(f'data.{name}', value, value is None or value >= 1, 'at least 1, or null')
+        for name in ('test_share', 'valid_share'):
+            require(f'data.{name}', getattr(self, name), 0 < getattr(self, name) < 1, 'in (0, 1)')
+        both = self.test_share + self.valid_share
+        require('data.test_share + data.valid_share', both, both < 1, 'below 1')
+        require('data.text_columns', self.text_columns, bool(self.text_columns), 'one column or several')
+        require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
+        for name in ('valid_path', 'test_path', 'split_column'):
+            value = getattr(self, name)
+            require(f'data.{name}', value, value is None or not self.is_remote, 'null for a data set of the hub')
+        files = self.split_column is None or (self.valid_path is None and self.test_path is None)
+        require('data.split_column', self.split_column, files, 'null where other parts have files of their own')
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the data set is one of the hub, which comes in its three parts."""
+        return self.kind == 'hub' or (self.kind != 'table' and not self.path)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How summaries are generated; what else transformers' `generate` takes keeps its default.
+
+    Attributes:
+        num_beams: Beams of the search; 1 takes the likeliest token each time.
+        length_penalty: Above 0 favours long summaries among the beams, below 0 short ones.
+        no_repeat_ngram_size: So many tokens in a row occur once in a summary; 0 for no such rule.
+        min_length: Fewest tokens of a summary.
+        validate: Also generate summaries of the validation texts each epoch; the one with the best rougeL is tested.
+            Else it is the one with the least loss.
+    """
+
+    num_beams: int = 5
+    length_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    min_length: int = 0
+    validate: bool = False
+
+    def __post_init__(self) -> None:
+        require('generate.num_beams', self.num_beams, self.num_beams >= 1, 'at least 1')
+        for name in ('no_repeat_ngram_size', 'min_length'):
+            require(f'generate.{name}', getattr(self, name), getattr(self, name) >= 0, 'at least 0')
+
+
+def read_splits(data: SummarizationData) -> DatasetDict:
+    """The parts `train`, `validation` and `test`, with columns `text` and `summary`.
+
+    Raises:
+        ValueError: a file is not there, damaged or of another layout.
+    """
+    sample = dict(sample=data.max_texts, seed=data.split_seed)
+    if data.is_remote or data.split_column is not None:
+        return DatasetDict(
+            {
+                split: read_texts(data, data.path, split=split, **(sample if split == 'train' else {}))
+                for split in SPLITS
+            }
+        )
+    paths = {'validation': data.valid_path, 'test': data.test_path}
+    shares = {'validation': data.valid_share, 'test': data.test_share}
+    drawn = {split: shares[split] for split, path in paths.items() if path is None}
+    parts = DatasetDict({'train': read_texts(data, data.path, **sample)})
+    if drawn:
+        parts = split_summaries(parts['train'], data.split_seed, {'train': 1 - sum(drawn.values()), **drawn})
+    return DatasetDict(parts | {split: read_texts(data, path) for split, path in paths.items() if path is not None})
+
+
+def read_texts(data: SummarizationData, path: str, **options: Any) -> Dataset:
+    """One file or part of a data set, as `data` says."""
+    options['drop_incomplete'] = data.drop_incomplete
+    if data.kind in ('table', 'hub'):
+        options |= {'text': list(data.text_columns), 'summary': data.summary_column}
+    if data.is_remote and data.revision is not None:
+        options['load_options'] = {'revision': data.revision}
+    if data.kind == 'hub':
+        options['config'] = data.hub_config
+    if data.split_column is not None:
+        options['split_column'] = data.split_column
+    return SUMMARY_READERS[data.kind](path or None, **options)

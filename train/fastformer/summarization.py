@@ -1,0 +1,188 @@
+"""The task of summarising texts (Fastformer Table 6)."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from datasets import Dataset, DatasetDict
+from torch.utils.data import Sampler, SequentialSampler
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    DataCollatorForSeq2Seq,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
+
+from aft_vision.fastformer import FastformerForConditionalGeneration
+from aft_vision.fastformer.data import tokenize_summaries
+from aft_vision.fastformer.glove import load_glove
+from aft_vision.fastformer.rouge import ROUGES, lead, rouge, rouge_of_each
+from aft_vision.fastformer.summarize import decode
+from train.fastformer.run import TextRun
+from train.fastformer.schema import TextConfig, text_model_config
+from train.fastformer.summaries import Generation, SummarizationData, read_splits
+from train.fastformer.trainer import TextTrainer, describe, training_arguments
+
+
+@dataclass(frozen=True)
+class SummarizationConfig(TextConfig):
+    """One experiment with a model that summarises."""
+
+    data: SummarizationData = field(default_factory=SummarizationData)
+    generate: Generation = field(default_factory=Generation)
+
+
+class SummarizationTrainer(TextTrainer, Seq2SeqTrainer):
+    """transformers' Seq2SeqTrainer with the batches of TextTrainer, which evaluates texts in their order."""
+
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler | None:
+        return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
+
+
+@dataclass(frozen=True)
+class SummarizationRun(TextRun):
+    """Texts and their summaries.
+
+    Attributes:
+        splits: `train`, `validation` and `test`, with columns `text` and `summary`.
+    """
+
+    config: SummarizationConfig
+    splits: DatasetDict = field(default_factory=DatasetDict)
+
+    schema = SummarizationConfig
+    metrics = ROUGES
+    auto_model = AutoModelForSeq2SeqLM
+
+    @property
+    def best_metric(self) -> str:
+        return 'rougeL' if self.config.generate.validate else 'loss'
+
+    @property
+    def validation_metrics(self) -> tuple[str, ...]:
+        return ('loss', *ROUGES) if self.config.generate.validate else ('loss',)
+
+    @classmethod
+    def read(cls, config: SummarizationConfig, folder: Path, quiet: bool = True) -> Self:
+        return cls(config, folder, quiet, read_splits(config.data))
+
+    def counts(self) -> dict[str, int]:
+        return {name: len(split) for name, split in self.splits.items()}
+
+    def texts(self) -> Sequence[str]:
+        return [*self.splits['train']['text'], *self.splits['train']['summary']]
+
+    def examples(self, split: str, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+        data = self.config.data
+        return tokenize_summaries(self.splits[split], tokenizer, data.max_length, data.max_summary_length)
+
+    def new_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+        data = self.config.data
+        config = text_model_config(
+            self.config.model,
+            data.max_length,
+            max_target_positions=data.max_summary_length,
+            vocab_size=len(tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            decoder_start_token_id=tokenizer.bos_token_id,
+        )
+        # Which form of full attention the baseline Transformer has.
+        attention = self.config.run.attention
+        model = FastformerForConditionalGeneration._from_config(config, attn_implementation=attention)
+        if data.glove is not None:
+            load_glove(model, tokenizer, data.glove, seed)
+        return model
+
+    def arguments(self, folder: Path, seed: int) -> TrainingArguments:
+        return training_arguments(
+            self.config,
+            folder,
+            seed,
+            self.best_metric,
+            self.quiet,
+            kind=Seq2SeqTrainingArguments,
+            predict_with_generate=self.config.generate.validate,
+        )
+
+    def new_trainer(self, **options: Any) -> Trainer:
+        model, tokenizer, generate = options['model'], options['processing_class'], self.config.generate
+        # It is saved with the model; max_length counts the start token.
+        model.generation_config.update(
+            max_length=self.config.data.max_summary_length + 1,
+            num_beams=generate.num_beams,
+            length_penalty=generate.length_penalty,
+            no_repeat_ngram_size=generate.no_repeat_ngram_size,
+            min_length=generate.min_length,
+        )
+
+        def measure(prediction: EvalPrediction) -> dict[str, float]:
+            return rouge(*self.generated(prediction.predictions, 'validation', tokenizer))
+
+        collate = DataCollatorForSeq2Seq(tokenizer, model)
+        return SummarizationTrainer(
+            data_collator=collate, compute_metrics=measure if generate.validate else None, **options
+        )
+
+    def generated(self, tokens: Any, split: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str]]:
+        """What the tokens that the trainer gathered say, and the summaries of a split, whole as they were read."""
+        references = list(self.splits[split]['summary'])
+        # Between batches the trainer pads with -100; several processes repeat the first texts at the end.
+        tokens = np.where(tokens < 0, tokenizer.pad_token_id, tokens)[: len(references)]
+        return decode(tokens, tokenizer), references
+
+    def test(self, trainer: Any, tokenizer: PreTrainedTokenizerBase, split: str, folder: Path) -> dict[str, float]:
+        trainer.args.predict_with_generate = True
+        # It is that of the validation texts.
+        trainer.compute_metrics = None
+        output = trainer.predict(self.examples(split, tokenizer), metric_key_prefix='test')
+        summaries, references = self.generated(output.predictions, split, tokenizer)
+        scores = rouge_of_each(summaries, references)
+        if trainer.is_world_process_zero():
+            path = folder / f'{split}_summaries.jsonl'
+            write_summaries(path, references, summaries, scores)
+            print(f'{split} summaries in {path}; the first three sentences give {describe(self.lead_3(split))}')
+        means = {name: sum(row[name] for row in scores) / len(scores) for name in ROUGES}
+        return {'loss': output.metrics['test_loss'], **means}
+
+    def lead_3(self, split: str) -> dict[str, float]:
+        """ROUGE of the first three sentences of each text."""
+        if split not in self._leads:
+            part = self.splits[split]
+            self._leads[split] = rouge([lead(text) for text in part['text']], list(part['summary']))
+        return self._leads[split]
+
+    @cached_property
+    def _leads(self) -> dict[str, dict[str, float]]:
+        return {}
+
+    def check_loaded(self, model: PreTrainedModel, source: str | Path) -> None:
+        limits = {'max_position_embeddings': 'max_length', 'max_target_positions': 'max_summary_length'}
+        for name, key in limits.items():
+            length, longest = getattr(self.config.data, key), getattr(model.config, name, None)
+            if longest is not None and longest < length:
+                raise ValueError(f'expected data.{key} of at most {longest}, as {source} takes, got {length}')
+
+    def summarize_data(self) -> dict[str, Any]:
+        return {'texts': self.counts(), 'test_lead_3': self.lead_3('test')}
+
+
+def write_summaries(
+    path: Path, references: Sequence[str], summaries: Sequence[str], scores: Sequence[dict[str, float]]
+) -> None:
+    """Write JSON lines, one a text: its number, the reference, the summary and its ROUGE."""
+    lines = [
+        json.dumps({'row': row, 'reference': reference, 'summary': summary, **score}, ensure_ascii=False)
+        for row, (reference, summary, score) in enumerate(zip(references, summaries, scores, strict=True))
+    ]
+    path.write_text('\n'.join(lines) + '\n', encoding='utf-8')
