@@ -7,6 +7,7 @@ import torch
 from aft_vision.fastformer import (
     PRESETS,
     FastformerConfig,
+    FastformerForConditionalGeneration,
     FastformerForNewsRecommendation,
     FastformerForSequenceClassification,
     FastformerNewsConfig,
@@ -16,12 +17,12 @@ from train.fastformer.tasks import TASKS, load_text_config
 
 ROOT = Path(__file__).parents[1] / 'configs'
 FOLDER = ROOT / 'fastformer'
-SMOKE = ('fastformer', 'recommendation')
-CONFIGS = [*sorted(FOLDER.rglob('*.yaml')), *(ROOT / 'smoke' / f'{name}.yaml' for name in SMOKE)]
+CONFIGS = [*sorted(FOLDER.rglob('*.yaml')), *sorted((ROOT / 'smoke').glob('fastformer*.yaml'))]
 # The model of each task, and its configuration.
 MODELS = {
     'classification': (FastformerForSequenceClassification, FastformerConfig),
     'recommendation': (FastformerForNewsRecommendation, FastformerNewsConfig),
+    'summarization': (FastformerForConditionalGeneration, FastformerConfig),
 }
 TITLES = {'amazon': 'Amazon', 'imdb': 'IMDB', 'mind_topic': 'MIND'}
 # Accuracy and macro-F in percent, each with its deviation, that Table 4 prints for Amazon, IMDB and MIND.
@@ -46,6 +47,18 @@ TABLE_5 = {
     'plm': '71.04 35.91 39.16 45.03',
 }
 RECOMMENDATION = 'mind_recommendation'
+# ROUGE-1, 2 and L in percent that Table 6 prints for CNN/DailyMail and PubMed.
+TABLE_6 = {
+    'transformer': ('38.52 16.04 35.87', '34.26 11.88 31.64'),
+    'longformer': ('37.89 15.46 35.19', '36.92 14.34 33.75'),
+    'bigbird': ('38.31 15.78 35.60', '37.73 14.99 34.51'),
+    'linformer': ('37.96 15.58 35.34', '37.22 14.48 34.02'),
+    'linear_transformer': ('37.24 14.87 34.64', '36.43 13.80 33.21'),
+    'poolingformer': ('38.58 16.16 36.17', '37.82 15.15 34.63'),
+    'fastformer': ('38.54 16.22 36.21', '38.09 15.44 34.81'),
+}
+SUMMARIES = {'cnn_dailymail': 'CNN/DailyMail', 'pubmed': 'PubMed'}
+ROUGE = {(name, mixer): row[i] for mixer, row in TABLE_6.items() for i, name in enumerate(SUMMARIES)}
 NUMBERS = {(name, mixer): row[i] for mixer, row in TABLE_4.items() for i, name in enumerate(TITLES)}
 # What an ablation of Figs. 3 and 4 changes of the model of imdb.yaml, and of small_imdb.yaml.
 ABLATIONS = {
@@ -92,6 +105,33 @@ def test_every_row_of_table_4_has_a_config_with_its_numbers_and_its_model(name, 
         length = min(recipe.data.max_length, 512) if mixer == 'transformer' else recipe.data.max_length
         data = dataclasses.replace(recipe.data, max_length=length)
         assert row == dataclasses.replace(recipe, model={**recipe.model, 'encoder_mixer': mixer}, data=data)
+
+
+@pytest.mark.parametrize(('name', 'mixer'), ROUGE)
+def test_every_row_of_table_6_has_a_config_with_its_numbers_and_its_model(name, mixer):
+    stem = name if mixer == 'fastformer' else f'{name}_{mixer}'
+    one, two, longest = ROUGE[name, mixer].split()
+    text = header(FOLDER / f'{stem}.yaml')
+    assert f'Fastformer Table 6, row "{mixer.replace("_", " ")}", {SUMMARIES[name]}'.lower() in text.lower()
+    assert f'ROUGE-1 {one} %, ROUGE-2 {two} %, ROUGE-L {longest} % (published' in text
+    row, recipe = load(stem), load(name)
+    if mixer != 'fastformer':
+        length = 512 if mixer == 'transformer' else recipe.data.max_length
+        data = dataclasses.replace(recipe.data, max_length=length)
+        assert row == dataclasses.replace(recipe, model={**recipe.model, 'encoder_mixer': mixer}, data=data)
+
+
+@pytest.mark.parametrize('name', SUMMARIES)
+def test_the_recipes_of_summaries_are_the_columns_of_table_9(name):
+    config, preset = load(name), PRESETS[name]
+    assert (config.task, config.model, config.data.kind) == ('summarization', {'preset': name}, name)
+    assert (config.data.max_length, config.data.batch_size) == (preset.max_length, preset.batch_size)
+    assert (config.optim.lr, config.schedule.epochs) == (preset.lr, preset.epochs)
+    assert config.generate.num_beams == preset.num_beams
+    assert (config.optim.name, config.optim.weight_decay, len(config.run.seeds)) == ('adamw_torch', 0, 5)
+    # Appendix A.2, and GloVe as wide as the embedding.
+    assert config.data.tokenizer == 'nltk'
+    assert f'{preset.model["embedding_size"]}d' in config.data.glove
 
 
 @pytest.mark.parametrize('name', TITLES)
@@ -149,8 +189,8 @@ def test_the_recommender_is_a_column_of_table_9():
 
 
 def test_there_are_no_other_configs():
-    small = {'ag_news', 'small_imdb', 'small_ag_news', 'small_movielens'}
-    rows = {name if mixer == 'fastformer' else f'{name}_{mixer}' for name, mixer in NUMBERS}
+    small = {'ag_news', 'small_imdb', 'small_ag_news', 'small_bbc', 'small_cnn_dailymail', 'small_movielens'}
+    rows = {name if mixer == 'fastformer' else f'{name}_{mixer}' for name, mixer in (NUMBERS | ROUGE)}
     rows |= {RECOMMENDATION if mixer == 'fastformer' else f'{RECOMMENDATION}_{mixer}' for mixer in TABLE_5}
     assert {path.stem for path in FOLDER.glob('*.yaml')} == rows | small
     ablations = {f'{recipe}_{name}' for recipe in ABLATED for name in ABLATIONS}
