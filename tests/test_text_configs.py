@@ -185,6 +185,8 @@ def test_the_recommender_is_a_column_of_table_9():
         preset.batch_size,
     )
     assert (config.optim.lr, config.schedule.epochs, len(config.run.seeds)) == (preset.lr, preset.epochs, 5)
+    assert data.tokenizer == 'nltk'
+    assert f'{preset.model["embedding_size"]}d' in data.glove
     assert (config.optim.name, config.optim.weight_decay) == ('adamw_torch', 0)
 
 
