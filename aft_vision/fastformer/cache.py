@@ -22,9 +22,7 @@ class StateLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(  # type: ignore[override]
-        self, key_states: Tensor, value_states: Tensor, tokens: int
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Put two tensors in the place of those before.
 
         Args:
@@ -91,7 +89,7 @@ class FastformerCache(EncoderDecoderCache):
         self.cross_attention_cache.update(keys, values, index, source.shape[1])
         self.is_updated[index], self._source = True, source
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row i becomes a copy of row beam_idx[i]; the source only where that makes a difference."""
         self.self_attention_cache.reorder_cache(beam_idx)
         if self._source is None:
@@ -117,7 +115,9 @@ class FastformerCache(EncoderDecoderCache):
 
 def _read(cache: Cache, index: int) -> tuple[Tensor, Tensor] | None:
     layer = cache.layers[index] if index < len(cache.layers) else None
-    return (layer.keys, layer.values) if layer is not None and layer.is_initialized else None
+    if not isinstance(layer, StateLayer) or layer.keys is None or layer.values is None:
+        return None
+    return layer.keys, layer.values
 
 
 def _number_distinct(rows: Tensor) -> Tensor:

@@ -12,7 +12,10 @@ from .causal import AdditiveCrossAttention, AttentionState, CausalFastformerAtte
 from .config import FastformerConfig
 from .encoder import FeedForward
 
-CROSS_ATTENTIONS = {'dot_product': DotProductCrossAttention, 'additive': AdditiveCrossAttention}
+CROSS_ATTENTIONS: dict[str, type[DotProductCrossAttention] | type[AdditiveCrossAttention]] = {
+    'dot_product': DotProductCrossAttention,
+    'additive': AdditiveCrossAttention,
+}
 
 
 class FastformerDecoderLayer(GradientCheckpointingLayer):
@@ -142,7 +145,9 @@ class FastformerDecoder(nn.Module):
             return kept
         if source is None:
             raise ValueError('the decoder needs the states of the encoder, or a cache that holds their projections')
-        projected = self.layers[index].cross_attn.project(source)
+        layer = self.layers[index]
+        assert isinstance(layer, FastformerDecoderLayer)
+        projected = layer.cross_attn.project(source)
         if cache is not None:
             cache.write_source(index, source, *projected)
         return projected
@@ -155,7 +160,7 @@ class FastformerDecoder(nn.Module):
     def _write(self, cache: FastformerCache | None, index: int, states: list[Any], tokens: int) -> None:
         for layer, state in zip((index, self.depth + index), states, strict=True):
             if cache is not None and state is not None:
-                cache.write(layer, *state, tokens)
+                cache.write(layer, state.queries, state.keys, tokens)
 
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:

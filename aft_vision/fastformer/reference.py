@@ -72,7 +72,7 @@ def make_heads(config: FastformerConfig, p: Mapping[str, Tensor], x: Tensor, sou
     return Heads(config, p, q, k, q if config.share_query_value else linear(x, p, 'value', heads))
 
 
-def pool(weights: Tensor, vectors: Tensor) -> Tensor:
+def weighted_sum(weights: Tensor, vectors: Tensor) -> Tensor:
     """The sum (d,) of vectors (N, d), each with its weight."""
     return torch.stack([weights[i] * vectors[i] for i in range(len(vectors))]).sum(0)
 
@@ -83,20 +83,20 @@ def attend_one(config: FastformerConfig, p: Mapping[str, Tensor], x: Tensor, mas
     met = []
     for h in range(config.num_attention_heads):
         alpha = softmax(scores(heads.of('query_score'), h, heads.q), mask)  # Eq. 3
-        global_query = pool(alpha, heads.q[:, h])  # Eq. 4
+        global_query = weighted_sum(alpha, heads.q[:, h])  # Eq. 4
         met.append(torch.stack([heads.meet('key', h, global_query, heads.k[i, h]) for i in tokens]))
     p_all = torch.stack(met, 1)  # (N, h, d)
     u = []
     for h in range(config.num_attention_heads):
         beta = softmax(scores(heads.of('key_score'), h, p_all), mask)  # Eq. 5
-        global_key = pool(beta, p_all[:, h])  # Eq. 6
+        global_key = weighted_sum(beta, p_all[:, h])  # Eq. 6
         u.append(torch.stack([heads.meet('value', h, global_key, heads.v[i, h]) for i in tokens]))
     return heads.output(torch.stack(u, 1))
 
 
 def prefix_means(vectors: Tensor, score: Tensor, mask: Tensor) -> Tensor:
     """The weighted mean (N, d) of vectors (N, d) up to each token (Fastformer Eq. 3, Eq. 4, each prefix)."""
-    return torch.stack([pool(softmax(score[:n], mask[:n]), vectors[:n]) for n in range(1, len(vectors) + 1)])
+    return torch.stack([weighted_sum(softmax(score[:n], mask[:n]), vectors[:n]) for n in range(1, len(vectors) + 1)])
 
 
 def stream_one(config: FastformerConfig, p: Mapping[str, Tensor], x: Tensor, mask: Tensor) -> Tensor:
@@ -138,7 +138,8 @@ def read_one(
             1,
         )  # (S, h, d)
         global_keys = [
-            pool(softmax(scores(heads.of('key_score'), h, met), source_mask), met[:, h]) for h in range(len(queries))
+            weighted_sum(softmax(scores(heads.of('key_score'), h, met), source_mask), met[:, h])
+            for h in range(len(queries))
         ]
         u.append(torch.stack([heads.meet('value', h, g, heads.v[i, h]) for h, g in enumerate(global_keys)]))
     return heads.output(torch.stack(u))

@@ -4,7 +4,7 @@
 """
 
 import copy
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
     `use_ffn` and `use_position_embeddings` are for the encoder: the decoder has all four.
     """
 
-    _tied_weights_keys: ClassVar[dict[str, str]] = {'lm_head.weight': 'encoder.embeddings.embed_tokens.weight'}
+    _tied_weights_keys = {'lm_head.weight': 'encoder.embeddings.embed_tokens.weight'}  # noqa: RUF012
     _no_split_modules = ['FastformerLayer', 'FastformerDecoderLayer']  # noqa: RUF012
     # What is kept of the tokens cannot forget the last ones: `generate` refuses an assistant.
     _is_stateful = True
@@ -168,7 +168,8 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
 def _loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
     """Cross-entropy of the tokens with a label, in float32 at least."""
     logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    return fixed_cross_entropy(logits, labels.flatten().to(logits.device), num_items_in_batch, IGNORED)
+    count = torch.tensor(num_items_in_batch) if isinstance(num_items_in_batch, int) else num_items_in_batch
+    return fixed_cross_entropy(logits, labels.flatten().to(logits.device), count, IGNORED)
 
 
 def _as_cache(past: Any) -> FastformerCache:
