@@ -17,7 +17,8 @@ from train.fastformer.tasks import TASKS, load_text_config
 
 ROOT = Path(__file__).parents[1] / 'configs'
 FOLDER = ROOT / 'fastformer'
-CONFIGS = [*sorted(FOLDER.rglob('*.yaml')), *sorted((ROOT / 'smoke').glob('fastformer*.yaml'))]
+SMOKE = ('fastformer', 'recommendation', 'summarization')
+CONFIGS = [*sorted(FOLDER.rglob('*.yaml')), *(ROOT / 'smoke' / f'{name}.yaml' for name in SMOKE)]
 # The model of each task, and its configuration.
 MODELS = {
     'classification': (FastformerForSequenceClassification, FastformerConfig),
@@ -185,13 +186,11 @@ def test_the_recommender_is_a_column_of_table_9():
         preset.batch_size,
     )
     assert (config.optim.lr, config.schedule.epochs, len(config.run.seeds)) == (preset.lr, preset.epochs, 5)
-    assert data.tokenizer == 'nltk'
-    assert f'{preset.model["embedding_size"]}d' in data.glove
     assert (config.optim.name, config.optim.weight_decay) == ('adamw_torch', 0)
 
 
 def test_there_are_no_other_configs():
-    small = {'ag_news', 'small_imdb', 'small_ag_news', 'small_bbc', 'small_cnn_dailymail', 'small_movielens'}
+    small = {'ag_news', 'small_imdb', 'small_ag_news', 'small_movielens', 'small_bbc', 'small_cnn_dailymail'}
     rows = {name if mixer == 'fastformer' else f'{name}_{mixer}' for name, mixer in (NUMBERS | ROUGE)}
     rows |= {RECOMMENDATION if mixer == 'fastformer' else f'{RECOMMENDATION}_{mixer}' for mixer in TABLE_5}
     assert {path.stem for path in FOLDER.glob('*.yaml')} == rows | small

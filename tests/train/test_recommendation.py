@@ -19,7 +19,7 @@ from train.fastformer import trainer
 from train.fastformer.recommendation import ClickOrder, RecommendationRun, RecommendationTrainer
 from train.fastformer.tasks import load_text_config
 
-SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'fastformer_recommendation.yaml'
+SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'recommendation.yaml'
 METRICS = ('auc', 'mrr', 'ndcg5', 'ndcg10')
 # Enough for the topics to be learned: 200 impressions, six passes.
 LEARNING = ('model.hidden_size=32', 'model.hidden_dropout_prob=0', 'optim.lr=1e-2', 'schedule.epochs=6')

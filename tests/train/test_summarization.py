@@ -19,7 +19,7 @@ from train.fastformer import trainer
 from train.fastformer.summarization import SummarizationRun, read_splits
 from train.fastformer.tasks import load_text_config
 
-SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'fastformer_summarization.yaml'
+SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'summarization.yaml'
 pytestmark = pytest.mark.filterwarnings('ignore:NLTK has no punkt_tab')
 
 
