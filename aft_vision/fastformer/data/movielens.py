@@ -3,7 +3,7 @@
 A film is a 'news' whose text is title, year and genres. What a user rated, whatever the rating, counts as watched.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,12 +45,40 @@ def read_movielens(
         ValueError: a file is damaged or of another layout, or a film is unknown; names line and column.
     """
     news = read_films(folder)
-    if _is_original(folder):
-        rows = read_delimited(Path(folder) / 'u.data', '\t', RATING_COLUMNS, quoted=False)
-    else:
-        rows = _without_types(read_delimited(Path(folder) / 'ml-100k.inter', '\t', quoted=False))
-    watched = _read_watched(rows, news.rows)
+    watched = _read_watched(open_ratings(folder), news.rows)
     return news, _make_impressions(watched, len(news), max_behaviors, negatives, np.random.default_rng(seed))
+
+
+def open_ratings(folder: str | Path) -> Iterator[Record]:
+    """Stream the ratings, with the columns RATING_COLUMNS at least.
+
+    Args:
+        folder: As `read_movielens` takes it.
+
+    Raises:
+        ValueError: there is no such file, or it is damaged; names line and column.
+    """
+    if _is_original(folder):
+        return read_delimited(Path(folder) / 'u.data', '\t', RATING_COLUMNS, quoted=False)
+    return _without_types(read_delimited(Path(folder) / 'ml-100k.inter', '\t', quoted=False))
+
+
+def read_rating(record: Record, rows: Mapping[str, int]) -> tuple[str, int, float]:
+    """The user, the row of the film and the seconds of a record of `open_ratings`.
+
+    Args:
+        rows: `News.rows` of the films.
+
+    Raises:
+        ValueError: a column is missing, a film unknown or a time no number; names line and column.
+    """
+    user, item = _field(record, 'user_id'), _field(record, 'item_id')
+    if item not in rows:
+        raise ValueError(f"{record.place}, column 'item_id': expected one of {len(rows)} films, got {item!r}")
+    try:
+        return user, rows[item], float(_field(record, 'timestamp'))
+    except ValueError as error:
+        raise ValueError(f"{record.place}, column 'timestamp': expected seconds: {error}") from error
 
 
 def read_films(folder: str | Path) -> News:
@@ -102,14 +130,8 @@ def _read_watched(records: Iterator[Record], rows: dict[str, int]) -> dict[str, 
     """The films of each user in the order of time."""
     watched: dict[str, list[tuple[float, int]]] = {}
     for record in records:
-        user, item = _field(record, 'user_id'), _field(record, 'item_id')
-        if item not in rows:
-            raise ValueError(f"{record.place}, column 'item_id': expected one of {len(rows)} films, got {item!r}")
-        try:
-            time = float(_field(record, 'timestamp'))
-        except ValueError as error:
-            raise ValueError(f"{record.place}, column 'timestamp': expected seconds: {error}") from error
-        watched.setdefault(user, []).append((time, rows[item]))
+        user, film, time = read_rating(record, rows)
+        watched.setdefault(user, []).append((time, film))
     return {user: [film for _, film in sorted(films, key=lambda pair: pair[0])] for user, films in watched.items()}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from aft_vision.fastformer.data.interactions import SLOTS
 from aft_vision.fastformer.data.movielens import GENRES
 from aft_vision.fastformer.data.news import AG_NEWS_CLASSES
 from aft_vision.fastformer.data.reviews import AMAZON_RATINGS, IMDB_RATINGS, SENTIMENTS
@@ -18,6 +19,7 @@ MIND_CATEGORIES = ('autos', 'finance', 'health', 'news', 'sports', 'weather')
 COMMON_WORDS = ('the', 'a', 'of', 'and', 'it', 'was', 'this', 'with', 'as', 'for')
 # Of every class, by its number.
 TOPIC_WORDS = tuple(tuple(f'{stem}{end}' for end in ('ton', 'ling', 'ward')) for stem in 'abcdefghij')
+BEHAVIOR_TYPES = ('search', 'page', 'ad')
 
 
 class TextWriter:
@@ -119,7 +121,7 @@ def write_mind_behaviors(
 
 def write_movielens(folder: str | Path, users: int = 12, films: int = 40, seed: int = 0, original: bool = True) -> Path:
     """Write MovieLens-100k's u.data and u.item, or RecBole's .inter and .item: a user watches films of one genre."""
-    draw = random.Random(seed)
+    draw, judge = random.Random(seed), random.Random(seed + 1)
     genres = GENRES[1:5]
     ratings, items = [], []
     for number in range(films):
@@ -134,7 +136,9 @@ def write_movielens(folder: str | Path, users: int = 12, films: int = 40, seed: 
     for user in range(users):
         liked = [number for number in range(films) if number % len(genres) == user % len(genres)]
         for second, film in enumerate(draw.sample(liked, draw.randint(4, 8))):
-            ratings.append('\t'.join([str(user + 1), str(film + 1), '3', str(881250949 + second // 2)]))
+            ratings.append(
+                '\t'.join([str(user + 1), str(film + 1), str(judge.randint(1, 5)), str(881250949 + second // 2)])
+            )
     draw.shuffle(ratings)
     headers = {'item': 'item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq'}
     headers['inter'] = 'user_id:token\titem_id:token\trating:float\ttimestamp:float'
@@ -157,6 +161,41 @@ def write_ag_news(folder: str | Path, rows: int = 40, seed: int = 0) -> Path:
         _write(Path(folder) / f'{split}.csv', buffer.getvalue())
     _write(Path(folder) / 'classes.txt', '\n'.join(AG_NEWS_CLASSES) + '\n')
     return Path(folder)
+
+
+def write_behaviors(path: str | Path, rows: int = 200, seed: int = 0, most: int = 8) -> Path:
+    """Write requests as JSON lines; the label is 1 where the user has done something with the topic of the ad.
+
+    Args:
+        most: Behaviours of a request, of which some have none.
+    """
+    writer, draw = TextWriter(seed), random.Random(seed + 1)
+    lines = []
+    for number in range(rows):
+        topics = draw.sample(range(len(TOPIC_WORDS)), 3)
+        done = draw.choices(topics[:2], k=draw.randint(0, most))
+        ad = draw.choice(done) if done and number % 2 else topics[2]
+        behaviors = [{'type': draw.choice(BEHAVIOR_TYPES), 'text': writer.sentence(topic, 4)} for topic in done]
+        request = {'label': int(ad in done), 'ad': writer.sentence(ad, 4), 'behaviors': behaviors}
+        lines.append(json.dumps({**request, 'user': f'U{number // 2}'}) + '\n')
+    return _write(path, ''.join(lines))
+
+
+def write_alimama(path: str | Path, rows: int = 40, seed: int = 0) -> Path:
+    """Write the 267 columns of Alimama's clicks, padded in front: the label is 1 where the user knows the brand."""
+    draw = random.Random(seed)
+    lines = []
+    for number in range(rows):
+        known = draw.randint(1, SLOTS)
+        padding = [0] * (SLOTS - known)
+        brands = draw.choices(range(1, 60), k=known)
+        columns = [draw.choices((1, 2, 3, 4), k=known), [7 * brand for brand in brands], brands, [1] * known]
+        history = [value for column in (*columns, [1] * known) for value in (*padding, *column)]
+        brand = draw.choice(brands) if number % 2 else 0
+        profile = [1000000 + number // 2, 0, 9, 1, 3, 0, 3, 0, 1]
+        row = [*history, *profile, 5000 + brand, 7 * brand, 1, 2, brand, 0.5, 1, number % 2]
+        lines.append(','.join(map(str, row)) + '\n')
+    return _write(path, ''.join(lines))
 
 
 def write_glove(path: str | Path, words: Sequence[str], dim: int = 50, seed: int = 0) -> Path:

@@ -1,0 +1,274 @@
+"""Whether a user, of whom earlier behaviours are known, acts upon an ad: readers, parts, batches.
+
+A row of a data set is a request: `label` (0 or 1), `ad`, `behaviors`, `behavior_types` and `user`. Texts and types are
+numbers of a `BehaviorTable`, because a text comes back in thousands of rows.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
+from sklearn.model_selection import GroupShuffleSplit
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from aft_vision.fastformer.data.files import Record, missing_columns, read_json
+from aft_vision.fastformer.data.splits import FRACTIONS, split_dataset
+from aft_vision.fastformer.data.table import check_text
+
+KEYS = ('label', 'ad', 'behaviors')
+BEHAVIOR_KEYS = ('type', 'text')
+LABELS = ('no', 'yes')
+DIVISIONS = ('random', 'last', 'user')
+FEATURES = Features(
+    label=ClassLabel(names=list(LABELS)),
+    ad=Value('int32'),
+    behaviors=List(Value('int32')),
+    behavior_types=List(Value('int32')),
+    user=Value('string'),
+)
+PADDING = -1
+
+
+class Behavior(NamedTuple):
+    """What a user did, such as `search`, and to which text."""
+
+    type: str
+    text: str
+
+
+class Request(NamedTuple):
+    """An ad shown to a user.
+
+    Args:
+        behaviors: Of the user before that, the oldest first.
+        user: Whose, for parts that have no user in common; empty where it is not known.
+    """
+
+    label: int
+    ad: str
+    behaviors: Sequence[Behavior]
+    user: str = ''
+
+
+class BehaviorTable:
+    """The distinct texts and types of one data set or several, numbered as they come."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, int] = {}
+        self._types: dict[str, int] = {}
+        self._behaviors: dict[Behavior, tuple[int, int]] = {}
+
+    @property
+    def texts(self) -> list[str]:
+        """Every text at its number."""
+        return list(self._texts)
+
+    @property
+    def types(self) -> list[str]:
+        """Every type of behaviour at its number."""
+        return list(self._types)
+
+    def collect(self, requests: Iterable[Request], max_behaviors: int | None = None) -> Dataset:
+        """A data set of requests.
+
+        Args:
+            max_behaviors: The last so many of each request are kept; None for all.
+
+        Raises:
+            ValueError: there is no request.
+        """
+        import pyarrow as pa
+
+        labels, ads, texts, types, ends = (array('i') for _ in range(5))
+        users: list[str] = []
+        ends.append(0)
+        for label, ad, behaviors, user in requests:
+            labels.append(label)
+            ads.append(self._texts.setdefault(ad, len(self._texts)))
+            for behavior in behaviors if max_behaviors is None else behaviors[-max_behaviors:]:
+                text, kind = self._behaviors.get(behavior) or self._number(behavior)
+                texts.append(text)
+                types.append(kind)
+            ends.append(len(texts))
+            users.append(user)
+        if not users:
+            raise ValueError('expected requests with an ad and a label, got none')
+        # Arrow's own arrays: `Dataset.from_dict` looks at every number in turn.
+        offsets, behavior_texts, behavior_types = (pa.array(np.asarray(part)) for part in (ends, texts, types))
+        lists = [pa.ListArray.from_arrays(offsets, part) for part in (behavior_texts, behavior_types)]
+        columns = [np.asarray(labels, np.int64), np.asarray(ads), *lists, users]
+        return Dataset(pa.table(dict(zip(FEATURES, columns, strict=True)), schema=FEATURES.arrow_schema))
+
+    def _number(self, behavior: Behavior) -> tuple[int, int]:
+        numbers = (
+            self._texts.setdefault(behavior.text, len(self._texts)),
+            self._types.setdefault(behavior.type, len(self._types)),
+        )
+        self._behaviors[behavior] = numbers
+        return numbers
+
+
+def read_behaviors(path: str | Path, table: BehaviorTable, max_behaviors: int | None = None) -> Dataset:
+    """Read requests from JSON lines, or a JSON list: `{"label": 0, "ad": "...", "behaviors": [...]}`.
+
+    A behaviour is `{"type": "...", "text": "..."}`, the oldest first; the list may be empty. A key `user`, a text or a
+    whole number, may name the user. Other keys are passed over.
+
+    Args:
+        path: May end in .gz, .xz, .bz2 or .zip.
+        table: Takes the texts and types.
+        max_behaviors: The last so many of each request are kept; None for all.
+
+    Raises:
+        ValueError: the file is damaged or of another layout; names line and key.
+    """
+    return table.collect(map(_as_request, read_json(path)), max_behaviors)
+
+
+def split_behaviors(
+    dataset: Dataset, division: str = 'random', seed: int = 0, fractions: Mapping[str, float] = FRACTIONS
+) -> DatasetDict:
+    """Divide requests into parts.
+
+    Args:
+        division: `random`: rows at random, each part with the same share of labels. `last`: the first rows are the
+            first part and the last rows the last, which leaks nothing of the future where rows are in the order of
+            time. `user`: users at random, of whom every row is in the same part.
+        seed: Of what is random.
+        fractions: Share of each part, of rows or of users; they add up to 1.
+
+    Raises:
+        ValueError: no such division, rows without a user, or a part has rows of one label alone.
+    """
+    if division == 'random':
+        parts = split_dataset(dataset, seed, fractions)
+    elif division == 'last':
+        ends = [round(share * len(dataset)) for share in np.cumsum(list(fractions.values()))]
+        bounds = zip([0, *ends], ends, strict=False)
+        parts = DatasetDict({name: dataset.select(range(*ends)) for name, ends in zip(fractions, bounds, strict=True)})
+    elif division == 'user':
+        parts = _split_users(dataset, seed, fractions)
+    else:
+        raise ValueError(f'expected a division of {", ".join(DIVISIONS)}, got {division!r}')
+    for name, part in parts.items():
+        check_labels(name, part)
+    return parts
+
+
+def check_labels(name: str, part: Dataset) -> None:
+    """Raise a ValueError unless a part has requests of both labels, without which there is no AUC."""
+    positive = sum(part['label'])
+    if not 0 < positive < len(part):
+        raise ValueError(
+            f'expected requests of both labels in the part {name!r}, got {positive} of {len(part)} with the label 1'
+        )
+
+
+class BehaviorCollator:
+    """Makes batches for `FastformerForConversion`: every text of a batch once, and behaviours padded at the end.
+
+    Args:
+        table: Of the data sets.
+        tokenizer: Of the model.
+        types: Of the model's behaviours, `config.behavior_types`.
+        max_length: Where texts are cut off, in tokens.
+
+    Raises:
+        ValueError: the table has a type that the model does not know.
+    """
+
+    def __init__(
+        self, table: BehaviorTable, tokenizer: PreTrainedTokenizerBase, types: Sequence[str], max_length: int
+    ) -> None:
+        unknown = set(table.types) - set(types)
+        if unknown:
+            raise ValueError(
+                f'expected behaviours of the types {", ".join(types)}, got {", ".join(sorted(unknown))} too'
+            )
+        encoded = tokenizer(table.texts, truncation=True, max_length=max_length, return_attention_mask=False)
+        # A text without a token becomes one unknown token.
+        self.tokens = [torch.tensor(ids or [tokenizer.unk_token_id]) for ids in encoded['input_ids']]
+        self.types = [list(types).index(kind) for kind in table.types]
+        self.pad_token_id = tokenizer.pad_token_id
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Pad requests to a batch.
+
+        Returns:
+            labels (B,), ad (B,), behaviors (B, M), behavior_types (B, M), input_ids (U, N) and attention_mask (U, N):
+            the numbers of ads and behaviours are rows of input_ids, and -1 is padding.
+        """
+        behaviors = _pad([row['behaviors'] for row in rows], PADDING)
+        types = _pad([[self.types[kind] for kind in row['behavior_types']] for row in rows], 0)
+        numbers = torch.cat([torch.tensor([[row['ad']] for row in rows]), behaviors], 1)
+        texts, places = numbers.unique(return_inverse=True)
+        # Padding is the least number of all.
+        is_padded = bool(texts[0] == PADDING)
+        places, texts = places - int(is_padded), texts[int(is_padded) :]
+        tokens = [self.tokens[number] for number in texts.tolist()]
+        input_ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=self.pad_token_id)
+        lengths = torch.tensor([len(ids) for ids in tokens])
+        # The labels come first: transformers' Trainer takes the size of the batch from the first tensor.
+        return {
+            'labels': torch.tensor([float(row['label']) for row in rows]),
+            'ad': places[:, 0],
+            'behaviors': places[:, 1:],
+            'behavior_types': types,
+            'input_ids': input_ids,
+            'attention_mask': (torch.arange(input_ids.shape[1]) < lengths[:, None]).long(),
+        }
+
+
+def _as_request(record: Record) -> Request:
+    place, values = record
+    if not values.keys() >= set(KEYS):
+        raise missing_columns(place, KEYS, list(values))
+    label = values['label']
+    if isinstance(label, bool) or label not in (0, 1):
+        raise ValueError(f"{place}, column 'label': expected 0 or 1, got {label!r:.80}")
+    user = values.get('user', '')
+    if isinstance(user, bool) or not isinstance(user, (str, int)):
+        raise ValueError(f"{place}, column 'user': expected a text or a whole number, got {user!r:.80}")
+    if not isinstance(values['behaviors'], list):
+        raise ValueError(f"{place}, column 'behaviors': expected a list, got {values['behaviors']!r:.80}")
+    return Request(
+        int(label), check_text(place, 'ad', values['ad']), list(_as_behaviors(place, values['behaviors'])), str(user)
+    )
+
+
+def _as_behaviors(place: str, values: Sequence[Any]) -> Iterator[Behavior]:
+    for number, value in enumerate(values):
+        column = f'behaviors[{number}]'
+        if not isinstance(value, dict) or not value.keys() >= set(BEHAVIOR_KEYS):
+            raise ValueError(
+                f'{place}, column {column!r}: expected an object with the keys {", ".join(BEHAVIOR_KEYS)}, '
+                f'got {value!r:.80}'
+            )
+        yield Behavior(*(check_text(place, f'{column}.{key}', value[key]) for key in BEHAVIOR_KEYS))
+
+
+def _split_users(dataset: Dataset, seed: int, fractions: Mapping[str, float]) -> DatasetDict:
+    users = np.asarray(dataset['user'])
+    if (users == '').any():
+        raise ValueError("expected a user in every row for parts that have none in common, got rows without a 'user'")
+    first, *others = fractions
+    rest = np.arange(len(users))
+    found: dict[str, np.ndarray] = {}
+    left = sum(fractions.values())
+    for name in reversed(others):
+        divide = GroupShuffleSplit(1, test_size=fractions[name] / left, random_state=seed)
+        kept, taken = next(divide.split(rest, groups=users[rest]))
+        rest, found[name], left = rest[kept], rest[taken], left - fractions[name]
+    found[first] = rest
+    return DatasetDict({name: dataset.select(found[name]) for name in fractions})
+
+
+def _pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    """(B, M) of the longest row, at least 1, so that every parameter has a gradient in every process."""
+    width = max(1, *map(len, rows))
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])

@@ -1,0 +1,157 @@
+"""Public data sets in which users act upon items, as requests: MovieLens-100k, MIND, and a sample of Alimama's ads."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from datasets import Dataset
+
+from aft_vision.fastformer.data.behaviors import Behavior, BehaviorTable, Request
+from aft_vision.fastformer.data.files import Record, read_delimited
+from aft_vision.fastformer.data.mind import News, read_mind_behaviors, read_mind_news
+from aft_vision.fastformer.data.movielens import open_ratings, read_films, read_rating
+
+LIKED = 4
+STARS = ('1', '2', '3', '4', '5')
+# The behaviours of a row of Alimama: so many columns each of type, category, brand, and two masks.
+SLOTS = 50
+PROFILE_COLUMNS = (
+    *('user', 'cms_segid', 'cms_group_id', 'final_gender_code', 'age_level', 'pvalue_level', 'shopping_level'),
+    *('occupation', 'new_user_class_level'),
+)
+AD_COLUMNS = ('adgroup', 'category', 'campaign', 'customer', 'brand', 'price', 'pid', 'clk')
+ALIMAMA_COLUMNS = (
+    *(f'{name}_{slot}' for name in ('type', 'category', 'brand', 'mask', 'match_mask') for slot in range(SLOTS)),
+    *PROFILE_COLUMNS,
+    *AD_COLUMNS,
+)
+
+
+class Rating(NamedTuple):
+    """A user's of a film, which is a row of the films; `seconds` is when, since 1970."""
+
+    user: str
+    film: int
+    stars: int
+    seconds: float
+
+
+def read_ratings(folder: str | Path, table: BehaviorTable, max_behaviors: int | None = 50) -> Dataset:
+    """Read MovieLens-100k: each rating asks whether the user likes the film, given the ratings before it.
+
+    Title, year and genres of a film are its text, 4 and 5 stars are the label 1, and a behaviour's type is `rated 1`
+    to `rated 5`. Rows are in the order of time, so that the last of them make a test part. Behaviours of a row are
+    what the user has rated in earlier seconds; many films are rated in the same one, and these stay apart.
+
+    Args:
+        folder: As `movielens.read_movielens` takes it.
+        table: Takes the texts and types.
+        max_behaviors: The last so many of each request are kept; None for all.
+
+    Raises:
+        ValueError: there are no such files, or one is damaged or of another layout; names line and column.
+    """
+    films = read_films(folder)
+    ratings = [_as_rating(record, films) for record in open_ratings(folder)]
+    # A stable order: rows of one second stay as in the file.
+    return table.collect(_in_time(sorted(ratings, key=itemgetter(3)), films.texts), max_behaviors)
+
+
+def read_mind_clicks(
+    folder: str | Path | Sequence[str | Path],
+    table: BehaviorTable,
+    max_behaviors: int | None = 50,
+    text: Sequence[str] = ('title',),
+    drop_missing: bool = False,
+) -> Dataset:
+    """Read MIND's impressions as requests: each candidate asks whether it is clicked, given the clicks before.
+
+    The behaviours are clicks alone, so there is one type, `click`. Rows are in the order of the file, and their user is
+    not known.
+
+    Args:
+        folder: With `news.tsv` and `behaviors.tsv` with labels, or several such.
+        table: Takes the texts and types.
+        max_behaviors: The last so many clicks of each user are kept; None for all.
+        text: Columns of the news, as `mind.read_mind_news` takes them.
+        drop_missing: Leave out clicks and candidates that are none of the news, as in an excerpt of MIND.
+
+    Raises:
+        ValueError: a file is not there, damaged or of another layout, or has no labels; names line and column.
+    """
+    folders = [folder] if isinstance(folder, (str, Path)) else list(folder)
+    news = read_mind_news(folders, text)
+    most = sys.maxsize if max_behaviors is None else max_behaviors
+    return table.collect(_of_impressions(folders, news, most, drop_missing), max_behaviors)
+
+
+def read_alimama(path: str | Path, table: BehaviorTable, max_behaviors: int | None = None) -> Dataset:
+    """Read clicks on Alimama's display ads with the behaviours before, in the 267 columns that the DMR model reads.
+
+    The file has numbers alone, and so the texts are words made of them: `category4281 brand49293` of a behaviour,
+    `ad375015 category4281 brand49293` of an ad; brand 0 is none. Types are the file's own codes, `type 1` to `type 4`.
+    The user's profile, campaign, customer, price and place of the ad are not used.
+
+    Args:
+        path: A CSV without header.
+        table: Takes the texts and types.
+        max_behaviors: The last so many of the 50 are kept; None for all.
+
+    Raises:
+        ValueError: the file is damaged or of another layout; names line and column.
+    """
+    return table.collect(map(_as_click, read_delimited(path, columns=ALIMAMA_COLUMNS)), max_behaviors)
+
+
+def _as_rating(record: Record, films: News) -> Rating:
+    user, film, seconds = read_rating(record, films.rows)
+    stars = record.values.get('rating')
+    if stars not in STARS:
+        raise ValueError(f"{record.place}, column 'rating': expected {', '.join(STARS)}, got {stars!r}")
+    return Rating(user, film, int(stars), seconds)
+
+
+def _in_time(ratings: Iterable[Rating], texts: Sequence[str]) -> Iterator[Request]:
+    earlier: dict[str, list[Behavior]] = defaultdict(list)
+    for _, together in groupby(ratings, key=itemgetter(3)):
+        same_second = list(together)
+        for user, film, stars, _ in same_second:
+            yield Request(int(stars >= LIKED), texts[film], list(earlier[user]), user)
+        for user, film, stars, _ in same_second:
+            earlier[user].append(Behavior(f'rated {stars}', texts[film]))
+
+
+def _of_impressions(
+    folders: Iterable[str | Path], news: News, max_behaviors: int, drop_missing: bool
+) -> Iterator[Request]:
+    for folder in folders:
+        impressions = read_mind_behaviors(folder, news.rows, max_behaviors, drop_missing)
+        if impressions.labels is None:
+            raise ValueError(f'expected candidates with labels (N1-0 N2-1) in {folder}, got none')
+        for row in range(len(impressions)):
+            clicks = [Behavior('click', news.texts[number]) for number in impressions.histories[row]]
+            start, end = impressions.candidates.starts[row : row + 2]
+            for number, label in zip(impressions.candidates[row], impressions.labels[start:end], strict=True):
+                yield Request(int(label), news.texts[number], clicks)
+
+
+def _as_click(record: Record) -> Request:
+    place, values = record
+    for column in ('clk', *(f'mask_{slot}' for slot in range(SLOTS))):
+        if values[column] not in ('0', '1'):
+            raise ValueError(f'{place}, column {column!r}: expected 0 or 1, got {values[column]!r}')
+    behaviors = [
+        Behavior(f'type {values[f"type_{slot}"]}', _item_words(values[f'category_{slot}'], values[f'brand_{slot}']))
+        for slot in range(SLOTS)
+        if values[f'mask_{slot}'] == '1'
+    ]
+    ad = f'ad{values["adgroup"]} {_item_words(values["category"], values["brand"])}'
+    return Request(int(values['clk']), ad, behaviors, values['user'])
+
+
+def _item_words(category: str, brand: str) -> str:
+    return f'category{category}' if brand == '0' else f'category{category} brand{brand}'

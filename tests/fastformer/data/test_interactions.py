@@ -1,0 +1,133 @@
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from aft_vision.fastformer.data.behaviors import BehaviorTable
+from aft_vision.fastformer.data.interactions import read_alimama, read_mind_clicks, read_ratings
+from aft_vision.fastformer.data.synthetic import write_alimama, write_mind, write_mind_behaviors, write_movielens
+
+
+@pytest.mark.parametrize('original', [True, False], ids=['GroupLens', 'RecBole'])
+def test_ratings_have_what_was_rated_in_earlier_seconds_and_come_in_the_order_of_time(tmp_path, original):
+    folder, table = write_movielens(tmp_path, original=original), BehaviorTable()
+    dataset = read_ratings(folder, table, max_behaviors=None)
+    lines = (folder / ('u.data' if original else 'ml-100k.inter')).read_text().splitlines()
+    ratings = [tuple(map(int, line.split('\t'))) for line in lines[not original :]]
+    ratings.sort(key=lambda rating: rating[3])
+    assert 0 < sum(dataset['label']) < len(dataset) == len(ratings)
+    for row, (user, item, stars, seconds) in zip(dataset, ratings, strict=True):
+        assert (row['user'], row['label']) == (str(user), int(stars >= 4))
+        assert table.texts[row['ad']].startswith(f'Film {item - 1}, Thé ')
+        earlier = [rating for rating in ratings if rating[0] == user and rating[3] < seconds]
+        found = [table.texts[number].partition(',')[0] for number in row['behaviors']]
+        assert found == [f'Film {rating[1] - 1}' for rating in earlier]
+        assert [table.types[kind] for kind in row['behavior_types']] == [f'rated {rating[2]}' for rating in earlier]
+    assert max(map(len, read_ratings(folder, BehaviorTable(), max_behaviors=2)['behaviors'])) == 2
+
+
+@pytest.mark.parametrize(
+    ('name', 'line', 'message'),
+    [
+        ('u.data', '1\t1\t6\t5', r"u\.data, line \d+, column 'rating': expected 1, 2, 3, 4, 5, got '6'"),
+        ('u.data', '1\t99\t3\t5', r"u\.data, line \d+, column 'item_id': expected one of 40 films, got '99'"),
+        ('u.data', '1\t1\t3\tnoon', r"u\.data, line \d+, column 'timestamp': expected seconds"),
+        ('u.data', '1\t1\t3', r'u\.data, line \d+, column 4: expected 4 columns .* got 3'),
+        ('u.item', '41|x', r'u\.item, line 41, column 3: expected 24 columns .* got 2'),
+    ],
+)
+def test_what_is_damaged_in_movielens_is_named(tmp_path, name, line, message):
+    with (write_movielens(tmp_path) / name).open('a') as file:
+        file.write(line + '\n')
+    with pytest.raises(ValueError, match=message):
+        read_ratings(tmp_path, BehaviorTable())
+
+
+def test_a_folder_of_something_else_is_no_movielens(tmp_path):
+    with pytest.raises(ValueError, match=r'expected u\.data and u\.item, or ml-100k\.inter and .* got neither'):
+        read_ratings(tmp_path, BehaviorTable())
+    (tmp_path / 'ml-100k.item').write_text(
+        'item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq\n'
+    )
+    (tmp_path / 'ml-100k.inter').write_text('user_id:token\n1\n')
+    with pytest.raises(ValueError, match=r'ml-100k\.inter, line 2: expected a column item_id, got user_id'):
+        read_ratings(tmp_path, BehaviorTable())
+
+
+def test_the_candidates_of_mind_are_requests_with_the_clicks_before(tmp_path):
+    folder, table = write_mind_behaviors(write_mind(tmp_path)), BehaviorTable()
+    dataset = read_mind_clicks(folder, table, max_behaviors=3)
+    titles = {line.split('\t')[0]: line.split('\t')[3] for line in (folder / 'news.tsv').read_text().splitlines()}
+    expected = []
+    for line in (folder / 'behaviors.tsv').read_text().splitlines():
+        _, _, _, history, shown = line.split('\t')
+        clicks = [titles[name] for name in history.split()][-3:]
+        expected += [(int(each[-1]), titles[each[:-2]], clicks) for each in shown.split()]
+    found = [
+        (row['label'], table.texts[row['ad']], [table.texts[number] for number in row['behaviors']]) for row in dataset
+    ]
+    assert found == expected
+    assert table.types == ['click']
+    assert len(read_mind_clicks([folder, folder], BehaviorTable())) == 2 * len(expected)
+
+
+def test_mind_without_labels_and_unknown_news_are_errors(tmp_path):
+    folder = write_mind_behaviors(write_mind(tmp_path), labelled=False)
+    with pytest.raises(ValueError, match=r'expected candidates with labels \(N1-0 N2-1\) in .* got none'):
+        read_mind_clicks(folder, BehaviorTable())
+    (folder / 'behaviors.tsv').write_text('1\tU1\t11/9/2019 1:36:57 AM\tN999\tN1-1 N998-0\n')
+    with pytest.raises(ValueError, match=r"behaviors\.tsv, line 1, column 'history': .* got 'N999'"):
+        read_mind_clicks(folder, BehaviorTable())
+    dataset = read_mind_clicks(folder, BehaviorTable(), drop_missing=True)
+    assert (dataset['label'][:], dataset['behaviors'][:]) == ([1], [[]])
+
+
+def test_alimama_gives_words_of_numbers_without_what_is_masked(tmp_path):
+    path, table = write_alimama(tmp_path / 'a.txt', rows=20), BehaviorTable()
+    dataset = read_alimama(path, table)
+    for row, line in zip(dataset, path.read_text().splitlines(), strict=True):
+        values = line.split(',')
+        real = [slot for slot in range(50) if values[150 + slot] == '1']
+        expected = [f'category{values[50 + slot]} brand{values[100 + slot]}' for slot in real]
+        assert [table.texts[number] for number in row['behaviors']] == expected
+        assert [table.types[kind] for kind in row['behavior_types']] == [f'type {values[slot]}' for slot in real]
+        ad, category, brand = (values[place] for place in (259, 260, 263))
+        words = [f'ad{ad}', f'category{category}', *([f'brand{brand}'] if brand != '0' else [])]
+        assert table.texts[row['ad']].split() == words
+        assert (row['label'], row['user']) == (int(values[-1]), values[250])
+
+
+@pytest.mark.parametrize(
+    ('place', 'value', 'message'),
+    [(266, '2', "line 1, column 'clk': expected 0 or 1, got '2'"), (150, 'x', "column 'mask_0': expected 0 or 1")],
+)
+def test_what_is_damaged_in_alimama_is_named(tmp_path, place, value, message):
+    path = write_alimama(tmp_path / 'a.txt', rows=1)
+    values = path.read_text().strip().split(',')
+    path.write_text(','.join([*values[:place], value, *values[place + 1 :]]) + '\n')
+    with pytest.raises(ValueError, match=message):
+        read_alimama(path, BehaviorTable())
+    path.write_text(','.join(values[:-1]) + '\n')
+    with pytest.raises(ValueError, match=r'line 1, column 267: expected 267 columns .* got 266'):
+        read_alimama(path, BehaviorTable())
+
+
+@pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with ctr_samples and mind_subset.tar.xz')
+def test_the_real_files_are_read(tmp_path):
+    for name in ('ctr_samples', 'mind_subset'):
+        with tarfile.open(Path(os.environ['AFT_DATA']) / f'{name}.tar.xz') as archive:
+            archive.extractall(tmp_path, filter='data')
+    table = BehaviorTable()
+    ratings = read_ratings(tmp_path / 'ctr' / 'ml-100k', table, max_behaviors=5)
+    assert (len(ratings), sum(ratings['label'])) == (100_000, 34_174 + 21_201)
+    assert table.texts[ratings[-1]['ad']] == 'Good Will Hunting 1997 Drama'
+    assert sorted(table.types) == [f'rated {stars}' for stars in range(1, 6)]
+    table = BehaviorTable()
+    clicks = read_alimama(tmp_path / 'ctr' / 'paddlerec_dmr' / 'alimama_sampled_train.txt', table)
+    assert (len(clicks), sum(clicks['label']), len(set(clicks['user']))) == (500, 210, 230)
+    assert sorted(table.types) == [f'type {code}' for code in range(1, 5)]
+    assert sum(map(len, clicks['behaviors'])) == 24_879
+    (folder,) = {path.parent for path in tmp_path.rglob('behaviors.tsv') if 'kim' not in str(path)}
+    news = read_mind_clicks(folder, BehaviorTable(), drop_missing=True)
+    assert 0 < sum(news['label']) < len(news)
