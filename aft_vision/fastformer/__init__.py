@@ -5,6 +5,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModel
 # They register encoders and a tokeniser.
 from . import baselines, tokenize
 from .config import PRESETS, FastformerConfig, Preset
+from .conversion import FastformerConversionConfig, FastformerForConversion
 from .convert import convert_notebook_state_dict
 from .encoder import ENCODERS, create_encoder, register_encoder
 from .hierarchy import FastformerHierarchyConfig
@@ -13,8 +14,10 @@ from .newsrec import FastformerForNewsRecommendation, FastformerNewsConfig
 from .seq2seq import FastformerForConditionalGeneration
 
 AutoConfig.register('fastformer', FastformerConfig)
+AutoConfig.register('fastformer_conversion', FastformerConversionConfig)
 AutoConfig.register('fastformer_news', FastformerNewsConfig)
 AutoModel.register(FastformerConfig, FastformerModel)
+AutoModel.register(FastformerConversionConfig, FastformerForConversion)
 AutoModel.register(FastformerNewsConfig, FastformerForNewsRecommendation)
 AutoModelForSequenceClassification.register(FastformerConfig, FastformerForSequenceClassification)
 AutoModelForSeq2SeqLM.register(FastformerConfig, FastformerForConditionalGeneration)
@@ -23,7 +26,9 @@ __all__ = [
     'ENCODERS',
     'PRESETS',
     'FastformerConfig',
+    'FastformerConversionConfig',
     'FastformerForConditionalGeneration',
+    'FastformerForConversion',
     'FastformerForNewsRecommendation',
     'FastformerForSequenceClassification',
     'FastformerHierarchyConfig',

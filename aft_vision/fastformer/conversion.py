@@ -1,0 +1,141 @@
+"""Whether a user acts upon an ad, from what the user did before (Fastformer Table 8).
+
+One text encoder for ads and behaviours, an embedding of the behaviours' types, a user encoder over both, and a network
+of two layers on [user; ad; user * ad]. The paper says no more than that the hierarchy is that of news recommendation;
+the types and the network are ours. Positions and LayerNorm are on, which the authors found better here.
+
+Shapes: U texts of N tokens, B users, M behaviours of a user, K ads of a user, C hidden size.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from .hierarchy import FastformerHierarchyConfig, UserEncoder, create_text_encoder, gather_vectors
+from .modeling import FastformerPreTrainedModel
+
+
+class FastformerConversionConfig(FastformerHierarchyConfig):
+    """A text encoder, a user encoder and the network behind them; all fields are keyword-only.
+
+    Args:
+        behavior_types: names of what users do, such as `search`; a type is its place in this list (only `click`).
+        head_hidden_size: width of the hidden layer on user and ad (hidden_size).
+        kwargs: of `FastformerHierarchyConfig`.
+
+    Raises:
+        ValueError: a field out of its range.
+    """
+
+    model_type = 'fastformer_conversion'
+
+    behavior_types: list[str] = None  # type: ignore[assignment]
+    head_hidden_size: int = None  # type: ignore[assignment]
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.behavior_types is None:
+            self.behavior_types = ['click']
+        if not self.behavior_types or len(set(self.behavior_types)) < len(self.behavior_types):
+            raise ValueError(f'behavior_types must be one name or several that differ, got {self.behavior_types}')
+        if self.head_hidden_size is None:
+            self.head_hidden_size = self.hidden_size
+        super().__post_init__(**kwargs)
+
+
+class ConversionHead(nn.Module):
+    """One logit of [user; ad; user * ad]: two linear layers with an activation and dropout between them."""
+
+    def __init__(self, config: FastformerConversionConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(3 * config.hidden_size, config.head_hidden_size)
+        self.act = ACT2FN[config.hidden_act]
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.fc2 = nn.Linear(config.head_hidden_size, 1)
+
+    def forward(self, user: Tensor, ad: Tensor) -> Tensor:  # (..., C), (..., C) -> (...,)
+        x = torch.cat([user, ad, user * ad], -1)
+        return self.fc2(self.dropout(self.act(self.fc1(x)))).squeeze(-1)
+
+
+class FastformerForConversion(FastformerPreTrainedModel):
+    """The probability that a user acts upon an ad, as a logit."""
+
+    config_class = FastformerConversionConfig
+    config: FastformerConversionConfig  # type: ignore[assignment]
+
+    def __init__(self, config: FastformerConversionConfig) -> None:
+        super().__init__(config)
+        self.text_encoder = create_text_encoder(config)
+        self.embed_types = nn.Embedding(len(config.behavior_types), config.hidden_size)
+        self.user_encoder = UserEncoder(config)
+        self.head = ConversionHead(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The table of words."""
+        return self.text_encoder.get_input_embeddings()  # type: ignore[operator]
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Put another table of words."""
+        self.text_encoder.set_input_embeddings(value)  # type: ignore[operator]
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        ad: Tensor,
+        behaviors: Tensor,
+        behavior_types: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> SequenceClassifierOutput:
+        """Judge ads; `data.behaviors.BehaviorCollator` makes the arguments.
+
+        Args:
+            input_ids: (U, N), every text of the batch once, ads and behaviours.
+            attention_mask: (U, N), 1 or True where a token counts; None: all do.
+            ad: (B,) rows of input_ids, or (B, K) where a user has several ads.
+            behaviors: (B, M) rows of input_ids, the oldest behaviour first; -1 is padding, at the end.
+            behavior_types: (B, M) places in `config.behavior_types`; None: the first. Of padding it is not used.
+            labels: As ad, 0 or 1.
+
+        Returns:
+            logits, shaped as ad, and the mean binary cross-entropy where there are labels.
+
+        Raises:
+            ValueError: shapes that do not fit together, or more behaviours than `config.max_behaviors`.
+        """
+        vectors = self.text_encoder(input_ids, attention_mask)
+        logits = self.score(self.encode_users(vectors, behaviors, behavior_types), vectors[ad])
+        loss = None
+        if labels is not None:
+            if labels.shape != logits.shape:
+                raise ValueError(f'labels must have the shape of ad, {tuple(ad.shape)}, got {tuple(labels.shape)}')
+            # Half precision would round the loss of a confident prediction to 0.
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            loss = F.binary_cross_entropy_with_logits(logits.to(wide), labels.to(wide))
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+    def encode_users(self, vectors: Tensor, behaviors: Tensor, behavior_types: Tensor | None = None) -> Tensor:
+        """One vector (B, C) for each user, zero without a behaviour; vectors (U, C) are those of the texts."""
+        if behavior_types is None:
+            behavior_types = torch.zeros_like(behaviors)
+        if behaviors.ndim != 2 or behavior_types.shape != behaviors.shape:
+            raise ValueError(
+                'behaviors and behavior_types must have one shape (B, M), '
+                f'got {tuple(behaviors.shape)} and {tuple(behavior_types.shape)}'
+            )
+        behavior_vectors, mask = gather_vectors(vectors, behaviors)
+        types = self.embed_types(behavior_types.masked_fill(~mask, 0))
+        return self.user_encoder(behavior_vectors + types, mask)
+
+    def score(self, users: Tensor, ads: Tensor) -> Tensor:
+        """Logits (B,) of users (B, C) and ads (B, C), or (B, K) of ads (B, K, C)."""
+        if ads.ndim == 3:
+            users = users[:, None].expand_as(ads)
+        return self.head(users, ads)
