@@ -30,7 +30,7 @@ from train.config import save_config
 from train.fastformer.run import RESULT, TextRun
 from train.fastformer.schema import TextConfig
 from train.fastformer.tasks import TASKS, load_text_config
-from train.fastformer.trainer import describe
+from train.fastformer.trainer import describe, describe_value
 from train.run import find_run_dir, parse_args
 
 CONFIG = 'config.yaml'
@@ -143,8 +143,8 @@ def finish(run: TextRun, summary: dict[str, Any]) -> None:
     (run.folder / RESULT).write_text(json.dumps({**summary, 'model': model}, indent=2) + '\n')
     for metric in (name for name in run.metrics if f'test_{name}' in summary):
         mean, deviation = summary[f'test_{metric}']['mean'], summary[f'test_{metric}']['std']
-        spread = '' if deviation is None else f' +- {100 * deviation:.2f}'
-        print(f'test {metric} {100 * mean:.2f}{spread} %  (seeds {", ".join(map(str, summary["seeds"]))})')
+        seeds = ', '.join(map(str, summary['seeds']))
+        print(f'test {metric} {describe_value(metric, mean, deviation)}  (seeds {seeds})')
     print(
         f'{summary["seconds_per_epoch"]["mean"]:.1f} s/epoch, {summary["memory_mb"]["mean"]:.0f} MB; in {run.folder}:'
     )

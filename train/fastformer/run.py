@@ -36,7 +36,7 @@ class TextRun(ABC):
         folder: Receives a folder `seed_N` for each seed.
         quiet: No progress bars.
         schema: The dataclass of the task's experiments.
-        metrics: What is measured, in [0, 1], without the prefix `eval_` that Trainer gives it.
+        metrics: What is measured, in [0, 1] or a loss in nats, without the prefix `eval_` that Trainer gives it.
         auto_model: The class of transformers that loads a saved model of the task.
     """
 

@@ -159,29 +159,38 @@ class TextConfig(Experiment):
         return check_text_model(self.model, self.data.max_length, source)
 
 
-def check_text_model(model: Mapping[str, Any], max_length: int, source: str) -> dict[str, Any]:
+def check_text_model(
+    model: Mapping[str, Any],
+    max_length: int,
+    source: str,
+    kind: type[FastformerConfig] = FastformerConfig,
+    reserved: Mapping[str, str] = RESERVED_KEYS,
+) -> dict[str, Any]:
     """Check `{preset: ..., **keyword arguments of FastformerConfig}`, building nothing.
 
     Args:
         max_length: Of a text, in tokens.
         source: The file, for the messages of errors.
+        kind: That class, or the task's subclass of it, whose fields it may have too.
+        reserved: Fields that are not for an experiment, and why.
 
     Raises:
         ValueError: an unknown key, a value of the wrong type, or values that exclude each other.
     """
-    for key in RESERVED_KEYS.keys() & model.keys():
-        raise ValueError(f'{source}: model.{key} = {model[key]!r} is not for an experiment: {RESERVED_KEYS[key]}')
-    # Its own fields, without those that every model of transformers has.
-    fields = {name: supported(hint) for name, hint in FastformerConfig.__annotations__.items()}
+    for key in reserved.keys() & model.keys():
+        raise ValueError(f'{source}: model.{key} = {model[key]!r} is not for an experiment: {reserved[key]}')
+    # Our own fields, without those that every model of transformers has.
+    ours = [each for each in reversed(kind.__mro__) if issubclass(each, FastformerConfig)]
+    fields = {name: supported(hint) for each in ours for name, hint in each.__annotations__.items()}
     schema = make_dataclass(
         'Model', [(name, hint, field(default=None)) for name, hint in {'preset': str | None, **fields}.items()]
     )
     checked = check_arguments(model, schema, source)
-    for key, names, kind in (('preset', PRESETS, 'a preset'), ('encoder_mixer', ENCODERS, 'an encoder')):
+    for key, names, what in (('preset', PRESETS, 'a preset'), ('encoder_mixer', ENCODERS, 'an encoder')):
         if checked.get(key) is not None and checked[key] not in names:
-            raise ValueError(f'{source}: {unknown(f"model.{key}", checked[key], names, kind)}')
+            raise ValueError(f'{source}: {unknown(f"model.{key}", checked[key], names, what)}')
     try:
-        text_model_config(checked, max_length)
+        text_model_config(checked, max_length, kind)
     except ValueError as error:
         raise ValueError(f'{source}: model: {error}') from error
     return checked

@@ -8,6 +8,7 @@ from transformers.training_args import OptimizerNames
 
 from train.config import build_config, read_layers, unknown
 from train.fastformer.classification import ClassificationRun
+from train.fastformer.conversion import ConversionRun
 from train.fastformer.recommendation import RecommendationRun
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig
@@ -15,6 +16,7 @@ from train.fastformer.summarization import SummarizationRun
 
 TASKS: dict[str, type[TextRun]] = {
     'classification': ClassificationRun,
+    'conversion': ConversionRun,
     'recommendation': RecommendationRun,
     'summarization': SummarizationRun,
 }

@@ -49,7 +49,7 @@ class EpochMeter(TrainerCallback):
 
     Args:
         save_updates: Updates between checkpoints within an epoch; None for none.
-        metrics: What evaluation measures, in [0, 1], or `loss`.
+        metrics: What evaluation measures, in [0, 1], or a loss in nats.
     """
 
     def __init__(self, device: torch.device, save_updates: int | None, metrics: Sequence[str]) -> None:
@@ -86,10 +86,15 @@ class EpochMeter(TrainerCallback):
 
 
 def describe(metrics: Mapping[str, float]) -> str:
-    """Metrics in percent, and the loss."""
-    return ', '.join(
-        f'{name} {value:.4f}' if name == 'loss' else f'{name} {100 * value:.2f} %' for name, value in metrics.items()
-    )
+    """Metrics in percent, losses in nats."""
+    return ', '.join(f'{name} {describe_value(name, value)}' for name, value in metrics.items())
+
+
+def describe_value(name: str, value: float, deviation: float | None = None) -> str:
+    """A metric in percent, a loss in nats, with its deviation where there is one."""
+    scale, digits, unit = (1, 4, 'nats') if name.endswith('loss') else (100, 2, '%')
+    spread = '' if deviation is None else f' +- {scale * deviation:.{digits}f}'
+    return f'{scale * value:.{digits}f}{spread} {unit}'
 
 
 def training_arguments(

@@ -1,0 +1,224 @@
+"""The task of predicting whether a user acts upon an ad (Fastformer Table 8)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from datasets import Dataset, DatasetDict
+from transformers import AutoModel, EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+
+from aft_vision.fastformer import FastformerConversionConfig, FastformerForConversion
+from aft_vision.fastformer.data.behaviors import (
+    BehaviorCollator,
+    BehaviorTable,
+    check_labels,
+    read_behaviors,
+    split_behaviors,
+)
+from aft_vision.fastformer.data.interactions import read_alimama, read_mind_clicks, read_ratings
+from aft_vision.fastformer.glove import load_glove
+from aft_vision.fastformer.pooled_metrics import POOLED_METRICS, pooled_metrics
+from train.fastformer.run import TextRun
+from train.fastformer.schema import RESERVED_KEYS, TextConfig, check_text_model, text_model_config
+from train.schema import require
+
+READERS: dict[str, Any] = {
+    'json': read_behaviors,
+    'mind': read_mind_clicks,
+    'movielens': read_ratings,
+    'alimama': read_alimama,
+}
+# Where `data.division` is not said.
+DIVISIONS = {'json': 'random', 'mind': 'last', 'movielens': 'last', 'alimama': 'user'}
+RESERVED = RESERVED_KEYS | {
+    'max_behaviors': 'data.max_behaviors says how many there are',
+    'behavior_types': 'the data decide',
+    'text_config': 'texts are encoded by a Fastformer, or by the encoder in its place',
+}
+
+
+@dataclass(frozen=True)
+class ConversionData:
+    """Which requests there are, what becomes of their texts, and how they are batched.
+
+    Attributes:
+        kind: `json` (JSON lines of label, ad and typed behaviours, see docs/fastformer_conversion.md), `mind` (a
+            folder with its news.tsv and behaviors.tsv), `movielens` (the folder of MovieLens-100k) or `alimama` (the
+            CSV of 267 columns).
+        path: The file or folder.
+        drop_missing: Of `mind`: leave out news without a text, as in an excerpt.
+        valid_path, test_path: Of the validation and of the test requests, where they have one of their own.
+        division: How the parts that have no path are split off: `random` requests, the `last` of the file, or those
+            of random users, all of a `user` in one part. None: random for `json`, last for `mind` and `movielens`,
+            which is in the order of time, user for `alimama`.
+        test_share, valid_share: Of the requests, or of the users.
+        split_seed: Of the random parts; the same for all `run.seeds`.
+        max_behaviors: The last so many of a user are kept.
+        tokenizer: `nltk` or `wordpunct` words, or byte pairs.
+        vocab_size: Words at most, with the special ones.
+        min_frequency: In how many of the different training texts a word occurs at least.
+        lowercase: Whether case is ignored.
+        max_length: Tokens of a text, the rest of which is cut off.
+        glove: GloVe vectors for the words, as wide as the embedding; None for random ones.
+        batch_size: Requests per optimizer step, over all processes and parts of `optim.accumulate`.
+        eval_batch_size: Requests per batch of the evaluation; None means those that the model sees at once in training.
+        eval_split: Requests that --eval evaluates.
+        num_workers: Loading processes; 0 loads in the training process.
+    """
+
+    kind: Literal['json', 'mind', 'movielens', 'alimama'] = 'json'
+    path: str = ''
+    drop_missing: bool = False
+    valid_path: str | None = None
+    test_path: str | None = None
+    division: Literal['random', 'last', 'user'] | None = None
+    test_share: float = 0.1
+    valid_share: float = 0.1
+    split_seed: int = 0
+    max_behaviors: int = 50
+    tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'wordpunct'
+    vocab_size: int = 50_000
+    min_frequency: int = 1
+    lowercase: bool = True
+    max_length: int = 48
+    glove: str | None = None
+    batch_size: int = 64
+    eval_batch_size: int | None = None
+    eval_split: Literal['train', 'validation', 'test'] = 'test'
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ('max_length', 'max_behaviors', 'batch_size', 'min_frequency'):
+            require(f'data.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
+        some = self.eval_batch_size is None or self.eval_batch_size >= 1
+        require('data.eval_batch_size', self.eval_batch_size, some, "at least 1, or null for training's")
+        for name in ('test_share', 'valid_share'):
+            share = getattr(self, name)
+            require(f'data.{name}', share, 0 < share < 1, 'in (0, 1)')
+        require(
+            'data.drop_missing', self.drop_missing, not self.drop_missing or self.kind == 'mind', 'false but for mind'
+        )
+        both = self.test_share + self.valid_share
+        require('data.test_share + data.valid_share', both, both < 1, 'below 1')
+        require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
+
+
+@dataclass(frozen=True)
+class ConversionConfig(TextConfig):
+    """One experiment with ads; `model` may also have `head_hidden_size`, the width of the network on user and ad."""
+
+    data: ConversionData = field(default_factory=ConversionData)
+
+    def check_model(self, source: str) -> dict[str, Any]:
+        return check_text_model(self.model, self.data.max_length, source, FastformerConversionConfig, RESERVED)
+
+
+@dataclass(frozen=True)
+class ConversionRun(TextRun):
+    """Requests with behaviours, ads and labels.
+
+    Attributes:
+        splits: `train`, `validation` and `test`, as `data.behaviors` has them.
+        table: Of their texts and types.
+    """
+
+    config: ConversionConfig
+    splits: DatasetDict = field(default_factory=DatasetDict)
+    table: BehaviorTable = field(default_factory=BehaviorTable)
+
+    schema = ConversionConfig
+    metrics = POOLED_METRICS
+    best_metric = 'auc'
+    auto_model = AutoModel
+
+    @classmethod
+    def read(cls, config: ConversionConfig, folder: Path, quiet: bool = True) -> Self:
+        table = BehaviorTable()
+        return cls(config, folder, quiet, read_splits(config.data, table), table)
+
+    def counts(self) -> dict[str, int]:
+        return {name: len(split) for name, split in self.splits.items()}
+
+    def texts(self) -> Sequence[str]:
+        """Every different text of the training requests, ads and behaviours, once."""
+        train, texts = self.splits['train'], self.table.texts
+        used = set(train['ad']).union(*train['behaviors'])
+        return [texts[number] for number in sorted(used)]
+
+    def examples(self, split: str, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+        return self.splits[split]
+
+    def new_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+        data = self.config.data
+        config = text_model_config(
+            self.config.model,
+            data.max_length,
+            FastformerConversionConfig,
+            vocab_size=len(tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+            max_behaviors=data.max_behaviors,
+            behavior_types=self.table.types,
+        )
+        # Which form of full attention the baseline Transformer has.
+        model = FastformerForConversion._from_config(config, attn_implementation=self.config.run.attention)
+        if data.glove is not None:
+            load_glove(model, tokenizer, data.glove, seed)
+        return model
+
+    def new_trainer(self, **options: Any) -> Trainer:
+        model, tokenizer = options['model'], options['processing_class']
+        if options['args'].n_gpu > 1:
+            # torch's DataParallel would divide the requests of a batch apart from their texts.
+            raise ValueError(
+                f'expected a process for each GPU, got one for {options["args"].n_gpu}: start with torchrun, or show '
+                'it one GPU by CUDA_VISIBLE_DEVICES'
+            )
+        collate = BehaviorCollator(self.table, tokenizer, model.config.behavior_types, self.config.data.max_length)
+        return Trainer(data_collator=collate, compute_metrics=conversion_metrics, **options)
+
+    def check_loaded(self, model: PreTrainedModel, source: str | Path) -> None:
+        if not isinstance(model, FastformerForConversion):
+            raise ValueError(f'expected a FastformerForConversion in {source}, got a {type(model).__name__}')
+        known, most = set(model.config.behavior_types), self.config.data.max_behaviors
+        if model.config.max_behaviors < most or not known >= set(self.table.types):
+            raise ValueError(
+                f'expected a model of {most} behaviours of the types {", ".join(self.table.types)}, got {source} with '
+                f'{model.config.max_behaviors} of {", ".join(model.config.behavior_types)}'
+            )
+
+    def summarize_data(self) -> dict[str, Any]:
+        positive = {name: sum(split['label']) / len(split) for name, split in self.splits.items()}
+        return {'requests': self.counts(), 'positive': positive}
+
+
+def conversion_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """Pooled AUC and log loss."""
+    return pooled_metrics(prediction.predictions, prediction.label_ids)  # type: ignore[arg-type]
+
+
+def read_splits(data: ConversionData, table: BehaviorTable) -> DatasetDict:
+    """The parts `train`, `validation` and `test`.
+
+    Raises:
+        ValueError: a file is not there, damaged or of another layout, or a part has requests of one label alone.
+    """
+
+    def read(path: str) -> Dataset:
+        options = {'drop_missing': data.drop_missing} if data.kind == 'mind' else {}
+        return READERS[data.kind](path, table, data.max_behaviors, **options)
+
+    paths = {'validation': data.valid_path, 'test': data.test_path}
+    shares = {'validation': data.valid_share, 'test': data.test_share}
+    held_out = {name: share for name, share in shares.items() if paths[name] is None}
+    whole = read(data.path)
+    if held_out:
+        fractions = {'train': 1 - sum(held_out.values()), **held_out}
+        parts = split_behaviors(whole, data.division or DIVISIONS[data.kind], data.split_seed, fractions)
+    else:
+        parts = DatasetDict({'train': whole})
+    for name, path in paths.items():
+        if path is not None:
+            parts[name] = read(path)
+            check_labels(name, parts[name])
+    return parts
