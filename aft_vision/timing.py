@@ -23,6 +23,17 @@ class Timing(NamedTuple):
     quartiles: tuple[float, float]
 
 
+class Latency(NamedTuple):
+    """How long single calls take, and how that compares with those of the first."""
+
+    # Of all calls, in seconds.
+    median: float
+    p99: float
+    # As of Timing.
+    ratio: float
+    quartiles: tuple[float, float]
+
+
 def time_interleaved(
     calls: Sequence[Callable[[], object]],
     device: torch.device,
@@ -57,18 +68,56 @@ def time_interleaved(
         for _ in range(warmup):
             seconds = _time(call, device, 1)
         repeats.append(max(1, math.ceil(least_seconds / max(seconds, 1e-9))))
-    found: list[list[float]] = [[] for _ in calls]
-    for turn in tqdm(range(rounds), desc='time', unit='round', leave=False, disable=not progress):
-        for place in range(len(calls)):
-            index = (turn + place) % len(calls)
-            found[index].append(_time(calls[index], device, repeats[index]))
+    found = _time_in_turns(calls, device, repeats, rounds, progress)
     return [_compare(seconds, found[0]) for seconds in found]
+
+
+def time_latency(
+    calls: Sequence[Callable[[], object]], device: torch.device, rounds: int, *, warmup: int = 3, progress: bool = False
+) -> list[Latency]:
+    """Time single calls, interleaved as by `time_interleaved`, and give the slowest of a hundred too.
+
+    Args:
+        calls: The first is compared to.
+        rounds: Each with one call of every kind; with fewer than a hundred, p99 is next to the slowest.
+        warmup: Times each is called before anything counts.
+
+    Raises:
+        ValueError: there is no call, no round or no warm-up.
+    """
+    if not calls or rounds < 1 or warmup < 1:
+        raise ValueError(
+            f'expected at least 1 call, 1 round and 1 warm-up, got {len(calls)} calls, {rounds} rounds and {warmup}'
+        )
+    for call in calls:
+        for _ in range(warmup):
+            _time(call, device, 1)
+    found = _time_in_turns(calls, device, [1] * len(calls), rounds, progress)
+    timings = [_compare(seconds, found[0]) for seconds in found]
+    slowest = [_percentile(seconds, 99) for seconds in found]
+    return [Latency(timing.seconds, slow, *timing[1:]) for timing, slow in zip(timings, slowest, strict=True)]
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has done its work."""
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
+
+
+def _time_in_turns(
+    calls: Sequence[Callable[[], object]], device: torch.device, repeats: Sequence[int], rounds: int, progress: bool
+) -> list[list[float]]:
+    """Seconds of every call in every round."""
+    found: list[list[float]] = [[] for _ in calls]
+    for turn in tqdm(range(rounds), desc='time', unit='round', leave=False, disable=not progress):
+        for place in range(len(calls)):
+            index = (turn + place) % len(calls)
+            found[index].append(_time(calls[index], device, repeats[index]))
+    return found
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    return statistics.quantiles(values if len(values) > 1 else [*values] * 2, n=100, method='inclusive')[percent - 1]
 
 
 def _compare(seconds: Sequence[float], first: Sequence[float]) -> Timing:

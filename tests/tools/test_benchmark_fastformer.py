@@ -111,7 +111,7 @@ def test_the_two_transformers_are_the_same_but_for_the_form_of_their_attention()
 def test_the_extra_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 'aft_vision.fastformer', None)
     monkeypatch.delattr('aft_vision.fastformer', raising=False)
-    with pytest.raises(ImportError, match=r"--fastformer needs transformers: pip install 'aft-vision\[text\]'"):
+    with pytest.raises(ImportError, match=r"text encoders need transformers: pip install 'aft-vision\[text\]'"):
         fastformer.encoder_names()
 
 

@@ -5,6 +5,7 @@ python -m tools.benchmark --layers [--batch-size B] [--compile]
 python -m tools.benchmark --classifiers [--models NAME ...] [--sizes 224 384 ...] [--training] [--compile]
 python -m tools.benchmark --scaling [T ...] [--training] [--most-seconds 5] [--most-gib 4] [--png FILE]
 python -m tools.benchmark --fastformer [T ...] [--total-tokens N] [--models NAME ...] [--most-seconds 30] [--png FILE]
+python -m tools.benchmark --conversion [M ...] [--ads 20] [--text-tokens 16] [--models NAME ...] [--rounds 100]
 python -m tools.benchmark --table {2,4} [--batch-size 1] [--depth N] [--compile]
 python -m tools.benchmark --table {7,8} [--batch-size 32] [--img-size PX] [--compile]
 python -m tools.benchmark --memory [--models NAME ...] [--sizes 224 512x683 ...] [--training] [--png FILE]
@@ -27,6 +28,11 @@ operation stops before a length at which a call could take more than the limits.
 --fastformer is Fig. 2 of the Fastformer paper: its classifier of MIND with each of the encoders, on random embeddings
 of texts of T tokens, as many texts as make up the tokens of a batch, forward and in training. Figures are of one text;
 otherwise as --scaling.
+
+--conversion is Table 8 of the Fastformer paper but for the quality: the predictor of conversions with each of the
+encoders, one user with M behaviours and a few ads a call. Median and 99th percentile of the latency, and peak memory,
+once with the encoding of all texts, once with the vectors of the texts at hand, as a server keeps them, and once of a
+step of training.
 
 --table 2 and 4 print the tables of pixel and character models with training iterations here beside the printed ones.
 The full rows are heavy on a CPU: --depth N cuts every model to N blocks. --table 7 and 8 are the image models in

@@ -175,5 +175,5 @@ def _fastformer() -> Any:
     try:
         from aft_vision import fastformer
     except ImportError as error:
-        raise ImportError(f"--fastformer needs transformers: pip install 'aft-vision[text]' ({error})") from error
+        raise ImportError(f"text encoders need transformers: pip install 'aft-vision[text]' ({error})") from error
     return fastformer

@@ -48,6 +48,9 @@ _FASTFORMER: dict[str, Any] = dict(
     dtype='float32',
     png=None,
 )
+_CONVERSION: dict[str, Any] = dict(
+    models=None, ads=20, text_tokens=16, dim=256, heads=16, depth=1, rounds=100, dtype='float32'
+)
 _MEMORY = dict(batch_size=1, models=None, sizes=None, training=False, dtype='float32', png=None)
 _LOADER = dict(batch_size=64, img_size=224, rounds=5, workers=os.cpu_count(), augment='crop')
 SECTIONS = {
@@ -56,6 +59,7 @@ SECTIONS = {
     'classifiers': Section(sections.run_classifiers, _CLASSIFIERS, '--classifiers'),
     'scaling': Section(sections.run_scaling, _SCALING, '--scaling'),
     'fastformer': Section(sections.run_fastformer, _FASTFORMER, '--fastformer'),
+    'conversion': Section(sections.run_conversion, _CONVERSION, '--conversion'),
     'table': Section(
         sections.run_table, dict(batch_size=32, img_size=None, rounds=5, dtype='float32', compile=False), '--table'
     ),
@@ -99,6 +103,13 @@ def _add_sections(chosen: Any) -> None:
     chosen.add_argument(
         '--fastformer', type=int, nargs='*', metavar='T', help='Fig. 2 of the Fastformer paper (default: 128 to 65536)'
     )
+    chosen.add_argument(
+        '--conversion',
+        type=int,
+        nargs='*',
+        metavar='M',
+        help='Table 8 of the Fastformer paper against the behaviours of a user (default: 50 to 1000)',
+    )
     chosen.add_argument('--table', type=int, choices=numbers, help='a table of the AFT paper')
     chosen.add_argument('--memory', **flag, help='memory against pixels')
     chosen.add_argument('--onehot', **flag, help='the one-offset operation')
@@ -119,19 +130,28 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         '--depth',
         type=int,
         metavar='N',
-        help='of --table 2 and 4: blocks of every model (default: as printed); of --fastformer: layers (default: 2)',
+        help='of --table 2 and 4: blocks of every model (default: as printed); layers of --fastformer (default: 2) and '
+        '--conversion (1)',
     )
-    add('--dim', type=int, metavar='C', help='of --fastformer: width (default: 256)')
-    add('--heads', type=int, metavar='N', help='of --fastformer (default: 16)')
+    add('--dim', type=int, metavar='C', help='of --fastformer and --conversion: width (default: 256)')
+    add('--heads', type=int, metavar='N', help='of --fastformer and --conversion (default: 16)')
+    add('--ads', type=int, metavar='N', help='of --conversion: ads of a user (default: 20)')
+    add('--text-tokens', type=int, metavar='N', help='of --conversion: tokens of a text (default: 16)')
     add('--total-tokens', type=int, metavar='N', help='of --fastformer: tokens of a batch (default: 65536)')
     add(
         '--rounds',
         type=int,
-        help='(default: 15 for operations, layers and goals, 3 for --scaling, --fastformer, --table 2 and 4, else 5)',
+        help='(default: 15 for operations, layers and goals, 3 for --scaling, --fastformer, --table 2 and 4, 100 for '
+        '--conversion, else 5)',
     )
     add('--rows', type=int, nargs='+', metavar='N', help='of --goals (default: all)')
     add('--dtype', choices=PRECISIONS, help='float32, or autocast to another (default: float32)')
-    add('--models', nargs='+', metavar='NAME', help='of --memory and --classifiers; encoders of --fastformer')
+    add(
+        '--models',
+        nargs='+',
+        metavar='NAME',
+        help='of --memory and --classifiers; encoders of --fastformer and --conversion',
+    )
     add('--sizes', **sizes, help='of --memory and --classifiers: a side in pixels, or HEIGHTxWIDTH')
     add('--training', **flag, help='of --memory, --classifiers and --scaling: forward and backward')
     add('--compile', **flag, help='every row under torch.compile too')

@@ -11,6 +11,7 @@ import torch
 
 from tools.benchmark import (
     classifiers,
+    conversion,
     decode,
     fastformer,
     goals,
@@ -121,6 +122,25 @@ def run_fastformer(args: argparse.Namespace, device: torch.device) -> Report:
     )
     text = f'{head}\n{fastformer.format_fastformer(**figures)}'
     return Report(figures, text, partial(fastformer.plot_fastformer, figures['rows'], figures['fits']))
+
+
+def run_conversion(args: argparse.Namespace, device: torch.device) -> Report:
+    """Latency and memory of predicting conversions."""
+    setting = conversion.Setting(args.ads, args.text_tokens, args.dim, args.heads, args.depth)
+    rows = conversion.measure_conversion(
+        args.conversion or conversion.BEHAVIORS,
+        setting,
+        device,
+        args.dtype,
+        args.rounds,
+        models=args.models,
+        progress=show_progress(),
+    )
+    head = (
+        f'one user with {setting.ads} ads, {setting.text_tokens} tokens a text, {setting.depth} layers, width '
+        f'{setting.dim}, {setting.heads} heads; ratios are of the time of the first encoder to it'
+    )
+    return Report({'rows': rows}, f'{head}\n{conversion.format_conversion(rows)}')
 
 
 def run_table(args: argparse.Namespace, device: torch.device) -> Report:
