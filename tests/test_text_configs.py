@@ -7,7 +7,9 @@ import torch
 from aft_vision.fastformer import (
     PRESETS,
     FastformerConfig,
+    FastformerConversionConfig,
     FastformerForConditionalGeneration,
+    FastformerForConversion,
     FastformerForNewsRecommendation,
     FastformerForSequenceClassification,
     FastformerNewsConfig,
@@ -17,14 +19,17 @@ from train.fastformer.tasks import TASKS, load_text_config
 
 ROOT = Path(__file__).parents[1] / 'configs'
 FOLDER = ROOT / 'fastformer'
-SMOKE = ('fastformer', 'recommendation', 'summarization')
+SMOKE = ('fastformer', 'conversion', 'recommendation', 'summarization')
 CONFIGS = [*sorted(FOLDER.rglob('*.yaml')), *(ROOT / 'smoke' / f'{name}.yaml' for name in SMOKE)]
 # The model of each task, and its configuration.
 MODELS = {
     'classification': (FastformerForSequenceClassification, FastformerConfig),
+    'conversion': (FastformerForConversion, FastformerConversionConfig),
     'recommendation': (FastformerForNewsRecommendation, FastformerNewsConfig),
     'summarization': (FastformerForConditionalGeneration, FastformerConfig),
 }
+# AUC, memory in training and latency that Table 8 prints.
+TABLE_8 = {'conversion_transformer': ('0.7299', '30 GB', '176 ms'), 'conversion': ('0.7394', '25 GB', '163 ms')}
 TITLES = {'amazon': 'Amazon', 'imdb': 'IMDB', 'mind_topic': 'MIND'}
 # Accuracy and macro-F in percent, each with its deviation, that Table 4 prints for Amazon, IMDB and MIND.
 TABLE_4 = {
@@ -189,8 +194,25 @@ def test_the_recommender_is_a_column_of_table_9():
     assert (config.optim.name, config.optim.weight_decay) == ('adamw_torch', 0)
 
 
+@pytest.mark.parametrize('name', TABLE_8)
+def test_the_rows_of_table_8_differ_in_their_encoder_alone(name):
+    auc, memory, latency = TABLE_8[name]
+    text = header(FOLDER / f'{name}.yaml')
+    assert 'Fastformer Table 8, row' in text
+    assert f'AUC {auc} (published' in text
+    assert f'published memory in training {memory}, latency {latency}' in text
+    row, recipe = load(name), load('conversion')
+    assert {**row.model, 'encoder_mixer': 'fastformer'} == {**recipe.model, 'encoder_mixer': 'fastformer'}
+    assert dataclasses.replace(row, model=recipe.model) == recipe
+    # The sizes of news recommendation, with what its preset switches off.
+    preset = dict(PRESETS['mind_recommendation'].model)
+    assert recipe.model == {name: value for name, value in preset.items() if not name.startswith('use_')}
+    assert (recipe.data.max_behaviors, recipe.data.max_length) == (50, PRESETS['mind_recommendation'].max_length)
+
+
 def test_there_are_no_other_configs():
-    small = {'ag_news', 'small_imdb', 'small_ag_news', 'small_movielens', 'small_bbc', 'small_cnn_dailymail'}
+    small = {'ag_news', 'small_imdb', 'small_ag_news', 'small_movielens', 'small_movielens_conversion'}
+    small |= {'small_alimama', 'small_bbc', 'small_cnn_dailymail', *TABLE_8}
     rows = {name if mixer == 'fastformer' else f'{name}_{mixer}' for name, mixer in (NUMBERS | ROUGE)}
     rows |= {RECOMMENDATION if mixer == 'fastformer' else f'{RECOMMENDATION}_{mixer}' for mixer in TABLE_5}
     assert {path.stem for path in FOLDER.glob('*.yaml')} == rows | small
