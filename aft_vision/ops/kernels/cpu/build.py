@@ -9,6 +9,7 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -34,7 +35,11 @@ VECTOR_FLAGS = {
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, after one line in the log, where they cannot be built."""
     try:
-        return ctypes.CDLL(str(_build()))
+        try:
+            return ctypes.CDLL(str(_build()))
+        except OSError:
+            # What was kept is damaged, or belongs to a system with other libraries.
+            return ctypes.CDLL(str(_build(anew=True)))
     except (OSError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         _logger.warning(
@@ -52,8 +57,11 @@ def compiled() -> ctypes.CDLL:
     return found
 
 
-def _build() -> Path:
+def _build(anew: bool = False) -> Path:
     """The shared library, compiled unless it was before.
+
+    Args:
+        anew: whether to compile it although it was.
 
     Raises:
         OSError: the folder cannot be written.
@@ -61,24 +69,40 @@ def _build() -> Path:
     """
     capability = torch.backends.cpu.get_cpu_capability()
     flags = FLAGS + VECTOR_FLAGS.get(capability, [])
-    content = b''.join(path.read_bytes() for path in SOURCES + HEADERS)
-    version = hashlib.sha256(content + ' '.join(flags).encode()).hexdigest()[:12]
-    # Where torch keeps extensions that it builds.
-    root = os.environ.get('TORCH_EXTENSIONS_DIR') or Path.home() / '.cache' / 'torch_extensions'
-    path = Path(root) / 'aft_vision' / f'kernels_{capability.lower()}_{version}.so'
-    if path.exists():
-        return path
     chosen = os.environ.get('CXX', 'c++')
     compiler = shutil.which(chosen)
+    content = b''.join(path.read_bytes() for path in SOURCES + HEADERS)
+    version = _digest(content + ' '.join(flags).encode())
+    # Where torch keeps extensions that it builds.
+    root = os.environ.get('TORCH_EXTENSIONS_DIR') or Path.home() / '.cache' / 'torch_extensions'
+    folder, name = Path(root) / 'aft_vision', f'kernels_{platform.machine()}_{capability.lower()}_{version}'
     if compiler is None:
+        kept = [] if anew else sorted(folder.glob(f'{name}_*.so'))
+        if kept:
+            return kept[0]
         raise RuntimeError(f'expected a C++ compiler, got none by the name of {chosen} (set CXX to choose another)')
+    path = folder / f'{name}_{_identify(compiler)}.so'
+    if anew or not path.exists():
+        _compile([compiler, *flags], path)
+    return path
+
+
+def _compile(command: list[str], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Processes that start together may all compile; each gives the file its name when it is whole.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        command = [compiler, *flags, '-shared', '-fPIC', *map(str, SOURCES), '-o', str(built)]
+        command = [*command, '-shared', '-fPIC', *map(str, SOURCES), '-o', str(built)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f'{chosen} failed: {done.stderr.strip()}')
+            raise RuntimeError(f'{Path(command[0]).name} failed: {done.stderr.strip()}')
         os.replace(built, path)
-    return path
+
+
+def _identify(compiler: str) -> str:
+    # By what it says of its name and version.
+    return _digest(subprocess.run([compiler, '--version'], capture_output=True, check=False).stdout)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]

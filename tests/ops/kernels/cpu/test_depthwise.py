@@ -269,11 +269,3 @@ def test_without_a_compiler_the_torch_form_runs_and_says_so_once(
     assert found[0].startswith('the C++ kernels cannot be built')
     assert reason in found[0]
     assert '\n' not in found[0]
-
-
-def test_a_built_library_is_kept_and_needs_no_compiler_again(monkeypatch: pytest.MonkeyPatch, tmp_path):
-    monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path))
-    path = build._build()
-    assert list(path.parent.iterdir()) == [path]
-    monkeypatch.setenv('CXX', 'no-such-compiler')
-    assert build._build() == path

@@ -1,0 +1,68 @@
+"""The library of compiled kernels: what it is kept by, and when it is compiled again."""
+
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from aft_vision.ops.kernels.cpu import build
+
+
+@pytest.fixture(autouse=True)
+def little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A source that compiles at once, and a folder of its own."""
+    source = tmp_path / 'answer.cpp'
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(build, 'SOURCES', [source])
+    monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path / 'kept'))
+
+
+def test_a_built_library_is_kept_and_needs_no_compiler_again(monkeypatch: pytest.MonkeyPatch):
+    path = build._build()
+    assert list(path.parent.iterdir()) == [path]
+    monkeypatch.setenv('CXX', 'no-such-compiler')
+    assert build._build() == path
+
+
+def test_machines_and_compilers_of_another_kind_do_not_share_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    path = build._build()
+    monkeypatch.setattr(platform, 'machine', lambda: 'riscv64')
+    other_machine = build._build()
+    # Another version of the same compiler.
+    compiler = tmp_path / 'compiler'
+    compiler.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo 99; else exec c++ "$@"; fi\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv('CXX', str(compiler))
+    assert len({path, other_machine, build._build()}) == 3
+    monkeypatch.setenv('CXX', 'no-such-compiler')
+    monkeypatch.setattr(platform, 'machine', lambda: 'sparc')
+    with pytest.raises(RuntimeError, match='expected a C\\+\\+ compiler, got none by the name of no-such-compiler'):
+        build._build()
+
+
+def test_a_damaged_library_is_compiled_once_more():
+    path = build._build()
+    path.write_bytes(b'cut short')
+    assert build.library.__wrapped__().answer() == 42
+    assert path.read_bytes()[1:4] == b'ELF'
+
+
+def test_a_damaged_library_without_a_compiler_is_done_without(monkeypatch: pytest.MonkeyPatch, caplog):
+    build._build().write_bytes(b'cut short')
+    monkeypatch.setenv('CXX', 'no-such-compiler')
+    assert build.library.__wrapped__() is None
+    assert len([record for record in caplog.records if record.name == build.__name__]) == 1
+
+
+def test_what_cannot_be_loaded_is_compiled_no_more_than_once_more(monkeypatch: pytest.MonkeyPatch):
+    runs = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, 'run', lambda command, **x: (runs.append(command), run(command, **x))[1])
+
+    def fail(path: str) -> None:
+        raise OSError(f'{path}: version GLIBC_9.9 not found')
+
+    monkeypatch.setattr(build.ctypes, 'CDLL', fail)
+    assert build.library.__wrapped__() is None
+    assert len([command for command in runs if '-shared' in command]) == 2
