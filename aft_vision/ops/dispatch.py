@@ -27,11 +27,13 @@ class _Form(NamedTuple):
     """One way to compute an operator.
 
     covers: whether it is made for the inputs of the forward, and can run here; None for all of them.
+    check: raises where it should run for such inputs, and something on this machine is broken.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, ...]]
     covers: Callable[..., bool] | None = None
+    check: Callable[..., None] | None = None
 
 
 def check_backend(backend: str) -> None:
@@ -47,12 +49,16 @@ def pick_form(name: str, forms: dict[str, _Form], backend: str, inputs: Sequence
 
     Raises:
         ValueError: there is no such backend.
+        RuntimeError: 'triton' was asked for, is installed, and cannot compile.
     """
     check_backend(backend)
     for choice in reversed(forms) if backend == 'auto' else [backend]:
         form = forms.get(choice)
         if form is not None and (form.covers is None or form.covers(*inputs)):
             return form
+    asked = forms.get(backend)
+    if asked is not None and asked.check is not None:
+        asked.check(*inputs)
     _warn_once(name, backend)
     return forms['eager']
 
@@ -195,7 +201,12 @@ def _triton(module: str, name: str) -> _Form:
 
         return launch.can_run(inputs)
 
-    return _kernel(module, name)._replace(covers=covers)
+    def check(*inputs: Any) -> None:
+        from aft_vision.ops.kernels.gpu import launch
+
+        launch.check(inputs)
+
+    return _kernel(module, name)._replace(covers=covers, check=check)
 
 
 def step_kernels(state: Sequence[Tensor], *inputs: Tensor | None) -> Any | None:

@@ -6,7 +6,10 @@ interpreter under TRITON_INTERPRET=1, which must be set before the first of them
 
 import functools
 import importlib.util
+import logging
 import os
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, overload
@@ -17,23 +20,87 @@ from torch.profiler import record_function
 
 from aft_vision.ops.eager.numerics import UNDERFLOW
 
+_logger = logging.getLogger(__name__)
+
 # Sums are float32 in all of them.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A denominator below this has lost digits to underflow, as in the torch forms.
 LIMIT = UNDERFLOW[torch.float32]
 # The oldest GPUs that Triton supports.
 CAPABILITY = (8, 0)
+# Sequences lie along a side of the grid of programs that is no longer than this.
+SEQUENCES = 65535
+# Offsets in a sequence and in a bias have 32 bits; half of what these count, for tiles that reach over the end.
+ELEMENTS = 1 << 30
+
+# Held while kernels are launched: a tuner, and the interpreter, keep what belongs to one launch in themselves.
+_lock = threading.RLock()
+# Why Triton does not run on a device, in one line, or None; of those where it was tried.
+_failures: dict[torch.device, str | None] = {}
 
 
 def can_run(inputs: Sequence[Any]) -> bool:
-    """Whether Triton runs where all tensors among the inputs are, in their floating-point types, and none is empty."""
+    """Whether the kernels take such inputs of an operator (q, k, v, ...), and run where these are.
+
+    They do if all tensors are on one device where Triton runs, in its floating-point types, not empty, and not too
+    large for the kernels' offsets and grids, of which one warning says so.
+    """
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     device = tensors[0].device
     return (
-        _runs_on(device)
+        _supports(device)
         and all(x.device == device and x.numel() > 0 for x in tensors)
         and all(x.dtype in DTYPES for x in tensors if x.is_floating_point())
+        and _fits(inputs)
+        and failure(device) is None
     )
+
+
+def check(inputs: Sequence[Any]) -> None:
+    """Raise a RuntimeError if the inputs are where Triton is installed and cannot compile."""
+    device = next(x.device for x in inputs if isinstance(x, Tensor))
+    reason = failure(device) if _supports(device) else None
+    if reason is not None:
+        raise RuntimeError(
+            f"backend='triton' needs Triton to compile for {device}, which fails: {reason}; backend='auto' does without"
+        )
+
+
+def failure(device: torch.device) -> str | None:
+    """Why Triton cannot compile for a CUDA device and run there, in one line; None where it can.
+
+    A kernel is tried once for each device; a failure is logged. It is not tried while a CUDA graph is captured.
+    """
+    with _lock:
+        if device.type == 'cuda' and device not in _failures and not is_capturing():
+            _failures[device] = _find_failure(device)
+        return _failures.get(device)
+
+
+def _find_failure(device: torch.device) -> str | None:
+    try:
+        _try_kernel(device)
+    # Without a C compiler, ptxas or a driver that fits it, each part of Triton fails in its own way.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        _logger.warning('Triton cannot compile for %s, so AFT runs there in the slower torch forms: %s', device, reason)
+        return reason
+    return None
+
+
+def _try_kernel(device: torch.device) -> None:
+    from aft_vision.ops.kernels.gpu.device.trial import trial_kernel
+
+    with torch.cuda.device(device):
+        found = torch.zeros(1, dtype=torch.float32, device=device)
+        trial_kernel[(1,)](found)
+        if found.item() != 1.0:
+            raise RuntimeError(f'expected a first kernel to write 1, got {found.item()}')
+
+
+def is_capturing() -> bool:
+    """Whether launches are recorded in a CUDA graph: nothing may be timed or read back then."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def interprets() -> bool:
@@ -41,10 +108,33 @@ def interprets() -> bool:
     return os.environ.get('TRITON_INTERPRET') == '1'
 
 
-def _runs_on(device: torch.device) -> bool:
+def _supports(device: torch.device) -> bool:
     if device.type == 'cpu':
         return interprets() and _has_triton()
     return device.type == 'cuda' and _has_triton() and torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
+def _fits(inputs: Sequence[Any]) -> bool:
+    sequences = [x[0] for x in inputs[:3] if x is not None]
+    biases = [x for x in inputs[3:] if isinstance(x, Tensor) and x.is_floating_point()]
+    fits = len(inputs[1]) <= SEQUENCES and all(_reach(x) < ELEMENTS for x in sequences + biases)
+    if not fits:
+        _warn_too_large()
+    return fits
+
+
+def _reach(x: Tensor) -> int:
+    # From the first element to the last, in memory.
+    return sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True))
+
+
+@functools.cache
+def _warn_too_large() -> None:
+    warnings.warn(
+        f'the Triton kernels take at most {SEQUENCES} sequences, each and its bias of at most {ELEMENTS} elements; '
+        'using another form for more',
+        stacklevel=2,
+    )
 
 
 @functools.cache
@@ -55,23 +145,34 @@ def _has_triton() -> bool:
 def tuned(key: list[str], interpreted: dict[str, int], *configs: tuple[dict[str, int], int]) -> Callable[[Any], Any]:
     """A decorator above `triton.jit`: the fastest configuration for each value of the key, measured once and kept.
 
+    Triton keeps it on disk too. While a CUDA graph is captured nothing can be measured: the first one runs, and stays.
+
     Args:
-        key: arguments of the kernel.
+        key: arguments of the kernel, none of which changes with every batch.
         interpreted: the constants in the interpreter: tiles so small that little tests have several.
-        configs: constants and number of warps.
+        configs: constants and number of warps, the most likely one first.
     """
     import triton
 
     if interprets():
         configs = ((interpreted, 1),)
-    return triton.autotune([triton.Config(constants, num_warps=warps) for constants, warps in configs], key=key)
+    return triton.autotune(
+        [triton.Config(constants, num_warps=warps) for constants, warps in configs],
+        key=key,
+        prune_configs_by={'early_config_prune': lambda all_of_them, *_, **__: _measurable(all_of_them)},
+        cache_results=True,
+    )
+
+
+def _measurable(configs: list[Any]) -> list[Any]:
+    return configs[:1] if is_capturing() else configs
 
 
 @contextmanager
 def launching(name: str, x: Tensor) -> Iterator[None]:
-    """A context whose kernels run on the device of x and show in profiles as aft_vision::name."""
+    """A context whose kernels run on the device of x and show in profiles as aft_vision::name, one thread at a time."""
     device = torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-    with record_function(f'aft_vision::{name}'), device:
+    with record_function(f'aft_vision::{name}'), device, _lock:
         yield
 
 

@@ -1,6 +1,10 @@
 """Where the Triton kernels run, what runs where they do not, and their values at real sizes on a GPU."""
 
+import logging
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -62,6 +66,119 @@ def test_float64_takes_eager_and_says_so_once_if_triton_was_asked_for(triton_dev
         warnings.simplefilter('error')
         assert torch.equal(ops.aft_simple(*inputs, backend='triton'), y)
         assert torch.equal(ops.aft_simple(*inputs), y)
+
+
+def break_triton(device: torch.device) -> None:
+    raise RuntimeError('Failed to find C compiler.\nPlease specify it via CC.')
+
+
+def test_a_device_that_triton_cannot_compile_for_is_tried_once_and_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    tried = []
+    monkeypatch.setattr(launch, '_failures', {})
+    monkeypatch.setattr(launch, '_try_kernel', lambda device: (tried.append(device), break_triton(device)))
+    device, other = torch.device('cuda', 0), torch.device('cuda', 1)
+    with caplog.at_level(logging.WARNING):
+        found = [launch.failure(device) for _ in range(3)]
+    assert found == ['Failed to find C compiler.'] * 3
+    assert tried == [device]
+    assert [record.getMessage() for record in caplog.records if record.name == launch.__name__] == [
+        'Triton cannot compile for cuda:0, so AFT runs there in the slower torch forms: Failed to find C compiler.'
+    ]
+    monkeypatch.setattr(launch, '_try_kernel', tried.append)
+    assert launch.failure(other) is None
+    assert tried == [device, other]
+
+
+def test_where_triton_cannot_compile_auto_takes_eager_and_triton_raises(
+    triton_device: str, monkeypatch: pytest.MonkeyPatch
+):
+    inputs = single(device=triton_device)
+    monkeypatch.setitem(launch._failures, inputs[0].device, 'ptxas is missing')
+    assert torch.equal(ops.aft_simple(*inputs), ops.aft_simple(*inputs, backend='eager'))
+    with pytest.raises(RuntimeError, match=r"backend='triton' needs Triton to compile for .*: ptxas is missing"):
+        ops.aft_simple(*inputs, backend='triton')
+
+
+def capture(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: capturing)
+
+
+def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, '_failures', {})
+    monkeypatch.setattr(launch, '_try_kernel', break_triton)
+    capture(monkeypatch, True)
+    assert launch.failure(torch.device('cuda', 0)) is None
+    capture(monkeypatch, False)
+    assert launch.failure(torch.device('cuda', 0)) == 'Failed to find C compiler.'
+
+
+@pytest.mark.parametrize('capturing', [True, False])
+def test_configurations_are_timed_except_while_a_graph_is_captured(capturing: bool, monkeypatch: pytest.MonkeyPatch):
+    triton = pytest.importorskip('triton')
+    monkeypatch.delenv('TRITON_INTERPRET', raising=False)
+    timed, launched = [], []
+
+    def kernel(X, n, BLOCK):
+        pass
+
+    def time(call, quantiles):
+        timed.append(1)
+        return [3.0 - len(timed)] * 3
+
+    kernel = triton.JITFunction(kernel)
+    tuner = launch.tuned(['n'], {}, ({'BLOCK': 16}, 4), ({'BLOCK': 32}, 4))(kernel)
+    assert tuner.cache_results or triton.knobs.runtime.interpret
+    tuner.cache_results, tuner._do_bench = False, time
+    tuner.fn = SimpleNamespace(run=lambda *args, BLOCK, **others: launched.append(BLOCK))
+    capture(monkeypatch, capturing)
+    tuner[(1,)](None, 7)
+    tuner[(1,)](None, 7)
+    assert (len(timed), launched) == ((0, [16, 16]) if capturing else (2, [32, 32]))
+
+
+def test_kernels_are_launched_by_one_thread_at_a_time(triton_device: str):
+    x = torch.zeros(1, device=triton_device)
+    free = []
+    with launch.launching('first', x), launch.launching('again', x):
+        thread = threading.Thread(target=lambda: free.append(launch._lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+    assert free == [False]
+
+
+def test_threads_get_their_own_results(triton_device: str):
+    inputs = [[x.to(triton_device) + i for x in single(T=19)] for i in range(4)]
+    expected = [ops.aft_simple(*x, backend='eager') for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda x: ops.aft_simple(*x, backend='triton'), inputs))
+    for y, wanted in zip(found, expected, strict=True):
+        assert_close(y.cpu(), wanted.cpu().double(), 1e-5)
+
+
+@pytest.mark.parametrize(
+    'shape', [(1 << 16, 1, 1), (2, 1 << 29, 3)], ids=['more sequences than a grid', 'longer than offsets']
+)
+def test_what_is_too_large_is_not_covered_and_said_once(shape: tuple[int, ...]):
+    k = torch.empty(shape, device='meta')
+    launch._warn_too_large.cache_clear()
+    with pytest.warns(UserWarning, match='the Triton kernels take at most 65535 sequences'):
+        assert not launch._fits([k, k, k, None])
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert not launch._fits([None, k, k])
+        few = k[:1, :8]
+        assert launch._fits([few, few, few])
+        assert not launch._fits([few, few, few, torch.empty(1 << 15, 1 << 16, device='meta')])
+
+
+def test_another_form_takes_what_is_too_large(triton_device: str):
+    q, k, v = (x[:, :1].expand(1 << 16, 1, 1) for x in single(D=1, device=triton_device))
+    launch._warn_too_large.cache_clear()
+    with pytest.warns(UserWarning, match='using another form for more'):
+        assert torch.equal(ops.aft_simple(q, k, v), ops.aft_simple(q, k, v, backend='eager'))
 
 
 def test_it_passes_torch_opcheck(triton_device: str):
