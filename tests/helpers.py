@@ -137,6 +137,24 @@ def assert_matches_reference(
         assert_close(got.cpu(), want, gradient_bound, f'grad {name}', floor)
 
 
+def assert_masked_tokens_have_no_effect(
+    op: Callable[..., Tensor], inputs: dict[str, Any], mask: Tensor, device: str = 'cpu'
+) -> None:
+    """Whatever stands in k and v where the mask is False, NaN too: the same to the bit, and no gradient goes there."""
+    found = []
+    for fills in ((0.0, 0.0), (float('inf'), float('nan'))):
+        hidden = {name: inputs[name].masked_fill(~mask[..., None], x) for name, x in zip('kv', fills, strict=True)}
+        low = {name: _leaf(x, torch.float32, device) for name, x in (inputs | hidden).items()}
+        y = op(**low, mask=mask.to(device))
+        leaves = [x for x in low.values() if isinstance(x, Tensor) and x.requires_grad]
+        grads = torch.autograd.grad(y, leaves, randn(*y.shape, seed=99, dtype=torch.float32).to(device))
+        found.append([x.cpu() for x in (y, *grads)])
+        hidden_grads = [grad for x, grad in zip(leaves, grads, strict=True) if x is low['k'] or x is low['v']]
+        assert not any(grad.cpu()[~mask].any() for grad in hidden_grads)
+    assert found[0][0].isfinite().all()
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 def assert_passes_opcheck(
     name: str,
     inputs: dict[str, Any],

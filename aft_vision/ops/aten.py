@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aft_vision.ops.eager.band import skew
-from aft_vision.ops.eager.numerics import accumulate_dtype
+from aft_vision.ops.eager.numerics import accumulate_dtype, masked_values
 from aft_vision.ops.eager.onehot import onehot_means
 
 TINY = 1e-30
@@ -40,13 +40,13 @@ def mix_full(q: Tensor | None, k: Tensor, v: Tensor, weights: Tensor, mask: Tens
     """`aft_full` from its weights, (T, T)."""
     ek = _shifted_exp(k, mask)
     weights = weights.to(ek.dtype)
-    return _gated(q, v, _ratio(weights @ (ek * v), weights @ ek))
+    return _gated(q, v, _ratio(weights @ (ek * masked_values(v, mask)), weights @ ek))
 
 
 def aft_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """`ops.aft_simple` in aten (AFT Eq. 5)."""
     ek = _shifted_exp(k, mask)
-    num, den = (ek * v).sum(1, keepdim=True), ek.sum(1, keepdim=True)
+    num, den = (ek * masked_values(v, mask)).sum(1, keepdim=True), ek.sum(1, keepdim=True)
     return _gated(q, v, _ratio(num, den)) + torch.zeros_like(v)
 
 
@@ -190,7 +190,7 @@ def _shifted_exp(k: Tensor, mask: Tensor | None) -> Tensor:
 def _weighted(k: Tensor, v: Tensor, heads: int, mask: Tensor | None) -> Tensor:
     # e^k v and e^k of each head, (B, T, h, c + 1).
     ek = _shifted_exp(k, mask).unsqueeze(-1)
-    return torch.cat([ek * v.unflatten(2, (heads, -1)), ek], -1)
+    return torch.cat([ek * masked_values(v, mask).unflatten(2, (heads, -1)), ek], -1)
 
 
 def _mixed(q: Tensor | None, v: Tensor, y: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import (
     assert_close,
+    assert_masked_tokens_have_no_effect,
     assert_matches_reference,
     assert_passes_opcheck,
     generator,
@@ -117,6 +118,27 @@ def test_aft_conv_equals_float64(grid, D, h, s, masked: bool, global_context: bo
 def test_aft_onehot_equals_float64(grid, D: int, h: int, masked: bool, dtype: torch.dtype):
     mask = make_mask(2, grid[0] * grid[1]) if masked else None
     assert_matches_reference(ops.aft_onehot, reference.aft_onehot, onehot_inputs(grid, D, h) | {'mask': mask}, dtype)
+
+
+@pytest.mark.parametrize('form', ['eager', 'auto', 'aten'])
+@pytest.mark.parametrize('name', ['aft_full', 'aft_simple', 'aft_local', 'aft_conv', 'aft_onehot'])
+def test_masked_tokens_may_be_anything(name: str, form: str):
+    inputs = {
+        'aft_full': full_inputs(15),
+        'aft_simple': simple_inputs(15),
+        'aft_local': local_inputs(15, 4),
+        'aft_conv': conv_inputs((3, 5), 66, 66, 3),
+        'aft_onehot': onehot_inputs((3, 5), 66, 66),
+    }[name]
+    op = getattr(aten if form == 'aten' else ops, name)
+    others = {} if form == 'aten' else {'backend': form}
+    assert_masked_tokens_have_no_effect(lambda **x: op(**x, **others), inputs, make_mask(2, 15))
+
+
+def test_masked_tokens_may_be_anything_where_elements_underflow():
+    inputs = full_inputs(15) | {'bias': nasty_biases(randn(15, 15, seed=7))['plus_minus_80']}
+    inputs['k'] = nasty_keys(inputs['k'])['normal_30']
+    assert_masked_tokens_have_no_effect(ops.aft_full, inputs, make_mask(2, 15))
 
 
 @pytest.mark.parametrize('bias', NASTY_BIASES)

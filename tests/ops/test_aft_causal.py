@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import (
     assert_close,
+    assert_masked_tokens_have_no_effect,
     assert_matches_reference,
     assert_passes_opcheck,
     generator,
@@ -69,6 +70,17 @@ def test_the_torch_form_survives_nasty_inputs(name: str, keys: str, masked: bool
     oracle = getattr(reference, name)
     nasty = keys != 'ordinary'
     assert_matches_reference(getattr(ops, name), lambda backend, **rest: oracle(**rest), inputs, torch.float32, nasty)
+
+
+@pytest.mark.parametrize('jump', [0.0, 200.0])
+@pytest.mark.parametrize('backend', ['eager', 'auto'])
+@pytest.mark.parametrize('name', NAMES)
+def test_masked_tokens_may_be_anything(name: str, backend: str, jump: float):
+    inputs = causal_inputs(name, 70, 20)
+    inputs['k'][:, 40:] += jump
+    mask = torch.rand(2, 70, generator=generator(3)) > 0.4
+    mask[0, :3] = False
+    assert_masked_tokens_have_no_effect(lambda **x: getattr(ops, name)(**x, backend=backend), inputs, mask)
 
 
 @pytest.mark.parametrize('jump', [18.0, 59.0])

@@ -23,6 +23,7 @@ from aft_vision.ops.eager.numerics import (
     empty_output,
     gate,
     masked_keys,
+    masked_values,
     may_branch,
     product_dtype,
 )
@@ -58,7 +59,7 @@ class _Sequence:
         self.past = past
         self.dtype, self.product_dtype = accumulate_dtype(v), product_dtype(v)
         self.keys = masked_keys(k, mask).transpose(0, 1).flatten(1)  # (T, N)
-        self.values = v.to(self.dtype).transpose(0, 1).flatten(1)
+        self.values = masked_values(v.to(self.dtype), mask).transpose(0, 1).flatten(1)
         self.bias = bias
 
     def blocks(self) -> Iterator[_Block]:
@@ -198,6 +199,7 @@ def repair_forward(
     past: Past | None,
 ) -> None:
     """Compute the lost elements of a block's ratio (B, C, D) again; it begins with the target `start`."""
+    v = masked_values(v, mask)
     if past is not None:
         # One more source, which stands for all before the sequence; the mask is of a sequence without a past.
         older = past.reference.double() + past.denominator.double().log()
@@ -222,6 +224,7 @@ def repair_backward(
     need_bias: bool,
 ) -> None:
     """Add the gradients of the lost elements, (B, T, D); `a` is the gradient of the mean of the values."""
+    v = masked_values(v, mask)
     for batch, target, channel in lost_elements(lost, v.shape[1]):
         p = joint_softmax(k, mask, batch, channel, bias.rows(target))
         values = v.transpose(1, 2)[batch, channel].double()

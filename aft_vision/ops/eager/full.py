@@ -13,6 +13,7 @@ from aft_vision.ops.eager.numerics import (
     empty_output,
     gate,
     masked_keys,
+    masked_values,
     may_branch,
     product_dtype,
 )
@@ -131,7 +132,7 @@ def empty_context(k: Tensor, v: Tensor, save: bool) -> Tensor:
 
 def simple_forward(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, save: bool) -> tuple[Tensor, Tensor]:
     """y and the context (B, 1, D) that every target shares (AFT Eq. 5)."""
-    context = (_token_softmax(k, mask) * v).sum(1, keepdim=True)
+    context = (_token_softmax(k, mask) * masked_values(v, mask)).sum(1, keepdim=True)
     s = gate(q, context.dtype)
     y = context.expand(v.shape).clone() if s is None else s * context
     return y.to(v.dtype if q is None else q.dtype), context if save else empty_context(k, v, save)
@@ -154,7 +155,7 @@ def simple_backward(
     dq = k.new_empty(0) if q is None or s is None else (g * context * s * (1 - s)).to(q.dtype)
     dcontext = (g if s is None else g * s).sum(1, keepdim=True)
     dv = p * dcontext
-    dk = dv * (v - context)
+    dk = dv * (masked_values(v, mask) - context)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 

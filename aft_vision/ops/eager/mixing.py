@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from aft_vision.ops.eager.numerics import UNDERFLOW, accumulate_dtype, gate, may_branch, shifted_exp
+from aft_vision.ops.eager.numerics import UNDERFLOW, accumulate_dtype, gate, masked_values, may_branch, shifted_exp
 from aft_vision.ops.eager.repair import joint_softmax, lost_elements
 
 # Scratch of one batch chunk, in elements of the (token, batch, value and key) workspace: stays within the caches.
@@ -86,7 +86,8 @@ def mix_backward(
     dk, dv = torch.empty(k.shape, dtype=dtype, device=k.device), torch.empty(v.shape, dtype=dtype, device=v.device)
     buffers = _Buffers(weights, count=3)
     for part in _chunks(v, weights):
-        k_, v_, mask_ = k[part], _by_head(v[part], heads), _slice(mask, part)
+        k_, mask_ = k[part], _slice(mask, part)
+        v_ = _by_head(masked_values(v[part], mask_), heads)
         g, out = grad[part].to(dtype), y[part].to(dtype)
         go = g * out
         s = gate(_slice(q, part), dtype)
@@ -125,7 +126,7 @@ def _mix_chunk(
 ) -> None:
     # A function of its own, so that nothing holds the workspaces when those of a shorter chunk are made.
     dtype = accumulate_dtype(v)
-    v = _by_head(v, k.shape[2])
+    v = _by_head(masked_values(v, mask), k.shape[2])
     x, spare = buffers.take(len(k))
     _fill_exponentials(x, k, v, mask)
     y = weights.apply(x, spare)

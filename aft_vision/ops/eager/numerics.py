@@ -76,6 +76,11 @@ def masked_keys(k: Tensor, mask: Tensor | None) -> Tensor:
     return k if mask is None else k.masked_fill(~mask[..., None], float('-inf'))
 
 
+def masked_values(v: Tensor, mask: Tensor | None) -> Tensor:
+    """Values, 0 where the mask is False: what stands there, be it NaN, must reach neither result nor gradient."""
+    return v if mask is None else v.masked_fill(~mask[..., None], 0.0)
+
+
 def shifted_exp(k: Tensor, mask: Tensor | None, out: Tensor | None = None) -> Tensor:
     """exp(k - max over tokens), (B, T, h), also written to out; all zero where no token of a batch row counts."""
     k = masked_keys(k, mask)

@@ -19,6 +19,7 @@ from aft_vision.ops.eager.numerics import (
     empty_output,
     gate,
     masked_keys,
+    masked_values,
     may_branch,
 )
 
@@ -40,7 +41,7 @@ class _Sums:
     def __init__(self, k: Tensor, v: Tensor, weight: Tensor, mask: Tensor | None, branch: bool) -> None:
         keys = masked_keys(k, mask)
         self.weight = weight.to(keys.dtype)  # (h,)
-        self.values = v.to(keys.dtype).unflatten(2, (k.shape[2], -1))  # (B, T, h, c)
+        self.values = masked_values(v.to(keys.dtype), mask).unflatten(2, (k.shape[2], -1))  # (B, T, h, c)
         # A row whose every token is masked has no finite key.
         self.logits = keys - keys.amax(1, keepdim=True).clamp_min(torch.finfo(keys.dtype).min)
         self.exp = torch.exp(self.logits)  # (B, T, h)
