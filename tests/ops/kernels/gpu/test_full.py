@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from helpers import assert_matches_reference, make_qkv, nasty_biases, nasty_keys, randn
+from helpers import (
+    assert_masked_tokens_have_no_effect,
+    assert_matches_reference,
+    make_qkv,
+    nasty_biases,
+    nasty_keys,
+    randn,
+)
 from torch import Tensor
 
 from aft_vision import ops
@@ -37,6 +44,13 @@ def test_a_mask_hides_tokens_and_a_sequence_without_any_is_zero(device: str):
     mask[1] = False
     inputs = make_inputs(9, 5, B=3) | {'mask': mask}
     assert_matches_reference(full, reference.aft_full, inputs, torch.float16, device=device)
+
+
+@pytest.mark.parametrize('bias', ['zero', 'plus_minus_80'])
+def test_masked_tokens_may_be_anything(bias: str, device: str):
+    inputs = make_inputs(9, 5)
+    inputs |= {'k': 20 * inputs['k'], 'bias': nasty_biases(inputs['bias'])[bias]}
+    assert_masked_tokens_have_no_effect(full, inputs, torch.tensor([[True, False, True] * 3] * 2), device)
 
 
 @pytest.mark.parametrize('keys', ['plus_minus_1e4', 'normal_30', 'climbing', 'last_at_200'])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_matches_reference, make_qkv, nasty_keys, randn
+from helpers import assert_masked_tokens_have_no_effect, assert_matches_reference, make_qkv, nasty_keys, randn
 from torch import Tensor
 
 from aft_vision import ops
@@ -39,6 +39,11 @@ def test_a_mask_hides_tokens_and_a_sequence_without_any_is_zero(device: str):
     mask = torch.rand(3, 9, generator=torch.Generator().manual_seed(3)) > 0.4
     mask[1] = False
     assert_matches_reference(simple, reference.aft_simple, make_inputs(9, 5, B=3) | {'mask': mask}, device=device)
+
+
+def test_masked_tokens_may_be_anything(device: str):
+    mask = torch.tensor([[True, False, True] * 3, [False] * 9])
+    assert_masked_tokens_have_no_effect(simple, make_inputs(9, 5), mask, device)
 
 
 @pytest.mark.parametrize('keys', list(nasty_keys(torch.zeros(1, 3, 1))))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_matches_reference, make_qkv, nasty_keys
+from helpers import assert_masked_tokens_have_no_effect, assert_matches_reference, make_qkv, nasty_keys
 from torch import Tensor
 
 from aft_vision import ops
@@ -38,6 +38,11 @@ def test_tokens_before_the_first_that_counts_are_zero(device: str):
     mask[0, :17], mask[1, :2] = False, False
     inputs = make_inputs(18, 2, B=2) | {'mask': mask}
     assert_matches_reference(simple, reference.aft_simple_causal, inputs, device=device)
+
+
+def test_masked_tokens_may_be_anything(device: str):
+    mask = torch.tensor([[True, False, True] * 3, [False] * 9])
+    assert_masked_tokens_have_no_effect(simple, make_inputs(9, 2, B=2), mask, device)
 
 
 @pytest.mark.parametrize('keys', list(nasty_keys(torch.zeros(1, 3, 1))))

@@ -13,12 +13,26 @@ LIMIT = tl.constexpr(launch.LIMIT)
 
 
 @triton.jit
-def load_keys(K, MASK, b, t, c, k_batch, k_token, T, D):
-    """Keys (t, c) of sequence b in float32, minus infinity at masked tokens and outside the sequence."""
+def find_seen(MASK, b, t, c, T, D):
+    """Whether tokens t of sequence b count, and channels c exist."""
     seen = (t < T)[:, None] & (c < D)[None, :]
     if MASK is not None:
         seen = seen & (tl.load(MASK + b * T + t, mask=t < T, other=0) != 0)[:, None]
+    return seen
+
+
+@triton.jit
+def load_keys(K, MASK, b, t, c, k_batch, k_token, T, D):
+    """Keys (t, c) of sequence b in float32, minus infinity at masked tokens and outside the sequence."""
+    seen = find_seen(MASK, b, t, c, T, D)
     return tl.load(K + b * k_batch + t[:, None] * k_token + c[None, :], mask=seen, other=float('-inf')).to(tl.float32)
+
+
+@triton.jit
+def load_values(V, MASK, b, t, c, v_batch, v_token, T, D):
+    """Values (t, c) of sequence b in float32, 0 at masked tokens, whatever stands there, and outside the sequence."""
+    seen = find_seen(MASK, b, t, c, T, D)
+    return tl.load(V + b * v_batch + t[:, None] * v_token + c[None, :], mask=seen, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -8,7 +8,15 @@ the sources, in a branch that otherwise costs one reduction.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.gpu.device.common import FLOOR, LIMIT, load_keys, load_row, load_tile, store_tile
+from aft_vision.ops.kernels.gpu.device.common import (
+    FLOOR,
+    LIMIT,
+    load_keys,
+    load_row,
+    load_tile,
+    load_values,
+    store_tile,
+)
 from aft_vision.ops.kernels.gpu.launch import tuned
 
 # Sources that a repair reads at once: few, so that it takes no registers from the products.
@@ -24,7 +32,7 @@ def joint_sums(K, V, MASK, BIAS, b, t, c, strides, T, D, BS: tl.constexpr, BD: t
     for start in range(0, T, BS):
         s = start + tl.arange(0, BS)
         logits = load_logits(K, MASK, BIAS, b, t, s, c, strides, T, D)
-        v = load_tile(V, b, s, c, strides[2], strides[3], T, D)
+        v = load_values(V, MASK, b, s, c, strides[2], strides[3], T, D)
         new = tl.maximum(peak, tl.max(logits, 0))
         scale = tl.exp((peak - new).to(tl.float32))
         p = tl.exp((logits - new[None, :]).to(tl.float32))
@@ -72,7 +80,7 @@ def lost_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BD: tl.cons
     peak, den, mean = joint_sums(K, V, MASK, BIAS, b, t, c, strides, T, D, REPAIR, BD)
     logits = load_logits(K, MASK, BIAS, b, t, s, c, strides, T, D)
     p = tl.exp((logits - peak[None, :]).to(tl.float32)) * tl.where(lost, a / den, 0.0)[None, :]
-    return p, p * (load_tile(V, b, s, c, strides[2], strides[3], T, D) - mean[None, :])
+    return p, p * (load_values(V, MASK, b, s, c, strides[2], strides[3], T, D) - mean[None, :])
 
 
 @tuned(
@@ -104,7 +112,7 @@ def forward_kernel(
         s = start + tl.arange(0, BS)
         w = load_weights(WEIGHTS, w_row, t, s, T)
         k = load_keys(K, MASK, b, s, c, strides[0], strides[1], T, D)
-        v = load_tile(V, b, s, c, strides[2], strides[3], T, D)
+        v = load_values(V, MASK, b, s, c, strides[2], strides[3], T, D)
         new = tl.maximum(peak, tl.max(k, 0))
         scale = tl.exp(peak - new)[None, :]
         ek = tl.exp(k - new[None, :])
@@ -179,7 +187,7 @@ def backward_kernel(
         d_num = tl.dot(tl.trans(w), r_num.to(PRODUCT), d_num, input_precision=PRECISION)
         d_den = tl.dot(tl.trans(w), r_den.to(PRODUCT), d_den, input_precision=PRECISION)
     k = load_keys(K, MASK, b, s, c, strides[0], strides[1], T, D)
-    v = load_tile(V, b, s, c, strides[2], strides[3], T, D)
+    v = load_values(V, MASK, b, s, c, strides[2], strides[3], T, D)
     ek = tl.exp(k - tl.load(PEAK + b * D + c, mask=c < D, other=0.0)[None, :])
     dv = d_num * ek
     dk = (d_num * v + d_den) * ek
@@ -216,7 +224,7 @@ def bias_kernel(
         r_num, r_den, _ = load_rows(G, Y, DEN, Q, b, t, c, strides, T, D)
         k = load_keys(K, MASK, b, s, c, strides[0], strides[1], T, D)
         ek = tl.exp(k - tl.load(PEAK + b * D + c, mask=c < D, other=0.0)[None, :])
-        ekv = ek * load_tile(V, b, s, c, strides[2], strides[3], T, D)
+        ekv = ek * load_values(V, MASK, b, s, c, strides[2], strides[3], T, D)
         dw = tl.dot(r_num.to(PRODUCT), tl.trans(ekv.to(PRODUCT)), dw, input_precision=PRECISION)
         dw = tl.dot(r_den.to(PRODUCT), tl.trans(ek.to(PRODUCT)), dw, input_precision=PRECISION)
     place = t[:, None] * T + s[None, :]

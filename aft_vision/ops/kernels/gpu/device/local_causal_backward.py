@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.gpu.device.common import load_keys, load_tile, store_tile
+from aft_vision.ops.kernels.gpu.device.common import load_keys, load_tile, load_values, store_tile
 from aft_vision.ops.kernels.gpu.device.local_causal import KEY, LIMIT, find_low, load_past, load_weights, mark_lost
 from aft_vision.ops.kernels.gpu.launch import tuned
 
@@ -105,7 +105,7 @@ def sources_kernel(
     c = tl.program_id(1) * BD + tl.arange(0, BD)
     s = i * BC + tl.arange(0, BC)
     k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)
-    v = load_tile(V, b, s, c, v_strides[0], v_strides[1], T, D)
+    v = load_values(V, MASK, b, s, c, v_strides[0], v_strides[1], T, D)
     # Later blocks have the source among the older sums.
     leaves = (s + window - 1) // BC + 1
     place = ((b * blocks + leaves) * 2 * D)[:, None] + c[None, :]
@@ -169,7 +169,7 @@ def band_kernel(
         c = strip % strips * BD + tl.arange(0, BD)
         reference = load_past(PAST, b, j, 0, c, blocks, D)
         ek = tl.exp(load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D) - reference[None, :])
-        v = load_tile(V, b, s, c, v_strides[0], v_strides[1], T, D)
+        v = load_values(V, MASK, b, s, c, v_strides[0], v_strides[1], T, D)
         r_num = load_tile(R, b, t, c, T * D, D, T, D).to(PRODUCT)
         r_den = load_tile(R, B + b, t, c, T * D, D, T, D).to(PRODUCT)
         sums = tl.dot(r_num, tl.trans((ek * v).to(PRODUCT)), sums, input_precision=PRECISION)

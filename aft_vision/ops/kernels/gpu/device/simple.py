@@ -6,7 +6,7 @@ Any finite key is exact: the sums over the tokens read so far are relative to th
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.gpu.device.common import FLOOR, load_keys, load_tile, store_tile
+from aft_vision.ops.kernels.gpu.device.common import FLOOR, load_keys, load_tile, load_values, store_tile
 from aft_vision.ops.kernels.gpu.launch import tuned
 
 TILES = ({'BT': 64, 'BD': 32}, 4), ({'BT': 32, 'BD': 64}, 4), ({'BT': 64, 'BD': 64}, 8), ({'BT': 128, 'BD': 32}, 8)
@@ -26,7 +26,7 @@ def forward_kernel(Q, K, V, MASK, Y, CONTEXT, T, D, strides, BT: tl.constexpr, B
     for start in range(0, T, BT):
         t = start + tl.arange(0, BT)
         k = load_keys(K, MASK, b, t, c, strides[2], strides[3], T, D)
-        v = load_tile(V, b, t, c, strides[4], strides[5], T, D)
+        v = load_values(V, MASK, b, t, c, strides[4], strides[5], T, D)
         new = tl.maximum(peak, tl.max(k, 0))
         scale = tl.exp(peak - new)
         ek = tl.exp(k - new[None, :])
@@ -71,7 +71,7 @@ def backward_kernel(G, CONTEXT, Q, K, V, MASK, DQ, DK, DV, T, D, strides, BT: tl
     for start in range(0, T, BT):
         t = start + tl.arange(0, BT)
         k = load_keys(K, MASK, b, t, c, strides[4], strides[5], T, D)
-        v = load_tile(V, b, t, c, strides[6], strides[7], T, D)
+        v = load_values(V, MASK, b, t, c, strides[6], strides[7], T, D)
         dv = tl.exp(k - peak[None, :]) * top[None, :]
         store_tile(DV, dv, b, t, c, T, D)
         store_tile(DK, dv * (v - mean[None, :]), b, t, c, T, D)

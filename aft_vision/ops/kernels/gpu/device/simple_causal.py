@@ -8,7 +8,7 @@ key up to its token: it lies between 1 and T, or is 0 where no token was seen.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.gpu.device.common import FLOOR, load_keys, load_row, load_tile, store_tile
+from aft_vision.ops.kernels.gpu.device.common import FLOOR, load_keys, load_row, load_tile, load_values, store_tile
 from aft_vision.ops.kernels.gpu.launch import tuned
 
 # Tokens whose largest key is found at once, before the backward; its blocks hold whole groups.
@@ -102,7 +102,7 @@ def backward_kernel(
         start = (tl.cdiv(T, BT) - 1 - block) * BT
         t = start + tl.arange(0, BT)
         k = load_keys(K, MASK, b, t, c, strides[4], strides[5], T, D)
-        v = load_tile(V, b, t, c, strides[6], strides[7], T, D)
+        v = load_values(V, MASK, b, t, c, strides[6], strides[7], T, D)
         g = load_tile(G, b, t, c, strides[0], strides[1], T, D)
         gy = g * load_tile(Y, b, t, c, T * D, D, T, D)
         if Q is not None:
