@@ -47,6 +47,7 @@ class _Layout:
 
     group: rows of a sequence in a tile, of which the last is the key's: such that the fewest are computed in all.
     parts: groups of a head.
+    constants: of the kernels that are tuned.
     """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
@@ -55,6 +56,7 @@ class _Layout:
         self.group = min((2, 4, 8, 16, 32), key=lambda group: (-(-self.C // (group - 1)) * group, -group))
         self.parts = -(-self.C // (self.group - 1))
         self.by_channel = self.C < NEIGHBOURS
+        self.constants = {'GROUP': self.group, 'ROWS': min(128, max(32, triton.next_power_of_2(self.B * self.group)))}
 
     def arrange(self, *tensors: Tensor | None) -> list[Tensor | None]:
         """(B, T, D) tensors with channels, or where a head has few of them tokens, as neighbours in memory."""
@@ -98,7 +100,7 @@ def conv_forward(
             *(*tensors, mask, shifts.weights, y, den if save else None, lost),
             *sizes,
             *strides,
-            GROUP=layout.group,
+            **layout.constants,
             **constants,
         )
         repair.forward_kernel[(triton.cdiv(layout.T, REPAIR['BT']), layout.B, layout.heads)](
@@ -136,13 +138,13 @@ def conv_backward(
             *(grad_, y_, den, q_, k_, v_, mask, dq, r, x, lost),
             *(layout.B, layout.T, layout.heads, layout.C, shape[2]),
             *_strides(grad_, y_, q_, k_, v_, dq),
-            GROUP=layout.group,
+            **layout.constants,
         )
         sources_kernel[layout.programs](
             *(r, k_, v_, mask, shifts.weights, dk, dv),
             *(*sizes, shape[2]),
             *_strides(k_, v_, dv),
-            GROUP=layout.group,
+            **layout.constants,
             **constants,
         )
         inputs = grad_, y_, den, q_, k_, v_, mask, shifts.bias, lost
@@ -152,7 +154,7 @@ def conv_backward(
         )
         dkernel = kernel.new_empty(0)
         if x is not None:
-            lines = _Lines(kernel.shape[-1], grid)
+            lines = _Lines(kernel.shape[-1], grid, layout.constants['ROWS'])
             by_shift = lines.shifts_grad(lines.sums(r, x, constants)) * shifts.exp
             repaired = lines.empty(layout.heads, v)
             repair.table_kernel[(lines.count, lines.blocks, layout.heads)](
@@ -171,8 +173,9 @@ class _Lines:
     count: of such distances; wide, blocks: tiles of columns of the grid, and pairs of those.
     """
 
-    def __init__(self, size: int, grid: Sequence[int]) -> None:
+    def __init__(self, size: int, grid: Sequence[int], batch_rows: int) -> None:
         self.height, self.width = grid
+        self.batch_rows = batch_rows
         self.reach = min(size // 2, self.height - 1)
         self.count = 2 * self.reach + 1
         self.wide = min(64, max(16, triton.next_power_of_2(self.width)))
@@ -192,6 +195,7 @@ class _Lines:
             *(r, x, found, self.height, self.width, heads, rows, triton.cdiv(rows, splits), self.reach, row_length),
             BW=self.wide,
             SHIFTS=64 // self.wide,
+            ROWS=self.batch_rows,
             **constants,
         )
         return found.unflatten(0, (splits, heads)).sum(0)

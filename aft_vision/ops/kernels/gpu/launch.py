@@ -159,7 +159,7 @@ def tuned(key: list[str], interpreted: dict[str, int], *configs: tuple[dict[str,
     return triton.autotune(
         [triton.Config(constants, num_warps=warps) for constants, warps in configs],
         key=key,
-        prune_configs_by={'early_config_prune': lambda all_of_them, *_, **__: _measurable(all_of_them)},
+        prune_configs_by={'early_config_prune': lambda candidates, *_, **__: _measurable(candidates)},
         cache_results=True,
     )
 

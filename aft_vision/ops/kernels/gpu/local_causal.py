@@ -19,6 +19,8 @@ from aft_vision.ops.kernels.gpu.launch import as_bytes, launching, like, product
 PROGRAMS = 512
 # With fewer, their tiles spill out of the registers, and a device sets memory aside for that.
 REPAIR_WARPS = 8
+# A scan overwrites what it has read. Several warps would hold the same channels, and one might read too late.
+SCAN_WARPS = 1
 
 
 class _Call:
@@ -75,7 +77,7 @@ class _Call:
             **self.tile,
         )
         device.scan_kernel[(self.strips, self.B)](
-            self.k, self.mask, past, self.T, self.D, self.blocks, *_strides(self.k), BD=self.BD
+            self.k, self.mask, past, self.T, self.D, self.blocks, *_strides(self.k), BD=self.BD, num_warps=SCAN_WARPS
         )
         return past
 
@@ -139,7 +141,9 @@ def local_causal_backward(
             *_strides(grad, y, q),
             **call.tile,
         )
-        backward.reverse_kernel[(call.strips, call.B)](call.past, dpast, call.D, call.blocks, BD=call.BD)
+        backward.reverse_kernel[(call.strips, call.B)](
+            call.past, dpast, call.D, call.blocks, BD=call.BD, num_warps=SCAN_WARPS
+        )
         backward.sources_kernel[call.grid](
             r,
             *call.keys_and_values,

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from helpers import (
+    assert_masked_tokens_have_no_effect,
     assert_matches_reference,
     assert_passes_opcheck,
     generator,
@@ -75,6 +76,13 @@ def test_a_mask_hides_tokens_and_a_sequence_without_any_is_zero(global_context: 
     mask[1] = False
     inputs |= {'q': None, 'mask': mask, 'global_context': global_context}
     assert_matches_reference(conv, reference.aft_conv, inputs, device=device)
+
+
+@pytest.mark.parametrize('bias', ['zero', 'plus_minus_80'])
+def test_masked_tokens_may_be_anything(bias: str, device: str):
+    inputs = make_inputs((2, 3), 2, 1, 3, B=1)
+    inputs |= {'kernel': nasty_biases(inputs['kernel'])[bias], 'global_context': False}
+    assert_masked_tokens_have_no_effect(conv, inputs, torch.tensor([[True, False, True] * 2]), device)
 
 
 @pytest.mark.parametrize('keys', ['one_at_90', 'all_at_-120', 'plus_minus_1e4', 'climbing'])

@@ -139,6 +139,15 @@ def test_configurations_are_timed_except_while_a_graph_is_captured(capturing: bo
     assert (len(timed), launched) == ((0, [16, 16]) if capturing else (2, [32, 32]))
 
 
+def test_no_tuning_depends_on_the_batch(triton_device: str):
+    from aft_vision.ops.kernels.gpu.device import conv, full, local_causal, onehot, simple, simple_causal
+
+    kernels = [x for module in (conv, full, local_causal, onehot, simple, simple_causal) for x in vars(module).values()]
+    keys = [kernel.keys for kernel in kernels if hasattr(kernel, 'keys') and hasattr(kernel, 'configs')]
+    assert len(keys) >= 12
+    assert not any({'B', 'rows', 'blocks'} & set(key) for key in keys)
+
+
 def test_kernels_are_launched_by_one_thread_at_a_time(triton_device: str):
     x = torch.zeros(1, device=triton_device)
     free = []

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import (
     assert_close,
+    assert_masked_tokens_have_no_effect,
     assert_matches_reference,
     assert_passes_opcheck,
     generator,
@@ -54,6 +55,14 @@ def test_a_mask_hides_tokens_and_a_target_without_any_is_zero(device: str):
     mask[1] = False
     inputs = make_inputs(40, 4, B=3) | {'q': None, 'mask': mask}
     assert_matches_reference(local_causal, reference.aft_local_causal, inputs, device=device)
+
+
+@pytest.mark.parametrize('jump', [0.0, 200.0])
+def test_masked_tokens_may_be_anything(jump: float, device: str):
+    inputs = make_inputs(36, 3, D=1, B=1)
+    inputs['k'][:, 9:] += jump
+    mask = torch.tensor([[True, False, True, True] * 9])
+    assert_masked_tokens_have_no_effect(local_causal, inputs, mask, device)
 
 
 @pytest.mark.parametrize('keys', ['first_at_-120', 'last_at_200', 'plus_minus_1e4', 'climbing', 'falling'])

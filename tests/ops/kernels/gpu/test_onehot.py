@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_matches_reference, make_qkv, nasty_keys, randn
+from helpers import assert_masked_tokens_have_no_effect, assert_matches_reference, make_qkv, nasty_keys, randn
 from torch import Tensor
 
 from aft_vision import ops
@@ -58,6 +58,11 @@ def test_a_mask_hides_sources_and_a_sequence_without_any_is_zero(device: str):
     mask[1] = False
     inputs = make_inputs((3, 4), 6, 6, B=3) | {'mask': mask}
     assert_matches_reference(onehot, reference.aft_onehot, inputs, torch.float16, device=device)
+
+
+def test_masked_tokens_may_be_anything(device: str):
+    mask = torch.tensor([[True, False, True] * 4, [False] * 12])
+    assert_masked_tokens_have_no_effect(onehot, make_inputs((3, 4), 6, 3), mask, device)
 
 
 def test_one_token_without_a_gate_gives_its_value(device: str):

@@ -1,7 +1,8 @@
 """AFT-conv (AFT Eq. 6): products of rows by Toeplitz tiles.
 
 A tile of rows is BR / GROUP sequences of GROUP rows each: GROUP - 1 channels of a head, weighted by the exponentials of
-its keys, and these exponentials. One of columns is BT tokens. C is the number of channels of a head.
+its keys, and these exponentials. One of columns is BT tokens. C is the number of channels of a head. ROWS stands for
+the size of a batch in what chooses tiles: it is the same for all but the smallest.
 """
 
 import triton
@@ -12,13 +13,13 @@ from aft_vision.ops.kernels.gpu.launch import LIMIT as _LIMIT
 from aft_vision.ops.kernels.gpu.launch import tuned
 
 LIMIT = tl.constexpr(_LIMIT)
-KEY = ['B', 'T', 'heads', 'C']
+KEY = ['T', 'heads', 'C', 'ROWS']
 TILES = (
-    ({'BR': 32, 'BT': 64, 'BS': 32}, 4),
     ({'BR': 64, 'BT': 64, 'BS': 32}, 4),
-    ({'BR': 64, 'BT': 128, 'BS': 32}, 4),
-    ({'BR': 128, 'BT': 64, 'BS': 32}, 4),
-    ({'BR': 128, 'BT': 128, 'BS': 32}, 8),
+    ({'BR': 32, 'BT': 64, 'BS': 32}, 4),
+    ({'BR': 64, 'BT': 64, 'BS': 32}, 8),
+    ({'BR': 64, 'BT': 128, 'BS': 32}, 8),
+    ({'BR': 128, 'BT': 64, 'BS': 32}, 8),
 )
 LITTLE = {'BR': 32, 'BT': 32, 'BS': 32}
 
@@ -44,9 +45,12 @@ def find_peak(K, MASK, strides, b, B, T, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_rows(X, strides, b, c, t, B, C, T, other):
-    """Elements (b, c, t) in float32."""
-    inside = (b < B)[:, None, None] & (c < C)[None, :, None] & (t < T)[None, None, :]
+def load_rows(X, MASK, strides, b, c, t, B, C, T, other):
+    """Elements (b, c, t) in float32, `other` at masked tokens, whatever stands there, and outside."""
+    seen = (b < B)[:, None] & (t < T)[None, :]
+    if MASK is not None:
+        seen = seen & (tl.load(MASK + b[:, None] * T + t[None, :], mask=seen, other=0) != 0)
+    inside = seen[:, None, :] & (c < C)[None, :, None]
     place = b[:, None, None] * strides[0] + t[None, None, :] * strides[1] + c[None, :, None] * strides[2]
     return tl.load(X + place, mask=inside, other=other).to(tl.float32)
 
@@ -63,7 +67,7 @@ def store_rows(X, x, strides, b, c, t, B, C, T):
 def find_channels(part, C, GROUP: tl.constexpr):
     """The channels of the rows of a group; for the last row, the key's, one beyond all of them."""
     row = tl.arange(0, GROUP)
-    return tl.where(row < GROUP - 1, part * (GROUP - 1) + row, C)
+    return tl.where(row < GROUP - 1, part * (GROUP - 1) + row, C).to(tl.int64)
 
 
 @triton.jit
@@ -108,6 +112,7 @@ def forward_kernel(
     v_strides,
     y_strides,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
     BR: tl.constexpr,
@@ -116,7 +121,7 @@ def forward_kernel(
 ):
     """y, and the denominators if there is room for them."""
     parts = tl.cdiv(C, GROUP - 1)
-    part, head = tl.program_id(1) % parts, tl.program_id(2)
+    part, head = tl.program_id(1) % parts, tl.program_id(2).to(tl.int64)
     b = (tl.program_id(1) // parts * (BR // GROUP) + tl.arange(0, BR // GROUP)).to(tl.int64)
     c = find_channels(part, C, GROUP)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -128,7 +133,7 @@ def forward_kernel(
     for start in range(0, T, BS):
         s = start + tl.arange(0, BS)
         ek = tl.exp(load_keys(K, MASK, k_strides, b, s, B, T) - peak[:, None])
-        v = load_rows(V + head * C * v_strides[2], v_strides, b, c, s, B, C, T, 1.0)
+        v = load_rows(V + head * C * v_strides[2], MASK, v_strides, b, c, s, B, C, T, 1.0)
         x = tl.reshape(ek[:, None, :] * v, [BR, BS]).to(PRODUCT)
         sums = tl.dot(x, tl.load(W + find_place(s, T, width)[:, None]), sums, input_precision=PRECISION)
     sums = tl.reshape(sums, [BR // GROUP, GROUP, BT])
@@ -137,7 +142,7 @@ def forward_kernel(
     mark_lost(LOST, den, peak, b, head, t, B, T, heads)
     y = sums / tl.maximum(den, LIMIT)[:, None, :]
     if Q is not None:
-        y = y * tl.sigmoid(load_rows(Q + head * C * q_strides[2], q_strides, b, c, t, B, C, T, 0.0))
+        y = y * tl.sigmoid(load_rows(Q + head * C * q_strides[2], None, q_strides, b, c, t, B, C, T, 0.0))
     store_rows(Y + head * C * y_strides[2], y, y_strides, b, c, t, B, C, T)
     if DEN is not None:
         # The same from every part of a head.
@@ -145,7 +150,7 @@ def forward_kernel(
         tl.store(DEN + (b[:, None] * T + t[None, :]) * heads + head, den, mask=inside)
 
 
-@tuned(KEY, {'BR': 32, 'BT': 64}, ({'BR': 32, 'BT': 64}, 4), ({'BR': 64, 'BT': 64}, 4), ({'BR': 32, 'BT': 128}, 4))
+@tuned(KEY, {'BR': 32, 'BT': 64}, ({'BR': 32, 'BT': 64}, 4), ({'BR': 64, 'BT': 64}, 8), ({'BR': 32, 'BT': 128}, 8))
 @triton.jit
 def rows_kernel(
     G,
@@ -171,21 +176,22 @@ def rows_kernel(
     v_strides,
     dq_strides,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     BR: tl.constexpr,
     BT: tl.constexpr,
 ):
     """The gradient of q, that of sums and denominators as rows R, and the rows X that were summed if there is room."""
     parts = tl.cdiv(C, GROUP - 1)
-    part, head = tl.program_id(1) % parts, tl.program_id(2)
+    part, head = tl.program_id(1) % parts, tl.program_id(2).to(tl.int64)
     b = (tl.program_id(1) // parts * (BR // GROUP) + tl.arange(0, BR // GROUP)).to(tl.int64)
     c = find_channels(part, C, GROUP)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     inside = (b < B)[:, None] & (t < T)[None, :]
     is_key = (tl.arange(0, GROUP) == GROUP - 1)[None, :, None]
-    g = load_rows(G + head * C * g_strides[2], g_strides, b, c, t, B, C, T, 0.0)
-    gy = g * load_rows(Y + head * C * y_strides[2], y_strides, b, c, t, B, C, T, 0.0)
+    g = load_rows(G + head * C * g_strides[2], None, g_strides, b, c, t, B, C, T, 0.0)
+    gy = g * load_rows(Y + head * C * y_strides[2], None, y_strides, b, c, t, B, C, T, 0.0)
     if Q is not None:
-        gate = tl.sigmoid(load_rows(Q + head * C * q_strides[2], q_strides, b, c, t, B, C, T, 0.0))
+        gate = tl.sigmoid(load_rows(Q + head * C * q_strides[2], None, q_strides, b, c, t, B, C, T, 0.0))
         g = g * gate
         store_rows(DQ + head * C * dq_strides[2], gy * (1.0 - gate), dq_strides, b, c, t, B, C, T)
     den = tl.load(DEN + (b[:, None] * T + t[None, :]) * heads + head, mask=inside, other=0.0).to(tl.float32)
@@ -200,7 +206,7 @@ def rows_kernel(
     mark_lost(LOST, den, peak, b, head, t, B, T, heads)
     if X is not None:
         ek = tl.exp(load_keys(K, MASK, k_strides, b, t, B, T) - peak[:, None])[:, None, :]
-        v = load_rows(V + head * C * v_strides[2], v_strides, b, c, t, B, C, T, 0.0)
+        v = load_rows(V + head * C * v_strides[2], MASK, v_strides, b, c, t, B, C, T, 0.0)
         tl.store(X + place, tl.where(is_key, ek, ek * v), mask=inside)
 
 
@@ -224,6 +230,7 @@ def sources_kernel(
     v_strides,
     dv_strides,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
     BR: tl.constexpr,
@@ -232,7 +239,7 @@ def sources_kernel(
 ):
     """The gradients of v and, as far as the channels of a group go, of k."""
     parts = tl.cdiv(C, GROUP - 1)
-    part, head = tl.program_id(1) % parts, tl.program_id(2)
+    part, head = tl.program_id(1) % parts, tl.program_id(2).to(tl.int64)
     first = tl.program_id(1) // parts * (BR // GROUP)
     b = (first + tl.arange(0, BR // GROUP)).to(tl.int64)
     c = find_channels(part, C, GROUP)
@@ -240,7 +247,7 @@ def sources_kernel(
     middle = find_middle(T, width)
     W += head * (2 * middle + 1) + middle + find_place(s, T, width)[None, :]
     row = first * GROUP + tl.arange(0, BR)
-    R += ((head * parts + part).to(tl.int64) * B * GROUP + row[:, None]) * row_length
+    R += ((head * parts + part) * B * GROUP + row[:, None]) * row_length
     sums = tl.zeros([BR, BT], tl.float32)
     for start in range(0, T, BS):
         t = start + tl.arange(0, BS)
@@ -250,13 +257,13 @@ def sources_kernel(
     K += head * k_strides[2]
     peak = find_peak(K, MASK, k_strides, b, B, T, BT)
     ek = tl.exp(load_keys(K, MASK, k_strides, b, s, B, T) - peak[:, None])
-    v = load_rows(V + head * C * v_strides[2], v_strides, b, c, s, B, C, T, 1.0)
+    v = load_rows(V + head * C * v_strides[2], MASK, v_strides, b, c, s, B, C, T, 1.0)
     store_rows(DV + head * C * dv_strides[2], sums * ek[:, None, :], dv_strides, b, c, s, B, C, T)
     inside = (b < B)[:, None] & (s < T)[None, :]
     tl.store(DK + ((part * B + b[:, None]) * T + s[None, :]) * heads + head, tl.sum(sums * v, 1) * ek, mask=inside)
 
 
-@tuned(['rows', 'height', 'width', 'heads', 'reach'], {'BR': 64}, ({'BR': 32}, 4), ({'BR': 64}, 4), ({'BR': 128}, 4))
+@tuned(['height', 'width', 'heads', 'reach', 'ROWS'], {'BR': 64}, ({'BR': 64}, 4), ({'BR': 32}, 4))
 @triton.jit
 def table_kernel(
     R,
@@ -271,23 +278,24 @@ def table_kernel(
     row_length,
     BW: tl.constexpr,
     SHIFTS: tl.constexpr,
+    ROWS: tl.constexpr,
     PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
     BR: tl.constexpr,
 ):
     """Sums over rows and over y of R[y, .] (x) X[y + dy, .] for SHIFTS values of dy and BW columns of the grid."""
-    steps, blocks, head = tl.cdiv(2 * reach + 1, SHIFTS), tl.cdiv(width, BW), tl.program_id(2)
+    steps, blocks, head = tl.cdiv(2 * reach + 1, SHIFTS), tl.cdiv(width, BW), tl.program_id(2).to(tl.int64)
     split, first = tl.program_id(0) // steps, tl.program_id(0) % steps * SHIFTS - reach
     target = tl.program_id(1) // blocks * BW + tl.arange(0, BW)
     column = tl.arange(0, SHIFTS * BW)
     source = tl.program_id(1) % blocks * BW + column % BW
     dy = first + column // BW
-    R += head.to(tl.int64) * rows * row_length
-    X += head.to(tl.int64) * rows * row_length
+    R += head * rows * row_length
+    X += head * rows * row_length
     end = tl.minimum((split + 1) * rows_each, rows)
     sums = tl.zeros([BW, SHIFTS * BW], tl.float32)
     for start in range(split * rows_each, end, BR):
-        row = start + tl.arange(0, BR)
+        row = (start + tl.arange(0, BR)).to(tl.int64)
         for y in range(tl.maximum(0, 1 - first - SHIFTS), tl.minimum(height, height - first)):
             inside = (row < end)[:, None] & (target < width)[None, :]
             r = tl.load(R + row[:, None] * row_length + (y * width + target)[None, :], mask=inside, other=0.0)
@@ -297,4 +305,4 @@ def table_kernel(
             sums = tl.dot(tl.trans(r), x, sums, input_precision=PRECISION)
     line = ((split * heads + head) * (2 * reach + 1) + dy + reach)[None, :] * width + target[:, None]
     inside = (target < width)[:, None] & ((source < width) & (dy <= reach))[None, :]
-    tl.store(OUT + line.to(tl.int64) * width + source[None, :], sums, mask=inside)
+    tl.store(OUT + line * width + source[None, :], sums, mask=inside)

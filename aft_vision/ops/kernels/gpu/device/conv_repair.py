@@ -7,15 +7,15 @@ relative to the largest of them: its key and its bias apart, so that no digits o
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.gpu.device.common import FLOOR
+from aft_vision.ops.kernels.gpu.device.common import FLOOR, find_seen
 from aft_vision.ops.kernels.gpu.device.conv import LIMIT, find_middle, find_place, load_keys
 
 
 @triton.jit
-def load_tokens(X, strides, b, head, t, c, T, C):
-    """Elements (t, c) of a head of a sequence in float32, 0 outside."""
+def load_tokens(X, MASK, strides, b, head, t, c, T, C):
+    """Elements (t, c) of a head of a sequence in float32, 0 at masked tokens and outside."""
     place = b * strides[0] + t[:, None] * strides[1] + (head * C + c)[None, :] * strides[2]
-    return tl.load(X + place, mask=(t < T)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+    return tl.load(X + place, mask=find_seen(MASK, b, t, c, T, C), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -55,16 +55,16 @@ def find_lost(DEN, sums, b, head, t, T, heads):
 
 
 @triton.jit
-def find_slopes(G, Y, Q, V, strides, b, head, t, s, T, C, BD: tl.constexpr, PRECISION: tl.constexpr):
+def find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD: tl.constexpr, PRECISION: tl.constexpr):
     """The gradient of the terms (t, s), relative to their sum. strides: of G, Y, Q and V."""
     slopes = tl.zeros([t.shape[0], s.shape[0]], tl.float32)
     for start in range(0, C, BD):
         c = start + tl.arange(0, BD)
-        g = load_tokens(G, strides[0], b, head, t, c, T, C)
-        slopes -= tl.sum(g * load_tokens(Y, strides[1], b, head, t, c, T, C), 1)[:, None]
+        g = load_tokens(G, None, strides[0], b, head, t, c, T, C)
+        slopes -= tl.sum(g * load_tokens(Y, None, strides[1], b, head, t, c, T, C), 1)[:, None]
         if Q is not None:
-            g = g * tl.sigmoid(load_tokens(Q, strides[2], b, head, t, c, T, C))
-        v = load_tokens(V, strides[3], b, head, s, c, T, C)
+            g = g * tl.sigmoid(load_tokens(Q, None, strides[2], b, head, t, c, T, C))
+        v = load_tokens(V, MASK, strides[3], b, head, s, c, T, C)
         slopes = tl.dot(g, tl.trans(v), slopes, input_precision=PRECISION)
     return slopes
 
@@ -92,7 +92,7 @@ def forward_kernel(
     BD: tl.constexpr,
 ):
     """y of sequences and heads that are marked."""
-    b, head = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    b, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     if tl.load(LOST + b * heads + head) > 0:
         t = tl.program_id(0) * BT + tl.arange(0, BT)
         base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, B, T, width, BT)
@@ -104,10 +104,10 @@ def forward_kernel(
                 s = first + tl.arange(0, BT)
                 k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, B, T, width)
                 p = tl.exp((k - base[:, None]) + (w - bias[:, None]))
-                y = tl.dot(p, load_tokens(V, v_strides, b, head, s, c, T, C), y, input_precision=PRECISION)
+                y = tl.dot(p, load_tokens(V, MASK, v_strides, b, head, s, c, T, C), y, input_precision=PRECISION)
             y = y * top
             if Q is not None:
-                y = y * tl.sigmoid(load_tokens(Q, q_strides, b, head, t, c, T, C))
+                y = y * tl.sigmoid(load_tokens(Q, None, q_strides, b, head, t, c, T, C))
             place = b * y_strides[0] + t[:, None] * y_strides[1] + (head * C + c)[None, :] * y_strides[2]
             tl.store(Y + place, y, mask=(t < T)[:, None] & (c < C)[None, :])
 
@@ -138,7 +138,7 @@ def sources_kernel(
     BD: tl.constexpr,
 ):
     """Adds to the gradients of k and v."""
-    b, head = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    b, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     if tl.load(LOST + b * heads + head) > 0:
         s = tl.program_id(0) * BT + tl.arange(0, BT)
         dk = tl.zeros([BT], tl.float32)
@@ -148,20 +148,25 @@ def sources_kernel(
             k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, B, T, width)
             top = find_lost(DEN, den, b, head, t, T, heads)[:, None]
             p = tl.exp((k - base[:, None]) + (w - bias[:, None])) * top
-            dk += tl.sum(p * find_slopes(G, Y, Q, V, strides, b, head, t, s, T, C, BD, PRECISION), 0)
+            dk += tl.sum(p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION), 0)
             for start in range(0, C, BD):
                 c = start + tl.arange(0, BD)
-                g = load_tokens(G, strides[0], b, head, t, c, T, C)
+                g = load_tokens(G, None, strides[0], b, head, t, c, T, C)
                 if Q is not None:
-                    g = g * tl.sigmoid(load_tokens(Q, strides[2], b, head, t, c, T, C))
+                    g = g * tl.sigmoid(load_tokens(Q, None, strides[2], b, head, t, c, T, C))
                 dv = tl.dot(tl.trans(p), g, input_precision=PRECISION)
                 place = b * dv_strides[0] + s[:, None] * dv_strides[1] + (head * C + c)[None, :] * dv_strides[2]
                 inside = (s < T)[:, None] & (c < C)[None, :]
-                tl.store(DV + place, tl.load(DV + place, mask=inside, other=0.0).to(tl.float32) + dv, mask=inside)
+                dv += tl.load(DV + place, mask=inside, other=0.0).to(tl.float32)
+                # Several threads may hold an element: all have read it before one writes it.
+                tl.debug_barrier()
+                tl.store(DV + place, dv, mask=inside)
             # The next tile of targets may read what another thread wrote.
             tl.debug_barrier()
         place = (b * T + s) * heads + head
-        tl.store(DK + place, tl.load(DK + place, mask=s < T, other=0.0) + dk, mask=s < T)
+        dk += tl.load(DK + place, mask=s < T, other=0.0)
+        tl.debug_barrier()
+        tl.store(DK + place, dk, mask=s < T)
 
 
 @triton.jit
@@ -189,7 +194,7 @@ def table_kernel(
     BD: tl.constexpr,
 ):
     """Gradients of the biases of the targets of a line of the grid and the sources dy lines below, over all lines."""
-    dy, head, blocks = tl.program_id(0) - reach, tl.program_id(2), tl.cdiv(width, BW)
+    dy, head, blocks = tl.program_id(0) - reach, tl.program_id(2).to(tl.int64), tl.cdiv(width, BW)
     target = tl.program_id(1) // blocks * BW + tl.arange(0, BW)
     source = tl.program_id(1) % blocks * BW + tl.arange(0, BW)
     height = T // width
@@ -207,7 +212,7 @@ def table_kernel(
                         k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, B, T, width)
                         top = find_lost(DEN, den, b, head, t, T, heads)[:, None]
                         p = tl.exp((k - base[:, None]) + (w - bias[:, None])) * top
-                        sums += p * find_slopes(G, Y, Q, V, strides, b, head, t, s, T, C, BD, PRECISION)
+                        sums += p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION)
     line = (head * (2 * reach + 1) + dy + reach) * width + target[:, None]
     inside = (target < width)[:, None] & (source < width)[None, :]
     tl.store(OUT + line * width + source[None, :], sums, mask=inside)

@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 
 from aft_vision.ops.eager.causal import HEADROOM as _HEADROOM
-from aft_vision.ops.kernels.gpu.device.common import FLOOR, load_keys, load_tile, store_tile
+from aft_vision.ops.kernels.gpu.device.common import FLOOR, load_keys, load_tile, load_values, store_tile
 from aft_vision.ops.kernels.gpu.launch import LIMIT as _LIMIT
 from aft_vision.ops.kernels.gpu.launch import tuned
 
 HEADROOM = tl.constexpr(_HEADROOM)
 LIMIT = tl.constexpr(_LIMIT)
-KEY = ['T', 'D', 'window', 'B']
+# All blocks are alike: neither the length nor the batch decides.
+KEY = ['D', 'window']
 
 
 @triton.jit
@@ -74,7 +75,7 @@ def summary_kernel(
     s = j * BC - window + 1 - BC + tl.arange(0, BC)
     s = tl.where(s < 0, T, s)
     k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)
-    v = load_tile(V, b, s, c, v_strides[0], v_strides[1], T, D)
+    v = load_values(V, MASK, b, s, c, v_strides[0], v_strides[1], T, D)
     peak = tl.maximum(tl.max(k, 0), FLOOR)
     ek = tl.exp(k - peak[None, :])
     PAST += (b * blocks + j) * 4 * D + c
@@ -148,7 +149,7 @@ def forward_kernel(
     for start in range(low // BC * BC, j * BC + BC, BC):
         s = start + tl.arange(0, BC)
         ek = tl.exp(load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D) - reference[None, :])
-        v = load_tile(V, b, s, c, v_strides[0], v_strides[1], T, D)
+        v = load_values(V, MASK, b, s, c, v_strides[0], v_strides[1], T, D)
         weight = load_weights(E, OLDER, t[:, None], s[None, :], low, T, window).to(PRODUCT)
         num = tl.dot(weight, (ek * v).to(PRODUCT), num, input_precision=PRECISION)
         den = tl.dot(weight, ek.to(PRODUCT), den, input_precision=PRECISION)

@@ -7,7 +7,7 @@ are relative to the largest of them: its key and its bias apart, so that no digi
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.gpu.device.common import load_keys, load_tile, store_tile
+from aft_vision.ops.kernels.gpu.device.common import load_keys, load_tile, load_values, store_tile
 from aft_vision.ops.kernels.gpu.device.local_causal import LIMIT, find_low, load_past
 
 
@@ -58,7 +58,7 @@ def find_sums(
     for source in range(find_low(j, window, BC), tl.minimum(j * BC + BC, T)):
         s = source + tl.arange(0, 1)
         k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)  # (1, BD)
-        v = load_tile(V, b, s, c, v_strides[0], v_strides[1], T, D)
+        v = load_values(V, MASK, b, s, c, v_strides[0], v_strides[1], T, D)
         w = load_bias(BAND, t[:, None], s[None, :], T, window)  # (BC, 1)
         step = (k - base) + (w - bias)
         rises = step > 0.0
@@ -154,7 +154,7 @@ def sources_kernel(
         c = tl.program_id(1) * BD + tl.arange(0, BD)
         s = i * BC + tl.arange(0, BC)
         k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)
-        v = load_tile(V, b, s, c, v_strides[0], v_strides[1], T, D)
+        v = load_values(V, MASK, b, s, c, v_strides[0], v_strides[1], T, D)
         dk = load_tile(DK, b, s, c, T * D, D, T, D)
         dv = load_tile(DV, b, s, c, T * D, D, T, D)
         for j in range(i, blocks):
@@ -171,6 +171,8 @@ def sources_kernel(
                     row_num = pick(r_num, row, 0)[None, :]
                     dv += p * row_num
                     dk += p * (row_num * v + pick(r_den, row, 0)[None, :])
+        # Several threads may hold an element: all have read it before one writes it.
+        tl.debug_barrier()
         store_tile(DK, dk, b, s, c, T, D)
         store_tile(DV, dv, b, s, c, T, D)
 
@@ -216,7 +218,7 @@ def band_kernel(
                 )
                 r_num, r_den = load_rows(G, Y, DEN, Q, den, b, t, c, g_strides, y_strides, q_strides, T, D)
                 k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)
-                v = load_tile(V, b, s, c, v_strides[0], v_strides[1], T, D)
+                v = load_values(V, MASK, b, s, c, v_strides[0], v_strides[1], T, D)
                 for channel in range(0, BD):
                     w = load_bias(BAND, t[:, None], s[None, :], T, window) - pick(bias, channel, 1)[:, None]
                     p = tl.exp((pick(k, channel, 1)[None, :] - pick(base, channel, 1)[:, None]) + w)
@@ -227,4 +229,6 @@ def band_kernel(
         place = s[None, :] - t[:, None] + window - 1
         inside = (t < T)[:, None] & (s < T)[None, :] & (place >= 0) & (place < window)
         tile = DBAND + t[:, None] * window + place
-        tl.store(tile, tl.load(tile, mask=inside, other=0.0) + sums, mask=inside)
+        sums += tl.load(tile, mask=inside, other=0.0)
+        tl.debug_barrier()
+        tl.store(tile, sums, mask=inside)

@@ -9,10 +9,12 @@ so no w overflows.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.kernels.gpu.device.common import FLOOR, load_keys, load_tile, store_tile
+from aft_vision.ops.kernels.gpu.device.common import FLOOR, load_keys, load_tile, load_values, store_tile
 from aft_vision.ops.kernels.gpu.launch import tuned
 
 TILES = ({'BT': 32, 'BD': 32}, 4), ({'BT': 64, 'BD': 32}, 4), ({'BT': 32, 'BD': 64}, 4), ({'BT': 64, 'BD': 64}, 8)
+# Of the backward, which holds more: fewer warps spill out of their registers.
+BACKWARD_TILES = ({'BT': 32, 'BD': 32}, 4), ({'BT': 64, 'BD': 32}, 8), ({'BT': 32, 'BD': 64}, 8)
 LITTLE = {'BT': 8, 'BD': 8}
 
 
@@ -60,7 +62,7 @@ def pool(K, V, MASK, b, c, strides, CHANNELS, T, D, BT: tl.constexpr, BD: tl.con
         t = start + tl.arange(0, BT)
         is_top = t[:, None] == place[None, :]
         k = load_heads(K, MASK, b, t, c, strides, CHANNELS, T, D)
-        v = load_tile(V, b, t, c, strides[2], strides[3], T, D)
+        v = load_values(V, MASK, b, t, c, strides[2], strides[3], T, D)
         ek = tl.where(is_top, 0.0, tl.exp(k - second[None, :]))
         den += tl.sum(ek, 0)
         num += tl.sum(ek * v, 0)
@@ -104,7 +106,7 @@ def forward_kernel(
         t = start + tl.arange(0, BT)
         o, inside = shift(t, dy, dx, c, H, W, D)
         k = gather(K, MASK, b, o, inside, head, strides[0], strides[1], T, float('-inf')) - top[None, :]
-        v = gather(V, None, b, o, inside, c, strides[2], strides[3], T, 0.0)
+        v = gather(V, MASK, b, o, inside, c, strides[2], strides[3], T, 0.0)
         y, _, _ = weigh(k, v, w, inside & (o == place[None, :]), second, value, den, num)
         if Q is not None:
             y *= tl.sigmoid(load_tile(Q, b, t, c, strides[4], strides[5], T, D))
@@ -115,7 +117,7 @@ def forward_kernel(
 def load_source(G, Q, K, V, MASK, b, t, dy, dx, c, top, strides, T, D, H, W, CHANNELS):
     """Of sources t the keys relative to the top, the values, and the gradient of the mean of the target of each."""
     k = load_heads(K, MASK, b, t, c, strides, CHANNELS, T, D) - top[None, :]
-    v = load_tile(V, b, t, c, strides[2], strides[3], T, D)
+    v = load_values(V, MASK, b, t, c, strides[2], strides[3], T, D)
     target, inside = shift(t, -dy, -dx, c, H, W, D)
     a = gather(G, None, b, target, inside, c, strides[4], strides[5], T, 0.0)
     if Q is not None:
@@ -123,7 +125,7 @@ def load_source(G, Q, K, V, MASK, b, t, dy, dx, c, top, strides, T, D, H, W, CHA
     return k, v, a
 
 
-@tuned(['T', 'D'], LITTLE, *TILES)
+@tuned(['T', 'D'], LITTLE, *BACKWARD_TILES)
 @triton.jit
 def backward_kernel(
     G, Y, Q, K, V, MASK, DY, DX, WEIGHT, DQ, DK, DV, DW, T, D, H, W, CHANNELS, strides,
