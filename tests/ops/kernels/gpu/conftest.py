@@ -5,12 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from aft_vision.ops.kernels.gpu import launch
+
 
 @pytest.fixture
 def triton_device(monkeypatch: pytest.MonkeyPatch) -> str:
     """Where Triton kernels run during a test: on a CUDA device, else on the CPU in Triton's interpreter."""
     pytest.importorskip('triton')
     if torch.cuda.is_available():
+        if torch.cuda.get_device_capability() < launch.CAPABILITY:
+            pytest.skip(f'Triton needs a GPU of capability {launch.CAPABILITY}')
         return 'cuda'
     from triton import language as tl
     from triton.runtime import interpreter

@@ -45,10 +45,10 @@ def test_without_triton_another_form_runs(monkeypatch: pytest.MonkeyPatch):
     assert torch.equal(ops.aft_simple(*single()), ops.aft_simple(*single(), backend='eager'))
 
 
-@pytest.mark.usefixtures('triton_device')
-def test_inputs_of_two_devices_or_of_another_type_are_not_covered():
-    q, k, v = single()
-    assert launch.can_run([None, k, v.half(), torch.ones(1, 5, dtype=torch.bool), (2, 2), True])
+def test_inputs_of_two_devices_or_of_another_type_are_not_covered(triton_device: str):
+    q, k, v = single(device=triton_device)
+    mask = torch.ones(1, 5, dtype=torch.bool, device=triton_device)
+    assert launch.can_run([None, k, v.half(), mask, (2, 2), True])
     assert not launch.can_run([q, k.to('meta'), v])
     assert not launch.can_run([q.to('meta'), k.to('meta'), v.to('meta')])
     assert not launch.can_run([q, k.double(), v])
@@ -228,3 +228,36 @@ def test_it_equals_float64_at_real_sizes(
     found = torch.autograd.grad(y, low, weight.cuda())
     for got, want in zip(found, torch.autograd.grad(expected, high, weight.double()), strict=True):
         assert_close(got.cpu(), want, gradient_bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+def test_a_captured_graph_replays_it():
+    inputs = [x.to('cuda', torch.bfloat16) for x in make_qkv(B=2, T=197, D=64)]
+    bias = randn(197, 197, seed=8).to('cuda', torch.bfloat16)
+    with torch.no_grad():
+        expected = ops.aft_full(*inputs, bias, backend='triton')
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = ops.aft_full(*inputs, bias, backend='triton')
+    y.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+def test_a_shape_first_met_in_a_capture_runs_untimed():
+    inputs = [x.to('cuda', torch.bfloat16) for x in make_qkv(B=2, T=83, D=48)]
+    with torch.no_grad():
+        # Another key of the tuner, the same compiled kernel.
+        ops.aft_simple(*(x[:, :81] for x in inputs), backend='triton')
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = ops.aft_simple(*inputs, backend='triton')
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_close(y.cpu(), ops.aft_simple(*(x.cpu().double() for x in inputs), backend='eager'), 2e-2)

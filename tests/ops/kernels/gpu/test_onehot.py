@@ -80,3 +80,11 @@ def test_it_survives_nasty_inputs(keys: str, weight: float, device: str):
     inputs = make_inputs((3, 4), 8, 8, B=1)
     inputs |= {'k': nasty_keys(inputs['k'])[keys], 'weight': torch.full((8,), weight, dtype=torch.float64)}
     assert_matches_reference(onehot, reference.aft_onehot, inputs, nasty=True, device=device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('heads', [16, 384])
+def test_it_equals_the_torch_form_at_full_size(heads: int, dtype: torch.dtype):
+    assert_matches_reference(onehot, ops.aft_onehot, make_inputs((14, 14), 384, heads, B=8), dtype, device='cuda')
