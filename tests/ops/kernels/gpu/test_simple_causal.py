@@ -45,6 +45,41 @@ def test_masked_tokens_may_be_anything(device: str):
     assert_masked_tokens_have_no_effect(simple, make_inputs(9, 2, B=2), mask, device)
 
 
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The length of the parts that sequences are cut into: a tile of the interpreter, the largest of a GPU."""
+    from aft_vision.ops.kernels.gpu import simple_causal
+
+    length = 64 if torch.cuda.is_available() else 16
+    monkeypatch.setattr(simple_causal, 'PART', length)
+    monkeypatch.setitem(simple_causal.SUMMARY, 'BT', min(length, simple_causal.SUMMARY['BT']))
+    assert simple_causal._cut(torch.empty(1, 2 * length + 3, 2)) == (length, 3)
+    assert simple_causal._cut(torch.empty(512, 2 * length + 3, 2)) == (3 * length, 1)
+    return length
+
+
+def test_parts_of_a_sequence_equal_float64(cut: int, device: str):
+    T = 2 * cut + 3
+    mask = torch.rand(2, T, generator=torch.Generator().manual_seed(3)) > 0.4
+    mask[0, : cut + 1], mask[1, 2 * cut :] = False, False
+    inputs = make_inputs(T, 2, B=2) | {'mask': mask}
+    assert_matches_reference(simple, reference.aft_simple_causal, inputs, device=device)
+
+
+@pytest.mark.parametrize('keys', ['plus_minus_1e4', 'last_at_200', 'climbing', 'falling'])
+def test_parts_survive_nasty_keys(keys: str, cut: int, device: str):
+    inputs = make_inputs(2 * cut + 3, 1)
+    inputs['k'] = nasty_keys(inputs['k'])[keys]
+    assert_matches_reference(simple, reference.aft_simple_causal, inputs, nasty=True, device=device)
+
+
+def test_a_later_part_changes_no_bit_of_an_earlier_one(cut: int, device: str):
+    q, k, v = (x.float().to(device) for x in make_qkv(B=1, T=3 * cut, D=2))
+    before = simple(q, k, v)
+    k[:, cut + 1 :] += 300.0
+    assert torch.equal(simple(q, k, v)[:, : cut + 1], before[:, : cut + 1])
+
+
 @pytest.mark.parametrize('keys', list(nasty_keys(torch.zeros(1, 3, 1))))
 def test_it_survives_nasty_keys(keys: str, device: str):
     inputs = make_inputs(19, 2)

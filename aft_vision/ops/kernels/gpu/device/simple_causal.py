@@ -1,8 +1,11 @@
-"""AFT-simple up to each token (AFT Eq. 5, footnote 2): a program for each sequence and tile of channels, a scan over T.
+"""AFT-simple up to each token (AFT Eq. 5, footnote 2): a scan over T for each sequence and tile of channels.
 
 Partial sums carry the largest of their own keys as reference and are merged at the larger one. So nothing overflows or
 is lost, however far keys jump, and no later key enters an earlier token. A saved denominator is relative to the largest
 key up to its token: it lies between 1 and T, or is 0 where no token was seen.
+
+Where there are few sequences, each is cut into parts of `length` tokens, whole tiles, that programs scan side by side:
+PAST (B, parts, 3, D) has the sums before each part, NEXT the gradients of sums behind it. Without it there is one part.
 """
 
 import triton
@@ -45,17 +48,83 @@ def row(x, i, BT: tl.constexpr):
     return tl.sum(tl.where((tl.arange(0, BT) == i)[:, None], x, 0.0), 0)
 
 
-@tuned(['T', 'D'], LITTLE, *TILES)
 @triton.jit
-def forward_kernel(Q, K, V, MASK, Y, DEN, T, D, strides, BT: tl.constexpr, BD: tl.constexpr):
-    """y, and the denominators if there is room for them; strides of q, k and v."""
+def find_part(T, D, length, BD: tl.constexpr):
+    """Sequence, part, channels, first token and the end of the part, of a program of a grid over all three."""
+    tiles, parts = tl.cdiv(D, BD), tl.cdiv(T, length)
+    part = tl.program_id(0) // tiles % parts
+    b = (tl.program_id(0) // (tiles * parts)).to(tl.int64)
+    c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
+    return b, part, c, part * length, tl.minimum(part * length + length, T)
+
+
+@triton.jit
+def load_sums(SUMS, b, part, c, parts, D):
+    """Reference and two sums of a part."""
+    place = SUMS + (b * parts + part) * 3 * D + c
+    reference = tl.load(place, mask=c < D, other=0.0)
+    return reference, tl.load(place + D, mask=c < D, other=0.0), tl.load(place + 2 * D, mask=c < D, other=0.0)
+
+
+@triton.jit
+def store_sums(SUMS, reference, den, num, b, part, c, parts, D):
+    """Write what `load_sums` reads."""
+    place = SUMS + (b * parts + part) * 3 * D + c
+    tl.store(place, reference, mask=c < D)
+    tl.store(place + D, den, mask=c < D)
+    tl.store(place + 2 * D, num, mask=c < D)
+
+
+@triton.jit
+def summary_kernel(K, V, MASK, PAST, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):
+    """The largest key and the sums of each part alone; strides of q, k and v."""
+    b, part, c, first, end = find_part(T, D, length, BD)
+    peak = tl.full([BD], FLOOR, tl.float32)
+    num = tl.zeros([BD], tl.float32)
+    den = tl.zeros([BD], tl.float32)
+    for start in range(first, end, BT):
+        t = start + tl.arange(0, BT)
+        k = load_keys(K, MASK, b, t, c, strides[2], strides[3], T, D)
+        v = load_values(V, MASK, b, t, c, strides[4], strides[5], T, D)
+        new = tl.maximum(peak, tl.max(k, 0))
+        scale = tl.exp(peak - new)
+        ek = tl.exp(k - new[None, :])
+        num = num * scale + tl.sum(ek * v, 0)
+        den = den * scale + tl.sum(ek, 0)
+        peak = new
+    store_sums(PAST, peak, den, num, b, part, c, tl.cdiv(T, length), D)
+
+
+@triton.jit
+def scan_kernel(SUMS, D, parts, REVERSE: tl.constexpr, BD: tl.constexpr):
+    """From the sums of each part alone to those of the parts before it, or behind it for gradients."""
     tiles = tl.cdiv(D, BD)
     b = (tl.program_id(0) // tiles).to(tl.int64)
     c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
+    reference = tl.full([BD], -FLOOR if REVERSE else FLOOR, tl.float32)
+    den = tl.zeros([BD], tl.float32)
+    num = tl.zeros([BD], tl.float32)
+    for i in range(0, parts):
+        part = parts - 1 - i if REVERSE else i
+        own, own_den, own_num = load_sums(SUMS, b, part, c, parts, D)
+        store_sums(SUMS, reference, den, num, b, part, c, parts, D)
+        if REVERSE:
+            reference, den, num = merge_gradients(own, own_den, own_num, reference, den, num)
+        else:
+            reference, den, num = merge(reference, den, num, own, own_den, own_num)
+
+
+@tuned(['T', 'D'], LITTLE, *TILES)
+@triton.jit
+def forward_kernel(Q, K, V, MASK, PAST, Y, DEN, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):
+    """y, and the denominators if there is room for them; strides of q, k and v."""
+    b, part, c, first, end = find_part(T, D, length, BD)
     past_peak = tl.full([BD], FLOOR, tl.float32)
     past_den = tl.zeros([BD], tl.float32)
     past_num = tl.zeros([BD], tl.float32)
-    for start in range(0, T, BT):
+    if PAST is not None:
+        past_peak, past_den, past_num = load_sums(PAST, b, part, c, tl.cdiv(T, length), D)
+    for start in range(first, end, BT):
         t = start + tl.arange(0, BT)
         k = load_keys(K, MASK, b, t, c, strides[2], strides[3], T, D)
         v = load_tile(V, b, t, c, strides[4], strides[5], T, D)
@@ -83,43 +152,73 @@ def group_kernel(K, MASK, PEAKS, T, D, k_batch, k_token, BD: tl.constexpr):
     tl.store(PEAKS + (b * (groups + 1) + group + 1) * D + c, tl.maximum(tl.max(k, 0), FLOOR), mask=c < D)
 
 
+@triton.jit
+def load_gradients(G, Y, DEN, Q, K, MASK, PEAKS, b, start, t, c, T, D, strides):
+    """Of targets t, a tile from `start` on: keys, the largest up to each, gradients of both sums there, and of q."""
+    k = load_keys(K, MASK, b, t, c, strides[4], strides[5], T, D)
+    g = load_tile(G, b, t, c, strides[0], strides[1], T, D)
+    gy = g * load_tile(Y, b, t, c, T * D, D, T, D)
+    dq = gy
+    if Q is not None:
+        s = tl.sigmoid(load_tile(Q, b, t, c, strides[2], strides[3], T, D))
+        dq = gy * (1.0 - s)
+        g *= s
+    past = load_row(PEAKS, b, start // GROUP, c, (tl.cdiv(T, GROUP) + 1) * D, D, D, FLOOR)
+    peak = tl.maximum(tl.associative_scan(k, 0, larger), past[None, :])
+    # What lies behind the sequence must not lower the reference.
+    peak = tl.where((t < T)[:, None], peak, -FLOOR)
+    den = load_tile(DEN, b, t, c, T * D, D, T, D)
+    top = tl.where(den == 0.0, 0.0, 1.0 / tl.where(den == 0.0, 1.0, den))
+    return k, peak, -gy * top, g * top, dq
+
+
+@triton.jit
+def gradient_summary_kernel(
+    G, Y, DEN, Q, K, MASK, PEAKS, NEXT, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """The gradients of the sums of each part alone, relative to the largest key up to its first token."""
+    b, part, c, first, end = find_part(T, D, length, BD)
+    reference = tl.full([BD], -FLOOR, tl.float32)
+    d_den = tl.zeros([BD], tl.float32)
+    d_num = tl.zeros([BD], tl.float32)
+    for start in range(first, end, BT):
+        t = start + tl.arange(0, BT)
+        _, peak, own_den, own_num, _ = load_gradients(G, Y, DEN, Q, K, MASK, PEAKS, b, start, t, c, T, D, strides)
+        lowest = tl.min(peak, 0)
+        scale = tl.exp(lowest[None, :] - peak)
+        own_den, own_num = tl.sum(own_den * scale, 0), tl.sum(own_num * scale, 0)
+        reference, d_den, d_num = merge_gradients(reference, d_den, d_num, lowest, own_den, own_num)
+    store_sums(NEXT, reference, d_den, d_num, b, part, c, tl.cdiv(T, length), D)
+
+
 @tuned(['T', 'D'], LITTLE, *TILES)
 @triton.jit
 def backward_kernel(
-    G, Y, DEN, Q, K, V, MASK, PEAKS, DQ, DK, DV, T, D, strides, BT: tl.constexpr, BD: tl.constexpr
+    G, Y, DEN, Q, K, V, MASK, PEAKS, NEXT, DQ, DK, DV, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """Gradients of q, k and v, last block of tokens first; strides of the gradient, q, k and v.
 
     PEAKS: (B, 1 + groups, D), the largest key before every group.
     """
-    tiles, groups = tl.cdiv(D, BD), tl.cdiv(T, GROUP)
-    b = (tl.program_id(0) // tiles).to(tl.int64)
-    c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
+    b, part, c, first, end = find_part(T, D, length, BD)
     next_peak = tl.full([BD], -FLOOR, tl.float32)
     next_d_den = tl.zeros([BD], tl.float32)
     next_d_num = tl.zeros([BD], tl.float32)
-    for block in range(0, tl.cdiv(T, BT)):
-        start = (tl.cdiv(T, BT) - 1 - block) * BT
+    if NEXT is not None:
+        next_peak, next_d_den, next_d_num = load_sums(NEXT, b, part, c, tl.cdiv(T, length), D)
+    blocks = tl.cdiv(end - first, BT)
+    for block in range(0, blocks):
+        start = first + (blocks - 1 - block) * BT
         t = start + tl.arange(0, BT)
-        k = load_keys(K, MASK, b, t, c, strides[4], strides[5], T, D)
-        v = load_values(V, MASK, b, t, c, strides[6], strides[7], T, D)
-        g = load_tile(G, b, t, c, strides[0], strides[1], T, D)
-        gy = g * load_tile(Y, b, t, c, T * D, D, T, D)
+        k, peak, own_den, own_num, dq = load_gradients(G, Y, DEN, Q, K, MASK, PEAKS, b, start, t, c, T, D, strides)
         if Q is not None:
-            s = tl.sigmoid(load_tile(Q, b, t, c, strides[2], strides[3], T, D))
-            store_tile(DQ, gy * (1.0 - s), b, t, c, T, D)
-            g *= s
-        past = load_row(PEAKS, b, start // GROUP, c, (groups + 1) * D, D, D, FLOOR)
-        peak = tl.maximum(tl.associative_scan(k, 0, larger), past[None, :])
-        den = load_tile(DEN, b, t, c, T * D, D, T, D)
-        top = tl.where(den == 0.0, 0.0, 1.0 / tl.where(den == 0.0, 1.0, den))
-        # What lies behind the sequence must not lower the reference.
-        own = (tl.where((t < T)[:, None], peak, -FLOOR), -gy * top, g * top)
-        reference, d_den, d_num = tl.associative_scan(own, 0, merge_gradients, reverse=True)
+            store_tile(DQ, dq, b, t, c, T, D)
+        reference, d_den, d_num = tl.associative_scan((peak, own_den, own_num), 0, merge_gradients, reverse=True)
         reference, d_den, d_num = merge_gradients(
             next_peak[None, :], next_d_den[None, :], next_d_num[None, :], reference, d_den, d_num
         )
         next_peak, next_d_den, next_d_num = row(reference, 0, BT), row(d_den, 0, BT), row(d_num, 0, BT)
         ek = tl.exp(k - reference)
+        v = load_values(V, MASK, b, t, c, strides[6], strides[7], T, D)
         store_tile(DV, ek * d_num, b, t, c, T, D)
         store_tile(DK, ek * (d_num * v + d_den), b, t, c, T, D)
