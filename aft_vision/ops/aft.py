@@ -6,7 +6,8 @@ both spread over more than about 69 nats.
 Reverse-mode differentiation only, once: no forward mode, no second derivatives.
 
 Backends: 'eager' is torch operations and covers everything; 'cpp' a kernel compiled for the CPU; 'triton' kernels for
-CUDA devices, in float32, bfloat16 and float16 with sums in float32; 'auto' the fastest that covers the inputs.
+CUDA devices, in float32, bfloat16 and float16 with sums in float32, a RuntimeError where Triton is installed and cannot
+compile; 'auto' the fastest that covers the inputs and works.
 """
 
 import torch

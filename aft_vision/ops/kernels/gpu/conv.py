@@ -70,9 +70,10 @@ class _Layout:
         room = torch.empty([x.shape[dim] for dim in order], dtype=dtype, device=x.device)
         return room.permute(1, 2, 0) if self.by_channel else room
 
-    def programs(self, tile: dict[str, int]) -> tuple[int, int, int]:
-        """Tiles of tokens, tiles of rows, heads."""
-        return triton.cdiv(self.T, tile['BT']), triton.cdiv(self.B, tile['BR'] // self.group) * self.parts, self.heads
+    def programs(self, tile: dict[str, int]) -> tuple[int, int]:
+        """Tiles of tokens and rows, heads."""
+        rows = triton.cdiv(self.B, tile['BR'] // self.group) * self.parts
+        return triton.cdiv(self.T, tile['BT']) * rows, self.heads
 
     def lost(self, x: Tensor) -> Tensor:
         """Room for whether a head of a sequence has targets that underflowed: none has."""

@@ -107,6 +107,14 @@ def test_what_underflows_is_exact(keys: str, bias: str, device: str):
     assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=device)
 
 
+def test_many_parts_of_many_sequences_fit_a_grid():
+    from aft_vision.ops.kernels.gpu.conv import _Layout
+
+    k, v = torch.empty(65535, 9, 1, device='meta'), torch.empty(65535, 9, 768, device='meta')
+    # A head of 768 channels in 25 parts of 31; only the first side of a grid is long.
+    assert _Layout(k, v).programs({'BR': 32, 'BT': 16}) == (65535 * 25, 1)
+
+
 def test_it_passes_torch_opcheck(device: str):
     assert_passes_opcheck('aft_conv', make_inputs((2, 3), 3, 1, 3), [None, True], backend='triton', device=device)
 

@@ -71,6 +71,15 @@ def find_channels(part, C, GROUP: tl.constexpr):
 
 
 @triton.jit
+def find_tile(T, C, GROUP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr):
+    """Of a program the part of a head, the head, the first sequence and the first token."""
+    parts, token_tiles = tl.cdiv(C, GROUP - 1), tl.cdiv(T, BT)
+    row_tile = tl.program_id(0) // token_tiles
+    first_token = tl.program_id(0) % token_tiles * BT
+    return row_tile % parts, tl.program_id(1).to(tl.int64), row_tile // parts * (BR // GROUP), first_token
+
+
+@triton.jit
 def find_place(t, T, width):
     """Such that find_place(source) - find_place(target) + find_middle() is the place of their shift in the table."""
     t = tl.minimum(t, T - 1)
@@ -120,11 +129,10 @@ def forward_kernel(
     BS: tl.constexpr,
 ):
     """y, and the denominators if there is room for them."""
-    parts = tl.cdiv(C, GROUP - 1)
-    part, head = tl.program_id(1) % parts, tl.program_id(2).to(tl.int64)
-    b = (tl.program_id(1) // parts * (BR // GROUP) + tl.arange(0, BR // GROUP)).to(tl.int64)
+    part, head, first, first_token = find_tile(T, C, GROUP, BR, BT)
+    b = (first + tl.arange(0, BR // GROUP)).to(tl.int64)
     c = find_channels(part, C, GROUP)
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    t = first_token + tl.arange(0, BT)
     K += head * k_strides[2]
     middle = find_middle(T, width)
     W += head * (2 * middle + 1) + middle - find_place(t, T, width)[None, :]
@@ -182,10 +190,10 @@ def rows_kernel(
 ):
     """The gradient of q, that of sums and denominators as rows R, and the rows X that were summed if there is room."""
     parts = tl.cdiv(C, GROUP - 1)
-    part, head = tl.program_id(1) % parts, tl.program_id(2).to(tl.int64)
-    b = (tl.program_id(1) // parts * (BR // GROUP) + tl.arange(0, BR // GROUP)).to(tl.int64)
+    part, head, first, first_token = find_tile(T, C, GROUP, BR, BT)
+    b = (first + tl.arange(0, BR // GROUP)).to(tl.int64)
     c = find_channels(part, C, GROUP)
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    t = first_token + tl.arange(0, BT)
     inside = (b < B)[:, None] & (t < T)[None, :]
     is_key = (tl.arange(0, GROUP) == GROUP - 1)[None, :, None]
     g = load_rows(G + head * C * g_strides[2], None, g_strides, b, c, t, B, C, T, 0.0)
@@ -239,11 +247,10 @@ def sources_kernel(
 ):
     """The gradients of v and, as far as the channels of a group go, of k."""
     parts = tl.cdiv(C, GROUP - 1)
-    part, head = tl.program_id(1) % parts, tl.program_id(2).to(tl.int64)
-    first = tl.program_id(1) // parts * (BR // GROUP)
+    part, head, first, first_token = find_tile(T, C, GROUP, BR, BT)
     b = (first + tl.arange(0, BR // GROUP)).to(tl.int64)
     c = find_channels(part, C, GROUP)
-    s = tl.program_id(0) * BT + tl.arange(0, BT)
+    s = first_token + tl.arange(0, BT)
     middle = find_middle(T, width)
     W += head * (2 * middle + 1) + middle + find_place(s, T, width)[None, :]
     row = first * GROUP + tl.arange(0, BR)
