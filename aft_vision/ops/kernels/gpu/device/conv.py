@@ -15,9 +15,9 @@ from aft_vision.ops.kernels.gpu.launch import tuned
 LIMIT = tl.constexpr(_LIMIT)
 KEY = ['T', 'heads', 'C', 'ROWS']
 TILES = (
-    ({'BR': 64, 'BT': 64, 'BS': 32}, 4),
-    ({'BR': 32, 'BT': 64, 'BS': 32}, 4),
     ({'BR': 64, 'BT': 64, 'BS': 32}, 8),
+    ({'BR': 32, 'BT': 64, 'BS': 32}, 4),
+    ({'BR': 64, 'BT': 64, 'BS': 32}, 4),
     ({'BR': 64, 'BT': 128, 'BS': 32}, 8),
     ({'BR': 128, 'BT': 64, 'BS': 32}, 8),
 )

@@ -86,8 +86,8 @@ def lost_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BD: tl.cons
 @tuned(
     ['T', 'D'],
     {'BT': 16, 'BS': 8, 'BD': 16},
-    ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
     ({'BT': 64, 'BS': 32, 'BD': 64}, 8),
+    ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
     ({'BT': 128, 'BS': 32, 'BD': 64}, 8),
     ({'BT': 128, 'BS': 32, 'BD': 32}, 8),
 )
@@ -160,8 +160,8 @@ def column_kernel(K, MASK, DEN, PEAK, LOWEST, T, D, k_batch, k_token, BT: tl.con
 @tuned(
     ['T', 'D'],
     {'BT': 8, 'BS': 16, 'BD': 16},
-    ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
     ({'BT': 32, 'BS': 64, 'BD': 64}, 8),
+    ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
     ({'BT': 32, 'BS': 128, 'BD': 32}, 8),
 )
 @triton.jit
@@ -204,8 +204,8 @@ def backward_kernel(
 @tuned(
     ['T', 'D'],
     {'BT': 16, 'BS': 16, 'BD': 16},
-    ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
     ({'BT': 64, 'BS': 64, 'BD': 32}, 8),
+    ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
     ({'BT': 64, 'BS': 64, 'BD': 64}, 8),
     ({'BT': 128, 'BS': 64, 'BD': 32}, 8),
 )
