@@ -115,17 +115,17 @@ def _supports(device: torch.device) -> bool:
 
 
 def _fits(inputs: Sequence[Any]) -> bool:
-    sequences = [x[0] for x in inputs[:3] if x is not None]
-    biases = [x for x in inputs[3:] if isinstance(x, Tensor) and x.is_floating_point()]
-    fits = len(inputs[1]) <= SEQUENCES and all(_reach(x) < ELEMENTS for x in sequences + biases)
+    sequences = [_reach(x, 1) for x in inputs[:3] if x is not None]
+    biases = [_reach(x, 0) for x in inputs[3:] if isinstance(x, Tensor) and x.is_floating_point()]
+    fits = inputs[1].shape[0] <= SEQUENCES and max(sequences + biases) < ELEMENTS
     if not fits:
         _warn_too_large()
     return fits
 
 
-def _reach(x: Tensor) -> int:
-    # From the first element to the last, in memory.
-    return sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True))
+def _reach(x: Tensor, first: int) -> int:
+    # From the first element to the last in memory, over the dimensions from `first` on.
+    return sum((length - 1) * stride for length, stride in zip(x.shape[first:], x.stride()[first:], strict=True))
 
 
 @functools.cache
