@@ -160,9 +160,9 @@ def column_kernel(K, MASK, DEN, PEAK, LOWEST, T, D, k_batch, k_token, BT: tl.con
 @tuned(
     ['T', 'D'],
     {'BT': 8, 'BS': 16, 'BD': 16},
-    ({'BT': 32, 'BS': 64, 'BD': 64}, 8),
-    ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
     ({'BT': 32, 'BS': 128, 'BD': 32}, 8),
+    ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
+    ({'BT': 32, 'BS': 64, 'BD': 64}, 8),
 )
 @triton.jit
 def backward_kernel(

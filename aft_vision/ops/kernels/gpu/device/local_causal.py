@@ -111,7 +111,7 @@ def scan_kernel(K, MASK, PAST, T, D, blocks, k_strides, BD: tl.constexpr):
         past = tl.maximum(past, peak)
 
 
-@tuned(KEY, {}, ({}, 4), ({}, 8))
+@tuned(KEY, {}, ({}, 8), ({}, 4))
 @triton.jit
 def forward_kernel(
     Q,

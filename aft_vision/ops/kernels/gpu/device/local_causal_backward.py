@@ -75,7 +75,7 @@ def reverse_kernel(PAST, DPAST, D, blocks, BD: tl.constexpr):
         following = reference
 
 
-@tuned(KEY, {}, ({}, 4), ({}, 8))
+@tuned(KEY, {}, ({}, 8), ({}, 4))
 @triton.jit
 def sources_kernel(
     R,
@@ -130,7 +130,7 @@ def sources_kernel(
     store_tile(DV, dv, b, t=s, c=c, T=T, D=D)
 
 
-@tuned(KEY, {}, ({}, 4), ({}, 8))
+@tuned(KEY, {}, ({}, 8), ({}, 4))
 @triton.jit
 def band_kernel(
     R,
