@@ -66,7 +66,7 @@ class FastformerForConversion(FastformerPreTrainedModel):
     """The probability that a user acts upon an ad, as a logit."""
 
     config_class = FastformerConversionConfig
-    config: FastformerConversionConfig  # type: ignore[assignment]
+    config: FastformerConversionConfig
 
     def __init__(self, config: FastformerConversionConfig) -> None:
         super().__init__(config)
@@ -78,11 +78,11 @@ class FastformerForConversion(FastformerPreTrainedModel):
 
     def get_input_embeddings(self) -> nn.Module:
         """The table of words."""
-        return self.text_encoder.get_input_embeddings()  # type: ignore[operator]
+        return self.text_encoder.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Put another table of words."""
-        self.text_encoder.set_input_embeddings(value)  # type: ignore[operator]
+        self.text_encoder.set_input_embeddings(value)
 
     @can_return_tuple
     def forward(

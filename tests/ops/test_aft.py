@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import aten, reference
-from aft_vision.ops.eager.conv import _prefers_depthwise
+from aft_vision.ops.eager.conv import prefers_depthwise
 from aft_vision.ops.eager.onehot import CANCELLATION, _Sums
 from tools.benchmark.memory import peak_memory
 
@@ -89,7 +89,7 @@ def either_form_of_conv(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """AFT-conv in one of its torch forms, whichever it would choose."""
     depthwise = request.param == 'depthwise'
     monkeypatch.setattr('aft_vision.ops.kernels.cpu.depthwise.covers_conv', lambda *inputs: False)
-    monkeypatch.setattr('aft_vision.ops.eager.conv._prefers_depthwise', lambda k, kernel: depthwise)
+    monkeypatch.setattr('aft_vision.ops.eager.conv.prefers_depthwise', lambda k, kernel: depthwise)
 
 
 # h = d and h = 1 limits, more than 64 heads, kernels larger than the grid.
@@ -365,13 +365,13 @@ def test_an_offset_outside_the_grid_makes_aft_onehot_a_global_mean(offset: list[
 )
 def test_many_heads_or_elements_and_more_tokens_than_taps_take_the_depthwise_form(heads, grid, size, depthwise):
     k, kernel = torch.zeros(1, grid[0] * grid[1], heads), torch.zeros(heads, size, size)
-    assert _prefers_depthwise(k, kernel) is depthwise
+    assert prefers_depthwise(k, kernel) is depthwise
 
 
 def test_the_toeplitz_and_depthwise_forms_agree(monkeypatch: pytest.MonkeyPatch):
     inputs = conv_inputs((9, 7), 8, 4, 5)
     toeplitz = ops.aft_conv(**inputs)
-    monkeypatch.setattr('aft_vision.ops.eager.conv._prefers_depthwise', lambda k, kernel: True)
+    monkeypatch.setattr('aft_vision.ops.eager.conv.prefers_depthwise', lambda k, kernel: True)
     assert_close(ops.aft_conv(**inputs), toeplitz, 1e-12)
 
 
@@ -379,7 +379,7 @@ def test_the_toeplitz_form_is_the_same_in_groups_of_heads(monkeypatch: pytest.Mo
     inputs = conv_inputs((9, 7), 8, 4, 5)
     whole = ops.aft_conv(**inputs)
     monkeypatch.setattr('aft_vision.ops.eager.conv.TOEPLITZ_ELEMENTS', 63 * 63)
-    monkeypatch.setattr('aft_vision.ops.eager.conv._prefers_depthwise', lambda k, kernel: False)
+    monkeypatch.setattr('aft_vision.ops.eager.conv.prefers_depthwise', lambda k, kernel: False)
     assert_close(ops.aft_conv(**inputs), whole, 1e-12)
     assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs)
 

@@ -97,7 +97,6 @@ def create_model(name: str, behaviors: int, setting: Setting) -> nn.Module:
 
     config = FastformerConversionConfig(
         encoder_mixer=BASELINE if name == MATERIALISED else name,
-        attn_implementation='eager' if name == MATERIALISED else 'sdpa',
         vocab_size=VOCAB,
         embedding_size=300,
         hidden_size=setting.dim,
@@ -108,7 +107,8 @@ def create_model(name: str, behaviors: int, setting: Setting) -> nn.Module:
         max_behaviors=behaviors,
         behavior_types=TYPES,
     )
-    return FastformerForConversion(config)
+    attention = 'eager' if name == MATERIALISED else 'sdpa'
+    return FastformerForConversion._from_config(config, attn_implementation=attention)
 
 
 def format_conversion(rows: Sequence[dict[str, Any]]) -> str:

@@ -194,7 +194,7 @@ class ConversionRun(TextRun):
 
 def conversion_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """Pooled AUC and log loss."""
-    return pooled_metrics(prediction.predictions, prediction.label_ids)  # type: ignore[arg-type]
+    return pooled_metrics(prediction.predictions, prediction.label_ids)
 
 
 def read_splits(data: ConversionData, table: BehaviorTable) -> DatasetDict:

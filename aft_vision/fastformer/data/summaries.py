@@ -176,8 +176,8 @@ def tokenize_summaries(
 
     def encode(texts: list[str], length: int | None) -> list[list[int]]:
         cut = length is not None
-        rows: Any = tokenizer(texts, truncation=cut, max_length=length, return_attention_mask=False)['input_ids']
-        return rows
+        encoded: Any = tokenizer(texts, truncation=cut, max_length=length, return_attention_mask=False)
+        return encoded['input_ids']
 
     def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
         room = None if max_summary_length is None else max_summary_length - 1

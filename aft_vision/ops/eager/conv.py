@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aft_vision.ops.eager.mixing import CHUNK_ELEMENTS, Workspace, mix_backward, mix_forward
+from aft_vision.ops.eager.mixing import CHUNK_ELEMENTS, TORCH, Passes, Workspace, mix_backward, mix_forward
 from aft_vision.ops.eager.numerics import (
     accumulate_dtype,
     check_grid,
@@ -224,18 +224,35 @@ def conv_forward(
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     """y and the denominators (AFT Eq. 6)."""
-    out, den = empty_output(q, v), empty_denominator(k, v, save)
     size, channels = (grid[0], grid[1]), v.shape[2] // k.shape[2]
-    if _prefers_depthwise(k, kernel):
+    if prefers_depthwise(k, kernel):
+        out, den = empty_output(q, v), empty_denominator(k, v, save)
         depthwise = DepthwiseWeights(kernel, size, global_context, v, channels)
         mix_forward(q, k, v, mask, depthwise, out, den)
         if depthwise.reliable:
             return out, den
+    return toeplitz_forward(TORCH, q, k, v, kernel, grid, mask, global_context, save)
+
+
+def toeplitz_forward(
+    passes: Passes,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    kernel: Tensor,
+    grid: Sequence[int],
+    mask: Tensor | None,
+    global_context: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """The same in the Toeplitz form, with the given passes around the products."""
+    out, den = empty_output(q, v), empty_denominator(k, v, save)
+    size, channels = (grid[0], grid[1]), v.shape[2] // k.shape[2]
     for head, channel in _head_groups(k, v):
         weights = ToeplitzWeights(kernel[head], size, global_context, v, channels)
         den_ = den[..., head] if save else den
         q_ = None if q is None else q[..., channel]
-        mix_forward(q_, k[..., head], v[..., channel], mask, weights, out[..., channel], den_)
+        mix_forward(q_, k[..., head], v[..., channel], mask, weights, out[..., channel], den_, passes)
     return out, den
 
 
@@ -254,11 +271,30 @@ def conv_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and kernel."""
     size, channels = (grid[0], grid[1]), v.shape[2] // k.shape[2]
-    if _prefers_depthwise(k, kernel):
+    if prefers_depthwise(k, kernel):
         depthwise = DepthwiseWeights(kernel, size, global_context, v, channels)
         if depthwise.keeps_digits(den, shifted_exp(k, mask).sum(1, keepdim=True)):
             dq, dk, dv = mix_backward(grad, y, den, q, k, v, mask, depthwise, need_bias)
             return dq, dk, dv, depthwise.bias_grad() if need_bias else kernel.new_empty(0)
+    return toeplitz_backward(TORCH, grad, y, den, q, k, v, kernel, grid, mask, global_context, need_bias)
+
+
+def toeplitz_backward(
+    passes: Passes,
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    kernel: Tensor,
+    grid: Sequence[int],
+    mask: Tensor | None,
+    global_context: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same in the Toeplitz form, with the given passes around the products."""
+    size, channels = (grid[0], grid[1]), v.shape[2] // k.shape[2]
     groups = []
     for head, channel in _head_groups(k, v):
         weights = ToeplitzWeights(kernel[head], size, global_context, v, channels)
@@ -273,6 +309,7 @@ def conv_backward(
             mask,
             weights,
             need_bias,
+            passes,
         )
         groups.append((*dqkv, weights.bias_grad() if need_bias else kernel.new_empty(0)))
     dqs, dks, dvs, dkernels = (list(parts) for parts in zip(*groups, strict=True))
@@ -309,7 +346,8 @@ def _unshifted_kernel(shifts: Tensor, size: int) -> Tensor:
     return kernel
 
 
-def _prefers_depthwise(k: Tensor, kernel: Tensor) -> bool:
+def prefers_depthwise(k: Tensor, kernel: Tensor) -> bool:
+    """Whether the depthwise form runs, where it keeps its digits."""
     # Measured on a CPU (docs/performance.md). An accelerator always has the product that cannot cancel.
     tokens, heads = k.shape[1:]
     many_heads = heads > TOEPLITZ_HEADS and tokens > kernel[0].numel()

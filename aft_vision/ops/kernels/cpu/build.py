@@ -43,7 +43,7 @@ def library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         _logger.warning(
-            'the C++ kernels cannot be built, so AFT-conv with a head per channel, the causal operations and decoding '
+            'the C++ kernels cannot be built, so AFT-full, AFT-conv, the causal operations and decoding '
             'use the slower torch forms: %s',
             reason,
         )

@@ -27,9 +27,9 @@ def step(q: Tensor, k: Tensor, v: Tensor, u: Tensor) -> Tensor:
 
 
 OPERATIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
-    'simple_causal': (lambda q, k, v, _: ops.aft_simple_causal(q, k, v, backend='cpp'), (1,)),
-    'local_causal': (lambda q, k, v, band: ops.aft_local_causal(q, k, v, band, backend='cpp'), (12, 5)),
-    'conv': (lambda q, k, v, kernel: ops.aft_conv(q, k, v, kernel, (3, 4), backend='cpp'), (70, 3, 3)),
+    'simple_causal': (lambda q, k, v, _: ops.aft_simple_causal(q, k, v), (1,)),
+    'local_causal': (lambda q, k, v, band: ops.aft_local_causal(q, k, v, band), (12, 5)),
+    'conv': (lambda q, k, v, kernel: ops.aft_conv(q, k, v, kernel, (3, 4)), (70, 3, 3)),
     'step': (step, (12, 4)),
 }
 
