@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from aft_vision.ops.eager import conv, onehot
-from aft_vision.ops.eager.numerics import UNDERFLOW, empty_denominator, empty_output, product_dtype
+from aft_vision.ops.eager.numerics import UNDERFLOW, empty_denominator, accumulate_dtype, empty_output
 from aft_vision.ops.kernels.cpu.build import compiled, library
 from aft_vision.ops.kernels.cpu.tensors import cast, float_output, neighbours, numbers, on_cpu, pointer, room, tokens
 
@@ -90,8 +90,11 @@ def conv_forward(
 ) -> tuple[Tensor, Tensor]:
     """y and the denominators (AFT Eq. 6)."""
     den = empty_denominator(k, v, save)
-    y = _forward(q, k, v, mask, grid, _Taps(kernel), den if save else None)
-    return conv.conv_forward(q, k, v, kernel, grid, mask, global_context, save) if y is None else (y, den)
+    bottom = float_output(den)
+    y = _forward(q, k, v, mask, grid, _Taps(kernel), bottom if save else None)
+    if y is None:
+        return conv.conv_forward(q, k, v, kernel, grid, mask, global_context, save)
+    return y, den if bottom is den else den.copy_(bottom)
 
 
 def onehot_forward(
@@ -150,7 +153,7 @@ def _covers(q: Tensor | None, k: Tensor, v: Tensor, *others: Tensor | None) -> b
         on_cpu(q, k, v, *others)
         and k.shape == v.shape
         and k.shape[2] > conv.TOEPLITZ_HEADS
-        and product_dtype(v) == torch.float32
+        and accumulate_dtype(v) == torch.float32
         and v.numel() > 0
         and library() is not None
     )

@@ -12,11 +12,11 @@ from aft_vision.ops.eager.causal import HEADROOM, logits_grad, repair_backward, 
 from aft_vision.ops.eager.causal_bias import BandBias
 from aft_vision.ops.eager.numerics import (
     UNDERFLOW,
+    accumulate_dtype,
     empty_denominator,
     empty_output,
     gate,
     masked_keys,
-    product_dtype,
 )
 from aft_vision.ops.kernels.cpu.build import compiled, library
 from aft_vision.ops.kernels.cpu.tensors import (
@@ -72,10 +72,10 @@ class _Band:
 
 
 def covers_local_causal(q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> bool:
-    """Whether this is made for such inputs: a CPU, products and sums in float32."""
+    """Whether this is made for such inputs: a CPU, sums in float32."""
     return (
         on_cpu(q, k, v, band, mask)
-        and product_dtype(v) == torch.float32
+        and accumulate_dtype(v) == torch.float32
         and band.dtype != torch.float64
         and v.numel() > 0
         and library() is not None
@@ -87,13 +87,14 @@ def local_causal_forward(
 ) -> tuple[Tensor, Tensor]:
     """y and the denominators (AFT Eq. 4, causal)."""
     out, den = empty_output(q, v), empty_denominator(k, v, save)
-    y, weights = float_output(out), _Band(band)
-    if not _forward(q, k, v, mask, weights, y, den if save else None):
-        bottom = den
+    y, bottom, weights = float_output(out), float_output(den), _Band(band)
+    if not _forward(q, k, v, mask, weights, y, bottom if save else None):
         if not save:
             bottom = room(v.shape)
             _forward(q, k, v, mask, weights, y, bottom)
         _repair(y, bottom, q, k, v, mask, weights.bias)
+    if save and bottom is not den:
+        den.copy_(bottom)
     return (out if y is out else out.copy_(y)), den
 
 

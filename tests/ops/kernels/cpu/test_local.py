@@ -40,7 +40,7 @@ def events(function) -> set[str]:
 CASES = [(1, 1, 5), (30, 4, 16), (100, 1, 9), (40, 60, 7), (150, 5, 37), (200, 91, 19)]
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
 @pytest.mark.parametrize(('T', 's', 'D'), CASES)
 def test_it_equals_float64(T: int, s: int, D: int, masked: bool, dtype: torch.dtype):
