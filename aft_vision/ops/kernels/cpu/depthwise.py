@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from aft_vision.ops.eager import conv, onehot
-from aft_vision.ops.eager.numerics import UNDERFLOW, empty_denominator, accumulate_dtype, empty_output
+from aft_vision.ops.eager.numerics import UNDERFLOW, accumulate_dtype, empty_denominator, empty_output
 from aft_vision.ops.kernels.cpu.build import compiled, library
 from aft_vision.ops.kernels.cpu.tensors import cast, float_output, neighbours, numbers, on_cpu, pointer, room, tokens
 
