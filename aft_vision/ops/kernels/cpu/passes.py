@@ -59,10 +59,10 @@ class CompiledPasses(Passes):
         x, spare = spaces
         self._enter(k, v, mask, x)
         sums = weights.apply(x, spare)
-        q_, k_ = _neighbours(q), _neighbours(k)
+        q_ = _neighbours(q)
         with record_function('aft_vision::passes_leave'):
             good = compiled().aft_pass_leave(
-                self._sizes(k_, v),
+                self._sizes(k, v),
                 _space(sums),
                 *map(_array, (q_, out, den if den.numel() else None)),
                 number(LEAST),
