@@ -43,18 +43,43 @@ def time_interleaved(
     least_seconds: float = LEAST_SECONDS,
     progress: bool = False,
 ) -> list[Timing]:
-    """Time calls, one after the other in every round.
-
-    What disturbs a round disturbs all of its calls, so ratios are taken within a round. Every round begins with another
-    call, so that none always follows the same one.
+    """Time calls, one after the other in every round, and compare them within the rounds.
 
     Args:
         calls: The first is compared to.
+        device: As the other arguments, of `time_rounds`.
+
+    Raises:
+        ValueError: there is no call, no round or no warm-up.
+    """
+    found = time_rounds(calls, device, rounds, warmup=warmup, least_seconds=least_seconds, progress=progress)
+    return [compare_rounds(seconds, found[0]) for seconds in found]
+
+
+def time_rounds(
+    calls: Sequence[Callable[[], object]],
+    device: torch.device,
+    rounds: int,
+    *,
+    warmup: int = 1,
+    least_seconds: float = LEAST_SECONDS,
+    progress: bool = False,
+) -> list[list[float]]:
+    """Time calls, one after the other in every round.
+
+    What disturbs a round disturbs all of its calls, so ratios are to be taken within a round. Every round begins with
+    another call, so that none always follows the same one.
+
+    Args:
+        calls: What is timed.
         device: Where they work; an accelerator is waited for.
         rounds: Each with one time of every call.
-        warmup: Times each is called before anything counts.
+        warmup: Times each is called before anything counts. One call more says how often it is repeated in a round.
         least_seconds: A call is repeated within a round until about that time has passed.
         progress: Show a progress bar on standard error.
+
+    Returns:
+        For each call its seconds in every round.
 
     Raises:
         ValueError: there is no call, no round or no warm-up.
@@ -66,10 +91,23 @@ def time_interleaved(
     repeats = []
     for call in calls:
         for _ in range(warmup):
-            seconds = _time(call, device, 1)
-        repeats.append(max(1, math.ceil(least_seconds / max(seconds, 1e-9))))
-    found = _time_in_turns(calls, device, repeats, rounds, progress)
-    return [_compare(seconds, found[0]) for seconds in found]
+            call()
+        # The first calls may have compiled or tuned something, and say nothing of the next.
+        repeats.append(max(1, math.ceil(least_seconds / max(_time(call, device, 1), 1e-9))))
+    return _time_in_turns(calls, device, repeats, rounds, progress)
+
+
+def compare_rounds(seconds: Sequence[float], first: Sequence[float]) -> Timing:
+    """Compare the seconds of a call in every round with those of the first call in the same rounds."""
+    ratios = [base / own for base, own in zip(first, seconds, strict=True)]
+    return Timing(statistics.median(seconds), statistics.median(ratios), quartiles(ratios))
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third quartile; of one value, that value."""
+    # Quartiles need two values.
+    low, _, high = statistics.quantiles(values if len(values) > 1 else [*values] * 2, n=4, method='inclusive')
+    return low, high
 
 
 def time_latency(
@@ -93,7 +131,7 @@ def time_latency(
         for _ in range(warmup):
             _time(call, device, 1)
     found = _time_in_turns(calls, device, [1] * len(calls), rounds, progress)
-    timings = [_compare(seconds, found[0]) for seconds in found]
+    timings = [compare_rounds(seconds, found[0]) for seconds in found]
     slowest = [_percentile(seconds, 99) for seconds in found]
     return [Latency(timing.seconds, slow, *timing[1:]) for timing, slow in zip(timings, slowest, strict=True)]
 
@@ -118,13 +156,6 @@ def _time_in_turns(
 
 def _percentile(values: Sequence[float], percent: int) -> float:
     return statistics.quantiles(values if len(values) > 1 else [*values] * 2, n=100, method='inclusive')[percent - 1]
-
-
-def _compare(seconds: Sequence[float], first: Sequence[float]) -> Timing:
-    ratios = [base / own for base, own in zip(first, seconds, strict=True)]
-    # Quartiles need two values.
-    low, _, high = statistics.quantiles(ratios if len(ratios) > 1 else ratios * 2, n=4, method='inclusive')
-    return Timing(statistics.median(seconds), statistics.median(ratios), (low, high))
 
 
 def _time(call: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from aft_vision import timing
-from aft_vision.timing import time_interleaved, time_latency
+from aft_vision.timing import compare_rounds, time_interleaved, time_latency, time_rounds
 
 CPU = torch.device('cpu')
 
@@ -32,9 +32,9 @@ def clock(monkeypatch):
 
 
 def test_ratios_are_medians_within_rounds(clock):
-    # The machine is twice as slow in the second round, for both; the first time of each is the warm-up.
-    slow = clock.call('slow', 9.0, 4.0, 8.0, 5.0, 4.0)
-    fast = clock.call('fast', 9.0, 1.0, 2.0, 2.0, 2.0)
+    # The machine is twice as slow in the second round, for both; the first two of each come before the rounds.
+    slow = clock.call('slow', 9.0, 9.0, 4.0, 8.0, 5.0, 4.0)
+    fast = clock.call('fast', 9.0, 9.0, 1.0, 2.0, 2.0, 2.0)
     first, second = time_interleaved([slow, fast], CPU, rounds=4)
     assert (first.seconds, first.ratio, first.quartiles) == (4.5, 1.0, (1.0, 1.0))
     assert second.seconds == 2.0
@@ -46,18 +46,29 @@ def test_ratios_are_medians_within_rounds(clock):
 def test_the_calls_take_turns_and_none_always_comes_first(clock):
     calls = [clock.call(name, 1.0) for name in 'abc']
     time_interleaved(calls, CPU, rounds=3, warmup=2)
-    assert ''.join(clock.log) == 'aabbcc' + 'abc' + 'bca' + 'cab'
+    assert ''.join(clock.log) == 'aaabbbccc' + 'abc' + 'bca' + 'cab'
 
 
 def test_a_short_call_is_repeated_and_its_time_is_that_of_one(clock):
     (found,) = time_interleaved([clock.call('a', 2**-10)], CPU, rounds=1)
-    assert len(clock.log) == 1 + 21
+    assert len(clock.log) == 2 + 21
     assert found == (2**-10, 1.0, (1.0, 1.0))
+
+
+def test_a_first_call_that_compiles_does_not_say_how_often_a_call_is_repeated(clock):
+    compiled, plain = clock.call('a', 60.0, 2**-10), clock.call('b', 2**-10)
+    assert time_rounds([compiled, plain], CPU, rounds=1) == [[2**-10], [2**-10]]
+    assert clock.log.count('a') == clock.log.count('b') == 2 + 21
+
+
+def test_rounds_are_compared_one_by_one():
+    # Ratios 2, 1 and 4.
+    assert compare_rounds([1.0, 3.0, 0.5], [2.0, 3.0, 2.0]) == (1.0, 2.0, (1.5, 3.0))
 
 
 def test_the_time_that_a_call_is_repeated_for_may_be_chosen(clock):
     time_interleaved([clock.call('a', 0.5)], CPU, rounds=2, least_seconds=1.0)
-    assert len(clock.log) == 1 + 2 * 2
+    assert len(clock.log) == 2 + 2 * 2
 
 
 def test_a_latency_is_that_of_single_calls_with_the_slowest_of_a_hundred(clock):

@@ -131,7 +131,7 @@ def time_calls(
     """
     if not calls:
         return {}
-    timings = time_interleaved(list(calls.values()), device, rounds, warmup=2, progress=progress)
+    timings = time_interleaved(list(calls.values()), device, rounds, progress=progress)
     return {
         name: {
             'milliseconds': 1e3 * timing.seconds,
