@@ -44,6 +44,41 @@ def test_a_figure_below_its_floor_makes_the_command_fail(monkeypatch, tmp_path, 
     assert '3.25' in shown
 
 
+def test_a_figure_that_fails_is_named_and_the_others_are_measured(monkeypatch, tmp_path, capsys):
+    def fail(rounds: int) -> Figure:
+        assert '1.10' in capsys.readouterr().err
+        raise RuntimeError('no kernel\nfor this')
+
+    table = [
+        Goal(1, 'good', 1.0, 2.0, lambda rounds: Figure(1.1)),
+        Goal(2, 'broken', 1.0, 2.0, fail),
+        Goal(3, 'also good', 1.0, 2.0, lambda rounds: Figure(2.1)),
+    ]
+    monkeypatch.setattr(sections, 'make_goals', lambda: table)
+    with pytest.raises(SystemExit) as exit_info:
+        main(['--goals', '--allow-load', '--json', str(tmp_path / 'goals.json')])
+    assert exit_info.value.code == 1
+    rows = json.loads((tmp_path / 'goals.json').read_text())['rows']
+    assert [row['verdict'] for row in rows] == ['floor', 'failed', 'goal']
+    assert [row['error'] for row in rows] == [None, 'RuntimeError: no kernel', None]
+    assert rows[1]['measured'] is None
+    line = next(line for line in capsys.readouterr().out.splitlines() if 'broken' in line)
+    assert line.endswith('failed: RuntimeError: no kernel')
+
+
+def test_decoding_that_fails_is_not_tried_for_every_figure(monkeypatch):
+    tried: list[int] = []
+
+    def measure(device, rounds: int, **kwargs):
+        tried.append(rounds)
+        raise RuntimeError('no memory')
+
+    monkeypatch.setattr(figures, 'measure_decode', measure)
+    rows = measure_goals([goal for goal in make_goals() if goal.row in (10, 11)], rounds=1)
+    assert {row['verdict'] for row in rows} == {'failed'}
+    assert tried == [1]
+
+
 def test_every_goal_is_at_least_as_hard_as_its_floor():
     for goal in make_goals():
         assert goal.goal <= goal.floor if goal.at_most else goal.goal >= goal.floor, goal.what

@@ -165,7 +165,7 @@ class Decoding:
 
     def __init__(self, **model_args: Any) -> None:
         self.model_args = model_args
-        self._rows: dict[int, list[dict[str, Any]]] = {}
+        self._rows: dict[int, list[dict[str, Any]] | Exception] = {}
 
     def speed(self, name: str, batch: int) -> Measure:
         """Time of an image with the Transformer over that with a model."""
@@ -177,8 +177,15 @@ class Decoding:
 
     def _row(self, rounds: int, name: str, batch: int) -> dict[str, Any]:
         if rounds not in self._rows:
-            self._rows[rounds] = measure_decode(CPU, rounds, **self.model_args)
-        return next(row for row in self._rows[rounds] if (row['model'], row['batch_size']) == (name, batch))
+            try:
+                self._rows[rounds] = measure_decode(CPU, rounds, **self.model_args)
+            # It would fail for every figure anew, after minutes.
+            except Exception as error:
+                self._rows[rounds] = error
+        found = self._rows[rounds]
+        if isinstance(found, Exception):
+            raise found
+        return next(row for row in found if (row['model'], row['batch_size']) == (name, batch))
 
 
 def _training_step(model: nn.Module, images: Tensor) -> Call:

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from tools.benchmark.compare import describe_error
+
 
 class Figure(NamedTuple):
     """A measured figure.
@@ -47,36 +49,57 @@ class Goal(NamedTuple):
         return 'below'
 
 
-def measure_goals(goals: Sequence[Goal], rounds: int, progress: bool = False) -> list[dict[str, Any]]:
-    """Measure every goal.
+def measure_goals(
+    goals: Sequence[Goal], rounds: int, progress: bool = False, show: Callable[[dict[str, Any]], None] | None = None
+) -> list[dict[str, Any]]:
+    """Measure every goal; one that fails ends nothing.
+
+    Args:
+        show: Gets every row as it comes.
 
     Returns:
-        A row for each: `row`, `what`, `floor`, `goal`, `at_most`, `measured` (None where open), `quartiles`, `paper`
-        (against the paper's baseline, or None), `verdict`.
+        A row for each: `row`, `what`, `floor`, `goal`, `at_most`, `measured` (None where open or failed), `quartiles`,
+        `paper` (against the paper's baseline, or None), `error` (None, or why it failed), `verdict`: that of the goal,
+        or `failed`.
     """
     rows = []
     for goal in tqdm(goals, desc='goals', leave=False, disable=not progress):
-        turns = rounds if goal.most_rounds is None else min(rounds, goal.most_rounds)
-        figure = None if goal.measure is None else goal.measure(turns)
-        row = {name: getattr(goal, name) for name in ('row', 'what', 'floor', 'goal', 'at_most')}
-        found = {
-            'measured': figure and figure.value,
-            'quartiles': figure and figure.quartiles,
-            'paper': figure and figure.paper,
-        }
-        rows.append({**row, **found, 'verdict': goal.verdict(figure)})
+        rows.append(_measure(goal, rounds))
+        if show is not None:
+            show(rows[-1])
     return rows
 
 
 def format_goals(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as text."""
     head = f'{"row":>3} {"what":72} {"floor":>6} {"goal":>6} {"measured":>8} {"quartiles":>13}'
-    lines = [head + " paper's verdict"]
-    for row in rows:
-        value = '' if row['measured'] is None else f'{row["measured"]:8.2f}'
-        quartiles = '' if row['quartiles'] is None else '{:.2f} - {:.2f}'.format(*row['quartiles'])
-        paper = '' if row['paper'] is None else f'{row["paper"]:.2f}'
-        sign = '<' if row['at_most'] else ' '
-        bounds = f'{sign}{row["floor"]:5.2f} {sign}{row["goal"]:5.2f}'
-        lines.append(f'{row["row"]:3} {row["what"]:72} {bounds} {value:8} {quartiles:>13} {paper:>7} {row["verdict"]}')
-    return '\n'.join(lines)
+    return '\n'.join([head + " paper's verdict", *(format_goal(row) for row in rows)])
+
+
+def format_goal(row: dict[str, Any]) -> str:
+    """A row as a line of text."""
+    value = '' if row['measured'] is None else f'{row["measured"]:8.2f}'
+    quartiles = '' if row['quartiles'] is None else '{:.2f} - {:.2f}'.format(*row['quartiles'])
+    paper = '' if row['paper'] is None else f'{row["paper"]:.2f}'
+    sign = '<' if row['at_most'] else ' '
+    bounds = f'{sign}{row["floor"]:5.2f} {sign}{row["goal"]:5.2f}'
+    verdict = row['verdict'] if row['error'] is None else f'{row["verdict"]}: {row["error"]}'
+    return f'{row["row"]:3} {row["what"]:72} {bounds} {value:8} {quartiles:>13} {paper:>7} {verdict}'
+
+
+def _measure(goal: Goal, rounds: int) -> dict[str, Any]:
+    turns = rounds if goal.most_rounds is None else min(rounds, goal.most_rounds)
+    figure = error = None
+    try:
+        figure = None if goal.measure is None else goal.measure(turns)
+    # Whatever it is: the others are measured all the same.
+    except Exception as problem:
+        error = describe_error(problem)
+    return {
+        **{name: getattr(goal, name) for name in ('row', 'what', 'floor', 'goal', 'at_most')},
+        'measured': figure and figure.value,
+        'quartiles': figure and figure.quartiles,
+        'paper': figure and figure.paper,
+        'error': error,
+        'verdict': goal.verdict(figure) if error is None else 'failed',
+    }

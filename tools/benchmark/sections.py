@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from tools.benchmark import (
     classifiers,
@@ -204,7 +205,10 @@ def run_onehot(args: argparse.Namespace, device: torch.device) -> Report:
 def run_goals(args: argparse.Namespace, device: torch.device) -> Report:
     """The promises and what is measured of them."""
     chosen = [goal for goal in make_goals() if args.rows is None or goal.row in args.rows]
-    rows = goals.measure_goals(chosen, args.rounds, progress=show_progress())
+    # They take minutes: each is there as it comes, even if the report is not.
+    rows = goals.measure_goals(
+        chosen, args.rounds, show_progress(), lambda row: tqdm.write(goals.format_goal(row), file=sys.stderr)
+    )
     return Report({'rows': rows}, goals.format_goals(rows))
 
 
