@@ -70,6 +70,15 @@ def available_memory() -> int | None:
     return 1024 * int(found[0]) if found else None
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on a device; None where the system does not tell."""
+    if device.type != 'cuda':
+        return available_memory()
+    # What torch keeps of what was freed is free too.
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextManager[object]:
     """Enter the precision of that name: a key of PRECISIONS."""
     low = PRECISIONS[dtype]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import timm
@@ -16,16 +17,19 @@ from aft_vision.timing import time_interleaved
 from tools.benchmark.compare import Call, materialised, too_large, with_backward
 from tools.benchmark.decode import measure_decode
 from tools.benchmark.goals import Figure
+from tools.benchmark.kernel_time import time_kernels
 from tools.benchmark.memory import peak_memory, saved_memory
 from tools.benchmark.models import materialise_attention
 from tools.benchmark.onehot import Shape, measure_onehot
 from tools.benchmark.operations import Operation
-from tools.machine import autocast, available_memory
+from tools.machine import autocast, free_memory
 
 Measure = Callable[[int], Figure]
 CPU = torch.device('cpu')
 # The paper's baseline is shown, not promised.
 PAPER_ROUNDS = 3
+# The times of kernels hardly vary.
+KERNEL_ROUNDS = 5
 
 
 def speed(
@@ -37,11 +41,11 @@ def speed(
     """Time of attention over that of the operation."""
 
     def measure(rounds: int) -> Figure:
-        attend, operate, paper = operation.calls(dtype, training, device)
         batch, tokens, _ = operation.shape
-        room = available_memory() if device.type == 'cpu' else torch.cuda.mem_get_info(device)[0]
+        room = free_memory(device)
         fits = room is None or not too_large(batch, operation.heads, tokens, 1 + training, room)
-        return _faster(attend, operate, rounds, paper if fits else None, device)
+        attend, operate, *paper = operation.calls(dtype, training, device, written_out=fits)
+        return _faster(attend, operate, rounds, paper[0] if paper else None, device)
 
     return measure
 
@@ -195,8 +199,16 @@ def _training_step(model: nn.Module, images: Tensor) -> Call:
 def _faster(
     baseline: Call, candidate: Call, rounds: int, paper: Call | None = None, device: torch.device = CPU
 ) -> Figure:
-    timing = time_interleaved([baseline, candidate], device, rounds)[1]
-    ratio = None
+    first, own = time_interleaved([baseline, candidate], device, rounds)
+    figure = Figure(own.ratio, own.quartiles)
     if paper is not None:
         ratio = time_interleaved([paper, candidate], device, min(rounds, PAPER_ROUNDS))[1].ratio
-    return Figure(timing.ratio, timing.quartiles, ratio)
+        figure = figure._replace(paper=ratio)
+    if device.type != 'cuda':
+        # Absolute times of a processor say nothing of another.
+        return figure
+    kernels = time_kernels([baseline, candidate], device, min(rounds, KERNEL_ROUNDS))
+    return figure._replace(
+        milliseconds=(1e3 * first.seconds, 1e3 * own.seconds),
+        kernel_milliseconds=kernels and (1e3 * median(kernels[0]), 1e3 * median(kernels[1])),
+    )

@@ -14,11 +14,15 @@ class Figure(NamedTuple):
     Args:
         quartiles: Over the rounds, where it is a time.
         paper: The same against materialised attention, the paper's baseline, where that was measured.
+        milliseconds: Of a call of what is compared to, and of ours, on a GPU.
+        kernel_milliseconds: Of the kernels in them, without what the host adds, where they could be told.
     """
 
     value: float
     quartiles: tuple[float, float] | None = None
     paper: float | None = None
+    milliseconds: tuple[float, float] | None = None
+    kernel_milliseconds: tuple[float, float] | None = None
 
 
 class Goal(NamedTuple):
@@ -59,8 +63,8 @@ def measure_goals(
 
     Returns:
         A row for each: `row`, `what`, `floor`, `goal`, `at_most`, `measured` (None where open or failed), `quartiles`,
-        `paper` (against the paper's baseline, or None), `error` (None, or why it failed), `verdict`: that of the goal,
-        or `failed`.
+        `paper` (against the paper's baseline, or None), `milliseconds` and `kernel_milliseconds` (of a GPU, else None),
+        `error` (None, or why it failed), `verdict`: that of the goal, or `failed`.
     """
     rows = []
     for goal in tqdm(goals, desc='goals', leave=False, disable=not progress):
@@ -84,7 +88,12 @@ def format_goal(row: dict[str, Any]) -> str:
     sign = '<' if row['at_most'] else ' '
     bounds = f'{sign}{row["floor"]:5.2f} {sign}{row["goal"]:5.2f}'
     verdict = row['verdict'] if row['error'] is None else f'{row["verdict"]}: {row["error"]}'
-    return f'{row["row"]:3} {row["what"]:72} {bounds} {value:8} {quartiles:>13} {paper:>7} {verdict}'
+    line = f'{row["row"]:3} {row["what"]:72} {bounds} {value:8} {quartiles:>13} {paper:>7} {verdict}'
+    for words, name in (('ms', 'milliseconds'), ('kernels', 'kernel_milliseconds')):
+        if row[name] is not None:
+            theirs, own = row[name]
+            line += f', {words} {theirs:.4f} / {own:.4f}'
+    return line
 
 
 def _measure(goal: Goal, rounds: int) -> dict[str, Any]:
@@ -98,8 +107,7 @@ def _measure(goal: Goal, rounds: int) -> dict[str, Any]:
     return {
         **{name: getattr(goal, name) for name in ('row', 'what', 'floor', 'goal', 'at_most')},
         'measured': figure and figure.value,
-        'quartiles': figure and figure.quartiles,
-        'paper': figure and figure.paper,
+        **{name: figure and getattr(figure, name) for name in Figure._fields[1:]},
         'error': error,
         'verdict': goal.verdict(figure) if error is None else 'failed',
     }

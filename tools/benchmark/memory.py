@@ -67,10 +67,14 @@ def saved_memory(call: Callable[[], object], leave_out: Iterable[torch.Tensor] =
     return sum(storage.nbytes() for storage in kept.values())
 
 
+def silence_profiler() -> None:
+    """Keep libkineto from announcing every start and stop on standard error, which it must be told at its first use."""
+    os.environ.setdefault('KINETO_LOG_LEVEL', '6')
+
+
 def _allocations(call: Callable[[], object]) -> list[dict[str, Any]]:
     # In the order of time: the bytes (negative when freed) and the address of each.
-    # libkineto announces every start and stop on standard error unless told at its first use.
-    os.environ.setdefault('KINETO_LOG_LEVEL', '6')
+    silence_profiler()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         call()
     with tempfile.TemporaryDirectory() as folder:

@@ -58,16 +58,24 @@ class Operation(NamedTuple):
         return Prepared(attend, leaves)
 
     def calls(
-        self, dtype: torch.dtype = torch.float32, training: bool = False, device: torch.device | str = CPU
-    ) -> tuple[Call, Call, Call]:
-        """Attention, the operation, and materialised attention: the forward, or forward and backward."""
+        self,
+        dtype: torch.dtype = torch.float32,
+        training: bool = False,
+        device: torch.device | str = CPU,
+        written_out: bool = True,
+    ) -> tuple[Call, ...]:
+        """Attention, the operation, and materialised attention: the forward, or forward and backward.
+
+        Args:
+            written_out: Without it there is no materialised attention, which making its backward would run once.
+        """
         attention, own = self.attention(dtype, training, device), self.own(dtype, training, device)
-        found = (attention, own, Prepared(materialised(attention.forward), attention.leaves))
+        found = [attention, own]
+        if written_out:
+            found.append(Prepared(materialised(attention.forward), attention.leaves))
         if training:
-            first, second, third = (with_backward(*each) for each in found)
-        else:
-            first, second, third = (torch.no_grad()(each.forward) for each in found)
-        return first, second, third
+            return tuple(with_backward(each.forward, each.leaves) for each in found)
+        return tuple(torch.no_grad()(each.forward) for each in found)
 
     def _inputs(
         self, dtype: torch.dtype, training: bool, device: torch.device | str, key_heads: int | None = None

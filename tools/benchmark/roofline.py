@@ -1,12 +1,14 @@
 """Goals on a GPU: the fused kernels against flash attention, and against what the device could do at best."""
 
 from collections.abc import Iterator
+from statistics import median
 
 import torch
 
-from aft_vision.timing import time_interleaved
+from aft_vision.timing import quartiles, time_interleaved, time_rounds
 from tools.benchmark import figures
 from tools.benchmark.goals import Figure, Goal
+from tools.benchmark.kernel_time import time_kernels
 from tools.benchmark.operations import Operation
 
 BATCH, HALF = 256, torch.bfloat16
@@ -37,7 +39,9 @@ def gpu_goals() -> Iterator[Goal]:
 def roofline_share(
     operation: Operation, dtype: torch.dtype, device: torch.device, side: int = MATRIX_SIDE, size: int = COPY_BYTES
 ) -> figures.Measure:
-    """The shortest time that a device could take for a forward, over the time that it takes.
+    """The shortest time that a device could take for a forward, over the time that its kernels take.
+
+    Where the kernels cannot be told from the rest, as on a CPU, it is the time of the call.
 
     Args:
         side, size: Of the matrices and of the copy whose rates are taken for what the device does at best.
@@ -45,9 +49,18 @@ def roofline_share(
 
     def measure(rounds: int) -> Figure:
         flops, bandwidth = device_rates(dtype, device, rounds, side, size)
-        call = operation.calls(dtype, device=device)[1]
-        (timing,) = time_interleaved([call], device, rounds, warmup=3)
-        return Figure(max(count_flops(operation) / flops, count_bytes(operation, dtype) / bandwidth) / timing.seconds)
+        least = max(count_flops(operation) / flops, count_bytes(operation, dtype) / bandwidth)
+        call = operation.calls(dtype, device=device, written_out=False)[1]
+        (whole,) = time_rounds([call], device, rounds, warmup=3)
+        found = time_kernels([call], device, rounds)
+        kernels = whole if found is None else found[0]
+        shares = [least / seconds for seconds in kernels]
+        return Figure(
+            median(shares),
+            quartiles(shares),
+            milliseconds=(1e3 * least, 1e3 * median(whole)),
+            kernel_milliseconds=None if found is None else (1e3 * least, 1e3 * median(kernels)),
+        )
 
     return measure
 
