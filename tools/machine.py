@@ -70,6 +70,11 @@ def available_memory() -> int | None:
     return 1024 * int(found[0]) if found else None
 
 
+def count_cores() -> int:
+    """Cores that this process may run on."""
+    return len(_cores()) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+
+
 def free_memory(device: torch.device) -> int | None:
     """Bytes that can still be allocated on a device; None where the system does not tell."""
     if device.type != 'cuda':
@@ -85,12 +90,11 @@ def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextMana
     return contextlib.nullcontext() if low is None else torch.autocast(device.type, dtype=low)
 
 
-def describe_machine(device: torch.device | str, dtype: str = 'float32') -> str:
-    """Name the processor or the accelerator, the threads, the precision and the versions, in one line."""
+def describe_machine(device: torch.device | str, precision: str = 'float32') -> str:
+    """Name the processor or the accelerator, the threads, the precision, in words, and the versions, in one line."""
     place = torch.device(device)
     name = torch.cuda.get_device_name(place) if place.type == 'cuda' else _processor()
     threads = f'{os.cpu_count()} cores, {torch.get_num_threads()} threads'
-    precision = dtype if PRECISIONS[dtype] is None else f'autocast to {dtype}'
     versions = f'torch {torch.__version__}, timm {timm.__version__}, Python {platform.python_version()}'
     return f'{name}; {threads}; {precision}; {versions}'
 

@@ -104,11 +104,11 @@ def test_a_table_shows_the_papers_figures_beside_ours(monkeypatch, tmp_path, cap
 def test_the_one_offset_operation_is_timed(monkeypatch, capsys):
     monkeypatch.setattr(onehot, 'SHAPES', (Shape(1, 8, 4),))
     threads = torch.get_num_threads()
-    result = main(['--onehot', '--rounds', '1', '--threads', '1', '--allow-load'])
+    result = main(['--onehot', '--rounds', '1', '--threads', '1', '--dtype', 'bfloat16', '--allow-load'])
     assert torch.get_num_threads() == threads
     assert len(result['rows']) == 6
     shown = capsys.readouterr().out
-    assert '1 threads' in shown
+    assert '1 threads; q, k and v in bfloat16; torch' in shown
     assert shown.count('one-hot') == 2
 
 

@@ -27,6 +27,38 @@ def test_a_figure_that_cannot_be_measured_is_open_and_fails_nothing(monkeypatch,
     assert next(line for line in capsys.readouterr().out.splitlines() if 'on a GPU' in line).split()[-1] == 'open'
 
 
+def test_the_header_names_every_device_and_two_threads(monkeypatch, capsys):
+    table = [
+        Goal(1, 'here', 1.0, 2.0, lambda rounds: Figure(torch.get_num_threads())),
+        Goal(17, 'on a GPU', 1.0, 2.0, lambda rounds: Figure(1.5), device='cuda'),
+        Goal(18, 'open', 1.0, 2.0, None, device='cuda'),
+    ]
+    monkeypatch.setattr(sections, 'make_goals', lambda: table)
+    monkeypatch.setattr('tools.benchmark.options.count_cores', lambda: 16)
+    monkeypatch.setattr('torch.cuda.get_device_name', lambda place: 'a graphics processor')
+    monkeypatch.setattr('torch.backends.cudnn.version', lambda: 90000)
+    threads = torch.get_num_threads()
+    result = main(['--goals', '--allow-load'])
+    assert result['rows'][0]['measured'] == 2
+    first, second = result['machine'].splitlines()
+    assert ' 2 threads; float32, or bfloat16 where the row says so; torch' in first
+    assert second.startswith('a graphics processor;')
+    assert ['TF32' in line for line in result['backends'].splitlines()] == [False, True]
+    assert capsys.readouterr().out.startswith(f'{result["machine"]}\n{result["backends"]}\n')
+    # Of the chosen rows only, and those that are measured.
+    for rows, words in (('1', [first]), ('17', [second]), ('18', [first])):
+        assert main(['--goals', '--rows', rows, '--allow-load'])['machine'].splitlines() == words
+    monkeypatch.setattr('tools.benchmark.options.count_cores', lambda: 1)
+    assert main(['--goals', '--rows', '1', '--allow-load'])['rows'][0]['measured'] == 1
+    assert main(['--goals', '--rows', '1', '--threads', '3', '--allow-load'])['rows'][0]['measured'] == 3
+    assert torch.get_num_threads() == threads
+
+
+def test_a_row_that_is_not_in_the_table_is_rejected():
+    with pytest.raises(ValueError, match=r'rows of the goals, 1 to 18, got \[0, 99\]'):
+        main(['--goals', '--rows', '1', '99', '0', '--allow-load'])
+
+
 def test_a_figure_below_its_floor_makes_the_command_fail(monkeypatch, tmp_path, capsys):
     table = [
         Goal(1, 'good', 1.0, 2.0, lambda rounds: Figure(1.1, paper=3.25)),

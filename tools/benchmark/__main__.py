@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Print what was chosen, draw it and write it as JSON if wanted.
 
     Returns:
-        `machine`, `backends`, `settings`, `load` (the share of the cores that other processes used meanwhile, or None),
-        `rows`, and for some sections more.
+        `machine` and `backends` (each a line for a device), `settings`, `load` (the share of the cores that other
+        processes used meanwhile, or None), `rows`, and for some sections more.
 
     Raises:
         ValueError: a data set, a model, the device or another option is not valid.
@@ -98,9 +98,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         check_load()
     settings = {name: value for name, value in vars(args).items() if value is not None}
     threads = torch.get_num_threads()
-    torch.set_num_threads(args.threads or threads)
+    torch.set_num_threads(section.count_threads(args.threads))
     try:
-        machine, backends = describe_machine(device, args.dtype or 'float32'), describe_backends(device)
+        places = [device] if section.devices is None else section.devices(args)
+        machine = '\n'.join(describe_machine(place, section.describe_precision(args.dtype)) for place in places)
+        backends = '\n'.join(map(describe_backends, places))
         print(f'{machine}\n{backends}')
         meter = LoadMeter()
         report = section.run(args, device)

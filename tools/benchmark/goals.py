@@ -33,6 +33,7 @@ class Goal(NamedTuple):
         measure: Makes the figure, of a number of rounds; None where the device for it is missing.
         at_most: Whether less is better.
         most_rounds: Rounds that are enough for it; None is as many as are wanted.
+        device: Where it is measured.
     """
 
     row: int
@@ -42,6 +43,7 @@ class Goal(NamedTuple):
     measure: Callable[[int], Figure] | None
     at_most: bool = False
     most_rounds: int | None = None
+    device: str = 'cpu'
 
     def verdict(self, figure: Figure | None) -> str:
         """`goal`, `floor`, `below`, or `open` where nothing was measured."""

@@ -12,7 +12,7 @@ from tools.arguments import parse_size
 from tools.benchmark import loaders, sections
 from tools.benchmark.paper import TABLES
 from tools.benchmark.paper_sequences import SEQUENCE_TABLES
-from tools.machine import PRECISIONS
+from tools.machine import PRECISIONS, count_cores
 
 
 class Section(NamedTuple):
@@ -22,12 +22,32 @@ class Section(NamedTuple):
         options: That it takes, with their defaults.
         flag: That chooses it.
         is_timed: Whether other processes disturb it.
+        lowered: What --dtype other than float32 does, in words.
+        precision: The precision in words, where --dtype does not say it.
+        devices: Those that it measures on; None is the one of --device.
+        threads: Of torch unless --threads says it, at most one a core; None is torch's own choice.
     """
 
     run: Callable[[argparse.Namespace, torch.device], sections.Report]
     options: dict[str, Any]
     flag: str
     is_timed: bool = True
+    lowered: str = 'autocast to'
+    precision: str | None = None
+    devices: Callable[[argparse.Namespace], list[torch.device]] | None = None
+    threads: int | None = None
+
+    def describe_precision(self, dtype: str | None) -> str:
+        """The precision in words, with that of --dtype where it is an option."""
+        if self.precision is not None or dtype in (None, 'float32'):
+            return self.precision or 'float32'
+        return f'{self.lowered} {dtype}'
+
+    def count_threads(self, wanted: int | None) -> int:
+        """The threads of torch, with those of --threads or None."""
+        if wanted is not None:
+            return wanted
+        return torch.get_num_threads() if self.threads is None else min(self.threads, count_cores())
 
 
 _OPERATIONS = dict(batch_size=None, rounds=15, dtype='float32', compile=False)
@@ -54,10 +74,10 @@ _CONVERSION: dict[str, Any] = dict(
 _MEMORY = dict(batch_size=1, models=None, sizes=None, training=False, dtype='float32', png=None)
 _LOADER = dict(batch_size=64, img_size=224, rounds=5, workers=os.cpu_count(), augment='crop')
 SECTIONS = {
-    'operations': Section(sections.run_operations, _OPERATIONS, '--operations'),
+    'operations': Section(sections.run_operations, _OPERATIONS, '--operations', lowered='q, k and v in'),
     'layers': Section(sections.run_layers, _OPERATIONS, '--layers'),
     'classifiers': Section(sections.run_classifiers, _CLASSIFIERS, '--classifiers'),
-    'scaling': Section(sections.run_scaling, _SCALING, '--scaling'),
+    'scaling': Section(sections.run_scaling, _SCALING, '--scaling', lowered='q, k and v in'),
     'fastformer': Section(sections.run_fastformer, _FASTFORMER, '--fastformer'),
     'conversion': Section(sections.run_conversion, _CONVERSION, '--conversion'),
     'table': Section(
@@ -65,8 +85,15 @@ SECTIONS = {
     ),
     'sequences': Section(sections.run_sequences, _SEQUENCES, '--table {2,4}'),
     'memory': Section(sections.run_memory, _MEMORY, '--memory', is_timed=False),
-    'onehot': Section(sections.run_onehot, dict(rounds=15, dtype='float32'), '--onehot'),
-    'goals': Section(sections.run_goals, dict(rounds=15, rows=None), '--goals'),
+    'onehot': Section(sections.run_onehot, dict(rounds=15, dtype='float32'), '--onehot', lowered='q, k and v in'),
+    'goals': Section(
+        sections.run_goals,
+        dict(rounds=15, rows=None),
+        '--goals',
+        precision='float32, or bfloat16 where the row says so',
+        devices=sections.goal_devices,
+        threads=2,
+    ),
     'decode': Section(sections.run_decode, dict(rounds=5, compile=False), '--decode'),
     'loader': Section(sections.run_loader, _LOADER, '--loader'),
 }
@@ -123,7 +150,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     sizes: dict[str, Any] = dict(type=parse_size, nargs='+', metavar='SIZE')
     add = parser.add_argument
     add(
-        '--batch-size', type=int, help='(default: 32 for --table 7 and 8, 4 for --classifiers, 64 for --loader, else 1)'
+        '--batch-size',
+        type=int,
+        help='(default: 32, 8 and 2 for the groups of --operations, 8 and 2 for --layers, 32 for --table 7 and '
+        '8, 4 for --classifiers, 64 for --loader, else 1)',
     )
     add('--img-size', type=int, metavar='PX', help="(default: the table's; 224 for --loader)")
     add(
@@ -141,11 +171,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         '--rounds',
         type=int,
-        help='(default: 15 for operations, layers and goals, 3 for --scaling, --fastformer, --table 2 and 4, 100 for '
-        '--conversion, else 5)',
+        help='(default: 15 for --operations, --layers, --onehot and --goals, 3 for --scaling, --fastformer, --table 2 '
+        'and 4, 100 for --conversion, else 5)',
     )
     add('--rows', type=int, nargs='+', metavar='N', help='of --goals (default: all)')
-    add('--dtype', choices=PRECISIONS, help='float32, or autocast to another (default: float32)')
+    add('--dtype', choices=PRECISIONS, help='q, k and v of operations, autocast of all else (default: float32)')
     add(
         '--models',
         nargs='+',
@@ -175,7 +205,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     add('--augment', choices=sorted(loaders.AUGMENTATIONS), help='of --loader (default: crop, and flip)')
     add('--workers', type=int, help='of --loader: loading processes (default: one per core)')
-    add('--device', default='cpu', help='where to measure; auto is CUDA where there is one (default: cpu)')
-    add('--threads', type=int, help="of torch on the CPU (default: torch's own choice)")
+    add(
+        '--device',
+        default='cpu',
+        help='where to measure, auto is CUDA where there is one (default: cpu); --goals chooses itself',
+    )
+    add('--threads', type=int, help="of torch on the CPU (default: 2 for --goals, else torch's own choice)")
     add('--json', type=Path, metavar='FILE', help='also write the figures here')
     add('--allow-load', action='store_true', help='report although other processes use the machine')

@@ -30,10 +30,11 @@ def gpu_goals() -> Iterator[Goal]:
         for training in (False, True):
             what = f'GPU, B={BATCH}, bfloat16: {name}, {"training" if training else "forward"}'
             measure = figures.speed(operation, HALF, training, device) if device else None
-            yield Goal(17, what, 1.0, goal, measure)
+            yield Goal(17, what, 1.0, goal, measure, device='cuda')
     for name, _, operation in OPERATIONS:
         what = f'GPU, share of the roofline: {name}, forward'
-        yield Goal(18, what, 0.4, 0.7, roofline_share(operation, HALF, device) if device else None)
+        share = roofline_share(operation, HALF, device) if device else None
+        yield Goal(18, what, 0.4, 0.7, share, device='cuda')
 
 
 def roofline_share(

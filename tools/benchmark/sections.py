@@ -203,13 +203,34 @@ def run_onehot(args: argparse.Namespace, device: torch.device) -> Report:
 
 
 def run_goals(args: argparse.Namespace, device: torch.device) -> Report:
-    """The promises and what is measured of them."""
-    chosen = [goal for goal in make_goals() if args.rows is None or goal.row in args.rows]
+    """The promises and what is measured of them, each on its own device."""
     # They take minutes: each is there as it comes, even if the report is not.
     rows = goals.measure_goals(
-        chosen, args.rounds, show_progress(), lambda row: tqdm.write(goals.format_goal(row), file=sys.stderr)
+        chosen_goals(args),
+        args.rounds,
+        show_progress(),
+        lambda row: tqdm.write(goals.format_goal(row), file=sys.stderr),
     )
     return Report({'rows': rows}, goals.format_goals(rows))
+
+
+def goal_devices(args: argparse.Namespace) -> list[torch.device]:
+    """The devices that the chosen goals are measured on; the CPU where all are open."""
+    names = dict.fromkeys(goal.device for goal in chosen_goals(args) if goal.measure is not None)
+    return [torch.device(name) for name in names or ('cpu',)]
+
+
+def chosen_goals(args: argparse.Namespace) -> list[goals.Goal]:
+    """The goals of --rows, or all.
+
+    Raises:
+        ValueError: there is no such row.
+    """
+    table = make_goals()
+    known = {goal.row for goal in table}
+    if unknown := set(args.rows or ()) - known:
+        raise ValueError(f'expected rows of the goals, {min(known)} to {max(known)}, got {sorted(unknown)}')
+    return [goal for goal in table if args.rows is None or goal.row in args.rows]
 
 
 def run_decode(args: argparse.Namespace, device: torch.device) -> Report:
