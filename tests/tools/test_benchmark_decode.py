@@ -3,10 +3,22 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from aft_vision import layers
 from aft_vision.models import create_decoder
 from tools.benchmark import decode
+
+
+class Fills(TorchDispatchMode):
+    """Counts the tensors that are filled."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 'fill_' in func.name()
+        return func(*args, **(kwargs or {}))
+
 
 SMALL = dict(img_size=(4, 4), dim=8, depth=2, num_heads=2)
 
@@ -41,6 +53,42 @@ def test_every_model_is_measured_at_every_position(monkeypatch: pytest.MonkeyPat
     assert local == pytest.approx(2 * (2 * 5 + 1) * 8 * 4, abs=100)
     assert simple == pytest.approx(2 * 3 * 8 * 4, abs=100)
     assert 'B=2 aft_simple_pixel' in decode.format_decode(rows)
+
+
+def test_the_figures_of_an_image_are_taken_within_the_rounds(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        decode, 'create_decoder', lambda name, **args: create_decoder(name, img_size=(4, 4), dim=8, depth=1)
+    )
+    monkeypatch.setattr(decode, 'MODELS', ('transformer_pixel', 'aft_simple_pixel'))
+    monkeypatch.setattr(decode, 'FLAT', (0, 47))
+    # The machine is ten times as slow in the second of three rounds; rows are calls: each model at 0 and at 47.
+    seconds = [[1.0, 10.0, 1.0], [3.0, 30.0, 5.0], [1.0, 10.0, 1.0], [1.0, 10.0, 2.0]]
+    monkeypatch.setattr(decode, 'time_rounds', lambda calls, *args, **kwargs: seconds)
+    first, simple = decode.measure_decode(torch.device('cpu'), 3, (1,), (0, 47))
+    # 48 tokens of 2, 20 and 3 seconds, and of 1, 10 and 1.5.
+    assert [row['image_seconds'] for row in (first, simple)] == pytest.approx([144.0, 72.0])
+    assert (first['ratio'], first['ratio_quartiles']) == (1.0, (1.0, 1.0))
+    assert (simple['ratio'], simple['ratio_quartiles']) == (pytest.approx(2.0), pytest.approx((2.0, 2.0)))
+    # 3, 3 and 5 against 1, 1 and 2.
+    assert (first['flatness'], first['flatness_quartiles']) == (3.0, (3.0, 4.0))
+    assert (simple['flatness'], simple['flatness_quartiles']) == (1.0, (1.0, 1.5))
+    assert simple['token_ms'] == {0: 1e3, 47: 2e3}
+    assert ' 2.00   2.00 - 2.00 ' in decode.format_decode([first, simple])
+
+
+def test_every_model_pays_for_as_many_resets():
+    counts = {}
+    for name in decode.MODELS:
+        model = create_decoder(
+            name, img_size=(4, 4), dim=8, depth=3, **(dict(window=4) if 'local' in name else {})
+        ).eval()
+        state = model.init_state(1)
+        decode.fill_state(state, model)
+        with Fills() as fills:
+            decode.take_token(lambda *args: [None], torch.zeros(1, dtype=torch.int64), state, 5, resets=4)
+        counts[name] = fills.count
+        assert {int(x) for x in decode.positions_of(state)} == {5}
+    assert set(counts.values()) == {4}
 
 
 def test_a_step_that_cannot_be_compiled_is_named_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch):

@@ -146,7 +146,14 @@ def test_decoding_is_measured_once_for_all_its_figures(monkeypatch):
     def measure(device, rounds: int, **kwargs):
         calls.append(rounds)
         return [
-            {'model': name, 'batch_size': batch, 'ratio': batch + place, 'flatness': 1 + place / 10}
+            {
+                'model': name,
+                'batch_size': batch,
+                'ratio': batch + place,
+                'ratio_quartiles': (batch, batch + 9),
+                'flatness': 1 + place / 10,
+                'flatness_quartiles': (1.0, 2.0),
+            }
             for batch in (1, 16)
             for place, name in enumerate(decode.MODELS)
         ]
@@ -159,7 +166,9 @@ def test_decoding_is_measured_once_for_all_its_figures(monkeypatch):
         (10, 17, 'goal'),
         (10, 18, 'goal'),
     ]
+    assert [row['quartiles'] for row in rows[:3]] == [(1, 10), (16, 25), (16, 25)]
     assert [row['measured'] for row in rows[3:]] == [1.1, 1.2, 1.1, 1.2]
+    assert {row['quartiles'] for row in rows[3:]} == {(1.0, 2.0)}
 
 
 def test_the_roofline_counts_what_must_be_done():

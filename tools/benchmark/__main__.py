@@ -63,8 +63,8 @@ over the rounds, and its range. With --augment deit and a device that is not the
 FFCV's images is part of getting ready.
 
 Times are medians; ratios are taken within a round, where the alternatives run one after the other in one process, and
-come with their quartiles over the rounds; those of whole images of --decode are of the medians. --compile adds every
-row under torch.compile, compared with the compiled baseline; compiling is no part of the times.
+come with their quartiles over the rounds. --compile adds every row under torch.compile, compared with the compiled
+baseline; compiling is no part of the times.
 """
 
 import json

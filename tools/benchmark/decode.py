@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from aft_vision import ops
 from aft_vision.layers import KeyValueState
 from aft_vision.models import DecoderState, create_decoder
 from aft_vision.models.autoregressive import AFTDecoder
-from aft_vision.timing import time_interleaved
+from aft_vision.timing import compare_rounds, time_rounds
 from tools.benchmark.compare import describe_error, fresh_compiler
 
 # The Transformer, which the others are compared to, comes first.
@@ -46,9 +47,10 @@ def measure_decode(
     Returns:
         A row for each batch size, form ('eager', 'compiled') and model: `token_ms` by position; `image_seconds`, the
         trapezoid sum of that over the sequence, for the batch; `ratio`, that of the Transformer of the same form over
-        it, above 1 is faster, None if that could not be compiled; `flatness`, the token time at FLAT[1] over that at
-        FLAT[0], or None if they are not measured; `state_bytes` of one image; `error`, None, or all there is of a step
-        that could not be compiled.
+        it in the same round, above 1 is faster, None if that could not be compiled; `flatness`, the token time at
+        FLAT[1] over that at FLAT[0] in the same round, or None if they are not measured; `state_bytes` of one image;
+        `error`, None, or all there is of a step that could not be compiled. Figures are medians over the rounds;
+        `ratio_quartiles` and `flatness_quartiles` come with them.
     """
     models = {name: create_decoder(name, **model_args).to(device).eval() for name in MODELS}
     rows = []
@@ -56,9 +58,10 @@ def measure_decode(
         states = {name: model.init_state(batch) for name, model in models.items()}
         for name, state in states.items():
             fill_state(state, models[name])
+        tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         for form in ('eager', 'compiled')[: 1 + compiled]:
             with fresh_compiler() if form == 'compiled' else contextlib.nullcontext():
-                rows += _measure_form(form, models, states, batch, positions, device, rounds, progress)
+                rows += _measure_form(form, models, states, tokens, positions, rounds, progress)
     return rows
 
 
@@ -66,51 +69,69 @@ def _measure_form(
     form: str,
     models: dict[str, AFTDecoder],
     states: dict[str, DecoderState],
-    batch: int,
+    tokens: Tensor,
     positions: Sequence[int],
-    device: torch.device,
     rounds: int,
     progress: bool,
 ) -> list[dict[str, Any]]:
-    tokens = torch.zeros(batch, dtype=torch.int64, device=device)
     calls: dict[tuple[str, int], Callable[[], object]] = {}
     errors: dict[str, str] = {}
+    # Every model pays for as many resets, however many positions its state has.
+    resets = max(len(positions_of(state)) for state in states.values())
     for name, model in models.items():
-        own: dict[tuple[str, int], Callable[[], object]] = {}
         try:
             step = torch.compile(model.step, fullgraph=True) if form == 'compiled' else model.step
-            for place in positions:
-                part = filled_part(states[name], place)
-                own[name, place] = partial(take_token, step, tokens, part, place)
-                # Compiles, for the first token, for a length, and for any length.
-                own[name, place]()
+            own = _token_calls(step, tokens, states[name], positions, resets)
         # Whatever the compiler raises: the others are measured all the same.
         except Exception as error:
             if form == 'eager':
                 raise
             errors[name] = describe_error(error)
         else:
-            calls |= own
-    found = time_interleaved(list(calls.values()), device, rounds, progress=progress) if calls else []
-    seconds = {key: timing.seconds for key, timing in zip(calls, found, strict=True)}
+            calls |= {(name, place): call for place, call in own.items()}
+    found = time_rounds(list(calls.values()), tokens.device, rounds, progress=progress) if calls else []
+    seconds = dict(zip(calls, found, strict=True))
+    images = {name: _image_rounds(name, positions, seconds) for name in models if name not in errors}
     rows: list[dict[str, Any]] = []
-    images: dict[str, float] = {}
     for name, state in states.items():
+        batch = len(tokens)
         row = {'batch_size': batch, 'form': form, 'model': name, 'state_bytes': state.num_bytes() // batch}
         if name in errors:
             rows.append({**row, 'error': errors[name]})
-            continue
-        images[name] = integrate(positions, [seconds[name, place] for place in positions])
-        flat = seconds[name, FLAT[1]] / seconds[name, FLAT[0]] if set(FLAT) <= set(positions) else None
-        figures = {
-            'token_ms': {place: 1e3 * seconds[name, place] for place in positions},
-            'image_seconds': images[name],
-            'ratio': images[MODELS[0]] / images[name] if MODELS[0] in images else None,
-            'flatness': flat,
-            'error': None,
-        }
-        rows.append({**row, **figures})
+        else:
+            token = {place: seconds[name, place] for place in positions}
+            rows.append({**row, **_figures(token, images[name], images.get(MODELS[0])), 'error': None})
     return rows
+
+
+def _token_calls(
+    step: Callable[..., Any], tokens: Tensor, state: DecoderState, positions: Sequence[int], resets: int
+) -> dict[int, Callable[[], object]]:
+    parts = {place: filled_part(state, place) for place in positions}
+    calls = {place: partial(take_token, step, tokens, part, place, resets) for place, part in parts.items()}
+    for call in calls.values():
+        # Compiles, for the first token, for a length, and for any length.
+        call()
+    return calls
+
+
+def _image_rounds(name: str, positions: Sequence[int], seconds: dict[tuple[str, int], list[float]]) -> list[float]:
+    rounds = zip(*(seconds[name, place] for place in positions), strict=True)
+    return [integrate(positions, each) for each in rounds]
+
+
+def _figures(seconds: dict[int, list[float]], images: list[float], first: list[float] | None) -> dict[str, Any]:
+    # Of the seconds in every round of a token by position, of an image, and of an image with the Transformer.
+    ratio = None if first is None else compare_rounds(images, first)
+    flat = compare_rounds(seconds[FLAT[0]], seconds[FLAT[1]]) if set(FLAT) <= set(seconds) else None
+    return {
+        'token_ms': {place: 1e3 * median(each) for place, each in seconds.items()},
+        'image_seconds': median(images),
+        'ratio': ratio and ratio.ratio,
+        'ratio_quartiles': ratio and ratio.quartiles,
+        'flatness': flat and flat.ratio,
+        'flatness_quartiles': flat and flat.quartiles,
+    }
 
 
 def filled_part(state: DecoderState, position: int) -> DecoderState:
@@ -129,9 +150,14 @@ def filled_part(state: DecoderState, position: int) -> DecoderState:
     return DecoderState(state.position, tuple(layers))
 
 
-def take_token(step: Callable[..., Any], tokens: Tensor, state: DecoderState, position: int) -> Tensor:
-    """Take one token at a position of the sequence, whatever has been taken before."""
-    for place in positions_of(state):
+def take_token(step: Callable[..., Any], tokens: Tensor, state: DecoderState, position: int, resets: int = 0) -> Tensor:
+    """Take one token at a position of the sequence, whatever has been taken before.
+
+    Args:
+        resets: Tensors that are set to the position at least, those of the state first.
+    """
+    places = positions_of(state)
+    for place in (*places, *[places[0]] * (resets - len(places))):
         place.fill_(position)
     return step(tokens if position else None, state)[0]
 
@@ -176,7 +202,8 @@ def format_decode(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as text."""
     positions = next((list(row['token_ms']) for row in rows if row['error'] is None), [])
     head = ' '.join(f'{"t=" + str(place):>8}' for place in positions)
-    lines = [f'{"":>5} {"ms per token":27} {head} {"last/300":>8} {"image s":>8} {"ratio":>6} {"state KiB/image":>15}']
+    columns = f'{"last/300":>8} {"image s":>8} {"ratio":>6} {"quartiles":>13} {"state KiB/image":>15}'
+    lines = [f'{"":>5} {"ms per token":27} {head} {columns}']
     for row in rows:
         batch, name = f'B={row["batch_size"]}', f'{row["model"]}{", compiled" * (row["form"] == "compiled")}'
         if row['error'] is not None:
@@ -185,8 +212,9 @@ def format_decode(rows: Sequence[dict[str, Any]]) -> str:
         times = ' '.join(f'{row["token_ms"][place]:8.2f}' for place in positions)
         flat = '-' if row['flatness'] is None else f'{row["flatness"]:.3f}'
         ratio = '-' if row['ratio'] is None else f'{row["ratio"]:.2f}'
+        quartiles = '-' if row['ratio'] is None else '{:.2f} - {:.2f}'.format(*row['ratio_quartiles'])
         lines.append(
-            f'{batch:>5} {name:27} {times} {flat:>8} {row["image_seconds"]:8.1f} '
-            f'{ratio:>6} {row["state_bytes"] / 1024:15.0f}'
+            f'{batch:>5} {name:27} {times} {flat:>8} {row["image_seconds"]:8.1f} {ratio:>6} {quartiles:>13} '
+            f'{row["state_bytes"] / 1024:15.0f}'
         )
     return '\n'.join(lines)

@@ -173,13 +173,13 @@ class Decoding:
 
     def speed(self, name: str, batch: int) -> Measure:
         """Time of an image with the Transformer over that with a model."""
-        return lambda rounds: Figure(self._row(rounds, name, batch)['ratio'])
+        return lambda rounds: self._figure(rounds, name, batch, 'ratio')
 
     def flatness(self, name: str, batch: int) -> Measure:
         """Time of the last token over that of an early one."""
-        return lambda rounds: Figure(self._row(rounds, name, batch)['flatness'])
+        return lambda rounds: self._figure(rounds, name, batch, 'flatness')
 
-    def _row(self, rounds: int, name: str, batch: int) -> dict[str, Any]:
+    def _figure(self, rounds: int, name: str, batch: int, key: str) -> Figure:
         if rounds not in self._rows:
             try:
                 self._rows[rounds] = measure_decode(CPU, rounds, **self.model_args)
@@ -189,7 +189,8 @@ class Decoding:
         found = self._rows[rounds]
         if isinstance(found, Exception):
             raise found
-        return next(row for row in found if (row['model'], row['batch_size']) == (name, batch))
+        row = next(row for row in found if (row['model'], row['batch_size']) == (name, batch))
+        return Figure(row[key], row[f'{key}_quartiles'])
 
 
 def _training_step(model: nn.Module, images: Tensor) -> Call:
