@@ -88,6 +88,36 @@ def test_the_saved_bytes_are_what_a_backward_needs():
     assert 8000 <= rows[1]['eager']['peak_bytes'] < 8000 + 1024
 
 
+def test_what_is_given_is_not_kept_for_the_backward():
+    x, images = torch.ones(1000, requires_grad=True), torch.ones(1000)
+    found = [
+        compare.compare([Candidate('product', lambda _, given=given: Prepared(lambda: x * images, [x], given))], CPU, 1)
+        for given in ([], [images])
+    ]
+    assert [rows[1]['eager']['saved_bytes'] for rows in found] == [4000, 0]
+
+
+def test_weights_are_cast_anew_in_every_call():
+    found = {False: [], True: []}
+
+    def prepare(training: bool) -> Prepared:
+        weight = torch.zeros(4, 4, requires_grad=True)
+
+        def forward() -> torch.Tensor:
+            # As an optimizer would; autocast that has cast the weight does not see it.
+            weight.data += 1
+            result = torch.ones(1, 4) @ weight
+            found[training].append((result.dtype, result[0, 0].item() / 4 - weight[0, 0].item()))
+            return result
+
+        return Prepared(forward, [weight])
+
+    compare.compare([Candidate('matmul', prepare)], CPU, 1, dtype='bfloat16')
+    assert {dtype for dtype, _ in [*found[False], *found[True]]} == {torch.bfloat16}
+    # Up to 256 bfloat16 has every integer.
+    assert {lag for calls in found.values() for _, lag in calls[:50]} == {0.0}
+
+
 def test_a_row_that_cannot_be_compiled_says_so_and_ends_nothing(monkeypatch):
     def compile_some(function, **kwargs):
         if function() < 0:
@@ -140,6 +170,35 @@ def test_classifiers_are_measured_at_sizes_and_a_model_that_cannot_is_named(monk
     shown = format_classifiers(rows)
     assert '  aft_conv_tiny refused: ValueError' in shown
     assert shown.index('40 x 32 px') < shown.index('aft_conv_tiny refused') < shown.index('32 x 32 px')
+
+
+def test_a_model_with_a_bug_is_not_said_to_refuse_its_images(monkeypatch):
+    def create(name, size, device, **kwargs):
+        if name == 'resnet10t':
+            raise RuntimeError('a bug\nin it')
+        return torch.nn.Sequential(torch.nn.AvgPool2d(32), torch.nn.Flatten(), torch.nn.Linear(3, 2))
+
+    monkeypatch.setattr(classifiers, 'create_classifier', create)
+    monkeypatch.setattr(classifiers, 'too_large', lambda *args: 'it is large')
+    rows = measure_classifiers(['resnet10t'], [(32, 32)], 2, CPU, 'float32', 1)
+    found = {row['name']: (row['refused'], row['failed']) for row in rows}
+    assert found == {
+        classifiers.BASELINE: (None, None),
+        f'{classifiers.BASELINE}, materialised, {PAPER_BASELINE}': ('it is large', None),
+        'resnet10t': (None, 'RuntimeError: a bug'),
+    }
+    assert 'resnet10t failed: RuntimeError: a bug' in format_classifiers(rows)
+
+
+def test_a_model_is_tried_on_images_as_they_are_measured(monkeypatch):
+    taken = []
+
+    def create(name, size, device):
+        return lambda images: taken.append((images.shape, torch.is_autocast_enabled('cpu')))
+
+    monkeypatch.setattr(classifiers, 'create_classifier', create)
+    assert classifiers.probe('any', (5, 3, 48, 32), CPU, 'bfloat16') == {}
+    assert taken == [((5, 3, 48, 32), True)]
 
 
 def test_a_size_that_the_baseline_refuses_has_no_ratios(monkeypatch):

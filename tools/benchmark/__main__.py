@@ -19,8 +19,8 @@ is kept for the backward. Attention is F.scaled_dot_product_attention; SDPA math
 attention did when the paper was written: the paper's baseline. A depthwise F.conv2d stands beside AFT-conv.
 
 --classifiers measures models of timm at sizes against DeiT small, with PoolFormer-S12, ConvNeXt-T, MambaOut-T and
-XCiT-S12 beside ours. A model that cannot take a size is named with the reason, and so is the paper's baseline where its
-weights would not fit into memory.
+XCiT-S12 beside ours. A model that refuses a size or fails is named with the reason, and so is the paper's baseline
+where its weights would not fit into memory.
 
 --scaling measures operations at lengths T, fits exponents over the upper half of the range, and draws both curves. An
 operation stops before a length at which a call could take more than the limits.

@@ -56,8 +56,8 @@ def measure_classifiers(
         most_bytes: Materialised attention that takes more is refused.
 
     Returns:
-        The rows of `compare` with `height`, `width`, `images_per_second` of the eager form and `parameters`; `refused`
-        in place of all figures where a model cannot take such images.
+        The rows of `compare` with `height`, `width` and, of the eager form, `images_per_second`; `refused`, where a
+        model cannot take such images, or `failed`, with the reason in place of all figures.
 
     Raises:
         ValueError: timm has no model of that name.
@@ -67,36 +67,68 @@ def measure_classifiers(
     rows: list[dict[str, Any]] = []
     for size in sizes:
         shape, place = (batch_size, 3, *size), {'height': size[0], 'width': size[1]}
-        reasons = {name: refusal(name, size, device) for name in dict.fromkeys([BASELINE, *models])}
-        candidates = [classifier_candidate(name, shape, device) for name, reason in reasons.items() if not reason]
-        if not reasons[BASELINE]:
-            written_out = classifier_candidate(BASELINE, shape, device, written_out=True)
-            tokens, layers = 1 + size[0] // PATCH * (size[1] // PATCH), DEPTH if training else 1
-            reasons[written_out.name] = too_large(batch_size, HEADS, tokens, layers, most_bytes)
-            if not reasons[written_out.name]:
-                candidates.insert(1, written_out)
-        with autocast(device, dtype):
-            for row in (
-                compare(candidates, device, rounds, training=training, compiled=compiled, progress=progress)
-                if candidates
-                else []
-            ):
-                row['eager']['images_per_second'] = 1e3 * batch_size / row['eager']['milliseconds']
-                if reasons[BASELINE]:
-                    row['eager'] |= {'ratio': None, 'ratio_quartiles': None}
-                rows.append({**place, **row, 'refused': None})
-        rows += [{**place, 'name': name, 'refused': reason} for name, reason in reasons.items() if reason]
+        candidates, left_out = _candidates(models, shape, device, dtype, DEPTH if training else 1, most_bytes)
+        found = (
+            compare(candidates, device, rounds, dtype=dtype, training=training, compiled=compiled, progress=progress)
+            if candidates
+            else []
+        )
+        for row in found:
+            row['eager']['images_per_second'] = 1e3 * batch_size / row['eager']['milliseconds']
+            if BASELINE in left_out:
+                row['eager'] |= {'ratio': None, 'ratio_quartiles': None}
+            rows.append({**place, **row, 'refused': None, 'failed': None})
+        rows += [{**place, 'name': name, 'refused': None, 'failed': None, **why} for name, why in left_out.items()]
     return rows
 
 
+def _candidates(
+    models: Sequence[str],
+    shape: tuple[int, int, int, int],
+    device: torch.device,
+    dtype: str,
+    layers: int,
+    most_bytes: float,
+) -> tuple[list[Candidate], dict[str, dict[str, str]]]:
+    # BASELINE, as it is and written out, and the models; and what cannot be measured, with what `probe` says of it.
+    found: list[Candidate] = []
+    left_out: dict[str, dict[str, str]] = {}
+    for name in dict.fromkeys([BASELINE, *models]):
+        if why := probe(name, shape, device, dtype):
+            left_out[name] = why
+            continue
+        found.append(classifier_candidate(name, shape, device))
+        if name == BASELINE:
+            written_out = classifier_candidate(name, shape, device, written_out=True)
+            tokens = 1 + shape[2] // PATCH * (shape[3] // PATCH)
+            if reason := too_large(shape[0], HEADS, tokens, layers, most_bytes):
+                left_out[written_out.name] = {'refused': reason}
+            else:
+                found.append(written_out)
+    return found, left_out
+
+
 @torch.inference_mode()
-def refusal(name: str, size: tuple[int, int], device: torch.device) -> str | None:
-    """Why a model cannot take images of a size, or None where it can."""
+def probe(name: str, shape: tuple[int, ...], device: torch.device, dtype: str = 'float32') -> dict[str, str]:
+    """Try a model on images as they are measured, which tunes the kernels of a GPU for them.
+
+    Args:
+        shape: (B, 3, H, W).
+        dtype: Key of PRECISIONS.
+
+    Returns:
+        `refused`, why it does not take such images; `failed`, what else went wrong; or nothing.
+    """
     try:
-        create_classifier(name, size, device)(torch.zeros(1, 3, *size, device=device))
-    except (ValueError, AssertionError, RuntimeError) as error:
-        return describe_error(error)
-    return None
+        model = create_classifier(name, shape[2:], device)
+        with autocast(device, dtype):
+            model(torch.zeros(shape, device=device))
+    except (ValueError, AssertionError) as error:
+        return {'refused': describe_error(error)}
+    # A lack of memory, or a bug: the others are measured all the same.
+    except Exception as error:
+        return {'failed': describe_error(error)}
+    return {}
 
 
 def classifier_candidate(
@@ -115,7 +147,7 @@ def classifier_candidate(
         def forward() -> Tensor:
             return model(images)
 
-        return Prepared(forward, [each for each in model.parameters() if training])
+        return Prepared(forward, [each for each in model.parameters() if training], [images, *model.buffers()])
 
     title = f'{name}, materialised, {PAPER_BASELINE}' if written_out else name
     return Candidate(title, prepare, compiles=not written_out)
@@ -127,7 +159,8 @@ def format_classifiers(rows: Sequence[dict[str, Any]]) -> str:
     for size in dict.fromkeys((row['height'], row['width']) for row in rows):
         own = [row for row in rows if (row['height'], row['width']) == size]
         lines.append(f'{size[0]} x {size[1]} px')
-        if measured := [row for row in own if not row['refused']]:
+        if measured := [row for row in own if not (row['refused'] or row['failed'])]:
             lines.append(format_comparison(measured, indent='  '))
-        lines += [f'  {row["name"]} refused: {row["refused"]}' for row in own if row['refused']]
+        for word in ('refused', 'failed'):
+            lines += [f'  {row["name"]} {word}: {row[word]}' for row in own if row[word]]
     return '\n'.join(lines)

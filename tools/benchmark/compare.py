@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aft_vision.timing import time_interleaved
 from tools.benchmark.memory import peak_memory, saved_memory
+from tools.machine import autocast
 
 Call = Callable[[], object]
 DIRECTIONS = ('forward', 'training')
@@ -23,10 +24,15 @@ MOST_COMPILED = 64
 
 
 class Prepared(NamedTuple):
-    """A forward pass, and the tensors that get gradients in its backward."""
+    """A forward pass, and the tensors that get gradients in its backward.
+
+    Args:
+        given: Inputs and constants, which are there whatever is kept for the backward.
+    """
 
     forward: Callable[[], Tensor]
     leaves: Sequence[Tensor] = ()
+    given: Sequence[Tensor] = ()
 
 
 class Candidate(NamedTuple):
@@ -88,6 +94,7 @@ def compare(
     device: torch.device,
     rounds: int,
     *,
+    dtype: str = 'float32',
     training: bool = True,
     compiled: bool = False,
     progress: bool = False,
@@ -96,23 +103,24 @@ def compare(
 
     Args:
         candidates: The first is compared to.
+        dtype: Key of PRECISIONS; autocast is entered anew in every forward, so that it casts the weights as in use.
         training: Forward and backward too.
         compiled: Each under `torch.compile` too, where that makes sense.
 
     Returns:
         A row for each direction of DIRECTIONS and candidate: `direction`, `name`, `eager`, and `compiled`, None where
         that was not wanted or makes no sense. Both are what `time_calls` gives; `eager` in training has `saved_bytes`,
-        which autograd keeps beside the leaves, and `compiled` is what `time_compiled` gives.
+        which autograd keeps beside leaves and inputs, and `compiled` is what `time_compiled` gives.
     """
     rows = []
     for direction in DIRECTIONS[: 1 + training]:
         learns = direction == 'training'
         with contextlib.nullcontext() if learns else torch.inference_mode():
             prepared = {each.name: each.prepare(learns) for each in candidates}
-            makers = {name: _maker(each, learns) for name, each in prepared.items()}
+            makers = {name: _maker(each, learns, device, dtype) for name, each in prepared.items()}
             eager = time_calls({name: make(_as_is) for name, make in makers.items()}, device, rounds, progress)
-            for name in prepared if learns else ():
-                eager[name]['saved_bytes'] = saved_memory(prepared[name].forward, prepared[name].leaves)
+            for name, (forward, leaves, given) in prepared.items() if learns else ():
+                eager[name]['saved_bytes'] = saved_memory(_in_precision(forward, device, dtype), [*leaves, *given])
             sensible = {each.name: makers[each.name] for each in candidates if each.compiles}
             found = time_compiled(sensible, device, rounds, progress) if compiled else {}
         for name in prepared:
@@ -229,12 +237,20 @@ def format_compiled(figures: dict[str, Any] | None) -> str:
     return f'{format_times(figures)} {figures["compile_seconds"]:9.1f}'
 
 
-def _maker(prepared: Prepared, learns: bool) -> Callable[[Callable[..., Any]], Call]:
+def _maker(prepared: Prepared, learns: bool, device: torch.device, dtype: str) -> Callable[[Callable[..., Any]], Call]:
     def make(wrap: Callable[..., Any]) -> Call:
-        forward = wrap(prepared.forward)
+        forward = _in_precision(wrap(prepared.forward), device, dtype)
         return with_backward(forward, prepared.leaves) if learns else forward
 
     return make
+
+
+def _in_precision(forward: Callable[[], Tensor], device: torch.device, dtype: str) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        with autocast(device, dtype):
+            return forward()
+
+    return run
 
 
 def _as_is(function: Callable[..., Any]) -> Callable[..., Any]:

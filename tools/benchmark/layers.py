@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from aft_vision.layers import AFTConv, AFTFull, AFTSimple, CausalAttention, CausalLocal, CausalSimple
 from tools.benchmark.compare import PAPER_BASELINE, Candidate, Prepared, compare, materialised
-from tools.machine import autocast
 
 KERNEL_SIZE = 11
 
@@ -75,7 +74,7 @@ def measure_layers(
     Returns:
         The rows of `compare` with the `shape` (B, T, C) of the group. Gradients are those of the tokens and weights.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for group in groups:
         first, *others = group.layers
         candidates = [
@@ -83,9 +82,8 @@ def measure_layers(
             layer_candidate(group, first, device, written_out=True),
             *(layer_candidate(group, name, device) for name in others),
         ]
-        with autocast(device, dtype):
-            for row in compare(candidates, device, rounds, compiled=compiled, progress=progress):
-                rows.append({'shape': group.shape, **row})
+        found = compare(candidates, device, rounds, dtype=dtype, compiled=compiled, progress=progress)
+        rows += [{'shape': group.shape, **row} for row in found]
     return rows
 
 

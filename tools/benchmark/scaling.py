@@ -152,7 +152,7 @@ def _call(name: str, tokens: int, device: torch.device, dtype: torch.dtype, trai
     for x in (*qkv, *factors):
         x.requires_grad_(training)
     prepared = OPERATIONS[name](qkv, factors)
-    return with_backward(*prepared) if training else prepared.forward
+    return with_backward(prepared.forward, prepared.leaves) if training else prepared.forward
 
 
 def _attend(qkv: list[Tensor], causal: bool = False, written_out: bool = False) -> Prepared:

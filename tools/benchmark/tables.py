@@ -8,7 +8,6 @@ from tools.benchmark.classifiers import classifier_candidate
 from tools.benchmark.compare import Candidate, compare
 from tools.benchmark.models import create_classifier, has_fused_attention
 from tools.benchmark.paper import TABLES, PaperRow
-from tools.machine import autocast
 
 MATERIALISED = 'materialised attention'
 
@@ -71,8 +70,9 @@ def _measure_group(
         parameters[name] = sum(parameter.numel() for parameter in model.parameters())
         for written_out in (False, True) if has_fused_attention(model) else (False,):
             candidates[name, written_out] = classifier_candidate(name, shape, device, written_out)
-    with autocast(device, dtype):
-        found = compare(list(candidates.values()), device, rounds, training=False, compiled=compiled, progress=progress)
+    found = compare(
+        list(candidates.values()), device, rounds, dtype=dtype, training=False, compiled=compiled, progress=progress
+    )
     return {
         (name, written_out): {
             'parameters': parameters[str(name)],
