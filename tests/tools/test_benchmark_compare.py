@@ -88,6 +88,16 @@ def test_the_saved_bytes_are_what_a_backward_needs():
     assert 8000 <= rows[1]['eager']['peak_bytes'] < 8000 + 1024
 
 
+def test_calls_are_compared_with_their_own_baselines(monkeypatch):
+    monkeypatch.setattr(compare, 'time_rounds', lambda *args, **kwargs: [[8.0, 8.0], [4.0, 6.0], [2.0, 1.0]])
+    calls = dict.fromkeys('abc', list)
+    found = compare.time_calls(calls, CPU, 2, baselines={'a': 'a', 'b': 'gone', 'c': 'b'})
+    assert [found[name]['ratio'] for name in 'abc'] == [1.0, None, 4.0]
+    assert [found[name]['ratio_quartiles'] for name in 'abc'] == [(1.0, 1.0), None, (3.0, 5.0)]
+    assert [found[name]['milliseconds'] for name in 'abc'] == [8000.0, 5000.0, 1500.0]
+    assert compare.time_calls(calls, CPU, 2)['c']['ratio'] == 6.0
+
+
 def test_what_is_given_is_not_kept_for_the_backward():
     x, images = torch.ones(1000, requires_grad=True), torch.ones(1000)
     found = [

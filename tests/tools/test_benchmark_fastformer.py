@@ -56,7 +56,7 @@ def test_materialised_attention_alone_is_quadratic_in_memory():
 def test_an_encoder_stops_before_a_first_batch_of_which_a_part_takes_too_much(monkeypatch):
     measured = []
 
-    def time_calls(calls, device, rounds, progress):
+    def time_calls(calls, device, rounds, progress, baselines):
         measured.append(list(calls))
         seconds = {BASELINE: 0.1, 'fastformer': 0.01}
         return {

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from torch.autograd import DeviceType
 
 from aft_vision.timing import Timing
 from tools import machine
-from tools.benchmark import figures, goals, kernel_time, operations, roofline
+from tools.benchmark import figures, goals, kernel_time, operations, roofline, sections
 from tools.benchmark.operations import Operation
 
 CPU = torch.device('cpu')
@@ -117,6 +118,8 @@ def test_the_free_memory_of_a_gpu_counts_what_torch_keeps(monkeypatch):
     device = torch.device('cuda', 0)
     assert machine.free_memory(device) == 7
     assert asked == ['empty', device]
+    assert sections.most_bytes(Namespace(most_gib=None), device) == 3.5
+    assert sections.most_bytes(Namespace(most_gib=2.0), device) == 2**31
     assert machine.free_memory(CPU) == pytest.approx(machine.available_memory(), rel=0.2)
 
 

@@ -34,11 +34,13 @@ def test_an_operation_stops_where_it_could_take_more_than_the_limits():
 def test_an_operation_that_stopped_stays_out_and_has_a_line(monkeypatch):
     names = ['SDPA', 'AFT-simple causal']
     monkeypatch.setattr(scaling, 'OPERATIONS', {name: scaling.OPERATIONS[name] for name in names})
+    monkeypatch.setattr(scaling, 'BASELINES', {})
     times = iter([{'SDPA': 1e3, 'AFT-simple causal': 1.0}, {'AFT-simple causal': 2.0}, {'AFT-simple causal': 4.0}])
 
-    def time_calls(calls, device, rounds, progress):
+    def time_calls(calls, device, rounds, progress, baselines):
         found = next(times)
         assert list(calls) == list(found)
+        assert baselines == dict.fromkeys(names, 'SDPA')
         return {
             name: {'milliseconds': ms, 'peak_bytes': 0, 'ratio': 1.0, 'ratio_quartiles': (1, 1)}
             for name, ms in found.items()
@@ -52,12 +54,43 @@ def test_an_operation_that_stopped_stays_out_and_has_a_line(monkeypatch):
         (16, names[1]),
         (32, names[1]),
     ]
-    assert [row['ratio'] for row in rows] == [1.0, 1.0, None, None]
+    assert {row['baseline'] for row in rows} == {'SDPA'}
     reason = 'a call could take 4 s, the limit is 1.5 s'
     assert stops == [{'operation': 'SDPA', 'before': 16, 'reason': reason}]
     text = format_scaling(rows, fit_scaling(rows), stops)
     assert f'SDPA stopped before T = 16: {reason}' in text
     assert '1.00' in text
+
+
+def test_causal_operations_are_compared_with_causal_attention():
+    assert set(scaling.BASELINES) == {
+        name for name in scaling.OPERATIONS if name.startswith('AFT') and 'causal' in name
+    }
+    rows, _ = measure_scaling([8, 16], Limit(60.0, 2**30), CPU, 'float32', 1)
+    found = {row['operation']: row for row in rows if row['tokens'] == 16}
+    for name, row in found.items():
+        assert row['baseline'] == ('SDPA causal' if name in scaling.BASELINES else 'SDPA')
+        # One round: the ratio is that of the two times.
+        assert row['ratio'] == pytest.approx(found[row['baseline']]['milliseconds'] / row['milliseconds'])
+
+
+@pytest.mark.parametrize(('training', 'gib'), [(False, 32), (True, 64)])
+def test_the_first_length_is_not_tried_where_its_matrices_could_not_fit(monkeypatch, training: bool, gib: int):
+    tried = []
+
+    def call(name, tokens, *args):
+        tried.append(name)
+        return lambda: torch.zeros(1)
+
+    monkeypatch.setattr(scaling, '_call', call)
+    # 8 matrices of 4 GiB each at 32768 tokens, and one in AFT-full; twice as many in training.
+    for limit, left_out in ((gib, []), (gib - 1, [scaling.WRITTEN_OUT]), (0.1, [scaling.WRITTEN_OUT, 'AFT-full'])):
+        tried.clear()
+        shapes = [2**15, 2**15 + 1]
+        _, stops = measure_scaling(shapes, Limit(60.0, limit * 2**30), CPU, 'float32', 1, training)
+        assert [stop['operation'] for stop in stops if stop['before'] == 2**15] == left_out
+        assert set(tried) == set(scaling.OPERATIONS) - set(left_out)
+    assert f'a call could take {gib} GiB, the limit is 0.1 GiB' in {stop['reason'] for stop in stops}
 
 
 def test_every_operation_is_measured_drawn_and_written(tmp_path, capsys):

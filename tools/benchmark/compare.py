@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from aft_vision.timing import time_interleaved
+from aft_vision.timing import compare_rounds, time_rounds
 from tools.benchmark.memory import peak_memory, saved_memory
 from tools.machine import autocast
 
@@ -129,26 +129,36 @@ def compare(
 
 
 def time_calls(
-    calls: Mapping[str, Call], device: torch.device, rounds: int, progress: bool = False
+    calls: Mapping[str, Call],
+    device: torch.device,
+    rounds: int,
+    progress: bool = False,
+    baselines: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Time calls that are interleaved.
 
+    Args:
+        baselines: The name that each is compared to; None is the first of the calls for all.
+
     Returns:
-        For each `milliseconds`, the median `ratio` of the time of the first call to its own with `ratio_quartiles`,
-        and `peak_bytes` beyond what there was before.
+        For each `milliseconds`, the median `ratio` of the time of what it is compared to, in the same round, to its own
+        with `ratio_quartiles`, both None where that is not among the calls, and `peak_bytes` beyond what there was
+        before.
     """
     if not calls:
         return {}
-    timings = time_interleaved(list(calls.values()), device, rounds, progress=progress)
-    return {
-        name: {
+    seconds = dict(zip(calls, time_rounds(list(calls.values()), device, rounds, progress=progress), strict=True))
+    found: dict[str, dict[str, Any]] = {}
+    for name, own in seconds.items():
+        first = seconds.get(next(iter(calls)) if baselines is None else baselines[name])
+        timing = compare_rounds(own, own if first is None else first)
+        found[name] = {
             'milliseconds': 1e3 * timing.seconds,
-            'ratio': timing.ratio,
-            'ratio_quartiles': timing.quartiles,
-            'peak_bytes': peak_memory(call, device),
+            'ratio': None if first is None else timing.ratio,
+            'ratio_quartiles': None if first is None else timing.quartiles,
+            'peak_bytes': peak_memory(calls[name], device),
         }
-        for (name, call), timing in zip(calls.items(), timings, strict=True)
-    }
+    return found
 
 
 def time_compiled(

@@ -81,7 +81,7 @@ def measure_fastformer(
     for direction in DIRECTIONS:
         prepare = _preparer(size or Size(), direction == 'training', device, dtype)
         with torch.set_grad_enabled(direction == 'training'):
-            rows, stops = measure_until(chosen, [*probes, *shapes], prepare, limit, device, rounds, progress)
+            rows, stops = measure_until(chosen, [*probes, *shapes], prepare, limit, device, rounds, progress=progress)
         own = [_of_a_text(row) for row in rows if Shape(row['batch_size'], row['tokens']) not in probes]
         for key, value in {'rows': own, 'fits': fit_scaling(own), 'stops': stops}.items():
             found[key] += [{'direction': direction, **each} for each in value]

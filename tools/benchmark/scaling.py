@@ -83,9 +83,23 @@ def measure_scaling(
     def prepare(name: str, shape: Shape) -> Call:
         return _call(name, shape.tokens, device, precision, training)
 
+    def guess(name: str, shape: Shape) -> float:
+        matrices = MATRICES.get(name, 0) * (1 + training)
+        return 4.0 * matrices * shape.tokens**2
+
     shapes = [Shape(1, length) for length in ascending_lengths(tokens)]
     with torch.set_grad_enabled(training):
-        return measure_until(list(OPERATIONS), shapes, prepare, limit, device, rounds, progress)
+        return measure_until(
+            list(OPERATIONS),
+            shapes,
+            prepare,
+            limit,
+            device,
+            rounds,
+            baselines=BASELINES,
+            guess=guess,
+            progress=progress,
+        )
 
 
 def ascending_lengths(tokens: Sequence[int]) -> list[int]:
@@ -107,42 +121,60 @@ def measure_until(
     limit: Limit,
     device: torch.device,
     rounds: int,
+    *,
+    baselines: Mapping[str, str] | None = None,
+    guess: Callable[[str, Shape], float] | None = None,
     progress: bool = False,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Measure alternatives at one shape after the other, each until a call could take more than a limit.
 
     Args:
-        names: The first is compared to.
+        names: The first is compared to, unless `baselines` names another.
         prepare: Makes the call of a name at a shape.
+        baselines: What a name is compared to.
+        guess: Bytes that a call of a name takes at least, for the first shape, which nothing was measured before; None
+            tries it.
 
     Returns:
-        A row for each shape and name, `tokens`, `batch_size`, `operation` and what `time_calls` gives, with `ratio`
-        None where the first has stopped; and for each that stopped `operation`, `before` (T) and `reason`.
+        A row for each shape and name, `tokens`, `batch_size`, `operation`, its `baseline` and what `time_calls` gives,
+        with `ratio` None where the baseline has stopped; and for each that stopped `operation`, `before` (T) and
+        `reason`.
     """
+    compared = {name: (baselines or {}).get(name, names[0]) for name in names}
     rows: list[dict[str, Any]] = []
     stops: list[dict[str, Any]] = []
     spent: dict[str, Spent] = {}
     running = list(names)
     for place, shape in enumerate(shapes):
         calls: dict[str, Call] = {}
+        growth = shape.work / shapes[place - 1].work if place else 1.0
         for name in running:
-            reason = spent[name].reason(shape.work / shapes[place - 1].work, limit) if place else None
-            if reason is None:
-                try:
-                    calls[name] = prepare(name, shape)
-                    calls[name]()
-                except torch.OutOfMemoryError:
-                    calls.pop(name, None)
-                    reason = 'the device has no memory left'
-            if reason is not None:
+            known = spent[name] if place else Spent(0.0, guess(name, shape) if guess else 0.0)
+            call, reason = _try(name, shape, prepare, known.reason(growth, limit))
+            if call is not None:
+                calls[name] = call
+            else:
                 stops.append({'operation': name, 'before': shape.tokens, 'reason': reason})
         running = list(calls)
-        for name, figures in time_calls(calls, device, rounds, progress).items():
+        for name, figures in time_calls(calls, device, rounds, progress, compared).items():
             spent[name] = Spent(figures['milliseconds'] / 1e3, figures['peak_bytes'])
-            if running[0] != names[0]:
-                figures |= {'ratio': None, 'ratio_quartiles': None}
-            rows.append({'tokens': shape.tokens, 'batch_size': shape.batch, 'operation': name, **figures})
+            place_of = {'tokens': shape.tokens, 'batch_size': shape.batch, 'operation': name}
+            rows.append({**place_of, 'baseline': compared[name], **figures})
     return rows, stops
+
+
+def _try(
+    name: str, shape: Shape, prepare: Callable[[str, Shape], Call], reason: str | None
+) -> tuple[Call | None, str | None]:
+    # The call, which has run, or why there is none: the reason that is known before, or a lack of memory.
+    if reason is not None:
+        return None, reason
+    try:
+        call = prepare(name, shape)
+        call()
+    except torch.OutOfMemoryError:
+        return None, 'the device has no memory left'
+    return call, None
 
 
 def _call(name: str, tokens: int, device: torch.device, dtype: torch.dtype, training: bool) -> Call:
@@ -193,17 +225,23 @@ def _conv(qkv: list[Tensor]) -> Prepared:
     return Prepared(lambda: ops.aft_conv(q, k, v, kernel, (height, tokens // height)), [*qkv, kernel])
 
 
-BASELINE = 'SDPA'
+BASELINE, CAUSAL, WRITTEN_OUT = 'SDPA', 'SDPA causal', f'SDPA math, {PAPER_BASELINE}'
+LOCAL, SIMPLE = f'AFT-local causal, s={WINDOW}', 'AFT-simple causal'
 # Each makes the operation of q, k and v (1, T, DIM) and the factors (T, BIAS_DIM) of a position bias.
 OPERATIONS: dict[str, Callable[[list[Tensor], list[Tensor]], Prepared]] = {
     BASELINE: lambda qkv, factors: _attend(qkv),
-    'SDPA causal': lambda qkv, factors: _attend(qkv, causal=True),
-    f'SDPA math, {PAPER_BASELINE}': lambda qkv, factors: _attend(qkv, written_out=True),
+    CAUSAL: lambda qkv, factors: _attend(qkv, causal=True),
+    WRITTEN_OUT: lambda qkv, factors: _attend(qkv, written_out=True),
     'AFT-full': _full,
-    f'AFT-local causal, s={WINDOW}': _local,
-    'AFT-simple causal': lambda qkv, factors: _simple(qkv),
+    LOCAL: _local,
+    SIMPLE: lambda qkv, factors: _simple(qkv),
     f'AFT-conv, k={KERNEL_SIZE}, h=d': lambda qkv, factors: _conv(qkv),
 }
+
+# What is causal is compared to causal attention; all else to BASELINE.
+BASELINES = {LOCAL: CAUSAL, SIMPLE: CAUSAL}
+# (T, T) float32 matrices that are held at once, by the least count; twice as many in training.
+MATRICES = {WRITTEN_OUT: 2 * HEADS, 'AFT-full': 1}
 
 
 def fit_exponent(tokens: Sequence[float], values: Sequence[float]) -> float | None:

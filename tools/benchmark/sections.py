@@ -29,7 +29,7 @@ from tools.benchmark.compare import format_comparison
 from tools.benchmark.goal_table import make_goals
 from tools.benchmark.paper import TABLES
 from tools.benchmark.paper_sequences import SEQUENCE_TABLES
-from tools.machine import available_memory
+from tools.machine import free_memory
 
 # Of the memory that is free, what a call may take unless it is said.
 MOST_MEMORY = 0.5
@@ -76,7 +76,7 @@ def run_classifiers(args: argparse.Namespace, device: torch.device) -> Report:
         args.rounds,
         training=args.training,
         compiled=args.compile,
-        most_bytes=most_bytes(args),
+        most_bytes=most_bytes(args, device),
         progress=show_progress(),
     )
     head = (
@@ -87,7 +87,7 @@ def run_classifiers(args: argparse.Namespace, device: torch.device) -> Report:
 
 def run_scaling(args: argparse.Namespace, device: torch.device) -> Report:
     """Operations against the number of tokens."""
-    limit = scaling.Limit(args.most_seconds, most_bytes(args))
+    limit = scaling.Limit(args.most_seconds, most_bytes(args, device))
     rows, stops = scaling.measure_scaling(
         args.scaling or scaling.TOKENS, limit, device, args.dtype, args.rounds, args.training, show_progress()
     )
@@ -109,7 +109,7 @@ def run_fastformer(args: argparse.Namespace, device: torch.device) -> Report:
     figures = fastformer.measure_fastformer(
         args.fastformer or scaling.TOKENS,
         args.total_tokens,
-        scaling.Limit(args.most_seconds, most_bytes(args)),
+        scaling.Limit(args.most_seconds, most_bytes(args, device)),
         device,
         args.dtype,
         args.rounds,
@@ -163,7 +163,7 @@ def run_sequences(args: argparse.Namespace, device: torch.device) -> Report:
         args.table,
         args.batch_size,
         args.depth,
-        most_bytes(args),
+        most_bytes(args, device),
         device,
         args.dtype,
         args.rounds,
@@ -248,11 +248,11 @@ def run_loader(args: argparse.Namespace, device: torch.device) -> Report:
     return Report({'rows': rows}, loaders.format_loaders(rows))
 
 
-def most_bytes(args: argparse.Namespace) -> float:
-    """What a call may take: --most-gib, or half of what is free."""
+def most_bytes(args: argparse.Namespace, device: torch.device) -> float:
+    """What a call may take: --most-gib, or half of what is free on the device."""
     if args.most_gib is not None:
         return args.most_gib * 2**30
-    return MOST_MEMORY * (available_memory() or 8 * 2**30)
+    return MOST_MEMORY * (free_memory(device) or 8 * 2**30)
 
 
 def show_progress() -> bool:
