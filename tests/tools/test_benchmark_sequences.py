@@ -12,6 +12,7 @@ from aft_vision.models import create_decoder
 from tools.benchmark import sequences
 from tools.benchmark.__main__ import main
 from tools.benchmark.compare import PAPER_BASELINE
+from tools.benchmark.memory import peak_memory
 from tools.benchmark.paper_sequences import SEQUENCE_TABLES
 from tools.benchmark.sequences import format_sequences, measure_sequences
 
@@ -75,8 +76,10 @@ def test_an_iteration_changes_the_weights_and_needs_the_same_memory_each_time():
     model = create_decoder('aft_simple_char', depth=1, context=8, dim=8)
     step = sequences._Step(model, torch.zeros(1, 8, dtype=torch.int64), 'float32').make()
     before = model.head.weight.detach().clone()
-    step()
+    first, second = (peak_memory(step, CPU) for _ in range(2))
     assert not torch.equal(before, model.head.weight)
+    # Gradients and the state of AdamW are there since the first call.
+    assert 0 < first == second
 
 
 def test_the_shortened_models_are_said(monkeypatch, tmp_path, capsys):

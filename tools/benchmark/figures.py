@@ -11,7 +11,6 @@ from timm.layers import Attention
 from timm.utils import reparameterize_model
 from torch import Tensor, nn
 
-from aft_vision import ops
 from aft_vision.layers import AFTConv
 from aft_vision.timing import time_interleaved
 from tools.benchmark.compare import Call, materialised, too_large, with_backward
@@ -21,11 +20,10 @@ from tools.benchmark.kernel_time import time_kernels
 from tools.benchmark.memory import peak_memory, saved_memory
 from tools.benchmark.models import materialise_attention
 from tools.benchmark.onehot import Shape, measure_onehot
-from tools.benchmark.operations import Operation
+from tools.benchmark.operations import CPU, KERNEL_SIZE, Operation
 from tools.machine import autocast, free_memory
 
 Measure = Callable[[int], Figure]
-CPU = torch.device('cpu')
 # The paper's baseline is shown, not promised.
 PAPER_ROUNDS = 3
 # The times of kernels hardly vary.
@@ -64,19 +62,11 @@ def kept(operation: Operation) -> Measure:
     """What is kept for the backward over what attention keeps."""
 
     def measure(rounds: int) -> Figure:
-        leaves = [torch.randn(operation.shape, requires_grad=True) for _ in 'qkv']
-        # Inputs count: attention and the operation are given the same.
-        inputs = [
-            *(2 * x for x in leaves),
-            *([torch.zeros(operation.bias, requires_grad=True)] if operation.bias else []),
-        ]
-        q, k, v = (x.unflatten(2, (operation.heads, -1)).transpose(1, 2) for x in inputs[:3])
-        own = saved_memory(lambda: getattr(ops, operation.name)(*inputs), inputs[3:])
-
-        def attend() -> Tensor:
-            return nn.functional.scaled_dot_product_attention(q, k, v)
-
-        return Figure(own / saved_memory(attend), paper=own / saved_memory(materialised(attend)))
+        attention, own = operation.attention(training=True), operation.own(training=True)
+        # q, k and v count: attention and the operation are given the same. The position bias is a weight.
+        found = saved_memory(own.forward, own.leaves[3:])
+        theirs, paper = (saved_memory(each) for each in (attention.forward, materialised(attention.forward)))
+        return Figure(found / theirs, paper=found / paper)
 
     return measure
 
@@ -87,7 +77,8 @@ def layer_speed(dim: int, heads: int, batch: int, training: bool) -> Measure:
     def measure(rounds: int) -> Figure:
         grid = (14, 14)
         x = torch.randn(batch, grid[0] * grid[1], dim)
-        attention, conv = Attention(dim, dim // 64, qkv_bias=True), AFTConv(dim, num_heads=heads, kernel_size=11)
+        attention = Attention(dim, dim // 64, qkv_bias=True)
+        conv = AFTConv(dim, num_heads=heads, kernel_size=KERNEL_SIZE)
 
         def attend() -> Tensor:
             return attention(x)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from aft_vision.layers import AFTConv, AFTFull, AFTSimple, CausalAttention, CausalLocal, CausalSimple
 from tools.benchmark.compare import PAPER_BASELINE, Candidate, Prepared, compare, materialised
-
-KERNEL_SIZE = 11
+from tools.benchmark.operations import KERNEL_SIZE
 
 
 class LayerGroup(NamedTuple):

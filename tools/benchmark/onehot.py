@@ -9,9 +9,10 @@ from torch import Tensor
 from aft_vision import ops
 from aft_vision.timing import time_interleaved
 from tools.benchmark.compare import with_backward
+from tools.benchmark.operations import KERNEL_SIZE
 from tools.machine import PRECISIONS
 
-GRID, KERNEL_SIZE = (14, 14), 11
+GRID = (14, 14)
 FORMS = ('convolution', 'one-hot', 'AFT-simple')
 
 

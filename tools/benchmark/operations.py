@@ -15,6 +15,20 @@ CPU = torch.device('cpu')
 KERNEL_SIZE = 11
 
 
+def attention(qkv: list[Tensor], heads: int, causal: bool = False, written_out: bool = False) -> Prepared:
+    """Attention of q, k and v (B, T, D), with the heads taken from the channels and put back.
+
+    Args:
+        written_out: It forms its weights.
+    """
+
+    def attend() -> Tensor:
+        q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in qkv)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+
+    return Prepared(materialised(attend) if written_out else attend, qkv)
+
+
 class Operation(NamedTuple):
     """An operation of AFT and causal or whole attention on inputs of the same size.
 
@@ -49,13 +63,7 @@ class Operation(NamedTuple):
     ) -> Prepared:
         """Attention, with the heads taken from the channels and put back."""
         leaves = self._inputs(dtype, training, device)
-        causal = self.name.endswith('causal')
-
-        def attend() -> Tensor:
-            q, k, v = (x.unflatten(2, (self.heads, -1)).transpose(1, 2) for x in leaves)
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
-
-        return Prepared(attend, leaves)
+        return attention(leaves, self.heads, self.name.endswith('causal'))
 
     def calls(
         self,

@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.visualize import new_figure
-from tools.benchmark.compare import PAPER_BASELINE, Call, Prepared, materialised, time_calls, with_backward
+from tools.benchmark.compare import PAPER_BASELINE, Call, Prepared, time_calls, with_backward
+from tools.benchmark.operations import KERNEL_SIZE, attention
 from tools.machine import PRECISIONS
 
 TOKENS = tuple(2**power for power in range(7, 17))
-DIM, HEADS, WINDOW, BIAS_DIM, KERNEL_SIZE = 256, 4, 256, 64, 11
+DIM, HEADS, WINDOW, BIAS_DIM = 256, 4, 256, 64
 # What is measured, and the words for it.
 QUANTITIES = {'milliseconds': 'time of a call (ms)', 'peak_bytes': 'peak memory beyond the inputs (MiB)'}
 
@@ -187,14 +187,6 @@ def _call(name: str, tokens: int, device: torch.device, dtype: torch.dtype, trai
     return with_backward(prepared.forward, prepared.leaves) if training else prepared.forward
 
 
-def _attend(qkv: list[Tensor], causal: bool = False, written_out: bool = False) -> Prepared:
-    def attend() -> Tensor:
-        q, k, v = (x.unflatten(2, (HEADS, -1)).transpose(1, 2) for x in qkv)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
-
-    return Prepared(materialised(attend) if written_out else attend, qkv)
-
-
 def _full(qkv: list[Tensor], factors: list[Tensor]) -> Prepared:
     q, k, v = qkv
     return Prepared(lambda: ops.aft_full(q, k, v, ops.factorized_bias(factors[0], factors[1])), [*qkv, *factors])
@@ -229,9 +221,9 @@ BASELINE, CAUSAL, WRITTEN_OUT = 'SDPA', 'SDPA causal', f'SDPA math, {PAPER_BASEL
 LOCAL, SIMPLE = f'AFT-local causal, s={WINDOW}', 'AFT-simple causal'
 # Each makes the operation of q, k and v (1, T, DIM) and the factors (T, BIAS_DIM) of a position bias.
 OPERATIONS: dict[str, Callable[[list[Tensor], list[Tensor]], Prepared]] = {
-    BASELINE: lambda qkv, factors: _attend(qkv),
-    CAUSAL: lambda qkv, factors: _attend(qkv, causal=True),
-    WRITTEN_OUT: lambda qkv, factors: _attend(qkv, written_out=True),
+    BASELINE: lambda qkv, factors: attention(qkv, HEADS),
+    CAUSAL: lambda qkv, factors: attention(qkv, HEADS, causal=True),
+    WRITTEN_OUT: lambda qkv, factors: attention(qkv, HEADS, written_out=True),
     'AFT-full': _full,
     LOCAL: _local,
     SIMPLE: lambda qkv, factors: _simple(qkv),

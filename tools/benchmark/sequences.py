@@ -46,21 +46,20 @@ def measure_sequences(
     own = [place for place, row in enumerate(table.rows) if row.config]
     measured: dict[tuple[int, bool], dict[str, Any]] = {}
     refused: dict[int, str] = {}
+    shortened: dict[str, Any] = model_args if depth is None else {**model_args, 'depth': depth}
     for first in dict.fromkeys(table.rows[place].baseline for place in own):
         assert first is not None
-        places = sorted(
-            (place for place in own if table.rows[place].baseline == first), key=lambda place: place != first
+        group = [first, *(place for place in own if table.rows[place].baseline == first and place != first)]
+        models = {
+            place: create_decoder(**{**table.rows[place].model, **shortened}).to(device).train() for place in group
+        }
+        steps = _make_steps(models, batch_size, device, dtype)
+        reason = too_large(
+            batch_size, table.rows[first].heads or 1, models[first].context, len(models[first].blocks), most_bytes
         )
-        shortened: dict[str, Any] = model_args if depth is None else {**model_args, 'depth': depth}
-        models = [create_decoder(**{**table.rows[place].model, **shortened}).to(device).train() for place in places]
-        tokens = torch.randint(VOCABULARY, (batch_size, models[0].context), device=device)
-        steps = {(place, False): _Step(model, tokens, dtype) for place, model in zip(places, models, strict=True)}
-        heads, layers = table.rows[first].heads or 1, len(models[0].blocks)
-        reason = too_large(batch_size, heads, models[0].context, layers, most_bytes)
         if reason:
             refused[first] = reason
-        else:
-            steps[first, True] = _Step(models[0], tokens, dtype, written_out=True)
+            del steps[first, True]
         measured |= _measure_steps(steps, batch_size, device, rounds, compiled, progress)
     rows = []
     for place, row in enumerate(table.rows):
@@ -69,6 +68,16 @@ def measure_sequences(
             extra = _row(row, None, measured.get((place, True)), refused.get(place))
             rows.append(extra | {'name': f'{row.name}, {PAPER_BASELINE}'})
     return rows
+
+
+def _make_steps(
+    models: dict[int, AFTDecoder], batch_size: int, device: torch.device, dtype: str
+) -> dict[tuple[int, bool], '_Step']:
+    # By place, and whether attention is materialised, which it is in one more of the first model.
+    first, model = next(iter(models.items()))
+    tokens = torch.randint(VOCABULARY, (batch_size, model.context), device=device)
+    steps = {(place, False): _Step(each, tokens, dtype) for place, each in models.items()}
+    return {**steps, (first, True): _Step(model, tokens, dtype, written_out=True)}
 
 
 class _Step:
