@@ -88,8 +88,8 @@ def test_the_one_offset_operation_is_compared_with_the_convolution(monkeypatch, 
         for direction, form, value in (
             ('forward', 'convolution', 1.0),
             ('forward', 'one-hot', 3.0),
-            ('forward and backward', 'convolution', 1.0),
-            ('forward and backward', 'one-hot', 5.0),
+            ('training', 'convolution', 1.0),
+            ('training', 'one-hot', 5.0),
         )
     ]
     monkeypatch.setattr(figures, 'measure_onehot', lambda *args: rows)

@@ -136,7 +136,7 @@ def test_one_size_has_no_curve():
 def test_the_one_offset_operation_is_timed_on_what_the_convolution_computes():
     rows = measure_onehot(CPU, 'float32', 1, (Shape(2, 16, 4), Shape(1, 16, 16)))
     assert [row['form'] for row in rows] == [*FORMS] * 4
-    assert [row['direction'] for row in rows[:6]] == ['forward'] * 3 + ['forward and backward'] * 3
+    assert [row['direction'] for row in rows[:6]] == ['forward'] * 3 + ['training'] * 3
     for row in rows:
         assert (row['difference'] is None) == (row['form'] != 'one-hot')
         assert row['difference'] is None or row['difference'] < 1e-5

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from aft_vision.layers import AFTConv
 from aft_vision.timing import time_interleaved
-from tools.benchmark.compare import Call, materialised, too_large, with_backward
+from tools.benchmark.compare import DIRECTIONS, Call, materialised, too_large, with_backward
 from tools.benchmark.decode import measure_decode
 from tools.benchmark.goals import Figure
 from tools.benchmark.kernel_time import time_kernels
@@ -147,7 +147,7 @@ def onehot_speed(training: bool) -> Measure:
     """Time of AFT-conv over that of the operation with one offset a head, of the same result."""
 
     def measure(rounds: int) -> Figure:
-        direction = 'forward and backward' if training else 'forward'
+        direction = DIRECTIONS[training]
         rows = measure_onehot(CPU, 'float32', rounds, (Shape(8, 384, 384),))
         row = next(row for row in rows if (row['direction'], row['form']) == (direction, 'one-hot'))
         return Figure(row['ratio'], row['ratio_quartiles'])

@@ -1,14 +1,12 @@
 """The one-offset operation against the convolution that it stands for, with AFT-simple as the bound (AFT Eq. 10)."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.timing import time_interleaved
-from tools.benchmark.compare import with_backward
+from tools.benchmark.compare import Candidate, Prepared, compare
 from tools.benchmark.operations import KERNEL_SIZE
 from tools.machine import PRECISIONS
 
@@ -36,39 +34,24 @@ def measure_onehot(
         dtype: Key of PRECISIONS, of q, k and v.
 
     Returns:
-        A row for each shape, direction ('forward', 'forward and backward') and form: `milliseconds`, the median `ratio`
-        of the convolution's time to this with `ratio_quartiles`, and `difference`: the norm-wise relative difference of
-        its output to the convolution's, None for AFT-simple, which computes something else.
+        A row for each shape, direction of DIRECTIONS and form: what `time_calls` gives, with ratios to the convolution,
+        and `difference`: the norm-wise relative difference of its output to the convolution's, None for AFT-simple,
+        which computes something else.
     """
     rows = []
     for shape in shapes:
-        forwards, leaves = _forms(shape, device, PRECISIONS[dtype] or torch.float32)
+        forms = _forms(shape, device, PRECISIONS[dtype] or torch.float32)
         with torch.no_grad():
-            expected, found = forwards[0](), forwards[1]()
+            expected, found = (forms[name].forward() for name in FORMS[:2])
         difference = ((found - expected).norm() / expected.norm()).item()
-        backwards = [with_backward(*each) for each in zip(forwards, leaves, strict=True)]
-        for direction, calls in (('forward', forwards), ('forward and backward', backwards)):
-            with torch.set_grad_enabled(calls is backwards):
-                timings = time_interleaved(calls, device, rounds, warmup=3, progress=progress)
-            rows += [
-                {
-                    **shape._asdict(),
-                    'direction': direction,
-                    'form': form,
-                    'milliseconds': 1e3 * timing.seconds,
-                    'ratio': timing.ratio,
-                    'ratio_quartiles': timing.quartiles,
-                    'difference': difference if form == 'one-hot' else None,
-                }
-                for form, timing in zip(FORMS, timings, strict=True)
-            ]
+        candidates = [Candidate(name, lambda training, form=form: form) for name, form in forms.items()]  # type: ignore[misc]
+        for row in compare(candidates, device, rounds, progress=progress):
+            place = {**shape._asdict(), 'direction': row['direction'], 'form': row['name']}
+            rows.append({**place, **row['eager'], 'difference': difference if row['name'] == FORMS[1] else None})
     return rows
 
 
-def _forms(
-    shape: Shape, device: torch.device, dtype: torch.dtype
-) -> tuple[list[Callable[[], Tensor]], list[list[Tensor]]]:
-    # The operations on their inputs, and the inputs that get gradients.
+def _forms(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Prepared]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -81,24 +64,24 @@ def _forms(
     kernel, (offset, weight) = ops.hard_kernel(raw), ops.onehot_kernel(raw)
     for x in (q, k, v, full_k, kernel, weight):
         x.requires_grad_()
-    forms: list[Callable[[], Tensor]] = [
-        lambda: ops.aft_conv(q, k, v, kernel, GRID),
-        lambda: ops.aft_onehot(q, k, v, offset, weight, GRID),
-        lambda: ops.aft_simple(q, full_k, v),
-    ]
-    return forms, [[q, k, v, kernel], [q, k, v, weight], [q, full_k, v]]
+    found = (
+        Prepared(lambda: ops.aft_conv(q, k, v, kernel, GRID), [q, k, v, kernel]),
+        Prepared(lambda: ops.aft_onehot(q, k, v, offset, weight, GRID), [q, k, v, weight]),
+        Prepared(lambda: ops.aft_simple(q, full_k, v), [q, full_k, v]),
+    )
+    return dict(zip(FORMS, found, strict=True))
 
 
 def format_onehot(rows: list[dict[str, Any]]) -> str:
     """The rows as text."""
     lines = [
-        f'{"batch":>5} {"dim":>4} {"heads":>5} {"":21}{"":12} {"ms":>8} {"ratio":>6} {"quartiles":>15} {"differs":>8}'
+        f'{"batch":>5} {"dim":>4} {"heads":>5} {"":9}{"":12} {"ms":>8} {"ratio":>6} {"quartiles":>15} {"differs":>8}'
     ]
     for row in rows:
         low, high = row['ratio_quartiles']
         difference = '' if row['difference'] is None else f'{row["difference"]:8.0e}'
         lines.append(
-            f'{row["batch"]:5} {row["dim"]:4} {row["heads"]:5} {row["direction"]:21}{row["form"]:12} '
+            f'{row["batch"]:5} {row["dim"]:4} {row["heads"]:5} {row["direction"]:9}{row["form"]:12} '
             f'{row["milliseconds"]:8.2f} {row["ratio"]:6.2f} {f"{low:.2f} - {high:.2f}":>15} {difference}'.rstrip()
         )
     return '\n'.join(lines)
