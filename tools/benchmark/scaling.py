@@ -84,8 +84,7 @@ def measure_scaling(
         return _call(name, shape.tokens, device, precision, training)
 
     def guess(name: str, shape: Shape) -> float:
-        matrices = MATRICES.get(name, 0) * (1 + training)
-        return 4.0 * matrices * shape.tokens**2
+        return 4.0 * MATRICES.get(name, 0) * (1 + training) * shape.tokens**2
 
     shapes = [Shape(1, length) for length in ascending_lengths(tokens)]
     with torch.set_grad_enabled(training):

@@ -61,13 +61,7 @@ def measure_sequences(
             refused[first] = reason
             del steps[first, True]
         measured |= _measure_steps(steps, batch_size, device, rounds, compiled, progress)
-    rows = []
-    for place, row in enumerate(table.rows):
-        rows.append(_row(row, _printed(row, table.rows), measured.get((place, False))))
-        if (place, True) in measured or place in refused:
-            extra = _row(row, None, measured.get((place, True)), refused.get(place))
-            rows.append(extra | {'name': f'{row.name}, {PAPER_BASELINE}'})
-    return rows
+    return _rows(table.rows, measured, refused)
 
 
 def _make_steps(
@@ -140,6 +134,18 @@ def _printed(row: SequenceRow, rows: tuple[SequenceRow, ...]) -> dict[str, Any]:
         ratio = row.iterations_per_second / first.iterations_per_second
         memory_ratio = row.memory_gb / first.memory_gb
     return {**found, 'ratio': ratio, 'memory_ratio': memory_ratio}
+
+
+def _rows(
+    printed: tuple[SequenceRow, ...], measured: dict[tuple[int, bool], dict[str, Any]], refused: dict[int, str]
+) -> list[dict[str, Any]]:
+    rows = []
+    for place, row in enumerate(printed):
+        rows.append(_row(row, _printed(row, printed), measured.get((place, False))))
+        if (place, True) in measured or place in refused:
+            extra = _row(row, None, measured.get((place, True)), refused.get(place))
+            rows.append(extra | {'name': f'{row.name}, {PAPER_BASELINE}'})
+    return rows
 
 
 def _row(
