@@ -182,10 +182,10 @@ def tokenize_summaries(
     def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
         room = None if max_summary_length is None else max_summary_length - 1
         sources, targets = encode(batch['text'], max_length), encode(batch['summary'], room)
-        return {
-            'input_ids': [ids or [tokenizer.unk_token_id] for ids in sources],
-            'labels': [[*ids, tokenizer.eos_token_id] for ids in targets],
-        }
+        unknown, end = [tokenizer.unk_token_id], [tokenizer.eos_token_id]
+        inputs = [source or unknown for source in sources]
+        labels = [target + end for target in targets]
+        return {'input_ids': inputs, 'labels': labels}
 
     return dataset.map(tokenize, batched=True, remove_columns=['text', 'summary'], num_proc=num_proc, desc='tokens')
 
