@@ -108,7 +108,9 @@ def _token_calls(
     step: Callable[..., Any], tokens: Tensor, state: DecoderState, positions: Sequence[int], resets: int
 ) -> dict[int, Callable[[], object]]:
     parts = {place: filled_part(state, place) for place in positions}
-    calls = {place: partial(take_token, step, tokens, part, place, resets) for place, part in parts.items()}
+    calls: dict[int, Callable[[], object]] = {
+        place: partial(take_token, step, tokens, part, place, resets) for place, part in parts.items()
+    }
     for call in calls.values():
         # Compiles, for the first token, for a length, and for any length.
         call()

@@ -202,5 +202,5 @@ def _faster(
     kernels = time_kernels([baseline, candidate], device, min(rounds, KERNEL_ROUNDS))
     return figure._replace(
         milliseconds=(1e3 * first.seconds, 1e3 * own.seconds),
-        kernel_milliseconds=kernels and (1e3 * median(kernels[0]), 1e3 * median(kernels[1])),
+        kernel_milliseconds=None if kernels is None else (1e3 * median(kernels[0]), 1e3 * median(kernels[1])),
     )
