@@ -172,8 +172,9 @@ def test_the_windows_of_an_operation_are_timed_in_turn(monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr('time.perf_counter', lambda: next(clock) ** 2)
     times = time_windows(model, [3, 7], (4, 5), batch=2, rounds=3)
-    # One of each that does not count, then three rounds; call number n takes (2n + 1)^2 - (2n)^2 = 4n + 1 seconds.
-    assert seen == [7, 3, 7, 3, 3, 7, 7, 3]
+    # Two of each that do not count, of which the second is timed, then three rounds; the timed call number n takes
+    # (2n + 1)^2 - (2n)^2 = 4n + 1 seconds.
+    assert seen == [7, 7, 3, 3, 7, 3, 3, 7, 7, 3]
     whole, cropped = [9, 21, 25], [13, 17, 29]
     assert times[3]['ms'] == 1e3 * 17
     assert times[7] == {'ms': 1e3 * 21, 'ratio': 1.0}

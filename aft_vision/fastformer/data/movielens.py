@@ -31,8 +31,8 @@ def read_movielens(
     """Read the films and, of each user, every film watched as an impression after those before it.
 
     The last film of each user is for `test`, the last but one for `validation`, and the others, but the first, which
-    has no history, for `train`. The other candidates of an impression are films that the user never watched, drawn
-    without replacement; the watched one stands among them at a random place.
+    has no history, for `train`. The other candidates of an impression are films that the user had not watched by then,
+    drawn without replacement; the watched one stands among them at a random place.
 
     Args:
         folder: With `u.data` and `u.item` as GroupLens published them, or `ml-100k.inter` and `ml-100k.item`, the same
@@ -140,10 +140,11 @@ def _make_impressions(
 ) -> dict[str, Behaviors]:
     parts: dict[str, list[tuple[str, Sequence[int], np.ndarray, int]]] = {part: [] for part in PARTS}
     for user, order in watched.items():
-        others = np.setdiff1d(np.arange(films), order)
         for place in range(1, len(order)):
             left = len(order) - 1 - place
             part = PARTS[2 - left] if left < 2 else 'train'
+            # Films that are watched later may be shown: leaving them out would tell which ones are tested.
+            others = np.setdiff1d(np.arange(films), order[: place + 1])
             shown = draw.choice(others, min(negatives, len(others)), replace=False)
             at = int(draw.integers(len(shown) + 1))
             candidates = np.insert(shown, at, order[place])

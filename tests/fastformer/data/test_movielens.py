@@ -33,7 +33,19 @@ def test_every_film_is_an_impression_after_those_before_it(tmp_path):
             labels = found.labels[first : first + 7]
             assert [film for film, label in zip(shown, labels, strict=True) if label] == [films[int(place)]]
             assert len(set(shown)) == 7
-            assert set(shown) & set(films) == {films[int(place)]}
+            assert set(shown) & set(films[: int(place) + 1]) == {films[int(place)]}
+
+
+def test_films_that_are_watched_later_are_shown_as_others_are(tmp_path):
+    folder = write_movielens(tmp_path)
+    news, parts = read_movielens(folder, negatives=6)
+    last = {user: films[-1] for user, films in watched(folder).items()}
+    found = parts['train']
+    # Leaving them out in training would tell which ones are tested.
+    assert any(
+        last[name.split('-')[0]] in {news.ids[row] for row in found.candidates[number]}
+        for number, name in enumerate(found.impression_ids)
+    )
 
 
 def test_the_watched_film_stands_anywhere_among_the_candidates(tmp_path):

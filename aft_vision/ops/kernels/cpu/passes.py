@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from aft_vision.ops.eager import conv, full
 from aft_vision.ops.eager.mixing import Passes, Weights, Workspace
-from aft_vision.ops.eager.numerics import UNDERFLOW
+from aft_vision.ops.eager.numerics import UNDERFLOW, masked_values
 from aft_vision.ops.kernels.cpu import depthwise
 from aft_vision.ops.kernels.cpu.build import compiled, library
 from aft_vision.ops.kernels.cpu.tensors import number, numbers, on_cpu, pointer
@@ -96,14 +96,15 @@ class CompiledPasses(Passes):
             super().backward(grad, y, den, q, k, v, mask, weights, need_bias, spaces, dq, dk, dv)
             return
         self._enter(k, v, mask, x)
-        z, v_ = weights.apply_transpose(r, spare), _neighbours(v)
+        z, v_ = weights.apply_transpose(r, spare), _neighbours(masked_values(v, mask))
         with record_function('aft_vision::passes_collect'):
             compiled().aft_pass_collect(sizes, _space(z), _space(x), *map(_array, (v_, dk, dv)), threads)
         if need_bias:
             weights.add_grad(r, x)
 
     def _enter(self, k: Tensor, v: Tensor, mask: Tensor | None, x: Workspace) -> None:
-        k_, v_, mask = _neighbours(k), _neighbours(v), None if mask is None else mask.contiguous()
+        k_, v_ = _neighbours(k), _neighbours(masked_values(v, mask))
+        mask = None if mask is None else mask.contiguous()
         with record_function('aft_vision::passes_enter'):
             compiled().aft_pass_enter(
                 self._sizes(k, v), _array(k_), _array(v_), pointer(mask), _space(x), torch.get_num_threads()
