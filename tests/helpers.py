@@ -138,16 +138,20 @@ def assert_matches_reference(
 
 
 def assert_masked_tokens_have_no_effect(
-    op: Callable[..., Tensor], inputs: dict[str, Any], mask: Tensor, device: str = 'cpu'
+    op: Callable[..., Tensor],
+    inputs: dict[str, Any],
+    mask: Tensor,
+    device: str = 'cpu',
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Whatever stands in k and v where the mask is False, NaN too: the same to the bit, and no gradient goes there."""
     found = []
     for fills in ((0.0, 0.0), (float('inf'), float('nan'))):
         hidden = {name: inputs[name].masked_fill(~mask[..., None], x) for name, x in zip('kv', fills, strict=True)}
-        low = {name: _leaf(x, torch.float32, device) for name, x in (inputs | hidden).items()}
+        low = {name: _leaf(x, dtype, device) for name, x in (inputs | hidden).items()}
         y = op(**low, mask=mask.to(device))
         leaves = [x for x in low.values() if isinstance(x, Tensor) and x.requires_grad]
-        grads = torch.autograd.grad(y, leaves, randn(*y.shape, seed=99, dtype=torch.float32).to(device))
+        grads = torch.autograd.grad(y, leaves, randn(*y.shape, seed=99, dtype=dtype).to(device))
         found.append([x.cpu() for x in (y, *grads)])
         hidden_grads = [grad for x, grad in zip(leaves, grads, strict=True) if x is low['k'] or x is low['v']]
         assert not any(grad.cpu()[~mask].any() for grad in hidden_grads)

@@ -4,14 +4,26 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import timm
 import torch
-from helpers import assert_close, assert_matches_reference, generator, make_qkv, nasty_biases, nasty_keys, randn
+from helpers import (
+    assert_close,
+    assert_masked_tokens_have_no_effect,
+    assert_matches_reference,
+    generator,
+    make_qkv,
+    nasty_biases,
+    nasty_keys,
+    randn,
+)
 from torch import Tensor
 
+import aft_vision
 from aft_vision import ops
 from aft_vision.ops import reference
+from aft_vision.ops.eager.mixing import Passes
 
-NAMES = {'aft_vision::passes_enter', 'aft_vision::passes_leave', 'aft_vision::passes_spread'}
+NAMES = {f'aft_vision::passes_{name}' for name in ('enter', 'leave', 'spread', 'collect')}
 # Heads, channels and grid: less than a vector, more than one of tokens, of heads and of channels, and whole ones.
 CASES = [(2, 6, (1, 5)), (7, 70, (3, 4)), (18, 36, (5, 7)), (16, 32, (4, 8))]
 
@@ -61,6 +73,15 @@ def test_aft_full_equals_float64(T: int, D: int, masked: bool, dtype: torch.dtyp
     assert_matches_reference(ops.aft_full, reference.aft_full, full_inputs(T, D, masked), dtype)
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(('heads', 'D', 'grid'), CASES)
+def test_masked_tokens_have_no_effect(heads: int, D: int, grid: tuple[int, int], dtype: torch.dtype):
+    T = grid[0] * grid[1]
+    for op, inputs in ((ops.aft_conv, conv_inputs(heads, D, grid)), (ops.aft_full, full_inputs(T, D))):
+        del inputs['mask']
+        assert_masked_tokens_have_no_effect(op, inputs, make_mask(T), dtype=dtype)
+
+
 def test_both_equal_float64_without_a_gate():
     assert_matches_reference(ops.aft_full, reference.aft_full, full_inputs(20, 40) | {'q': None})
     assert_matches_reference(ops.aft_conv, reference.aft_conv, conv_inputs(7, 70, (3, 4)) | {'q': None})
@@ -77,12 +98,24 @@ def test_what_underflows_is_repaired(keys: str, bias: str):
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
-def test_they_run_by_themselves_and_never_in_eager(dtype: torch.dtype):
+def test_they_run_by_themselves_and_never_in_eager(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     full, conv = single(full_inputs(20, 40), dtype), single(conv_inputs(7, 70, (3, 4)), dtype)
-    assert events(lambda: ops.aft_full(**full).float().sum().backward()) == NAMES
-    assert events(lambda: ops.aft_conv(**conv).float().sum().backward()) == NAMES
+    with monkeypatch.context() as patch:
+        # What torch is left with where digits are lost.
+        for name in ('leave', 'backward'):
+            patch.setattr(Passes, name, lambda *inputs: pytest.fail('expected the compiled passes alone'))
+        assert events(lambda: ops.aft_full(**full).float().sum().backward()) == NAMES
+        assert events(lambda: ops.aft_conv(**conv).float().sum().backward()) == NAMES
     assert events(lambda: ops.aft_full(**full, backend='eager').float().sum().backward()) == set()
     assert events(lambda: ops.aft_conv(**conv, backend='eager').float().sum().backward()) == set()
+
+
+@pytest.mark.parametrize('name', ['aft_full_tiny', 'aft_conv_tiny_k11_h32'])
+def test_registered_models_run_them_forward_and_backward(name: str):
+    assert aft_vision.__version__
+    model = timm.create_model(name, depth=1, num_classes=2)
+    x = torch.randn(1, 3, 224, 224)
+    assert events(lambda: model(x).sum().backward()) == NAMES
 
 
 def test_a_lost_chunk_alone_goes_to_torch(monkeypatch: pytest.MonkeyPatch):
