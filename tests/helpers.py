@@ -159,6 +159,14 @@ def assert_masked_tokens_have_no_effect(
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
+def kernels_run(function: Callable[[], object]) -> set[str]:
+    """The names of the compiled kernels that a call ran, as a profile shows them."""
+    with torch.profiler.profile() as profile:
+        function()
+    names = {event.name for event in profile.events()}
+    return {name for name in names if name.startswith('aft_vision::') and not name.startswith('aft_vision::aft_')}
+
+
 def assert_passes_opcheck(
     name: str,
     inputs: dict[str, Any],

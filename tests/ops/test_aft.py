@@ -1,5 +1,7 @@
 """The operations over whole sequences, against float64 in value and in every gradient."""
 
+import functools
+
 import pytest
 import torch
 from helpers import (
@@ -86,9 +88,8 @@ def test_aft_local_equals_float64(T: int, s: int, masked: bool, dtype: torch.dty
 
 @pytest.fixture(params=['toeplitz', 'depthwise'])
 def either_form_of_conv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """AFT-conv in one of its torch forms, whichever it would choose."""
+    """AFT-conv in eager takes one of its torch forms, whichever it would choose."""
     depthwise = request.param == 'depthwise'
-    monkeypatch.setattr('aft_vision.ops.kernels.cpu.depthwise.covers_conv', lambda *inputs: False)
     monkeypatch.setattr('aft_vision.ops.eager.conv.prefers_depthwise', lambda k, kernel: depthwise)
 
 
@@ -109,7 +110,8 @@ CONV_CASES = [
 @pytest.mark.parametrize(('grid', 'D', 'h', 's'), CONV_CASES)
 def test_aft_conv_equals_float64(grid, D, h, s, masked: bool, global_context: bool, dtype: torch.dtype):
     extra = {'mask': make_mask(2, grid[0] * grid[1]) if masked else None, 'global_context': global_context}
-    assert_matches_reference(ops.aft_conv, reference.aft_conv, conv_inputs(grid, D, h, s) | extra, dtype)
+    op = functools.partial(ops.aft_conv, backend='eager')
+    assert_matches_reference(op, reference.aft_conv, conv_inputs(grid, D, h, s) | extra, dtype)
 
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
@@ -398,9 +400,7 @@ OPERATIONS = {
 
 @pytest.fixture
 def without_branches(monkeypatch: pytest.MonkeyPatch):
-    """As on an accelerator: no branch on values, so no repair, and AFT-conv in its Toeplitz form."""
-    for form in ('conv', 'onehot'):
-        monkeypatch.setattr(f'aft_vision.ops.kernels.cpu.depthwise.covers_{form}', lambda *inputs: False)
+    """In eager as on an accelerator: no branch on values, so no repair, and AFT-conv in its Toeplitz form."""
     for module in ('mixing', 'full', 'conv', 'causal', 'onehot'):
         monkeypatch.setattr(f'aft_vision.ops.eager.{module}.may_branch', lambda x: False)
 
@@ -409,7 +409,8 @@ def without_branches(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize('name', OPERATIONS)
 def test_without_branches_an_operation_equals_float64(name: str, dtype: torch.dtype):
-    assert_matches_reference(getattr(ops, name), getattr(reference, name), OPERATIONS[name](), dtype)
+    op = functools.partial(getattr(ops, name), backend='eager')
+    assert_matches_reference(op, getattr(reference, name), OPERATIONS[name](), dtype)
 
 
 @pytest.mark.usefixtures('without_branches')
@@ -421,7 +422,8 @@ def test_without_branches_nasty_keys_stay_exact(name: str, keys: str):
     inputs['k'] = nasty_keys(inputs['k'])[keys]
     if name.endswith('causal') and keys in ('last_at_200', 'first_at_-120', 'plus_minus_1e4', 'normal_30', 'climbing'):
         inputs['k'] = inputs['k'].clamp(-50, 50)
-    assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs, nasty=True)
+    op = functools.partial(getattr(ops, name), backend='eager')
+    assert_matches_reference(op, getattr(reference, name), inputs, nasty=True)
 
 
 @pytest.mark.gpu

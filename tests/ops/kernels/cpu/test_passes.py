@@ -1,6 +1,5 @@
 """The compiled passes around products: where they run, their values, and what torch repairs."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from helpers import (
     assert_masked_tokens_have_no_effect,
     assert_matches_reference,
     generator,
+    kernels_run,
     make_qkv,
     nasty_biases,
     nasty_keys,
@@ -45,12 +45,6 @@ def make_mask(T: int) -> Tensor:
     mask[0] = False  # a sequence without tokens
     mask[1, 0] = True
     return mask
-
-
-def events(function: Callable[[], object]) -> set[str]:
-    with torch.profiler.profile() as profile:
-        function()
-    return NAMES & {event.name for event in profile.events()}
 
 
 def single(inputs: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -104,10 +98,10 @@ def test_they_run_by_themselves_and_never_in_eager(dtype: torch.dtype, monkeypat
         # What torch is left with where digits are lost.
         for name in ('leave', 'backward'):
             patch.setattr(Passes, name, lambda *inputs: pytest.fail('expected the compiled passes alone'))
-        assert events(lambda: ops.aft_full(**full).float().sum().backward()) == NAMES
-        assert events(lambda: ops.aft_conv(**conv).float().sum().backward()) == NAMES
-    assert events(lambda: ops.aft_full(**full, backend='eager').float().sum().backward()) == set()
-    assert events(lambda: ops.aft_conv(**conv, backend='eager').float().sum().backward()) == set()
+        assert kernels_run(lambda: ops.aft_full(**full).float().sum().backward()) == NAMES
+        assert kernels_run(lambda: ops.aft_conv(**conv).float().sum().backward()) == NAMES
+    assert kernels_run(lambda: ops.aft_full(**full, backend='eager').float().sum().backward()) == set()
+    assert kernels_run(lambda: ops.aft_conv(**conv, backend='eager').float().sum().backward()) == set()
 
 
 @pytest.mark.parametrize('name', ['aft_full_tiny', 'aft_conv_tiny_k11_h32'])
@@ -115,7 +109,7 @@ def test_registered_models_run_them_forward_and_backward(name: str):
     assert aft_vision.__version__
     model = timm.create_model(name, depth=1, num_classes=2)
     x = torch.randn(1, 3, 224, 224)
-    assert events(lambda: model(x).sum().backward()) == NAMES
+    assert kernels_run(lambda: model(x).sum().backward()) == NAMES
 
 
 def test_a_lost_chunk_alone_goes_to_torch(monkeypatch: pytest.MonkeyPatch):
