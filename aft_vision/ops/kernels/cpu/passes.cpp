@@ -22,6 +22,13 @@ struct Shape {
   int64_t batch, tokens, channels, heads;
 
   int64_t per_head() const { return channels / heads; }
+
+  // What is added to the denominators of each sequence: 1 where no token counts, so that 0 / 0 is 0 and nothing is lost.
+  std::vector<float> fill(const bool *mask) const {
+    std::vector<float> found(batch);
+    for (int64_t b = 0; mask && b < batch; ++b) found[b] = !std::memchr(mask + b * tokens, true, tokens);
+    return found;
+  }
 };
 
 // A (B, T, n) tensor of float32, or bfloat16, whose channels are neighbours.
@@ -102,11 +109,11 @@ struct Spread {
   }
 };
 
-// The ratio behind the gate, with one division for both.
+// The ratio behind the gate. One division for both would overflow before the ratio does.
 Vec gated(const Place &at, const Array &q, Vec top, Vec bottom) {
   if (!q.data) return top / bottom;
   const Vec most = splat(87.0f), negated = -at.read(q);
-  return top / (bottom * (1.0f + exp_(negated > most ? most : negated)));
+  return top / bottom / (1.0f + exp_(negated > most ? most : negated));
 }
 
 // Which lanes have a denominator below a limit, or NaN.
@@ -176,9 +183,11 @@ struct TokenRows {
     });
   }
 
-  int leave(const Space &y, const Array &q, const Array &out, const Array &den, float underflow, int threads) const {
+  int leave(const Space &y, const Array &q, const bool *mask, const Array &out, const Array &den, float underflow,
+            int threads) const {
+    const std::vector<float> fill = s.fill(mask);
     return each_place(s, threads, [&](const Place &at) {
-      const Vec bottom = get(y.data, key(at), y.half, at.lanes);
+      const Vec bottom = get(y.data, key(at), y.half, at.lanes) + fill[at.b];
       if (den.data) at.write(den, bottom);
       at.write(out, gated(at, q, get(y.data, value(at), y.half, at.lanes), bottom));
       return lost_lanes(bottom, at.lanes, underflow);
@@ -206,6 +215,13 @@ struct TokenRows {
   }
 };
 
+// GCC knows Clang's name from version 12 on.
+#if defined(__clang__)
+#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, IntVec{__VA_ARGS__})
+#endif
+
 // As many tokens as channels; a row is a vector.
 struct Tile {
   Vec row[LANES] = {};
@@ -217,11 +233,11 @@ struct Tile {
       for (int i = 0; i < LANES / 2; ++i) {
         const Vec x = row[i], y = row[i + LANES / 2];
 #if defined(__AVX512F__)
-        mixed[2 * i] = __builtin_shufflevector(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-        mixed[2 * i + 1] = __builtin_shufflevector(x, y, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        mixed[2 * i] = SHUFFLE(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        mixed[2 * i + 1] = SHUFFLE(x, y, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 #else
-        mixed[2 * i] = __builtin_shufflevector(x, y, 0, 8, 1, 9, 2, 10, 3, 11);
-        mixed[2 * i + 1] = __builtin_shufflevector(x, y, 4, 12, 5, 13, 6, 14, 7, 15);
+        mixed[2 * i] = SHUFFLE(x, y, 0, 8, 1, 9, 2, 10, 3, 11);
+        mixed[2 * i + 1] = SHUFFLE(x, y, 4, 12, 5, 13, 6, 14, 7, 15);
 #endif
       }
       std::copy_n(mixed, LANES, row);
@@ -329,13 +345,15 @@ struct ChannelRows {
     });
   }
 
-  int leave(const Space &y, const Array &q, const Array &out, const Array &den, float underflow, int threads) const {
+  int leave(const Space &y, const Array &q, const bool *mask, const Array &out, const Array &den, float underflow,
+            int threads) const {
+    const std::vector<float> fill = s.fill(mask);
     return each_tile(threads, [&](const Place &start, int count, std::vector<Vec> &inverse, std::vector<Vec> &) {
       IntVec lost{};
       vectors(start, s.heads, [&](const Place &at) {
         Tile tile;
         for (int i = 0; i < at.lanes; ++i) {
-          tile.row[i] = fetch(y, key(at.channel + i, at), count);
+          tile.row[i] = fetch(y, key(at.channel + i, at), count) + fill[at.b];
           inverse[at.channel + i] = 1.0f / tile.row[i];
           lost |= lost_lanes(tile.row[i], count, underflow);
         }
@@ -428,9 +446,11 @@ void aft_pass_enter(const int64_t *sizes, Array k, Array v, const bool *mask, Sp
   lay_out(sizes, [&](const auto &rows) { rows.enter(k, v, mask, x, threads); });
 }
 
-// y and, unless den is null, the denominators from the sums; q may be null. 0 where one is below `underflow`, or NaN.
-int aft_pass_leave(const int64_t *sizes, Space sums, Array q, Array out, Array den, float underflow, int threads) {
-  return lay_out(sizes, [&](const auto &rows) { return rows.leave(sums, q, out, den, underflow, threads); });
+// y and, unless den is null, the denominators from the sums; q and mask may be null. A sequence without tokens has
+// zeros, and denominators of 1. Returns 0 where one is below `underflow`, or NaN.
+int aft_pass_leave(const int64_t *sizes, Space sums, Array q, const bool *mask, Array out, Array den, float underflow,
+                   int threads) {
+  return lay_out(sizes, [&](const auto &rows) { return rows.leave(sums, q, mask, out, den, underflow, threads); });
 }
 
 // The gradients of the sums, and of q unless it is null. 0 where a denominator is below `underflow`, or NaN.

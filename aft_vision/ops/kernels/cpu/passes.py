@@ -59,12 +59,15 @@ class CompiledPasses(Passes):
         x, spare = spaces
         self._enter(k, v, mask, x)
         sums = weights.apply(x, spare)
-        q_ = _neighbours(q)
+        q_, mask_ = _neighbours(q), None if mask is None else mask.contiguous()
         with record_function('aft_vision::passes_leave'):
             good = compiled().aft_pass_leave(
                 self._sizes(k, v),
                 _space(sums),
-                *map(_array, (q_, out, den if den.numel() else None)),
+                _array(q_),
+                pointer(mask_),
+                _array(out),
+                _array(den if den.numel() else None),
                 number(LEAST),
                 torch.get_num_threads(),
             )

@@ -1,5 +1,6 @@
 """The compiled passes around products: where they run, their values, and what torch repairs."""
 
+import math
 from typing import Any
 
 import pytest
@@ -132,6 +133,29 @@ def test_a_lost_chunk_alone_goes_to_torch(monkeypatch: pytest.MonkeyPatch):
     assert repaired == [1]
     assert torch.equal(after[0], before[0])
     assert_close(after, reference.aft_full(**{n: None if x is None else x.double() for n, x in inputs.items()}), 1e-4)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+def test_a_sequence_without_tokens_costs_torch_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    for name in ('leave', 'backward'):
+        monkeypatch.setattr(Passes, name, lambda *inputs: pytest.fail('expected the compiled passes alone'))
+    for op, inputs in ((ops.aft_full, full_inputs(20, 40, True)), (ops.aft_conv, conv_inputs(7, 70, (3, 4), True))):
+        low = single(inputs, dtype)
+        y = op(**low)
+        assert not y[0].any()
+        y.float().sum().backward()
+        assert not any(low[name].grad[0].any() for name in 'qkv')
+        assert all(low[name].grad[1].any() for name in 'qkv')
+
+
+def test_a_gate_that_is_nearly_shut_keeps_large_values():
+    # e^84 times 700 is beyond float32, what remains of 1e35 behind the gate is not.
+    T = 700
+    q, k, v = torch.full((1, T, 2), -84.0), torch.zeros(1, T, 2), torch.full((1, T, 2), 1e35)
+    expected = v.double() / (1 + math.exp(84))
+    assert_close(ops.aft_full(q, k, v, torch.zeros(T, T), backend='cpp'), expected, 1e-5)
+    kernel = torch.zeros(1, 3, 3)
+    assert_close(ops.aft_conv(q, k[..., :1], v, kernel, grid=(20, 35), backend='cpp'), expected, 1e-5)
 
 
 def test_channels_need_not_be_neighbours_nor_tokens_dense():
