@@ -17,6 +17,7 @@ from train.config import save_config
 from train.fastformer import __main__ as fastformer
 from train.fastformer import trainer
 from train.fastformer.classification import ClassificationData, ClassificationRun
+from train.fastformer.run import last_checkpoint
 from train.fastformer.schema import text_model_config
 from train.fastformer.tasks import load_text_config
 from train.fastformer.trainer import BucketSampler
@@ -124,6 +125,26 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(trained, pairs, tmp_path
         expected, found = (load_file(path / 'seed_1' / name / 'model.safetensors') for path in (folder, tmp_path))
         assert expected.keys() == found.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_one_process_for_several_gpus_is_refused(pairs, tmp_path):
+    run = text_run(pairs, tmp_path)
+    options = run.arguments(tmp_path, 0)
+    options._n_gpu = 2
+    with pytest.raises(ValueError, match='expected a process for each GPU, got one for 2: start with torchrun'):
+        run.make_trainer(None, None, options)
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):
+    assert last_checkpoint(tmp_path / 'none') is None
+    files = {4: ('model.safetensors', 'trainer_state.json'), 20: ('model.safetensors',), 24: ('trainer_state.json',)}
+    for step, names in files.items():
+        (tmp_path / f'checkpoint-{step}').mkdir()
+        for name in names:
+            (tmp_path / f'checkpoint-{step}' / name).touch()
+    assert last_checkpoint(tmp_path) == str(tmp_path / 'checkpoint-4')
+    (tmp_path / 'checkpoint-20' / 'trainer_state.json').touch()
+    assert last_checkpoint(tmp_path) == str(tmp_path / 'checkpoint-20')
 
 
 def test_a_folder_with_a_run_is_left_alone(trained, pairs):

@@ -202,7 +202,7 @@ def test_one_process_for_several_gpus_is_refused(mind, tmp_path):
     options = run.arguments(tmp_path, 0)
     options._n_gpu = 2
     with pytest.raises(ValueError, match='expected a process for each GPU, got one for 2: start with torchrun'):
-        run.new_trainer(args=options, processing_class=None)
+        run.make_trainer(None, None, options)
 
 
 @pytest.mark.parametrize(

@@ -168,12 +168,6 @@ class ConversionRun(TextRun):
 
     def new_trainer(self, **options: Any) -> Trainer:
         model, tokenizer = options['model'], options['processing_class']
-        if options['args'].n_gpu > 1:
-            # torch's DataParallel would divide the requests of a batch apart from their texts.
-            raise ValueError(
-                f'expected a process for each GPU, got one for {options["args"].n_gpu}: start with torchrun, or show '
-                'it one GPU by CUDA_VISIBLE_DEVICES'
-            )
         collate = BehaviorCollator(self.table, tokenizer, model.config.behavior_types, self.config.data.max_length)
         return Trainer(data_collator=collate, compute_metrics=conversion_metrics, **options)
 

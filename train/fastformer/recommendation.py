@@ -161,12 +161,6 @@ class RecommendationRun(TextRun):
 
     def new_trainer(self, **options: Any) -> Trainer:
         tokenizer, data = options['processing_class'], self.config.data
-        if options['args'].n_gpu > 1:
-            # torch's DataParallel would divide the news of a batch apart from its users.
-            raise ValueError(
-                f'expected a process for each GPU, got one for {options["args"].n_gpu}: start with torchrun, or show '
-                'it one GPU by CUDA_VISIBLE_DEVICES'
-            )
         tokens = tokenize_texts(self.news.texts, tokenizer, data.max_length)
         options['train_dataset'] = ClickSamples(options['train_dataset'], data.negatives, options['args'].seed)
         return RecommendationTrainer(data_collator=NewsCollator(tokens, tokenizer.pad_token_id), **options)

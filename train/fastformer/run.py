@@ -18,7 +18,9 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from aft_vision.evaluate import reset_peak_memory
 from aft_vision.fastformer.tokenize import train_tokenizer
@@ -26,6 +28,8 @@ from train.fastformer.schema import TextConfig, stated_model
 from train.fastformer.trainer import EpochMeter, training_arguments
 
 RESULT = 'result.json'
+# The weights of a checkpoint in one file, or the list of its files.
+WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,17 @@ class TextRun(ABC):
     def make_trainer(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: TrainingArguments
     ) -> Trainer:
-        """The Trainer of a model, with the training and validation examples."""
+        """The Trainer of a model, with the training and validation examples.
+
+        Raises:
+            ValueError: there are several GPUs for one process.
+        """
+        if arguments.n_gpu > 1:
+            # torch's DataParallel would give each GPU a whole batch, and divide what a batch shares among its examples.
+            raise ValueError(
+                f'expected a process for each GPU, got one for {arguments.n_gpu}: start with torchrun, or show it one '
+                'GPU by CUDA_VISIBLE_DEVICES'
+            )
         trainer = self.new_trainer(
             model=model,
             args=arguments,
@@ -262,5 +276,10 @@ class TextRun(ABC):
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint of transformers' Trainer in a folder, if there is one."""
-    return get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    """The newest whole checkpoint of transformers' Trainer in a folder, if there is one.
+
+    A run that is killed while it writes a checkpoint leaves one without the state, which Trainer writes last.
+    """
+    whole = [path.parent for path in folder.glob(f'{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}')]
+    whole = [path for path in whole if any((path / name).is_file() for name in WEIGHTS)]
+    return str(max(whole, key=lambda path: int(path.name.rpartition('-')[2]))) if whole else None
