@@ -1,5 +1,6 @@
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -162,10 +163,57 @@ def test_results_without_their_experiment_are_left_alone(pairs, tmp_path):
     assert kept.exists()
 
 
-def test_seeds_of_another_experiment_are_not_resumed(trained, pairs):
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        ('model.interaction=add', r"model\.interaction = None as in .*, got 'add'"),
+        ('run.amp=bfloat16', r"run\.amp = 'none' as in .*, got 'bfloat16'"),
+        ('run.attention=eager', r"run\.attention = 'sdpa' as in .*, got 'eager'"),
+        ('run.init_from={best}', r'run\.init_from = None as in .*, got .*best'),
+        ('data.test_path={pairs}', r'data\.test_path = None as in .*, got .*pairs'),
+        ('data.glove={pairs}', r'data\.glove = None as in .*, got .*pairs'),
+        ('data.split_seed=1', r'data\.split_seed = 0 as in .*, got 1'),
+    ],
+)
+def test_seeds_of_another_experiment_are_not_resumed(trained, pairs, override, message):
     folder, _ = trained
-    with pytest.raises(ValueError, match=r'expected model\.interaction = None as in .*, got .add.'):
-        fastformer.main([*arguments(pairs, folder), 'run.resume=auto', 'model.interaction=add'])
+    before = (folder / 'config.yaml').read_text()
+    override = override.format(best=folder / 'seed_0' / 'best', pairs=pairs)
+    with pytest.raises(ValueError, match=f'expected {message}.*; set another run'):
+        fastformer.main([*arguments(pairs, folder), 'schedule.max_updates=25', 'run.resume=auto', override])
+    assert (folder / 'config.yaml').read_text() == before
+
+
+def test_finished_seeds_are_taken_over_with_files_elsewhere_and_other_workers(trained, pairs, tmp_path):
+    folder, summary = trained
+    shutil.copytree(folder, tmp_path / 'run', ignore=shutil.ignore_patterns('checkpoint-*', 'best'))
+    moved = shutil.copy(pairs, tmp_path / 'moved.jsonl')
+    more = ['schedule.max_updates=25', 'run.resume=auto', 'run.keep=3', 'run.tensorboard=true']
+    more += ['data.num_workers=1', 'data.eval_split=validation', 'data.eval_batch_size=8']
+    assert fastformer.main([*arguments(Path(moved), tmp_path / 'run'), *more]) == summary
+
+
+@pytest.mark.parametrize('change', ['data.split_seed=1', 'data.valid_share=0.2', 'data.max_texts=40'])
+def test_a_model_is_not_evaluated_on_texts_that_it_may_have_been_trained_on(trained, pairs, change):
+    key = change.partition('=')[0]
+    with pytest.raises(ValueError, match=f'expected {key} = .* as in .*, or texts of training may be evaluated'):
+        fastformer.main(['--eval', *arguments(pairs, trained[0]), change])
+
+
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        (
+            'run.init_from=run/seed_O/best',
+            r'a saved model in run\.init_from, a folder with config\.json, got run/seed_O',
+        ),
+        ('data.glove=glove.6b.txt', r'GloVe vectors in data\.glove, got glove\.6b\.txt, which is no file'),
+    ],
+)
+def test_a_file_that_is_not_there_is_found_missing_before_the_folder_is_made(pairs, tmp_path, override, message):
+    with pytest.raises(ValueError, match=f'expected {message}'):
+        fastformer.main([*arguments(pairs, tmp_path / 'run'), override])
+    assert not (tmp_path / 'run').exists()
 
 
 class NothingEncoder(torch.nn.Module):
@@ -284,6 +332,11 @@ def test_a_model_of_other_classes_is_an_error(trained, tmp_path):
     other.write_text(''.join(json.dumps({'text': f'w{i}', 'label': 'abc'[i % 3]}) + '\n' for i in range(60)))
     with pytest.raises(ValueError, match=r'expected a model of the classes a, b, c, got .* with both, one'):
         text_run(other, tmp_path).evaluate(folder / 'seed_0' / 'best', 'test')
+
+
+def test_a_model_that_takes_shorter_texts_is_an_error(trained, pairs, tmp_path):
+    with pytest.raises(ValueError, match=r'expected data\.max_length of at most 32, as .*best takes, got 33'):
+        text_run(pairs, tmp_path, 'data.max_length=33').load_model(trained[0] / 'seed_0' / 'best')
 
 
 def test_a_missing_model_to_evaluate_is_an_error(pairs, tmp_path):

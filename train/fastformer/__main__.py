@@ -34,6 +34,14 @@ from train.fastformer.trainer import describe, describe_value
 from train.run import find_run_dir, parse_args
 
 CONFIG = 'config.yaml'
+# What may change where runs are resumed; of `run` all but RUN_KEYS may.
+FREE_DATA_KEYS = ('eval_batch_size', 'eval_split', 'num_workers')
+RUN_KEYS = ('init_from', 'amp', 'attention')
+# What decides which examples are trained on, in any task.
+SPLIT_KEYS = (
+    *('kind', 'hub_config', 'revision', 'drop_incomplete', 'drop_missing', 'max_texts', 'valid_path', 'test_path'),
+    *('split_column', 'division', 'test_share', 'valid_share', 'split_seed'),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
@@ -54,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     if args.quiet:
         logging.disable_progress_bar()
         disable_progress_bars()
+    check_files(config)
     run = TASKS[config.task].read(config, folder, args.quiet)
     # Transformers' Trainer joins the processes that torchrun started through the same object.
     processes = PartialState(cpu=config.run.device == 'cpu')
@@ -104,32 +113,64 @@ def described_model(config: TextConfig) -> str:
     return config.run.init_from or config.model.get('encoder_mixer') or 'fastformer'
 
 
+def check_files(config: TextConfig) -> None:
+    """Raise a ValueError unless the files that training begins with are there; what is read as data is not looked at.
+
+    A name that is no folder would be asked for on the hub, when the folder of the runs is already written.
+    """
+    source, glove = config.run.init_from, getattr(config.data, 'glove', None)
+    if source is not None and not (Path(source) / 'config.json').is_file():
+        raise ValueError(f'expected a saved model in run.init_from, a folder with config.json, got {source}')
+    if glove is not None and not Path(glove).is_file():
+        raise ValueError(f'expected GloVe vectors in data.glove, got {glove}, which is no file')
+
+
 def check_same(before: TextConfig, now: TextConfig, source: Path) -> None:
-    """Raise a ValueError unless two experiments, apart from their paths and `run`, are the same."""
+    """Raise a ValueError unless two experiments give the same runs, apart from where their files are."""
     if before.task != now.task:
         raise ValueError(f'expected the task {before.task} as in {source}, which is to be resumed, got {now.task}')
     old, new = dataclasses.asdict(before), dataclasses.asdict(now)
-    for section in [name for name in old if name not in ('task', 'run')]:
-        for key in sorted(old[section].keys() | new[section].keys()):
+    for section in [name for name in old if name != 'task']:
+        keys = RUN_KEYS if section == 'run' else sorted(old[section].keys() | new[section].keys())
+        for key in [key for key in keys if section != 'data' or key not in FREE_DATA_KEYS]:
             was, found = old[section].get(key), new[section].get(key)
-            # Files may have moved.
-            if was != found and not key.endswith('path'):
+            if differ(key, was, found):
                 raise ValueError(
                     f'expected {section}.{key} = {was!r} as in {source}, which is to be resumed, got {found!r}; set '
                     'another run.dir, or run.overwrite=true'
                 )
 
 
+def check_same_split(before: TextConfig, now: TextConfig, source: Path) -> None:
+    """Raise a ValueError if data are divided otherwise than for training, so that texts of training may be tested."""
+    for key in SPLIT_KEYS:
+        was, found = getattr(before.data, key, None), getattr(now.data, key, None)
+        if differ(key, was, found):
+            raise ValueError(
+                f'expected data.{key} = {was!r} as in {source}, or texts of training may be evaluated, got {found!r}; '
+                'run.init_from names a model to evaluate on any data'
+            )
+
+
+def differ(key: str, was: Any, found: Any) -> bool:
+    """Whether two values of a key mean different experiments: files may have moved."""
+    if key.endswith('path') or key in ('glove', 'bodies'):
+        return (was is None) != (found is None)
+    return was != found
+
+
 def evaluate(run: TextRun) -> dict[str, dict[str, float]]:
     """The figures of `run.init_from`, or of every seed's best model, on `data.eval_split`.
 
     Raises:
-        ValueError: there is no such model, or it is not one for this experiment.
+        ValueError: there is no such model, it is not one for this experiment, or it was trained with other splits.
     """
     config = run.config
     if config.run.init_from is not None:
         sources = [Path(config.run.init_from)]
     else:
+        if (run.folder / CONFIG).exists():
+            check_same_split(load_text_config(run.folder / CONFIG), config, run.folder / CONFIG)
         sources = [run.seed_dir(seed) / 'best' for seed in config.run.seeds]
     for source in sources:
         if not (source / 'config.json').is_file():
