@@ -177,6 +177,7 @@ class ClassificationRun(TextRun):
             raise ValueError(
                 f'expected a model of the classes {", ".join(self.class_names)}, got {source} with {", ".join(found)}'
             )
+        super().check_loaded(model, source)
 
     def summarize_data(self) -> dict[str, Any]:
         return {'classes': len(self.class_names), 'texts': self.counts()}

@@ -180,6 +180,7 @@ class ConversionRun(TextRun):
                 f'expected a model of {most} behaviours of the types {", ".join(self.table.types)}, got {source} with '
                 f'{model.config.max_behaviors} of {", ".join(model.config.behavior_types)}'
             )
+        super().check_loaded(model, source)
 
     def summarize_data(self) -> dict[str, Any]:
         positive = {name: sum(split['label']) / len(split) for name, split in self.splits.items()}

@@ -171,6 +171,7 @@ class RecommendationRun(TextRun):
         found, expected = model.config.max_behaviors, self.config.data.max_behaviors
         if found != expected:
             raise ValueError(f'expected a model of {expected} clicks (data.max_behaviors), got {source} with {found}')
+        super().check_loaded(model, source)
 
     def test(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, split: str, folder: Path) -> dict[str, float]:
         """Measure a trainer's model on a split, as far as that has labels, and write how it ranks the candidates.

@@ -42,6 +42,7 @@ class TextRun(ABC):
         schema: The dataclass of the task's experiments.
         metrics: What is measured, in [0, 1] or a loss in nats, without the prefix `eval_` that Trainer gives it.
         auto_model: The class of transformers that loads a saved model of the task.
+        limits: Which fields of a saved model's configuration limit which keys of `data`.
     """
 
     config: Any
@@ -51,6 +52,7 @@ class TextRun(ABC):
     schema: ClassVar[type[TextConfig]]
     metrics: ClassVar[tuple[str, ...]]
     auto_model: ClassVar[Any]
+    limits: ClassVar[dict[str, str]] = {'max_position_embeddings': 'max_length'}
 
     @property
     def best_metric(self) -> str:
@@ -91,9 +93,12 @@ class TextRun(ABC):
     def new_trainer(self, **options: Any) -> Trainer:
         """The Trainer of the task, given what is the same for all tasks."""
 
-    @abstractmethod
     def check_loaded(self, model: PreTrainedModel, source: str | Path) -> None:
-        """Raise a ValueError if a saved model is not one for this experiment."""
+        """Raise a ValueError if a saved model is not one for this experiment; here if it takes shorter texts."""
+        for name, key in self.limits.items():
+            length, longest = getattr(self.config.data, key), getattr(model.config, name, None)
+            if longest is not None and longest < length:
+                raise ValueError(f'expected data.{key} of at most {longest}, as {source} takes, got {length}')
 
     def summarize_data(self) -> dict[str, Any]:
         """What the result of a seed says of the data."""

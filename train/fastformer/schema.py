@@ -84,7 +84,7 @@ class TextRunConfig:
         resume: `auto` leaves seeds that are finished, goes on with an interrupted one from its last checkpoint, and
             begins the others. None begins all.
         seeds: One run for each: of the weights, the order of the texts and the dropout.
-        keep: Latest checkpoints that are kept, beside the best one.
+        keep: Checkpoints that are kept: the latest and, of two or more, the best; 1 keeps both where they differ.
         save_updates: Updates between checkpoints within an epoch; None saves after each epoch alone.
         log_updates: Updates between lines of the training loss.
         init_from: A folder with a saved model and its tokenizer: where training starts, and what --eval evaluates.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from datasets import Dataset, DatasetDict
@@ -62,6 +62,7 @@ class SummarizationRun(TextRun):
     schema = SummarizationConfig
     metrics = ROUGES
     auto_model = AutoModelForSeq2SeqLM
+    limits: ClassVar[dict[str, str]] = {**TextRun.limits, 'max_target_positions': 'max_summary_length'}
 
     @property
     def best_metric(self) -> str:
@@ -165,13 +166,6 @@ class SummarizationRun(TextRun):
     @cached_property
     def _leads(self) -> dict[str, dict[str, float]]:
         return {}
-
-    def check_loaded(self, model: PreTrainedModel, source: str | Path) -> None:
-        limits = {'max_position_embeddings': 'max_length', 'max_target_positions': 'max_summary_length'}
-        for name, key in limits.items():
-            length, longest = getattr(self.config.data, key), getattr(model.config, name, None)
-            if longest is not None and longest < length:
-                raise ValueError(f'expected data.{key} of at most {longest}, as {source} takes, got {length}')
 
     def summarize_data(self) -> dict[str, Any]:
         return {'texts': self.counts(), 'test_lead_3': self.lead_3('test')}
