@@ -3,9 +3,9 @@
 python -m tools.compare_seeds RUN [RUN ...] [--names NAME ...] [--metrics NAME ...] [--out DIR]
 
 RUN is the folder of a run, with its result.json. Prints a line for each, in the order given: the mean of each test
-metric over the seeds and its deviation in percent, seconds per epoch, peak memory and parameters. Writes
-DIR/compare_seeds.json with the same figures and DIR/compare_seeds.png, a panel for each metric with a bar for each run,
-its deviation, and a dot for each seed.
+metric over the seeds and its deviation in percent (of a loss in nats), seconds per epoch, peak memory and parameters.
+Writes DIR/compare_seeds.json with the same figures and DIR/compare_seeds.png, a panel for each metric with a bar for
+each run, its deviation, and a dot for each seed.
 """
 
 import argparse
@@ -57,8 +57,8 @@ def read_result(folder: Path) -> dict[str, Any]:
     """Read the result.json of a run.
 
     Returns:
-        `metrics` (mean, std or None, and the values of the seeds, in [0, 1], by name), `seconds_per_epoch`,
-        `memory_mb`, `parameters` and `seeds`.
+        `metrics` (mean, std or None, and the values of the seeds, in [0, 1] or a loss in nats, by name),
+        `seconds_per_epoch`, `memory_mb`, `parameters` and `seeds`.
 
     Raises:
         ValueError: there is none, or it is of another kind.
@@ -94,12 +94,12 @@ def choose_metrics(rows: Sequence[dict[str, Any]], chosen: Sequence[str] | None)
 
 
 def format_seeds(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> str:
-    """The table, metrics in percent."""
+    """The table, metrics in percent, losses in nats."""
     width = max(len(row['name']) for row in [{'name': 'run'}, *rows])
-    head = ''.join(f'{name:>16}' for name in metrics)
+    head = ''.join(f'{name:>18}' for name in metrics)
     lines = [f'{"run":{width}}  seeds{head}   s/epoch     MB  parameters']
     for row in rows:
-        cells = ''.join(f'{_spread(row["metrics"][name]):>16}' for name in metrics)
+        cells = ''.join(f'{_spread(name, row["metrics"][name]):>18}' for name in metrics)
         lines.append(
             f'{row["name"]:{width}}  {len(row["seeds"]):5}{cells}{row["seconds_per_epoch"]:10.1f}'
             f'{row["memory_mb"]:7.0f}{row["parameters"]:12,}'
@@ -107,9 +107,15 @@ def format_seeds(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> str:
     return '\n'.join(lines)
 
 
-def _spread(metric: dict[str, Any]) -> str:
-    deviation = '' if metric['std'] is None else f' +- {100 * metric["std"]:.2f}'
-    return f'{100 * metric["mean"]:.2f}{deviation}'
+def _unit(name: str) -> tuple[int, int, str]:
+    """Of a metric: what it is multiplied by, its decimal places and its unit."""
+    return (1, 4, 'nats') if name.endswith('loss') else (100, 2, '%')
+
+
+def _spread(name: str, metric: dict[str, Any]) -> str:
+    scale, digits, _ = _unit(name)
+    deviation = '' if metric['std'] is None else f' +- {scale * metric["std"]:.{digits}f}'
+    return f'{scale * metric["mean"]:.{digits}f}{deviation}'
 
 
 def draw_seeds(rows: Sequence[dict[str, Any]], metrics: Sequence[str], title: str = '') -> Any:
@@ -120,15 +126,16 @@ def draw_seeds(rows: Sequence[dict[str, Any]], metrics: Sequence[str], title: st
     figure = new_figure(1 + 3.6 * len(metrics), 3 + 0.3 * max(len(row['name']) for row in rows) / 4)
     for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
         found = [row['metrics'][metric] for row in rows]
-        means = [100 * each['mean'] for each in found]
-        axes.bar(range(len(rows)), means, yerr=[100 * (each['std'] or 0) for each in found], capsize=4, color='C0')
-        values = [(place, 100 * value) for place, each in enumerate(found) for value in each['values']]
+        scale, _, unit = _unit(metric)
+        means = [scale * each['mean'] for each in found]
+        axes.bar(range(len(rows)), means, yerr=[scale * (each['std'] or 0) for each in found], capsize=4, color='C0')
+        values = [(place, scale * value) for place, each in enumerate(found) for value in each['values']]
         axes.plot(*zip(*values, strict=True), 'k.', markersize=4)
         axes.set_xticks(range(len(rows)), [row['name'] for row in rows], rotation=30, ha='right')
         lowest, highest = min(value for _, value in values), max(value for _, value in values)
-        margin = 0.3 * (highest - lowest) + 0.5
+        margin = 0.3 * (highest - lowest) + 0.005 * scale
         axes.set_ylim(lowest - margin, highest + margin)
-        axes.set_ylabel(f'test {metric} (%)')
+        axes.set_ylabel(f'test {metric} ({unit})')
     if title:
         figure.suptitle(title)
     return figure

@@ -46,6 +46,16 @@ def test_the_bars_are_the_means_and_the_dots_the_seeds(tmp_path):
     assert axes.get_ylim()[0] < 80 < 90 < axes.get_ylim()[1]
 
 
+def test_losses_are_in_nats(tmp_path, capsys):
+    main([str(make_run(tmp_path / 'run', [0.8, 0.9], log_loss=0.4567)), '--out', str(tmp_path)])
+    assert capsys.readouterr().out.splitlines()[1].split()[5:8] == ['0.4567', '+-', '0.0123']
+    row = {'name': 'run', **read_result(tmp_path / 'run')}
+    accuracy, loss = draw_seeds([row], ['accuracy', 'log_loss']).axes
+    assert (accuracy.get_ylabel(), loss.get_ylabel()) == ('test accuracy (%)', 'test log_loss (nats)')
+    assert [bar.get_height() for bar in loss.patches] == pytest.approx([0.4567])
+    assert loss.get_ylim()[1] < 0.6
+
+
 def test_metrics_that_not_all_runs_have_are_left_out_or_refused(tmp_path):
     rows = [read_result(make_run(tmp_path / 'a', [0.8], auc=0.7)), read_result(make_run(tmp_path / 'b', [0.8]))]
     assert choose_metrics(rows, None) == ['accuracy']
