@@ -77,11 +77,13 @@ class BehaviorTable:
         """A data set of requests.
 
         Args:
-            max_behaviors: The last so many of each request are kept; None for all.
+            max_behaviors: The last so many of each request are kept, at least 1; None for all.
 
         Raises:
-            ValueError: there is no request.
+            ValueError: there is no request, or max_behaviors is below 1.
         """
+        if max_behaviors is not None and max_behaviors < 1:
+            raise ValueError(f'max_behaviors must be at least 1, or None, got {max_behaviors}')
         import pyarrow as pa
 
         labels, ads, texts, types, ends = (array('i') for _ in range(5))

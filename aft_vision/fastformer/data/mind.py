@@ -68,14 +68,16 @@ def read_mind_behaviors(
     Args:
         path: A `behaviors.tsv` as published (5 columns, no header), or a folder with one.
         rows: The row of each news by its name: `News.rows`.
-        max_behaviors: Clicks of a history that are kept, the last ones.
+        max_behaviors: Clicks of a history that are kept, the last ones; at least 1.
         drop_missing: Leave out clicks and candidates that are none of the news, as in an excerpt of MIND, before
             anything is counted; else they are errors.
 
     Raises:
         ValueError: the file is damaged or of another layout, only some candidates have labels, or one is none of the
-            news; names line and column.
+            news; names line and column. Or max_behaviors is below 1.
     """
+    if max_behaviors < 1:
+        raise ValueError(f'max_behaviors must be at least 1, got {max_behaviors}')
     path = Path(path)
     path = path / 'behaviors.tsv' if path.is_dir() else path
     found = _Collected(rows, drop_missing)
@@ -129,6 +131,7 @@ class _Collected:
         if self.is_labelled is None:
             self.is_labelled = '-' in parts[0]
         if not self.is_labelled:
+            self._check_unlabelled(record, parts)
             return self.lookup(record, 'impressions', parts)
         pairs = [part.rpartition('-') for part in parts]
         for (name, _, label), part in zip(pairs, parts, strict=True):
@@ -138,3 +141,13 @@ class _Collected:
             pairs = [pair for pair in pairs if pair[0] in self.rows]
         self.labels.extend(CLICKS[label] for _, _, label in pairs)
         return self.lookup(record, 'impressions', [name for name, _, _ in pairs])
+
+    def _check_unlabelled(self, record: Record, parts: Sequence[str]) -> None:
+        # `drop_missing` would take a label for a part of a name that is none of the news.
+        for part in parts:
+            name, _, label = part.rpartition('-')
+            if name and label in CLICKS and part not in self.rows:
+                raise ValueError(
+                    f"{record.place}, column 'impressions': expected N1 without a label, as the file begins, "
+                    f'got {part!r:.80}'
+                )

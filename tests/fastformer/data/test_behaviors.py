@@ -54,6 +54,8 @@ def test_the_last_behaviours_are_kept():
     dataset = table.collect(requests([0, 1, 0, 1, 0]), max_behaviors=2)
     kept = [[table.texts[number] for number in row] for row in dataset['behaviors']]
     assert kept == [[], ['text 0'], ['text 0', 'text 1'], ['text 1', 'text 2'], ['text 2', 'text 3']]
+    with pytest.raises(ValueError, match='max_behaviors must be at least 1, or None, got 0'):
+        table.collect(requests([0, 1]), max_behaviors=0)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ def test_the_last_clicks_are_kept(tmp_path, news):
     for limit in (50, 3):
         found = read_row(tmp_path, news, history, 'N1-1 N2-0', max_behaviors=limit)
         assert [news.ids[row] for row in found.histories[0]] == history.split()[-limit:]
+    with pytest.raises(ValueError, match='max_behaviors must be at least 1, got 0'):
+        read_row(tmp_path, news, history, 'N1-1 N2-0', max_behaviors=0)
 
 
 def test_the_test_split_has_no_labels(tmp_path, news):
@@ -105,6 +107,12 @@ def test_what_is_no_behaviors_tsv_is_named(tmp_path, news, content, message):
     (tmp_path / 'behaviors.tsv').write_text(content)
     with pytest.raises(ValueError, match=message):
         read_mind_behaviors(tmp_path / 'behaviors.tsv', news.rows)
+
+
+def test_labels_behind_a_row_without_them_are_named_where_news_may_be_missing(tmp_path, news):
+    (tmp_path / 'behaviors.tsv').write_text(ROW.format('N1', 'N2 N99') + ROW.format('N1', 'N99 N2-1'))
+    with pytest.raises(ValueError, match=r"line 2, column 'impressions': expected N1 without a label.*got 'N2-1'"):
+        read_mind_behaviors(tmp_path, news.rows, drop_missing=True)
 
 
 def test_columns_that_are_no_text_are_refused(folder):
