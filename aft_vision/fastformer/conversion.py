@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import can_return_tuple, maybe_autocast
 
+from .additive import accumulate_dtype
 from .hierarchy import FastformerHierarchyConfig, UserEncoder, create_text_encoder, gather_vectors
 from .modeling import FastformerPreTrainedModel
 
@@ -58,8 +59,10 @@ class ConversionHead(nn.Module):
         self.fc2 = nn.Linear(config.head_hidden_size, 1)
 
     def forward(self, user: Tensor, ad: Tensor) -> Tensor:  # (..., C), (..., C) -> (...,)
-        x = torch.cat([user, ad, user * ad], -1)
-        return self.fc2(self.dropout(self.act(self.fc1(x)))).squeeze(-1)
+        x = self.dropout(self.act(self.fc1(torch.cat([user, ad, user * ad], -1))))
+        # Logits of bfloat16 have three digits, and many users would share one.
+        with maybe_autocast(x.device.type, enabled=False):
+            return self.fc2(x.to(self.fc2.weight.dtype)).squeeze(-1)
 
 
 class FastformerForConversion(FastformerPreTrainedModel):
@@ -99,26 +102,31 @@ class FastformerForConversion(FastformerPreTrainedModel):
         Args:
             input_ids: (U, N), every text of the batch once, ads and behaviours.
             attention_mask: (U, N), 1 or True where a token counts; None: all do.
-            ad: (B,) rows of input_ids, or (B, K) where a user has several ads.
+            ad: (B,) rows of input_ids, or (B, K) where a user has several ads; -1 for none.
             behaviors: (B, M) rows of input_ids, the oldest behaviour first; -1 is padding, at the end.
             behavior_types: (B, M) places in `config.behavior_types`; None: the first. Of padding it is not used.
-            labels: As ad, 0 or 1.
+            labels: As ad, 0 or 1. Where there is no ad it is not used.
 
         Returns:
-            logits, shaped as ad, and the mean binary cross-entropy where there are labels.
+            logits, shaped as ad, the lowest number where there is none, and the mean binary cross-entropy of the ads
+            where there are labels.
 
         Raises:
             ValueError: shapes that do not fit together, or more behaviours than `config.max_behaviors`.
         """
         vectors = self.text_encoder(input_ids, attention_mask)
-        logits = self.score(self.encode_users(vectors, behaviors, behavior_types), vectors[ad])
+        ads, shown = gather_vectors(vectors, ad)
+        logits = self.score(self.encode_users(vectors, behaviors, behavior_types), ads)
         loss = None
         if labels is not None:
             if labels.shape != logits.shape:
                 raise ValueError(f'labels must have the shape of ad, {tuple(ad.shape)}, got {tuple(labels.shape)}')
             # Half precision would round the loss of a confident prediction to 0.
-            wide = torch.promote_types(logits.dtype, torch.float32)
-            loss = F.binary_cross_entropy_with_logits(logits.to(wide), labels.to(wide))
+            wide = accumulate_dtype(logits)
+            expected = labels.to(wide).masked_fill(~shown, 0.0)
+            losses = F.binary_cross_entropy_with_logits(logits.to(wide), expected, shown.to(wide), reduction='sum')
+            loss = losses / shown.sum().clamp(min=1)
+        logits = logits.masked_fill(~shown, torch.finfo(logits.dtype).min)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     def encode_users(self, vectors: Tensor, behaviors: Tensor, behavior_types: Tensor | None = None) -> Tensor:

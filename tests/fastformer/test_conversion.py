@@ -149,7 +149,9 @@ def test_users_without_behaviours_have_logits_and_finite_gradients(mixer: str):
     found = model(**batch)
     found.loss.backward()
     assert torch.isfinite(found.logits).all()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    # Distributed training halts at a parameter that has no part in the loss.
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
     ad = model.text_encoder(batch['input_ids'], batch['attention_mask'])[batch['ad']]
     assert torch.equal(found.logits, model.head(torch.zeros_like(ad), ad))
 
@@ -164,6 +166,22 @@ def test_several_ads_of_a_user_are_judged_as_one_by_one():
         assert_close(together.logits[:, place], model(**{**batch, 'ad': ads[:, place]}).logits, 1e-12)
     with pytest.raises(ValueError, match=r'labels must have the shape of ad, \(4, 3\), got \(4,\)'):
         model(**{**batch, 'ad': ads}, labels=labels)
+
+
+def test_a_place_without_an_ad_has_no_part_in_the_loss():
+    model, batch = make_model(), make_batch()
+    expected = model(**batch)
+    ads = torch.stack([batch['ad'], torch.full((4,), -1)], 1)
+    labels = torch.stack([batch['labels'], torch.full((4,), -1.0)], 1)
+    found = model(**{**batch, 'ad': ads, 'labels': labels})
+    assert_close(found.logits[:, 0], expected.logits, 1e-12)
+    assert (found.logits[:, 1] == torch.finfo(torch.float64).min).all()
+    assert_close(found.loss, expected.loss, 1e-12)
+    leaves = list(model.parameters())
+    for gradient, wanted in zip(*(torch.autograd.grad(out.loss, leaves) for out in (found, expected)), strict=True):
+        assert_close(gradient, wanted, 1e-10, floor=1e-6)
+    none = model(**{**batch, 'ad': torch.full((4,), -1)})
+    assert none.loss == 0
 
 
 def test_types_and_the_order_of_behaviours_count():
@@ -207,6 +225,19 @@ def test_bfloat16_is_finite_and_near():
     half = model.bfloat16()(**batch)
     assert half.loss.dtype == torch.float32
     assert_close(half.logits, wide.logits, 5e-2, floor=0.1)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
+def test_logits_under_autocast_are_near_and_float32(dtype: torch.dtype):
+    model, batch = make_model(initializer_range=0.1).float(), make_batch()
+    wide = model(**batch)
+    with torch.autocast('cpu', dtype):
+        half = model(**batch)
+        logits = model.head(torch.zeros(50, C), torch.randn(50, C, generator=generator()))
+    assert half.logits.dtype == half.loss.dtype == torch.float32
+    assert_close(half.logits, wide.logits, 5e-2 if dtype is torch.bfloat16 else 1e-2, floor=0.1)
+    # Numbers of the half format would equal themselves rounded to it.
+    assert (logits != logits.to(dtype)).all()
 
 
 def test_normalisation_and_positions_are_on_unless_they_are_switched_off():
