@@ -49,7 +49,8 @@ class LanguageModelEncoder(nn.Module):
 
     def __init__(self, config: FastformerConfig, text_config: PreTrainedConfig) -> None:
         super().__init__()
-        self.model = AutoModel.from_config(text_config)
+        # Like the rest of the model, and not like the file that the language model was saved in.
+        self.model = AutoModel.from_config(text_config, dtype=torch.get_default_dtype())
         self._drop_pooler()
         self.pooling = AdditivePooling(config, text_config.hidden_size)
         self.projection = nn.Linear(text_config.hidden_size, config.hidden_size)
@@ -59,12 +60,12 @@ class LanguageModelEncoder(nn.Module):
         return self.projection(self.pooling(states, None if attention_mask is None else attention_mask.bool()))
 
     def load(self, source: str | Path) -> None:
-        """Take the weights of a saved language model.
+        """Take the weights of a saved language model, in the number format of this one.
 
         Args:
             source: A folder, or a name on the Hugging Face hub.
         """
-        self.model = AutoModel.from_pretrained(source)
+        self.model = AutoModel.from_pretrained(source, dtype=self.projection.weight.dtype)
         self._drop_pooler()
 
     def _drop_pooler(self) -> None:

@@ -85,7 +85,7 @@ def test_no_behaviour_is_the_zero_vector_with_finite_gradients(mixer: str):
     users.square().sum().backward()
     assert not users[0].any()
     assert users[1:].any(1).all()
-    assert all(torch.isfinite(p.grad).all() for p in [x, *encoder.parameters()] if p.grad is not None)
+    assert all(torch.isfinite(p.grad).all() for p in [x, *encoder.parameters()])
     assert not x.grad[~make_mask(3, 8)].any()
 
 
@@ -95,6 +95,15 @@ def test_padded_behaviours_change_no_user(mixer: str):
     x, mask = randn(4, 8, C, seed=1), make_mask(4, 8)
     other = torch.where(mask[..., None], x, randn(4, 8, C, seed=2, scale=50.0))
     assert_close(encoder(other, mask), encoder(x, mask), 1e-12)
+
+
+@pytest.mark.parametrize('mixer', MIXERS)
+def test_every_parameter_has_a_part_in_users_without_a_behaviour(mixer: str):
+    encoder = make_user_encoder(encoder_mixer=mixer).float()
+    encoder(torch.zeros(2, 1, C), torch.zeros(2, 1, dtype=torch.bool)).sum().backward()
+    # Distributed training halts at a parameter without a gradient.
+    assert [name for name, p in encoder.named_parameters() if p.grad is None] == []
+    assert not any(p.grad.any() for p in encoder.parameters())
 
 
 def test_a_batch_without_any_behaviour_has_zero_users():

@@ -72,13 +72,27 @@ def test_scores_equal_a_loop_over_users_in_value_and_gradients():
 
 
 @pytest.mark.parametrize('mixer', sorted(ENCODERS))
-def test_every_encoder_takes_its_place_and_learns(mixer: str):
+@pytest.mark.parametrize('history', [HISTORY, torch.full((2, 1), -1)], ids=['clicks', 'none'])
+def test_every_parameter_of_every_encoder_has_a_part_in_the_loss(mixer: str, history: Tensor):
     model = make_model(encoder_mixer=mixer).train()
-    out = model(**make_texts(), history=HISTORY, candidates=CANDIDATES, labels=torch.tensor([0, 1]))
-    out.loss.backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-    for part in ('text_encoder', 'user_encoder'):
-        assert all(p.grad is not None for name, p in model.named_parameters() if f'{part}.pooling' in name)
+    model(**make_texts(), history=history, candidates=CANDIDATES, labels=torch.tensor([0, 1])).loss.backward()
+    # Distributed training halts at a parameter without a gradient.
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('mixer', sorted(ENCODERS))
+def test_every_encoder_takes_its_place_and_learns(mixer: str):
+    model = make_model(encoder_mixer=mixer, hidden_dropout_prob=0.0).train()
+    batch = dict(**make_texts(), history=HISTORY[:1], candidates=CANDIDATES[:1], labels=torch.tensor([1]))
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        losses.append(model(**batch).loss)
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.1 * losses[0]
 
 
 @pytest.mark.parametrize('text_model', [False, True], ids=['fastformer', 'language model'])
@@ -104,6 +118,20 @@ def test_a_saved_language_model_encodes_the_news(tmp_path):
     model(**make_texts(), history=HISTORY, candidates=CANDIDATES, labels=torch.tensor([0, 1])).loss.backward()
     # Distributed training halts at a parameter that has no part in the loss.
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+def test_a_language_model_saved_in_half_precision_learns_in_float32(tmp_path, dtype: torch.dtype):
+    torch.manual_seed(1)
+    BertModel(BertConfig(**BERT)).to(dtype).save_pretrained(tmp_path / 'bert')
+    model = FastformerForNewsRecommendation.from_text_model(tmp_path / 'bert', hidden_size=C, num_attention_heads=3)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    model(**make_texts(), history=HISTORY, candidates=CANDIDATES, labels=torch.tensor([0, 1])).loss.backward()
+    model.save_pretrained(tmp_path / 'whole')
+    again = AutoModel.from_pretrained(tmp_path / 'whole')
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    halved = AutoModel.from_pretrained(tmp_path / 'whole', dtype=dtype)
+    assert {p.dtype for p in halved.parameters()} == {dtype}
 
 
 def test_glove_stays_where_a_model_is_initialised_again(tmp_path):
