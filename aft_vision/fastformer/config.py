@@ -181,12 +181,20 @@ class Preset:
     lr_plm: float | None = None
     num_beams: int | None = None
 
-    def create_config(self, **kwargs: Any) -> FastformerConfig:
-        """The configuration of this column; kwargs, `vocab_size` at least, complete and override it."""
+    def create_config(self, kind: type[FastformerConfig] = FastformerConfig, **kwargs: Any) -> Any:
+        """The configuration of this column.
+
+        Args:
+            kind: Its class, such as `FastformerNewsConfig`; one that has `max_behaviors` takes those of the column.
+            kwargs: Fields, `vocab_size` at least, that complete and override the column.
+        """
+        fields = {**self.model}
+        if self.max_behaviors is not None and hasattr(kind, 'max_behaviors'):
+            fields['max_behaviors'] = self.max_behaviors
         length = self.max_length
         if kwargs.get('encoder_mixer') == 'transformer':
             length = min(length, self.transformer_max_length)
-        return FastformerConfig(**{**self.model, 'max_position_embeddings': length, **kwargs})
+        return kind(**{**fields, 'max_position_embeddings': length, **kwargs})
 
 
 def _model(layers: int, tokens: int, window: int, block: int, linformer_dim: int, **kwargs: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aft_vision.fastformer import PRESETS, FastformerConfig
+from aft_vision.fastformer import PRESETS, FastformerConfig, FastformerForNewsRecommendation, FastformerNewsConfig
 
 ORDER = ('amazon', 'imdb', 'mind_topic', 'mind_recommendation', 'cnn_dailymail', 'pubmed')
 # Fastformer Table 9, row by row; None where it has a dash.
@@ -40,6 +40,20 @@ def test_a_preset_makes_a_config_that_arguments_override():
     config = PRESETS['imdb'].create_config(vocab_size=10, num_labels=10, hidden_size=32)
     assert (config.vocab_size, config.num_labels, config.hidden_size) == (10, 10, 32)
     assert (config.embedding_size, config.max_position_embeddings) == (300, 1024)
+
+
+def test_a_preset_makes_the_config_of_a_recommender():
+    preset = PRESETS['mind_recommendation']
+    config = preset.create_config(FastformerNewsConfig, vocab_size=30)
+    assert isinstance(config, FastformerNewsConfig)
+    assert (config.vocab_size, config.max_behaviors, config.text_config) == (30, 50, None)
+    assert (config.max_position_embeddings, config.use_position_embeddings) == (48, False)
+    assert preset.create_config(FastformerNewsConfig, max_behaviors=7).max_behaviors == 7
+    assert not hasattr(preset.create_config(vocab_size=30), 'max_behaviors')
+    small = dict(vocab_size=30, embedding_size=8, hidden_size=8, num_attention_heads=2)
+    assert (
+        FastformerForNewsRecommendation(preset.create_config(FastformerNewsConfig, **small)).config.max_behaviors == 50
+    )
 
 
 def test_a_preset_gives_the_transformer_512_positions():
