@@ -1,5 +1,7 @@
 """Training of recommenders: what is learned, measured, written, resumed and refused."""
 
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +23,8 @@ from train.fastformer.tasks import load_text_config
 
 SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'recommendation.yaml'
 METRICS = ('auc', 'mrr', 'ndcg5', 'ndcg10')
-# Enough for the topics to be learned: 200 impressions, six passes.
-LEARNING = ('model.hidden_size=32', 'model.hidden_dropout_prob=0', 'optim.lr=1e-2', 'schedule.epochs=6')
+# Enough for the topics to be learned: 200 impressions, eight passes.
+LEARNING = ('model.hidden_size=32', 'model.hidden_dropout_prob=0', 'optim.lr=1e-2', 'schedule.epochs=8')
 
 
 @pytest.fixture(scope='module')
@@ -91,7 +93,9 @@ def test_processes_share_the_impressions(trained, mind):
     parts = []
     for index in range(3):
         # One of three processes; what it adds to the others' is taken down instead.
-        accelerator = SimpleNamespace(unwrap_model=lambda model, **_: model, reduce=lambda part, _: part)
+        accelerator = SimpleNamespace(
+            unwrap_model=lambda model, **_: model, reduce=lambda part, _: part, autocast=nullcontext
+        )
         args = SimpleNamespace(process_index=index, world_size=3, per_device_eval_batch_size=16, device='cpu')
         process = SimpleNamespace(
             args=args, accelerator=accelerator, model=whole.model, data_collator=whole.data_collator
@@ -135,7 +139,32 @@ def test_the_order_of_clicks_depends_on_the_seed_and_the_epoch_alone():
     assert sorted(third) == list(range(100, 150))
     assert sorted(first) == list(range(50))
     assert [number % 50 for number in third] != first
+    # Nor are those of the next seed the same an epoch earlier.
+    earlier = ClickOrder(50, seed=4)
+    earlier.set_epoch(1)
+    assert [number - 50 for number in earlier] != [number - 100 for number in third]
     assert list(ClickOrder(50, seed=4)) != first
+
+
+@pytest.mark.parametrize(('amp', 'expected'), [('none', False), ('bfloat16', True)])
+def test_evaluation_has_the_number_format_of_training(mind, tmp_path, monkeypatch, amp, expected):
+    run = make_run(mind, tmp_path, f'run.amp={amp}', 'run.device=cpu')
+    tokenizer = run.make_tokenizer()
+    model = run.new_model(tokenizer, 0)
+    found, encode = [], model.encode_news
+    monkeypatch.setattr(
+        model, 'encode_news', lambda **texts: found.append(torch.is_autocast_enabled('cpu')) or encode(**texts)
+    )
+    scores = run.make_trainer(model, tokenizer, run.arguments(tmp_path, 0)).scores(run.splits['test'])
+    assert set(found) == {expected}
+    assert scores.dtype == np.float32
+
+
+def test_the_ranks_of_a_model_from_elsewhere_are_written_to_the_folder_of_the_run(trained, mind, tmp_path):
+    best = shutil.copytree(trained[0] / 'seed_0' / 'best', tmp_path / 'models' / 'a')
+    fastformer.main(['--eval', *arguments(mind, tmp_path / 'run', f'run.init_from={best}', 'model.hidden_size=32')])
+    assert not (tmp_path / 'models' / 'prediction_test.zip').exists()
+    assert len(read_predictions(tmp_path / 'run' / 'prediction_test.zip').impression_ids) == 25
 
 
 def test_impressions_without_labels_are_ranked_but_not_measured(mind, tmp_path, capsys):
@@ -176,6 +205,10 @@ def test_a_language_model_is_fine_tuned_with_its_own_tokenizer(mind, tmp_path):
     fastformer.main(arguments(mind, tmp_path / 'run', *more))
     best = FastformerForNewsRecommendation.from_pretrained(tmp_path / 'run' / 'seed_0' / 'best')
     assert best.config.text_config.hidden_size == 8
+    # Training goes on from there, and the language model that it began with may stay in the experiment.
+    again = make_run(mind, tmp_path, f'model.text_model={source}', f'run.init_from={tmp_path}/run/seed_0/best')
+    weights = again.make_model(again.make_tokenizer(), seed=0).state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in best.state_dict().items())
 
 
 def test_the_vocabulary_is_that_of_the_training_impressions(mind, tmp_path):
@@ -195,6 +228,13 @@ def test_a_model_of_another_kind_or_history_is_an_error(trained, mind, tmp_path)
     )
     with pytest.raises(ValueError, match=r'expected a recommender, got .* with a BertModel'):
         make_run(mind, tmp_path).load_model(tmp_path)
+
+
+def test_a_model_without_the_language_model_that_is_stated_is_an_error(trained, mind, tmp_path):
+    best = trained[0] / 'seed_0' / 'best'
+    run = make_run(mind, tmp_path, *LEARNING, f'run.init_from={best}', 'model.text_model=bert')
+    with pytest.raises(ValueError, match=r"expected a language model for the texts in run\.init_from .*, got 'bert'"):
+        run.make_model(run.make_tokenizer(), 0)
 
 
 def test_one_process_for_several_gpus_is_refused(mind, tmp_path):

@@ -59,8 +59,9 @@ class ClickOrder(Sampler):
         return self.samples
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return iter((torch.randperm(self.samples, generator=generator) + self.epoch * self.samples).tolist())
+        # Both numbers, not their sum, which the next seed has an epoch earlier.
+        order = np.random.default_rng((self.seed, self.epoch)).permutation(self.samples)
+        return iter((order + self.epoch * self.samples).tolist())
 
 
 class RecommendationTrainer(Trainer):
@@ -77,7 +78,9 @@ class RecommendationTrainer(Trainer):
         """Scores (n,) of the candidates; each process ranks its share of the impressions, and all have the result."""
         rows = np.arange(self.args.process_index, len(behaviors), self.args.world_size)
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        part = score_behaviors(model, behaviors.select(rows), self.data_collator, self.args.per_device_eval_batch_size)
+        batch_size = self.args.per_device_eval_batch_size
+        with self.accelerator.autocast():
+            part = score_behaviors(model, behaviors.select(rows), self.data_collator, batch_size)
         if self.args.world_size == 1:
             return part
         whole = torch.zeros(len(behaviors.candidates.values))
@@ -173,6 +176,19 @@ class RecommendationRun(TextRun):
             raise ValueError(f'expected a model of {expected} clicks (data.max_behaviors), got {source} with {found}')
         super().check_loaded(model, source)
 
+    def stated_model(self) -> dict[str, Any]:
+        # Where the first weights came from is no field of the model.
+        return {key: value for key, value in super().stated_model().items() if key != 'text_model'}
+
+    def check_as_stated(self, model: PreTrainedModel, source: str | Path) -> None:
+        super().check_as_stated(model, source)
+        text_model = self.config.model.get('text_model')
+        if text_model is not None and model.config.text_config is None:
+            raise ValueError(
+                f'expected a language model for the texts in run.init_from ({source}), or nothing in model.text_model, '
+                f'got {text_model!r}'
+            )
+
     def test(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, split: str, folder: Path) -> dict[str, float]:
         """Measure a trainer's model on a split, as far as that has labels, and write how it ranks the candidates.
 
@@ -201,7 +217,7 @@ class RecommendationRun(TextRun):
         for source in sources:
             trainer = self.load_trainer(source)
             scores.append(self.scores_of(trainer, split))
-            found[str(source)] = self.write(scores[-1], split, source.parent)
+            found[str(source)] = self.write(scores[-1], split, self.output_dir(source))
         if self.config.data.ensemble:
             found[f'ensemble of {len(sources)}'] = self.write(mean_scores(scores), split, self.folder)
         return found

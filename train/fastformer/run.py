@@ -143,11 +143,18 @@ class TextRun(ABC):
             ValueError: it is no model, or not one for this experiment.
         """
         trainer = self.load_trainer(source)
-        return self.test(trainer, trainer.processing_class, split, Path(source).parent)
+        return self.test(trainer, trainer.processing_class, split, self.output_dir(source))
 
     def evaluate_all(self, sources: Sequence[Path], split: str) -> dict[str, dict[str, float]]:
         """`evaluate` several saved models, by their names; a task may add what they give together."""
         return {str(source): self.evaluate(source, split) for source in sources}
+
+    def output_dir(self, source: str | Path) -> Path:
+        """Where the predictions of a saved model go: beside it, where it is of these runs, else in their folder."""
+        if self.config.run.init_from is None:
+            return Path(source).parent
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.folder
 
     def load_trainer(self, source: str | Path) -> Any:
         """The Trainer of a saved model."""
@@ -205,13 +212,17 @@ class TextRun(ABC):
         glove = getattr(self.config.data, 'glove', None)
         if glove is not None:
             raise ValueError(f'expected data.glove=null, as run.init_from ({source}) has embeddings, got {glove!r}')
-        for key, stated in stated_model(self.config.model).items():
+        for key, stated in self.stated_model().items():
             found = getattr(model.config, key, None)
             if stated is not None and stated != found:
                 raise ValueError(
                     f'expected model.{key} = {found!r} as in run.init_from ({source}), or nothing in the model '
                     f'section, got {stated!r}'
                 )
+
+    def stated_model(self) -> dict[str, Any]:
+        """The fields of the model's configuration that the experiment states."""
+        return stated_model(self.config.model)
 
     def arguments(self, folder: Path, seed: int) -> TrainingArguments:
         """The experiment in the words of transformers' Trainer."""
