@@ -45,13 +45,15 @@ class FastformerHierarchyConfig(FastformerConfig):
 
 
 class LanguageModelEncoder(nn.Module):
-    """Any model of transformers with hidden states, additive pooling, and a projection to the hidden size."""
+    """A language model of transformers, additive pooling, and a projection to the hidden size.
+
+    Of a model with encoder and decoder, such as T5, it is the encoder.
+    """
 
     def __init__(self, config: FastformerConfig, text_config: PreTrainedConfig) -> None:
         super().__init__()
         # Like the rest of the model, and not like the file that the language model was saved in.
-        self.model = AutoModel.from_config(text_config, dtype=torch.get_default_dtype())
-        self._drop_pooler()
+        self.model: Any = self._without_rest(AutoModel.from_config(text_config, dtype=torch.get_default_dtype()))
         self.pooling = AdditivePooling(config, text_config.hidden_size)
         self.projection = nn.Linear(text_config.hidden_size, config.hidden_size)
 
@@ -65,13 +67,18 @@ class LanguageModelEncoder(nn.Module):
         Args:
             source: A folder, or a name on the Hugging Face hub.
         """
-        self.model = AutoModel.from_pretrained(source, dtype=self.projection.weight.dtype)
-        self._drop_pooler()
+        model = AutoModel.from_pretrained(source, dtype=self.projection.weight.dtype)
+        self.model = self._without_rest(model)
 
-    def _drop_pooler(self) -> None:
-        # BERT's own pooling has no part in this; parameters without a gradient would halt distributed training.
-        if getattr(self.model, 'pooler', None) is not None:
-            self.model.pooler = None
+    @staticmethod
+    def _without_rest(model: Any) -> nn.Module:
+        # A decoder, and BERT's own pooling, have no part in this; parameters without a gradient would halt distributed
+        # training.
+        if model.config.is_encoder_decoder:
+            model = model.get_encoder()
+        if getattr(model, 'pooler', None) is not None:
+            model.pooler = None
+        return model
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import LARGE_INTEGER
 
 from .data.impressions import Behaviors, NewsCollator, Ragged, pad_rows, tokenize_texts
 from .hierarchy import gather_vectors
@@ -34,6 +35,16 @@ class NewsRanker:
             raise ValueError(f'expected a recommender, got {folder} with a {type(model).__name__}')
         return cls(model, AutoTokenizer.from_pretrained(folder))
 
+    @property
+    def max_length(self) -> int | None:
+        """Where texts are cut off, in tokens; None where neither the tokenizer nor the model has a limit."""
+        config, limits = self.model.config, [self.tokenizer.model_max_length]
+        if config.text_config is None:
+            limits.append(config.max_position_embeddings)
+        # A tokenizer that knows no limit has a very large one.
+        known = [limit for limit in limits if limit < LARGE_INTEGER]
+        return min(known, default=None)
+
     def score(self, history: Sequence[str], candidates: Sequence[str]) -> np.ndarray:
         """Scores (n,) of texts for a user; the larger, the better.
 
@@ -45,9 +56,7 @@ class NewsRanker:
         history = list(history)[-self.model.config.max_behaviors :]
         texts = [*history, *candidates]
         clicked, shown = (Ragged.from_rows([part]) for part in np.split(np.arange(len(texts)), [len(history)]))
-        collator = NewsCollator(
-            tokenize_texts(texts, self.tokenizer, self.tokenizer.model_max_length), self.tokenizer.pad_token_id
-        )
+        collator = NewsCollator(tokenize_texts(texts, self.tokenizer, self.max_length), self.tokenizer.pad_token_id)
         return score_behaviors(self.model, Behaviors(['user'], clicked, shown, None), collator)
 
 

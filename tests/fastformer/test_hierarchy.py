@@ -5,7 +5,7 @@ import torch
 from helpers import assert_close, generator, randn
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import BertConfig
+from transformers import AutoModel, BartConfig, BertConfig, GPT2Config, PreTrainedConfig, T5Config
 
 from aft_vision.fastformer import ENCODERS, reference
 from aft_vision.fastformer.hierarchy import (
@@ -150,6 +150,33 @@ def test_a_language_model_encodes_texts(as_dict: bool):
     states = encoder.model(ids[2:, :2]).last_hidden_state[0]
     scores = (torch.tanh(encoder.pooling.hidden(states)) @ encoder.pooling.score.weight.T)[:, 0]
     assert_close(got[2], encoder.projection(scores.softmax(0) @ states), 1e-10)
+
+
+LANGUAGE_MODELS = [
+    T5Config(vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2),
+    BartConfig(
+        **dict(vocab_size=VOCAB, d_model=8, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16),
+        **dict(decoder_ffn_dim=16, encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=9),
+    ),
+    GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=9),
+]
+
+
+@pytest.mark.parametrize('language_model', LANGUAGE_MODELS, ids=['t5', 'bart', 'gpt2'])
+def test_encoders_of_encoder_decoders_and_decoders_encode_texts(tmp_path, language_model: PreTrainedConfig):
+    torch.manual_seed(0)
+    saved = AutoModel.from_config(language_model)
+    saved.save_pretrained(tmp_path)
+    encoder = create_text_encoder(make_config(text_config=language_model))
+    encoder.load(tmp_path)
+    ids = torch.randint(3, VOCAB, (3, 5), generator=generator())
+    got = encoder.eval()(ids, make_mask(3, 5).long() | torch.tensor([1, 0, 0, 0, 0]))
+    got.sum().backward()
+    assert [name for name, p in encoder.named_parameters() if p.grad is None] == []
+    part = saved.get_encoder() if language_model.is_encoder_decoder else saved
+    states = part.eval()(ids[2:, :2]).last_hidden_state
+    assert_close(got[2], encoder.projection(encoder.pooling(states))[0], 1e-5)
+    assert encoder.get_input_embeddings().weight.shape == (VOCAB, 8)
 
 
 def test_vectors_are_gathered_by_row_and_padding_is_zero():

@@ -8,7 +8,7 @@ import torch
 from helpers import assert_close, generator, randn
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, BertConfig, BertModel
+from transformers import AutoConfig, AutoModel, BertConfig, BertModel, PreTrainedConfig, T5Config
 
 from aft_vision.fastformer import ENCODERS, FastformerForNewsRecommendation, FastformerNewsConfig
 from aft_vision.fastformer.data.impressions import Behaviors, NewsCollator, Ragged
@@ -95,9 +95,12 @@ def test_every_encoder_takes_its_place_and_learns(mixer: str):
     assert losses[-1] < 0.1 * losses[0]
 
 
-@pytest.mark.parametrize('text_model', [False, True], ids=['fastformer', 'language model'])
-def test_files_and_auto_classes_give_the_same_model(tmp_path, text_model: bool):
-    model = make_model(text_config=BertConfig(**BERT) if text_model else None)
+T5 = T5Config(vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+
+
+@pytest.mark.parametrize('text_config', [None, BertConfig(**BERT), T5], ids=['fastformer', 'bert', 't5'])
+def test_files_and_auto_classes_give_the_same_model(tmp_path, text_config: PreTrainedConfig | None):
+    model = make_model(text_config=text_config)
     inputs = dict(**make_texts(), history=HISTORY, candidates=CANDIDATES)
     model.save_pretrained(tmp_path)
     assert isinstance(AutoConfig.from_pretrained(tmp_path), FastformerNewsConfig)

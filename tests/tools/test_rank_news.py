@@ -55,6 +55,22 @@ def test_the_order_of_the_history_and_its_last_clicks_count(saved):
     assert abs(whole - other).max() > 1e-4
 
 
+def test_a_tokenizer_without_a_limit_cuts_off_what_the_model_cannot_take(saved, monkeypatch, capfd):
+    ranker, texts = NewsRanker.load(saved), read_mind_news(saved).texts
+    capfd.readouterr()
+    long = [' '.join(texts[:4]), *texts[10:]]
+    expected = ranker.score(texts[:2], long)
+    monkeypatch.setattr(ranker.tokenizer, 'model_max_length', int(1e30))
+    assert ranker.max_length == 12
+    assert ranker.score(texts[:2], long).tolist() == expected.tolist()
+    monkeypatch.setattr(ranker.model.config, 'text_config', ranker.model.config)
+    assert ranker.max_length is None
+    assert ranker.score(texts[:2], texts[2:4]).shape == (2,)
+    assert ranker.score([], []).shape == (0,)
+    # No progress bar for the texts of one user.
+    assert capfd.readouterr().err == ''
+
+
 def test_candidates_alone_are_ranked(saved):
     best = rank_news.main(arguments(saved, '--history', 'N3', '--candidates', 'N5', 'N6'))
     assert sorted(name for _, name in best) == ['N5', 'N6']

@@ -4,7 +4,7 @@ The library pads and groups: `transformers.DataCollatorWithPadding` pads a batch
 length share a batch with `TrainingArguments(train_sampling_strategy='group_by_length')`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from datasets import Dataset, DatasetDict
@@ -26,9 +26,22 @@ def tokenize_dataset(
     """
 
     def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
-        rows = tokenizer(
-            batch['text'], truncation=max_length is not None, max_length=max_length, return_attention_mask=False
-        )['input_ids']
-        return {'input_ids': [row or [tokenizer.unk_token_id] for row in rows]}
+        return {'input_ids': token_ids(batch['text'], tokenizer, max_length)}
 
     return dataset.map(tokenize, batched=True, remove_columns='text', num_proc=num_proc, desc='tokens')
+
+
+def token_ids(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+) -> list[list[int]]:
+    """The ids of the tokens of texts; a text without a token becomes one unknown token.
+
+    Args:
+        max_length: Where texts are cut off, in tokens; None for nowhere.
+    """
+    if not texts:
+        return []
+    encoded = tokenizer(
+        list(texts), truncation=max_length is not None, max_length=max_length, return_attention_mask=False
+    )
+    return [row or [tokenizer.unk_token_id] for row in encoded['input_ids']]

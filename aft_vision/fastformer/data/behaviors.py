@@ -16,6 +16,7 @@ from sklearn.model_selection import GroupShuffleSplit
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from aft_vision.fastformer.data.batches import token_ids
 from aft_vision.fastformer.data.files import Record, missing_columns, read_json
 from aft_vision.fastformer.data.splits import FRACTIONS, split_dataset
 from aft_vision.fastformer.data.table import check_text
@@ -192,9 +193,7 @@ class BehaviorCollator:
             raise ValueError(
                 f'expected behaviours of the types {", ".join(types)}, got {", ".join(sorted(unknown))} too'
             )
-        encoded = tokenizer(table.texts, truncation=True, max_length=max_length, return_attention_mask=False)
-        # A text without a token becomes one unknown token.
-        self.tokens = [torch.tensor(ids or [tokenizer.unk_token_id]) for ids in encoded['input_ids']]
+        self.tokens = [torch.tensor(ids) for ids in token_ids(table.texts, tokenizer, max_length)]
         self.types = [list(types).index(kind) for kind in table.types]
         self.pad_token_id = tokenizer.pad_token_id
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from aft_vision.fastformer.data.batches import tokenize_dataset
+from aft_vision.fastformer.data.batches import token_ids
 
 
 @dataclass(frozen=True)
@@ -148,10 +147,20 @@ class NewsCollator:
     Args:
         tokens: The ids of the tokens of every news.
         pad_token_id: Fills short texts.
+
+    Raises:
+        ValueError: there is no token that fills them.
     """
 
     tokens: Ragged
     pad_token_id: int
+
+    def __post_init__(self) -> None:
+        if self.pad_token_id is None:
+            raise ValueError(
+                'expected a tokenizer with a padding token, got one without; set tokenizer.pad_token, to its eos_token '
+                'for example, and save it beside the model'
+            )
 
     def __call__(self, samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Tensor]:
         """Batch B samples with U different news.
@@ -199,5 +208,4 @@ def tokenize_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max
     Args:
         max_length: Where texts are cut off, in tokens; None for nowhere.
     """
-    dataset = tokenize_dataset(Dataset.from_dict({'text': list(texts)}), tokenizer, max_length)
-    return Ragged.from_rows(dataset['input_ids'][:])
+    return Ragged.from_rows(token_ids(texts, tokenizer, max_length))

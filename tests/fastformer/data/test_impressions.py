@@ -106,6 +106,9 @@ def test_a_batch_of_users_without_clicks_has_a_place_for_one():
 
 def test_a_text_without_words_is_one_unknown_token():
     tokenizer = train_tokenizer(['red blue'])
+    with pytest.raises(ValueError, match=r'expected a tokenizer with a padding token, got one without; set'):
+        NewsCollator(Ragged.from_rows([]), pad_token_id=None)
+    assert len(tokenize_texts([], tokenizer)) == 0
     found = tokenize_texts(['red red blue', '', 'blue'], tokenizer, max_length=2)
     red, blue = tokenizer.convert_tokens_to_ids(['red', 'blue'])
     assert [row.tolist() for row in found] == [[red, red], [tokenizer.unk_token_id], [blue]]
