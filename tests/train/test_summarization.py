@@ -173,7 +173,7 @@ def test_the_epoch_with_the_best_rouge_is_tested_where_it_is_measured(first_word
 
 def test_parts_come_from_a_column_from_files_or_by_chance(tmp_path):
     def rows(letter, count):
-        return [([f'{letter}{i}'], ['s']) for i in range(count)]
+        return [([f'{letter}{i}'], [f's{i}']) for i in range(count)]
 
     train, other = write(tmp_path / 'a.jsonl', rows('a', 20)), write(tmp_path / 'b.jsonl', rows('b', 3))
     sizes = {name: len(part) for name, part in read(train).items()}

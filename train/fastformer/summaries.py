@@ -21,7 +21,8 @@ class SummarizationData:
         path: The file, or the name of a data set on the hub.
         valid_path, test_path: Files of the validation and test texts, where they have their own.
         split_column: Of a file: says whether a row is one of `train`, `validation` or `test`. Without it, and without
-            files of their own, the parts are drawn from `path`. Data sets of the hub come with all three.
+            files of their own, the parts are drawn from `path`, equal texts or summaries into one. Data sets of the hub
+            come with all three.
         text_columns: Of `table` and `hub`; several are joined.
         summary_column: Of `table` and `hub`.
         hub_config: Of `hub`: its configuration.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from datasets import Dataset, DatasetDict, Features, Value, load_dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -136,18 +137,29 @@ def collect_summaries(
 def split_summaries(dataset: Dataset, seed: int = 0, fractions: Mapping[str, float] = FRACTIONS) -> DatasetDict:
     """Divide a data set at random, each part in the order of the file.
 
+    Rows with the same text or the same summary, spaces apart, go to one part: no test text is one of training. The
+    parts are then as near to their shares as such groups of rows allow.
+
     Args:
         fractions: Share of each part; they add up to 1.
 
     Raises:
-        ValueError: a part would have no row, or the fractions do not add up to 1.
+        ValueError: a part would have no row, or the fractions do not add up to 1 or are not above 0.
     """
-    if abs(sum(fractions.values()) - 1) > 1e-6:
-        raise ValueError(f'expected fractions that add up to 1, got {dict(fractions)}')
-    bounds = [round(share * len(dataset)) for share in np.cumsum(list(fractions.values()))[:-1]]
-    parts = np.split(np.random.default_rng(seed).permutation(len(dataset)), bounds)
+    if min(fractions.values(), default=0) <= 0 or abs(sum(fractions.values()) - 1) > 1e-6:
+        raise ValueError(f'expected fractions above 0 that add up to 1, got {dict(fractions)}')
+    order = np.random.default_rng(seed).permutation(len(dataset))
+    group = pd.factorize(_equal_rows(dataset)[order])[0]
+    # Where a group ends once the rows of each are side by side.
+    ends = np.append(0, np.bincount(group).cumsum())
+    wanted = [round(share * len(dataset)) for share in np.cumsum(list(fractions.values()))[:-1]]
+    bounds = [int(ends[np.abs(ends - bound).argmin()]) for bound in wanted]
+    parts = np.split(order[np.argsort(group, kind='stable')], bounds)
     if min(map(len, parts)) < 1:
-        raise ValueError(f'expected rows for each of {dict(fractions)}, got {len(dataset)} in all')
+        raise ValueError(
+            f'expected rows for each of {dict(fractions)}, got {len(dataset)} in all, of which those with an equal text '
+            f'or summary stay together, {len(ends) - 1} groups'
+        )
     return DatasetDict({name: dataset.select(np.sort(part)) for name, part in zip(fractions, parts, strict=True)})
 
 
@@ -188,6 +200,18 @@ def tokenize_summaries(
         return {'input_ids': inputs, 'labels': labels}
 
     return dataset.map(tokenize, batched=True, remove_columns=['text', 'summary'], num_proc=num_proc, desc='tokens')
+
+
+def _equal_rows(dataset: Dataset) -> np.ndarray:
+    """A number for each row, which those share that have the same text or summary, or are joined by others that do."""
+    columns = [[' '.join(value.split()) for value in dataset[name]] for name in ('text', 'summary')]
+    numbers = before = pd.Series(range(len(dataset)))
+    while True:
+        for column in columns:
+            numbers = numbers.groupby(column).transform('min')
+        if numbers.equals(before):
+            return numbers.to_numpy()
+        before = numbers
 
 
 def _read_published(

@@ -133,7 +133,7 @@ def test_a_damaged_csv_is_named_with_line_and_column(tmp_path):
 
 
 def numbers(count):
-    return Dataset.from_dict({'text': [str(i) for i in range(count)], 'summary': ['s'] * count})
+    return Dataset.from_dict({'text': [str(i) for i in range(count)], 'summary': [f's{i}' for i in range(count)]})
 
 
 def test_parts_hold_every_row_once_and_follow_the_seed():
@@ -145,11 +145,29 @@ def test_parts_hold_every_row_once_and_follow_the_seed():
     assert split_summaries(numbers(100), seed=2)['test']['text'][:] != parts['test']['text'][:]
 
 
+def test_rows_of_equal_text_or_summary_go_to_one_part():
+    # Rows 0 to 3 are joined by the text of 0 and 2, the summary of 2 and 1, and the text of 1 and 3, spaces apart.
+    texts = ['a  b', 'c\n', 'a b', 'c', *map(str, range(4, 40))]
+    summaries = ['p', 'q r', 'q  r', 's', *(f's{i // 2}' for i in range(4, 40))]
+    dataset = Dataset.from_dict({'text': texts, 'summary': summaries})
+    groups = [set(range(4)), *({i, i + 1} for i in range(4, 40, 2))]
+    for seed in range(10):
+        parts = split_summaries(dataset, seed)
+        rows = [{texts.index(text) for text in part['text']} for part in parts.values()]
+        assert all(any(group <= part for part in rows) for group in groups)
+        assert set.union(*rows) == set(range(40))
+        assert sum(map(len, rows)) == 40
+        assert 30 <= len(rows[0]) <= 34
+    with pytest.raises(ValueError, match=r'got 40 in all, .* 1 groups'):
+        split_summaries(dataset.map(lambda row: {'summary': 's'}))
+
+
 def test_parts_without_a_row_or_of_other_sums_are_errors():
     with pytest.raises(ValueError, match=r'expected rows for each of .* got 3 in all'):
         split_summaries(numbers(3))
-    with pytest.raises(ValueError, match=r'fractions that add up to 1, got .*0\.7'):
-        split_summaries(numbers(9), fractions={'train': 0.7, 'test': 0.2})
+    for fractions in ({'train': 0.7, 'test': 0.2}, {'train': 1.2, 'test': -0.2}, {'train': 1.0, 'test': 0.0}, {}):
+        with pytest.raises(ValueError, match='expected fractions above 0 that add up to 1, got '):
+            split_summaries(numbers(9), fractions=fractions)
 
 
 def test_tokens_of_a_summary_end_with_the_end_token_even_where_it_is_cut():
@@ -188,6 +206,10 @@ def test_real_files_are_read():
     news = read_summaries(folder / 'bbc_news_summary.jsonl.xz', 'article', 'summary')
     assert len(news) == 2225
     assert news[0]['text'].startswith('Ad sales boost Time Warner profit\n')
+    parts = split_summaries(news)
+    for name in ('text', 'summary'):
+        found = [{' '.join(value.split()) for value in part[name]} for part in parts.values()]
+        assert len(set.union(*found)) == sum(map(len, found))
     articles = collect_summaries(islice(read_json(folder / 'sumpubmed_600.jsonl.xz'), 5), ['text'], 'abstract')
     assert len(articles) == 5
     assert all(len(text) > 500 for text in articles['summary'])
