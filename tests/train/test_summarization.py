@@ -194,6 +194,19 @@ def test_parts_come_from_a_column_from_files_or_by_chance(tmp_path):
     assert all(text.startswith('test') for text in parts['test']['text'])
 
 
+def test_a_headline_is_neither_read_nor_led_with(tmp_path):
+    path = tmp_path / 'news.jsonl'
+    rows = [{'text': f'Title {i}\n\nBody {i} is here. And ends.', 'summary': f'Body {i} is here.'} for i in range(20)]
+    path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    config = load_text_config(SMOKE, [f'data.path={path}', 'data.skip_lines=1'])
+    run = SummarizationRun.read(config, tmp_path)
+    assert all(text.startswith('Body') for part in run.splits.values() for text in part['text'])
+    # 4 words of the reference's 4, among 6; with the headline they are among 8.
+    assert run.lead_3('test')['rouge1'] == pytest.approx(2 * 4 / (4 + 6))
+    with pytest.raises(ValueError, match=r'data\.skip_lines to be at least 0, got -1'):
+        load_text_config(SMOKE, ['data.skip_lines=-1'])
+
+
 def test_a_data_set_of_the_hub_brings_its_parts(monkeypatch):
     asked = []
 

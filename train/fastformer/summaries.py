@@ -28,6 +28,7 @@ class SummarizationData:
         hub_config: Of `hub`: its configuration.
         revision: Of the hub: such as `refs/convert/parquet`.
         drop_incomplete: Leave out rows with a blank text or summary, which are errors otherwise.
+        skip_lines: Leading lines of each text that are no part of it, such as a headline; blank ones do not count.
         max_texts: So many texts of training, drawn by `split_seed`, in place of all; before parts are drawn.
         test_share, valid_share: Of the texts, where parts are drawn.
         split_seed: Of the random parts; the same for all `run.seeds`.
@@ -55,6 +56,7 @@ class SummarizationData:
     hub_config: str | None = None
     revision: str | None = None
     drop_incomplete: bool = False
+    skip_lines: int = 0
     max_texts: int | None = None
     test_share: float = 0.1
     valid_share: float = 0.1
@@ -84,7 +86,8 @@ class SummarizationData:
         both = self.test_share + self.valid_share
         require('data.test_share + data.valid_share', both, both < 1, 'below 1')
         require('data.text_columns', self.text_columns, bool(self.text_columns), 'one column or several')
-        require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
+        for name in ('num_workers', 'skip_lines'):
+            require(f'data.{name}', getattr(self, name), getattr(self, name) >= 0, 'at least 0')
         for name in ('valid_path', 'test_path', 'split_column'):
             value = getattr(self, name)
             require(f'data.{name}', value, value is None or not self.is_remote, 'null for a data set of the hub')
@@ -147,7 +150,7 @@ def read_splits(data: SummarizationData) -> DatasetDict:
 
 def read_texts(data: SummarizationData, path: str, **options: Any) -> Dataset:
     """One file or part of a data set, as `data` says."""
-    options['drop_incomplete'] = data.drop_incomplete
+    options |= {'drop_incomplete': data.drop_incomplete, 'skip_lines': data.skip_lines}
     if data.kind in ('table', 'hub'):
         options |= {'text': list(data.text_columns), 'summary': data.summary_column}
     if data.is_remote and data.revision is not None:

@@ -39,7 +39,7 @@ def read_summaries(
         summary: The column of the summary.
         split: Only rows with this in `split_column`; None for all rows.
         quoted: As `table.read_table` takes it.
-        options: `sample`, `seed` and `drop_incomplete`, as `collect_summaries` takes them.
+        options: `sample`, `seed`, `drop_incomplete` and `skip_lines`, as `collect_summaries` takes them.
 
     Raises:
         ValueError: the file is damaged or has another layout, which names line and column, or no row of the split.
@@ -113,6 +113,7 @@ def collect_summaries(
     sample: int | None = None,
     seed: int = 0,
     drop_incomplete: bool = False,
+    skip_lines: int = 0,
 ) -> Dataset:
     """Make a data set of records; only the two columns, and the sample, are kept in memory.
 
@@ -122,11 +123,14 @@ def collect_summaries(
         sample: How many rows to draw at random, in the order of the file; None, or more than there are, for all.
         seed: Of that draw.
         drop_incomplete: Leave out rows where text or summary is absent, null or blank; else they are errors.
+        skip_lines: Leading lines of each text that are no part of it, such as a headline; blank ones do not count.
 
     Raises:
-        ValueError: a column is missing, a text is no text or blank, or there is no row.
+        ValueError: a column is missing, a text is no text or blank, there is no row, or skip_lines is below 0.
     """
-    rows = draw_rows(_pairs(records, text, summary, drop_incomplete), sample, seed)
+    if skip_lines < 0:
+        raise ValueError(f'skip_lines must be at least 0, got {skip_lines}')
+    rows = draw_rows(_pairs(records, text, summary, drop_incomplete, skip_lines), sample, seed)
     if not rows:
         raise ValueError(f'expected rows with a text ({", ".join(text)}) and a summary ({summary}), got none')
     texts, summaries = zip(*rows, strict=True)
@@ -157,8 +161,8 @@ def split_summaries(dataset: Dataset, seed: int = 0, fractions: Mapping[str, flo
     parts = np.split(order[np.argsort(group, kind='stable')], bounds)
     if min(map(len, parts)) < 1:
         raise ValueError(
-            f'expected rows for each of {dict(fractions)}, got {len(dataset)} in all, of which those with an equal text '
-            f'or summary stay together, {len(ends) - 1} groups'
+            f'expected rows for each of {dict(fractions)}, got {len(dataset)} in all, {len(ends) - 1} groups of '
+            'equal text or summary'
         )
     return DatasetDict({name: dataset.select(np.sort(part)) for name, part in zip(fractions, parts, strict=True)})
 
@@ -238,7 +242,7 @@ def _of_split(records: Iterable[Record], column: str, split: str, path: str | Pa
 
 
 def _pairs(
-    records: Iterable[Record], text: Sequence[str], summary: str, drop_incomplete: bool
+    records: Iterable[Record], text: Sequence[str], summary: str, drop_incomplete: bool, skip_lines: int
 ) -> Iterator[tuple[str, str]]:
     for place, values in records:
         if drop_incomplete and any(values.get(name) is None for name in (*text, summary)):
@@ -246,7 +250,7 @@ def _pairs(
         if not values.keys() >= {*text, summary}:
             raise missing_columns(place, [*text, summary], list(values))
         content = ' '.join(filter(None, (check_text(place, column, values[column]) for column in text)))
-        pair = content, check_text(place, summary, values[summary])
+        pair = _without_lines(content, skip_lines), check_text(place, summary, values[summary])
         blank = [name for name, part in zip(('text', 'summary'), pair, strict=True) if not part.strip()]
         if not blank:
             yield pair
@@ -254,3 +258,9 @@ def _pairs(
             raise ValueError(
                 f'{place}: expected a {blank[0]}, got a blank one; drop_incomplete=True leaves such rows out'
             )
+
+
+def _without_lines(text: str, count: int) -> str:
+    for _ in range(count):
+        text = ''.join(text.lstrip().splitlines(keepends=True)[1:])
+    return text.lstrip() if count else text

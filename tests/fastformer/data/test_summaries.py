@@ -96,6 +96,19 @@ def test_columns_of_the_text_are_joined_and_a_sample_keeps_the_order(tmp_path):
     assert found == [pair for pair in every if pair in found]
 
 
+def test_leading_lines_that_are_no_part_of_a_text_are_left_out(tmp_path):
+    texts = ['A title\n\nBody, one.\n\nTwo.\n', '\n A title\r\nBody.', 'A title\n\n ', ' One line ']
+    path = write(tmp_path / 'x.jsonl', [dict(text=text, summary='s') for text in texts])
+    options = dict(drop_incomplete=True)
+    assert read_summaries(path, **options)['text'][:] == texts
+    assert read_summaries(path, skip_lines=1, **options)['text'][:] == ['Body, one.\n\nTwo.\n', 'Body.']
+    assert read_summaries(path, skip_lines=2, **options)['text'][:] == ['Two.\n']
+    with pytest.raises(ValueError, match=r'line 3: expected a text, got a blank one'):
+        read_summaries(path, skip_lines=1)
+    with pytest.raises(ValueError, match='skip_lines must be at least 0, got -1'):
+        read_summaries(path, skip_lines=-1)
+
+
 @pytest.mark.parametrize(
     ('content', 'options', 'message'),
     [
@@ -158,7 +171,7 @@ def test_rows_of_equal_text_or_summary_go_to_one_part():
         assert set.union(*rows) == set(range(40))
         assert sum(map(len, rows)) == 40
         assert 30 <= len(rows[0]) <= 34
-    with pytest.raises(ValueError, match=r'got 40 in all, .* 1 groups'):
+    with pytest.raises(ValueError, match=r'got 40 in all, 1 groups of equal text or summary'):
         split_summaries(dataset.map(lambda row: {'summary': 's'}))
 
 
