@@ -176,7 +176,8 @@ def tokenize_summaries(
 ) -> AnyDataset:
     """Replace `text` by `input_ids`, and `summary` by `labels`, which the end token closes; other columns stay.
 
-    A decoder reads the labels behind its start token, as `shift_right` or transformers' collator arranges. A text
+    A decoder reads the labels behind its start token, as its `prepare_decoder_input_ids_from_labels` or transformers'
+    collator arranges. A text
     without a token becomes one unknown token.
 
     Args:
@@ -185,8 +186,10 @@ def tokenize_summaries(
         num_proc: Processes to divide the work among.
 
     Raises:
-        ValueError: max_summary_length leaves no room for a word.
+        ValueError: max_summary_length leaves no room for a word, or the tokenizer has no end token.
     """
+    if tokenizer.eos_token_id is None:
+        raise ValueError('expected a tokenizer with an end token (eos_token), got one without')
     if max_summary_length is not None and max_summary_length < 2:
         raise ValueError(f'max_summary_length must be at least 2, got {max_summary_length}')
 
@@ -195,12 +198,14 @@ def tokenize_summaries(
         encoded: Any = tokenizer(texts, truncation=cut, max_length=length, return_attention_mask=False)
         return encoded['input_ids']
 
-    def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
+    def closed(target: list[int]) -> list[int]:
+        # Some tokenizers add the end token themselves.
         room = None if max_summary_length is None else max_summary_length - 1
-        sources, targets = encode(batch['text'], max_length), encode(batch['summary'], room)
-        unknown, end = [tokenizer.unk_token_id], [tokenizer.eos_token_id]
-        inputs = [source or unknown for source in sources]
-        labels = [target + end for target in targets]
+        return target if target[-1:] == [tokenizer.eos_token_id] else [*target[:room], tokenizer.eos_token_id]
+
+    def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
+        inputs = [source or [tokenizer.unk_token_id] for source in encode(batch['text'], max_length)]
+        labels = [closed(target) for target in encode(batch['summary'], max_summary_length)]
         return {'input_ids': inputs, 'labels': labels}
 
     return dataset.map(tokenize, batched=True, remove_columns=['text', 'summary'], num_proc=num_proc, desc='tokens')

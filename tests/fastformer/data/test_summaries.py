@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from datasets import Dataset, Features, Value
+from tokenizers.processors import TemplateProcessing
 
 from aft_vision.fastformer.data import (
     SUMMARY_READERS,
@@ -197,6 +198,21 @@ def test_tokens_of_a_summary_end_with_the_end_token_even_where_it_is_cut():
     assert cut['labels'][:] == [[a, b, 2], [d, 2]]
     with pytest.raises(ValueError, match='max_summary_length must be at least 2, got 1'):
         tokenize_summaries(dataset, tokenizer, max_summary_length=1)
+
+
+def test_a_tokenizer_that_adds_the_end_itself_adds_it_once_and_one_without_is_an_error():
+    dataset = Dataset.from_dict({'text': ['a'], 'summary': ['a b c']})
+    tokenizer = train_tokenizer(['a b c'])
+    a, b, c = tokenizer.convert_tokens_to_ids(list('abc'))
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single='<s> $A </s>', special_tokens=[('<s>', start), ('</s>', end)]
+    )
+    assert tokenize_summaries(dataset, tokenizer)['labels'][:] == [[start, a, b, c, end]]
+    assert tokenize_summaries(dataset, tokenizer, max_summary_length=4)['labels'][:] == [[start, a, b, end]]
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r'expected a tokenizer with an end token \(eos_token\), got one without'):
+        tokenize_summaries(dataset, tokenizer)
 
 
 def test_every_reader_has_a_name():
