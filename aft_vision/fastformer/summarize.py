@@ -1,6 +1,6 @@
 """Summaries of texts by a trained model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +42,39 @@ def summarize(
         A summary for each text, without the special tokens.
 
     Raises:
-        ValueError: batch_size is below 1, or `texts` is one text.
+        ValueError: batch_size is below 1, `texts` is one text, or a length exceeds the decoder's positions.
     """
     if isinstance(texts, str):
         raise ValueError('expected texts, such as a list of them, got one text')
     if batch_size < 1:
         raise ValueError(f'batch_size must be at least 1, got {batch_size}')
+    _check_lengths(model, options)
     was_training = model.training
     # transformers types the models that generate apart from all others.
     generate: Any = model.generate
     model.eval()
     summaries: list[str] = []
-    for start in range(0, len(texts), batch_size):
-        batch = _encode(texts[start : start + batch_size], tokenizer, model)
-        summaries += decode(generate(**batch, **options), tokenizer)
-    model.train(was_training)
+    try:
+        for start in range(0, len(texts), batch_size):
+            batch = _encode(texts[start : start + batch_size], tokenizer, model)
+            summaries += decode(generate(**batch, **options), tokenizer)
+    finally:
+        model.train(was_training)
     return summaries
 
 
 def decode(sequences: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Texts of generated tokens, (B, T), without special tokens and space around them."""
     return [text.strip() for text in tokenizer.batch_decode(sequences, skip_special_tokens=True)]
+
+
+def _check_lengths(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
+    longest = getattr(model.config, 'max_target_positions', None)
+    # max_length counts the start token; the last token is not read again.
+    for name, start in (('max_length', 1), ('max_new_tokens', 0)):
+        length = options.get(name)
+        if longest is not None and length is not None and length - start > longest:
+            raise ValueError(f'expected {name} of at most {longest + start}, as the model takes, got {length}')
 
 
 def _encode(

@@ -55,6 +55,14 @@ def test_dropout_is_off_and_the_mode_comes_back(model, tokenizer):
     model.eval()
 
 
+def test_the_mode_comes_back_where_generation_fails(model, tokenizer):
+    model.train()
+    with pytest.raises(ValueError, match='colour'):
+        summarize(model, tokenizer, TEXTS, colour='red')
+    assert model.training
+    model.eval()
+
+
 def test_a_saved_model_summarizes_as_before(model, tokenizer, tmp_path):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
