@@ -4,7 +4,8 @@ python -m train.fastformer --config FILE [--eval] [section.key=value ...]
 torchrun --nproc-per-node 8 -m train.fastformer --config FILE [section.key=value ...]
 
 FILE is a YAML experiment such as configs/fastformer/imdb.yaml; `section.key=value` changes one value of it, for example
-`data.path=/data/imdb model.encoder_mixer=longformer run.seeds=[0,1,2]`. Nothing is fetched but by `data.kind=hub`.
+`data.path=/data/imdb model.encoder_mixer=longformer run.seeds=[0,1,2]`. Nothing is fetched but by
+`data.kind=hub`, and by `cnn_dailymail` and `pubmed` where data.path names no file.
 
 Each of run.seeds is a run of its own on transformers' Trainer: the epoch that is best in validation is tested, once.
 The folder of the runs receives config.yaml (the resolved experiment), result.json (mean and standard deviation of all

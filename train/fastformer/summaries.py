@@ -106,9 +106,9 @@ class Generation:
 
     Attributes:
         num_beams: Beams of the search; 1 takes the likeliest token each time.
-        length_penalty: Above 0 favours long summaries among the beams, below 0 short ones.
+        length_penalty: Above 0 favours long summaries among the beams, below 0 short ones; 1 where there is one beam.
         no_repeat_ngram_size: So many tokens in a row occur once in a summary; 0 for no such rule.
-        min_length: Fewest tokens of a summary.
+        min_length: Fewest tokens of a summary, fewer than `data.max_summary_length`; the end token is not counted.
         validate: Also generate summaries of the validation texts each epoch; the one with the best rougeL is tested.
             Else it is the one with the least loss.
     """
@@ -121,6 +121,8 @@ class Generation:
 
     def __post_init__(self) -> None:
         require('generate.num_beams', self.num_beams, self.num_beams >= 1, 'at least 1')
+        plain = self.num_beams > 1 or self.length_penalty == 1
+        require('generate.length_penalty', self.length_penalty, plain, '1 where generate.num_beams is 1')
         for name in ('no_repeat_ngram_size', 'min_length'):
             require(f'generate.{name}', getattr(self, name), getattr(self, name) >= 0, 'at least 0')
 
@@ -129,8 +131,10 @@ def read_splits(data: SummarizationData) -> DatasetDict:
     """The parts `train`, `validation` and `test`, with columns `text` and `summary`.
 
     Raises:
-        ValueError: a file is not there, damaged or of another layout.
+        ValueError: a file is not named, not there, damaged or of another layout.
     """
+    source = {'table': 'a file', 'hub': 'the name of a data set'}.get(data.kind)
+    require('data.path', data.path, source is None or bool(data.path), f'{source} where data.kind is {data.kind}')
     sample = dict(sample=data.max_texts, seed=data.split_seed)
     if data.is_remote or data.split_column is not None:
         return DatasetDict(

@@ -31,6 +31,7 @@ from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig, text_model_config
 from train.fastformer.summaries import Generation, SummarizationData, read_splits
 from train.fastformer.trainer import TextTrainer, describe, training_arguments
+from train.schema import require
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class SummarizationConfig(TextConfig):
 
     data: SummarizationData = field(default_factory=SummarizationData)
     generate: Generation = field(default_factory=Generation)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shortest, longest = self.generate.min_length, self.data.max_summary_length
+        require('generate.min_length', shortest, shortest < longest, f'below data.max_summary_length ({longest})')
 
 
 class SummarizationTrainer(TextTrainer, Seq2SeqTrainer):
@@ -118,13 +124,13 @@ class SummarizationRun(TextRun):
 
     def new_trainer(self, **options: Any) -> Trainer:
         model, tokenizer, generate = options['model'], options['processing_class'], self.config.generate
-        # It is saved with the model; max_length counts the start token.
+        # It is saved with the model; both lengths count the start token.
         model.generation_config.update(
             max_length=self.config.data.max_summary_length + 1,
             num_beams=generate.num_beams,
             length_penalty=generate.length_penalty,
             no_repeat_ngram_size=generate.no_repeat_ngram_size,
-            min_length=generate.min_length,
+            min_length=generate.min_length + 1 if generate.min_length else 0,
         )
 
         def measure(prediction: EvalPrediction) -> dict[str, float]:
