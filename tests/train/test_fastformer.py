@@ -297,6 +297,24 @@ def test_glove_fills_the_embedding(pairs, tmp_path):
         torch.testing.assert_close(weight[tokenizer.convert_tokens_to_ids(word)].double(), vector, atol=1e-6, rtol=0)
 
 
+def test_a_run_says_how_many_words_glove_has(pairs, tmp_path, capsys):
+    glove = tmp_path / 'glove.txt'
+    glove.write_text(''.join(f'{word} {" ".join(["0.5"] * 16)}\n' for word in ('red', 'blue', 'unheard')))
+    more = [f'data.glove={glove}', 'run.seeds=[0]', 'schedule.max_updates=1']
+    summary = fastformer.main(arguments(pairs, tmp_path / 'run', *more))
+    # 20 other words, and three special tokens beside padding.
+    assert summary['runs'][0]['glove'] == {'found': 2, 'drawn': 23, 'padding': 1}
+    assert 'seed 0: GloVe has 2 of the 25 words of the vocabulary' in capsys.readouterr().out
+
+
+def test_glove_without_a_word_of_the_texts_is_an_error(pairs, tmp_path):
+    glove = tmp_path / 'glove.txt'
+    glove.write_text(''.join(f'{word} {" ".join(["0.5"] * 16)}\n' for word in ('unheard', 'of')))
+    run = text_run(pairs, tmp_path, f'data.glove={glove}')
+    with pytest.raises(ValueError, match=r'expected words of the vocabulary in data\.glove, got none of 25 in .*glove'):
+        run.make_model(run.make_tokenizer(), seed=0)
+
+
 def test_training_goes_on_from_a_saved_model_with_its_vocabulary(trained, pairs, tmp_path):
     folder, _ = trained
     run = text_run(pairs, tmp_path, f'run.init_from={folder / "seed_0" / "best"}')

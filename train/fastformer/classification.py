@@ -19,7 +19,6 @@ from transformers import (
 
 from aft_vision.fastformer import FastformerForSequenceClassification
 from aft_vision.fastformer.data import READERS, label_maps, split_dataset, tokenize_dataset
-from aft_vision.fastformer.glove import load_glove
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig, text_model_config
 from train.fastformer.trainer import TextTrainer
@@ -162,10 +161,7 @@ class ClassificationRun(TextRun):
         )
         # Which form of full attention the baseline Transformer has.
         attention = self.config.run.attention
-        model = FastformerForSequenceClassification._from_config(config, attn_implementation=attention)
-        if data.glove is not None:
-            load_glove(model, tokenizer, data.glove, seed)
-        return model
+        return FastformerForSequenceClassification._from_config(config, attn_implementation=attention)
 
     def new_trainer(self, **options: Any) -> Trainer:
         collate = DataCollatorWithPadding(options['processing_class'])

@@ -17,7 +17,6 @@ from aft_vision.fastformer.data.behaviors import (
     split_behaviors,
 )
 from aft_vision.fastformer.data.interactions import read_alimama, read_mind_clicks, read_ratings
-from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.pooled_metrics import POOLED_METRICS, pooled_metrics
 from train.fastformer.run import TextRun
 from train.fastformer.schema import RESERVED_KEYS, TextConfig, check_text_model, text_model_config
@@ -161,10 +160,7 @@ class ConversionRun(TextRun):
             behavior_types=self.table.types,
         )
         # Which form of full attention the baseline Transformer has.
-        model = FastformerForConversion._from_config(config, attn_implementation=self.config.run.attention)
-        if data.glove is not None:
-            load_glove(model, tokenizer, data.glove, seed)
-        return model
+        return FastformerForConversion._from_config(config, attn_implementation=self.config.run.attention)
 
     def new_trainer(self, **options: Any) -> Trainer:
         model, tokenizer = options['model'], options['processing_class']

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, 
 from aft_vision.fastformer import FastformerForNewsRecommendation, FastformerNewsConfig
 from aft_vision.fastformer.data.impressions import Behaviors, ClickSamples, NewsCollator, tokenize_texts
 from aft_vision.fastformer.data.mind import News
-from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.metrics import RANKING_METRICS, click_loss, ranking_metrics
 from aft_vision.fastformer.predictions import write_predictions
 from aft_vision.fastformer.ranking import mean_scores, score_behaviors
@@ -158,8 +157,6 @@ class RecommendationRun(TextRun):
         model = FastformerForNewsRecommendation._from_config(config, attn_implementation=attention)
         if text_model is not None:
             model.text_encoder.load(text_model)
-        if data.glove is not None:
-            load_glove(model, tokenizer, data.glove, seed)
         return model
 
     def new_trainer(self, **options: Any) -> Trainer:

@@ -5,6 +5,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -23,6 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from aft_vision.evaluate import reset_peak_memory
+from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.tokenize import train_tokenizer
 from train.fastformer.schema import TextConfig, stated_model
 from train.fastformer.trainer import EpochMeter, training_arguments
@@ -124,6 +126,9 @@ class TextRun(ABC):
         if run.grad_checkpointing:
             model.activation_checkpointing_enable({'use_reentrant': False})
         trainer = self.make_trainer(model, tokenizer, arguments)
+        if self._coverage and trainer.is_world_process_zero():
+            found, drawn = self._coverage['found'], self._coverage['drawn']
+            print(f'seed {seed}: GloVe has {found} of the {found + drawn} words of the vocabulary', flush=True)
         reset_peak_memory(arguments.device)
         # The moment that torch's generators are set again: dropout depends on the seed, not on the vocabulary's size.
         set_seed(seed)
@@ -196,10 +201,31 @@ class TextRun(ABC):
         """
         source = self.config.run.init_from
         if source is None:
-            return self.new_model(tokenizer, seed)
+            model = self.new_model(tokenizer, seed)
+            self.fill_embeddings(model, tokenizer, seed)
+            return model
         model = self.load_model(source)
         self.check_as_stated(model, source)
         return model
+
+    def fill_embeddings(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        """Give a new model the vectors of `data.glove`, where the experiment names a file.
+
+        Raises:
+            ValueError: it has no word of the vocabulary, is damaged or of another width.
+        """
+        path = getattr(self.config.data, 'glove', None)
+        if path is None:
+            return
+        coverage = load_glove(model, tokenizer, path, seed)
+        if coverage.found == 0:
+            raise ValueError(f'expected words of the vocabulary in data.glove, got none of {coverage.drawn} in {path}')
+        self._coverage.update(coverage._asdict())
+
+    @cached_property
+    def _coverage(self) -> dict[str, int]:
+        """Rows of the embedding that are from GloVe, drawn, or of padding; the same for all seeds."""
+        return {}
 
     def load_model(self, source: str | Path) -> PreTrainedModel:
         """A saved model that is one for this experiment."""
@@ -270,6 +296,7 @@ class TextRun(ABC):
             'memory_mb': max(row['memory_mb'] for row in measured),
             'updates': trainer.state.global_step,
             **self.summarize_data(),
+            **({'glove': self._coverage} if self._coverage else {}),
             'epochs': [
                 {name: row[f'eval_{name}'] for name in ('loss', *self.validation_metrics)}
                 | {'epoch': round(row['epoch'], 3)}

@@ -24,7 +24,6 @@ from transformers import (
 
 from aft_vision.fastformer import FastformerForConditionalGeneration
 from aft_vision.fastformer.data import tokenize_summaries
-from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.rouge import ROUGES, lead, rouge, rouge_of_each
 from aft_vision.fastformer.summarize import decode
 from train.fastformer.run import TextRun
@@ -106,10 +105,7 @@ class SummarizationRun(TextRun):
         )
         # Which form of full attention the baseline Transformer has.
         attention = self.config.run.attention
-        model = FastformerForConditionalGeneration._from_config(config, attn_implementation=attention)
-        if data.glove is not None:
-            load_glove(model, tokenizer, data.glove, seed)
-        return model
+        return FastformerForConditionalGeneration._from_config(config, attn_implementation=attention)
 
     def arguments(self, folder: Path, seed: int) -> TrainingArguments:
         return training_arguments(
