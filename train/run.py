@@ -26,8 +26,13 @@ def parse_args(description: str | None, argv: Sequence[str] | None = None) -> ar
 
 
 def find_run_dir(config: Experiment, file: Path, root: Path = Path('runs')) -> Path:
-    """The folder of a run: `run.dir`, or below `root` the name of the file of the experiment."""
-    return Path(config.run.dir) if config.run.dir is not None else root / file.stem
+    """The folder of a run: `run.dir`, or below `root` the name of the file of the experiment.
+
+    The name of `config.yaml`, which a run leaves, is that of its folder.
+    """
+    if config.run.dir is not None:
+        return Path(config.run.dir)
+    return root / (file.resolve().parent.name if file.name == 'config.yaml' else file.stem)
 
 
 def check_run_dir(run_dir: Path, config: Experiment) -> None:

@@ -22,6 +22,7 @@ from train.fastformer.run import last_checkpoint
 from train.fastformer.schema import text_model_config
 from train.fastformer.tasks import load_text_config
 from train.fastformer.trainer import BucketSampler
+from train.run import find_run_dir
 
 SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'fastformer.yaml'
 BASELINES = ('transformer', 'longformer', 'bigbird', 'linformer', 'linear_transformer', 'poolingformer')
@@ -99,6 +100,14 @@ def test_the_resolved_experiment_repeats_the_run(trained, tmp_path):
         ['--quiet', '--config', str(folder / 'config.yaml'), f'run.dir={tmp_path}', 'run.seeds=[1]']
     )
     assert again['runs'][0]['epochs'] == summary['runs'][1]['epochs']
+
+
+def test_the_resolved_experiment_has_the_folder_that_it_is_in():
+    config = load_text_config(SMOKE, [])
+    assert find_run_dir(config, SMOKE, Path('runs')) == Path('runs/fastformer')
+    assert find_run_dir(config, Path('runs/imdb/config.yaml'), Path('runs')) == Path('runs/imdb')
+    stated = load_text_config(SMOKE, ['run.dir=elsewhere'])
+    assert find_run_dir(stated, Path('runs/imdb/config.yaml'), Path('runs')) == Path('elsewhere')
 
 
 @pytest.mark.parametrize('stop', [13, 22])

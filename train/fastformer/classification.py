@@ -37,7 +37,8 @@ class ClassificationData:
         kind: A name of `READERS`: `amazon` (JSON lines of reviews), `jmars` (the IMDB of 10 classes), `acl_imdb` (that
             of 2), `mind_topic` (MIND's news.tsv), `ag_news` (CSV as published), `table` (any CSV, TSV, JSON or parquet
             file with a header or keys), or `hub` (a data set of the Hugging Face hub).
-        path: The file or folder, or the name of a data set on the hub.
+        path: The file or folder, or the name of a data set on the hub. Of `mind_topic` also the folder that holds
+            those of train, dev and test.
         test_path: The file of the test texts, where they have one of their own. None: those of `acl_imdb` and of `hub`
             come with the data set, others are split off.
         bodies: Of `mind_topic`: docs.tsv with the bodies of the news; None for title and abstract.

@@ -26,8 +26,8 @@ def read_mind_topic(
     """Read the news of MIND with their categories.
 
     Args:
-        news: A `news.tsv` as published (8 columns, no header), a folder with one, or several of either; a news that
-            is in several counts once.
+        news: A `news.tsv` as published (8 columns, no header), a folder with one, a folder of such folders (train,
+            dev and test), or several of these; a news that is in several counts once.
         docs: A `docs.tsv` with bodies, which MIND itself lacks: news_id, category, subcategory, title, abstract, body.
         text: Columns to join: `title`, `abstract`, `body`; None: the body where there is one, else title and abstract.
         options: `sample` and `seed`, as `table.collect` takes them.
@@ -68,14 +68,22 @@ def read_news_rows(news: str | Path | Sequence[str | Path]) -> Iterator[Record]:
     """Stream the rows of one `news.tsv` of MIND, or of several, by `NEWS_COLUMNS`; a news in several counts once.
 
     Args:
-        news: The files, or folders with one.
+        news: The files, folders with one, or a folder of such folders, in their order.
     """
     seen: set[str] = set()
-    for path in map(Path, [news] if isinstance(news, (str, Path)) else news):
-        for record in read_delimited(path / 'news.tsv' if path.is_dir() else path, '\t', NEWS_COLUMNS, quoted=False):
+    paths = map(Path, [news] if isinstance(news, (str, Path)) else news)
+    for path in [file for each in paths for file in _news_files(each)]:
+        for record in read_delimited(path, '\t', NEWS_COLUMNS, quoted=False):
             if record.values['news_id'] not in seen:
                 seen.add(record.values['news_id'])
                 yield record
+
+
+def _news_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    own = path / 'news.tsv'
+    return [own] if own.exists() else sorted(path.glob('*/news.tsv')) or [own]
 
 
 def _choose_text(records: Iterable[Record], bodies: dict[str, str], text: Sequence[str] | None) -> Iterator[Record]:

@@ -32,6 +32,7 @@ def test_mind_takes_bodies_where_there_are_some(tmp_path):
 def test_a_news_in_several_files_counts_once(tmp_path):
     folders = [write_mind(tmp_path / str(rows), rows=rows) for rows in (6, 18)]
     assert len(read_mind_topic(folders)) == 18
+    assert read_mind_topic(tmp_path)[:] == read_mind_topic(sorted(folders))[:]
 
 
 @pytest.mark.parametrize(
