@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
 from datasets import Dataset, DatasetDict
 from transformers import AutoModel, EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
@@ -28,6 +29,8 @@ READERS: dict[str, Any] = {
     'movielens': read_ratings,
     'alimama': read_alimama,
 }
+# Requests in memory at once while their texts are looked for.
+BATCH = 10_000
 # Where `data.division` is not said.
 DIVISIONS = {'json': 'random', 'mind': 'last', 'movielens': 'last', 'alimama': 'user'}
 RESERVED = RESERVED_KEYS | {
@@ -50,7 +53,7 @@ class ConversionData:
         valid_path, test_path: Of the validation and of the test requests, where they have one of their own.
         division: How the parts that have no path are split off: `random` requests, the `last` of the file, or those
             of random users, all of a `user` in one part. None: random for `json`, last for `mind` and `movielens`,
-            which is in the order of time, user for `alimama`.
+            which are in the order of time, user for `alimama`.
         test_share, valid_share: Of the requests, or of the users.
         split_seed: Of the random parts; the same for all `run.seeds`.
         max_behaviors: The last so many of a user are kept.
@@ -141,9 +144,13 @@ class ConversionRun(TextRun):
 
     def texts(self) -> Sequence[str]:
         """Every different text of the training requests, ads and behaviours, once."""
-        train, texts = self.splits['train'], self.table.texts
-        used = set(train['ad']).union(*train['behaviors'])
-        return [texts[number] for number in sorted(used)]
+        texts = self.table.texts
+        is_used = np.zeros(len(texts), dtype=bool)
+        train = self.splits['train'].select_columns(['ad', 'behaviors']).with_format('numpy')
+        for rows in train.iter(BATCH):
+            for numbers in (rows['ad'], *rows['behaviors']):
+                is_used[numbers] = True
+        return [texts[number] for number in np.flatnonzero(is_used)]
 
     def examples(self, split: str, tokenizer: PreTrainedTokenizerBase) -> Dataset:
         return self.splits[split]

@@ -1,7 +1,7 @@
 """Whether a user, of whom earlier behaviours are known, acts upon an ad: readers, parts, batches.
 
-A row of a data set is a request: `label` (0 or 1), `ad`, `behaviors`, `behavior_types` and `user`. Texts and types are
-numbers of a `BehaviorTable`, because a text comes back in thousands of rows.
+A row of a data set is a request: `label` (0 or 1), `ad`, `behaviors`, `behavior_types`, `user` and `impression`. Texts
+and types are numbers of a `BehaviorTable`, because a text comes back in thousands of rows.
 """
 
 from array import array
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, LargeList, Value
 from sklearn.model_selection import GroupShuffleSplit
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -28,9 +28,11 @@ DIVISIONS = ('random', 'last', 'user')
 FEATURES = Features(
     label=ClassLabel(names=list(LABELS)),
     ad=Value('int32'),
-    behaviors=List(Value('int32')),
-    behavior_types=List(Value('int32')),
+    # All behaviours of all requests of MIND are more than 2^31.
+    behaviors=LargeList(Value('int32')),
+    behavior_types=LargeList(Value('int32')),
     user=Value('string'),
+    impression=Value('int64'),
 )
 PADDING = -1
 
@@ -48,12 +50,15 @@ class Request(NamedTuple):
     Args:
         behaviors: Of the user before that, the oldest first.
         user: Whose, for parts that have no user in common; empty where it is not known.
+        impression: A number that requests have in common whose ads were shown together, one after another; -1 for
+            none.
     """
 
     label: int
     ad: str
     behaviors: Sequence[Behavior]
     user: str = ''
+    impression: int = -1
 
 
 class BehaviorTable:
@@ -87,24 +92,30 @@ class BehaviorTable:
             raise ValueError(f'max_behaviors must be at least 1, or None, got {max_behaviors}')
         import pyarrow as pa
 
-        labels, ads, texts, types, ends = (array('i') for _ in range(5))
+        labels, ads, texts, types = (array('i') for _ in range(4))
+        ends, impressions = array('q', [0]), array('q')
         users: list[str] = []
-        ends.append(0)
-        for label, ad, behaviors, user in requests:
+        before: Sequence[Behavior] | None = None
+        numbers: list[tuple[int, int]] = []
+        for label, ad, behaviors, user, impression in requests:
             labels.append(label)
             ads.append(self._texts.setdefault(ad, len(self._texts)))
-            for behavior in behaviors if max_behaviors is None else behaviors[-max_behaviors:]:
-                text, kind = self._behaviors.get(behavior) or self._number(behavior)
-                texts.append(text)
-                types.append(kind)
+            # The ads of an impression have the very same behaviours.
+            if behaviors is not before:
+                kept = behaviors if max_behaviors is None else behaviors[-max_behaviors:]
+                numbers = [self._behaviors.get(behavior) or self._number(behavior) for behavior in kept]
+                before = behaviors
+            texts.extend(text for text, _ in numbers)
+            types.extend(kind for _, kind in numbers)
             ends.append(len(texts))
             users.append(user)
+            impressions.append(impression)
         if not users:
             raise ValueError('expected requests with an ad and a label, got none')
         # Arrow's own arrays: `Dataset.from_dict` looks at every number in turn.
         offsets, behavior_texts, behavior_types = (pa.array(np.asarray(part)) for part in (ends, texts, types))
-        lists = [pa.ListArray.from_arrays(offsets, part) for part in (behavior_texts, behavior_types)]
-        columns = [np.asarray(labels, np.int64), np.asarray(ads), *lists, users]
+        lists = [pa.LargeListArray.from_arrays(offsets, part) for part in (behavior_texts, behavior_types)]
+        columns = [np.asarray(labels, np.int64), np.asarray(ads), *lists, users, np.asarray(impressions)]
         return Dataset(pa.table(dict(zip(FEATURES, columns, strict=True)), schema=FEATURES.arrow_schema))
 
     def _number(self, behavior: Behavior) -> tuple[int, int]:
@@ -141,7 +152,7 @@ def split_behaviors(
     Args:
         division: `random`: rows at random, each part with the same share of labels. `last`: the first rows are the
             first part and the last rows the last, which leaks nothing of the future where rows are in the order of
-            time. `user`: users at random, of whom every row is in the same part.
+            time; an impression is in one part. `user`: users at random, of whom every row is in the same part.
         seed: Of what is random.
         fractions: Share of each part, of rows or of users; they add up to 1.
 
@@ -151,7 +162,7 @@ def split_behaviors(
     if division == 'random':
         parts = split_dataset(dataset, seed, fractions)
     elif division == 'last':
-        ends = [round(share * len(dataset)) for share in np.cumsum(list(fractions.values()))]
+        ends = _ends(dataset, fractions)
         bounds = zip([0, *ends], ends, strict=False)
         parts = DatasetDict({name: dataset.select(range(*ends)) for name, ends in zip(fractions, bounds, strict=True)})
     elif division == 'user':
@@ -251,6 +262,19 @@ def _as_behaviors(place: str, values: Sequence[Any]) -> Iterator[Behavior]:
                 f'got {value!r:.80}'
             )
         yield Behavior(*(check_text(place, f'{column}.{key}', value[key]) for key in BEHAVIOR_KEYS))
+
+
+def _ends(dataset: Dataset, fractions: Mapping[str, float]) -> list[int]:
+    """Where parts with these shares of the rows end, at the end of an impression."""
+    impressions = np.asarray(dataset['impression'])
+    is_within = np.append((impressions[1:] == impressions[:-1]) & (impressions[1:] >= 0), False)
+    ends = []
+    for share in np.cumsum(list(fractions.values())):
+        end = round(share * len(dataset))
+        while end > 0 and is_within[end - 1]:
+            end += 1
+        ends.append(end)
+    return ends
 
 
 def _split_users(dataset: Dataset, seed: int, fractions: Mapping[str, float]) -> DatasetDict:

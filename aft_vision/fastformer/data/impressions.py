@@ -66,12 +66,16 @@ class Behaviors:
         histories: What the user had clicked before, the oldest first.
         candidates: What was shown.
         labels: Of `candidates.values`: 1 where it was clicked, else 0; None where that is not known.
+        users: Whose they are; None where that is not known.
+        seconds: When they were, since 1970 in the time zone of the file; None where that is not known.
     """
 
     impression_ids: list[str]
     histories: Ragged
     candidates: Ragged
     labels: np.ndarray | None
+    users: list[str] | None = None
+    seconds: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.impression_ids)
@@ -80,7 +84,9 @@ class Behaviors:
         """Some of the impressions, in the order asked for."""
         labels = None if self.labels is None else self.labels[self.candidates.places(rows)]
         names = [self.impression_ids[row] for row in rows]
-        return Behaviors(names, self.histories.select(rows), self.candidates.select(rows), labels)
+        users = None if self.users is None else [self.users[row] for row in rows]
+        seconds = None if self.seconds is None else self.seconds[rows]
+        return Behaviors(names, self.histories.select(rows), self.candidates.select(rows), labels, users, seconds)
 
 
 def split_behaviors(behaviors: Behaviors, shares: Sequence[float], seed: int = 0) -> list[Behaviors]:

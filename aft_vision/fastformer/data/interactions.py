@@ -8,6 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from datasets import Dataset
 
 from aft_vision.fastformer.data.behaviors import Behavior, BehaviorTable, Request
@@ -70,8 +71,8 @@ def read_mind_clicks(
 ) -> Dataset:
     """Read MIND's impressions as requests: each candidate asks whether it is clicked, given the clicks before.
 
-    The behaviours are clicks alone, so there is one type, `click`. Rows are in the order of the file, and their user is
-    not known.
+    The behaviours are clicks alone, so there is one type, `click`. Rows are in the order of time, so that the last of
+    them make a test part, and those of an impression have its number.
 
     Args:
         folder: With `news.tsv` and `behaviors.tsv` with labels, or several such.
@@ -128,15 +129,21 @@ def _in_time(ratings: Iterable[Rating], texts: Sequence[str]) -> Iterator[Reques
 def _of_impressions(
     folders: Iterable[str | Path], news: News, max_behaviors: int, drop_missing: bool
 ) -> Iterator[Request]:
+    parts = []
     for folder in folders:
-        impressions = read_mind_behaviors(folder, news.rows, max_behaviors, drop_missing)
-        if impressions.labels is None:
+        parts.append(read_mind_behaviors(folder, news.rows, max_behaviors, drop_missing))
+        if parts[-1].labels is None:
             raise ValueError(f'expected candidates with labels (N1-0 N2-1) in {folder}, got none')
-        for row in range(len(impressions)):
-            clicks = [Behavior('click', news.texts[number]) for number in impressions.histories[row]]
-            start, end = impressions.candidates.starts[row : row + 2]
-            for number, label in zip(impressions.candidates[row], impressions.labels[start:end], strict=True):
-                yield Request(int(label), news.texts[number], clicks)
+    places = [(part, row) for part in parts for row in range(len(part))]
+    # A stable order: impressions of one second stay as in the file.
+    order = np.argsort(np.concatenate([np.asarray(part.seconds) for part in parts]), kind='stable')
+    for impression, place in enumerate(order.tolist()):
+        part, row = places[place]
+        clicks = [Behavior('click', news.texts[number]) for number in part.histories[row]]
+        start, end = part.candidates.starts[row : row + 2]
+        user = '' if part.users is None else part.users[row]
+        for number, label in zip(part.candidates[row], np.asarray(part.labels)[start:end], strict=True):
+            yield Request(int(label), news.texts[number], clicks, user, impression)
 
 
 def _as_click(record: Record) -> Request:

@@ -1,8 +1,10 @@
 """MIND: news with their texts, and impressions: what a user had clicked, was shown, and clicked then."""
 
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from aft_vision.fastformer.data.news import read_news_rows
 
 BEHAVIOR_COLUMNS = ('impression_id', 'user_id', 'time', 'history', 'impressions')
 NEWS_TEXTS = ('title', 'abstract', 'category', 'subcategory')
+TIME = '%m/%d/%Y %I:%M:%S %p'
 CLICKS = {'0': 0, '1': 1}
 
 
@@ -86,6 +89,8 @@ def read_mind_behaviors(
         shown = found.read_candidates(record)
         kept = history[-max_behaviors:]
         found.ids.append(record.values['impression_id'])
+        found.users.append(sys.intern(record.values['user_id']))
+        found.seconds.append(_read_time(record))
         found.history.extend(kept)
         found.history_sizes.append(len(kept))
         found.candidates.extend(shown)
@@ -97,7 +102,20 @@ def read_mind_behaviors(
         Ragged.from_sizes(found.history, found.history_sizes),
         Ragged.from_sizes(found.candidates, found.candidate_sizes),
         np.array(found.labels, dtype=np.int8) if found.is_labelled else None,
+        found.users,
+        np.array(found.seconds),
     )
+
+
+def _read_time(record: Record) -> int:
+    """Seconds since 1970, by the clock of the file."""
+    try:
+        time = datetime.strptime(record.values['time'], TIME)
+    except ValueError as error:
+        raise ValueError(
+            f"{record.place}, column 'time': expected such as 11/13/2019 8:36:57 AM, got {record.values['time']!r:.80}"
+        ) from error
+    return int(time.replace(tzinfo=UTC).timestamp())
 
 
 class _Collected:
@@ -106,6 +124,8 @@ class _Collected:
     def __init__(self, rows: Mapping[str, int], drop_missing: bool) -> None:
         self.rows, self.drop_missing = rows, drop_missing
         self.ids: list[str] = []
+        self.users: list[str] = []
+        self.seconds = array('q')
         self.history, self.history_sizes = array('i'), array('q')
         self.candidates, self.candidate_sizes = array('i'), array('q')
         self.labels = array('b')

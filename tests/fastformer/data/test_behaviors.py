@@ -1,5 +1,6 @@
 import json
 
+import pyarrow as pa
 import pytest
 import torch
 
@@ -101,6 +102,19 @@ def test_the_last_rows_are_the_last_part():
     parts = split_behaviors(dataset, 'last', fractions={'train': 0.7, 'validation': 0.1, 'test': 0.2})
     assert [len(part) for part in parts.values()] == [28, 4, 8]
     assert [len(row) for part in parts.values() for row in part['behaviors']] == list(range(40))
+
+
+def test_the_last_part_begins_with_an_impression():
+    rows = [Request(i % 2, 'ad', [], '', impression) for i, impression in enumerate([0] * 6 + [1] * 5 + [2] * 9)]
+    fractions = {'train': 0.3, 'validation': 0.2, 'test': 0.5}
+    parts = split_behaviors(BehaviorTable().collect(rows), 'last', fractions=fractions)
+    assert [part['impression'][:] for part in parts.values()] == [[0] * 6, [1] * 5, [2] * 9]
+
+
+def test_behaviours_have_room_for_more_than_two_billion():
+    dataset = BehaviorTable().collect(requests([0, 1]))
+    for column in ('behaviors', 'behavior_types'):
+        assert dataset.data.schema.field(column).type == pa.large_list(pa.int32())
 
 
 def test_parts_by_user_have_no_user_in_common():

@@ -55,21 +55,39 @@ def test_a_folder_of_something_else_is_no_movielens(tmp_path):
         read_ratings(tmp_path, BehaviorTable())
 
 
+def clock(time: str) -> tuple[int, int]:
+    """Day and hour of `11/9/2019 1:36:57 AM`, all of one month."""
+    date, hour, half = time.split()
+    return int(date.split('/')[1]), int(hour.split(':')[0]) % 12 + 12 * (half == 'PM')
+
+
 def test_the_candidates_of_mind_are_requests_with_the_clicks_before(tmp_path):
     folder, table = write_mind_behaviors(write_mind(tmp_path)), BehaviorTable()
     dataset = read_mind_clicks(folder, table, max_behaviors=3)
     titles = {line.split('\t')[0]: line.split('\t')[3] for line in (folder / 'news.tsv').read_text().splitlines()}
+    rows = [line.split('\t') for line in (folder / 'behaviors.tsv').read_text().splitlines()]
     expected = []
-    for line in (folder / 'behaviors.tsv').read_text().splitlines():
-        _, _, _, history, shown = line.split('\t')
+    for number, (_, user, _, history, shown) in enumerate(sorted(rows, key=lambda row: clock(row[2]))):
         clicks = [titles[name] for name in history.split()][-3:]
-        expected += [(int(each[-1]), titles[each[:-2]], clicks) for each in shown.split()]
+        expected += [(int(each[-1]), titles[each[:-2]], clicks, user, number) for each in shown.split()]
     found = [
-        (row['label'], table.texts[row['ad']], [table.texts[number] for number in row['behaviors']]) for row in dataset
+        (
+            *(row['label'], table.texts[row['ad']], [table.texts[number] for number in row['behaviors']]),
+            *(row['user'], row['impression']),
+        )
+        for row in dataset
     ]
     assert found == expected
+    assert len({user for *_, user, _ in found}) > 20
     assert table.types == ['click']
-    assert len(read_mind_clicks([folder, folder], BehaviorTable())) == 2 * len(expected)
+    both = read_mind_clicks([folder, folder], BehaviorTable())
+    assert len(both) == 2 * len(expected)
+    # Two folders are one time.
+    users = [user for *_, user, _ in expected]
+    assert sorted(both['user']) == sorted(2 * users)
+    first = min(clock(row[2]) for row in rows)
+    count = sum(len(row[4].split()) for row in rows if clock(row[2]) == first)
+    assert both['user'][: 2 * count] == 2 * users[:count]
 
 
 def test_mind_without_labels_and_unknown_news_are_errors(tmp_path):

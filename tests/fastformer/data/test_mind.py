@@ -2,6 +2,7 @@ import os
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from aft_vision.fastformer.data.impressions import Behaviors, ClickSamples
@@ -53,6 +54,7 @@ def test_impressions_are_what_the_file_says(folder, news):
     lines = [line.split('\t') for line in (folder / 'behaviors.tsv').read_text().splitlines()]
     assert len(found) == len(lines) == 80
     assert found.labels is not None
+    assert found.users == [user for _, user, *_ in lines]
     for number, (name, _, _, history, shown) in enumerate(lines):
         assert found.impression_ids[number] == name
         assert [news.ids[row] for row in found.histories[number]] == history.split()
@@ -61,6 +63,18 @@ def test_impressions_are_what_the_file_says(folder, news):
         first = found.candidates.starts[number]
         assert found.labels[first : first + len(pairs)].tolist() == [int(label) for _, label in pairs]
     assert (found.histories.sizes == 0).sum() == 10
+
+
+def test_times_are_seconds_of_the_clock_and_go_with_their_rows(tmp_path, news):
+    times = ['11/13/2019 12:00:01 AM', '11/13/2019 12:00:01 PM', '11/14/2019 1:30:00 AM', '1/1/1970 12:01:00 AM']
+    lines = [f'{number}\tU{number % 2}\t{time}\tN1\tN2-1\n' for number, time in enumerate(times)]
+    (tmp_path / 'behaviors.tsv').write_text(''.join(lines))
+    found = read_mind_behaviors(tmp_path, news.rows)
+    assert (found.seconds - found.seconds[0]).tolist()[:3] == [0, 12 * 3600, 25 * 3600 + 1799]
+    assert found.seconds[3] == 60
+    some = found.select(np.array([2, 1]))
+    assert some.seconds.tolist() == found.seconds[[2, 1]].tolist()
+    assert some.users == ['U0', 'U1']
 
 
 def test_the_last_clicks_are_kept(tmp_path, news):
@@ -99,6 +113,10 @@ def test_what_an_excerpt_lacks_is_left_out_on_request(tmp_path, news):
         (ROW.format('N1', 'N2-1') + ROW.format('N1', 'N2'), "line 2, .*got 'N2'"),
         (ROW.format('N1', 'N2') + ROW.format('N1', 'N2-1'), "line 2, column 'impressions': .*got 'N2-1'"),
         (ROW.format('N1', 'N99-1'), "line 1, column 'impressions': expected one of 60 news, got 'N99'"),
+        (
+            ROW.format('N1', 'N2-1').replace('11/13/2019', '13/11/2019'),
+            r"line 1, column 'time': expected such as 11/13/2019 8:36:57 AM, got '13/11/2019 8:36:57 AM'",
+        ),
         (ROW.format('N1', ''), "line 1, column 'impressions': expected candidates, got none"),
         ('', 'expected impressions in .*behaviors.tsv, got none'),
     ],
