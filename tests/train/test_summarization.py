@@ -1,6 +1,7 @@
 import io
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,20 @@ def test_the_tool_summarizes_files_and_standard_input(trained, tmp_path, capsys,
     assert capsys.readouterr().out == 'w3 w1\n'
 
 
+def test_no_summary_is_shorter_than_the_experiment_and_the_tool_say(trained, first_words, tmp_path):
+    folder, _ = trained
+    best = folder / 'seed_0' / 'best'
+    common = arguments(first_words, tmp_path, f'run.init_from={shutil.copytree(best, tmp_path / "a" / "best")}')
+    fastformer.main(['--eval', *common, 'generate.min_length=4', 'generate.num_beams=1'])
+    (path,) = tmp_path.rglob('test_summaries.jsonl')
+    found = [json.loads(line)['summary'] for line in path.read_text().splitlines()]
+    # The model was taught to write three words, and the fourth may be a special token, which is no word.
+    assert sum(len(summary.split()) > 3 for summary in found) > len(found) / 2
+    (tmp_path / 'a.txt').write_text(read(first_words)['test']['text'][0])
+    options = ['--min-tokens', '4', '--num-beams', '1']
+    assert tool.main(['--model', str(best), *options, str(tmp_path / 'a.txt')]) == found[:1]
+
+
 def test_the_tool_names_what_is_wrong(trained, tmp_path):
     folder, _ = trained
     (tmp_path / 'blank.txt').write_text('\n')
@@ -122,6 +137,8 @@ def test_the_tool_names_what_is_wrong(trained, tmp_path):
         tool.main([*model, str(tmp_path / 'nowhere.txt')])
     with pytest.raises(ValueError, match=r'which has no config\.json'):
         tool.main(['--model', str(tmp_path), __file__])
+    with pytest.raises(ValueError, match='expected max_length of at most 9, as the model takes, got 10'):
+        tool.main([*model, '--max-tokens', '9', __file__])
 
 
 SHORT = [
@@ -250,6 +267,11 @@ def test_glove_fills_the_embedding_that_encoder_decoder_and_head_share(first_wor
         ('data.max_texts=0', r'data\.max_texts to be at least 1, or null, got 0'),
         ('data.valid_share=0.95', r'data\.test_share \+ data\.valid_share to be below 1'),
         ('generate.num_beams=0', r'generate\.num_beams to be at least 1, got 0'),
+        (
+            'generate={num_beams: 1, length_penalty: 0.8}',
+            r'length_penalty to be 1 where generate\.num_beams is 1, got 0',
+        ),
+        ('generate.min_length=8', r'generate\.min_length to be below data\.max_summary_length \(8\), got 8'),
         ('generate.beams=3', r'generate\.beams = 3 is not a key; the nearest is generate\.num_beams'),
         ('model.max_target_positions=9', r'is not for an experiment: data\.max_summary_length says'),
         ('task=sumarization', r"task = 'sumarization' is not a task; the nearest is summarization"),
@@ -258,6 +280,13 @@ def test_glove_fills_the_embedding_that_encoder_decoder_and_head_share(first_wor
 def test_what_is_wrong_with_an_experiment_is_named(override, message):
     with pytest.raises(ValueError, match=message):
         load_text_config(SMOKE, [override])
+
+
+@pytest.mark.parametrize(('kind', 'source'), [('table', 'a file'), ('hub', 'the name of a data set')])
+def test_an_experiment_without_a_path_is_an_error(kind, source):
+    config = load_text_config(SMOKE, [f'data.kind={kind}', 'data.path=""'])
+    with pytest.raises(ValueError, match=f"data.path to be {source} where data.kind is {kind}, got ''"):
+        read_splits(config.data)
 
 
 def test_parts_of_their_own_exclude_each_other():
