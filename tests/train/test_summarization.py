@@ -127,6 +127,23 @@ def test_no_summary_is_shorter_than_the_experiment_and_the_tool_say(trained, fir
     assert tool.main(['--model', str(best), *options, str(tmp_path / 'a.txt')]) == found[:1]
 
 
+def test_only_weights_that_are_tied_to_none_are_said_to_be_missing(trained, first_words, monkeypatch):
+    folder, _ = trained
+    config = load_text_config(SMOKE, [f'data.path={first_words}'])
+    trainer = SummarizationRun.read(config, folder).load_trainer(folder / 'seed_0' / 'best')
+    said = []
+    monkeypatch.setattr('transformers.trainer.logger.warning', said.append)
+    # As Trainer does to resume, and to load the best model.
+    trainer._load_from_checkpoint(str(folder / 'seed_0' / 'best'))
+    assert said == []
+    saved = trainer.model.state_dict()
+    del saved['lm_head.weight'], saved['decoder.layers.0.mlp.fc1.bias']
+    trainer._issue_warnings_after_load(trainer.model.load_state_dict(saved, strict=False))
+    (message,) = said
+    assert 'decoder.layers.0.mlp.fc1.bias' in message
+    assert 'lm_head' not in message
+
+
 def test_the_tool_names_what_is_wrong(trained, tmp_path):
     folder, _ = trained
     (tmp_path / 'blank.txt').write_text('\n')

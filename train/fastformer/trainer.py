@@ -43,6 +43,12 @@ class TextTrainer(Trainer):
         batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         return BucketSampler(batch_size, lengths, self.args.seed)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Say which weights a checkpoint lacks, but for those tied to weights that it has."""
+        tied = self.model.all_tied_weights_keys
+        missing = [key for key in load_result.missing_keys if key not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
 
 class EpochMeter(TrainerCallback):
     """Logs the seconds that the updates of each epoch took, evaluation apart, and the peak memory; prints evaluations.
