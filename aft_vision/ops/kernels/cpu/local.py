@@ -135,7 +135,8 @@ def local_causal_backward(
         if rows is not None and entries is not None:
             left, right = rows[: stop - start], entries[: stop - low]
             bias.add_grad(start, stop, logits_grad(weights.block(start, stop), left, right, torch.float32))
-    lost = den < LEAST
+    # As the kernel compares: in bfloat16 the limit itself would be rounded.
+    lost = den.float() < LEAST
     if bool(lost.any()):
         s = gate(q, torch.float32)
         a = grad.float() if s is None else grad.float() * s

@@ -80,6 +80,17 @@ def test_a_repaired_target_leaves_the_bits_of_the_others_alone():
     assert_close(after, reference.aft_local_causal(**high), 1e-5)
 
 
+def test_a_denominator_that_rounds_to_the_limit_keeps_its_gradient(monkeypatch: pytest.MonkeyPatch):
+    # Above 1e-30 in the forward, and the greatest bfloat16 below it in the backward.
+    monkeypatch.setattr('aft_vision.ops.eager.numerics._cpu_multiplies_bfloat16', lambda: True)
+    k = torch.tensor([0.0, -200.0])[None, :, None].expand(1, 2, 3).contiguous()
+    band = torch.tensor([[0.0, 0.0], [math.log(1.0001e-30), 0.0]])
+    v = make_qkv(B=1, T=2, D=3)[2].to(torch.bfloat16).requires_grad_()
+    y = ops.aft_local_causal(None, k, v, band, backend='cpp')
+    (grad,) = torch.autograd.grad(y[:, 1].float().sum(), v)
+    assert_close(grad[:, 0], torch.ones(1, 3), 2e-2)
+
+
 def test_a_row_is_the_same_bits_alone_and_in_a_batch():
     inputs = {name: x.float() for name, x in make_inputs(150, 40, 19, B=3).items()}
     alone = ops.aft_local_causal(**{name: x[1:2] if name in 'qkv' else x for name, x in inputs.items()})
