@@ -43,8 +43,8 @@ def library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         _logger.warning(
-            'the C++ kernels cannot be built, so AFT-full, AFT-conv, the causal operations and decoding '
-            'use the slower torch forms: %s',
+            'the C++ kernels cannot be built, so AFT-full, AFT-conv, AFT with one offset a channel, the causal '
+            'operations and decoding use the slower torch forms: %s',
             reason,
         )
         return None
@@ -95,8 +95,14 @@ def _compile(command: list[str], path: Path) -> None:
         command = [*command, '-shared', '-fPIC', *map(str, SOURCES), '-o', str(built)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f'{Path(command[0]).name} failed: {done.stderr.strip()}')
+            raise RuntimeError(f'{Path(command[0]).name} failed: {_first_error(done.stderr)}')
         os.replace(built, path)
+
+
+def _first_error(output: str) -> str:
+    # What a compiler says before only leads to it.
+    lines = output.strip().splitlines()
+    return next((line for line in lines if 'error:' in line), lines[0] if lines else 'it says nothing')
 
 
 def _identify(compiler: str) -> str:

@@ -1,6 +1,9 @@
 """The library of compiled kernels: what it is kept by, and when it is compiled again."""
 
+import logging
+import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -31,7 +34,8 @@ def test_machines_and_compilers_of_another_kind_do_not_share_it(monkeypatch: pyt
     other_machine = build._build()
     # Another version of the same compiler.
     compiler = tmp_path / 'compiler'
-    compiler.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo 99; else exec c++ "$@"; fi\n')
+    own = shutil.which(os.environ.get('CXX', 'c++'))
+    compiler.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo 99; else exec {own} "$@"; fi\n')
     compiler.chmod(0o755)
     monkeypatch.setenv('CXX', str(compiler))
     assert len({path, other_machine, build._build()}) == 3
@@ -53,6 +57,17 @@ def test_a_damaged_library_without_a_compiler_is_done_without(monkeypatch: pytes
     monkeypatch.setenv('CXX', 'no-such-compiler')
     assert build.library.__wrapped__() is None
     assert len([record for record in caplog.records if record.name == build.__name__]) == 1
+
+
+def test_the_log_gives_the_error_of_the_compiler(caplog: pytest.LogCaptureFixture):
+    # The compiler first says in which function it is.
+    build.SOURCES[0].write_text('int answer() { return unknown; }\n')
+    with caplog.at_level(logging.WARNING):
+        assert build.library.__wrapped__() is None
+    (message,) = [record.getMessage() for record in caplog.records if record.name == build.__name__]
+    assert 'error:' in message
+    assert 'unknown' in message
+    assert 'one offset' in message
 
 
 def test_what_cannot_be_loaded_is_compiled_no_more_than_once_more(monkeypatch: pytest.MonkeyPatch):
