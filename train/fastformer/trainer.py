@@ -45,7 +45,8 @@ class TextTrainer(Trainer):
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Say which weights a checkpoint lacks, but for those tied to weights that it has."""
-        tied = self.model.all_tied_weights_keys
+        model: Any = self.model
+        tied = model.all_tied_weights_keys
         missing = [key for key in load_result.missing_keys if key not in tied]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 

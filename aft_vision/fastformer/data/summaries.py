@@ -198,10 +198,12 @@ def tokenize_summaries(
         encoded: Any = tokenizer(texts, truncation=cut, max_length=length, return_attention_mask=False)
         return encoded['input_ids']
 
+    end: int = tokenizer.eos_token_id
+    room: int | None = None if max_summary_length is None else max_summary_length - 1
+
     def closed(target: list[int]) -> list[int]:
         # Some tokenizers add the end token themselves.
-        room = None if max_summary_length is None else max_summary_length - 1
-        return target if target[-1:] == [tokenizer.eos_token_id] else [*target[:room], tokenizer.eos_token_id]
+        return target if target[-1:] == [end] else [*target[:room], end]
 
     def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
         inputs = [source or [tokenizer.unk_token_id] for source in encode(batch['text'], max_length)]
