@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import os
 import signal
+import tarfile
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -297,3 +298,12 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, update: int) -> None:
         return loss
 
     monkeypatch.setattr(engine, 'train_step', step)
+
+
+def unpack_data(name: str, folder: Path) -> Path:
+    """Unpack an archive of AFT_DATA into a folder, and give the folder."""
+    with tarfile.open(Path(os.environ['AFT_DATA']) / name) as archive:
+        # An argument of extractall in Python 3.11.4 and later alone.
+        archive.extraction_filter = getattr(tarfile, 'data_filter', lambda member, path: member)
+        archive.extractall(folder)
+    return folder

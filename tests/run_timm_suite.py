@@ -36,7 +36,9 @@ def fetch_sdist(version: str, cache: Path = CACHE) -> Path:
         if subprocess.run([*pip, '--dest', str(cache), f'timm=={version}']).returncode:
             sys.exit(f'cannot download the source distribution of timm {version}; put timm-{version}.tar.gz in {cache}')
     with tarfile.open(archive) as tar:
-        tar.extractall(cache, filter='data')
+        # An argument of extractall in Python 3.11.4 and later alone.
+        tar.extraction_filter = getattr(tarfile, 'data_filter', lambda member, path: member)
+        tar.extractall(cache)
     return folder
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from aft_vision.fastformer.data.synthetic import write_behaviors, write_mind, write_mind_behaviors
 from train.fastformer import __main__ as fastformer
 
 ROOT = Path(__file__).parents[2]
@@ -46,10 +47,15 @@ def one(plain: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope='module')
 def two(plain: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of two processes; what they print is in two.log beside it."""
-    folder = tmp_path_factory.mktemp('runs') / 'two'
+    return run_two([*plain, f'run.dir={tmp_path_factory.mktemp("runs") / "two"}'])
+
+
+def run_two(arguments: list[str]) -> Path:
+    """Train with two processes, and give the folder, the last argument; what they print is beside it."""
+    folder = Path(arguments[-1].removeprefix('run.dir='))
     environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
-    command = [sys.executable, '-m', *TORCHRUN, *plain, f'run.dir={folder}']
     with folder.with_suffix('.log').open('w') as log:
+        command = [sys.executable, '-m', *TORCHRUN, *arguments]
         subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=180, check=True)
     return folder
 
@@ -87,3 +93,37 @@ def test_one_process_goes_on_with_a_run_of_two(plain: list[str], one: Path, two:
         shutil.rmtree(folder / path)
     fastformer.main([*plain, f'run.dir={folder}', 'run.resume=auto'])
     assert_same_training(folder, one)
+
+
+def write_data(task: str, folder: Path) -> Path:
+    """Examples of a task, whose numbers in the parts are not multiples of two."""
+    if task == 'recommendation':
+        write_mind(folder)
+        return write_mind_behaviors(folder, rows=95)
+    if task == 'conversion':
+        return write_behaviors(folder / 'behaviors.jsonl', rows=150)
+    draw, lines = random.Random(0), []
+    for _ in range(150):
+        words = [f'w{draw.randint(0, 20)}' for _ in range(draw.randint(4, 20))]
+        lines.append(json.dumps({'text': ' '.join(words), 'summary': ' '.join(words[:3])}) + '\n')
+    path = folder / 'texts.jsonl'
+    path.write_text(''.join(lines))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore:NLTK has no punkt_tab')
+@pytest.mark.parametrize('task', ['conversion', 'recommendation', 'summarization'])
+def test_two_processes_test_every_example_of_a_task_once(task: str, tmp_path: Path):
+    plain = ['--quiet', '--config', str(ROOT / 'configs' / 'smoke' / f'{task}.yaml'), 'run.seeds=[3]']
+    plain += ['model.hidden_dropout_prob=0', 'run.cpu_threads=1', 'data.eval_batch_size=8', 'schedule.max_updates=6']
+    plain += [f'data.path={write_data(task, tmp_path)}']
+    # Where the loss chooses the epoch, the texts that fill the last batches may decide.
+    plain += ['generate.validate=true'] if task == 'summarization' else []
+    two = run_two([*plain, f'run.dir={tmp_path / "two"}'])
+    fastformer.main([*plain, f'run.dir={tmp_path / "one"}'])
+    found, wanted = (json.loads((run / 'seed_3' / 'result.json').read_text()) for run in (two, tmp_path / 'one'))
+    tested = [name for name in wanted if name.startswith('test_') and isinstance(wanted[name], float)]
+    assert tested
+    assert {name: found[name] for name in tested} == pytest.approx({name: wanted[name] for name in tested}, abs=1e-3)
+    assert found['updates'] == wanted['updates'] == 6

@@ -140,11 +140,14 @@ def _make_impressions(
 ) -> dict[str, Behaviors]:
     parts: dict[str, list[tuple[str, Sequence[int], np.ndarray, int]]] = {part: [] for part in PARTS}
     for user, order in watched.items():
+        unseen = np.ones(films, dtype=bool)
+        unseen[order[:1]] = False
         for place in range(1, len(order)):
+            # Films that are watched later may be shown: leaving them out would tell which ones are tested.
+            unseen[order[place]] = False
+            others = np.flatnonzero(unseen)
             left = len(order) - 1 - place
             part = PARTS[2 - left] if left < 2 else 'train'
-            # Films that are watched later may be shown: leaving them out would tell which ones are tested.
-            others = np.setdiff1d(np.arange(films), order[: place + 1])
             shown = draw.choice(others, min(negatives, len(others)), replace=False)
             at = int(draw.integers(len(shown) + 1))
             candidates = np.insert(shown, at, order[place])

@@ -1,8 +1,7 @@
 import os
-import tarfile
-from pathlib import Path
 
 import pytest
+from helpers import unpack_data
 
 from aft_vision.fastformer.data.behaviors import BehaviorTable
 from aft_vision.fastformer.data.interactions import read_alimama, read_mind_clicks, read_ratings
@@ -134,8 +133,7 @@ def test_what_is_damaged_in_alimama_is_named(tmp_path, place, value, message):
 @pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with ctr_samples and mind_subset.tar.xz')
 def test_the_real_files_are_read(tmp_path):
     for name in ('ctr_samples', 'mind_subset'):
-        with tarfile.open(Path(os.environ['AFT_DATA']) / f'{name}.tar.xz') as archive:
-            archive.extractall(tmp_path, filter='data')
+        unpack_data(f'{name}.tar.xz', tmp_path)
     table = BehaviorTable()
     ratings = read_ratings(tmp_path / 'ctr' / 'ml-100k', table, max_behaviors=5)
     assert (len(ratings), sum(ratings['label'])) == (100_000, 34_174 + 21_201)

@@ -1,9 +1,9 @@
 import os
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import unpack_data
 
 from aft_vision.fastformer.data.impressions import Behaviors, ClickSamples
 from aft_vision.fastformer.data.mind import News, read_mind_behaviors, read_mind_news
@@ -142,9 +142,7 @@ def test_columns_that_are_no_text_are_refused(folder):
 
 @pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with mind_subset.tar.xz')
 def test_real_impressions_are_read(tmp_path):
-    with tarfile.open(Path(os.environ['AFT_DATA']) / 'mind_subset.tar.xz') as archive:
-        archive.extractall(tmp_path, filter='data')
-    news = read_mind_news(tmp_path / 'mind')
+    news = read_mind_news(unpack_data('mind_subset.tar.xz', tmp_path) / 'mind')
     found = read_mind_behaviors(tmp_path / 'mind', news.rows, drop_missing=True)
     assert (len(news), len(found)) == (2000, 5000)
     # The impressions that keep a clicked and another news with a text.

@@ -1,9 +1,9 @@
 import os
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import unpack_data
 
 from aft_vision.fastformer.data.movielens import read_movielens
 from aft_vision.fastformer.data.synthetic import write_movielens
@@ -101,10 +101,7 @@ def test_an_empty_folder_is_named(tmp_path):
 
 @pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with ctr_samples.tar.xz')
 def test_the_real_films_are_read(tmp_path):
-    with tarfile.open(Path(os.environ['AFT_DATA']) / 'ctr_samples.tar.xz') as archive:
-        members = [member for member in archive.getmembers() if '/ml-100k/' in member.name]
-        archive.extractall(tmp_path, members, filter='data')
-    news, parts = read_movielens(tmp_path / 'ctr' / 'ml-100k', negatives=4)
+    news, parts = read_movielens(unpack_data('ctr_samples.tar.xz', tmp_path) / 'ctr' / 'ml-100k', negatives=4)
     assert (len(news), news.texts[0]) == (1682, "Toy Story 1995 Animation Children's Comedy")
     # 100,000 ratings of 943 users, less the first film of each.
     assert [len(parts[part]) for part in ('train', 'validation', 'test')] == [97_171, 943, 943]

@@ -1,8 +1,7 @@
 import os
-import tarfile
-from pathlib import Path
 
 import pytest
+from helpers import unpack_data
 
 from aft_vision.fastformer.data import read_ag_news, read_mind_topic
 from aft_vision.fastformer.data.synthetic import MIND_CATEGORIES, write_ag_news, write_mind
@@ -91,9 +90,7 @@ def test_what_is_not_ag_news_is_named(tmp_path, content, message):
 
 @pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with mind_subset.tar.xz')
 def test_real_news_are_read(tmp_path):
-    with tarfile.open(Path(os.environ['AFT_DATA']) / 'mind_subset.tar.xz') as archive:
-        archive.extract('mind/news.tsv', tmp_path, filter='data')
-    dataset = read_mind_topic(tmp_path / 'mind')
+    dataset = read_mind_topic(unpack_data('mind_subset.tar.xz', tmp_path) / 'mind' / 'news.tsv')
     assert len(dataset) == 2000
     assert dataset.features['label'].num_classes == 15
     names = dataset.features['label'].names
