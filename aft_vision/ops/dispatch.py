@@ -228,7 +228,7 @@ _define(
     empty_denominator,
     {
         'eager': _Form(full.full_forward, full.full_backward),
-        'cpp': _kernel('cpu.passes', 'full'),
+        'cpp': _kernel('cpu.full', 'full'),
         'triton': _triton('gpu.full', 'full'),
     },
 )
@@ -248,7 +248,7 @@ _define(
     empty_denominator,
     {
         'eager': _Form(conv.conv_forward, conv.conv_backward),
-        'cpp': _kernel('cpu.passes', 'conv'),
+        'cpp': _kernel('cpu.conv', 'conv'),
         'triton': _triton('gpu.conv', 'conv'),
     },
 )

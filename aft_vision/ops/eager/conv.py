@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aft_vision.ops.eager.mixing import CHUNK_ELEMENTS, TORCH, Passes, Workspace, mix_backward, mix_forward
+from aft_vision.ops.eager.mixing import CHUNK_ELEMENTS, Workspace, mix_backward, mix_forward
 from aft_vision.ops.eager.numerics import (
     accumulate_dtype,
     check_grid,
@@ -60,14 +60,14 @@ class ConvWeights:
 
     def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
         outside = self.kernel.new_full((len(self.kernel), 1, 1), 0.0 if self.global_context else float('-inf'))
-        shifts = _shifted_kernel(self.kernel, self.grid, outside)
+        shifts = shifted_kernel(self.kernel, self.grid, outside)
         return shifts.flatten(1)[head[:, None], self._shift_index(target)]
 
     def add_bias_rows_grad(self, head: Tensor, target: Tensor, grad: Tensor) -> None:
-        shifts = _shifted_kernel(torch.zeros_like(self.exp), self.grid, torch.zeros_like(self.outside))
+        shifts = shifted_kernel(torch.zeros_like(self.exp), self.grid, torch.zeros_like(self.outside))
         flat = head[:, None] * shifts[0].numel() + self._shift_index(target)
         shifts.view(-1).index_add_(0, flat.flatten(), grad.to(shifts.dtype).flatten())
-        self.grad_taps.add_(_unshifted_kernel(shifts, self.kernel.shape[-1]))
+        self.grad_taps.add_(unshifted_kernel(shifts, self.kernel.shape[-1]))
 
     def bias_grad(self) -> Tensor:
         """Gradient of the kernel, (h, s, s)."""
@@ -92,7 +92,7 @@ class ToeplitzWeights(ConvWeights):
     def __init__(self, kernel: Tensor, grid: tuple[int, int], global_context: bool, v: Tensor, channels: int) -> None:
         super().__init__(kernel, grid, global_context, v, channels)
         height, width = grid
-        shifts = _shifted_kernel(self.exp, grid, self.outside).to(self.product_dtype)
+        shifts = shifted_kernel(self.exp, grid, self.outside).to(self.product_dtype)
         # Row (y, x) is the window of the shifts that begins at (H - 1 - y, W - 1 - x): windows along W, then along H.
         bands = torch.stack([shifts[:, :, width - 1 - x : 2 * width - 1 - x] for x in range(width)], 1)
         rows = [bands[:, :, height - 1 - y : 2 * height - 1 - y] for y in range(height)]  # (h, W, H, W) each
@@ -121,7 +121,7 @@ class ToeplitzWeights(ConvWeights):
         rows = self.grad_matrix.view(heads, height, width, height, width).flip(1, 2)
         rows = torch.ops.aten.unfold_backward(rows, [heads, height, 2 * width - 1, height], 2, width, 1)
         shifts = torch.ops.aten.unfold_backward(rows, [heads, 2 * height - 1, 2 * width - 1], 1, height, 1)
-        self.grad_exp.add_(_unshifted_kernel(shifts, self.kernel.shape[-1]))
+        self.grad_exp.add_(unshifted_kernel(shifts, self.kernel.shape[-1]))
         return super().bias_grad()
 
     def _views(self, buffer: Tensor) -> Workspace:
@@ -231,28 +231,12 @@ def conv_forward(
         mix_forward(q, k, v, mask, depthwise, out, den)
         if depthwise.reliable:
             return out, den
-    return toeplitz_forward(TORCH, q, k, v, kernel, grid, mask, global_context, save)
-
-
-def toeplitz_forward(
-    passes: Passes,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    kernel: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    global_context: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
-    """The same in the Toeplitz form, with the given passes around the products."""
     out, den = empty_output(q, v), empty_denominator(k, v, save)
-    size, channels = (grid[0], grid[1]), v.shape[2] // k.shape[2]
     for head, channel in _head_groups(k, v):
         weights = ToeplitzWeights(kernel[head], size, global_context, v, channels)
         den_ = den[..., head] if save else den
         q_ = None if q is None else q[..., channel]
-        mix_forward(q_, k[..., head], v[..., channel], mask, weights, out[..., channel], den_, passes)
+        mix_forward(q_, k[..., head], v[..., channel], mask, weights, out[..., channel], den_)
     return out, den
 
 
@@ -276,25 +260,6 @@ def conv_backward(
         if depthwise.keeps_digits(den, shifted_exp(k, mask).sum(1, keepdim=True)):
             dq, dk, dv = mix_backward(grad, y, den, q, k, v, mask, depthwise, need_bias)
             return dq, dk, dv, depthwise.bias_grad() if need_bias else kernel.new_empty(0)
-    return toeplitz_backward(TORCH, grad, y, den, q, k, v, kernel, grid, mask, global_context, need_bias)
-
-
-def toeplitz_backward(
-    passes: Passes,
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    kernel: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    global_context: bool,
-    need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same in the Toeplitz form, with the given passes around the products."""
-    size, channels = (grid[0], grid[1]), v.shape[2] // k.shape[2]
     groups = []
     for head, channel in _head_groups(k, v):
         weights = ToeplitzWeights(kernel[head], size, global_context, v, channels)
@@ -309,7 +274,6 @@ def toeplitz_backward(
             mask,
             weights,
             need_bias,
-            passes,
         )
         groups.append((*dqkv, weights.bias_grad() if need_bias else kernel.new_empty(0)))
     dqs, dks, dvs, dkernels = (list(parts) for parts in zip(*groups, strict=True))
@@ -329,16 +293,22 @@ def _overlap(size: int, length: int) -> _Overlap:
     )
 
 
-def _shifted_kernel(kernel: Tensor, grid: tuple[int, int], outside: Tensor) -> Tensor:
-    # (h, s, s) -> (h, 2H - 1, 2W - 1): entry (H - 1 + dy, W - 1 + dx) is what (y, x) gives to (y + dy, x + dx).
+def shifted_kernel(kernel: Tensor, grid: tuple[int, int], outside: Tensor) -> Tensor:
+    """(h, s, s) to (h, 2H - 1, 2W - 1): entry (H - 1 + dy, W - 1 + dx) is that of a source dy, dx after its target.
+
+    Args:
+        kernel: one entry per distance within reach of it.
+        grid: H, W.
+        outside: (h, 1, 1), the entries of all others.
+    """
     rows, columns = _overlap(kernel.shape[-1], grid[0]), _overlap(kernel.shape[-1], grid[1])
     shifts = outside.expand(-1, 2 * grid[0] - 1, 2 * grid[1] - 1).clone()
     shifts[:, rows.shift, columns.shift] = kernel[:, rows.tap, columns.tap]
     return shifts
 
 
-def _unshifted_kernel(shifts: Tensor, size: int) -> Tensor:
-    # (h, 2H - 1, 2W - 1) -> (h, s, s); a tap that no shift reaches is 0.
+def unshifted_kernel(shifts: Tensor, size: int) -> Tensor:
+    """The other way, (h, 2H - 1, 2W - 1) to (h, size, size); a tap that no distance on the grid reaches is 0."""
     rows = _overlap(size, (shifts.shape[1] + 1) // 2)
     columns = _overlap(size, (shifts.shape[2] + 1) // 2)
     kernel = shifts.new_zeros(len(shifts), size, size)

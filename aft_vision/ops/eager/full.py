@@ -5,7 +5,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from aft_vision.ops.eager.mixing import TORCH, Passes, Workspace, mix_backward, mix_forward
+from aft_vision.ops.eager.mixing import Workspace, mix_backward, mix_forward
 from aft_vision.ops.eager.numerics import (
     accumulate_dtype,
     check_qkv,
@@ -98,15 +98,8 @@ def full_forward(
     q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, save: bool
 ) -> tuple[Tensor, Tensor]:
     """y and the denominators (AFT Eq. 2)."""
-    return full_forward_by(TORCH, q, k, v, bias, mask, save)
-
-
-def full_forward_by(
-    passes: Passes, q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor]:
-    """The same with other passes around the products."""
     out, den = empty_output(q, v), empty_denominator(k, v, save)
-    mix_forward(q, k, v, mask, FullWeights(bias, v), out, den, passes)
+    mix_forward(q, k, v, mask, FullWeights(bias, v), out, den)
     return out, den
 
 
@@ -122,24 +115,8 @@ def full_backward(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and bias."""
-    return full_backward_by(TORCH, grad, y, den, q, k, v, bias, mask, need_bias)
-
-
-def full_backward_by(
-    passes: Passes,
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same with other passes around the products."""
     weights = FullWeights(bias, v)
-    dq, dk, dv = mix_backward(grad, y, den, q, k, v, mask, weights, need_bias, passes)
+    dq, dk, dv = mix_backward(grad, y, den, q, k, v, mask, weights, need_bias)
     return dq, dk, dv, weights.bias_grad() if need_bias else bias.new_empty(0)
 
 

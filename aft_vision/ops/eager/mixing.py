@@ -58,99 +58,6 @@ class Weights(Protocol):
         """Add the gradient (N, T) of `bias_rows`."""
 
 
-class Passes:
-    """What is done to a chunk of a batch around the products, in torch."""
-
-    def forward(
-        self,
-        q: Tensor | None,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        weights: Weights,
-        spaces: list[Workspace],
-        out: Tensor,
-        den: Tensor,
-    ) -> None:
-        """Write y and, unless den is empty, the denominators of b sequences, in two workspaces for as many."""
-        x, spare = spaces
-        v = masked_values(v, mask)
-        _fill_exponentials(x, k, _by_head(v, k.shape[2]), mask)
-        self.leave(q, k, v, mask, weights, weights.apply(x, spare), out, den)
-
-    def leave(
-        self,
-        q: Tensor | None,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        weights: Weights,
-        sums: Workspace,
-        out: Tensor,
-        den: Tensor,
-    ) -> None:
-        """Write the gated ratio of the sums and, unless den is empty, the denominators."""
-        dtype, bottom = accumulate_dtype(v), sums.keys.to(accumulate_dtype(v))
-        lost = _underflowed(bottom)
-        if den.numel():
-            den.copy_(sums.keys.squeeze(-1))
-        ratio = sums.values.to(dtype).div_(bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))
-        if lost is not None and may_branch(k):
-            v = _by_head(masked_values(v, mask), k.shape[2])
-            _repair_forward(ratio, k, v, mask, weights, lost)  # ratio is (b, T, h, c)
-        _write_gated(out, q, ratio)
-
-    def backward(
-        self,
-        grad: Tensor,
-        y: Tensor,
-        den: Tensor,
-        q: Tensor | None,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        weights: Weights,
-        need_bias: bool,
-        spaces: list[Workspace],
-        dq: Tensor | None,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> None:
-        """Write the gradients of q, k and v of b sequences, in three workspaces for as many; add to the weights'."""
-        dtype, heads = accumulate_dtype(v), k.shape[2]
-        v_ = _by_head(masked_values(v, mask), heads)
-        g, out = grad.to(dtype), y.to(dtype)
-        go = g * out
-        s = gate(q, dtype)
-        if s is not None and dq is not None:
-            dq.copy_(torch.addcmul(go, go, s, value=-1))
-        bottom = den.to(dtype).unsqueeze(-1)  # (b, T, h, 1)
-        lost = _underflowed(bottom)
-        a = _by_head(g if s is None else g * s, heads)  # (b, T, h, c)
-        r, x, spare = spaces
-        top = 1 / (bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))
-        if lost is not None:
-            top = top.masked_fill(lost, 0.0)
-        torch.mul(a, top, out=r.values)
-        r.keys.copy_(_by_head(go, heads).sum(-1, keepdim=True).mul_(top).neg_())
-        _fill_exponentials(x, k, v_, mask)
-        z = weights.apply_transpose(r, spare)
-        wide = [d if d.dtype == dtype else torch.empty(d.shape, dtype=dtype, device=d.device) for d in (dk, dv)]
-        dk_, dv_ = wide[0].unsqueeze(-1), _by_head(wide[1], heads)
-        torch.mul(z.values, x.keys, out=dv_)
-        torch.mul((z.values * v_).sum(-1, keepdim=True).add_(z.keys), x.keys, out=dk_)
-        if need_bias:
-            weights.add_grad(r, x)
-        if lost is not None and may_branch(k):
-            _repair_backward(a, k, v_, mask, weights, lost, dk_, dv_, need_bias)
-        for found, d in zip(wide, (dk, dv), strict=True):
-            if found is not d:
-                d.copy_(found)
-
-
-TORCH = Passes()
-
-
 def mix_forward(
     q: Tensor | None,
     k: Tensor,
@@ -159,13 +66,12 @@ def mix_forward(
     weights: Weights,
     out: Tensor,
     den: Tensor,
-    passes: Passes = TORCH,
 ) -> None:
     """Write y (B, T, D) into out and, unless den is empty, the denominators (B, T, h) into den."""
     buffers = _Buffers(weights)
     for part in _chunks(v, weights):
         chunk = _slice(q, part), k[part], v[part], _slice(mask, part)
-        passes.forward(*chunk, weights, buffers.take(len(k[part])), out[part], den[part] if den.numel() else den)
+        _forward_chunk(*chunk, weights, buffers.take(len(k[part])), out[part], den[part] if den.numel() else den)
 
 
 def mix_backward(
@@ -178,7 +84,6 @@ def mix_backward(
     mask: Tensor | None,
     weights: Weights,
     need_bias: bool,
-    passes: Passes = TORCH,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v; that of the bias is left in `weights`. An empty gradient stands for q = None."""
     dq, dk, dv = (None if x is None else x.new_empty(x.shape) for x in (q, k, v))
@@ -188,8 +93,80 @@ def mix_backward(
     for part in _chunks(v, weights):
         inputs = grad[part], y[part], den[part], _slice(q, part), k[part], v[part], _slice(mask, part)
         spaces = buffers.take(len(k[part]))
-        passes.backward(*inputs, weights, need_bias, spaces, _slice(dq, part), dk[part], dv[part])
+        _backward_chunk(*inputs, weights, need_bias, spaces, _slice(dq, part), dk[part], dv[part])
     return k.new_empty(0) if dq is None else dq, dk, dv
+
+
+def _forward_chunk(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    spaces: list[Workspace],
+    out: Tensor,
+    den: Tensor,
+) -> None:
+    # y and, unless den is empty, the denominators of b sequences, in two workspaces for as many.
+    x, spare = spaces
+    v = _by_head(masked_values(v, mask), k.shape[2])
+    _fill_exponentials(x, k, v, mask)
+    sums = weights.apply(x, spare)
+    dtype, bottom = accumulate_dtype(v), sums.keys.to(accumulate_dtype(v))
+    lost = _underflowed(bottom)
+    if den.numel():
+        den.copy_(sums.keys.squeeze(-1))
+    ratio = sums.values.to(dtype).div_(bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))
+    if lost is not None and may_branch(k):
+        _repair_forward(ratio, k, v, mask, weights, lost)  # ratio is (b, T, h, c)
+    _write_gated(out, q, ratio)
+
+
+def _backward_chunk(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    need_bias: bool,
+    spaces: list[Workspace],
+    dq: Tensor | None,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    # The gradients of q, k and v of b sequences, in three workspaces for as many; adds to the weights'.
+    dtype, heads = accumulate_dtype(v), k.shape[2]
+    v_ = _by_head(masked_values(v, mask), heads)
+    g, out = grad.to(dtype), y.to(dtype)
+    go = g * out
+    s = gate(q, dtype)
+    if s is not None and dq is not None:
+        dq.copy_(torch.addcmul(go, go, s, value=-1))
+    bottom = den.to(dtype).unsqueeze(-1)  # (b, T, h, 1)
+    lost = _underflowed(bottom)
+    a = _by_head(g if s is None else g * s, heads)  # (b, T, h, c)
+    r, x, spare = spaces
+    top = 1 / (bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))
+    if lost is not None:
+        top = top.masked_fill(lost, 0.0)
+    torch.mul(a, top, out=r.values)
+    r.keys.copy_(_by_head(go, heads).sum(-1, keepdim=True).mul_(top).neg_())
+    _fill_exponentials(x, k, v_, mask)
+    z = weights.apply_transpose(r, spare)
+    wide = [d if d.dtype == dtype else torch.empty(d.shape, dtype=dtype, device=d.device) for d in (dk, dv)]
+    dk_, dv_ = wide[0].unsqueeze(-1), _by_head(wide[1], heads)
+    torch.mul(z.values, x.keys, out=dv_)
+    torch.mul((z.values * v_).sum(-1, keepdim=True).add_(z.keys), x.keys, out=dk_)
+    if need_bias:
+        weights.add_grad(r, x)
+    if lost is not None and may_branch(k):
+        _repair_backward(a, k, v_, mask, weights, lost, dk_, dv_, need_bias)
+    for found, d in zip(wide, (dk, dv), strict=True):
+        if found is not d:
+            d.copy_(found)
 
 
 def _repair_forward(ratio: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weights: Weights, lost: Tensor) -> None:

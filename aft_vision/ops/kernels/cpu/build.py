@@ -69,6 +69,8 @@ def _build(anew: bool = False) -> Path:
     """
     capability = torch.backends.cpu.get_cpu_capability()
     flags = FLAGS + VECTOR_FLAGS.get(capability, [])
+    if capability == 'AVX512' and torch.cpu._is_avx512_bf16_supported():
+        flags = [*flags, '-mavx512bf16']
     chosen = os.environ.get('CXX', 'c++')
     compiler = shutil.which(chosen)
     content = b''.join(path.read_bytes() for path in SOURCES + HEADERS)

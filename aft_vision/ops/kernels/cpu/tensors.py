@@ -18,6 +18,29 @@ def tokens(x: Tensor | None) -> Tokens:
     return Tokens(None, 0, 0) if x is None else Tokens(x.data_ptr(), x.stride(0), x.stride(1))
 
 
+class Array(ctypes.Structure):
+    """A (B, T, n) tensor of float32, or bfloat16 where `half`, whose channels are neighbours; null without one."""
+
+    _fields_ = [
+        ('data', ctypes.c_void_p),
+        ('batch', ctypes.c_int64),
+        ('token', ctypes.c_int64),
+        ('half', ctypes.c_int64),
+    ]
+
+
+def array(x: Tensor | None) -> Array:
+    """A tensor in its own type as the kernels take it, which must outlive the call."""
+    if x is None:
+        return Array(None, 0, 0, 0)
+    return Array(x.data_ptr(), x.stride(0), x.stride(1), x.dtype == torch.bfloat16)
+
+
+def rows(x: Tensor | None) -> Tensor | None:
+    """The same, with channels that are neighbours in memory, as a part of a fused projection has them."""
+    return x if x is None or x.stride(2) == 1 else x.contiguous()
+
+
 def pointer(x: Tensor | None) -> ctypes.c_void_p:
     """The elements of a contiguous tensor."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())
@@ -35,10 +58,7 @@ def number(value: float) -> ctypes.c_float:
 
 def neighbours(x: Tensor | None) -> Tensor | None:
     """float32 whose channels are neighbours in memory, as a part of a fused projection has them."""
-    if x is None:
-        return None
-    x = x.float()
-    return x if x.stride(2) == 1 else x.contiguous()
+    return None if x is None else rows(x.float())
 
 
 def on_cpu(*inputs: Tensor | None) -> bool:

@@ -27,11 +27,13 @@ struct Tokens {
 Vec splat(float x) { return x - Vec{}; }
 
 Vec load(const float *p, int lanes) {
+  if (lanes == LANES) {
+    Vec whole;
+    std::memcpy(&whole, p, sizeof whole);
+    return whole;
+  }
   Vec x{};
-  if (lanes == LANES)
-    std::memcpy(&x, p, sizeof x);
-  else
-    std::memcpy(&x, p, 4 * lanes);
+  std::memcpy(&x, p, 4 * lanes);
   return x;
 }
 

@@ -1,4 +1,4 @@
-"""The compiled passes around products: where they run, their values, and what torch repairs."""
+"""The compiled AFT-full and AFT-conv with heads of several channels: where they run, their values, repairs."""
 
 import math
 from typing import Any
@@ -22,11 +22,14 @@ from torch import Tensor
 import aft_vision
 from aft_vision import ops
 from aft_vision.ops import reference
-from aft_vision.ops.eager.mixing import Passes
+from aft_vision.ops.eager import conv, full
 
-NAMES = {f'aft_vision::passes_{name}' for name in ('enter', 'leave', 'spread', 'collect')}
-# Heads, channels and grid: less than a vector, more than one of tokens, of heads and of channels, and whole ones.
-CASES = [(2, 6, (1, 5)), (7, 70, (3, 4)), (18, 36, (5, 7)), (16, 32, (4, 8))]
+FULL = {'aft_vision::full_forward', 'aft_vision::full_backward'}
+CONV = {'aft_vision::conv_forward', 'aft_vision::conv_backward'}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Heads, channels and grid: less than a vector, more than one of tokens, of heads and of channels, whole ones, a head
+# wider than a strip, and a row that is more than one piece, of which a kernel of 5 covers a part.
+CASES = [(2, 6, (1, 5)), (7, 70, (3, 4)), (18, 36, (5, 7)), (16, 32, (4, 8)), (2, 90, (6, 3)), (3, 12, (4, 43))]
 
 
 def full_inputs(T: int, D: int, masked: bool = False) -> dict[str, Any]:
@@ -53,7 +56,7 @@ def single(inputs: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[s
     return inputs | {name: x.to(dtype).requires_grad_() for name, x in floats.items()}
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
 @pytest.mark.parametrize(('heads', 'D', 'grid'), CASES)
 def test_aft_conv_equals_float64(heads: int, D: int, grid: tuple[int, int], masked: bool, dtype: torch.dtype):
@@ -61,9 +64,9 @@ def test_aft_conv_equals_float64(heads: int, D: int, grid: tuple[int, int], mask
     assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs, dtype)
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
-@pytest.mark.parametrize(('T', 'D'), [(8, 5), (20, 40), (17, 64)])
+@pytest.mark.parametrize(('T', 'D'), [(8, 5), (20, 40), (17, 64), (61, 33)])
 def test_aft_full_equals_float64(T: int, D: int, masked: bool, dtype: torch.dtype):
     assert_matches_reference(ops.aft_full, reference.aft_full, full_inputs(T, D, masked), dtype)
 
@@ -92,53 +95,88 @@ def test_what_underflows_is_repaired(keys: str, bias: str):
     assert_matches_reference(ops.aft_conv, reference.aft_conv, conv, nasty=True)
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+def forbid_torch(patch: pytest.MonkeyPatch) -> None:
+    """What is left to do where digits are lost."""
+    for module, name in ((full, 'full'), (conv, 'conv')):
+        for direction in ('forward', 'backward'):
+            patch.setattr(module, f'{name}_{direction}', lambda *inputs: pytest.fail('expected the kernels alone'))
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
 def test_they_run_by_themselves_and_never_in_eager(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    full, conv = single(full_inputs(20, 40), dtype), single(conv_inputs(7, 70, (3, 4)), dtype)
+    full_, conv_ = single(full_inputs(20, 40), dtype), single(conv_inputs(7, 70, (3, 4)), dtype)
     with monkeypatch.context() as patch:
-        # What torch is left with where digits are lost.
-        for name in ('leave', 'backward'):
-            patch.setattr(Passes, name, lambda *inputs: pytest.fail('expected the compiled passes alone'))
-        assert kernels_run(lambda: ops.aft_full(**full).float().sum().backward()) == NAMES
-        assert kernels_run(lambda: ops.aft_conv(**conv).float().sum().backward()) == NAMES
-    assert kernels_run(lambda: ops.aft_full(**full, backend='eager').float().sum().backward()) == set()
-    assert kernels_run(lambda: ops.aft_conv(**conv, backend='eager').float().sum().backward()) == set()
+        forbid_torch(patch)
+        assert kernels_run(lambda: ops.aft_full(**full_).float().sum().backward()) == FULL
+        assert kernels_run(lambda: ops.aft_conv(**conv_).float().sum().backward()) == CONV
+    assert kernels_run(lambda: ops.aft_full(**full_, backend='eager').float().sum().backward()) == set()
+    assert kernels_run(lambda: ops.aft_conv(**conv_, backend='eager').float().sum().backward()) == set()
 
 
-@pytest.mark.parametrize('name', ['aft_full_tiny', 'aft_conv_tiny_k11_h32'])
-def test_registered_models_run_them_forward_and_backward(name: str):
+@pytest.mark.parametrize(('name', 'kernels'), [('aft_full_tiny', FULL), ('aft_conv_tiny_k11_h32', CONV)])
+def test_registered_models_run_them_forward_and_backward(name: str, kernels: set[str]):
     assert aft_vision.__version__
     model = timm.create_model(name, depth=1, num_classes=2)
     x = torch.randn(1, 3, 224, 224)
-    assert kernels_run(lambda: model(x).sum().backward()) == NAMES
+    assert kernels_run(lambda: model(x).sum().backward()) == kernels
 
 
-def test_a_lost_chunk_alone_goes_to_torch(monkeypatch: pytest.MonkeyPatch):
-    from aft_vision.ops.eager import mixing
+@pytest.mark.parametrize('global_context', [True, False], ids=['global', 'window'])
+@pytest.mark.parametrize(('grid', 's'), [((5, 7), 5), ((9, 40), 7), ((3, 4), 15), ((40, 2), 3)])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+def test_aft_conv_equals_float64_within_and_beyond_reach(grid, s: int, global_context: bool, dtype: torch.dtype):
+    inputs = conv_inputs(3, 12, grid) | {'kernel': randn(3, s, s, seed=8), 'global_context': global_context}
+    assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs, dtype)
 
-    repaired: list[int] = []
-    repair = mixing._repair_forward
-    monkeypatch.setattr(
-        mixing, '_repair_forward', lambda ratio, *rest: repaired.append(len(ratio)) or repair(ratio, *rest)
-    )
-    monkeypatch.setattr('aft_vision.ops.eager.full.LEAST_ELEMENTS', 1)
-    monkeypatch.setattr('aft_vision.ops.eager.full.THREAD_ELEMENTS', 1)  # a sequence at a time
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+def test_several_threads_equal_float64(three_threads, dtype: torch.dtype):
+    # Batches that are cut into unequal parts, and the gradients of the weights that each thread sums.
+    q, k, v = make_qkv(B=7, T=35, D=40)
+    inputs = {'q': q, 'k': k, 'v': v, 'bias': randn(35, 35, seed=7)}
+    assert_matches_reference(ops.aft_full, reference.aft_full, inputs, dtype)
+    k = randn(7, 35, 8, seed=3)
+    inputs = {'q': q, 'k': k, 'v': v, 'kernel': randn(8, 5, 5, seed=7), 'grid': (5, 7)}
+    assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs, dtype)
+
+
+def test_a_sequence_does_not_depend_on_the_others_in_its_batch():
+    # A batch of 13 is cut otherwise than one of 1, and the columns of a sequence lie elsewhere in the strips.
+    q, k, v = (x.float() for x in make_qkv(B=13, T=30, D=24, heads=4))
+    kernel = randn(4, 5, 5, seed=7).float()
+    whole = ops.aft_conv(q, k, v, kernel, grid=(5, 6))
+    for i in range(13):
+        assert_close(whole[i], ops.aft_conv(q[i : i + 1], k[i : i + 1], v[i : i + 1], kernel, grid=(5, 6))[0], 1e-6)
+
+
+def test_a_gradient_of_the_bias_that_needs_too_much_room_is_left_to_torch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr('aft_vision.ops.kernels.cpu.full.MOST_ELEMENTS', 100)
+    assert_matches_reference(ops.aft_full, reference.aft_full, full_inputs(20, 40))
+    inputs = single(full_inputs(20, 40))
+    assert kernels_run(lambda: ops.aft_full(**inputs).sum().backward()) == {'aft_vision::full_forward'}
+
+
+def test_a_call_with_a_lost_denominator_goes_to_torch():
     inputs = single(full_inputs(18, 5))
     inputs['bias'] = inputs['bias'].detach().clone()
     inputs['bias'][5, 0] = -200.0
-    with torch.no_grad():
-        before = ops.aft_full(**inputs)
-        inputs['k'][1, 0] = 200.0  # the fifth target alone does not see it
-        after = ops.aft_full(**inputs)
-    assert repaired == [1]
-    assert torch.equal(after[0], before[0])
-    assert_close(after, reference.aft_full(**{n: None if x is None else x.double() for n, x in inputs.items()}), 1e-4)
+    inputs['k'] = inputs['k'].detach().clone()
+    inputs['k'][1, 0] = 200.0  # the fifth target alone does not see it
+    expected = reference.aft_full(**{n: None if x is None else x.double() for n, x in inputs.items()})
+    assert_close(ops.aft_full(**inputs), expected, 1e-4)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 def test_a_sequence_without_tokens_costs_torch_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    for name in ('leave', 'backward'):
-        monkeypatch.setattr(Passes, name, lambda *inputs: pytest.fail('expected the compiled passes alone'))
+    forbid_torch(monkeypatch)
     for op, inputs in ((ops.aft_full, full_inputs(20, 40, True)), (ops.aft_conv, conv_inputs(7, 70, (3, 4), True))):
         low = single(inputs, dtype)
         y = op(**low)

@@ -1,0 +1,90 @@
+"""AFT-full on a CPU: `full.cpp`, with sums in float32.
+
+A call with a denominator that underflows is done again by the torch form, which repairs it.
+"""
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from aft_vision.ops.eager import full
+from aft_vision.ops.eager.numerics import empty_denominator, empty_output
+from aft_vision.ops.kernels.cpu.build import compiled
+from aft_vision.ops.kernels.cpu.product import LEAST, covers, multiplies_pairs, pack, readable, whole_vectors, writable
+from aft_vision.ops.kernels.cpu.tensors import array, cast, number, numbers, pointer
+
+# Of the gradient of the weights, of which each thread sums a part by itself.
+MOST_ELEMENTS = 1 << 27
+
+
+def covers_full(q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> bool:
+    """Whether this is made for such inputs: a CPU, sums in float32."""
+    return covers(q, k, v, bias, mask)
+
+
+def full_forward(
+    q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (AFT Eq. 2)."""
+    out, den = empty_output(q, v), empty_denominator(k, v, save)
+    y = writable(out)
+    inputs, mask_ = [readable(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
+    pairs = multiplies_pairs(v)
+    weights = pack(_exp(bias).t(), pairs)
+    with record_function('aft_vision::full_forward'):
+        good = compiled().aft_full_forward(
+            numbers((*v.shape, pairs)),
+            pointer(weights),
+            *map(array, inputs),
+            pointer(mask_),
+            array(y),
+            array(den if save else None),
+            number(LEAST),
+            torch.get_num_threads(),
+        )
+    if not good:
+        return full.full_forward(q, k, v, bias, mask, save)
+    return out if y is out else out.copy_(y), den
+
+
+def full_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and bias."""
+    inputs, mask_ = [readable(x) for x in (grad, y, den, q, k, v)], None if mask is None else mask.contiguous()
+    dq, dk, dv = (None if x is None else writable(x.new_empty(x.shape)) for x in (q, k, v))
+    parts = torch.get_num_threads(), v.shape[1], whole_vectors(v.shape[1])
+    d_weights = torch.zeros(parts if need_bias else 0, dtype=torch.float32, device='cpu')
+    pairs, exp = multiplies_pairs(v), _exp(bias)
+    weights = pack(exp, pairs)
+    good = d_weights.numel() <= MOST_ELEMENTS
+    if good:
+        with record_function('aft_vision::full_backward'):
+            good = compiled().aft_full_backward(
+                numbers((*v.shape, pairs)),
+                pointer(weights),
+                *map(array, inputs),
+                pointer(mask_),
+                *map(array, (dq, dk, dv)),
+                pointer(d_weights if need_bias else None),
+                number(LEAST),
+                torch.get_num_threads(),
+            )
+    if not good:
+        return full.full_backward(grad, y, den, q, k, v, bias, mask, need_bias)
+    d_bias = d_weights.sum(0)[:, : v.shape[1]] * exp if need_bias else None
+    found = cast((dq, dk, dv, d_bias), (q, k, v, bias), k)
+    return found[0], found[1], found[2], found[3]
+
+
+def _exp(bias: Tensor) -> Tensor:
+    bias = bias.float()
+    return (bias - bias.amax(dim=1, keepdim=True)).exp_()

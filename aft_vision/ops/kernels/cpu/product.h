@@ -1,0 +1,188 @@
+// Products of position weights with what stands at tokens, in registers: out[row] = start + sum of weight[row, i] x[i].
+//
+// The columns of x are cut into strips of a vector. Within a strip term follows term, so that a product reads memory in
+// its order, and a strip of one sequence stays in the nearest cache for all rows.
+
+#pragma once
+
+#include <cstddef>
+
+#include "tensor.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// The sums of so many rows and two strips fill the registers.
+#if defined(__AVX512F__)
+constexpr int ROWS = 14;
+#else
+constexpr int ROWS = 6;
+#endif
+constexpr int STRIPS = 2;
+
+// How operands are multiplied: DEPTH neighbouring terms to a word of memory, sums in float32.
+struct Single {
+  static constexpr int DEPTH = 1;
+  typedef float Word;
+  typedef Vec Words;
+
+  static Vec add(Vec sum, Word weight, Words x) { return sum + weight * x; }
+
+  static Words pack(const Vec *x) { return *x; }
+};
+
+#if defined(__AVX512BF16__)
+struct Pair {
+  static constexpr int DEPTH = 2;
+  typedef uint32_t Word;
+  typedef WordVec Words;
+
+  static Vec add(Vec sum, Word weight, Words x) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(weight - WordVec{}), (__m512bh)x);
+  }
+
+  static Words pack(const Vec *x) { return round_half(x[0]) >> 16 | round_half(x[1]); }
+};
+#endif
+
+// Calls `f` with the way to multiply and the words.
+template <typename F>
+auto with_words(bool pairs, const void *words, F f) {
+#if defined(__AVX512BF16__)
+  if (pairs) return f(Pair{}, static_cast<const uint32_t *>(words));
+#endif
+  return f(Single{}, static_cast<const float *>(words));
+}
+
+// Words of a row of a strip whose neighbouring columns are the terms.
+template <typename Op>
+constexpr int ROW_WORDS = LANES / Op::DEPTH;
+
+template <typename Op>
+void store_words(typename Op::Word *to, typename Op::Words x) {
+  std::memcpy(to, &x, sizeof x);
+}
+
+// A row of LANES columns, of which neighbours share a word.
+inline void store_row(float *to, Vec x) { store(to, x, LANES); }
+
+inline void store_row(uint32_t *to, Vec x) {
+  const HalfVec y = narrow(x);
+  std::memcpy(to, &y, sizeof y);
+}
+
+// Strides are in elements of what they belong to.
+template <typename Op>
+struct Product {
+  const typename Op::Word *weights;  // of the first row
+  int64_t step, run;                 // from a word of terms to the next, and from a run of them to the next
+  int64_t runs, length;              // words of terms in a run
+  const typename Op::Word *x;        // the first strip
+  int64_t strip, x_run;              // to the next one, and from run to run
+  const float *start;                // a vector for each strip
+  int64_t start_row;                 // 0 where all rows begin with the same
+  float *out;                        // a vector for each strip; may be `start`
+  int64_t out_row;
+};
+
+template <typename Op, int ROW, int N, int R>
+void multiply_rows(const Product<Op> &p) {
+  Vec sum[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) sum[r][n] = load(p.start + r * p.start_row + n * LANES, LANES);
+  for (int64_t run = 0; run < p.runs; ++run) {
+    const typename Op::Word *weight = p.weights + run * p.run, *x = p.x + run * p.x_run;
+    for (int64_t i = 0; i < p.length; ++i, weight += p.step, x += LANES) {
+      typename Op::Words columns[N];
+      for (int n = 0; n < N; ++n) std::memcpy(&columns[n], x + n * p.strip, sizeof columns[n]);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int n = 0; n < N; ++n) sum[r][n] = Op::add(sum[r][n], weight[r * ROW], columns[n]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(p.out + r * p.out_row + n * LANES, sum[r][n], LANES);
+}
+
+// `rows`, at most ROWS, whose weights lie ROW words apart, and N strips.
+template <typename Op, int ROW, int N, int R = ROWS>
+void multiply(const Product<Op> &p, int rows) {
+  if (rows == R)
+    multiply_rows<Op, ROW, N, R>(p);
+  else if constexpr (R > 1)
+    multiply<Op, ROW, N, R - 1>(p, rows);
+}
+
+// All of `strips`, two at a time.
+template <typename Op, int ROW>
+void multiply_strips(Product<Op> p, int rows, int64_t strips) {
+  for (; strips >= STRIPS; strips -= STRIPS) {
+    multiply<Op, ROW, STRIPS>(p, rows);
+    p.x += STRIPS * p.strip;
+    p.start += STRIPS * LANES;
+    p.out += STRIPS * LANES;
+  }
+  if (strips) multiply<Op, ROW, 1>(p, rows);
+}
+
+// GCC knows Clang's name from version 12 on.
+#if defined(__clang__)
+#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, IntVec{__VA_ARGS__})
+#endif
+
+// As many tokens as columns; a row is a vector.
+struct Tile {
+  Vec row[LANES] = {};
+
+  // Rows become columns: shuffling halves into one another as often as an index has bits rotates row into column.
+  void transpose() {
+    for (int width = LANES; width > 1; width /= 2) {
+      Vec mixed[LANES];
+      for (int i = 0; i < LANES / 2; ++i) {
+        const Vec x = row[i], y = row[i + LANES / 2];
+#if defined(__AVX512F__)
+        mixed[2 * i] = SHUFFLE(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        mixed[2 * i + 1] = SHUFFLE(x, y, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#else
+        mixed[2 * i] = SHUFFLE(x, y, 0, 8, 1, 9, 2, 10, 3, 11);
+        mixed[2 * i + 1] = SHUFFLE(x, y, 4, 12, 5, 13, 6, 14, 7, 15);
+#endif
+      }
+      std::copy_n(mixed, LANES, row);
+    }
+  }
+
+  // Writes the columns, words of neighbouring ones, as terms of a strip.
+  template <typename Op>
+  void store_terms(typename Op::Word *to) {
+    transpose();
+    for (int i = 0; i < LANES; i += Op::DEPTH) store_words<Op>(to + i / Op::DEPTH * LANES, Op::pack(row + i));
+  }
+};
+
+// Uninitialised memory that begins where a line of the caches does.
+template <typename T>
+class Room {
+ public:
+  explicit Room(int64_t count) : data_(new T[count + LINE / sizeof(T)]) {
+    const uintptr_t start = reinterpret_cast<uintptr_t>(data_);
+    aligned_ = reinterpret_cast<T *>((start + LINE - 1) / LINE * LINE);
+  }
+  Room(const Room &) = delete;
+  Room &operator=(const Room &) = delete;
+  ~Room() { delete[] data_; }
+
+  T *data() const { return aligned_; }
+
+ private:
+  static constexpr size_t LINE = 64;
+  T *data_, *aligned_;
+};
+
+}  // namespace

@@ -1,0 +1,63 @@
+"""What the kernels around `product.h` share: where they run, and their weights as words."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aft_vision.ops.eager.numerics import UNDERFLOW, accumulate_dtype, product_dtype
+from aft_vision.ops.kernels.cpu.build import compiled, library
+from aft_vision.ops.kernels.cpu.tensors import on_cpu, room, rows
+
+LEAST = UNDERFLOW[torch.float32]
+# What the kernels read and write; other types are widened.
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def covers(q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> bool:
+    """Whether the kernels are made for such inputs: a CPU, sums in float32."""
+    single = accumulate_dtype(v) == torch.float32
+    return single and on_cpu(q, k, v, bias, mask) and v.numel() > 0 and library() is not None
+
+
+def readable(x: Tensor | None) -> Tensor | None:
+    """As the kernels read it."""
+    return rows(x if x is None or x.dtype in DTYPES else x.float())
+
+
+def writable(x: Tensor) -> Tensor:
+    """Room for a result that is to be copied to x; an uninitialised tensor of its type where the kernels write that."""
+    return x if x.dtype in DTYPES else room(x.shape)
+
+
+def multiplies_pairs(v: Tensor) -> bool:
+    """Whether a word of an operand is a pair of bfloat16 terms, not a float32."""
+    return product_dtype(v) == torch.bfloat16 and bool(compiled().aft_has_pairs())
+
+
+@functools.cache
+def lanes() -> int:
+    """Floats of a vector."""
+    return compiled().aft_lanes()
+
+
+def whole_vectors(count: int) -> int:
+    """At least so many floats."""
+    return -(-count // lanes()) * lanes()
+
+
+def pack(weights: Tensor, pairs: bool) -> Tensor:
+    """Weights (terms, rows) as words: each row's own of a term, or of two terms that follow each other."""
+    if not pairs:
+        return weights.float().contiguous()
+    weights = F.pad(weights.to(torch.bfloat16), (0, 0, 0, len(weights) % 2))
+    return weights.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
+
+
+def pack_neighbours(weights: Tensor, pairs: bool) -> Tensor:
+    """Weights (n, terms) as words: each of a term, or of a term and the next."""
+    if not pairs:
+        return weights.contiguous()
+    following = F.pad(weights[:, 1:], (0, 1))
+    return torch.stack([weights, following], -1).to(torch.bfloat16)
