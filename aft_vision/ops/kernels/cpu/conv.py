@@ -37,8 +37,7 @@ def covers_conv(
     global_context: bool,
 ) -> bool:
     """Whether one of the kernels is made for such inputs: a CPU, sums in float32."""
-    own = covers(q, k, v, kernel, mask)
-    return own or depthwise.covers_conv(q, k, v, kernel, grid, mask, global_context)
+    return covers(q, k, v, kernel, mask)
 
 
 def conv_forward(
