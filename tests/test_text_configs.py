@@ -224,3 +224,21 @@ def test_the_small_recipes_differ_in_their_texts_alone():
     imdb, ag_news = load('small_imdb'), load('small_ag_news')
     assert dataclasses.replace(imdb, data=ag_news.data) == ag_news
     assert imdb.run.seeds == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        ('data.max_length=0', r'data\.max_length to be at least 1, got 0'),
+        ('data.batch_size=0', r'data\.batch_size to be at least 1, got 0'),
+        ('data.min_frequency=0', r'data\.min_frequency to be at least 1, got 0'),
+        ('data.eval_batch_size=0', r'data\.eval_batch_size to be at least 1, or null.*, got 0'),
+        ('data.test_share=1.0', r'data\.test_share to be in \(0, 1\), got 1\.0'),
+        ('data={test_share: 0.5, valid_share: 0.5}', r'data\.test_share \+ data\.valid_share to be below 1, got 1\.0'),
+        ('data.num_workers=-1', r'data\.num_workers to be at least 0, got -1'),
+    ],
+)
+@pytest.mark.parametrize('name', SMOKE)
+def test_every_task_checks_what_all_data_have(name, override, message):
+    with pytest.raises(ValueError, match=message):
+        load_text_config(ROOT / 'smoke' / f'{name}.yaml', [override])

@@ -119,7 +119,7 @@ def check_files(config: TextConfig) -> None:
 
     A name that is no folder would be asked for on the hub, when the folder of the runs is already written.
     """
-    source, glove = config.run.init_from, getattr(config.data, 'glove', None)
+    source, glove = config.run.init_from, config.data.glove
     if source is not None and not (Path(source) / 'config.json').is_file():
         raise ValueError(f'expected a saved model in run.init_from, a folder with config.json, got {source}')
     if glove is not None and not Path(glove).is_file():

@@ -20,7 +20,7 @@ from transformers import (
 from aft_vision.fastformer import FastformerForSequenceClassification
 from aft_vision.fastformer.data import READERS, label_maps, split_dataset, tokenize_dataset
 from train.fastformer.run import TextRun
-from train.fastformer.schema import TextConfig, text_model_config
+from train.fastformer.schema import TextConfig, TextData, text_model_config
 from train.fastformer.trainer import TextTrainer
 from train.schema import require
 
@@ -30,8 +30,8 @@ LABEL_KINDS = ('table', 'hub', 'jmars', 'acl_imdb')
 
 
 @dataclass(frozen=True)
-class ClassificationData:
-    """Which texts there are, what becomes of them, and how they are batched.
+class ClassificationData(TextData):
+    """Texts with their classes; what `TextData` has, and these.
 
     Attributes:
         kind: A name of `READERS`: `amazon` (JSON lines of reviews), `jmars` (the IMDB of 10 classes), `acl_imdb` (that
@@ -47,62 +47,28 @@ class ClassificationData:
         label_column: Of `table`, `hub`, `jmars` and `acl_imdb`. None: label, label, rating, sentiment.
         drop_incomplete: Leave out rows without a text or a label, which are errors otherwise.
         max_texts: So many texts of `path`, drawn by `split_seed`, in place of all; None for all.
-        test_share, valid_share: Of the texts, where the data set has no such part of its own.
-        split_seed: Of the random parts, in which every class has its share; the same for all `run.seeds`.
-        tokenizer: `nltk` or `wordpunct` words, or byte pairs.
-        vocab_size: Words at most, with the special ones.
-        min_frequency: Fewest times that a word occurs in the training texts.
-        lowercase: Whether case is ignored.
-        max_length: Tokens of a text, the rest of which is cut off.
-        glove: GloVe vectors for the words, as wide as the embedding; None for random ones.
-        batch_size: Texts per optimizer step, over all processes and parts of `optim.accumulate`.
-        eval_batch_size: Texts per batch of the evaluation; None means those that the model sees at once in training.
-        eval_split: Texts that --eval evaluates.
+        test_share, valid_share: Of the texts, and of those of every class, where the data set has no such part.
         bucket: Batches of texts of about the same length, which need less padding.
-        num_workers: Loading processes; 0 loads in the training process.
     """
 
     kind: Literal['amazon', 'jmars', 'acl_imdb', 'mind_topic', 'ag_news', 'table', 'hub'] = 'table'
-    path: str = ''
     test_path: str | None = None
     bodies: str | None = None
     text_columns: list[str] | None = None
     label_column: str | None = None
     drop_incomplete: bool = False
     max_texts: int | None = None
-    test_share: float = 0.1
-    valid_share: float = 0.1
-    split_seed: int = 0
-    tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'wordpunct'
-    vocab_size: int = 50_000
-    min_frequency: int = 1
-    lowercase: bool = True
-    max_length: int = 512
-    glove: str | None = None
-    batch_size: int = 64
-    eval_batch_size: int | None = None
-    eval_split: Literal['train', 'validation', 'test'] = 'test'
     bucket: bool = True
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ('max_length', 'batch_size', 'min_frequency'):
-            require(f'data.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
-        some = self.eval_batch_size is None or self.eval_batch_size >= 1
-        require('data.eval_batch_size', self.eval_batch_size, some, "at least 1, or null for training's")
+        super().__post_init__()
         texts = self.max_texts is None or self.max_texts >= 1
         require('data.max_texts', self.max_texts, texts, 'at least 1, or null for all')
-        for name in ('test_share', 'valid_share'):
-            share = getattr(self, name)
-            require(f'data.{name}', share, 0 < share < 1, 'in (0, 1)')
-        both = self.test_share + self.valid_share
-        require('data.test_share + data.valid_share', both, both < 1, 'below 1')
         columns = self.text_columns is None or bool(self.text_columns)
         require('data.text_columns', self.text_columns, columns, 'one column or several, or null')
         for name, kinds in (('text_columns', TEXT_KINDS), ('label_column', LABEL_KINDS), ('bodies', ('mind_topic',))):
             value = getattr(self, name)
             require(f'data.{name}', value, value is None or self.kind in kinds, f'null but for {", ".join(kinds)}')
-        require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
 
     @property
     def has_test(self) -> bool:

@@ -20,7 +20,7 @@ from aft_vision.fastformer.data.behaviors import (
 from aft_vision.fastformer.data.interactions import read_alimama, read_mind_clicks, read_ratings
 from aft_vision.fastformer.pooled_metrics import POOLED_METRICS, pooled_metrics
 from train.fastformer.run import TextRun
-from train.fastformer.schema import RESERVED_KEYS, TextConfig, check_text_model, text_model_config
+from train.fastformer.schema import RESERVED_KEYS, TextConfig, TextData, check_text_model, text_model_config
 from train.schema import require
 
 READERS: dict[str, Any] = {
@@ -41,69 +41,37 @@ RESERVED = RESERVED_KEYS | {
 
 
 @dataclass(frozen=True)
-class ConversionData:
-    """Which requests there are, what becomes of their texts, and how they are batched.
+class ConversionData(TextData):
+    """Requests with their ads and behaviours; what `TextData` has, and these.
 
     Attributes:
         kind: `json` (JSON lines of label, ad and typed behaviours, see docs/fastformer_conversion.md), `mind` (a
             folder with its news.tsv and behaviors.tsv), `movielens` (the folder of MovieLens-100k) or `alimama` (the
             CSV of 267 columns).
-        path: The file or folder.
         drop_missing: Of `mind`: leave out news without a text, as in an excerpt.
         valid_path, test_path: Of the validation and of the test requests, where they have one of their own.
         division: How the parts that have no path are split off: `random` requests, the `last` of the file, or those
             of random users, all of a `user` in one part. None: random for `json`, last for `mind` and `movielens`,
             which are in the order of time, user for `alimama`.
         test_share, valid_share: Of the requests, or of the users.
-        split_seed: Of the random parts; the same for all `run.seeds`.
         max_behaviors: The last so many of a user are kept.
-        tokenizer: `nltk` or `wordpunct` words, or byte pairs.
-        vocab_size: Words at most, with the special ones.
         min_frequency: In how many of the different training texts a word occurs at least.
-        lowercase: Whether case is ignored.
-        max_length: Tokens of a text, the rest of which is cut off.
-        glove: GloVe vectors for the words, as wide as the embedding; None for random ones.
-        batch_size: Requests per optimizer step, over all processes and parts of `optim.accumulate`.
-        eval_batch_size: Requests per batch of the evaluation; None means those that the model sees at once in training.
-        eval_split: Requests that --eval evaluates.
-        num_workers: Loading processes; 0 loads in the training process.
     """
 
     kind: Literal['json', 'mind', 'movielens', 'alimama'] = 'json'
-    path: str = ''
+    max_length: int = 48
     drop_missing: bool = False
     valid_path: str | None = None
     test_path: str | None = None
     division: Literal['random', 'last', 'user'] | None = None
-    test_share: float = 0.1
-    valid_share: float = 0.1
-    split_seed: int = 0
     max_behaviors: int = 50
-    tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'wordpunct'
-    vocab_size: int = 50_000
-    min_frequency: int = 1
-    lowercase: bool = True
-    max_length: int = 48
-    glove: str | None = None
-    batch_size: int = 64
-    eval_batch_size: int | None = None
-    eval_split: Literal['train', 'validation', 'test'] = 'test'
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ('max_length', 'max_behaviors', 'batch_size', 'min_frequency'):
-            require(f'data.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
-        some = self.eval_batch_size is None or self.eval_batch_size >= 1
-        require('data.eval_batch_size', self.eval_batch_size, some, "at least 1, or null for training's")
-        for name in ('test_share', 'valid_share'):
-            share = getattr(self, name)
-            require(f'data.{name}', share, 0 < share < 1, 'in (0, 1)')
+        super().__post_init__()
+        require('data.max_behaviors', self.max_behaviors, self.max_behaviors >= 1, 'at least 1')
         require(
             'data.drop_missing', self.drop_missing, not self.drop_missing or self.kind == 'mind', 'false but for mind'
         )
-        both = self.test_share + self.valid_share
-        require('data.test_share + data.valid_share', both, both < 1, 'below 1')
-        require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
 
 
 @dataclass(frozen=True)

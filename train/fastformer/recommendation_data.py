@@ -8,12 +8,13 @@ import numpy as np
 from aft_vision.fastformer.data.impressions import Behaviors, split_behaviors
 from aft_vision.fastformer.data.mind import News, read_mind_behaviors, read_mind_news
 from aft_vision.fastformer.data.movielens import read_movielens
+from train.fastformer.schema import TextData
 from train.schema import require
 
 
 @dataclass(frozen=True)
-class RecommendationData:
-    """Which impressions there are, what of them is read, and how they are batched.
+class RecommendationData(TextData):
+    """Impressions of news, or of films; what `TextData` has, and these. An example of training is a click.
 
     Attributes:
         kind: `mind` (news.tsv and behaviors.tsv), or `movielens` (MovieLens-100k: the next film of a user).
@@ -26,23 +27,14 @@ class RecommendationData:
         shown: Of `movielens`: candidates of an impression beside the watched film.
         max_impressions: So many training impressions, drawn by `split_seed`, in place of all; None for all.
         test_share, valid_share: Of the impressions of `mind`, where these parts are split off.
-        split_seed: Of the random parts and of `shown`; the same for all `run.seeds`.
-        tokenizer: `nltk` or `wordpunct` words, or byte pairs; with `model.text_model` its own.
-        vocab_size: Words at most, with the special ones.
-        min_frequency: Fewest times that a word occurs in the texts of the training impressions.
-        lowercase: Whether case is ignored.
-        max_length: Tokens of a text, the rest of which is cut off.
+        tokenizer: With `model.text_model` it is that model's own.
         max_behaviors: Clicks of a user, the last ones.
-        glove: GloVe vectors for the words, as wide as the embedding; None for random ones.
-        batch_size: Clicks per optimizer step, over all processes and parts of `optim.accumulate`.
         eval_batch_size: News, and users, encoded at once in the evaluation; None means as many as clicks in training.
-        eval_split: Impressions that --eval ranks.
         ensemble: --eval also ranks by the mean of the scores of all seeds.
-        num_workers: Loading processes; 0 loads in the training process.
     """
 
     kind: Literal['mind', 'movielens'] = 'mind'
-    path: str = ''
+    max_length: int = 48
     valid_path: str | None = None
     test_path: str | None = None
     drop_missing: bool = False
@@ -50,37 +42,18 @@ class RecommendationData:
     negatives: int = 4
     shown: int = 99
     max_impressions: int | None = None
-    test_share: float = 0.1
-    valid_share: float = 0.1
-    split_seed: int = 0
-    tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'wordpunct'
-    vocab_size: int = 50_000
-    min_frequency: int = 1
-    lowercase: bool = True
-    max_length: int = 48
     max_behaviors: int = 50
-    glove: str | None = None
-    batch_size: int = 64
-    eval_batch_size: int | None = None
-    eval_split: Literal['train', 'validation', 'test'] = 'test'
     ensemble: bool = False
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ('negatives', 'shown', 'max_length', 'max_behaviors', 'batch_size', 'min_frequency'):
+        super().__post_init__()
+        for name in ('negatives', 'shown', 'max_behaviors'):
             require(f'data.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
-        for name in ('eval_batch_size', 'max_impressions'):
-            value = getattr(self, name)
-            require(f'data.{name}', value, value is None or value >= 1, 'at least 1, or null')
-        for name in ('test_share', 'valid_share'):
-            share = getattr(self, name)
-            require(f'data.{name}', share, 0 < share < 1, 'in (0, 1)')
-        both = self.test_share + self.valid_share
-        require('data.test_share + data.valid_share', both, both < 1, 'below 1')
+        some = self.max_impressions is None or self.max_impressions >= 1
+        require('data.max_impressions', self.max_impressions, some, 'at least 1, or null')
         for name in ('valid_path', 'test_path'):
             path = getattr(self, name)
             require(f'data.{name}', path, path is None or self.kind == 'mind', 'null but for mind')
-        require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
 
 
 def read_parts(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:

@@ -214,7 +214,7 @@ class TextRun(ABC):
         Raises:
             ValueError: it has no word of the vocabulary, is damaged or of another width.
         """
-        path = getattr(self.config.data, 'glove', None)
+        path = self.config.data.glove
         if path is None:
             return
         coverage = load_glove(model, tokenizer, path, seed)
@@ -235,7 +235,7 @@ class TextRun(ABC):
 
     def check_as_stated(self, model: PreTrainedModel, source: str | Path) -> None:
         """Raise a ValueError if the experiment states what the model of `run.init_from` is not."""
-        glove = getattr(self.config.data, 'glove', None)
+        glove = self.config.data.glove
         if glove is not None:
             raise ValueError(f'expected data.glove=null, as run.init_from ({source}) has embeddings, got {glove!r}')
         for key, stated in self.stated_model().items():

@@ -1,4 +1,4 @@
-"""The sections and keys that the experiments of all tasks share; each task adds its `data`."""
+"""The sections and keys that the experiments of all tasks share; each task adds keys to `data`."""
 
 import math
 from collections.abc import Mapping
@@ -17,6 +17,55 @@ RESERVED_KEYS = {
         ('pad_token_id', 'bos_token_id', 'eos_token_id', 'decoder_start_token_id'), 'the tokenizer decides its tokens'
     ),
 }
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Which examples there are, what becomes of their texts, and how they are batched; a task adds what it has more.
+
+    Attributes:
+        kind: What `path` is; each task says which kinds it reads.
+        path: A file or folder, or the name of a data set on the hub.
+        test_share, valid_share: Of the examples, where the data have no such part of their own.
+        split_seed: Of the random parts, and of what else is drawn of the data; the same for all `run.seeds`.
+        tokenizer: `nltk` or `wordpunct` words, or byte pairs.
+        vocab_size: Words at most, with the special ones.
+        min_frequency: Fewest times that a word occurs in the training texts.
+        lowercase: Whether case is ignored.
+        max_length: Tokens of a text, the rest of which is cut off.
+        glove: GloVe vectors for the words, as wide as the embedding; None for random ones.
+        batch_size: Examples per optimizer step, over all processes and parts of `optim.accumulate`.
+        eval_batch_size: Examples per batch of the evaluation; None means those that the model sees at once in training.
+        eval_split: Examples that --eval evaluates.
+        num_workers: Loading processes; 0 loads in the training process.
+    """
+
+    kind: str = ''
+    path: str = ''
+    test_share: float = 0.1
+    valid_share: float = 0.1
+    split_seed: int = 0
+    tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'wordpunct'
+    vocab_size: int = 50_000
+    min_frequency: int = 1
+    lowercase: bool = True
+    max_length: int = 512
+    glove: str | None = None
+    batch_size: int = 64
+    eval_batch_size: int | None = None
+    eval_split: Literal['train', 'validation', 'test'] = 'test'
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ('max_length', 'batch_size', 'min_frequency'):
+            require(f'data.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
+        some = self.eval_batch_size is None or self.eval_batch_size >= 1
+        require('data.eval_batch_size', self.eval_batch_size, some, "at least 1, or null for training's")
+        for name in ('test_share', 'valid_share'):
+            require(f'data.{name}', getattr(self, name), 0 < getattr(self, name) < 1, 'in (0, 1)')
+        both = self.test_share + self.valid_share
+        require('data.test_share + data.valid_share', both, both < 1, 'below 1')
+        require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
 
 
 @dataclass(frozen=True)
@@ -130,8 +179,7 @@ class TextRunConfig:
 class TextConfig(Experiment):
     """One experiment with texts; `model` is `{preset: ..., **keyword arguments of FastformerConfig}`.
 
-    Each task has a subclass, with a `data` section that has `max_length`, `batch_size`, `eval_batch_size`,
-    `eval_split` and `num_workers` at least.
+    Each task has a subclass, with a `data` section of its own.
 
     Attributes:
         task: A name of `tasks.TASKS`, which decides the rest.
@@ -139,7 +187,7 @@ class TextConfig(Experiment):
 
     task: str = 'classification'
     model: dict[str, Any] = field(default_factory=dict)
-    data: Any = None
+    data: TextData = field(default_factory=TextData)
     optim: TextOptimizer = field(default_factory=TextOptimizer)
     schedule: TextSchedule = field(default_factory=TextSchedule)
     run: TextRunConfig = field(default_factory=TextRunConfig)  # type: ignore[assignment]

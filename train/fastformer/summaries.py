@@ -6,14 +6,15 @@ from typing import Any, Literal
 from datasets import Dataset, DatasetDict
 
 from aft_vision.fastformer.data import SUMMARY_READERS, split_summaries
+from train.fastformer.schema import TextData
 from train.schema import require
 
 SPLITS = ('train', 'validation', 'test')
 
 
 @dataclass(frozen=True)
-class SummarizationData:
-    """Which texts and summaries there are, what becomes of them, and how they are batched.
+class SummarizationData(TextData):
+    """Texts with their summaries; what `TextData` has, and these.
 
     Attributes:
         kind: `cnn_dailymail` or `pubmed`, from the hub or, with `path`, from a file; `table` (any CSV, TSV, JSON or
@@ -30,24 +31,16 @@ class SummarizationData:
         drop_incomplete: Leave out rows with a blank text or summary, which are errors otherwise.
         skip_lines: Leading lines of each text that are no part of it, such as a headline; blank ones do not count.
         max_texts: So many texts of training, drawn by `split_seed`, in place of all; before parts are drawn.
-        test_share, valid_share: Of the texts, where parts are drawn.
-        split_seed: Of the random parts; the same for all `run.seeds`.
         tokenizer: `nltk` or `wordpunct` words, or byte pairs, which alone keep spaces and the ends of lines.
         vocab_size: Words at most, with the special ones, of texts and summaries.
-        min_frequency: Fewest times that a word occurs in the training texts.
-        lowercase: Whether case is ignored.
-        glove: GloVe vectors for the words, as wide as the embedding; None for random ones.
-        max_length: Tokens of a text, the rest of which is cut off.
         max_summary_length: Tokens of a summary, the end token included.
-        batch_size: Texts per optimizer step, over all processes and parts of `optim.accumulate`.
-        eval_batch_size: Texts per batch of the evaluation; None means those that the model sees at once in training.
-        eval_split: Texts that --eval evaluates.
         bucket: Batches of texts of about the same length, which need less padding.
-        num_workers: Loading processes; 0 loads in the training process.
     """
 
     kind: Literal['cnn_dailymail', 'pubmed', 'table', 'hub'] = 'table'
-    path: str = ''
+    tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'bpe'
+    lowercase: bool = False
+    batch_size: int = 32
     valid_path: str | None = None
     test_path: str | None = None
     split_column: str | None = None
@@ -58,36 +51,16 @@ class SummarizationData:
     drop_incomplete: bool = False
     skip_lines: int = 0
     max_texts: int | None = None
-    test_share: float = 0.1
-    valid_share: float = 0.1
-    split_seed: int = 0
-    tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'bpe'
-    vocab_size: int = 50_000
-    min_frequency: int = 1
-    lowercase: bool = False
-    glove: str | None = None
-    max_length: int = 512
     max_summary_length: int = 128
-    batch_size: int = 32
-    eval_batch_size: int | None = None
-    eval_split: Literal['train', 'validation', 'test'] = 'test'
     bucket: bool = True
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ('max_length', 'batch_size', 'min_frequency'):
-            require(f'data.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
+        super().__post_init__()
         require('data.max_summary_length', self.max_summary_length, self.max_summary_length >= 2, 'at least 2')
-        for name in ('eval_batch_size', 'max_texts'):
-            value = getattr(self, name)
-            require(f'data.{name}', value, value is None or value >= 1, 'at least 1, or null')
-        for name in ('test_share', 'valid_share'):
-            require(f'data.{name}', getattr(self, name), 0 < getattr(self, name) < 1, 'in (0, 1)')
-        both = self.test_share + self.valid_share
-        require('data.test_share + data.valid_share', both, both < 1, 'below 1')
+        some = self.max_texts is None or self.max_texts >= 1
+        require('data.max_texts', self.max_texts, some, 'at least 1, or null')
         require('data.text_columns', self.text_columns, bool(self.text_columns), 'one column or several')
-        for name in ('num_workers', 'skip_lines'):
-            require(f'data.{name}', getattr(self, name), getattr(self, name) >= 0, 'at least 0')
+        require('data.skip_lines', self.skip_lines, self.skip_lines >= 0, 'at least 0')
         for name in ('valid_path', 'test_path', 'split_column'):
             value = getattr(self, name)
             require(f'data.{name}', value, value is None or not self.is_remote, 'null for a data set of the hub')
