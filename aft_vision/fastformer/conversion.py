@@ -17,8 +17,13 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple, maybe_autocast
 
 from .additive import accumulate_dtype
-from .hierarchy import FastformerHierarchyConfig, UserEncoder, create_text_encoder, gather_vectors
-from .modeling import FastformerPreTrainedModel
+from .hierarchy import (
+    FastformerHierarchyConfig,
+    FastformerHierarchyModel,
+    UserEncoder,
+    create_text_encoder,
+    gather_vectors,
+)
 
 
 class FastformerConversionConfig(FastformerHierarchyConfig):
@@ -65,7 +70,7 @@ class ConversionHead(nn.Module):
             return self.fc2(x.to(self.fc2.weight.dtype)).squeeze(-1)
 
 
-class FastformerForConversion(FastformerPreTrainedModel):
+class FastformerForConversion(FastformerHierarchyModel):
     """The probability that a user acts upon an ad, as a logit."""
 
     config_class = FastformerConversionConfig
@@ -78,14 +83,6 @@ class FastformerForConversion(FastformerPreTrainedModel):
         self.user_encoder = UserEncoder(config)
         self.head = ConversionHead(config)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The table of words."""
-        return self.text_encoder.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Put another table of words."""
-        self.text_encoder.set_input_embeddings(value)
 
     @can_return_tuple
     def forward(

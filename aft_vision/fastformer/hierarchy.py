@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from .additive import AdditivePooling
 from .config import FastformerConfig
 from .encoder import create_encoder, create_norm
-from .modeling import FastformerModel
+from .modeling import FastformerModel, FastformerPreTrainedModel
 
 
 class FastformerHierarchyConfig(FastformerConfig):
@@ -146,6 +146,26 @@ class UserEncoder(nn.Module):
         x = behaviors if self.embed_positions is None else behaviors + self.embed_positions.weight[:length]
         x = self.encoder(self.dropout(self.norm(x)), mask).last_hidden_state
         return self.pooling(x, mask)
+
+
+class FastformerHierarchyModel(FastformerPreTrainedModel):
+    """What the models of users have in common: their embedding of tokens is that of the text encoder.
+
+    A subclass makes the encoders, in an order that its first weights depend on.
+    """
+
+    config_class = FastformerHierarchyConfig
+    config: FastformerHierarchyConfig
+    text_encoder: LanguageModelEncoder | FastformerTextEncoder
+    user_encoder: UserEncoder
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The table of words."""
+        return self.text_encoder.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Put another table of words."""
+        self.text_encoder.set_input_embeddings(value)
 
 
 def gather_vectors(vectors: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,14 +5,20 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig
 from transformers.utils.generic import ModelOutput, can_return_tuple, maybe_autocast
 
 from .additive import accumulate_dtype
-from .hierarchy import FastformerHierarchyConfig, LanguageModelEncoder, UserEncoder, create_text_encoder, gather_vectors
-from .modeling import FastformerPreTrainedModel
+from .hierarchy import (
+    FastformerHierarchyConfig,
+    FastformerHierarchyModel,
+    LanguageModelEncoder,
+    UserEncoder,
+    create_text_encoder,
+    gather_vectors,
+)
 
 
 class FastformerNewsConfig(FastformerHierarchyConfig):
@@ -29,7 +35,7 @@ class RankingOutput(ModelOutput):
     scores: Tensor | None = None
 
 
-class FastformerForNewsRecommendation(FastformerPreTrainedModel):
+class FastformerForNewsRecommendation(FastformerHierarchyModel):
     """Encodes the texts of news, and users by the news they clicked; a score is the product of the two.
 
     With `config.text_config` the texts are encoded by that language model, and the users by Fastformer, or what
@@ -58,12 +64,6 @@ class FastformerForNewsRecommendation(FastformerPreTrainedModel):
             raise TypeError(f'expected a language model in {source}, got {type(model.text_encoder).__name__}')
         model.text_encoder.load(source)
         return model
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.text_encoder.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.text_encoder.set_input_embeddings(value)
 
     @can_return_tuple
     def forward(
