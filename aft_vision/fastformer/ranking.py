@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
-from .data.impressions import Behaviors, NewsCollator, Ragged, pad_rows, tokenize_texts
+from .data.batches import pad_rows
+from .data.impressions import Behaviors, NewsCollator, Ragged, tokenize_texts
 from .hierarchy import gather_vectors
 from .newsrec import FastformerForNewsRecommendation
 

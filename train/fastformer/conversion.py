@@ -32,7 +32,7 @@ READERS: dict[str, Any] = {
 # Requests in memory at once while their texts are looked for.
 BATCH = 10_000
 # Where `data.division` is not said.
-DIVISIONS = {'json': 'random', 'mind': 'last', 'movielens': 'last', 'alimama': 'user'}
+DEFAULT_DIVISION = {'json': 'random', 'mind': 'last', 'movielens': 'last', 'alimama': 'user'}
 RESERVED = RESERVED_KEYS | {
     'max_behaviors': 'data.max_behaviors says how many there are',
     'behavior_types': 'the data decide',
@@ -180,7 +180,7 @@ def read_splits(data: ConversionData, table: BehaviorTable) -> DatasetDict:
     whole = read(data.path)
     if held_out:
         fractions = {'train': 1 - sum(held_out.values()), **held_out}
-        parts = split_behaviors(whole, data.division or DIVISIONS[data.kind], data.split_seed, fractions)
+        parts = split_behaviors(whole, data.division or DEFAULT_DIVISION[data.kind], data.split_seed, fractions)
     else:
         parts = DatasetDict({'train': whole})
     for name, path in paths.items():

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from aft_vision.fastformer.data.impressions import Behaviors, split_behaviors
+from aft_vision.fastformer.data.impressions import Behaviors, split_impressions
 from aft_vision.fastformer.data.mind import News, read_mind_behaviors, read_mind_news
 from aft_vision.fastformer.data.movielens import read_movielens
 from train.fastformer.schema import TextData
@@ -85,5 +85,5 @@ def _read_mind(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
     held_out = {part: share for part, share in shares.items() if part not in given}
     if held_out:
         both = [1 - sum(held_out.values()), *held_out.values()]
-        parts |= zip(('train', *held_out), split_behaviors(parts['train'], both, data.split_seed), strict=True)
+        parts |= zip(('train', *held_out), split_impressions(parts['train'], both, data.split_seed), strict=True)
     return news, {part: parts[part] for part in folders}

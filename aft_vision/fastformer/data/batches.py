@@ -1,4 +1,4 @@
-"""Tokens of a labelled data set, for the batches of Hugging Face's Trainer.
+"""Tokens of texts, and rows of padded numbers, for the batches of Hugging Face's Trainer.
 
 The library pads and groups: `transformers.DataCollatorWithPadding` pads a batch to its longest text, and texts of like
 length share a batch with `TrainingArguments(train_sampling_strategy='group_by_length')`.
@@ -7,6 +7,7 @@ length share a batch with `TrainingArguments(train_sampling_strategy='group_by_l
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase
 
@@ -45,3 +46,15 @@ def token_ids(
         list(texts), truncation=max_length is not None, max_length=max_length, return_attention_mask=False
     )
     return [row or [tokenizer.unk_token_id] for row in encoded['input_ids']]
+
+
+def pad_rows(rows: Sequence[Sequence[int] | np.ndarray], fill: int, shortest: int = 0) -> np.ndarray:
+    """Rows of integers as one array (rows, longest) int64, filled at the end.
+
+    Args:
+        shortest: Columns at least.
+    """
+    padded = np.full((len(rows), max([shortest, *map(len, rows)])), fill, dtype=np.int64)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return padded

@@ -16,7 +16,7 @@ from sklearn.model_selection import GroupShuffleSplit
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from aft_vision.fastformer.data.batches import token_ids
+from aft_vision.fastformer.data.batches import pad_rows, token_ids
 from aft_vision.fastformer.data.files import Record, missing_columns, read_json
 from aft_vision.fastformer.data.splits import FRACTIONS, split_dataset
 from aft_vision.fastformer.data.table import check_text
@@ -215,8 +215,9 @@ class BehaviorCollator:
             labels (B,), ad (B,), behaviors (B, M), behavior_types (B, M), input_ids (U, N) and attention_mask (U, N):
             the numbers of ads and behaviours are rows of input_ids, and -1 is padding.
         """
-        behaviors = _pad([row['behaviors'] for row in rows], PADDING)
-        types = _pad([[self.types[kind] for kind in row['behavior_types']] for row in rows], 0)
+        types = [[self.types[kind] for kind in row['behavior_types']] for row in rows]
+        # One place at least, so that every parameter has a gradient in every process.
+        behaviors = torch.from_numpy(pad_rows([row['behaviors'] for row in rows], PADDING, 1))
         numbers = torch.cat([torch.tensor([[row['ad']] for row in rows]), behaviors], 1)
         texts, places = numbers.unique(return_inverse=True)
         # Padding is the least number of all.
@@ -230,7 +231,7 @@ class BehaviorCollator:
             'labels': torch.tensor([float(row['label']) for row in rows]),
             'ad': places[:, 0],
             'behaviors': places[:, 1:],
-            'behavior_types': types,
+            'behavior_types': torch.from_numpy(pad_rows(types, 0, 1)),
             'input_ids': input_ids,
             'attention_mask': (torch.arange(input_ids.shape[1]) < lengths[:, None]).long(),
         }
@@ -291,9 +292,3 @@ def _split_users(dataset: Dataset, seed: int, fractions: Mapping[str, float]) ->
         rest, found[name], left = rest[kept], rest[taken], left - fractions[name]
     found[first] = rest
     return DatasetDict({name: dataset.select(found[name]) for name in fractions})
-
-
-def _pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-    """(B, M) of the longest row, at least 1, so that every parameter has a gradient in every process."""
-    width = max(1, *map(len, rows))
-    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from aft_vision.fastformer.data.batches import token_ids
+from aft_vision.fastformer.data.batches import pad_rows, token_ids
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Behaviors:
         return Behaviors(names, self.histories.select(rows), self.candidates.select(rows), labels, users, seconds)
 
 
-def split_behaviors(behaviors: Behaviors, shares: Sequence[float], seed: int = 0) -> list[Behaviors]:
+def split_impressions(behaviors: Behaviors, shares: Sequence[float], seed: int = 0) -> list[Behaviors]:
     """Divide impressions at random into parts with these shares; the last part takes what the rounding leaves.
 
     Raises:
@@ -194,18 +194,6 @@ class NewsCollator:
         sizes = np.array([len(row) for row in rows])
         mask = np.arange(input_ids.shape[1]) < sizes[:, None]
         return {'input_ids': torch.from_numpy(input_ids), 'attention_mask': torch.from_numpy(mask.astype(np.int64))}
-
-
-def pad_rows(rows: Sequence[np.ndarray], fill: int, shortest: int = 0) -> np.ndarray:
-    """Rows of integers as one array (rows, longest) int64, filled at the end.
-
-    Args:
-        shortest: Columns at least.
-    """
-    padded = np.full((len(rows), max([shortest, *map(len, rows)])), fill, dtype=np.int64)
-    for number, row in enumerate(rows):
-        padded[number, : len(row)] = row
-    return padded
 
 
 def tokenize_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> Ragged:

@@ -152,10 +152,10 @@ def _make_impressions(
             at = int(draw.integers(len(shown) + 1))
             candidates = np.insert(shown, at, order[place])
             parts[part].append((f'{user}-{place}', order[max(0, place - max_behaviors) : place], candidates, at))
-    return {part: _as_behaviors(rows) for part, rows in parts.items()}
+    return {part: _as_impressions(rows) for part, rows in parts.items()}
 
 
-def _as_behaviors(rows: Sequence[tuple[str, Sequence[int], np.ndarray, int]]) -> Behaviors:
+def _as_impressions(rows: Sequence[tuple[str, Sequence[int], np.ndarray, int]]) -> Behaviors:
     candidates = Ragged.from_rows([shown for _, _, shown, _ in rows])
     labels = np.zeros(len(candidates.values), dtype=np.int8)
     labels[candidates.starts[:-1] + np.array([at for _, _, _, at in rows], dtype=np.int64)] = 1

@@ -9,7 +9,7 @@ from aft_vision.fastformer.data.impressions import (
     ClickSamples,
     NewsCollator,
     Ragged,
-    split_behaviors,
+    split_impressions,
     tokenize_texts,
 )
 from aft_vision.fastformer.tokenize import train_tokenizer
@@ -42,12 +42,12 @@ def test_impressions_are_selected_with_their_labels():
 
 def test_parts_divide_the_impressions_at_random():
     whole = Behaviors([str(i) for i in range(50)], *(Ragged.from_rows([[0]] * 50),) * 2, None)
-    first, same, other = (split_behaviors(whole, [0.8, 0.1, 0.1], seed) for seed in (0, 0, 1))
+    first, same, other = (split_impressions(whole, [0.8, 0.1, 0.1], seed) for seed in (0, 0, 1))
     assert [len(part) for part in first] == [40, 5, 5]
     assert sorted(chain(*(part.impression_ids for part in first))) == sorted(whole.impression_ids)
     assert first[1].impression_ids == same[1].impression_ids != other[1].impression_ids
     with pytest.raises(ValueError, match=r'expected impressions for parts of \[0.98, 0.01, 0.01\], got 50'):
-        split_behaviors(whole, [0.98, 0.01, 0.01])
+        split_impressions(whole, [0.98, 0.01, 0.01])
 
 
 def test_every_click_with_a_negative_is_a_sample():
