@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aft_vision.visualize import plot_bits
+from tools.results import read_result
 
 # Of the table, its width and format, and the key of result.json.
 COLUMNS = (
@@ -53,7 +54,11 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         raise ValueError(f'expected a name for each of {len(args.runs)} runs, got {len(names)}')
     if len(set(names)) < len(names):
         raise ValueError(f'expected runs of different names, got {", ".join(names)}; --names gives them others')
-    rows = [{'name': name, **read_result(folder)} for name, folder in zip(names, args.runs, strict=True)]
+    keys = ('measure', *(key for *_, key in COLUMNS))
+    rows = [
+        {'name': name, **read_result(folder, keys, 'train.pixel or train.char')}
+        for name, folder in zip(names, args.runs, strict=True)
+    ]
     measures = {row['measure']: row['name'] for row in rows}
     if len(measures) > 1:
         found = ', '.join(f'{name}: {measure}' for measure, name in measures.items())
@@ -67,22 +72,6 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     (args.out / 'compare_runs.json').write_text(json.dumps(rows, indent=2) + '\n')
     plot_bits(dict(zip(names, args.runs, strict=True)), args.out / 'compare_runs.png', *measures)
     return rows
-
-
-def read_result(folder: Path) -> dict[str, Any]:
-    """Read the result.json of a run.
-
-    Raises:
-        ValueError: there is none, or it is of another kind.
-    """
-    path = folder / 'result.json'
-    if not path.is_file():
-        raise ValueError(f'expected the folder of a complete run, got {folder} without result.json')
-    result = json.loads(path.read_text())
-    missing = [key for key in ('measure', *(key for *_, key in COLUMNS)) if key not in result]
-    if missing:
-        raise ValueError(f'expected a result with {missing[0]}, got {path} without it')
-    return result
 
 
 if __name__ == '__main__':

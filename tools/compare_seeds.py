@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aft_vision.visualize import new_figure, save_figure
+from tools.results import read_result
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     names = args.names or [folder.resolve().name for folder in args.runs]
     if len(names) != len(args.runs):
         raise ValueError(f'expected a name for each of {len(args.runs)} runs, got {len(names)}')
-    rows = [{'name': name, **read_result(folder)} for name, folder in zip(names, args.runs, strict=True)]
+    rows = [{'name': name, **read_seeds(folder)} for name, folder in zip(names, args.runs, strict=True)]
     metrics = choose_metrics(rows, args.metrics)
     print(format_seeds(rows, metrics))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -53,23 +54,18 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     return rows
 
 
-def read_result(folder: Path) -> dict[str, Any]:
-    """Read the result.json of a run.
+def read_seeds(folder: Path) -> dict[str, Any]:
+    """The figures of a run.
 
     Returns:
         `metrics` (mean, std or None, and the values of the seeds, in [0, 1] or a loss in nats, by name),
         `seconds_per_epoch`, `memory_mb`, `parameters` and `seeds`.
 
     Raises:
-        ValueError: there is none, or it is of another kind.
+        ValueError: it has no result, or one of another kind.
     """
-    path = folder / 'result.json'
-    if not path.is_file():
-        raise ValueError(f'expected the folder of a complete run, got {folder} without result.json')
-    result = json.loads(path.read_text())
-    missing = [key for key in ('seeds', 'runs', 'seconds_per_epoch', 'memory_mb', 'parameters') if key not in result]
-    if missing:
-        raise ValueError(f'expected the result of a run of train.fastformer, got {path} without {missing[0]}')
+    keys = ('seeds', 'runs', 'seconds_per_epoch', 'memory_mb', 'parameters')
+    result = read_result(folder, keys, 'train.fastformer')
     metrics = {
         key.removeprefix('test_'): {**result[key], 'values': [run[key] for run in result['runs']]}
         for key in result

@@ -71,7 +71,7 @@ def test_what_is_no_run_is_rejected(tmp_path):
     with pytest.raises(ValueError, match=r'got .*other without steps\.csv'):
         main([str(run), str(other), '--out', str(tmp_path)])
     (run / 'result.json').write_text('{}')
-    with pytest.raises(ValueError, match=r'a result with measure, got .*result\.json without it'):
+    with pytest.raises(ValueError, match=r'run of train\.pixel or train\.char, got .*result\.json without measure'):
         main([str(run)])
     (run / 'result.json').unlink()
     with pytest.raises(ValueError, match=r'complete run, got .*run without result\.json'):

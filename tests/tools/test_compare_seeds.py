@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tools.compare_seeds import choose_metrics, draw_seeds, main, read_result
+from tools.compare_seeds import choose_metrics, draw_seeds, main, read_seeds
 
 
 def make_run(folder: Path, accuracies: list[float], **metrics: float) -> Path:
@@ -38,7 +38,7 @@ def test_each_run_has_a_line_and_bars_with_its_seeds(tmp_path, capsys):
 
 
 def test_the_bars_are_the_means_and_the_dots_the_seeds(tmp_path):
-    rows = [{'name': name, **read_result(make_run(tmp_path / name, [0.8, 0.9]))} for name in 'ab']
+    rows = [{'name': name, **read_seeds(make_run(tmp_path / name, [0.8, 0.9]))} for name in 'ab']
     (axes,) = draw_seeds(rows, ['accuracy']).axes
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([85, 85])
     dots = next(line for line in axes.lines if line.get_marker() == '.')
@@ -49,7 +49,7 @@ def test_the_bars_are_the_means_and_the_dots_the_seeds(tmp_path):
 def test_losses_are_in_nats(tmp_path, capsys):
     main([str(make_run(tmp_path / 'run', [0.8, 0.9], log_loss=0.4567)), '--out', str(tmp_path)])
     assert capsys.readouterr().out.splitlines()[1].split()[5:8] == ['0.4567', '+-', '0.0123']
-    row = {'name': 'run', **read_result(tmp_path / 'run')}
+    row = {'name': 'run', **read_seeds(tmp_path / 'run')}
     accuracy, loss = draw_seeds([row], ['accuracy', 'log_loss']).axes
     assert (accuracy.get_ylabel(), loss.get_ylabel()) == ('test accuracy (%)', 'test log_loss (nats)')
     assert [bar.get_height() for bar in loss.patches] == pytest.approx([0.4567])
@@ -57,7 +57,7 @@ def test_losses_are_in_nats(tmp_path, capsys):
 
 
 def test_metrics_that_not_all_runs_have_are_left_out_or_refused(tmp_path):
-    rows = [read_result(make_run(tmp_path / 'a', [0.8], auc=0.7)), read_result(make_run(tmp_path / 'b', [0.8]))]
+    rows = [read_seeds(make_run(tmp_path / 'a', [0.8], auc=0.7)), read_seeds(make_run(tmp_path / 'b', [0.8]))]
     assert choose_metrics(rows, None) == ['accuracy']
     assert choose_metrics(rows[:1], ['auc']) == ['auc']
     with pytest.raises(ValueError, match=r"among accuracy, which all runs have, got \['auc'\]"):
