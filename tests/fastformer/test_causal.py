@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from helpers import BOUNDS, assert_close, generator, randn
@@ -110,11 +111,21 @@ def test_steps_and_blocks_equal_the_whole(causal: str, score: str, interaction: 
         assert_close(torch.cat(found, 1), expected, 1e-11)
 
 
-@pytest.mark.parametrize('causal', CAUSAL)
-def test_a_streaming_state_does_not_grow(causal: str):
-    module = make_attention(causal=causal)[1]
-    sizes = [sum(part.numel() for part in module(randn(1, N, C))[1]) for N in (4, 9)]
-    assert sizes[1] - sizes[0] == (5 * C if causal == 'exact' else 0)
+@pytest.mark.parametrize(('causal', 'growth'), [('streaming', 0), ('exact', C)])
+def test_a_state_keeps_nothing_of_a_token_but_its_exact_key(causal: str, growth: int):
+    module, x = make_attention(causal=causal)[1], randn(1, 9, C)
+    state, sizes = None, []
+    for n in range(9):
+        state = module(x[:, n : n + 1], None, state)[1]
+        sizes.append(kept(state))
+    assert np.diff(sizes).tolist() == [growth] * 8
+    # Of a whole text, no more is kept in memory than of its tokens one by one.
+    assert kept(module(x)[1]) == sizes[-1]
+
+
+def kept(state: AttentionState) -> int:
+    """Numbers that a state keeps in memory, whatever its tensors show of them."""
+    return sum(part.untyped_storage().nbytes() // part.element_size() for part in state)
 
 
 @pytest.mark.parametrize('interaction', ['multiply', 'add'])
