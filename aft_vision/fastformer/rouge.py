@@ -1,5 +1,7 @@
 """ROUGE of summaries, by the package rouge-score, and the first sentences of a text as the summary to beat."""
 
+import re
+import warnings
 from collections.abc import Sequence
 
 from rouge_score.rouge_scorer import RougeScorer
@@ -14,7 +16,8 @@ def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
     """The means of ROUGE-1, 2, L and Lsum over pairs of texts: F scores in [0, 1], of the stems of lower-case words.
 
     `rougeLsum` compares sentence by sentence, so their order does not count. Lines are sentences; in a text of one
-    line, `tokenize.split_sentences` finds them.
+    line, `tokenize.split_sentences` finds them. Words are of the letters a to z and of digits; all else is passed over,
+    and a warning says how many references have letters, but none of these.
 
     Raises:
         ValueError: the numbers of the texts differ or are zero.
@@ -29,6 +32,7 @@ def rouge_of_each(predictions: Sequence[str], references: Sequence[str]) -> list
         raise ValueError(
             f'expected as many predictions as references, at least one, got {len(predictions)} and {len(references)}'
         )
+    _warn_of_other_letters(references)
     scorer = RougeScorer(list(ROUGES), use_stemmer=True)
     rows = []
     for prediction, reference in zip(predictions, references, strict=True):
@@ -53,6 +57,17 @@ def lead(text: str, sentences: int = 3) -> str:
         if len(found) >= sentences:
             break
     return '\n'.join(found[:sentences])
+
+
+def _warn_of_other_letters(references: Sequence[str]) -> None:
+    """Warn where the words of references are nothing that rouge-score counts."""
+    others = [text for text in references if any(map(str.isalpha, text)) and not re.search('[a-z]', text.lower())]
+    if others:
+        warnings.warn(
+            f'ROUGE counts the letters a to z and digits alone: {len(others)} of {len(references)} references have '
+            f'other letters only, such as {others[0]!r:.80}, and their scores say nothing of their words',
+            stacklevel=3,
+        )
 
 
 def _one_sentence_a_line(text: str) -> str:

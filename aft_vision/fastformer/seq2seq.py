@@ -102,7 +102,8 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
             decoder_attention_mask: (B, P + N), 1 or True where a target token counts, of the P tokens that
                 past_key_values holds too; None: all do. Padding behind a target needs no mask.
             encoder_outputs: what `encoder` returned, instead of the source.
-            past_key_values: what an earlier call with use_cache returned: the tokens so far.
+            past_key_values: what an earlier call with use_cache returned: the tokens so far. Not beside labels, which
+                are of a whole target.
             inputs_embeds: (B, S, embedding_size), instead of input_ids.
             decoder_inputs_embeds: (B, N, embedding_size), instead of decoder_input_ids.
             labels: (B, N), the token behind each of decoder_input_ids; -100 where there is no loss.
@@ -115,8 +116,11 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
             logits (B, N, vocab_size), the loss where there are labels, and past_key_values where there is a cache.
 
         Raises:
-            ValueError: no target, a mask of another shape, or a text longer than the positions.
+            ValueError: no target, past_key_values with labels, a mask of another shape, or a text longer than the
+                positions.
         """
+        if past_key_values is not None and labels is not None:
+            raise ValueError('expected past_key_values or labels, which are of a whole target, got both')
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if encoder_outputs is None and not (
@@ -138,14 +142,14 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
             decoder_attention_mask,
             source,
             attention_mask,
-            _as_cache(past_key_values) if use_cache and labels is None else None,
+            _as_cache(past_key_values) if past_key_values is not None or (use_cache and labels is None) else None,
             output_hidden_states,
         )
         logits = self.lm_head(self.output_projection(decoded.last_hidden_state))
         return Seq2SeqLMOutput(
             loss=None if labels is None else _loss(logits, labels, num_items_in_batch),
             logits=logits,
-            past_key_values=decoded.past_key_values,
+            past_key_values=decoded.past_key_values if use_cache else None,
             decoder_hidden_states=decoded.hidden_states,
             encoder_last_hidden_state=source,
             encoder_hidden_states=getattr(encoder_outputs, 'hidden_states', None),

@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 
 from aft_vision.fastformer.rouge import ROUGES, lead, rouge, rouge_of_each
@@ -49,6 +51,15 @@ def test_sentences_of_one_line_are_found():
 def test_other_numbers_of_texts_are_an_error(predictions, references):
     with pytest.raises(ValueError, match='as many predictions as references, at least one'):
         rouge(predictions, references)
+
+
+def test_references_of_letters_that_rouge_does_not_count_give_a_warning():
+    others = ['Кот сидел на ковре.', '猫坐在垫子上']
+    with pytest.warns(UserWarning, match=r"2 of 3 references have other letters only, such as 'Кот сидел на ковре\.'"):
+        assert rouge([*others, FIRST], [*others, FIRST])['rouge1'] == pytest.approx(1 / 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        rouge([others[0], '42', 'Öl und Ähren', FIRST], [FIRST, '42', 'ein Öl', ''])
 
 
 def test_lead_takes_the_first_sentences_and_line_ends_end_them():

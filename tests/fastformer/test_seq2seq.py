@@ -163,6 +163,15 @@ def test_a_reordered_cache_goes_on_with_the_chosen_rows(kind: dict[str, object],
     assert_close(found, expected[:, 4:], 1e-10)
 
 
+def test_a_past_is_read_where_none_is_asked_for():
+    model, target = make_model().double(), make_ids(3, 5, seed=1)
+    past = model(**make_sources(), decoder_input_ids=target[:, :4]).past_key_values
+    mask = make_sources()['attention_mask']
+    out = model(attention_mask=mask, decoder_input_ids=target[:, 4:], past_key_values=past, use_cache=False)
+    assert out.past_key_values is None
+    assert_close(out.logits, model(**make_sources(), decoder_input_ids=target).logits[:, 4:], 1e-10)
+
+
 def test_a_cache_is_empty_again_after_a_reset():
     model, target = make_model(), make_ids(3, 3, seed=1)
     past = model(**make_sources(), decoder_input_ids=target).past_key_values
@@ -320,6 +329,8 @@ def test_what_cannot_be_kept_or_dropped_is_refused():
     with pytest.raises(ValueError, match='stateful'):
         model.generate(**make_sources(), prompt_lookup_num_tokens=2, max_new_tokens=2)
     past = model(**make_sources(), decoder_input_ids=make_ids(3, 4)).past_key_values
+    with pytest.raises(ValueError, match='past_key_values or labels, which are of a whole target, got both'):
+        model(**make_sources(), labels=make_ids(3, 2), past_key_values=past)
     assert not past.is_croppable
     for cropped in (past, past.self_attention_cache.layers[0], FastformerCache(), StateLayer()):
         with pytest.raises(ValueError, match='cannot drop the last 2'):

@@ -135,7 +135,7 @@ def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
 def missing_columns(place: str, expected: Sequence[str], got: Sequence[str]) -> ValueError:
     """The error for a row without a column."""
     found = ', '.join(got) or 'none'
-    return ValueError(f'{place}: expected the columns {", ".join(expected)}, got {found:.200}')
+    return ValueError(f'{place}: expected the columns {", ".join(expected):.200}, got {found:.200}')
 
 
 def _open(path: Path, member: str | None) -> IO[bytes]:

@@ -16,9 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from aft_vision.fastformer.data.batches import AnyDataset
 from aft_vision.fastformer.data.files import Record, missing_columns
 from aft_vision.fastformer.data.splits import FRACTIONS
-from aft_vision.fastformer.data.table import check_text, draw_rows, read_records
+from aft_vision.fastformer.data.table import check_text, draw_rows, drop_missing_values, read_records
 
 CNN_DAILYMAIL = dict(name='abisee/cnn_dailymail', config='3.0.0', text='article', summary='highlights')
+# Names of other splits that an error gives at most.
+SHOWN_SPLITS = 5
 PUBMED = dict(name='ccdv/pubmed-summarization', config='document', text='article', summary='abstract')
 
 
@@ -126,7 +128,8 @@ def collect_summaries(
         skip_lines: Leading lines of each text that are no part of it, such as a headline; blank ones do not count.
 
     Raises:
-        ValueError: a column is missing, a text is no text or blank, there is no row, or skip_lines is below 0.
+        ValueError: a column is missing, with drop_incomplete in every row, a text is no text or blank, there is no row,
+            or skip_lines is below 0.
     """
     if skip_lines < 0:
         raise ValueError(f'skip_lines must be at least 0, got {skip_lines}')
@@ -237,23 +240,29 @@ def _read_published(
 
 
 def _of_split(records: Iterable[Record], column: str, split: str, path: str | Path) -> Iterator[Record]:
-    seen: set[str] = set()
+    others: set[str] = set()
+    is_found = False
     for record in records:
         if column not in record.values:
             raise missing_columns(record.place, [column], list(record.values))
-        seen.add(str(record.values[column]))
-        if record.values[column] == split:
+        value = record.values[column]
+        if value == split:
+            is_found = True
             yield record
-    if split not in seen:
-        raise ValueError(f'expected rows with {column} = {split!r} in {path}, got {", ".join(sorted(seen)) or "none"}')
+        elif len(others) <= SHOWN_SPLITS:
+            others.add(f'{value!s:.40}')
+    if not is_found:
+        names = sorted(others)
+        named = ', '.join(names[:SHOWN_SPLITS]) + (' and others' if len(names) > SHOWN_SPLITS else '')
+        raise ValueError(f'expected rows with {column} = {split!r} in {path}, got {named or "none"}')
 
 
 def _pairs(
     records: Iterable[Record], text: Sequence[str], summary: str, drop_incomplete: bool, skip_lines: int
 ) -> Iterator[tuple[str, str]]:
+    if drop_incomplete:
+        records = drop_missing_values(records, [*text, summary])
     for place, values in records:
-        if drop_incomplete and any(values.get(name) is None for name in (*text, summary)):
-            continue
         if not values.keys() >= {*text, summary}:
             raise missing_columns(place, [*text, summary], list(values))
         content = ' '.join(filter(None, (check_text(place, column, values[column]) for column in text)))

@@ -139,7 +139,8 @@ def collect(
             errors.
 
     Raises:
-        ValueError: a column is missing, a text is no text, a label is none of the names, or there is no row.
+        ValueError: a column is missing, with drop_incomplete in every row, a text is no text, a label is none of the
+            names, or there is no row.
     """
     names = _name_by_value(label_names)
     rows = _labelled_rows(records, text, label, names, drop_incomplete)
@@ -172,6 +173,24 @@ def check_text(place: str, column: str, value: Any) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f'{place}, column {column!r}: expected a text, got half a character: {error}') from error
     return value
+
+
+def drop_missing_values(records: Iterable[Record], columns: Sequence[str]) -> Iterator[Record]:
+    """Leave out records in which a column is absent or null.
+
+    Raises:
+        ValueError: no record has one of the columns, whose name then is another; names the first record.
+    """
+    first: Record | None = None
+    unseen = set(columns)
+    for record in records:
+        first = first or record
+        if unseen:
+            unseen -= record.values.keys()
+        if all(record.values.get(name) is not None for name in columns):
+            yield record
+    if first is not None and unseen:
+        raise missing_columns(first.place, columns, list(first.values))
 
 
 def draw_rows(rows: Iterable[Row], count: int | None, seed: int) -> list[Row]:
@@ -223,11 +242,13 @@ def as_label(value: Any) -> str | None:
 def _labelled_rows(
     records: Iterable[Record], text: Sequence[str], label: str, names: Mapping[str, str] | None, drop_incomplete: bool
 ) -> Iterator[tuple[str, str]]:
+    if drop_incomplete:
+        records = drop_missing_values(records, [*text, label])
     for place, values in records:
-        if drop_incomplete and (values.get(label) in (None, '') or any(values.get(name) is None for name in text)):
-            continue
         if not values.keys() >= {*text, label}:
             raise missing_columns(place, [*text, label], list(values))
+        if drop_incomplete and values[label] == '':
+            continue
         parts = [check_text(place, column, values[column]) for column in text]
         name = as_label(values[label])
         if not name:

@@ -129,6 +129,16 @@ def test_leading_lines_that_are_no_part_of_a_text_are_left_out(tmp_path):
             {'split': 'test', 'split_column': 'part'},
             r"expected rows with part = 'test' in .*x\.jsonl, got x",
         ),
+        (
+            ''.join(f'{{"text": "a", "summary": "b", "part": "{i}{"x" * 99}"}}\n' for i in range(9)),
+            {'split': 'test', 'split_column': 'part'},
+            r"expected rows with part = 'test' in .*, got 0x{39}, 1x{39}, 2x{39}, 3x{39}, 4x{39} and others$",
+        ),
+        (
+            '{"text": "a", "summary": "b"}\n',
+            {'summary': 'highlights', 'drop_incomplete': True},
+            r'x\.jsonl, line 1: expected the columns text, highlights, got text, summary',
+        ),
         ('{"text": "a", "summary": "b"}\n', {'sample': 0}, 'sample must be at least 1, got 0'),
     ],
 )

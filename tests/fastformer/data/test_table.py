@@ -130,8 +130,12 @@ def test_incomplete_rows_are_left_out_if_asked():
     assert contents(dataset) == [('a', 'x'), ('', 'y')]
     rows = [Record('x, line 1', dict(label='x')), *records(('a', 'y'))]
     assert contents(collect(rows, ['text'], 'label', drop_incomplete=True)) == [('a', 'y')]
-    with pytest.raises(ValueError, match=r'with a text \(body\) and a label \(label\), got none'):
+    with pytest.raises(ValueError, match='expected the columns body, label, got text, label'):
         collect(records(('a', 'x')), ['body'], 'label', drop_incomplete=True)
+    with pytest.raises(ValueError, match='expected the columns text, class, got text, label'):
+        collect(records(('a', 'x'), (None, 'x')), ['text'], 'class', drop_incomplete=True)
+    with pytest.raises(ValueError, match=r'with a text \(text\) and a label \(label\), got none'):
+        collect(records((None, 'x'), ('a', None)), ['text'], 'label', drop_incomplete=True)
 
 
 def test_a_sample_keeps_the_order_follows_the_seed_and_keeps_the_classes():
