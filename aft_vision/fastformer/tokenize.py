@@ -10,7 +10,7 @@ from typing import Any
 
 from nltk.tokenize import NLTKWordTokenizer
 from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTokenizer
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedConfig, PreTrainedTokenizerFast
 
 # In the order of their ids, 0 to 3.
@@ -19,8 +19,31 @@ METHODS = ('nltk', 'wordpunct', 'bpe')
 BYTES = 256
 
 
-class NltkTokenizer(PreTrainedTokenizerFast):
-    """A fast tokeniser that divides raw text with NLTK first; offsets count in the words joined by spaces."""
+class TextTokenizer(PreTrainedTokenizerFast):
+    """A fast tokeniser of which a text without a token becomes one unknown token, in training and in use alike."""
+
+    def _convert_encoding(self, encoding: Encoding, *args: Any, **kwargs: Any) -> Any:
+        found = encoding if 1 in encoding.attention_mask else self._encode_unknown(len(encoding))
+        return super()._convert_encoding(found, *args, **kwargs)
+
+    def _encode_unknown(self, length: int) -> Encoding:
+        """One unknown token, padded to this length."""
+        backend = self._tokenizer
+        splits, backend.encode_special_tokens = backend.encode_special_tokens, False
+        encoding = backend.encode(self.unk_token)
+        backend.encode_special_tokens = splits
+        encoding.pad(length, direction=self.padding_side, pad_id=self.pad_token_id, pad_token=self.pad_token)
+        return encoding
+
+
+class TextTokenizerConfig(PreTrainedConfig):
+    """Under which `AutoTokenizer` keeps TextTokenizer, which it then finds by the name in tokenizer_config.json."""
+
+    model_type = 'text_tokenizer'
+
+
+class NltkTokenizer(TextTokenizer):
+    """A text tokeniser that divides raw text with NLTK first; offsets count in the words joined by spaces."""
 
     def _encode_plus(self, text: Any, text_pair: Any = None, *args: Any, **kwargs: Any) -> BatchEncoding:
         if not kwargs.get('is_split_into_words', False):
@@ -29,11 +52,12 @@ class NltkTokenizer(PreTrainedTokenizerFast):
 
 
 class NltkTokenizerConfig(PreTrainedConfig):
-    """Under which `AutoTokenizer` keeps NltkTokenizer, which it then finds by the name in tokenizer_config.json."""
+    """As TextTokenizerConfig, of NltkTokenizer."""
 
     model_type = 'nltk_tokenizer'
 
 
+AutoTokenizer.register(TextTokenizerConfig, fast_tokenizer_class=TextTokenizer, exist_ok=True)
 AutoTokenizer.register(NltkTokenizerConfig, fast_tokenizer_class=NltkTokenizer, exist_ok=True)
 
 
@@ -46,6 +70,8 @@ def train_tokenizer(
     max_length: int | None = None,
 ) -> PreTrainedTokenizerFast:
     """Make a tokeniser whose vocabulary is what is most frequent in texts; equal counts go by the alphabet.
+
+    A text without a token, such as an empty one, becomes one unknown token.
 
     Args:
         texts: The training texts, read once.
@@ -72,7 +98,7 @@ def train_tokenizer(
     backend.train_from_iterator(texts, _make_trainer(method, vocab_size, min_frequency))
     if backend.get_vocab_size() < smallest:
         raise ValueError(f'expected texts with words that occur {min_frequency} times or more, got none')
-    tokenizer_class = NltkTokenizer if method == 'nltk' else PreTrainedTokenizerFast
+    tokenizer_class = NltkTokenizer if method == 'nltk' else TextTokenizer
     return tokenizer_class(
         tokenizer_object=backend,
         **SPECIAL_TOKENS,

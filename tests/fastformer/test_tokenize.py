@@ -4,11 +4,13 @@ import warnings
 
 import nltk
 import pytest
+import torch
 from nltk.tokenize import word_tokenize, wordpunct_tokenize
 from nltk.tokenize.punkt import PunktParameters, save_punkt_params
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, pipeline
 
-from aft_vision.fastformer import tokenize
+from aft_vision.fastformer import FastformerConfig, FastformerForSequenceClassification, tokenize
+from aft_vision.fastformer.data.batches import token_ids
 from aft_vision.fastformer.tokenize import METHODS, nltk_words, train_tokenizer, wordpunct_pre_tokenizer
 
 TEXTS = [
@@ -156,3 +158,35 @@ def test_decoded_words_read_like_a_text(tmp_path, method):
     decoded = tokenizer.decode(ids, skip_special_tokens=True)
     # Where the spaces were before other signs cannot be known.
     assert decoded.replace(' :', ':') == text
+
+
+@pytest.mark.parametrize('method', METHODS)
+@pytest.mark.filterwarnings('ignore:NLTK has no punkt_tab')
+def test_a_text_without_a_token_is_one_unknown_token_however_it_is_read(tmp_path, method):
+    train(method, vocab_size=400).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    film = tokenizer('bad film')['input_ids']
+    assert tokenizer('') == {'input_ids': [3], 'attention_mask': [1]}
+    assert (
+        tokenizer(['', 'bad film', ''])['input_ids'] == [[3], film, [3]] == token_ids(['', 'bad film', ''], tokenizer)
+    )
+    padded = tokenizer(['', 'bad film'], padding=True, return_tensors='pt')
+    assert padded['input_ids'].tolist() == [[3, *[0] * (len(film) - 1)], film]
+    assert padded['attention_mask'].tolist() == [[1, *[0] * (len(film) - 1)], [1] * len(film)]
+    assert tokenizer('', padding='max_length', max_length=3)['attention_mask'] == [1, 0, 0]
+    # Special tokens are still read as text.
+    assert tokenizer('<unk>', add_special_tokens=False)['input_ids'] == tokenizer('<unk>')['input_ids'] != []
+    assert len(tokenizer('<unk> film')['input_ids']) > len(tokenizer('film')['input_ids']) + 1
+
+
+def test_a_pipeline_classifies_an_empty_text_as_training_does():
+    tokenizer = train('wordpunct')
+    model = FastformerForSequenceClassification(
+        FastformerConfig(
+            vocab_size=len(tokenizer), hidden_size=8, num_attention_heads=2, encoder_mixer='transformer', num_labels=3
+        )
+    ).eval()
+    classify = pipeline('text-classification', model=model, tokenizer=tokenizer, top_k=None)
+    found = {row['label']: row['score'] for row in classify([''])[0]}
+    expected = model(torch.tensor(token_ids([''], tokenizer))).logits.softmax(-1)[0].tolist()
+    assert [found[f'LABEL_{number}'] for number in range(3)] == pytest.approx(expected)
