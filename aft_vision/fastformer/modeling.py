@@ -70,7 +70,7 @@ class FastformerPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     # What full attention, as the Transformer among the encoders has it, is computed with.
     _supports_sdpa = True
-    _no_split_modules = ['FastformerLayer']  # noqa: RUF012
+    _no_split_modules = ['FastformerLayer', 'BaselineLayer']  # noqa: RUF012
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

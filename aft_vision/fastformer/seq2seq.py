@@ -32,7 +32,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
     """
 
     _tied_weights_keys = {'lm_head.weight': 'encoder.embeddings.embed_tokens.weight'}  # noqa: RUF012
-    _no_split_modules = ['FastformerLayer', 'FastformerDecoderLayer']  # noqa: RUF012
+    _no_split_modules = ['FastformerLayer', 'BaselineLayer', 'FastformerDecoderLayer']  # noqa: RUF012
     # What is kept of the tokens cannot forget the last ones: `generate` refuses an assistant.
     _is_stateful = True
     # `Trainer` then divides by the labels of a whole update, however many batches it has.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import infer_auto_device_map
 from helpers import assert_close, generator, randn
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
@@ -17,7 +18,9 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from aft_vision.fastformer import (
+    ENCODERS,
     FastformerConfig,
+    FastformerForConditionalGeneration,
     FastformerForSequenceClassification,
     FastformerModel,
     encoder,
@@ -304,3 +307,22 @@ def test_a_pipeline_classifies_text():
     probability = model(torch.tensor([[2]])).logits.softmax(-1)[0]
     assert found[0]['label'] == model.config.id2label[int(probability.argmax())]
     assert found[0]['score'] == pytest.approx(probability.max().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize('mixer', sorted(ENCODERS))
+def test_no_layer_is_divided_between_devices(mixer: str):
+    config = FastformerConfig(
+        vocab_size=9, hidden_size=8, num_attention_heads=2, num_hidden_layers=4, share_layers=False, encoder_mixer=mixer
+    )
+    layers = ('FastformerLayer', 'BaselineLayer', 'FastformerDecoderLayer')
+    for model in (FastformerForSequenceClassification(config), FastformerForConditionalGeneration(config)):
+        size = sum(p.nbytes for p in model.parameters())
+        whole = [name for name, module in model.named_modules() if type(module).__name__ in layers]
+        assert len(whole) >= 4
+        for tenths in range(1, 10):
+            devices = infer_auto_device_map(
+                model,
+                {0: size * tenths // 10, 'cpu': 2 * size},
+                no_split_module_classes=model._no_split_modules,
+            )
+            assert not [key for key in devices if key.startswith(tuple(f'{name}.' for name in whole))]

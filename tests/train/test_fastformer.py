@@ -4,11 +4,12 @@ import shutil
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 from helpers import randn
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline, set_seed
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction, pipeline, set_seed
 from transformers.modeling_outputs import BaseModelOutput
 
 from aft_vision.fastformer import FastformerConfig, encoder
@@ -17,7 +18,7 @@ from aft_vision.fastformer.data.synthetic import write_jmars
 from train.config import save_config
 from train.fastformer import __main__ as fastformer
 from train.fastformer import trainer
-from train.fastformer.classification import ClassificationData, ClassificationRun
+from train.fastformer.classification import ClassificationData, ClassificationRun, classification_metrics
 from train.fastformer.run import last_checkpoint
 from train.fastformer.schema import text_model_config
 from train.fastformer.tasks import load_text_config
@@ -465,3 +466,14 @@ def test_a_key_of_the_model_section_overrides_its_preset():
     assert isinstance(config, FastformerConfig)
     assert (config.block_size, config.attention_window, config.embedding_size) == (4, 16, 300)
     assert (config.max_position_embeddings, config.vocab_size) == (100, 7)
+
+
+def test_macro_f_is_the_mean_over_the_classes_that_the_texts_have():
+    def measured(labels: list[int], chosen: list[int]) -> dict[str, float]:
+        return classification_metrics(EvalPrediction(torch.eye(4)[chosen].numpy(), np.array(labels)))
+
+    # Class 0: F = 2 * 1 * 0.5 / 1.5; class 1: 1; class 3 is in no text, and class 2 neither.
+    found = measured([0, 0, 1, 1], [0, 3, 1, 1])
+    assert found == pytest.approx({'accuracy': 0.75, 'macro_f': (2 / 3 + 1) / 2})
+    # A class of the texts that is never predicted counts.
+    assert measured([0, 0, 2, 1], [0, 0, 0, 1])['macro_f'] == pytest.approx((0.8 + 0 + 1) / 3)

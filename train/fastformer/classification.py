@@ -147,12 +147,16 @@ class ClassificationRun(TextRun):
 
 
 def classification_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Accuracy, and the mean of the classes' F scores, in [0, 1]."""
+    """Accuracy, and the mean of the classes' F scores, in [0, 1].
+
+    The mean is over the classes that the texts have, whatever is predicted: a class that none has, as a part may lack
+    a rare one, counts where it is wrongly predicted, by the recall of others, and not as another score of 0.
+    """
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
     chosen, labels = np.argmax(logits, axis=-1), prediction.label_ids
     return {
         'accuracy': float(accuracy_score(labels, chosen)),
-        'macro_f': float(f1_score(labels, chosen, average='macro', zero_division=0)),
+        'macro_f': float(f1_score(labels, chosen, labels=np.unique(labels), average='macro', zero_division=0)),
     }
 
 
