@@ -38,6 +38,8 @@ class FastformerHierarchyConfig(FastformerConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.text_config, dict):
             fields = dict(self.text_config)
+            if 'model_type' not in fields:
+                raise ValueError(f'text_config must have a model_type, such as bert, got {", ".join(fields):.200}')
             self.text_config = AutoConfig.for_model(fields.pop('model_type'), **fields)
         if self.max_behaviors < 1:
             raise ValueError(f'max_behaviors must be at least 1, got {self.max_behaviors}')
@@ -47,13 +49,17 @@ class FastformerHierarchyConfig(FastformerConfig):
 class LanguageModelEncoder(nn.Module):
     """A language model of transformers, additive pooling, and a projection to the hidden size.
 
-    Of a model with encoder and decoder, such as T5, it is the encoder.
+    Of a model with encoder and decoder, such as T5, it is the encoder. Its attention keeps its weights in memory where
+    that of the whole model does (`attn_implementation='eager'`).
     """
 
     def __init__(self, config: FastformerConfig, text_config: PreTrainedConfig) -> None:
         super().__init__()
+        # None is the fused attention, where the language model has one.
+        self.attention = 'eager' if config._attn_implementation == 'eager' else None
         # Like the rest of the model, and not like the file that the language model was saved in.
-        self.model: Any = self._without_rest(AutoModel.from_config(text_config, dtype=torch.get_default_dtype()))
+        model = AutoModel.from_config(text_config, dtype=torch.get_default_dtype(), attn_implementation=self.attention)
+        self.model: Any = self._without_rest(model)
         self.pooling = AdditivePooling(config, text_config.hidden_size)
         self.projection = nn.Linear(text_config.hidden_size, config.hidden_size)
 
@@ -67,7 +73,9 @@ class LanguageModelEncoder(nn.Module):
         Args:
             source: A folder, or a name on the Hugging Face hub.
         """
-        model = AutoModel.from_pretrained(source, dtype=self.projection.weight.dtype)
+        model = AutoModel.from_pretrained(
+            source, dtype=self.projection.weight.dtype, attn_implementation=self.attention
+        )
         self.model = self._without_rest(model)
 
     @staticmethod

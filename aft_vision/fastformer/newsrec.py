@@ -57,9 +57,11 @@ class FastformerForNewsRecommendation(FastformerHierarchyModel):
 
         Args:
             source: A folder, or a name on the Hugging Face hub.
-            kwargs: Of `FastformerNewsConfig`.
+            kwargs: Of `FastformerNewsConfig`; `vocab_size` is that of the language model.
         """
-        model = cls(FastformerNewsConfig(**kwargs, text_config=AutoConfig.from_pretrained(source)))
+        text_config = AutoConfig.from_pretrained(source)
+        config = FastformerNewsConfig(**{'vocab_size': text_config.vocab_size, **kwargs}, text_config=text_config)
+        model = cls(config)
         if not isinstance(model.text_encoder, LanguageModelEncoder):
             raise TypeError(f'expected a language model in {source}, got {type(model.text_encoder).__name__}')
         model.text_encoder.load(source)

@@ -123,6 +123,32 @@ def test_a_saved_language_model_encodes_the_news(tmp_path):
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
+def test_a_model_has_the_vocabulary_of_its_language_model(tmp_path):
+    BertModel(BertConfig(**BERT)).save_pretrained(tmp_path)
+    model = FastformerForNewsRecommendation.from_text_model(tmp_path, hidden_size=C, num_attention_heads=3)
+    assert model.config.vocab_size == VOCAB == len(model.get_input_embeddings().weight)
+    stated = FastformerForNewsRecommendation.from_text_model(
+        tmp_path, vocab_size=VOCAB - 1, hidden_size=C, num_attention_heads=3
+    )
+    assert stated.config.vocab_size == VOCAB - 1
+
+
+@pytest.mark.parametrize('language_model', [BertConfig(**BERT), T5], ids=['bert', 't5'])
+@pytest.mark.parametrize('attention', ['sdpa', 'eager'])
+def test_a_language_model_has_the_attention_of_the_whole(tmp_path, attention: str, language_model: PreTrainedConfig):
+    config = FastformerNewsConfig(hidden_size=C, num_attention_heads=3, text_config=language_model)
+    model = FastformerForNewsRecommendation._from_config(config, attn_implementation=attention)
+    # T5 has no fused attention in some versions of transformers.
+    expected = {'eager', attention} if isinstance(language_model, T5Config) else {attention}
+    assert model.text_encoder.model.config._attn_implementation in expected
+    AutoModel.from_config(language_model).save_pretrained(tmp_path / 'text')
+    model.text_encoder.load(tmp_path / 'text')
+    assert model.text_encoder.model.config._attn_implementation in expected
+    model.save_pretrained(tmp_path / 'whole')
+    again = AutoModel.from_pretrained(tmp_path / 'whole', attn_implementation=attention)
+    assert again.text_encoder.model.config._attn_implementation in expected
+
+
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
 def test_a_language_model_saved_in_half_precision_learns_in_float32(tmp_path, dtype: torch.dtype):
     torch.manual_seed(1)

@@ -141,7 +141,8 @@ class TextRunConfig:
             `data` says of it.
         device: `auto` takes an accelerator when there is one.
         cpu_threads: Threads of the model on a CPU; None leaves torch's choice, one per core.
-        attention: Of the Transformer: torch's fused attention, or one with its weights in memory.
+        attention: Of the Transformer, and of a language model that encodes texts: torch's fused attention, or one with
+            its weights in memory.
         amp: Autocast to bfloat16, or to float16 with a scaled loss, or none.
         grad_checkpointing: Compute the activations of each layer again in the backward pass, to save memory.
         compile: Compile the model with torch.compile.
