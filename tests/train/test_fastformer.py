@@ -19,10 +19,9 @@ from train.config import save_config
 from train.fastformer import __main__ as fastformer
 from train.fastformer import trainer
 from train.fastformer.classification import ClassificationData, ClassificationRun, classification_metrics
-from train.fastformer.run import last_checkpoint
 from train.fastformer.schema import text_model_config
 from train.fastformer.tasks import load_text_config
-from train.fastformer.trainer import BucketSampler
+from train.fastformer.trainer import BucketSampler, last_checkpoint
 from train.run import find_run_dir
 
 SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'fastformer.yaml'
@@ -138,12 +137,26 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(trained, pairs, tmp_path
         assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_one_process_for_several_gpus_is_refused(pairs, tmp_path):
-    run = text_run(pairs, tmp_path)
-    options = run.arguments(tmp_path, 0)
-    options._n_gpu = 2
+@pytest.mark.parametrize('more', [[], ['--eval']], ids=['train', 'eval'])
+def test_one_process_for_several_gpus_is_refused_before_the_folder_is_made(pairs, tmp_path, monkeypatch, more):
+    monkeypatch.setattr('transformers.TrainingArguments.n_gpu', 2)
     with pytest.raises(ValueError, match='expected a process for each GPU, got one for 2: start with torchrun'):
-        run.make_trainer(None, None, options)
+        fastformer.main([*more, *arguments(pairs, tmp_path / 'run')])
+    assert not (tmp_path / 'run').exists()
+
+
+def test_only_what_is_evaluated_is_tokenized(trained, pairs, monkeypatch):
+    folder, summary = trained
+    asked, examples = [], ClassificationRun.examples
+    monkeypatch.setattr(
+        ClassificationRun,
+        'examples',
+        lambda run, split, tokenizer: asked.append(split) or examples(run, split, tokenizer),
+    )
+    run = text_run(pairs, folder)
+    found = run.evaluate(folder / 'seed_0' / 'best', 'validation')
+    assert asked == ['validation']
+    assert found['accuracy'] == summary['runs'][0]['validation_accuracy']
 
 
 def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):

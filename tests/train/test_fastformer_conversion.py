@@ -144,15 +144,6 @@ def test_a_model_for_other_behaviours_is_an_error(trained, requests, tmp_path):
         run.load_model(source)
 
 
-def test_one_process_for_several_gpus_is_refused(requests, tmp_path, monkeypatch):
-    run = make_run('json', requests)
-    arguments = run.arguments(tmp_path, 0)
-    monkeypatch.setattr(type(arguments), 'n_gpu', 2)
-    tokenizer = run.make_tokenizer()
-    with pytest.raises(ValueError, match='expected a process for each GPU, got one for 2: start with torchrun'):
-        run.make_trainer(run.new_model(tokenizer, 0), tokenizer, arguments)
-
-
 @pytest.mark.parametrize(
     ('override', 'message'),
     [

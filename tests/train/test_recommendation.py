@@ -237,14 +237,6 @@ def test_a_model_without_the_language_model_that_is_stated_is_an_error(trained, 
         run.make_model(run.make_tokenizer(), 0)
 
 
-def test_one_process_for_several_gpus_is_refused(mind, tmp_path):
-    run = make_run(mind, tmp_path)
-    options = run.arguments(tmp_path, 0)
-    options._n_gpu = 2
-    with pytest.raises(ValueError, match='expected a process for each GPU, got one for 2: start with torchrun'):
-        run.make_trainer(None, None, options)
-
-
 @pytest.mark.parametrize(
     ('override', 'message'),
     [

@@ -162,7 +162,8 @@ class RecommendationRun(TextRun):
     def new_trainer(self, **options: Any) -> Trainer:
         tokenizer, data = options['processing_class'], self.config.data
         tokens = tokenize_texts(self.news.texts, tokenizer, data.max_length)
-        options['train_dataset'] = ClickSamples(options['train_dataset'], data.negatives, options['args'].seed)
+        if options['train_dataset'] is not None:
+            options['train_dataset'] = ClickSamples(options['train_dataset'], data.negatives, options['args'].seed)
         return RecommendationTrainer(data_collator=NewsCollator(tokens, tokenizer.pad_token_id), **options)
 
     def check_loaded(self, model: PreTrainedModel, source: str | Path) -> None:

@@ -19,19 +19,15 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.trainer_utils import IntervalStrategy
 
 from aft_vision.evaluate import reset_peak_memory
 from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.tokenize import train_tokenizer
 from train.fastformer.schema import TextConfig, stated_model
-from train.fastformer.trainer import EpochMeter, training_arguments
+from train.fastformer.trainer import EpochMeter, last_checkpoint, training_arguments
 
 RESULT = 'result.json'
-# The weights of a checkpoint in one file, or the list of its files.
-WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
 
 
 @dataclass(frozen=True)
@@ -162,10 +158,11 @@ class TextRun(ABC):
         return self.folder
 
     def load_trainer(self, source: str | Path) -> Any:
-        """The Trainer of a saved model."""
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        """The Trainer of a saved model, to evaluate it; it has no examples of its own."""
         arguments = self.arguments(self.folder, self.config.run.seeds[0])
-        return self.make_trainer(self.load_model(source), tokenizer, arguments)
+        arguments.eval_strategy = IntervalStrategy.NO
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        return self.make_trainer(self.load_model(source), tokenizer, arguments, (None, None))
 
     def test(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, split: str, folder: Path) -> dict[str, float]:
         """Measure a trainer's model on a split.
@@ -255,24 +252,23 @@ class TextRun(ABC):
         return training_arguments(self.config, folder, seed, self.best_metric, self.quiet)
 
     def make_trainer(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: TrainingArguments
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        arguments: TrainingArguments,
+        splits: Sequence[str | None] = ('train', 'validation'),
     ) -> Trainer:
-        """The Trainer of a model, with the training and validation examples.
+        """The Trainer of a model.
 
-        Raises:
-            ValueError: there are several GPUs for one process.
+        Args:
+            splits: What it trains on and measures each epoch; None for nothing.
         """
-        if arguments.n_gpu > 1:
-            # torch's DataParallel would give each GPU a whole batch, and divide what a batch shares among its examples.
-            raise ValueError(
-                f'expected a process for each GPU, got one for {arguments.n_gpu}: start with torchrun, or show it one '
-                'GPU by CUDA_VISIBLE_DEVICES'
-            )
+        train, validation = (None if split is None else self.examples(split, tokenizer) for split in splits)
         trainer = self.new_trainer(
             model=model,
             args=arguments,
-            train_dataset=self.examples('train', tokenizer),
-            eval_dataset=self.examples('validation', tokenizer),
+            train_dataset=train,
+            eval_dataset=validation,
             processing_class=tokenizer,
             callbacks=[EpochMeter(arguments.device, self.config.run.save_updates, self.validation_metrics)],
         )
@@ -316,13 +312,3 @@ class TextRun(ABC):
             summary[name] = {'mean': statistics.mean(values), 'std': deviation}
         summary['parameters'] = results[0]['parameters']
         return summary | {'runs': list(results)}
-
-
-def last_checkpoint(folder: Path) -> str | None:
-    """The newest whole checkpoint of transformers' Trainer in a folder, if there is one.
-
-    A run that is killed while it writes a checkpoint leaves one without the state, which Trainer writes last.
-    """
-    whole = [path.parent for path in folder.glob(f'{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}')]
-    whole = [path for path in whole if any((path / name).is_file() for name in WEIGHTS)]
-    return str(max(whole, key=lambda path: int(path.name.rpartition('-')[2]))) if whole else None

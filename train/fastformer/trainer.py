@@ -1,4 +1,4 @@
-"""transformers' Trainer as the tasks use it: its arguments, the order of texts, what it measures."""
+"""transformers' Trainer as the tasks use it: its arguments, the order of texts, what it measures, its checkpoints."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,16 @@ import torch
 from datasets import Dataset
 from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from aft_vision.evaluate import peak_memory_mb
 from train.fastformer.schema import TextConfig
+
+# The weights of a checkpoint in one file, or the list of its files.
+WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
 
 
 class BucketSampler(LengthGroupedSampler):
@@ -165,3 +171,23 @@ def training_arguments(
     arguments.per_device_train_batch_size = share
     arguments.per_device_eval_batch_size = data.eval_batch_size or share
     return arguments
+
+
+def check_processes(arguments: TrainingArguments) -> None:
+    """Raise a ValueError unless there is a process for each GPU."""
+    if arguments.n_gpu > 1:
+        # torch's DataParallel would give each GPU a whole batch, and divide what a batch shares among its examples.
+        raise ValueError(
+            f'expected a process for each GPU, got one for {arguments.n_gpu}: start with torchrun, or show it one '
+            'GPU by CUDA_VISIBLE_DEVICES'
+        )
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest whole checkpoint of transformers' Trainer in a folder, if there is one.
+
+    A run that is killed while it writes a checkpoint leaves one without the state, which Trainer writes last.
+    """
+    whole = [path.parent for path in folder.glob(f'{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}')]
+    whole = [path for path in whole if any((path / name).is_file() for name in WEIGHTS)]
+    return str(max(whole, key=lambda path: int(path.name.rpartition('-')[2]))) if whole else None
