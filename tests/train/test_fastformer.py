@@ -20,7 +20,7 @@ from train.fastformer import __main__ as fastformer
 from train.fastformer import trainer
 from train.fastformer.classification import ClassificationData, ClassificationRun, classification_metrics
 from train.fastformer.schema import text_model_config
-from train.fastformer.tasks import load_text_config
+from train.fastformer.tasks import TASKS, load_text_config
 from train.fastformer.trainer import BucketSampler, last_checkpoint
 from train.run import find_run_dir
 
@@ -490,3 +490,49 @@ def test_macro_f_is_the_mean_over_the_classes_that_the_texts_have():
     assert found == pytest.approx({'accuracy': 0.75, 'macro_f': (2 / 3 + 1) / 2})
     # A class of the texts that is never predicted counts.
     assert measured([0, 0, 2, 1], [0, 0, 0, 1])['macro_f'] == pytest.approx((0.8 + 0 + 1) / 3)
+
+
+def copy_of_the_hub(folder: Path, monkeypatch, **rows: int) -> Path:
+    """A folder as the hub has data sets, with so many rows of each part."""
+    folder.mkdir()
+    for part, count in rows.items():
+        lines = [
+            {'text': f'{part} {number}', 'label': 'abc'[number % 3], 'summary': f's {part} {number}'}
+            for number in range(count)
+        ]
+        (folder / f'{part}.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    monkeypatch.setattr('datasets.config.HF_DATASETS_CACHE', folder.with_name('cache'))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ('rows', 'expected'),
+    [
+        (dict(train=40), {'train': 32, 'validation': 4, 'test': 4}),
+        (dict(train=40, test=2), {'train': 36, 'validation': 4, 'test': 2}),
+        (dict(train=40, validation=1, test=2), {'train': 40, 'validation': 1, 'test': 2}),
+    ],
+    ids=['train', 'test', 'all'],
+)
+def test_what_a_data_set_of_the_hub_lacks_is_drawn(tmp_path, monkeypatch, rows, expected):
+    folder = copy_of_the_hub(tmp_path / 'copy', monkeypatch, **rows)
+    for smoke in (SMOKE, SMOKE.with_name('summarization.yaml')):
+        config = load_text_config(smoke, ['data.kind=hub', f'data.path={folder}'])
+        parts = TASKS[config.task].read(config, tmp_path).splits
+        assert {name: len(part) for name, part in parts.items()} == expected
+        for part in rows.keys() - {'train'}:
+            assert all(text.startswith(part) for text in parts[part]['text'])
+        assert all(text.startswith('train') for text in parts['train']['text'])
+
+
+def test_a_configuration_of_the_hub_is_named(tmp_path, monkeypatch):
+    folder = copy_of_the_hub(tmp_path / 'copy', monkeypatch, a=30, b=40)
+    names = ''.join(
+        f'- config_name: {name}\n  data_files:\n  - {{split: train, path: {name}.jsonl}}\n' for name in 'ab'
+    )
+    (folder / 'README.md').write_text(f'---\nconfigs:\n{names}---\n')
+    assert text_run(folder, tmp_path, 'data.kind=hub', 'data.hub_config=b').counts()['train'] == 32
+    with pytest.raises(ValueError, match=r"Please pick one among the available configs: \['a', 'b'\]"):
+        text_run(folder, tmp_path, 'data.kind=hub')
+    with pytest.raises(ValueError, match=r"data\.hub_config to be null but for hub, got 'b'"):
+        load_text_config(SMOKE, ['data.hub_config=b'])

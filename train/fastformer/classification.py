@@ -18,15 +18,20 @@ from transformers import (
 )
 
 from aft_vision.fastformer import FastformerForSequenceClassification
-from aft_vision.fastformer.data import READERS, label_maps, split_dataset, tokenize_dataset
+from aft_vision.fastformer.data import READERS, hub_splits, label_maps, split_dataset, tokenize_dataset
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig, TextData, text_model_config
 from train.fastformer.trainer import TextTrainer
 from train.schema import require
 
-# The kinds whose readers take columns of texts or of labels.
-TEXT_KINDS = ('table', 'hub', 'jmars', 'mind_topic')
-LABEL_KINDS = ('table', 'hub', 'jmars', 'acl_imdb')
+# The kinds of data that these keys are for.
+KINDS = {
+    'text_columns': ('table', 'hub', 'jmars', 'mind_topic'),
+    'label_column': ('table', 'hub', 'jmars', 'acl_imdb'),
+    'bodies': ('mind_topic',),
+    'hub_config': ('hub',),
+    'revision': ('hub',),
+}
 
 
 @dataclass(frozen=True)
@@ -39,20 +44,25 @@ class ClassificationData(TextData):
             file with a header or keys), or `hub` (a data set of the Hugging Face hub).
         path: The file or folder, or the name of a data set on the hub. Of `mind_topic` also the folder that holds
             those of train, dev and test.
-        test_path: The file of the test texts, where they have one of their own. None: those of `acl_imdb` and of `hub`
-            come with the data set, others are split off.
+        test_path: The file of the test texts, where they have one of their own. None: those of `acl_imdb`, and of a
+            `hub` that has them, come with the data set, others are split off.
+        hub_config: Of `hub`: its configuration, where it has several.
+        revision: Of `hub`: such as `refs/convert/parquet`.
         bodies: Of `mind_topic`: docs.tsv with the bodies of the news; None for title and abstract.
         text_columns: Of `table`, `hub`, `jmars` and `mind_topic`; several are joined. None: text, text, review, and
             what `bodies` says.
         label_column: Of `table`, `hub`, `jmars` and `acl_imdb`. None: label, label, rating, sentiment.
         drop_incomplete: Leave out rows without a text or a label, which are errors otherwise.
         max_texts: So many texts of `path`, drawn by `split_seed`, in place of all; None for all.
-        test_share, valid_share: Of the texts, and of those of every class, where the data set has no such part.
+        test_share, valid_share: Of the texts, and of those of every class, where the data set has no such part. A
+            data set of the hub may have both.
         bucket: Batches of texts of about the same length, which need less padding.
     """
 
     kind: Literal['amazon', 'jmars', 'acl_imdb', 'mind_topic', 'ag_news', 'table', 'hub'] = 'table'
     test_path: str | None = None
+    hub_config: str | None = None
+    revision: str | None = None
     bodies: str | None = None
     text_columns: list[str] | None = None
     label_column: str | None = None
@@ -66,14 +76,9 @@ class ClassificationData(TextData):
         require('data.max_texts', self.max_texts, texts, 'at least 1, or null for all')
         columns = self.text_columns is None or bool(self.text_columns)
         require('data.text_columns', self.text_columns, columns, 'one column or several, or null')
-        for name, kinds in (('text_columns', TEXT_KINDS), ('label_column', LABEL_KINDS), ('bodies', ('mind_topic',))):
+        for name, kinds in KINDS.items():
             value = getattr(self, name)
             require(f'data.{name}', value, value is None or self.kind in kinds, f'null but for {", ".join(kinds)}')
-
-    @property
-    def has_test(self) -> bool:
-        """Whether the data set comes with test texts of its own."""
-        return self.kind in ('acl_imdb', 'hub')
 
 
 @dataclass(frozen=True)
@@ -167,22 +172,41 @@ def read_splits(data: ClassificationData) -> DatasetDict:
         ValueError: a file is not there, damaged or of another layout, or training and test texts have other classes.
     """
     train = read_texts(data, data.path, sample=data.max_texts, seed=data.split_seed)
-    tested = data.test_path is not None or data.has_test
-    held_out = {'validation': data.valid_share} | ({} if tested else {'test': data.test_share})
-    shares = {'train': 1 - sum(held_out.values()), **held_out}
-    parts = split_dataset(train, data.split_seed, shares, rare_to_first=True)
-    if tested:
-        options = {'split': 'test'} if data.has_test else {}
-        parts['test'] = read_texts(data, data.test_path or data.path, **options)
-        names, found = (parts[part].features['label'].names for part in ('train', 'test'))
+    names = train.features['label'].names
+    own = own_parts(data)
+    shares = {'validation': data.valid_share, 'test': data.test_share}
+    drawn = {part: share for part, share in shares.items() if part not in own}
+    parts = DatasetDict({'train': train})
+    if drawn:
+        fractions = {'train': 1 - sum(drawn.values()), **drawn}
+        parts = split_dataset(train, data.split_seed, fractions, rare_to_first=True)
+    for part, (path, options) in own.items():
+        # A smaller part may lack classes that the hub's training texts have.
+        known = {'label_names': names} if data.kind == 'hub' else {}
+        parts[part] = read_texts(data, path, **options, **known)
+        found = parts[part].features['label'].names
         if names != found:
-            raise ValueError(f'expected test texts of the classes {", ".join(names)}, got {", ".join(found)}')
+            raise ValueError(f'expected {part} texts of the classes {", ".join(names)}, got {", ".join(found)}')
     return parts
+
+
+def own_parts(data: ClassificationData) -> dict[str, tuple[str, dict[str, str]]]:
+    """The parts that texts of training are not drawn for: where they are, and what their reader takes."""
+    path = data.test_path or data.path
+    if data.kind == 'acl_imdb':
+        return {'test': (path, {'split': 'test'})}
+    if data.kind != 'hub':
+        return {} if data.test_path is None else {'test': (path, {})}
+    splits = set(hub_splits(data.path, data.hub_config, data.revision)) | ({'test'} if data.test_path else set())
+    paths = {'validation': data.path, 'test': path}
+    return {part: (path, {'split': part}) for part, path in paths.items() if part in splits}
 
 
 def read_texts(data: ClassificationData, path: str, **options: Any) -> Dataset:
     """One file, folder or data set as `data` says."""
-    chosen = {'text': data.text_columns, 'label': data.label_column, 'docs': data.bodies}
+    chosen = {'text': data.text_columns, 'label': data.label_column, 'docs': data.bodies, 'config': data.hub_config}
     options |= {name: value for name, value in chosen.items() if value is not None}
+    if data.revision is not None:
+        options['load_options'] = {'revision': data.revision}
     reader: Any = READERS[data.kind]
     return reader(path, drop_incomplete=data.drop_incomplete, **options)

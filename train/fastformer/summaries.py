@@ -5,11 +5,9 @@ from typing import Any, Literal
 
 from datasets import Dataset, DatasetDict
 
-from aft_vision.fastformer.data import SUMMARY_READERS, split_summaries
+from aft_vision.fastformer.data import SUMMARY_READERS, hub_splits, split_summaries
 from train.fastformer.schema import TextData
 from train.schema import require
-
-SPLITS = ('train', 'validation', 'test')
 
 
 @dataclass(frozen=True)
@@ -22,11 +20,11 @@ class SummarizationData(TextData):
         path: The file, or the name of a data set on the hub.
         valid_path, test_path: Files of the validation and test texts, where they have their own.
         split_column: Of a file: says whether a row is one of `train`, `validation` or `test`. Without it, and without
-            files of their own, the parts are drawn from `path`, equal texts or summaries into one. Data sets of the hub
-            come with all three.
+            files of their own, the parts are drawn from `path`, equal texts or summaries into one, and so are those
+            that a data set of the hub does not come with.
         text_columns: Of `table` and `hub`; several are joined.
         summary_column: Of `table` and `hub`.
-        hub_config: Of `hub`: its configuration.
+        hub_config: Of `hub`: its configuration, where it has several.
         revision: Of the hub: such as `refs/convert/parquet`.
         drop_incomplete: Leave out rows with a blank text or summary, which are errors otherwise.
         skip_lines: Leading lines of each text that are no part of it, such as a headline; blank ones do not count.
@@ -69,8 +67,13 @@ class SummarizationData(TextData):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the data set is one of the hub, which comes in its three parts."""
+        """Whether the data set is one of the hub."""
         return self.kind == 'hub' or (self.kind != 'table' and not self.path)
+
+    @property
+    def has_splits(self) -> bool:
+        """Whether `path` holds more than texts of training, each row in a part that has a name."""
+        return self.is_remote or self.split_column is not None
 
 
 @dataclass(frozen=True)
@@ -109,20 +112,24 @@ def read_splits(data: SummarizationData) -> DatasetDict:
     source = {'table': 'a file', 'hub': 'the name of a data set'}.get(data.kind)
     require('data.path', data.path, source is None or bool(data.path), f'{source} where data.kind is {data.kind}')
     sample = dict(sample=data.max_texts, seed=data.split_seed)
-    if data.is_remote or data.split_column is not None:
-        return DatasetDict(
-            {
-                split: read_texts(data, data.path, split=split, **(sample if split == 'train' else {}))
-                for split in SPLITS
-            }
-        )
-    paths = {'validation': data.valid_path, 'test': data.test_path}
+    own = own_parts(data)
+    train = read_texts(data, data.path, **({'split': 'train'} if data.has_splits else {}), **sample)
     shares = {'validation': data.valid_share, 'test': data.test_share}
-    drawn = {split: shares[split] for split, path in paths.items() if path is None}
-    parts = DatasetDict({'train': read_texts(data, data.path, **sample)})
+    drawn = {split: share for split, share in shares.items() if split not in own}
+    parts = DatasetDict({'train': train})
     if drawn:
-        parts = split_summaries(parts['train'], data.split_seed, {'train': 1 - sum(drawn.values()), **drawn})
-    return DatasetDict(parts | {split: read_texts(data, path) for split, path in paths.items() if path is not None})
+        parts = split_summaries(train, data.split_seed, {'train': 1 - sum(drawn.values()), **drawn})
+    return DatasetDict(parts | {split: read_texts(data, path, **options) for split, (path, options) in own.items()})
+
+
+def own_parts(data: SummarizationData) -> dict[str, tuple[str, dict[str, str]]]:
+    """The parts that texts of training are not drawn for: where they are, and what their reader takes."""
+    if not data.has_splits:
+        paths = {'validation': data.valid_path, 'test': data.test_path}
+        return {split: (path, {}) for split, path in paths.items() if path is not None}
+    # Those of the published data sets are known, and those of a column are all expected.
+    splits = hub_splits(data.path, data.hub_config, data.revision) if data.kind == 'hub' else ('validation', 'test')
+    return {split: (data.path, {'split': split}) for split in ('validation', 'test') if split in splits}
 
 
 def read_texts(data: SummarizationData, path: str, **options: Any) -> Dataset:
