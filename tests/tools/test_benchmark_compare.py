@@ -8,6 +8,7 @@ from helpers import randn
 from tools.benchmark import classifiers, compare, sections
 from tools.benchmark.__main__ import main
 from tools.benchmark.classifiers import format_classifiers, measure_classifiers
+from tools.benchmark.columns import format_comparison
 from tools.benchmark.compare import PAPER_BASELINE, Candidate, Prepared, math_attention, time_compiled
 from tools.benchmark.layers import make_layer_groups
 from tools.benchmark.memory import peak_memory
@@ -145,7 +146,7 @@ def test_a_row_that_cannot_be_compiled_says_so_and_ends_nothing(monkeypatch):
     found = time_compiled(makers, CPU, 1)
     assert found[2.0]['ratio'] == 1.0
     row = {'name': 'x', 'direction': 'forward', 'eager': {**found[2.0]}, 'compiled': {'error': 'ValueError: negative'}}
-    assert 'failed: ValueError: negative' in compare.format_comparison([row])
+    assert 'failed: ValueError: negative' in format_comparison([row])
 
 
 def test_what_is_compiled_runs_as_one_graph_and_is_not_timed_while_it_compiles(monkeypatch):
@@ -200,6 +201,69 @@ def test_a_model_with_a_bug_is_not_said_to_refuse_its_images(monkeypatch):
     assert 'resnet10t failed: RuntimeError: a bug' in format_classifiers(rows)
 
 
+class Exhausting(torch.nn.Linear):
+    """A model that has memory for so many calls."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__(3, 2)
+        self.calls = calls
+
+    def forward(self, images):
+        self.calls -= 1
+        if self.calls < 0:
+            raise torch.OutOfMemoryError('tried to allocate 9 GiB\nand more')
+        return super().forward(images.mean((2, 3)))
+
+
+@pytest.mark.parametrize('calls', [0, 1, 3])
+def test_a_model_that_runs_out_of_memory_after_it_was_tried_loses_its_row_alone(calls, monkeypatch):
+    tried = []
+
+    def create(name, size, device, training=False, **kwargs):
+        if name != 'resnet10t':
+            return Exhausting(10**9).train(training)
+        tried.append(name)
+        # The first is the probe's, then come that of the forward and that of training.
+        return Exhausting(calls if len(tried) == 3 else 10**9).train(training)
+
+    monkeypatch.setattr(classifiers, 'create_classifier', create)
+    rows = measure_classifiers(
+        ['resnet10t', 'resnet18'], [(32, 32)], 2, CPU, 'float32', 2, training=True, most_bytes=10**9
+    )
+    lost = [row for row in rows if row['failed']]
+    assert [(row['name'], row['direction']) for row in lost] == [('resnet10t', 'training')]
+    assert lost[0]['failed'] == 'OutOfMemoryError: tried to allocate 9 GiB'
+    assert len(rows) == 8
+    for row in rows:
+        assert row in lost or (row['eager']['images_per_second'] > 0 and row['eager']['ratio'] > 0)
+    assert 'training resnet10t' in next(line for line in format_classifiers(rows).splitlines() if 'failed:' in line)
+
+
+def test_nothing_is_compared_with_a_baseline_that_runs_out_of_memory(monkeypatch):
+    monkeypatch.setattr(torch, 'compile', uncompiled)
+    models = {'first': Exhausting(2), 'second': Exhausting(10**9)}
+    candidates = [
+        Candidate(name, lambda _, model=model: Prepared(lambda: model(torch.ones(1, 3, 2, 2))))
+        for name, model in models.items()
+    ]
+    first, second = compare.compare(candidates, CPU, 2, training=False, compiled=True)
+    assert first['eager'] == {'error': 'OutOfMemoryError: tried to allocate 9 GiB'}
+    assert first['compiled'] is None
+    for kind in ('eager', 'compiled'):
+        assert second[kind]['milliseconds'] > 0
+        assert second[kind]['ratio'] is None
+    with pytest.raises(RuntimeError, match='first failed: OutOfMemoryError'):
+        compare.require_figures([second, first])
+
+
+def test_what_fails_once_it_is_compiled_says_so(monkeypatch):
+    monkeypatch.setattr(torch, 'compile', uncompiled)
+    model = Exhausting(2)
+    found = time_compiled({'good': lambda wrap: int, 'bad': lambda wrap: lambda: model(torch.ones(1, 3, 2, 2))}, CPU, 1)
+    assert found['bad'] == {'error': 'OutOfMemoryError: tried to allocate 9 GiB'}
+    assert found['good']['compile_seconds'] >= 0
+
+
 def test_a_model_is_tried_on_images_as_they_are_measured(monkeypatch):
     taken = []
 
@@ -213,9 +277,10 @@ def test_a_model_is_tried_on_images_as_they_are_measured(monkeypatch):
 
 def test_a_size_that_the_baseline_refuses_has_no_ratios(monkeypatch):
     monkeypatch.setattr(classifiers, 'BASELINE', 'aft_conv_tiny')
-    model, refused = measure_classifiers(['resnet10t'], [(40, 32)], 1, CPU, 'float32', 1)
+    monkeypatch.setattr(torch, 'compile', uncompiled)
+    model, refused = measure_classifiers(['resnet10t'], [(40, 32)], 1, CPU, 'float32', 1, compiled=True)
     assert refused['name'] == 'aft_conv_tiny'
-    assert model['eager']['ratio'] is None
+    assert model['eager']['ratio'] is model['compiled']['ratio'] is None
     assert model['eager']['images_per_second'] > 0
 
 

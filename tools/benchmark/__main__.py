@@ -67,6 +67,7 @@ come with their quartiles over the rounds. --compile adds every row under torch.
 baseline; compiling is no part of the times.
 """
 
+import argparse
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -74,7 +75,8 @@ from typing import Any
 import torch
 
 from aft_vision.evaluate import resolve_device
-from tools.benchmark.options import SECTIONS, parse_args
+from tools.benchmark.options import SECTIONS, Section, parse_args
+from tools.benchmark.sections import Report
 from tools.machine import LoadMeter, check_load, describe_backends, describe_machine, refuse_load
 
 
@@ -92,37 +94,47 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """
     args = parse_args(argv, __doc__)
     section = SECTIONS[args.section]
-    device = resolve_device(args.device)
-    must_be_idle = section.is_timed and not args.allow_load
-    if must_be_idle:
-        check_load()
     settings = {name: value for name, value in vars(args).items() if value is not None}
     threads = torch.get_num_threads()
-    torch.set_num_threads(section.count_threads(args.threads))
     try:
-        places = [device] if section.devices is None else section.devices(args)
-        machine = '\n'.join(describe_machine(place, section.describe_precision(args.dtype)) for place in places)
-        backends = '\n'.join(map(describe_backends, places))
-        print(f'{machine}\n{backends}')
-        meter = LoadMeter()
-        report = section.run(args, device)
-        load = meter.load()
+        found, report = _measure(section, args)
     finally:
         # Whoever calls this from Python goes on with the threads of before.
         torch.set_num_threads(threads)
-    if must_be_idle:
-        refuse_load(load)
     print(report.text)
-    if section.is_timed and load is not None:
-        print(f'other processes used {load:.1%} of the cores')
+    if section.is_timed and found['load'] is not None:
+        print(f'other processes used {found["load"]:.1%} of the cores')
     if args.png is not None and report.draw is not None:
         report.draw(args.png)
-    result = {'machine': machine, 'backends': backends, 'settings': settings, 'load': load, **report.figures}
+    result = {**found, 'settings': settings, **report.figures}
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2, default=str) + '\n')
     if any(row.get('verdict') in ('below', 'failed') for row in result['rows']):
         raise SystemExit(1)
     return result
+
+
+def _measure(section: Section, args: argparse.Namespace) -> tuple[dict[str, Any], Report]:
+    """Print what a section is measured on, and measure it on an idle machine, if times are asked for.
+
+    Returns:
+        `machine`, `backends` and `load`; and the report.
+    """
+    device = resolve_device(args.device)
+    must_be_idle = section.is_timed and not args.allow_load
+    if must_be_idle:
+        check_load()
+    torch.set_num_threads(section.count_threads(args.threads))
+    places = [device] if section.devices is None else section.devices(args)
+    machine = '\n'.join(describe_machine(place, section.describe_precision(args.dtype)) for place in places)
+    backends = '\n'.join(map(describe_backends, places))
+    print(f'{machine}\n{backends}')
+    meter = LoadMeter()
+    report = section.run(args, device)
+    load = meter.load()
+    if must_be_idle:
+        refuse_load(load)
+    return {'machine': machine, 'backends': backends, 'load': load}, report
 
 
 if __name__ == '__main__':

@@ -7,15 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.benchmark.compare import (
-    PAPER_BASELINE,
-    Candidate,
-    Prepared,
-    compare,
-    describe_error,
-    format_comparison,
-    too_large,
-)
+from tools.benchmark.columns import format_comparison
+from tools.benchmark.compare import PAPER_BASELINE, Candidate, Prepared, compare, describe_error, too_large
 from tools.benchmark.models import check_model, create_classifier
 from tools.machine import autocast
 
@@ -57,7 +50,8 @@ def measure_classifiers(
 
     Returns:
         The rows of `compare` with `height`, `width` and, of the eager form, `images_per_second`; `refused`, where a
-        model cannot take such images, or `failed`, with the reason in place of all figures.
+        model cannot take such images, or `failed`, with the reason. What is refused, or fails when it is first tried,
+        has no direction and no figures.
 
     Raises:
         ValueError: timm has no model of that name.
@@ -66,20 +60,27 @@ def measure_classifiers(
         check_model(name)
     rows: list[dict[str, Any]] = []
     for size in sizes:
-        shape, place = (batch_size, 3, *size), {'height': size[0], 'width': size[1]}
+        shape = (batch_size, 3, *size)
         candidates, left_out = _candidates(models, shape, device, dtype, DEPTH if training else 1, most_bytes)
-        found = (
-            compare(candidates, device, rounds, dtype=dtype, training=training, compiled=compiled, progress=progress)
-            if candidates
-            else []
-        )
-        for row in found:
-            row['eager']['images_per_second'] = 1e3 * batch_size / row['eager']['milliseconds']
-            if BASELINE in left_out:
-                row['eager'] |= {'ratio': None, 'ratio_quartiles': None}
-            rows.append({**place, **row, 'refused': None, 'failed': None})
-        rows += [{**place, 'name': name, 'refused': None, 'failed': None, **why} for name, why in left_out.items()]
+        found: list[dict[str, Any]] = []
+        if candidates:
+            found = compare(
+                candidates, device, rounds, dtype=dtype, training=training, compiled=compiled, progress=progress
+            )
+        found = [_rated(row, batch_size, BASELINE not in left_out) for row in found]
+        found += [{'name': name, 'refused': None, 'failed': None, **why} for name, why in left_out.items()]
+        rows += [{'height': size[0], 'width': size[1], **row} for row in found]
     return rows
+
+
+def _rated(row: dict[str, Any], batch_size: int, has_baseline: bool) -> dict[str, Any]:
+    # A row of `compare` with images/s, and without ratios where they are not to BASELINE.
+    row = {**row, 'refused': None, 'failed': row['eager'].get('error')}
+    if not row['failed']:
+        row['eager'] |= {'images_per_second': 1e3 * batch_size / row['eager']['milliseconds']}
+    for figures in (row['eager'], row['compiled'] or {}) if not has_baseline else ():
+        figures.update(dict.fromkeys(figures.keys() & {'ratio', 'ratio_quartiles'}))
+    return row
 
 
 def _candidates(
@@ -159,8 +160,8 @@ def format_classifiers(rows: Sequence[dict[str, Any]]) -> str:
     for size in dict.fromkeys((row['height'], row['width']) for row in rows):
         own = [row for row in rows if (row['height'], row['width']) == size]
         lines.append(f'{size[0]} x {size[1]} px')
-        if measured := [row for row in own if not (row['refused'] or row['failed'])]:
+        if measured := [row for row in own if 'eager' in row]:
             lines.append(format_comparison(measured, indent='  '))
         for word in ('refused', 'failed'):
-            lines += [f'  {row["name"]} {word}: {row[word]}' for row in own if row[word]]
+            lines += [f'  {row["name"]} {word}: {row[word]}' for row in own if row[word] and 'eager' not in row]
     return '\n'.join(lines)

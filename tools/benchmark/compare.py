@@ -14,6 +14,8 @@ from tools.benchmark.memory import peak_memory, saved_memory
 from tools.machine import autocast
 
 Call = Callable[[], object]
+# `torch.compile`, or what stands in its place.
+Wrap = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 DIRECTIONS = ('forward', 'training')
 # Attention that forms its (h, T, T) weights, as every attention did when the AFT paper was written.
 PAPER_BASELINE = "the paper's baseline"
@@ -109,23 +111,34 @@ def compare(
 
     Returns:
         A row for each direction of DIRECTIONS and candidate: `direction`, `name`, `eager`, and `compiled`, None where
-        that was not wanted or makes no sense. Both are what `time_calls` gives; `eager` in training has `saved_bytes`,
-        which autograd keeps beside leaves and inputs, and `compiled` is what `time_compiled` gives.
+        that was not wanted, makes no sense or the eager form failed. Both are what `time_calls` gives, or `error` alone
+        where the candidate failed, as for lack of memory: the others go on without it. `eager` in training has
+        `saved_bytes`, which autograd keeps beside leaves and inputs, and `compiled` is what `time_compiled` gives.
     """
     rows = []
+    baselines = dict.fromkeys((each.name for each in candidates), candidates[0].name)
     for direction in DIRECTIONS[: 1 + training]:
         learns = direction == 'training'
         with contextlib.nullcontext() if learns else torch.inference_mode():
-            prepared = {each.name: each.prepare(learns) for each in candidates}
-            makers = {name: _maker(each, learns, device, dtype) for name, each in prepared.items()}
-            eager = time_calls({name: make(_as_is) for name, make in makers.items()}, device, rounds, progress)
-            for name, (forward, leaves, given) in prepared.items() if learns else ():
-                eager[name]['saved_bytes'] = saved_memory(_in_precision(forward, device, dtype), [*leaves, *given])
-            sensible = {each.name: makers[each.name] for each in candidates if each.compiles}
-            found = time_compiled(sensible, device, rounds, progress) if compiled else {}
-        for name in prepared:
+            ready, eager = _prepare(candidates, learns, device, dtype)
+            calls = {name: each.call for name, each in ready.items()}
+            eager |= _time_what_runs(calls, device, rounds, progress, baselines)
+            for name, each in ready.items() if learns else ():
+                if 'error' not in eager[name]:
+                    eager[name]['saved_bytes'] = saved_memory(each.forward, each.leave_out)
+            sensible = [each.name for each in candidates if each.compiles and 'error' not in eager[each.name]]
+            makers = {name: ready[name].make for name in sensible}
+            found = time_compiled(makers, device, rounds, progress, baselines) if compiled else {}
+        for name in baselines:
             rows.append({'direction': direction, 'name': name, 'eager': eager[name], 'compiled': found.get(name)})
     return rows
+
+
+def require_figures(rows: Sequence[dict[str, Any]]) -> None:
+    """Raise a RuntimeError if one of the rows of `compare` has none in its eager form."""
+    for row in rows:
+        if 'error' in row['eager']:
+            raise RuntimeError(f'{row["name"]} failed: {row["eager"]["error"]}')
 
 
 def time_calls(
@@ -162,22 +175,25 @@ def time_calls(
 
 
 def time_compiled(
-    makers: Mapping[str, Callable[[Callable[..., Any]], Call]],
+    makers: Mapping[str, Callable[[Wrap], Call]],
     device: torch.device,
     rounds: int,
     progress: bool = False,
+    baselines: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Compile calls, and time those that could be, among themselves.
 
     Args:
         makers: Each makes its call, with the given `torch.compile` around the function to be compiled.
+        baselines: As of `time_calls`.
 
     Returns:
         What `time_calls` gives, with `compile_seconds`, which are no part of the times; or `error` alone, where the
-        compiler failed. There is no ratio if it failed for the first.
+        compiler, or what it has made, failed. There is no ratio to what failed.
     """
     calls: dict[str, Call] = {}
     found: dict[str, dict[str, Any]] = {}
+    baselines = baselines or dict.fromkeys(makers, next(iter(makers), ''))
     with fresh_compiler():
         for name, make in makers.items():
             start = time.perf_counter()
@@ -189,10 +205,8 @@ def time_compiled(
                 found[name] = {'error': describe_error(error)}
             else:
                 calls[name], found[name] = call, {'compile_seconds': time.perf_counter() - start}
-        first = next(iter(makers), None)
-        for name, figures in time_calls(calls, device, rounds, progress).items():
-            lost: dict[str, Any] = {} if first in calls else {'ratio': None, 'ratio_quartiles': None}
-            found[name] |= figures | lost
+        for name, figures in _time_what_runs(calls, device, rounds, progress, baselines).items():
+            found[name] = figures if 'error' in figures else found[name] | figures
     return found
 
 
@@ -210,45 +224,67 @@ def describe_error(error: Exception) -> str:
     return f'{type(error).__name__}: {lines[0]}' if lines else type(error).__name__
 
 
-def format_comparison(rows: Sequence[dict[str, Any]], indent: str = '') -> str:
-    """The rows as text: the eager columns, and the compiled ones where there are any."""
-    compiled = any(row['compiled'] for row in rows)
-    width = max(len(row['name']) for row in rows)
-    rated = 'images_per_second' in rows[0]['eager']
-    columns = f'{"ms":>9} {"ratio":>6} {"quartiles":>13} {"peak MiB":>8}'
-    head = f'{indent}{"":8} {"":{width}} {columns} {"kept MiB":>8}' + f' {"images/s":>8}' * rated
-    lines = [head + (f' | compiled {columns} {"compile s":>9}' if compiled else '')]
-    for row in rows:
-        saved = row['eager'].get('saved_bytes')
-        kept = '' if saved is None else f'{saved / 2**20:8.1f}'
-        line = f'{indent}{row["direction"]:8} {row["name"]:{width}} {format_times(row["eager"])} {kept:>8}'
-        line += f' {row["eager"]["images_per_second"]:8.1f}' if rated else ''
-        if compiled:
-            line += f' |          {format_compiled(row["compiled"])}'
-        lines.append(line.rstrip())
-    return '\n'.join(lines)
+class _Ready(NamedTuple):
+    """A candidate that is ready to be measured.
+
+    Args:
+        make: Its call, with something around its forward.
+        call: As it is.
+        forward: In its precision.
+        leave_out: What is there whatever is kept for the backward.
+    """
+
+    make: Callable[[Wrap], Call]
+    call: Call
+    forward: Callable[[], Tensor]
+    leave_out: list[Tensor]
 
 
-def format_times(figures: dict[str, Any]) -> str:
-    """What `time_calls` gives, as columns."""
-    ratio, quartiles = '-', '-'
-    if figures['ratio'] is not None:
-        low, high = figures['ratio_quartiles']
-        ratio, quartiles = f'{figures["ratio"]:.2f}', f'{low:.2f} - {high:.2f}'
-    return f'{figures["milliseconds"]:9.2f} {ratio:>6} {quartiles:>13} {figures["peak_bytes"] / 2**20:8.1f}'
+def _prepare(
+    candidates: Sequence[Candidate], learns: bool, device: torch.device, dtype: str
+) -> tuple[dict[str, _Ready], dict[str, dict[str, Any]]]:
+    # Those that are ready, and `error` of the others.
+    ready: dict[str, _Ready] = {}
+    failed: dict[str, dict[str, Any]] = {}
+    for each in candidates:
+        try:
+            prepared = each.prepare(learns)
+            make = _maker(prepared, learns, device, dtype)
+            forward, leave_out = _in_precision(prepared.forward, device, dtype), [*prepared.leaves, *prepared.given]
+            ready[each.name] = _Ready(make, make(_as_is), forward, leave_out)
+        # Whatever it is: the others are measured all the same.
+        except Exception as error:
+            failed[each.name] = {'error': describe_error(error)}
+    return ready, failed
 
 
-def format_compiled(figures: dict[str, Any] | None) -> str:
-    """What `time_compiled` gives, as columns, or why there is nothing."""
-    if figures is None:
-        return f'{"-":>9}'
-    if 'error' in figures:
-        return f'failed: {figures["error"][:100]}'
-    return f'{format_times(figures)} {figures["compile_seconds"]:9.1f}'
+def _time_what_runs(
+    calls: Mapping[str, Call], device: torch.device, rounds: int, progress: bool, baselines: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """What `time_calls` gives, and `error` of the calls that fail: without them the rounds begin anew."""
+    failed: dict[str, dict[str, Any]] = {}
+    while True:
+        # That is what an error belongs to; one of a GPU comes when it is waited for, before the next call.
+        begun: list[str] = []
+        running = {name: _noting(name, call, begun) for name, call in calls.items() if name not in failed}
+        try:
+            return failed | time_calls(running, device, rounds, progress, baselines)
+        except Exception as error:
+            if not begun:
+                raise
+            failed[begun[0]] = {'error': describe_error(error)}
 
 
-def _maker(prepared: Prepared, learns: bool, device: torch.device, dtype: str) -> Callable[[Callable[..., Any]], Call]:
-    def make(wrap: Callable[..., Any]) -> Call:
+def _noting(name: str, call: Call, begun: list[str]) -> Call:
+    def run() -> object:
+        begun[:] = [name]
+        return call()
+
+    return run
+
+
+def _maker(prepared: Prepared, learns: bool, device: torch.device, dtype: str) -> Callable[[Wrap], Call]:
+    def make(wrap: Wrap) -> Call:
         forward = _in_precision(wrap(prepared.forward), device, dtype)
         return with_backward(forward, prepared.leaves) if learns else forward
 

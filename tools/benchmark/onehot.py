@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from aft_vision import ops
-from tools.benchmark.compare import Candidate, Prepared, compare
+from tools.benchmark.compare import Candidate, Prepared, compare, require_figures
 from tools.benchmark.operations import KERNEL_SIZE
 from tools.machine import PRECISIONS
 
@@ -45,7 +45,9 @@ def measure_onehot(
             expected, found = (forms[name].forward() for name in FORMS[:2])
         difference = ((found - expected).norm() / expected.norm()).item()
         candidates = [Candidate(name, lambda training, form=form: form) for name, form in forms.items()]  # type: ignore[misc]
-        for row in compare(candidates, device, rounds, progress=progress):
+        measured = compare(candidates, device, rounds, progress=progress)
+        require_figures(measured)
+        for row in measured:
             place = {**shape._asdict(), 'direction': row['direction'], 'form': row['name']}
             rows.append({**place, **row['eager'], 'difference': difference if row['name'] == FORMS[1] else None})
     return rows

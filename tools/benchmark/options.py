@@ -105,7 +105,10 @@ def parse_args(argv: Sequence[str] | None = None, description: str | None = None
         prog='python -m tools.benchmark', description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     _add_sections(parser.add_mutually_exclusive_group(required=True))
-    _add_options(parser)
+    _add_models(parser.add_argument)
+    _add_data(parser.add_argument)
+    _add_measuring(parser.add_argument)
+    _add_output(parser.add_argument)
     args = parser.parse_args(argv)
     chosen = next(name for name in SECTIONS if getattr(args, name, None) is not None)
     args.section = 'sequences' if chosen == 'table' and args.table in SEQUENCE_TABLES else chosen
@@ -145,17 +148,13 @@ def _add_sections(chosen: Any) -> None:
     chosen.add_argument('--loader', nargs='+', metavar='DATA', help='data sets; the first is compared to')
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    flag: dict[str, Any] = dict(action='store_true', default=None)
-    sizes: dict[str, Any] = dict(type=parse_size, nargs='+', metavar='SIZE')
-    add = parser.add_argument
+def _add_models(add: Callable[..., Any]) -> None:
     add(
-        '--batch-size',
-        type=int,
-        help='(default: 32, 8 and 2 for the groups of --operations, 8 and 2 for --layers, 32 for --table 7 and '
-        '8, 4 for --classifiers, 64 for --loader, else 1)',
+        '--models',
+        nargs='+',
+        metavar='NAME',
+        help='of --memory and --classifiers; encoders of --fastformer and --conversion',
     )
-    add('--img-size', type=int, metavar='PX', help="(default: the table's; 224 for --loader)")
     add(
         '--depth',
         type=int,
@@ -165,9 +164,32 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     add('--dim', type=int, metavar='C', help='of --fastformer and --conversion: width (default: 256)')
     add('--heads', type=int, metavar='N', help='of --fastformer and --conversion (default: 16)')
+
+
+def _add_data(add: Callable[..., Any]) -> None:
+    add(
+        '--batch-size',
+        type=int,
+        help='(default: 32, 8 and 2 for the groups of --operations, 8 and 2 for --layers, 32 for --table 7 and '
+        '8, 4 for --classifiers, 64 for --loader, else 1)',
+    )
+    add('--img-size', type=int, metavar='PX', help="(default: the table's; 224 for --loader)")
+    add(
+        '--sizes',
+        type=parse_size,
+        nargs='+',
+        metavar='SIZE',
+        help='of --memory and --classifiers: a side in pixels, or HEIGHTxWIDTH',
+    )
     add('--ads', type=int, metavar='N', help='of --conversion: ads of a user (default: 20)')
     add('--text-tokens', type=int, metavar='N', help='of --conversion: tokens of a text (default: 16)')
     add('--total-tokens', type=int, metavar='N', help='of --fastformer: tokens of a batch (default: 65536)')
+    add('--augment', choices=sorted(loaders.AUGMENTATIONS), help='of --loader (default: crop, and flip)')
+    add('--workers', type=int, help='of --loader: loading processes (default: one per core)')
+
+
+def _add_measuring(add: Callable[..., Any]) -> None:
+    flag: dict[str, Any] = dict(action='store_true', default=None)
     add(
         '--rounds',
         type=int,
@@ -176,13 +198,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     add('--rows', type=int, nargs='+', metavar='N', help='of --goals (default: all)')
     add('--dtype', choices=PRECISIONS, help='q, k and v of operations, autocast of all else (default: float32)')
-    add(
-        '--models',
-        nargs='+',
-        metavar='NAME',
-        help='of --memory and --classifiers; encoders of --fastformer and --conversion',
-    )
-    add('--sizes', **sizes, help='of --memory and --classifiers: a side in pixels, or HEIGHTxWIDTH')
     add('--training', **flag, help='of --memory, --classifiers and --scaling: forward and backward')
     add('--compile', **flag, help='every row under torch.compile too')
     add(
@@ -197,19 +212,20 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar='GIB',
         help='of --scaling, --fastformer, --classifiers, --table 2 and 4 (default: half of what is free)',
     )
-    add(
-        '--png',
-        type=Path,
-        metavar='FILE',
-        help='of --memory, --scaling and --fastformer: draw the curves (needs matplotlib)',
-    )
-    add('--augment', choices=sorted(loaders.AUGMENTATIONS), help='of --loader (default: crop, and flip)')
-    add('--workers', type=int, help='of --loader: loading processes (default: one per core)')
+
+
+def _add_output(add: Callable[..., Any]) -> None:
     add(
         '--device',
         default='cpu',
         help='where to measure, auto is CUDA where there is one (default: cpu); --goals chooses itself',
     )
     add('--threads', type=int, help="of torch on the CPU (default: 2 for --goals, else torch's own choice)")
-    add('--json', type=Path, metavar='FILE', help='also write the figures here')
     add('--allow-load', action='store_true', help='report although other processes use the machine')
+    add('--json', type=Path, metavar='FILE', help='also write the figures here')
+    add(
+        '--png',
+        type=Path,
+        metavar='FILE',
+        help='of --memory, --scaling and --fastformer: draw the curves (needs matplotlib)',
+    )

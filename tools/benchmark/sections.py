@@ -25,7 +25,7 @@ from tools.benchmark import (
     tables,
 )
 from tools.benchmark import sequences as sequence_tables
-from tools.benchmark.compare import format_comparison
+from tools.benchmark.columns import format_comparison
 from tools.benchmark.goal_table import make_goals
 from tools.benchmark.paper import TABLES
 from tools.benchmark.paper_sequences import SEQUENCE_TABLES

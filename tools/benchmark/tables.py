@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tools.benchmark.classifiers import classifier_candidate
-from tools.benchmark.compare import Candidate, compare
+from tools.benchmark.compare import Candidate, compare, require_figures
 from tools.benchmark.models import create_classifier, has_fused_attention
 from tools.benchmark.paper import TABLES, PaperRow
 
@@ -73,6 +73,7 @@ def _measure_group(
     found = compare(
         list(candidates.values()), device, rounds, dtype=dtype, training=False, compiled=compiled, progress=progress
     )
+    require_figures(found)
     return {
         (name, written_out): {
             'parameters': parameters[str(name)],
