@@ -45,47 +45,64 @@ def can_run(inputs: Sequence[Any]) -> bool:
     They do if all tensors are on one device where Triton runs, in its floating-point types, not empty, and not too
     large for the kernels' offsets and grids, of which one warning says so.
     """
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
-    device = tensors[0].device
-    return (
-        _supports(device)
-        and all(x.device == device and x.numel() > 0 for x in tensors)
-        and all(x.dtype in DTYPES for x in tensors if x.is_floating_point())
-        and _fits(inputs)
-        and failure(device) is None
-    )
+    return _covers(inputs) and failure(_device(inputs)) is None
 
 
 def check(inputs: Sequence[Any]) -> None:
-    """Raise a RuntimeError if the inputs are where Triton is installed and cannot compile."""
-    device = next(x.device for x in inputs if isinstance(x, Tensor))
-    reason = failure(device) if _supports(device) else None
+    """Raise a RuntimeError if the kernels take such inputs, and cannot run only because Triton fails to compile."""
+    device = _device(inputs)
+    reason = failure(device) if _covers(inputs) else None
     if reason is not None:
         raise RuntimeError(
             f"backend='triton' needs Triton to compile for {device}, which fails: {reason}; backend='auto' does without"
         )
 
 
+def _covers(inputs: Sequence[Any]) -> bool:
+    tensors, device = [x for x in inputs if isinstance(x, Tensor)], _device(inputs)
+    return (
+        _supports(device)
+        and all(x.device == device and x.numel() > 0 for x in tensors)
+        and all(x.dtype in DTYPES for x in tensors if x.is_floating_point())
+        and _fits(inputs)
+    )
+
+
+def _device(inputs: Sequence[Any]) -> torch.device:
+    return next(x.device for x in inputs if isinstance(x, Tensor))
+
+
 def failure(device: torch.device) -> str | None:
     """Why Triton cannot compile for a CUDA device and run there, in one line; None where it can.
 
-    A kernel is tried once for each device; a failure is logged. It is not tried while a CUDA graph is captured.
+    A kernel is tried once for each device; a failure is logged. While a CUDA graph is captured it is only compiled, and
+    tried once nothing is captured.
     """
     with _lock:
-        if device.type == 'cuda' and device not in _failures and not is_capturing():
-            _failures[device] = _find_failure(device)
+        if device.type == 'cuda' and device not in _failures:
+            capturing = is_capturing()
+            reason = _find_failure(device, _compile_kernel if capturing else _try_kernel)
+            if reason is not None or not capturing:
+                _failures[device] = reason
         return _failures.get(device)
 
 
-def _find_failure(device: torch.device) -> str | None:
+def _find_failure(device: torch.device, attempt: Callable[[torch.device], None]) -> str | None:
     try:
-        _try_kernel(device)
+        attempt(device)
     # Without a C compiler, ptxas or a driver that fits it, each part of Triton fails in its own way.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         _logger.warning('Triton cannot compile for %s, so AFT runs there in the slower torch forms: %s', device, reason)
         return reason
     return None
+
+
+def _compile_kernel(device: torch.device) -> None:
+    from aft_vision.ops.kernels.gpu.device.trial import trial_kernel
+
+    with torch.cuda.device(device):
+        trial_kernel.warmup(torch.float32, grid=(1,))
 
 
 def _try_kernel(device: torch.device) -> None:

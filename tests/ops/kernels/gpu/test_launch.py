@@ -4,6 +4,7 @@ import logging
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +100,10 @@ def test_where_triton_cannot_compile_auto_takes_eager_and_triton_raises(
     assert torch.equal(ops.aft_simple(*inputs), ops.aft_simple(*inputs, backend='eager'))
     with pytest.raises(RuntimeError, match=r"backend='triton' needs Triton to compile for .*: ptxas is missing"):
         ops.aft_simple(*inputs, backend='triton')
+    # No kernel takes these, wherever it could be compiled.
+    dispatch._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="aft_simple has no 'triton' form for these inputs"):
+        ops.aft_simple(*(x.double() for x in inputs), backend='triton')
 
 
 def capture(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
@@ -106,13 +111,40 @@ def capture(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: capturing)
 
 
-def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch):
+def test_what_triton_cannot_compile_is_known_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    trial = pytest.importorskip('aft_vision.ops.kernels.gpu.device.trial')
+    compiled = []
+
+    def compile_first(*args, grid):
+        compiled.append((args, grid))
+        break_triton(torch.device('cuda', 0))
+
+    monkeypatch.setattr(launch, '_failures', {})
+    monkeypatch.setattr(torch.cuda, 'device', lambda device: nullcontext())
+    monkeypatch.setattr(trial, 'trial_kernel', SimpleNamespace(warmup=compile_first))
+    capture(monkeypatch, True)
+    with caplog.at_level(logging.WARNING):
+        found = [launch.failure(torch.device('cuda', 0)) for _ in range(3)]
+    assert found == ['Failed to find C compiler.'] * 3
+    assert compiled == [((torch.float32,), (1,))]
+    assert [record.getMessage() for record in caplog.records if record.name == launch.__name__] == [
+        'Triton cannot compile for cuda:0, so AFT runs there in the slower torch forms: Failed to find C compiler.'
+    ]
+
+
+def test_nothing_runs_for_trial_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch):
+    compiled = []
     monkeypatch.setattr(launch, '_failures', {})
     monkeypatch.setattr(launch, '_try_kernel', break_triton)
+    monkeypatch.setattr(launch, '_compile_kernel', compiled.append)
     capture(monkeypatch, True)
     assert launch.failure(torch.device('cuda', 0)) is None
+    assert compiled == [torch.device('cuda', 0)]
     capture(monkeypatch, False)
     assert launch.failure(torch.device('cuda', 0)) == 'Failed to find C compiler.'
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize('capturing', [True, False])
