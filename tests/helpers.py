@@ -160,6 +160,21 @@ def assert_masked_tokens_have_no_effect(
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
+def assert_keys_of_minus_infinity_are_masked(
+    op: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    inputs: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    device: str = 'cpu',
+) -> None:
+    """Without a mask: what has no other key, a sequence or one channel, is 0 and gets no gradient, as in reference."""
+    k = inputs['k'].clone()
+    k[-1], k[0, :, 0], k[0, :2, -1] = (float('-inf'),) * 3
+    assert_matches_reference(op, reference, inputs | {'k': k}, dtype, device=device)
+    y = op(**{name: _leaf(x, dtype, device) for name, x in (inputs | {'k': k}).items()})
+    assert not y[-1].any()
+
+
 def kernels_run(function: Callable[[], object]) -> set[str]:
     """The names of the compiled kernels that a call ran, as a profile shows them."""
     with torch.profiler.profile() as profile:

@@ -183,7 +183,8 @@ def _shifted_exp(k: Tensor, mask: Tensor | None) -> Tensor:
     k = k.to(accumulate_dtype(k))
     if mask is not None:
         k = k.masked_fill(~mask.unsqueeze(-1), -1e30)
-    ek = torch.exp(k - k.amax(dim=1, keepdim=True))
+    # Finite: exp(-inf - finite) = 0.
+    ek = torch.exp(k - k.amax(dim=1, keepdim=True).clamp_min(torch.finfo(k.dtype).min))
     return ek if mask is None else ek * mask.unsqueeze(-1)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import (
     assert_close,
+    assert_keys_of_minus_infinity_are_masked,
     assert_masked_tokens_have_no_effect,
     assert_matches_reference,
     assert_passes_opcheck,
@@ -135,6 +136,36 @@ def test_masked_tokens_may_be_anything(name: str, form: str):
     op = getattr(aten if form == 'aten' else ops, name)
     others = {} if form == 'aten' else {'backend': form}
     assert_masked_tokens_have_no_effect(lambda **x: op(**x, **others), inputs, make_mask(2, 15))
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize('form', ['eager', 'auto', 'aten'])
+@pytest.mark.parametrize(
+    ('name', 'inputs'),
+    [
+        ('aft_full', full_inputs(15)),
+        ('aft_simple', simple_inputs(15)),
+        ('aft_local', local_inputs(15, 4)),
+        ('aft_conv', conv_inputs((3, 5), 6, 2, 3)),
+        ('aft_conv', conv_inputs((3, 5), 66, 66, 3)),
+        ('aft_onehot', onehot_inputs((3, 5), 6, 2)),
+        ('aft_onehot', onehot_inputs((3, 5), 66, 66)),
+    ],
+    ids=['full', 'simple', 'local', 'toeplitz', 'depthwise', 'onehot', 'onehot, a head per channel'],
+)
+def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(name: str, inputs, form: str, dtype: torch.dtype):
+    op, others = (getattr(aten, name), {}) if form == 'aten' else (getattr(ops, name), {'backend': form})
+    assert_keys_of_minus_infinity_are_masked(lambda **x: op(**x, **others), getattr(reference, name), inputs, dtype)
+
+
+def test_a_key_that_is_not_a_number_is_seen_beside_a_mask():
+    q, k, v = make_qkv()
+    mask = torch.ones(k.shape[:2], dtype=torch.bool)
+    mask[:, 0] = False
+    k[0, 3, 2] = float('nan')
+    y = ops.aft_simple(q, k, v, mask)
+    assert y[0, :, 2].isnan().all()
+    assert y[1].isfinite().all()
 
 
 def test_masked_tokens_may_be_anything_where_elements_underflow():

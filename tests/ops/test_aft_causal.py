@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import (
     assert_close,
+    assert_keys_of_minus_infinity_are_masked,
     assert_masked_tokens_have_no_effect,
     assert_matches_reference,
     assert_passes_opcheck,
@@ -81,6 +82,18 @@ def test_masked_tokens_may_be_anything(name: str, backend: str, jump: float):
     mask = torch.rand(2, 70, generator=generator(3)) > 0.4
     mask[0, :3] = False
     assert_masked_tokens_have_no_effect(lambda **x: getattr(ops, name)(**x, backend=backend), inputs, mask)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('backend', ['eager', 'auto'])
+@pytest.mark.parametrize('name', NAMES)
+def test_targets_that_see_keys_of_minus_infinity_alone_are_zero(name: str, backend: str, dtype: torch.dtype):
+    inputs = causal_inputs(name, 70, 20)
+    # More than a block of targets, and after it keys that count.
+    inputs['k'][0, :40, 1] = float('-inf')
+    assert_keys_of_minus_infinity_are_masked(
+        lambda **x: getattr(ops, name)(**x, backend=backend), getattr(reference, name), inputs, dtype
+    )
 
 
 @pytest.mark.parametrize('jump', [18.0, 59.0])

@@ -160,6 +160,9 @@ def simple_backward(
 
 
 def _token_softmax(k: Tensor, mask: Tensor | None) -> Tensor:
-    # (B, T, D): zero for a batch row without tokens.
-    p = torch.softmax(masked_keys(k, mask), dim=1)
-    return p if mask is None else p.nan_to_num(nan=0.0)
+    # (B, T, D): zero where every key is minus infinity or masked.
+    keys = masked_keys(k, mask)
+    p = torch.softmax(keys, dim=1)
+    if may_branch(p) and not bool(p[:, 0].isnan().any()):
+        return p
+    return p.masked_fill(keys.amax(dim=1, keepdim=True) == float('-inf'), 0.0)

@@ -82,11 +82,10 @@ def masked_values(v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def shifted_exp(k: Tensor, mask: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """exp(k - max over tokens), (B, T, h), also written to out; all zero where no token of a batch row counts."""
+    """exp(k - max over tokens), (B, T, h), also written to out; zero where every key is minus infinity or masked."""
     k = masked_keys(k, mask)
-    peak = k.amax(dim=1, keepdim=True)
-    if mask is not None:
-        peak = peak.clamp_min(torch.finfo(k.dtype).min)  # a row without tokens: exp(-inf - finite) = 0
+    # Finite: exp(-inf - finite) = 0.
+    peak = k.amax(dim=1, keepdim=True).clamp_min(torch.finfo(k.dtype).min)
     if out is not None and out.dtype == k.dtype:
         return torch.sub(k, peak, out=out).exp_()
     ek = (k - peak).exp_()

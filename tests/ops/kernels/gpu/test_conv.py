@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from helpers import (
+    assert_keys_of_minus_infinity_are_masked,
     assert_masked_tokens_have_no_effect,
     assert_matches_reference,
     assert_passes_opcheck,
@@ -76,6 +77,11 @@ def test_a_mask_hides_tokens_and_a_sequence_without_any_is_zero(global_context: 
     mask[1] = False
     inputs |= {'q': None, 'mask': mask, 'global_context': global_context}
     assert_matches_reference(conv, reference.aft_conv, inputs, device=device)
+
+
+@pytest.mark.parametrize('heads', [2, 4])
+def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(heads: int, device: str):
+    assert_keys_of_minus_infinity_are_masked(conv, reference.aft_conv, make_inputs((2, 3), 4, heads, 3), device=device)
 
 
 @pytest.mark.parametrize('bias', ['zero', 'plus_minus_80'])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import (
+    assert_keys_of_minus_infinity_are_masked,
     assert_masked_tokens_have_no_effect,
     assert_matches_reference,
     make_qkv,
@@ -44,6 +45,10 @@ def test_a_mask_hides_tokens_and_a_sequence_without_any_is_zero(device: str):
     mask[1] = False
     inputs = make_inputs(9, 5, B=3) | {'mask': mask}
     assert_matches_reference(full, reference.aft_full, inputs, torch.float16, device=device)
+
+
+def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(device: str):
+    assert_keys_of_minus_infinity_are_masked(full, reference.aft_full, make_inputs(9, 5), device=device)
 
 
 @pytest.mark.parametrize('bias', ['zero', 'plus_minus_80'])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import (
     assert_close,
+    assert_keys_of_minus_infinity_are_masked,
     assert_masked_tokens_have_no_effect,
     assert_matches_reference,
     assert_passes_opcheck,
@@ -55,6 +56,12 @@ def test_a_mask_hides_tokens_and_a_target_without_any_is_zero(device: str):
     mask[1] = False
     inputs = make_inputs(40, 4, B=3) | {'q': None, 'mask': mask}
     assert_matches_reference(local_causal, reference.aft_local_causal, inputs, device=device)
+
+
+def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(device: str):
+    assert_keys_of_minus_infinity_are_masked(
+        local_causal, reference.aft_local_causal, make_inputs(36, 3), device=device
+    )
 
 
 @pytest.mark.parametrize('jump', [0.0, 200.0])

@@ -4,7 +4,14 @@ import math
 
 import pytest
 import torch
-from helpers import assert_masked_tokens_have_no_effect, assert_matches_reference, make_qkv, nasty_keys, randn
+from helpers import (
+    assert_keys_of_minus_infinity_are_masked,
+    assert_masked_tokens_have_no_effect,
+    assert_matches_reference,
+    make_qkv,
+    nasty_keys,
+    randn,
+)
 from torch import Tensor
 
 from aft_vision import ops
@@ -58,6 +65,11 @@ def test_a_mask_hides_sources_and_a_sequence_without_any_is_zero(device: str):
     mask[1] = False
     inputs = make_inputs((3, 4), 6, 6, B=3) | {'mask': mask}
     assert_matches_reference(onehot, reference.aft_onehot, inputs, torch.float16, device=device)
+
+
+@pytest.mark.parametrize('heads', [2, 6])
+def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(heads: int, device: str):
+    assert_keys_of_minus_infinity_are_masked(onehot, reference.aft_onehot, make_inputs((3, 4), 6, heads), device=device)
 
 
 def test_masked_tokens_may_be_anything(device: str):

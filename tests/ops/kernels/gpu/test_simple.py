@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from helpers import assert_masked_tokens_have_no_effect, assert_matches_reference, make_qkv, nasty_keys, randn
+from helpers import (
+    assert_keys_of_minus_infinity_are_masked,
+    assert_masked_tokens_have_no_effect,
+    assert_matches_reference,
+    make_qkv,
+    nasty_keys,
+    randn,
+)
 from torch import Tensor
 
 from aft_vision import ops
@@ -39,6 +46,10 @@ def test_a_mask_hides_tokens_and_a_sequence_without_any_is_zero(device: str):
     mask = torch.rand(3, 9, generator=torch.Generator().manual_seed(3)) > 0.4
     mask[1] = False
     assert_matches_reference(simple, reference.aft_simple, make_inputs(9, 5, B=3) | {'mask': mask}, device=device)
+
+
+def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(device: str):
+    assert_keys_of_minus_infinity_are_masked(simple, reference.aft_simple, make_inputs(9, 5), device=device)
 
 
 def test_masked_tokens_may_be_anything(device: str):

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from helpers import assert_masked_tokens_have_no_effect, assert_matches_reference, make_qkv, nasty_keys
+from helpers import (
+    assert_keys_of_minus_infinity_are_masked,
+    assert_masked_tokens_have_no_effect,
+    assert_matches_reference,
+    make_qkv,
+    nasty_keys,
+)
 from torch import Tensor
 
 from aft_vision import ops
@@ -38,6 +44,12 @@ def test_tokens_before_the_first_that_counts_are_zero(device: str):
     mask[0, :17], mask[1, :2] = False, False
     inputs = make_inputs(18, 2, B=2) | {'mask': mask}
     assert_matches_reference(simple, reference.aft_simple_causal, inputs, device=device)
+
+
+def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(device: str):
+    assert_keys_of_minus_infinity_are_masked(
+        simple, reference.aft_simple_causal, make_inputs(18, 3, B=2), device=device
+    )
 
 
 def test_masked_tokens_may_be_anything(device: str):
