@@ -4,6 +4,7 @@ They include nothing of torch, so one call of the compiler is all: no headers, n
 version of torch or of Python.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -13,6 +14,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -25,6 +28,8 @@ HEADERS = sorted(FOLDER.glob('*.h'))
 # Not -march=native: machines that differ may share the cache. Not -ffast-math: it would undo the rounding in exp.
 # Predictive commoning keeps sources of the next tap in registers that the sums need; without it the forward is faster.
 FLAGS = ['-O3', '-std=c++17', '-fopenmp', '-ffp-contract=fast', '-fno-math-errno', '-fno-predictive-commoning']
+# A new build takes the place of those of other versions that nobody has loaded for so long: 30 days.
+UNUSED_SECONDS = 30 * 24 * 3600
 VECTOR_FLAGS = {
     'AVX2': ['-mavx2', '-mfma'],
     'AVX512': ['-mavx512f', '-mavx512bw', '-mavx512dq', '-mavx512vl', '-mfma'],
@@ -36,10 +41,10 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, after one line in the log, where they cannot be built."""
     try:
         try:
-            return ctypes.CDLL(str(_build()))
+            return _load(_build())
         except OSError:
             # What was kept is damaged, or belongs to a system with other libraries.
-            return ctypes.CDLL(str(_build(anew=True)))
+            return _load(_build(anew=True))
     except (OSError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         _logger.warning(
@@ -54,6 +59,14 @@ def compiled() -> ctypes.CDLL:
     """The kernels where `library` has them."""
     found = library()
     assert found is not None
+    return found
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
+    # The time of its last use. The folder may be one that others have filled.
+    with contextlib.suppress(OSError):
+        os.utime(path)
     return found
 
 
@@ -77,7 +90,8 @@ def _build(anew: bool = False) -> Path:
     version = _digest(content + ' '.join(flags).encode())
     # Where torch keeps extensions that it builds.
     root = os.environ.get('TORCH_EXTENSIONS_DIR') or Path.home() / '.cache' / 'torch_extensions'
-    folder, name = Path(root) / 'aft_vision', f'kernels_{platform.machine()}_{capability.lower()}_{version}'
+    folder, kind = Path(root) / 'aft_vision', f'kernels_{platform.machine()}_{capability.lower()}'
+    name = f'{kind}_{version}'
     if compiler is None:
         kept = [] if anew else sorted(folder.glob(f'{name}_*.so'))
         if kept:
@@ -86,6 +100,7 @@ def _build(anew: bool = False) -> Path:
     path = folder / f'{name}_{_identify(compiler)}.so'
     if anew or not path.exists():
         _compile([compiler, *flags], path)
+        _remove_unused([other for other in folder.glob(f'{kind}_*.so') if other != path])
     return path
 
 
@@ -99,6 +114,14 @@ def _compile(command: list[str], path: Path) -> None:
         if done.returncode:
             raise RuntimeError(f'{Path(command[0]).name} failed: {_first_error(done.stderr)}')
         os.replace(built, path)
+
+
+def _remove_unused(paths: Iterable[Path]) -> None:
+    for path in paths:
+        # Another process may remove it too. One that has loaded it keeps what it has.
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > UNUSED_SECONDS:
+                path.unlink()
 
 
 def _first_error(output: str) -> str:

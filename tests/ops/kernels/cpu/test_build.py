@@ -1,10 +1,12 @@
 """The library of compiled kernels: what it is kept by, and when it is compiled again."""
 
+import ctypes
 import logging
 import os
 import platform
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,48 @@ def test_machines_and_compilers_of_another_kind_do_not_share_it(monkeypatch: pyt
     monkeypatch.setattr(platform, 'machine', lambda: 'sparc')
     with pytest.raises(RuntimeError, match='expected a C\\+\\+ compiler, got none by the name of no-such-compiler'):
         build._build()
+
+
+def build_version(answer: int, days: float) -> Path:
+    """A build of sources of its own, that was last used so many days ago."""
+    build.SOURCES[0].write_text(f'extern "C" int answer() {{ return {answer}; }}\n')
+    path = build._build()
+    os.utime(path, (time.time() - days * 24 * 3600,) * 2)
+    return path
+
+
+def test_a_new_build_removes_those_of_other_versions_that_are_long_unused(monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(platform, 'machine', lambda: 'riscv64')
+        foreign = build_version(1, 31)
+    recent, old = build_version(2, 29), build_version(3, 31)
+    loaded = ctypes.CDLL(str(old))
+    assert set(old.parent.iterdir()) == {foreign, recent, old}
+    new = build_version(4, 31)
+    assert set(new.parent.iterdir()) == {foreign, recent, new}
+    # What a process has loaded stays with it.
+    assert loaded.answer() == 3
+    # Nothing is removed where nothing is built.
+    os.utime(recent, (0, 0))
+    assert build._build() == new
+    assert recent.exists()
+
+
+def test_a_build_that_is_loaded_is_not_unused():
+    path = build_version(5, 31)
+    assert build.library.__wrapped__().answer() == 5
+    assert time.time() - path.stat().st_mtime < 3600
+    build_version(6, 0)
+    assert path.exists()
+
+
+def test_the_time_of_a_build_need_not_be_written(monkeypatch: pytest.MonkeyPatch):
+    def refuse(path: Path) -> None:
+        raise PermissionError(f'{path} is read-only')
+
+    build_version(7, 0)
+    monkeypatch.setattr(os, 'utime', refuse)
+    assert build.library.__wrapped__().answer() == 7
 
 
 def test_a_damaged_library_is_compiled_once_more():
