@@ -207,7 +207,7 @@ def products(v: Tensor) -> dict[str, Any]:
 
     return {
         'PRODUCT': tl.bfloat16 if product_type(v) == torch.bfloat16 else tl.float32,
-        'PRECISION': 'tf32x3' if v.is_cuda and torch.version.hip is None else 'ieee',
+        'PRECISION': 'ieee' if interprets() or torch.version.hip is not None else 'tf32x3',
     }
 
 
