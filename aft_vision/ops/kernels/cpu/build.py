@@ -26,8 +26,10 @@ FOLDER = Path(__file__).parent
 SOURCES = sorted(FOLDER.glob('*.cpp'))
 HEADERS = sorted(FOLDER.glob('*.h'))
 # Not -march=native: machines that differ may share the cache. Not -ffast-math: it would undo the rounding in exp.
+FLAGS = ['-O3', '-std=c++17', '-fopenmp', '-ffp-contract=fast', '-fno-math-errno']
 # Predictive commoning keeps sources of the next tap in registers that the sums need; without it the forward is faster.
-FLAGS = ['-O3', '-std=c++17', '-fopenmp', '-ffp-contract=fast', '-fno-math-errno', '-fno-predictive-commoning']
+# Clang has no such thing, and refuses the flag.
+GCC_FLAGS = ['-fno-predictive-commoning']
 # A new build takes the place of those of other versions that nobody has loaded for so long: 30 days.
 UNUSED_SECONDS = 30 * 24 * 3600
 VECTOR_FLAGS = {
@@ -87,7 +89,7 @@ def _build(anew: bool = False) -> Path:
     chosen = os.environ.get('CXX', 'c++')
     compiler = shutil.which(chosen)
     content = b''.join(path.read_bytes() for path in SOURCES + HEADERS)
-    version = _digest(content + ' '.join(flags).encode())
+    version = _digest(content + ' '.join(flags + GCC_FLAGS).encode())
     # Where torch keeps extensions that it builds.
     root = os.environ.get('TORCH_EXTENSIONS_DIR') or Path.home() / '.cache' / 'torch_extensions'
     folder, kind = Path(root) / 'aft_vision', f'kernels_{platform.machine()}_{capability.lower()}'
@@ -97,9 +99,10 @@ def _build(anew: bool = False) -> Path:
         if kept:
             return kept[0]
         raise RuntimeError(f'expected a C++ compiler, got none by the name of {chosen} (set CXX to choose another)')
-    path = folder / f'{name}_{_identify(compiler)}.so'
+    identity = _identify(compiler)
+    path = folder / f'{name}_{_digest(identity)}.so'
     if anew or not path.exists():
-        _compile([compiler, *flags], path)
+        _compile([compiler, *flags, *([] if b'clang' in identity else GCC_FLAGS)], path)
         _remove_unused([other for other in folder.glob(f'{kind}_*.so') if other != path])
     return path
 
@@ -130,9 +133,9 @@ def _first_error(output: str) -> str:
     return next((line for line in lines if 'error:' in line), lines[0] if lines else 'it says nothing')
 
 
-def _identify(compiler: str) -> str:
+def _identify(compiler: str) -> bytes:
     # By what it says of its name and version.
-    return _digest(subprocess.run([compiler, '--version'], capture_output=True, check=False).stdout)
+    return subprocess.run([compiler, '--version'], capture_output=True, check=False).stdout
 
 
 def _digest(content: bytes) -> str:

@@ -37,7 +37,7 @@ def test_machines_and_compilers_of_another_kind_do_not_share_it(monkeypatch: pyt
     # Another version of the same compiler.
     compiler = tmp_path / 'compiler'
     own = shutil.which(os.environ.get('CXX', 'c++'))
-    compiler.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo 99; else exec {own} "$@"; fi\n')
+    compiler.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo 99; fi\nexec {own} "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv('CXX', str(compiler))
     assert len({path, other_machine, build._build()}) == 3
@@ -45,6 +45,30 @@ def test_machines_and_compilers_of_another_kind_do_not_share_it(monkeypatch: pyt
     monkeypatch.setattr(platform, 'machine', lambda: 'sparc')
     with pytest.raises(RuntimeError, match='expected a C\\+\\+ compiler, got none by the name of no-such-compiler'):
         build._build()
+
+
+@pytest.mark.parametrize(('compiler', 'is_gcc'), [('g++ (Debian) 12.2.0', True), ('Apple clang version 14.0.0', False)])
+def test_clang_gets_no_flag_that_gcc_alone_knows(compiler: str, is_gcc: bool, monkeypatch: pytest.MonkeyPatch):
+    commands = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess:
+        if '--version' not in command:
+            commands.append(command)
+            Path(command[-1]).write_bytes(b'')
+        return subprocess.CompletedProcess(command, 0, stdout=compiler.encode(), stderr='')
+
+    monkeypatch.setattr(subprocess, 'run', run)
+    build._build()
+    (command,) = commands
+    assert ('-fno-predictive-commoning' in command) == is_gcc
+    assert {*build.FLAGS, '-shared'} <= set(command)
+
+
+def test_clang_takes_the_other_flags(monkeypatch: pytest.MonkeyPatch):
+    if shutil.which('clang++') is None:
+        pytest.skip('there is no clang++ here')
+    monkeypatch.setenv('CXX', 'clang++')
+    assert build._load(build._build()).answer() == 42
 
 
 def build_version(answer: int, days: float) -> Path:
