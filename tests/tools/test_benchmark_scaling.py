@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from aft_vision.visualize import new_figure
 from tools.benchmark import scaling
 from tools.benchmark.__main__ import main
 from tools.benchmark.scaling import Limit, Spent, fit_exponent, fit_scaling, format_scaling, measure_scaling
@@ -104,6 +105,20 @@ def test_every_operation_is_measured_drawn_and_written(tmp_path, capsys):
     shown = capsys.readouterr().out
     for name in scaling.OPERATIONS:
         assert name in shown
+
+
+def test_a_curve_that_lies_on_another_is_seen():
+    rows = [
+        {'operation': name, 'tokens': tokens, 'milliseconds': 1.0, 'peak_bytes': tokens * 2**20}
+        for name in ('SDPA', 'SDPA causal')
+        for tokens in (8, 16, 32)
+    ]
+    axes = new_figure(4, 4).subplots()
+    scaling.draw_curves(axes, rows, fit_scaling(rows), 'peak_bytes', 'peak')
+    first, second = axes.get_lines()
+    assert list(first.get_ydata()) == list(second.get_ydata()) == [8, 16, 32]
+    assert first.get_linestyle() != second.get_linestyle()
+    assert second.get_label() == 'SDPA causal: exponent 1.00'
 
 
 def test_training_takes_more_memory(monkeypatch):

@@ -288,7 +288,7 @@ def format_scaling(
     return '\n'.join(lines).rstrip()
 
 
-def plot_scaling(rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], path: Path) -> None:
+def plot_scaling(rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Draw time and memory over the tokens with logarithmic axes.
 
     Raises:
@@ -297,6 +297,7 @@ def plot_scaling(rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]],
     figure = new_figure(14, 5.5)
     for axes, (quantity, words) in zip(figure.subplots(1, len(QUANTITIES)), QUANTITIES.items(), strict=True):
         draw_curves(axes, rows, fits, quantity, words)
+    figure.suptitle(title)
     figure.savefig(path, dpi=150)
 
 
@@ -304,12 +305,14 @@ def draw_curves(
     axes: Any, rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], quantity: str, words: str
 ) -> None:
     """Draw a quantity over the tokens, a curve for each operation, with its exponent in the legend."""
-    for fit in fits:
+    for place, fit in enumerate(fits):
         own = [row for row in rows if row['operation'] == fit['operation']]
         points = [(row['tokens'], row[quantity] / _unit(quantity)) for row in own if row[quantity] > 0]
         if points:
             exponent = 'no exponent' if fit[quantity] is None else f'exponent {fit[quantity]:.2f}'
-            axes.plot(*zip(*points, strict=True), marker='o', markersize=4, label=f'{fit["operation"]}: {exponent}')
+            # Every other line is dashed, so that one that lies on another does not hide it.
+            style, label = '--' if place % 2 else '-', f'{fit["operation"]}: {exponent}'
+            axes.plot(*zip(*points, strict=True), linestyle=style, marker='o', markersize=4, label=label)
     axes.set(xlabel='tokens T', ylabel=words)
     axes.set_xscale('log', base=2)
     axes.set_yscale('log')

@@ -96,11 +96,8 @@ def run_scaling(args: argparse.Namespace, device: torch.device) -> Report:
     head = (
         f'{direction}, batch of 1, d = {scaling.DIM}, {scaling.HEADS} heads of attention; exponents of the upper half'
     )
-    return Report(
-        {'rows': rows, 'fits': fits, 'stops': stops},
-        f'{head}\n{scaling.format_scaling(rows, fits, stops)}',
-        partial(scaling.plot_scaling, rows, fits),
-    )
+    text = f'{head}\n{scaling.format_scaling(rows, fits, stops)}'
+    return Report({'rows': rows, 'fits': fits, 'stops': stops}, text, partial(scaling.plot_scaling, rows, fits, head))
 
 
 def run_fastformer(args: argparse.Namespace, device: torch.device) -> Report:
@@ -170,7 +167,9 @@ def run_sequences(args: argparse.Namespace, device: torch.device) -> Report:
         compiled=args.compile,
         progress=show_progress(),
     )
-    depth = 'the depth of the row' if args.depth is None else f'every model cut to {args.depth} blocks'
+    depth = 'the depth of the row'
+    if args.depth is not None:
+        depth = f'every model cut to {args.depth} block{"s" * (args.depth > 1)}'
     head = (
         f'AFT Table {args.table}: training iterations, batch of {args.batch_size}, {depth}, '
         f'T = {SEQUENCE_TABLES[args.table].tokens}; ratios to the Transformer of that width'
