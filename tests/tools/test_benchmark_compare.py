@@ -179,6 +179,9 @@ def test_classifiers_are_measured_at_sizes_and_a_model_that_cannot_is_named(monk
         if not row['refused']:
             assert row['eager']['images_per_second'] == pytest.approx(2e3 / row['eager']['milliseconds'])
     shown = format_classifiers(rows)
+    # Nothing is kept for a backward that is not asked for.
+    assert 'images/s' in shown
+    assert 'kept' not in shown
     assert '  aft_conv_tiny refused: ValueError' in shown
     assert shown.index('40 x 32 px') < shown.index('aft_conv_tiny refused') < shown.index('32 x 32 px')
 
@@ -236,7 +239,9 @@ def test_a_model_that_runs_out_of_memory_after_it_was_tried_loses_its_row_alone(
     assert len(rows) == 8
     for row in rows:
         assert row in lost or (row['eager']['images_per_second'] > 0 and row['eager']['ratio'] > 0)
-    assert 'training resnet10t' in next(line for line in format_classifiers(rows).splitlines() if 'failed:' in line)
+    shown = format_classifiers(rows)
+    assert 'training resnet10t' in next(line for line in shown.splitlines() if 'failed:' in line)
+    assert 'kept MiB' in shown
 
 
 def test_nothing_is_compared_with_a_baseline_that_runs_out_of_memory(monkeypatch):

@@ -9,8 +9,9 @@ def format_comparison(rows: Sequence[dict[str, Any]], indent: str = '') -> str:
     compiled = any(row['compiled'] for row in rows)
     width = max(len(row['name']) for row in rows)
     rated = any('images_per_second' in row['eager'] for row in rows)
+    keeps = any('saved_bytes' in row['eager'] for row in rows)
     columns = f'{"ms":>9} {"ratio":>6} {"quartiles":>13} {"peak MiB":>8}'
-    head = f'{indent}{"":8} {"":{width}} {columns} {"kept MiB":>8}' + f' {"images/s":>8}' * rated
+    head = f'{indent}{"":8} {"":{width}} {columns}' + f' {"kept MiB":>8}' * keeps + f' {"images/s":>8}' * rated
     lines = [head + (f' | compiled {columns} {"compile s":>9}' if compiled else '')]
     for row in rows:
         if 'error' in row['eager']:
@@ -18,7 +19,8 @@ def format_comparison(rows: Sequence[dict[str, Any]], indent: str = '') -> str:
             continue
         saved = row['eager'].get('saved_bytes')
         kept = '' if saved is None else f'{saved / 2**20:8.1f}'
-        line = f'{indent}{row["direction"]:8} {row["name"]:{width}} {format_times(row["eager"])} {kept:>8}'
+        line = f'{indent}{row["direction"]:8} {row["name"]:{width}} {format_times(row["eager"])}'
+        line += f' {kept:>8}' if keeps else ''
         line += f' {row["eager"]["images_per_second"]:8.1f}' if rated else ''
         if compiled:
             line += f' |          {format_compiled(row["compiled"])}'
