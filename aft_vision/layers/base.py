@@ -77,7 +77,10 @@ class AFTMixer(nn.Module):
                 module.set_grid(grid)
 
     def _project(self, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        parts = self.qkv(x).split(self.split_sizes, dim=-1)
+        return self._split(self.qkv(x))
+
+    def _split(self, projected: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        parts = projected.split(self.split_sizes, dim=-1)
         if self.query_gate:
             return parts[0], parts[1], parts[2]
         return None, parts[0], parts[1]

@@ -1,7 +1,8 @@
 """The causal mixers of the decoders, and their block: in parallel, one token at a time, and several from a state.
 
 All are called as `mixer(x)` in training. `step` takes one token (B, C) and `prefill` several (B, n, C), with the state
-of what came before; they give what the parallel form gives, and update the state in place.
+of what came before; they give what the parallel form gives, and update the state in place. `mix_step` is the part of
+`step` between the projections.
 """
 
 from typing import Any, NamedTuple
@@ -13,10 +14,24 @@ from torch import Tensor
 from aft_vision import ops
 from aft_vision.layers.base import AFTMixer, resolve_num_heads
 from aft_vision.layers.block import AFTBlock
+from aft_vision.layers.dense_step import DenseStep
 from aft_vision.layers.mixers import AFTFull, AFTLocal, AFTSimple
 
 
-class CausalLocal(AFTLocal):
+class CausalMixer(AFTMixer):
+    """What the causal mixers share."""
+
+    def mix_step(self, projected: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """One token, from its queries, keys and values side by side; before the projection behind the operation."""
+        raise TypeError(f'{type(self).__name__} must define mix_step()')
+
+    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """One token."""
+        y, state = self.mix_step(self.qkv(x), state)
+        return self.proj_drop(self.proj(y)), state
+
+
+class CausalLocal(AFTLocal, CausalMixer):
     """AFT-local with the future masked (AFT Eq. 4): `AFTLocal` and its state of s tokens."""
 
     def __init__(self, dim: int, num_tokens: int, window_size: int, **kwargs: Any) -> None:
@@ -27,11 +42,9 @@ class CausalLocal(AFTLocal):
         """The state before the first token."""
         return ops.aft_local_state(batch, self.qkv.in_features, self.window, dtype, device)
 
-    def step(self, x: Tensor, state: ops.LocalState) -> tuple[Tensor, ops.LocalState]:
-        """One token."""
-        q, k, v = self._project(x)
-        y, state = ops.aft_local_step(q, k, v, self.position_bias.band_row(state.position), state)
-        return self.proj_drop(self.proj(y)), state
+    def mix_step(self, projected: Tensor, state: ops.LocalState) -> tuple[Tensor, ops.LocalState]:
+        q, k, v = self._split(projected)
+        return ops.aft_local_step(q, k, v, self.position_bias.band_row(state.position), state)
 
     def prefill(self, x: Tensor, state: ops.LocalState) -> tuple[Tensor, ops.LocalState]:
         """Several tokens."""
@@ -43,7 +56,7 @@ class CausalLocal(AFTLocal):
         return self.position_bias()[start : start + tokens]
 
 
-class CausalFull(AFTFull):
+class CausalFull(AFTFull, CausalMixer):
     """AFT-full with the future masked (AFT Eq. 2): `AFTFull` and its state of all T tokens."""
 
     def __init__(self, dim: int, num_tokens: int, **kwargs: Any) -> None:
@@ -52,7 +65,7 @@ class CausalFull(AFTFull):
 
     # The window of AFT-local that covers everything.
     init_state = CausalLocal.init_state
-    step = CausalLocal.step
+    mix_step = CausalLocal.mix_step
     prefill = CausalLocal.prefill
 
     def _band(self, start: int, tokens: int) -> Tensor:
@@ -61,7 +74,7 @@ class CausalFull(AFTFull):
         return bias.gather(1, (last + 1 + torch.arange(self.window, device=bias.device)) % self.window)
 
 
-class CausalSimple(AFTSimple):
+class CausalSimple(AFTSimple, CausalMixer):
     """AFT-simple with the future masked (AFT Eq. 5): `AFTSimple` and its state of one token's size."""
 
     def __init__(self, dim: int, **kwargs: Any) -> None:
@@ -71,10 +84,8 @@ class CausalSimple(AFTSimple):
         """The state before the first token."""
         return ops.aft_simple_state(batch, self.qkv.in_features, dtype, device)
 
-    def step(self, x: Tensor, state: ops.SimpleState) -> tuple[Tensor, ops.SimpleState]:
-        """One token."""
-        y, state = ops.aft_simple_step(*self._project(x), state)
-        return self.proj_drop(self.proj(y)), state
+    def mix_step(self, projected: Tensor, state: ops.SimpleState) -> tuple[Tensor, ops.SimpleState]:
+        return ops.aft_simple_step(*self._split(projected), state)
 
     def prefill(self, x: Tensor, state: ops.SimpleState) -> tuple[Tensor, ops.SimpleState]:
         """Several tokens."""
@@ -90,7 +101,7 @@ class KeyValueState(NamedTuple):
     position: Tensor
 
 
-class CausalAttention(AFTMixer):
+class CausalAttention(CausalMixer):
     """Dot-product attention of each token to those up to it, the Transformer of AFT Tables 2 and 4.
 
     Args:
@@ -113,7 +124,7 @@ class CausalAttention(AFTMixer):
         self.reset_parameters()
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
-        q, k, v = self._heads(x)
+        q, k, v = self._heads(self.qkv(x))
         if mask is None:
             return self._merge(F.scaled_dot_product_attention(q, k, v, is_causal=True))
         tokens = torch.arange(x.shape[1], device=x.device)
@@ -127,10 +138,9 @@ class CausalAttention(AFTMixer):
         return KeyValueState(keys, torch.zeros_like(keys), torch.zeros((), dtype=torch.int64, device=device))
 
     @torch.no_grad()
-    def step(self, x: Tensor, state: KeyValueState) -> tuple[Tensor, KeyValueState]:
-        """One token."""
-        q, k, v = self._heads(x.unsqueeze(1))
-        if x.device.type == 'cpu' and not torch.compiler.is_compiling():
+    def mix_step(self, projected: Tensor, state: KeyValueState) -> tuple[Tensor, KeyValueState]:
+        q, k, v = self._heads(projected.unsqueeze(1))
+        if q.device.type == 'cpu' and not torch.compiler.is_compiling():
             y = self._attend_from(int(state.position), q, k, v, state)
         else:
             # Nothing here depends on a number on the host.
@@ -138,16 +148,16 @@ class CausalAttention(AFTMixer):
             state.keys.index_copy_(2, place, k.to(state.keys.dtype))
             state.values.index_copy_(2, place, v.to(state.keys.dtype))
             # A state may have room for fewer tokens than the model.
-            seen = torch.arange(state.keys.shape[2], device=x.device) <= state.position
+            seen = torch.arange(state.keys.shape[2], device=q.device) <= state.position
             keys, values = (part.to(q.dtype) for part in state[:2])
             y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[None, None, None])
         state.position.add_(1)
-        return self._merge(y).squeeze(1), state
+        return y.flatten(1), state
 
     @torch.no_grad()
     def prefill(self, x: Tensor, state: KeyValueState) -> tuple[Tensor, KeyValueState]:
         """Several tokens."""
-        y = self._attend_from(int(state.position), *self._heads(x), state)
+        y = self._attend_from(int(state.position), *self._heads(self.qkv(x)), state)
         state.position.add_(x.shape[1])
         return self._merge(y), state
 
@@ -160,9 +170,9 @@ class CausalAttention(AFTMixer):
         tokens = torch.arange(stop, device=q.device)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=tokens <= tokens[start:, None])
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # (B, T, C) -> three of (B, h, T, C / h)
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # (B, T, 3C) -> three of (B, h, T, C / h)
+        q, k, v = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         return q, k, v
 
     def _merge(self, y: Tensor) -> Tensor:
@@ -197,6 +207,7 @@ class CausalBlock(AFTBlock):
         if mixer not in MIXERS:
             raise ValueError(f'mixer must be one of {", ".join(MIXERS)}, got {mixer!r}')
         super().__init__(dim, mixer=MIXERS[mixer], **kwargs)
+        self._dense_step: DenseStep | None = None
 
     def init_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The mixer's state before the first token."""
@@ -204,13 +215,26 @@ class CausalBlock(AFTBlock):
 
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """One token (B, C)."""
-        y, state = self.attn.step(self.norm1(x), state)
-        return self._rest(x, y), state
+        dense = self.compiled_dense(x)
+        if dense is None:
+            y, state = self.attn.step(self.norm1(x), state)
+            return self._rest(x, y), state
+        y, state = self.attn.mix_step(dense.project(x), state)
+        return dense.finish(x, y), state
 
     def prefill(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Several tokens (B, n, C)."""
         y, state = self.attn.prefill(self.norm1(x), state)
         return self._rest(x, y), state
+
+    def compiled_dense(self, x: Tensor) -> Any | None:
+        """The linear layers around the mixer for a token (B, C), where they are compiled."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled('cpu'):
+            return None
+        if self._dense_step is None or not self._dense_step.is_current():
+            self._dense_step = DenseStep(self)
+        dense = self._dense_step.kernels()
+        return dense if dense is not None and dense.covers(x) else None
 
     def _rest(self, x: Tensor, y: Tensor) -> Tensor:
         x = x + self.ls1(y)

@@ -222,6 +222,12 @@ def _step_module() -> Any:
     return importlib.import_module('aft_vision.ops.kernels.cpu.step')
 
 
+@functools.cache
+def dense_kernels() -> Any:
+    """The module with the compiled linear layers of decoding."""
+    return importlib.import_module('aft_vision.ops.kernels.cpu.dense')
+
+
 _define(
     'aft_full',
     full.check_full,

@@ -1,12 +1,26 @@
 """The causal mixers as modules; what they decode is held to the parallel form in tests/models."""
 
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from helpers import assert_close, generator, randn
 from small_decoders import randomize
-from torch import nn
+from torch import Tensor, nn
 
 from aft_vision.layers import CausalAttention, CausalBlock
+from aft_vision.ops.kernels.cpu.build import library
+
+needs_compiler = pytest.mark.skipif(library() is None, reason='there is no compiler here')
+MIXERS: dict[str, dict[str, Any]] = {
+    'local': dict(num_tokens=9, window_size=4),
+    'full': dict(num_tokens=9),
+    'simple': {},
+    'attention': dict(num_tokens=9, num_heads=2),
+}
 
 
 @pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
@@ -24,10 +38,9 @@ def test_attention_is_softmax_attention_to_the_past(masked: bool):
     assert_close(mixer(x, None, mask), expected, 1e-12)
 
 
-@pytest.mark.parametrize('name', ['local', 'simple', 'full', 'attention'])
+@pytest.mark.parametrize('name', MIXERS)
 def test_a_padded_sequence_gives_what_it_gives_without_padding(name: str):
-    args = {'local': dict(num_tokens=9, window_size=4), 'full': dict(num_tokens=9), 'simple': {}}
-    block = randomize(CausalBlock(8, name, **args.get(name, dict(num_tokens=9, num_heads=2))).double())
+    block = randomize(CausalBlock(8, name, **MIXERS[name]).double())
     x, mask = randn(2, 9, 8), torch.arange(9) < torch.tensor([[9], [5]])
     assert_close(block(x, None, mask)[1, :5], block(x[1:, :5])[0], 1e-12)
 
@@ -59,3 +72,109 @@ def test_a_causal_block_is_an_ordinary_block_in_training():
         row, state = block.step(x[:, t], state)
         rows.append(row[:, None])
     assert_close(torch.cat(rows, 1), block(x), 1e-12)
+
+
+@torch.no_grad()
+def run_steps(block: CausalBlock, x: Tensor) -> Tensor:
+    state, rows = block.init_state(len(x), torch.float32, x.device), []
+    for t in range(x.shape[1]):
+        row, state = block.step(x[:, t].contiguous(), state)
+        rows.append(row)
+    return torch.stack(rows, 1)
+
+
+def is_compiled(block: CausalBlock, x: Tensor) -> bool:
+    with torch.no_grad():
+        return block.compiled_dense(x[:, 0].contiguous()) is not None
+
+
+@needs_compiler
+@pytest.mark.parametrize('args', [{}, dict(out_proj=False), dict(qkv_bias=False), dict(proj_bias=False)], ids=str)
+@pytest.mark.parametrize('name', MIXERS)
+def test_a_compiled_step_is_that_of_the_modules(name: str, args: dict[str, Any]):
+    block, x = randomize(CausalBlock(24, name, **MIXERS[name], **args)), randn(3, 9, 24).float()
+    assert is_compiled(block, x)
+    expected = copy.deepcopy(block).double()(x.double())
+    assert_close(run_steps(block, x), expected, 2e-6)
+
+
+def double_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+class Shifted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+CHANGES: dict[str, Callable[[CausalBlock], object]] = {
+    'a hook': lambda block: block.mlp.fc2.register_forward_hook(double_output),
+    'a hook before': lambda block: block.mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    'another layer': lambda block: setattr(block.attn, 'qkv', randomize(Shifted(24, 72))),
+    'another activation': lambda block: setattr(block.mlp, 'act', nn.ReLU()),
+    'an approximate activation': lambda block: setattr(block.mlp, 'act', nn.GELU('tanh')),
+    'another MLP': lambda block: setattr(block, 'mlp', nn.Linear(24, 24)),
+    'layer scale': lambda block: setattr(block, 'ls2', nn.Linear(24, 24)),
+    'a norm without weights': lambda block: setattr(block.norm1, 'weight', None),
+    'a parametrisation': lambda block: nn.utils.parametrize.register_parametrization(block.mlp.fc1, 'bias', nn.ReLU()),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize('change', CHANGES)
+def test_a_step_calls_modules_that_are_not_the_compiled_ones(change: str):
+    block, x = randomize(CausalBlock(24, 'simple')), randn(3, 9, 24).float()
+    before = run_steps(block, x)
+    CHANGES[change](block)
+    expected = block(x)
+    assert not torch.allclose(before, expected, rtol=1e-6, atol=1e-6)
+    assert not is_compiled(block, x)
+    assert_close(run_steps(block, x), expected.double(), 2e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize('change', ['in place', 'data', 'parameter', 'module', 'mixer', 'setting', 'cast'])
+def test_a_compiled_step_has_the_parameters_of_the_moment(change: str):
+    block, x = randomize(CausalBlock(24, 'simple')), randn(3, 9, 24).float()
+    before, other = run_steps(block, x), randomize(CausalBlock(24, 'simple'), 1)
+    if change == 'in place':
+        block.load_state_dict(other.state_dict())
+    elif change == 'data':
+        block.mlp.fc1.weight.data = other.mlp.fc1.weight.data
+    elif change == 'parameter':
+        block.mlp.fc1.weight = other.mlp.fc1.weight
+    elif change == 'module':
+        block.mlp = other.mlp
+    elif change == 'mixer':
+        block.attn = other.attn
+    elif change == 'setting':
+        block.norm2.eps = 1.0
+    else:
+        block.double().float().norm1.weight.data *= 2
+    assert is_compiled(block, x)
+    expected = block(x)
+    assert not torch.allclose(before, expected, rtol=1e-3)
+    assert_close(run_steps(block, x), expected.double(), 2e-6)
+
+
+@needs_compiler
+def test_what_is_not_for_the_compiled_layers_goes_to_the_modules():
+    block, x = randomize(CausalBlock(24, 'simple', proj_drop=0.5)), randn(2, 1, 24).float()
+    assert is_compiled(block, x)
+    assert block.compiled_dense(x[:, 0].contiguous()) is None, 'with gradients'
+    with torch.autocast('cpu', torch.bfloat16):
+        assert not is_compiled(block, x)
+    assert not is_compiled(block.train(), x)
+    assert not is_compiled(block.eval().bfloat16(), x.bfloat16())
+    assert not is_compiled(block.double(), x.double())
+
+
+@needs_compiler
+def test_a_block_that_has_stepped_can_be_copied_and_saved():
+    block, x = randomize(CausalBlock(24, 'simple')), randn(2, 9, 24).float()
+    expected, file = run_steps(block, x), io.BytesIO()
+    torch.save(block, file)
+    file.seek(0)
+    for other in (copy.deepcopy(block), torch.load(file, weights_only=False)):
+        nn.init.zeros_(block.mlp.fc1.weight)
+        assert torch.equal(run_steps(other, x), expected)

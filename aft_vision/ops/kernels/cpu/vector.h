@@ -18,6 +18,13 @@ constexpr int LANES = 8;
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
 
+// Lanes of two vectors, those of the second after those of the first. GCC knows Clang's name from version 12 on.
+#if defined(__clang__)
+#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, IntVec{__VA_ARGS__})
+#endif
+
 // A (B, T, D) tensor whose channels are neighbours.
 struct Tokens {
   float *data;

@@ -1,0 +1,200 @@
+// Linear layers for the few rows of a step of decoding, with the layer norm before and the GELU or the sum behind.
+//
+// Their time is that of reading the weights once. They are fetched in the order of memory, some way ahead: rows of a
+// matrix that are read side by side would each look like a stream of their own, too short to be noticed. What is fetched
+// again for every few rows of the batch is there already, or had been dropped.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "vector.h"
+
+namespace {
+
+// Numbers between a weight that is read and one that is fetched.
+constexpr int64_t AHEAD = 4096;
+
+// act(norm(x) weight^T + bias), each part but the product optional.
+struct Layer {
+  const float *norm_weight, *norm_bias;  // (inputs,)
+  const float *weight, *bias;            // (outputs, inputs), (outputs,)
+  int64_t inputs, outputs;
+  float eps;
+  int32_t gelu;
+};
+
+// erf(x), with an error of 1e-7 at most. Minimax polynomials, near 0 of erf(x) / x, elsewhere of log(1 - erf(x)).
+Vec erf_(Vec x) {
+  const Vec size = x < 0.0f ? -x : x, square = x * x;
+  Vec near = splat(-5.96761703e-4f);
+  near = near * square + 4.99119423e-3f;
+  near = near * square - 2.67681349e-2f;
+  near = near * square + 1.12819925e-1f;
+  near = near * square - 3.76125336e-1f;
+  near = near * square + 1.28379166e-1f;
+  near = near * x + x;
+  Vec far = size * -1.72853470e-5f + 3.83197126e-4f;
+  far = far * square + (size * -3.88396438e-3f + 2.42546219e-2f);
+  far = far * size - 1.06777877e-1f;
+  far = far * size - 6.34846687e-1f;
+  far = far * size - 1.28717512e-1f;
+  far = far * size - size;
+  far = 1.0f - exp_(far);
+  return size > 0.927734375f ? (x < 0.0f ? -far : far) : near;
+}
+
+Vec gelu(Vec x) { return 0.5f * x * (1.0f + erf_(x * 0.707106781f)); }
+
+// The place of a lane of `fold` in two vectors, for the first or the second half of every group.
+constexpr int place(int group, int half, int lane) {
+  const int part = lane / (group / 2);
+  return part % 2 * LANES + part / 2 * group + half * (group / 2) + lane % (group / 2);
+}
+
+// The halves of every GROUP lanes added, those of x and of y by turns.
+template <int GROUP, int... LANE>
+Vec fold(Vec x, Vec y, std::integer_sequence<int, LANE...>) {
+  return SHUFFLE(x, y, place(GROUP, 0, LANE)...) + SHUFFLE(x, y, place(GROUP, 1, LANE)...);
+}
+
+// The sum of each of LANES vectors, in a lane.
+template <int COUNT = LANES>
+Vec sums(Vec *x) {
+  if constexpr (COUNT > 1) {
+    for (int i = 0; i < COUNT / 2; ++i)
+      x[i] = fold<COUNT>(x[i], x[i + COUNT / 2], std::make_integer_sequence<int, LANES>{});
+    return sums<COUNT / 2>(x);
+  }
+  return x[0];
+}
+
+// The products of B rows and N rows of n numbers; those of a row of the first go to a row of `out`.
+template <int B, int N>
+void products(const float *x, const float *weight, int64_t n, float *out, int64_t width) {
+  static_assert(B * N <= LANES);
+  Vec found[LANES] = {};
+  const int64_t whole = n / LANES * LANES;
+  const auto add = [&](int64_t i, int lanes) {
+    Vec row[B];
+    for (int b = 0; b < B; ++b) row[b] = load(x + b * n + i, lanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < N; ++r) {
+      const Vec w = load(weight + r * n + i, lanes);
+#pragma GCC unroll 16
+      for (int b = 0; b < B; ++b) found[b * N + r] += w * row[b];
+    }
+  };
+  for (int64_t i = 0; i < whole; i += LANES) {
+#pragma GCC unroll 16
+    for (int r = 0; r < N; ++r) __builtin_prefetch(weight + AHEAD + i * N + r * LANES);
+    add(i, LANES);
+  }
+  if (whole < n) add(whole, n - whole);
+  float sum[LANES];
+  store(sum, sums(found), LANES);
+  for (int b = 0; b < B; ++b)
+    for (int r = 0; r < N; ++r) out[b * width + r] = sum[b * N + r];
+}
+
+// `products` of B rows and `count` rows of weights.
+template <int B>
+void rows(const float *x, const float *weight, int64_t n, int64_t count, float *out, int64_t width) {
+  constexpr int N = LANES / B;
+  int64_t r = 0;
+  for (; r + N <= count; r += N) products<B, N>(x, weight + r * n, n, out + r, width);
+  for (; r < count; ++r) products<B, 1>(x, weight + r * n, n, out + r, width);
+}
+
+// norm(x) of rows.
+void normalise(const Layer &layer, const float *x, int64_t batch, float *y) {
+  const int64_t n = layer.inputs;
+  const auto mean = [&](auto value) {
+    Sum sum;
+    for (int64_t i = 0; i < n; i += LANES) sum.add(value(i, static_cast<int>(std::min<int64_t>(LANES, n - i))));
+    float total = 0.0f;
+    for (int lane = 0; lane < LANES; ++lane) total += sum.value()[lane];
+    return total / n;
+  };
+  for (int64_t b = 0; b < batch; ++b, x += n, y += n) {
+    const float middle = mean([&](int64_t i, int lanes) { return load(x + i, lanes); });
+    for (int64_t i = 0; i < n; ++i) y[i] = x[i] - middle;
+    const float square = mean([&](int64_t i, int lanes) { return load(y + i, lanes) * load(y + i, lanes); });
+    const float scale = 1.0f / std::sqrt(square + layer.eps);
+    for (int64_t i = 0; i < n; ++i) y[i] = y[i] * scale * layer.norm_weight[i] + layer.norm_bias[i];
+  }
+}
+
+// What a thread of several does of layers one after the other, each of which takes what all have made of that before.
+class Worker {
+ public:
+  explicit Worker(int64_t batch) : batch_(batch) {}
+
+  // out = layer(x) + residual, which may be null, for the outputs of this thread.
+  void run(const Layer &layer, const float *x, const float *residual, float *out) {
+    const int64_t all = omp_get_num_threads(), own = omp_get_thread_num(), n = layer.inputs, width = layer.outputs;
+    const int64_t blocks = (width + LANES - 1) / LANES;
+    const int64_t start = blocks * own / all * LANES, stop = std::min(width, blocks * (own + 1) / all * LANES);
+    if (layer.norm_weight && start < stop) {
+      normal_.resize(batch_ * n);
+      normalise(layer, x, batch_, normal_.data());
+      x = normal_.data();
+    }
+    for (int64_t i = start; i < stop; i += LANES) {
+      const int64_t count = std::min<int64_t>(LANES, stop - i);
+      const float *weight = layer.weight + i * n;
+      int64_t b = 0;
+      for (; b + 4 <= batch_; b += 4) rows<4>(x + b * n, weight, n, count, out + b * width + i, width);
+      for (; b + 2 <= batch_; b += 2) rows<2>(x + b * n, weight, n, count, out + b * width + i, width);
+      if (b < batch_) rows<1>(x + b * n, weight, n, count, out + b * width + i, width);
+      finish(layer, i, count, residual, out);
+    }
+#pragma omp barrier
+  }
+
+ private:
+  // What stands behind the product, for some outputs.
+  void finish(const Layer &layer, int64_t start, int lanes, const float *residual, float *out) const {
+    const Vec bias = layer.bias ? load(layer.bias + start, lanes) : Vec{};
+    for (int64_t b = 0; b < batch_; ++b) {
+      const int64_t place = b * layer.outputs + start;
+      Vec y = load(out + place, lanes) + bias;
+      if (layer.gelu) y = gelu(y);
+      if (residual) y += load(residual + place, lanes);
+      store(out + place, y, lanes);
+    }
+  }
+
+  int64_t batch_;
+  std::vector<float> normal_;
+};
+
+}  // namespace
+
+extern "C" {
+
+// out (batch, outputs) = layer(x), of x (batch, inputs).
+void aft_dense(const Layer *layer, int64_t batch, const float *x, float *out, int threads) {
+#pragma omp parallel num_threads(threads)
+  Worker(batch).run(*layer, x, nullptr, out);
+}
+
+// What a block does behind its mixer, of layers proj, fc1, fc2: x += proj(y), or x += y where proj has no weight, then
+// out = x + fc2(fc1(x)). `sum` has room for x, `hidden` for the outputs of fc1.
+void aft_dense_block(const Layer *layers, int64_t batch, const float *x, const float *y, float *sum, float *hidden,
+                     float *out, int threads) {
+  const int64_t size = batch * layers[2].outputs;
+  if (!layers[0].weight)
+    for (int64_t i = 0; i < size; ++i) sum[i] = x[i] + y[i];
+#pragma omp parallel num_threads(threads)
+  {
+    Worker worker(batch);
+    if (layers[0].weight) worker.run(layers[0], y, x, sum);
+    worker.run(layers[1], sum, nullptr, hidden);
+    worker.run(layers[2], hidden, sum, out);
+  }
+}
+}

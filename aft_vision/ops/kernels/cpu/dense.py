@@ -1,0 +1,79 @@
+"""The linear layers around the mixer of a block, for the few rows of a step of decoding: `dense.cpp`, in float32."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.dense import Dense
+from aft_vision.ops.kernels.cpu.build import compiled, library
+from aft_vision.ops.kernels.cpu.tensors import pointer, room
+
+# With so many rows this was still faster than torch's products.
+MOST_ROWS = 64
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ('norm_weight', 'norm_bias', 'weight', 'bias')),
+        ('inputs', ctypes.c_int64),
+        ('outputs', ctypes.c_int64),
+        ('eps', ctypes.c_float),
+        ('gelu', ctypes.c_int32),
+    ]
+
+
+def covers_dense(layers: Sequence[Dense | None]) -> bool:
+    """Whether this is made for the parameters of such layers."""
+    parameters = [x for layer in layers for x in layer or () if isinstance(x, Tensor)]
+    return all(_is_plain(x) for x in parameters) and library() is not None
+
+
+class DenseBlock:
+    """The linear layers of a block: that before its mixer, and the three behind, of which the first may be missing.
+
+    The tensors must stay where they are.
+    """
+
+    def __init__(self, qkv: Dense, proj: Dense | None, fc1: Dense, fc2: Dense) -> None:
+        # They hold the memory that the addresses are of.
+        self._layers = qkv, proj, fc1, fc2
+        self._before, self._behind = _layer(qkv), (_Layer * 3)(_layer(proj), _layer(fc1), _layer(fc2))
+        self._widths = len(qkv.weight), len(fc1.weight)
+
+    def covers(self, x: Tensor) -> bool:
+        """Whether this is made for such rows."""
+        return x.dtype == torch.float32 and len(x) <= MOST_ROWS and x.device.type == 'cpu' and x.is_contiguous()
+
+    def project(self, x: Tensor) -> Tensor:
+        """What the mixer takes, from x (B, C)."""
+        out = room((len(x), self._widths[0]))
+        compiled().aft_dense(
+            ctypes.byref(self._before), ctypes.c_int64(len(x)), pointer(x), pointer(out), torch.get_num_threads()
+        )
+        return out
+
+    def finish(self, x: Tensor, y: Tensor) -> Tensor:
+        """The block's result (B, C), from its input and what the mixer makes, before its own projection."""
+        batch, total, out = len(x), torch.empty_like(x), torch.empty_like(x)
+        hidden = room((batch, self._widths[1]))
+        y = y.contiguous()
+        compiled().aft_dense_block(
+            self._behind, ctypes.c_int64(batch), *map(pointer, (x, y, total, hidden, out)), torch.get_num_threads()
+        )
+        return out
+
+
+def _is_plain(x: Tensor) -> bool:
+    # A subclass may have its numbers elsewhere.
+    plain = type(x) in (Tensor, torch.nn.Parameter) and x.device.type == 'cpu'
+    return plain and x.dtype == torch.float32 and x.is_contiguous()
+
+
+def _layer(layer: Dense | None) -> _Layer:
+    if layer is None:
+        return _Layer()
+    outputs, inputs = layer.weight.shape
+    pointers = (pointer(x) for x in (layer.norm_weight, layer.norm_bias, layer.weight, layer.bias))
+    return _Layer(*pointers, inputs, outputs, layer.eps, layer.gelu)
