@@ -1,8 +1,9 @@
 // Linear layers for the few rows of a step of decoding, with the layer norm before and the GELU or the sum behind.
 //
-// Their time is that of reading the weights once. They are fetched in the order of memory, some way ahead: rows of a
-// matrix that are read side by side would each look like a stream of their own, too short to be noticed. What is fetched
-// again for every few rows of the batch is there already, or had been dropped.
+// Their time is that of reading the weights once, in the order of memory: rows of a matrix that are read side by side
+// would each look like a stream of their own, too short to be noticed. Where the batch makes that worth while all the
+// same, they are fetched in order, some way ahead. What is fetched again for every few rows of the batch is there
+// already, or had been dropped.
 
 #include <omp.h>
 
@@ -15,6 +16,8 @@
 
 namespace {
 
+// Rows of the batch for which the weights are read in order.
+constexpr int IN_ORDER = 2;
 // Numbers between a weight that is read and one that is fetched.
 constexpr int64_t AHEAD = 4096;
 
@@ -78,26 +81,38 @@ void products(const float *x, const float *weight, int64_t n, float *out, int64_
   static_assert(B * N <= LANES);
   Vec found[LANES] = {};
   const int64_t whole = n / LANES * LANES;
-  const auto add = [&](int64_t i, int lanes) {
-    Vec row[B];
-    for (int b = 0; b < B; ++b) row[b] = load(x + b * n + i, lanes);
+  const auto add = [&](Vec *sums, int r, int64_t i, int lanes) {
+    const Vec w = load(weight + r * n + i, lanes);
+#pragma GCC unroll 16
+    for (int b = 0; b < B; ++b) sums[b] += w * load(x + b * n + i, lanes);
+  };
+  int64_t done = 0;
+  if constexpr (B <= IN_ORDER) {
+    done = whole / (2 * LANES) * (2 * LANES);
 #pragma GCC unroll 16
     for (int r = 0; r < N; ++r) {
-      const Vec w = load(weight + r * n + i, lanes);
-#pragma GCC unroll 16
-      for (int b = 0; b < B; ++b) found[b * N + r] += w * row[b];
+      // Two sums, so that one need not wait for the other.
+      Vec even[B] = {}, odd[B] = {};
+      for (int64_t i = 0; i < done; i += 2 * LANES) {
+        add(even, r, i, LANES);
+        add(odd, r, i + LANES, LANES);
+      }
+      for (int b = 0; b < B; ++b) found[r * B + b] = even[b] + odd[b];
     }
-  };
-  for (int64_t i = 0; i < whole; i += LANES) {
-#pragma GCC unroll 16
-    for (int r = 0; r < N; ++r) __builtin_prefetch(weight + AHEAD + i * N + r * LANES);
-    add(i, LANES);
   }
-  if (whole < n) add(whole, n - whole);
+  for (; done < whole; done += LANES) {
+#pragma GCC unroll 16
+    for (int r = 0; r < N; ++r) __builtin_prefetch(weight + AHEAD + done * N + r * LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < N; ++r) add(found + r * B, r, done, LANES);
+  }
+  if (whole < n)
+#pragma GCC unroll 16
+    for (int r = 0; r < N; ++r) add(found + r * B, r, whole, n - whole);
   float sum[LANES];
   store(sum, sums(found), LANES);
   for (int b = 0; b < B; ++b)
-    for (int r = 0; r < N; ++r) out[b * width + r] = sum[b * N + r];
+    for (int r = 0; r < N; ++r) out[b * width + r] = sum[r * B + b];
 }
 
 // `products` of B rows and `count` rows of weights.

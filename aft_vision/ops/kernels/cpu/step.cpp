@@ -8,8 +8,8 @@
 
 namespace {
 
-// Slots of a ring that are added at a time.
-constexpr int SLOTS = 8;
+// Fewer sequences than these have their windows summed in as many parts, each of which a thread may take.
+constexpr int64_t PARTS = 4;
 
 struct Shape {
   int64_t batch, channels, window;
@@ -60,17 +60,12 @@ struct Row {
   }
 };
 
-// out += weights[i] * slots[i] for N slots of n numbers.
-template <int N>
-void add_slots(const float *slots, const float *weights, int64_t n, float *out) {
-  const int64_t whole = n / LANES * LANES;
-  for (int64_t d = 0; d < whole; d += LANES) {
-    Vec sum = load(out + d, LANES);
-    for (int i = 0; i < N; ++i) sum += weights[i] * load(slots + i * n + d, LANES);
-    store(out + d, sum, LANES);
-  }
-  for (int64_t d = whole; d < n; ++d)
-    for (int i = 0; i < N; ++i) out[d] += weights[i] * slots[i * n + d];
+// out += weights[i] * slots[i] for `count` slots of n numbers. Slot by slot: in the order of memory.
+void add_slots(const float *slots, const float *weights, int64_t count, int64_t n, float *out) {
+  for (int64_t i = 0; i < count; ++i)
+    for_each_vector(n, [&](int64_t d, int lanes) {
+      store(out + d, load(out + d, lanes) + weights[i] * load(slots + i * n + d, lanes), lanes);
+    });
 }
 
 }  // namespace
@@ -110,13 +105,14 @@ int aft_local_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, const flo
   const bool representable = row.top - row.low <= limits.reach;
   row.exponentiate();
   const Vec older = exp_of(-row.top);
+  const int64_t used = row.weights.size(), parts = s.batch < PARTS ? PARTS : 1;
+  std::vector<float> mixed(s.batch * parts * width);
   int good = representable;
-#pragma omp parallel num_threads(std::min<int64_t>(threads, s.batch)) reduction(&& : good)
+#pragma omp parallel num_threads(std::min<int64_t>(threads, s.batch * parts)) reduction(&& : good)
   {
-    std::vector<float> mixed(width);
 #pragma omp for
     for (int64_t b = 0; b < s.batch; ++b) {
-      float *own = sums + b * width, *slots = ring + b * s.window * width, *entry = slots + slot * width;
+      float *own = sums + b * width, *entry = ring + (b * s.window + slot) * width;
       for_each_vector(s.channels, [&](int64_t d, int lanes) {
         const Vec e = exp_(load(k.data + b * k.batch + d, lanes) - load(reference + b * s.channels + d, lanes));
         for (int64_t i : {d, s.channels + d})
@@ -124,19 +120,25 @@ int aft_local_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, const flo
         store(entry + d, e * load(v.data + b * v.batch + d, lanes), lanes);
         store(entry + s.channels + d, e, lanes);
       });
-      if (!representable) continue;
-      for_each_vector(width, [&](int64_t d, int lanes) {
-        store(mixed.data() + d, older * load(own + d, lanes), lanes);
-      });
-      const int64_t used = row.weights.size(), whole = used / SLOTS * SLOTS;
-      for (int64_t i = 0; i < whole; i += SLOTS)
-        add_slots<SLOTS>(slots + i * width, row.weights.data() + i, width, mixed.data());
-      for (int64_t i = whole; i < used; ++i)
-        add_slots<1>(slots + i * width, row.weights.data() + i, width, mixed.data());
+    }
+#pragma omp for
+    for (int64_t i = 0; i < s.batch * parts; ++i) {
+      const int64_t b = i / parts, start = used * (i % parts) / parts, stop = used * (i % parts + 1) / parts;
+      const float *slots = ring + (b * s.window + start) * width;
+      if (representable) add_slots(slots, row.weights.data() + start, stop - start, width, &mixed[i * width]);
+    }
+#pragma omp for
+    for (int64_t b = 0; b < s.batch; ++b) {
+      const float *found = &mixed[b * parts * width], *own = sums + b * width;
+      const auto total = [&](int64_t d, int lanes) {
+        Vec sum = older * load(own + d, lanes);
+        for (int64_t i = 0; i < parts; ++i) sum += load(found + i * width + d, lanes);
+        return sum;
+      };
       for_each_vector(s.channels, [&](int64_t d, int lanes) {
-        const Vec den = load(mixed.data() + s.channels + d, lanes);
+        const Vec den = total(s.channels + d, lanes);
         for (int i = 0; i < lanes; ++i) good = good && den[i] >= limits.smallest;
-        Vec y = load(mixed.data() + d, lanes) / den;
+        Vec y = total(d, lanes) / den;
         if (q.data) y *= sigmoid(load(q.data + b * q.batch + d, lanes));
         store(out + b * s.channels + d, y, lanes);
       });
