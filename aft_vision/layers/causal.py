@@ -43,8 +43,7 @@ class CausalLocal(AFTLocal, CausalMixer):
         return ops.aft_local_state(batch, self.qkv.in_features, self.window, dtype, device)
 
     def mix_step(self, projected: Tensor, state: ops.LocalState) -> tuple[Tensor, ops.LocalState]:
-        q, k, v = self._split(projected)
-        return ops.aft_local_step(q, k, v, self.position_bias.band_row(state.position), state)
+        return self.position_bias.step(*self._split(projected), state)
 
     def prefill(self, x: Tensor, state: ops.LocalState) -> tuple[Tensor, ops.LocalState]:
         """Several tokens."""

@@ -13,8 +13,9 @@ from timm.layers import register_notrace_module, resample_abs_pos_embed
 from torch import Tensor, nn
 
 from aft_vision.ops import (
-    factorized_band_row,
+    aft_local_step,
     factorized_bias,
+    factorized_local_step,
     local_band_row,
     local_bias,
     standardized_kernel,
@@ -157,9 +158,9 @@ class FactorizedBias(FusedModule):
         return factorized_bias(self._resampled(self.u, grid), self._resampled(self.v, grid), self.window, self.causal)
 
     @torch.jit.unused
-    def band_row(self, position: Tensor) -> Tensor:
-        """The row of the causal band for the target at a position, () int64: (s,), s = T without a window."""
-        return factorized_band_row(self.u, self.v, position, self.window)
+    def step(self, q: Any, k: Any, v: Any, state: Any) -> Any:
+        """One token of causal AFT-local with this bias, as `ops.aft_local_step`; AFT-full without a window."""
+        return factorized_local_step(q, k, v, self.u, self.v, state)
 
     @torch.jit.ignore
     def set_grid(self, grid: tuple[int, int]) -> None:
@@ -220,9 +221,9 @@ class PairwiseBias(FusedModule):
         return self._band(self._resampled(grid))
 
     @torch.jit.unused
-    def band_row(self, position: Tensor) -> Tensor:
-        """The row of the causal band for the target at a position, () int64: (s,), s = T without a window."""
-        return local_band_row(self.weight, position, self.window)
+    def step(self, q: Any, k: Any, v: Any, state: Any) -> Any:
+        """One token of causal AFT-local with this bias, as `ops.aft_local_step`; AFT-full without a window."""
+        return aft_local_step(q, k, v, local_band_row(self.weight, state.position, self.window), state)
 
     @torch.jit.ignore
     def set_grid(self, grid: tuple[int, int]) -> None:

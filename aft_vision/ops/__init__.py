@@ -18,6 +18,7 @@ from aft_vision.ops.aft_causal import (
     aft_simple_state,
     aft_simple_step,
     clone_state,
+    factorized_local_step,
     move_state,
     reorder_state,
 )

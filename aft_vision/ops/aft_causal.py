@@ -15,6 +15,7 @@ from aft_vision.ops.eager import decode
 from aft_vision.ops.eager.causal import Past, causal_forward
 from aft_vision.ops.eager.causal_bias import BandBias, NoBias
 from aft_vision.ops.eager.numerics import may_branch, without_autocast
+from aft_vision.ops.position_bias import factorized_band_row
 
 
 def aft_full_causal(
@@ -157,7 +158,6 @@ def aft_local_state(
     )
 
 
-@torch.no_grad()
 def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) -> tuple[Tensor, SimpleState]:
     """One token of `aft_simple_causal` (AFT Eq. 5).
 
@@ -166,21 +166,21 @@ def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) 
         state: of the tokens before it; updated in place.
 
     Returns:
-        y (B, D) in q's dtype, and the state with this token in it.
+        y (B, D) in q's dtype, and the state with this token in it. Nothing is differentiated.
 
     Raises:
         ValueError: q, k or v do not match the state.
     """
-    _check_tokens(q, k, v, tuple(state.reference.shape))
+    _check_tokens(q, k, v, state.reference.shape)
     kernels = dispatch.step_kernels(state, q, k, v)
     if kernels is not None:
         return kernels.simple_step(q, k, v, state).to(v.dtype if q is None else q.dtype), state
     dtype = state.reference.dtype
-    mean = decode.simple_step(k.to(dtype), v.to(dtype), *state)
-    return _finish(q, v, mean), state
+    with torch.no_grad():
+        mean = decode.simple_step(k.to(dtype), v.to(dtype), *state)
+        return _finish(q, v, mean), state
 
 
-@torch.no_grad()
 def aft_local_step(
     q: Tensor | None, k: Tensor, v: Tensor, band_row: Tensor, state: LocalState
 ) -> tuple[Tensor, LocalState]:
@@ -192,12 +192,12 @@ def aft_local_step(
         state: of the tokens before it; updated in place.
 
     Returns:
-        y (B, D) in q's dtype, and the state with this token in it.
+        y (B, D) in q's dtype, and the state with this token in it. Nothing is differentiated.
 
     Raises:
         ValueError: q, k, v or band_row do not match the state.
     """
-    _check_tokens(q, k, v, tuple(state.reference.shape))
+    _check_tokens(q, k, v, state.reference.shape)
     window = state.ring.shape[1]
     if tuple(band_row.shape) != (window,):
         raise ValueError(f'band_row must have shape ({window},) to match the state, got {tuple(band_row.shape)}')
@@ -205,14 +205,42 @@ def aft_local_step(
     if kernels is not None:
         return kernels.local_step(q, k, v, band_row, state).to(v.dtype if q is None else q.dtype), state
     dtype = state.reference.dtype
-    k, row = k.to(dtype), band_row.to(dtype)
-    if not may_branch(k):
-        mean = decode.local_step_static(k, v.to(dtype), row, *state[:-1])
-    elif torch.compiler.is_compiling():
-        mean = torch.ops.aft_vision.aft_local_step(k, v.to(dtype), row, *state)
-    else:
-        mean = decode.local_step(k, v.to(dtype), row, *state)
-    return _finish(q, v, mean), state
+    with torch.no_grad():
+        k, row = k.to(dtype), band_row.to(dtype)
+        if not may_branch(k):
+            mean = decode.local_step_static(k, v.to(dtype), row, *state[:-1])
+        elif torch.compiler.is_compiling():
+            mean = torch.ops.aft_vision.aft_local_step(k, v.to(dtype), row, *state)
+        else:
+            mean = decode.local_step(k, v.to(dtype), row, *state)
+        return _finish(q, v, mean), state
+
+
+def factorized_local_step(
+    q: Tensor | None, k: Tensor, v: Tensor, bias_u: Tensor, bias_v: Tensor, state: LocalState
+) -> tuple[Tensor, LocalState]:
+    """`aft_local_step` with the position bias given by its factors.
+
+    Args:
+        q, k, v: (B, D) of the token. q = None leaves the sigmoid gate out.
+        bias_u, bias_v: (T, d') factors of targets and of sources.
+        state: of the tokens before it, for a window of T at most; updated in place.
+
+    Returns:
+        y (B, D) in q's dtype, and the state with this token in it. Nothing is differentiated.
+
+    Raises:
+        ValueError: q, k or v do not match the state.
+        IndexError: on a CPU, T tokens have been taken before.
+    """
+    kernels = dispatch.step_kernels(state, q, k, v)
+    if kernels is None or bias_u.shape != bias_v.shape or not kernels.covers_factors(bias_u, bias_v):
+        with torch.no_grad():
+            row = factorized_band_row(bias_u, bias_v, state.position, state.ring.shape[1])
+        return aft_local_step(q, k, v, row, state)
+    _check_tokens(q, k, v, state.reference.shape)
+    y = kernels.factorized_local_step(q, k, v, bias_u, bias_v, state)
+    return y.to(v.dtype if q is None else q.dtype), state
 
 
 @torch.no_grad()
@@ -327,8 +355,8 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 def _check_tokens(q: Tensor | None, k: Tensor, v: Tensor, expected: tuple[int, ...]) -> None:
     for name, x in (('q', q), ('k', k), ('v', v)):
-        if x is not None and tuple(x.shape) != expected:
-            raise ValueError(f'{name} must have shape {expected} to match the state, got {tuple(x.shape)}')
+        if x is not None and x.shape != expected:
+            raise ValueError(f'{name} must have shape {tuple(expected)} to match the state, got {tuple(x.shape)}')
 
 
 def _check_chunk(q: Tensor | None, k: Tensor, v: Tensor, reference: Tensor) -> None:

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aft_vision.ops import dispatch as dispatch
 from aft_vision.ops.eager.band import block_length, unskew
 from aft_vision.ops.eager.numerics import accumulate_dtype, may_branch, without_autocast
 
@@ -84,10 +83,6 @@ def factorized_band_row(bias_u: Tensor, bias_v: Tensor, position: Tensor, window
     Returns:
         (s,): the row of `factorized_bias`, but for entries that point before the sequence, which have some value.
     """
-    if not torch.is_grad_enabled() and (bias_u.shape, bias_u.dtype) == (bias_v.shape, bias_v.dtype):
-        kernels = dispatch.step_kernels((bias_u, bias_v), position)
-        if kernels is not None and 0 <= int(position) < len(bias_u):
-            return kernels.band_row(bias_u, bias_v, position, window)
     with without_autocast(bias_u.device.type):
         return bias_v[_band_sources(position, window, bias_v.shape[0])] @ bias_u[position]
 

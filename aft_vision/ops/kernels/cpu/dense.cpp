@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
 #include <vector>
 
 #include "vector.h"
@@ -51,29 +50,6 @@ Vec erf_(Vec x) {
 }
 
 Vec gelu(Vec x) { return 0.5f * x * (1.0f + erf_(x * 0.707106781f)); }
-
-// The place of a lane of `fold` in two vectors, for the first or the second half of every group.
-constexpr int place(int group, int half, int lane) {
-  const int part = lane / (group / 2);
-  return part % 2 * LANES + part / 2 * group + half * (group / 2) + lane % (group / 2);
-}
-
-// The halves of every GROUP lanes added, those of x and of y by turns.
-template <int GROUP, int... LANE>
-Vec fold(Vec x, Vec y, std::integer_sequence<int, LANE...>) {
-  return SHUFFLE(x, y, place(GROUP, 0, LANE)...) + SHUFFLE(x, y, place(GROUP, 1, LANE)...);
-}
-
-// The sum of each of LANES vectors, in a lane.
-template <int COUNT = LANES>
-Vec sums(Vec *x) {
-  if constexpr (COUNT > 1) {
-    for (int i = 0; i < COUNT / 2; ++i)
-      x[i] = fold<COUNT>(x[i], x[i + COUNT / 2], std::make_integer_sequence<int, LANES>{});
-    return sums<COUNT / 2>(x);
-  }
-  return x[0];
-}
 
 // The products of B rows and N rows of n numbers; those of a row of the first go to a row of `out`.
 template <int B, int N>

@@ -15,6 +15,13 @@ struct Shape {
   int64_t batch, channels, window;
 };
 
+// Row t of the band of a position bias, (s,); to be filled by `band_row` where there are factors of the bias.
+struct Band {
+  float *row;
+  const float *u, *v;  // (T, width) of targets and of sources, or null
+  int64_t tokens, width;
+};
+
 // The numbers of `ops.eager.decode` by these names, in nats but for `smallest`.
 struct Limits {
   float headroom, reach, negligible, smallest;
@@ -68,6 +75,23 @@ void add_slots(const float *slots, const float *weights, int64_t count, int64_t 
     });
 }
 
+// row[i], i < s: the product of u[t] and v[t - s + 1 + i], for sources of the sequence; 0 before it.
+void band_row(const Band &band, int64_t t, int64_t size, int threads) {
+#pragma omp parallel for num_threads(threads)
+  for (int64_t start = 0; start < size; start += LANES) {
+    const int lanes = std::min<int64_t>(LANES, size - start);
+    Vec products[LANES] = {};
+    for (int i = 0; i < lanes; ++i) {
+      const int64_t source = t - size + 1 + start + i;
+      if (source >= 0 && source < band.tokens)
+        for_each_vector(band.width, [&](int64_t d, int lanes) {
+          products[i] += load(band.u + t * band.width + d, lanes) * load(band.v + source * band.width + d, lanes);
+        });
+    }
+    store(band.row + start, sums(products), lanes);
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -93,15 +117,19 @@ void aft_simple_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, float *
     });
 }
 
-// y (B, D) of a token, which goes into a ring of exponentials. `band`, (s,), is its row; q may be null; `sizes` are B, D
-// and s. Returns 0; 1 if a key does not fit, where nothing has been done; 2 if y has underflowed, where the state is
-// that after the token.
-int aft_local_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, const float *band, const float *reference,
-                   float *sums, float *ring, int64_t *position, float *out, Limits limits, int threads) {
+// y (B, D) of a token, which goes into a ring of exponentials. q may be null; `sizes` are B, D and s. Returns 0; 1 if a
+// key does not fit, or the ring holds keys, where nothing has been done but for the row of the band; 2 if y has
+// underflowed, where the state is that after the token; 3 if the bias has no row for it.
+int aft_local_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, Band band, const float *reference, float *sums,
+                   float *ring, int64_t *position, const bool *holds_keys, float *out, Limits limits, int threads) {
   const Shape s{sizes[0], sizes[1], sizes[2]};
-  if (!fits(s, k, reference, sums, limits)) return 1;
   const int64_t count = *position, slot = count % s.window, width = 2 * s.channels;
-  Row row(s, band, slot, std::min(count + 1, s.window));
+  if (band.u) {
+    if (count < 0 || count >= band.tokens) return 3;
+    band_row(band, count, s.window, threads);
+  }
+  if (*holds_keys || !fits(s, k, reference, sums, limits)) return 1;
+  Row row(s, band.row, slot, std::min(count + 1, s.window));
   const bool representable = row.top - row.low <= limits.reach;
   row.exponentiate();
   const Vec older = exp_of(-row.top);
@@ -146,22 +174,5 @@ int aft_local_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, const flo
   }
   ++*position;
   return good ? 0 : 2;
-}
-
-// out[i], i < s: the product of u[t] and v[t - s + 1 + i], of `width` numbers each, for sources of the T in the sequence;
-// 0 before it. `sizes` are T, the width and s.
-void aft_band_row(const int64_t *sizes, const float *u, const float *v, int64_t t, float *out) {
-  const int64_t width = sizes[1], size = sizes[2];
-  for (int64_t i = 0; i < size; ++i) {
-    const int64_t source = t - size + 1 + i;
-    Vec sum{};
-    if (source >= 0 && source < sizes[0])
-      for_each_vector(width, [&](int64_t d, int lanes) {
-        sum += load(u + t * width + d, lanes) * load(v + source * width + d, lanes);
-      });
-    float total = 0.0f;
-    for (int lane = 0; lane < LANES; ++lane) total += sum[lane];
-    out[i] = total;
-  }
 }
 }

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 namespace {
 
@@ -24,6 +25,29 @@ typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
 #else
 #define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, IntVec{__VA_ARGS__})
 #endif
+
+// The place of a lane of `fold` in two vectors, for the first or the second half of every group.
+constexpr int place(int group, int half, int lane) {
+  const int part = lane / (group / 2);
+  return part % 2 * LANES + part / 2 * group + half * (group / 2) + lane % (group / 2);
+}
+
+// The halves of every GROUP lanes added, those of x and of y by turns.
+template <int GROUP, int... LANE>
+Vec fold(Vec x, Vec y, std::integer_sequence<int, LANE...>) {
+  return SHUFFLE(x, y, place(GROUP, 0, LANE)...) + SHUFFLE(x, y, place(GROUP, 1, LANE)...);
+}
+
+// The sum of each of LANES vectors, in a lane.
+template <int COUNT = LANES>
+Vec sums(Vec *x) {
+  if constexpr (COUNT > 1) {
+    for (int i = 0; i < COUNT / 2; ++i)
+      x[i] = fold<COUNT>(x[i], x[i + COUNT / 2], std::make_integer_sequence<int, LANES>{});
+    return sums<COUNT / 2>(x);
+  }
+  return x[0];
+}
 
 // A (B, T, D) tensor whose channels are neighbours.
 struct Tokens {

@@ -110,25 +110,35 @@ def test_it_covers_float32_states_that_lie_in_order():
     assert dispatch.step_kernels(state._replace(ring=state.ring.mT.contiguous().mT), k) is None
 
 
-@pytest.mark.parametrize('window', [1, 4, 12, 20, None])
-def test_a_band_row_is_that_of_the_factors(window: int | None):
-    u, v = randn(2, 12, 21, seed=3).float()
+@pytest.mark.parametrize('keys', KEYS)
+@pytest.mark.parametrize('window', [1, 4, 12])
+def test_a_bias_may_be_given_by_its_factors(window: int, keys: str):
+    inputs = make_inputs(None, T=12)
+    if keys != 'ordinary':
+        inputs['k'] = nasty_keys(inputs['k'])[keys]
+    bias_u, bias_v = randn(2, 12, 21, seed=3).float()
+    state, other = (ops.aft_local_state(2, 19, window) for _ in range(2))
     for t in range(12):
-        position = torch.tensor(t)
-        with torch.no_grad():
-            row = ops.factorized_band_row(u, v, position, window)
-        expected = ops.factorized_band_row(u.double(), v.double(), position, window)
-        seen = min(t + 1, len(expected))
-        assert row.shape == expected.shape
-        assert_close(row[-seen:], expected[-seen:], 1e-6)
+        q, k, v = (inputs[name][:, t] for name in 'qkv')
+        row = ops.factorized_band_row(bias_u.double(), bias_v.double(), torch.tensor(t), window)
+        expected, other = ops.aft_local_step(q, k, v, row, other)
+        y, state = ops.factorized_local_step(q, k, v, bias_u, bias_v, state)
+        assert_close(y, expected.double(), 5e-6)
 
 
-def test_a_band_row_outside_the_sequence_is_an_error():
-    u, v = torch.zeros(2, 12, 3)
-    with torch.no_grad(), pytest.raises(IndexError):
-        ops.factorized_band_row(u, v, torch.tensor(12), 4)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
+def test_a_token_without_a_row_of_the_bias_is_an_error(dtype: torch.dtype):
+    bias_u, bias_v = torch.zeros(2, 3, 4, dtype=dtype)
+    k, state = torch.zeros(2, 6, dtype=dtype), ops.aft_local_state(2, 6, 2, dtype)
+    for _ in range(3):
+        ops.factorized_local_step(k, k, k, bias_u, bias_v, state)
+    with pytest.raises(IndexError):
+        ops.factorized_local_step(k, k, k, bias_u, bias_v, state)
 
 
-def test_a_band_row_can_be_differentiated():
-    u, v = randn(2, 12, 3).float().requires_grad_()
-    ops.factorized_band_row(u, v, torch.tensor(8), 4).sum().backward()
+@pytest.mark.parametrize('s', [None, 9])
+def test_nothing_is_differentiated(s: int | None):
+    # Neither by the compiled form nor by what it leaves to torch: the first token, and one far above the others.
+    inputs = {name: x.requires_grad_() for name, x in make_inputs(s).items()}
+    assert not run(inputs).requires_grad
+    assert not run(inputs | {'k': nasty_keys(inputs['k'].detach())['last_at_200'].requires_grad_()}).requires_grad
