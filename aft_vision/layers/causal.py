@@ -16,6 +16,7 @@ from aft_vision.layers.base import AFTMixer, resolve_num_heads
 from aft_vision.layers.block import AFTBlock
 from aft_vision.layers.dense_step import DenseStep
 from aft_vision.layers.mixers import AFTFull, AFTLocal, AFTSimple
+from aft_vision.layers.position_bias import FactorizedBias
 
 
 class CausalMixer(AFTMixer):
@@ -29,6 +30,11 @@ class CausalMixer(AFTMixer):
         """One token."""
         y, state = self.mix_step(self.qkv(x), state)
         return self.proj_drop(self.proj(y)), state
+
+    def block_step(self, dense: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """One token through the block that the mixer is in, whose layers around `mix_step` are compiled."""
+        y, state = self.mix_step(dense.project(x), state)
+        return dense.finish(x, y), state
 
 
 class CausalLocal(AFTLocal, CausalMixer):
@@ -44,6 +50,13 @@ class CausalLocal(AFTLocal, CausalMixer):
 
     def mix_step(self, projected: Tensor, state: ops.LocalState) -> tuple[Tensor, ops.LocalState]:
         return self.position_bias.step(*self._split(projected), state)
+
+    def block_step(self, dense: Any, x: Tensor, state: ops.LocalState) -> tuple[Tensor, ops.LocalState]:
+        bias = self.position_bias
+        y = None
+        if type(bias) is FactorizedBias:
+            y = ops.local_block(dense, x, self.query_gate, bias.u, bias.v, state)
+        return CausalMixer.block_step(self, dense, x, state) if y is None else (y, state)
 
     def prefill(self, x: Tensor, state: ops.LocalState) -> tuple[Tensor, ops.LocalState]:
         """Several tokens."""
@@ -65,6 +78,7 @@ class CausalFull(AFTFull, CausalMixer):
     # The window of AFT-local that covers everything.
     init_state = CausalLocal.init_state
     mix_step = CausalLocal.mix_step
+    block_step = CausalLocal.block_step
     prefill = CausalLocal.prefill
 
     def _band(self, start: int, tokens: int) -> Tensor:
@@ -85,6 +99,10 @@ class CausalSimple(AFTSimple, CausalMixer):
 
     def mix_step(self, projected: Tensor, state: ops.SimpleState) -> tuple[Tensor, ops.SimpleState]:
         return ops.aft_simple_step(*self._split(projected), state)
+
+    def block_step(self, dense: Any, x: Tensor, state: ops.SimpleState) -> tuple[Tensor, ops.SimpleState]:
+        y = ops.simple_block(dense, x, self.query_gate, state)
+        return super().block_step(dense, x, state) if y is None else (y, state)
 
     def prefill(self, x: Tensor, state: ops.SimpleState) -> tuple[Tensor, ops.SimpleState]:
         """Several tokens."""
@@ -218,8 +236,7 @@ class CausalBlock(AFTBlock):
         if dense is None:
             y, state = self.attn.step(self.norm1(x), state)
             return self._rest(x, y), state
-        y, state = self.attn.mix_step(dense.project(x), state)
-        return dense.finish(x, y), state
+        return self.attn.block_step(dense, x, state)
 
     def prefill(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Several tokens (B, n, C)."""

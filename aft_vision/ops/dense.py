@@ -1,10 +1,11 @@
-"""The linear layers of a block for one token, which are compiled where they can be."""
+"""A block for one token, or the linear layers of one, which are compiled where they can be."""
 
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from aft_vision.ops import dispatch
+from aft_vision.ops.aft_causal import LocalState, SimpleState
 
 
 class Dense(NamedTuple):
@@ -33,3 +34,37 @@ def dense_block(qkv: Dense, proj: Dense | None, fc1: Dense, fc2: Dense) -> Any |
     """
     kernels = dispatch.dense_kernels()
     return kernels.DenseBlock(qkv, proj, fc1, fc2) if kernels.covers_dense((qkv, proj, fc1, fc2)) else None
+
+
+def simple_block(block: Any, x: Tensor, gated: bool, state: SimpleState) -> Tensor | None:
+    """A block with `aft_simple_step` between its layers, for a token; None where that is not compiled.
+
+    Args:
+        block: a `dense_block` that covers x.
+        x: (B, C).
+        gated: whether the layer before the mixer gives queries.
+        state: of the tokens before it; updated in place.
+    """
+    kernels = dispatch.step_kernels(state)
+    return None if kernels is None or x.shape != state.reference.shape else kernels.simple_block(block, x, gated, state)
+
+
+def local_block(block: Any, x: Tensor, gated: bool, bias_u: Tensor, bias_v: Tensor, state: LocalState) -> Tensor | None:
+    """A block with `factorized_local_step` between its layers, for a token; None where that is not compiled.
+
+    Args:
+        block: a `dense_block` that covers x.
+        x: (B, C).
+        gated: whether the layer before the mixer gives queries.
+        bias_u, bias_v: (T, d') factors of targets and of sources.
+        state: of the tokens before it; updated in place.
+
+    Raises:
+        IndexError: T tokens have been taken before.
+    """
+    kernels = dispatch.step_kernels(state)
+    if kernels is None or x.shape != state.reference.shape or bias_u.shape != bias_v.shape:
+        return None
+    return (
+        kernels.local_block(block, x, gated, bias_u, bias_v, state) if kernels.covers_factors(bias_u, bias_v) else None
+    )

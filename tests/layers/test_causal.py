@@ -88,14 +88,41 @@ def is_compiled(block: CausalBlock, x: Tensor) -> bool:
         return block.compiled_dense(x[:, 0].contiguous()) is not None
 
 
+SWITCHES: list[dict[str, Any]] = [{}, dict(out_proj=False), dict(qkv_bias=False), dict(proj_bias=False)]
+FORMS = [(name, args) for name in MIXERS for args in SWITCHES]
+FORMS += [(name, dict(query_gate=False)) for name in ('local', 'full', 'simple')]
+FORMS += [(name, dict(factorize_bias=False)) for name in ('local', 'full')]
+
+
 @needs_compiler
-@pytest.mark.parametrize('args', [{}, dict(out_proj=False), dict(qkv_bias=False), dict(proj_bias=False)], ids=str)
-@pytest.mark.parametrize('name', MIXERS)
+@pytest.mark.parametrize(('name', 'args'), FORMS, ids=str)
 def test_a_compiled_step_is_that_of_the_modules(name: str, args: dict[str, Any]):
     block, x = randomize(CausalBlock(24, name, **MIXERS[name], **args)), randn(3, 9, 24).float()
     assert is_compiled(block, x)
     expected = copy.deepcopy(block).double()(x.double())
     assert_close(run_steps(block, x), expected, 2e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize('gated', [True, False], ids=['gated', 'no gate'])
+@pytest.mark.parametrize('name', ['local', 'full'])
+def test_a_compiled_step_leaves_to_torch_what_it_cannot_represent(name: str, gated: bool):
+    block = randomize(CausalBlock(24, name, query_gate=gated, **MIXERS[name]))
+    with torch.no_grad():
+        # Biases further apart than exponentials of float32 reach.
+        block.attn.position_bias.u *= 60
+    x = randn(3, 9, 24).float()
+    band = block.attn.position_bias()
+    assert band.max() - band.min() > 150
+    expected = copy.deepcopy(block).double()(x.double())
+    assert_close(run_steps(block, x), expected, 1e-5)
+
+
+@needs_compiler
+def test_a_compiled_step_beyond_the_sequence_is_an_error():
+    block, x = randomize(CausalBlock(24, 'local', **MIXERS['local'])), randn(3, 10, 24).float()
+    with pytest.raises(IndexError):
+        run_steps(block, x)
 
 
 def double_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <vector>
 
+#include "dense.h"
 #include "vector.h"
 
 namespace {
@@ -19,15 +20,6 @@ namespace {
 constexpr int IN_ORDER = 2;
 // Numbers between a weight that is read and one that is fetched.
 constexpr int64_t AHEAD = 4096;
-
-// act(norm(x) weight^T + bias), each part but the product optional.
-struct Layer {
-  const float *norm_weight, *norm_bias;  // (inputs,)
-  const float *weight, *bias;            // (outputs, inputs), (outputs,)
-  int64_t inputs, outputs;
-  float eps;
-  int32_t gelu;
-};
 
 // erf(x), with an error of 1e-7 at most. Minimax polynomials, near 0 of erf(x) / x, elsewhere of log(1 - erf(x)).
 Vec erf_(Vec x) {
@@ -167,14 +159,11 @@ class Worker {
 
 extern "C" {
 
-// out (batch, outputs) = layer(x), of x (batch, inputs).
 void aft_dense(const Layer *layer, int64_t batch, const float *x, float *out, int threads) {
 #pragma omp parallel num_threads(threads)
   Worker(batch).run(*layer, x, nullptr, out);
 }
 
-// What a block does behind its mixer, of layers proj, fc1, fc2: x += proj(y), or x += y where proj has no weight, then
-// out = x + fc2(fc1(x)). `sum` has room for x, `hidden` for the outputs of fc1.
 void aft_dense_block(const Layer *layers, int64_t batch, const float *x, const float *y, float *sum, float *hidden,
                      float *out, int threads) {
   const int64_t size = batch * layers[2].outputs;

@@ -38,29 +38,30 @@ class DenseBlock:
 
     def __init__(self, qkv: Dense, proj: Dense | None, fc1: Dense, fc2: Dense) -> None:
         # They hold the memory that the addresses are of.
-        self._layers = qkv, proj, fc1, fc2
-        self._before, self._behind = _layer(qkv), (_Layer * 3)(_layer(proj), _layer(fc1), _layer(fc2))
-        self._widths = len(qkv.weight), len(fc1.weight)
+        self._held = qkv, proj, fc1, fc2
+        self.layers = (_Layer * 4)(*map(_layer, self._held))
+        self.projected, self.hidden = len(qkv.weight), len(fc1.weight)
 
     def covers(self, x: Tensor) -> bool:
         """Whether this is made for such rows."""
-        return x.dtype == torch.float32 and len(x) <= MOST_ROWS and x.device.type == 'cpu' and x.is_contiguous()
+        return x.is_cpu and x.dtype == torch.float32 and x.shape[0] <= MOST_ROWS and x.is_contiguous()
 
     def project(self, x: Tensor) -> Tensor:
         """What the mixer takes, from x (B, C)."""
-        out = room((len(x), self._widths[0]))
-        compiled().aft_dense(
-            ctypes.byref(self._before), ctypes.c_int64(len(x)), pointer(x), pointer(out), torch.get_num_threads()
-        )
+        out = room((len(x), self.projected))
+        compiled().aft_dense(self.layers, ctypes.c_int64(len(x)), pointer(x), pointer(out), torch.get_num_threads())
         return out
 
     def finish(self, x: Tensor, y: Tensor) -> Tensor:
         """The block's result (B, C), from its input and what the mixer makes, before its own projection."""
         batch, total, out = len(x), torch.empty_like(x), torch.empty_like(x)
-        hidden = room((batch, self._widths[1]))
+        hidden = room((batch, self.hidden))
         y = y.contiguous()
         compiled().aft_dense_block(
-            self._behind, ctypes.c_int64(batch), *map(pointer, (x, y, total, hidden, out)), torch.get_num_threads()
+            ctypes.byref(self.layers, ctypes.sizeof(_Layer)),
+            ctypes.c_int64(batch),
+            *map(pointer, (x, y, total, hidden, out)),
+            torch.get_num_threads(),
         )
         return out
 

@@ -1,9 +1,10 @@
-// One token of AFT-simple and of AFT-local (AFT Eq. 5, 4, causal) with its state, and the row of a factorised band.
+// One token of AFT-simple and of AFT-local (AFT Eq. 5, 4, causal) with its state, alone and inside a block.
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "dense.h"
 #include "vector.h"
 
 namespace {
@@ -20,6 +21,33 @@ struct Band {
   float *row;
   const float *u, *v;  // (T, width) of targets and of sources, or null
   int64_t tokens, width;
+};
+
+// A block around one of them.
+struct Block {
+  const Layer *layers;  // qkv, proj, fc1, fc2
+  int64_t batch;
+  const float *x;        // (B, C)
+  float *room, *out;     // the parts of `Parts`, (B, C)
+  int32_t gated;         // whether there are queries
+};
+
+// The parts of a block's room: what is projected, then what is mixed, and two for the layers behind.
+struct Parts {
+  float *projected, *mixed, *sum, *hidden;
+  Tokens q, k, v;
+
+  explicit Parts(const Block &block) {
+    const int64_t width = block.layers[0].outputs, channels = block.layers[0].inputs;
+    projected = block.room;
+    mixed = projected + block.batch * width;
+    sum = mixed + block.batch * channels;
+    hidden = sum + block.batch * channels;
+    float *keys = projected + (block.gated ? channels : 0);
+    q = {block.gated ? projected : nullptr, width, 0};
+    k = {keys, width, 0};
+    v = {keys + channels, width, 0};
+  }
 };
 
 // The numbers of `ops.eager.decode` by these names, in nats but for `smallest`.
@@ -47,7 +75,7 @@ bool fits(const Shape &s, Tokens k, const float *reference, const float *sums, L
   return true;
 }
 
-// What a token of a ring is multiplied by, slot by slot; `top` is the largest bias, that of 0 before the window included.
+// What a token of a ring is multiplied by, slot by slot; `top` is the largest bias, with that of 0 before the window.
 struct Row {
   std::vector<float> weights;
   float top = 0.0f, low = 0.0f;
@@ -174,5 +202,29 @@ int aft_local_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, Band band
   }
   ++*position;
   return good ? 0 : 2;
+}
+
+// A block with AFT-simple for a token.
+void aft_simple_block(Block block, float *reference, float *numerator, float *denominator, float headroom,
+                      int threads) {
+  const Parts parts(block);
+  const int64_t sizes[] = {block.batch, block.layers[0].inputs};
+  aft_dense(block.layers, block.batch, block.x, parts.projected, threads);
+  aft_simple_step(sizes, parts.q, parts.k, parts.v, reference, numerator, denominator, parts.mixed, headroom);
+  aft_dense_block(block.layers + 1, block.batch, block.x, parts.mixed, parts.sum, parts.hidden, block.out, threads);
+}
+
+// A block with AFT-local for a token, of a window of `size`. Returns what `aft_local_step` does, and has mixed nothing
+// and written no result where that is not 0.
+int aft_local_block(Block block, int64_t size, Band band, const float *reference, float *sums, float *ring,
+                    int64_t *position, const bool *holds_keys, Limits limits, int threads) {
+  const Parts parts(block);
+  const int64_t sizes[] = {block.batch, block.layers[0].inputs, size};
+  aft_dense(block.layers, block.batch, block.x, parts.projected, threads);
+  const int found = aft_local_step(sizes, parts.q, parts.k, parts.v, band, reference, sums, ring, position, holds_keys,
+                                   parts.mixed, limits, threads);
+  if (found == 0)
+    aft_dense_block(block.layers + 1, block.batch, block.x, parts.mixed, parts.sum, parts.hidden, block.out, threads);
+  return found;
 }
 }

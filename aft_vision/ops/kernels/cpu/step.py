@@ -9,6 +9,7 @@ from torch import Tensor
 from aft_vision.ops.eager import decode
 from aft_vision.ops.eager.causal import HEADROOM
 from aft_vision.ops.kernels.cpu.build import compiled, library
+from aft_vision.ops.kernels.cpu.dense import DenseBlock
 from aft_vision.ops.kernels.cpu.tensors import Tokens, number, numbers, pointer, room
 
 
@@ -16,6 +17,15 @@ class _Band(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ('row', 'u', 'v')),
         *((name, ctypes.c_int64) for name in ('tokens', 'width')),
+    ]
+
+
+class _Block(ctypes.Structure):
+    _fields_ = [
+        ('layers', ctypes.c_void_p),
+        ('batch', ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ('x', 'room', 'out')),
+        ('gated', ctypes.c_int32),
     ]
 
 
@@ -87,10 +97,14 @@ def _local_step(q: Tensor | None, k: Tensor, v: Tensor, row: Tensor, band: _Band
         LIMITS,
         torch.get_num_threads(),
     )
-    if found == 0:
-        return out
+    return out if found == 0 else _repair(found, q, k, v, row, state)
+
+
+def _repair(found: int, q: Tensor | None, k: Tensor, v: Tensor, row: Tensor, state: Sequence[Tensor]) -> Tensor:
+    # y (B, D) by torch, after what `aft_local_step` has returned.
+    reference, sums, ring, position, holds_keys = state
     if found == 3:
-        raise IndexError(f'expected a position below {band.tokens}, the rows of the bias, got {int(position)}')
+        raise IndexError(f'expected a position with a row of the bias, got {int(position)}')
     with torch.no_grad():
         if found == 1:
             k, v = k.contiguous(), v.contiguous()
@@ -98,6 +112,47 @@ def _local_step(q: Tensor | None, k: Tensor, v: Tensor, row: Tensor, band: _Band
         else:
             mean = decode.held_mean(row, reference, sums, ring, position, holds_keys)
         return mean if q is None else mean * torch.sigmoid(q.contiguous())
+
+
+def simple_block(dense: DenseBlock, x: Tensor, gated: bool, state: Sequence[Tensor]) -> Tensor:
+    """A block with AFT-simple for a token x (B, C), which is added to the state."""
+    block, _, out = _block(dense, x, gated)
+    compiled().aft_simple_block(block, *map(pointer, state), number(HEADROOM), torch.get_num_threads())
+    return out
+
+
+def local_block(
+    dense: DenseBlock, x: Tensor, gated: bool, bias_u: Tensor, bias_v: Tensor, state: Sequence[Tensor]
+) -> Tensor:
+    """A block with AFT-local for a token x (B, C), which goes into the state; the bias is given by its factors.
+
+    Raises:
+        IndexError: the bias has no row for the token.
+    """
+    size = state[2].shape[1]
+    block, parts, out = _block(dense, x, gated, size)
+    row = parts[len(parts) - size :]
+    band = _Band(row.data_ptr(), bias_u.data_ptr(), bias_v.data_ptr(), *bias_u.shape)
+    found = compiled().aft_local_block(
+        block, ctypes.c_int64(size), band, *map(pointer, state), LIMITS, torch.get_num_threads()
+    )
+    if found == 0:
+        return out
+    projected = parts[: len(x) * dense.projected].view(len(x), -1)
+    *queries, k, v = projected.split(x.shape[1], 1)
+    q = queries[0] if queries else None
+    return dense.finish(x, _repair(found, q, k, v, row, state))
+
+
+def _block(dense: DenseBlock, x: Tensor, gated: bool, more: int = 0) -> tuple[_Block, Tensor, Tensor]:
+    # What a block is called with, its room and `more` numbers behind it, and its result.
+    batch, channels = x.shape
+    parts, out = room((batch * (dense.projected + 2 * channels + dense.hidden) + more,)), torch.empty_like(x)
+    return (
+        _Block(ctypes.addressof(dense.layers), batch, x.data_ptr(), parts.data_ptr(), out.data_ptr(), gated),
+        parts,
+        out,
+    )
 
 
 def _rows(x: Tensor | None) -> Tensor | None:

@@ -1,0 +1,25 @@
+// What `dense.cpp` gives to other files.
+
+#pragma once
+
+#include <cstdint>
+
+// act(norm(x) weight^T + bias), each part but the product optional.
+struct Layer {
+  const float *norm_weight, *norm_bias;  // (inputs,)
+  const float *weight, *bias;            // (outputs, inputs), (outputs,)
+  int64_t inputs, outputs;
+  float eps;
+  int32_t gelu;
+};
+
+extern "C" {
+
+// out (batch, outputs) = layer(x), of x (batch, inputs).
+void aft_dense(const Layer *layer, int64_t batch, const float *x, float *out, int threads);
+
+// What a block does behind its mixer, of layers proj, fc1, fc2: x += proj(y), or x += y where proj has no weight, then
+// out = x + fc2(fc1(x)). `sum` has room for x, `hidden` for the outputs of fc1.
+void aft_dense_block(const Layer *layers, int64_t batch, const float *x, const float *y, float *sum, float *hidden,
+                     float *out, int threads);
+}
