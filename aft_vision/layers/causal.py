@@ -245,7 +245,9 @@ class CausalBlock(AFTBlock):
 
     def compiled_dense(self, x: Tensor) -> Any | None:
         """The linear layers around the mixer for a token (B, C), where they are compiled."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled('cpu'):
+        if not x.is_cpu or torch.compiler.is_compiling():
+            return None
+        if torch.is_grad_enabled() or torch.is_autocast_enabled('cpu'):
             return None
         if self._dense_step is None or not self._dense_step.is_current():
             self._dense_step = DenseStep(self)
