@@ -160,7 +160,7 @@ class Worker {
 extern "C" {
 
 void aft_dense(const Layer *layer, int64_t batch, const float *x, float *out, int threads) {
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads_for(layer->inputs * layer->outputs, threads))
   Worker(batch).run(*layer, x, nullptr, out);
 }
 
@@ -169,7 +169,8 @@ void aft_dense_block(const Layer *layers, int64_t batch, const float *x, const f
   const int64_t size = batch * layers[2].outputs;
   if (!layers[0].weight)
     for (int64_t i = 0; i < size; ++i) sum[i] = x[i] + y[i];
-#pragma omp parallel num_threads(threads)
+  const int64_t most = std::max(layers[1].inputs * layers[1].outputs, layers[2].inputs * layers[2].outputs);
+#pragma omp parallel num_threads(threads_for(most, threads))
   {
     Worker worker(batch);
     if (layers[0].weight) worker.run(layers[0], y, x, sum);

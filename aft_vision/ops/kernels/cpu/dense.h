@@ -2,7 +2,16 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+
+// Numbers that a thread is worth its start for.
+constexpr int64_t THREAD_NUMBERS = 16384;
+
+// How many of the threads that may be taken to take for reading some numbers.
+inline int threads_for(int64_t numbers, int threads) {
+  return std::clamp<int64_t>(numbers / THREAD_NUMBERS, 1, std::max(threads, 1));
+}
 
 // act(norm(x) weight^T + bias), each part but the product optional.
 struct Layer {

@@ -105,7 +105,7 @@ void add_slots(const float *slots, const float *weights, int64_t count, int64_t 
 
 // row[i], i < s: the product of u[t] and v[t - s + 1 + i], for sources of the sequence; 0 before it.
 void band_row(const Band &band, int64_t t, int64_t size, int threads) {
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(threads_for(size * band.width, threads))
   for (int64_t start = 0; start < size; start += LANES) {
     const int lanes = std::min<int64_t>(LANES, size - start);
     Vec products[LANES] = {};
@@ -164,7 +164,8 @@ int aft_local_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, Band band
   const int64_t used = row.weights.size(), parts = s.batch < PARTS ? PARTS : 1;
   std::vector<float> mixed(s.batch * parts * width);
   int good = representable;
-#pragma omp parallel num_threads(std::min<int64_t>(threads, s.batch * parts)) reduction(&& : good)
+  threads = std::min<int64_t>(threads_for(s.batch * used * width, threads), s.batch * parts);
+#pragma omp parallel num_threads(threads) reduction(&& : good)
   {
 #pragma omp for
     for (int64_t b = 0; b < s.batch; ++b) {

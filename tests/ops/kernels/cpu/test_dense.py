@@ -54,7 +54,8 @@ def test_they_are_those_of_torch(batch: int, dim: int, hidden: int, projected: i
 
 def test_rows_and_threads_change_nothing():
     # 7 rows are computed as 4, 2 and 1.
-    block, x, y = ops.dense_block(*make_block(40, 100, 70)), randn(7, 40).float(), randn(7, 40, seed=1).float()
+    # Layers that are worth three threads.
+    block, x, y = ops.dense_block(*make_block(160, 400, 480)), randn(7, 160).float(), randn(7, 160, seed=1).float()
     projected, finished = block.project(x), block.finish(x, y)
     for b in range(7):
         assert_close(block.project(x[b : b + 1]), projected[b : b + 1].double(), 1e-6)
