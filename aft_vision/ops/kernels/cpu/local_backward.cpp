@@ -1,0 +1,253 @@
+// The gradients of AFT-local with the sums up to each token: blocks of targets, last to first.
+//
+// A source's gradient is complete with the block that it is in. Those of the sources before that block wait in a ring,
+// at the reference of the block, as do the exponentials that the gradient of the band is a product of.
+
+#include <cmath>
+
+#include "local.h"
+
+namespace {
+
+// Targets and sources of a product whose sums fill the registers.
+constexpr int TARGETS = 4;
+#if defined(__AVX512F__)
+constexpr int SOURCES = 6;
+#else
+constexpr int SOURCES = 3;
+#endif
+
+float total(Vec x) {
+  typedef float Quarter __attribute__((vector_size(16)));
+  Quarter parts[LANES / 4], sum{};
+  std::memcpy(parts, &x, sizeof x);
+  for (Quarter part : parts) sum += part;
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// out[i * stride + j] = the products of row i of x and row j of y.
+__attribute__((noinline)) void multiply_rows(const Vec *x, const Vec *y, int64_t length, int64_t row, float *out,
+                                             int64_t stride) {
+  Vec sums[TARGETS][SOURCES] = {};
+  for (int64_t n = 0; n < length; ++n)
+    for (int i = 0; i < TARGETS; ++i)
+      for (int j = 0; j < SOURCES; ++j) sums[i][j] += x[i * row + n] * y[j * row + n];
+  for (int i = 0; i < TARGETS; ++i)
+    for (int j = 0; j < SOURCES; ++j) out[i * stride + j] = total(sums[i][j]);
+}
+
+// An item on its way back through the blocks.
+struct Walk {
+  Item item;
+  std::vector<Vec> references;
+  Vec reference;
+  Pair d_state;
+  std::vector<Pair> waiting;  // gradients of the exponentials of sources in the window, a ring
+  int64_t added;              // sources from here on have had a part of their gradients
+
+  Walk(const Source &source, int64_t index, int64_t ring)
+      : item(source.s, index), d_state{}, waiting(ring), added(source.s.tokens) {
+    Reference moving(source, item);
+    for (int64_t t = 0; t < source.s.tokens; t += source.s.step) {
+      moving.move(source, item, t, std::min(t + source.s.step, source.s.tokens));
+      references.push_back(moving.value);
+    }
+    reference = references.back();
+  }
+};
+
+// What a thread knows of an item's block: the gradients of its targets' sums, and sums of them from each target on, as
+// sources before the window have them.
+struct Scratch {
+  std::vector<Pair> r, later;
+
+  explicit Scratch(int64_t step) : r(step + 1), later(step + 2) {}
+};
+
+struct Backward {
+  const Shape &s;
+  const Source &source;
+  const Weights &w;
+  Tokens grad, y, den, q, dq, dk, dv;
+  float *dband;
+  float underflow;
+  // The block, the first source of its windows and of those of the block after it.
+  int64_t start, stop, low, after;
+  int64_t ring, row;  // a row of `rows` and `entries` has so many vectors
+  Packed packed;
+  std::vector<Vec> rows, entries;  // (step, row) and, a ring, (sources, row): [values | keys] of all items
+
+  void prepare() {
+    ring = (s.window - 1 + s.step + 2 * SOURCES - 1) / SOURCES * SOURCES;
+    // Rows a power of two apart would all take one place of the cache.
+    row = 2 * s.items() + 1;
+    if (dband) {
+      rows.resize((s.step + TARGETS) * row);
+      entries.resize(ring * row);
+    }
+  }
+
+  void plan(int64_t from) {
+    after = low;
+    start = from;
+    stop = std::min(start + s.step, s.tokens);
+    if (stop == s.tokens) after = stop;
+    low = std::max<int64_t>(0, start - s.window + 1);
+    packed.plan(low, stop, [&](int64_t j, int64_t n) {
+      return std::pair(std::max(start, j), std::min(stop, j + n - 1 + s.window));
+    });
+  }
+
+  bool run(Walk &x, int64_t index, Scratch &scratch) {
+    const bool good = differentiate(x.item, index, scratch);
+    enter(x, index);
+    x.d_state += scratch.later[0];
+    for (const Tile &tile : packed.tiles) {
+      Pair found[ROWS];
+      std::fill_n(found, tile.size, scratch.later[tile.end - start]);
+      mix(tile.size, scratch.r.data() + (tile.begin - start), packed.weights.data() + tile.offset,
+          tile.end - tile.begin, found);
+      int64_t slot = tile.first % ring;
+      for (int64_t i = 0; i < tile.size; ++i) {
+        x.waiting[slot] += found[i];
+        if (++slot == ring) slot = 0;
+      }
+    }
+    add(x, start);
+    return good;
+  }
+
+  // Whether no denominator of the block is below the limit.
+  bool differentiate(const Item &item, int64_t index, Scratch &scratch) {
+    const int64_t count = stop - start;
+    scratch.r[count] = scratch.later[count] = scratch.later[count + 1] = Pair{};
+    Vec least = splat(std::numeric_limits<float>::max());
+    for (int64_t t = stop - 1; t >= start; --t) {
+      const Vec g = item.read(grad, t), go = g * item.read(y, t), bottom = item.read(den, t);
+      least = bottom < least ? bottom : least;
+      const Vec inverse = bottom < splat(underflow) ? Vec{} : 1.0f / bottom;
+      Vec a = g;
+      if (q.data) {
+        const Vec gate = sigmoid(item.read(q, t));
+        a *= gate;
+        item.write(dq, t, go - go * gate);
+      }
+      Pair &r = scratch.r[t - start];
+      r = {a * inverse, -go * inverse};
+      scratch.later[t - start] = w.older(t) * r;
+      scratch.later[t - start] += scratch.later[t - start + 1];
+      if (dband) std::memcpy(&rows[(t - start) * row + 2 * index], &r, sizeof r);
+    }
+    bool good = true;
+    for (int lane = 0; lane < item.lanes; ++lane) good = good && least[lane] >= underflow;
+    return good;
+  }
+
+  // Move to the block's reference, and let the sources come that the block after it had before its windows.
+  void enter(Walk &x, int64_t index) {
+    const Vec moved = x.references[start / s.step];
+    const bool again = differ(moved, x.reference);
+    if (again) {
+      add(x, after);
+      x.added = after;
+      x.d_state *= exp_(moved - x.reference);
+      x.reference = moved;
+    }
+    for (int64_t t = low; t < (again ? stop : after); ++t) {
+      x.waiting[t % ring] = t < after ? x.d_state : Pair{};
+      if (!dband) continue;
+      const Pair entry = source.entry(x.item, t, x.reference);
+      std::memcpy(&entries[t % ring * row + 2 * index], &entry, sizeof entry);
+    }
+  }
+
+  // Give sources of the block from `first` on, or of the window before it, the gradients that wait for them.
+  void add(const Walk &x, int64_t first) const {
+    for (int64_t t = first; t < stop; ++t) {
+      const Pair entry = source.entry(x.item, t, x.reference), &found = x.waiting[t % ring];
+      Vec values = found.values * entry.keys, keys = found.values * entry.values + found.keys * entry.keys;
+      if (t >= x.added) {
+        values += x.item.read(dv, t);
+        keys += x.item.read(dk, t);
+      }
+      x.item.write(dv, t, values);
+      x.item.write(dk, t, keys);
+    }
+  }
+
+  // The gradient of the band for TARGETS targets; `products` has room for them and their sources.
+  void multiply(int64_t target, std::vector<float> &products) const {
+    const int64_t begin = std::max<int64_t>(0, target - s.window + 1) / SOURCES * SOURCES;
+    const int64_t last = std::min(target + TARGETS, stop) - 1, stride = ring + SOURCES;
+    for (int64_t j = begin; j <= last; j += SOURCES)
+      multiply_rows(&rows[(target - start) * row], &entries[j % ring * row], row - 1, row, &products[j - begin], stride);
+    for (int64_t t = target; t <= last; ++t) {
+      // Of the window's places the first that is in the sequence, and its source.
+      const int64_t first = std::max<int64_t>(0, s.window - 1 - t), source = t - s.window + 1 + first;
+      const float *weights = w.row(t), *found = &products[(t - target) * stride + source - begin];
+      float *out = dband + t * s.window;
+      std::fill_n(out, first, 0.0f);
+      float sum = 0.0f;
+      for (int64_t i = first; i < s.window; ++i) {
+        out[i] = weights[i] > 0.0f ? found[i - first] * weights[i] : 0.0f;
+        sum += out[i] * 0.0f;
+      }
+      if (sum == 0.0f) continue;
+      for (int64_t i = first; i < s.window; ++i)
+        if (!std::isfinite(out[i])) out[i] = multiply_exactly(t, source + i - first) * weights[i];
+    }
+  }
+
+  // A source that hardly weighs may lie e^60 above a small denominator, and overflow float32.
+  double multiply_exactly(int64_t target, int64_t source) const {
+    const Vec *x = &rows[(target - start) * row], *y = &entries[source % ring * row];
+    double sum = 0.0;
+    for (int64_t n = 0; n < row - 1; ++n)
+      for (int lane = 0; lane < LANES; ++lane) sum += static_cast<double>(x[n][lane]) * y[n][lane];
+    return sum;
+  }
+};
+
+int backward(Backward &block, int threads) {
+  const Shape &s = block.s;
+  block.prepare();
+  std::vector<Walk> items;
+  for (int64_t i = 0; i < s.items(); ++i) items.emplace_back(block.source, i, block.ring);
+  int good = 1;
+#pragma omp parallel num_threads(threads) reduction(&& : good)
+  {
+    Scratch scratch(s.step);
+    std::vector<float> products((block.ring + SOURCES) * TARGETS);
+    for (int64_t start = (s.tokens - 1) / s.step * s.step; start >= 0; start -= s.step) {
+#pragma omp single
+      block.plan(start);
+#pragma omp for
+      for (size_t i = 0; i < block.packed.tiles.size(); ++i)
+        block.packed.fill(block.packed.tiles[i], [&](int64_t from, int64_t target) { return block.w(target, from); });
+#pragma omp for
+      for (int64_t i = 0; i < s.items(); ++i) good = block.run(items[i], i, scratch) && good;
+      if (block.dband) {
+#pragma omp for
+        for (int64_t target = block.start; target < block.stop; target += TARGETS) block.multiply(target, products);
+      }
+    }
+  }
+  return good;
+}
+
+}  // namespace
+
+extern "C" {
+
+// The gradients of q, k, v and, unless `dband` is null, of the band, (T, s). The other arguments are those of the
+// forward pass. Targets with a denominator below `underflow` count for nothing: returns 0 where there are any.
+int aft_local_causal_backward(const int64_t *sizes, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens k, Tokens v,
+                              const bool *mask, const float *band, Tokens dq, Tokens dk, Tokens dv, float *dband,
+                              float underflow, int threads) {
+  const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
+  const Source source{s, k, v, mask};
+  const Weights weights(s, band, threads);
+  Backward block{s, source, weights, grad, y, den, q, dq, dk, dv, dband, underflow};
+  return backward(block, threads);
+}
+}
