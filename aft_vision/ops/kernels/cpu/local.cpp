@@ -8,12 +8,14 @@
 namespace {
 
 // An item on its way through the blocks. Its map holds the sources from s - 1 before the block to the end of it.
+template <class P>
 struct Forward {
   Item item;
   int64_t first;
   Reference reference;
-  Vec least;         // the smallest denominator
-  Pair state, part;  // sums over what no window of the block and of the next targets has
+  Vec least;            // the smallest denominator
+  Pair state, part;     // sums over what no window of the block and of the next targets has
+  int64_t base, left;   // the first source of the map, and the first of the vectors that have not left the window
   std::vector<Pair> map;
 
   Forward(const Source &source, int64_t index)
@@ -23,68 +25,89 @@ struct Forward {
         least(splat(std::numeric_limits<float>::max())),
         state{},
         part{},
-        map(source.s.window - 1 + source.s.step) {}
+        base(round_down<P>(1 - source.s.window)),
+        left(0),
+        map((source.s.window + source.s.step) / P::TERMS + 1) {}
 
   void enter(const Source &source, int64_t start, int64_t stop) {
-    const int64_t before = source.s.window - 1;
     const Vec old = reference.value;
     reference.move(source, item, start, stop);
     const bool again = differ(old, reference.value);
     if (again) state *= exp_(old - reference.value);
-    for (int64_t i = again ? 0 : before; i < before + stop - start; ++i)
-      map[i] = source.entry(item, start - before + i, reference.value);
+    for (int64_t t = again ? base : round_down<P>(start); t < stop; t += P::TERMS) {
+      const Pair one = source.entry(item, t, reference.value);
+      const bool two = P::TERMS > 1 && t + 1 < stop;
+      map[(t - base) / P::TERMS] = P::pack(one, two ? source.entry(item, t + 1, reference.value) : Pair{});
+    }
   }
 
-  // The sums of a tile's targets; `left` is the first source of the map that has not left the window.
-  void mix_tile(const Packed &packed, const Weights &w, const Tile &tile, int64_t start, int64_t &left, Pair *sums) {
-    for (; left < tile.first - start; ++left) part += map[left];
+  // What comes before a source leaves the window.
+  void leave(int64_t source) {
+    for (; base + left * P::TERMS < source; ++left) part += P::sum(map[left]);
+  }
+
+  // The sums of a tile's targets.
+  void mix(const Packed<P> &packed, const Weights<P> &w, const Tile &tile, Pair *sums) {
+    leave(tile.begin);
     Pair older = state;
     older += part;
     for (int64_t i = 0; i < tile.size; ++i) sums[i] = w.older(tile.first + i) * older;
-    mix(tile.size, map.data() + left, packed.weights.data() + tile.offset, tile.end - tile.begin, sums);
+    packed.mix(tile, map.data() + left, sums);
   }
 
-  void leave(int64_t start, int64_t stop, int64_t left) {
-    for (; left < stop - start; ++left) part += map[left];
+  // To the windows of the next block.
+  void advance(int64_t source) {
+    leave(source);
     state += part;
     part = Pair{};
-    std::copy(map.begin() + (stop - start), map.end(), map.begin());
+    std::copy(map.begin() + left, map.end(), map.begin());
+    base = source;
+    left = 0;
   }
 };
 
-int forward(const Shape &s, Tokens q, const Source &source, const Weights &w, Tokens out, Tokens den, float underflow,
-            int threads) {
+template <class P>
+void write(Forward<P> &x, const Tile &tile, const Pair *sums, const Stream &q, const Stream &out, const Stream &den) {
+  for (int64_t i = 0; i < tile.size; ++i) {
+    const int64_t t = tile.first + i;
+    const Vec bottom = sums[i].keys;
+    if (t >= x.first) x.least = bottom < x.least ? bottom : x.least;
+    Vec y = bottom == Vec{} ? Vec{} : sums[i].values / bottom;
+    if (q.data) y *= sigmoid(x.item.read(q, t));
+    x.item.write(out, t, y);
+    if (den.data) x.item.write(den, t, bottom);
+  }
+}
+
+template <class P>
+int forward(const Source &source, const float *band, Stream q, Stream out, Stream den, float underflow, int threads) {
+  const Shape &s = source.s;
+  const Weights<P> w(s, band, threads);
   const int64_t parts = std::min<int64_t>(threads, s.items());
   int good = 1;
 #pragma omp parallel for num_threads(threads) reduction(&& : good)
   for (int64_t share = 0; share < parts; ++share) {
-    std::vector<Forward> items;
+    std::vector<Forward<P>> items;
     for (int64_t i = share * s.items() / parts; i < (share + 1) * s.items() / parts; ++i) items.emplace_back(source, i);
-    Packed packed;
+    Packed<P> packed;
     for (int64_t start = 0; start < s.tokens; start += s.step) {
       const int64_t stop = std::min(start + s.step, s.tokens);
-      packed.plan(start, stop, [&](int64_t t, int64_t n) { return std::pair(t - s.window + 1, t + n); });
-      for (const Tile &tile : packed.tiles) packed.fill(tile, w);
-      for (Forward &x : items) {
+      packed.plan(start, stop, [&](int64_t t, int64_t n) {
+        return std::pair(round_down<P>(t - s.window + 1), round_up<P>(t + n));
+      });
+      for (const Tile &tile : packed.tiles)
+        packed.fill(tile, [&](int64_t target, int64_t from) { return w.sources(target, from); });
+      for (Forward<P> &x : items) {
         x.enter(source, start, stop);
-        int64_t left = 0;
         for (const Tile &tile : packed.tiles) {
           Pair sums[ROWS];
-          x.mix_tile(packed, w, tile, start, left, sums);
-          for (int64_t i = 0; i < tile.size; ++i) {
-            const int64_t t = tile.first + i;
-            const Vec bottom = sums[i].keys;
-            if (t >= x.first) x.least = bottom < x.least ? bottom : x.least;
-            Vec y = bottom == Vec{} ? Vec{} : sums[i].values / bottom;
-            if (q.data) y *= sigmoid(x.item.read(q, t));
-            x.item.write(out, t, y);
-            if (den.data) x.item.write(den, t, bottom);
-          }
+          x.mix(packed, w, tile, sums);
+          write(x, tile, sums, q, out, den);
         }
-        x.leave(start, stop, left);
+        x.advance(round_down<P>(stop - s.window + 1));
       }
     }
-    for (const Forward &x : items)
+    for (const Forward<P> &x : items)
       for (int lane = 0; lane < x.item.lanes; ++lane) good = good && x.least[lane] >= underflow;
   }
   return good;
@@ -94,12 +117,13 @@ int forward(const Shape &s, Tokens q, const Source &source, const Weights &w, To
 
 extern "C" {
 
-// y and, unless den is null, the denominators, each relative to the reference of its block. `sizes` are B, T, D, s and
-// the targets of a block; `band` is (T, s); q and mask may be null. Returns 0 where a denominator that should not be is
-// below `underflow`: its result is wrong.
-int aft_local_causal_forward(const int64_t *sizes, Tokens q, Tokens k, Tokens v, const bool *mask, const float *band,
-                             Tokens out, Tokens den, float underflow, int threads) {
+// y and, unless den is null, the denominators, each relative to the reference of its block. `sizes` are B, T, D, s, the
+// targets of a block, and whether products may be of bfloat16; `band` is (T, s); q and mask may be null. Returns 0 where
+// a denominator that should not be is below `underflow`: its result is wrong.
+int aft_local_causal_forward(const int64_t *sizes, Stream q, Stream k, Stream v, const bool *mask, const float *band,
+                             Stream out, Stream den, float underflow, int threads) {
   const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
-  return forward(s, q, {s, k, v, mask}, Weights(s, band, threads), out, den, underflow, threads);
+  const auto run = sizes[5] && multiplies_bfloat16() ? forward<Half> : forward<Single>;
+  return run({s, k, v, mask}, band, q, out, den, underflow, threads);
 }
 }

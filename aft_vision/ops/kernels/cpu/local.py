@@ -1,6 +1,6 @@
 """AFT-local with the future masked on a CPU: `local.cpp` and `local_backward.cpp`, with sums in float32.
 
-The blocks, references and repairs are those of `ops.eager.causal`, in whose place it comes.
+The blocks and repairs are those of `ops.eager.causal`, in whose place it comes.
 """
 
 import ctypes
@@ -11,18 +11,26 @@ from torch.profiler import record_function
 
 from aft_vision.ops.eager.causal import repair_backward, repair_forward
 from aft_vision.ops.eager.causal_bias import BandBias
-from aft_vision.ops.eager.numerics import UNDERFLOW, accumulate_dtype, empty_denominator, empty_output, gate
+from aft_vision.ops.eager.numerics import (
+    UNDERFLOW,
+    accumulate_dtype,
+    empty_denominator,
+    empty_output,
+    gate,
+    product_dtype,
+)
 from aft_vision.ops.kernels.cpu.build import compiled, library
 from aft_vision.ops.kernels.cpu.tensors import (
     cast,
     float_output,
-    neighbours,
+    narrow_neighbours,
+    narrow_output,
     number,
     numbers,
     on_cpu,
     pointer,
     room,
-    tokens,
+    stream,
 )
 
 LEAST = UNDERFLOW[torch.float32]
@@ -44,11 +52,11 @@ def local_causal_forward(
 ) -> tuple[Tensor, Tensor]:
     """y and the denominators (AFT Eq. 4, causal)."""
     out, den = empty_output(q, v), empty_denominator(k, v, save)
-    y, bottom = float_output(out), float_output(den)
+    y, bottom = narrow_output(out), narrow_output(den)
     if not _forward(q, k, v, mask, band, y, bottom if save else None):
-        if not save:
-            bottom = room(v.shape)
-            _forward(q, k, v, mask, band, y, bottom)
+        # With denominators as the kernel compares them.
+        y, bottom = float_output(out), room(v.shape)
+        _forward(q, k, v, mask, band, y, bottom)
         _repair(y, bottom, q, k, v, mask, band)
     if save and bottom is not den:
         den.copy_(bottom)
@@ -68,16 +76,16 @@ def local_causal_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and band. A scan over the blocks, last to first."""
     bias, weights = BandBias(band), _contiguous(band.float())
-    inputs, given_mask = [neighbours(x) for x in (grad, y, den, q, k, v)], _contiguous(mask)
-    dq, dk, dv = None if q is None else room(q.shape), room(k.shape), room(v.shape)
+    inputs, given_mask = [narrow_neighbours(x) for x in (grad, y, den, q, k, v)], _contiguous(mask)
+    dq, dk, dv = None if q is None else _room_like(q), _room_like(k), _room_like(v)
     d_band = room(band.shape) if need_bias else None
     with record_function('aft_vision::local_backward'):
         good = compiled().aft_local_causal_backward(
             _sizes(v, bias),
-            *map(tokens, inputs),
+            *map(stream, inputs),
             pointer(given_mask),
             pointer(weights),
-            *map(tokens, (dq, dk, dv)),
+            *map(stream, (dq, dk, dv)),
             pointer(d_band),
             number(LEAST),
             torch.get_num_threads(),
@@ -88,6 +96,7 @@ def local_causal_backward(
         # As the kernel compares: in bfloat16 the limit itself would be rounded.
         lost, s = den.float() < LEAST, gate(q, torch.float32)
         a = grad.float() if s is None else grad.float() * s
+        dk, dv = dk.float(), dv.float()
         repair_backward(a, k, v, mask, bias, lost, dk, dv, need_bias)
     return cast((dq, dk, dv, d_band), (q, k, v, band), k)
 
@@ -96,14 +105,14 @@ def _forward(
     q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, band: Tensor, y: Tensor, den: Tensor | None
 ) -> bool:
     # Whether y and den are right everywhere.
-    inputs, mask, weights = [neighbours(x) for x in (q, k, v)], _contiguous(mask), _contiguous(band.float())
+    inputs, mask, weights = [narrow_neighbours(x) for x in (q, k, v)], _contiguous(mask), _contiguous(band.float())
     with record_function('aft_vision::local_forward'):
         good = compiled().aft_local_causal_forward(
             _sizes(v, BandBias(band)),
-            *map(tokens, inputs),
+            *map(stream, inputs),
             pointer(mask),
             pointer(weights),
-            *map(tokens, (y, den)),
+            *map(stream, (y, den)),
             number(LEAST),
             torch.get_num_threads(),
         )
@@ -120,8 +129,12 @@ def _repair(y: Tensor, den: Tensor, q: Tensor | None, k: Tensor, v: Tensor, mask
 
 
 def _sizes(v: Tensor, bias: BandBias) -> ctypes.Array[ctypes.c_int64]:
-    # B, T, D, s, and the targets of a block.
-    return numbers([*v.shape, bias.band.shape[1], bias.step])
+    # B, T, D, s, the targets of a block, and whether products are of bfloat16.
+    return numbers([*v.shape, bias.band.shape[1], bias.step, product_dtype(v) == torch.bfloat16])
+
+
+def _room_like(x: Tensor) -> Tensor:
+    return narrow_output(x.new_empty(x.shape))
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

@@ -26,12 +26,22 @@ float total(Vec x) {
 }
 
 // out[i * stride + j] = the products of row i of x and row j of y.
-__attribute__((noinline)) void multiply_rows(const Vec *x, const Vec *y, int64_t length, int64_t row, float *out,
-                                             int64_t stride) {
+__attribute__((noinline)) void multiply_rows(Single, const Vec *x, const Vec *y, int64_t length, int64_t row,
+                                             float *out, int64_t stride) {
   Vec sums[TARGETS][SOURCES] = {};
   for (int64_t n = 0; n < length; ++n)
     for (int i = 0; i < TARGETS; ++i)
       for (int j = 0; j < SOURCES; ++j) sums[i][j] += x[i * row + n] * y[j * row + n];
+  for (int i = 0; i < TARGETS; ++i)
+    for (int j = 0; j < SOURCES; ++j) out[i * stride + j] = total(sums[i][j]);
+}
+
+WITH_BFLOAT16 __attribute__((noinline)) void multiply_rows(Half, const Vec *x, const Vec *y, int64_t length,
+                                                           int64_t row, float *out, int64_t stride) {
+  Vec sums[TARGETS][SOURCES] = {};
+  for (int64_t n = 0; n < length; ++n)
+    for (int i = 0; i < TARGETS; ++i)
+      for (int j = 0; j < SOURCES; ++j) sums[i][j] = add_products(sums[i][j], x[i * row + n], y[j * row + n]);
   for (int i = 0; i < TARGETS; ++i)
     for (int j = 0; j < SOURCES; ++j) out[i * stride + j] = total(sums[i][j]);
 }
@@ -59,28 +69,29 @@ struct Walk {
 // What a thread knows of an item's block: the gradients of its targets' sums, and sums of them from each target on, as
 // sources before the window have them.
 struct Scratch {
-  std::vector<Pair> r, later;
+  std::vector<Pair> terms, later;
 
-  explicit Scratch(int64_t step) : r(step + 1), later(step + 2) {}
+  explicit Scratch(int64_t step) : terms(step), later(step + 2) {}
 };
 
+template <class P>
 struct Backward {
   const Shape &s;
   const Source &source;
-  const Weights &w;
-  Tokens grad, y, den, q, dq, dk, dv;
+  Weights<P> w;
+  Stream grad, y, den, q, dq, dk, dv;
   float *dband;
   float underflow;
   // The block, the first source of its windows and of those of the block after it.
   int64_t start, stop, low, after;
   int64_t ring, row;  // a row of `rows` and `entries` has so many vectors
-  Packed packed;
+  Packed<P> packed;
   std::vector<Vec> rows, entries;  // (step, row) and, a ring, (sources, row): [values | keys] of all items
 
   void prepare() {
     ring = (s.window - 1 + s.step + 2 * SOURCES - 1) / SOURCES * SOURCES;
     // Rows a power of two apart would all take one place of the cache.
-    row = 2 * s.items() + 1;
+    row = P::VECTORS * s.items() + 1;
     if (dband) {
       rows.resize((s.step + TARGETS) * row);
       entries.resize(ring * row);
@@ -94,7 +105,8 @@ struct Backward {
     if (stop == s.tokens) after = stop;
     low = std::max<int64_t>(0, start - s.window + 1);
     packed.plan(low, stop, [&](int64_t j, int64_t n) {
-      return std::pair(std::max(start, j), std::min(stop, j + n - 1 + s.window));
+      const int64_t first = std::max(start, j), last = std::min(stop, j + n - 1 + s.window);
+      return std::pair(start + round_down<P>(first - start), start + round_up<P>(last - start));
     });
   }
 
@@ -105,8 +117,7 @@ struct Backward {
     for (const Tile &tile : packed.tiles) {
       Pair found[ROWS];
       std::fill_n(found, tile.size, scratch.later[tile.end - start]);
-      mix(tile.size, scratch.r.data() + (tile.begin - start), packed.weights.data() + tile.offset,
-          tile.end - tile.begin, found);
+      packed.mix(tile, scratch.terms.data() + (tile.begin - start) / P::TERMS, found);
       int64_t slot = tile.first % ring;
       for (int64_t i = 0; i < tile.size; ++i) {
         x.waiting[slot] += found[i];
@@ -120,7 +131,8 @@ struct Backward {
   // Whether no denominator of the block is below the limit.
   bool differentiate(const Item &item, int64_t index, Scratch &scratch) {
     const int64_t count = stop - start;
-    scratch.r[count] = scratch.later[count] = scratch.later[count + 1] = Pair{};
+    scratch.later[count] = scratch.later[count + 1] = Pair{};
+    Pair next{};
     Vec least = splat(std::numeric_limits<float>::max());
     for (int64_t t = stop - 1; t >= start; --t) {
       const Vec g = item.read(grad, t), go = g * item.read(y, t), bottom = item.read(den, t);
@@ -132,11 +144,12 @@ struct Backward {
         a *= gate;
         item.write(dq, t, go - go * gate);
       }
-      Pair &r = scratch.r[t - start];
-      r = {a * inverse, -go * inverse};
+      const Pair r{a * inverse, -go * inverse};
+      if ((t - start) % P::TERMS == 0) scratch.terms[(t - start) / P::TERMS] = P::pack(r, next);
+      next = r;
       scratch.later[t - start] = w.older(t) * r;
       scratch.later[t - start] += scratch.later[t - start + 1];
-      if (dband) std::memcpy(&rows[(t - start) * row + 2 * index], &r, sizeof r);
+      if (dband) P::keep(&rows[(t - start) * row + P::VECTORS * index], r);
     }
     bool good = true;
     for (int lane = 0; lane < item.lanes; ++lane) good = good && least[lane] >= underflow;
@@ -156,8 +169,7 @@ struct Backward {
     for (int64_t t = low; t < (again ? stop : after); ++t) {
       x.waiting[t % ring] = t < after ? x.d_state : Pair{};
       if (!dband) continue;
-      const Pair entry = source.entry(x.item, t, x.reference);
-      std::memcpy(&entries[t % ring * row + 2 * index], &entry, sizeof entry);
+      P::keep(&entries[t % ring * row + P::VECTORS * index], source.entry(x.item, t, x.reference));
     }
   }
 
@@ -180,21 +192,23 @@ struct Backward {
     const int64_t begin = std::max<int64_t>(0, target - s.window + 1) / SOURCES * SOURCES;
     const int64_t last = std::min(target + TARGETS, stop) - 1, stride = ring + SOURCES;
     for (int64_t j = begin; j <= last; j += SOURCES)
-      multiply_rows(&rows[(target - start) * row], &entries[j % ring * row], row - 1, row, &products[j - begin], stride);
+      multiply_rows(P{}, &rows[(target - start) * row], &entries[j % ring * row], row - 1, row, &products[j - begin], stride);
     for (int64_t t = target; t <= last; ++t) {
       // Of the window's places the first that is in the sequence, and its source.
       const int64_t first = std::max<int64_t>(0, s.window - 1 - t), source = t - s.window + 1 + first;
-      const float *weights = w.row(t), *found = &products[(t - target) * stride + source - begin];
+      const typename P::Number *weights = w.row(t);
+      const float *found = &products[(t - target) * stride + source - begin];
       float *out = dband + t * s.window;
       std::fill_n(out, first, 0.0f);
       float sum = 0.0f;
       for (int64_t i = first; i < s.window; ++i) {
-        out[i] = weights[i] > 0.0f ? found[i - first] * weights[i] : 0.0f;
+        const float weight = P::value(weights[i]);
+        out[i] = weight > 0.0f ? found[i - first] * weight : 0.0f;
         sum += out[i] * 0.0f;
       }
       if (sum == 0.0f) continue;
       for (int64_t i = first; i < s.window; ++i)
-        if (!std::isfinite(out[i])) out[i] = multiply_exactly(t, source + i - first) * weights[i];
+        if (!std::isfinite(out[i])) out[i] = multiply_exactly(t, source + i - first) * P::value(weights[i]);
     }
   }
 
@@ -203,12 +217,13 @@ struct Backward {
     const Vec *x = &rows[(target - start) * row], *y = &entries[source % ring * row];
     double sum = 0.0;
     for (int64_t n = 0; n < row - 1; ++n)
-      for (int lane = 0; lane < LANES; ++lane) sum += static_cast<double>(x[n][lane]) * y[n][lane];
+      for (int lane = 0; lane < LANES; ++lane) sum += P::exact(x[n], y[n], lane);
     return sum;
   }
 };
 
-int backward(Backward &block, int threads) {
+template <class P>
+int backward(Backward<P> block, int threads) {
   const Shape &s = block.s;
   block.prepare();
   std::vector<Walk> items;
@@ -223,7 +238,8 @@ int backward(Backward &block, int threads) {
       block.plan(start);
 #pragma omp for
       for (size_t i = 0; i < block.packed.tiles.size(); ++i)
-        block.packed.fill(block.packed.tiles[i], [&](int64_t from, int64_t target) { return block.w(target, from); });
+        block.packed.fill(block.packed.tiles[i],
+                          [&](int64_t from, int64_t target) { return block.w.targets(target, from); });
 #pragma omp for
       for (int64_t i = 0; i < s.items(); ++i) good = block.run(items[i], i, scratch) && good;
       if (block.dband) {
@@ -241,13 +257,15 @@ extern "C" {
 
 // The gradients of q, k, v and, unless `dband` is null, of the band, (T, s). The other arguments are those of the
 // forward pass. Targets with a denominator below `underflow` count for nothing: returns 0 where there are any.
-int aft_local_causal_backward(const int64_t *sizes, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens k, Tokens v,
-                              const bool *mask, const float *band, Tokens dq, Tokens dk, Tokens dv, float *dband,
+int aft_local_causal_backward(const int64_t *sizes, Stream grad, Stream y, Stream den, Stream q, Stream k, Stream v,
+                              const bool *mask, const float *band, Stream dq, Stream dk, Stream dv, float *dband,
                               float underflow, int threads) {
   const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
   const Source source{s, k, v, mask};
-  const Weights weights(s, band, threads);
-  Backward block{s, source, weights, grad, y, den, q, dq, dk, dv, dband, underflow};
-  return backward(block, threads);
+  const auto run = [&](auto products) {
+    using P = decltype(products);
+    return backward<P>({s, source, {s, band, threads}, grad, y, den, q, dq, dk, dv, dband, underflow}, threads);
+  };
+  return sizes[5] && multiplies_bfloat16() ? run(Half{}) : run(Single{});
 }
 }

@@ -41,6 +41,17 @@ def rows(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.stride(2) == 1 else x.contiguous()
 
 
+class Stream(ctypes.Structure):
+    """The same of float32 or bfloat16, and which of them it is."""
+
+    _fields_ = [*Tokens._fields_, ('half', ctypes.c_int64)]
+
+
+def stream(x: Tensor | None) -> Stream:
+    """A tensor as the kernels take it that know both types; it must outlive the call."""
+    return Stream(None, 0, 0, 0) if x is None else Stream(x.data_ptr(), *x.stride()[:2], x.dtype == torch.bfloat16)
+
+
 def pointer(x: Tensor | None) -> ctypes.c_void_p:
     """The elements of a contiguous tensor."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())
@@ -58,7 +69,12 @@ def number(value: float) -> ctypes.c_float:
 
 def neighbours(x: Tensor | None) -> Tensor | None:
     """float32 whose channels are neighbours in memory, as a part of a fused projection has them."""
-    return None if x is None else rows(x.float())
+    return None if x is None else _neighbours(x.float())
+
+
+def narrow_neighbours(x: Tensor | None) -> Tensor | None:
+    """The same, but bfloat16 stays."""
+    return None if x is None else _neighbours(x if x.dtype == torch.bfloat16 else x.float())
 
 
 def on_cpu(*inputs: Tensor | None) -> bool:
@@ -80,3 +96,12 @@ def room(shape: Sequence[int]) -> Tensor:
 def float_output(x: Tensor) -> Tensor:
     """Room for a result that is to be copied to x; x itself where it is float32."""
     return x if x.dtype == torch.float32 else room(x.shape)
+
+
+def narrow_output(x: Tensor) -> Tensor:
+    """The same, but bfloat16 stays."""
+    return x if x.dtype == torch.bfloat16 else float_output(x)
+
+
+def _neighbours(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()

@@ -56,6 +56,42 @@ def test_it_equals_float64_without_a_gate():
     assert_matches_reference(ops.aft_local_causal, reference.aft_local_causal, make_inputs(70, 9, 9) | {'q': None})
 
 
+@pytest.mark.parametrize(('T', 's', 'D'), CASES[1:])
+def test_bfloat16_equals_float64_where_the_cpu_does_not_multiply_it(
+    T: int, s: int, D: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr('aft_vision.ops.eager.numerics._cpu_multiplies_bfloat16', lambda: False)
+    assert_matches_reference(ops.aft_local_causal, reference.aft_local_causal, make_inputs(T, s, D), torch.bfloat16)
+
+
+def test_tensors_may_differ_in_their_types():
+    types = {'q': torch.float32, 'k': torch.bfloat16, 'v': torch.float16, 'band': torch.bfloat16}
+    low = {name: x.to(types[name]).requires_grad_() for name, x in make_inputs(70, 9, 20).items()}
+    high = {name: x.detach().double().requires_grad_() for name, x in low.items()}
+    y, expected = ops.aft_local_causal(**low), reference.aft_local_causal(**high)
+    assert y.dtype == torch.float32
+    assert_close(y, expected, 1e-5)
+    weight = randn(*expected.shape, seed=9)
+    found = torch.autograd.grad(y, list(low.values()), weight.float())
+    for name, got, want in zip(types, found, torch.autograd.grad(expected, list(high.values()), weight), strict=True):
+        assert got.dtype == types[name]
+        assert_close(got, want, 1e-4 if name == 'q' else 4e-3)
+
+
+def test_a_weight_keeps_its_gradient_where_the_product_overflows():
+    # Two keys e^59 above the reference of the second block, seen with e^-90: of a denominator of e^-30 each has half.
+    k, band = torch.zeros(1, 40, 3), torch.zeros(40, 5)
+    k[:, 33:] = torch.tensor([59.0, 59.0, *[-60.0] * 5])[:, None]
+    band[36] = torch.tensor([0.0, -30.0, -30.0, 60.0, 60.0])
+    inputs = {'q': None, 'k': k, 'v': make_qkv(B=1, T=40, D=3)[2], 'band': band}
+    high = {name: None if x is None else x.double().requires_grad_() for name, x in inputs.items()}
+    low = {name: None if x is None else x.detach().float().requires_grad_() for name, x in high.items()}
+    weight = randn(1, 3, seed=9)
+    (expected,) = torch.autograd.grad(reference.aft_local_causal(**high)[:, 36], high['band'], weight)
+    (found,) = torch.autograd.grad(ops.aft_local_causal(**low)[:, 36], low['band'], weight.float())
+    assert_close(found, expected, 1e-4)
+
+
 @pytest.mark.parametrize('bias', list(nasty_biases(torch.zeros(1))))
 @pytest.mark.parametrize('keys', list(nasty_keys(torch.zeros(1, 3, 1))))
 def test_it_survives_nasty_inputs_over_many_blocks(keys: str, bias: str):
@@ -124,14 +160,16 @@ def test_the_digits_of_a_long_sequence_are_kept():
     assert_close(y, expected, 5e-6)
 
 
-def test_the_digits_of_a_wide_window_are_kept():
+# In bfloat16 what is added is rounded, and the result, but no sum.
+@pytest.mark.parametrize(('dtype', 'bound'), [(torch.float32, 5e-6), (torch.bfloat16, 4e-3)], ids=str)
+def test_the_digits_of_a_wide_window_are_kept(dtype: torch.dtype, bound: float):
     T = 4096
-    v = make_qkv(B=1, T=T, D=2)[2].float() + 1
+    v = (make_qkv(B=1, T=T, D=2)[2] + 1).to(dtype)
     k = torch.full_like(v, 0.3)
     k[:, 0] = 1.0
     y = ops.aft_local_causal(None, k, v, torch.zeros(T, T))
     weight = torch.exp(k.double() - 1)
-    assert_close(y, (weight * v.double()).cumsum(1) / weight.cumsum(1), 5e-6)
+    assert_close(y, (weight * v.double()).cumsum(1) / weight.cumsum(1), bound)
 
 
 def test_a_masked_token_may_be_anything():
