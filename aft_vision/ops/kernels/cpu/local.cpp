@@ -13,9 +13,9 @@ struct Forward {
   Item item;
   int64_t first;
   Reference reference;
-  Vec least;            // the smallest denominator
-  Pair state, part;     // sums over what no window of the block and of the next targets has
-  int64_t base, left;   // the first source of the map, and the first of the vectors that have not left the window
+  Vec least;           // the smallest denominator
+  Pair state, part;    // sums over what no window of the block and of the next targets has
+  int64_t base, left;  // the first source of the map, and the first of the vectors that have not left the window
   std::vector<Pair> map;
 
   Forward(const Source &source, int64_t index)
@@ -82,16 +82,18 @@ void write(Forward<P> &x, const Tile &tile, const Pair *sums, const Stream &q, c
 template <class P>
 int forward(const Source &source, const float *band, Stream q, Stream out, Stream den, float underflow, int threads) {
   const Shape &s = source.s;
-  const Weights<P> w(s, band, threads);
   const int64_t parts = std::min<int64_t>(threads, s.items());
   int good = 1;
 #pragma omp parallel for num_threads(threads) reduction(&& : good)
   for (int64_t share = 0; share < parts; ++share) {
     std::vector<Forward<P>> items;
     for (int64_t i = share * s.items() / parts; i < (share + 1) * s.items() / parts; ++i) items.emplace_back(source, i);
+    Weights<P> w(s, band);
     Packed<P> packed;
     for (int64_t start = 0; start < s.tokens; start += s.step) {
       const int64_t stop = std::min(start + s.step, s.tokens);
+      w.move(start);
+      for (int64_t t = start; t <= stop; ++t) w.fill(t);
       packed.plan(start, stop, [&](int64_t t, int64_t n) {
         return std::pair(round_down<P>(t - s.window + 1), round_up<P>(t + n));
       });
@@ -118,8 +120,8 @@ int forward(const Source &source, const float *band, Stream q, Stream out, Strea
 extern "C" {
 
 // y and, unless den is null, the denominators, each relative to the reference of its block. `sizes` are B, T, D, s, the
-// targets of a block, and whether products may be of bfloat16; `band` is (T, s); q and mask may be null. Returns 0 where
-// a denominator that should not be is below `underflow`: its result is wrong.
+// targets of a block, and whether products may be of bfloat16; `band` is (T, s); q and mask may be null. Returns 0
+// where a denominator that should not be is below `underflow`: its result is wrong.
 int aft_local_causal_forward(const int64_t *sizes, Stream q, Stream k, Stream v, const bool *mask, const float *band,
                              Stream out, Stream den, float underflow, int threads) {
   const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};

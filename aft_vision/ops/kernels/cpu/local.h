@@ -1,24 +1,15 @@
-// What both passes of the causal AFT-local share: the weights of a band, a few rows of a product, and the tokens.
+// What both passes of the causal AFT-local share: the weights of a band, the tokens, and their references.
 
 #pragma once
 
 #include <algorithm>
 #include <limits>
-#include <memory>
 #include <vector>
 
-#include "bfloat16.h"
+#include "local_products.h"
 
 namespace {
 
-// Rows of a product whose sums fill the registers.
-#if defined(__AVX512F__)
-constexpr int ROWS = 12;
-#else
-constexpr int ROWS = 6;
-#endif
-// Terms that are added up by themselves first.
-constexpr int64_t PIECE = 512;
 // Weights beside the window that a piece of a product may read.
 constexpr int64_t EDGE = 16;
 // How far a key of a block may exceed those before it, in nats, and how far these may exceed its reference.
@@ -31,132 +22,38 @@ struct Shape {
   int64_t items() const { return batch * vectors(); }
 };
 
-// The values' and the keys' part of a sum, or of an entry of a map.
-struct Pair {
-  Vec values, keys;
-
-  Pair &operator+=(const Pair &x) {
-    values += x.values;
-    keys += x.keys;
-    return *this;
-  }
-
-  Pair &operator*=(Vec x) {
-    values *= x;
-    keys *= x;
-    return *this;
-  }
-};
-
-Pair operator*(float weight, const Pair &x) { return {weight * x.values, weight * x.keys}; }
-
-// Products in float32: each term by itself.
-struct Single {
-  using Number = float;
-  static constexpr int TERMS = 1;   // that a vector of a map has
-  static constexpr int VECTORS = 2;  // of a row's pair
-
-  static Number number(float x) { return x; }
-  static float value(Number x) { return x; }
-  static float join(Number first, Number) { return first; }
-
-  static Pair pack(const Pair &first, const Pair &) { return first; }
-  static Pair sum(const Pair &packed) { return packed; }
-  static void keep(Vec *row, const Pair &x) { std::memcpy(row, &x, sizeof x); }
-  static double exact(Vec x, Vec y, int lane) { return static_cast<double>(x[lane]) * y[lane]; }
-
-  // out[i] += sum of weights[j][i] * x[j] for N rows.
-  template <int N>
-  __attribute__((noinline)) static void mix(const Pair *x, const float *weights, int64_t length, Pair *out) {
-    Vec values[N] = {}, keys[N] = {};
-    for (int64_t j = 0; j < length; ++j)
-      for (int i = 0; i < N; ++i) {
-        values[i] += weights[j * N + i] * x[j].values;
-        keys[i] += weights[j * N + i] * x[j].keys;
-      }
-    for (int i = 0; i < N; ++i) out[i] += Pair{values[i], keys[i]};
-  }
-};
-
-// Products of bfloat16 with sums in float32: two neighbouring terms, or the values and the keys of one, share a lane.
-struct Half {
-  using Number = uint16_t;
-  static constexpr int TERMS = 2, VECTORS = 1;
-
-  static Number number(float x) { return round_half(splat(x))[0] >> 16; }
-  static float value(Number x) { return vec_of(Bits{} + (static_cast<uint32_t>(x) << 16))[0]; }
-  static float join(Number first, Number second) {
-    const uint32_t bits = first | static_cast<uint32_t>(second) << 16;
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-  }
-
-  static Pair pack(const Pair &first, const Pair &second) {
-    return {::join(first.values, second.values), ::join(first.keys, second.keys)};
-  }
-  static Pair sum(const Pair &packed) {
-    return {low_half(packed.values) + high_half(packed.values), low_half(packed.keys) + high_half(packed.keys)};
-  }
-  static void keep(Vec *row, const Pair &x) { *row = ::join(x.values, x.keys); }
-  static double exact(Vec x, Vec y, int lane) {
-    return Single::exact(low_half(x), low_half(y), lane) + Single::exact(high_half(x), high_half(y), lane);
-  }
-
-  template <int N>
-  WITH_BFLOAT16 __attribute__((noinline)) static void mix(const Pair *x, const float *weights, int64_t length,
-                                                          Pair *out) {
-    Vec values[N] = {}, keys[N] = {};
-    for (int64_t j = 0; j < length; ++j)
-      for (int i = 0; i < N; ++i) {
-        const Vec weight = splat(weights[j * N + i]);
-        values[i] = add_products(values[i], x[j].values, weight);
-        keys[i] = add_products(keys[i], x[j].keys, weight);
-      }
-    for (int i = 0; i < N; ++i) {
-      out[i].values += values[i];
-      out[i].keys += keys[i];
-    }
-  }
-};
-
-// The first multiple of P::TERMS from x on, and the last up to it.
-template <class P>
-int64_t round_up(int64_t x) {
-  return (x + P::TERMS - 1) & -P::TERMS;
-}
-
-template <class P>
-int64_t round_down(int64_t x) {
-  return x & -P::TERMS;
-}
-
-// The sums of `mix` for an N that is known at run time, a piece of the terms after the other.
-template <class P, int N = ROWS>
-void mix(int64_t n, const Pair *x, const float *weights, int64_t length, Pair *out) {
-  if (n == N) {
-    for (int64_t j = 0; j < length; j += PIECE)
-      P::template mix<N>(x + j, weights + j * N, std::min(PIECE, length - j), out);
-  } else if constexpr (N > 1) {
-    mix<P, N - 1>(n, x, weights, length, out);
-  }
-}
-
 // e^x for x <= 0, down to the smallest number: a key may lie e^60 above its reference, and make it count.
 Vec exp_to_the_least(Vec x) {
   const Vec root = exp_(0.5f * x);
   return x < splat(-87.0f) ? root * root : exp_(x);
 }
 
-// exp(w - reference of its row) of a band (T, s): left of the window of a target the weight of a source before it, right
-// of it zeros for the future.
+// exp(w - reference of its row) of a band (T, s) for the targets of a block: left of the window of a target the weight
+// of a source before it, right of it zeros for the future.
 template <class P>
 class Weights {
  public:
-  Weights(const Shape &s, const float *band, int threads)
-      : width_(s.window + 2 * EDGE), window_(s.window), data_(new Number[(s.tokens + 1) * width_]) {
-#pragma omp parallel for num_threads(threads)
-    for (int64_t t = 0; t <= s.tokens; ++t) fill(s, band, t);
+  Weights(const Shape &s, const float *band)
+      : tokens_(s.tokens), window_(s.window), width_(s.window + 2 * EDGE), band_(band), data_((s.step + 1) * width_) {}
+
+  // To the block from `start` on, whose targets are then to be filled, and the one after it.
+  void move(int64_t start) { start_ = start; }
+
+  void fill(int64_t t) {
+    Number *out = data_.data() + (t - start_) * width_;
+    std::fill_n(out, width_, Number{});
+    if (t == tokens_) return;
+    const float *in = band_ + t * window_;
+    // Of the window's places, those from `first` on are in the sequence.
+    const int64_t first = std::max<int64_t>(0, window_ - 1 - t);
+    float peak = t < window_ ? -std::numeric_limits<float>::infinity() : 0.0f;
+    for (int64_t i = first; i < window_; ++i) peak = std::max(peak, in[i]);
+    if (t >= window_) std::fill_n(out, EDGE, P::number(exp_to_the_least(splat(-peak))[0]));
+    for (int64_t i = first; i < window_; i += LANES) {
+      const int lanes = std::min<int64_t>(LANES, window_ - i);
+      const Vec x = exp_to_the_least(load(in + i, lanes) - peak);
+      Stream{out, 0, 0, P::TERMS > 1}.write(EDGE + i, x, lanes);
+    }
   }
 
   // Of the sources from `source` on that a vector of a map has, and of the targets.
@@ -173,30 +70,14 @@ class Weights {
   float older(int64_t target) const { return P::value(row(target)[-1]); }
 
   // Of the window's sources.
-  const typename P::Number *row(int64_t target) const { return data_.get() + target * width_ + EDGE; }
+  const typename P::Number *row(int64_t target) const { return data_.data() + (target - start_) * width_ + EDGE; }
 
  private:
   using Number = typename P::Number;
 
-  int64_t width_, window_;
-  std::unique_ptr<Number[]> data_;
-
-  void fill(const Shape &s, const float *band, int64_t t) {
-    Number *out = data_.get() + t * width_;
-    std::fill_n(out, width_, Number{});
-    if (t == s.tokens) return;
-    const float *in = band + t * s.window;
-    // Of the window's places, those from `first` on are in the sequence.
-    const int64_t first = std::max<int64_t>(0, s.window - 1 - t);
-    float peak = t < s.window ? -std::numeric_limits<float>::infinity() : 0.0f;
-    for (int64_t i = first; i < s.window; ++i) peak = std::max(peak, in[i]);
-    if (t >= s.window) std::fill_n(out, EDGE, P::number(exp_to_the_least(splat(-peak))[0]));
-    for (int64_t i = first; i < s.window; i += LANES) {
-      const int lanes = std::min<int64_t>(LANES, s.window - i);
-      const Vec x = exp_to_the_least(load(in + i, lanes) - peak);
-      Stream{out, 0, 0, P::TERMS > 1}.write(EDGE + i, x, lanes);
-    }
-  }
+  int64_t tokens_, window_, width_, start_ = 0;
+  const float *band_;
+  std::vector<Number> data_;
 };
 
 // Some rows of a product, and where the weights of its terms [begin, end) are.
@@ -277,8 +158,8 @@ struct Source {
   }
 };
 
-// The references of an item's blocks, one after the other. They never fall, and move only where they must: what has been
-// made at one must be made again at the next.
+// The references of an item's blocks, one after the other. They never fall, and move only where they must: what has
+// been made at one must be made again at the next.
 struct Reference {
   Vec value, past;  // and the largest key so far, a finite number
 

@@ -83,10 +83,10 @@ struct Backward {
   float *dband;
   float underflow;
   // The block, the first source of its windows and of those of the block after it.
-  int64_t start, stop, low, after;
-  int64_t ring, row;  // a row of `rows` and `entries` has so many vectors
-  Packed<P> packed;
-  std::vector<Vec> rows, entries;  // (step, row) and, a ring, (sources, row): [values | keys] of all items
+  int64_t start = 0, stop = 0, low = 0, after = 0;
+  int64_t ring = 0, row = 0;  // a row of `rows` and `entries` has so many vectors
+  Packed<P> packed = {};
+  std::vector<Vec> rows = {}, entries = {};  // (step, row) and, a ring, (sources, row): [values | keys] of all items
 
   void prepare() {
     ring = (s.window - 1 + s.step + 2 * SOURCES - 1) / SOURCES * SOURCES;
@@ -101,6 +101,7 @@ struct Backward {
   void plan(int64_t from) {
     after = low;
     start = from;
+    w.move(start);
     stop = std::min(start + s.step, s.tokens);
     if (stop == s.tokens) after = stop;
     low = std::max<int64_t>(0, start - s.window + 1);
@@ -191,8 +192,9 @@ struct Backward {
   void multiply(int64_t target, std::vector<float> &products) const {
     const int64_t begin = std::max<int64_t>(0, target - s.window + 1) / SOURCES * SOURCES;
     const int64_t last = std::min(target + TARGETS, stop) - 1, stride = ring + SOURCES;
+    const Vec *x = &rows[(target - start) * row];
     for (int64_t j = begin; j <= last; j += SOURCES)
-      multiply_rows(P{}, &rows[(target - start) * row], &entries[j % ring * row], row - 1, row, &products[j - begin], stride);
+      multiply_rows(P{}, x, &entries[j % ring * row], row - 1, row, &products[j - begin], stride);
     for (int64_t t = target; t <= last; ++t) {
       // Of the window's places the first that is in the sequence, and its source.
       const int64_t first = std::max<int64_t>(0, s.window - 1 - t), source = t - s.window + 1 + first;
@@ -237,6 +239,8 @@ int backward(Backward<P> block, int threads) {
 #pragma omp single
       block.plan(start);
 #pragma omp for
+      for (int64_t t = block.start; t <= block.stop; ++t) block.w.fill(t);
+#pragma omp for
       for (size_t i = 0; i < block.packed.tiles.size(); ++i)
         block.packed.fill(block.packed.tiles[i],
                           [&](int64_t from, int64_t target) { return block.w.targets(target, from); });
@@ -264,7 +268,7 @@ int aft_local_causal_backward(const int64_t *sizes, Stream grad, Stream y, Strea
   const Source source{s, k, v, mask};
   const auto run = [&](auto products) {
     using P = decltype(products);
-    return backward<P>({s, source, {s, band, threads}, grad, y, den, q, dq, dk, dv, dband, underflow}, threads);
+    return backward<P>({s, source, {s, band}, grad, y, den, q, dq, dk, dv, dband, underflow}, threads);
   };
   return sizes[5] && multiplies_bfloat16() ? run(Half{}) : run(Single{});
 }
