@@ -29,6 +29,7 @@ from tqdm import tqdm
 from tools.machine import PRECISIONS
 
 GRID, KERNEL_SIZE = (14, 14), 11
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -133,15 +134,16 @@ class Operation(NamedTuple):
     """
 
     shape: tuple[int, int, int]
-    launch: Callable[[list[Tensor]], None]
+    launch: Callable[[QKV], None]
 
-    def draw(self, dtype: torch.dtype, batch_size: int | None = None) -> list[Tensor]:
+    def draw(self, dtype: torch.dtype, batch_size: int | None = None) -> QKV:
         """q, k and v, which have shapes and types and no values."""
         shape = (batch_size or self.shape[0], *self.shape[1:])
-        return [torch.empty(shape, dtype=dtype, device='meta') for _ in 'qkv']
+        q, k, v = (torch.empty(shape, dtype=dtype, device='meta') for _ in 'qkv')
+        return q, k, v
 
 
-def _full(qkv: list[Tensor]) -> None:
+def _full(qkv: QKV) -> None:
     from aft_vision.ops.kernels.gpu import full
 
     bias = torch.empty(qkv[0].shape[1], qkv[0].shape[1], device='meta')
@@ -149,14 +151,14 @@ def _full(qkv: list[Tensor]) -> None:
     full.full_backward(y, y, den, *qkv, bias, None, True)
 
 
-def _simple(qkv: list[Tensor]) -> None:
+def _simple(qkv: QKV) -> None:
     from aft_vision.ops.kernels.gpu import simple
 
     y, context = simple.simple_forward(*qkv, None, True)
     simple.simple_backward(y, y, context, *qkv, None, False)
 
 
-def _conv(qkv: list[Tensor]) -> None:
+def _conv(qkv: QKV) -> None:
     from aft_vision.ops.kernels.gpu import conv
 
     kernel = torch.empty(qkv[0].shape[2], KERNEL_SIZE, KERNEL_SIZE, device='meta')
@@ -164,7 +166,7 @@ def _conv(qkv: list[Tensor]) -> None:
     conv.conv_backward(y, y, den, *qkv, kernel, GRID, None, True, True)
 
 
-def _onehot(qkv: list[Tensor]) -> None:
+def _onehot(qkv: QKV) -> None:
     from aft_vision.ops.kernels.gpu import onehot
 
     heads = qkv[0].shape[2]
@@ -173,7 +175,7 @@ def _onehot(qkv: list[Tensor]) -> None:
     onehot.onehot_backward(y, y, den, *qkv, offset, weight, GRID, None, True)
 
 
-def _local_causal(qkv: list[Tensor], window: int) -> None:
+def _local_causal(qkv: QKV, window: int) -> None:
     from aft_vision.ops.kernels.gpu import local_causal
 
     band = torch.empty(qkv[0].shape[1], window, device='meta')
@@ -181,7 +183,7 @@ def _local_causal(qkv: list[Tensor], window: int) -> None:
     local_causal.local_causal_backward(y, y, den, *qkv, band, None, True)
 
 
-def _simple_causal(qkv: list[Tensor]) -> None:
+def _simple_causal(qkv: QKV) -> None:
     from aft_vision.ops.kernels.gpu import simple_causal
 
     y, den = simple_causal.simple_causal_forward(*qkv, None, True)
