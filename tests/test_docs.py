@@ -1,0 +1,273 @@
+"""The examples of README.md and docs/: Python is run, command lines are parsed, and keys are looked for.
+
+The blocks of Python of a document run one after another, as a reader types them, in a folder that has small models and
+data where the document says that they are. What does not run is in SKIPPED, what runs smaller in SMALLER.
+"""
+
+import importlib
+import inspect
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+import timm
+import torch
+from torch.distributed.run import get_args_parser
+from torch.nn import functional as F
+
+from aft_vision.evaluate import load_model
+from aft_vision.export.hub import export_model
+from aft_vision.export.program import choose_shape, export_onnx, export_pt2
+from aft_vision.fastformer import (
+    FastformerConfig,
+    FastformerForConditionalGeneration,
+    FastformerForSequenceClassification,
+)
+from aft_vision.fastformer.data.synthetic import write_amazon, write_glove, write_mind, write_mind_behaviors
+from aft_vision.fastformer.tokenize import train_tokenizer
+from train.char import CharConfig
+from train.config import load_config
+from train.fastformer.tasks import TASKS, load_text_config
+from train.pixel import PixelConfig
+from train.run import parse_args
+from train.schema import Config
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = {path.name: path for path in (ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')))}
+BLOCK = re.compile(r'^```(\w*)\n(.*?)^```', re.DOTALL | re.MULTILINE)
+# By document and a piece of one of its blocks: why this one does not run.
+SKIPPED = {('results.md', "np.load('cifar10_jpeg_60k.npz')"): 'writes the 60,000 images of CIFAR10, which are not here'}
+# By document: what stands there, and what runs in its place, offline and within seconds.
+SMALLER = {
+    'README.md': {
+        "create_model('aft_conv_tiny', exportable=True)": "create_model('aft_conv_tiny', exportable=True, depth=1)",
+        "'aft_local_pixel', depth=2, dim=64": "'aft_local_pixel', depth=2, dim=64, img_size=(8, 8)",
+    },
+    'autoregressive.md': {
+        "create_decoder('aft_local_pixel')": "create_decoder('aft_local_pixel', depth=1, dim=8, img_size=(8, 8))",
+        'length=500': 'length=50',
+        'count=1000': 'count=100',
+    },
+    'transfer.md': {'pretrained=True': 'pretrained=False'},
+}
+# Commands that are not of this repository; the first word of a line, behind variables that it sets.
+OTHERS = {'pip', 'hf', 'apt-get', 'export', 'scontrol', '...'}
+# What the reader puts a file of their own in the place of, or what a run leaves, and what has the keys of such a file.
+PLACEHOLDERS = ('CONFIG', 'FILE', 'runs/reviews/config.yaml')
+STAND_INS = {
+    'train.imagenet': 'configs/smoke/one_epoch.yaml',
+    'train.throughput': 'configs/smoke/one_epoch.yaml',
+    'train.pixel': 'configs/smoke/pixel.yaml',
+    'train.char': 'configs/smoke/char.yaml',
+    'train.fastformer': 'configs/fastformer/small_ag_news.yaml',
+}
+# What looks like a key and is the name of a file.
+NO_KEYS = ('data.json',)
+SEQUENCES: dict[str, Any] = {'train.pixel': PixelConfig, 'train.char': CharConfig}
+
+
+def blocks(name: str, *languages: str) -> list[str]:
+    """The blocks of a document in these languages, the empty one where none is named."""
+    return [content for language, content in BLOCK.findall(DOCUMENTS[name].read_text()) if language in languages]
+
+
+def is_skipped(name: str, block: str) -> bool:
+    return any(document == name and piece in block for document, piece in SKIPPED)
+
+
+def write_image_models() -> None:
+    """Checkpoints and exported folders of an untrained AFT-conv."""
+    for path, more in (('best.pth', {}), ('runs/demo/best.pth', {}), ('runs/gumbel/best.pth', {'gumbel': True})):
+        kwargs = dict(depth=1, embed_dim=16, num_heads=4, kernel_size=3, patch_size=8, num_classes=3, **more)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        model = timm.create_model('aft_conv_tiny', **kwargs)
+        torch.save({'model_name': 'aft_conv_tiny', 'model_kwargs': kwargs, 'state_dict': model.state_dict()}, path)
+    for folder in ('hub', 'runs/demo/export', 'runs/demo/pruned', 'runs/onehot'):
+        export_model(load_model('best.pth'), folder, ['coat', 'dress', 'hat'])
+    Path('tests').symlink_to(ROOT / 'tests')
+
+
+def write_programs() -> None:
+    """What `tools.export` writes."""
+    write_image_models()
+    model = load_model('runs/demo/best.pth')
+    export_onnx(model, 'model.onnx', choose_shape(model))
+    export_pt2(model, 'model.pt2', choose_shape(model))
+
+
+def write_saved_folder() -> None:
+    """A folder whose config.json has the number of classes twice."""
+    write_image_models()
+    Path('saved').mkdir()
+    Path('saved/config.json').write_text(json.dumps({'num_classes': 3, 'model_args': {'num_classes': 3}}))
+
+
+def write_text_models() -> None:
+    """An untrained classifier, and an untrained model that summarises."""
+    tokenizer = train_tokenizer(['a text'], max_length=64)
+    config = FastformerConfig(vocab_size=len(tokenizer), hidden_size=8, num_attention_heads=2)
+    for folder, kind in (
+        ('runs/reviews/seed_0/best', FastformerForSequenceClassification),
+        ('runs/fastformer/small_bbc/seed_0/best', FastformerForConditionalGeneration),
+    ):
+        kind(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def write_texts() -> None:
+    """Reviews, vectors of words, and news with impressions, in the published formats."""
+    write_amazon('reviews_Electronics_5.json.gz')
+    with ZipFile('glove.840B.300d.zip', 'w') as archive:
+        archive.write(write_glove('glove.840B.300d.txt', ['good', 'bad'], 300))
+    write_mind('MINDsmall_dev')
+    write_mind_behaviors('MINDsmall_dev')
+
+
+# What is there when a document's examples begin, by its name.
+FURNITURE = {
+    'README.md': write_saved_folder,
+    'export.md': write_programs,
+    'fastformer.md': write_text_models,
+    'fastformer_data.md': write_texts,
+    'fastformer_recommendation.md': write_texts,
+    'fastformer_summarization.md': write_text_models,
+    'onehot.md': write_image_models,
+    'pictures.md': write_image_models,
+    'sparsity.md': write_image_models,
+}
+
+
+def names_at_hand(name: str) -> dict[str, Any]:
+    """What a document's examples take for granted."""
+    if name == 'autoregressive.md':
+        tokens = torch.zeros(1, 192, dtype=torch.long)
+        mask, given = torch.ones(8, 8, dtype=torch.bool), torch.ones(50, dtype=torch.bool)
+        mask[-1, -1] = given[-1] = False
+        return {
+            'tokens': tokens,
+            'prompt': tokens[:, :3].expand(4, 3),
+            'token': tokens[0, :4],
+            'mask': mask,
+            'given': given,
+        }
+    if name == 'sparsity.md':
+        images, targets = torch.randn(2, 3, 224, 224), torch.tensor([0, 2])
+        return {'model': load_model('best.pth'), 'images': images, 'targets': targets, 'criterion': F.cross_entropy}
+    return {}
+
+
+@pytest.mark.parametrize('name', [name for name in DOCUMENTS if blocks(name, 'python')])
+@pytest.mark.filterwarnings('ignore')
+def test_the_examples_in_python_run(name, tmp_path, monkeypatch):
+    if name in ('README.md', 'export.md'):
+        pytest.importorskip('onnxruntime')
+        pytest.importorskip('onnxscript')
+    monkeypatch.chdir(tmp_path)
+    FURNITURE.get(name, lambda: None)()
+    namespace = names_at_hand(name)
+    for block in blocks(name, 'python'):
+        if is_skipped(name, block):
+            continue
+        for stands, runs in SMALLER.get(name, {}).items():
+            block = block.replace(stands, runs)
+        exec(compile(block, name, 'exec'), namespace)
+
+
+def test_what_is_skipped_or_made_smaller_stands_in_the_documents():
+    for name, piece in SKIPPED:
+        assert sum(piece in block for block in blocks(name, 'python')) == 1
+    for name, replaced in SMALLER.items():
+        for piece in replaced:
+            assert any(piece in block for block in blocks(name, 'python'))
+
+
+def commands(name: str) -> Iterator[list[str]]:
+    """The words of each command of a document, without the variables that it sets."""
+    lines = [line for block in blocks(name, 'sh') for line in block.replace('\\\n', ' ').splitlines()]
+    # A block without a language may show what is printed.
+    others = [line for block in blocks(name, '') for line in block.replace('\\\n', ' ').splitlines()]
+    lines += [line for line in others if ' -m ' in line]
+    # Those that are no more than a name, or that show what is optional, are looked at below.
+    lines += [line for line in inline_commands(name) if ' --' in line and '[' not in line and '--help' not in line]
+    for line in lines:
+        for command in re.split(r'&&|\|\|', re.sub(r'\$\(.*?\)', 'X', line)):
+            words = list(dropwhile(re.compile(r'\w+=').match, shlex.split(command, comments=True)))
+            if words:
+                yield words
+
+
+def inline_commands(name: str) -> list[str]:
+    return re.findall(r'`(python -m [^`]+)`', BLOCK.sub('', DOCUMENTS[name].read_text()))
+
+
+@pytest.mark.parametrize('name', DOCUMENTS)
+def test_the_command_lines_are_those_that_the_commands_take(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for words in commands(name):
+        if '-m' in words:
+            check_module(*words)
+        elif '-c' in words:
+            compile(words[words.index('-c') + 1], name, 'exec')
+        else:
+            assert words[0] in OTHERS, words
+
+
+def check_module(*words: str) -> None:
+    """Exit as the command does, or raise its error, if it would not take these words."""
+    if words[0] == 'torchrun':
+        get_args_parser().parse_args(words[1:])
+    start = words.index('-m')
+    name, arguments = words[start + 1], list(words[start + 2 :])
+    if not name.startswith(('tools.', 'train.')):
+        return
+    module = main_module(name)
+    if name.startswith('tools.') or name == 'train.throughput':
+        args = module.parse_args(arguments)
+    else:
+        args = parse_args(module.__doc__, arguments)
+    if name.startswith('train.'):
+        path = STAND_INS[name] if str(args.config) in PLACEHOLDERS else args.config
+        if name == 'train.fastformer':
+            load_text_config(path, args.overrides)
+        else:
+            load_config(path, args.overrides, SEQUENCES.get(name, Config))
+
+
+def main_module(name: str) -> Any:
+    """The module that `python -m` runs."""
+    module = importlib.import_module(name)
+    return importlib.import_module(f'{name}.__main__') if hasattr(module, '__path__') else module
+
+
+@pytest.mark.parametrize('name', DOCUMENTS)
+def test_the_commands_and_keys_that_the_text_names_exist(name):
+    text = BLOCK.sub('', DOCUMENTS[name].read_text())
+    table = re.search(r'\| `python -m tools\.` .*?\n\n', text, re.DOTALL)
+    rows = [] if table is None else table[0].splitlines()[2:]
+    tools = [tool for row in rows if row for tool in re.findall(r'`(\w+)`', row.split('|')[1])]
+    modules = [f'tools.{tool}' for tool in tools] + [command.split()[2] for command in inline_commands(name)]
+    for module in modules:
+        if re.match(r'(tools|train)\.\w', module):
+            assert inspect.isfunction(main_module(module).main)
+    for section, key in re.findall(r'`(data|optim|schedule|run|generate|ema|augment|distill)\.(\w+)(?:=[^`]*)?`', text):
+        assert f'{section}.{key}' in NO_KEYS or key in keys_of_experiments()[section], f'{section}.{key}'
+
+
+@cache
+def keys_of_experiments() -> dict[str, set[str]]:
+    """The keys of each section of the experiments of any kind."""
+    found: dict[str, set[str]] = {}
+    for schema in (Config, PixelConfig, CharConfig, *(task.schema for task in TASKS.values())):
+        for section in fields(schema):
+            value = getattr(schema(), section.name)
+            if is_dataclass(value):
+                found.setdefault(section.name, set()).update(key.name for key in fields(value))
+    return found
