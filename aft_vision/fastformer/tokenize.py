@@ -28,7 +28,7 @@ class TextTokenizer(PreTrainedTokenizerFast):
 
     def _encode_unknown(self, length: int) -> Encoding:
         """One unknown token, padded to this length."""
-        backend = self._tokenizer
+        backend = self.backend_tokenizer
         splits, backend.encode_special_tokens = backend.encode_special_tokens, False
         encoding = backend.encode(self.unk_token)
         backend.encode_special_tokens = splits
