@@ -4,11 +4,8 @@
 
 #include "vector.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
 #include <immintrin.h>
-#define WITH_BFLOAT16 __attribute__((target("avx512bf16")))
-#else
-#define WITH_BFLOAT16
 #endif
 
 namespace {
@@ -41,53 +38,67 @@ Vec low_half(Vec joined) { return vec_of(bits_of(joined) << 16); }
 
 Vec high_half(Vec joined) { return vec_of(bits_of(joined) & 0xffff0000); }
 
-// A (B, T, D) tensor of float32 or bfloat16 whose channels are neighbours.
+HalfVec narrow(Vec x) { return __builtin_convertvector(round_half(x) >> 16, HalfVec); }
+
+Vec widen(HalfVec x) { return vec_of(__builtin_convertvector(x, Bits) << 16); }
+
+// A (B, T, n) tensor of float32 or bfloat16 whose channels are neighbours.
 struct Stream {
-  void *data;
+  char *data;
   int64_t batch, token;  // strides
   int64_t half;          // whether it is bfloat16
 
   Vec read(int64_t at, int lanes) const {
     if (lanes < LANES) return read_part(at, lanes);
-    if (!half) {
-      Vec x;
-      std::memcpy(&x, static_cast<float *>(data) + at, sizeof x);
-      return x;
-    }
+    if (!half) return load(reinterpret_cast<float *>(data) + at, LANES);
     HalfVec x;
-    std::memcpy(&x, static_cast<uint16_t *>(data) + at, sizeof x);
-    return vec_of(__builtin_convertvector(x, Bits) << 16);
+    std::memcpy(&x, data + 2 * at, sizeof x);
+    return widen(x);
   }
 
   void write(int64_t at, Vec y, int lanes) const {
-    if (!half) return store(static_cast<float *>(data) + at, y, lanes);
-    const HalfVec x = __builtin_convertvector(round_half(y) >> 16, HalfVec);
+    if (!half) return store(reinterpret_cast<float *>(data) + at, y, lanes);
+    const HalfVec x = narrow(y);
     if (lanes == LANES)
-      std::memcpy(static_cast<uint16_t *>(data) + at, &x, sizeof x);
+      std::memcpy(data + 2 * at, &x, sizeof x);
     else
-      std::memcpy(static_cast<uint16_t *>(data) + at, &x, 2 * lanes);
+      std::memcpy(data + 2 * at, &x, 2 * lanes);
   }
+
+  // A single number.
+  float read_one(int64_t at) const {
+    if (!half) return reinterpret_cast<const float *>(data)[at];
+    return vec_of(Bits{} + (uint32_t{reinterpret_cast<const uint16_t *>(data)[at]} << 16))[0];
+  }
+
+  void write_one(int64_t at, float y) const {
+    if (!half)
+      reinterpret_cast<float *>(data)[at] = y;
+    else
+      reinterpret_cast<uint16_t *>(data)[at] = narrow(splat(y))[0];
+  }
+
+  // Fetches what will be read; does nothing where nothing is.
+  void prefetch(int64_t at) const { __builtin_prefetch(data + at * (half ? 2 : 4)); }
 
  private:
   __attribute__((noinline)) Vec read_part(int64_t at, int lanes) const {
-    if (!half) return load(static_cast<float *>(data) + at, lanes);
+    if (!half) return load(reinterpret_cast<float *>(data) + at, lanes);
     HalfVec x{};
-    std::memcpy(&x, static_cast<uint16_t *>(data) + at, 2 * lanes);
-    return vec_of(__builtin_convertvector(x, Bits) << 16);
+    std::memcpy(&x, data + 2 * at, 2 * lanes);
+    return widen(x);
   }
 };
 
-#if defined(__AVX512F__)
-bool multiplies_bfloat16() { return __builtin_cpu_supports("avx512bf16"); }
+#if defined(__AVX512BF16__)
+constexpr bool MULTIPLIES_BFLOAT16 = true;
 
 // sum + x y for both halves of each lane.
-WITH_BFLOAT16 inline Vec add_products(Vec sum, Vec x, Vec y) {
-  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
-}
+Vec add_products(Vec sum, Vec x, Vec y) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y); }
 #else
-bool multiplies_bfloat16() { return false; }
+constexpr bool MULTIPLIES_BFLOAT16 = false;
 
-inline Vec add_products(Vec sum, Vec x, Vec y) { return sum + low_half(x) * low_half(y) + high_half(x) * high_half(y); }
+Vec add_products(Vec sum, Vec x, Vec y) { return sum + low_half(x) * low_half(y) + high_half(x) * high_half(y); }
 #endif
 
 }  // namespace

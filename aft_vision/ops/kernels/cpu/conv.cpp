@@ -29,7 +29,7 @@ template <typename Op>
 struct Inputs {
   const Shape &s;
   Table<Op> table;
-  Array q, k, v;
+  Stream q, k, v;
   Mask mask;
   float *e, underflow;
 
@@ -85,21 +85,19 @@ void sum_piece(const Group &g, const Table<Op> &table, const Sources<Op> &x, int
 
 // The channels of a head at a token, of one sequence of a group after another. A vector goes on over the next head's.
 struct Channels {
-  const char *data;
-  int64_t hop;
-  bool half, whole;
+  const Stream x;
+  int64_t start;
+  bool whole;
 
-  Channels(const Array &x, const Group &g, int64_t head, int64_t t)
-      : hop(x.batch), half(x.half), whole((g.head + head) * g.s.per_head + vectors_of(g.s.per_head) <= g.s.channels) {
-    data = x.data + (g.b * x.batch + t * x.token + (g.head + head) * g.s.per_head) * (half ? 2 : 4);
-  }
+  Channels(const Stream &x, const Group &g, int64_t head, int64_t t)
+      : x(x),
+        start(g.b * x.batch + t * x.token + (g.head + head) * g.s.per_head),
+        whole((g.head + head) * g.s.per_head + vectors_of(g.s.per_head) <= g.s.channels) {}
 
-  void prefetch(int64_t image, int64_t distance) const {
-    __builtin_prefetch(data + (image * hop + distance) * (half ? 2 : 4));
-  }
+  void prefetch(int64_t image, int64_t distance) const { x.prefetch(start + image * x.batch + distance); }
 
   Vec read(int64_t image, int64_t c, int64_t width) const {
-    return get(data, image * hop + c, half, whole ? LANES : rest(width, c));
+    return x.read(start + image * x.batch + c, whole ? LANES : rest(width, c));
   }
 };
 
@@ -127,12 +125,12 @@ void enter(const Inputs<Op> &in, const Group &g, int64_t head, int64_t t, float 
 template <typename Op>
 struct Forward {
   const Inputs<Op> &in;
-  const Array &out, &den;
+  const Stream &out, &den;
   Sources<Op> x;
   Rows entering, sums, ratios;
   std::vector<float> fill;
 
-  Forward(const Inputs<Op> &in, const Cut &cut, const Array &out, const Array &den)
+  Forward(const Inputs<Op> &in, const Cut &cut, const Stream &out, const Stream &den)
       : in(in),
         out(out),
         den(den),
@@ -185,14 +183,14 @@ struct Forward {
 template <typename Op>
 struct Backward {
   const Inputs<Op> &in;
-  const Array &grad, &y, &den, &dq, &dk, &dv;
+  const Stream &grad, &y, &den, &dq, &dk, &dv;
   float *d_table;
   Sources<Op> r;
   Outer<Op> outer;
   Rows entering, sums, a, go;
 
-  Backward(const Inputs<Op> &in, const Cut &cut, const Array &grad, const Array &y, const Array &den, const Array &dq,
-           const Array &dk, const Array &dv, float *d_table)
+  Backward(const Inputs<Op> &in, const Cut &cut, const Stream &grad, const Stream &y, const Stream &den, const Stream &dq,
+           const Stream &dk, const Stream &dv, float *d_table)
       : in(in),
         grad(grad),
         y(y),
@@ -244,7 +242,7 @@ struct Backward {
   void spread(const Group &g, int64_t t, int64_t i) {
     for (int64_t image = 0; image < g.images; ++image)
       g.vectors(image, t, [&](const Place &at, int64_t c) {
-        for (const Array *x : {&grad, &y, &in.q}) at.later(NEAR).prefetch(*x);
+        for (const Stream *x : {&grad, &y, &in.q}) at.later(NEAR).prefetch(*x);
         const Spread found(at, grad, y, in.q, dq);
         store(a[i * g.images + image] + c, found.a, LANES);
         store(go[i * g.images + image] + c, found.go, LANES);
@@ -318,8 +316,8 @@ extern "C" {
 // pairs, and the words of a head's table, (2H - 1, 2W - 1) distances with room for a vector behind, pairs those of
 // neighbours. `outside` (h) is the weight beyond the kernel; e (B, T, h) is room. Returns 0 where a denominator is below
 // `underflow`, or NaN.
-int aft_conv_forward(const int64_t *sizes, const void *table, const float *outside, Array q, Array k, Array v,
-                     const bool *mask, float *e, Array out, Array den, float underflow, int threads) {
+int aft_conv_forward(const int64_t *sizes, const void *table, const float *outside, Stream q, Stream k, Stream v,
+                     const bool *mask, float *e, Stream out, Stream den, float underflow, int threads) {
   const Shape s = shape_of(sizes);
   return with_words(sizes[6], table, [&](auto op, const auto *words) {
     typedef decltype(op) Op;
@@ -330,8 +328,8 @@ int aft_conv_forward(const int64_t *sizes, const void *table, const float *outsi
 
 // The gradients of q, unless it is null, k, v and, unless d_table is null, those of the tables: for each thread a part
 // (h, words), which begins with zeros. `table` has the distances from a source to its targets. Returns 0 as above.
-int aft_conv_backward(const int64_t *sizes, const void *table, const float *outside, Array grad, Array y, Array den,
-                      Array q, Array k, Array v, const bool *mask, float *e, Array dq, Array dk, Array dv,
+int aft_conv_backward(const int64_t *sizes, const void *table, const float *outside, Stream grad, Stream y, Stream den,
+                      Stream q, Stream k, Stream v, const bool *mask, float *e, Stream dq, Stream dk, Stream dv,
                       float *d_table, float underflow, int threads) {
   const Shape s = shape_of(sizes);
   return with_words(sizes[6], table, [&](auto op, const auto *words) {

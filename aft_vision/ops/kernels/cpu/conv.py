@@ -21,10 +21,17 @@ from aft_vision.ops.kernels.cpu.product import (
     lanes,
     multiplies_pairs,
     pack_neighbours,
-    readable,
-    writable,
 )
-from aft_vision.ops.kernels.cpu.tensors import array, cast, number, numbers, pointer, room
+from aft_vision.ops.kernels.cpu.tensors import (
+    cast,
+    narrow_neighbours,
+    narrow_output,
+    number,
+    numbers,
+    pointer,
+    room,
+    stream,
+)
 
 
 def covers_conv(
@@ -54,8 +61,8 @@ def conv_forward(
     if depthwise.covers_conv(q, k, v, kernel, grid, mask, global_context):
         return depthwise.conv_forward(q, k, v, kernel, grid, mask, global_context, save)
     out, den = empty_output(q, v), empty_denominator(k, v, save)
-    y = writable(out)
-    inputs, mask_ = [readable(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
+    y = narrow_output(out)
+    inputs, mask_ = [narrow_neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
     table = _Table(kernel, grid, global_context, v)
     words, e = table.words(table.shifts), room(k.shape)
     with record_function('aft_vision::conv_forward'):
@@ -63,11 +70,11 @@ def conv_forward(
             table.sizes(k, v),
             pointer(words),
             pointer(table.outside),
-            *map(array, inputs),
+            *map(stream, inputs),
             pointer(mask_),
             pointer(e),
-            array(y),
-            array(den if save else None),
+            stream(y),
+            stream(den if save else None),
             number(LEAST),
             torch.get_num_threads(),
         )
@@ -92,8 +99,8 @@ def conv_backward(
     """Gradients of q, k, v and kernel."""
     if depthwise.covers_conv(q, k, v, kernel, grid, mask, global_context):
         return depthwise.conv_backward(grad, y, den, q, k, v, kernel, grid, mask, global_context, need_bias)
-    inputs, mask_ = [readable(x) for x in (grad, y, den, q, k, v)], None if mask is None else mask.contiguous()
-    dq, dk, dv = (None if x is None else writable(x.new_empty(x.shape)) for x in (q, k, v))
+    inputs, mask_ = [narrow_neighbours(x) for x in (grad, y, den, q, k, v)], None if mask is None else mask.contiguous()
+    dq, dk, dv = (None if x is None else narrow_output(x.new_empty(x.shape)) for x in (q, k, v))
     table = _Table(kernel, grid, global_context, v)
     words, e = table.words(table.shifts.flip(1, 2)), room(k.shape)
     parts = torch.get_num_threads() if need_bias else 0
@@ -103,10 +110,10 @@ def conv_backward(
             table.sizes(k, v),
             pointer(words),
             pointer(table.outside),
-            *map(array, inputs),
+            *map(stream, inputs),
             pointer(mask_),
             pointer(e),
-            *map(array, (dq, dk, dv)),
+            *map(stream, (dq, dk, dv)),
             pointer(d_table if need_bias else None),
             number(LEAST),
             torch.get_num_threads(),

@@ -22,11 +22,11 @@ struct Shape {
 };
 
 struct Keys {
-  const Array &k, &v;
+  const Stream &k, &v;
   const Mask &mask;
   Vec peak;
 
-  Keys(const Array &k, const Array &v, const Mask &mask, Place at)
+  Keys(const Stream &k, const Stream &v, const Mask &mask, Place at)
       : k(k), v(v), mask(mask), peak(splat(-std::numeric_limits<float>::max())) {
     for (at.t = 0; at.t < mask.tokens; ++at.t) {
       if (!mask.counts(at.b, at.t)) continue;
@@ -85,8 +85,8 @@ void each_sum(const typename Op::Word *weights, int64_t tokens, const Strips<Op>
 }
 
 template <typename Op>
-int forward(const Shape &s, const typename Op::Word *weights, const Array &q, const Array &k, const Array &v,
-            const Mask &mask, const Array &out, const Array &den, float underflow, int threads) {
+int forward(const Shape &s, const typename Op::Word *weights, const Stream &q, const Stream &k, const Stream &v,
+            const Mask &mask, const Stream &out, const Stream &den, float underflow, int threads) {
   int good = 1;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
@@ -160,9 +160,9 @@ struct Outer {
 };
 
 template <typename Op>
-int backward(const Shape &s, const typename Op::Word *weights, const Array &grad, const Array &y, const Array &den,
-             const Array &q, const Array &k, const Array &v, const Mask &mask, const Array &dq, const Array &dk,
-             const Array &dv, float *d_weights, float underflow, int threads) {
+int backward(const Shape &s, const typename Op::Word *weights, const Stream &grad, const Stream &y, const Stream &den,
+             const Stream &q, const Stream &k, const Stream &v, const Mask &mask, const Stream &dq, const Stream &dk,
+             const Stream &dv, float *d_weights, float underflow, int threads) {
   int good = 1;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
@@ -203,7 +203,7 @@ int backward(const Shape &s, const typename Op::Word *weights, const Array &grad
             at.prefetch(v);
             const Place next{at.b, t, at.channel + LANES, 0};
             if (at.channel + at.lanes >= s.channels) return;
-            for (const Array *x : {&grad, &y, &den, &q, &k})
+            for (const Stream *x : {&grad, &y, &den, &q, &k})
               if (x->data) next.prefetch(*x);
           },
           [&](int64_t t, Vec top, Vec bottom) {
@@ -228,19 +228,13 @@ extern "C" {
 int aft_lanes() { return LANES; }
 
 // Whether words of two bfloat16 can be multiplied.
-int aft_has_pairs() {
-#if defined(__AVX512BF16__)
-  return 1;
-#else
-  return 0;
-#endif
-}
+int aft_has_pairs() { return MULTIPLIES_BFLOAT16; }
 
 // y and, unless den is null, the denominators; q and mask may be null. `sizes` are B, T, D and whether words are pairs.
 // `weights` (T / DEPTH, T) has the words of a pair of sources, or of one, for each target. Returns 0 where a denominator
 // is below `underflow`, or NaN.
-int aft_full_forward(const int64_t *sizes, const void *weights, Array q, Array k, Array v, const bool *mask, Array out,
-                     Array den, float underflow, int threads) {
+int aft_full_forward(const int64_t *sizes, const void *weights, Stream q, Stream k, Stream v, const bool *mask, Stream out,
+                     Stream den, float underflow, int threads) {
   const Shape s{sizes[0], sizes[1], sizes[2]};
   return with_words(sizes[3], weights, [&](auto op, const auto *words) {
     return forward<decltype(op)>(s, words, q, k, v, {mask, s.tokens}, out, den, underflow, threads);
@@ -249,8 +243,8 @@ int aft_full_forward(const int64_t *sizes, const void *weights, Array q, Array k
 
 // The gradients of q, unless it is null, k, v and, unless d_weights is null, those of the weights: for each thread a part
 // (T, T in whole vectors), which begins with zeros. `weights` has words of targets for each source. Returns 0 as above.
-int aft_full_backward(const int64_t *sizes, const void *weights, Array grad, Array y, Array den, Array q, Array k, Array v,
-                      const bool *mask, Array dq, Array dk, Array dv, float *d_weights, float underflow, int threads) {
+int aft_full_backward(const int64_t *sizes, const void *weights, Stream grad, Stream y, Stream den, Stream q, Stream k, Stream v,
+                      const bool *mask, Stream dq, Stream dk, Stream dv, float *d_weights, float underflow, int threads) {
   const Shape s{sizes[0], sizes[1], sizes[2]};
   return with_words(sizes[3], weights, [&](auto op, const auto *words) {
     return backward<decltype(op)>(s, words, grad, y, den, q, k, v, {mask, s.tokens}, dq, dk, dv, d_weights, underflow,

@@ -10,8 +10,16 @@ from torch.profiler import record_function
 from aft_vision.ops.eager import full
 from aft_vision.ops.eager.numerics import empty_denominator, empty_output
 from aft_vision.ops.kernels.cpu.build import compiled
-from aft_vision.ops.kernels.cpu.product import LEAST, covers, multiplies_pairs, pack, readable, whole_vectors, writable
-from aft_vision.ops.kernels.cpu.tensors import array, cast, number, numbers, pointer
+from aft_vision.ops.kernels.cpu.product import LEAST, covers, multiplies_pairs, pack, whole_vectors
+from aft_vision.ops.kernels.cpu.tensors import (
+    cast,
+    narrow_neighbours,
+    narrow_output,
+    number,
+    numbers,
+    pointer,
+    stream,
+)
 
 # Of the gradient of the weights, of which each thread sums a part by itself.
 MOST_ELEMENTS = 1 << 27
@@ -27,18 +35,18 @@ def full_forward(
 ) -> tuple[Tensor, Tensor]:
     """y and the denominators (AFT Eq. 2)."""
     out, den = empty_output(q, v), empty_denominator(k, v, save)
-    y = writable(out)
-    inputs, mask_ = [readable(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
+    y = narrow_output(out)
+    inputs, mask_ = [narrow_neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
     pairs = multiplies_pairs(v)
     weights = pack(_exp(bias).t(), pairs)
     with record_function('aft_vision::full_forward'):
         good = compiled().aft_full_forward(
             numbers((*v.shape, pairs)),
             pointer(weights),
-            *map(array, inputs),
+            *map(stream, inputs),
             pointer(mask_),
-            array(y),
-            array(den if save else None),
+            stream(y),
+            stream(den if save else None),
             number(LEAST),
             torch.get_num_threads(),
         )
@@ -59,8 +67,8 @@ def full_backward(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and bias."""
-    inputs, mask_ = [readable(x) for x in (grad, y, den, q, k, v)], None if mask is None else mask.contiguous()
-    dq, dk, dv = (None if x is None else writable(x.new_empty(x.shape)) for x in (q, k, v))
+    inputs, mask_ = [narrow_neighbours(x) for x in (grad, y, den, q, k, v)], None if mask is None else mask.contiguous()
+    dq, dk, dv = (None if x is None else narrow_output(x.new_empty(x.shape)) for x in (q, k, v))
     parts = torch.get_num_threads(), v.shape[1], whole_vectors(v.shape[1])
     d_weights = torch.zeros(parts if need_bias else 0, dtype=torch.float32, device='cpu')
     pairs, exp = multiplies_pairs(v), _exp(bias)
@@ -71,9 +79,9 @@ def full_backward(
             good = compiled().aft_full_backward(
                 numbers((*v.shape, pairs)),
                 pointer(weights),
-                *map(array, inputs),
+                *map(stream, inputs),
                 pointer(mask_),
-                *map(array, (dq, dk, dv)),
+                *map(stream, (dq, dk, dv)),
                 pointer(d_weights if need_bias else None),
                 number(LEAST),
                 torch.get_num_threads(),

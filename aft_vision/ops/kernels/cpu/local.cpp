@@ -125,7 +125,7 @@ extern "C" {
 int aft_local_causal_forward(const int64_t *sizes, Stream q, Stream k, Stream v, const bool *mask, const float *band,
                              Stream out, Stream den, float underflow, int threads) {
   const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
-  const auto run = sizes[5] && multiplies_bfloat16() ? forward<Half> : forward<Single>;
+  const auto run = sizes[5] && MULTIPLIES_BFLOAT16 ? forward<Half> : forward<Single>;
   return run({s, k, v, mask}, band, q, out, den, underflow, threads);
 }
 }

@@ -52,7 +52,7 @@ class Weights {
     for (int64_t i = first; i < window_; i += LANES) {
       const int lanes = std::min<int64_t>(LANES, window_ - i);
       const Vec x = exp_to_the_least(load(in + i, lanes) - peak);
-      Stream{out, 0, 0, P::TERMS > 1}.write(EDGE + i, x, lanes);
+      Stream{reinterpret_cast<char *>(out), 0, 0, P::TERMS > 1}.write(EDGE + i, x, lanes);
     }
   }
 

@@ -36,7 +36,7 @@ __attribute__((noinline)) void multiply_rows(Single, const Vec *x, const Vec *y,
     for (int j = 0; j < SOURCES; ++j) out[i * stride + j] = total(sums[i][j]);
 }
 
-WITH_BFLOAT16 __attribute__((noinline)) void multiply_rows(Half, const Vec *x, const Vec *y, int64_t length,
+__attribute__((noinline)) void multiply_rows(Half, const Vec *x, const Vec *y, int64_t length,
                                                            int64_t row, float *out, int64_t stride) {
   Vec sums[TARGETS][SOURCES] = {};
   for (int64_t n = 0; n < length; ++n)
@@ -270,6 +270,6 @@ int aft_local_causal_backward(const int64_t *sizes, Stream grad, Stream y, Strea
     using P = decltype(products);
     return backward<P>({s, source, {s, band}, grad, y, den, q, dq, dk, dv, dband, underflow}, threads);
   };
-  return sizes[5] && multiplies_bfloat16() ? run(Half{}) : run(Single{});
+  return sizes[5] && MULTIPLIES_BFLOAT16 ? run(Half{}) : run(Single{});
 }
 }

@@ -90,7 +90,7 @@ struct Half {
   }
 
   template <int N>
-  WITH_BFLOAT16 __attribute__((noinline)) static void mix(const Pair *x, const float *weights, int64_t length,
+  __attribute__((noinline)) static void mix(const Pair *x, const float *weights, int64_t length,
                                                           Pair *out) {
     Vec values[N] = {}, keys[N] = {};
     for (int64_t j = 0; j < length; ++j)

@@ -9,10 +9,6 @@
 
 #include "tensor.h"
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
 namespace {
 
 // The sums of so many rows and two strips fill the registers.
@@ -34,26 +30,21 @@ struct Single {
   static Words pack(const Vec *x) { return *x; }
 };
 
-#if defined(__AVX512BF16__)
 struct Pair {
   static constexpr int DEPTH = 2;
   typedef uint32_t Word;
-  typedef WordVec Words;
+  typedef Bits Words;
 
-  static Vec add(Vec sum, Word weight, Words x) {
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(weight - WordVec{}), (__m512bh)x);
-  }
+  static Vec add(Vec sum, Word weight, Words x) { return add_products(sum, vec_of(weight - Bits{}), vec_of(x)); }
 
-  static Words pack(const Vec *x) { return round_half(x[0]) >> 16 | round_half(x[1]); }
+  static Words pack(const Vec *x) { return bits_of(join(x[0], x[1])); }
 };
-#endif
 
 // Calls `f` with the way to multiply and the words.
 template <typename F>
 auto with_words(bool pairs, const void *words, F f) {
-#if defined(__AVX512BF16__)
-  if (pairs) return f(Pair{}, static_cast<const uint32_t *>(words));
-#endif
+  if constexpr (MULTIPLIES_BFLOAT16)
+    if (pairs) return f(Pair{}, static_cast<const uint32_t *>(words));
   return f(Single{}, static_cast<const float *>(words));
 }
 
@@ -128,13 +119,6 @@ void multiply_strips(Product<Op> p, int rows, int64_t strips) {
   }
   if (strips) multiply<Op, ROW, 1>(p, rows);
 }
-
-// GCC knows Clang's name from version 12 on.
-#if defined(__clang__)
-#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
-#else
-#define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, IntVec{__VA_ARGS__})
-#endif
 
 // As many tokens as columns; a row is a vector.
 struct Tile {

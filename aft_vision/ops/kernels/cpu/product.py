@@ -8,27 +8,15 @@ from torch import Tensor
 
 from aft_vision.ops.eager.numerics import UNDERFLOW, accumulate_dtype, product_dtype
 from aft_vision.ops.kernels.cpu.build import compiled, library
-from aft_vision.ops.kernels.cpu.tensors import on_cpu, room, rows
+from aft_vision.ops.kernels.cpu.tensors import on_cpu
 
 LEAST = UNDERFLOW[torch.float32]
-# What the kernels read and write; other types are widened.
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 def covers(q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> bool:
     """Whether the kernels are made for such inputs: a CPU, sums in float32."""
     single = accumulate_dtype(v) == torch.float32
     return single and on_cpu(q, k, v, bias, mask) and v.numel() > 0 and library() is not None
-
-
-def readable(x: Tensor | None) -> Tensor | None:
-    """As the kernels read it."""
-    return rows(x if x is None or x.dtype in DTYPES else x.float())
-
-
-def writable(x: Tensor) -> Tensor:
-    """Room for a result that is to be copied to x; an uninitialised tensor of its type where the kernels write that."""
-    return x if x.dtype in DTYPES else room(x.shape)
 
 
 def multiplies_pairs(v: Tensor) -> bool:

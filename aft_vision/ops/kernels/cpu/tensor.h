@@ -1,66 +1,12 @@
-// Tensors (B, T, n) of float32 or bfloat16 as the kernels are given them, read and written a vector of channels at a time.
+// Places in tensors, of which a vector of channels is read and written at a time, and what is done there.
 
 #pragma once
 
 #include <algorithm>
 
-#include "vector.h"
+#include "bfloat16.h"
 
 namespace {
-
-typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
-typedef uint32_t WordVec __attribute__((vector_size(4 * LANES)));
-
-// One whose channels are neighbours; `half` is whether it is bfloat16.
-struct Array {
-  char *data;
-  int64_t batch, token, half;
-};
-
-// The bits of bfloat16 in the upper half of a word: to the nearest, ties to even; NaN stays NaN.
-WordVec round_half(Vec x) {
-  WordVec bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  const WordVec rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  return (x == x ? rounded : bits | 0x400000) & 0xffff0000;
-}
-
-Vec widen(HalfVec x) {
-  const WordVec bits = __builtin_convertvector(x, WordVec) << 16;
-  Vec wide;
-  std::memcpy(&wide, &bits, sizeof wide);
-  return wide;
-}
-
-float widen_one(uint16_t x) {
-  const uint32_t bits = uint32_t(x) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof wide);
-  return wide;
-}
-
-HalfVec narrow(Vec x) { return __builtin_convertvector(round_half(x) >> 16, HalfVec); }
-
-Vec get(const char *data, int64_t index, bool half, int lanes) {
-  if (!half) return load(reinterpret_cast<const float *>(data) + index, lanes);
-  if (lanes == LANES) {
-    HalfVec whole;
-    std::memcpy(&whole, data + 2 * index, sizeof whole);
-    return widen(whole);
-  }
-  HalfVec x{};
-  std::memcpy(&x, data + 2 * index, 2 * lanes);
-  return widen(x);
-}
-
-void put(char *data, int64_t index, bool half, int lanes, Vec x) {
-  if (!half) return store(reinterpret_cast<float *>(data) + index, x, lanes);
-  const HalfVec y = narrow(x);
-  if (lanes == LANES)
-    std::memcpy(data + 2 * index, &y, sizeof y);
-  else
-    std::memcpy(data + 2 * index, &y, 2 * lanes);
-}
 
 // How many lanes of a vector from `start` are within `size`.
 int rest(int64_t size, int64_t start) { return std::min<int64_t>(LANES, size - start); }
@@ -70,28 +16,19 @@ struct Place {
   int64_t b, t, channel;
   int lanes;
 
-  int64_t index(const Array &x) const { return b * x.batch + t * x.token + channel; }
-
-  Vec read(const Array &x) const { return get(x.data, index(x), x.half, lanes); }
-
-  void write(const Array &x, Vec y) const { put(x.data, index(x), x.half, lanes, y); }
-
-  float read_one(const Array &x) const {
-    if (!x.half) return reinterpret_cast<const float *>(x.data)[index(x)];
-    return widen_one(reinterpret_cast<const uint16_t *>(x.data)[index(x)]);
-  }
-
-  void write_one(const Array &x, float y) const {
-    if (!x.half)
-      reinterpret_cast<float *>(x.data)[index(x)] = y;
-    else
-      reinterpret_cast<uint16_t *>(x.data)[index(x)] = narrow(splat(y))[0];
-  }
+  int64_t index(const Stream &x) const { return b * x.batch + t * x.token + channel; }
 
   Place later(int64_t tokens) const { return {b, t + tokens, channel, lanes}; }
 
-  // To where nothing is does nothing.
-  void prefetch(const Array &x) const { __builtin_prefetch(x.data + index(x) * (x.half ? 2 : 4)); }
+  Vec read(const Stream &x) const { return x.read(index(x), lanes); }
+
+  void write(const Stream &x, Vec y) const { x.write(index(x), y, lanes); }
+
+  float read_one(const Stream &x) const { return x.read_one(index(x)); }
+
+  void write_one(const Stream &x, float y) const { x.write_one(index(x), y); }
+
+  void prefetch(const Stream &x) const { x.prefetch(index(x)); }
 };
 
 IntVec below(int count) {
@@ -132,7 +69,7 @@ struct Mask {
 };
 
 // The ratio behind the gate. One division for both would overflow before the ratio does.
-Vec gated(const Place &at, const Array &q, Vec ratio) {
+Vec gated(const Place &at, const Stream &q, Vec ratio) {
   if (!q.data) return ratio;
   const Vec most = splat(87.0f), negated = -at.read(q);
   return ratio / (1.0f + exp_(negated > most ? most : negated));
@@ -143,7 +80,7 @@ struct Spread {
   Vec a, go;
 
   // Writes the gradient of q.
-  Spread(const Place &at, const Array &grad, const Array &y, const Array &q, const Array &dq) : a(at.read(grad)) {
+  Spread(const Place &at, const Stream &grad, const Stream &y, const Stream &q, const Stream &dq) : a(at.read(grad)) {
     go = a * at.read(y);
     if (!q.data) return;
     const Vec gate = sigmoid(at.read(q));

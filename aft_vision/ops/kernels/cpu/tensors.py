@@ -18,29 +18,6 @@ def tokens(x: Tensor | None) -> Tokens:
     return Tokens(None, 0, 0) if x is None else Tokens(x.data_ptr(), x.stride(0), x.stride(1))
 
 
-class Array(ctypes.Structure):
-    """A (B, T, n) tensor of float32, or bfloat16 where `half`, whose channels are neighbours; null without one."""
-
-    _fields_ = [
-        ('data', ctypes.c_void_p),
-        ('batch', ctypes.c_int64),
-        ('token', ctypes.c_int64),
-        ('half', ctypes.c_int64),
-    ]
-
-
-def array(x: Tensor | None) -> Array:
-    """A tensor in its own type as the kernels take it, which must outlive the call."""
-    if x is None:
-        return Array(None, 0, 0, 0)
-    return Array(x.data_ptr(), x.stride(0), x.stride(1), x.dtype == torch.bfloat16)
-
-
-def rows(x: Tensor | None) -> Tensor | None:
-    """The same, with channels that are neighbours in memory, as a part of a fused projection has them."""
-    return x if x is None or x.stride(2) == 1 else x.contiguous()
-
-
 class Stream(ctypes.Structure):
     """The same of float32 or bfloat16, and which of them it is."""
 
