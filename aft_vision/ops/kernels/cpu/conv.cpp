@@ -45,7 +45,7 @@ struct Inputs {
 template <typename Op>
 void weigh(const Inputs<Op> &in, int threads) {
   const Shape &s = in.s;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(static)
   for (int64_t b = 0; b < s.batch; ++b)
     for (int64_t head = 0; head < s.heads; head += LANES) {
       Place at{b, 0, head, rest(s.heads, head)};
@@ -68,6 +68,7 @@ void sum_piece(const Group &g, const Table<Op> &table, const Sources<Op> &x, int
                float *sums, F f) {
   const Shape &s = g.s;
   const Piece &at = x.piece(piece);
+  float part[ROWS * STRIPS * LANES];
   const int64_t strips = g.strips(), distances = 2 * s.width - 1, first = s.first(row);
   // Neighbours in the table are the targets from the last of the piece to the first.
   const int64_t distance = (s.height - 1 + first - row) * distances + s.width - 1 + at.first * Op::DEPTH -
@@ -75,10 +76,10 @@ void sum_piece(const Group &g, const Table<Op> &table, const Sources<Op> &x, int
   for (int64_t i = 0; i < g.heads; ++i) {
     for (int64_t strip = 0; strip < strips; ++strip)
       store(start + strip * LANES, table.outside[g.head + i] * x.beyond(i, row, piece, strip), LANES);
-    multiply_strips<Op, 1>(
+    multiply_spans<Op, 1>(
         {table.words + (g.head + i) * table.stride + distance, Op::DEPTH, distances, s.stop(row) - first,
          at.stop - at.first, x.data(i, first, at.first), x.strip(), x.row(), start, 0, sums, strips * LANES},
-        at.count, strips);
+        at.count, strips, part);
     for (int j = 0; j < at.count; ++j) f(i, j, sums + (at.count - 1 - j) * strips * LANES);
   }
 }

@@ -101,10 +101,10 @@ def conv_backward(
         return depthwise.conv_backward(grad, y, den, q, k, v, kernel, grid, mask, global_context, need_bias)
     inputs, mask_ = [narrow_neighbours(x) for x in (grad, y, den, q, k, v)], None if mask is None else mask.contiguous()
     dq, dk, dv = (None if x is None else narrow_output(x.new_empty(x.shape)) for x in (q, k, v))
+    threads = torch.get_num_threads()
     table = _Table(kernel, grid, global_context, v)
     words, e = table.words(table.shifts.flip(1, 2)), room(k.shape)
-    parts = torch.get_num_threads() if need_bias else 0
-    d_table = torch.zeros((parts, *words.shape[:2]), dtype=torch.float32, device='cpu')
+    d_table = torch.zeros((threads if need_bias else 0, *words.shape[:2]), dtype=torch.float32, device='cpu')
     with record_function('aft_vision::conv_backward'):
         good = compiled().aft_conv_backward(
             table.sizes(k, v),
@@ -116,7 +116,7 @@ def conv_backward(
             *map(stream, (dq, dk, dv)),
             pointer(d_table if need_bias else None),
             number(LEAST),
-            torch.get_num_threads(),
+            threads,
         )
     if not good:
         return conv.conv_backward(grad, y, den, q, k, v, kernel, grid, mask, global_context, need_bias)
@@ -131,7 +131,7 @@ class _Table:
     def __init__(self, kernel: Tensor, grid: Sequence[int], global_context: bool, v: Tensor) -> None:
         self.weights = conv.ConvWeights(kernel, (grid[0], grid[1]), global_context, v, v.shape[2] // len(kernel))
         self.shifts = conv.shifted_kernel(self.weights.exp, self.weights.grid, self.weights.outside)
-        self.outside = self.weights.outside.contiguous()
+        self.outside = self.weights.outside
         self.pairs = multiplies_pairs(v)
 
     def words(self, shifts: Tensor) -> Tensor:

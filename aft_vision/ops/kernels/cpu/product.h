@@ -120,6 +120,39 @@ void multiply_strips(Product<Op> p, int rows, int64_t strips) {
   if (strips) multiply<Op, ROW, 1>(p, rows);
 }
 
+// So many terms are added up by themselves: one sum of more would lose digits.
+constexpr int64_t SPAN = 512;
+
+// The same in spans of whole runs, or of a part of the only run. `part` is room like that for `out`.
+template <typename Op, int ROW>
+void multiply_spans(Product<Op> p, int rows, int64_t strips, float *part) {
+  const float zero[STRIPS * LANES] = {};
+  const int64_t runs = p.runs > 1 ? std::max<int64_t>(1, SPAN / p.length) : 1, length = p.runs > 1 ? p.length : SPAN;
+  const int64_t count = p.runs > 1 ? (p.runs + runs - 1) / runs : (p.length + length - 1) / length;
+  for (int64_t i = 0; i < count; ++i) {
+    Product<Op> span = p;
+    span.runs = std::min(runs, p.runs - (p.runs > 1 ? i * runs : 0));
+    span.length = std::min(length, p.length - (p.runs > 1 ? 0 : i * length));
+    span.weights += p.runs > 1 ? i * runs * p.run : i * length * p.step;
+    span.x += p.runs > 1 ? i * runs * p.x_run : i * length * LANES;
+    if (!i) {
+      multiply_strips<Op, ROW>(span, rows, strips);
+      continue;
+    }
+    for (int64_t strip = 0; strip < strips; strip += STRIPS) {
+      const int64_t some = std::min<int64_t>(STRIPS, strips - strip);
+      span.start = zero, span.start_row = 0, span.out = part, span.out_row = STRIPS * LANES;
+      multiply_strips<Op, ROW>(span, rows, some);
+      for (int r = 0; r < rows; ++r)
+        for (int64_t n = 0; n < some * LANES; n += LANES) {
+          float *to = p.out + r * p.out_row + strip * LANES + n;
+          store(to, load(to, LANES) + load(part + r * STRIPS * LANES + n, LANES), LANES);
+        }
+      span.x += STRIPS * p.strip;
+    }
+  }
+}
+
 // As many tokens as columns; a row is a vector.
 struct Tile {
   Vec row[LANES] = {};
@@ -154,7 +187,7 @@ struct Tile {
 template <typename T>
 class Room {
  public:
-  explicit Room(int64_t count) : data_(new T[count + LINE / sizeof(T)]) {
+  Room(int64_t count) : data_(new T[count + LINE / sizeof(T)]) {
     const uintptr_t start = reinterpret_cast<uintptr_t>(data_);
     aligned_ = reinterpret_cast<T *>((start + LINE - 1) / LINE * LINE);
   }

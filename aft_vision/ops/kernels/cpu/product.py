@@ -35,14 +35,6 @@ def whole_vectors(count: int) -> int:
     return -(-count // lanes()) * lanes()
 
 
-def pack(weights: Tensor, pairs: bool) -> Tensor:
-    """Weights (terms, rows) as words: each row's own of a term, or of two terms that follow each other."""
-    if not pairs:
-        return weights.float().contiguous()
-    weights = F.pad(weights.to(torch.bfloat16), (0, 0, 0, len(weights) % 2))
-    return weights.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
-
-
 def pack_neighbours(weights: Tensor, pairs: bool) -> Tensor:
     """Weights (n, terms) as words: each of a term, or of a term and the next."""
     if not pairs:

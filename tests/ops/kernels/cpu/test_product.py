@@ -143,9 +143,84 @@ def test_several_threads_equal_float64(three_threads, dtype: torch.dtype):
     q, k, v = make_qkv(B=7, T=35, D=40)
     inputs = {'q': q, 'k': k, 'v': v, 'bias': randn(35, 35, seed=7)}
     assert_matches_reference(ops.aft_full, reference.aft_full, inputs, dtype)
-    k = randn(7, 35, 8, seed=3)
-    inputs = {'q': q, 'k': k, 'v': v, 'kernel': randn(8, 5, 5, seed=7), 'grid': (5, 7)}
-    assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs, dtype)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
+def test_heads_that_are_worked_together_equal_float64(masked: bool, dtype: torch.dtype):
+    # Groups of heads, and of sequences, of which the last are smaller.
+    q, k, v = make_qkv(B=13, T=35, D=42, heads=7)
+    mask = torch.rand(13, 35, generator=generator(3)) > 0.4
+    inputs = {
+        'q': q,
+        'k': k,
+        'v': v,
+        'kernel': randn(7, 5, 5, seed=7),
+        'grid': (5, 7),
+        'mask': mask if masked else None,
+    }
+    before = torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs, dtype)
+        finally:
+            torch.set_num_threads(before)
+
+
+def test_the_digits_of_many_tokens_are_kept():
+    # Thousands of nearly equal terms of one sign.
+    T = 3000
+    q, k, v = (x[..., :9] for x in make_qkv(B=1, T=T, D=9))
+    inputs = {'q': q, 'k': k / 100, 'v': v.abs() + 1, 'bias': randn(T, T, seed=7) / 100}
+    assert_matches_reference(ops.aft_full, reference.aft_full, inputs)
+    inputs = {
+        'q': q,
+        'k': k[..., :3] / 100,
+        'v': v.abs() + 1,
+        'kernel': randn(3, 11, 11, seed=7) / 100,
+        'grid': (50, 60),
+    }
+    assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs)
+
+
+@pytest.mark.parametrize('bias', [True, False], ids=['with bias', 'without'])
+def test_the_gradients_of_parts_of_a_projection_are_those_of_whole_tensors(bias: bool):
+    # Channels of neighbouring heads lie behind each other, and those of other tensors behind them.
+    for op, extra, widths in (
+        (ops.aft_full, {'bias': randn(12, 12, seed=7).float()}, (70, 70, 70)),
+        (ops.aft_conv, {'kernel': randn(7, 5, 5, seed=7).float(), 'grid': (3, 4)}, (70, 7, 70)),
+    ):
+        found = []
+        for name, x in extra.items():
+            extra[name] = x.requires_grad_(bias) if isinstance(x, Tensor) else x
+        for layout in ('parts', 'whole', 'columns'):
+            projection = randn(2, 12, sum(widths), seed=5).float().requires_grad_()
+            parts = projection.split(widths, -1)
+            if layout == 'whole':
+                parts = tuple(x.contiguous() for x in parts)
+            elif layout == 'columns':
+                parts = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts)
+            y = op(*parts, **extra)
+            weight = randn(*y.shape, seed=6).float()
+            leaves = [projection, *(x for x in extra.values() if isinstance(x, Tensor) and bias)]
+            found.append([y, *torch.autograd.grad((y * weight).sum(), leaves)])
+        for each in found[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(each, found[0], strict=True))
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+def test_not_a_number_stays_in_its_head(dtype: torch.dtype):
+    inputs = {
+        name: x.detach() if isinstance(x, Tensor) else x
+        for name, x in single(conv_inputs(7, 70, (3, 4)), dtype).items()
+    }
+    clean = ops.aft_conv(**inputs)
+    inputs['v'][0, 3, 13] = float('nan')
+    y = ops.aft_conv(**inputs)
+    assert y[0, :, 13].isnan().all()
+    others = [i for i in range(70) if i != 13]
+    assert torch.equal(y[..., others], clean[..., others])
 
 
 def test_a_sequence_does_not_depend_on_the_others_in_its_batch():
@@ -164,14 +239,18 @@ def test_a_gradient_of_the_bias_that_needs_too_much_room_is_left_to_torch(monkey
     assert kernels_run(lambda: ops.aft_full(**inputs).sum().backward()) == {'aft_vision::full_forward'}
 
 
-def test_a_call_with_a_lost_denominator_goes_to_torch():
+def test_a_call_with_a_lost_denominator_goes_to_torch(monkeypatch: pytest.MonkeyPatch):
     inputs = single(full_inputs(18, 5))
     inputs['bias'] = inputs['bias'].detach().clone()
     inputs['bias'][5, 0] = -200.0
     inputs['k'] = inputs['k'].detach().clone()
-    inputs['k'][1, 0] = 200.0  # the fifth target alone does not see it
+    inputs['k'][1, 0] = 200.0  # target 5 alone does not see it
+    calls: list[int] = []
+    eager = full.full_forward
+    monkeypatch.setattr(full, 'full_forward', lambda *args: calls.append(1) or eager(*args))
     expected = reference.aft_full(**{n: None if x is None else x.double() for n, x in inputs.items()})
     assert_close(ops.aft_full(**inputs), expected, 1e-4)
+    assert calls == [1]
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
