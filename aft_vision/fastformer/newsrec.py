@@ -57,10 +57,12 @@ class FastformerForNewsRecommendation(FastformerHierarchyModel):
 
         Args:
             source: A folder, or a name on the Hugging Face hub.
-            kwargs: Of `FastformerNewsConfig`; `vocab_size` is that of the language model.
+            kwargs: Of `FastformerNewsConfig`; `vocab_size` is that of the language model, where this has one.
         """
         text_config = AutoConfig.from_pretrained(source)
-        config = FastformerNewsConfig(**{'vocab_size': text_config.vocab_size, **kwargs}, text_config=text_config)
+        if 'vocab_size' not in kwargs and hasattr(text_config, 'vocab_size'):
+            kwargs['vocab_size'] = text_config.vocab_size
+        config = FastformerNewsConfig(**kwargs, text_config=text_config)
         model = cls(config)
         if not isinstance(model.text_encoder, LanguageModelEncoder):
             raise TypeError(f'expected a language model in {source}, got {type(model.text_encoder).__name__}')

@@ -8,7 +8,16 @@ import torch
 from helpers import assert_close, generator, randn
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, BertConfig, BertModel, PreTrainedConfig, T5Config
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    BertConfig,
+    BertModel,
+    CanineConfig,
+    CanineModel,
+    PreTrainedConfig,
+    T5Config,
+)
 
 from aft_vision.fastformer import ENCODERS, FastformerForNewsRecommendation, FastformerNewsConfig
 from aft_vision.fastformer.data.impressions import Behaviors, NewsCollator, Ragged
@@ -131,6 +140,17 @@ def test_a_model_has_the_vocabulary_of_its_language_model(tmp_path):
         tmp_path, vocab_size=VOCAB - 1, hidden_size=C, num_attention_heads=3
     )
     assert stated.config.vocab_size == VOCAB - 1
+
+
+@pytest.mark.parametrize('stated', [{}, {'vocab_size': VOCAB}], ids=['default', 'stated'])
+def test_a_language_model_without_a_vocabulary_encodes_the_news(tmp_path, stated: dict[str, int]):
+    sizes = {name: size for name, size in BERT.items() if name != 'vocab_size'}
+    hashes = dict(num_hash_functions=2, num_hash_buckets=16, local_transformer_stride=4)
+    CanineModel(CanineConfig(**sizes, **hashes)).save_pretrained(tmp_path)
+    model = FastformerForNewsRecommendation.from_text_model(tmp_path, hidden_size=C, num_attention_heads=3, **stated)
+    assert model.config.vocab_size == stated.get('vocab_size', FastformerNewsConfig().vocab_size)
+    texts = make_texts(longest=8)
+    assert model(**texts, history=HISTORY, candidates=CANDIDATES).scores.isfinite().all()
 
 
 @pytest.mark.parametrize('language_model', [BertConfig(**BERT), T5], ids=['bert', 't5'])
