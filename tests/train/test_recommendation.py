@@ -193,7 +193,8 @@ def test_a_language_model_is_fine_tuned_with_its_own_tokenizer(mind, tmp_path):
     tokenizer = train_tokenizer(run.texts())
     small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     torch.manual_seed(5)
-    BertModel(BertConfig(vocab_size=len(tokenizer), **small)).save_pretrained(source)
+    # More rows than words, as published models have them.
+    BertModel(BertConfig(vocab_size=len(tokenizer) + 3, **small)).save_pretrained(source)
     tokenizer.save_pretrained(source)
     run = make_run(mind, tmp_path, f'model.text_model={source}')
     used = run.make_tokenizer()
@@ -205,6 +206,7 @@ def test_a_language_model_is_fine_tuned_with_its_own_tokenizer(mind, tmp_path):
     fastformer.main(arguments(mind, tmp_path / 'run', *more))
     best = FastformerForNewsRecommendation.from_pretrained(tmp_path / 'run' / 'seed_0' / 'best')
     assert best.config.text_config.hidden_size == 8
+    assert best.config.vocab_size == len(best.get_input_embeddings().weight) == len(tokenizer) + 3
     # Training goes on from there, and the language model that it began with may stay in the experiment.
     again = make_run(mind, tmp_path, f'model.text_model={source}', f'run.init_from={tmp_path}/run/seed_0/best')
     weights = again.make_model(again.make_tokenizer(), seed=0).state_dict()

@@ -143,14 +143,16 @@ class RecommendationRun(TextRun):
         """A model with its first weights, and GloVe's embeddings where the experiment names them."""
         data, fields = self.config.data, dict(self.config.model)
         text_model = fields.pop('text_model', None)
+        text_config = None if text_model is None else AutoConfig.from_pretrained(text_model)
         config = text_model_config(
             fields,
             data.max_length,
             FastformerNewsConfig,
-            vocab_size=len(tokenizer),
+            # Of a language model the rows that it has, as in `from_text_model`, which its tokenizer may not fill.
+            vocab_size=getattr(text_config, 'vocab_size', len(tokenizer)),
             pad_token_id=tokenizer.pad_token_id,
             max_behaviors=data.max_behaviors,
-            text_config=None if text_model is None else AutoConfig.from_pretrained(text_model),
+            text_config=text_config,
         )
         # Which form of full attention the baseline Transformer has.
         attention = self.config.run.attention
