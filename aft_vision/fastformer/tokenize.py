@@ -10,7 +10,7 @@ from typing import Any
 
 from nltk.tokenize import NLTKWordTokenizer
 from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTokenizer
-from tokenizers import Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedConfig, PreTrainedTokenizerFast
 
 # In the order of their ids, 0 to 3.
@@ -27,11 +27,14 @@ class TextTokenizer(PreTrainedTokenizerFast):
         return super()._convert_encoding(found, *args, **kwargs)
 
     def _encode_unknown(self, length: int) -> Encoding:
-        """One unknown token, padded to this length."""
-        backend = self.backend_tokenizer
-        splits, backend.encode_special_tokens = backend.encode_special_tokens, False
-        encoding = backend.encode(self.unk_token)
-        backend.encode_special_tokens = splits
+        """One unknown token, padded to this length, or to the multiple that is asked for where the length is 0."""
+        # A template's tokens stand at (0, 0) of the text, of which they are no part.
+        template = processors.TemplateProcessing(
+            single=self.unk_token, special_tokens=[(self.unk_token, self.unk_token_id)]
+        )
+        encoding = template.process(Encoding())
+        multiple = (self.backend_tokenizer.padding or {}).get('pad_to_multiple_of') or 1
+        length = max(length, multiple)
         encoding.pad(length, direction=self.padding_side, pad_id=self.pad_token_id, pad_token=self.pad_token)
         return encoding
 

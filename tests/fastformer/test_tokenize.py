@@ -174,9 +174,21 @@ def test_a_text_without_a_token_is_one_unknown_token_however_it_is_read(tmp_path
     assert padded['input_ids'].tolist() == [[3, *[0] * (len(film) - 1)], film]
     assert padded['attention_mask'].tolist() == [[1, *[0] * (len(film) - 1)], [1] * len(film)]
     assert tokenizer('', padding='max_length', max_length=3)['attention_mask'] == [1, 0, 0]
+    multiple = tokenizer(['', ''], padding=True, pad_to_multiple_of=4)
+    assert multiple == {'input_ids': [[3, 0, 0, 0]] * 2, 'attention_mask': [[1, 0, 0, 0]] * 2}
     # Special tokens are still read as text.
     assert tokenizer('<unk>', add_special_tokens=False)['input_ids'] == tokenizer('<unk>')['input_ids'] != []
     assert len(tokenizer('<unk> film')['input_ids']) > len(tokenizer('film')['input_ids']) + 1
+
+
+def test_the_unknown_token_of_a_text_without_one_is_at_no_place_of_it():
+    tokenizer = train('wordpunct')
+    assert tokenizer('', return_offsets_mapping=True)['offset_mapping'] == [(0, 0)]
+    padded = tokenizer([' ', 'bad film'], padding=True, return_offsets_mapping=True)
+    assert padded['offset_mapping'] == [[(0, 0), (0, 0)], [(0, 3), (4, 8)]]
+    assert padded[0].tokens == ['<unk>', '<pad>']
+    tokenizer.padding_side = 'left'
+    assert tokenizer([' ', 'bad film'], padding=True)['input_ids'][0] == [0, 3]
 
 
 def test_a_pipeline_classifies_an_empty_text_as_training_does():
