@@ -22,23 +22,13 @@ def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
     Raises:
         ValueError: the numbers of the texts differ or are zero.
     """
-    rows = rouge_of_each(predictions, references)
+    rows = _score(predictions, references)
     return {name: sum(row[name] for row in rows) / len(rows) for name in ROUGES}
 
 
 def rouge_of_each(predictions: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:
     """As `rouge`, of every pair."""
-    if len(predictions) != len(references) or not predictions:
-        raise ValueError(
-            f'expected as many predictions as references, at least one, got {len(predictions)} and {len(references)}'
-        )
-    _warn_of_other_letters(references)
-    scorer = RougeScorer(list(ROUGES), use_stemmer=True)
-    rows = []
-    for prediction, reference in zip(predictions, references, strict=True):
-        scores = scorer.score(_one_sentence_a_line(reference), _one_sentence_a_line(prediction))
-        rows.append({name: float(scores[name].fmeasure) for name in ROUGES})
-    return rows
+    return _score(predictions, references)
 
 
 def lead(text: str, sentences: int = 3) -> str:
@@ -59,6 +49,20 @@ def lead(text: str, sentences: int = 3) -> str:
     return '\n'.join(found[:sentences])
 
 
+def _score(predictions: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:
+    if len(predictions) != len(references) or not predictions:
+        raise ValueError(
+            f'expected as many predictions as references, at least one, got {len(predictions)} and {len(references)}'
+        )
+    _warn_of_other_letters(references)
+    scorer = RougeScorer(list(ROUGES), use_stemmer=True)
+    rows = []
+    for prediction, reference in zip(predictions, references, strict=True):
+        scores = scorer.score(_one_sentence_a_line(reference), _one_sentence_a_line(prediction))
+        rows.append({name: float(scores[name].fmeasure) for name in ROUGES})
+    return rows
+
+
 def _warn_of_other_letters(references: Sequence[str]) -> None:
     """Warn where the words of references are nothing that rouge-score counts."""
     others = [text for text in references if any(map(str.isalpha, text)) and not re.search('[a-z]', text.lower())]
@@ -66,7 +70,8 @@ def _warn_of_other_letters(references: Sequence[str]) -> None:
         warnings.warn(
             f'ROUGE counts the letters a to z and digits alone: {len(others)} of {len(references)} references have '
             f'other letters only, such as {others[0]!r:.80}, and their scores say nothing of their words',
-            stacklevel=3,
+            # Whoever called a public function, of which each calls _score.
+            stacklevel=4,
         )
 
 
