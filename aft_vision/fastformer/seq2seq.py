@@ -102,8 +102,9 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
             decoder_attention_mask: (B, P + N), 1 or True where a target token counts, of the P tokens that
                 past_key_values holds too; None: all do. Padding behind a target needs no mask.
             encoder_outputs: what `encoder` returned, instead of the source.
-            past_key_values: what an earlier call with use_cache returned: the tokens so far. Not beside labels, which
-                are of a whole target.
+            past_key_values: what an earlier call with use_cache returned: the tokens so far. Those of this call are
+                added to it in place, with use_cache=False too, as in transformers' models: go on twice from a
+                `copy.deepcopy` of it. Not beside labels, which are of a whole target.
             inputs_embeds: (B, S, embedding_size), instead of input_ids.
             decoder_inputs_embeds: (B, N, embedding_size), instead of decoder_input_ids.
             labels: (B, N), the token behind each of decoder_input_ids; -100 where there is no loss.

@@ -1,5 +1,6 @@
 """The encoder-decoder model: its loss, its cache, what it generates, files, precisions and refusals."""
 
+import copy
 from functools import cache
 from itertools import product
 
@@ -170,6 +171,19 @@ def test_a_past_is_read_where_none_is_asked_for():
     out = model(attention_mask=mask, decoder_input_ids=target[:, 4:], past_key_values=past, use_cache=False)
     assert out.past_key_values is None
     assert_close(out.logits, model(**make_sources(), decoder_input_ids=target).logits[:, 4:], 1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('kind', KINDS, ids=str)
+def test_two_calls_go_on_from_one_past_by_a_copy_of_it(kind: dict[str, object]):
+    model, target = make_model(**kind).double(), make_ids(3, 5, seed=1)
+    past = model(**make_sources(), decoder_input_ids=target[:, :4]).past_key_values
+    rest = dict(attention_mask=make_sources()['attention_mask'], decoder_input_ids=target[:, 4:], use_cache=False)
+    first = model(**rest, past_key_values=copy.deepcopy(past)).logits
+    assert past.get_seq_length() == 4
+    assert torch.equal(model(**rest, past_key_values=past).logits, first)
+    # As in transformers' models, the tokens are added where no cache is returned.
+    assert past.get_seq_length() == 5
 
 
 def test_a_cache_is_empty_again_after_a_reset():
