@@ -145,6 +145,15 @@ def test_one_process_for_several_gpus_is_refused_before_the_folder_is_made(pairs
     assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.parametrize('smoke', ['fastformer', 'summarization'])
+def test_one_process_for_several_gpus_is_refused_without_the_command_line(tmp_path, monkeypatch, smoke):
+    monkeypatch.setattr('torch.cuda.device_count', lambda: 2)
+    config = load_text_config(SMOKE.with_name(f'{smoke}.yaml'), ['run.device=auto'])
+    with pytest.raises(ValueError, match='expected a process for each GPU, got one for 2: start with torchrun'):
+        TASKS[config.task](config, tmp_path / 'run').train(seed=0)
+    assert not (tmp_path / 'run').exists()
+
+
 def test_only_what_is_evaluated_is_tokenized(trained, pairs, monkeypatch):
     folder, summary = trained
     asked, examples = [], ClassificationRun.examples

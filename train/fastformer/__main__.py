@@ -31,7 +31,7 @@ from train.config import save_config
 from train.fastformer.run import RESULT, TextRun
 from train.fastformer.schema import TextConfig
 from train.fastformer.tasks import TASKS, load_text_config
-from train.fastformer.trainer import check_processes, describe, describe_value
+from train.fastformer.trainer import describe, describe_value
 from train.run import find_run_dir, parse_args
 
 CONFIG = 'config.yaml'
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     # Transformers' Trainer joins the processes that torchrun started through the same object.
     processes = PartialState(cpu=config.run.device == 'cpu')
     try:
-        # Also whether a batch can be shared out among the processes.
-        check_processes(run.arguments(folder, config.run.seeds[0]))
+        # Before the folder is made: a batch must go into the processes, and each GPU needs one of its own.
+        run.arguments(folder, config.run.seeds[0])
         if args.eval:
             for source, metrics in evaluate(run).items():
                 found = describe({name: metrics[name] for name in run.metrics if name in metrics})

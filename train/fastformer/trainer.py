@@ -128,7 +128,7 @@ def training_arguments(
         more: That subclass's arguments.
 
     Raises:
-        ValueError: the batch cannot be shared out evenly.
+        ValueError: the batch cannot be shared out evenly, or one process has several GPUs.
     """
     data, optim, schedule, run = config.data, config.optim, config.schedule, config.run
     arguments = kind(
@@ -167,13 +167,14 @@ def training_arguments(
         disable_tqdm=quiet,
         **more,
     )
+    _check_processes(arguments)
     share = config.check_parts(arguments.world_size)
     arguments.per_device_train_batch_size = share
     arguments.per_device_eval_batch_size = data.eval_batch_size or share
     return arguments
 
 
-def check_processes(arguments: TrainingArguments) -> None:
+def _check_processes(arguments: TrainingArguments) -> None:
     """Raise a ValueError unless there is a process for each GPU."""
     if arguments.n_gpu > 1:
         # torch's DataParallel would give each GPU a whole batch, and divide what a batch shares among its examples.
