@@ -471,6 +471,13 @@ def test_what_is_wrong_with_an_experiment_is_named(override, message):
         load_text_config(SMOKE, [override])
 
 
+@pytest.mark.parametrize('smoke', ['fastformer', 'summarization'])
+def test_test_texts_of_another_data_set_than_that_of_the_hub_are_refused(smoke):
+    overrides = ['data.kind=hub', 'data.path=a', 'data.test_path=b', 'data.revision=c']
+    with pytest.raises(ValueError, match=r"data\.test_path to be null for a data set of the hub, got 'b'"):
+        load_text_config(SMOKE.with_name(f'{smoke}.yaml'), overrides)
+
+
 @pytest.mark.parametrize('override', ['data.text_columns=[title]', 'data.label_column=topic'])
 def test_columns_that_a_kind_of_data_has_not_are_named(override):
     with pytest.raises(ValueError, match=rf'{override.partition("=")[0]} to be null but for table, hub, jmars, '):

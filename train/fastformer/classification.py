@@ -25,7 +25,7 @@ from train.fastformer.trainer import TextTrainer
 from train.schema import require
 
 # The kinds of data that these keys are for.
-KINDS = {
+KINDS_OF_KEY = {
     'text_columns': ('table', 'hub', 'jmars', 'mind_topic'),
     'label_column': ('table', 'hub', 'jmars', 'acl_imdb'),
     'bodies': ('mind_topic',),
@@ -44,8 +44,8 @@ class ClassificationData(TextData):
             file with a header or keys), or `hub` (a data set of the Hugging Face hub).
         path: The file or folder, or the name of a data set on the hub. Of `mind_topic` also the folder that holds
             those of train, dev and test.
-        test_path: The file of the test texts, where they have one of their own. None: those of `acl_imdb`, and of a
-            `hub` that has them, come with the data set, others are split off.
+        test_path: The file of the test texts, where they have one of their own; not of `hub`. None: those of
+            `acl_imdb`, and of a `hub` that has them, come with the data set, others are split off.
         hub_config: Of `hub`: its configuration, where it has several.
         revision: Of `hub`: such as `refs/convert/parquet`.
         bodies: Of `mind_topic`: docs.tsv with the bodies of the news; None for title and abstract.
@@ -76,7 +76,10 @@ class ClassificationData(TextData):
         require('data.max_texts', self.max_texts, texts, 'at least 1, or null for all')
         columns = self.text_columns is None or bool(self.text_columns)
         require('data.text_columns', self.text_columns, columns, 'one column or several, or null')
-        for name, kinds in KINDS.items():
+        # It would be read as another data set, with the configuration and revision of this one.
+        own = self.test_path is None or self.kind != 'hub'
+        require('data.test_path', self.test_path, own, 'null for a data set of the hub')
+        for name, kinds in KINDS_OF_KEY.items():
             value = getattr(self, name)
             require(f'data.{name}', value, value is None or self.kind in kinds, f'null but for {", ".join(kinds)}')
 
@@ -169,7 +172,8 @@ def read_splits(data: ClassificationData) -> DatasetDict:
     """The parts `train`, `validation` and `test`, with columns `text` and `label`.
 
     Raises:
-        ValueError: a file is not there, damaged or of another layout, or training and test texts have other classes.
+        ValueError: a file is not there, damaged or of another layout; a validation or test part that comes with the
+            data set, or has a file of its own, has other classes than the training texts.
     """
     train = read_texts(data, data.path, sample=data.max_texts, seed=data.split_seed)
     names = train.features['label'].names
@@ -192,14 +196,12 @@ def read_splits(data: ClassificationData) -> DatasetDict:
 
 def own_parts(data: ClassificationData) -> dict[str, tuple[str, dict[str, str]]]:
     """The parts that texts of training are not drawn for: where they are, and what their reader takes."""
-    path = data.test_path or data.path
     if data.kind == 'acl_imdb':
-        return {'test': (path, {'split': 'test'})}
+        return {'test': (data.test_path or data.path, {'split': 'test'})}
     if data.kind != 'hub':
-        return {} if data.test_path is None else {'test': (path, {})}
-    splits = set(hub_splits(data.path, data.hub_config, data.revision)) | ({'test'} if data.test_path else set())
-    paths = {'validation': data.path, 'test': path}
-    return {part: (path, {'split': part}) for part, path in paths.items() if part in splits}
+        return {} if data.test_path is None else {'test': (data.test_path, {})}
+    splits = hub_splits(data.path, data.hub_config, data.revision)
+    return {part: (data.path, {'split': part}) for part in ('validation', 'test') if part in splits}
 
 
 def read_texts(data: ClassificationData, path: str, **options: Any) -> Dataset:
