@@ -159,7 +159,8 @@ class UserEncoder(nn.Module):
 class FastformerHierarchyModel(FastformerPreTrainedModel):
     """What the models of users have in common: their embedding of tokens is that of the text encoder.
 
-    A subclass makes the encoders, in an order that its first weights depend on.
+    A subclass makes the encoders itself: the order in which they are made fixes the random first weights, which a seed
+    then gives again.
     """
 
     config_class = FastformerHierarchyConfig

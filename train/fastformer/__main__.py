@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     # Transformers' Trainer joins the processes that torchrun started through the same object.
     processes = PartialState(cpu=config.run.device == 'cpu')
     try:
-        # Before the folder is made: a batch must go into the processes, and each GPU needs one of its own.
+        # Before the folder is made, this refuses a batch that cannot be shared out, or one process for several GPUs.
         run.arguments(folder, config.run.seeds[0])
         if args.eval:
             for source, metrics in evaluate(run).items():

@@ -19,9 +19,9 @@ from aft_vision.fastformer.data.splits import FRACTIONS
 from aft_vision.fastformer.data.table import check_text, draw_rows, drop_missing_values, read_records
 
 CNN_DAILYMAIL = dict(name='abisee/cnn_dailymail', config='3.0.0', text='article', summary='highlights')
+PUBMED = dict(name='ccdv/pubmed-summarization', config='document', text='article', summary='abstract')
 # Names of other splits that an error gives at most.
 SHOWN_SPLITS = 5
-PUBMED = dict(name='ccdv/pubmed-summarization', config='document', text='article', summary='abstract')
 
 
 def read_summaries(

@@ -189,7 +189,7 @@ def drop_missing_values(records: Iterable[Record], columns: Sequence[str]) -> It
     """Leave out records in which a column is absent or null.
 
     Raises:
-        ValueError: no record has one of the columns, whose name then is another; names the first record.
+        ValueError: a column is in no record at all, as where its name is misspelt; the message names the first record.
     """
     first: Record | None = None
     unseen = set(columns)
