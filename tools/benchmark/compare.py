@@ -123,9 +123,8 @@ def compare(
             ready, eager = _prepare(candidates, learns, device, dtype)
             calls = {name: each.call for name, each in ready.items()}
             eager |= _time_what_runs(calls, device, rounds, progress, baselines)
-            for name, each in ready.items() if learns else ():
-                if 'error' not in eager[name]:
-                    eager[name]['saved_bytes'] = saved_memory(each.forward, each.leave_out)
+            for name in [name for name in ready if learns and 'error' not in eager[name]]:
+                eager[name] = _with_saved(eager[name], ready[name])
             sensible = [each.name for each in candidates if each.compiles and 'error' not in eager[each.name]]
             makers = {name: ready[name].make for name in sensible}
             found = time_compiled(makers, device, rounds, progress, baselines) if compiled else {}
@@ -256,6 +255,15 @@ def _prepare(
         except Exception as error:
             failed[each.name] = {'error': describe_error(error)}
     return ready, failed
+
+
+def _with_saved(figures: dict[str, Any], ready: _Ready) -> dict[str, Any]:
+    # With what is kept for the backward, or `error` alone: to find it takes one more forward, which may fail too.
+    try:
+        return {**figures, 'saved_bytes': saved_memory(ready.forward, ready.leave_out)}
+    # As above.
+    except Exception as error:
+        return {'error': describe_error(error)}
 
 
 def _time_what_runs(
