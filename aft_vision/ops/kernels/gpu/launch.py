@@ -37,6 +37,8 @@ ELEMENTS = 1 << 30
 _lock = threading.RLock()
 # Why Triton does not run on a device, in one line, or None; of those where it was tried.
 _failures: dict[torch.device, str | None] = {}
+# Devices where it was said to fail.
+_logged: set[torch.device] = set()
 
 
 def can_run(inputs: Sequence[Any]) -> bool:
@@ -75,16 +77,22 @@ def _device(inputs: Sequence[Any]) -> torch.device:
 def failure(device: torch.device) -> str | None:
     """Why Triton cannot compile for a CUDA device and run there, in one line; None where it can.
 
-    A kernel is tried once for each device; a failure is logged. While a CUDA graph is captured it is only compiled, and
-    tried once nothing is captured.
+    A kernel is tried once for each device, and its first failure is logged. While a CUDA graph is captured it is only
+    compiled, and tried once nothing is captured, also where it failed: the capture itself may have been the cause.
     """
     with _lock:
-        if device.type == 'cuda' and device not in _failures:
-            capturing = is_capturing()
-            reason = _find_failure(device, _compile_kernel if capturing else _try_kernel)
-            if reason is not None or not capturing:
-                _failures[device] = reason
-        return _failures.get(device)
+        if device.type != 'cuda' or device in _failures:
+            return _failures.get(device)
+        capturing = is_capturing()
+        reason = _find_failure(device, _compile_kernel if capturing else _try_kernel)
+        if not capturing:
+            _failures[device] = reason
+        if reason is not None and device not in _logged:
+            _logged.add(device)
+            _logger.warning(
+                'Triton cannot compile for %s, so AFT runs there in the slower torch forms: %s', device, reason
+            )
+        return reason
 
 
 def _find_failure(device: torch.device, attempt: Callable[[torch.device], None]) -> str | None:
@@ -92,9 +100,7 @@ def _find_failure(device: torch.device, attempt: Callable[[torch.device], None])
         attempt(device)
     # Without a C compiler, ptxas or a driver that fits it, each part of Triton fails in its own way.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        _logger.warning('Triton cannot compile for %s, so AFT runs there in the slower torch forms: %s', device, reason)
-        return reason
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None
 
 

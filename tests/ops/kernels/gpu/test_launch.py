@@ -69,6 +69,11 @@ def test_float64_takes_eager_and_says_so_once_if_triton_was_asked_for(triton_dev
         assert torch.equal(ops.aft_simple(*inputs), y)
 
 
+def forget_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, '_failures', {})
+    monkeypatch.setattr(launch, '_logged', set())
+
+
 def break_triton(device: torch.device) -> None:
     raise RuntimeError('Failed to find C compiler.\nPlease specify it via CC.')
 
@@ -77,7 +82,7 @@ def test_a_device_that_triton_cannot_compile_for_is_tried_once_and_said_in_one_l
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     tried = []
-    monkeypatch.setattr(launch, '_failures', {})
+    forget_failures(monkeypatch)
     monkeypatch.setattr(launch, '_try_kernel', lambda device: (tried.append(device), break_triton(device)))
     device, other = torch.device('cuda', 0), torch.device('cuda', 1)
     with caplog.at_level(logging.WARNING):
@@ -121,14 +126,15 @@ def test_what_triton_cannot_compile_is_known_while_a_graph_is_captured(
         compiled.append((args, grid))
         break_triton(torch.device('cuda', 0))
 
-    monkeypatch.setattr(launch, '_failures', {})
+    forget_failures(monkeypatch)
     monkeypatch.setattr(torch.cuda, 'device', lambda device: nullcontext())
     monkeypatch.setattr(trial, 'trial_kernel', SimpleNamespace(warmup=compile_first))
     capture(monkeypatch, True)
     with caplog.at_level(logging.WARNING):
         found = [launch.failure(torch.device('cuda', 0)) for _ in range(3)]
     assert found == ['Failed to find C compiler.'] * 3
-    assert compiled == [((torch.float32,), (1,))]
+    # Tried anew each time, and said once.
+    assert compiled == [((torch.float32,), (1,))] * 3
     assert [record.getMessage() for record in caplog.records if record.name == launch.__name__] == [
         'Triton cannot compile for cuda:0, so AFT runs there in the slower torch forms: Failed to find C compiler.'
     ]
@@ -136,7 +142,7 @@ def test_what_triton_cannot_compile_is_known_while_a_graph_is_captured(
 
 def test_nothing_runs_for_trial_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch):
     compiled = []
-    monkeypatch.setattr(launch, '_failures', {})
+    forget_failures(monkeypatch)
     monkeypatch.setattr(launch, '_try_kernel', break_triton)
     monkeypatch.setattr(launch, '_compile_kernel', compiled.append)
     capture(monkeypatch, True)
@@ -145,6 +151,25 @@ def test_nothing_runs_for_trial_while_a_graph_is_captured(monkeypatch: pytest.Mo
     capture(monkeypatch, False)
     assert launch.failure(torch.device('cuda', 0)) == 'Failed to find C compiler.'
     assert len(compiled) == 1
+
+
+def test_what_fails_in_a_capture_is_tried_again_after_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    tried, device = [], torch.device('cuda', 0)
+    forget_failures(monkeypatch)
+    monkeypatch.setattr(launch, '_compile_kernel', break_triton)
+    monkeypatch.setattr(launch, '_try_kernel', tried.append)
+    with caplog.at_level(logging.WARNING):
+        capture(monkeypatch, True)
+        assert launch.failure(device) == 'Failed to find C compiler.'
+        capture(monkeypatch, False)
+        assert [launch.failure(device) for _ in range(2)] == [None, None]
+        # What is known is known in a capture too.
+        capture(monkeypatch, True)
+        assert launch.failure(device) is None
+    assert tried == [device]
+    assert len([record for record in caplog.records if record.name == launch.__name__]) == 1
 
 
 @pytest.mark.parametrize('capturing', [True, False])
