@@ -11,7 +11,8 @@ smallest to the largest over the sizes; with --each, every size has a line.
 
 Operations have a batch of 32 (--batch-size) without a mask: AFT-full 197 tokens of 384 channels, AFT-conv, AFT-simple
 and the one offset a head 14 x 14 tokens, a head per channel where there are heads. Causal ones have 2 sequences of 3072
-tokens of 256 channels, AFT-local windows of 32 and of 256. A kernel knows which of its sizes are 1 or divisible by 16.
+tokens of 256 channels, AFT-local windows of 32 and of 256. A kernel knows which of its sizes are 1 or divisible by 16,
+so the figures change with --batch-size.
 """
 
 import argparse
@@ -32,12 +33,8 @@ GRID, KERNEL_SIZE = (14, 14), 11
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Print a line for each kernel, and write all figures as JSON if wanted.
-
-    Returns:
-        For each kernel and size of tiles `operation`, `kernel`, `tiles`, `warps`, `registers`, `spilled`, `shared`.
-    """
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog='python -m tools.kernel_resources',
         description=__doc__,
@@ -46,10 +43,22 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument('--capability', type=_capability, default=(9, 0), help='compute capability (default: 9.0)')
     parser.add_argument('--dtype', choices=PRECISIONS, default='bfloat16', help='of q, k and v (default: bfloat16)')
     parser.add_argument('--operations', nargs='+', choices=OPERATIONS, default=[*OPERATIONS], help='(default: all)')
-    parser.add_argument('--batch-size', type=int, metavar='B', help='(default: 32, and 2 of the causal ones)')
+    parser.add_argument('--batch-size', type=_batch_size, metavar='B', help='(default: 32, and 2 of the causal ones)')
     parser.add_argument('--each', action='store_true', help='a line for each size of tiles')
     parser.add_argument('--json', type=Path, metavar='FILE', help='also write the figures here')
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Print a line for each kernel, and write all figures as JSON if wanted.
+
+    Returns:
+        For each kernel and size of tiles `operation`, `kernel`, `tiles`, `warps`, `registers`, `spilled`, `shared`.
+
+    Raises:
+        As `measure_operation`.
+    """
+    args = parse_args(argv)
     found = []
     for name in args.operations:
         dtype = PRECISIONS[args.dtype] or torch.float32
@@ -77,8 +86,14 @@ def measure_operation(
     Raises:
         ValueError: kernels run in Triton's interpreter.
         RuntimeError: Triton cannot compile.
+        ImportError: Triton is not installed.
     """
-    from aft_vision.ops.kernels.gpu.resources import measure_resources, recording
+    try:
+        from aft_vision.ops.kernels.gpu.resources import measure_resources, recording
+    except ModuleNotFoundError as error:
+        if error.name != 'triton':
+            raise
+        raise ImportError('expected Triton, which compiles the kernels: pip install triton') from error
 
     operation = OPERATIONS[name]
     with recording() as launches:
@@ -86,10 +101,9 @@ def measure_operation(
     found: dict[str, dict[str, Any]] = {}
     for each in tqdm(launches, desc=name, leave=False, disable=not sys.stderr.isatty()):
         for row in measure_resources(each, capability):
-            # A kernel that is launched twice, such as a scan of both directions, has constants of its own.
-            found.setdefault(
-                str((row.kernel, row.tiles, row.warps, each.constants)), {'operation': name, **row._asdict()}
-            )
+            # A kernel that is launched twice, such as a scan of both directions, has a row for each code that it has.
+            figures = row._asdict()
+            found.setdefault(figures.pop('code'), {'operation': name, **figures})
     return list(found.values())
 
 
@@ -118,6 +132,12 @@ def _range(values: Sequence[int]) -> str:
     return str(low) if low == high else f'{low} to {high}'
 
 
+def _batch_size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'expected a batch size from 1, got {text!r}')
+    return int(text)
+
+
 def _capability(text: str) -> tuple[int, int]:
     major, _, minor = text.partition('.')
     if not (major.isdecimal() and minor.isdecimal()):
@@ -138,7 +158,7 @@ class Operation(NamedTuple):
 
     def draw(self, dtype: torch.dtype, batch_size: int | None = None) -> QKV:
         """q, k and v, which have shapes and types and no values."""
-        shape = (batch_size or self.shape[0], *self.shape[1:])
+        shape = (self.shape[0] if batch_size is None else batch_size, *self.shape[1:])
         q, k, v = (torch.empty(shape, dtype=dtype, device='meta') for _ in 'qkv')
         return q, k, v
 

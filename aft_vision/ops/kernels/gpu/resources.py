@@ -39,6 +39,7 @@ class Resources(NamedTuple):
         registers: Of a thread.
         spilled: Bytes of a thread that are stored for lack of registers.
         shared: Bytes of shared memory of a program.
+        code: Of two launches it is one if their code is: the kernel, its constants, and what is known of its arguments.
     """
 
     kernel: str
@@ -47,6 +48,7 @@ class Resources(NamedTuple):
     registers: int
     spilled: int
     shared: int
+    code: str
 
 
 @contextlib.contextmanager
@@ -91,6 +93,7 @@ def measure_resources(launch: Launch, capability: tuple[int, int]) -> list[Resou
                     registers=_figure(r'Used (\d+) registers', log),
                     spilled=_figure(r'(\d+) bytes spill stores', log),
                     shared=compiled.metadata.shared,
+                    code=compiled.hash,
                 )
             )
     return found
