@@ -73,6 +73,20 @@ STAND_INS = {
 }
 # What looks like a key and is the name of a file.
 NO_KEYS = ('data.json',)
+# The experiments that a document is about, where these are not all.
+TEXTS = {name: task.schema for name, task in TASKS.items()}
+SCHEMAS: dict[str, tuple[Any, ...]] = {
+    'README.md': (Config, TEXTS['classification']),
+    'autoregressive.md': (PixelConfig, CharConfig),
+    'fastformer.md': (TEXTS['classification'],),
+    'fastformer_conversion.md': (TEXTS['conversion'],),
+    'fastformer_data.md': (TEXTS['classification'],),
+    'fastformer_recommendation.md': (TEXTS['recommendation'],),
+    'fastformer_summarization.md': (TEXTS['summarization'],),
+    'resolution.md': (Config,),
+    'training.md': (Config,),
+}
+EVERY_SCHEMA = (Config, PixelConfig, CharConfig, *TEXTS.values())
 SEQUENCES: dict[str, Any] = {'train.pixel': PixelConfig, 'train.char': CharConfig}
 
 
@@ -258,15 +272,16 @@ def test_the_commands_and_keys_that_the_text_names_exist(name):
     for module in modules:
         if re.match(r'(tools|train)\.\w', module):
             assert inspect.isfunction(main_module(module).main)
+    known = keys_of_experiments(SCHEMAS.get(name, EVERY_SCHEMA))
     for section, key in re.findall(r'`(data|optim|schedule|run|generate|ema|augment|distill)\.(\w+)(?:=[^`]*)?`', text):
-        assert f'{section}.{key}' in NO_KEYS or key in keys_of_experiments()[section], f'{section}.{key}'
+        assert f'{section}.{key}' in NO_KEYS or key in known.get(section, ()), f'{section}.{key}'
 
 
 @cache
-def keys_of_experiments() -> dict[str, set[str]]:
-    """The keys of each section of the experiments of any kind."""
+def keys_of_experiments(schemas: tuple[Any, ...]) -> dict[str, set[str]]:
+    """The keys of each section of the experiments of these kinds."""
     found: dict[str, set[str]] = {}
-    for schema in (Config, PixelConfig, CharConfig, *(task.schema for task in TASKS.values())):
+    for schema in schemas:
         for section in fields(schema):
             value = getattr(schema(), section.name)
             if is_dataclass(value):
