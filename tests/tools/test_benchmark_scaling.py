@@ -8,7 +8,8 @@ import torch
 from aft_vision.visualize import new_figure
 from tools.benchmark import scaling
 from tools.benchmark.__main__ import main
-from tools.benchmark.scaling import Limit, Spent, fit_exponent, fit_scaling, format_scaling, measure_scaling
+from tools.benchmark.curves import draw_curves, fit_exponent, fit_scaling, format_scaling
+from tools.benchmark.scaling import Limit, Spent, measure_scaling
 
 CPU = torch.device('cpu')
 
@@ -114,7 +115,7 @@ def test_a_curve_that_lies_on_another_is_seen():
         for tokens in (8, 16, 32)
     ]
     axes = new_figure(4, 4).subplots()
-    scaling.draw_curves(axes, rows, fit_scaling(rows), 'peak_bytes', 'peak')
+    draw_curves(axes, rows, fit_scaling(rows), 'peak_bytes', 'peak')
     first, second = axes.get_lines()
     assert list(first.get_ydata()) == list(second.get_ydata()) == [8, 16, 32]
     assert first.get_linestyle() != second.get_linestyle()

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from tools.benchmark import (
     classifiers,
     conversion,
+    curves,
     decode,
     fastformer,
     goals,
@@ -91,13 +92,13 @@ def run_scaling(args: argparse.Namespace, device: torch.device) -> Report:
     rows, stops = scaling.measure_scaling(
         args.scaling or scaling.TOKENS, limit, device, args.dtype, args.rounds, args.training, show_progress()
     )
-    fits = scaling.fit_scaling(rows)
+    fits = curves.fit_scaling(rows)
     direction = 'forward and backward' if args.training else 'forward'
     head = (
         f'{direction}, batch of 1, d = {scaling.DIM}, {scaling.HEADS} heads of attention; exponents of the upper half'
     )
-    text = f'{head}\n{scaling.format_scaling(rows, fits, stops)}'
-    return Report({'rows': rows, 'fits': fits, 'stops': stops}, text, partial(scaling.plot_scaling, rows, fits, head))
+    text = f'{head}\n{curves.format_scaling(rows, fits, stops)}'
+    return Report({'rows': rows, 'fits': fits, 'stops': stops}, text, partial(curves.plot_scaling, rows, fits, head))
 
 
 def run_fastformer(args: argparse.Namespace, device: torch.device) -> Report:
