@@ -5,15 +5,16 @@ import torch
 import torch.nn.functional as F
 from helpers import randn
 
-from tools.benchmark import classifiers, compare, sections
+from tools.benchmark import classifiers, compare, sections, times
 from tools.benchmark.__main__ import main
 from tools.benchmark.classifiers import format_classifiers, measure_classifiers
 from tools.benchmark.columns import format_comparison
-from tools.benchmark.compare import PAPER_BASELINE, Candidate, Prepared, math_attention, time_compiled
+from tools.benchmark.compare import PAPER_BASELINE, Candidate, Prepared, math_attention
 from tools.benchmark.layers import make_layer_groups
 from tools.benchmark.memory import peak_memory
 from tools.benchmark.models import check_model
 from tools.benchmark.operations import depthwise, make_groups
+from tools.benchmark.times import time_compiled
 
 CPU = torch.device('cpu')
 TINY = dict(dim=96, grid=(3, 3), tokens=40)
@@ -90,13 +91,13 @@ def test_the_saved_bytes_are_what_a_backward_needs():
 
 
 def test_calls_are_compared_with_their_own_baselines(monkeypatch):
-    monkeypatch.setattr(compare, 'time_rounds', lambda *args, **kwargs: [[8.0, 8.0], [4.0, 6.0], [2.0, 1.0]])
+    monkeypatch.setattr(times, 'time_rounds', lambda *args, **kwargs: [[8.0, 8.0], [4.0, 6.0], [2.0, 1.0]])
     calls = dict.fromkeys('abc', list)
-    found = compare.time_calls(calls, CPU, 2, baselines={'a': 'a', 'b': 'gone', 'c': 'b'})
+    found = times.time_calls(calls, CPU, 2, baselines={'a': 'a', 'b': 'gone', 'c': 'b'})
     assert [found[name]['ratio'] for name in 'abc'] == [1.0, None, 4.0]
     assert [found[name]['ratio_quartiles'] for name in 'abc'] == [(1.0, 1.0), None, (3.0, 5.0)]
     assert [found[name]['milliseconds'] for name in 'abc'] == [8000.0, 5000.0, 1500.0]
-    assert compare.time_calls(calls, CPU, 2)['c']['ratio'] == 6.0
+    assert times.time_calls(calls, CPU, 2)['c']['ratio'] == 6.0
 
 
 def test_what_is_given_is_not_kept_for_the_backward():
@@ -221,9 +222,9 @@ class Exhausting(torch.nn.Linear):
 # 7 are one for the shape of the gradient, 4 that are timed and 2 for the peak: none is left for what is kept.
 @pytest.mark.parametrize('calls', [0, 1, 3, 6, 7])
 def test_a_model_that_runs_out_of_memory_after_it_was_tried_loses_its_row_alone(calls, monkeypatch):
-    tried, kept, time_rounds, saved_memory = [], [], compare.time_rounds, compare.saved_memory
+    tried, kept, time_rounds, saved_memory = [], [], times.time_rounds, compare.saved_memory
     # Each is called once to warm up, once to say how often it is repeated, and once a round.
-    monkeypatch.setattr(compare, 'time_rounds', lambda *args, **more: time_rounds(*args, **more, least_seconds=0.0))
+    monkeypatch.setattr(times, 'time_rounds', lambda *args, **more: time_rounds(*args, **more, least_seconds=0.0))
     monkeypatch.setattr(compare, 'saved_memory', lambda *args: (kept.append(1), saved_memory(*args))[1])
 
     def create(name, size, device, training=False, **kwargs):

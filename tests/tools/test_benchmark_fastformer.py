@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tools.benchmark import compare, fastformer, scaling
+from tools.benchmark import fastformer, scaling, times
 from tools.benchmark.__main__ import main
 from tools.benchmark.fastformer import BASELINE, MATERIALISED, Size, create_classifier, measure_fastformer
 from tools.benchmark.scaling import Limit
@@ -19,7 +19,7 @@ SHRINK = ['--total-tokens', '32', '--dim', '16', '--heads', '2', '--depth', '1',
 
 def test_every_encoder_is_measured_drawn_and_written(tmp_path, capsys, monkeypatch):
     # The meter takes a quarter of a second a call; a test below has the true one.
-    monkeypatch.setattr(compare, 'peak_memory', lambda call, device: 2**20)
+    monkeypatch.setattr(times, 'peak_memory', lambda call, device: 2**20)
     files = ['--png', str(tmp_path / 'curves.png'), '--json', str(tmp_path / 'figures.json')]
     main(['--fastformer', '32', '16', *SHRINK, *files])
     written = json.loads((tmp_path / 'figures.json').read_text())
@@ -97,7 +97,7 @@ def test_an_encoder_that_a_device_has_no_memory_for_stops_alone(monkeypatch):
         return create(name, tokens, size)
 
     monkeypatch.setattr(fastformer, 'create_classifier', fail)
-    monkeypatch.setattr(compare, 'peak_memory', lambda call, device: 2**20)
+    monkeypatch.setattr(times, 'peak_memory', lambda call, device: 2**20)
     found = measure_fastformer([16, 32], 32, NO_LIMIT, CPU, 'float32', 1, models=[BASELINE, MATERIALISED], size=SMALL)
     assert [(stop['operation'], stop['before']) for stop in found['stops']] == 2 * [(MATERIALISED, 32)]
     assert 'no memory left' in found['stops'][0]['reason']

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tools.benchmark.columns import format_comparison
-from tools.benchmark.compare import PAPER_BASELINE, Candidate, Prepared, compare, describe_error, too_large
+from tools.benchmark.compare import PAPER_BASELINE, Candidate, Prepared, compare, too_large
 from tools.benchmark.models import check_model, create_classifier
+from tools.benchmark.times import describe_error
 from tools.machine import autocast
 
 BASELINE = 'deit_small_patch16_224'

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from aft_vision.timing import time_latency
-from tools.benchmark.compare import Call
 from tools.benchmark.fastformer import BASELINE, MATERIALISED, encoder_names
 from tools.benchmark.memory import peak_memory
+from tools.benchmark.times import Call
 from tools.machine import autocast
 
 BEHAVIORS = (50, 100, 200, 500, 1000)

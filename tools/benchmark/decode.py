@@ -14,7 +14,7 @@ from aft_vision.layers import KeyValueState
 from aft_vision.models import DecoderState, create_decoder
 from aft_vision.models.autoregressive import AFTDecoder
 from aft_vision.timing import compare_rounds, time_rounds
-from tools.benchmark.compare import describe_error, fresh_compiler
+from tools.benchmark.times import describe_error, fresh_compiler
 
 # The Transformer, which the others are compared to, comes first.
 MODELS = ('transformer_pixel', 'aft_local_pixel', 'aft_simple_pixel')

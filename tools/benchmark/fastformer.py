@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from aft_vision.visualize import new_figure
-from tools.benchmark.compare import DIRECTIONS, Call
+from tools.benchmark.compare import DIRECTIONS
 from tools.benchmark.curves import draw_curves, fit_scaling, format_scaling
 from tools.benchmark.scaling import Limit, Shape, ascending_lengths, measure_until
+from tools.benchmark.times import Call
 from tools.machine import autocast
 
 BASELINE = 'transformer'

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from aft_vision.layers import AFTConv
 from aft_vision.timing import time_interleaved
-from tools.benchmark.compare import DIRECTIONS, Call, materialised, too_large, with_backward
+from tools.benchmark.compare import DIRECTIONS, materialised, too_large, with_backward
 from tools.benchmark.decode import measure_decode
 from tools.benchmark.goals import Figure
 from tools.benchmark.kernel_time import time_kernels
@@ -21,6 +21,7 @@ from tools.benchmark.memory import peak_memory, saved_memory
 from tools.benchmark.models import materialise_attention
 from tools.benchmark.onehot import Shape, measure_onehot
 from tools.benchmark.operations import CPU, KERNEL_SIZE, Operation
+from tools.benchmark.times import Call
 from tools.machine import autocast, free_memory
 
 Measure = Callable[[int], Figure]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from tools.benchmark.compare import describe_error
+from tools.benchmark.times import describe_error
 
 
 class Figure(NamedTuple):

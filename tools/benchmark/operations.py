@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aft_vision import ops
-from tools.benchmark.compare import PAPER_BASELINE, Call, Candidate, Prepared, compare, materialised, with_backward
+from tools.benchmark.compare import PAPER_BASELINE, Candidate, Prepared, compare, materialised, with_backward
+from tools.benchmark.times import Call
 from tools.machine import PRECISIONS
 
 CPU = torch.device('cpu')

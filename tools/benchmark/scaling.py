@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from aft_vision import ops
-from tools.benchmark.compare import PAPER_BASELINE, Call, Prepared, time_calls, with_backward
+from tools.benchmark.compare import PAPER_BASELINE, Prepared, with_backward
 from tools.benchmark.operations import KERNEL_SIZE, attention
+from tools.benchmark.times import Call, time_calls
 from tools.machine import PRECISIONS
 
 TOKENS = tuple(2**power for power in range(7, 17))
