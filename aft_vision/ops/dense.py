@@ -46,7 +46,9 @@ def simple_block(block: Any, x: Tensor, gated: bool, state: SimpleState) -> Tens
         state: of the tokens before it; updated in place.
     """
     kernels = dispatch.step_kernels(state)
-    return None if kernels is None or x.shape != state.reference.shape else kernels.simple_block(block, x, gated, state)
+    if kernels is None or not _fits(block, x, gated, state):
+        return None
+    return kernels.simple_block(block, x, gated, state)
 
 
 def local_block(block: Any, x: Tensor, gated: bool, bias_u: Tensor, bias_v: Tensor, state: LocalState) -> Tensor | None:
@@ -63,8 +65,13 @@ def local_block(block: Any, x: Tensor, gated: bool, bias_u: Tensor, bias_v: Tens
         IndexError: T tokens have been taken before.
     """
     kernels = dispatch.step_kernels(state)
-    if kernels is None or x.shape != state.reference.shape or bias_u.shape != bias_v.shape:
+    if kernels is None or not _fits(block, x, gated, state) or bias_u.shape != bias_v.shape:
         return None
     return (
         kernels.local_block(block, x, gated, bias_u, bias_v, state) if kernels.covers_factors(bias_u, bias_v) else None
     )
+
+
+def _fits(block: Any, x: Tensor, gated: bool, state: SimpleState | LocalState) -> bool:
+    # Whether the layer before the mixer gives the queries, keys and values of such a state.
+    return x.shape == state.reference.shape and block.projected == (2 + gated) * x.shape[1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import assert_close, generator, randn
 from small_decoders import randomize
+from timm.layers import LayerNorm, Mlp
 from torch import Tensor, nn
 
 from aft_vision.layers import CausalAttention, CausalBlock
@@ -123,6 +124,39 @@ def test_a_compiled_step_beyond_the_sequence_is_an_error():
     block, x = randomize(CausalBlock(24, 'local', **MIXERS['local'])), randn(3, 10, 24).float()
     with pytest.raises(IndexError):
         run_steps(block, x)
+
+
+@needs_compiler
+@pytest.mark.parametrize('shape', [(2, 16), (2, 32), (16,)], ids=str)
+def test_a_token_of_another_width_is_an_error(shape: tuple[int, ...]):
+    block = randomize(CausalBlock(24, 'simple'))
+    with pytest.raises(RuntimeError, match='normalized_shape'), torch.no_grad():
+        block.step(torch.zeros(shape), block.init_state(2, torch.float32, torch.device('cpu')))
+
+
+@needs_compiler
+def test_a_step_of_several_tokens_is_an_error():
+    block = randomize(CausalBlock(24, 'simple'))
+    with pytest.raises(ValueError, match='to match the state'), torch.no_grad():
+        block.step(torch.zeros(1, 5, 24), block.init_state(1, torch.float32, torch.device('cpu')))
+
+
+MISFITS: dict[str, Callable[[CausalBlock], object]] = {
+    'few parts': lambda block: setattr(block.attn, 'qkv', nn.Linear(24, 48)),
+    'a narrow MLP': lambda block: setattr(block, 'mlp', Mlp(24, 96, out_features=32)),
+    'a narrow norm': lambda block: setattr(block, 'norm1', LayerNorm(16)),
+    'a narrow projection': lambda block: setattr(block.attn, 'proj', nn.Linear(16, 24)),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize('name', ['local', 'simple'])
+@pytest.mark.parametrize('change', MISFITS)
+def test_layers_that_do_not_fit_each_other_are_an_error(change: str, name: str):
+    block = CausalBlock(24, name, **MIXERS[name])
+    MISFITS[change](block)
+    with pytest.raises(RuntimeError):
+        run_steps(block, randn(3, 9, 24).float())
 
 
 def double_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:

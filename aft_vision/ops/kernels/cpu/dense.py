@@ -25,9 +25,9 @@ class _Layer(ctypes.Structure):
 
 
 def covers_dense(layers: Sequence[Dense | None]) -> bool:
-    """Whether this is made for the parameters of such layers."""
+    """Whether this is made for the parameters of such layers: qkv, proj, fc1 and fc2 of a block."""
     parameters = [x for layer in layers for x in layer or () if isinstance(x, Tensor)]
-    return all(_is_plain(x) for x in parameters) and library() is not None
+    return all(_is_plain(x) for x in parameters) and _fit(*layers) and library() is not None
 
 
 class DenseBlock:
@@ -40,11 +40,14 @@ class DenseBlock:
         # They hold the memory that the addresses are of.
         self._held = qkv, proj, fc1, fc2
         self.layers = (_Layer * 4)(*map(_layer, self._held))
-        self.projected, self.hidden = len(qkv.weight), len(fc1.weight)
+        self.projected, self.channels = qkv.weight.shape
+        self.hidden = len(fc1.weight)
 
     def covers(self, x: Tensor) -> bool:
         """Whether this is made for such rows."""
-        return x.is_cpu and x.dtype == torch.float32 and x.shape[0] <= MOST_ROWS and x.is_contiguous()
+        if x.dim() != 2 or x.shape[1] != self.channels or x.shape[0] > MOST_ROWS:
+            return False
+        return x.is_cpu and x.dtype == torch.float32 and x.is_contiguous()
 
     def project(self, x: Tensor) -> Tensor:
         """What the mixer takes, from x (B, C)."""
@@ -70,6 +73,23 @@ def _is_plain(x: Tensor) -> bool:
     # A subclass may have its numbers elsewhere.
     plain = type(x) in (Tensor, torch.nn.Parameter) and x.device.type == 'cpu'
     return plain and x.dtype == torch.float32 and x.is_contiguous()
+
+
+def _fit(qkv: Dense, proj: Dense | None, fc1: Dense, fc2: Dense) -> bool:
+    # Whether each takes what that before it gives: nothing else looks at their sizes.
+    if not all(layer is None or _is_whole(layer) for layer in (qkv, proj, fc1, fc2)):
+        return False
+    channels, hidden = qkv.weight.shape[1], len(fc1.weight)
+    square = proj is None or proj.weight.shape == (channels, channels)
+    return square and fc1.weight.shape[1] == channels and fc2.weight.shape == (channels, hidden)
+
+
+def _is_whole(layer: Dense) -> bool:
+    if layer.weight.dim() != 2:
+        return False
+    outputs, inputs = layer.weight.shape
+    sizes = ((layer.bias, outputs), (layer.norm_weight, inputs), (layer.norm_bias, inputs))
+    return all(x is None or x.shape == (n,) for x, n in sizes)
 
 
 def _layer(layer: Dense | None) -> _Layer:

@@ -93,3 +93,35 @@ def test_it_covers_few_float32_rows_in_order():
     assert block.covers(torch.zeros(dense.MOST_ROWS, 8))
     for x in (torch.zeros(dense.MOST_ROWS + 1, 8), torch.zeros(2, 8).double(), torch.zeros(8, 2).mT):
         assert not block.covers(x)
+    for shape in ((2, 7), (2, 9), (8,), (2, 1, 8), (1, 2, 8)):
+        assert not block.covers(torch.zeros(shape))
+
+
+def test_it_covers_layers_of_which_each_takes_what_that_before_it_gives():
+    layers = make_block(8, 16, 24)
+    qkv, proj, fc1, _ = layers
+    wrong: list[tuple[int, Dense]] = [
+        (1, make_layer(8, 4, 20)),
+        (1, make_layer(4, 8, 20)),
+        (2, make_layer(4, 16, 30, norm=True)),
+        (3, make_layer(12, 8, 40)),
+        (3, make_layer(16, 12, 40)),
+        (0, qkv._replace(norm_weight=torch.ones(4))),
+        (0, qkv._replace(norm_bias=torch.ones(12))),
+        (0, qkv._replace(bias=torch.ones(8))),
+        (1, proj._replace(weight=torch.ones(64))),
+        (2, fc1._replace(norm_weight=torch.ones(16))),
+    ]
+    assert ops.dense_block(*layers) is not None
+    for place, layer in wrong:
+        assert ops.dense_block(*layers[:place], layer, *layers[place + 1 :]) is None
+
+
+@pytest.mark.parametrize('gated', [True, False], ids=['gated', 'no gate'])
+def test_a_block_in_one_call_needs_the_parts_that_its_mixer_takes(gated: bool):
+    simple, local, bias = ops.aft_simple_state(2, 8), ops.aft_local_state(2, 8, 3), torch.zeros(5, 4)
+    for projected in (16, 24, 32):
+        block, x = ops.dense_block(*make_block(8, 16, projected)), torch.zeros(2, 8)
+        fits = projected == (24 if gated else 16)
+        assert (ops.simple_block(block, x, gated, simple) is not None) == fits
+        assert (ops.local_block(block, x, gated, bias, bias, local) is not None) == fits
