@@ -1,9 +1,10 @@
 """What is around the mixer of a block, for one token: compiled, where its modules are those that are compiled."""
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from timm.layers import LayerNorm, Mlp
-from torch import nn
+from torch import Tensor, nn
 
 from aft_vision import ops
 
@@ -31,6 +32,7 @@ MODULES: dict[Path, tuple[type[nn.Module], ...]] = {
 }
 # Attributes of theirs that decide what they do.
 SETTINGS = ('eps', 'approximate', 'p')
+NUM_BYTES = attrgetter('nbytes')
 
 
 class DenseStep:
@@ -45,17 +47,20 @@ class DenseStep:
         modules = [module for module in found.values() if module is not None]
         self._block = _compile(found) if fits else None
         # What is to be the same object.
-        self._places: list[tuple[dict[str, Any], str]] = []
+        places: list[tuple[dict[str, Any], str]] = []
         for path in MODULES:
             parent = _find(block, path[:-1])
             if parent is not None:
-                self._places.append((parent._modules, path[-1]))
+                places.append((parent._modules, path[-1]))
         for module in modules:
-            self._places += [(vars(module), name) for name in SETTINGS if name in vars(module)]
-            self._places += [(module._parameters, name) for name in module._parameters]
+            places += [(vars(module), name) for name in SETTINGS if name in vars(module)]
+            places += [(module._parameters, name) for name in module._parameters]
         self._parameters = [x for module in modules for x in module._parameters.values() if x is not None]
+        self._matrices = [x for x in self._parameters if x.dim() > 1]
+        self._vectors = [x for x in self._parameters if x.dim() <= 1]
+        self._dicts, self._names = [place for place, _ in places], [name for _, name in places]
         # Held, so that nothing else can get their identities.
-        self._held = [place.get(name) for place, name in self._places]
+        self._held = [place.get(name) for place, name in places]
         self._seen = self._look()
         self._hooks = [hooks for x in modules for hooks in (x._forward_hooks, x._forward_pre_hooks)]
         self._drops = [module for module in modules if isinstance(module, nn.Dropout) and module.p > 0]
@@ -73,8 +78,11 @@ class DenseStep:
             return None
         return self._block
 
-    def _look(self) -> list[int]:
-        return [id(place.get(name)) for place, name in self._places] + [x.data_ptr() for x in self._parameters]
+    def _look(self) -> list[Any]:
+        # Behind the objects what an assignment to their `.data` changes; this is looked at in every step.
+        objects, addresses = map(id, map(dict.get, self._dicts, self._names)), map(Tensor.data_ptr, self._parameters)
+        layouts = [(x.shape, x.stride(), x.dtype) for x in self._matrices]
+        return [*objects, *addresses, *layouts, *map(NUM_BYTES, self._vectors)]
 
 
 def _find(module: nn.Module | None, path: Path) -> nn.Module | None:

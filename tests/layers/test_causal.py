@@ -218,6 +218,32 @@ def test_a_compiled_step_has_the_parameters_of_the_moment(change: str):
     assert_close(run_steps(block, x), expected.double(), 2e-6)
 
 
+VIEWS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    'turned': ('weight', lambda x: x.mT),
+    'fewer rows': ('weight', lambda x: x[:12]),
+    'another type': ('weight', lambda x: x.view(torch.int32)),
+    'a shorter bias': ('bias', lambda x: x[:12]),
+    'every other bias': ('bias', lambda x: x[::2]),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize('view', VIEWS)
+def test_a_step_sees_another_view_of_the_same_memory(view: str):
+    block, x = randomize(CausalBlock(24, 'simple')), randn(3, 9, 24).float()
+    before, (name, take) = run_steps(block, x), VIEWS[view]
+    parameter = getattr(block.attn.proj, name).requires_grad_(False)
+    parameter.data = take(parameter.data)
+    assert not is_compiled(block, x)
+    if view != 'turned':
+        with pytest.raises(RuntimeError):
+            run_steps(block, x)
+        return
+    expected = block(x)
+    assert not torch.allclose(before, expected, rtol=1e-3)
+    assert_close(run_steps(block, x), expected.double(), 2e-6)
+
+
 @needs_compiler
 def test_what_is_not_for_the_compiled_layers_goes_to_the_modules():
     block, x = randomize(CausalBlock(24, 'simple', proj_drop=0.5)), randn(2, 1, 24).float()
