@@ -5,6 +5,7 @@ of what came before; they give what the parallel form gives, and update the stat
 `step` between the projections.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,10 @@ class CausalMixer(AFTMixer):
         y, state = self.mix_step(dense.project(x), state)
         return dense.finish(x, y), state
 
+    def _mixes_by(self, mix_step: Callable[..., Any]) -> bool:
+        # Not so where a subclass, or the object itself, has another.
+        return getattr(self.mix_step, '__func__', None) is mix_step
+
 
 class CausalLocal(AFTLocal, CausalMixer):
     """AFT-local with the future masked (AFT Eq. 4): `AFTLocal` and its state of s tokens."""
@@ -52,9 +57,8 @@ class CausalLocal(AFTLocal, CausalMixer):
         return self.position_bias.step(*self._split(projected), state)
 
     def block_step(self, dense: Any, x: Tensor, state: ops.LocalState) -> tuple[Tensor, ops.LocalState]:
-        bias = self.position_bias
-        y = None
-        if type(bias) is FactorizedBias:
+        bias, y = self.position_bias, None
+        if type(bias) is FactorizedBias and self._mixes_by(CausalLocal.mix_step):
             y = ops.local_block(dense, x, self.query_gate, bias.u, bias.v, state)
         return CausalMixer.block_step(self, dense, x, state) if y is None else (y, state)
 
@@ -101,7 +105,9 @@ class CausalSimple(AFTSimple, CausalMixer):
         return ops.aft_simple_step(*self._split(projected), state)
 
     def block_step(self, dense: Any, x: Tensor, state: ops.SimpleState) -> tuple[Tensor, ops.SimpleState]:
-        y = ops.simple_block(dense, x, self.query_gate, state)
+        y = None
+        if self._mixes_by(CausalSimple.mix_step):
+            y = ops.simple_block(dense, x, self.query_gate, state)
         return super().block_step(dense, x, state) if y is None else (y, state)
 
     def prefill(self, x: Tensor, state: ops.SimpleState) -> tuple[Tensor, ops.SimpleState]:
@@ -250,7 +256,7 @@ class CausalBlock(AFTBlock):
         if torch.is_grad_enabled() or torch.is_autocast_enabled('cpu'):
             return None
         if self._dense_step is None or not self._dense_step.is_current():
-            self._dense_step = DenseStep(self)
+            self._dense_step = DenseStep(self, CausalMixer.step)
         dense = self._dense_step.kernels()
         return dense if dense is not None and dense.covers(x) else None
 

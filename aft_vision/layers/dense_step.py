@@ -1,10 +1,13 @@
 """What is around the mixer of a block, for one token: compiled, where its modules are those that are compiled."""
 
+from collections.abc import Callable
+from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from timm.layers import LayerNorm, Mlp
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from aft_vision import ops
 
@@ -39,9 +42,13 @@ class DenseStep:
     """The compiled linear layers of a block, as long as the block is as it was when they were looked up.
 
     Modules, parameters and hooks of a block may be exchanged or moved at any time. A copy of the block has none yet.
+
+    Args:
+        block: the block.
+        mixer_step: the function that `step` of its mixer must be: that of a subclass may do more than `block_step`.
     """
 
-    def __init__(self, block: 'CausalBlock') -> None:
+    def __init__(self, block: 'CausalBlock', mixer_step: Callable[..., Any]) -> None:
         found = {path: _find(block, path) for path in MODULES}
         fits = all(type(found[path]) in kinds for path, kinds in MODULES.items() if kinds)
         modules = [module for module in found.values() if module is not None]
@@ -62,7 +69,10 @@ class DenseStep:
         # Held, so that nothing else can get their identities.
         self._held = [place.get(name) for place, name in places]
         self._seen = self._look()
+        self._mixer, self._mixer_step = found['attn',], mixer_step
         self._hooks = [hooks for x in modules for hooks in (x._forward_hooks, x._forward_pre_hooks)]
+        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        self._attributes = [vars(module) for module in modules]
         self._drops = [module for module in modules if isinstance(module, nn.Dropout) and module.p > 0]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -76,7 +86,11 @@ class DenseStep:
         """The compiled layers, if they do what the modules would do."""
         if any(self._hooks) or any(drop.training for drop in self._drops):
             return None
-        return self._block
+        # An object's own function takes the place of that of its class.
+        if any(map(dict.__contains__, self._attributes, repeat('forward'))):
+            return None
+        step = getattr(self._mixer, 'step', None)
+        return self._block if getattr(step, '__func__', None) is self._mixer_step else None
 
     def _look(self) -> list[Any]:
         # Behind the objects what an assignment to their `.data` changes; this is looked at in every step.

@@ -11,8 +11,10 @@ from helpers import assert_close, generator, randn
 from small_decoders import randomize
 from timm.layers import LayerNorm, Mlp
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from aft_vision.layers import CausalAttention, CausalBlock
+from aft_vision.layers.causal import CausalLocal, CausalSimple
 from aft_vision.ops.kernels.cpu.build import library
 
 needs_compiler = pytest.mark.skipif(library() is None, reason='there is no compiler here')
@@ -168,6 +170,20 @@ class Shifted(nn.Linear):
         return super().forward(x) + 1
 
 
+class Doubled(CausalSimple):
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        return 2 * super().forward(x, *args)
+
+    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        y, state = super().step(x, state)
+        return 2 * y, state
+
+
+def double_forward(module: nn.Module) -> None:
+    forward = module.forward
+    module.forward = lambda x: 2 * forward(x)
+
+
 CHANGES: dict[str, Callable[[CausalBlock], object]] = {
     'a hook': lambda block: block.mlp.fc2.register_forward_hook(double_output),
     'a hook before': lambda block: block.mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
@@ -177,6 +193,8 @@ CHANGES: dict[str, Callable[[CausalBlock], object]] = {
     'another MLP': lambda block: setattr(block, 'mlp', nn.Linear(24, 24)),
     'layer scale': lambda block: setattr(block, 'ls2', nn.Linear(24, 24)),
     'a norm without weights': lambda block: setattr(block.norm1, 'weight', None),
+    'a function of its own': lambda block: double_forward(block.mlp.fc2),
+    'another mixer': lambda block: setattr(block, 'attn', randomize(Doubled(24))),
     'a parametrisation': lambda block: nn.utils.parametrize.register_parametrization(block.mlp.fc1, 'bias', nn.ReLU()),
 }
 
@@ -215,6 +233,43 @@ def test_a_compiled_step_has_the_parameters_of_the_moment(change: str):
     assert is_compiled(block, x)
     expected = block(x)
     assert not torch.allclose(before, expected, rtol=1e-3)
+    assert_close(run_steps(block, x), expected.double(), 2e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize('before', [True, False], ids=['before', 'behind'])
+def test_a_hook_of_all_modules_is_called(before: bool):
+    block, x = randomize(CausalBlock(24, 'simple')), randn(3, 9, 24).float()
+    called: list[type[nn.Module]] = []
+    register = register_module_forward_pre_hook if before else register_module_forward_hook
+    assert is_compiled(block, x)
+    hook = register(lambda module, *args: called.append(type(module)))
+    try:
+        assert not is_compiled(block, x)
+        run_steps(block, x[:, :1])
+    finally:
+        hook.remove()
+    assert called.count(nn.Linear) == 4
+    assert is_compiled(block, x)
+
+
+class Plain(CausalLocal):
+    def mix_step(self, projected: Tensor, state: Any) -> tuple[Tensor, Any]:
+        return projected[:, :24], state
+
+
+class PlainSimple(CausalSimple):
+    mix_step = Plain.mix_step
+
+
+@needs_compiler
+@pytest.mark.parametrize('name', ['local', 'simple'])
+def test_a_compiled_step_mixes_as_a_subclass_does(name: str):
+    block, x = randomize(CausalBlock(24, name, **MIXERS[name])), randn(3, 1, 24).float()
+    block.attn = randomize({'local': Plain, 'simple': PlainSimple}[name](24, **MIXERS[name]))
+    assert is_compiled(block, x)
+    mixed = block.attn.proj(block.attn.qkv(block.norm1(x))[..., :24])
+    expected = x + mixed + block.mlp(block.norm2(x + mixed))
     assert_close(run_steps(block, x), expected.double(), 2e-6)
 
 
