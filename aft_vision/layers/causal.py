@@ -225,12 +225,13 @@ class CausalBlock(AFTBlock):
 
     # AFTBlock's is an AFTMixer, which cannot decode.
     attn: Any
+    # Of the class, for a block that was saved without one.
+    _dense_step: DenseStep | None = None
 
     def __init__(self, dim: int, mixer: str, **kwargs: Any) -> None:
         if mixer not in MIXERS:
             raise ValueError(f'mixer must be one of {", ".join(MIXERS)}, got {mixer!r}')
         super().__init__(dim, mixer=MIXERS[mixer], **kwargs)
-        self._dense_step: DenseStep | None = None
 
     def init_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The mixer's state before the first token."""
@@ -251,7 +252,12 @@ class CausalBlock(AFTBlock):
 
     def compiled_dense(self, x: Tensor) -> Any | None:
         """The linear layers around the mixer for a token (B, C), where they are compiled."""
-        if not x.is_cpu or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return None
+        if not x.is_cpu:
+            # It would keep the parameters that the block had on the CPU.
+            if self._dense_step is not None:
+                self._dense_step = None
             return None
         if torch.is_grad_enabled() or torch.is_autocast_enabled('cpu'):
             return None

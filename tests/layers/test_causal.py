@@ -2,6 +2,7 @@
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -320,3 +321,20 @@ def test_a_block_that_has_stepped_can_be_copied_and_saved():
     for other in (copy.deepcopy(block), torch.load(file, weights_only=False)):
         nn.init.zeros_(block.mlp.fc1.weight)
         assert torch.equal(run_steps(other, x), expected)
+
+
+@needs_compiler
+def test_a_block_that_was_saved_before_there_were_compiled_steps_has_them():
+    block, x = randomize(CausalBlock(24, 'simple')), randn(2, 9, 24).float()
+    vars(block).pop('_dense_step', None)
+    assert is_compiled(block, x)
+
+
+@needs_compiler
+def test_a_block_elsewhere_keeps_no_parameters_on_the_cpu():
+    block, x = randomize(CausalBlock(24, 'simple')), randn(2, 1, 24).float()
+    assert is_compiled(block, x)
+    weight = weakref.ref(block.mlp.fc1.weight)
+    block.to('meta')
+    assert not is_compiled(block, x.to('meta'))
+    assert weight() is None
