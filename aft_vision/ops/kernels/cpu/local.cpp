@@ -120,12 +120,13 @@ int forward(const Source &source, const float *band, Stream q, Stream out, Strea
 extern "C" {
 
 // y and, unless den is null, the denominators, each relative to the reference of its block. `sizes` are B, T, D, s, the
-// targets of a block, and whether products may be of bfloat16; `band` is (T, s); q and mask may be null. Returns 0
-// where a denominator that should not be is below `underflow`: its result is wrong.
+// targets of a block, and whether products may be of bfloat16; `band` is (T, s); q and mask may be null. No key
+// exceeds its reference by more than `headroom`, in nats. Returns 0 where a denominator that should not be is below
+// `underflow`: its result is wrong.
 int aft_local_causal_forward(const int64_t *sizes, Stream q, Stream k, Stream v, const bool *mask, const float *band,
-                             Stream out, Stream den, float underflow, int threads) {
+                             Stream out, Stream den, float headroom, float underflow, int threads) {
   const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
   const auto run = sizes[5] && MULTIPLIES_BFLOAT16 ? forward<Half> : forward<Single>;
-  return run({s, k, v, mask}, band, q, out, den, underflow, threads);
+  return run({s, k, v, mask, headroom}, band, q, out, den, underflow, threads);
 }
 }

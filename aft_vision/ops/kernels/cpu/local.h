@@ -12,8 +12,8 @@ namespace {
 
 // Weights beside the window that a piece of a product may read.
 constexpr int64_t EDGE = 16;
-// How far a key of a block may exceed those before it, in nats, and how far these may exceed its reference.
-constexpr float HEADROOM = 60.0f, SLACK = 8.0f;
+// How far the keys before a block may exceed its reference, in nats; those of the block may by the headroom.
+constexpr float SLACK = 8.0f;
 
 struct Shape {
   int64_t batch, tokens, channels, window, step;
@@ -22,7 +22,7 @@ struct Shape {
   int64_t items() const { return batch * vectors(); }
 };
 
-// e^x for x <= 0, down to the smallest number: a key may lie e^60 above its reference, and make it count.
+// e^x for x <= 0, down to the smallest number: a key may lie far above its reference, and make it count.
 Vec exp_to_the_least(Vec x) {
   const Vec root = exp_(0.5f * x);
   return x < splat(-87.0f) ? root * root : exp_(x);
@@ -140,6 +140,7 @@ struct Source {
   const Shape &s;
   Stream k, v;
   const bool *mask;
+  float headroom;  // how far a key may exceed its reference, in nats
 
   bool counts(const Item &item, int64_t t) const { return !mask || mask[item.b * s.tokens + t]; }
 
@@ -161,7 +162,7 @@ struct Source {
 // The references of an item's blocks, one after the other. They never fall, and move only where they must: what has
 // been made at one must be made again at the next.
 struct Reference {
-  Vec value, past;  // and the largest key so far, a finite number
+  Vec value, past;  // and the largest key so far, never minus infinity
 
   Reference(const Source &source, const Item &item) {
     past = splat(-std::numeric_limits<float>::max() / 4);
@@ -174,8 +175,8 @@ struct Reference {
     Vec peak = splat(-std::numeric_limits<float>::infinity());
     for (int64_t t = start; t < stop; ++t)
       if (source.counts(item, t)) peak = larger(item.read(source.k, t), peak);
-    const Vec level = larger(past, peak - HEADROOM);
-    value = value >= level - SLACK ? value : level;
+    const Vec least = peak - source.headroom;
+    value = value >= larger(past - SLACK, least) ? value : larger(past, least);
     past = larger(past, peak);
   }
 

@@ -1,6 +1,7 @@
 """AFT-local with the future masked on a CPU: `local.cpp` and `local_backward.cpp`, with sums in float32.
 
-The blocks and repairs are those of `ops.eager.causal`, in whose place it comes.
+The blocks and repairs are those of `ops.eager.causal`, in whose place it comes. Unlike there a reference stays as long
+as no key of the block exceeds it by more than the headroom, and no key before the block by more than 8 nats.
 """
 
 import ctypes
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from aft_vision.ops.eager.causal import repair_backward, repair_forward
+from aft_vision.ops.eager.causal import HEADROOM, repair_backward, repair_forward
 from aft_vision.ops.eager.causal_bias import BandBias
 from aft_vision.ops.eager.numerics import (
     UNDERFLOW,
@@ -87,6 +88,7 @@ def local_causal_backward(
             pointer(weights),
             *map(stream, (dq, dk, dv)),
             pointer(d_band),
+            number(HEADROOM),
             number(LEAST),
             torch.get_num_threads(),
         )
@@ -113,6 +115,7 @@ def _forward(
             pointer(mask),
             pointer(weights),
             *map(stream, (y, den)),
+            number(HEADROOM),
             number(LEAST),
             torch.get_num_threads(),
         )

@@ -214,7 +214,7 @@ struct Backward {
     }
   }
 
-  // A source that hardly weighs may lie e^60 above a small denominator, and overflow float32.
+  // A source that hardly weighs may lie far above a small denominator, and overflow float32.
   double multiply_exactly(int64_t target, int64_t source) const {
     const Vec *x = &rows[(target - start) * row], *y = &entries[source % ring * row];
     double sum = 0.0;
@@ -263,9 +263,9 @@ extern "C" {
 // forward pass. Targets with a denominator below `underflow` count for nothing: returns 0 where there are any.
 int aft_local_causal_backward(const int64_t *sizes, Stream grad, Stream y, Stream den, Stream q, Stream k, Stream v,
                               const bool *mask, const float *band, Stream dq, Stream dk, Stream dv, float *dband,
-                              float underflow, int threads) {
+                              float headroom, float underflow, int threads) {
   const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
-  const Source source{s, k, v, mask};
+  const Source source{s, k, v, mask, headroom};
   const auto run = [&](auto products) {
     using P = decltype(products);
     return backward<P>({s, source, {s, band}, grad, y, den, q, dq, dk, dv, dband, underflow}, threads);

@@ -104,6 +104,23 @@ def test_it_survives_nasty_inputs_over_many_blocks(keys: str, bias: str):
     assert_matches_reference(ops.aft_local_causal, reference.aft_local_causal, inputs, nasty=True)
 
 
+# Blocks of 32; the reference moves by more than 8 nats in the second block, and by less.
+@pytest.mark.parametrize(('key', 'value'), [(68.0, 2e9), (67.0, 1e10)])
+def test_keys_leave_room_for_the_values(key: float, value: float):
+    k, v = torch.zeros(1, 64, 3), make_qkv(B=1, T=64, D=3)[2]
+    k[:, 32:], v[:, 32:] = key, value * (1 + v[:, 32:].abs())
+    inputs = {'q': None, 'k': k, 'v': v, 'band': torch.zeros(64, 5)}
+    low = {name: None if x is None else x.float().requires_grad_() for name, x in inputs.items()}
+    high = {name: None if x is None else x.detach().double().requires_grad_() for name, x in low.items()}
+    y, expected = ops.aft_local_causal(**low), reference.aft_local_causal(**high)
+    # Those of the first block have a norm of their own.
+    for part in (slice(0, 32), slice(32, 64)):
+        assert_close(y[:, part], expected[:, part], 1e-5)
+    found = torch.autograd.grad(y.sum(), [low['k'], low['v']])
+    for got, want in zip(found, torch.autograd.grad(expected.sum(), [high['k'], high['v']]), strict=True):
+        assert_close(got, want, 1e-4)
+
+
 def test_a_repaired_target_leaves_the_bits_of_the_others_alone():
     inputs = {name: x.float() for name, x in make_inputs(100, 5, 6).items()}
     before = ops.aft_local_causal(**inputs)
