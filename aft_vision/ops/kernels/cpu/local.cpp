@@ -32,7 +32,7 @@ struct Forward {
   void enter(const Source &source, int64_t start, int64_t stop) {
     const Vec old = reference.value;
     reference.move(source, item, start, stop);
-    const bool again = differ(old, reference.value);
+    const bool again = any(old != reference.value);
     if (again) state *= exp_(old - reference.value);
     for (int64_t t = again ? base : round_down<P>(start); t < stop; t += P::TERMS) {
       const Pair one = source.entry(item, t, reference.value);
@@ -83,17 +83,17 @@ template <class P>
 int forward(const Source &source, const float *band, Stream q, Stream out, Stream den, float underflow, int threads) {
   const Shape &s = source.s;
   const int64_t parts = std::min<int64_t>(threads, s.items());
-  int good = 1;
-#pragma omp parallel for num_threads(threads) reduction(&& : good)
+  int good = 1, whole = 1;
+#pragma omp parallel for num_threads(threads) reduction(&& : good, whole)
   for (int64_t share = 0; share < parts; ++share) {
     std::vector<Forward<P>> items;
     for (int64_t i = share * s.items() / parts; i < (share + 1) * s.items() / parts; ++i) items.emplace_back(source, i);
     Weights<P> w(s, band);
     Packed<P> packed;
-    for (int64_t start = 0; start < s.tokens; start += s.step) {
+    for (int64_t start = 0; start < s.tokens && whole; start += s.step) {
       const int64_t stop = std::min(start + s.step, s.tokens);
       w.move(start);
-      for (int64_t t = start; t <= stop; ++t) w.fill(t);
+      for (int64_t t = start; t <= stop; ++t) whole = w.fill(t) && whole;
       packed.plan(start, stop, [&](int64_t t, int64_t n) {
         return std::pair(round_down<P>(t - s.window + 1), round_up<P>(t + n));
       });
@@ -112,7 +112,7 @@ int forward(const Source &source, const float *band, Stream q, Stream out, Strea
     for (const Forward<P> &x : items)
       for (int lane = 0; lane < x.item.lanes; ++lane) good = good && x.least[lane] >= underflow;
   }
-  return good;
+  return whole ? good : LOST_WEIGHT;
 }
 
 }  // namespace
@@ -126,7 +126,9 @@ extern "C" {
 int aft_local_causal_forward(const int64_t *sizes, Stream q, Stream k, Stream v, const bool *mask, const float *band,
                              Stream out, Stream den, float headroom, float underflow, int threads) {
   const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
-  const auto run = sizes[5] && MULTIPLIES_BFLOAT16 ? forward<Half> : forward<Single>;
-  return run({s, k, v, mask, headroom}, band, q, out, den, underflow, threads);
+  const Source source{s, k, v, mask, headroom};
+  return with_products(sizes[5], [&](auto products) {
+    return forward<decltype(products)>(source, band, q, out, den, underflow, threads);
+  });
 }
 }

@@ -14,6 +14,8 @@ namespace {
 constexpr int64_t EDGE = 16;
 // How far the keys before a block may exceed its reference, in nats; those of the block may by the headroom.
 constexpr float SLACK = 8.0f;
+// What a pass returns instead of whether it is right, where its products would take a weight for zero.
+constexpr int LOST_WEIGHT = -1;
 
 struct Shape {
   int64_t batch, tokens, channels, window, step;
@@ -21,6 +23,12 @@ struct Shape {
   int64_t vectors() const { return (channels + LANES - 1) / LANES; }
   int64_t items() const { return batch * vectors(); }
 };
+
+bool any(IntVec x) {
+  int32_t found = 0;
+  for (int i = 0; i < LANES; ++i) found |= x[i];
+  return found != 0;
+}
 
 // e^x for x <= 0, down to the smallest number: a key may lie far above its reference, and make it count.
 Vec exp_to_the_least(Vec x) {
@@ -39,21 +47,30 @@ class Weights {
   // To the block from `start` on, whose targets are then to be filled, and the one after it.
   void move(int64_t start) { start_ = start; }
 
-  void fill(int64_t t) {
+  // Whether the products have all weights of the target: those of bfloat16 take one below 2^-126 for zero.
+  bool fill(int64_t t) {
     Number *out = data_.data() + (t - start_) * width_;
     std::fill_n(out, width_, Number{});
-    if (t == tokens_) return;
+    if (t == tokens_) return true;
     const float *in = band_ + t * window_;
     // Of the window's places, those from `first` on are in the sequence.
     const int64_t first = std::max<int64_t>(0, window_ - 1 - t);
     float peak = t < window_ ? -std::numeric_limits<float>::infinity() : 0.0f;
     for (int64_t i = first; i < window_; ++i) peak = std::max(peak, in[i]);
-    if (t >= window_) std::fill_n(out, EDGE, P::number(exp_to_the_least(splat(-peak))[0]));
+    IntVec small{};
+    const auto note = [&](Vec x) { small |= (x > Vec{}) & (x < splat(std::numeric_limits<float>::min())); };
+    if (t >= window_) {
+      const Vec older = exp_to_the_least(splat(-peak));
+      note(older);
+      std::fill_n(out, EDGE, P::number(older[0]));
+    }
     for (int64_t i = first; i < window_; i += LANES) {
       const int lanes = std::min<int64_t>(LANES, window_ - i);
       const Vec x = exp_to_the_least(load(in + i, lanes) - peak);
+      note(x);
       Stream{reinterpret_cast<char *>(out), 0, 0, P::TERMS > 1}.write(EDGE + i, x, lanes);
     }
+    return P::TERMS == 1 || !any(small);
   }
 
   // Of the sources from `source` on that a vector of a map has, and of the targets.
@@ -183,11 +200,14 @@ struct Reference {
   static Vec larger(Vec x, Vec y) { return x > y ? x : y; }
 };
 
-bool differ(Vec x, Vec y) {
-  const IntVec different = x != y;
-  int32_t found = 0;
-  for (int i = 0; i < LANES; ++i) found |= different[i];
-  return found != 0;
+// Calls `pass` with the products: where the CPU has them, those of bfloat16 if `half` and if they take all weights.
+template <class F>
+int with_products(bool half, F pass) {
+  if constexpr (MULTIPLIES_BFLOAT16) {
+    const int good = half ? pass(Half{}) : LOST_WEIGHT;
+    if (good != LOST_WEIGHT) return good;
+  }
+  return pass(Single{});
 }
 
 }  // namespace

@@ -160,7 +160,7 @@ struct Backward {
   // Move to the block's reference, and let the sources come that the block after it had before its windows.
   void enter(Walk &x, int64_t index) {
     const Vec moved = x.references[start / s.step];
-    const bool again = differ(moved, x.reference);
+    const bool again = any(moved != x.reference);
     if (again) {
       add(x, after);
       x.added = after;
@@ -230,8 +230,8 @@ int backward(Backward<P> block, int threads) {
   block.prepare();
   std::vector<Walk> items;
   for (int64_t i = 0; i < s.items(); ++i) items.emplace_back(block.source, i, block.ring);
-  int good = 1;
-#pragma omp parallel num_threads(threads) reduction(&& : good)
+  int good = 1, whole = 1;
+#pragma omp parallel num_threads(threads) reduction(&& : good, whole)
   {
     Scratch scratch(s.step);
     std::vector<float> products((block.ring + SOURCES) * TARGETS);
@@ -239,7 +239,7 @@ int backward(Backward<P> block, int threads) {
 #pragma omp single
       block.plan(start);
 #pragma omp for
-      for (int64_t t = block.start; t <= block.stop; ++t) block.w.fill(t);
+      for (int64_t t = block.start; t <= block.stop; ++t) whole = block.w.fill(t) && whole;
 #pragma omp for
       for (size_t i = 0; i < block.packed.tiles.size(); ++i)
         block.packed.fill(block.packed.tiles[i],
@@ -252,7 +252,7 @@ int backward(Backward<P> block, int threads) {
       }
     }
   }
-  return good;
+  return whole ? good : LOST_WEIGHT;
 }
 
 }  // namespace
@@ -266,10 +266,9 @@ int aft_local_causal_backward(const int64_t *sizes, Stream grad, Stream y, Strea
                               float headroom, float underflow, int threads) {
   const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
   const Source source{s, k, v, mask, headroom};
-  const auto run = [&](auto products) {
+  return with_products(sizes[5], [&](auto products) {
     using P = decltype(products);
     return backward<P>({s, source, {s, band}, grad, y, den, q, dq, dk, dv, dband, underflow}, threads);
-  };
-  return sizes[5] && MULTIPLIES_BFLOAT16 ? run(Half{}) : run(Single{});
+  });
 }
 }

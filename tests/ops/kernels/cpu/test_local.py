@@ -78,30 +78,36 @@ def test_tensors_may_differ_in_their_types():
         assert_close(got, want, 1e-4 if name == 'q' else 4e-3)
 
 
-def test_a_weight_keeps_its_gradient_where_the_product_overflows():
+# In bfloat16 the CPU's products would take those weights for zero.
+@pytest.mark.parametrize(('dtype', 'bound', 'grad_bound'), [(torch.float32, 1e-5, 1e-4), (torch.bfloat16, 2e-2, 2e-2)])
+def test_a_small_weight_counts_where_the_key_is_large(dtype: torch.dtype, bound: float, grad_bound: float):
     # Two keys e^59 above the reference of the second block, seen with e^-90: of a denominator of e^-30 each has half.
     k, band = torch.zeros(1, 40, 3), torch.zeros(40, 5)
     k[:, 33:] = torch.tensor([59.0, 59.0, *[-60.0] * 5])[:, None]
     band[36] = torch.tensor([0.0, -30.0, -30.0, 60.0, 60.0])
     inputs = {'q': None, 'k': k, 'v': make_qkv(B=1, T=40, D=3)[2], 'band': band}
-    high = {name: None if x is None else x.double().requires_grad_() for name, x in inputs.items()}
-    low = {name: None if x is None else x.detach().float().requires_grad_() for name, x in high.items()}
-    weight = randn(1, 3, seed=9)
-    (expected,) = torch.autograd.grad(reference.aft_local_causal(**high)[:, 36], high['band'], weight)
-    (found,) = torch.autograd.grad(ops.aft_local_causal(**low)[:, 36], low['band'], weight.float())
-    assert_close(found, expected, 1e-4)
+    low = {name: None if x is None else x.to(dtype).requires_grad_() for name, x in inputs.items()}
+    high = {name: None if x is None else x.detach().double().requires_grad_() for name, x in low.items()}
+    y, expected = ops.aft_local_causal(**low)[:, 36], reference.aft_local_causal(**high)[:, 36]
+    assert_close(y, expected, bound)
+    weight = randn(1, 3, seed=9).to(dtype)
+    found = torch.autograd.grad(y, [low[name] for name in ('k', 'v', 'band')], weight)
+    wanted = torch.autograd.grad(expected, [high[name] for name in ('k', 'v', 'band')], weight.double())
+    for got, want in zip(found, wanted, strict=True):
+        assert_close(got, want, grad_bound)
 
 
+@pytest.mark.parametrize(('dtype', 'bound'), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)], ids=str)
 @pytest.mark.parametrize('bias', list(nasty_biases(torch.zeros(1))))
 @pytest.mark.parametrize('keys', list(nasty_keys(torch.zeros(1, 3, 1))))
-def test_it_survives_nasty_inputs_over_many_blocks(keys: str, bias: str):
+def test_it_survives_nasty_inputs_over_many_blocks(keys: str, bias: str, dtype: torch.dtype, bound: float):
     inputs = make_inputs(110, 20, 3, B=1)
     inputs |= {'k': nasty_keys(inputs['k'])[keys], 'band': nasty_biases(inputs['band'])[bias]}
     with torch.no_grad():
-        low = {name: x.float() for name, x in inputs.items()}
+        low = {name: x.to(dtype) for name, x in inputs.items()}
         expected = reference.aft_local_causal(**{name: x.double() for name, x in low.items()})
-        assert_close(ops.aft_local_causal(**low), expected, 1e-4)
-    assert_matches_reference(ops.aft_local_causal, reference.aft_local_causal, inputs, nasty=True)
+        assert_close(ops.aft_local_causal(**low), expected, bound)
+    assert_matches_reference(ops.aft_local_causal, reference.aft_local_causal, inputs, dtype, nasty=True)
 
 
 # Blocks of 32; the reference moves by more than 8 nats in the second block, and by less.
