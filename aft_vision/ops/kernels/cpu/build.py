@@ -38,6 +38,10 @@ VECTOR_FLAGS = {
 }
 
 
+# Of AVX512 machines that multiply bfloat16. GCC knows it from version 10 on.
+HALF_FLAG = '-mavx512bf16'
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, after one line in the log, where they cannot be built."""
@@ -85,7 +89,7 @@ def _build(anew: bool = False) -> Path:
     capability = torch.backends.cpu.get_cpu_capability()
     flags = FLAGS + VECTOR_FLAGS.get(capability, [])
     if capability == 'AVX512' and torch.cpu._is_avx512_bf16_supported():
-        flags = [*flags, '-mavx512bf16']
+        flags = [*flags, HALF_FLAG]
     chosen = os.environ.get('CXX', 'c++')
     compiler = shutil.which(chosen)
     content = b''.join(path.read_bytes() for path in SOURCES + HEADERS)
@@ -102,7 +106,13 @@ def _build(anew: bool = False) -> Path:
     identity = _identify(compiler)
     path = folder / f'{name}_{_digest(identity)}.so'
     if anew or not path.exists():
-        _compile([compiler, *flags, *([] if b'clang' in identity else GCC_FLAGS)], path)
+        command = [compiler, *flags, *([] if b'clang' in identity else GCC_FLAGS)]
+        try:
+            _compile(command, path)
+        except RuntimeError as error:
+            if HALF_FLAG not in str(error):
+                raise
+            _compile([x for x in command if x != HALF_FLAG], path)
         _remove_unused([other for other in folder.glob(f'{kind}_*.so') if other != path])
     return path
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from aft_vision.ops.kernels.cpu import build
 
@@ -68,6 +69,24 @@ def test_clang_takes_the_other_flags(monkeypatch: pytest.MonkeyPatch):
     if shutil.which('clang++') is None:
         pytest.skip('there is no clang++ here')
     monkeypatch.setenv('CXX', 'clang++')
+    assert build._load(build._build()).answer() == 42
+
+
+def test_a_compiler_that_does_not_know_bfloat16_does_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    compiler = tmp_path / 'compiler'
+    own = shutil.which(os.environ.get('CXX', 'c++'))
+    # As GCC 9 says it.
+    compiler.write_text(
+        '#!/bin/sh\n'
+        'case "$*" in *-mavx512bf16*)\n'
+        '  echo "g++-9: error: unrecognized command line option \'-mavx512bf16\'" >&2; exit 1;;\n'
+        f'esac\nexec {own} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv('CXX', str(compiler))
+    monkeypatch.setattr(build, 'VECTOR_FLAGS', {})
+    monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: 'AVX512')
+    monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: True)
     assert build._load(build._build()).answer() == 42
 
 
