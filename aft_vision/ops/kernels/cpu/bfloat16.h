@@ -97,8 +97,6 @@ constexpr bool MULTIPLIES_BFLOAT16 = true;
 Vec add_products(Vec sum, Vec x, Vec y) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y); }
 #else
 constexpr bool MULTIPLIES_BFLOAT16 = false;
-
-Vec add_products(Vec sum, Vec x, Vec y) { return sum + low_half(x) * low_half(y) + high_half(x) * high_half(y); }
 #endif
 
 }  // namespace

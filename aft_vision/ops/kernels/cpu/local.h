@@ -203,10 +203,10 @@ struct Reference {
 // Calls `pass` with the products: where the CPU has them, those of bfloat16 if `half` and if they take all weights.
 template <class F>
 int with_products(bool half, F pass) {
-  if constexpr (MULTIPLIES_BFLOAT16) {
-    const int good = half ? pass(Half{}) : LOST_WEIGHT;
-    if (good != LOST_WEIGHT) return good;
-  }
+#if defined(__AVX512BF16__)
+  const int good = half ? pass(Half{}) : LOST_WEIGHT;
+  if (good != LOST_WEIGHT) return good;
+#endif
   return pass(Single{});
 }
 

@@ -26,22 +26,13 @@ float total(Vec x) {
 }
 
 // out[i * stride + j] = the products of row i of x and row j of y.
-__attribute__((noinline)) void multiply_rows(Single, const Vec *x, const Vec *y, int64_t length, int64_t row,
-                                             float *out, int64_t stride) {
+template <class P>
+__attribute__((noinline)) void multiply_rows(const Vec *x, const Vec *y, int64_t length, int64_t row, float *out,
+                                             int64_t stride) {
   Vec sums[TARGETS][SOURCES] = {};
   for (int64_t n = 0; n < length; ++n)
     for (int i = 0; i < TARGETS; ++i)
-      for (int j = 0; j < SOURCES; ++j) sums[i][j] += x[i * row + n] * y[j * row + n];
-  for (int i = 0; i < TARGETS; ++i)
-    for (int j = 0; j < SOURCES; ++j) out[i * stride + j] = total(sums[i][j]);
-}
-
-__attribute__((noinline)) void multiply_rows(Half, const Vec *x, const Vec *y, int64_t length,
-                                                           int64_t row, float *out, int64_t stride) {
-  Vec sums[TARGETS][SOURCES] = {};
-  for (int64_t n = 0; n < length; ++n)
-    for (int i = 0; i < TARGETS; ++i)
-      for (int j = 0; j < SOURCES; ++j) sums[i][j] = add_products(sums[i][j], x[i * row + n], y[j * row + n]);
+      for (int j = 0; j < SOURCES; ++j) sums[i][j] = P::add(sums[i][j], x[i * row + n], y[j * row + n]);
   for (int i = 0; i < TARGETS; ++i)
     for (int j = 0; j < SOURCES; ++j) out[i * stride + j] = total(sums[i][j]);
 }
@@ -194,7 +185,7 @@ struct Backward {
     const int64_t last = std::min(target + TARGETS, stop) - 1, stride = ring + SOURCES;
     const Vec *x = &rows[(target - start) * row];
     for (int64_t j = begin; j <= last; j += SOURCES)
-      multiply_rows(P{}, x, &entries[j % ring * row], row - 1, row, &products[j - begin], stride);
+      multiply_rows<P>(x, &entries[j % ring * row], row - 1, row, &products[j - begin], stride);
     for (int64_t t = target; t <= last; ++t) {
       // Of the window's places the first that is in the sequence, and its source.
       const int64_t first = std::max<int64_t>(0, s.window - 1 - t), source = t - s.window + 1 + first;

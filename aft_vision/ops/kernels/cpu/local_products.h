@@ -51,19 +51,10 @@ struct Single {
   static void keep(Vec *row, const Pair &x) { std::memcpy(row, &x, sizeof x); }
   static double exact(Vec x, Vec y, int lane) { return static_cast<double>(x[lane]) * y[lane]; }
 
-  // out[i] += sum of weights[j][i] * x[j] for N rows.
-  template <int N>
-  __attribute__((noinline)) static void mix(const Pair *x, const float *weights, int64_t length, Pair *out) {
-    Vec values[N] = {}, keys[N] = {};
-    for (int64_t j = 0; j < length; ++j)
-      for (int i = 0; i < N; ++i) {
-        values[i] += weights[j * N + i] * x[j].values;
-        keys[i] += weights[j * N + i] * x[j].keys;
-      }
-    for (int i = 0; i < N; ++i) out[i] += Pair{values[i], keys[i]};
-  }
+  static Vec add(Vec sum, Vec x, Vec y) { return sum + x * y; }
 };
 
+#if defined(__AVX512BF16__)
 // Products of bfloat16 with sums in float32: two neighbouring terms, or the values and the keys of one, share a lane.
 struct Half {
   using Number = uint16_t;
@@ -89,22 +80,22 @@ struct Half {
     return Single::exact(low_half(x), low_half(y), lane) + Single::exact(high_half(x), high_half(y), lane);
   }
 
-  template <int N>
-  __attribute__((noinline)) static void mix(const Pair *x, const float *weights, int64_t length,
-                                                          Pair *out) {
-    Vec values[N] = {}, keys[N] = {};
-    for (int64_t j = 0; j < length; ++j)
-      for (int i = 0; i < N; ++i) {
-        const Vec weight = splat(weights[j * N + i]);
-        values[i] = add_products(values[i], x[j].values, weight);
-        keys[i] = add_products(keys[i], x[j].keys, weight);
-      }
-    for (int i = 0; i < N; ++i) {
-      out[i].values += values[i];
-      out[i].keys += keys[i];
-    }
-  }
+  static Vec add(Vec sum, Vec x, Vec y) { return add_products(sum, x, y); }
 };
+#endif
+
+// out[i] += sum of weights[j][i] * x[j] for N rows.
+template <class P, int N>
+__attribute__((noinline)) void mix_rows(const Pair *x, const float *weights, int64_t length, Pair *out) {
+  Vec values[N] = {}, keys[N] = {};
+  for (int64_t j = 0; j < length; ++j)
+    for (int i = 0; i < N; ++i) {
+      const Vec weight = splat(weights[j * N + i]);
+      values[i] = P::add(values[i], x[j].values, weight);
+      keys[i] = P::add(keys[i], x[j].keys, weight);
+    }
+  for (int i = 0; i < N; ++i) out[i] += Pair{values[i], keys[i]};
+}
 
 // The first multiple of P::TERMS from x on, and the last up to it.
 template <class P>
@@ -117,12 +108,12 @@ int64_t round_down(int64_t x) {
   return x & -P::TERMS;
 }
 
-// The sums of `mix` for an N that is known at run time, a piece of the terms after the other.
+// The sums of `mix_rows` for an N that is known at run time, a piece of the terms after the other.
 template <class P, int N = ROWS>
 void mix(int64_t n, const Pair *x, const float *weights, int64_t length, Pair *out) {
   if (n == N) {
     for (int64_t j = 0; j < length; j += PIECE)
-      P::template mix<N>(x + j, weights + j * N, std::min(PIECE, length - j), out);
+      mix_rows<P, N>(x + j, weights + j * N, std::min(PIECE, length - j), out);
   } else if constexpr (N > 1) {
     mix<P, N - 1>(n, x, weights, length, out);
   }

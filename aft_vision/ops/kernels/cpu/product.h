@@ -30,6 +30,7 @@ struct Single {
   static Words pack(const Vec *x) { return *x; }
 };
 
+#if defined(__AVX512BF16__)
 struct Pair {
   static constexpr int DEPTH = 2;
   typedef uint32_t Word;
@@ -39,12 +40,14 @@ struct Pair {
 
   static Words pack(const Vec *x) { return bits_of(join(x[0], x[1])); }
 };
+#endif
 
 // Calls `f` with the way to multiply and the words.
 template <typename F>
 auto with_words(bool pairs, const void *words, F f) {
-  if constexpr (MULTIPLIES_BFLOAT16)
-    if (pairs) return f(Pair{}, static_cast<const uint32_t *>(words));
+#if defined(__AVX512BF16__)
+  if (pairs) return f(Pair{}, static_cast<const uint32_t *>(words));
+#endif
   return f(Single{}, static_cast<const float *>(words));
 }
 
