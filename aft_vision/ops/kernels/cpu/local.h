@@ -12,6 +12,7 @@ namespace {
 
 // Weights beside the window that a piece of a product may read.
 constexpr int64_t EDGE = 16;
+static_assert(ROWS + 1 < EDGE);
 // How far the keys before a block may exceed its reference, in nats; those of the block may by the headroom.
 constexpr float SLACK = 8.0f;
 // What a pass returns instead of whether it is right, where its products would take a weight for zero.

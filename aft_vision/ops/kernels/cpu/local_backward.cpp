@@ -19,6 +19,7 @@ constexpr int SOURCES = 3;
 
 float total(Vec x) {
   typedef float Quarter __attribute__((vector_size(16)));
+  static_assert(LANES % 4 == 0);
   Quarter parts[LANES / 4], sum{};
   std::memcpy(parts, &x, sizeof x);
   for (Quarter part : parts) sum += part;
