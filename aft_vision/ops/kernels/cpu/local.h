@@ -13,7 +13,7 @@ namespace {
 // Weights beside the window that a piece of a product may read.
 constexpr int64_t EDGE = 16;
 static_assert(ROWS + 1 < EDGE);
-// How far the keys before a block may exceed its reference, in nats; those of the block may by the headroom.
+// How far a new reference lies above the keys before it, in nats, so that it stays while they grow.
 constexpr float SLACK = 8.0f;
 // What a pass returns instead of whether it is right, where its products would take a weight for zero.
 constexpr int LOST_WEIGHT = -1;
@@ -194,7 +194,7 @@ struct Reference {
     for (int64_t t = start; t < stop; ++t)
       if (source.counts(item, t)) peak = larger(item.read(source.k, t), peak);
     const Vec least = peak - source.headroom;
-    value = value >= larger(past - SLACK, least) ? value : larger(past, least);
+    value = value >= larger(past, least) ? value : larger(past + SLACK, least);
     past = larger(past, peak);
   }
 

@@ -1,7 +1,7 @@
 """AFT-local with the future masked on a CPU: `local.cpp` and `local_backward.cpp`, with sums in float32.
 
-The blocks and repairs are those of `ops.eager.causal`, in whose place it comes. Unlike there a reference stays as long
-as no key of the block exceeds it by more than the headroom, and no key before the block by more than 8 nats.
+The blocks and repairs are those of `ops.eager.causal`, in whose place it comes. Unlike there a reference lies up to
+8 nats above the keys before its block, and stays until one of them exceeds it, or one of the block by the headroom.
 """
 
 import ctypes
