@@ -230,13 +230,16 @@ def factorized_local_step(
         y (B, D) in q's dtype, and the state with this token in it. Nothing is differentiated.
 
     Raises:
-        ValueError: q, k or v do not match the state.
+        ValueError: q, k or v do not match the state, or its window is over T.
         IndexError: on a CPU, T tokens have been taken before.
     """
+    window, tokens = state.ring.shape[1], bias_v.shape[0]
+    if window > tokens:
+        raise ValueError(f'expected a state with a window of at most T = {tokens} tokens, got {window}')
     kernels = dispatch.step_kernels(state, q, k, v)
     if kernels is None or bias_u.shape != bias_v.shape or not kernels.covers_factors(bias_u, bias_v):
         with torch.no_grad():
-            row = factorized_band_row(bias_u, bias_v, state.position, state.ring.shape[1])
+            row = factorized_band_row(bias_u, bias_v, state.position, window)
         return aft_local_step(q, k, v, row, state)
     _check_tokens(q, k, v, state.reference.shape)
     y = kernels.factorized_local_step(q, k, v, bias_u, bias_v, state)

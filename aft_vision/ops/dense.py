@@ -65,11 +65,12 @@ def local_block(block: Any, x: Tensor, gated: bool, bias_u: Tensor, bias_v: Tens
         IndexError: T tokens have been taken before.
     """
     kernels = dispatch.step_kernels(state)
-    if kernels is None or not _fits(block, x, gated, state) or bias_u.shape != bias_v.shape:
+    if kernels is None or not _fits(block, x, gated, state) or not kernels.covers_factors(bias_u, bias_v):
         return None
-    return (
-        kernels.local_block(block, x, gated, bias_u, bias_v, state) if kernels.covers_factors(bias_u, bias_v) else None
-    )
+    # A wider window is an error, for `factorized_local_step` to raise.
+    if bias_u.shape != bias_v.shape or state.ring.shape[1] > len(bias_v):
+        return None
+    return kernels.local_block(block, x, gated, bias_u, bias_v, state)
 
 
 def _fits(block: Any, x: Tensor, gated: bool, state: SimpleState | LocalState) -> bool:

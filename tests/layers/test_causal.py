@@ -130,6 +130,14 @@ def test_a_compiled_step_beyond_the_sequence_is_an_error():
 
 
 @needs_compiler
+def test_a_state_of_a_longer_sequence_is_an_error():
+    block = randomize(CausalBlock(24, 'full', num_tokens=9))
+    state = CausalBlock(24, 'full', num_tokens=12).init_state(2, torch.float32, torch.device('cpu'))
+    with pytest.raises(ValueError, match='a window of at most T = 9 tokens, got 12'), torch.no_grad():
+        block.step(torch.zeros(2, 24), state)
+
+
+@needs_compiler
 @pytest.mark.parametrize('shape', [(2, 16), (2, 32), (16,)], ids=str)
 def test_a_token_of_another_width_is_an_error(shape: tuple[int, ...]):
     block = randomize(CausalBlock(24, 'simple'))

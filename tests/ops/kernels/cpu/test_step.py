@@ -137,6 +137,14 @@ def test_a_token_without_a_row_of_the_bias_is_an_error(dtype: torch.dtype):
         ops.factorized_local_step(k, k, k, bias_u, bias_v, state)
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
+def test_a_window_over_the_rows_of_the_bias_is_an_error(dtype: torch.dtype):
+    bias_u, bias_v = torch.zeros(2, 3, 4, dtype=dtype)
+    k, state = torch.zeros(2, 6, dtype=dtype), ops.aft_local_state(2, 6, 4, dtype)
+    with pytest.raises(ValueError, match='a window of at most T = 3 tokens, got 4'):
+        ops.factorized_local_step(k, k, k, bias_u, bias_v, state)
+
+
 @pytest.mark.parametrize('s', [None, 9])
 def test_nothing_is_differentiated(s: int | None):
     # Neither by the compiled form nor by what it leaves to torch: the first token, and one far above the others.
