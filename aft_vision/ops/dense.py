@@ -33,7 +33,7 @@ def dense_block(qkv: Dense, proj: Dense | None, fc1: Dense, fc2: Dense) -> Any |
     It has the addresses of the parameters, which must stay where they are.
     """
     kernels = dispatch.dense_kernels()
-    return kernels.DenseBlock(qkv, proj, fc1, fc2) if kernels.covers_dense((qkv, proj, fc1, fc2)) else None
+    return kernels.DenseBlock(qkv, proj, fc1, fc2) if kernels.covers_dense(qkv, proj, fc1, fc2) else None
 
 
 def simple_block(block: Any, x: Tensor, gated: bool, state: SimpleState) -> Tensor | None:

@@ -1,7 +1,6 @@
 """The linear layers around the mixer of a block, for the few rows of a step of decoding: `dense.cpp`, in float32."""
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,10 +23,10 @@ class _Layer(ctypes.Structure):
     ]
 
 
-def covers_dense(layers: Sequence[Dense | None]) -> bool:
-    """Whether this is made for the parameters of such layers: qkv, proj, fc1 and fc2 of a block."""
-    parameters = [x for layer in layers for x in layer or () if isinstance(x, Tensor)]
-    return all(_is_plain(x) for x in parameters) and _fit(*layers) and library() is not None
+def covers_dense(qkv: Dense, proj: Dense | None, fc1: Dense, fc2: Dense) -> bool:
+    """Whether this is made for the parameters of such layers."""
+    parameters = [x for layer in (qkv, proj, fc1, fc2) for x in layer or () if isinstance(x, Tensor)]
+    return all(_is_plain(x) for x in parameters) and _fit(qkv, proj, fc1, fc2) and library() is not None
 
 
 class DenseBlock:
