@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aft_vision.layers.causal import CausalBlock
 
 Path = tuple[str, ...]
-# Where the modules are in a block, and what they must be; nothing is anything.
+# Where the modules are in a block, and of which types they must be; an empty tuple is any type.
 MODULES: dict[Path, tuple[type[nn.Module], ...]] = {
     ('norm1',): (LayerNorm,),
     ('attn',): (),

@@ -44,6 +44,9 @@ def simple_block(block: Any, x: Tensor, gated: bool, state: SimpleState) -> Tens
         x: (B, C).
         gated: whether the layer before the mixer gives queries.
         state: of the tokens before it; updated in place.
+
+    Returns:
+        (B, C).
     """
     kernels = dispatch.step_kernels(state)
     if kernels is None or not _fits(block, x, gated, state):
@@ -60,6 +63,9 @@ def local_block(block: Any, x: Tensor, gated: bool, bias_u: Tensor, bias_v: Tens
         gated: whether the layer before the mixer gives queries.
         bias_u, bias_v: (T, d') factors of targets and of sources.
         state: of the tokens before it; updated in place.
+
+    Returns:
+        (B, C).
 
     Raises:
         IndexError: T tokens have been taken before.

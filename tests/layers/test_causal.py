@@ -246,6 +246,36 @@ def test_a_compiled_step_has_the_parameters_of_the_moment(change: str):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ('name', 'args', 'called'),
+    [
+        ('simple', {}, 'simple_block'),
+        ('local', {}, 'local_block'),
+        ('full', {}, 'local_block'),
+        ('local', dict(factorize_bias=False), None),
+        ('attention', {}, None),
+    ],
+)
+def test_a_token_passes_a_block_in_one_call(
+    name: str, args: dict[str, Any], called: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    from aft_vision.ops.kernels.cpu import step
+
+    calls: list[str] = []
+    for each in ('simple_block', 'local_block'):
+        function = getattr(step, each)
+
+        def spy(*inputs: Any, each: str = each, function: Any = function) -> Any:
+            calls.append(each)
+            return function(*inputs)
+
+        monkeypatch.setattr(step, each, spy)
+    block, x = randomize(CausalBlock(24, name, **MIXERS[name], **args)), randn(3, 9, 24).float()
+    run_steps(block, x)
+    assert calls == ([called] * x.shape[1] if called else [])
+
+
+@needs_compiler
 @pytest.mark.parametrize('before', [True, False], ids=['before', 'behind'])
 def test_a_hook_of_all_modules_is_called(before: bool):
     block, x = randomize(CausalBlock(24, 'simple')), randn(3, 9, 24).float()

@@ -215,8 +215,8 @@ void aft_simple_block(Block block, float *reference, float *numerator, float *de
   aft_dense_block(block.layers + 1, block.batch, block.x, parts.mixed, parts.sum, parts.hidden, block.out, threads);
 }
 
-// A block with AFT-local for a token, of a window of `size`. Returns what `aft_local_step` does, and has mixed nothing
-// and written no result where that is not 0.
+// A block with AFT-local for a token, of a window of `size`. Returns what `aft_local_step` does; where that is not 0 the
+// layers behind the mixer have not run, and nothing is written to `out`.
 int aft_local_block(Block block, int64_t size, Band band, const float *reference, float *sums, float *ring,
                     int64_t *position, const bool *holds_keys, Limits limits, int threads) {
   const Parts parts(block);
