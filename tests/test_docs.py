@@ -27,6 +27,7 @@ from aft_vision.evaluate import load_model
 from aft_vision.export.hub import export_model
 from aft_vision.export.program import choose_shape, export_onnx, export_pt2
 from aft_vision.fastformer import (
+    ENCODERS,
     FastformerConfig,
     FastformerForConditionalGeneration,
     FastformerForSequenceClassification,
@@ -181,8 +182,18 @@ def names_at_hand(name: str) -> dict[str, Any]:
     return {}
 
 
+@pytest.fixture
+def encoders():
+    """What an example registers is gone after it."""
+    before = dict(ENCODERS)
+    yield
+    ENCODERS.clear()
+    ENCODERS.update(before)
+
+
 @pytest.mark.parametrize('name', [name for name in DOCUMENTS if blocks(name, 'python')])
 @pytest.mark.filterwarnings('ignore:NLTK has no punkt_tab')
+@pytest.mark.usefixtures('encoders')
 def test_the_examples_in_python_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     FURNITURE.get(name, lambda: None)()
