@@ -19,7 +19,11 @@ from aft_vision.export import export_model
 
 # Parameters with and without biases on q, k and v (the columns #Params of AFT Table 7, exact). AFT-full is DeiT plus
 # 12 * 2 * 197 * 128 factors of its bias, so base is 86,567,656 + 605,184; AFT-simple has the parameters of DeiT.
+# The nano models have 6 blocks of width 128 on 12 x 12 patches of 8 pixels.
 PARAMETERS = {
+    'aft_full_nano': (1_585_000, 1_582_696),
+    'aft_simple_nano': (1_362_280, 1_359_976),
+    'aft_conv_nano': (1_438_056, 1_435_752),
     'aft_full_tiny': (6_322_600, 6_315_688),
     'aft_full_small': (22_655_848, 22_642_024),
     'aft_full_base': (87_172_840, 87_145_192),
@@ -110,7 +114,7 @@ def test_no_model_claims_to_have_weights():
 @all_models
 def test_default_config_is_that_of_the_paper(name):
     cfg = timm.get_pretrained_cfg(name)
-    size = 384 if name.endswith('_384') else 224
+    size = next((size for end, size in (('_384', 384), ('_nano', 96)) if name.endswith(end)), 224)
     assert (cfg.architecture, cfg.num_classes, cfg.input_size) == (name, 1000, (3, size, size))
     assert cfg.crop_pct == 0.875
     assert cfg.fixed_input_size is not name.startswith('aft_conv')
@@ -144,7 +148,7 @@ def test_group_matcher_gives_each_block_a_group_of_its_own(name):
         {group_of[f'blocks.{i}.{n}'] for n, _ in block.named_parameters()} for i, block in enumerate(model.blocks)
     ]
     assert all(len(group) == 1 for group in groups)
-    assert len(set().union(*groups)) == len(model.blocks) == 12
+    assert len(set().union(*groups)) == len(model.blocks) == (6 if 'nano' in name else 12)
     assert len(set(group_of.values())) == len(model.blocks) + 2
 
 

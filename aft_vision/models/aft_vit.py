@@ -438,11 +438,14 @@ def _cfg(fixed_input_size: bool, size: int = 224) -> dict[str, Any]:
 # No weights are published, so no entry names any: pretrained=True says so.
 default_cfgs = generate_default_cfgs(
     {
+        'aft_full_nano': _cfg(fixed_input_size=True, size=96),
         'aft_full_tiny': _cfg(fixed_input_size=True),
         'aft_full_small': _cfg(fixed_input_size=True),
         'aft_full_base': _cfg(fixed_input_size=True),
+        'aft_simple_nano': _cfg(fixed_input_size=True, size=96),
         'aft_simple_tiny': _cfg(fixed_input_size=True),
         'aft_simple_small': _cfg(fixed_input_size=True),
+        'aft_conv_nano': _cfg(fixed_input_size=False, size=96),
         'aft_conv_tiny': _cfg(fixed_input_size=False),
         'aft_conv_tiny_k11_h32': _cfg(fixed_input_size=False),
         'aft_conv_small': _cfg(fixed_input_size=False),
@@ -451,6 +454,16 @@ default_cfgs = generate_default_cfgs(
         'aft_conv_base_k25_h32_384': _cfg(fixed_input_size=False, size=384),
     }
 )
+
+# The models that a CPU trains in an hour: configs/small/imagenette.yaml.
+_NANO: dict[str, Any] = dict(img_size=96, patch_size=8, embed_dim=128, depth=6)
+
+
+@register_model
+def aft_full_nano(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-full nano for 96 pixels, patch 8, 6 blocks of width 128: 1.6M parameters (AFT Eq. 2); not in the paper."""
+    model_args = dict(_NANO, mixer='full')
+    return _create_aft('aft_full_nano', pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
@@ -475,6 +488,13 @@ def aft_full_base(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransform
 
 
 @register_model
+def aft_simple_nano(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-simple nano for 96 pixels, patch 8, 6 blocks of width 128: 1.4M parameters (AFT Eq. 5); not in the paper."""
+    model_args = dict(_NANO, mixer='simple')
+    return _create_aft('aft_simple_nano', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
 def aft_simple_tiny(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
     """AFT-simple at DeiT-tiny's width (AFT Eq. 5); not in Table 7."""
     model_args = dict(embed_dim=192, mixer='simple')
@@ -486,6 +506,13 @@ def aft_simple_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransf
     """AFT-simple at DeiT-small's width (AFT Eq. 5); not in Table 7."""
     model_args = dict(embed_dim=384, mixer='simple')
     return _create_aft('aft_simple_small', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def aft_conv_nano(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-conv nano for 96 pixels, patch 8, 6 blocks of width 128, 11x11 kernel, 128 heads: 1.4M parameters (AFT Eq. 6); not in the paper."""
+    model_args = dict(_NANO, mixer='conv', num_heads=128, kernel_size=11)
+    return _create_aft('aft_conv_nano', pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
