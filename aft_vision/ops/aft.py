@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops import dispatch as dispatch
+from aft_vision.ops.tracing import grid_sizes, keeps_sums
 
 
 def aft_full(
@@ -33,7 +34,7 @@ def aft_full(
     Raises:
         ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
     """
-    return torch.ops.aft_vision.aft_full(q, k, v, bias, mask, torch.is_grad_enabled(), backend)[0]
+    return torch.ops.aft_vision.aft_full(q, k, v, bias, mask, keeps_sums(), backend)[0]
 
 
 def aft_local(
@@ -53,7 +54,7 @@ def aft_local(
     Raises:
         ValueError: shapes do not match, the band's width is even, mask is not a bool (B, T), or the backend is unknown.
     """
-    return torch.ops.aft_vision.aft_local(q, k, v, band, mask, torch.is_grad_enabled(), backend)[0]
+    return torch.ops.aft_vision.aft_local(q, k, v, band, mask, keeps_sums(), backend)[0]
 
 
 def aft_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = None, backend: str = 'auto') -> Tensor:
@@ -70,7 +71,7 @@ def aft_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = Non
     Raises:
         ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
     """
-    return torch.ops.aft_vision.aft_simple(q, k, v, mask, torch.is_grad_enabled(), backend)[0]
+    return torch.ops.aft_vision.aft_simple(q, k, v, mask, keeps_sums(), backend)[0]
 
 
 def aft_conv(
@@ -105,7 +106,7 @@ def aft_conv(
             a bool (B, H * W), or the backend is unknown.
     """
     return torch.ops.aft_vision.aft_conv(
-        q, k, v, kernel, [grid[0], grid[1]], mask, global_context, torch.is_grad_enabled(), backend
+        q, k, v, kernel, grid_sizes(grid), mask, global_context, keeps_sums(), backend
     )[0]
 
 
@@ -140,5 +141,5 @@ def aft_onehot(
             mask is not a bool (B, H * W), or the backend is unknown.
     """
     return torch.ops.aft_vision.aft_onehot(
-        q, k, v, offset, weight, [grid[0], grid[1]], mask, torch.is_grad_enabled(), backend
+        q, k, v, offset, weight, grid_sizes(grid), mask, keeps_sums(), backend
     )[0]

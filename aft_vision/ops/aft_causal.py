@@ -16,6 +16,7 @@ from aft_vision.ops.eager.causal import Past, causal_forward
 from aft_vision.ops.eager.causal_bias import BandBias, NoBias
 from aft_vision.ops.eager.numerics import may_branch, without_autocast
 from aft_vision.ops.position_bias import factorized_band_row
+from aft_vision.ops.tracing import keeps_sums
 
 
 def aft_full_causal(
@@ -35,7 +36,7 @@ def aft_full_causal(
     Raises:
         ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
     """
-    return torch.ops.aft_vision.aft_full_causal(q, k, v, bias, mask, torch.is_grad_enabled(), backend)[0]
+    return torch.ops.aft_vision.aft_full_causal(q, k, v, bias, mask, keeps_sums(), backend)[0]
 
 
 def aft_local_causal(
@@ -55,7 +56,7 @@ def aft_local_causal(
     Raises:
         ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
     """
-    return torch.ops.aft_vision.aft_local_causal(q, k, v, band, mask, torch.is_grad_enabled(), backend)[0]
+    return torch.ops.aft_vision.aft_local_causal(q, k, v, band, mask, keeps_sums(), backend)[0]
 
 
 def aft_simple_causal(
@@ -74,7 +75,7 @@ def aft_simple_causal(
     Raises:
         ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
     """
-    return torch.ops.aft_vision.aft_simple_causal(q, k, v, mask, torch.is_grad_enabled(), backend)[0]
+    return torch.ops.aft_vision.aft_simple_causal(q, k, v, mask, keeps_sums(), backend)[0]
 
 
 class SimpleState(NamedTuple):

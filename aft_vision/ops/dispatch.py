@@ -1,7 +1,7 @@
 """The custom operators `torch.ops.aft_vision.*`, and the one place that picks what runs inside them.
 
 An operator is one node for autograd, `torch.compile`, `torch.export`, FX and TorchScript. Its forward returns the
-result and what its backward reuses; the backward is an operator too.
+result and what its backward reuses; the backward is an operator too. `transforms` has forward mode and `torch.func`.
 """
 
 import functools
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from aft_vision.ops.eager import causal, conv, decode, full, local, onehot
+from aft_vision.ops.eager import causal, conv, decode, full, local, onehot, tangent
 from aft_vision.ops.eager.numerics import empty_denominator, empty_output, without_autocast
+from aft_vision.ops.transforms import Rules, once_differentiable, register_transforms
 
 BACKENDS = ('auto', 'eager', 'cpp', 'triton')
 # Inputs that receive a gradient, beside q, k, v: the position bias of each operator.
@@ -73,11 +74,13 @@ def _define(
     check: Callable[..., None],
     empty_saved: Callable[[Tensor, Tensor, bool], Tensor] | None,
     forms: dict[str, _Form],
+    find_places: tangent.FindPlaces | None = None,
 ) -> None:
-    """Register aft_vision::name and aft_vision::name_backward with their fakes and autograd formula.
+    """Register aft_vision::name and aft_vision::name_backward with their fakes and autograd formulas.
 
     The schema follows the eager forward: (q, k, v, the operator's own inputs, mask, ..., save), then `backend`.
-    `empty_saved` allocates what the forward keeps for the backward; None if that is nothing.
+    `empty_saved` allocates what the forward keeps for the backward; None if that is nothing. `find_places` says which
+    entry of the bias weights which source, for forward mode; None if the operator has no bias.
     """
     signature = inspect.signature(forms['eager'].forward)
     names = [parameter for parameter in signature.parameters if parameter != 'save']
@@ -127,7 +130,7 @@ def _define(
     operator.register_fake(forward_fake)
     backward_operator.register_fake(backward_fake)
 
-    _register_autograd(operator, backward_operator, names, gradients, saves=empty_saved is not None)
+    _register_autograd(operator, backward_operator, names, gradients, empty_saved is not None, find_places)
 
 
 def _register_autograd(
@@ -136,14 +139,17 @@ def _register_autograd(
     names: list[str],
     gradients: list[str],
     saves: bool,
+    find_places: tangent.FindPlaces | None,
 ) -> None:
-    """Give an operator its derivative.
+    """Give an operator its derivatives, and its backward an error for a second one.
 
     Args:
         names: inputs of both operators, before `save` or `need_bias`, and `backend`.
         gradients: the names that the backward returns gradients of, in its order: q, k, v, then the bias if any.
         saves: whether the backward reuses the forward's second result.
+        find_places: of `_define`.
     """
+    places = [names.index(parameter) for parameter in gradients]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
@@ -152,24 +158,46 @@ def _register_autograd(
         ctx.constants = [None if isinstance(x, Tensor) else x for x in inputs[: len(names)]]
         ctx.backend = inputs[-1]
 
+    def restored(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
+        y, saved, *kept = ctx.saved_tensors
+        return y, saved, [x if x is not None else constant for x, constant in zip(kept, ctx.constants, strict=True)]
+
     def differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         found: list[Tensor | None] = [None] * (len(names) + 2)
         if grad is None:
             return tuple(found)
-        y, saved, *kept = ctx.saved_tensors
-        inputs = [x if x is not None else constant for x, constant in zip(kept, ctx.constants, strict=True)]
+        y, saved, inputs = restored(ctx)
         if saves and not saved.numel() and y.numel():  # captured while gradients were off
             _, saved = operator(*inputs, True, ctx.backend)
-        need_bias = len(gradients) > 3 and ctx.needs_input_grad[names.index(gradients[3])]
+        need_bias = len(gradients) > 3 and ctx.needs_input_grad[places[3]]
         results = backward_operator(grad, y, saved, *inputs, need_bias, ctx.backend)
-        for parameter, result in zip(gradients, results, strict=True):
-            if ctx.needs_input_grad[names.index(parameter)]:
-                found[names.index(parameter)] = result
+        for place, result in zip(places, results, strict=True):
+            if ctx.needs_input_grad[place]:
+                found[place] = result
         return tuple(found)
 
+    def setup_both(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*output, *(x if isinstance(x, Tensor) else None for x in inputs[: len(names)]))
+        ctx.mark_non_differentiable(output[1])
+
+    def differentiate_forward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:
+        inputs = dict(zip(names, restored(ctx)[2], strict=True))
+        along = {parameter: tangents[place] for parameter, place in zip(gradients, places, strict=True)}
+        with without_autocast(inputs['k'].device.type):
+            return tangent.forward_tangent(operator, find_places, inputs, along, ctx.backend), None
+
     operator.register_autograd(differentiate, setup_context=setup_context)
+    rules = Rules(setup_both, differentiate, differentiate_forward)
+    register_transforms(_LIBRARY, operator, [*names, 'save', 'backend'], lambda *_: False, rules)
+
+    rules = once_differentiable(backward_operator)
+    backward_operator.register_autograd(rules.backward, setup_context=rules.setup_context)
+    backward_names = ['grad', 'y', 'saved', *names, 'need_bias', 'backend']
+    register_transforms(_LIBRARY, backward_operator, backward_names, lambda *args: args[-2], rules)
 
 
+_LIBRARY = torch.library.Library('aft_vision', 'FRAGMENT')
 _SCHEMA_TYPES = {Tensor: 'Tensor', Tensor | None: 'Tensor?', bool: 'bool'}
 
 
@@ -237,6 +265,7 @@ _define(
         'cpp': _kernel('cpu.full', 'full'),
         'triton': _triton('gpu.full', 'full'),
     },
+    tangent.full_places,
 )
 _define(
     'aft_simple',
@@ -247,7 +276,13 @@ _define(
         'triton': _triton('gpu.simple', 'simple'),
     },
 )
-_define('aft_local', local.check_local, empty_denominator, {'eager': _Form(local.local_forward, local.local_backward)})
+_define(
+    'aft_local',
+    local.check_local,
+    empty_denominator,
+    {'eager': _Form(local.local_forward, local.local_backward)},
+    tangent.local_places,
+)
 _define(
     'aft_conv',
     conv.check_conv,
@@ -257,6 +292,7 @@ _define(
         'cpp': _kernel('cpu.conv', 'conv'),
         'triton': _triton('gpu.conv', 'conv'),
     },
+    tangent.conv_places,
 )
 _define(
     'aft_onehot',
@@ -267,12 +303,14 @@ _define(
         'cpp': _kernel('cpu.depthwise', 'onehot'),
         'triton': _triton('gpu.onehot', 'onehot'),
     },
+    tangent.onehot_places,
 )
 _define(
     'aft_full_causal',
     full.check_full,
     empty_denominator,
     {'eager': _Form(causal.full_causal_forward, causal.full_causal_backward)},
+    tangent.full_causal_places,
 )
 _define(
     'aft_local_causal',
@@ -283,6 +321,7 @@ _define(
         'cpp': _kernel('cpu.local', 'local_causal'),
         'triton': _triton('gpu.local_causal', 'local_causal'),
     },
+    tangent.local_causal_places,
 )
 _define(
     'aft_simple_causal',

@@ -1,0 +1,109 @@
+"""What `torch.func` and dual tensors do with an operator: forward mode, `grad`, `vmap` and their combinations.
+
+`torch.library` gives an operator its reverse mode in ordinary calls and no more. Under a transform, or for dual tensors,
+it runs as a `torch.autograd.Function`, which has a rule for each; an ordinary call does not pass through here.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._library.autograd import make_autograd_impl
+from torch.autograd import forward_ad
+from torch.library import CustomOpDef, Library, get_kernel
+
+# Kernels of the dispatcher, for the key through which every call under a transform of torch.func goes first.
+FRONT = 'FuncTorchDynamicLayerFrontMode'
+PER_SEQUENCE = ('grad', 'y', 'saved', 'q', 'k', 'v', 'mask')
+
+
+class Rules(NamedTuple):
+    """The parts of a `torch.autograd.Function` that differ between operators.
+
+    Attributes:
+        setup_context, backward, jvp: static methods of the function.
+    """
+
+    setup_context: Callable[..., None]
+    backward: Callable[..., Any]
+    jvp: Callable[..., Any]
+
+
+def once_differentiable(operator: CustomOpDef) -> Rules:
+    """Return the rules of an operator without a derivative: a clear error instead of 0."""
+    name = operator._name.removesuffix('_backward')
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+
+    def fail(ctx: Any, *tensors: Tensor | None) -> None:
+        raise RuntimeError(
+            f'aft_vision::{name} can be differentiated once, forward or in reverse, got a second derivative of it; '
+            'take the forms in aft_vision.ops.aten (models: exportable=True) for any number'
+        )
+
+    return Rules(setup_context, fail, fail)
+
+
+def register_transforms(
+    library: Library, operator: CustomOpDef, names: Sequence[str], sums_sequences: Callable[..., bool], rules: Rules
+) -> None:
+    """Give an operator its rules under the transforms of torch.func and for dual tensors.
+
+    Args:
+        library: that the kernels are registered in.
+        names: of the operator's arguments.
+        sums_sequences: says of the arguments whether a result is a sum over the batch, which vmap may not enlarge.
+        rules: of its `torch.autograd.Function`.
+    """
+
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return operator(*args)
+
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        batched = [name for name, dim in zip(names, in_dims, strict=True) if dim is not None]
+        if set(batched) <= set(PER_SEQUENCE) and not sums_sequences(*args):
+            return _fold(operator, names, info.batch_size, in_dims, args)
+        calls = [[x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)] for i in range(info.batch_size)]
+        results = zip(*(operator(*call) for call in calls), strict=True)
+        found = tuple(torch.stack(each) for each in results)
+        return found, (0,) * len(found)
+
+    methods = rules._asdict() | {'forward': forward, 'vmap': vmap}
+    function = type(operator._name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in methods.items()})
+    reverse = make_autograd_impl(operator._opoverload, operator)
+    functionalize = get_kernel(operator._opoverload, FRONT)
+
+    def autograd_kernel(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
+        if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
+            return function.apply(*args)
+        return reverse(keyset, *args)
+
+    def front_kernel(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
+        kinds = [level.key() for level in get_interpreter_stack()]
+        if kinds[-1] == TransformType.Functionalize:
+            return functionalize.call_boxed(keyset, *args)
+        if kinds.count(TransformType.Jvp) > 1:
+            # torch would leave out what the inner derivative adds to the outer one.
+            once_differentiable(operator).jvp(None)
+        return function.apply(*args)
+
+    library.impl(operator._name, autograd_kernel, 'Autograd', with_keyset=True)
+    library.impl(operator._name, front_kernel, FRONT, with_keyset=True)
+
+
+def _fold(
+    operator: CustomOpDef, names: Sequence[str], size: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    # One call for all: the new dimension goes into the batch.
+    folded = list(args)
+    for i, (name, dim, x) in enumerate(zip(names, in_dims, args, strict=True)):
+        if name in PER_SEQUENCE and isinstance(x, Tensor) and x.ndim > 1:
+            folded[i] = (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+    results = operator(*folded)
+    # What is left out, such as the gradient of q = None, is empty and has one dimension.
+    whole = [x.ndim > 1 for x in results]
+    found = tuple(x.unflatten(0, (size, -1)) if y else x for x, y in zip(results, whole, strict=True))
+    return found, tuple(0 if y else None for y in whole)
