@@ -140,6 +140,4 @@ def aft_onehot(
         ValueError: shapes do not match, offset is not int64, h does not divide D, H * W is not the number of tokens,
             mask is not a bool (B, H * W), or the backend is unknown.
     """
-    return torch.ops.aft_vision.aft_onehot(
-        q, k, v, offset, weight, grid_sizes(grid), mask, keeps_sums(), backend
-    )[0]
+    return torch.ops.aft_vision.aft_onehot(q, k, v, offset, weight, grid_sizes(grid), mask, keeps_sums(), backend)[0]

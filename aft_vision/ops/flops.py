@@ -7,9 +7,9 @@ sources count too (AFT Eq. 4, 5, 6), one sum over e^k v serves every target:
     forward  = 2 B T (window (D + h) + D)
     backward = 2 B T (window (D + h) (1, with a gradient of the bias 2) + 2 D)
 
-AFT-full has only the first term, AFT-simple only the second. `window` is T for AFT-full, the taps s s for AFT-conv, 1 for
-AFT-onehot, and the width of the band for AFT-local, at most T. As in torch's count of a padded convolution and of causal
-attention, sources beyond the edges and in the future are included, and what is done element by element is not:
+AFT-full has only the first term, AFT-simple only the second. `window` is T for AFT-full, the taps s s for AFT-conv, 1
+for AFT-onehot, and the width of the band for AFT-local, at most T. As in torch's count of a padded convolution and of
+causal attention, sources beyond the edges and in the future are included, and what is done element by element is not:
 exponentials, divisions, gates.
 """
 
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 Shape = Sequence[int]
 
-# Sources that a target weights one by one, from the shapes of v and of what follows it: the bias, or AFT-onehot's offset.
+# Sources that a target weights one by one, from the shapes of v and of what follows it, the bias.
 WINDOWS: dict[str, Callable[[Shape, Any], int]] = {
     'aft_full': lambda v, bias: v[1],
     'aft_simple': lambda v, _: 0,

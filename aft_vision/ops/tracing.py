@@ -1,4 +1,4 @@
-"""What the public functions hand to an operator, the same in an ordinary call, in TorchScript and in `torch.jit.trace`."""
+"""Arguments of the operators that differ in `torch.jit.trace`."""
 
 import torch
 

@@ -1,7 +1,7 @@
-"""What `torch.func` and dual tensors do with an operator: forward mode, `grad`, `vmap` and their combinations.
+"""Rules of the operators for dual tensors and the transforms of `torch.func`: forward mode, `grad`, `vmap`.
 
-`torch.library` gives an operator its reverse mode in ordinary calls and no more. Under a transform, or for dual tensors,
-it runs as a `torch.autograd.Function`, which has a rule for each; an ordinary call does not pass through here.
+`torch.library` gives an operator its reverse mode in ordinary calls and no more. Under a transform, and for dual tensors,
+it runs as a `torch.autograd.Function`, which has a rule for each. An ordinary call pays for one comparison.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ from torch.library import CustomOpDef, Library, get_kernel
 
 # Kernels of the dispatcher, for the key through which every call under a transform of torch.func goes first.
 FRONT = 'FuncTorchDynamicLayerFrontMode'
-PER_SEQUENCE = ('grad', 'y', 'saved', 'q', 'k', 'v', 'mask')
+# Arguments whose first dimension is the batch.
+PER_SEQUENCE = {'grad', 'y', 'saved', 'q', 'k', 'v', 'mask'}
 
 
 class Rules(NamedTuple):
@@ -62,14 +63,12 @@ def register_transforms(
     def forward(*args: Any) -> tuple[Tensor, ...]:
         return operator(*args)
 
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        batched = [name for name, dim in zip(names, in_dims, strict=True) if dim is not None]
-        if set(batched) <= set(PER_SEQUENCE) and not sums_sequences(*args):
-            return _fold(operator, names, info.batch_size, in_dims, args)
-        calls = [[x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)] for i in range(info.batch_size)]
-        results = zip(*(operator(*call) for call in calls), strict=True)
-        found = tuple(torch.stack(each) for each in results)
-        return found, (0,) * len(found)
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        dims = [dim if isinstance(dim, int) else None for dim in in_dims]  # the sizes of a grid have a list
+        batched = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
+        if batched <= PER_SEQUENCE and not sums_sequences(*args):
+            return _fold(operator, names, info.batch_size, dims, args)
+        return _loop(operator, info.batch_size, dims, args)
 
     methods = rules._asdict() | {'forward': forward, 'vmap': vmap}
     function = type(operator._name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in methods.items()})
@@ -94,12 +93,21 @@ def register_transforms(
     library.impl(operator._name, front_kernel, FRONT, with_keyset=True)
 
 
+def _loop(operator: CustomOpDef, size: int, dims: list[int | None], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    # A call for each: what they share or sum over, a bias or its gradient, is of each alone.
+    def call(i: int) -> tuple[Tensor, ...]:
+        return operator(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, dims, strict=True)))
+
+    found = tuple(torch.stack(results) for results in zip(*(call(i) for i in range(size)), strict=True))
+    return found, (0,) * len(found)
+
+
 def _fold(
-    operator: CustomOpDef, names: Sequence[str], size: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
+    operator: CustomOpDef, names: Sequence[str], size: int, dims: list[int | None], args: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     # One call for all: the new dimension goes into the batch.
     folded = list(args)
-    for i, (name, dim, x) in enumerate(zip(names, in_dims, args, strict=True)):
+    for i, (name, dim, x) in enumerate(zip(names, dims, args, strict=True)):
         if name in PER_SEQUENCE and isinstance(x, Tensor) and x.ndim > 1:
             folded[i] = (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
     results = operator(*folded)

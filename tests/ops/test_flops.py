@@ -1,0 +1,96 @@
+"""Floating-point operations as torch's counter and a traced graph see them."""
+
+import pytest
+import timm
+import torch
+from torch.jit import TracerWarning, _get_trace_graph
+from torch.utils.flop_counter import FlopCounterMode
+
+import aft_vision  # noqa: F401, the import registers the models
+from aft_vision import ops
+
+B, T, D, GRID = 2, 12, 6, (3, 4)
+HEADS, OFFSET = 3, torch.zeros(3, 2, dtype=torch.int64)
+# name -> (shape of the bias, the channels of k, further arguments, forward, backward without and with the bias).
+# By hand: 144 tokens and channels in all. A target weights 12 sources, in a band of 5 five, in a 3 x 3 kernel nine.
+CASES = {
+    'aft_full': ((12, 12), 6, (), 2 * 144 * 12 * 2, (6912, 13824)),
+    'aft_simple': (None, 6, (), 2 * 144, (576, 576)),
+    'aft_local': ((12, 5), 6, (), 2 * 144 * (5 * 2 + 1), (2880 + 576, 5760 + 576)),
+    'aft_conv': ((3, 3, 3), 3, (GRID,), 2 * 24 * 9 * (6 + 3) + 288, (3888 + 576, 7776 + 576)),
+    'aft_onehot': ((3,), 3, (GRID,), 2 * 24 * (6 + 3) + 288, (432 + 576, 864 + 576)),
+    'aft_full_causal': ((12, 12), 6, (), 6912, (6912, 13824)),
+    'aft_local_causal': ((12, 3), 6, (), 2 * 144 * (3 * 2 + 1), (1728 + 576, 3456 + 576)),
+    'aft_simple_causal': (None, 6, (), 288, (576, 576)),
+}
+
+
+def call(name: str, need_bias: bool, backend: str = 'auto') -> torch.Tensor:
+    bias, heads, others, *_ = CASES[name]
+    q, v = torch.randn(2, B, T, D).requires_grad_()
+    k = torch.randn(B, T, heads)
+    offset = [OFFSET] if name == 'aft_onehot' else []
+    table = [torch.randn(bias).requires_grad_(need_bias)] if bias else []
+    return getattr(ops, name)(q, k, v, *offset, *table, *others, backend=backend)
+
+
+@pytest.mark.parametrize('backend', ['auto', 'eager'])
+@pytest.mark.parametrize('need_bias', [False, True])
+@pytest.mark.parametrize('name', CASES)
+def test_products_of_the_paper_are_counted(name: str, need_bias: bool, backend: str):
+    with FlopCounterMode(display=False) as counter:
+        y = call(name, need_bias, backend)
+        forward = counter.get_total_flops()
+        y.sum().backward()
+    assert (forward, counter.get_total_flops() - forward) == (CASES[name][3], CASES[name][4][need_bias])
+
+
+def test_a_window_longer_than_the_sequence_counts_its_tokens():
+    q, k, v = torch.randn(3, B, T, D)
+    with FlopCounterMode(display=False) as counter:
+        ops.aft_local(q, k, v, torch.randn(T, 2 * T - 1))
+    assert counter.get_total_flops() == 2 * 144 * (12 * 2 + 1)
+
+
+def test_aft_conv_without_global_context_has_no_global_sum():
+    q, v = torch.randn(2, B, T, D)
+    with FlopCounterMode(display=False) as counter:
+        ops.aft_conv(q, torch.randn(B, T, 3), v, torch.randn(3, 3, 3), GRID, global_context=False)
+    assert counter.get_total_flops() == 2 * 24 * 9 * 9
+
+
+@pytest.mark.parametrize(
+    ('name', 'layer'),
+    [
+        # Per token: numerators and denominators, and for AFT-conv the global sum.
+        ('aft_conv_tiny', 2 * 196 * (11 * 11 * (192 + 192) + 192)),
+        ('aft_full_tiny', 2 * 197 * 197 * (192 + 192)),
+    ],
+)
+def test_a_model_is_counted_whole(name: str, layer: int):
+    with torch.device('meta'), torch.no_grad():
+        images = torch.empty(1, 3, 224, 224)
+        model, aten = (timm.create_model(name, depth=2, exportable=exportable).eval() for exportable in (False, True))
+        with FlopCounterMode(display=False) as counter:
+            model(images)
+        with FlopCounterMode(display=False) as plain:
+            aten(images)
+    operator = getattr(torch.ops.aft_vision, name.removesuffix('_tiny'))
+    assert counter.get_flop_counts()['Global'][operator] == 2 * layer
+    # torch counts the same in the exportable model, where the global sum adds products of single elements.
+    extra = 2 * 2 * 196 * 192 if name == 'aft_conv_tiny' else 0
+    assert counter.get_total_flops() == plain.get_total_flops() + extra
+
+
+def test_handles_of_a_traced_graph_count_half_of_it():
+    model = timm.create_model('aft_conv_tiny', depth=2, img_size=64).eval()
+    images, handles = torch.randn(1, 3, 64, 64), ops.jit_handles()
+    with pytest.warns(TracerWarning, match='Python integer'):
+        graph, _ = _get_trace_graph(model, images)
+    nodes = [node for node in graph.nodes() if node.kind() in handles]
+    found = [handles[node.kind()](list(node.inputs()), list(node.outputs())) for node in nodes]
+    assert found == 2 * [16 * (11 * 11 * (192 + 192) + 192)]
+
+
+def test_every_operator_has_a_handle():
+    assert set(ops.jit_handles()) == {f'aft_vision::{name}' for name in CASES}

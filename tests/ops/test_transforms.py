@@ -1,0 +1,349 @@
+"""Forward mode, the transforms of torch.func and dual tensors, against the reference in float64."""
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from helpers import BOUNDS, assert_close, generator, make_qkv, randn
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import aft_vision  # noqa: F401, the import registers the models
+from aft_vision import ops
+from aft_vision.ops import aten, reference
+
+
+def sequence_inputs(T: int = 12, D: int = 6) -> dict[str, Any]:
+    return dict(zip('qkv', make_qkv(T=T, D=D), strict=True))
+
+
+def grid_inputs(heads: int, D: int = 6) -> dict[str, Any]:
+    return dict(zip('qkv', make_qkv(T=15, D=D, heads=heads), strict=True))
+
+
+OFFSETS = torch.randint(-2, 3, (3, 2), generator=generator(4))
+# name -> (operation, inputs)
+CASES = {
+    'aft_full': ('aft_full', sequence_inputs() | {'bias': randn(12, 12, seed=7)}),
+    'aft_simple': ('aft_simple', sequence_inputs()),
+    'aft_local': ('aft_local', sequence_inputs() | {'band': randn(12, 5, seed=7)}),
+    'aft_conv': ('aft_conv', grid_inputs(3) | {'kernel': randn(3, 3, 3, seed=8), 'grid': (3, 5)}),
+    'depthwise': ('aft_conv', grid_inputs(6) | {'kernel': randn(6, 5, 5, seed=8), 'grid': (3, 5)}),
+    'no global context': (
+        'aft_conv',
+        grid_inputs(3) | {'kernel': randn(3, 3, 3, seed=8), 'grid': (3, 5), 'global_context': False},
+    ),
+    'aft_onehot': ('aft_onehot', grid_inputs(3) | {'offset': OFFSETS, 'weight': randn(3, seed=8), 'grid': (3, 5)}),
+    'aft_full_causal': ('aft_full_causal', sequence_inputs() | {'bias': randn(12, 12, seed=7)}),
+    'aft_local_causal': ('aft_local_causal', sequence_inputs() | {'band': randn(12, 3, seed=7)}),
+    'aft_simple_causal': ('aft_simple_causal', sequence_inputs()),
+}
+each_case = pytest.mark.parametrize('case', CASES)
+
+
+def split(inputs: dict[str, Any], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What can be differentiated, in a dtype, and the rest."""
+    moving = {n: x.to(dtype) for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return moving, {n: x for n, x in inputs.items() if n not in moving}
+
+
+def directions(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: randn(*x.shape, seed=50 + i).to(x.dtype) for i, (n, x) in enumerate(inputs.items())}
+
+
+def assert_tangents_match(
+    case: str, along: Callable[[str], bool], dtype: torch.dtype, bound: float, **others: Any
+) -> Tensor:
+    """The derivative along a direction of some inputs equals that of the reference in float64."""
+    name, inputs = CASES[case]
+    moving, fixed = split({n: x for n, x in inputs.items() if n not in others}, dtype)
+    chosen = {n: x for n, x in moving.items() if along(n)}
+    fixed |= {n: x for n, x in moving.items() if n not in chosen} | others
+    tangents = directions(chosen)
+    y, slope = jvp(lambda x: getattr(ops, name)(**x, **fixed), (chosen,), (tangents,))
+    high = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in fixed.items()}
+    wanted = jvp(
+        lambda x: getattr(reference, name)(**x, **high),
+        ({n: x.double() for n, x in chosen.items()},),
+        ({n: x.double() for n, x in tangents.items()},),
+    )
+    assert slope.dtype == y.dtype == dtype
+    assert_close(y, wanted[0], bound, 'output')
+    assert_close(slope, wanted[1], bound, 'tangent')
+    assert slope.any()
+    return slope
+
+
+@each_case
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_forward_mode_along_each_input_equals_float64(case: str, dtype: torch.dtype):
+    moving = split(CASES[case][1], dtype)[0]
+    for one in moving:
+        assert_tangents_match(case, lambda name, one=one: name == one, dtype, BOUNDS[dtype][1])
+    assert_tangents_match(case, lambda name: True, dtype, BOUNDS[dtype][1])
+
+
+@each_case
+@pytest.mark.parametrize('gated', [True, False])
+def test_forward_mode_with_a_mask_equals_float64(case: str, gated: bool):
+    T = CASES[case][1]['k'].shape[1]
+    mask = torch.rand(2, T, generator=generator(3)) > 0.4
+    mask[0, 0], mask[1] = True, False
+    others = {'mask': mask} if gated else {'mask': mask, 'q': None}
+    for along in (lambda name: True, lambda name: name in 'qkv'):
+        slope = assert_tangents_match(case, along, torch.float32, 1e-4, **others)
+        assert not slope[1].any()
+
+
+def test_what_stands_under_a_mask_reaches_no_tangent():
+    inputs = sequence_inputs() | {'bias': randn(12, 12, seed=7)}
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[:, 4] = False
+    tangents = directions(inputs)
+    hidden = {n: x.masked_fill(~mask[..., None], float('nan')) if n in 'kv' else x for n, x in inputs.items()}
+    filled = {n: x.masked_fill(~mask[..., None], float('nan')) if n in 'kv' else x for n, x in tangents.items()}
+    slopes = [
+        jvp(lambda x: ops.aft_full(**x, mask=mask), (x,), (dx,))[1]
+        for x, dx in ((inputs, tangents), (hidden, filled), (inputs | {'bias': hidden['bias']}, filled))
+    ]
+    assert slopes[0].isfinite().all()
+    assert all(torch.equal(slope, slopes[0]) for slope in slopes)
+
+
+@pytest.mark.parametrize('moving_bias', [True, False])
+@pytest.mark.parametrize('case', ['aft_full', 'aft_local', 'aft_onehot'])
+def test_forward_mode_survives_weights_that_underflow(case: str, moving_bias: bool):
+    # The largest key and the largest bias of a target may not meet: a product of their exponentials is 0.
+    name, inputs = CASES[case]
+    bias = list(split(inputs, torch.float32)[0])[3]
+    keys, w = 40 * inputs['k'], torch.where(inputs[bias] > 0, 80.0, -80.0).double()
+    moving, fixed = split(inputs | {'k': keys, bias: w}, torch.float32)
+    if not moving_bias:
+        fixed[bias] = moving.pop(bias)
+    tangents = directions(moving)
+    slope = jvp(lambda x: getattr(ops, name)(**x, **fixed), (moving,), (tangents,))[1]
+    high, along = ({n: x.double() for n, x in each.items()} for each in (moving, tangents))
+    fixed |= {} if moving_bias else {bias: w}
+    assert_close(slope, jvp(lambda x: getattr(reference, name)(**x, **fixed), (high,), (along,))[1], 1e-4)
+
+
+@each_case
+def test_blocks_of_targets_give_the_tangent_of_the_whole(case: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr('aft_vision.ops.eager.tangent.BLOCK_ELEMENTS', 400)
+    assert_tangents_match(case, lambda name: True, torch.float64, 1e-9)
+
+
+@each_case
+@pytest.mark.parametrize('requires_grad', [False, True])
+def test_dual_tensors_equal_jvp(case: str, requires_grad: bool):
+    name, inputs = CASES[case]
+    moving, fixed = split(inputs, torch.float64)
+    tangents = directions(moving)
+    op = functools.partial(getattr(ops, name), **fixed)
+    expected = jvp(lambda x: op(**x), (moving,), (tangents,))
+    primals = {n: x.clone().requires_grad_(requires_grad) for n, x in moving.items()}
+    with forward_ad.dual_level():
+        duals = {n: forward_ad.make_dual(x, tangents[n]) for n, x in primals.items()}
+        y, slope = forward_ad.unpack_dual(op(**duals))
+        untouched = forward_ad.unpack_dual(op(**moving))
+    assert_close(y, expected[0], 1e-12)
+    assert_close(slope, expected[1], 1e-12)
+    assert untouched.tangent is None
+    if requires_grad:
+        found, wanted = (torch.autograd.grad(each.sum(), primals['v'])[0] for each in (y, op(**primals)))
+        assert_close(found, wanted, 1e-12)
+
+
+def test_dual_tensors_free_what_they_saved():
+    q, k, v = make_qkv()
+    bias = randn(12, 12).requires_grad_()
+    gc.disable()
+    try:
+        with forward_ad.dual_level():
+            y = ops.aft_full(q, k, forward_ad.make_dual(v, v), bias)
+            seen = weakref.ref(y)
+            del y
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+@each_case
+def test_the_transforms_of_torch_func_equal_autograd(case: str):
+    name, inputs = CASES[case]
+    moving, fixed = split(inputs, torch.float64)
+    op = functools.partial(getattr(ops, name), **fixed)
+    weight = randn(*inputs['v'].shape, seed=99)
+    leaves = {n: x.clone().requires_grad_() for n, x in moving.items()}
+    expected = dict(zip(leaves, torch.autograd.grad(op(**leaves), list(leaves.values()), weight), strict=True))
+    found = {
+        'grad': grad(lambda x: (op(**x) * weight).sum())(moving),
+        'vjp': vjp(lambda x: op(**x), moving)[1](weight)[0],
+    }
+    for transform, each in found.items():
+        for n, x in each.items():
+            assert_close(x, expected[n], 1e-12, f'{transform} {n}')
+
+
+@pytest.mark.parametrize('case', ['aft_full', 'aft_conv', 'aft_onehot', 'aft_simple_causal'])
+def test_jacobians_forward_and_in_reverse_agree(case: str):
+    name, inputs = CASES[case]
+    moving, fixed = split(inputs, torch.float64)
+    weight = randn(3, 6, seed=99)
+
+    def sums(x: dict[str, Tensor]) -> Tensor:
+        return (getattr(ops, name)(**x, **fixed)[:, :3] * weight).sum(2)
+
+    forward, reverse = jacfwd(sums)(moving), jacrev(sums)(moving)
+    for n in moving:
+        assert_close(forward[n], reverse[n], 1e-9, n)
+
+
+@each_case
+@pytest.mark.parametrize('batched', ['qkv', 'v', 'all'])
+def test_vmap_equals_a_loop(case: str, batched: str):
+    name, inputs = CASES[case]
+    moving, fixed = split(inputs, torch.float64)
+    fixed['mask'] = torch.rand(2, inputs['k'].shape[1], generator=generator(3)) > 0.4
+    chosen = {n: torch.stack([x, 2 * x, x - 1], 1) for n, x in moving.items() if batched == 'all' or n in batched}
+    rest = fixed | {n: x for n, x in moving.items() if n not in chosen}
+    op = functools.partial(getattr(ops, name), **rest)
+    y = vmap(lambda x: op(**x), in_dims=1)(chosen)
+    expected = torch.stack([op(**{n: x[:, i] for n, x in chosen.items()}) for i in range(3)])
+    assert_close(y, expected, 1e-12)
+
+
+@pytest.mark.parametrize('name', ['q', 'mask'])
+def test_vmap_takes_calls_without_a_query_and_masks_of_their_own(name: str):
+    q, k, v = make_qkv()
+    mask = torch.rand(3, 2, 12, generator=generator(3)) > 0.4
+    if name == 'q':
+        y = vmap(lambda x: ops.aft_simple(None, k, x))(torch.stack([v, 2 * v]))
+        assert_close(y, torch.stack([ops.aft_simple(None, k, x) for x in (v, 2 * v)]), 1e-12)
+    else:
+        y = vmap(lambda m: ops.aft_simple(q, k, v, m))(mask)
+        assert_close(y, torch.stack([ops.aft_simple(q, k, v, m) for m in mask]), 1e-12)
+
+
+@each_case
+def test_gradients_per_sample_equal_a_loop(case: str):
+    name, inputs = CASES[case]
+    moving, fixed = split(inputs, torch.float64)
+    shared = {n: x for n, x in moving.items() if n not in 'qkv'}
+    sequences = {n: moving[n] for n in 'qkv'}
+
+    def loss(shared: dict[str, Tensor], one: dict[str, Tensor]) -> Tensor:
+        return getattr(ops, name)(**{n: x[None] for n, x in one.items()}, **shared, **fixed).square().sum()
+
+    found = vmap(grad(loss, argnums=(0, 1)), in_dims=(None, 0))(shared, sequences)
+    for i in range(2):
+        expected = grad(loss, argnums=(0, 1))(shared, {n: x[i] for n, x in sequences.items()})
+        for got, wanted in zip(found, expected, strict=True):
+            for n, x in wanted.items():
+                assert_close(got[n][i], x, 1e-12, n)
+
+
+def test_a_gradient_of_the_forward_derivative_equals_float64():
+    inputs = CASES['aft_full'][1]
+    tangents = directions(inputs)
+
+    def slope(op: Callable[..., Tensor], x: dict[str, Tensor]) -> Tensor:
+        return jvp(lambda x: op(**x), (x,), (tangents,))[1].square().sum()
+
+    found, expected = (grad(functools.partial(slope, op))(inputs) for op in (ops.aft_full, reference.aft_full))
+    for n, x in expected.items():
+        assert_close(found[n], x, 1e-9, n)
+
+
+def double_backward(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(op(x).square().sum(), x, create_graph=True)
+    first.sum().backward()
+
+
+def dual_backward(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.clone().requires_grad_(), torch.ones_like(x))
+        torch.autograd.grad(op(dual).square().sum(), dual)
+
+
+SECOND_DERIVATIVES = {
+    'double backward': double_backward,
+    'dual tensors in a backward': dual_backward,
+    'hessian': lambda op, x: hessian(lambda x: op(x).sum())(x),
+    'grad of grad': lambda op, x: grad(lambda x: grad(lambda x: op(x).square().sum())(x).sum())(x),
+    'jvp of jvp': lambda op, x: jvp(lambda x: jvp(op, (x,), (x,))[1], (x,), (x,)),
+}
+
+
+@each_case
+@pytest.mark.parametrize('way', SECOND_DERIVATIVES)
+def test_a_second_derivative_is_an_error(case: str, way: str):
+    name, inputs = CASES[case]
+    rest = {n: x for n, x in inputs.items() if n != 'k'}
+    with pytest.raises(RuntimeError, match=f'aft_vision::{name} can be differentiated once'):
+        SECOND_DERIVATIVES[way](lambda k: getattr(ops, name)(k=k, **rest), inputs['k'])
+
+
+@pytest.mark.parametrize('case', ['aft_full', 'aft_simple', 'aft_conv', 'aft_onehot', 'aft_local'])
+def test_the_aten_forms_have_second_derivatives(case: str):
+    name, inputs = CASES[case]
+    rest = {n: x for n, x in inputs.items() if n != 'v'}
+
+    def second(form: Any) -> Tensor:
+        return grad(lambda v: grad(lambda v: getattr(form, name)(v=v, **rest).pow(3).sum())(v).square().sum())(
+            inputs['v']
+        )
+
+    assert_close(second(aten), second(reference), 1e-9)
+
+
+def test_functionalize_leaves_the_result():
+    q, k, v = make_qkv()
+    assert torch.equal(torch.func.functionalize(ops.aft_simple)(q, k, v), ops.aft_simple(q, k, v))
+
+
+def test_transforms_compile_into_one_graph():
+    moving, fixed = split(CASES['aft_conv'][1], torch.float32)
+    values = torch.stack([moving.pop('v')] * 2)
+
+    def run(values: Tensor) -> tuple[Tensor, ...]:
+        op = functools.partial(ops.aft_conv, **moving, **fixed)
+        slope = jvp(lambda v: op(v=v), (values[0],), (values[1],))[1]
+        return slope, vmap(lambda v: op(v=v))(values), grad(lambda v: op(v=v).square().sum())(values[0])
+
+    compiled = torch.compile(run, fullgraph=True, backend='aot_eager')
+    for got, expected in zip(compiled(values), run(values), strict=True):
+        assert_close(got, expected, 1e-6)
+
+
+@pytest.mark.parametrize('name', ['aft_conv_tiny', 'aft_full_tiny'])
+def test_forward_mode_through_a_model_equals_differences(name: str):
+    model = timm.create_model(name, depth=2, img_size=64, num_classes=5).double().eval()
+    parameters = {
+        n: x.detach() + randn(*x.shape, seed=i, scale=0.1) for i, (n, x) in enumerate(model.named_parameters())
+    }
+    images = randn(2, 3, 64, 64, seed=1)
+    tangents = {n: randn(*x.shape, seed=500 + i, scale=0.1) for i, (n, x) in enumerate(parameters.items())}
+
+    def logits(step: float) -> Tensor:
+        return functional_call(model, {n: x + step * tangents[n] for n, x in parameters.items()}, (images,))
+
+    slope = jvp(lambda x: functional_call(model, x, (images,)), (parameters,), (tangents,))[1]
+    step = 1e-4
+    # Of fourth order in the step.
+    differences = (8 * (logits(step) - logits(-step)) - (logits(2 * step) - logits(-2 * step))) / (12 * step)
+    assert_close(slope, differences, 1e-8)
+    low = {n: x.float() for n, x in parameters.items()}
+    slope32 = jvp(
+        lambda x: functional_call(model.float(), x, (images.float(),)),
+        (low,),
+        ({n: x.float() for n, x in tangents.items()},),
+    )[1]
+    assert_close(slope32, slope, 1e-4)
