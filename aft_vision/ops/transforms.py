@@ -1,7 +1,7 @@
 """Rules of the operators for dual tensors and the transforms of `torch.func`: forward mode, `grad`, `vmap`.
 
-`torch.library` gives an operator its reverse mode in ordinary calls and no more. Under a transform, and for dual tensors,
-it runs as a `torch.autograd.Function`, which has a rule for each. An ordinary call pays for one comparison.
+`torch.library` gives an operator its reverse mode in ordinary calls and no more. Under a transform, and for dual
+tensors, it runs as a `torch.autograd.Function`, which has a rule for each. An ordinary call pays for one comparison.
 """
 
 from collections.abc import Callable, Sequence
