@@ -296,6 +296,13 @@ def test_a_traced_model_gives_the_same_output(name):
 
 
 @one_of_each
+def test_a_model_that_torch_jit_traced_gives_the_same_output(name):
+    model, images = make_model(name), make_images()
+    traced = torch.jit.trace(model, images)
+    assert torch.equal(run(traced, images + 1), run(model, images + 1))
+
+
+@one_of_each
 def test_features_only_gives_the_maps_of_the_last_three_blocks(name):
     model = create_model(name, depth=4, features_only=True).eval()
     assert shapes(model(make_images())) == [(2, 192, 14, 14)] * 3

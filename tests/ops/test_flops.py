@@ -92,5 +92,5 @@ def test_handles_of_a_traced_graph_count_half_of_it():
     assert found == 2 * [16 * (11 * 11 * (192 + 192) + 192)]
 
 
-def test_every_operator_has_a_handle():
+def test_every_operation_has_a_handle():
     assert set(ops.jit_handles()) == {f'aft_vision::{name}' for name in CASES}
