@@ -295,6 +295,8 @@ def test_a_traced_model_gives_the_same_output(name):
     torch.testing.assert_close(traced(images)['logits'], run(model, images), rtol=1e-4, atol=1e-5)
 
 
+# It warns that a trace is for one size.
+@pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')
 @one_of_each
 def test_a_model_that_torch_jit_traced_gives_the_same_output(name):
     model, images = make_model(name), make_images()

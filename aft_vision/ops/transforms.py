@@ -71,7 +71,7 @@ def register_transforms(
         return _loop(operator, info.batch_size, dims, args)
 
     methods = rules._asdict() | {'forward': forward, 'vmap': vmap}
-    function = type(operator._name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in methods.items()})
+    function: Any = type(operator._name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in methods.items()})
     reverse = make_autograd_impl(operator._opoverload, operator)
     functionalize = get_kernel(operator._opoverload, FRONT)
 

@@ -20,12 +20,12 @@ class Places(NamedTuple):
     """Where the bias of some targets stands in its table, (1 or h, M): full (T T), band (T width), kernel (s s).
 
     Attributes:
-        index: (N, T) int64, the column of w[target, source].
+        entry: (N, T) int64, the column of w[target, source].
         biased: (N, T) or (h, N, T) bool, where there is a bias; it is 0 elsewhere.
         seen: (N, T) bool, the sources that have a weight; None for all.
     """
 
-    index: Tensor
+    entry: Tensor
     biased: Tensor
     seen: Tensor | None = None
 
@@ -36,8 +36,8 @@ FindPlaces = Callable[[dict[str, Any], Tensor, Tensor], Places]
 
 def full_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Places:
     """Find the bias of `ops.aft_full`."""
-    index = target * len(source) + source
-    return Places(index, torch.ones_like(index, dtype=torch.bool))
+    entry = target * len(source) + source
+    return Places(entry, torch.ones_like(entry, dtype=torch.bool))
 
 
 def full_causal_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Places:
@@ -164,7 +164,7 @@ def _differentiate_jointly(
 def _rows(bias: Tensor, places: Places) -> Tensor:
     # (1 or h, N, T): w of the targets, 0 where there is none. One table serves all channels, or each head has its own.
     table = bias.reshape(1 if bias.ndim == 2 else len(bias), -1)
-    return table[:, places.index].where(places.biased, 0.0)
+    return table[:, places.entry].where(places.biased, 0.0)
 
 
 def _band_places(width: int, own: int, target: Tensor, source: Tensor) -> Places:
