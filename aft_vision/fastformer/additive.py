@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
-from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from .config import FastformerConfig
+from .initialization import draw_weights
 from .interaction import create_interaction
 
 
@@ -140,8 +140,10 @@ class FastformerAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the vectors of the scores; the linear layers have drawn theirs."""
-        init.normal_(self.query_score, std=self.std)
-        init.normal_(self.key_score, std=self.std)
+        # A head scores the channels that it sees: its own, or those of all heads that are scored together.
+        fans = (self.query_score[0].numel(), len(self.query_score) if self.dense_score else 1)
+        for score in (self.query_score, self.key_score):
+            draw_weights(score, self.std, *fans)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Mix the tokens of each text.

@@ -1,5 +1,6 @@
 """The configuration of the Fastformer text models, and the hyper-parameters of the paper (Fastformer Table 9)."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,9 @@ class FastformerConfig(PreTrainedConfig):
         hidden_act: activation of the feed-forward network, by its name in transformers.
         hidden_dropout_prob: dropout of embeddings and of every sub-layer's output, in [0, 1).
         layer_norm_eps: added to the variance.
-        initializer_range: standard deviation of the initial weights.
+        initializer_range: standard deviation of the initial weights; None: of linear layers and scores Glorot's, by
+            their width, and of embeddings 0.02. So the global vectors have a share in the output at any width, which
+            a product of three maps with a small deviation takes from them.
         pooling_hidden_size: width of the tanh layer in the additive pooling of a text.
         score: what a head's scores see: 'per_head' its own channels (Fastformer Eq. 3, Eq. 5), 'dense' those of all
             heads (the authors' code).
@@ -81,7 +84,7 @@ class FastformerConfig(PreTrainedConfig):
     hidden_act: str = 'gelu'
     hidden_dropout_prob: float = 0.2
     layer_norm_eps: float = 1e-12
-    initializer_range: float = 0.02
+    initializer_range: float | None = None
     pooling_hidden_size: int = 256
     score: str = 'per_head'
     interaction: str = 'multiply'
@@ -153,6 +156,10 @@ class FastformerConfig(PreTrainedConfig):
             raise ValueError("share_heads needs score='per_head': a dense score has no parameters of a single head")
         if not 0 <= self.hidden_dropout_prob < 1:
             raise ValueError(f'hidden_dropout_prob must lie in [0, 1), got {self.hidden_dropout_prob}')
+        if self.initializer_range is not None and not 0 < self.initializer_range < math.inf:
+            raise ValueError(
+                f'initializer_range must be above 0 and finite, or None for Glorot, got {self.initializer_range}'
+            )
 
 
 @dataclass(frozen=True)

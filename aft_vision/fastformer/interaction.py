@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization as init
 
 from .config import FastformerConfig
+from .initialization import draw_weights
 
 
 class Interaction(nn.Module, ABC):
@@ -82,7 +82,8 @@ class Concat(Interaction):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        init.normal_(self.weight, std=self.std)
+        width = self.weight.shape[1]
+        draw_weights(self.weight, self.std, 2 * width, width)
 
     def _halves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         weight = self.weight.to(dtype).expand(self.num_heads, -1, -1)

@@ -14,6 +14,7 @@ from transformers.utils.generic import can_return_tuple
 from .additive import AdditivePooling, FastformerAttention
 from .config import FastformerConfig
 from .encoder import create_encoder, create_norm
+from .initialization import draw_weights
 from .interaction import Concat
 
 
@@ -75,6 +76,8 @@ class FastformerPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
+        if isinstance(module, nn.Linear) and self.config.initializer_range is None:
+            draw_weights(module.weight, None, module.in_features, module.out_features)
         if isinstance(module, (FastformerAttention, Concat)):
             module.reset_parameters()
 

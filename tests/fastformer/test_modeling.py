@@ -1,5 +1,7 @@
 """The Hugging Face models: outputs, losses, files, masks, precisions, checkpointing, compilation."""
 
+import math
+
 import pytest
 import torch
 from accelerate import infer_auto_device_map
@@ -157,6 +159,54 @@ def test_initial_weights_have_the_configured_size():
         if p.dim() > 1:
             assert 0.04 < p.std() < 0.06, name
     assert not model.embeddings.embed_tokens.weight[0].any()
+
+
+@pytest.mark.parametrize('score', ['per_head', 'dense'])
+@pytest.mark.parametrize('interaction', ['multiply', 'concat'])
+@pytest.mark.parametrize('width', [64, 128, 256, 512])
+def test_the_global_path_has_its_share_of_the_first_output_at_any_width(width: int, interaction: str, score: str):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=9, hidden_size=width, num_attention_heads=width // 16, num_hidden_layers=1)
+    config = FastformerConfig(**sizes, use_output_proj=False, interaction=interaction, score=score)
+    attention = FastformerModel(config).encoder.layers[0].attn.double()
+    x = randn(8, 256, width)
+    with torch.no_grad():
+        query = attention.query(x)
+        share = ((attention(x)[0] - query).norm() / query.norm()).item()
+    assert 0.9 < (query.norm() / x.norm()).item() < 1.1
+    # The global query and key are means of 256 tokens, each 1/16 of a token: their product has 1/256 of it. What is
+    # concatenated with a token keeps the token.
+    assert (2e-3 < share < 1.5e-2) if interaction == 'multiply' else (0.5 < share < 1.5)
+
+
+@pytest.mark.parametrize('mixer', sorted(ENCODERS))
+def test_first_weights_follow_the_width_in_every_encoder(mixer: str):
+    for width in (64, 256):
+        config = FastformerConfig(vocab_size=500, hidden_size=width, num_attention_heads=4, encoder_mixer=mixer)
+        model = FastformerForConditionalGeneration(config)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and module is not model.lm_head:
+                expected = (2 / (module.in_features + module.out_features)) ** 0.5
+                assert module.weight.std().item() == pytest.approx(expected, rel=0.1), name
+                assert module.bias is None or not module.bias.any(), name
+        embeddings = model.get_input_embeddings()
+        assert model.lm_head.weight is embeddings.weight
+        assert embeddings.weight[1:].std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_model_saved_with_a_deviation_keeps_it(tmp_path):
+    model = make_model(initializer_range=0.02)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert again.config.initializer_range == 0.02
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
+    assert make_model(initializer_range=None).config.to_dict()['initializer_range'] is None
+
+
+@pytest.mark.parametrize('deviation', [0.0, -0.02, math.nan, math.inf])
+def test_a_deviation_that_draws_no_weights_is_refused(deviation: float):
+    with pytest.raises(ValueError, match='initializer_range must be above 0 and finite, or None'):
+        make_config(initializer_range=deviation)
 
 
 def test_resized_embeddings_keep_their_rows():
