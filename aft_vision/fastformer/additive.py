@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.utils.generic import maybe_autocast
 
 from .config import FastformerConfig
@@ -155,7 +156,7 @@ class FastformerAttention(nn.Module):
         Returns:
             The output (B, N, C) and the weights alpha and beta (B, h, N) of queries and keys.
         """
-        if not all(_may_be_read(linear) for linear in self._linears()):
+        if not all(may_be_read(linear) for linear in self._linears()):
             return self._forward_as_written(x, mask)
         with maybe_autocast(x.device.type, enabled=False):
             alpha, beta, global_key = self._attend(x, mask)
@@ -267,14 +268,17 @@ def _is_long(x: Tensor) -> bool:
     return x.shape[1] >= x.shape[2]
 
 
-def _may_be_read(linear: nn.Module) -> bool:
-    """Whether a linear layer is what its weight and bias say, and nobody waits for it to be called.
+def may_be_read(linear: nn.Module) -> bool:
+    """Return True if a linear layer is what its weight and bias say, and nobody waits for it to be called.
 
     An adapter's or quantised layer, and a parametrised one, has another class; hooks see what goes in and comes out, or
-    fetch the weights; offloading replaces `forward` itself.
+    fetch the weights; offloading replaces `forward` itself. torchao leaves the class and puts a tensor of its own in
+    the weight, which can be multiplied with but neither viewed nor indexed.
     """
     hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
-    return type(linear) is nn.Linear and not any(hooks) and 'forward' not in linear.__dict__
+    if type(linear) is not nn.Linear or any(hooks) or 'forward' in linear.__dict__:
+        return False
+    return not is_traceable_wrapper_subclass(linear.weight)
 
 
 def _project(weight: Tensor, mean: Tensor) -> Tensor:

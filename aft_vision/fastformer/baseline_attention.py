@@ -5,14 +5,17 @@ None, and returns (B, N, C) and its weights where there are any. Padding is at t
 """
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, LongformerConfig
 from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
+from .additive import may_be_read
 from .config import FastformerConfig
 from .efficient_attention import (
     block_attention,
@@ -137,7 +140,15 @@ class LinformerAttention(HeadAttention):
             raise ValueError(
                 f'Linformer takes at most max_position_embeddings ({longest}) tokens, got {k.shape[2]}; truncate them'
             )
-        return projected_attention(q, k, v, self.project_key.weight, self.project_value.weight, mask)
+        project_key, project_value = (partial(_sum_positions, p) for p in (self.project_key, self.project_value))
+        return projected_attention(q, k, v, project_key, project_value, mask)
+
+
+def _sum_positions(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Return the sums (B, h, slots, d) over the positions of x (B, h, N, d), with a layer of the longest N."""
+    if may_be_read(linear):
+        return linear.weight[:, : x.shape[2]] @ x
+    return linear(F.pad(x.mT, (0, linear.in_features - x.shape[2]))).mT
 
 
 class PoolingformerAttention(HeadAttention):

@@ -5,6 +5,7 @@ None where all do. Padding is at the end of a row. What a position that does not
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -34,17 +35,21 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 
 
 def projected_attention(
-    q: Tensor, k: Tensor, v: Tensor, project_k: Tensor, project_v: Tensor, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    project_k: Callable[[Tensor], Tensor],
+    project_v: Callable[[Tensor], Tensor],
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Attention to learned sums over all keys: Linformer.
 
     Args:
-        project_k, project_v: (slots, longest N), the weight of each position in each sum.
+        project_k, project_v: from (B, h, N, d) to (B, h, slots, d), sums in which each position has its weight.
     """
     if mask is not None:
         k, v = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (k, v))
-    tokens = k.shape[2]
-    return F.scaled_dot_product_attention(q, project_k[:, :tokens] @ k, project_v[:, :tokens] @ v)
+    return F.scaled_dot_product_attention(q, project_k(k), project_v(v))
 
 
 def pool_tokens(x: Tensor, kernel: int, stride: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
