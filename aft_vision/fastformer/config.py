@@ -131,6 +131,32 @@ class FastformerConfig(PreTrainedConfig):
                 setattr(self, name, value)
         self._check()
         super().__post_init__(**kwargs)
+        if self.output_attentions and self.encoder_mixer == 'transformer' and self._attn_implementation is None:
+            self._attn_implementation = 'eager'
+
+    @property
+    def output_attentions(self) -> bool:
+        """Whether models return attention weights; those of the Transformer then keep them in memory (`eager`)."""
+        return bool(self._output_attentions)
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool) -> None:
+        if self.encoder_mixer == 'transformer':
+            PreTrainedConfig.output_attentions.fset(self, value)  # type: ignore[attr-defined]
+        else:
+            self._output_attentions = value
+
+    def validate(self) -> None:
+        """Check the fields as transformers does, which refuses output_attentions without attention of kind `eager`.
+
+        Only the Transformer among the encoders has an attention of a kind.
+        """
+        kind = self._attn_implementation
+        try:
+            self._attn_implementation = kind if self.encoder_mixer == 'transformer' else None
+            super().validate()
+        finally:
+            self._attn_implementation = kind
 
     def _check(self) -> None:
         if self.hidden_size % self.num_attention_heads:

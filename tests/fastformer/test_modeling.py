@@ -328,6 +328,35 @@ def test_another_encoder_plugs_in_by_name(monkeypatch):
     assert make_model(encoder_mixer='identity')(make_ids(2, 5)).logits.shape == (2, 2)
 
 
+@pytest.mark.parametrize('mixer', ['fastformer', 'transformer'])
+@pytest.mark.parametrize('cls', [FastformerForSequenceClassification, FastformerForConditionalGeneration])
+def test_a_config_that_asks_for_weights_is_saved_with_its_model(tmp_path, cls: type, mixer: str):
+    model = make_model(cls, encoder_mixer=mixer, output_attentions=True)
+    model.save_pretrained(tmp_path)
+    again = cls.from_pretrained(tmp_path)
+    assert again.config.output_attentions is True
+    again.save_pretrained(tmp_path / 'again')
+    inputs = dict(input_ids=make_ids(2, 5)) | (dict(labels=make_ids(2, 3)) if model.config.is_encoder_decoder else {})
+    out = again(**inputs)
+    weights = out.encoder_attentions if model.config.is_encoder_decoder else out.attentions
+    assert len(weights) == 2
+    assert_close(weights[0][0].sum(-1), torch.ones(weights[0][0].shape[:-1]), 1e-5)
+    # Whatever attention the others have.
+    if mixer == 'fastformer':
+        other = cls.from_pretrained(tmp_path, attn_implementation='sdpa')
+        other.save_pretrained(tmp_path / 'other')
+        assert (tmp_path / 'other' / 'config.json').read_text() == (tmp_path / 'config.json').read_text()
+
+
+def test_weights_may_be_asked_for_after_a_model_was_made(tmp_path):
+    model = make_model()
+    model.config.output_attentions = True
+    assert len(model(make_ids(2, 5)).attentions) == 2
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match='eager'):
+        make_model(encoder_mixer='transformer').config.output_attentions = True
+
+
 class OpaqueTensor(Tensor):
     """A weight as of torchao's, made for one product and nothing else."""
 
