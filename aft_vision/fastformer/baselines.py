@@ -83,12 +83,15 @@ class BaselineEncoder(nn.Module):
         Raises:
             ValueError: weights are asked for where none are computed.
         """
-        tokens = hidden_states.shape[1]
-        more = -tokens % self.multiple(self.config)
-        if more:
+        rows, tokens = hidden_states.shape[:2]
+        # An empty batch is one text of padding, because the attentions of others divide by its size.
+        empty, multiple = int(rows == 0), self.multiple(self.config)
+        more = -tokens % multiple if tokens else multiple
+        if more or empty:
             if attention_mask is None:
                 attention_mask = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
-            hidden_states, attention_mask = F.pad(hidden_states, (0, 0, 0, more)), F.pad(attention_mask, (0, more))
+            hidden_states = F.pad(hidden_states, (0, 0, 0, more, 0, empty))
+            attention_mask = F.pad(attention_mask, (0, more, 0, empty))
         states, weights = [hidden_states], []
         for layer in self.layer:
             hidden_states, layer_weights = layer(hidden_states, attention_mask)
@@ -100,9 +103,9 @@ class BaselineEncoder(nn.Module):
                 'attn_implementation="eager", or "fastformer"'
             )
         return BaseModelOutput(
-            last_hidden_state=hidden_states[:, :tokens],
-            hidden_states=tuple(state[:, :tokens] for state in states) if output_hidden_states else None,
-            attentions=tuple(weights) if output_attentions else None,
+            last_hidden_state=hidden_states[:rows, :tokens],
+            hidden_states=tuple(state[:rows, :tokens] for state in states) if output_hidden_states else None,
+            attentions=tuple(layer[:rows, :, :tokens, :tokens] for layer in weights) if output_attentions else None,
         )
 
 

@@ -123,6 +123,8 @@ class FastformerDecoder(nn.Module):
         expected = (inputs_embeds.shape[0], before + inputs_embeds.shape[1])
         if mask is not None and mask.shape != expected:
             raise ValueError(f'decoder_attention_mask must have shape {expected}, got {tuple(mask.shape)}')
+        if mask is not None:
+            inputs_embeds = inputs_embeds.masked_fill(~mask[:, before:, None], 0.0)
         x = self.embeddings(inputs_embeds, before, mask)
         sources = [self._project(i, encoder_hidden_states, cache) for i in range(len(self.layers))]
         states = [x]

@@ -151,6 +151,8 @@ class UserEncoder(nn.Module):
             raise ValueError(f'mask must have shape {expected} to match the behaviours, got {got}')
         if length == 0:
             return behaviors.new_zeros(len(behaviors), behaviors.shape[2])
+        if mask is not None:
+            behaviors = behaviors.masked_fill(~mask[..., None], 0.0)
         x = behaviors if self.embed_positions is None else behaviors + self.embed_positions.weight[:length]
         x = self.encoder(self.dropout(self.norm(x)), mask).last_hidden_state
         return self.pooling(x, mask)

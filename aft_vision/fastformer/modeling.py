@@ -40,25 +40,42 @@ class FastformerEmbeddings(nn.Module):
             position_ids: (B, N) or (1, N); None: 0, 1, 2 and so on.
 
         Raises:
-            ValueError: a text longer than the positions.
+            ValueError: a text longer than the positions, or positions of another shape or beyond the last.
         """
         x = self.projection(inputs_embeds)
         if self.embed_positions is not None:
-            x = x + self._positions(x.shape[1], position_ids)
+            x = x + self._positions(x, position_ids)
         return self.dropout(self.norm(x))
 
-    def _positions(self, length: int, position_ids: Tensor | None) -> Tensor:
+    def _positions(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
         if self.embed_positions is None:
             raise ValueError('the model has no position embeddings')
+        length, limit = x.shape[1], self.embed_positions.num_embeddings
         if position_ids is not None:
+            _check_positions(position_ids, x, limit)
             return self.embed_positions(position_ids)
-        limit = self.embed_positions.num_embeddings
         if length > limit:
             raise ValueError(
                 f'a text may have {limit} tokens (max_position_embeddings), got {length}: truncate it, raise '
                 'max_position_embeddings, or use_position_embeddings=False'
             )
         return self.embed_positions.weight[:length]
+
+
+def _check_positions(position_ids: Tensor, x: Tensor, limit: int) -> None:
+    if position_ids.shape not in (x.shape[:2], (1, x.shape[1])):
+        raise ValueError(
+            f'position_ids must have shape {tuple(x.shape[:2])} or {(1, x.shape[1])}, got {tuple(position_ids.shape)}'
+        )
+    # A graph has no values to look at.
+    if torch.compiler.is_compiling() or position_ids.numel() == 0:
+        return
+    first, last = (int(bound) for bound in position_ids.aminmax())
+    if first < 0 or last >= limit:
+        raise ValueError(
+            f'position_ids must lie in [0, {limit}) (max_position_embeddings), got {first} to {last}; positions of '
+            'padding may be 0'
+        )
 
 
 class FastformerPreTrainedModel(PreTrainedModel):
@@ -129,6 +146,9 @@ class FastformerModel(FastformerPreTrainedModel):
         """
         inputs_embeds = self._embed(input_ids, attention_mask, inputs_embeds)
         mask = _as_mask(attention_mask, inputs_embeds)
+        if mask is not None:
+            # A weight of zero takes nothing from a number, but all from one that is not finite.
+            inputs_embeds = inputs_embeds.masked_fill(~mask[..., None], 0.0)
         config = self.config
         encoded = self.encoder(
             self.embeddings(inputs_embeds, position_ids),
@@ -145,7 +165,8 @@ class FastformerModel(FastformerPreTrainedModel):
 
     def _embed(self, input_ids: Tensor | None, attention_mask: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if input_ids is not None and inputs_embeds is None:
-            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
+            if input_ids.shape[1]:
+                self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             return self.embeddings.embed_tokens(input_ids)
         if input_ids is None and inputs_embeds is not None:
             return inputs_embeds
@@ -186,12 +207,15 @@ class FastformerForSequenceClassification(FastformerPreTrainedModel):
         """Classify texts; the arguments are those of `FastformerModel`, and labels.
 
         Args:
-            labels: (B,) classes; (B, num_labels) floats in [0, 1] for several labels; (B,) or (B, num_labels) numbers
-                for regression. `config.problem_type` says which; where it is None it follows from num_labels and the
-                labels' dtype, and is set.
+            labels: (B,) or (B, 1) classes; (B, num_labels) numbers in [0, 1] or booleans for several labels; (B,) or
+                (B, num_labels) numbers for regression. `config.problem_type` says which; where it is None it follows
+                from num_labels and the labels' shape and dtype, and is set.
 
         Returns:
             logits (B, num_labels), and the loss where there are labels.
+
+        Raises:
+            ValueError: labels of another shape, or of an empty batch, which has no mean loss.
         """
         encoded = self.model(
             input_ids,
@@ -209,6 +233,27 @@ class FastformerForSequenceClassification(FastformerPreTrainedModel):
         )
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Any:
-        if self.config.problem_type == 'regression' or (self.config.problem_type is None and self.num_labels == 1):
-            labels = labels.to(logits.dtype)
-        return self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        refuse_empty(labels)
+        config = self.config
+        if config.problem_type is None:
+            several = labels.is_floating_point() or labels.shape == logits.shape
+            chosen = 'multi_label_classification' if several else 'single_label_classification'
+            config.problem_type = 'regression' if self.num_labels == 1 else chosen
+        rows, count = logits.shape
+        shapes = [(rows, count)] if config.problem_type == 'multi_label_classification' else [(rows,), (rows, 1)]
+        if config.problem_type == 'regression' and count > 1:
+            shapes = [(rows, count)]
+        if tuple(labels.shape) not in shapes:
+            raise ValueError(
+                f'labels of problem_type {config.problem_type!r} must have shape {" or ".join(map(str, shapes))}, got '
+                f'{tuple(labels.shape)}'
+            )
+        single = config.problem_type == 'single_label_classification'
+        labels = labels.to(torch.long if single else logits.dtype)
+        return self.loss_function(labels=labels, pooled_logits=logits, config=config)
+
+
+def refuse_empty(labels: Tensor) -> None:
+    """Raise a ValueError if there are no labels, because the mean of no loss is not a number."""
+    if labels.numel() == 0:
+        raise ValueError(f'expected labels of one text or more, got {tuple(labels.shape)}; skip an empty batch')

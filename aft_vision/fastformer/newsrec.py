@@ -19,6 +19,7 @@ from .hierarchy import (
     create_text_encoder,
     gather_vectors,
 )
+from .modeling import refuse_empty
 
 
 class FastformerNewsConfig(FastformerHierarchyConfig):
@@ -88,11 +89,14 @@ class FastformerForNewsRecommendation(FastformerHierarchyModel):
             labels: (B,), the place of the clicked one among the candidates: cross-entropy over them.
 
         Raises:
-            ValueError: history or candidates are missing, or of different numbers of users.
+            ValueError: history or candidates are missing, or of different numbers of users, or labels of an empty
+                batch.
         """
         if history is None or candidates is None or len(history) != len(candidates):
             shapes = [None if x is None else tuple(x.shape) for x in (history, candidates)]
             raise ValueError(f'expected history (B, M) and candidates (B, n) of the same users, got {shapes}')
+        if labels is not None:
+            refuse_empty(labels)
         news = self.encode_news(input_ids, attention_mask)
         users = self.encode_users(*gather_vectors(news, history))
         vectors, shown = gather_vectors(news, candidates)

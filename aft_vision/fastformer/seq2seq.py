@@ -17,7 +17,7 @@ from transformers.utils.generic import can_return_tuple
 from .cache import FastformerCache
 from .config import FastformerConfig
 from .decoder import FastformerDecoder
-from .modeling import FastformerModel, FastformerPreTrainedModel
+from .modeling import FastformerModel, FastformerPreTrainedModel, refuse_empty
 
 # The label of a token without a loss, in torch and in transformers.
 IGNORED = -100
@@ -117,9 +117,11 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
             logits (B, N, vocab_size), the loss where there are labels, and past_key_values where there is a cache.
 
         Raises:
-            ValueError: no target, past_key_values with labels, a mask of another shape, or a text longer than the
-                positions.
+            ValueError: no target, past_key_values with labels, labels of an empty batch, a mask of another shape, or a
+                text longer than the positions.
         """
+        if labels is not None:
+            refuse_empty(labels)
         if past_key_values is not None and labels is not None:
             raise ValueError('expected past_key_values or labels, which are of a whole target, got both')
         if output_hidden_states is None:

@@ -54,6 +54,14 @@ def encode_one(encoder: UserEncoder, config: FastformerHierarchyConfig, x: Tenso
     return weights @ x
 
 
+@pytest.mark.parametrize('mixer', MIXERS)
+def test_behaviours_that_are_not_finite_change_nothing_where_they_do_not_count(mixer: str):
+    # transformers' Longformer takes its softmax in float32.
+    encoder, x, mask = make_user_encoder(encoder_mixer=mixer).float(), randn(4, 6, C).float(), make_mask(4, 6)
+    broken = x.masked_fill(~mask[..., None], torch.nan)
+    assert torch.equal(encoder(broken, mask), encoder(x, mask))
+
+
 @pytest.mark.parametrize('around', [True, False], ids=['norm and positions', 'bare'])
 def test_users_equal_a_loop_in_value_and_gradients(around: bool):
     switches = {**BARE, 'use_layer_norm': around, 'use_position_embeddings': around}

@@ -70,15 +70,18 @@ def test_a_model_returns_a_tuple_where_asked():
     [
         (dict(num_labels=4), torch.tensor([3, 0]), F.cross_entropy),
         (dict(num_labels=4), torch.tensor([[0.0, 1, 1, 0], [1, 0, 0, 0]]), F.binary_cross_entropy_with_logits),
+        (dict(num_labels=4), torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]), F.binary_cross_entropy_with_logits),
+        (dict(num_labels=4), torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]).bool(), F.binary_cross_entropy_with_logits),
+        (dict(num_labels=4), torch.tensor([[3], [0]]), lambda y, labels: F.cross_entropy(y, labels[:, 0])),
         (dict(num_labels=4, problem_type='regression'), torch.arange(8).view(2, 4), F.mse_loss),
         (dict(num_labels=1), torch.tensor([3, 0]), lambda y, labels: F.mse_loss(y[:, 0], labels.float())),
     ],
-    ids=['one label', 'several labels', 'regression', 'one number'],
+    ids=['one label', 'several labels', 'integers', 'booleans', 'a column', 'regression', 'one number'],
 )
 def test_labels_give_the_loss_of_their_problem(fields: dict[str, object], labels: Tensor, loss):
     out = make_model(**fields)(make_ids(2, 5), labels=labels)
     assert out.logits.shape == (2, fields['num_labels'])
-    target = labels if fields.get('problem_type') is None else labels.float()
+    target = labels.float() if loss in (F.mse_loss, F.binary_cross_entropy_with_logits) else labels
     torch.testing.assert_close(out.loss, loss(out.logits, target))
 
 
@@ -328,6 +331,36 @@ def test_another_encoder_plugs_in_by_name(monkeypatch):
     assert make_model(encoder_mixer='identity')(make_ids(2, 5)).logits.shape == (2, 2)
 
 
+@pytest.mark.parametrize('mixer', sorted(ENCODERS))
+@pytest.mark.parametrize('shape', [(0, 6), (2, 0), (0, 0)], ids=str)
+def test_an_empty_batch_has_its_logits(mixer: str, shape: tuple[int, int]):
+    model = make_model(encoder_mixer=mixer, num_labels=3, hidden_size=16, num_attention_heads=2)
+    ids = torch.zeros(shape, dtype=torch.long)
+    for mask in (None, ids):
+        out = model(ids, attention_mask=mask, output_hidden_states=True)
+        assert out.logits.shape == (shape[0], 3)
+        assert out.logits.isfinite().all()
+        assert all(state.shape == (*shape, 16) for state in out.hidden_states)
+    out.logits.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('mixer', sorted(ENCODERS))
+@pytest.mark.parametrize('bad', [math.nan, math.inf])
+def test_embeddings_that_are_not_finite_change_nothing_where_they_do_not_count(mixer: str, bad: float):
+    model = make_model(encoder_mixer=mixer, hidden_size=16, num_attention_heads=2)
+    embeds, mask = randn(2, 20, 8).float(), torch.ones(2, 20, dtype=torch.long)
+    mask[0, 5:] = 0
+    broken = embeds.masked_fill(mask[..., None] == 0, bad).requires_grad_()
+    logits = model(inputs_embeds=broken, attention_mask=mask).logits
+    assert torch.equal(logits, model(inputs_embeds=embeds, attention_mask=mask).logits)
+    logits.sum().backward()
+    assert broken.grad.isfinite().all()
+    assert broken.grad[0, :5].any()
+    assert not broken.grad[0, 5:].any()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize('mixer', ['fastformer', 'transformer'])
 @pytest.mark.parametrize('cls', [FastformerForSequenceClassification, FastformerForConditionalGeneration])
 def test_a_config_that_asks_for_weights_is_saved_with_its_model(tmp_path, cls: type, mixer: str):
@@ -442,6 +475,12 @@ def test_an_unknown_encoder_is_refused():
         (dict(input_ids=make_ids(1, 3), inputs_embeds=randn(1, 3, 8).float()), 'either input_ids or inputs_embeds'),
         (dict(input_ids=make_ids(2, 3), attention_mask=torch.ones(2, 4)), r'shape \(2, 3\).*got \(2, 4\)'),
         (dict(input_ids=make_ids(1, 41)), 'may have 40 tokens'),
+        (dict(input_ids=make_ids(2, 3), position_ids=torch.tensor([[0, 1, 40]])), r'lie in \[0, 40\).*got 0 to 40'),
+        (dict(input_ids=make_ids(2, 3), position_ids=torch.tensor([[-1, 0, 1]])), r'lie in \[0, 40\).*got -1 to 1'),
+        (dict(input_ids=make_ids(2, 3), position_ids=torch.arange(3)), r'shape \(2, 3\) or \(1, 3\), got \(3,\)'),
+        (dict(input_ids=make_ids(2, 3), labels=torch.ones(2, 3).long()), r"'single_label.*\(2,\) or.*got \(2, 3\)"),
+        (dict(input_ids=make_ids(2, 3), labels=torch.ones(2)), r"'multi_label.*shape \(2, 2\), got \(2,\)"),
+        (dict(input_ids=make_ids(0, 3), labels=torch.ones(0).long()), 'labels of one text or more.*skip'),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(arguments: dict[str, Tensor], message: str):

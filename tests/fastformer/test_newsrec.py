@@ -55,6 +55,14 @@ def make_behaviors(count: int = 23, news: int = 40) -> tuple[Behaviors, NewsColl
     return Behaviors([str(i) for i in range(count)], histories, candidates, None), NewsCollator(tokens, 0)
 
 
+def test_a_batch_without_users_has_no_scores_and_no_loss():
+    model, texts = make_model(), make_texts()
+    nobody = dict(history=HISTORY[:0], candidates=CANDIDATES[:0])
+    assert model(**texts, **nobody).scores.shape == (0, 3)
+    with pytest.raises(ValueError, match='labels of one text or more'):
+        model(**texts, **nobody, labels=torch.ones(0, dtype=torch.long))
+
+
 def test_scores_equal_a_loop_over_users_in_value_and_gradients():
     model, texts = make_model().double(), make_texts()
     parameters = dict(model.named_parameters())

@@ -59,6 +59,23 @@ def trained_model(causal: str) -> FastformerForConditionalGeneration:
     return model.eval()
 
 
+def test_target_embeddings_that_are_not_finite_change_nothing_where_they_do_not_count():
+    for kind in KINDS:
+        model, embeds, mask = make_model(**kind), randn(2, 6, 8).float(), torch.ones(2, 6, dtype=torch.long)
+        mask[0, :2] = 0
+        broken = embeds.masked_fill(mask[..., None] == 0, torch.nan)
+        found, expected = (
+            model(make_ids(2, 4), decoder_inputs_embeds=x, decoder_attention_mask=mask).logits for x in (broken, embeds)
+        )
+        assert torch.equal(found, expected), kind
+
+
+@pytest.mark.parametrize('shape', [(0, 3), (2, 0)])
+def test_labels_of_nothing_are_refused(shape: tuple[int, int]):
+    with pytest.raises(ValueError, match='labels of one text or more'):
+        make_model()(make_ids(shape[0], 4), labels=torch.ones(shape, dtype=torch.long))
+
+
 def test_the_loss_is_the_cross_entropy_of_the_labels_that_count():
     model, labels = make_model(), make_ids(3, 5, seed=1)
     labels[0, 3:] = -100
