@@ -4,6 +4,7 @@
 """
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ from .modeling import FastformerModel, FastformerPreTrainedModel, refuse_empty
 # The label of a token without a loss, in torch and in transformers.
 IGNORED = -100
 
+# Names of weights in a classifier and in a `FastformerModel`, as regular expressions, to those of the encoder here.
+ENCODER_NAMES = {
+    r'^model\.(embeddings|encoder)\.': r'encoder.\1.',
+    r'^embeddings\.': r'encoder.embeddings.',
+    r'^encoder\.(?!embeddings\.|encoder\.)': r'encoder.encoder.',
+}
+
 
 class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMixin):
     """Any encoder, a causal Fastformer decoder that reads it, and the vocabulary's logits.
@@ -33,6 +41,8 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
 
     _tied_weights_keys = {'lm_head.weight': 'encoder.embeddings.embed_tokens.weight'}  # noqa: RUF012
     _no_split_modules = ['FastformerLayer', 'BaselineLayer', 'FastformerDecoderLayer']  # noqa: RUF012
+    # What a classifier and a `FastformerModel` have behind their encoder.
+    _keys_to_ignore_on_load_unexpected = [r'^(model\.)?pooling\.', r'^classifier\.']  # noqa: RUF012
     # What is kept of the tokens cannot forget the last ones: `generate` refuses an assistant.
     _is_stateful = True
     # `Trainer` then divides by the labels of a whole update, however many batches it has.
@@ -50,6 +60,22 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
         self.output_projection = nn.Identity() if same else nn.Linear(config.hidden_size, width)
         self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(
+        cls, source: Any, *args: Any, key_mapping: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> Any:
+        """Load a saved model, or the encoder of a saved classifier or `FastformerModel`, with first weights behind it.
+
+        Args:
+            source: A folder, or a name on the Hugging Face hub.
+            args, key_mapping, kwargs: Those of transformers; fields of the config, such as decoder_layers, are too.
+        """
+        loaded = super().from_pretrained(source, *args, key_mapping={**ENCODER_NAMES, **(key_mapping or {})}, **kwargs)
+        model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
+        # transformers would save the encoder under the names that it was loaded from.
+        model._weight_conversions = None
+        return loaded
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embeddings of encoder and decoder."""

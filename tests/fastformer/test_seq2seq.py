@@ -7,12 +7,19 @@ from itertools import product
 import pytest
 import torch
 from helpers import assert_close, generator, randn
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForSeq2SeqLM
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from aft_vision.fastformer import ENCODERS, FastformerConfig, FastformerForConditionalGeneration
+from aft_vision.fastformer import (
+    ENCODERS,
+    FastformerConfig,
+    FastformerForConditionalGeneration,
+    FastformerForSequenceClassification,
+    FastformerModel,
+)
 from aft_vision.fastformer.cache import FastformerCache, StateLayer
 
 VOCAB, C = 30, 12
@@ -57,6 +64,29 @@ def trained_model(causal: str) -> FastformerForConditionalGeneration:
         losses.append(loss.item())
     assert losses[-1] < 0.75 * losses[0]
     return model.eval()
+
+
+@pytest.mark.parametrize('mixer', ['fastformer', 'transformer'])
+@pytest.mark.parametrize('auto', [True, False], ids=['auto', 'class'])
+@pytest.mark.parametrize('cls', [FastformerForSequenceClassification, FastformerModel])
+def test_the_encoder_of_another_model_warm_starts_one(tmp_path, cls: type, auto: bool, mixer: str):
+    made = make_model(encoder_mixer=mixer)
+    saved = cls(made.config)
+    saved.save_pretrained(tmp_path / 'saved')
+    kind = AutoModelForSeq2SeqLM if auto else FastformerForConditionalGeneration
+    model = kind.from_pretrained(tmp_path / 'saved', decoder_layers=3, initializer_range=0.1)
+    source = saved.base_model.state_dict()
+    assert len(model.encoder.state_dict()) > 20
+    assert all(torch.equal(value, source[name]) for name, value in model.encoder.state_dict().items())
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert model.decoder.depth == 3
+    assert 0.05 < model.decoder.layers[0].mlp.fc1.weight.std() < 0.2
+    # It is saved under the names that every summariser has.
+    model.save_pretrained(tmp_path / 'summariser')
+    with safe_open(tmp_path / 'summariser' / 'model.safetensors', 'pt') as file:
+        assert {name.split('.')[0] for name in file.keys()} <= {'encoder', 'decoder', 'output_projection', 'lm_head'}  # noqa: SIM118
+    again = kind.from_pretrained(tmp_path / 'summariser').state_dict()
+    assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
 
 
 def test_target_embeddings_that_are_not_finite_change_nothing_where_they_do_not_count():
