@@ -12,6 +12,7 @@ from nltk.tokenize import NLTKWordTokenizer
 from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTokenizer
 from tokenizers import Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import LARGE_INTEGER
 
 # In the order of their ids, 0 to 3.
 SPECIAL_TOKENS = {'pad_token': '<pad>', 'bos_token': '<s>', 'eos_token': '</s>', 'unk_token': '<unk>'}
@@ -20,7 +21,17 @@ BYTES = 256
 
 
 class TextTokenizer(PreTrainedTokenizerFast):
-    """A fast tokeniser of which a text without a token becomes one unknown token, in training and in use alike."""
+    """A fast tokeniser that treats texts in use as in training.
+
+    A text without a token becomes one unknown token. A text is cut off at `model_max_length`, where that is set, unless
+    the call says otherwise: transformers' pipelines say nothing.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> BatchEncoding:
+        """Encode texts with the arguments of transformers; without `truncation` and `max_length` a text is cut off."""
+        if self.model_max_length < LARGE_INTEGER and kwargs.get('max_length') is None:
+            kwargs.setdefault('truncation', True)
+        return super().__call__(*args, **kwargs)
 
     def _convert_encoding(self, encoding: Encoding, *args: Any, **kwargs: Any) -> Any:
         found = encoding if 1 in encoding.attention_mask else self._encode_unknown(len(encoding))
@@ -83,7 +94,7 @@ def train_tokenizer(
         vocab_size: Largest size, with the four special tokens; padding is 0, begin 1, end 2, unknown 3.
         min_frequency: Smallest count in the texts of a word, or of a pair of `bpe`.
         lowercase: Texts are lower-cased, after NLTK and before wordpunct and byte pairs.
-        max_length: Where `truncation=True` cuts texts off, in tokens; None for nowhere.
+        max_length: Where texts are cut off, in tokens, unless `truncation=False`; None for nowhere.
 
     Raises:
         ValueError: no such method, the size leaves no room, or the texts hold no word.

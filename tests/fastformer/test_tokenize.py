@@ -191,6 +191,24 @@ def test_the_unknown_token_of_a_text_without_one_is_at_no_place_of_it():
     assert tokenizer([' ', 'bad film'], padding=True)['input_ids'][0] == [0, 3]
 
 
+@pytest.mark.parametrize('method', METHODS)
+def test_a_pipeline_cuts_a_text_off_as_training_does(tmp_path, nltk_data, method: str):
+    tokenizer = train_tokenizer(TEXTS, method, vocab_size=300, max_length=6)
+    small = dict(hidden_size=8, num_attention_heads=2, max_position_embeddings=6)
+    model = FastformerForSequenceClassification(FastformerConfig(vocab_size=len(tokenizer), **small)).eval()
+    tokenizer.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    text = ' '.join(TEXTS)
+    classify = pipeline('text-classification', str(tmp_path), top_k=None)
+    found = {row['label']: row['score'] for row in classify([text])[0]}
+    expected = model(torch.tensor(token_ids([text], tokenizer, 6))).logits.softmax(-1)[0].tolist()
+    assert [found['LABEL_0'], found['LABEL_1']] == pytest.approx(expected)
+    # A call that says how long a text may be has its way.
+    assert len(tokenizer(text, truncation=False)['input_ids']) > 6
+    assert len(tokenizer(text, truncation=True, max_length=4)['input_ids']) == 4
+    assert len(tokenizer(text)['input_ids']) == 6
+
+
 def test_a_pipeline_classifies_an_empty_text_as_training_does():
     tokenizer = train('wordpunct')
     model = FastformerForSequenceClassification(
