@@ -11,12 +11,15 @@ from helpers import randn
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq, GenerationConfig
 
+from aft_vision.fastformer import FastformerForSequenceClassification
 from aft_vision.fastformer.data import SUMMARY_READERS
 from aft_vision.fastformer.rouge import ROUGES, rouge
 from aft_vision.fastformer.summarize import summarize
+from aft_vision.fastformer.tokenize import train_tokenizer
 from tools import summarize as tool
 from train.fastformer import __main__ as fastformer
 from train.fastformer import trainer
+from train.fastformer.schema import text_model_config
 from train.fastformer.summarization import SummarizationRun, read_splits
 from train.fastformer.tasks import load_text_config
 
@@ -323,3 +326,19 @@ def test_parts_of_their_own_exclude_each_other():
         load_text_config(SMOKE, ['data.split_column=split', 'data.test_path=x'])
     with pytest.raises(ValueError, match=r'data\.test_path to be null for a data set of the hub'):
         load_text_config(SMOKE, ['data.kind=hub', 'data.test_path=x'])
+
+
+def test_a_classifier_gives_its_encoder_to_a_summariser(first_words, tmp_path):
+    texts = read(first_words)['train']['text'][:]
+    train_tokenizer(texts, max_length=32).save_pretrained(tmp_path / 'classifier')
+    config = load_text_config(SMOKE, [f'data.path={first_words}', f'run.init_from={tmp_path / "classifier"}'])
+    made = text_model_config(config.model, 32, vocab_size=40, num_labels=3)
+    classifier = FastformerForSequenceClassification(made)
+    classifier.save_pretrained(tmp_path / 'classifier')
+    run = SummarizationRun.read(config, tmp_path)
+    tokenizer = run.make_tokenizer()
+    encoder = run.make_model(tokenizer, 0).encoder.state_dict()
+    expected = classifier.model.state_dict()
+    assert len(tokenizer) == len(train_tokenizer(texts))
+    assert len(encoder) > 10
+    assert all(torch.equal(value, expected[name]) for name, value in encoder.items())
