@@ -6,10 +6,12 @@
 // the kernel is multiplied; all else has one weight, which multiplies its sum. All terms are positive.
 
 #include <limits>
+#include <memory>
 
 #include <omp.h>
 
 #include "columns.h"
+#include "guard.h"
 
 namespace {
 
@@ -290,18 +292,22 @@ struct Backward {
   }
 };
 
-// Calls what `make` makes for each thread with every group; returns whether nothing is lost.
+// Calls what `make` makes, a pointer, for each thread with every group; returns whether nothing is lost.
 template <typename Op, typename F>
 int each_group(const Inputs<Op> &in, int threads, F make) {
   const Cut cut(in.s, threads);
   int good = 1;
   weigh(in, threads);
+  Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
-    auto worker = make(cut, omp_get_thread_num());
+    decltype(make(cut, 0)) worker;
+    region.run([&] { worker = make(cut, omp_get_thread_num()); });
 #pragma omp for schedule(static)
-    for (int64_t item = 0; item < cut.count(in.s); ++item) good = worker.run(Group(in.s, cut, item)) && good;
+    for (int64_t item = 0; item < cut.count(in.s); ++item)
+      region.run([&] { good = worker->run(Group(in.s, cut, item)) && good; });
   }
+  region.finish();
   return good;
 }
 
@@ -319,11 +325,13 @@ extern "C" {
 // `underflow`, or NaN.
 int aft_conv_forward(const int64_t *sizes, const void *table, const float *outside, Stream q, Stream k, Stream v,
                      const bool *mask, float *e, Stream out, Stream den, float underflow, int threads) {
-  const Shape s = shape_of(sizes);
-  return with_words(sizes[6], table, [&](auto op, const auto *words) {
-    typedef decltype(op) Op;
-    const Inputs<Op> in{s, {words, outside, sizes[7]}, q, k, v, {mask, s.tokens()}, e, underflow};
-    return each_group(in, threads, [&](const Cut &cut, int) { return Forward<Op>(in, cut, out, den); });
+  return guarded([&] {
+    const Shape s = shape_of(sizes);
+    return with_words(sizes[6], table, [&](auto op, const auto *words) {
+      typedef decltype(op) Op;
+      const Inputs<Op> in{s, {words, outside, sizes[7]}, q, k, v, {mask, s.tokens()}, e, underflow};
+      return each_group(in, threads, [&](const Cut &cut, int) { return std::make_unique<Forward<Op>>(in, cut, out, den); });
+    });
   });
 }
 
@@ -332,13 +340,15 @@ int aft_conv_forward(const int64_t *sizes, const void *table, const float *outsi
 int aft_conv_backward(const int64_t *sizes, const void *table, const float *outside, Stream grad, Stream y, Stream den,
                       Stream q, Stream k, Stream v, const bool *mask, float *e, Stream dq, Stream dk, Stream dv,
                       float *d_table, float underflow, int threads) {
-  const Shape s = shape_of(sizes);
-  return with_words(sizes[6], table, [&](auto op, const auto *words) {
-    typedef decltype(op) Op;
-    const Inputs<Op> in{s, {words, outside, sizes[7]}, q, k, v, {mask, s.tokens()}, e, underflow};
-    return each_group(in, threads, [&](const Cut &cut, int thread) {
-      float *own = d_table ? d_table + thread * s.heads * sizes[7] : nullptr;
-      return Backward<Op>(in, cut, grad, y, den, dq, dk, dv, own);
+  return guarded([&] {
+    const Shape s = shape_of(sizes);
+    return with_words(sizes[6], table, [&](auto op, const auto *words) {
+      typedef decltype(op) Op;
+      const Inputs<Op> in{s, {words, outside, sizes[7]}, q, k, v, {mask, s.tokens()}, e, underflow};
+      return each_group(in, threads, [&](const Cut &cut, int thread) {
+        float *own = d_table ? d_table + thread * s.heads * sizes[7] : nullptr;
+        return std::make_unique<Backward<Op>>(in, cut, grad, y, den, dq, dk, dv, own);
+      });
     });
   });
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "dense.h"
+#include "guard.h"
 #include "vector.h"
 
 namespace {
@@ -114,10 +115,16 @@ void normalise(const Layer &layer, const float *x, int64_t batch, float *y) {
 // What a thread of several does of layers one after the other, each of which takes what all have made of that before.
 class Worker {
  public:
-  explicit Worker(int64_t batch) : batch_(batch) {}
+  Worker(int64_t batch, Region &region) : batch_(batch), region_(region) {}
 
   // out = layer(x) + residual, which may be null, for the outputs of this thread.
   void run(const Layer &layer, const float *x, const float *residual, float *out) {
+    region_.run([&] { compute(layer, x, residual, out); });
+#pragma omp barrier
+  }
+
+ private:
+  void compute(const Layer &layer, const float *x, const float *residual, float *out) {
     const int64_t all = omp_get_num_threads(), own = omp_get_thread_num(), n = layer.inputs, width = layer.outputs;
     const int64_t blocks = (width + LANES - 1) / LANES;
     const int64_t start = blocks * own / all * LANES, stop = std::min(width, blocks * (own + 1) / all * LANES);
@@ -135,10 +142,8 @@ class Worker {
       if (b < batch_) rows<1>(x + b * n, weight, n, count, out + b * width + i, width);
       finish(layer, i, count, residual, out);
     }
-#pragma omp barrier
   }
 
- private:
   // What stands behind the product, for some outputs.
   void finish(const Layer &layer, int64_t start, int lanes, const float *residual, float *out) const {
     const Vec bias = layer.bias ? load(layer.bias + start, lanes) : Vec{};
@@ -152,6 +157,7 @@ class Worker {
   }
 
   int64_t batch_;
+  Region &region_;
   std::vector<float> normal_;
 };
 
@@ -159,23 +165,27 @@ class Worker {
 
 extern "C" {
 
-void aft_dense(const Layer *layer, int64_t batch, const float *x, float *out, int threads) {
+int aft_dense(const Layer *layer, int64_t batch, const float *x, float *out, int threads) {
+  Region region;
 #pragma omp parallel num_threads(threads_for(layer->inputs * layer->outputs, threads))
-  Worker(batch).run(*layer, x, nullptr, out);
+  Worker(batch, region).run(*layer, x, nullptr, out);
+  return guarded([&] { region.finish(); });
 }
 
-void aft_dense_block(const Layer *layers, int64_t batch, const float *x, const float *y, float *sum, float *hidden,
-                     float *out, int threads) {
+int aft_dense_block(const Layer *layers, int64_t batch, const float *x, const float *y, float *sum, float *hidden,
+                    float *out, int threads) {
   const int64_t size = batch * layers[2].outputs;
   if (!layers[0].weight)
     for (int64_t i = 0; i < size; ++i) sum[i] = x[i] + y[i];
   const int64_t most = std::max(layers[1].inputs * layers[1].outputs, layers[2].inputs * layers[2].outputs);
+  Region region;
 #pragma omp parallel num_threads(threads_for(most, threads))
   {
-    Worker worker(batch);
+    Worker worker(batch, region);
     if (layers[0].weight) worker.run(layers[0], y, x, sum);
     worker.run(layers[1], sum, nullptr, hidden);
     worker.run(layers[2], hidden, sum, out);
   }
+  return guarded([&] { region.finish(); });
 }
 }

@@ -24,11 +24,13 @@ struct Layer {
 
 extern "C" {
 
+// Both return 0, or how they have failed.
+
 // out (batch, outputs) = layer(x), of x (batch, inputs).
-void aft_dense(const Layer *layer, int64_t batch, const float *x, float *out, int threads);
+int aft_dense(const Layer *layer, int64_t batch, const float *x, float *out, int threads);
 
 // What a block does behind its mixer, of layers proj, fc1, fc2: x += proj(y), or x += y where proj has no weight, then
 // out = x + fc2(fc1(x)). `sum` has room for x, `hidden` for the outputs of fc1.
-void aft_dense_block(const Layer *layers, int64_t batch, const float *x, const float *y, float *sum, float *hidden,
-                     float *out, int threads);
+int aft_dense_block(const Layer *layers, int64_t batch, const float *x, const float *y, float *sum, float *hidden,
+                    float *out, int threads);
 }

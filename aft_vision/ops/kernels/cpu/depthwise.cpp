@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "guard.h"
 #include "vector.h"
 
 namespace {
@@ -218,11 +219,16 @@ template <typename Taps>
 int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, const float *taps, const int64_t *offset,
             const float *outside, Tokens out, Tokens den, Limits limits, int threads) {
   int good = 1;
+  Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
-    std::vector<Vec> num(s.tokens()), bottom(s.tokens());
+    std::vector<Vec> num, bottom;
+    region.run([&] {
+      num.resize(s.tokens());
+      bottom.resize(s.tokens());
+    });
 #pragma omp for
-    for (int64_t index = 0; index < s.blocks(); ++index) {
+    for (int64_t index = 0; index < s.blocks(); ++index) region.run([&] {
       Block<Taps> block(s, index, taps, offset, outside);
       for (int64_t b = 0; b < s.batch; ++b) {
         block.exponentials(k, v, mask, b);
@@ -238,8 +244,9 @@ int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, cons
           if (den.data) store(block.at(den, b, t), bottom[t], block.lanes);
         }
       }
-    }
+    });
   }
+  region.finish();
   return good;
 }
 
@@ -249,13 +256,19 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
              float *grad_taps, int64_t parts, Limits limits, int threads) {
   const int64_t square = s.size * s.size;
   int good = 1;
+  Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
-    std::vector<Vec> top(s.map()), low(s.map()), d_values(s.tokens()), d_keys(s.tokens()), d_taps(square),
-        bottoms(den.data ? 0 : s.tokens());
+    std::vector<Vec> top, low, d_values, d_keys, d_taps, bottoms;
+    region.run([&] {
+      for (auto *x : {&top, &low}) x->resize(s.map());
+      for (auto *x : {&d_values, &d_keys}) x->resize(s.tokens());
+      d_taps.resize(square);
+      bottoms.resize(den.data ? 0 : s.tokens());
+    });
 #pragma omp for collapse(2)
     for (int64_t part = 0; part < parts; ++part)
-      for (int64_t index = 0; index < s.blocks(); ++index) {
+      for (int64_t index = 0; index < s.blocks(); ++index) region.run([&] {
         Block<Taps> block(s, index, taps, offset, outside);
         std::fill(d_taps.begin(), d_taps.end(), Vec{});
         for (int64_t b = part * s.batch / parts; b < (part + 1) * s.batch / parts; ++b) {
@@ -301,8 +314,9 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
         if (grad_taps)
           for (int64_t i = 0; i < square; ++i)
             store(grad_taps + (part * square + i) * s.channels + block.first, d_taps[i], block.lanes);
-      }
+      });
   }
+  region.finish();
   return good;
 }
 
@@ -318,9 +332,10 @@ extern "C" {
 int aft_depthwise_forward(const int64_t *sizes, Tokens q, Tokens k, Tokens v, const bool *mask, const float *taps,
                           const int64_t *offset, const float *outside, Tokens out, Tokens den, Limits limits,
                           int threads) {
-  const Shape s = shape_of(sizes);
-  return (offset ? forward<OneOffset> : forward<Window>)(s, q, k, v, mask, taps, offset, outside, out, den, limits,
-                                                         threads);
+  return guarded([&] {
+    return (offset ? forward<OneOffset> : forward<Window>)(shape_of(sizes), q, k, v, mask, taps, offset, outside, out,
+                                                           den, limits, threads);
+  });
 }
 
 // Gradients of q, k, v, and, unless grad_taps is null, of the taps, (parts, s, s, D): each part has its share of the
@@ -328,8 +343,9 @@ int aft_depthwise_forward(const int64_t *sizes, Tokens q, Tokens k, Tokens v, co
 int aft_depthwise_backward(const int64_t *sizes, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens k, Tokens v,
                            const bool *mask, const float *taps, const int64_t *offset, const float *outside, Tokens dq,
                            Tokens dk, Tokens dv, float *grad_taps, int64_t parts, Limits limits, int threads) {
-  const Shape s = shape_of(sizes);
-  return (offset ? backward<OneOffset> : backward<Window>)(s, grad, y, den, q, k, v, mask, taps, offset, outside, dq, dk,
-                                                           dv, grad_taps, parts, limits, threads);
+  return guarded([&] {
+    return (offset ? backward<OneOffset> : backward<Window>)(shape_of(sizes), grad, y, den, q, k, v, mask, taps, offset,
+                                                             outside, dq, dk, dv, grad_taps, parts, limits, threads);
+  });
 }
 }

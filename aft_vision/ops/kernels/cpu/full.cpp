@@ -2,10 +2,13 @@
 // (T, T) weights multiply; the sums leave the registers divided and gated.
 
 #include <limits>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include <omp.h>
 
+#include "guard.h"
 #include "product.h"
 
 namespace {
@@ -118,11 +121,14 @@ int forward(const Shape &s, const typename Op::Word *weights, const Stream &q, c
             const Mask &mask, const Stream &out, const Stream &den, float underflow, int threads) {
   const int64_t together = s.together(threads);
   int good = 1;
+  Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
-    Strips<Op> x(s.tokens, together);
+    std::optional<Strips<Op>> strips;
+    region.run([&] { strips.emplace(s.tokens, together); });
 #pragma omp for schedule(static)
-    for (int64_t item = 0; item < s.batch * s.groups(together); ++item) {
+    for (int64_t item = 0; item < s.batch * s.groups(together); ++item) region.run([&] {
+      Strips<Op> &x = *strips;
       const Group g = s.group(item, together);
       for (int64_t i = 0; i < g.count; ++i) {
         const Keys keys(k, v, mask, g, i);
@@ -149,8 +155,9 @@ int forward(const Shape &s, const typename Op::Word *weights, const Stream &q, c
             lost |= lost_lanes(bottom, at.lanes, underflow);
           });
       good = !any(lost) && good;
-    }
+    });
   }
+  region.finish();
   return good;
 }
 
@@ -287,16 +294,21 @@ int backward(const Shape &s, const typename Op::Word *weights, const Stream &gra
              const Stream &dv, float *d_weights, float underflow, int threads) {
   const int64_t together = s.together(threads);
   int good = 1;
+  Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
     const int64_t part = s.tokens * ((s.tokens + LANES - 1) / LANES * LANES);
     float *own = d_weights ? d_weights + omp_get_thread_num() * part : nullptr;
-    Backward<Op> worker{s, grad, y, den, q, k, v, mask, dq, dk, dv, underflow, own, {s.tokens, together},
-                        {s.tokens, d_weights ? together : 0}, {together * s.tokens * LANES}};
+    std::unique_ptr<Backward<Op>> worker;
+    region.run([&] {
+      worker.reset(new Backward<Op>{s, grad, y, den, q, k, v, mask, dq, dk, dv, underflow, own, {s.tokens, together},
+                                    {s.tokens, d_weights ? together : 0}, {together * s.tokens * LANES}});
+    });
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < s.batch * s.groups(together); ++item)
-      good = worker.run(weights, s.group(item, together)) && good;
+      region.run([&] { good = worker->run(weights, s.group(item, together)) && good; });
   }
+  region.finish();
   return good;
 }
 
@@ -309,19 +321,21 @@ void tile_weights(const float *bias, int64_t tokens, bool by_source, typename Op
     return t < tokens ? only(exp_(load(bias + t * tokens + s, lanes) - peak), lanes) : Vec{};
   };
   std::vector<float> peaks(words * Op::DEPTH + ROWS);
+  Region region;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<typename Op::Word> row(vectors * LANES);
+    std::vector<typename Op::Word> row;
+    region.run([&] { row.resize(vectors * LANES); });
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < tokens; ++t) peaks[t] = *std::max_element(bias + t * tokens, bias + (t + 1) * tokens);
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < (by_source ? 0 : (tokens + ROWS - 1) / ROWS * ROWS); ++t) {
+    for (int64_t t = 0; t < (by_source ? 0 : (tokens + ROWS - 1) / ROWS * ROWS); ++t) region.run([&] {
       for (int64_t s = 0; s < tokens; s += LANES) store_row(row.data() + s / Op::DEPTH, weight(t, peaks[t], s));
       typename Op::Word *to = out + t / ROWS * ROWS * words + t % ROWS;
       for (int64_t i = 0; i < words; ++i) to[i * ROWS] = row[i];
-    }
+    });
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < (by_source ? words : 0); ++i) {
+    for (int64_t i = 0; i < (by_source ? words : 0); ++i) region.run([&] {
       for (int64_t s = 0; s < tokens; s += LANES) {
         Vec x[Op::DEPTH];
         for (int j = 0; j < Op::DEPTH; ++j) x[j] = weight(i * Op::DEPTH + j, peaks[i * Op::DEPTH + j], s);
@@ -329,8 +343,9 @@ void tile_weights(const float *bias, int64_t tokens, bool by_source, typename Op
       }
       for (int64_t s = 0; s < tokens; s += ROWS)
         std::copy_n(row.data() + s, std::min<int64_t>(ROWS, tokens - s), out + s * words + i * ROWS);
-    }
+    });
   }
+  region.finish();
 }
 
 }  // namespace
@@ -346,10 +361,12 @@ int aft_has_pairs() { return MULTIPLIES_BFLOAT16; }
 
 // The weights e^(bias - largest of a row) of a bias (T, T) as the functions below take them, words of terms for a tile of rows
 // after another: (T / ROWS, T / DEPTH, ROWS). What is beyond the last row is left as it was.
-void aft_full_weights(const float *bias, int64_t tokens, int by_source, int pairs, void *out, int threads) {
-  with_words(pairs, out, [&](auto op, const auto *) {
-    typedef decltype(op) Op;
-    tile_weights<Op>(bias, tokens, by_source, static_cast<typename Op::Word *>(out), threads);
+int aft_full_weights(const float *bias, int64_t tokens, int by_source, int pairs, void *out, int threads) {
+  return guarded([&] {
+    with_words(pairs, out, [&](auto op, const auto *) {
+      typedef decltype(op) Op;
+      tile_weights<Op>(bias, tokens, by_source, static_cast<typename Op::Word *>(out), threads);
+    });
   });
 }
 
@@ -358,9 +375,11 @@ void aft_full_weights(const float *bias, int64_t tokens, int by_source, int pair
 // is below `underflow`, or NaN.
 int aft_full_forward(const int64_t *sizes, const void *weights, Stream q, Stream k, Stream v, const bool *mask, Stream out,
                      Stream den, float underflow, int threads) {
-  const Shape s{sizes[0], sizes[1], sizes[2]};
-  return with_words(sizes[3], weights, [&](auto op, const auto *words) {
-    return forward<decltype(op)>(s, words, q, k, v, {mask, s.tokens}, out, den, underflow, threads);
+  return guarded([&] {
+    const Shape s{sizes[0], sizes[1], sizes[2]};
+    return with_words(sizes[3], weights, [&](auto op, const auto *words) {
+      return forward<decltype(op)>(s, words, q, k, v, {mask, s.tokens}, out, den, underflow, threads);
+    });
   });
 }
 
@@ -368,10 +387,12 @@ int aft_full_forward(const int64_t *sizes, const void *weights, Stream q, Stream
 // (T, T in whole vectors), which begins with zeros. `weights` are by source. Returns 0 as above.
 int aft_full_backward(const int64_t *sizes, const void *weights, Stream grad, Stream y, Stream den, Stream q, Stream k, Stream v,
                       const bool *mask, Stream dq, Stream dk, Stream dv, float *d_weights, float underflow, int threads) {
-  const Shape s{sizes[0], sizes[1], sizes[2]};
-  return with_words(sizes[3], weights, [&](auto op, const auto *words) {
-    return backward<decltype(op)>(s, words, grad, y, den, q, k, v, {mask, s.tokens}, dq, dk, dv, d_weights, underflow,
-                                  threads);
+  return guarded([&] {
+    const Shape s{sizes[0], sizes[1], sizes[2]};
+    return with_words(sizes[3], weights, [&](auto op, const auto *words) {
+      return backward<decltype(op)>(s, words, grad, y, den, q, k, v, {mask, s.tokens}, dq, dk, dv, d_weights, underflow,
+                                    threads);
+    });
   });
 }
 }

@@ -84,8 +84,9 @@ int forward(const Source &source, const float *band, Stream q, Stream out, Strea
   const Shape &s = source.s;
   const int64_t parts = std::min<int64_t>(threads, s.items());
   int good = 1, whole = 1;
+  Region region;
 #pragma omp parallel for num_threads(threads) reduction(&& : good, whole)
-  for (int64_t share = 0; share < parts; ++share) {
+  for (int64_t share = 0; share < parts; ++share) region.run([&] {
     std::vector<Forward<P>> items;
     for (int64_t i = share * s.items() / parts; i < (share + 1) * s.items() / parts; ++i) items.emplace_back(source, i);
     Weights<P> w(s, band);
@@ -111,7 +112,8 @@ int forward(const Source &source, const float *band, Stream q, Stream out, Strea
     }
     for (const Forward<P> &x : items)
       for (int lane = 0; lane < x.item.lanes; ++lane) good = good && x.least[lane] >= underflow;
-  }
+  });
+  region.finish();
   return whole ? good : LOST_WEIGHT;
 }
 
@@ -125,10 +127,12 @@ extern "C" {
 // `underflow`: its result is wrong.
 int aft_local_causal_forward(const int64_t *sizes, Stream q, Stream k, Stream v, const bool *mask, const float *band,
                              Stream out, Stream den, float headroom, float underflow, int threads) {
-  const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
-  const Source source{s, k, v, mask, headroom};
-  return with_products(sizes[5], [&](auto products) {
-    return forward<decltype(products)>(source, band, q, out, den, underflow, threads);
+  return guarded([&] {
+    const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
+    const Source source{s, k, v, mask, headroom};
+    return with_products(sizes[5], [&](auto products) {
+      return forward<decltype(products)>(source, band, q, out, den, underflow, threads);
+    });
   });
 }
 }

@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "guard.h"
 #include "local_products.h"
 
 namespace {

@@ -4,6 +4,7 @@
 // at the reference of the block, as do the exponentials that the gradient of the band is a product of.
 
 #include <cmath>
+#include <optional>
 
 #include "local.h"
 
@@ -223,27 +224,38 @@ int backward(Backward<P> block, int threads) {
   std::vector<Walk> items;
   for (int64_t i = 0; i < s.items(); ++i) items.emplace_back(block.source, i, block.ring);
   int good = 1, whole = 1;
+  Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good, whole)
   {
-    Scratch scratch(s.step);
-    std::vector<float> products((block.ring + SOURCES) * TARGETS);
+    std::optional<Scratch> scratch;
+    std::vector<float> products;
+    region.run([&] {
+      scratch.emplace(s.step);
+      products.resize((block.ring + SOURCES) * TARGETS);
+    });
     for (int64_t start = (s.tokens - 1) / s.step * s.step; start >= 0; start -= s.step) {
 #pragma omp single
-      block.plan(start);
+      region.run([&] { block.plan(start); });
 #pragma omp for
-      for (int64_t t = block.start; t <= block.stop; ++t) whole = block.w.fill(t) && whole;
+      for (int64_t t = block.start; t <= block.stop; ++t)
+        region.run([&] { whole = block.w.fill(t) && whole; });
 #pragma omp for
       for (size_t i = 0; i < block.packed.tiles.size(); ++i)
-        block.packed.fill(block.packed.tiles[i],
-                          [&](int64_t from, int64_t target) { return block.w.targets(target, from); });
+        region.run([&] {
+          block.packed.fill(block.packed.tiles[i],
+                            [&](int64_t from, int64_t target) { return block.w.targets(target, from); });
+        });
 #pragma omp for
-      for (int64_t i = 0; i < s.items(); ++i) good = block.run(items[i], i, scratch) && good;
+      for (int64_t i = 0; i < s.items(); ++i)
+        region.run([&] { good = block.run(items[i], i, *scratch) && good; });
       if (block.dband) {
 #pragma omp for
-        for (int64_t target = block.start; target < block.stop; target += TARGETS) block.multiply(target, products);
+        for (int64_t target = block.start; target < block.stop; target += TARGETS)
+          region.run([&] { block.multiply(target, products); });
       }
     }
   }
+  region.finish();
   return whole ? good : LOST_WEIGHT;
 }
 
@@ -256,11 +268,13 @@ extern "C" {
 int aft_local_causal_backward(const int64_t *sizes, Stream grad, Stream y, Stream den, Stream q, Stream k, Stream v,
                               const bool *mask, const float *band, Stream dq, Stream dk, Stream dv, float *dband,
                               float headroom, float underflow, int threads) {
-  const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
-  const Source source{s, k, v, mask, headroom};
-  return with_products(sizes[5], [&](auto products) {
-    using P = decltype(products);
-    return backward<P>({s, source, {s, band}, grad, y, den, q, dq, dk, dv, dband, underflow}, threads);
+  return guarded([&] {
+    const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
+    const Source source{s, k, v, mask, headroom};
+    return with_products(sizes[5], [&](auto products) {
+      using P = decltype(products);
+      return backward<P>({s, source, {s, band}, grad, y, den, q, dq, dk, dv, dband, underflow}, threads);
+    });
   });
 }
 }

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "guard.h"
 #include "vector.h"
 
 namespace {
@@ -246,10 +247,12 @@ struct Backward : Strip {
 template <typename F>
 void for_each_strip(const Shape &s, Tokens k, const bool *mask, int threads, F f) {
   const int64_t parts = std::min(s.vectors(), (threads + s.batch - 1) / s.batch);
+  Region region;
 #pragma omp parallel for collapse(2) num_threads(threads)
   for (int64_t b = 0; b < s.batch; ++b)
     for (int64_t part = 0; part < parts; ++part)
-      f(Strip(s, b, part * s.vectors() / parts, (part + 1) * s.vectors() / parts, k, mask));
+      region.run([&] { f(Strip(s, b, part * s.vectors() / parts, (part + 1) * s.vectors() / parts, k, mask)); });
+  region.finish();
 }
 
 }  // namespace
@@ -258,17 +261,21 @@ extern "C" {
 
 // y and, unless den is null, the denominators, each relative to the reference of its token. `sizes` are B, T and D; q
 // and mask may be null.
-void aft_simple_causal_forward(const int64_t *sizes, Tokens q, Tokens k, Tokens v, const bool *mask, Tokens out,
-                               Tokens den, int threads) {
-  const Shape s{sizes[0], sizes[1], sizes[2]};
-  for_each_strip(s, k, mask, threads, [&](const Strip &strip) { Forward(strip, q, v, out, den).run(); });
+int aft_simple_causal_forward(const int64_t *sizes, Tokens q, Tokens k, Tokens v, const bool *mask, Tokens out,
+                              Tokens den, int threads) {
+  return guarded([&] {
+    const Shape s{sizes[0], sizes[1], sizes[2]};
+    for_each_strip(s, k, mask, threads, [&](const Strip &strip) { Forward(strip, q, v, out, den).run(); });
+  });
 }
 
 // Gradients of q, unless it is null, k and v.
-void aft_simple_causal_backward(const int64_t *sizes, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens k, Tokens v,
-                                const bool *mask, Tokens dq, Tokens dk, Tokens dv, int threads) {
-  const Shape s{sizes[0], sizes[1], sizes[2]};
-  for_each_strip(s, k, mask, threads,
-                 [&](const Strip &strip) { Backward(strip, grad, y, den, q, v, dq, dk, dv).run(); });
+int aft_simple_causal_backward(const int64_t *sizes, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens k, Tokens v,
+                               const bool *mask, Tokens dq, Tokens dk, Tokens dv, int threads) {
+  return guarded([&] {
+    const Shape s{sizes[0], sizes[1], sizes[2]};
+    for_each_strip(s, k, mask, threads,
+                   [&](const Strip &strip) { Backward(strip, grad, y, den, q, v, dq, dk, dv).run(); });
+  });
 }
 }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "dense.h"
+#include "guard.h"
 #include "vector.h"
 
 namespace {
@@ -120,40 +121,13 @@ void band_row(const Band &band, int64_t t, int64_t size, int threads) {
   }
 }
 
-}  // namespace
-
-extern "C" {
-
-// y (B, D) of a token, which is added to the sums. q may be null; `sizes` are B and D.
-void aft_simple_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, float *reference, float *numerator,
-                     float *denominator, float *out, float headroom) {
-  const int64_t channels = sizes[1];
-  for (int64_t b = 0; b < sizes[0]; ++b)
-    for_each_vector(channels, [&](int64_t d, int lanes) {
-      const int64_t place = b * channels + d;
-      const Vec key = load(k.data + b * k.batch + d, lanes), old = load(reference + place, lanes);
-      const Vec moved = key > old + headroom ? key : old;
-      const Vec scale = exp_(old - moved), weight = exp_(key - moved);
-      const Vec num = load(numerator + place, lanes) * scale + weight * load(v.data + b * v.batch + d, lanes);
-      const Vec den = load(denominator + place, lanes) * scale + weight;
-      store(reference + place, moved, lanes);
-      store(numerator + place, num, lanes);
-      store(denominator + place, den, lanes);
-      Vec y = num / den;
-      if (q.data) y *= sigmoid(load(q.data + b * q.batch + d, lanes));
-      store(out + place, y, lanes);
-    });
-}
-
-// y (B, D) of a token, which goes into a ring of exponentials. q may be null; `sizes` are B, D and s. Returns 0; 1 if a
-// key does not fit, or the ring holds keys, where nothing has been done but for the row of the band; 2 if y has
-// underflowed, where the state is that after the token; 3 if the bias has no row for it.
-int aft_local_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, Band band, const float *reference, float *sums,
-                   float *ring, int64_t *position, const bool *holds_keys, float *out, Limits limits, int threads) {
-  const Shape s{sizes[0], sizes[1], sizes[2]};
+// What `aft_local_step` does.
+int local_step(const Shape &s, Tokens q, Tokens k, Tokens v, Band band, const float *reference, float *sums, float *ring,
+               int64_t *position, const bool *holds_keys, float *out, Limits limits, int threads) {
   const int64_t count = *position, slot = count % s.window, width = 2 * s.channels;
+  if (count < 0) return 4;
   if (band.u) {
-    if (count < 0 || count >= band.tokens) return 3;
+    if (count >= band.tokens) return 3;
     band_row(band, count, s.window, threads);
   }
   if (*holds_keys || !fits(s, k, reference, sums, limits)) return 1;
@@ -205,14 +179,51 @@ int aft_local_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, Band band
   return good ? 0 : 2;
 }
 
+}  // namespace
+
+extern "C" {
+
+// y (B, D) of a token, which is added to the sums. q may be null; `sizes` are B and D. Returns 0.
+int aft_simple_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, float *reference, float *numerator,
+                    float *denominator, float *out, float headroom) {
+  const int64_t channels = sizes[1];
+  for (int64_t b = 0; b < sizes[0]; ++b)
+    for_each_vector(channels, [&](int64_t d, int lanes) {
+      const int64_t place = b * channels + d;
+      const Vec key = load(k.data + b * k.batch + d, lanes), old = load(reference + place, lanes);
+      const Vec moved = key > old + headroom ? key : old;
+      const Vec scale = exp_(old - moved), weight = exp_(key - moved);
+      const Vec num = load(numerator + place, lanes) * scale + weight * load(v.data + b * v.batch + d, lanes);
+      const Vec den = load(denominator + place, lanes) * scale + weight;
+      store(reference + place, moved, lanes);
+      store(numerator + place, num, lanes);
+      store(denominator + place, den, lanes);
+      Vec y = num / den;
+      if (q.data) y *= sigmoid(load(q.data + b * q.batch + d, lanes));
+      store(out + place, y, lanes);
+    });
+  return 0;
+}
+
+// y (B, D) of a token, which goes into a ring of exponentials. q may be null; `sizes` are B, D and s. Returns 0; 1 if a
+// key does not fit, or the ring holds keys, where nothing has been done but for the row of the band; 2 if y has
+// underflowed, where the state is that after the token; 3 if the bias has no row for it; 4 if the position is negative.
+int aft_local_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, Band band, const float *reference, float *sums,
+                   float *ring, int64_t *position, const bool *holds_keys, float *out, Limits limits, int threads) {
+  return guarded([&] {
+    const Shape s{sizes[0], sizes[1], sizes[2]};
+    return local_step(s, q, k, v, band, reference, sums, ring, position, holds_keys, out, limits, threads);
+  });
+}
+
 // A block with AFT-simple for a token.
-void aft_simple_block(Block block, float *reference, float *numerator, float *denominator, float headroom,
-                      int threads) {
+int aft_simple_block(Block block, float *reference, float *numerator, float *denominator, float headroom, int threads) {
   const Parts parts(block);
   const int64_t sizes[] = {block.batch, block.layers[0].inputs};
-  aft_dense(block.layers, block.batch, block.x, parts.projected, threads);
+  if (const int failed = aft_dense(block.layers, block.batch, block.x, parts.projected, threads)) return failed;
   aft_simple_step(sizes, parts.q, parts.k, parts.v, reference, numerator, denominator, parts.mixed, headroom);
-  aft_dense_block(block.layers + 1, block.batch, block.x, parts.mixed, parts.sum, parts.hidden, block.out, threads);
+  return aft_dense_block(block.layers + 1, block.batch, block.x, parts.mixed, parts.sum, parts.hidden, block.out,
+                         threads);
 }
 
 // A block with AFT-local for a token, of a window of `size`. Returns what `aft_local_step` does; where that is not 0 the
@@ -221,11 +232,11 @@ int aft_local_block(Block block, int64_t size, Band band, const float *reference
                     int64_t *position, const bool *holds_keys, Limits limits, int threads) {
   const Parts parts(block);
   const int64_t sizes[] = {block.batch, block.layers[0].inputs, size};
-  aft_dense(block.layers, block.batch, block.x, parts.projected, threads);
+  if (const int failed = aft_dense(block.layers, block.batch, block.x, parts.projected, threads)) return failed;
   const int found = aft_local_step(sizes, parts.q, parts.k, parts.v, band, reference, sums, ring, position, holds_keys,
                                    parts.mixed, limits, threads);
-  if (found == 0)
-    aft_dense_block(block.layers + 1, block.batch, block.x, parts.mixed, parts.sum, parts.hidden, block.out, threads);
-  return found;
+  if (found != 0) return found;
+  return aft_dense_block(block.layers + 1, block.batch, block.x, parts.mixed, parts.sum, parts.hidden, block.out,
+                         threads);
 }
 }

@@ -1,6 +1,5 @@
 """What the tests of the compiled kernels share."""
 
-import os
 import shutil
 
 import pytest
@@ -11,6 +10,6 @@ from aft_vision.ops.kernels.cpu import build
 @pytest.fixture(autouse=True)
 def compiled() -> None:
     """The kernels have been built, where there is a compiler."""
-    if shutil.which(os.environ.get('CXX', 'c++')) is None:
+    if shutil.which(build._chosen_compiler()[0]) is None:
         pytest.skip('there is no compiler here')
     assert build.library() is not None

@@ -2,11 +2,14 @@
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import platform
 import shutil
 import subprocess
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,11 +25,24 @@ def little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source.write_text('extern "C" int answer() { return 42; }\n')
     monkeypatch.setattr(build, 'SOURCES', [source])
     monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path / 'kept'))
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+
+
+def kept(folder: Path) -> set[Path]:
+    """What lies in a folder of libraries, besides its lock."""
+    return set(folder.iterdir()) - {folder / 'lock'}
+
+
+def write_compiler(path: Path, before: str) -> str:
+    """A compiler that first does what some lines of the shell say; the value of CXX."""
+    path.write_text(f'#!/bin/sh\n{before}\nexec {os.environ.get("CXX", "c++")} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
 
 
 def test_a_built_library_is_kept_and_needs_no_compiler_again(monkeypatch: pytest.MonkeyPatch):
     path = build._build()
-    assert list(path.parent.iterdir()) == [path]
+    assert kept(path.parent) == {path}
     monkeypatch.setenv('CXX', 'no-such-compiler')
     assert build._build() == path
 
@@ -104,9 +120,9 @@ def test_a_new_build_removes_those_of_other_versions_that_are_long_unused(monkey
         foreign = build_version(1, 31)
     recent, old = build_version(2, 29), build_version(3, 31)
     loaded = ctypes.CDLL(str(old))
-    assert set(old.parent.iterdir()) == {foreign, recent, old}
+    assert kept(old.parent) == {foreign, recent, old}
     new = build_version(4, 31)
-    assert set(new.parent.iterdir()) == {foreign, recent, new}
+    assert kept(new.parent) == {foreign, recent, new}
     # What a process has loaded stays with it.
     assert loaded.answer() == 3
     # Nothing is removed where nothing is built.
@@ -132,18 +148,206 @@ def test_the_time_of_a_build_need_not_be_written(monkeypatch: pytest.MonkeyPatch
     assert build.library.__wrapped__().answer() == 7
 
 
-def test_a_damaged_library_is_compiled_once_more():
+def replace_symbols(path: Path) -> None:
+    source = path.parent / 'other.cpp'
+    source.write_text('extern "C" int other() { return 1; }\n')
+    subprocess.run([*build._chosen_compiler(), '-shared', '-fPIC', str(source), '-o', str(path)], check=True)
+    source.unlink()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    # A header that is whole promises what the file no longer has.
+    'truncated': lambda path: os.truncate(path, 5000),
+    'zeroed': lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    'symbols_missing': replace_symbols,
+    'empty': lambda path: path.write_bytes(b''),
+}
+
+
+@pytest.mark.parametrize('damage', DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_library_is_compiled_once_more_and_never_loaded(
+    damage: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+):
     path = build._build()
-    path.write_bytes(b'cut short')
+    whole, loaded = path.read_bytes(), []
+    damage(path)
+    kernels = build.Kernels
+    monkeypatch.setattr(build, 'Kernels', lambda name: (loaded.append(Path(name).read_bytes()), kernels(name))[1])
     assert build.library.__wrapped__().answer() == 42
-    assert path.read_bytes()[1:4] == b'ELF'
+    assert [len(x) for x in loaded] == [len(whole)]
+    assert len(kept(path.parent)) == 1
 
 
-def test_a_damaged_library_without_a_compiler_is_done_without(monkeypatch: pytest.MonkeyPatch, caplog):
-    build._build().write_bytes(b'cut short')
+@pytest.mark.parametrize('damage', DAMAGES.values(), ids=DAMAGES)
+def test_without_a_compiler_a_damaged_library_is_one_line_and_torch(
+    damage: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    damage(build._build())
     monkeypatch.setenv('CXX', 'no-such-compiler')
     assert build.library.__wrapped__() is None
-    assert len([record for record in caplog.records if record.name == build.__name__]) == 1
+    assert len(logged(caplog)) == 1
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == build.__name__]
+
+
+def test_a_library_is_on_the_disk_before_it_has_its_name(monkeypatch: pytest.MonkeyPatch):
+    calls, sync, replace = [], os.fsync, os.replace
+
+    def record_sync(file: int) -> None:
+        calls.append(os.readlink(f'/proc/self/fd/{file}') if Path('/proc/self/fd').exists() else 'unknown')
+        sync(file)
+
+    monkeypatch.setattr(os, 'fsync', record_sync)
+    monkeypatch.setattr(os, 'replace', lambda *x: (calls.append('replace'), replace(*x)))
+    path = build._build()
+    assert len(calls) == 3
+    assert calls[1] == 'replace'
+    assert calls[0].endswith('.so') or calls[0] == 'unknown'
+    assert calls[2] in (str(path.parent), 'unknown')
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.getuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        user = os.getuid() + 1
+        monkeypatch.setattr(os, 'getuid', lambda: user)
+
+
+EXPOSURES: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    'writable_by_all': lambda path, _: path.chmod(0o757),
+    'writable_by_a_group': lambda path, _: path.chmod(0o775),
+    'of_another_user': give_away,
+}
+
+
+@pytest.mark.parametrize('expose', EXPOSURES.values(), ids=EXPOSURES)
+def test_nothing_is_loaded_from_a_folder_that_another_user_can_write_to(
+    expose: Callable[[Path, pytest.MonkeyPatch], object],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+):
+    folder = build._build().parent
+    expose(folder, monkeypatch)
+    found = build.library.__wrapped__()
+    assert found.answer() == 42
+    assert Path(found._name).parent == tmp_path / f'aft_vision_{os.getuid()}'
+    (line,) = logged(caplog)
+    assert str(folder) in line
+    # Where the private folder is as bad, torch takes its place.
+    caplog.clear()
+    Path(found._name).parent.chmod(0o777)
+    assert build.library.__wrapped__() is None
+    (line,) = logged(caplog)
+    assert 'other users can write' in line
+
+
+@pytest.mark.parametrize('expose', [x for name, x in EXPOSURES.items() if name.startswith('writable')])
+def test_a_library_that_another_user_can_write_to_is_built_again(
+    expose: Callable[[Path, pytest.MonkeyPatch], object],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    path = build._build()
+    expose(path, monkeypatch)
+    inode = path.stat().st_ino
+    found = build.library.__wrapped__()
+    assert found.answer() == 42
+    assert Path(found._name).stat().st_ino != inode
+    assert not Path(found._name).stat().st_mode & 0o022
+
+
+def test_a_library_is_writable_for_its_user_alone_whatever_the_umask():
+    before = os.umask(0)
+    try:
+        path = build._build()
+    finally:
+        os.umask(before)
+    assert not (path.stat().st_mode | path.parent.stat().st_mode) & 0o022
+
+
+def test_the_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch):
+    # As `ccache g++`, which need not be installed.
+    monkeypatch.setenv('CXX', f'env {os.environ.get("CXX", "c++")}')
+    assert build.library.__wrapped__().answer() == 42
+    monkeypatch.setenv('CXX', f'{os.environ["CXX"]} -DOTHER')
+    assert len(kept(build._build().parent)) == 2
+
+
+def test_a_compiler_that_is_no_command_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    for value in ('"g++', '', ' '):
+        caplog.clear()
+        monkeypatch.setenv('CXX', value)
+        assert build.library.__wrapped__() is None
+        assert len(logged(caplog)) == 1
+
+
+def wait_for(found: Callable[[], object]) -> None:
+    stop = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < stop
+        time.sleep(0.01)
+
+
+def test_a_killed_build_leaves_nothing_once_another_has_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    with monkeypatch.context() as slow:
+        # As a compiler that has written a part.
+        lines = 'if [ "$1" != --version ]; then echo > "$TMPDIR/part.s"; exec sleep 2; fi'
+        slow.setenv('CXX', write_compiler(tmp_path / 'slow', lines))
+        process = multiprocessing.get_context('fork').Process(target=build._build)
+        process.start()
+        folder = tmp_path / 'kept' / 'aft_vision'
+        wait_for(lambda: list(folder.glob('*/part.s')))
+        process.kill()
+        process.join()
+    assert list(folder.glob('*/part.s'))
+    # Nor does it hold the lock.
+    path = build._build()
+    assert kept(folder) == {path}
+
+
+def test_processes_that_start_together_compile_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    log = tmp_path / 'log'
+    lines = f'if [ "$1" != --version ]; then echo once >> {log}; sleep 0.5; fi'
+    monkeypatch.setenv('CXX', write_compiler(tmp_path / 'compiler', lines))
+    context = multiprocessing.get_context('fork')
+    found = context.SimpleQueue()
+    processes = [context.Process(target=lambda: found.put(build._build())) for _ in range(3)]
+    for process in processes:
+        process.start()
+    paths = {found.get() for _ in processes}
+    for process in processes:
+        process.join()
+    assert len(paths) == 1
+    assert log.read_text() == 'once\n'
+
+
+def test_an_exception_of_cpp_is_one_of_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    source = tmp_path / 'throws.cpp'
+    source.write_text(
+        f'#include <stdexcept>\n#include <vector>\n#include "{build.FOLDER / "guard.h"}"\n'
+        'extern "C" int too_long() { return guarded([] { std::vector<int> x(-1); }); }\n'
+        'extern "C" int too_large() { return guarded([] { throw std::bad_alloc(); }); }\n'
+        'extern "C" int unknown() { return guarded([]() -> int { throw 1; }); }\n'
+        'extern "C" int fine() { return guarded([] {}) + guarded([] { return 7; }); }\n'
+        'extern "C" int within() {\n  Region region;\n'
+        '#pragma omp parallel num_threads(3)\n  {\n'
+        '    region.run([] { throw std::runtime_error("deliberate"); });\n'
+        '#pragma omp for\n    for (int i = 0; i < 9; ++i) region.run([] {});\n  }\n'
+        '  return guarded([&] { region.finish(); });\n}\n'
+    )
+    monkeypatch.setattr(build, 'SOURCES', [source, build.FOLDER / 'guard.cpp'])
+    found = build.library.__wrapped__()
+    assert found.fine() == 7
+    with pytest.raises(MemoryError, match='too_large failed: std::bad_alloc'):
+        found.too_large()
+    for name, reason in (('too_long', 'vector'), ('unknown', 'unknown exception'), ('within', 'deliberate')):
+        with pytest.raises(RuntimeError, match=f'{name} failed: .*{reason}'):
+            getattr(found, name)()
+    assert found.fine() == 7
 
 
 def test_the_log_gives_the_error_of_the_compiler(caplog: pytest.LogCaptureFixture):

@@ -1,0 +1,21 @@
+// What Python asks for after a function has failed.
+
+#include "guard.h"
+
+#include <cstdio>
+
+namespace {
+
+thread_local char last_reason[256];
+
+}  // namespace
+
+extern "C" {
+
+int aft_report(int code, const char *reason) noexcept {
+  std::snprintf(last_reason, sizeof last_reason, "%s", reason);
+  return code;
+}
+
+const char *aft_reason() { return last_reason; }
+}
