@@ -5,7 +5,7 @@ shape, updated in place, so a step can be compiled, captured, copied, reordered 
 nothing is differentiated through a state.
 """
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -170,8 +170,9 @@ def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) 
         y (B, D) in q's dtype, and the state with this token in it. Nothing is differentiated.
 
     Raises:
-        ValueError: q, k or v do not match the state.
+        ValueError: q, k or v do not match the state, or its parts one another.
     """
+    check_simple_state(state)
     _check_tokens(q, k, v, state.reference.shape)
     kernels = dispatch.step_kernels(state, q, k, v)
     if kernels is not None:
@@ -196,8 +197,10 @@ def aft_local_step(
         y (B, D) in q's dtype, and the state with this token in it. Nothing is differentiated.
 
     Raises:
-        ValueError: q, k, v or band_row do not match the state.
+        ValueError: q, k, v or band_row do not match the state, its parts do not match one another, or, on a CPU, its
+            position is negative.
     """
+    check_local_state(state)
     _check_tokens(q, k, v, state.reference.shape)
     window = state.ring.shape[1]
     if tuple(band_row.shape) != (window,):
@@ -231,9 +234,10 @@ def factorized_local_step(
         y (B, D) in q's dtype, and the state with this token in it. Nothing is differentiated.
 
     Raises:
-        ValueError: q, k or v do not match the state, or its window is over T.
+        ValueError: as `aft_local_step`, or the state's window is over T.
         IndexError: on a CPU, T tokens have been taken before.
     """
+    check_local_state(state)
     window, tokens = state.ring.shape[1], bias_v.shape[0]
     if window > tokens:
         raise ValueError(f'expected a state with a window of at most T = {tokens} tokens, got {window}')
@@ -259,8 +263,9 @@ def aft_simple_prefill(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleStat
         y (B, n, D) in q's dtype, and the state with these tokens in it.
 
     Raises:
-        ValueError: q, k or v do not match the state.
+        ValueError: q, k or v do not match the state, or its parts one another.
     """
+    check_simple_state(state)
     _check_chunk(q, k, v, state.reference)
     dtype = state.reference.dtype
     keys, values = k.to(dtype), v.to(dtype)
@@ -285,15 +290,17 @@ def aft_local_prefill(
         y (B, n, D) in q's dtype, and the state with these tokens in it.
 
     Raises:
-        ValueError: q, k, v or band do not match the state.
+        ValueError: q, k, v or band do not match the state, its parts do not match one another, or its position is
+            negative.
     """
+    check_local_state(state)
     _check_chunk(q, k, v, state.reference)
     tokens, window, dim = k.shape[1], state.ring.shape[1], k.shape[2]
     if tuple(band.shape) != (tokens, window):
         raise ValueError(f'band must have shape ({tokens}, {window}) to match k and the state, got {tuple(band.shape)}')
     dtype = state.reference.dtype
     # The tokens of the ring, oldest first, go before the new ones.
-    count = int(state.position)
+    count = decode.tokens_seen(state.position)
     before = min(count, window)
     slots = torch.arange(count - before, count, device=k.device) % window
     keys, values = (x[:, slots] for x in decode.decode(state.reference, state.ring, state.holds_keys))
@@ -350,6 +357,70 @@ def _empty_ring(state: LocalState) -> tuple[Tensor, Tensor]:
 
 def _finish(q: Tensor | None, v: Tensor, mean: Tensor) -> Tensor:
     return mean.to(v.dtype) if q is None else (torch.sigmoid(q.to(mean.dtype)) * mean).to(q.dtype)
+
+
+def check_simple_state(state: SimpleState) -> None:
+    """Check that the parts of a state match one another in shape, dtype and device.
+
+    Raises:
+        ValueError: one of them does not.
+    """
+    if not isinstance(state, SimpleState):
+        raise ValueError(f'state must be of ops.aft_simple_state, got a {type(state).__name__}')
+    shape = _check_reference(state.reference)
+    for x in state:
+        if x.shape != shape or x.dtype != state[0].dtype or x.device != state[0].device:
+            raise _mismatch(state, [(shape, state[0].dtype)] * 3)
+
+
+def check_local_state(state: LocalState) -> None:
+    """Check that the parts of a state match one another in shape, dtype and device; the position is not read.
+
+    Raises:
+        ValueError: one of them does not.
+    """
+    if not isinstance(state, LocalState):
+        raise ValueError(f'state must be of ops.aft_local_state, got a {type(state).__name__}')
+    reference, sums, ring, position, holds_keys = state
+    batch, dim = _check_reference(reference)
+    window = ring.shape[1] if ring.ndim == 3 else 0
+    dtype, device = reference.dtype, reference.device
+    if not (
+        window > 0
+        and sums.shape == (batch, 2 * dim)
+        and ring.shape == (batch, window, 2 * dim)
+        and sums.dtype == ring.dtype == dtype
+        and position.dtype == torch.int64
+        and holds_keys.dtype == torch.bool
+        and position.ndim == holds_keys.ndim == 0
+        and sums.device == ring.device == position.device == holds_keys.device == device
+    ):
+        ring_shape = (batch, window or 's', 2 * dim)
+        expected = [((batch, dim), dtype), ((batch, 2 * dim), dtype), (ring_shape, dtype)]
+        raise _mismatch(state, [*expected, ((), torch.int64), ((), torch.bool)])
+
+
+def _check_reference(reference: Tensor) -> torch.Size:
+    # Its shape, (B, D), which the shapes of the other parts follow from.
+    if reference.ndim != 2 or reference.dtype not in (torch.float32, torch.float64):
+        got = f'{tuple(reference.shape)} {reference.dtype}'
+        raise ValueError(f'state.reference must be (B, D), in torch.float32 or torch.float64, got {got}')
+    return reference.shape
+
+
+def _mismatch(state: SimpleState | LocalState, expected: list[tuple[tuple[Any, ...], torch.dtype]]) -> ValueError:
+    # An error that names the first part that is not as expected.
+    device = state[0].device
+    name, x, shape, dtype = next(
+        (name, x, shape, dtype)
+        for name, x, (shape, dtype) in zip(state._fields, state, expected, strict=True)
+        if tuple(x.shape) != tuple(shape) or x.dtype != dtype or x.device != device
+    )
+    wanted = f'{tuple(shape)} {dtype} on {device}'
+    return ValueError(
+        f'state.{name} must be {wanted} to match state.reference, got {tuple(x.shape)} {x.dtype} on {x.device} '
+        '(move a state with ops.move_state, and reorder it with ops.reorder_state)'
+    )
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from aft_vision.ops import dispatch
-from aft_vision.ops.aft_causal import LocalState, SimpleState
+from aft_vision.ops.aft_causal import LocalState, SimpleState, check_local_state, check_simple_state
 
 
 class Dense(NamedTuple):
@@ -47,7 +47,11 @@ def simple_block(block: Any, x: Tensor, gated: bool, state: SimpleState) -> Tens
 
     Returns:
         (B, C).
+
+    Raises:
+        ValueError: the parts of the state do not match one another.
     """
+    check_simple_state(state)
     kernels = dispatch.step_kernels(state)
     if kernels is None or not _fits(block, x, gated, state):
         return None
@@ -68,8 +72,10 @@ def local_block(block: Any, x: Tensor, gated: bool, bias_u: Tensor, bias_v: Tens
         (B, C).
 
     Raises:
+        ValueError: the parts of the state do not match one another, or its position is negative.
         IndexError: T tokens have been taken before.
     """
+    check_local_state(state)
     kernels = dispatch.step_kernels(state)
     if kernels is None or not _fits(block, x, gated, state) or not kernels.covers_factors(bias_u, bias_v):
         return None

@@ -1,6 +1,8 @@
 """The masked forms and their one-step states, against float64 in value and in every gradient."""
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -360,3 +362,78 @@ REJECTED = [
 def test_a_wrong_input_is_named(call, message: str):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def step_calls(state: ops.SimpleState | ops.LocalState) -> dict[str, Callable[[], object]]:
+    """What takes a state of (2, 6), with a window of 3 where there is one."""
+    x, chunk = randn(2, 6).to(state[0].dtype), randn(2, 2, 6).to(state[0].dtype)
+    simple = isinstance(state, ops.SimpleState)
+    gate, bias = ops.Dense(torch.zeros(18, 6), None, torch.ones(6), torch.zeros(6)), torch.zeros(9, 4)
+    block = ops.dense_block(gate, None, ops.Dense(torch.zeros(5, 6), None), ops.Dense(torch.zeros(6, 5), None))
+    if simple:
+        calls = {
+            'step': lambda: ops.aft_simple_step(x, x, x, state),
+            'prefill': lambda: ops.aft_simple_prefill(chunk, chunk, chunk, state),
+            'block': lambda: ops.simple_block(block, x.float(), True, state),
+        }
+    else:
+        factors = bias.to(state[0].dtype)
+        calls = {
+            'step': lambda: ops.aft_local_step(x, x, x, randn(3).to(x), state),
+            'prefill': lambda: ops.aft_local_prefill(chunk, chunk, chunk, randn(2, 3).to(x), state),
+            'factorized': lambda: ops.factorized_local_step(x, x, x, factors, factors, state),
+            'block': lambda: ops.local_block(block, x.float(), True, bias, bias, state),
+        }
+    return calls if block is not None else {name: call for name, call in calls.items() if name != 'block'}
+
+
+def wrong_parts(state: ops.SimpleState | ops.LocalState) -> list[tuple[str, Tensor]]:
+    """Parts of a state with one thing wrong each: dtype, shape or device."""
+    found = []
+    for name, x in state._asdict().items():
+        dtypes = [torch.bfloat16, torch.int32] if x.is_floating_point() else [torch.float32, torch.int32]
+        found += [(name, x.to(dtype)) for dtype in dtypes]
+        found += [(name, x[None]), (name, x.to('meta'))]
+        found += [(name, x[:1]), (name, x[..., :-1])] if x.ndim else []
+    return found
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize('make', [lambda *x: ops.aft_simple_state(*x), lambda *x: ops.aft_local_state(*x[:2], 3, x[2])])
+def test_a_part_of_a_state_that_does_not_match_is_named(make: Callable[..., Any], dtype: torch.dtype):
+    state = make(2, 6, dtype)
+    for call in step_calls(state).values():
+        call()
+    for name, part in wrong_parts(state):
+        wrong = state._replace(**{name: part})
+        before = [x.clone() for x in wrong if x.device.type != 'meta']
+        # Against a wrong reference it is another part that does not match.
+        named = r'\w+' if name == 'reference' else name
+        for call in step_calls(wrong).values():
+            with pytest.raises(ValueError, match=rf'state\.{named} must be .*, got '):
+                call()
+        assert all(map(torch.equal, before, [x for x in wrong if x.device.type != 'meta']))
+
+
+@pytest.mark.parametrize('name', ['aft_simple_step', 'aft_local_step'])
+def test_a_state_of_the_other_operation_is_an_error(name: str):
+    x, other = torch.zeros(2, 6), ops.aft_local_state(2, 6, 3)
+    arguments = (x, x, x, other) if name == 'aft_simple_step' else (x, x, x, torch.zeros(3), ops.aft_simple_state(2, 6))
+    with pytest.raises(ValueError, match=r'state must be of ops\.aft_'):
+        getattr(ops, name)(*arguments)
+
+
+@pytest.mark.parametrize('holds_keys', [False, True])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
+def test_a_negative_position_is_an_error_and_changes_nothing(dtype: torch.dtype, holds_keys: bool):
+    state = ops.aft_local_state(2, 6, 3, dtype)
+    state.position.fill_(-2), state.holds_keys.fill_(holds_keys)
+    before = ops.clone_state(state)
+    calls = step_calls(state)
+    if dtype == torch.float64:
+        # It has no compiled block.
+        calls.pop('block', None)
+    for call in calls.values():
+        with pytest.raises(ValueError, match=r'state\.position must be the number of tokens seen, at least 0, got -2'):
+            call()
+    assert all(map(torch.equal, before, state))

@@ -77,7 +77,7 @@ def local_step(
         band_row: (s,) of the token.
         reference, sums, ring, position, holds_keys: of `ops.LocalState`.
     """
-    count, window, dim = int(position), ring.shape[1], k.shape[1]
+    count, window, dim = tokens_seen(position), ring.shape[1], k.shape[1]
     used = min(count + 1, window)
     slot = count % window
     position += 1
@@ -102,6 +102,18 @@ def local_step(
         if float(den.min()) >= SMALLEST:
             return num / den
     return _joint_mean(*decode(reference, ring[:, :used], holds_keys), row, reference, sums)
+
+
+def tokens_seen(position: Tensor) -> int:
+    """Return the position of a state.
+
+    Raises:
+        ValueError: it is negative.
+    """
+    count = int(position)
+    if count < 0:
+        raise ValueError(f'state.position must be the number of tokens seen, at least 0, got {count}')
+    return count
 
 
 def held_mean(

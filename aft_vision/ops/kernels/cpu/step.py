@@ -79,6 +79,7 @@ def factorized_local_step(
 
     Raises:
         IndexError: the bias has no row for the token.
+        ValueError: the position of the state is negative.
     """
     row = room((state[2].shape[1],))
     band = _Band(row.data_ptr(), bias_u.data_ptr(), bias_v.data_ptr(), *bias_u.shape)
@@ -103,8 +104,8 @@ def _local_step(q: Tensor | None, k: Tensor, v: Tensor, row: Tensor, band: _Band
 def _repair(found: int, q: Tensor | None, k: Tensor, v: Tensor, row: Tensor, state: Sequence[Tensor]) -> Tensor:
     # y (B, D) by torch, after what `aft_local_step` has returned.
     reference, sums, ring, position, holds_keys = state
-    if found == 3:
-        raise IndexError(f'expected a position with a row of the bias, got {int(position)}')
+    if found >= 3:
+        raise IndexError(f'expected a position with a row of the bias, got {decode.tokens_seen(position)}')
     with torch.no_grad():
         if found == 1:
             k, v = k.contiguous(), v.contiguous()
@@ -128,6 +129,7 @@ def local_block(
 
     Raises:
         IndexError: the bias has no row for the token.
+        ValueError: the position of the state is negative.
     """
     size = state[2].shape[1]
     block, parts, out = _block(dense, x, gated, size)
