@@ -12,8 +12,9 @@ JOBS ?= 2
 # What FFCV is built with, by Debian's names
 FFCV_LIBRARIES := libopencv-dev libturbojpeg0-dev pkg-config
 FFCV_STAMP := $(VENV)/.ffcv
+SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: install ffcv test lint timm-suite demo clean
+.PHONY: install ffcv test sanitize lint timm-suite demo clean
 
 install: $(STAMP)
 
@@ -33,6 +34,13 @@ ffcv: $(STAMP)
 
 test: ffcv
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+# The C++ kernels, built for AddressSanitizer and UndefinedBehaviorSanitizer, and their tests. torch throws exceptions of
+# its own, for which the library of C++ must be there as early as the sanitizer; Python never frees all its memory.
+sanitize: $(STAMP)
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/.cache/sanitize CXX='$(CXX) $(SANITIZE)' ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	OMP_NUM_THREADS=2 $(PY) -m pytest -p no:cacheprovider tests/ops/kernels/cpu $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff format --check .
