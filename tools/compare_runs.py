@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aft_vision.visualize import plot_bits
+from commandline import CommandParser, run_command
 from tools.results import read_result
 
 # Of the table, its width and format, and the key of result.json.
@@ -31,7 +32,7 @@ COLUMNS = (
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument('runs', nargs='+', type=Path, metavar='RUN', help='the folder of a run')
     parser.add_argument('--names', nargs='+', metavar='NAME', help='of the runs; those of their folders by default')
     parser.add_argument('--out', type=Path, default=Path(), metavar='DIR', help='where to write (default: here)')
@@ -75,4 +76,4 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

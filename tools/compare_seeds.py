@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from aft_vision.visualize import new_figure, save_figure
+from commandline import CommandParser, run_command
 from tools.results import read_result
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument('runs', nargs='+', type=Path, metavar='RUN', help='the folder of a run')
     parser.add_argument('--names', nargs='+', metavar='NAME', help='of the runs; those of their folders by default')
     parser.add_argument(
@@ -138,4 +139,4 @@ def draw_seeds(rows: Sequence[dict[str, Any]], metrics: Sequence[str], title: st
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

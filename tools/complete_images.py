@@ -29,12 +29,13 @@ from aft_vision.data import read_cifar10
 from aft_vision.models import PixelDecoder, half_mask
 from aft_vision.models.pixel import MASKS
 from aft_vision.visualize import completion_sheet, load_pixels
+from commandline import CommandParser, run_command
 from tools.sampling import add_sampling, content_hash, draw, load, rules
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     add_sampling(parser)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
@@ -108,4 +109,4 @@ def read_mask(text: str, img_size: tuple[int, int]) -> torch.Tensor:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

@@ -24,12 +24,13 @@ import torch
 from aft_vision.data import VOCABULARIES
 from aft_vision.data.bytes import decode, encode
 from aft_vision.models import AFTDecoder
+from commandline import CommandParser, run_command
 from tools.sampling import add_sampling, draw, load, rules
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     add_sampling(parser)
     add = parser.add_argument
     prompt = parser.add_mutually_exclusive_group()
@@ -83,4 +84,4 @@ def vocabulary_of(model: AFTDecoder) -> str:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

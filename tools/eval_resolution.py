@@ -46,13 +46,14 @@ from aft_vision.resolution import (
     size_label,
 )
 from aft_vision.sizes import training_size
+from commandline import CommandParser, run_command
 from tools.arguments import add_device, parse_sizes
 from tools.data import add_data_arguments, create_data_loader
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     add = parser.add_argument
     add('--checkpoint', type=Path, nargs='+', required=True, help='checkpoint files or exported folders')
     add_data_arguments(parser)
@@ -152,4 +153,4 @@ def evaluate_at(
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

@@ -52,6 +52,7 @@ from aft_vision.export import (
     export_with_timmx,
     measure_latency,
 )
+from commandline import CommandParser, run_command
 from tools.arguments import add_size, check_out
 from tools.machine import check_load, describe_machine
 
@@ -60,7 +61,7 @@ FORMATS = ('onnx', 'pt2', 'hf', *TIMMX_FORMATS)
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument('--checkpoint', type=Path, help='a checkpoint file or an exported folder')
     source.add_argument('--model', help='a name of timm')
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         ValueError: the checkpoint, the model or an option is not valid, the file would differ from the model, or the
             result would overwrite the checkpoint.
         ImportError: what the format needs is not installed.
-        RuntimeError: --latency, and other processes load the machine.
+        OSError: --latency, and other processes load the machine.
     """
     args = parse_args(argv)
     check_out(args.out, args.checkpoint)
@@ -179,4 +180,4 @@ def time_file(model: Any, shape: Shape, form: str, args: argparse.Namespace) -> 
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

@@ -28,13 +28,14 @@ from aft_vision.evaluate import evaluate_all, load_model, resolve_device
 from aft_vision.export import export_model
 from aft_vision.models.harden import compare_logits, convolution_form, describe_offsets, harden
 from aft_vision.sizes import check_image_size, default_size
+from commandline import CommandParser, run_command
 from tools.arguments import add_device, check_out, parse_size
 from tools.data import add_data_arguments, create_data_loader
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
     parser.add_argument('--out', type=Path, required=True, help='the folder to export to')
     parser.add_argument(
@@ -143,4 +144,4 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

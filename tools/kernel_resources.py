@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from commandline import CommandParser, run_command
 from tools.machine import PRECISIONS
 
 GRID, KERNEL_SIZE = (14, 14), 11
@@ -35,11 +36,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog='python -m tools.kernel_resources',
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(__doc__, prog='python -m tools.kernel_resources')
     parser.add_argument('--capability', type=_capability, default=(9, 0), help='compute capability (default: 9.0)')
     parser.add_argument('--dtype', choices=PRECISIONS, default='bfloat16', help='of q, k and v (default: bfloat16)')
     parser.add_argument('--operations', nargs='+', choices=OPERATIONS, default=[*OPERATIONS], help='(default: all)')
@@ -222,4 +219,4 @@ OPERATIONS = {
 }
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

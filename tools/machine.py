@@ -44,7 +44,7 @@ class LoadMeter:
 
 
 def check_load() -> None:
-    """Watch the machine for a second, and raise a RuntimeError where other processes use it."""
+    """Watch the machine for a second, and raise an OSError where other processes use it."""
     meter = LoadMeter()
     if meter.load() is not None:
         time.sleep(SAMPLE_SECONDS)
@@ -54,9 +54,9 @@ def check_load() -> None:
 
 
 def refuse_load(load: float | None) -> None:
-    """Raise a RuntimeError where other processes use more than MOST_LOAD; None is unknown, and passes."""
+    """Raise an OSError where other processes use more than MOST_LOAD; None is unknown, and passes."""
     if load is not None and load > MOST_LOAD:
-        raise RuntimeError(
+        raise OSError(
             f'expected other processes to use at most {MOST_LOAD:.0%} of the cores at hand, got {load:.0%}; wait, or '
             'give --allow-load'
         )

@@ -36,6 +36,7 @@ from aft_vision.export import export_model
 from aft_vision.regularizers import crop, layer_entropies, prune, sparsity_figures, threshold_that_keeps, time_windows
 from aft_vision.sizes import check_image_size
 from aft_vision.visualize import new_figure
+from commandline import CommandParser, run_command
 from tools.arguments import add_device, add_size
 from tools.data import add_data_arguments, create_data_loader
 from tools.machine import check_load
@@ -45,7 +46,7 @@ THRESHOLDS = [0.01, 0.03, 0.1, 0.3]
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
     add_data_arguments(parser)
     parser.add_argument('--thresholds', type=float, nargs='+', help='of |exp(w) - 1| (default: 0.01 0.03 0.1 0.3)')
@@ -190,4 +191,4 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

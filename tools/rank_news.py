@@ -18,12 +18,13 @@ from aft_vision.evaluate import resolve_device
 from aft_vision.fastformer.data.mind import News, read_mind_news
 from aft_vision.fastformer.data.movielens import read_films
 from aft_vision.fastformer.ranking import NewsRanker
+from commandline import CommandParser, run_command
 from tools.arguments import add_device
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     add = parser.add_argument
     add('--model', type=Path, required=True, help='a folder with a saved recommender and its tokenizer')
     add('--news', type=Path, required=True, help="MIND's news.tsv, or a folder of MIND or MovieLens-100k")
@@ -76,4 +77,4 @@ def find(news: News, names: Sequence[str], source: Path) -> list[int]:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

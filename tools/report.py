@@ -23,12 +23,13 @@ from tqdm import tqdm
 from aft_vision.evaluate import load_model, read_checkpoint, resolve_device
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import Report, find_photographs, read_history, render_page, report_sections
+from commandline import CommandParser, run_command
 from tools.arguments import add_device, add_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
     parser.add_argument('--images', type=Path, required=True, help='a folder with images, searched through')
     parser.add_argument('--before', type=Path, help='a checkpoint whose position biases go on the left')
@@ -108,4 +109,4 @@ def recorded_facts(checkpoint: Path) -> dict[str, str]:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

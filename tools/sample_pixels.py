@@ -21,12 +21,13 @@ import torch
 
 from aft_vision.models import PixelDecoder
 from aft_vision.visualize import image_sheet
+from commandline import CommandParser, run_command
 from tools.sampling import add_sampling, draw, load, rules
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     add_sampling(parser)
     add = parser.add_argument
     add('--num-images', type=int, default=16, help='images to draw (default: 16)')
@@ -72,4 +73,4 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

@@ -17,12 +17,13 @@ from pathlib import Path
 
 from aft_vision.evaluate import resolve_device
 from aft_vision.fastformer.summarize import load_summarizer, summarize
+from commandline import CommandParser, run_command
 from tools.arguments import add_device
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     add = parser.add_argument
     add('--model', type=Path, required=True, metavar='FOLDER', help='a saved model with its tokenizer')
     add('files', nargs='*', default=['-'], metavar='FILE', help='texts (default: standard input)')
@@ -77,4 +78,4 @@ def read_text(name: str) -> str:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

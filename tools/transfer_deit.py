@@ -31,12 +31,13 @@ from aft_vision.export import export_model
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import Report, Row, summarize_transfer
 from aft_vision.models.transfer_source import Source, load_source
+from commandline import CommandParser, run_command
 from tools.arguments import parse_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument('--source', required=True, help='a name of timm, a file or an exported folder')
     parser.add_argument('--model', required=True, help='a registered aft_* model of the same width and depth')
     parser.add_argument(
@@ -130,4 +131,4 @@ def describe(args: argparse.Namespace, rows: Sequence[Row], report: Report) -> d
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

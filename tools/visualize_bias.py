@@ -18,11 +18,12 @@ from pathlib import Path
 
 from aft_vision.evaluate import load_model
 from aft_vision.visualize import plot_position_biases
+from commandline import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
     parser.add_argument('--before', type=Path, help='another one, whose biases go on the left')
     parser.add_argument('--max-heads', type=int, default=16, help='heads per layer that are drawn (default: 16)')
@@ -59,4 +60,4 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

@@ -25,12 +25,13 @@ from aft_vision.visualize import (
     predictions,
     save_figure,
 )
+from commandline import CommandParser, run_command
 from tools.arguments import add_device, add_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
     parser.add_argument('--image', type=Path, required=True, help='a photograph')
     add_size(parser)
@@ -78,4 +79,4 @@ def from_one(numbers: Sequence[int] | None) -> list[int] | None:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aft_vision.data.datasets import Source, Split, open_eval_split
+from commandline import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument('--data', default='', help='folder, tar file, or root of a named data set')
     parser.add_argument('--name', default='', help='torch/... or hfds/... data set')
     parser.add_argument('--out', type=Path, required=True, help='folder of the .beton files')
@@ -86,4 +87,4 @@ def open_split(args: argparse.Namespace, name: str) -> Split:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from torch.utils.data import DataLoader
 
 from aft_vision.data import VOCABULARIES, char_eval_loader, char_train_loader, read_text
+from commandline import run_command
 from train.distributed import World
 from train.sequence import SequenceData, run_sequences
 from train.sequence_schema import CharConfig
@@ -59,4 +60,4 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

@@ -17,7 +17,7 @@ from train.objective import Batch
 from train.state import TrainState
 
 
-class NonFiniteLossError(RuntimeError):
+class NonFiniteLossError(FloatingPointError):
     """The loss of an update is not finite, on any process; no weight has changed."""
 
 

@@ -254,7 +254,7 @@ def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
     metrics = evaluate_all(list(models.values()), loader, world.device, **options)
     found = {prefix + name: each[name] for prefix, each in zip(models, metrics, strict=True) for name in names}
     if not math.isfinite(found['loss']):
-        raise RuntimeError(
+        raise FloatingPointError(
             f'expected a finite validation loss, got {found["loss"]} after epoch {state.epoch}; the checkpoints are '
             f'those of the epoch before; {REMEDY}'
         )

@@ -24,6 +24,7 @@ import torch
 from aft_vision.evaluate import evaluate, load_model
 from aft_vision.export import export_model
 from aft_vision.visualize import plot_history
+from commandline import run_command
 from train.build import build_evaluation, build_loaders, build_state
 from train.checkpoint import BEST
 from train.config import load_config
@@ -96,4 +97,4 @@ def finish(run_dir: Path, state: TrainState, description: dict[str, Any]) -> Non
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from aft_vision.data import pixel_eval_loader, pixel_train_loader, read_cifar10
 from aft_vision.data.pixels import TOKENS
+from commandline import run_command
 from train.sequence import SequenceData, run_sequences
 from train.sequence_schema import PixelConfig
 from train.state import TrainState
@@ -46,4 +47,4 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

@@ -7,6 +7,7 @@ from typing import Any
 
 from aft_vision.data import Loaders
 from aft_vision.visualize import new_figure
+from commandline import CommandParser
 from train.checkpoint import Saver, holds_run, remove_run, resume
 from train.config import save_config
 from train.engine import fit
@@ -17,7 +18,7 @@ from train.throughput import measure_throughput, settle_buckets
 
 def parse_args(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line of a trainer."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description)
     parser.add_argument('--config', type=Path, required=True, help='the YAML experiment')
     parser.add_argument('--eval', action='store_true', help='evaluate, and train nothing')
     parser.add_argument('--quiet', action='store_true', help='no progress bar')

@@ -20,6 +20,7 @@ import torch
 
 from aft_vision.data import Loaders
 from aft_vision.timing import synchronize
+from commandline import CommandParser, run_command
 from train.build import build_loaders, build_state
 from train.config import load_config
 from train.distributed import join_world
@@ -166,7 +167,7 @@ def _time(
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument('--config', type=Path, required=True, help='the YAML experiment')
     parser.add_argument('--rounds', type=int, default=20, help='batches and updates that are timed (default: 20)')
     parser.add_argument('overrides', nargs='*', metavar='section.key=value', help='changes to the experiment')
@@ -198,4 +199,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

@@ -43,7 +43,7 @@ def test_a_machine_that_others_use_is_refused(system):
     system.others = 0.2
     check_load()
     system.others = 1.0
-    with pytest.raises(RuntimeError, match=r'at most 10% of the cores at hand, got 50%; wait, or give --allow-load'):
+    with pytest.raises(OSError, match=r'at most 10% of the cores at hand, got 50%; wait, or give --allow-load'):
         check_load()
 
 
@@ -55,7 +55,7 @@ def test_where_the_system_tells_nothing_the_mean_of_a_minute_decides(monkeypatch
     refuse_load(None)
     check_load()
     monkeypatch.setattr('os.getloadavg', lambda: (4.0, 0.0, 0.0))
-    with pytest.raises(RuntimeError, match='got 25%'):
+    with pytest.raises(OSError, match='got 25%'):
         check_load()
 
 

@@ -460,7 +460,7 @@ def test_weights_that_have_diverged_replace_no_checkpoint(tmp_path):
     before = [(tmp_path / name).read_bytes() for name in ('last.pth', 'best.pth')]
     state = make_state()
     nn.init.constant_(state.model[1].weight, 1e38)
-    with pytest.raises(RuntimeError, match=r'expected a finite training loss and gradient, got (nan|inf)'):
+    with pytest.raises(FloatingPointError, match=r'expected a finite training loss and gradient, got (nan|inf)'):
         fit(state, loaders, saver, progress=False)
     assert [(tmp_path / name).read_bytes() for name in ('last.pth', 'best.pth')] == before
 
@@ -468,7 +468,7 @@ def test_weights_that_have_diverged_replace_no_checkpoint(tmp_path):
 def test_a_validation_loss_that_is_not_finite_stops_the_run(tmp_path):
     broken = [(images * float('inf'), targets) for images, targets in make_batches()]
     saver = Saver(tmp_path, DESCRIPTION, keep=1, minutes=None)
-    with pytest.raises(RuntimeError, match='a finite validation loss, got nan after epoch 1'):
+    with pytest.raises(FloatingPointError, match='a finite validation loss, got nan after epoch 1'):
         fit(make_state(), Loaders(make_batches(), broken, []), saver, progress=False)
     assert not (tmp_path / 'last.pth').exists()
 

@@ -75,6 +75,7 @@ from typing import Any
 import torch
 
 from aft_vision.evaluate import resolve_device
+from commandline import run_command
 from tools.benchmark.options import SECTIONS, Section, parse_args
 from tools.benchmark.sections import Report
 from tools.machine import LoadMeter, check_load, describe_backends, describe_machine, refuse_load
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     Raises:
         ValueError: a data set, a model, the device or another option is not valid.
-        RuntimeError: other processes load the machine, before or meanwhile.
+        OSError: other processes load the machine, before or meanwhile.
         SystemExit: a figure of --goals is below its floor, or could not be measured.
     """
     args = parse_args(argv, __doc__)
@@ -138,4 +139,4 @@ def _measure(section: Section, args: argparse.Namespace) -> tuple[dict[str, Any]
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

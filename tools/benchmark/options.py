@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from commandline import CommandParser
 from tools.arguments import parse_size
 from tools.benchmark import loaders, sections
 from tools.benchmark.paper import TABLES
@@ -101,9 +102,7 @@ SECTIONS = {
 
 def parse_args(argv: Sequence[str] | None = None, description: str | None = None) -> argparse.Namespace:
     """Parse the command line; `section` is the chosen key of SECTIONS, and its options have their defaults."""
-    parser = argparse.ArgumentParser(
-        prog='python -m tools.benchmark', description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description, prog='python -m tools.benchmark')
     _add_sections(parser.add_mutually_exclusive_group(required=True))
     _add_models(parser.add_argument)
     _add_data(parser.add_argument)

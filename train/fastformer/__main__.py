@@ -27,6 +27,7 @@ from accelerate import PartialState
 from datasets import disable_progress_bars
 from transformers.utils import logging
 
+from commandline import run_command
 from train.config import save_config
 from train.fastformer.run import RESULT, TextRun
 from train.fastformer.schema import TextConfig
@@ -197,4 +198,4 @@ def finish(run: TextRun, summary: dict[str, Any]) -> None:
 
 
 if __name__ == '__main__':
-    main()
+    run_command(main)

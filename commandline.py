@@ -1,0 +1,71 @@
+"""What all commands of `train` and `tools` share; it imports nothing heavy, so that they answer at once."""
+
+import argparse
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+# A value out of range or a damaged file, a missing path, a package of an extra, a run that diverged. Whatever else is
+# raised, an AttributeError or a KeyError, is a fault of the program and keeps its traceback.
+USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
+EXIT_CODE = 2
+# In seconds. torchrun ends the other processes within 0.1 s of the first that fails.
+TURN_OF_RANK_0 = 2.0
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser with the description as it is written, with --debug, and with errors of one line."""
+
+    def __init__(self, description: str | None = None, **kwargs: Any) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=formatter, **kwargs)
+        self.add_argument('--debug', action='store_true', help='show the traceback of an error')
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_CODE, f'error: {message}; --help shows the usage\n')
+
+
+def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str] | None = None) -> None:
+    """Run a command, and print an error that its user can mend as one line `error: ...`.
+
+    Args:
+        main: Of the command; it takes the command line, and raises.
+        argv: The command line; that of the process by default. With --debug the traceback is printed too.
+
+    Raises:
+        SystemExit: the command failed; the code is 2.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        main(argv)
+    except Exception as error:
+        if not is_user_error(error):
+            raise
+        if '--debug' in argv:
+            traceback.print_exc()
+        rank = int(os.environ.get('RANK', os.environ.get('SLURM_PROCID', '0')))
+        if rank > 0:
+            # What every process meets is said once, by the first: torchrun ends this one meanwhile.
+            time.sleep(TURN_OF_RANK_0)
+        print(f'error: {"" if rank == 0 else f"process {rank}: "}{one_line(error)}', file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_CODE) from None
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Return whether a user can mend the error, memory that does not suffice included."""
+    return isinstance(error, USER_ERRORS) or type(error).__name__ == 'OutOfMemoryError'
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error on one line."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f'{error.filename}: {error.strerror}'
+    message = str(error) or type(error).__name__
+    if 'Traceback (most recent call last)' in message:
+        # A loading process sends its traceback along; the message comes after the name of the last error in it.
+        message = re.split(r'^[\w.]*(?:Error|Exception): ', message, flags=re.MULTILINE)[-1]
+    return ' '.join(message.split())

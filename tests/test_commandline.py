@@ -1,0 +1,130 @@
+"""What every command does with an error, a traceback or one line."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import commandline
+from commandline import CommandParser, run_command
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = [
+    path
+    for folder in ('train', 'tools')
+    for path in sorted((ROOT / folder).rglob('*.py'))
+    if "__name__ == '__main__'" in path.read_text()
+]
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+def raising(error: BaseException):
+    def main(argv):
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ('error', 'line'),
+    [
+        (ValueError('expected a,\n  got b'), 'expected a, got b'),
+        (FileNotFoundError(2, 'No such file or directory', 'a.pth'), 'a.pth: No such file or directory'),
+        (FileExistsError('expected a new folder'), 'expected a new folder'),
+        (ImportError('expected onnx'), 'expected onnx'),
+        (FloatingPointError('expected a finite loss'), 'expected a finite loss'),
+        (OutOfMemoryError('CUDA out of memory.'), 'CUDA out of memory.'),
+        (ValueError(), 'ValueError'),
+        (
+            ValueError(
+                'Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n'
+                '  File "a.py", line 1, in f\n    raise\nOSError: first\n\nThe above exception was ...:\n\n'
+                'Traceback (most recent call last):\n  File "a.py", line 1\n    raise\na.b.ImageError: bad a.jpg\n'
+            ),
+            'bad a.jpg',
+        ),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(error, line, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run_command(raising(error), [])
+    assert stop.value.code == 2
+    assert capsys.readouterr() == ('', f'error: {line}\n')
+
+
+@pytest.mark.parametrize('error', [AttributeError('a'), KeyError('a'), TypeError('a'), RuntimeError('a')])
+def test_a_fault_of_the_program_is_raised(error):
+    with pytest.raises(type(error)):
+        run_command(raising(error), [])
+
+
+def test_debug_shows_the_traceback_before_the_line(capsys):
+    with pytest.raises(SystemExit):
+        run_command(raising(ValueError('a')), ['--debug'])
+    shown = capsys.readouterr().err
+    assert shown.startswith('Traceback (most recent call last)')
+    assert shown.endswith('\nerror: a\n')
+
+
+def test_other_processes_wait_for_the_first_to_speak(monkeypatch, capsys):
+    waited: list[float] = []
+    monkeypatch.setattr(commandline.time, 'sleep', waited.append)
+    monkeypatch.setenv('RANK', '1')
+    with pytest.raises(SystemExit):
+        run_command(raising(ValueError('a')), [])
+    assert waited == [commandline.TURN_OF_RANK_0]
+    assert capsys.readouterr().err == 'error: process 1: a\n'
+
+
+def test_a_wrong_option_is_one_line(capsys):
+    parser = CommandParser('What it does.')
+    parser.add_argument('--rounds', type=int)
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args(['--rounds', 'many'])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: argument --rounds: invalid int value: 'many'; --help shows the usage\n"
+
+
+@pytest.mark.parametrize('path', COMMANDS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_runs_with_errors_of_one_line(path):
+    (block,) = (
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+    )
+    assert ast.unparse(block.body[-1]) == 'run_command(main)'
+
+
+@pytest.mark.parametrize(
+    'command',
+    [
+        ['train.imagenet', '--config', 'none.yaml'],
+        ['tools.visualize_bias', '--checkpoint', 'none.pth'],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_command_ends_with_one_line_and_code_2(command):
+    done = subprocess.run([sys.executable, '-m', *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, '')
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith('error: expected ')
+
+
+def test_the_processes_of_torchrun_say_it_once(tmp_path):
+    """One line by one of them, and a code that is not 0; torchrun adds lines of its own."""
+    command = ['-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', '-m', 'commandline_probe']
+    (tmp_path / 'commandline_probe.py').write_text(
+        'from commandline import run_command\ndef main(argv):\n    raise ValueError("expected more")\n'
+        'run_command(main)\n'
+    )
+    environment = {'PATH': '/usr/bin:/bin', 'PYTHONPATH': f'{ROOT}:{tmp_path}', 'OMP_NUM_THREADS': '1'}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert [line for line in done.stderr.splitlines() if 'expected more' in line] == ['error: expected more']
