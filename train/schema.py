@@ -1,10 +1,10 @@
 """The sections and keys of an experiment, their defaults and their ranges."""
 
-import math
 from dataclasses import Field, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from aft_vision.data import Augmentation, SizeSchedule, Source
+from aft_vision.data.ranges import check_ranges, is_finite, within
 
 # The images that a learning rate is meant for.
 LR_BATCH_SIZE = 512
@@ -27,31 +27,22 @@ class DataConfig(Source):
         num_workers: Decoding processes per loader.
     """
 
-    img_size: tuple[int, int] = (224, 224)
-    batch_size: int = 64
-    eval_batch_size: int | None = None
-    train_sizes: list[int] | None = None
+    img_size: tuple[int, int] = within('[1, 65536]', (224, 224), 'px')
+    batch_size: int = within('[1, inf)', 64, 'images')
+    eval_batch_size: int | None = within('[1, inf)', None, 'images')
+    train_sizes: list[int] | None = within('[1, 65536]', None, 'px')
     train_size_schedule: Literal['constant', 'progressive'] = 'constant'
-    eval_img_size: tuple[int, int] | None = None
-    crop_pct: float = 0.875
-    num_workers: int = 2
+    eval_img_size: tuple[int, int] | None = within('[1, 65536]', None, 'px')
+    crop_pct: float = within('(0, 1]', 0.875)
+    num_workers: int = within('[0, 1024]', 2, 'processes')
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require('data.img_size', self.img_size, min(self.img_size) > 0, 'above 0 in height and width')
-        require('data.batch_size', self.batch_size, self.batch_size >= 1, 'at least 1')
-        some = self.eval_batch_size is None or self.eval_batch_size >= 1
-        require('data.eval_batch_size', self.eval_batch_size, some, "at least 1, or null for training's")
         sizes = self.train_sizes
         require('data.train_sizes', sizes, sizes is None or len(set(sizes)) > 1, 'several sizes, or null for img_size')
-        require('data.train_sizes', sizes, min(sizes or [1]) > 0, 'above 0')
         progressive = self.train_size_schedule == 'progressive'
         some_sizes = sizes is not None or not progressive
         require('data.train_size_schedule', self.train_size_schedule, some_sizes, 'constant without data.train_sizes')
-        evaluated = self.eval_img_size or self.img_size
-        require('data.eval_img_size', evaluated, min(evaluated) > 0, 'above 0 in height and width')
-        require('data.crop_pct', self.crop_pct, 0 < self.crop_pct <= 1, 'in (0, 1]')
-        require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
 
 
 @dataclass(frozen=True)
@@ -72,21 +63,16 @@ class OptimizerConfig:
     """
 
     name: str = 'adamw'
-    lr: float = 5e-4
-    weight_decay: float = 0.05
-    layer_decay: float | None = None
+    lr: float = within('(0, 1e4]', 5e-4)
+    weight_decay: float = within('[0, 1e4]', 0.05)
+    layer_decay: float | None = within('(0, 1]', None)
     args: dict[str, Any] = field(default_factory=dict)
-    accumulate: int = 1
-    clip_grad: float | None = None
+    accumulate: int = within('[1, inf)', 1, 'parts')
+    clip_grad: float | None = within('(0, inf)', None)
 
     def __post_init__(self) -> None:
-        require('optim.lr', self.lr, 0 < self.lr < math.inf, 'above 0')
-        require('optim.weight_decay', self.weight_decay, self.weight_decay >= 0, 'at least 0')
-        decay = self.layer_decay is None or 0 < self.layer_decay <= 1
-        require('optim.layer_decay', self.layer_decay, decay, 'in (0, 1], or null for the same rate everywhere')
-        require('optim.accumulate', self.accumulate, self.accumulate >= 1, 'at least 1')
-        positive = self.clip_grad is None or self.clip_grad > 0
-        require('optim.clip_grad', self.clip_grad, positive, 'above 0, or null for no clipping')
+        check_ranges(self, 'optim')
+        require('optim.args', self.args, is_finite(self.args), 'of finite numbers')
 
 
 @dataclass(frozen=True)
@@ -101,14 +87,13 @@ class OptimConfig(OptimizerConfig):
     """
 
     loss: Literal['ce', 'bce'] = 'ce'
-    bce_target_thresh: float | None = None
-    label_smoothing: float = 0.1
+    bce_target_thresh: float | None = within('[0, 1)', None)
+    label_smoothing: float = within('[0, 1)', 0.1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         thresholded = self.bce_target_thresh is None or self.loss == 'bce'
         require('optim.bce_target_thresh', self.bce_target_thresh, thresholded, 'null without the loss bce')
-        require('optim.label_smoothing', self.label_smoothing, 0 <= self.label_smoothing < 1, 'in [0, 1)')
 
 
 @dataclass(frozen=True)
@@ -130,22 +115,18 @@ class DistillConfig:
     teacher: str | None = None
     teacher_args: dict[str, Any] = field(default_factory=dict)
     kind: Literal['hard', 'soft', 'feature', 'token_hard', 'token_soft'] = 'hard'
-    task_loss_weight: float | None = None
-    distill_loss_weight: float | None = None
-    temperature: float = 1.0
+    task_loss_weight: float | None = within('[0, inf)', None)
+    distill_loss_weight: float | None = within('[0, inf)', None)
+    temperature: float = within('(0, inf)', 1.0)
 
     def __post_init__(self) -> None:
+        check_ranges(self, 'distill')
         of_something = self.teacher is not None or not self.teacher_args
         require('distill.teacher_args', self.teacher_args, of_something, 'empty without distill.teacher')
         known = not {'num_classes', 'in_chans', 'device', 'dtype'} & self.teacher_args.keys()
         require('distill.teacher_args', self.teacher_args, known, 'without num_classes, in_chans, device and dtype')
-        for name in ('task_loss_weight', 'distill_loss_weight'):
-            weight = getattr(self, name)
-            usable = weight is None or 0 <= weight < math.inf
-            require(f'distill.{name}', weight, usable, "at least 0, or null for timm's default")
         share = self.distill_loss_weight is not None or self.task_loss_weight is None or self.task_loss_weight <= 1
         require('distill.task_loss_weight', self.task_loss_weight, share, 'at most 1 without distill_loss_weight')
-        require('distill.temperature', self.temperature, 0 < self.temperature < math.inf, 'above 0')
         soft = self.temperature == 1 or self.kind.endswith('soft')
         require('distill.temperature', self.temperature, soft, f'1 for the kind {self.kind}, which has none')
 
@@ -161,14 +142,11 @@ class RegularizeConfig:
             by the same factor at each update; None keeps it.
     """
 
-    kernel_entropy: float = 0.0
-    tau_end: float | None = None
+    kernel_entropy: float = within('[0, inf)', 0.0)
+    tau_end: float | None = within('(0, inf)', None)
 
     def __post_init__(self) -> None:
-        weight, tau = self.kernel_entropy, self.tau_end
-        require('regularize.kernel_entropy', weight, 0 <= weight < math.inf, 'at least 0 and finite')
-        positive = tau is None or 0 < tau < math.inf
-        require('regularize.tau_end', tau, positive, 'above 0, or null to keep model.tau')
+        check_ranges(self, 'regularize')
 
 
 @dataclass(frozen=True)
@@ -180,12 +158,11 @@ class EmaConfig:
         warmup: Whether the decay rises from 0 to `decay` during the first updates, as 1 - (1 + update)^(-2/3).
     """
 
-    decay: float | None = None
+    decay: float | None = within('(0, 1)', None)
     warmup: bool = False
 
     def __post_init__(self) -> None:
-        within = self.decay is None or 0 < self.decay < 1
-        require('ema.decay', self.decay, within, 'in (0, 1), or null for no moving average')
+        check_ranges(self, 'ema')
         require('ema.warmup', self.warmup, self.decay is not None or not self.warmup, 'false without ema.decay')
 
 
@@ -203,18 +180,16 @@ class ScheduleConfig:
     # No key: only the schedule of the sequence models has this end.
     max_updates: ClassVar[int | None] = None
 
-    epochs: int = 300
-    warmup_epochs: int = 5
-    warmup_lr: float = 1e-6
-    min_lr: float = 1e-5
+    epochs: int = within('[1, inf)', 300, 'epochs')
+    warmup_epochs: int = within('[0, inf)', 5, 'epochs')
+    warmup_lr: float = within('[0, 1e4]', 1e-6)
+    min_lr: float = within('[0, 1e4]', 1e-5)
     step: Literal['epoch', 'update', 'deit'] = 'epoch'
 
     def __post_init__(self) -> None:
-        require('schedule.epochs', self.epochs, self.epochs >= 1, 'at least 1')
-        below = 0 <= self.warmup_epochs < self.epochs
-        require('schedule.warmup_epochs', self.warmup_epochs, below, f'in [0, epochs), epochs being {self.epochs}')
-        require('schedule.warmup_lr', self.warmup_lr, self.warmup_lr >= 0, 'at least 0')
-        require('schedule.min_lr', self.min_lr, self.min_lr >= 0, 'at least 0')
+        check_ranges(self, 'schedule')
+        below = self.warmup_epochs < self.epochs
+        require('schedule.warmup_epochs', self.warmup_epochs, below, f'below schedule.epochs, which is {self.epochs}')
 
 
 @dataclass(frozen=True)
@@ -250,35 +225,24 @@ class RunConfig:
     dir: str | None = None
     overwrite: bool = False
     resume: str | None = None
-    keep: int = 2
-    save_minutes: float | None = None
-    skip_nonfinite: int = 0
+    keep: int = within('[1, 100]', 2, 'checkpoints')
+    save_minutes: float | None = within('(0, inf)', None, 'minutes')
+    skip_nonfinite: int = within('[0, inf)', 0, 'updates')
     init_from: str | None = None
     reset_head: bool = False
-    seed: int = 0
+    seed: int = within('[0, 4294967296)', 0)
     device: str = 'auto'
-    cpu_threads: int | None = None
+    cpu_threads: int | None = within('[1, 4096]', None, 'threads')
     amp: Literal['none', 'bfloat16', 'float16'] = 'none'
     grad_checkpointing: bool = False
     compile: bool = False
     tensorboard: bool = True
-    eval_every: int = 1
-    max_seconds: float | None = None
-    throughput_batches: int = 10
+    eval_every: int = within('[1, inf)', 1, 'epochs')
+    max_seconds: float | None = within('(0, inf)', None, 'seconds')
+    throughput_batches: int = within('[0, inf)', 10, 'batches')
 
     def __post_init__(self) -> None:
-        require('run.seed', self.seed, 0 <= self.seed < 2**32, 'in [0, 2**32)')
-        threads = self.cpu_threads is None or self.cpu_threads >= 1
-        require('run.cpu_threads', self.cpu_threads, threads, 'at least 1, or null for one per core')
-        require('run.skip_nonfinite', self.skip_nonfinite, self.skip_nonfinite >= 0, 'at least 0')
-        require('run.keep', self.keep, 1 <= self.keep <= 100, 'in [1, 100]')
-        minutes = self.save_minutes is None or self.save_minutes > 0
-        require('run.save_minutes', self.save_minutes, minutes, 'above 0, or null for after each epoch alone')
-        require('run.eval_every', self.eval_every, self.eval_every >= 1, 'at least 1')
-        seconds = self.max_seconds is None or self.max_seconds > 0
-        require('run.max_seconds', self.max_seconds, seconds, 'above 0, or null for no such end')
-        batches = self.throughput_batches
-        require('run.throughput_batches', batches, batches >= 0, 'at least 0')
+        check_ranges(self, 'run')
         of_something = self.init_from is not None or not self.reset_head
         require('run.reset_head', self.reset_head, of_something, 'false without run.init_from')
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from aft_vision.data import PixelAugmentation
+from aft_vision.data.ranges import check_ranges, within
 from train.schema import EmaConfig, Experiment, OptimizerConfig, RunConfig, require
 
 
@@ -22,13 +23,13 @@ class PixelData:
     """
 
     dir: str = ''
-    batch_size: int = 128
-    eval_batch_size: int | None = None
+    batch_size: int = within('[1, inf)', 128, 'images')
+    eval_batch_size: int | None = within('[1, inf)', None, 'images')
     eval_split: Literal['train', 'test'] = 'test'
-    num_workers: int = 0
+    num_workers: int = within('[0, 1024]', 0, 'processes')
 
     def __post_init__(self) -> None:
-        _check_batches(self)
+        check_ranges(self, 'data')
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,17 @@ class CharData:
 
     file: str = ''
     vocabulary: Literal['bytes', 'text8'] = 'bytes'
-    context: int = 1024
-    batch_size: int = 128
-    eval_batch_size: int | None = None
-    eval_stride: int | None = None
+    context: int = within('[1, inf)', 1024, 'characters')
+    batch_size: int = within('[1, inf)', 128, 'windows')
+    eval_batch_size: int | None = within('[1, inf)', None, 'windows')
+    eval_stride: int | None = within('[1, inf)', None, 'characters')
     eval_split: Literal['train', 'valid', 'test'] = 'valid'
-    num_workers: int = 0
+    num_workers: int = within('[0, 1024]', 0, 'processes')
 
     def __post_init__(self) -> None:
-        require('data.context', self.context, self.context >= 1, 'at least 1')
-        _check_batches(self)
-        stride = self.eval_stride is None or 1 <= self.eval_stride <= self.context
-        wanted = f'in [1, data.context], which is {self.context}, or null for windows side by side'
+        check_ranges(self, 'data')
+        stride = self.eval_stride is None or self.eval_stride <= self.context
+        wanted = f'at most data.context, which is {self.context}, or null for windows side by side'
         require('data.eval_stride', self.eval_stride, stride, wanted)
 
 
@@ -79,27 +79,23 @@ class SequenceSchedule:
         max_updates: Updates of the whole run, where that is to end before its epochs; None for all of them.
     """
 
-    epochs: int = 200
+    epochs: int = within('[1, inf)', 200, 'epochs')
     kind: Literal['inverse_sqrt', 'cosine'] = 'inverse_sqrt'
-    warmup_updates: int = 4000
-    warmup_lr: float = 0.0
-    min_lr: float = 0.0
-    max_updates: int | None = None
+    warmup_updates: int = within('[0, inf)', 4000, 'updates')
+    warmup_lr: float = within('[0, 1e4]', 0.0)
+    min_lr: float = within('[0, 1e4]', 0.0)
+    max_updates: int | None = within('[1, inf)', None, 'updates')
 
     # No key: what a schedule of images may have otherwise.
     step = 'update'
 
     def __post_init__(self) -> None:
-        require('schedule.epochs', self.epochs, self.epochs >= 1, 'at least 1')
+        check_ranges(self, 'schedule')
         least = 1 if self.kind == 'inverse_sqrt' else 0
         wanted = f'at least {least} with the kind {self.kind}'
         require('schedule.warmup_updates', self.warmup_updates, self.warmup_updates >= least, wanted)
-        for name in ('warmup_lr', 'min_lr'):
-            require(f'schedule.{name}', getattr(self, name), getattr(self, name) >= 0, 'at least 0')
         constant = self.kind == 'cosine' or self.min_lr == 0
         require('schedule.min_lr', self.min_lr, constant, 'of the cosine alone, so 0 for inverse_sqrt')
-        some = self.max_updates is None or self.max_updates >= 1
-        require('schedule.max_updates', self.max_updates, some, 'at least 1, or null for all epochs')
 
     def total_updates(self, updates_per_epoch: int) -> int:
         """Updates of the whole run."""
@@ -142,10 +138,3 @@ class CharConfig(SequenceExperiment):
     ema: EmaConfig = field(default_factory=EmaConfig)
     schedule: SequenceSchedule = field(default_factory=SequenceSchedule)
     run: RunConfig = field(default_factory=RunConfig)
-
-
-def _check_batches(data: PixelData | CharData) -> None:
-    require('data.batch_size', data.batch_size, data.batch_size >= 1, 'at least 1')
-    some = data.eval_batch_size is None or data.eval_batch_size >= 1
-    require('data.eval_batch_size', data.eval_batch_size, some, "at least 1, or null for training's")
-    require('data.num_workers', data.num_workers, data.num_workers >= 0, 'at least 0')

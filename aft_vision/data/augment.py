@@ -12,6 +12,8 @@ from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import Compose
 from torchvision.transforms.v2 import RGB
 
+from aft_vision.data.ranges import check_ranges, within
+
 
 @dataclass(frozen=True)
 class Augmentation:
@@ -31,29 +33,22 @@ class Augmentation:
         mix_switch_prob: Probability of cutmix where both are possible.
     """
 
-    scale: tuple[float, float] = (0.08, 1.0)
-    hflip: float = 0.5
-    color_jitter: float = 0.3
+    scale: tuple[float, float] = within('(0, 1]', (0.08, 1.0))
+    hflip: float = within('[0, 1]', 0.5)
+    color_jitter: float = within('[0, 10]', 0.3)
     auto_augment: str | None = 'rand-m9-mstd0.5-inc1'
-    repeats: int = 3
-    random_erasing: float = 0.25
-    mixup: float = 0.8
-    cutmix: float = 1.0
-    mix_prob: float = 1.0
-    mix_switch_prob: float = 0.5
+    repeats: int = within('[1, inf)', 3)
+    random_erasing: float = within('[0, 1]', 0.25)
+    mixup: float = within('[0, 1e6]', 0.8)
+    cutmix: float = within('[0, 1e6]', 1.0)
+    mix_prob: float = within('[0, 1]', 1.0)
+    mix_switch_prob: float = within('[0, 1]', 0.5)
 
     def __post_init__(self) -> None:
+        check_ranges(self, 'augment')
         low, high = self.scale
-        if not 0 < low <= high <= 1:
-            raise ValueError(f'augment.scale must be (low, high) with 0 < low <= high <= 1, got {tuple(self.scale)}')
-        for name in ('hflip', 'random_erasing', 'mix_prob', 'mix_switch_prob'):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f'augment.{name} must be a probability in [0, 1], got {getattr(self, name)}')
-        for name in ('color_jitter', 'mixup', 'cutmix'):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f'augment.{name} must be at least 0, got {getattr(self, name)}')
-        if self.repeats < 1:
-            raise ValueError(f'augment.repeats must be at least 1, got {self.repeats}')
+        if low > high:
+            raise ValueError(f'expected augment.scale to be (low, high) with low <= high, got {tuple(self.scale)}')
         try:
             train_transform((32, 32), self, (0.5,) * 3, (0.5,) * 3)
         except (AssertionError, KeyError, ValueError, IndexError) as error:

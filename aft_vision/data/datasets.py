@@ -15,6 +15,8 @@ from timm.data import ImageDataset, create_dataset
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState
 from torch.utils.data import Dataset, IterableDataset
 
+from aft_vision.data.ranges import check_ranges, within
+
 EVAL_SPLITS = ('val', 'validation', 'test')
 # Skipping more images than this in a row means that the data set is broken, not an image.
 MAX_SKIPPED_IN_A_ROW = 50
@@ -50,20 +52,19 @@ class Source:
     train_split: str = 'train'
     eval_split: str | None = None
     download: bool = False
-    num_classes: int | None = None
+    num_classes: int | None = within('[1, inf)', None)
     input_key: str | None = None
     target_key: str | None = None
     on_corrupt_image: Literal['raise', 'skip'] = 'raise'
 
     def __post_init__(self) -> None:
+        check_ranges(self, 'data')
         if self.on_corrupt_image not in ('raise', 'skip'):
             raise ValueError(f"data.on_corrupt_image must be 'raise' or 'skip', got {self.on_corrupt_image!r}")
         if self.name.lower().startswith('torch/') and not self.dir:
             raise ValueError(f'expected data.dir, the folder of {self.name}, got none')
         if self.name and not self.name.lower().startswith('hfds/') and self.on_corrupt_image == 'skip':
             raise ValueError(f"data.on_corrupt_image must be 'raise' for {self.name}, whose reader decides, got 'skip'")
-        if self.num_classes is not None and self.num_classes < 1:
-            raise ValueError(f'data.num_classes must be at least 1, got {self.num_classes}')
 
 
 class CorruptImageError(ValueError):

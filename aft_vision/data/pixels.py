@@ -10,6 +10,7 @@ import numpy as np
 from torchvision.datasets import CIFAR10
 
 from aft_vision.data.checksums import check_length, checksum, damaged
+from aft_vision.data.ranges import check_ranges, within
 
 # (H, W, channels) of an image, and the sub-pixels of it.
 SHAPE = (32, 32, 3)
@@ -30,14 +31,11 @@ class PixelAugmentation:
             then clipped to [0, 255].
     """
 
-    hflip: float = 0.5
-    shift: int = 10
+    hflip: float = within('[0, 1]', 0.5)
+    shift: int = within('[0, 255]', 10)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.hflip <= 1:
-            raise ValueError(f'augment.hflip must be in [0, 1], got {self.hflip}')
-        if not 0 <= self.shift <= 255:
-            raise ValueError(f'augment.shift must be in [0, 255], got {self.shift}')
+        check_ranges(self, 'augment')
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Change an image (H, W, 3) uint8; both are drawn whether they are wanted or not."""

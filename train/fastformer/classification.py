@@ -17,6 +17,7 @@ from transformers import (
     Trainer,
 )
 
+from aft_vision.data.ranges import within
 from aft_vision.fastformer import FastformerForSequenceClassification
 from aft_vision.fastformer.data import READERS, hub_splits, label_maps, split_dataset, tokenize_dataset
 from train.fastformer.run import TextRun
@@ -67,13 +68,11 @@ class ClassificationData(TextData):
     text_columns: list[str] | None = None
     label_column: str | None = None
     drop_incomplete: bool = False
-    max_texts: int | None = None
+    max_texts: int | None = within('[1, inf)', None, 'texts')
     bucket: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        texts = self.max_texts is None or self.max_texts >= 1
-        require('data.max_texts', self.max_texts, texts, 'at least 1, or null for all')
         columns = self.text_columns is None or bool(self.text_columns)
         require('data.text_columns', self.text_columns, columns, 'one column or several, or null')
         # It would be read as another data set, with the configuration and revision of this one.

@@ -9,6 +9,7 @@ import numpy as np
 from datasets import Dataset, DatasetDict
 from transformers import AutoModel, EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
+from aft_vision.data.ranges import within
 from aft_vision.fastformer import FastformerConversionConfig, FastformerForConversion
 from aft_vision.fastformer.data.behaviors import (
     BehaviorCollator,
@@ -59,16 +60,15 @@ class ConversionData(TextData):
     """
 
     kind: Literal['json', 'mind', 'movielens', 'alimama'] = 'json'
-    max_length: int = 48
+    max_length: int = within('[1, inf)', 48, 'tokens')
     drop_missing: bool = False
     valid_path: str | None = None
     test_path: str | None = None
     division: Literal['random', 'last', 'user'] | None = None
-    max_behaviors: int = 50
+    max_behaviors: int = within('[1, inf)', 50, 'behaviours')
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require('data.max_behaviors', self.max_behaviors, self.max_behaviors >= 1, 'at least 1')
         require(
             'data.drop_missing', self.drop_missing, not self.drop_missing or self.kind == 'mind', 'false but for mind'
         )

@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from aft_vision.data.ranges import within
 from aft_vision.fastformer.data.impressions import Behaviors, split_impressions
 from aft_vision.fastformer.data.mind import News, read_mind_behaviors, read_mind_news
 from aft_vision.fastformer.data.movielens import read_movielens
@@ -34,23 +35,19 @@ class RecommendationData(TextData):
     """
 
     kind: Literal['mind', 'movielens'] = 'mind'
-    max_length: int = 48
+    max_length: int = within('[1, inf)', 48, 'tokens')
     valid_path: str | None = None
     test_path: str | None = None
     drop_missing: bool = False
     text_columns: list[str] = field(default_factory=lambda: ['title'])
-    negatives: int = 4
-    shown: int = 99
-    max_impressions: int | None = None
-    max_behaviors: int = 50
+    negatives: int = within('[1, inf)', 4)
+    shown: int = within('[1, inf)', 99)
+    max_impressions: int | None = within('[1, inf)', None, 'impressions')
+    max_behaviors: int = within('[1, inf)', 50, 'clicks')
     ensemble: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ('negatives', 'shown', 'max_behaviors'):
-            require(f'data.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
-        some = self.max_impressions is None or self.max_impressions >= 1
-        require('data.max_impressions', self.max_impressions, some, 'at least 1, or null')
         for name in ('valid_path', 'test_path'):
             path = getattr(self, name)
             require(f'data.{name}', path, path is None or self.kind == 'mind', 'null but for mind')

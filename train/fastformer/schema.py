@@ -1,10 +1,10 @@
 """The sections and keys that the experiments of all tasks share; each task adds keys to `data`."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal
 
+from aft_vision.data.ranges import check_ranges, within
 from aft_vision.fastformer import ENCODERS, PRESETS, FastformerConfig
 from train.config import check_arguments, supported, unknown
 from train.schema import Experiment, require
@@ -42,30 +42,24 @@ class TextData:
 
     kind: str = ''
     path: str = ''
-    test_share: float = 0.1
-    valid_share: float = 0.1
-    split_seed: int = 0
+    test_share: float = within('(0, 1)', 0.1)
+    valid_share: float = within('(0, 1)', 0.1)
+    split_seed: int = within('[0, 4294967296)', 0)
     tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'wordpunct'
-    vocab_size: int = 50_000
-    min_frequency: int = 1
+    vocab_size: int = within('[1, inf)', 50_000, 'words')
+    min_frequency: int = within('[1, inf)', 1)
     lowercase: bool = True
-    max_length: int = 512
+    max_length: int = within('[1, inf)', 512, 'tokens')
     glove: str | None = None
-    batch_size: int = 64
-    eval_batch_size: int | None = None
+    batch_size: int = within('[1, inf)', 64, 'examples')
+    eval_batch_size: int | None = within('[1, inf)', None, 'examples')
     eval_split: Literal['train', 'validation', 'test'] = 'test'
-    num_workers: int = 0
+    num_workers: int = within('[0, 1024]', 0, 'processes')
 
     def __post_init__(self) -> None:
-        for name in ('max_length', 'batch_size', 'min_frequency'):
-            require(f'data.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
-        some = self.eval_batch_size is None or self.eval_batch_size >= 1
-        require('data.eval_batch_size', self.eval_batch_size, some, "at least 1, or null for training's")
-        for name in ('test_share', 'valid_share'):
-            require(f'data.{name}', getattr(self, name), 0 < getattr(self, name) < 1, 'in (0, 1)')
+        check_ranges(self, 'data')
         both = self.test_share + self.valid_share
         require('data.test_share + data.valid_share', both, both < 1, 'below 1')
-        require('data.num_workers', self.num_workers, self.num_workers >= 0, 'at least 0')
 
 
 @dataclass(frozen=True)
@@ -82,22 +76,16 @@ class TextOptimizer:
     """
 
     name: str = 'adamw_torch'
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    accumulate: int = 1
-    clip_grad: float | None = None
+    lr: float = within('(0, 1e4]', 1e-3)
+    weight_decay: float = within('[0, 1e4]', 0.0)
+    beta1: float = within('[0, 1)', 0.9)
+    beta2: float = within('[0, 1)', 0.999)
+    eps: float = within('[0, 1]', 1e-8)
+    accumulate: int = within('[1, inf)', 1, 'parts')
+    clip_grad: float | None = within('(0, inf)', None)
 
     def __post_init__(self) -> None:
-        require('optim.lr', self.lr, 0 < self.lr < math.inf, 'above 0')
-        require('optim.weight_decay', self.weight_decay, self.weight_decay >= 0, 'at least 0')
-        for name in ('beta1', 'beta2'):
-            require(f'optim.{name}', getattr(self, name), 0 <= getattr(self, name) < 1, 'in [0, 1)')
-        require('optim.accumulate', self.accumulate, self.accumulate >= 1, 'at least 1')
-        positive = self.clip_grad is None or self.clip_grad > 0
-        require('optim.clip_grad', self.clip_grad, positive, 'above 0, or null for no clipping')
+        check_ranges(self, 'optim')
 
 
 @dataclass(frozen=True)
@@ -111,16 +99,13 @@ class TextSchedule:
         max_updates: Updates of the whole run in place of `epochs`; None for those.
     """
 
-    epochs: int = 3
+    epochs: int = within('[1, inf)', 3, 'epochs')
     kind: Literal['constant_with_warmup', 'linear', 'cosine'] = 'constant_with_warmup'
-    warmup_updates: int = 0
-    max_updates: int | None = None
+    warmup_updates: int = within('[0, inf)', 0, 'updates')
+    max_updates: int | None = within('[1, inf)', None, 'updates')
 
     def __post_init__(self) -> None:
-        require('schedule.epochs', self.epochs, self.epochs >= 1, 'at least 1')
-        require('schedule.warmup_updates', self.warmup_updates, self.warmup_updates >= 0, 'at least 0')
-        some = self.max_updates is None or self.max_updates >= 1
-        require('schedule.max_updates', self.max_updates, some, 'at least 1, or null for all epochs')
+        check_ranges(self, 'schedule')
 
 
 @dataclass(frozen=True)
@@ -152,13 +137,13 @@ class TextRunConfig:
     dir: str | None = None
     overwrite: bool = False
     resume: Literal['auto'] | None = None
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4])
-    keep: int = 1
-    save_updates: int | None = None
-    log_updates: int = 50
+    seeds: list[int] = within('[0, 4294967296)', [0, 1, 2, 3, 4])
+    keep: int = within('[1, inf)', 1, 'checkpoints')
+    save_updates: int | None = within('[1, inf)', None, 'updates')
+    log_updates: int = within('[1, inf)', 50, 'updates')
     init_from: str | None = None
     device: Literal['auto', 'cpu'] = 'auto'
-    cpu_threads: int | None = None
+    cpu_threads: int | None = within('[1, 4096]', None, 'threads')
     attention: Literal['sdpa', 'eager'] = 'sdpa'
     amp: Literal['none', 'bfloat16', 'float16'] = 'none'
     grad_checkpointing: bool = False
@@ -166,14 +151,9 @@ class TextRunConfig:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
+        check_ranges(self, 'run')
         different = 0 < len(self.seeds) == len(set(self.seeds))
         require('run.seeds', self.seeds, different, 'one seed or several different ones')
-        require('run.seeds', self.seeds, all(0 <= seed < 2**32 for seed in self.seeds), 'in [0, 2**32)')
-        for name in ('keep', 'log_updates'):
-            require(f'run.{name}', getattr(self, name), getattr(self, name) >= 1, 'at least 1')
-        for name in ('save_updates', 'cpu_threads'):
-            value = getattr(self, name)
-            require(f'run.{name}', value, value is None or value >= 1, 'at least 1, or null')
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from datasets import Dataset, DatasetDict
 
+from aft_vision.data.ranges import check_ranges, within
 from aft_vision.fastformer.data import SUMMARY_READERS, hub_splits, split_summaries
 from train.fastformer.schema import TextData
 from train.schema import require
@@ -38,7 +39,7 @@ class SummarizationData(TextData):
     kind: Literal['cnn_dailymail', 'pubmed', 'table', 'hub'] = 'table'
     tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'bpe'
     lowercase: bool = False
-    batch_size: int = 32
+    batch_size: int = within('[1, inf)', 32, 'examples')
     valid_path: str | None = None
     test_path: str | None = None
     split_column: str | None = None
@@ -47,18 +48,14 @@ class SummarizationData(TextData):
     hub_config: str | None = None
     revision: str | None = None
     drop_incomplete: bool = False
-    skip_lines: int = 0
-    max_texts: int | None = None
-    max_summary_length: int = 128
+    skip_lines: int = within('[0, inf)', 0, 'lines')
+    max_texts: int | None = within('[1, inf)', None, 'texts')
+    max_summary_length: int = within('[2, inf)', 128, 'tokens')
     bucket: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require('data.max_summary_length', self.max_summary_length, self.max_summary_length >= 2, 'at least 2')
-        some = self.max_texts is None or self.max_texts >= 1
-        require('data.max_texts', self.max_texts, some, 'at least 1, or null')
         require('data.text_columns', self.text_columns, bool(self.text_columns), 'one column or several')
-        require('data.skip_lines', self.skip_lines, self.skip_lines >= 0, 'at least 0')
         for name in ('valid_path', 'test_path', 'split_column'):
             value = getattr(self, name)
             require(f'data.{name}', value, value is None or not self.is_remote, 'null for a data set of the hub')
@@ -89,18 +86,16 @@ class Generation:
             Else it is the one with the least loss.
     """
 
-    num_beams: int = 5
-    length_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    min_length: int = 0
+    num_beams: int = within('[1, 1024]', 5, 'beams')
+    length_penalty: float = within('(-inf, inf)', 1.0)
+    no_repeat_ngram_size: int = within('[0, inf)', 0, 'tokens')
+    min_length: int = within('[0, inf)', 0, 'tokens')
     validate: bool = False
 
     def __post_init__(self) -> None:
-        require('generate.num_beams', self.num_beams, self.num_beams >= 1, 'at least 1')
+        check_ranges(self, 'generate')
         plain = self.num_beams > 1 or self.length_penalty == 1
         require('generate.length_penalty', self.length_penalty, plain, '1 where generate.num_beams is 1')
-        for name in ('no_repeat_ngram_size', 'min_length'):
-            require(f'generate.{name}', getattr(self, name), getattr(self, name) >= 0, 'at least 0')
 
 
 def read_splits(data: SummarizationData) -> DatasetDict:
