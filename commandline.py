@@ -47,12 +47,23 @@ def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str]
             raise
         if '--debug' in argv:
             traceback.print_exc()
-        rank = int(os.environ.get('RANK', os.environ.get('SLURM_PROCID', '0')))
-        if rank > 0:
+        if process_number() > 0:
             # What every process meets is said once, by the first: torchrun ends this one meanwhile.
             time.sleep(TURN_OF_RANK_0)
-        print(f'error: {"" if rank == 0 else f"process {rank}: "}{one_line(error)}', file=sys.stderr, flush=True)
+        where = f'process {process_number()}: ' if process_number() > 0 else ''
+        print(f'error: {where}{one_line(error)}', file=sys.stderr, flush=True)
         raise SystemExit(EXIT_CODE) from None
+
+
+def say(line: str) -> None:
+    """Print a line beside the results of a command, in the first process only."""
+    if process_number() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def process_number() -> int:
+    """Return the number of this process among those that torchrun or SLURM started."""
+    return int(os.environ.get('RANK', os.environ.get('SLURM_PROCID', '0')))
 
 
 def is_user_error(error: BaseException) -> bool:

@@ -13,9 +13,9 @@ from aft_vision.data import Loaders, create_eval_loader, create_loaders
 from aft_vision.evaluate import check_classes, initialize_model, load_model
 from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.checkpoint import BEST
-from train.config import WEIGHT_KEYS
 from train.distill import load_teacher
 from train.distributed import World
+from train.model_section import WEIGHT_KEYS
 from train.schema import Config
 from train.state import TrainState, create_state
 

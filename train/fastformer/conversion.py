@@ -80,8 +80,8 @@ class ConversionConfig(TextConfig):
 
     data: ConversionData = field(default_factory=ConversionData)
 
-    def check_model(self, source: str) -> dict[str, Any]:
-        return check_text_model(self.model, self.data.max_length, source, FastformerConversionConfig, RESERVED)
+    def check_model(self, keys: Sequence[str] = ()) -> dict[str, Any]:
+        return check_text_model(self.model, self.data.max_length, keys, FastformerConversionConfig, RESERVED)
 
 
 @dataclass(frozen=True)

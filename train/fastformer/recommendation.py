@@ -30,14 +30,14 @@ class RecommendationConfig(TextConfig):
 
     data: RecommendationData = field(default_factory=RecommendationData)
 
-    def check_model(self, source: str) -> dict[str, Any]:
+    def check_model(self, keys: Sequence[str] = ()) -> dict[str, Any]:
         rest = dict(self.model)
         text_model = rest.pop('text_model', None)
         if not isinstance(text_model, str | None):
-            raise ValueError(f'{source}: expected model.text_model to be a folder or a name, got {text_model!r}')
+            raise ValueError(f'expected model.text_model to be a folder or a name, got {text_model!r}')
         if text_model is not None and self.data.glove is not None:
-            raise ValueError(f'{source}: expected data.glove to be null with model.text_model, got {self.data.glove!r}')
-        checked = check_text_model(rest, self.data.max_length, source)
+            raise ValueError(f'expected data.glove to be null with model.text_model, got {self.data.glove!r}')
+        checked = check_text_model(rest, self.data.max_length, keys)
         return checked if text_model is None else {**checked, 'text_model': text_model}
 
 

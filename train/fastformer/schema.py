@@ -1,13 +1,14 @@
 """The sections and keys that the experiments of all tasks share; each task adds keys to `data`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal
 
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.fastformer import ENCODERS, PRESETS, FastformerConfig
-from train.config import check_arguments, supported, unknown
+from train.model_section import check_arguments, supported
 from train.schema import Experiment, require
+from train.suggest import unknown
 
 RESERVED_KEYS = {
     'vocab_size': 'the training texts decide, up to data.vocab_size',
@@ -176,22 +177,22 @@ class TextConfig(Experiment):
     def __post_init__(self) -> None:
         self.check_parts(1)
 
-    def check_model(self, source: str) -> dict[str, Any]:
-        """The `model` section with its values in their types.
+    def check_model(self, keys: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the `model` section with its values in their types.
 
         Args:
-            source: The file, for the messages of errors.
+            keys: Of the whole experiment, for the nearest of one that is unknown.
 
         Raises:
             ValueError: an unknown key, a value of the wrong type, or values that exclude each other.
         """
-        return check_text_model(self.model, self.data.max_length, source)
+        return check_text_model(self.model, self.data.max_length, keys)
 
 
 def check_text_model(
     model: Mapping[str, Any],
     max_length: int,
-    source: str,
+    keys: Sequence[str] = (),
     kind: type[FastformerConfig] = FastformerConfig,
     reserved: Mapping[str, str] = RESERVED_KEYS,
 ) -> dict[str, Any]:
@@ -199,7 +200,7 @@ def check_text_model(
 
     Args:
         max_length: Of a text, in tokens.
-        source: The file, for the messages of errors.
+        keys: Of the whole experiment, for the nearest of one that is unknown.
         kind: That class, or the task's subclass of it, whose fields it may have too.
         reserved: Fields that are not for an experiment, and why.
 
@@ -207,22 +208,25 @@ def check_text_model(
         ValueError: an unknown key, a value of the wrong type, or values that exclude each other.
     """
     for key in reserved.keys() & model.keys():
-        raise ValueError(f'{source}: model.{key} = {model[key]!r} is not for an experiment: {reserved[key]}')
-    # Our own fields, without those that every model of transformers has.
-    ours = [each for each in reversed(kind.__mro__) if issubclass(each, FastformerConfig)]
-    fields = {name: supported(hint) for each in ours for name, hint in each.__annotations__.items()}
-    schema = make_dataclass(
-        'Model', [(name, hint, field(default=None)) for name, hint in {'preset': str | None, **fields}.items()]
-    )
-    checked = check_arguments(model, schema, source)
+        raise ValueError(f'model.{key} = {model[key]!r} is not for an experiment: {reserved[key]}')
+    checked = check_arguments(model, text_model_schema(kind), keys)
     for key, names, what in (('preset', PRESETS, 'a preset'), ('encoder_mixer', ENCODERS, 'an encoder')):
         if checked.get(key) is not None and checked[key] not in names:
-            raise ValueError(f'{source}: {unknown(f"model.{key}", checked[key], names, what)}')
+            raise ValueError(unknown(f'model.{key}', checked[key], names, what))
     try:
         text_model_config(checked, max_length, kind)
     except ValueError as error:
-        raise ValueError(f'{source}: model: {error}') from error
+        raise ValueError(f'model: {error}') from error
     return checked
+
+
+def text_model_schema(kind: type[FastformerConfig] = FastformerConfig) -> type:
+    """Return the keys of the `model` section as a dataclass: ours, without those of every model of transformers."""
+    ours = [each for each in reversed(kind.__mro__) if issubclass(each, FastformerConfig)]
+    fields = {name: supported(hint) for each in ours for name, hint in each.__annotations__.items()}
+    return make_dataclass(
+        'Model', [(name, hint, field(default=None)) for name, hint in {'preset': str | None, **fields}.items()]
+    )
 
 
 def stated_model(model: Mapping[str, Any]) -> dict[str, Any]:

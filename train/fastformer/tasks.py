@@ -6,13 +6,15 @@ from pathlib import Path
 
 from transformers.training_args import OptimizerNames
 
-from train.config import build_config, read_layers, unknown
+from train.config import all_keys, build_config
 from train.fastformer.classification import ClassificationRun
 from train.fastformer.conversion import ConversionRun
 from train.fastformer.recommendation import RecommendationRun
 from train.fastformer.run import TextRun
-from train.fastformer.schema import TextConfig
+from train.fastformer.schema import TextConfig, text_model_schema
 from train.fastformer.summarization import SummarizationRun
+from train.layers import naming_sources, read_layers
+from train.suggest import unknown
 
 TASKS: dict[str, type[TextRun]] = {
     'classification': ClassificationRun,
@@ -30,8 +32,10 @@ def load_text_config(path: str | Path, overrides: Sequence[str] = ()) -> TextCon
     """
     layers = read_layers(path, overrides)
     task = next((layer['task'] for _, layer in reversed(layers) if 'task' in layer), 'classification')
-    if task not in TASKS:
-        raise ValueError(f'{path}: {unknown("task", task, TASKS, "a task")}')
     optimizers = (name.value for name in OptimizerNames)
-    built = build_config(path, layers, TASKS[task].schema, optimizers)
-    return dataclasses.replace(built, model=built.check_model(str(path)))
+    with naming_sources(path, layers):
+        if task not in TASKS:
+            raise ValueError(unknown('task', task, TASKS, 'a task'))
+        keys = all_keys(TASKS[task].schema, text_model_schema())
+        built = build_config(layers, TASKS[task].schema, optimizers, keys)
+        return dataclasses.replace(built, model=built.check_model(keys))

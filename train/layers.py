@@ -1,0 +1,152 @@
+"""The layers of an experiment: its `base:` files, the file, the command line; and which of them gave a value."""
+
+import contextlib
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from train.suggest import unknown_key
+
+# What gave a part of an experiment, and that part; a later layer wins.
+Layer = tuple[str, Mapping[str, Any]]
+COMMAND_LINE = 'command line'
+
+
+def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
+    """Read a file with those that it builds on, the deepest first, and then the overrides.
+
+    Raises:
+        ValueError: a file cannot be read, or an override is not one.
+    """
+    return [*_read_chain(Path(path)), *map(_read_override, overrides)]
+
+
+def level_of(layers: Sequence[Layer], key: str) -> int:
+    """Return the place of the last layer that gives a key, as `section.key`: -1 for none, one for all overrides."""
+    levels = [
+        len(layers) if source == COMMAND_LINE else index
+        for index, (source, layer) in enumerate(layers)
+        if key in _keys(layer)
+    ]
+    return max(levels, default=-1)
+
+
+@contextlib.contextmanager
+def naming_sources(path: str | Path, layers: Sequence[Layer]) -> Iterator[None]:
+    """Say in a ValueError which layer gave the values that it names; the file where none did."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f'{_source(str(error), layers) or path}: {error}') from error
+
+
+def merge_checked(
+    config: Any, layers: Sequence[Mapping[str, Any]], schema: type, keys: Sequence[str], prefix: str = ''
+) -> Any:
+    """Lay `layers` over `config`; errors name the key, the value and the nearest of `keys`."""
+    for layer in layers:
+        _reject_unknown(layer, schema, keys, prefix)
+    layers = [_with_pairs(layer, schema) for layer in layers]
+    with contextlib.suppress(OmegaConfBaseException):
+        return OmegaConf.merge(config, *layers)
+    # Now one value at a time, because OmegaConf's error for a tuple of the wrong length does not say whose it is.
+    for layer in layers:
+        for key, value in layer.items():
+            leaves = value.items() if isinstance(value, Mapping) else [(None, value)]
+            for inner, leaf in leaves:
+                try:
+                    config = OmegaConf.merge(config, {key: leaf if inner is None else {inner: leaf}})
+                except OmegaConfBaseException as error:
+                    name = f'{prefix}{key}' if inner is None else f'{prefix}{key}.{inner}'
+                    raise ValueError(f'{name} = {leaf!r}: {str(error).splitlines()[0]}') from error
+    return config
+
+
+def _reject_unknown(layer: Mapping[str, Any], schema: type, keys: Sequence[str], prefix: str) -> None:
+    fields = {f.name: f for f in dataclasses.fields(schema)}
+    for key, value in layer.items():
+        name = f'{prefix}{key}'
+        if key not in fields:
+            while isinstance(value, Mapping) and value:
+                inner, value = next(iter(value.items()))
+                name = f'{name}.{inner}'
+            raise ValueError(unknown_key(name, value, keys))
+        section = fields[key].type
+        is_section = dataclasses.is_dataclass(section)
+        if (is_section or name == 'model') and not isinstance(value, Mapping):
+            raise ValueError(f'expected {name} to be a section of keys, got {value!r}')
+        if is_section:
+            _reject_unknown(value, typing.cast(type, section), keys, f'{name}.')
+
+
+def _with_pairs(layer: Mapping[str, Any], schema: type) -> dict[str, Any]:
+    """Write one side in pixels as (H, W), wherever both are wanted."""
+    written = dict(layer)
+    for field_ in dataclasses.fields(schema):
+        value = written.get(field_.name)
+        if dataclasses.is_dataclass(field_.type) and isinstance(value, Mapping):
+            written[field_.name] = _with_pairs(value, typing.cast(type, field_.type))
+        elif field_.type in (tuple[int, int], tuple[int, int] | None) and type(value) is int:
+            written[field_.name] = [value, value]
+    return written
+
+
+def _source(message: str, layers: Sequence[Layer]) -> str | None:
+    """The last layer that gives a key of a message, and the key unless it is the first of the message."""
+    # What follows is advice.
+    said = message.split('; ')[0]
+    found = []
+    for source, layer in layers:
+        for key in _keys(layer):
+            # A model of transformers names its arguments without the section.
+            name = key.removeprefix('model.') if said.startswith('model: ') else key
+            place = re.search(rf'(?<![\w.]){re.escape(name)}(?!\.?\w)', said)
+            if place is not None:
+                found.append((level_of(layers, key), -place.start(), source, key))
+    if not found:
+        return None
+    _, place, source, key = max(found)
+    return source if -place == min(-each[1] for each in found) else f'{source} ({key})'
+
+
+def _keys(layer: Mapping[str, Any], prefix: str = '') -> Iterator[str]:
+    for key, value in layer.items():
+        yield f'{prefix}{key}'
+        if isinstance(value, Mapping):
+            yield from _keys(value, f'{prefix}{key}.')
+
+
+def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
+    """The file and everything it builds on, the deepest base first."""
+    if not path.is_file():
+        raise ValueError(f'expected a YAML file, got {path}, which does not exist')
+    if path.resolve() in above:
+        raise ValueError(f'expected base files that end, got {path}, which builds on itself')
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
+        raise ValueError(f'expected valid YAML in {path}, got: {error}') from error
+    if not isinstance(content, dict):
+        raise ValueError(f'expected sections of keys in {path}, got a {type(content).__name__}')
+    base = content.pop('base', None)
+    if not isinstance(base, str | None):
+        raise ValueError(f'expected base in {path} to be the name of a file, got {base!r}')
+    below = _read_chain(path.parent / base, (*above, path.resolve())) if base is not None else []
+    return [*below, (str(path), typing.cast(dict[str, Any], content))]
+
+
+def _read_override(override: str) -> Layer:
+    if '=' not in override:
+        raise ValueError(f'expected an override like section.key=value, got {override!r}')
+    try:
+        layer = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+    except yaml.YAMLError as error:
+        raise ValueError(f'expected a YAML value after = in the override {override!r}, got: {error}') from error
+    return COMMAND_LINE, typing.cast(dict[str, Any], layer)

@@ -1,0 +1,213 @@
+"""The `model` section of an experiment: which arguments a model takes, and what they may be."""
+
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
+from typing import Any, Literal
+
+import timm
+import torch
+from omegaconf import OmegaConf
+
+from aft_vision.data.ranges import Range, check_range
+from aft_vision.models.autoregressive import AFTDecoder
+from aft_vision.models.decoders import DECODERS, create_decoder
+from commandline import say
+from train.layers import COMMAND_LINE, Layer, merge_checked
+from train.suggest import unknown
+
+RESERVED_MODEL_KEYS = {
+    'num_classes': 'the data set decides how many classes there are',
+    'in_chans': 'images have three channels',
+    'device': 'run.device says where the model is',
+    'dtype': 'run.amp says what it computes in',
+}
+RESERVED_DECODER_KEYS = {
+    'context': 'the data decide how long a sequence is, by data.context where it is text',
+    'vocab_size': 'the data decide how many symbols there are',
+    'device': 'run.device says where the model is',
+    'dtype': 'run.amp says what it computes in',
+}
+VIT_MODULES = ('timm.models.vision_transformer', 'timm.models.deit')
+# Arguments of timm.create_model that say where the first weights come from; a checkpoint does not need them.
+WEIGHT_KEYS = {'pretrained': bool, 'pretrained_cfg_overlay': Any}
+# What an argument of any model may be, by its name; the first that matches.
+ARGUMENT_RANGES = [
+    (r'(^|_)(rate|drop|dropout|prob)$', Range('[0, 1)')),
+    (r'(^|_)(tau|ratio|eps|range|std)$', Range('(0, inf)')),
+    (r'^(reg_tokens|num_\w+_tokens)$', Range('[0, inf)')),
+    (r'(^|_)(dims?|depths?|heads|layers|sizes?|length|window|kernel|stride|context|width)$', Range('[1, inf)')),
+]
+
+
+def check_model(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Check `{name: ..., **kwargs}` against the signature of the model, building nothing.
+
+    The keyword arguments of an `aft_*` model are those of its class and of timm's VisionTransformer, and of a plain
+    ViT or DeiT those of the latter; another model is built without memory.
+
+    Args:
+        keys: Of the whole experiment, for the nearest of one that is unknown.
+
+    Raises:
+        ValueError: the name is missing or not registered, or a keyword argument is unknown or of the wrong type or
+            range.
+    """
+    kwargs = dict(model)
+    name = kwargs.pop('name', None)
+    if not isinstance(name, str):
+        raise ValueError(f'expected model.name, the name of a registered model, got {name!r}')
+    if not timm.is_model(name):
+        raise ValueError(unknown('model.name', name, timm.list_models(), 'a registered model'))
+    _check_reserved(kwargs, RESERVED_MODEL_KEYS)
+    schema = _family_schema(name)
+    if schema is not None:
+        return {'name': name, **check_arguments(kwargs, schema, keys)}
+    check_numbers(kwargs)
+    own = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
+    if own:
+        build_on_meta(name, own)
+    return {'name': name, **kwargs}
+
+
+def check_decoder(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Check the `model` section of a pixel or character model, as `check_model` does of a classifier."""
+    kwargs = dict(model)
+    name = kwargs.pop('name', None)
+    if not isinstance(name, str):
+        raise ValueError(f'expected model.name, the name of a pixel or character model, got {name!r}')
+    if name not in DECODERS:
+        raise ValueError(unknown('model.name', name, DECODERS, 'a pixel or character model'))
+    _check_reserved(kwargs, RESERVED_DECODER_KEYS)
+    return {'name': name, **check_arguments(kwargs, decoder_schema(), keys)}
+
+
+def check_arguments(kwargs: Mapping[str, Any], schema: type, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the keyword arguments of a model in the types of a dataclass's fields.
+
+    Raises:
+        ValueError: one is unknown, or of the wrong type or range.
+    """
+    known = [*keys, *(f'model.{field.name}' for field in dataclasses.fields(schema))]
+    checked = merge_checked(OmegaConf.structured(schema), [kwargs], schema, known, prefix='model.')
+    content = typing.cast(dict[str, Any], OmegaConf.to_container(checked))
+    check_numbers({key: content[key] for key in kwargs})
+    return {key: content[key] for key in kwargs}
+
+
+def check_numbers(kwargs: Mapping[str, Any]) -> None:
+    """Raise a ValueError for a number of a model that no model can have, by the name of its argument."""
+    for key, value in kwargs.items():
+        allowed = next((allowed for names, allowed in ARGUMENT_RANGES if re.search(names, key)), Range('(-inf, inf)'))
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        numbers = [number for number in numbers if isinstance(number, (int, float)) and not isinstance(number, bool)]
+        check_range(f'model.{key}', numbers[0] if numbers and numbers == [value] else numbers, allowed)
+
+
+def build_on_meta(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless timm can build a model with these keyword arguments; it has no memory."""
+    try:
+        with torch.device('meta'):
+            timm.create_model(name, **kwargs)
+    # An argument that it does not take, or a value that one of its layers cannot have.
+    except Exception as error:
+        given = ', '.join(f'model.{key} = {value!r}' for key, value in kwargs.items())
+        raise ValueError(f'expected keyword arguments of the model {name}, got {given}: {error}') from error
+
+
+def drop_foreign_arguments(layers: Sequence[Layer], takes: Callable[[str, str, Any], bool]) -> list[Layer]:
+    """Leave out what layers say of another model than the last one names, where that has no such argument.
+
+    Args:
+        takes: Whether the model of a name takes an argument with a value.
+    """
+    models = [layer['model'] if isinstance(layer.get('model'), Mapping) else {} for _, layer in layers]
+    named = [index for index, model in enumerate(models) if isinstance(model.get('name'), str)]
+    if not named or all(models[index]['name'] == models[named[-1]]['name'] for index in named):
+        return list(layers)
+    name, kept = models[named[-1]]['name'], list(layers)
+    for index, (source, layer) in enumerate(layers[: named[-1]]):
+        own = {key: value for key, value in models[index].items() if key not in ('name', *WEIGHT_KEYS)}
+        foreign = [key for key, value in own.items() if not takes(name, key, value)]
+        if foreign and source != COMMAND_LINE:
+            rest = {key: value for key, value in models[index].items() if key not in foreign}
+            kept[index] = (source, {**layer, 'model': rest})
+            dropped = ', '.join(f'model.{key}' for key in foreign)
+            say(f'note: {dropped} of {source} left out: {name} has no such argument')
+    return kept
+
+
+def model_takes(name: str, key: str, value: Any) -> bool:
+    """Return whether a registered model has a keyword argument; any that is not registered has."""
+    if not timm.is_model(name):
+        return True
+    schema = _family_schema(name)
+    if schema is not None:
+        return key in {field.name for field in dataclasses.fields(schema)}
+    try:
+        build_on_meta(name, {key: value})
+    except ValueError as error:
+        return not isinstance(error.__cause__, TypeError)
+    return True
+
+
+def decoder_takes(name: str, key: str, value: Any) -> bool:
+    """Return whether a pixel or character model has an argument; any that is none has."""
+    if name not in DECODERS or key not in inspect.signature(AFTDecoder).parameters:
+        return True
+    try:
+        create_decoder(name, **{'depth': 1, 'context': 4096, 'vocab_size': 2, 'device': 'meta', key: value})
+    except ValueError:
+        return False
+    return True
+
+
+def _check_reserved(kwargs: Mapping[str, Any], reserved: Mapping[str, str]) -> None:
+    for key in reserved.keys() & kwargs.keys():
+        raise ValueError(f'model.{key} = {kwargs[key]!r} is not for an experiment: {reserved[key]}')
+
+
+def _family_schema(name: str) -> type | None:
+    """The keyword arguments of a registered model, where they are those of a ViT or of ours."""
+    module = timm.models.model_entrypoint(name).__module__
+    return model_schema(module) if module.startswith('aft_vision.') or module in VIT_MODULES else None
+
+
+def model_schema(module: str = 'aft_vision') -> type:
+    """Return the keyword arguments of the models of a module as a dataclass: a ViT's, or those and ours."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    from aft_vision.models.aft_vit import AFTVisionTransformer
+
+    classes = (VisionTransformer,) if module in VIT_MODULES else (VisionTransformer, AFTVisionTransformer)
+    return _schema(classes, WEIGHT_KEYS, RESERVED_MODEL_KEYS)
+
+
+def decoder_schema() -> type:
+    """Return the keyword arguments of a pixel or character model as a dataclass."""
+    return _schema((AFTDecoder,), {}, RESERVED_DECODER_KEYS)
+
+
+def _schema(classes: Sequence[type], more: Mapping[str, Any], reserved: Mapping[str, str]) -> type:
+    """The keyword arguments of classes, and more, as a dataclass; a type OmegaConf does not know becomes Any."""
+    arguments = dict(more)
+    for cls in classes:
+        hints = typing.get_type_hints(typing.cast(Any, cls).__init__)
+        for parameter in inspect.signature(cls).parameters.values():
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name not in reserved:
+                arguments[parameter.name] = hints.get(parameter.name, Any)
+    return dataclasses.make_dataclass(
+        'Model', [(name, supported(hint), field(default=None)) for name, hint in arguments.items()]
+    )
+
+
+def supported(hint: Any) -> Any:
+    """A type that OmegaConf knows, or None; Any for other types."""
+    scalars = {int, float, bool, str, type(None)}
+    parts = set(typing.get_args(hint)) if typing.get_origin(hint) is not Literal else set()
+    if hint in scalars or (parts and parts <= scalars):
+        return hint | None
+    return Any
