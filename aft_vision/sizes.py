@@ -38,7 +38,11 @@ def check_image_size(model: nn.Module, size: Sequence[int]) -> None:
     if not isinstance(patch, tuple) or getattr(patch_embed, 'dynamic_img_pad', False):
         return
     if any(side % step for side, step in zip(size, patch, strict=True)):
-        raise ValueError(f'expected an image size of multiples of the patch size {patch}, got {tuple(size)}')
+        nearest = tuple(max(round(side / step), 1) * step for side, step in zip(size, patch, strict=True))
+        raise ValueError(
+            f'expected an image size of multiples of the patch size {patch}, got {tuple(size)}; '
+            f'the nearest is {nearest}'
+        )
 
 
 def check_resizable(model: nn.Module, size: Sequence[int]) -> None:

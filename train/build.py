@@ -12,6 +12,7 @@ from torch import nn
 from aft_vision.data import Loaders, create_eval_loader, create_loaders
 from aft_vision.evaluate import check_classes, initialize_model, load_model
 from aft_vision.sizes import check_image_size, has_fixed_input_size
+from commandline import is_user_error
 from train.checkpoint import BEST
 from train.distill import load_teacher
 from train.distributed import World
@@ -96,9 +97,14 @@ def training_sizes(config: Config) -> list[tuple[int, int]]:
 
 def check_image_sizes(model: nn.Module, config: Config) -> None:
     """Raise a ValueError unless a model takes all sizes that it will see."""
-    sizes = [*training_sizes(config), config.data.eval_img_size or config.data.img_size]
-    for size in sizes:
-        check_image_size(model, size)
+    training, evaluated = training_sizes(config), config.data.eval_img_size or config.data.img_size
+    key = 'data.img_size' if config.data.train_sizes is None else 'data.train_sizes'
+    for key, size in [*((key, each) for each in training), ('data.eval_img_size', evaluated)]:
+        try:
+            check_image_size(model, size)
+        except ValueError as error:
+            raise ValueError(f'{key}: {error}') from error
+    sizes = [*training, evaluated]
     if len(set(sizes)) > 1 and has_fixed_input_size(model):
         raise ValueError(
             f'expected one image size, because {config.model["name"]} has a fixed one, got {sorted(set(sizes))}; '
@@ -117,11 +123,20 @@ def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, An
 
 
 def build_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
-    """Create a registered model; an argument that it does not take is a ValueError."""
+    """Create a registered model.
+
+    Raises:
+        ValueError: it does not take an argument, or it cannot be built with a value, or has no weights.
+    """
     try:
         return timm.create_model(name, **kwargs)
-    except TypeError as error:
-        raise ValueError(f'expected keyword arguments of the model {name}, got {kwargs}: {error}') from error
+    # timm asserts, looks names up and divides; memory is not a matter of the arguments.
+    except (TypeError, ValueError, AssertionError, LookupError, ArithmeticError, RuntimeError) as error:
+        if is_user_error(error) and not isinstance(error, ValueError):
+            raise
+        raise ValueError(
+            f'expected keyword arguments of the model {name}, got {kwargs}: {str(error) or type(error).__name__}'
+        ) from error
 
 
 def build_loaders(config: Config, world: World) -> Loaders:

@@ -70,9 +70,10 @@ def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterab
     Raises:
         ValueError: an unknown key, or a value of the wrong type or range.
     """
-    merged = merge_checked(OmegaConf.structured(schema), [layer for _, layer in layers], schema, keys)
+    defaults = OmegaConf.structured(schema)
+    merged = merge_checked(defaults, [layer for _, layer in layers], schema, keys)
     try:
-        merged = OmegaConf.merge(merged, settle(merged, layers))
+        merged = OmegaConf.merge(merged, settle(merged, layers, defaults))
         built = typing.cast(Any, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ValueError(_reason(error)) from error

@@ -28,6 +28,13 @@ def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
     return [*_read_chain(Path(path)), *map(_read_override, overrides)]
 
 
+def value_at(layers: Sequence[Layer], key: str, level: int, default: Any) -> Any:
+    """Return what the layers up to a level give a key, as `section.key`; the default where they do not."""
+    section, _, name = key.partition('.')
+    given = [layer[section][name] for _, layer in layers[: level + 1] if key in _keys(layer)]
+    return given[-1] if given else default
+
+
 def level_of(layers: Sequence[Layer], key: str) -> int:
     """Return the place of the last layer that gives a key, as `section.key`: -1 for none, one for all overrides."""
     levels = [
@@ -54,7 +61,8 @@ def merge_checked(
     for layer in layers:
         _reject_unknown(layer, schema, keys, prefix)
     layers = [_with_pairs(layer, schema) for layer in layers]
-    with contextlib.suppress(OmegaConfBaseException):
+    # A TypeError is a list in place of a section.
+    with contextlib.suppress(OmegaConfBaseException, TypeError):
         return OmegaConf.merge(config, *layers)
     # Now one value at a time, because OmegaConf's error for a tuple of the wrong length does not say whose it is.
     for layer in layers:
@@ -63,7 +71,7 @@ def merge_checked(
             for inner, leaf in leaves:
                 try:
                     config = OmegaConf.merge(config, {key: leaf if inner is None else {inner: leaf}})
-                except OmegaConfBaseException as error:
+                except (OmegaConfBaseException, TypeError) as error:
                     name = f'{prefix}{key}' if inner is None else f'{prefix}{key}.{inner}'
                     raise ValueError(f'{name} = {leaf!r}: {str(error).splitlines()[0]}') from error
     return config
@@ -103,13 +111,13 @@ def _source(message: str, layers: Sequence[Layer]) -> str | None:
     # What follows is advice.
     said = message.split('; ')[0]
     found = []
-    for source, layer in layers:
+    for level, (source, layer) in enumerate(layers):
         for key in _keys(layer):
             # A model of transformers names its arguments without the section.
             name = key.removeprefix('model.') if said.startswith('model: ') else key
             place = re.search(rf'(?<![\w.]){re.escape(name)}(?!\.?\w)', said)
             if place is not None:
-                found.append((level_of(layers, key), -place.start(), source, key))
+                found.append((level, -place.start(), source, key))
     if not found:
         return None
     _, place, source, key = max(found)
@@ -126,7 +134,8 @@ def _keys(layer: Mapping[str, Any], prefix: str = '') -> Iterator[str]:
 def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
     """The file and everything it builds on, the deepest base first."""
     if not path.is_file():
-        raise ValueError(f'expected a YAML file, got {path}, which does not exist')
+        missing = 'is a folder' if path.is_dir() else 'does not exist'
+        raise ValueError(f'expected a YAML file, got {path}, which {missing}')
     if path.resolve() in above:
         raise ValueError(f'expected base files that end, got {path}, which builds on itself')
     try:

@@ -115,7 +115,8 @@ def build_on_meta(name: str, kwargs: Mapping[str, Any]) -> None:
     # An argument that it does not take, or a value that one of its layers cannot have.
     except Exception as error:
         given = ', '.join(f'model.{key} = {value!r}' for key, value in kwargs.items())
-        raise ValueError(f'expected keyword arguments of the model {name}, got {given}: {error}') from error
+        reason = str(error) or type(error).__name__
+        raise ValueError(f'expected keyword arguments of the model {name}, got {given}: {reason}') from error
 
 
 def drop_foreign_arguments(layers: Sequence[Layer], takes: Callable[[str, str, Any], bool]) -> list[Layer]:

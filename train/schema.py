@@ -274,12 +274,17 @@ class Experiment:
         Raises:
             ValueError: the batch cannot be shared out evenly.
         """
-        batch, parts = self.data.batch_size, self.optim.accumulate * world_size
-        require('data.batch_size', batch, batch % parts == 0, f'a multiple of {self._parts_meaning(world_size)}')
-        return batch // parts
+        return self._check_multiple(world_size, 1, 'a multiple', '')
 
-    def _parts_meaning(self, world_size: int) -> str:
-        return f'optim.accumulate ({self.optim.accumulate}) times the number of processes ({world_size})'
+    def _check_multiple(self, world_size: int, factor: int, multiple: str, remedy: str) -> int:
+        batch, parts = self.data.batch_size, self.optim.accumulate * world_size
+        if batch % (factor * parts):
+            nearest = max(round(batch / (factor * parts)), 1) * factor * parts
+            raise ValueError(
+                f'expected data.batch_size to be {multiple} of optim.accumulate ({self.optim.accumulate}) times the '
+                f'number of processes ({world_size}), got {batch}; set data.batch_size={nearest}{remedy}'
+            )
+        return batch // parts
 
 
 @dataclass(frozen=True)
@@ -316,14 +321,11 @@ class Config(Experiment):
 
     def check_parts(self, world_size: int) -> int:
         """As of every experiment; what comes out can also be mixed."""
-        images = super().check_parts(world_size)
-        even = images % 2 == 0 or not self.augment.mixes
-        wanted = (
-            f'an even multiple of {self._parts_meaning(world_size)}, because augment.mixup and augment.cutmix pair '
-            'images; or set both to 0'
+        if not self.augment.mixes:
+            return super().check_parts(world_size)
+        return self._check_multiple(
+            world_size, 2, 'an even multiple', ', or augment.mix_prob=0, because mixup and cutmix pair images'
         )
-        require('data.batch_size', self.data.batch_size, even, wanted)
-        return images
 
 
 def require(key: str, value: Any, holds: bool, expected: str) -> None:

@@ -1,24 +1,27 @@
 """What follows from other values of an experiment, and was given before them, as they now want it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from commandline import say
-from train.layers import Layer, level_of
+from train.layers import Layer, level_of, value_at
 from train.schema import LR_BATCH_SIZE
 
-# Of the epochs, and of the peak rate: DeiT's warm-up is shorter, but not on a run of a few epochs.
-WARMUP_SHARE = 5
-RATE_SHARES = {'warmup_lr': 1e-3, 'min_lr': 1e-2}
+# The epochs of a run by those of its warm-up, where that would be longer.
+EPOCHS_BY_WARMUP = 5
 
 
-def settle(config: Any, layers: Sequence[Layer]) -> dict[str, Any]:
+def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any]:
     """Return what must change for a later layer's sake, by section and key, and say so.
 
     A value that comes from the same layer as what it does not go with, or from a later one, is left for the checks.
 
     Args:
         config: The merged layers, in their types.
+        defaults: What the experiment is without any layer.
     """
     settled: dict[str, dict[str, Any]] = {'schedule': {}, 'data': {}}
 
@@ -31,15 +34,18 @@ def settle(config: Any, layers: Sequence[Layer]) -> dict[str, Any]:
     schedule, data = config.schedule, config.data
     if 'warmup_epochs' in schedule and schedule.warmup_epochs >= schedule.epochs > 0:
         why = f'to be below schedule.epochs = {schedule.epochs}'
-        change('schedule', 'warmup_epochs', schedule.epochs // WARMUP_SHARE, why, 'schedule.epochs')
+        change('schedule', 'warmup_epochs', schedule.epochs // EPOCHS_BY_WARMUP, why, 'schedule.epochs')
     # Of an image classifier the rate is per LR_BATCH_SIZE images.
     by_batch = 'warmup_epochs' in schedule
+    because = ('optim.lr', 'data.batch_size') if by_batch else ('optim.lr',)
     peak = config.optim.lr * (data.batch_size / LR_BATCH_SIZE if by_batch else 1)
-    for key, share in RATE_SHARES.items():
+    for key in ('warmup_lr', 'min_lr'):
         if key in schedule and schedule[key] > peak > 0:
-            value = float(f'{share * peak:.3g}')
-            because = ('optim.lr', 'data.batch_size') if by_batch else ('optim.lr',)
-            change('schedule', key, value, f'to be below the peak rate {peak:.3g}', *because)
+            # In proportion to the peak rate that it was given for.
+            level = level_of(layers, f'schedule.{key}')
+            before = {name: value_at(layers, name, level, OmegaConf.select(defaults, name)) for name in because}
+            share = schedule[key] / (math.prod(before.values()) / (LR_BATCH_SIZE if by_batch else 1))
+            change('schedule', key, float(f'{min(share, 1) * peak:.3g}'), f'as the peak rate is {peak:.3g}', *because)
     if 'train_sizes' in data and data.train_sizes is not None:
         why = f'because data.img_size = {tuple(data.img_size)} is given after it'
         change('data', 'train_sizes', None, why, 'data.img_size')

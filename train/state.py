@@ -299,5 +299,9 @@ def _create_optimizer(task: TrainingTask, config: Experiment) -> torch.optim.Opt
             layer_decay=optim.layer_decay,
             **optim.args,
         )
-    except TypeError as error:
-        raise ValueError(f'expected optim.args of the optimizer {optim.name}, got {optim.args}: {error}') from error
+    except (TypeError, ValueError, AssertionError, LookupError, RuntimeError) as error:
+        decay = f' and optim.layer_decay = {optim.layer_decay}' if optim.layer_decay is not None else ''
+        raise ValueError(
+            f'expected optim.args of the optimizer {optim.name}, got {optim.args}{decay}: '
+            f'{str(error) or type(error).__name__}'
+        ) from error

@@ -55,7 +55,7 @@ def check_range(key: str, value: Any, allowed: Range, more: str = '') -> None:
     """
     numbers = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
     if not all(number in allowed for number in numbers):
-        finite = '' if is_finite(value) or 'inf' not in allowed.text else ' and finite'
+        finite = '' if is_finite(value) or ', inf' not in allowed.text or '-inf' in allowed.text else ' and finite'
         raise ValueError(f'expected {key} to be {allowed}{finite}{more}, got {value!r}')
 
 
