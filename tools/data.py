@@ -52,7 +52,7 @@ def create_data_loader(
         source,
         size,
         args.batch_size,
-        crop_pct=args.crop_pct or trained['crop_pct'],
+        crop_pct=trained['crop_pct'] if args.crop_pct is None else args.crop_pct,
         mean=trained['mean'],
         std=trained['std'],
         num_workers=args.workers,

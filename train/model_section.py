@@ -34,6 +34,8 @@ RESERVED_DECODER_KEYS = {
 VIT_MODULES = ('timm.models.vision_transformer', 'timm.models.deit')
 # Arguments of timm.create_model that say where the first weights come from; a checkpoint does not need them.
 WEIGHT_KEYS = {'pretrained': bool, 'pretrained_cfg_overlay': Any}
+# Of a pixel or character model: the others every mixer has.
+ARGUMENTS_OF_A_MIXER = ('window', 'bias_dim', 'factorize_bias', 'num_heads')
 # What an argument of any model may be, by its name; the first that matches.
 ARGUMENT_RANGES = [
     (r'(^|_)(rate|drop|dropout|prob)$', Range('[0, 1)')),
@@ -157,10 +159,11 @@ def model_takes(name: str, key: str, value: Any) -> bool:
 
 def decoder_takes(name: str, key: str, value: Any) -> bool:
     """Return whether a pixel or character model has an argument; any that is none has."""
-    if name not in DECODERS or key not in inspect.signature(AFTDecoder).parameters:
+    if name not in DECODERS or key not in ARGUMENTS_OF_A_MIXER:
         return True
     try:
-        create_decoder(name, **{'depth': 1, 'context': 4096, 'vocab_size': 2, 'device': 'meta', key: value})
+        # One head, or one of whatever it counts, goes with any width.
+        create_decoder(name, **{'depth': 1, 'device': 'meta', key: value if isinstance(value, bool) else 1})
     except ValueError:
         return False
     return True

@@ -45,7 +45,8 @@ def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any
             level = level_of(layers, f'schedule.{key}')
             before = {name: value_at(layers, name, level, OmegaConf.select(defaults, name)) for name in because}
             share = schedule[key] / (math.prod(before.values()) / (LR_BATCH_SIZE if by_batch else 1))
-            change('schedule', key, float(f'{min(share, 1) * peak:.3g}'), f'as the peak rate is {peak:.3g}', *because)
+            value = min(float(f'{share * peak:.3g}'), peak)
+            change('schedule', key, value, f'as the peak rate is {peak:.3g}', *because)
     if 'train_sizes' in data and data.train_sizes is not None:
         why = f'because data.img_size = {tuple(data.img_size)} is given after it'
         change('data', 'train_sizes', None, why, 'data.img_size')

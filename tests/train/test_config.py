@@ -1,11 +1,18 @@
 import dataclasses
+import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from train.config import load_config, save_config
-from train.model_section import check_model
+from train.config import all_keys, load_config, save_config
+from train.fastformer.schema import text_model_schema
+from train.fastformer.tasks import TASKS
+from train.model_section import check_decoder, check_model, decoder_schema, model_schema
 from train.schema import Config
+from train.sequence_schema import CharConfig, PixelConfig
+from train.suggest import ALIASES
 
 AFT = {'name': 'aft_conv_tiny'}
 VIT = 'model: {name: vit_tiny_patch16_224}\n'
@@ -79,9 +86,15 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('optim.layer_decay=0', r'expected optim\.layer_decay to be in \(0, 1\], or null, got 0'),
         ('optim.name=adamww', r"optim\.name = 'adamww' is not an optimizer; the nearest is adamw"),
         ('optim.accumulate=0', r'expected optim\.accumulate to be at least 1, got 0'),
-        ('optim.accumulate=3', r'data\.batch_size to be a multiple of optim\.accumulate \(3\) times .* \(1\), got 64'),
+        (
+            'optim.accumulate=3',
+            r'an even multiple of optim\.accumulate \(3\) times .* \(1\), got 64; set .*=66',
+        ),
         ('data.batch_size=0', r'expected data\.batch_size to be at least 1, got 0'),
-        ('data.batch_size=63', r'to be an even multiple of .*mixup and augment\.cutmix .*, got 63'),
+        (
+            'data.batch_size=63',
+            r'even multiple of .*, got 63; set data\.batch_size=64, or augment\.mix_prob=0',
+        ),
         ('data.on_corrupt_image=ignore', r"on_corrupt_image = 'ignore': .*expected one of \['raise', 'skip'\]"),
         ('ema.decay=1', r'expected ema\.decay to be in \(0, 1\), or null, got 1'),
         ('schedule.step=batch', r"schedule\.step = 'batch': .*expected one of \['epoch', 'update', 'deit'\]"),
@@ -186,3 +199,185 @@ def test_a_binary_file_is_named(tmp_path):
     (tmp_path / 'file.yaml').write_bytes(bytes(range(128, 256)))
     with pytest.raises(ValueError, match=r'expected valid YAML in .*file\.yaml'):
         load_config(tmp_path / 'file.yaml')
+
+
+@pytest.mark.parametrize(
+    ('override', 'nearest'),
+    [
+        ('optim.learning_rate=1', 'optim.lr'),
+        ('lr=1', 'optim.lr'),
+        ('model.lr=1', 'optim.lr'),
+        ('epochs=1', 'schedule.epochs'),
+        ('train.num_epochs=1', 'schedule.epochs'),
+        ('data.batch=1', 'data.batch_size'),
+        ('data.image_size=1', 'data.img_size'),
+        ('model.dropout=0.1', 'model.drop_rate'),
+        ('model.stochastic_depth=0.1', 'model.drop_path_rate'),
+        ('optim.momentum=0.9', 'optim.args'),
+        ('run.fp16=true', 'run.amp'),
+        ('run.seeed=1', 'run.seed'),
+        ('schedule.warmup=1', 'schedule.warmup_epochs'),
+    ],
+)
+def test_a_key_is_suggested_by_its_meaning(vit_file, override, nearest):
+    with pytest.raises(ValueError, match=rf'^command line: .* is not a key; the nearest is {nearest}$'):
+        load_config(vit_file, [override])
+
+
+def test_every_alias_means_a_key_of_some_experiment():
+    keys = {'optim.args'}
+    for schema in (Config, PixelConfig, CharConfig, *(task.schema for task in TASKS.values())):
+        keys |= {*all_keys(schema, model_schema()), *all_keys(schema, decoder_schema())}
+        keys |= set(all_keys(schema, text_model_schema()))
+    assert {key for meant in ALIASES.values() for key in meant} <= keys
+
+
+@pytest.mark.parametrize(
+    ('override', 'source'),
+    [
+        ('model.kernel_size=-1', 'command line: expected model.kernel_size'),
+        ('model.name=aft_conv_tinyy', "command line: model.name = 'aft_conv_tinyy'"),
+        ('optim.name=adamww', "command line: optim.name = 'adamww'"),
+        ('augment.hflip=2', 'command line: expected augment.hflip'),
+        ('optim.accumulate=3', 'command line (optim.accumulate): expected data.batch_size'),
+        ('data.batch_size=x', "command line: data.batch_size = 'x'"),
+        ('run.seed=3', 'FILE: expected optim.weight_decay'),
+    ],
+)
+def test_an_error_names_what_gave_the_value(tmp_path, override, source):
+    (tmp_path / 'base.yaml').write_text('model: {name: aft_conv_tiny, kernel_size: 3}\ndata: {batch_size: 64}\n')
+    file = tmp_path / 'file.yaml'
+    file.write_text('base: base.yaml\n' + ('optim: {weight_decay: -1}\n' if override == 'run.seed=3' else ''))
+    with pytest.raises(ValueError, match='^' + re.escape(source.replace('FILE', str(file)))):
+        load_config(file, [override])
+
+
+def test_an_error_of_a_base_file_names_that(tmp_path):
+    (tmp_path / 'base.yaml').write_text('schedule: {epochs: 0}\n')
+    (tmp_path / 'file.yaml').write_text('base: base.yaml\n')
+    with pytest.raises(ValueError, match=r'base\.yaml: expected schedule\.epochs to be at least 1, got 0'):
+        load_config(tmp_path / 'file.yaml')
+
+
+def test_a_warm_up_is_shortened_for_a_run_of_few_epochs_and_it_is_said(vit_file, capsys):
+    assert [load_config(vit_file, [f'schedule.epochs={n}']).schedule.warmup_epochs for n in (1, 5, 6)] == [0, 1, 5]
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == 'note: schedule.warmup_epochs = 0 in place of 5, to be below schedule.epochs = 1'
+    assert len(said) == 2
+    with pytest.raises(ValueError, match=r'^command line: expected schedule\.warmup_epochs to be below'):
+        load_config(vit_file, ['schedule.epochs=3', 'schedule.warmup_epochs=3'])
+
+
+def test_least_rates_keep_their_proportion_to_a_lower_peak(tmp_path, capsys):
+    file = tmp_path / 'file.yaml'
+    file.write_text(
+        VIT + 'data: {batch_size: 512}\noptim: {lr: 1.0e-3}\nschedule: {min_lr: 1.0e-3, warmup_lr: 1.0e-4}\n'
+    )
+    config = load_config(file, ['optim.lr=1e-5'])
+    # A constant rate stays one.
+    assert (config.schedule.min_lr, config.schedule.warmup_lr) == pytest.approx((1e-5, 1e-6))
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert load_config(file, ['data.batch_size=2']).schedule.min_lr == pytest.approx(1e-3 * 2 / 512, rel=1e-2)
+    with pytest.raises(ValueError, match=r'^command line: expected schedule\.min_lr to be at most'):
+        load_config(file, ['optim.lr=1e-5', 'schedule.min_lr=1'])
+
+
+def test_one_number_is_both_sides_of_an_image(vit_file):
+    data = load_config(vit_file, ['data.img_size=32', 'data.eval_img_size=64']).data
+    assert (data.img_size, data.eval_img_size) == ((32, 32), (64, 64))
+
+
+def test_another_image_size_takes_the_place_of_several(tmp_path, capsys):
+    file = tmp_path / 'file.yaml'
+    file.write_text(VIT + 'data: {train_sizes: [32, 48], train_size_schedule: progressive}\n')
+    assert load_config(file).data.train_sizes == [32, 48]
+    data = load_config(file, ['data.img_size=64']).data
+    assert (data.train_sizes, data.train_size_schedule, data.img_size) == (None, 'constant', (64, 64))
+    assert 'note: data.train_sizes = None in place of [32, 48]' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('name', 'kept'),
+    [
+        ('resnet10t', {'drop_path_rate': 0.1}),
+        ('deit_tiny_patch16_224', {'drop_path_rate': 0.1, 'embed_dim': 64}),
+        ('aft_conv_small', {'drop_path_rate': 0.1, 'embed_dim': 64, 'kernel_size': 3}),
+    ],
+)
+def test_arguments_of_another_model_are_left_out(tmp_path, capsys, name, kept):
+    file = tmp_path / 'file.yaml'
+    file.write_text('model: {name: aft_conv_tiny, drop_path_rate: 0.1, embed_dim: 64, kernel_size: 3}\n')
+    assert load_config(file, [f'model.name={name}']).model == {'name': name, **kept}
+    assert ('left out: ' + name in capsys.readouterr().err) == (len(kept) < 3)
+    with pytest.raises(ValueError, match=r'^command line: .*model\.'):
+        load_config(file, ['model.name=resnet10t', 'model.num_heads=3'])
+
+
+def test_arguments_of_another_mixer_are_left_out(tmp_path):
+    file = tmp_path / 'file.yaml'
+    file.write_text('model: {name: aft_local_char, depth: 2, dim: 30, window: 32, bias_dim: 8}\n')
+    config = load_config(file, ['model.name=transformer_char'], CharConfig)
+    assert config.model == {'name': 'transformer_char', 'depth': 2, 'dim': 30}
+
+
+def numeric_fields() -> Iterator[tuple[type, str, dataclasses.Field]]:
+    """Every section of every experiment, its name and each of its fields that holds numbers."""
+    for schema in (Config, PixelConfig, CharConfig, *(task.schema for task in TASKS.values())):
+        for section in dataclasses.fields(schema):
+            if dataclasses.is_dataclass(section.type):
+                for each in dataclasses.fields(section.type):
+                    hint = re.findall(r'\w+', str(getattr(each.type, '__name__', each.type)) + str(each.type))
+                    if {'int', 'float'} & set(hint):
+                        yield section.type, section.name, each
+
+
+def test_every_number_of_an_experiment_has_a_range_without_nan_and_infinity():
+    found = 0
+    for _, section, each in numeric_fields():
+        assert 'range' in each.metadata, f'{section}.{each.name}'
+        for value in (math.nan, math.inf, -math.inf):
+            assert value not in each.metadata['range'], f'{section}.{each.name}'
+        found += 1
+    assert found > 150
+
+
+def test_every_number_out_of_its_range_is_refused_by_its_key():
+    checked = set()
+    for cls, section, each in numeric_fields():
+        if (cls, each.name) in checked:
+            continue
+        checked.add((cls, each.name))
+        many = 'tuple' in str(each.type) or 'list' in str(each.type)
+        value = (math.nan, math.nan) if many else math.nan
+        with pytest.raises(ValueError, match=rf'expected {section}\.{each.name} to be'):
+            cls(**{each.name: value})
+
+
+@pytest.mark.parametrize(
+    ('key', 'values'),
+    {
+        'drop_path_rate': [-1, math.nan, 1],
+        'drop_rate': [math.inf],
+        'embed_dim': [0, -8],
+        'depth': [-1, 0],
+        'patch_size': [0, [8, 0]],
+        'num_heads': [0],
+        'mlp_ratio': [-1, math.nan],
+        'init_values': [math.nan],
+        'tau': [0],
+        'reg_tokens': [-1],
+        'img_size': [[32, -32]],
+        'kernel_size': [-3],
+    }.items(),
+)
+def test_a_number_that_no_model_can_have_is_refused(key, values):
+    for value in values:
+        with pytest.raises(ValueError, match=rf'expected model\.{key} to be '):
+            check_model({**AFT, key: value})
+
+
+def test_a_number_that_no_model_can_have_is_refused_of_other_models_too():
+    with pytest.raises(ValueError, match=r'expected model\.drop_path_rate to be'):
+        check_model({'name': 'resnet10t', 'drop_path_rate': -1})
+    with pytest.raises(ValueError, match=r'expected model\.dropout to be'):
+        check_decoder({'name': 'aft_simple_char', 'dropout': math.nan})

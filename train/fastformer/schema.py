@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal
 
+from transformers.activations import ACT2FN
+
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.fastformer import ENCODERS, PRESETS, FastformerConfig
 from train.model_section import check_arguments, supported
@@ -210,7 +212,12 @@ def check_text_model(
     for key in reserved.keys() & model.keys():
         raise ValueError(f'model.{key} = {model[key]!r} is not for an experiment: {reserved[key]}')
     checked = check_arguments(model, text_model_schema(kind), keys)
-    for key, names, what in (('preset', PRESETS, 'a preset'), ('encoder_mixer', ENCODERS, 'an encoder')):
+    named = (
+        ('preset', PRESETS, 'a preset'),
+        ('encoder_mixer', ENCODERS, 'an encoder'),
+        ('hidden_act', ACT2FN, 'a function'),
+    )
+    for key, names, what in named:
         if checked.get(key) is not None and checked[key] not in names:
             raise ValueError(unknown(f'model.{key}', checked[key], names, what))
     try:
