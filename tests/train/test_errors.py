@@ -1,0 +1,131 @@
+"""Every command of `train` answers what a user gets wrong with one line and exit code 2."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CLOTHING
+
+import train.char
+import train.fastformer.__main__
+import train.imagenet
+import train.pixel
+import train.throughput
+from commandline import run_command
+from train.build import build_model, check_image_sizes, model_arguments
+from train.config import load_config
+from train.model_section import WEIGHT_KEYS
+
+ROOT = Path(__file__).parents[2]
+MAINS = {
+    'one_epoch': train.imagenet.main,
+    'pixel': train.pixel.main,
+    'char': train.char.main,
+    'fastformer': train.fastformer.__main__.main,
+}
+
+
+def line_of(capsys, main, arguments: list[str]) -> str:
+    """Run a command that must fail, and return its one line, apart from notes."""
+    with pytest.raises(SystemExit) as stop:
+        run_command(main, arguments)
+    assert stop.value.code == 2
+    *notes, line = capsys.readouterr().err.splitlines()
+    assert all(note.startswith('note: ') for note in notes)
+    assert line.startswith('error: ')
+    return line
+
+
+@pytest.mark.parametrize(
+    ('config', 'arguments', 'said'),
+    [
+        ('one_epoch', 'data.dir=/nowhere', 'got /nowhere'),
+        ('one_epoch', 'data.dir=FOLDER', 'FOLDER, which is empty'),
+        ('one_epoch', 'data.dir=TEXT', 'got TEXT'),
+        ('one_epoch', 'optim.args=[1]', 'command line: optim.args = [1]: '),
+        ('one_epoch', 'optim.lr=1e300', 'command line: expected optim.lr to be in (0, 1e4]'),
+        ('one_epoch', 'augment.mixup=.inf', 'command line: expected augment.mixup'),
+        ('one_epoch', 'augment.color_jitter=.inf', 'command line: expected augment.color_jitter'),
+        ('one_epoch', 'model.drop_path_rate=nan', 'command line: expected model.drop_path_rate'),
+        ('one_epoch', 'model.embed_dim=0', 'command line: expected model.embed_dim'),
+        ('one_epoch', 'model.act_layer=foo', "the model aft_conv_tiny, got {'num_classes': 10"),
+        ('one_epoch', 'model.global_pool=foo', 'the model aft_conv_tiny'),
+        ('one_epoch', 'model.weight_init=foo', 'the model aft_conv_tiny'),
+        ('one_epoch', 'model.num_heads=7', 'num_heads must divide dim'),
+        ('one_epoch', 'model.pretrained=true', 'No pretrained weights exist for aft_conv_tiny'),
+        (
+            'one_epoch',
+            'data.img_size=50',
+            'data.img_size: expected an image size of multiples of the patch size (8, 8)',
+        ),
+        ('one_epoch', 'optim.args.betas=[2,3]', "optimizer adamw, got {'betas': [2, 3]}"),
+        ('one_epoch', 'run.init_from=TEXT', 'expected a whole checkpoint, got TEXT'),
+        ('one_epoch', 'run.resume=/nowhere', 'got /nowhere, which does not exist'),
+        ('one_epoch', 'run.device=tpu9', "got 'tpu9'"),
+        ('one_epoch', '--epochs 3', 'unrecognized arguments: --epochs 3'),
+        ('one_epoch', '--eval', 'expected weights to evaluate'),
+        ('pixel', 'data.dir=/nowhere', 'expected CIFAR10 in /nowhere'),
+        ('pixel', 'data.dir=TEXT', 'got TEXT'),
+        ('pixel', 'model.name=resnet18', "command line: model.name = 'resnet18'"),
+        ('char', 'data.file=/nowhere', 'got /nowhere'),
+        ('char', 'data.file=FOLDER', 'got FOLDER'),
+        ('char', 'model.window=0', 'command line: expected model.window'),
+        ('fastformer', 'data.path=/nowhere.csv', '/nowhere.csv'),
+        ('fastformer', 'task=foo', "command line: task = 'foo' is not a task"),
+        ('fastformer', 'model.hidden_act=foo', "command line: model.hidden_act = 'foo'"),
+        ('fastformer', 'model.num_attention_heads=3', 'command line: model: hidden_size must be a multiple of'),
+        ('fastformer', 'run.init_from=/nowhere', 'got /nowhere'),
+    ],
+)
+def test_a_wrong_value_is_one_line(tmp_path, capsys, config, arguments, said):
+    places = {'FOLDER': tmp_path / 'folder', 'TEXT': tmp_path / 'text'}
+    places['FOLDER'].mkdir()
+    places['TEXT'].write_text('text')
+    for name, place in places.items():
+        arguments, said = arguments.replace(name, str(place)), said.replace(name, str(place))
+    file = ROOT / 'configs' / 'smoke' / f'{config}.yaml'
+    first = [f'data.dir={CLOTHING}', 'run.throughput_batches=0'] if config == 'one_epoch' else []
+    run = ['--quiet', '--config', str(file), *first, f'run.dir={tmp_path / "run"}', *arguments.split()]
+    assert said in line_of(capsys, MAINS[config], run)
+    assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('main', [*MAINS.values(), train.throughput.main])
+@pytest.mark.parametrize('config', ['none.yaml', 'folder', 'binary'])
+def test_a_config_that_cannot_be_read_is_one_line(tmp_path, capsys, main, config):
+    (tmp_path / 'folder').mkdir()
+    (tmp_path / 'binary').write_bytes(bytes(range(128, 256)))
+    assert str(tmp_path / config) in line_of(capsys, main, ['--config', str(tmp_path / config)])
+
+
+TWEAKS = [
+    ('imagenet/aft_conv_small_k11_h384', 'data.batch_size=1', 'set data.batch_size=2, or augment.mix_prob=0'),
+    ('imagenet/aft_conv_small_k11_h384', 'data.batch_size=2', ''),
+    ('imagenet/aft_conv_small_k11_h384', 'schedule.epochs=1', ''),
+    ('imagenet/aft_conv_small_k11_h384', 'model.name=resnet10t', ''),
+    ('imagenet/aft_full_tiny', 'data.img_size=32', ''),
+    ('imagenet/aft_full_tiny', 'data.img_size=50', 'data.img_size: expected an image size of multiples'),
+    ('imagenet/recipes/ffcv_88e', 'data.img_size=64', ''),
+    ('imagenet/recipes/plain_90e', 'schedule.epochs=5', ''),
+    ('imagenet/recipes/deit_finetune_384', 'data.batch_size=32', ''),
+    ('imagenette/aft_conv_tiny_gumbel', 'model.name=deit_tiny_patch16_224', ''),
+    ('smoke/clothing_demo', 'model.name=efficientnet_b0', ''),
+    ('smoke/deit_recipe', 'data.batch_size=7', 'set data.batch_size=8, or augment.mix_prob=0'),
+]
+
+
+@pytest.mark.parametrize(('path', 'tweak', 'advice'), TWEAKS)
+def test_a_first_tweak_works_or_the_error_says_what_to_set(path, tweak, advice):
+    def build() -> None:
+        shallow = [] if tweak.startswith('model.name') else ['model.depth=1']
+        config = load_config(ROOT / 'configs' / f'{path}.yaml', [tweak, *shallow])
+        name, kwargs = model_arguments(config, num_classes=10)
+        with torch.device('meta'):
+            model = build_model(name, {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS})
+        check_image_sizes(model, config)
+
+    if not advice:
+        return build()
+    with pytest.raises(ValueError, match=re.escape(advice)):
+        build()
