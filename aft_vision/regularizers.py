@@ -87,7 +87,7 @@ def prune(model: nn.Module, threshold: float) -> nn.Module:
     Raises:
         ValueError: the threshold is negative, or as `evaluated_kernels`.
     """
-    if threshold < 0:
+    if not threshold >= 0:
         raise ValueError(f'threshold must be at least 0, got {threshold}')
     kernels = evaluated_kernels(model)
     # What deepcopy finds here it does not copy.

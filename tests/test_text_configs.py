@@ -235,7 +235,7 @@ def test_the_small_recipes_differ_in_their_texts_alone():
         ('data.eval_batch_size=0', r'data\.eval_batch_size to be at least 1, or null.*, got 0'),
         ('data.test_share=1.0', r'data\.test_share to be in \(0, 1\), got 1\.0'),
         ('data={test_share: 0.5, valid_share: 0.5}', r'data\.test_share \+ data\.valid_share to be below 1, got 1\.0'),
-        ('data.num_workers=-1', r'data\.num_workers to be at least 0, got -1'),
+        ('data.num_workers=-1', r'data\.num_workers to be in \[0, 1024\], got -1'),
     ],
 )
 @pytest.mark.parametrize('name', SMOKE)

@@ -120,8 +120,8 @@ def _source(message: str, layers: Sequence[Layer]) -> str | None:
                 found.append((level, -place.start(), source, key))
     if not found:
         return None
-    _, place, source, key = max(found)
-    return source if -place == min(-each[1] for each in found) else f'{source} ({key})'
+    _, before, source, key = max(found)
+    return source if before == max(each[1] for each in found) else f'{source} ({key})'
 
 
 def _keys(layer: Mapping[str, Any], prefix: str = '') -> Iterator[str]:

@@ -122,7 +122,7 @@ def test_without_augmentation_the_image_stays():
 
 @pytest.mark.parametrize(('key', 'value'), [('hflip', 1.5), ('shift', -1), ('shift', 256)])
 def test_an_augmentation_out_of_range_is_rejected(key, value):
-    with pytest.raises(ValueError, match=rf'augment\.{key} must be in .*, got {value}'):
+    with pytest.raises(ValueError, match=rf'expected augment\.{key} to be in .*, got {value}'):
         PixelAugmentation(**{key: value})
 
 

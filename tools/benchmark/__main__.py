@@ -122,6 +122,8 @@ def _measure(section: Section, args: argparse.Namespace) -> tuple[dict[str, Any]
         `machine`, `backends` and `load`; and the report.
     """
     device = resolve_device(args.device)
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f'expected --threads to be at least 1, got {args.threads}')
     must_be_idle = section.is_timed and not args.allow_load
     if must_be_idle:
         check_load()
