@@ -404,7 +404,7 @@ def test_a_named_data_set_that_cannot_be_opened_is_named(tmp_path, name, message
         ({'name': 'torch/mnist'}, r'expected data\.dir, the folder of torch/mnist'),
         ({'name': 'wds/', 'on_corrupt_image': 'skip'}, "must be 'raise' for wds/, whose reader decides"),
         ({'dir': 'x', 'on_corrupt_image': 'ignore'}, "must be 'raise' or 'skip', got 'ignore'"),
-        ({'dir': 'x', 'num_classes': 0}, 'num_classes must be at least 1, got 0'),
+        ({'dir': 'x', 'num_classes': 0}, r'data\.num_classes to be at least 1, or null, got 0'),
     ],
 )
 def test_an_impossible_source_is_rejected(options, message):

@@ -411,7 +411,7 @@ def test_a_checkpoint_takes_no_arguments(teacher_dir):
             r"distill\.kind = 'hart': .*expected one of \['hard', 'soft', 'feature', 'token_hard', ",
         ),
         (['distill.techer=x'], r"distill\.techer = 'x' is not a key; the nearest is distill\.teacher$"),
-        (['distil.kind=soft'], r'distil = .* is not a key; the nearest is distill$'),
+        (['distil.kind=soft'], r'distil\.kind = .* is not a key; the nearest is distill\.kind$'),
         (['distill.teacher_args.depth=2'], r'distill\.teacher_args to be empty without distill\.teacher, got'),
         (['distill.teacher=x', 'distill.teacher_args.num_classes=10'], r"without num_classes, .*'num_classes': 10"),
         (['distill.temperature=3'], r'distill\.temperature to be 1 for the kind hard, which has none, got 3'),
