@@ -86,7 +86,7 @@ class Generation:
             Else it is the one with the least loss.
     """
 
-    num_beams: int = within('[1, 1024]', 5, 'beams')
+    num_beams: int = within('[1, inf)', 5, 'beams')
     length_penalty: float = within('(-inf, inf)', 1.0)
     no_repeat_ngram_size: int = within('[0, inf)', 0, 'tokens')
     min_length: int = within('[0, inf)', 0, 'tokens')
