@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -22,11 +23,17 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None = None, **kwargs: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=formatter, **kwargs)
+        super().__init__(program_name(), description=description, formatter_class=formatter, **kwargs)
         self.add_argument('--debug', action='store_true', help='show the traceback of an error')
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_CODE, f'error: {message}; --help shows the usage\n')
+
+
+def program_name() -> str | None:
+    """Return the running command as it is typed, `python -m train.imagenet`; None for no module."""
+    spec = getattr(sys.modules['__main__'], '__spec__', None)
+    return None if spec is None else f'python -m {spec.name.removesuffix(".__main__")}'
 
 
 def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str] | None = None) -> None:
@@ -42,6 +49,9 @@ def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str]
     argv = sys.argv[1:] if argv is None else argv
     try:
         main(argv)
+    except KeyboardInterrupt:
+        print('interrupted', file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:
         if not is_user_error(error):
             raise

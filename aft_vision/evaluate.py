@@ -15,6 +15,7 @@ from timm.task.evaluator import ClassificationEvaluator
 from torch import nn
 from tqdm import tqdm
 
+from aft_vision.files import find_checkpoint
 from aft_vision.layers import AFTMixer
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.state_dict import StateDictError, check_state_dict
@@ -75,7 +76,7 @@ def evaluate_all(
     """
     device = torch.device(device)
     meters = [_Meter(model, device, evaluator() if evaluator else ClassificationEvaluator(device)) for model in models]
-    for images, targets in tqdm(loader, desc='evaluate', unit='batch', leave=False, disable=not progress):
+    for images, targets in tqdm(loader, desc='evaluate', unit='batch', leave=False, disable=None if progress else True):
         # All of its images were corrupt and skipped.
         if not len(images):
             continue
@@ -118,8 +119,8 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu') -> nn
     """Rebuild the trained model that a checkpoint holds.
 
     Args:
-        checkpoint: A file written by the trainer (`last.pth`, `best.pth`), or a directory exported with
-            `timm.models.save_for_hf`.
+        checkpoint: A file written by the trainer (`last.pth`, `best.pth`), the folder of a run, which stands for its
+            `best.pth`, or a directory exported with `timm.models.save_for_hf`.
 
     Returns:
         The model in eval mode.
@@ -127,10 +128,12 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu') -> nn
     Raises:
         ValueError: the path does not exist, is no checkpoint or a damaged one, or its weights do not fit its model.
     """
-    checkpoint = Path(checkpoint)
+    checkpoint = find_checkpoint(checkpoint)
     if checkpoint.is_dir():
         if not (checkpoint / 'config.json').is_file():
-            raise ValueError(f'expected an exported model with a config.json in {checkpoint}, got none')
+            raise ValueError(
+                f'expected a run with best.pth or an exported model with config.json in {checkpoint}, got neither'
+            )
         return _create(f'local-dir:{checkpoint}', checkpoint, pretrained=True).to(device).eval()
     content = read_checkpoint(checkpoint)
     model = _create(content['model_name'], checkpoint, **content['model_kwargs'])
@@ -157,7 +160,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: the file does not exist, is damaged, or is something else.
     """
-    path = Path(path)
+    path = find_checkpoint(path)
     if not path.is_file():
         raise ValueError(f'expected a checkpoint file or an exported directory, got {path}, which does not exist')
     try:
@@ -227,7 +230,7 @@ def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool 
 
 def _read_start(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], bool, tuple[int, int] | None]:
     """The weights of a checkpoint, whether they are of an AFT model, and their grid (H, W) in tokens if stated."""
-    content = {} if Path(checkpoint).is_dir() else read_checkpoint(checkpoint)
+    content = {} if find_checkpoint(checkpoint).is_dir() else read_checkpoint(checkpoint)
     # Building the model for its class alone would cost time and random numbers.
     if content and timm.is_model(content['model_name']):
         of_aft = timm.models.model_entrypoint(content['model_name']).__module__.startswith('aft_vision.')

@@ -147,7 +147,7 @@ def _time_in_turns(
 ) -> list[list[float]]:
     """Seconds of every call in every round."""
     found: list[list[float]] = [[] for _ in calls]
-    for turn in tqdm(range(rounds), desc='time', unit='round', leave=False, disable=not progress):
+    for turn in tqdm(range(rounds), desc='time', unit='round', leave=False, disable=None if progress else True):
         for place in range(len(calls)):
             index = (turn + place) % len(calls)
             found[index].append(_time(calls[index], device, repeats[index]))

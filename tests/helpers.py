@@ -300,8 +300,8 @@ def losses(run_dir: Path) -> list[dict[str, str]]:
         return [{name: row[name] for name in kept if name in row} for row in csv.DictReader(file)]
 
 
-def interrupt_at(monkeypatch: pytest.MonkeyPatch, update: int) -> None:
-    """Send SIGTERM to this process in that update of this run."""
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, update: int, number: int = signal.SIGTERM) -> None:
+    """Send a signal to this process in that update of this run."""
     from train import engine
 
     original = engine.train_step
@@ -309,7 +309,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, update: int) -> None:
     def step(state, parts):
         loss = original(state, parts)
         if state.updates == update:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return loss
 
     monkeypatch.setattr(engine, 'train_step', step)

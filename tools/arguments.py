@@ -1,7 +1,29 @@
 """What the command lines of the tools have in common."""
 
 import argparse
+import ast
+import contextlib
 from pathlib import Path
+from typing import Any
+
+DTYPES = ('float32', 'bfloat16', 'float16')
+
+
+class KeyValues(argparse.Action):
+    """A dict of KEY=VALUE arguments, whose values are Python literals or else strings."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        found = {}
+        for text in values:
+            key, equals, value = text.partition('=')
+            if not equals:
+                parser.error(f'argument {option}: expected KEY=VALUE, got {text!r}')
+            found[key] = value
+            with contextlib.suppress(ValueError, SyntaxError):
+                found[key] = ast.literal_eval(value)
+        setattr(namespace, self.dest, found)
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
@@ -12,6 +34,32 @@ def add_size(parser: argparse.ArgumentParser) -> None:
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Take --device, for `resolve_device`."""
     parser.add_argument('--device', default='auto', help='default: CUDA where there is one')
+
+
+def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Take the options of `tools.data.create_data_loader`; --data may be missing where it is not required."""
+    add = parser.add_argument
+    default = '' if required else ' (default: no images)'
+    add('--data', required=required, help=f'a folder or tar file, or the root of the data set of --name{default}')
+    add('--name', default='', help='a data set that timm reads, such as torch/cifar10 (default: none)')
+    add('--split', help='the split (default: val, validation or test, whichever is there)')
+    add('--num-classes', type=int, help='of a data set that does not say so itself')
+    add('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded')
+    add('--batch-size', type=int, default=64, help='images per batch (default: 64)')
+    add('--crop-pct', type=float, help='crop relative to the resized image (default: what the model was trained with)')
+    add('--workers', type=int, default=2, help='decoding processes (default: 2)')
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Take the checkpoint, the rules of drawing, and where an interrupted run goes on."""
+    add = parser.add_argument
+    add('--checkpoint', type=Path, required=True, help='a checkpoint of the model')
+    add('--temperature', type=float, default=1.0, help='divides the logits; 0 takes the likeliest token (default: 1)')
+    add('--top-k', type=int, help='draw from this many of the likeliest tokens (default: all)')
+    add('--top-p', type=float, help='draw from the likeliest tokens that add up to this chance (default: all)')
+    add('--seed', type=int, default=0, help='of the random numbers (default: 0)')
+    add('--state', type=Path, metavar='FILE', help='where an interrupted run is kept, and goes on from (default: none)')
+    add_device(parser)
 
 
 def parse_sizes(text: str) -> list[tuple[int, int]]:

@@ -14,8 +14,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from aft_vision.visualize import plot_bits
 from commandline import CommandParser, run_command
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = CommandParser(__doc__)
+    parser.add_argument('runs', nargs='+', type=Path, metavar='RUN', help='the folder of a run')
+    parser.add_argument('--names', nargs='+', metavar='NAME', help='of the runs; those of their folders by default')
+    parser.add_argument('--out', type=Path, default=Path(), metavar='DIR', help='where to write (default: here)')
+    return parser.parse_args(argv)
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+from aft_vision.visualize import plot_bits
 from tools.results import read_result
 
 # Of the table, its width and format, and the key of result.json.
@@ -28,15 +43,6 @@ COLUMNS = (
     ('seconds', 9, '.0f', 'seconds'),
     ('MB', 7, '.0f', 'memory_mb'),
 )
-
-
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = CommandParser(__doc__)
-    parser.add_argument('runs', nargs='+', type=Path, metavar='RUN', help='the folder of a run')
-    parser.add_argument('--names', nargs='+', metavar='NAME', help='of the runs; those of their folders by default')
-    parser.add_argument('--out', type=Path, default=Path(), metavar='DIR', help='where to write (default: here)')
-    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:

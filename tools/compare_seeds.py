@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from aft_vision.visualize import new_figure, save_figure
 from commandline import CommandParser, run_command
-from tools.results import read_result
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -30,6 +28,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--title', default='', help='of the picture, such as the data set')
     parser.add_argument('--out', type=Path, default=Path(), metavar='DIR', help='where to write (default: here)')
     return parser.parse_args(argv)
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+from aft_vision.visualize import new_figure, save_figure
+from tools.results import read_result
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:

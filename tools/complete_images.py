@@ -21,16 +21,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import torch
-from PIL import Image
-
-from aft_vision.data import read_cifar10
-from aft_vision.models import PixelDecoder, half_mask
-from aft_vision.models.pixel import MASKS
-from aft_vision.visualize import completion_sheet, load_pixels
 from commandline import CommandParser, run_command
-from tools.sampling import add_sampling, content_hash, draw, load, rules
+from tools.arguments import add_sampling
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,7 +34,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     source.add_argument('--images', type=Path, nargs='+', help='image files')
     source.add_argument('--data', type=Path, help='CIFAR10, in any form that train.pixel takes: its test images')
     add('--indices', type=int, nargs='+', help='of the images of --data (default: the first 8)')
-    add('--mask', default='top-half', help=f'{", ".join(MASKS)}, or an image file (default: top-half)')
+    halves = 'top-half, bottom-half, left-half, right-half'
+    add('--mask', default='top-half', help=f'{halves}, or an image file (default: top-half)')
     add('--num-samples', type=int, default=1, help='completions of each image (default: 1)')
     add('--batch-size', type=int, default=16, help='images completed together, samples apart (default: 16)')
     add('--originals', action='store_true', help='add a row with the images themselves')
@@ -52,6 +45,21 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.batch_size < 1:
         parser.error('--batch-size must be at least 1')
     return args
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+import numpy as np
+import torch
+from PIL import Image
+
+from aft_vision.data import read_cifar10
+from aft_vision.models import PixelDecoder, half_mask
+from aft_vision.models.pixel import MASKS
+from aft_vision.visualize import completion_sheet, load_pixels
+from tools.sampling import content_hash, draw, load, rules
 
 
 def main(argv: Sequence[str] | None = None) -> torch.Tensor:

@@ -19,13 +19,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from aft_vision.data import VOCABULARIES
-from aft_vision.data.bytes import decode, encode
-from aft_vision.models import AFTDecoder
 from commandline import CommandParser, run_command
-from tools.sampling import add_sampling, draw, load, rules
+from tools.arguments import add_sampling
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,6 +35,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--num-samples', type=int, default=1, help='texts (default: 1)')
     add('--out', type=Path, help='also write the texts here, as JSON')
     return parser.parse_args(argv)
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+import torch
+
+from aft_vision.data import VOCABULARIES
+from aft_vision.data.bytes import decode, encode
+from aft_vision.models import AFTDecoder
+from tools.sampling import draw, load, rules
 
 
 def main(argv: Sequence[str] | None = None) -> list[bytes]:

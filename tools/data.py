@@ -11,20 +11,6 @@ from aft_vision.data import Source, create_eval_loader
 from aft_vision.evaluate import check_classes
 
 
-def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Take the options of `create_data_loader`; --data may be missing where it is not required."""
-    add = parser.add_argument
-    default = '' if required else ' (default: no images)'
-    add('--data', required=required, help=f'a folder or tar file, or the root of the data set of --name{default}')
-    add('--name', default='', help='a data set that timm reads, such as torch/cifar10 (default: none)')
-    add('--split', help='the split (default: val, validation or test, whichever is there)')
-    add('--num-classes', type=int, help='of a data set that does not say so itself')
-    add('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded')
-    add('--batch-size', type=int, default=64, help='images per batch (default: 64)')
-    add('--crop-pct', type=float, help='crop relative to the resized image (default: what the model was trained with)')
-    add('--workers', type=int, default=2, help='decoding processes (default: 2)')
-
-
 def create_data_loader(
     model: nn.Module, size: tuple[int, int], args: argparse.Namespace, device: torch.device
 ) -> tuple[Any, list[str]]:

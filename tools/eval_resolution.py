@@ -4,7 +4,7 @@ python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 224 
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 192:384:16 --flip --multi-scale 192 224 288
 python -m tools.eval_resolution --checkpoint A B C --data DIR --sizes 128:224:32 --out OUT
 
-FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder; DIR is a folder or tar file with a val,
+FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; DIR is a folder or tar file with a val,
 validation or test split, or with --name the root of a data set of torchvision, Hugging Face or WebDataset by timm's
 name. A size is a side in pixels, HEIGHTxWIDTH, or START:STOP:STEP, which is every side from START to STOP, STOP
 included. A model of fixed input size is resized with its `set_input_size`.
@@ -26,29 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from aft_vision.evaluate import (
-    evaluate,
-    load_model,
-    peak_memory_mb,
-    read_checkpoint,
-    reset_peak_memory,
-    resolve_device,
-)
-from aft_vision.resolution import (
-    AveragedPrediction,
-    check_size,
-    distinct_names,
-    plot_grid,
-    plot_sizes,
-    size_label,
-)
-from aft_vision.sizes import training_size
 from commandline import CommandParser, run_command
-from tools.arguments import add_device, parse_sizes
-from tools.data import add_data_arguments, create_data_loader
+from tools.arguments import add_data_arguments, add_device, parse_sizes
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -69,6 +48,34 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if len(args.multi_scale) == 1:
         parser.error('--multi-scale takes two or more sizes')
     return args
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+import torch
+from torch import nn
+
+from aft_vision.evaluate import (
+    evaluate,
+    load_model,
+    peak_memory_mb,
+    read_checkpoint,
+    reset_peak_memory,
+    resolve_device,
+)
+from aft_vision.files import find_checkpoint
+from aft_vision.resolution import (
+    AveragedPrediction,
+    check_size,
+    distinct_names,
+    plot_grid,
+    plot_sizes,
+    size_label,
+)
+from aft_vision.sizes import training_size
+from tools.data import create_data_loader
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -132,7 +139,7 @@ def evaluate_checkpoint(checkpoint: Path, args: argparse.Namespace, device: torc
             f'{title:>{width}}  {row["top1"]:>7.2f}  {row["top5"]:>7.2f}  '
             f'{row["images_per_second"]:>8.1f}  {row["peak_memory_mb"]:>7.0f}'
         )
-    content = {} if checkpoint.is_dir() else read_checkpoint(checkpoint)
+    content = {} if find_checkpoint(checkpoint).is_dir() else read_checkpoint(checkpoint)
     return {'checkpoint': str(checkpoint), 'train_size': list(training_size(model, content)), 'sizes': rows}
 
 

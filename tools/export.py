@@ -4,7 +4,7 @@ python -m tools.export --checkpoint FILE_OR_DIR --format onnx --out model.onnx
 python -m tools.export --checkpoint FILE_OR_DIR --format hf --out FOLDER
 python -m tools.export --model aft_conv_small_k11_h16 --format onnx --form matmul --fixed-size --out model.onnx
 
-FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder; --model is a name of timm, with random
+FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; --model is a name of timm, with random
 weights unless --pretrained. Formats:
 
 onnx   input `images` (B, 3, H, W), output `logits`. Any batch; for AFT-conv also any height and width that are
@@ -36,26 +36,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
-from timm.utils import ParseKwargs
-
-# Registers the models.
-import aft_vision  # noqa: F401
-from aft_vision.evaluate import load_model, read_checkpoint
-from aft_vision.export import (
-    TIMMX_FORMATS,
-    Shape,
-    choose_shape,
-    export_hub_folder,
-    export_onnx,
-    export_pt2,
-    export_with_timmx,
-    measure_latency,
-)
 from commandline import CommandParser, run_command
-from tools.arguments import add_size, check_out
-from tools.machine import check_load, describe_machine
+from tools.arguments import KeyValues, add_size, check_out
 
+# Of the package's own exporters, and of timmx.
+TIMMX_FORMATS = ('coreai', 'coreml', 'executorch', 'litert', 'ncnn', 'openvino', 'tensorrt', 'torchscript')
 FORMATS = ('onnx', 'pt2', 'hf', *TIMMX_FORMATS)
 
 
@@ -63,11 +48,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument('--checkpoint', type=Path, help='a checkpoint file or an exported folder')
+    source.add_argument('--checkpoint', type=Path, help='a checkpoint file, a run or an exported folder')
     source.add_argument('--model', help='a name of timm')
-    parser.add_argument(
-        '--model-arg', nargs='+', action=ParseKwargs, default={}, metavar='KEY=VALUE', help='of --model'
-    )
+    parser.add_argument('--model-arg', nargs='+', action=KeyValues, default={}, metavar='KEY=VALUE', help='of --model')
     parser.add_argument('--pretrained', action='store_true', help="load the weights of --model's name")
     parser.add_argument('--format', required=True, choices=FORMATS, metavar='FORMAT', help=', '.join(FORMATS))
     parser.add_argument('--out', type=Path, required=True, help='the file, or the folder of hf')
@@ -80,7 +63,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--tolerance', type=float, default=1e-5, help='of onnx and pt2 (default: 1e-5)')
     parser.add_argument('--license', help="of the weights, for hf's model card (default: the architecture's)")
     parser.add_argument(
-        '--timmx-arg', nargs='+', action=ParseKwargs, default={}, metavar='KEY=VALUE', help='such as dynamic_batch=True'
+        '--timmx-arg', nargs='+', action=KeyValues, default={}, metavar='KEY=VALUE', help='such as dynamic_batch=True'
     )
     parser.add_argument('--latency', action='store_true', help='time the onnx file')
     parser.add_argument('--threads', type=int, default=1, help='of --latency (default: 1)')
@@ -95,6 +78,27 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.checkpoint and (args.model_arg or args.pretrained):
         parser.error('--model-arg and --pretrained belong to --model; a checkpoint says how its model is built')
     return args
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+import timm
+
+import aft_vision  # noqa: F401
+from aft_vision.evaluate import load_model, read_checkpoint
+from aft_vision.export import (
+    Shape,
+    choose_shape,
+    export_hub_folder,
+    export_onnx,
+    export_pt2,
+    export_with_timmx,
+    measure_latency,
+)
+from aft_vision.files import find_checkpoint
+from tools.machine import check_load, describe_machine
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -114,7 +118,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
     form = args.form or 'conv'
     shape = choose_shape(model, args.size, args.fixed_size, args.batch, form)
     if args.format == 'hf':
-        content = read_checkpoint(args.checkpoint) if args.checkpoint and args.checkpoint.is_file() else {}
+        content = (
+            read_checkpoint(args.checkpoint) if args.checkpoint and find_checkpoint(args.checkpoint).is_file() else {}
+        )
         export_hub_folder(model, args.out, args.size, content, args.license)
     elif args.format in TIMMX_FORMATS:
         export_with_timmx(model, args.out, args.format, shape.size, **args.timmx_arg)

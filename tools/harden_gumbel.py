@@ -2,7 +2,7 @@
 
 python -m tools.harden_gumbel --checkpoint FILE_OR_DIR --out DIR [--data IMAGES]
 
-FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder, of a model with gumbel=true. DIR becomes
+FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder, of a model with gumbel=true. DIR becomes
 an exported folder with the same classes and preprocessing: `timm.create_model('local-dir:DIR', pretrained=True)` loads
 it after `import aft_vision`, and so do tools.eval_resolution (--checkpoint DIR) and the trainer (run.init_from=DIR with
 model.mixer=onehot).
@@ -21,22 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from aft_vision.evaluate import evaluate_all, load_model, resolve_device
-from aft_vision.export import export_model
-from aft_vision.models.harden import compare_logits, convolution_form, describe_offsets, harden
-from aft_vision.sizes import check_image_size, default_size
 from commandline import CommandParser, run_command
-from tools.arguments import add_device, check_out, parse_size
-from tools.data import add_data_arguments, create_data_loader
+from tools.arguments import add_data_arguments, add_device, check_out, parse_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
-    parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
+    parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file, a run or an exported folder')
     parser.add_argument('--out', type=Path, required=True, help='the folder to export to')
     parser.add_argument(
         '--sizes',
@@ -48,6 +40,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_data_arguments(parser, required=False)
     add_device(parser)
     return parser.parse_args(argv)
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+import torch
+from torch import nn
+
+from aft_vision.evaluate import evaluate_all, load_model, resolve_device
+from aft_vision.export import export_model
+from aft_vision.models.harden import compare_logits, convolution_form, describe_offsets, harden
+from aft_vision.sizes import check_image_size, default_size
+from tools.data import create_data_loader
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

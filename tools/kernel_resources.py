@@ -17,33 +17,62 @@ so the figures change with --batch-size.
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-from tqdm import tqdm
-
 from commandline import CommandParser, run_command
-from tools.machine import PRECISIONS
+from tools.arguments import DTYPES
 
-GRID, KERNEL_SIZE = (14, 14), 11
-QKV = tuple[Tensor, Tensor, Tensor]
+NAMES = (
+    'aft_full',
+    'aft_conv',
+    'aft_local_causal_256',
+    'aft_local_causal_32',
+    'aft_simple',
+    'aft_simple_causal',
+    'aft_onehot',
+)
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition('.')
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise argparse.ArgumentTypeError(f'expected a compute capability like 9.0, got {text!r}')
+    return int(major), int(minor)
+
+
+def _batch_size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'expected a batch size from 1, got {text!r}')
+    return int(text)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = CommandParser(__doc__, prog='python -m tools.kernel_resources')
+    parser = CommandParser(__doc__)
     parser.add_argument('--capability', type=_capability, default=(9, 0), help='compute capability (default: 9.0)')
-    parser.add_argument('--dtype', choices=PRECISIONS, default='bfloat16', help='of q, k and v (default: bfloat16)')
-    parser.add_argument('--operations', nargs='+', choices=OPERATIONS, default=[*OPERATIONS], help='(default: all)')
+    parser.add_argument('--dtype', choices=DTYPES, default='bfloat16', help='of q, k and v (default: bfloat16)')
+    parser.add_argument('--operations', nargs='+', choices=NAMES, default=[*NAMES], help='(default: all)')
     parser.add_argument('--batch-size', type=_batch_size, metavar='B', help='(default: 32, and 2 of the causal ones)')
     parser.add_argument('--each', action='store_true', help='a line for each size of tiles')
     parser.add_argument('--json', type=Path, metavar='FILE', help='also write the figures here')
     return parser.parse_args(argv)
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from tools.machine import PRECISIONS
+
+GRID, KERNEL_SIZE = (14, 14), 11
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -96,7 +125,7 @@ def measure_operation(
     with recording() as launches:
         operation.launch(operation.draw(dtype, batch_size))
     found: dict[str, dict[str, Any]] = {}
-    for each in tqdm(launches, desc=name, leave=False, disable=not sys.stderr.isatty()):
+    for each in tqdm(launches, desc=name, leave=False, disable=None):
         for row in measure_resources(each, capability):
             # A kernel that is launched twice, such as a scan of both directions, has a row for each code that it has.
             figures = row._asdict()
@@ -127,19 +156,6 @@ def _line(words: str, rows: Sequence[dict[str, Any]]) -> str:
 def _range(values: Sequence[int]) -> str:
     low, high = min(values), max(values)
     return str(low) if low == high else f'{low} to {high}'
-
-
-def _batch_size(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'expected a batch size from 1, got {text!r}')
-    return int(text)
-
-
-def _capability(text: str) -> tuple[int, int]:
-    major, _, minor = text.partition('.')
-    if not (major.isdecimal() and minor.isdecimal()):
-        raise argparse.ArgumentTypeError(f'expected a compute capability like 9.0, got {text!r}')
-    return int(major), int(minor)
 
 
 class Operation(NamedTuple):

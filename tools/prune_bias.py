@@ -3,7 +3,7 @@
 python -m tools.prune_bias --checkpoint FILE_OR_DIR --data DIR --thresholds 0.01 0.03 0.1 0.3
 python -m tools.prune_bias --checkpoint FILE_OR_DIR --data DIR --keep-fraction 0.5 0.2 0.1 --save 0.1
 
-FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder; DIR is a folder or tar file with a val,
+FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; DIR is a folder or tar file with a val,
 validation or test split, or with --name the root of a data set of torchvision, Hugging Face or WebDataset by timm's
 name. Nothing is trained.
 
@@ -28,26 +28,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from timm.data import resolve_model_data_config
-from torch import nn
-
-from aft_vision.evaluate import evaluate_all, load_model, resolve_device
-from aft_vision.export import export_model
-from aft_vision.regularizers import crop, layer_entropies, prune, sparsity_figures, threshold_that_keeps, time_windows
-from aft_vision.sizes import check_image_size
-from aft_vision.visualize import new_figure
 from commandline import CommandParser, run_command
-from tools.arguments import add_device, add_size
-from tools.data import add_data_arguments, create_data_loader
-from tools.machine import check_load
-
-THRESHOLDS = [0.01, 0.03, 0.1, 0.3]
+from tools.arguments import add_data_arguments, add_device, add_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
-    parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
+    parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file, a run or an exported folder')
     add_data_arguments(parser)
     parser.add_argument('--thresholds', type=float, nargs='+', help='of |exp(w) - 1| (default: 0.01 0.03 0.1 0.3)')
     parser.add_argument('--keep-fraction', type=float, nargs='+', default=[], help='shares of all entries to keep')
@@ -58,6 +46,24 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_device(parser)
     parser.add_argument('--out', type=Path, help='folder of the results (default: beside the checkpoint)')
     return parser.parse_args(argv)
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+from timm.data import resolve_model_data_config
+from torch import nn
+
+from aft_vision.evaluate import evaluate_all, load_model, resolve_device
+from aft_vision.export import export_model
+from aft_vision.regularizers import crop, layer_entropies, prune, sparsity_figures, threshold_that_keeps, time_windows
+from aft_vision.sizes import check_image_size
+from aft_vision.visualize import new_figure
+from tools.data import create_data_loader
+from tools.machine import check_load
+
+THRESHOLDS = [0.01, 0.03, 0.1, 0.3]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

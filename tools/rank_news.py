@@ -14,10 +14,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from aft_vision.evaluate import resolve_device
-from aft_vision.fastformer.data.mind import News, read_mind_news
-from aft_vision.fastformer.data.movielens import read_films
-from aft_vision.fastformer.ranking import NewsRanker
 from commandline import CommandParser, run_command
 from tools.arguments import add_device
 
@@ -34,6 +30,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--top', type=int, default=10, help='lines to print (default: 10)')
     add_device(parser)
     return parser.parse_args(argv)
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+from aft_vision.evaluate import resolve_device
+from aft_vision.fastformer.data.mind import News, read_mind_news
+from aft_vision.fastformer.data.movielens import read_films
+from aft_vision.fastformer.ranking import NewsRanker
 
 
 def main(argv: Sequence[str] | None = None) -> list[tuple[float, str]]:

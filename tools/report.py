@@ -2,7 +2,7 @@
 
 python -m tools.report --checkpoint FILE_OR_DIR --images FOLDER --out DIR/report.html
 
-FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder; FOLDER is searched for images, of which
+FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; FOLDER is searched for images, of which
 --max-images are shown, evenly spaced over the sorted paths. The page has the position biases (AFT Fig. 1, 3, 6 to 8)
 and how sparse they are, the average relative attention (Fig. 5), and for each photograph the prediction, the keys
 (Fig. 9 to 12) and the implicit attention (Eq. 3) of one token. With --before, the biases of an earlier checkpoint stand
@@ -11,18 +11,10 @@ checkpoint. The page is one file and asks nothing of a network (needs matplotlib
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
-from torch import nn
-from tqdm import tqdm
-
-from aft_vision.evaluate import load_model, read_checkpoint, resolve_device
-from aft_vision.sizes import resize_model
-from aft_vision.visualize import Report, find_photographs, read_history, render_page, report_sections
 from commandline import CommandParser, run_command
 from tools.arguments import add_device, add_size
 
@@ -30,7 +22,7 @@ from tools.arguments import add_device, add_size
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
-    parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
+    parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file, a run or an exported folder')
     parser.add_argument('--images', type=Path, required=True, help='a folder with images, searched through')
     parser.add_argument('--before', type=Path, help='a checkpoint whose position biases go on the left')
     parser.add_argument('--vit', help="a checkpoint of a ViT, or timm's name of one with published weights")
@@ -48,6 +40,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+import timm
+from torch import nn
+from tqdm import tqdm
+
+from aft_vision.evaluate import load_model, read_checkpoint, resolve_device
+from aft_vision.files import find_checkpoint
+from aft_vision.sizes import resize_model
+from aft_vision.visualize import Report, find_photographs, read_history, render_page, report_sections
+
+
 def main(argv: Sequence[str] | None = None) -> Path:
     """Write the page and return its path.
 
@@ -60,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     report = collect(args, folder)
     sections = report_sections(report)
     parts = []
-    with tqdm(sections, unit='section', disable=not sys.stderr.isatty()) as progress:
+    with tqdm(sections, unit='section', disable=None) as progress:
         for section in progress:
             progress.set_description(section.title)
             parts.append((section.title, section.build()))
@@ -101,7 +107,7 @@ def load_vit(source: str, device: Any) -> nn.Module:
 def recorded_facts(checkpoint: Path) -> dict[str, str]:
     """What a checkpoint file says about itself."""
     facts = {'Checkpoint': str(Path(*checkpoint.resolve().parts[-2:]))}
-    if checkpoint.is_file():
+    if find_checkpoint(checkpoint).is_file():
         content = read_checkpoint(checkpoint)
         if 'best_top1' in content:
             facts['Top-1'] = f'{content["best_top1"]:.2f}%, the best of the run, after {content["epoch"]} epochs'

@@ -17,12 +17,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from aft_vision.models import PixelDecoder
-from aft_vision.visualize import image_sheet
 from commandline import CommandParser, run_command
-from tools.sampling import add_sampling, draw, load, rules
+from tools.arguments import add_sampling
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,6 +36,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.num_images < 1 or args.batch_size < 1:
         parser.error('--num-images and --batch-size must be at least 1')
     return args
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+import torch
+
+from aft_vision.models import PixelDecoder
+from aft_vision.visualize import image_sheet
+from tools.sampling import draw, load, rules
 
 
 def main(argv: Sequence[str] | None = None) -> torch.Tensor:

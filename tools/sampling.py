@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,19 +14,6 @@ from aft_vision.data.sampling import SAMPLE, derive_seed
 from aft_vision.evaluate import resolve_device
 from aft_vision.models import AFTDecoder, Sampler, load_decoder, run_batches
 from aft_vision.models.sampling import fingerprint
-from tools.arguments import add_device
-
-
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Take the checkpoint, the rules of drawing, and where an interrupted run goes on."""
-    add = parser.add_argument
-    add('--checkpoint', type=Path, required=True, help='a checkpoint of the model')
-    add('--temperature', type=float, default=1.0, help='divides the logits; 0 takes the likeliest token (default: 1)')
-    add('--top-k', type=int, help='draw from this many of the likeliest tokens (default: all)')
-    add('--top-p', type=float, help='draw from the likeliest tokens that add up to this chance (default: all)')
-    add('--seed', type=int, default=0, help='of the random numbers (default: 0)')
-    add('--state', type=Path, metavar='FILE', help='where an interrupted run is kept, and goes on from (default: none)')
-    add_device(parser)
 
 
 def load(args: argparse.Namespace, task: str) -> AFTDecoder:

@@ -15,8 +15,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aft_vision.evaluate import resolve_device
-from aft_vision.fastformer.summarize import load_summarizer, summarize
 from commandline import CommandParser, run_command
 from tools.arguments import add_device
 
@@ -36,6 +34,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--out', type=Path, help='also write the summaries here, as JSON lines')
     add_device(parser)
     return parser.parse_args(argv)
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+from aft_vision.evaluate import resolve_device
+from aft_vision.fastformer.summarize import load_summarizer, summarize
 
 
 def main(argv: Sequence[str] | None = None) -> list[str]:

@@ -22,17 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
-from timm.models import clean_state_dict, get_model_input_config
-from timm.utils import ParseKwargs, random_seed
-from torch import nn
-
-from aft_vision.export import export_model
-from aft_vision.models.deit_transfer import deit_to_aft
-from aft_vision.models.transfer_report import Report, Row, summarize_transfer
-from aft_vision.models.transfer_source import Source, load_source
 from commandline import CommandParser, run_command
-from tools.arguments import parse_size
+from tools.arguments import KeyValues, parse_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,7 +35,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         '--model-arg',
         nargs='*',
         default={},
-        action=ParseKwargs,
+        action=KeyValues,
         metavar='NAME=VALUE',
         help='keyword arguments of the model, such as kernel_size=15 num_heads=32',
     )
@@ -58,6 +49,21 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--seed', type=int, default=0, help='of what the source lacks (default: 0)')
     parser.add_argument('--out', type=Path, required=True, help='folder to write')
     return parser.parse_args(argv)
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+import timm
+from timm.models import clean_state_dict, get_model_input_config
+from timm.utils import random_seed
+from torch import nn
+
+from aft_vision.export import export_model
+from aft_vision.models.deit_transfer import deit_to_aft
+from aft_vision.models.transfer_report import Report, Row, summarize_transfer
+from aft_vision.models.transfer_source import Source, load_source
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 python -m tools.visualize_bias --checkpoint FILE_OR_DIR
 python -m tools.visualize_bias --checkpoint AFTER --before BEFORE --layers 1 3 5 7 9 11
 
-FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder. The picture shows exp(w) - 1, as Fig. 1
+FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder. The picture shows exp(w) - 1, as Fig. 1
 of the AFT paper: for AFT-conv a row per layer and a column per head, for AFT-full and AFT-local a picture per layer.
 Red is above 0, blue below; each picture has its own scale, which is written below it, unless --same-scale is given.
 --exponentiated draws exp(w), as Fig. 3. With --before, the biases of another checkpoint are on the left, such as those
@@ -16,15 +16,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from aft_vision.evaluate import load_model
-from aft_vision.visualize import plot_position_biases
 from commandline import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
-    parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
+    parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file, a run or an exported folder')
     parser.add_argument('--before', type=Path, help='another one, whose biases go on the left')
     parser.add_argument('--max-heads', type=int, default=16, help='heads per layer that are drawn (default: 16)')
     parser.add_argument('--heads', type=int, nargs='+', help='these heads, in place of evenly spaced ones')
@@ -33,6 +31,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--same-scale', action='store_true', help='one scale for all pictures')
     parser.add_argument('--out', type=Path, help='the PNG (default: position_biases.png beside the checkpoint)')
     return parser.parse_args(argv)
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+from aft_vision.evaluate import load_model
+from aft_vision.visualize import plot_position_biases
 
 
 def main(argv: Sequence[str] | None = None) -> Path:

@@ -3,7 +3,7 @@
 python -m tools.visualize_keys --checkpoint FILE_OR_DIR --image FILE --out keys.png
 python -m tools.visualize_keys --checkpoint FILE_OR_DIR --image FILE --query 4 5 --out attention.png
 
-FILE_OR_DIR is a checkpoint of train.imagenet (best.pth) or an exported folder. The first picture shows the keys, as
+FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder. The first picture shows the keys, as
 Fig. 9 to 12 of the AFT paper: a row per layer and a column per head, or per channel where a model has no heads. The
 second one shows the implicit attention of Eq. 3 over the photograph: the weights that the token in row 4 and column 5
 gives all tokens. Rows, columns, layers and heads count from 1. The likeliest classes stand beside the photograph (needs
@@ -15,16 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from aft_vision.evaluate import load_model, resolve_device
-from aft_vision.sizes import resize_model
-from aft_vision.visualize import (
-    capture_mixers,
-    draw_implicit_attention,
-    draw_key_maps,
-    load_photograph,
-    predictions,
-    save_figure,
-)
 from commandline import CommandParser, run_command
 from tools.arguments import add_device, add_size
 
@@ -32,7 +22,7 @@ from tools.arguments import add_device, add_size
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
-    parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file or an exported folder')
+    parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file, a run or an exported folder')
     parser.add_argument('--image', type=Path, required=True, help='a photograph')
     add_size(parser)
     parser.add_argument(
@@ -44,6 +34,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_device(parser)
     parser.add_argument('--out', type=Path, required=True, help='the PNG')
     return parser.parse_args(argv)
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+from aft_vision.evaluate import load_model, resolve_device
+from aft_vision.sizes import resize_model
+from aft_vision.visualize import (
+    capture_mixers,
+    draw_implicit_attention,
+    draw_key_maps,
+    load_photograph,
+    predictions,
+    save_figure,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> Path:

@@ -16,7 +16,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from aft_vision.data.datasets import Source, Split, open_eval_split
 from commandline import CommandParser, run_command
 
 
@@ -44,6 +43,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--overwrite', action='store_true', help='replace files that are there')
     parser.add_argument('--quiet', action='store_true', help='no progress bar')
     return parser.parse_args(argv)
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+from aft_vision.data.datasets import Source, Split, open_eval_split
 
 
 def main(argv: Sequence[str] | None = None) -> None:

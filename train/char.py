@@ -18,10 +18,18 @@ data.eval_split. With data.eval_stride=N each character is predicted from data.c
 
 from collections.abc import Sequence
 
+from commandline import run_command
+from train.arguments import parse_args
+
+EXAMPLE = 'configs/smoke/char.yaml'
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args(__doc__, EXAMPLE)
+
 from torch.utils.data import DataLoader
 
 from aft_vision.data import VOCABULARIES, char_eval_loader, char_train_loader, read_text
-from commandline import run_command
 from train.distributed import World
 from train.sequence import SequenceData, run_sequences
 from train.sequence_schema import CharConfig
@@ -56,7 +64,7 @@ class CharSequences(SequenceData):
 
 def main(argv: Sequence[str] | None = None) -> TrainState | None:
     """Train and print where the results are, or evaluate; as `run_sequences`."""
-    return run_sequences(__doc__, argv, CharConfig, CharSequences)
+    return run_sequences(parse_args(__doc__, EXAMPLE, argv), CharConfig, CharSequences)
 
 
 if __name__ == '__main__':

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from aft_vision.data import STEP, Loaders, derive_seed
 from aft_vision.evaluate import evaluate_all, peak_memory_mb
+from commandline import program_name
 from train.checkpoint import Saver
 from train.diagnosis import NonFiniteLossError, write_diagnosis
 from train.log import RunLog
@@ -24,8 +26,8 @@ from train.state import TrainState
 
 # The progress bar and the log show the loss only this often.
 UPDATES_PER_REPORT = 10
-# What a scheduler sends before it takes the machine away.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Ctrl-C, and what a scheduler sends before it takes the machine away.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REMEDY = 'try a lower optim.lr or optim.clip_grad=1.0'
 
 
@@ -176,7 +178,8 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
     """Train to the last epoch; write the log, `last.pth` after each epoch and `best.pth` after the best.
 
     A state that was restored goes on where it was saved, within an epoch too, but for streamed data sets, which can
-    only be read from their start. On SIGTERM and SIGUSR1 the update is finished and the state saved.
+    only be read from their start. On Ctrl-C, SIGTERM and SIGUSR1 the update is finished and the state saved; a
+    second Ctrl-C ends the run at once.
 
     Raises:
         SystemExit: one of these signals came; the code is 128 and its number.
@@ -221,7 +224,15 @@ def _is_complete(state: TrainState) -> bool:
 def _until_signal(state: TrainState, saver: Saver) -> Iterator[Callable[[], None]]:
     """Give what is to be called after every update: it saves when it is time, and stops after a signal."""
     received: list[int] = []
-    handlers = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in STOP_SIGNALS}
+
+    def receive(number: int, frame: object) -> None:
+        if number == signal.SIGINT and number in received:
+            raise KeyboardInterrupt
+        received.append(number)
+        if number == signal.SIGINT and state.world.is_primary:
+            tqdm.write('stopping after this update; Ctrl-C again stops at once', file=sys.stderr)
+
+    handlers = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
 
     def after_update() -> None:
         # The processes must stop after the same update.
@@ -229,6 +240,9 @@ def _until_signal(state: TrainState, saver: Saver) -> Iterator[Callable[[], None
         if stop or saver.is_due():
             saver.save_last(state)
         if stop:
+            if state.world.is_primary:
+                again = f'{program_name()} --config {saver.folder / "config.yaml"} run.resume=auto'
+                tqdm.write(f'stopped after update {state.updates}, which is saved; go on with: {again}')
             raise SystemExit(128 + (received or [signal.SIGTERM])[0])
 
     try:
@@ -287,7 +301,7 @@ def _progress_bar(state: TrainState, progress: bool) -> tqdm:
         total=state.updates_per_epoch,
         unit='update',
         leave=False,
-        disable=not progress,
+        disable=None if progress else True,
     )
 
 

@@ -19,17 +19,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from commandline import run_command
+from train.arguments import parse_args
+
+EXAMPLE = 'configs/smoke/clothing_demo.yaml'
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args(__doc__, EXAMPLE)
+
 import torch
 
 from aft_vision.evaluate import evaluate, load_model
 from aft_vision.export import export_model
 from aft_vision.visualize import plot_history
-from commandline import run_command
 from train.build import build_evaluation, build_loaders, build_state
 from train.checkpoint import BEST
 from train.config import load_config
 from train.distributed import World, join_world
-from train.run import check_run_dir, find_run_dir, parse_args, train_run
+from train.keys import format_keys, list_keys
+from train.run import check_run_dir, find_run_dir, train_run
 from train.schema import Config
 from train.state import AMP_DTYPES, TrainState
 
@@ -45,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
         FileExistsError: the folder of the run already holds one.
         SystemExit: the run was asked to stop by a signal, and its state is saved.
     """
-    args = parse_args(__doc__, argv)
+    args = parse_args(__doc__, EXAMPLE, argv)
+    if args.keys:
+        print(format_keys(list_keys(Config)))
+        return None
     config = load_config(args.config, args.overrides)
     run_dir = find_run_dir(config, args.config)
     if not args.eval:

@@ -17,11 +17,19 @@ all images of data.eval_split.
 
 from collections.abc import Sequence
 
+from commandline import run_command
+from train.arguments import parse_args
+
+EXAMPLE = 'configs/smoke/pixel.yaml'
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args(__doc__, EXAMPLE)
+
 from torch.utils.data import DataLoader
 
 from aft_vision.data import pixel_eval_loader, pixel_train_loader, read_cifar10
 from aft_vision.data.pixels import TOKENS
-from commandline import run_command
 from train.sequence import SequenceData, run_sequences
 from train.sequence_schema import PixelConfig
 from train.state import TrainState
@@ -43,7 +51,7 @@ class PixelSequences(SequenceData):
 
 def main(argv: Sequence[str] | None = None) -> TrainState | None:
     """Train and print where the results are, or evaluate; as `run_sequences`."""
-    return run_sequences(__doc__, argv, PixelConfig, PixelSequences)
+    return run_sequences(parse_args(__doc__, EXAMPLE, argv), PixelConfig, PixelSequences)
 
 
 if __name__ == '__main__':

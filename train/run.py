@@ -1,29 +1,16 @@
 """From the loaders and the first state of a run to its checkpoints, whatever is trained."""
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from aft_vision.data import Loaders
 from aft_vision.visualize import new_figure
-from commandline import CommandParser
 from train.checkpoint import Saver, holds_run, remove_run, resume
 from train.config import save_config
 from train.engine import fit
 from train.schema import Experiment
 from train.state import TrainState
 from train.throughput import measure_throughput, settle_buckets
-
-
-def parse_args(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line of a trainer."""
-    parser = CommandParser(description)
-    parser.add_argument('--config', type=Path, required=True, help='the YAML experiment')
-    parser.add_argument('--eval', action='store_true', help='evaluate, and train nothing')
-    parser.add_argument('--quiet', action='store_true', help='no progress bar')
-    parser.add_argument('overrides', nargs='*', metavar='section.key=value', help='changes to the experiment')
-    return parser.parse_intermixed_args(argv)
 
 
 def find_run_dir(config: Experiment, file: Path, root: Path = Path('runs')) -> Path:

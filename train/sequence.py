@@ -1,9 +1,10 @@
 """What the runs of pixels and of characters have in common: the task, the figures, and the run itself."""
 
+import argparse
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from aft_vision.visualize import plot_bits
 from train.checkpoint import BEST
 from train.config import load_config
 from train.distributed import World, join_world
+from train.keys import format_keys, list_keys
 from train.objective import Batch, Objective
-from train.run import check_run_dir, find_run_dir, parse_args, train_run
+from train.run import check_run_dir, find_run_dir, train_run
 from train.sequence_schema import SequenceExperiment
 from train.state import AMP_DTYPES, TrainState, assemble_state
 
@@ -190,13 +192,11 @@ def build_sequence_state(
     return state, description
 
 
-def run_sequences(
-    description: str | None, argv: Sequence[str] | None, schema: type[Any], data_type: type[SequenceData]
-) -> TrainState | None:
+def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[SequenceData]) -> TrainState | None:
     """Train and print where the results are, or evaluate, as a command line says.
 
     Args:
-        description: Of the command.
+        args: Of `train.arguments.parse_args`.
         schema: Of the experiment.
         data_type: Makes its data.
 
@@ -208,7 +208,9 @@ def run_sequences(
         FileExistsError: the folder of the run already holds one.
         SystemExit: the run was asked to stop by a signal, and its state is saved.
     """
-    args = parse_args(description, argv)
+    if args.keys:
+        print(format_keys(list_keys(schema)))
+        return None
     config = load_config(args.config, args.overrides, schema)
     run_dir = find_run_dir(config, args.config, Path('runs') / data_type.name)
     if not args.eval:

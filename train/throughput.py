@@ -16,11 +16,26 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from commandline import CommandParser, run_command
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = CommandParser(__doc__)
+    parser.add_argument('--config', type=Path, required=True, help='the YAML experiment')
+    parser.add_argument('--rounds', type=int, default=20, help='batches and updates that are timed (default: 20)')
+    parser.add_argument('overrides', nargs='*', metavar='section.key=value', help='changes to the experiment')
+    return parser.parse_intermixed_args(argv)
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
 import torch
 
 from aft_vision.data import Loaders
 from aft_vision.timing import synchronize
-from commandline import CommandParser, run_command
 from train.build import build_loaders, build_state
 from train.config import load_config
 from train.distributed import join_world
@@ -163,15 +178,6 @@ def _time(
             start = time.perf_counter()
     synchronize(state.world.device)
     return time.perf_counter() - start, count
-
-
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = CommandParser(__doc__)
-    parser.add_argument('--config', type=Path, required=True, help='the YAML experiment')
-    parser.add_argument('--rounds', type=int, default=20, help='batches and updates that are timed (default: 20)')
-    parser.add_argument('overrides', nargs='*', metavar='section.key=value', help='changes to the experiment')
-    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

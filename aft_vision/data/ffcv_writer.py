@@ -181,7 +181,7 @@ def _write(dataset: _EncodedDataset, path: Path, num_workers: int, progress: boo
 
 def _encode(dataset: _EncodedDataset, num_workers: int, progress: bool, name: str) -> Iterator[Encoded]:
     loader = DataLoader(dataset, batch_size=8, num_workers=num_workers, collate_fn=list)
-    with tqdm(total=len(dataset), desc=name, unit='image', disable=not progress) as bar:
+    with tqdm(total=len(dataset), desc=name, unit='image', disable=None if progress else True) as bar:
         for images in loader:
             yield from (image for image in images if image is not None)
             bar.update(len(images))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from aft_vision.files import find_checkpoint
 from aft_vision.models import char, pixel
 from aft_vision.models.autoregressive import AFTDecoder
 from aft_vision.models.state_dict import check_state_dict
@@ -65,7 +66,7 @@ def load_decoder(path: str | Path, device: torch.device | str = 'cpu') -> AFTDec
     Raises:
         ValueError: the file is missing, is no checkpoint of a decoder, or its weights do not fit its arguments.
     """
-    path = Path(path)
+    path = find_checkpoint(path)
     if not path.is_file():
         raise ValueError(f'expected a checkpoint, got {path}, which is not a file')
     try:

@@ -155,7 +155,7 @@ class Sampler:
         self.model.eval()
         batch = len(self.tokens)
         done = (len(places) - len(left)) * batch
-        bar = tqdm(total=len(places) * batch, initial=done, unit=' tokens', disable=not progress)
+        bar = tqdm(total=len(places) * batch, initial=done, unit=' tokens', disable=None if progress else True)
         try:
             with bar:
                 for drawn, place in enumerate(left):

@@ -72,13 +72,18 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from commandline import run_command
+from tools.benchmark.options import SECTIONS, Section, parse_args
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args(description=__doc__)
+
 import torch
 
 from aft_vision.evaluate import resolve_device
-from commandline import run_command
-from tools.benchmark.options import SECTIONS, Section, parse_args
-from tools.benchmark.sections import Report
-from tools.machine import LoadMeter, check_load, describe_backends, describe_machine, refuse_load
+from tools.benchmark import sections
+from tools.machine import LoadMeter, check_load, count_cores, describe_backends, describe_machine, refuse_load
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -115,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def _measure(section: Section, args: argparse.Namespace) -> tuple[dict[str, Any], Report]:
+def _measure(section: Section, args: argparse.Namespace) -> tuple[dict[str, Any], sections.Report]:
     """Print what a section is measured on, and measure it on an idle machine, if times are asked for.
 
     Returns:
@@ -127,13 +132,14 @@ def _measure(section: Section, args: argparse.Namespace) -> tuple[dict[str, Any]
     must_be_idle = section.is_timed and not args.allow_load
     if must_be_idle:
         check_load()
-    torch.set_num_threads(section.count_threads(args.threads))
-    places = [device] if section.devices is None else section.devices(args)
+    if section.threads is not None or args.threads is not None:
+        torch.set_num_threads(args.threads or min(section.threads or 1, count_cores()))
+    places = [device] if section.devices is None else getattr(sections, section.devices)(args)
     machine = '\n'.join(describe_machine(place, section.describe_precision(args.dtype)) for place in places)
     backends = '\n'.join(map(describe_backends, places))
     print(f'{machine}\n{backends}')
     meter = LoadMeter()
-    report = section.run(args, device)
+    report = getattr(sections, section.run)(args, device)
     load = meter.load()
     if must_be_idle:
         refuse_load(load)

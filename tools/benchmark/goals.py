@@ -69,7 +69,7 @@ def measure_goals(
         `error` (None, or why it failed), `verdict`: that of the goal, or `failed`.
     """
     rows = []
-    for goal in tqdm(goals, desc='goals', leave=False, disable=not progress):
+    for goal in tqdm(goals, desc='goals', leave=False, disable=None if progress else True):
         rows.append(_measure(goal, rounds))
         if show is not None:
             show(rows[-1])

@@ -6,36 +6,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from commandline import CommandParser
-from tools.arguments import parse_size
-from tools.benchmark import loaders, sections
+from tools.arguments import DTYPES, parse_size
 from tools.benchmark.paper import TABLES
 from tools.benchmark.paper_sequences import SEQUENCE_TABLES
-from tools.machine import PRECISIONS, count_cores
 
 
 class Section(NamedTuple):
     """What is measured.
 
     Args:
+        run: The function of `tools.benchmark.sections` that measures it.
         options: That it takes, with their defaults.
         flag: That chooses it.
         is_timed: Whether other processes disturb it.
         lowered: What --dtype other than float32 does, in words.
         precision: The precision in words, where --dtype does not say it.
-        devices: Those that it measures on; None is the one of --device.
+        devices: The function there that lists those that it measures on; None is the one of --device.
         threads: Of torch unless --threads says it, at most one a core; None is torch's own choice.
     """
 
-    run: Callable[[argparse.Namespace, torch.device], sections.Report]
+    run: str
     options: dict[str, Any]
     flag: str
     is_timed: bool = True
     lowered: str = 'autocast to'
     precision: str | None = None
-    devices: Callable[[argparse.Namespace], list[torch.device]] | None = None
+    devices: str | None = None
     threads: int | None = None
 
     def describe_precision(self, dtype: str | None) -> str:
@@ -43,12 +40,6 @@ class Section(NamedTuple):
         if self.precision is not None or dtype in (None, 'float32'):
             return self.precision or 'float32'
         return f'{self.lowered} {dtype}'
-
-    def count_threads(self, wanted: int | None) -> int:
-        """The threads of torch, with those of --threads or None."""
-        if wanted is not None:
-            return wanted
-        return torch.get_num_threads() if self.threads is None else min(self.threads, count_cores())
 
 
 _OPERATIONS = dict(batch_size=None, rounds=15, dtype='float32', compile=False)
@@ -75,34 +66,34 @@ _CONVERSION: dict[str, Any] = dict(
 _MEMORY = dict(batch_size=1, models=None, sizes=None, training=False, dtype='float32', png=None)
 _LOADER = dict(batch_size=64, img_size=224, rounds=5, workers=os.cpu_count(), augment='crop')
 SECTIONS = {
-    'operations': Section(sections.run_operations, _OPERATIONS, '--operations', lowered='q, k and v in'),
-    'layers': Section(sections.run_layers, _OPERATIONS, '--layers'),
-    'classifiers': Section(sections.run_classifiers, _CLASSIFIERS, '--classifiers'),
-    'scaling': Section(sections.run_scaling, _SCALING, '--scaling', lowered='q, k and v in'),
-    'fastformer': Section(sections.run_fastformer, _FASTFORMER, '--fastformer'),
-    'conversion': Section(sections.run_conversion, _CONVERSION, '--conversion'),
+    'operations': Section('run_operations', _OPERATIONS, '--operations', lowered='q, k and v in'),
+    'layers': Section('run_layers', _OPERATIONS, '--layers'),
+    'classifiers': Section('run_classifiers', _CLASSIFIERS, '--classifiers'),
+    'scaling': Section('run_scaling', _SCALING, '--scaling', lowered='q, k and v in'),
+    'fastformer': Section('run_fastformer', _FASTFORMER, '--fastformer'),
+    'conversion': Section('run_conversion', _CONVERSION, '--conversion'),
     'table': Section(
-        sections.run_table, dict(batch_size=32, img_size=None, rounds=5, dtype='float32', compile=False), '--table'
+        'run_table', dict(batch_size=32, img_size=None, rounds=5, dtype='float32', compile=False), '--table'
     ),
-    'sequences': Section(sections.run_sequences, _SEQUENCES, '--table {2,4}'),
-    'memory': Section(sections.run_memory, _MEMORY, '--memory', is_timed=False),
-    'onehot': Section(sections.run_onehot, dict(rounds=15, dtype='float32'), '--onehot', lowered='q, k and v in'),
+    'sequences': Section('run_sequences', _SEQUENCES, '--table {2,4}'),
+    'memory': Section('run_memory', _MEMORY, '--memory', is_timed=False),
+    'onehot': Section('run_onehot', dict(rounds=15, dtype='float32'), '--onehot', lowered='q, k and v in'),
     'goals': Section(
-        sections.run_goals,
+        'run_goals',
         dict(rounds=15, rows=None),
         '--goals',
         precision='float32, or bfloat16 where the row says so',
-        devices=sections.goal_devices,
+        devices='goal_devices',
         threads=2,
     ),
-    'decode': Section(sections.run_decode, dict(rounds=5, compile=False), '--decode'),
-    'loader': Section(sections.run_loader, _LOADER, '--loader'),
+    'decode': Section('run_decode', dict(rounds=5, compile=False), '--decode'),
+    'loader': Section('run_loader', _LOADER, '--loader'),
 }
 
 
 def parse_args(argv: Sequence[str] | None = None, description: str | None = None) -> argparse.Namespace:
     """Parse the command line; `section` is the chosen key of SECTIONS, and its options have their defaults."""
-    parser = CommandParser(description, prog='python -m tools.benchmark')
+    parser = CommandParser(description)
     _add_sections(parser.add_mutually_exclusive_group(required=True))
     _add_models(parser.add_argument)
     _add_data(parser.add_argument)
@@ -183,7 +174,7 @@ def _add_data(add: Callable[..., Any]) -> None:
     add('--ads', type=int, metavar='N', help='of --conversion: ads of a user (default: 20)')
     add('--text-tokens', type=int, metavar='N', help='of --conversion: tokens of a text (default: 16)')
     add('--total-tokens', type=int, metavar='N', help='of --fastformer: tokens of a batch (default: 65536)')
-    add('--augment', choices=sorted(loaders.AUGMENTATIONS), help='of --loader (default: crop, and flip)')
+    add('--augment', choices=('crop', 'deit'), help='of --loader (default: crop, and flip)')
     add('--workers', type=int, help='of --loader: loading processes (default: one per core)')
 
 
@@ -196,7 +187,7 @@ def _add_measuring(add: Callable[..., Any]) -> None:
         'and 4, 100 for --conversion, else 5)',
     )
     add('--rows', type=int, nargs='+', metavar='N', help='of --goals (default: all)')
-    add('--dtype', choices=PRECISIONS, help='q, k and v of operations, autocast of all else (default: float32)')
+    add('--dtype', choices=DTYPES, help='q, k and v of operations, autocast of all else (default: float32)')
     add('--training', **flag, help='of --memory, --classifiers and --scaling: forward and backward')
     add('--compile', **flag, help='every row under torch.compile too')
     add(

@@ -61,7 +61,9 @@ def measure_pixels(
                 materialise_attention(model)
             label = f'{name}, {attention} attention' if attention else name
             ordered = sorted(sizes, key=lambda size: size[0] * size[1])
-            for height, width in tqdm(ordered, desc=label, unit='size', leave=False, disable=not progress):
+            for height, width in tqdm(
+                ordered, desc=label, unit='size', leave=False, disable=None if progress else True
+            ):
                 images = torch.randn(batch_size, 3, height, width, device=place)
                 with autocast(place, dtype):
                     found = _measure(model, images, training)

@@ -22,18 +22,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from commandline import run_command
+from train.arguments import parse_args
+
+EXAMPLE = 'configs/smoke/fastformer.yaml'
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args(__doc__, EXAMPLE)
+
 import torch
 from accelerate import PartialState
 from datasets import disable_progress_bars
 from transformers.utils import logging
 
-from commandline import run_command
 from train.config import save_config
 from train.fastformer.run import RESULT, TextRun
 from train.fastformer.schema import TextConfig
 from train.fastformer.tasks import TASKS, load_text_config
 from train.fastformer.trainer import describe, describe_value
-from train.run import find_run_dir, parse_args
+from train.keys import format_keys, list_keys
+from train.run import find_run_dir
 
 CONFIG = 'config.yaml'
 # What may change where runs are resumed; of `run` all but RUN_KEYS may.
@@ -56,7 +65,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         ValueError: the experiment, the data or the model to start from is not valid.
         FileExistsError: the folder already holds runs.
     """
-    args = parse_args(__doc__, argv)
+    args = parse_args(__doc__, EXAMPLE, argv)
+    if args.keys:
+        for name, task in TASKS.items():
+            print(f'task={name}\n\n{format_keys(list_keys(task.schema))}\n')
+        return None
     config = load_text_config(args.config, args.overrides)
     folder = find_run_dir(config, args.config, Path('runs') / 'fastformer')
     if config.run.cpu_threads is not None:

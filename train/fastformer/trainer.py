@@ -1,5 +1,6 @@
 """transformers' Trainer as the tasks use it: its arguments, the order of texts, what it measures, its checkpoints."""
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -164,7 +165,7 @@ def training_arguments(
         use_cpu=run.device == 'cpu',
         ddp_find_unused_parameters=False,
         report_to='tensorboard' if run.tensorboard else 'none',
-        disable_tqdm=quiet,
+        disable_tqdm=quiet or not sys.stderr.isatty(),
         **more,
     )
     _check_processes(arguments)

@@ -1,0 +1,36 @@
+"""Run a script with the `aft_*` models registered with timm.
+
+python -m aft_vision SCRIPT [ARGUMENT ...]
+
+SCRIPT is a file, such as validate.py, train.py, benchmark.py or onnx_export.py of timm's repository. It runs as
+`python SCRIPT ARGUMENT ...` would.
+"""
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a script as `__main__`.
+
+    Raises:
+        SystemExit: no script is named, there is no such file, or the script exits.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ('-h', '--help'):
+        print(__doc__)
+        raise SystemExit(0 if arguments else 2)
+    script = Path(arguments[0])
+    if not script.is_file():
+        print(f'error: expected a script, got {script}, which is no file', file=sys.stderr)
+        raise SystemExit(2)
+    sys.argv = arguments
+    # As Python does for a script: it can import what lies next to it.
+    sys.path.insert(0, str(script.resolve().parent))
+    runpy.run_path(str(script), run_name='__main__')
+
+
+if __name__ == '__main__':
+    main()

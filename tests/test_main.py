@@ -1,0 +1,76 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import link_photographs
+
+from aft_vision.__main__ import main
+
+ROOT = Path(__file__).parents[1]
+# In the manner of timm's validate.py.
+SCRIPT = """
+import argparse
+import json
+
+import timm
+import torch
+from neighbour import LOADER_OPTIONS
+from timm.data import create_dataset, create_loader, resolve_data_config
+from timm.utils import accuracy
+
+parser = argparse.ArgumentParser()
+parser.add_argument('data_dir')
+parser.add_argument('--model', '-m')
+parser.add_argument('--img-size', type=int)
+args = parser.parse_args()
+
+if __name__ == '__main__':
+    model = timm.create_model(args.model, num_classes=2, depth=1).eval()
+    config = resolve_data_config(vars(args), model=model)
+    dataset = create_dataset('', root=args.data_dir, split='validation')
+    loader = create_loader(dataset, config['input_size'], 2, is_training=False, device=torch.device('cpu'), **LOADER_OPTIONS)
+    correct = count = 0
+    with torch.no_grad():
+        for images, targets in loader:
+            correct += accuracy(model(images), targets)[0].item() * len(images)
+            count += len(images)
+    print(json.dumps({'model': args.model, 'top1': correct / count, 'count': count, 'side': config['input_size'][-1]}))
+"""
+
+
+def test_a_script_in_the_manner_of_timm_s_sees_our_models(tmp_path):
+    data = link_photographs(tmp_path / 'photographs', 1, 2, classes=2)
+    script = tmp_path / 'scripts' / 'validate.py'
+    script.parent.mkdir()
+    script.write_text(SCRIPT)
+    (script.parent / 'neighbour.py').write_text("LOADER_OPTIONS = {'num_workers': 1, 'use_prefetcher': False}\n")
+    command = [
+        sys.executable,
+        '-m',
+        'aft_vision',
+        str(script),
+        str(data),
+        '--model',
+        'aft_conv_tiny',
+        '--img-size',
+        '32',
+    ]
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result['model'], result['count'], result['side']) == ('aft_conv_tiny', 4, 32)
+    assert 0 <= result['top1'] <= 100
+
+
+@pytest.mark.parametrize(('arguments', 'code', 'message'), [([], 2, ''), (['none.py'], 2, 'none.py'), (['-h'], 0, '')])
+def test_without_a_script_it_says_how_it_is_used(capsys, arguments, code, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == code
+    output = capsys.readouterr()
+    assert message in output.err
+    assert message or 'python -m aft_vision SCRIPT' in output.out

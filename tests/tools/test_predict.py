@@ -1,0 +1,71 @@
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from helpers import CLOTHING
+from PIL import Image
+
+from aft_vision.evaluate import load_model
+from tools.predict import main
+
+PHOTOGRAPHS = sorted((CLOTHING / 'validation').rglob('*.jpg'))[:3]
+NAMES = [f'kind {i}' for i in range(7)]
+
+
+@pytest.fixture(scope='module')
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with a best checkpoint, whose model was trained at 48 px without a class called twice."""
+    folder = tmp_path_factory.mktemp('run')
+    kwargs = dict(depth=1, embed_dim=16, num_heads=4, kernel_size=3, num_classes=7)
+    torch.manual_seed(0)
+    model = timm.create_model('aft_conv_tiny', **kwargs)
+    torch.nn.init.normal_(model.head.weight)
+    content = {
+        'model_name': 'aft_conv_tiny',
+        'model_kwargs': kwargs,
+        'state_dict': model.state_dict(),
+        'class_names': NAMES,
+        'data_config': {'input_size': (3, 48, 48), 'crop_pct': 1.0, 'mean': (0.5,) * 3, 'std': (0.5,) * 3},
+    }
+    torch.save(content, folder / 'best.pth')
+    return folder
+
+
+def test_classes_are_those_of_timm_s_own_preprocessing(run_folder, capsys):
+    rows = main([*map(str, PHOTOGRAPHS), '--checkpoint', str(run_folder), '--top', '7'])
+    model = load_model(run_folder)
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    for path, row in zip(PHOTOGRAPHS, rows, strict=True):
+        with Image.open(path) as image, torch.no_grad():
+            expected = model(transform(image.convert('RGB'))[None]).softmax(1)[0]
+        found = {each['class']: each['probability'] for each in row['classes']}
+        assert [found[name] for name in NAMES] == pytest.approx(expected.tolist(), abs=1e-5)
+        assert list(found.values()) == sorted(found.values(), reverse=True)
+    printed = capsys.readouterr().out
+    assert all(str(path) in printed for path in PHOTOGRAPHS)
+    assert rows[0]['classes'][0]['class'] in printed
+
+
+def test_json_and_a_folder_at_another_size(run_folder, capsys):
+    folder = PHOTOGRAPHS[0].parent
+    rows = main([str(folder), '--checkpoint', str(run_folder), '--size', '64x32', '--top', '2', '--json'])
+    assert json.loads(capsys.readouterr().out) == rows
+    assert [row['image'] for row in rows] == sorted(map(str, folder.glob('*.jpg')))
+    assert all(len(row['classes']) == 2 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['none.jpg', '--checkpoint', 'RUN'], r'none\.jpg'),
+        (['PHOTO', '--model', 'aft_conv_tiny'], 'weights'),
+        (['PHOTO', '--model', 'not_a_model'], 'not_a_model'),
+        (['PHOTO', '--checkpoint', 'RUN', '--size', '50'], 'multiples of the patch'),
+    ],
+)
+def test_what_cannot_be_classified_is_refused(run_folder, arguments, message):
+    places = {'RUN': str(run_folder), 'PHOTO': str(PHOTOGRAPHS[0])}
+    with pytest.raises(ValueError, match=message):
+        main([places.get(argument, argument) for argument in arguments])

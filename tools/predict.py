@@ -1,0 +1,97 @@
+"""Classify images.
+
+python -m tools.predict IMAGE ... --checkpoint FILE_OR_DIR [--size 224] [--top 5] [--json]
+python -m tools.predict IMAGE ... --model NAME
+
+FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; NAME is a model of timm with published
+weights, or `local-dir:FOLDER`. An IMAGE is a file, or a folder that is searched for images. Each is resized and cropped
+as the model was trained, to the size that it was trained at or to --size: a side in pixels or HEIGHTxWIDTH.
+
+Prints the likeliest classes of each image with their probabilities in percent; with --json a list of
+{"image": ..., "classes": [{"class": ..., "probability": ...}, ...]} with probabilities in [0, 1].
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from commandline import CommandParser, run_command
+from tools.arguments import add_device, add_size
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = CommandParser(__doc__)
+    parser.add_argument('images', type=Path, nargs='+', metavar='IMAGE', help='image files, or folders with images')
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument('--checkpoint', type=Path, help='a checkpoint file, a run or an exported folder')
+    source.add_argument('--model', help='a name of timm, whose published weights are loaded')
+    add_size(parser)
+    parser.add_argument('--top', type=int, default=5, help='classes to print for each image (default: 5)')
+    parser.add_argument('--json', action='store_true', help='print JSON in place of a table')
+    add_device(parser)
+    args = parser.parse_args(argv)
+    if args.top < 1:
+        parser.error(f'--top must be at least 1, got {args.top}')
+    return args
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+import timm
+import torch
+
+from aft_vision.evaluate import load_model, resolve_device
+from aft_vision.sizes import resize_model
+from aft_vision.visualize import find_photographs, load_photograph, predictions
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Print the classes of each image.
+
+    Returns:
+        For each image its path and its classes with probabilities in [0, 1], the likeliest first.
+
+    Raises:
+        ValueError: the model, the size, the device or an image is not valid.
+    """
+    args = parse_args(argv)
+    device = resolve_device(args.device)
+    files = [
+        file for path in args.images for file in (find_photographs(path, sys.maxsize) if path.is_dir() else [path])
+    ]
+    model = resize_model(load_model(args.checkpoint) if args.checkpoint else load_published(args.model), args.size)
+    model = model.to(device).eval()
+    rows = []
+    for file in files:
+        logits = model(load_photograph(file, model, args.size).images.to(device))
+        classes = [{'class': name, 'probability': chance} for name, chance in predictions(model, logits, args.top)]
+        rows.append({'image': str(file), 'classes': classes})
+        if not args.json:
+            print('\n'.join([str(file), *(f'{100 * each["probability"]:7.1f} %  {each["class"]}' for each in classes)]))
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    return rows
+
+
+def load_published(name: str) -> Any:
+    """Load a model of timm with its weights.
+
+    Raises:
+        ValueError: there is no such model, or no weights.
+    """
+    try:
+        return timm.create_model(name, pretrained=True)
+    # An unknown name, or weights that are missing, cannot be fetched or do not fit, each of which raises another class.
+    except Exception as error:
+        raise ValueError(f'expected a model of timm with weights, got {name}: {error}') from error
+
+
+if __name__ == '__main__':
+    run_command(main)
