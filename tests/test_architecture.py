@@ -32,6 +32,7 @@ class Rule:
 ABOVE_MODELS = Rule((*AFT_FOLDERS, 'timm', 'einops'), lazily=('matplotlib',))
 RULES = {  # the longest matching prefix decides
     'aft_vision': Rule(('aft_vision.models',)),
+    'aft_vision.__main__': Rule(()),
     'aft_vision.ops': Rule(('aft_vision.ops',), lazily=('triton',)),
     'aft_vision.ops.reference': Rule(('einops',)),
     'aft_vision.ops.kernels': Rule(('aft_vision.ops', 'triton')),

@@ -31,7 +31,8 @@ if __name__ == '__main__':
     model = timm.create_model(args.model, num_classes=2, depth=1).eval()
     config = resolve_data_config(vars(args), model=model)
     dataset = create_dataset('', root=args.data_dir, split='validation')
-    loader = create_loader(dataset, config['input_size'], 2, is_training=False, device=torch.device('cpu'), **LOADER_OPTIONS)
+    options = dict(is_training=False, device=torch.device('cpu'), **LOADER_OPTIONS)
+    loader = create_loader(dataset, config['input_size'], 2, **options)
     correct = count = 0
     with torch.no_grad():
         for images, targets in loader:

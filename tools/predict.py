@@ -12,6 +12,7 @@ Prints the likeliest classes of each image with their probabilities in percent; 
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -63,13 +64,11 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """
     args = parse_args(argv)
     device = resolve_device(args.device)
-    files = [
-        file for path in args.images for file in (find_photographs(path, sys.maxsize) if path.is_dir() else [path])
-    ]
+    found = [find_photographs(path, sys.maxsize) if path.is_dir() else [path] for path in args.images]
     model = resize_model(load_model(args.checkpoint) if args.checkpoint else load_published(args.model), args.size)
     model = model.to(device).eval()
     rows = []
-    for file in files:
+    for file in itertools.chain.from_iterable(found):
         logits = model(load_photograph(file, model, args.size).images.to(device))
         classes = [{'class': name, 'probability': chance} for name, chance in predictions(model, logits, args.top)]
         rows.append({'image': str(file), 'classes': classes})

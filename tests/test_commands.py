@@ -1,0 +1,95 @@
+"""What every command answers before it does anything."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from train.keys import list_keys
+from train.schema import Config
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = sorted(
+    '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__main__')
+    for folder in ('train', 'tools')
+    for path in (ROOT / folder).rglob('*.py')
+    if "if __name__ == '__main__'" in path.read_text()
+)
+# Imports that take seconds.
+HEAVY = ('torch', 'timm', 'transformers', 'numpy', 'matplotlib', 'omegaconf')
+REPORT_IMPORTS = f"""
+import atexit, runpy, sys
+atexit.register(lambda: print('LOADED', *[name for name in {HEAVY} if name in sys.modules]))
+sys.argv = ['command', *sys.argv[2:]]
+runpy.run_module(sys.orig_argv[4], run_name='__main__', alter_sys=True)
+"""
+
+
+def run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    return subprocess.run(
+        [sys.executable, '-c', REPORT_IMPORTS, command, command, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope='module')
+def answers() -> dict[str, subprocess.CompletedProcess[str]]:
+    """The answer of each command to --help."""
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(COMMANDS, pool.map(lambda command: run(command, '--help'), COMMANDS), strict=True))
+
+
+@pytest.mark.parametrize('command', COMMANDS)
+def test_help_needs_no_import_that_takes_seconds_and_shows_what_is_typed(answers, command):
+    answer = answers[command]
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.splitlines()[-1] == 'LOADED'
+    assert f'usage: python -m {command} ' in answer.stdout
+
+
+def test_a_trainer_without_arguments_names_an_experiment_to_try():
+    for command in ('train.imagenet', 'train.char', 'train.pixel', 'train.fastformer'):
+        with pytest.raises(SystemExit) as stopped:
+            importlib.import_module(command if command != 'train.fastformer' else 'train.fastformer.__main__').main([])
+        assert stopped.value.code == 2
+
+
+def test_the_experiment_that_is_named_exists(capsys):
+    for command in ('imagenet', 'char', 'pixel', 'fastformer.__main__'):
+        module = importlib.import_module(f'train.{command}')
+        with pytest.raises(SystemExit):
+            module.main([])
+        named = capsys.readouterr().err.partition('--config ')[2].split(';')[0].strip()
+        assert (ROOT / named).is_file()
+
+
+def test_every_key_has_a_default_and_a_meaning(capsys):
+    from train.imagenet import main
+
+    assert main(['--keys']) is None
+    printed = capsys.readouterr().out
+    keys = list_keys(Config)
+    assert {'data.batch_size', 'optim.lr', 'run.seed'} <= {key.name for key in keys}
+    assert all(f'{key.name}={key.default}' in printed and key.meaning for key in keys)
+
+
+def test_an_interrupt_ends_in_a_line(monkeypatch, capsys):
+    from commandline import run_command
+
+    def main(argv: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(SystemExit) as stopped:
+        run_command(main, [])
+    assert stopped.value.code == 128 + signal.SIGINT
+    assert capsys.readouterr().err.count('\n') == 1
