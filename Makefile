@@ -54,9 +54,9 @@ timm-suite: $(STAMP)
 # A small AFT-conv on the embedded photographs (ten classes), its accuracy at three image sizes, what it has learned
 demo: $(STAMP)
 	$(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/demo run.overwrite=true
-	$(PY) -m tools.eval_resolution --checkpoint runs/demo/best.pth --data tests/assets/clothing --sizes 64 96 128
-	$(PY) -m tools.visualize_bias --checkpoint runs/demo/best.pth
-	$(PY) -m tools.report --checkpoint runs/demo/best.pth --images tests/assets/clothing/validation
+	$(PY) -m tools.eval_resolution --checkpoint runs/demo --data tests/assets/clothing --sizes 64 96 128
+	$(PY) -m tools.visualize_bias --checkpoint runs/demo
+	$(PY) -m tools.report --checkpoint runs/demo --images tests/assets/clothing/validation
 	@echo
 	@echo 'Everything is in runs/demo. Look at:'
 	@echo '  runs/demo/curves.png             loss and accuracy by epoch'

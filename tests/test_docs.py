@@ -34,11 +34,11 @@ from aft_vision.fastformer import (
 )
 from aft_vision.fastformer.data.synthetic import write_amazon, write_glove, write_mind, write_mind_behaviors
 from aft_vision.fastformer.tokenize import train_tokenizer
+from train.arguments import parse_args
 from train.char import CharConfig
 from train.config import load_config
 from train.fastformer.tasks import TASKS, load_text_config
 from train.pixel import PixelConfig
-from train.run import parse_args
 from train.schema import Config
 
 ROOT = Path(__file__).parents[1]
@@ -255,11 +255,13 @@ def check_module(*words: str) -> None:
     if not name.startswith(('tools.', 'train.')):
         return
     module = main_module(name)
+    if name == 'train.keys':
+        return
     if name.startswith('tools.') or name == 'train.throughput':
         args = module.parse_args(arguments)
     else:
-        args = parse_args(module.__doc__, arguments)
-    if name.startswith('train.'):
+        args = parse_args(module.__doc__, module.EXAMPLE, arguments)
+    if name.startswith('train.') and args.config is not None:
         path = STAND_INS[name] if str(args.config) in PLACEHOLDERS else args.config
         if name == 'train.fastformer':
             load_text_config(path, args.overrides)

@@ -4,16 +4,34 @@ import dataclasses
 import inspect
 import re
 import textwrap
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-ENTRY = re.compile(r'^    (?P<names>[a-z_]+(?:, [a-z_]+)*): (?P<text>.*?)(?=^    \S|\Z)', re.MULTILINE | re.DOTALL)
+from commandline import CommandParser, run_command
+
+ENTRY = re.compile(
+    r'^    (?P<names>[a-z0-9_]+(?:, [a-z0-9_]+)*): (?P<text>.*?)(?=^    \S|\Z)', re.MULTILINE | re.DOTALL
+)
+
+PAGE_HEAD = """# Keys of an experiment
+
+Each is a key of a YAML file below configs/, or `section.key=value` on a command line; the trainer prints them with
+`--keys`. Made by `python -m train.keys`."""
 
 
 class Key(NamedTuple):
-    """A key `section.name` with its default, as YAML writes it, and its meaning, units included."""
+    """A key of an experiment.
+
+    Attributes:
+        name: `section.name`.
+        default: As YAML writes it.
+        limits: Unit and range of a number; '' for anything else.
+        meaning: In words.
+    """
 
     name: str
     default: str
+    limits: str
     meaning: str
 
 
@@ -28,27 +46,44 @@ def list_keys(schema: type) -> list[Key]:
         default = _default(section)
         if not dataclasses.is_dataclass(default):
             meaning = 'the name of the model, and its keyword arguments' if section.name == 'model' else ''
-            keys.append(Key(section.name, _as_yaml(default), _meanings(schema).get(section.name, meaning)))
+            keys.append(Key(section.name, _as_yaml(default), '', _meanings(schema).get(section.name, meaning)))
             continue
         meanings = _meanings(type(default))
         for field in dataclasses.fields(default):
-            keys.append(Key(f'{section.name}.{field.name}', _as_yaml(_default(field)), meanings.get(field.name, '')))
+            limits = ', '.join(str(field.metadata[name]) for name in ('unit', 'range') if field.metadata.get(name))
+            default_text, meaning = _as_yaml(_default(field)), meanings.get(field.name, '')
+            keys.append(Key(f'{section.name}.{field.name}', default_text, limits, meaning))
     return keys
 
 
 def format_keys(keys: list[Key], width: int = 120) -> str:
-    """Format keys as text: a line with name and default, below it the meaning."""
+    """Format keys as text: a line with name, default, unit and range, below it the meaning."""
     lines = []
     for key in keys:
-        lines.append(f'{key.name}={key.default}')
+        lines.append(f'{key.name}={key.default}' + (f'  ({key.limits})' if key.limits else ''))
         lines += textwrap.wrap(key.meaning, width, initial_indent='    ', subsequent_indent='    ')
     return '\n'.join(lines)
 
 
-def format_table(keys: list[Key]) -> str:
-    """Format keys as a table of Markdown."""
-    rows = [f'| `{key.name}` | `{key.default}` | {key.meaning.replace("|", chr(92) + "|")} |' for key in keys]
-    return '\n'.join(['| key | default | meaning |', '|---|---|---|', *rows])
+def format_page() -> str:
+    """Format the keys of every trainer as a page of Markdown."""
+    from train.fastformer.tasks import TASKS
+    from train.schema import Config
+    from train.sequence_schema import CharConfig, PixelConfig
+
+    texts = {f'Texts: task={name}': task.schema for name, task in TASKS.items()}
+    parts = [PAGE_HEAD]
+    for title, schema in {'Images': Config, 'Pixels': PixelConfig, 'Characters': CharConfig, **texts}.items():
+        parts.append(f'## {title}\n\n{_format_table(list_keys(schema))}')
+    return '\n\n'.join(parts) + '\n'
+
+
+def _format_table(keys: list[Key]) -> str:
+    rows = ['| key | default | unit, range | meaning |', '|---|---|---|---|']
+    for key in keys:
+        meaning = key.meaning.replace('|', '\\|')
+        rows.append(f'| `{key.name}` | `{key.default}` | {key.limits} | {meaning} |')
+    return '\n'.join(rows)
 
 
 def _default(field: 'dataclasses.Field[Any]') -> Any:
@@ -74,3 +109,13 @@ def _meanings(schema: type) -> dict[str, str]:
             for name in entry['names'].split(', '):
                 found[name] = ' '.join(entry['text'].split())
     return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the page."""
+    CommandParser('Print the keys of every experiment as a page of Markdown: docs/config_keys.md.').parse_args(argv)
+    print(format_page(), end='')
+
+
+if __name__ == '__main__':
+    run_command(main)

@@ -171,6 +171,8 @@ class ScheduleConfig:
     """Linear warm-up, then a cosine; learning rates are absolute.
 
     Attributes:
+        epochs: Passes over the training images.
+        warmup_epochs: Those of them in which the rate rises.
         warmup_lr: Learning rate of the first step of the warm-up.
         min_lr: Learning rate at the end.
         step: When the rate changes: after each `update`, after each `epoch`, or as in DeiT's code (`deit`) after each

@@ -52,6 +52,17 @@ def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(small, update, who
     assert_same_results(tmp_path, whole)
 
 
+def test_ctrl_c_saves_and_prints_how_to_go_on(small, whole, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 2, signal.SIGINT)
+        with pytest.raises(SystemExit) as stopped:
+            main([*small, f'run.dir={tmp_path}'])
+    assert stopped.value.code == 128 + signal.SIGINT
+    arguments = capsys.readouterr().out.rpartition(' --config ')[2].split()
+    assert main(['--config', *arguments]).updates == 6
+    assert_same_results(tmp_path, whole)
+
+
 def test_two_interruptions_in_one_epoch_and_other_workers_change_nothing(small, whole, tmp_path, monkeypatch):
     arguments = [*small, 'run.resume=auto', f'run.dir={tmp_path}']
     for update, workers in ((1, 1), (2, 2)):
