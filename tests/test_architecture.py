@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OURS = ('aft_vision', 'train', 'tools', 'tests', 'commandline')
+OURS = ('aft_vision', 'train', 'tools', 'tests')
 FREE = ('torch', 'torchvision', 'numpy', 'tqdm', 'safetensors', 'PIL', 'yaml', *sys.stdlib_module_names)
 HEAVY = ('timm', 'transformers', 'ffcv', 'triton', 'matplotlib', 'omegaconf', 'einops')
 TEXT = ('transformers', 'tokenizers', 'datasets', 'nltk', 'rouge_score', 'sklearn', 'pandas')
@@ -33,6 +33,7 @@ ABOVE_MODELS = Rule((*AFT_FOLDERS, 'timm', 'einops'), lazily=('matplotlib',))
 RULES = {  # the longest matching prefix decides
     'aft_vision': Rule(('aft_vision.models',)),
     'aft_vision.__main__': Rule(()),
+    'aft_vision.commandline': Rule(()),
     'aft_vision.ops': Rule(('aft_vision.ops',), lazily=('triton',)),
     'aft_vision.ops.reference': Rule(('einops',)),
     'aft_vision.ops.kernels': Rule(('aft_vision.ops', 'triton')),
@@ -53,9 +54,9 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.visualize': Rule(
         (*ABOVE_MODELS.anywhere, 'aft_vision.sizes', 'aft_vision.visualize'), lazily=('matplotlib',)
     ),
-    'train': Rule(('train', 'aft_vision', 'commandline', 'timm', 'omegaconf')),
-    'train.fastformer': Rule(('train', 'aft_vision', 'commandline', 'accelerate', *TEXT)),
-    'tools': Rule(('tools', 'aft_vision', 'commandline', 'timm', 'matplotlib')),
+    'train': Rule(('train', 'aft_vision', 'timm', 'omegaconf')),
+    'train.fastformer': Rule(('train', 'aft_vision', 'accelerate', *TEXT)),
+    'tools': Rule(('tools', 'aft_vision', 'timm', 'matplotlib')),
 }
 # Modules with few readers: the oracle of the tests, and the kernels, whose compilers a machine may lack.
 READERS: dict[str, tuple[str, ...]] = {'aft_vision.ops.reference': ('tests', 'tools.visualize_bias')}
@@ -161,7 +162,6 @@ def test_every_part_of_the_tree_has_a_rule_of_its_own():
         ('aft_vision/data/photos.py', "import importlib\nimportlib.import_module('ffcv')"),
         ('aft_vision/data/ffcv_loader.py', 'from aft_vision import ops'),
         ('aft_vision/evaluate.py', 'from train import engine'),
-        ('aft_vision/evaluate.py', 'import commandline'),
         ('aft_vision/evaluate.py', 'import matplotlib.pyplot as plt'),
         ('aft_vision/visualize.py', 'class A:\n    import matplotlib'),
         ('aft_vision/visualize.py', 'try:\n    import matplotlib\nexcept ImportError:\n    pass'),

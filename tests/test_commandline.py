@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import commandline
-from commandline import CommandParser, run_command
+from aft_vision import commandline
+from aft_vision.commandline import run_command
+from tools.arguments import CommandParser
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = [
@@ -119,7 +120,7 @@ def test_the_processes_of_torchrun_say_it_once(tmp_path):
     """One line by one of them, and a code that is not 0; torchrun adds lines of its own."""
     command = ['-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', '-m', 'commandline_probe']
     (tmp_path / 'commandline_probe.py').write_text(
-        'from commandline import run_command\ndef main(argv):\n    raise ValueError("expected more")\n'
+        'from aft_vision.commandline import run_command\ndef main(argv):\n    raise ValueError("expected more")\n'
         'run_command(main)\n'
     )
     environment = {'PATH': '/usr/bin:/bin', 'PYTHONPATH': f'{ROOT}:{tmp_path}', 'OMP_NUM_THREADS': '1'}

@@ -81,7 +81,7 @@ def test_the_page_of_keys_is_what_the_trainers_print():
 
 
 def test_an_interrupt_ends_in_a_line(monkeypatch, capsys):
-    from commandline import run_command
+    from aft_vision.commandline import run_command
 
     def main(argv: object) -> None:
         signal.raise_signal(signal.SIGINT)

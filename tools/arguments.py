@@ -3,10 +3,24 @@
 import argparse
 import ast
 import contextlib
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 DTYPES = ('float32', 'bfloat16', 'float16')
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser with the description as it is written, with --debug, and with errors of one line."""
+
+    def __init__(self, description: str | None) -> None:
+        module = getattr(sys.modules['__main__'], '__spec__', None)
+        command = None if module is None else f'python -m {module.name.removesuffix(".__main__")}'
+        super().__init__(command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument('--debug', action='store_true', help='show the traceback of an error')
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f'error: {message}; --help shows the usage\n')
 
 
 class KeyValues(argparse.Action):

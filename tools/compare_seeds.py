@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commandline import CommandParser, run_command
+from tools.arguments import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,6 +34,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == '__main__':
     parse_args()
 
+from aft_vision.commandline import run_command
 from aft_vision.visualize import new_figure, save_figure
 from tools.results import read_result
 

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from commandline import CommandParser, run_command
-from tools.arguments import add_sampling
+from tools.arguments import CommandParser, add_sampling
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,6 +54,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from aft_vision.commandline import run_command
 from aft_vision.data import read_cifar10
 from aft_vision.models import PixelDecoder, half_mask
 from aft_vision.models.pixel import MASKS

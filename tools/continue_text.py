@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from commandline import CommandParser, run_command
-from tools.arguments import add_sampling
+from tools.arguments import CommandParser, add_sampling
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -43,6 +42,7 @@ if __name__ == '__main__':
 
 import torch
 
+from aft_vision.commandline import run_command
 from aft_vision.data import VOCABULARIES
 from aft_vision.data.bytes import decode, encode
 from aft_vision.models import AFTDecoder

@@ -26,8 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commandline import CommandParser, run_command
-from tools.arguments import add_data_arguments, add_device, parse_sizes
+from tools.arguments import CommandParser, add_data_arguments, add_device, parse_sizes
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -57,6 +56,7 @@ if __name__ == '__main__':
 import torch
 from torch import nn
 
+from aft_vision.commandline import run_command
 from aft_vision.evaluate import (
     evaluate,
     load_model,

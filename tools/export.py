@@ -36,8 +36,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commandline import CommandParser, run_command
-from tools.arguments import KeyValues, add_size, check_out
+from tools.arguments import CommandParser, KeyValues, add_size, check_out
 
 # Of the package's own exporters, and of timmx.
 TIMMX_FORMATS = ('coreai', 'coreml', 'executorch', 'litert', 'ncnn', 'openvino', 'tensorrt', 'torchscript')
@@ -87,6 +86,7 @@ if __name__ == '__main__':
 import timm
 
 import aft_vision  # noqa: F401
+from aft_vision.commandline import run_command
 from aft_vision.evaluate import load_model, read_checkpoint
 from aft_vision.export import (
     Shape,

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commandline import CommandParser, run_command
-from tools.arguments import add_data_arguments, add_device, check_out, parse_size
+from tools.arguments import CommandParser, add_data_arguments, add_device, check_out, parse_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,6 +48,7 @@ if __name__ == '__main__':
 import torch
 from torch import nn
 
+from aft_vision.commandline import run_command
 from aft_vision.evaluate import evaluate_all, load_model, resolve_device
 from aft_vision.export import export_model
 from aft_vision.models.harden import compare_logits, convolution_form, describe_offsets, harden

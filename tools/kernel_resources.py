@@ -22,8 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commandline import CommandParser, run_command
-from tools.arguments import DTYPES
+from tools.arguments import DTYPES, CommandParser
 
 NAMES = (
     'aft_full',
@@ -69,6 +68,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from aft_vision.commandline import run_command
 from tools.machine import PRECISIONS
 
 GRID, KERNEL_SIZE = (14, 14), 11

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commandline import CommandParser, run_command
-from tools.arguments import add_device, add_size
+from tools.arguments import CommandParser, add_device, add_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -47,6 +46,7 @@ if __name__ == '__main__':
 import timm
 import torch
 
+from aft_vision.commandline import run_command
 from aft_vision.evaluate import load_model, resolve_device
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import find_photographs, load_photograph, predictions

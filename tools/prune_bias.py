@@ -28,8 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commandline import CommandParser, run_command
-from tools.arguments import add_data_arguments, add_device, add_size
+from tools.arguments import CommandParser, add_data_arguments, add_device, add_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,6 +54,7 @@ if __name__ == '__main__':
 from timm.data import resolve_model_data_config
 from torch import nn
 
+from aft_vision.commandline import run_command
 from aft_vision.evaluate import evaluate_all, load_model, resolve_device
 from aft_vision.export import export_model
 from aft_vision.regularizers import crop, layer_entropies, prune, sparsity_figures, threshold_that_keeps, time_windows

@@ -14,8 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from commandline import CommandParser, run_command
-from tools.arguments import add_device
+from tools.arguments import CommandParser, add_device
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -36,6 +35,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == '__main__':
     parse_args()
 
+from aft_vision.commandline import run_command
 from aft_vision.evaluate import resolve_device
 from aft_vision.fastformer.data.mind import News, read_mind_news
 from aft_vision.fastformer.data.movielens import read_films

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commandline import CommandParser, run_command
-from tools.arguments import add_device, add_size
+from tools.arguments import CommandParser, add_device, add_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,6 +47,7 @@ import timm
 from torch import nn
 from tqdm import tqdm
 
+from aft_vision.commandline import run_command
 from aft_vision.evaluate import load_model, read_checkpoint, resolve_device
 from aft_vision.files import find_checkpoint
 from aft_vision.sizes import resize_model

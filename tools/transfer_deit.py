@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commandline import CommandParser, run_command
-from tools.arguments import KeyValues, parse_size
+from tools.arguments import CommandParser, KeyValues, parse_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -60,6 +59,7 @@ from timm.models import clean_state_dict, get_model_input_config
 from timm.utils import random_seed
 from torch import nn
 
+from aft_vision.commandline import run_command
 from aft_vision.export import export_model
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import Report, Row, summarize_transfer

@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from commandline import CommandParser, run_command
+from tools.arguments import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,6 +49,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == '__main__':
     parse_args()
 
+from aft_vision.commandline import run_command
 from aft_vision.data.datasets import Source, Split, open_eval_split
 
 

@@ -1,10 +1,23 @@
 """The command lines of the trainers; it imports nothing that takes seconds."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from commandline import CommandParser
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser with the description as it is written, with --debug, and with errors of one line."""
+
+    def __init__(self, description: str | None) -> None:
+        module = getattr(sys.modules['__main__'], '__spec__', None)
+        command = None if module is None else f'python -m {module.name.removesuffix(".__main__")}'
+        super().__init__(command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument('--debug', action='store_true', help='show the traceback of an error')
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f'error: {message}; --help shows the usage\n')
 
 
 def parse_args(description: str | None, example: str, argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -9,10 +9,10 @@ from timm.models import PretrainedCfg
 from timm.utils import random_seed
 from torch import nn
 
+from aft_vision.commandline import is_user_error
 from aft_vision.data import Loaders, create_eval_loader, create_loaders
 from aft_vision.evaluate import check_classes, initialize_model, load_model
 from aft_vision.sizes import check_image_size, has_fixed_input_size
-from commandline import is_user_error
 from train.checkpoint import BEST
 from train.distill import load_teacher
 from train.distributed import World

@@ -18,7 +18,6 @@ data.eval_split. With data.eval_stride=N each character is predicted from data.c
 
 from collections.abc import Sequence
 
-from commandline import run_command
 from train.arguments import parse_args
 
 EXAMPLE = 'configs/smoke/char.yaml'
@@ -29,6 +28,7 @@ if __name__ == '__main__':
 
 from torch.utils.data import DataLoader
 
+from aft_vision.commandline import run_command
 from aft_vision.data import VOCABULARIES, char_eval_loader, char_train_loader, read_text
 from train.distributed import World
 from train.sequence import SequenceData, run_sequences

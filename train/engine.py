@@ -15,9 +15,9 @@ from timm.utils import random_seed
 from torch import nn
 from tqdm import tqdm
 
+from aft_vision.commandline import program_name
 from aft_vision.data import STEP, Loaders, derive_seed
 from aft_vision.evaluate import evaluate_all, peak_memory_mb
-from commandline import program_name
 from train.checkpoint import Saver
 from train.diagnosis import NonFiniteLossError, write_diagnosis
 from train.log import RunLog

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commandline import run_command
 from train.arguments import parse_args
 
 EXAMPLE = 'configs/smoke/clothing_demo.yaml'
@@ -30,6 +29,7 @@ if __name__ == '__main__':
 
 import torch
 
+from aft_vision.commandline import run_command
 from aft_vision.evaluate import evaluate, load_model
 from aft_vision.export import export_model
 from aft_vision.visualize import plot_history

@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from commandline import CommandParser, run_command
+from aft_vision.commandline import run_command
+from train.arguments import CommandParser
 
 ENTRY = re.compile(
     r'^    (?P<names>[a-z0-9_]+(?:, [a-z0-9_]+)*): (?P<text>.*?)(?=^    \S|\Z)', re.MULTILINE | re.DOTALL

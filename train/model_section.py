@@ -12,10 +12,10 @@ import timm
 import torch
 from omegaconf import OmegaConf
 
+from aft_vision.commandline import say
 from aft_vision.data.ranges import Range, check_range
 from aft_vision.models.autoregressive import AFTDecoder
 from aft_vision.models.decoders import DECODERS, create_decoder
-from commandline import say
 from train.layers import COMMAND_LINE, Layer, merge_checked
 from train.suggest import unknown
 

@@ -17,7 +17,6 @@ all images of data.eval_split.
 
 from collections.abc import Sequence
 
-from commandline import run_command
 from train.arguments import parse_args
 
 EXAMPLE = 'configs/smoke/pixel.yaml'
@@ -28,6 +27,7 @@ if __name__ == '__main__':
 
 from torch.utils.data import DataLoader
 
+from aft_vision.commandline import run_command
 from aft_vision.data import pixel_eval_loader, pixel_train_loader, read_cifar10
 from aft_vision.data.pixels import TOKENS
 from train.sequence import SequenceData, run_sequences

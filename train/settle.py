@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from commandline import say
+from aft_vision.commandline import say
 from train.layers import Layer, level_of, value_at
 from train.schema import LR_BATCH_SIZE
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from commandline import CommandParser, run_command
+from train.arguments import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,6 +34,7 @@ if __name__ == '__main__':
 
 import torch
 
+from aft_vision.commandline import run_command
 from aft_vision.data import Loaders
 from aft_vision.timing import synchronize
 from train.build import build_loaders, build_state

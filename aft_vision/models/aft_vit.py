@@ -461,7 +461,7 @@ _NANO: dict[str, Any] = dict(img_size=96, patch_size=8, embed_dim=128, depth=6)
 
 @register_model
 def aft_full_nano(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """AFT-full nano for 96 pixels, patch 8, 6 blocks of width 128: 1.6M parameters (AFT Eq. 2); not in the paper."""
+    """AFT-full nano for 96 pixels, patch 8, 6 blocks of width 128: 1.6M parameters; not in the paper."""
     model_args = dict(_NANO, mixer='full')
     return _create_aft('aft_full_nano', pretrained, **dict(model_args, **kwargs))
 
@@ -489,7 +489,7 @@ def aft_full_base(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransform
 
 @register_model
 def aft_simple_nano(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """AFT-simple nano for 96 pixels, patch 8, 6 blocks of width 128: 1.4M parameters (AFT Eq. 5); not in the paper."""
+    """AFT-simple nano for 96 pixels, patch 8, 6 blocks of width 128: 1.4M parameters; not in the paper."""
     model_args = dict(_NANO, mixer='simple')
     return _create_aft('aft_simple_nano', pretrained, **dict(model_args, **kwargs))
 
@@ -510,7 +510,7 @@ def aft_simple_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransf
 
 @register_model
 def aft_conv_nano(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """AFT-conv nano for 96 pixels, patch 8, 6 blocks of width 128, 11x11 kernel, 128 heads: 1.4M parameters (AFT Eq. 6); not in the paper."""
+    """AFT-conv nano for 96 pixels, patch 8, 6 blocks of width 128, kernel 11: 1.4M parameters; not in the paper."""
     model_args = dict(_NANO, mixer='conv', num_heads=128, kernel_size=11)
     return _create_aft('aft_conv_nano', pretrained, **dict(model_args, **kwargs))
 

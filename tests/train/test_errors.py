@@ -12,7 +12,7 @@ import train.fastformer.__main__
 import train.imagenet
 import train.pixel
 import train.throughput
-from commandline import run_command
+from aft_vision.commandline import run_command
 from train.build import build_model, check_image_sizes, model_arguments
 from train.config import load_config
 from train.model_section import WEIGHT_KEYS

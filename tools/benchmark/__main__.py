@@ -72,7 +72,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from commandline import run_command
 from tools.benchmark.options import SECTIONS, Section, parse_args
 
 # Before the imports that take seconds: --help and a mistyped option are answered at once.
@@ -81,6 +80,7 @@ if __name__ == '__main__':
 
 import torch
 
+from aft_vision.commandline import run_command
 from aft_vision.evaluate import resolve_device
 from tools.benchmark import sections
 from tools.machine import LoadMeter, check_load, count_cores, describe_backends, describe_machine, refuse_load

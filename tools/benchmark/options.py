@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commandline import CommandParser
-from tools.arguments import DTYPES, parse_size
+from tools.arguments import DTYPES, CommandParser, parse_size
 from tools.benchmark.paper import TABLES
 from tools.benchmark.paper_sequences import SEQUENCE_TABLES
 

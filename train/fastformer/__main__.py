@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commandline import run_command
 from train.arguments import parse_args
 
 EXAMPLE = 'configs/smoke/fastformer.yaml'
@@ -36,6 +35,7 @@ from accelerate import PartialState
 from datasets import disable_progress_bars
 from transformers.utils import logging
 
+from aft_vision.commandline import run_command
 from train.config import save_config
 from train.fastformer.run import RESULT, TextRun
 from train.fastformer.schema import TextConfig

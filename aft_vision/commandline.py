@@ -1,6 +1,5 @@
-"""What all commands of `train` and `tools` share; it imports nothing heavy, so that they answer at once."""
+"""The errors of a command as one line."""
 
-import argparse
 import os
 import re
 import signal
@@ -8,7 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 # A value out of range or a damaged file, a missing path, a package of an extra, a run that diverged. Whatever else is
 # raised, an AttributeError or a KeyError, is a fault of the program and keeps its traceback.
@@ -16,18 +15,6 @@ USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 EXIT_CODE = 2
 # In seconds. torchrun ends the other processes within 0.1 s of the first that fails.
 TURN_OF_RANK_0 = 2.0
-
-
-class CommandParser(argparse.ArgumentParser):
-    """A parser with the description as it is written, with --debug, and with errors of one line."""
-
-    def __init__(self, description: str | None = None, **kwargs: Any) -> None:
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(program_name(), description=description, formatter_class=formatter, **kwargs)
-        self.add_argument('--debug', action='store_true', help='show the traceback of an error')
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_CODE, f'error: {message}; --help shows the usage\n')
 
 
 def program_name() -> str | None:
