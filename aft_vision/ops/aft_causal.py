@@ -270,7 +270,7 @@ def aft_simple_prefill(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleStat
     dtype = state.reference.dtype
     keys, values = k.to(dtype), v.to(dtype)
     with without_autocast(k.device.type):
-        y = causal_forward(q, keys, values, None, NoBias(values), False, Past(*state))[0]
+        y = causal_forward(q, keys, values, NoBias(values), Past(*state), None, False)[0]
     decode.absorb_many(keys, values, *state)
     return y.to(v.dtype if q is None else q.dtype), state
 
@@ -308,7 +308,7 @@ def aft_local_prefill(
     rows = torch.cat([band.new_zeros(before, window), band])
     past = Past(state.reference, state.sums[:, :dim], state.sums[:, dim:])
     with without_autocast(k.device.type):
-        mean = causal_forward(None, keys, values, None, BandBias(rows), False, past if count else None)[0][:, before:]
+        mean = causal_forward(None, keys, values, BandBias(rows), past if count else None, None, False)[0][:, before:]
     leaving = max(0, before + tokens - window)
     if leaving > 0:
         decode.absorb_many(keys[:, :leaving], values[:, :leaving], *past)

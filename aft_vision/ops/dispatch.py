@@ -91,6 +91,8 @@ def _define(
     def forward(*args: Any) -> tuple[Tensor, ...]:
         *inputs, save, backend = args
         check(*(inputs[i] for i in checked))
+        if not inputs[2].numel():
+            return forward_fake(*args)
         with without_autocast(inputs[1].device.type):
             return _contiguous(pick_form(name, forms, backend, inputs).forward(*inputs, save))
 
@@ -103,6 +105,8 @@ def _define(
 
     def backward(*args: Any) -> tuple[Tensor, ...]:
         *inputs, backend = args
+        if not inputs[0].numel():
+            return tuple(x.zero_() for x in backward_fake(*args))
         with without_autocast(inputs[0].device.type):
             # (grad, y, saved), the inputs of the forward, need_bias.
             return _contiguous(pick_form(name, forms, backend, inputs[3:-1]).backward(*inputs))

@@ -590,13 +590,77 @@ def test_no_tensor_of_the_size_of_the_weights_is_made(batch: int, one_thread: No
     assert largest_allocation('aft_conv', kernel) <= max(workspace, 4 * D * T * T)
 
 
-def test_an_empty_batch_gives_an_empty_result():
-    q, k, v = (x.requires_grad_() for x in make_qkv(B=0, T=12, D=6))
-    bias = randn(12, 12).requires_grad_()
-    y = ops.aft_full(q, k, v, bias)
-    assert y.shape == (0, 12, 6)
-    assert not torch.autograd.grad(y.sum(), bias)[0].any()
-    assert ops.aft_conv(q, k, v, randn(6, 3, 3), (3, 4)).shape == (0, 12, 6)
+def empty_inputs(name: str, B: int, D: int) -> dict[str, object]:
+    """Inputs of any operator for 12 tokens; in `aft_conv` and `aft_onehot` of two heads."""
+    q, k, v = torch.zeros(3, B, 12, D)
+    inputs: dict[str, object] = {'q': q, 'k': k, 'v': v}
+    if name in ('aft_conv', 'aft_onehot'):
+        inputs |= {'k': torch.zeros(B, 12, 2), 'grid': (3, 4)}
+    biases = {
+        'aft_full': {'bias': torch.zeros(12, 12)},
+        'aft_local': {'band': torch.zeros(12, 5)},
+        'aft_conv': {'kernel': torch.zeros(2, 3, 3)},
+        'aft_onehot': {'offset': torch.zeros(2, 2, dtype=torch.int64), 'weight': torch.zeros(2)},
+        'aft_full_causal': {'bias': torch.zeros(12, 12)},
+        'aft_local_causal': {'band': torch.zeros(12, 3)},
+    }
+    return inputs | biases.get(name, {})
+
+
+@pytest.mark.parametrize('backend', ['auto', 'eager', 'cpp', 'triton'])
+@pytest.mark.parametrize(('B', 'D'), [(0, 6), (0, 128), (2, 0)])
+@pytest.mark.parametrize(
+    'name',
+    [
+        'aft_full',
+        'aft_local',
+        'aft_simple',
+        'aft_conv',
+        'aft_onehot',
+        'aft_full_causal',
+        'aft_local_causal',
+        'aft_simple_causal',
+    ],
+)
+@pytest.mark.filterwarnings('error')
+def test_an_empty_batch_or_no_channels_give_an_empty_result_and_no_gradient(name: str, B: int, D: int, backend: str):
+    inputs = empty_inputs(name, B, D)
+    leaves = [x.requires_grad_() for x in inputs.values() if isinstance(x, Tensor) and x.is_floating_point()]
+    y = getattr(ops, name)(**inputs, backend=backend)
+    assert y.shape == (B, 12, D)
+    for x, grad in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
+        assert grad.shape == x.shape
+        assert not grad.any()
+
+
+def hidden_bias(shape: tuple[int, ...]) -> Tensor:
+    """A bias whose entries are minus infinity by three in ten, and all in some rows or heads."""
+    bias = randn(*shape, seed=7).masked_fill(torch.rand(shape, generator=generator(4)) < 0.3, float('-inf'))
+    bias[::3] = float('-inf')
+    return bias
+
+
+@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
+@pytest.mark.parametrize('backend', ['eager', 'auto'])
+@pytest.mark.parametrize(
+    ('name', 'inputs', 'bias'),
+    [
+        ('aft_full', full_inputs(12), 'bias'),
+        ('aft_local', local_inputs(12, 3), 'band'),
+        ('aft_local', local_inputs(12, 12), 'band'),
+        ('aft_conv', conv_inputs((3, 4), 6, 3, 3), 'kernel'),
+        ('aft_conv', conv_inputs((3, 4), 6, 3, 3) | {'global_context': False}, 'kernel'),
+        ('aft_conv', conv_inputs((3, 4), 6, 6, 11), 'kernel'),
+        ('aft_conv', conv_inputs((6, 8), 80, 80, 3), 'kernel'),
+        ('aft_onehot', onehot_inputs((3, 4), 6, 3), 'weight'),
+        ('aft_onehot', onehot_inputs((1, 1), 6, 3) | {'offset': torch.zeros(3, 2, dtype=torch.int64)}, 'weight'),
+    ],
+)
+def test_a_bias_of_minus_infinity_hides_a_source(name: str, inputs, bias: str, backend: str, masked: bool):
+    mask = make_mask(*inputs['v'].shape[:2]) if masked else None
+    inputs = inputs | {bias: hidden_bias(inputs[bias].shape), 'mask': mask}
+    operator = getattr(ops, name)
+    assert_matches_reference(lambda **x: operator(**x, backend=backend), getattr(reference, name), inputs, nasty=True)
 
 
 @pytest.mark.parametrize('name', ['aft_full', 'aft_simple', 'aft_onehot'])
@@ -625,7 +689,9 @@ REJECTED = [
     (lambda: ops.aft_conv(**conv_inputs((2, 3), 6, 3, 3) | {'kernel': randn(3, 4, 4)}), r's odd'),
     (lambda: ops.aft_conv(**conv_inputs((2, 3), 6, 3, 3) | {'kernel': randn(4, 3, 3)}), r'must divide the 6 channels'),
     (lambda: ops.aft_conv(**conv_inputs((2, 3), 6, 3, 3) | {'grid': (2, 4)}), r'grid must be \(H, W\)'),
+    (lambda: ops.aft_conv(**conv_inputs((2, 3), 6, 3, 3) | {'kernel': randn(0, 3, 3)}), r'h of at least 1'),
     (lambda: ops.aft_onehot(**onehot_inputs((2, 3), 6, 3) | {'offset': torch.zeros(3, 2)}), r'offset must be int64'),
+    (lambda: ops.aft_onehot(**onehot_inputs((2, 3), 6, 3) | {'offset': torch.zeros(0, 2).long()}), r'h of at least 1'),
     (lambda: ops.aft_onehot(**onehot_inputs((2, 3), 6, 3) | {'weight': randn(2)}), r'weight must have shape \(3,\)'),
     (lambda: ops.aft_simple(**simple_inputs(5) | {'k': randn(2, 5, 6).float()}), 'must both be float64 or neither'),
     (lambda: ops.aft_simple(None, *torch.ones(2, 2, 5, 6).long()), 'must be floating-point tensors'),

@@ -1,5 +1,6 @@
 """The masked forms and their one-step states, against float64 in value and in every gradient."""
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -96,6 +97,172 @@ def test_targets_that_see_keys_of_minus_infinity_alone_are_zero(name: str, backe
     assert_keys_of_minus_infinity_are_masked(
         lambda **x: getattr(ops, name)(**x, backend=backend), getattr(reference, name), inputs, dtype
     )
+
+
+def joint_mean(k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """The means of the values (B, T, D) by weights e^(k + w - log of their sum), in float64; `bias` is (T, T)."""
+    future = torch.ones_like(bias, dtype=torch.bool).triu(1)
+    logits = (k.double().mT.unsqueeze(2) + bias.double()).masked_fill(future, float('-inf'))  # (B, D, T, T)
+    return (torch.exp(logits - logits.logsumexp(3, keepdim=True)) @ v.double().mT.unsqueeze(3)).squeeze(3).mT
+
+
+def run_form(form: str, inputs: dict[str, Tensor]) -> Tensor:
+    """The causal mean of a form: a backend of the operator, or of decoding 'steps' or 'prefill' after two steps."""
+    if form in ('steps', 'prefill'):
+        tokens = inputs['v'].shape[1]
+        # sigmoid(0) = 1 / 2
+        gated = inputs | {'q': torch.zeros_like(inputs['v'])}
+        return 2 * run_chunks(gated, [1] * tokens if form == 'steps' else [1, 1, tokens - 2], inputs['v'].dtype)
+    bias = next((name for name in ('bias', 'band') if name in inputs), 'simple')
+    name = {'bias': 'aft_full_causal', 'band': 'aft_local_causal', 'simple': 'aft_simple_causal'}[bias]
+    return getattr(ops, name)(None, **inputs, backend=form)
+
+
+def column(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32)[None, :, None]
+
+
+FORMS = ['eager', 'auto', 'prefill', 'steps']
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_a_weight_that_vanishes_counts_under_a_key_far_above_the_others(form: str):
+    inputs = {'k': column(0, 60, -65), 'v': column(0, 2, 1), 'band': torch.full((3, 1), 120.0)}
+    # The second key weighs e^(60 - 0), the third e^(120 - 65).
+    assert_close(run_form(form, inputs), column(0, 2, 2 - 1 / (1 + math.exp(5))), 1e-5)
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_sums_far_above_their_reference_count_under_a_later_key(form: str):
+    k = torch.full((1, 64, 1), -1000.0)
+    v = torch.zeros_like(k)
+    k[0, [0, 1, 32, 33], 0], v[0, [1, 32], 0] = torch.tensor([0.0, 60.0, 40.0, 168.0]), torch.tensor([2.0, 1.0])
+    expected = joint_mean(k, v, torch.zeros(64, 64))
+    assert expected[0, 32, 0].item() == pytest.approx(2.0)
+    for bias in ({'band': torch.zeros(64, 2)}, {}):
+        assert_close(run_form(form, {'k': k, 'v': v} | bias), expected, 1e-5)
+    # Of a chunk after two steps.
+    simple = {'k': column(0, 60, 40, 168), 'v': column(0, 2, 1, 0)}
+    assert_close(run_form(form, simple), column(0, 2, 2, 0), 1e-5)
+
+
+@pytest.mark.parametrize('backend', ['eager', 'auto'])
+def test_gradients_far_above_their_reference_count_under_a_later_key(backend: str):
+    k, v = torch.full((1, 64, 1), -1000.0), randn(1, 64, 1).float().requires_grad_()
+    k[0, [0, 1, 32, 33], 0] = torch.tensor([0.0, 60.0, 40.0, 168.0])
+    k.requires_grad_()
+    for bias in ({'band': torch.zeros(64, 2)}, {}):
+        y = run_form(backend, {'k': k, 'v': v} | bias)
+        found = torch.autograd.grad(y[0, 32, 0], [k, v])
+        wanted = torch.autograd.grad(joint_mean(k, v, torch.zeros(64, 64))[0, 32, 0], [k, v])
+        for got, want in zip(found, wanted, strict=True):
+            assert_close(got, want, 1e-4, floor=wanted[1].norm().item())
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize('backend', ['eager', 'auto'])
+@pytest.mark.parametrize('s', [0, 1, 3, 40])
+def test_biases_and_keys_far_apart_equal_a_joint_log_sum_exp(s: int, backend: str, dtype: torch.dtype):
+    T = 70
+    random = generator(s)
+    inputs = {'k': torch.rand(2, T, 3, generator=random) * 320 - 160, 'v': torch.randn(2, T, 3, generator=random)}
+    inputs['k'][1] = torch.tensor([0.0, 60.0, -65.0, 40.0, 168.0, -1000.0])[torch.randint(6, (T, 3), generator=random)]
+    inputs['band' if s else 'bias'] = torch.rand(T, s or T, generator=random) * 240 - 120
+    low = {name: x.to(dtype).requires_grad_() for name, x in inputs.items()}
+    y = run_form(backend, low)
+    bias = reference.band_to_bias(low['band'].double(), 1 - s) if s else low['bias'].double()
+    expected = joint_mean(low['k'], low['v'], bias)
+    bound = 1e-4 if dtype == torch.float32 else 1e-10
+    assert_close(y, expected, bound)
+    weight = torch.randn(2, T, 3, generator=random).to(dtype)
+    found = torch.autograd.grad(y, list(low.values()), weight)
+    wanted = torch.autograd.grad(expected, list(low.values()), weight.double())
+    for name, got, want in zip(low, found, wanted, strict=True):
+        assert_close(got, want, bound, name, floor=wanted[1].norm().item())
+    if s and backend == 'auto':
+        for form in ('steps', 'prefill'):
+            assert_close(run_form(form, {name: x.detach() for name, x in low.items()}), expected.detach(), bound)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('backend', ['eager', 'auto'])
+@pytest.mark.parametrize('name', NAMES[:2])
+def test_a_bias_of_minus_infinity_hides_a_source(name: str, backend: str, dtype: torch.dtype):
+    inputs = causal_inputs(name, 70, 20)
+    bias = inputs['bias' if name == NAMES[0] else 'band']
+    bias.masked_fill_(torch.rand(bias.shape, generator=generator(4)) < 0.3, float('-inf'))
+    bias[[0, 5, 40, 69]] = float('-inf')
+    operator, oracle = getattr(ops, name), getattr(reference, name)
+    assert_matches_reference(lambda **x: operator(**x, backend=backend), oracle, inputs, dtype)
+    low = {key: x.float() for key, x in inputs.items()}
+    assert not operator(**low, backend=backend)[:, 0].any()
+    if name == NAMES[1]:
+        expected = oracle(**{key: x.double() for key, x in low.items()})
+        for chunks in ([1] * 70, [1, 30, 1, 38]):
+            assert_close(run_chunks(low, chunks, torch.float32), expected, 1e-5)
+
+
+NOT_FINITE = {'key_nan': (math.nan, None), 'key_inf': (math.inf, None), 'value_nan': (None, math.nan)}
+NOT_FINITE |= {'value_inf': (None, math.inf), 'token_nan': (math.nan, math.nan)}
+
+
+@pytest.mark.parametrize('what', NOT_FINITE)
+@pytest.mark.parametrize('backend', ['eager', 'auto'])
+@pytest.mark.parametrize('name', NAMES)
+def test_a_token_that_is_not_finite_leaves_the_past_alone(name: str, backend: str, what: str):
+    inputs = {key: x.float() for key, x in causal_inputs(name, 70, 20).items()}
+    key, value = NOT_FINITE[what]
+    hidden, spoilt = ({key: x.clone() for key, x in inputs.items()} for _ in range(2))
+    # In one channel: in the middle of a block, and after it.
+    hidden['k'][1, 45:, 2], hidden['v'][1, 45:, 2] = float('-inf'), 0.0
+    for t in (45, 66):
+        for n, x in (('k', key), ('v', value), ('q', value if key is not None else None)):
+            if x is not None:
+                spoilt[n][1, t, 2] = x
+    tainted = torch.zeros(2, 70, 6, dtype=torch.bool)
+    tainted[1, 45:, 2] = True
+    results = []
+    for x in (hidden, spoilt):
+        leaves = [leaf.requires_grad_() for leaf in x.values()]
+        y = getattr(ops, name)(**x, backend=backend)
+        weight = randn(2, 70, 6, seed=9).float().masked_fill(tainted, 0.0)
+        results.append([y.detach().masked_fill(tainted, 0.0), *torch.autograd.grad(y, leaves, weight)])
+    assert y[tainted].isnan().all()
+    results[0][1] = results[0][1].masked_fill(tainted, 0.0)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    if name != NAMES[0]:
+        chunk = run_chunks({key: x.detach() for key, x in spoilt.items()}, [1, 30, 39], torch.float32)
+        assert not chunk[tainted].isfinite().any()
+        assert_close(chunk.masked_fill(tainted, 0.0), results[0][0], 1e-5)
+
+
+@pytest.mark.parametrize('backend', ['eager', 'auto'])
+@pytest.mark.parametrize('name', NAMES)
+def test_a_result_that_is_not_a_number_gives_no_finite_gradient(name: str, backend: str):
+    inputs = {key: x.float() for key, x in causal_inputs(name, 40, 5).items()}
+    inputs['k'][0, 30, 1] = math.nan
+    leaves = {key: x.requires_grad_() for key, x in inputs.items()}
+    grads = torch.autograd.grad(getattr(ops, name)(**leaves, backend=backend).sum(), list(leaves.values()))
+    for grad in dict(zip(leaves, grads, strict=True)).values():
+        assert grad.isnan().any()
+    assert all(grad[1].isfinite().all() for grad in grads[:3])
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(('batch', 'dim'), [(0, 6), (2, 0)])
+def test_steps_and_chunks_of_nothing_give_nothing(batch: int, dim: int, dtype: torch.dtype):
+    inputs = dict(zip('qkv', torch.zeros(3, batch, 9, dim, dtype=dtype), strict=True))
+    for bias in ({'band': torch.zeros(9, 3, dtype=dtype)}, {}):
+        assert run_chunks(inputs | bias, [1, 1, 4, 1, 1, 1], dtype).shape == (batch, 9, dim)
+
+
+@pytest.mark.parametrize('form', ['prefill', 'steps'])
+def test_steps_that_see_keys_of_minus_infinity_alone_give_zero(form: str):
+    k = column(*[float('-inf')] * 4, 0.0, 1.0)
+    v = column(1, 2, 3, 4, 5, 6)
+    expected = column(0, 0, 0, 0, 5, (5 + 6 * math.e) / (1 + math.e))
+    for bias in ({'band': torch.zeros(6, 2)}, {}):
+        assert_close(run_form(form, {'k': k, 'v': v} | bias), expected, 1e-6)
 
 
 @pytest.mark.parametrize('jump', [18.0, 59.0])

@@ -3,12 +3,16 @@
 No maximum over all positions may enter: one large future key would underflow the past. Blocks of targets are worked in
 order, each with a reference per channel of its own, max(largest key before the block, largest key of the block - 60):
 it never falls, so the running sums of what lies before the window are only ever scaled down, and keys of the block may
-exceed it by e^60 without overflow. Elements that a jump inside the block still underflows are computed again by a
-joint log-sum-exp over what they see.
+exceed it by e^60 without overflow. Elements that a jump inside the block still underflows, or that may miss a weight
+which vanished under such a key, are computed again by a joint log-sum-exp over what they see.
+
+No target depends on a later token, be its key or value infinite or not a number.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +36,8 @@ from aft_vision.ops.eager.repair import joint_softmax, lost_elements
 # How far a key may exceed its reference, in nats.
 HEADROOM = 60.0
 
+_Form = Callable[..., tuple[Tensor, ...]]
+
 
 class Past(NamedTuple):
     """Sums over sources before the sequence, as `ops.SimpleState` has them; (B, D) each."""
@@ -50,6 +56,7 @@ class _Block(NamedTuple):
     reference: Tensor  # (N,)
     weight: Tensor  # (C, L): exp(bias - its row maximum), products' dtype
     older: Tensor  # (C, 1): the same for sources before the window
+    limit: Tensor  # (C, 1): below it a denominator may have lost a term
 
 
 class _Sequence:
@@ -73,13 +80,22 @@ class _Sequence:
             logits = self.bias.logits(start, stop).to(self.dtype)
             row = logits.amax(1, keepdim=True)
             has_older = low > 0 or self.past is not None
-            if has_older:
-                row = row.clamp_min(0.0)
+            # Finite, so that a row of minus infinity has no weights.
+            row = row.clamp_min(0.0 if has_older else torch.finfo(self.dtype).min)
             reference = torch.maximum(past, peak - HEADROOM)
-            weight = torch.exp(logits - row).to(self.product_dtype)
-            older = torch.exp(-row) if has_older else row
-            yield _Block(start, stop, low, slice(left, low), reference, weight, older)
+            weight = torch.exp(logits - row)
+            older = torch.exp(-row) if has_older else torch.ones_like(row)
+            limit = self._limit(logits, weight, older)
+            weight = weight.to(self.product_dtype)
+            yield _Block(start, stop, low, slice(left, low), reference, weight, older, limit)
             past, left = torch.maximum(past, peak), low
+
+    def _limit(self, logits: Tensor, weight: Tensor, older: Tensor) -> Tensor:
+        # That of `UNDERFLOW`, or of `vanishing_limit` for a target with a weight that is no normal number.
+        vanishes = (weight < torch.finfo(self.dtype).tiny) & (logits > float('-inf'))
+        narrow = vanishes.any(1, keepdim=True) | (older < torch.finfo(self.dtype).tiny)
+        limits = older.new_full((), UNDERFLOW[self.dtype]), vanishing_limit(self.dtype, len(self.keys))
+        return torch.where(narrow, limits[1], limits[0])
 
     def exponentials(self, part: slice, reference: Tensor) -> tuple[Tensor, Tensor]:
         """e^(k - reference) of some sources, (L, N), and beside it [e^k v | e^k], (L, 2N), in the products' dtype."""
@@ -87,16 +103,85 @@ class _Sequence:
         return ek, torch.cat([ek * self.values[part], ek], 1)
 
 
+def vanishing_limit(dtype: torch.dtype, tokens: int) -> float:
+    """Return the threshold of denominators of a target with a weight that may have vanished.
+
+    Below it, sources that exceed their reference by the headroom may have been dropped with a part of it that counts.
+    """
+    info = torch.finfo(dtype)
+    return tokens * info.tiny * math.exp(HEADROOM) / (100 * info.eps)
+
+
+def shield_forward(form: _Form) -> _Form:
+    """Keep what is not finite from the targets before it, in a forward (q, k, v, ..., mask, save).
+
+    Args:
+        form: gives y, and more; its y is NaN from the first such source of a channel on.
+    """
+
+    @functools.wraps(form)
+    def shielded(q: Tensor | None, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        found = form(q, k, v, *others) if may_branch(k) else None
+        if found is not None and _is_finite(found[0]):
+            return found
+        tainted = _tainted(k, v, others[-2])
+        if found is not None and not bool(tainted.any()):
+            return found
+        y, *more = form(q, k.masked_fill(tainted, float('-inf')), v.masked_fill(tainted, 0.0), *others)
+        return y.masked_fill_(tainted, float('nan')), *more
+
+    return shielded
+
+
+def shield_backward(form: _Form) -> _Form:
+    """Do the same for a backward (grad, y, saved, q, k, v, ..., mask, need_bias) and the gradients of those targets."""
+
+    @functools.wraps(form)
+    def shielded(
+        grad: Tensor, y: Tensor, den: Tensor, q: Tensor | None, k: Tensor, v: Tensor, *others: Any
+    ) -> tuple[Tensor, ...]:
+        if may_branch(k) and _is_finite(y):
+            return form(grad, y, den, q, k, v, *others)
+        tainted = _tainted(k, v, others[-2])
+        clean = [x if x is None else x.masked_fill(tainted, 0.0) for x in (grad, y, q, v)]
+        hidden = k.masked_fill(tainted, float('-inf'))
+        dq, dk, dv, *d_bias = form(*clean[:2], den, clean[2], hidden, clean[3], *others)
+        spoilt = tainted & (grad != 0)  # a target that is NaN spoils all that has made it
+        if q is not None:
+            dq = dq.masked_fill(spoilt, float('nan'))
+        channels = spoilt.any(1, keepdim=True)
+        dk, dv = (x.masked_fill(channels, float('nan')) for x in (dk, dv))
+        if others[-1]:
+            d_bias = [x.masked_fill(spoilt.any(2).any(0).unsqueeze(1), float('nan')) for x in d_bias]
+        return dq, dk, dv, *d_bias
+
+    return shielded
+
+
+def _is_finite(y: Tensor) -> bool:
+    # By the last target, which sees all sources.
+    return bool(y[:, -1].isfinite().all())
+
+
+def _tainted(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    # (B, T, D) bool: targets with a source that is not finite; a key of minus infinity counts for nothing.
+    bad = ~((k < float('inf')) & v.isfinite())
+    if mask is not None:
+        bad = bad & mask.unsqueeze(-1)
+    return bad.cumsum(1) > 0
+
+
+@shield_forward
 def causal_forward(
     q: Tensor | None,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
     bias: CausalBias,
+    past: Past | None,
+    mask: Tensor | None,
     save: bool,
-    past: Past | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y and the denominators (B, T, D), each at the reference of its block.
+    """y and the denominators (B, T, D), each at the reference of its block; 0 where they underflow.
 
     past: of sources that every target sees with no bias, beside those of the sequence.
     """
@@ -108,7 +193,9 @@ def causal_forward(
         state, reference = torch.cat([past.numerator.flatten(), past.denominator.flatten()]), past.reference.flatten()
     for block in sequence.blocks():
         if reference is not None:
-            state = state * torch.exp(reference - block.reference).repeat(2)
+            # In two halves: the factor may underflow where the sums are large.
+            half = torch.exp((reference - block.reference) / 2).repeat(2)
+            state = state * half * half
         reference = block.reference
         state = state + sequence.exponentials(block.left, reference)[1].sum(0)
         x = sequence.exponentials(slice(block.low, block.stop), reference)[1]
@@ -116,11 +203,11 @@ def causal_forward(
         if block.low > 0 or past is not None:
             sums = torch.addcmul(sums, block.older, state)
         rows = slice(block.start, block.stop)
-        num, bottom = (part.unflatten(1, (len(v), -1)).transpose(0, 1) for part in sums.chunk(2, dim=1))
-        lost = bottom < UNDERFLOW[sequence.dtype]
+        num, bottom = (part.unflatten(1, (len(v), v.shape[2])).transpose(0, 1) for part in sums.chunk(2, dim=1))
         ratio = num / bottom.clamp_min(UNDERFLOW[sequence.dtype])  # (B, C, D)
-        if may_branch(k) and bool(lost.any()):
+        if may_branch(k) and bool((lost := bottom < block.limit).any()):
             repair_forward(ratio, k, v, mask, bias, lost, block.start, past)
+            bottom = bottom.masked_fill(lost, 0.0)
         s = gate(None if q is None else q[:, rows], sequence.dtype)
         out[:, rows] = ratio if s is None else ratio * s
         if save:
@@ -170,7 +257,7 @@ def causal_backward(
         if block.low > 0:
             d_state = d_state + (block.older * r).sum(0)
             add(block.left, sequence.exponentials(block.left, block.reference)[0], d_state)
-    dk, dv = (x.unflatten(1, (len(v), -1)).transpose(0, 1) for x in (dk, dv))
+    dk, dv = (x.unflatten(1, (len(v), v.shape[2])).transpose(0, 1) for x in (dk, dv))
     if may_branch(k) and bool(lost.any()):
         repair_backward(a, k, v, mask, bias, lost, dk, dv, need_bias)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
@@ -247,9 +334,10 @@ def full_causal_forward(
     q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, save: bool
 ) -> tuple[Tensor, Tensor]:
     """y and the denominators (AFT Eq. 2, causal)."""
-    return causal_forward(q, k, v, mask, FullBias(bias), save)
+    return causal_forward(q, k, v, FullBias(bias), None, mask, save)
 
 
+@shield_backward
 def full_causal_backward(
     grad: Tensor,
     y: Tensor,
@@ -271,9 +359,10 @@ def local_causal_forward(
     q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None, save: bool
 ) -> tuple[Tensor, Tensor]:
     """y and the denominators (AFT Eq. 4, causal)."""
-    return causal_forward(q, k, v, mask, BandBias(band), save)
+    return causal_forward(q, k, v, BandBias(band), None, mask, save)
 
 
+@shield_backward
 def local_causal_backward(
     grad: Tensor,
     y: Tensor,
@@ -295,9 +384,10 @@ def simple_causal_forward(
     q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, save: bool
 ) -> tuple[Tensor, Tensor]:
     """y and the denominators (AFT Eq. 5, causal)."""
-    return causal_forward(q, k, v, mask, NoBias(v), save)
+    return causal_forward(q, k, v, NoBias(v), None, mask, save)
 
 
+@shield_backward
 def simple_causal_backward(
     grad: Tensor,
     y: Tensor,

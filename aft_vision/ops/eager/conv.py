@@ -42,9 +42,8 @@ class ConvWeights:
         self.kernel, self.grid, self.global_context, self.channels = kernel, grid, global_context, channels
         self.product_dtype = product_dtype(v)
         kernel = kernel.to(dtype)
-        reference = kernel.amax(dim=(1, 2), keepdim=True)
-        if global_context:
-            reference = reference.clamp_min(0.0)
+        # Finite, so that a head of minus infinity has no weights.
+        reference = kernel.amax(dim=(1, 2), keepdim=True).clamp_min(0.0 if global_context else torch.finfo(dtype).min)
         self.exp = torch.exp(kernel - reference)  # (h, s, s)
         self.outside = torch.exp(-reference) if global_context else torch.zeros_like(reference)  # (h, 1, 1)
 
@@ -205,8 +204,8 @@ def check_conv(
     q: Tensor | None, k: Tensor, v: Tensor, kernel: Tensor, grid: Sequence[int], mask: Tensor | None
 ) -> None:
     """Raise ValueError unless the shapes are those of `ops.aft_conv`."""
-    if kernel.ndim != 3 or kernel.shape[1] != kernel.shape[2] or kernel.shape[1] % 2 == 0:
-        raise ValueError(f'kernel must have shape (h, s, s) with s odd, got {tuple(kernel.shape)}')
+    if kernel.ndim != 3 or len(kernel) == 0 or kernel.shape[1] != kernel.shape[2] or kernel.shape[1] % 2 == 0:
+        raise ValueError(f'kernel must have shape (h, s, s) with h of at least 1 and s odd, got {tuple(kernel.shape)}')
     if v.ndim == 3 and v.shape[2] % kernel.shape[0] != 0:
         raise ValueError(f'the {kernel.shape[0]} heads of kernel must divide the {v.shape[2]} channels of v')
     check_qkv(q, k, v, mask, heads=kernel.shape[0])

@@ -22,42 +22,47 @@ from aft_vision.ops.eager.numerics import may_branch, without_autocast
 REACH = 80.0
 # A new reference lies this far below the largest key: what is left of HEADROOM is for the keys to come.
 MARGIN = 20.0
-# A key this far below the logarithm of the sums, which never shrink, has no weight under any bias up to 100.
-NEGLIGIBLE = 150.0
+# A key this far below the logarithm of the sums, which never shrink, has no weight under any bias up to 300.
+NEGLIGIBLE = 400.0
 # A denominator below this, or biases further apart than REACH, may have lost something to underflow.
 SMALLEST = 1e-28
 
 
 def absorb(k: Tensor, v: Tensor, reference: Tensor, numerator: Tensor, denominator: Tensor) -> None:
     """Add a token (B, D) to the sums, in place."""
-    moved = torch.where(k > reference + HEADROOM, k, reference)
-    scale, weight = torch.exp(reference - moved), torch.exp(k - moved)
+    scale = _raise(k, reference, denominator)
+    weight = torch.exp(k - reference)
     numerator.mul_(scale).addcmul_(weight, v)
     denominator.mul_(scale).add_(weight)
-    reference.copy_(moved)
 
 
 def absorb_many(k: Tensor, v: Tensor, reference: Tensor, numerator: Tensor, denominator: Tensor) -> None:
     """Add tokens (B, n, D) to the sums, in place."""
-    peak = k.amax(1)
-    moved = torch.where(peak > reference + HEADROOM, peak, reference)
-    scale, weight = torch.exp(reference - moved), torch.exp(k - moved.unsqueeze(1))
+    scale = _raise(k.amax(1), reference, denominator)
+    weight = torch.exp(k - reference.unsqueeze(1))
     numerator.mul_(scale).add_((weight * v).sum(1))
     denominator.mul_(scale).add_(weight.sum(1))
+
+
+def _raise(peak: Tensor, reference: Tensor, denominator: Tensor) -> Tensor:
+    # Move a reference to the largest new key where it must, and return the factor for the sums. Empty sums take any.
+    empty = (denominator == 0) & (peak > float('-inf'))
+    moved = torch.where((peak > reference + HEADROOM) | empty, peak, reference)
+    scale = torch.exp((reference - moved).clamp_max(0.0))
     reference.copy_(moved)
+    return scale
 
 
 def simple_step(k: Tensor, v: Tensor, reference: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
     """The mean of the values up to the token (B, D), whose key and value are added to the sums in place."""
-    if may_branch(k) and not torch.compiler.is_compiling():
-        shifted = k - reference
-        if float(shifted.max()) <= HEADROOM:
-            weight = shifted.exp_()
-            numerator.addcmul_(weight, v)
-            denominator.add_(weight)
-            return numerator / denominator
-    absorb(k, v, reference, numerator, denominator)
-    return numerator / denominator
+    shifted = k - reference
+    if shifted.numel() and may_branch(k) and not torch.compiler.is_compiling() and float(shifted.max()) <= HEADROOM:
+        weight = shifted.exp_()
+        numerator.addcmul_(weight, v)
+        denominator.add_(weight)
+    else:
+        absorb(k, v, reference, numerator, denominator)
+    return _ratio(numerator, denominator)
 
 
 def local_step(
@@ -161,10 +166,11 @@ def encode(keys: Tensor, values: Tensor, reference: Tensor, sums: Tensor, ring: 
     dim = keys.shape[2]
     if may_branch(keys):
         den = sums[:, dim:]
-        older = torch.where(den > 0, reference + den.log(), float('-inf'))
+        older = torch.where(den == 0, float('-inf'), reference + den.log())
         keys = keys.masked_fill(keys < (older - NEGLIGIBLE).unsqueeze(1), float('-inf'))
-        moved = torch.maximum(keys.amax(1), older) - MARGIN
-        lowest = keys.masked_fill(keys == float('-inf'), float('inf')).amin(1)
+        moved = torch.maximum(keys.amax(1), older).clamp_min(torch.finfo(keys.dtype).min / 4) - MARGIN
+        lowest = torch.cat([keys, older.unsqueeze(1)], 1)
+        lowest = lowest.masked_fill(lowest == float('-inf'), float('inf')).amin(1)
         if bool((lowest >= moved - REACH).all()):
             # In two halves: the factor itself may overflow where the sums are small.
             half = torch.where(den > 0, torch.exp((reference - moved) / 2), 0.0).repeat(1, 2)
@@ -188,6 +194,8 @@ def _by_slot(band_row: Tensor, slot: int, used: int) -> Tensor:
 
 def _fits(shifted: Tensor, denominator: Tensor) -> bool:
     # Whether the exponential of a new key, less the reference, can stand in the ring.
+    if not shifted.numel():
+        return False
     low, high = (float(x) for x in shifted.aminmax())
     if high > HEADROOM:
         return False
@@ -217,11 +225,17 @@ def _exact_step(
 
 def _joint_mean(keys: Tensor, values: Tensor, row: Tensor, reference: Tensor, sums: Tensor) -> Tensor:
     numerator, denominator = sums.chunk(2, dim=1)
-    older = torch.where(denominator > 0, reference, float('-inf'))
+    older = torch.where(denominator == 0, float('-inf'), reference)
+    least = torch.finfo(keys.dtype).min / 4
     # Keys first relative to the largest: a large key plus a bias would round the bias away.
-    base = torch.maximum(keys.amax(1), older)  # (B, D)
+    base = torch.maximum(keys.amax(1), older).clamp_min(least)  # (B, D)
     logits, older = keys - base.unsqueeze(1) + row[:, None], older - base
-    peak = torch.maximum(logits.amax(1), older)
+    peak = torch.maximum(logits.amax(1), older).clamp_min(least)
     weight, scale = torch.exp(logits - peak.unsqueeze(1)), torch.exp(older - peak)
     num = (weight * values).sum(1) + scale * numerator
-    return num / (weight.sum(1) + scale * denominator)
+    return _ratio(num, weight.sum(1) + scale * denominator)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    # Of a token that sees nothing, 0.
+    return torch.where(denominator == 0, 0.0, numerator / denominator)

@@ -33,7 +33,8 @@ class FullWeights:
         self.channels = v.shape[2]
         dtype = accumulate_dtype(v)
         bias = bias.to(dtype)
-        self.exp = (bias - bias.amax(dim=1, keepdim=True)).exp_()
+        # Finite, so that a row of minus infinity has no weights.
+        self.exp = (bias - bias.amax(dim=1, keepdim=True).clamp_min(torch.finfo(dtype).min)).exp_()
         self.matrix = self.exp.to(product_dtype(v))
 
     @property

@@ -45,7 +45,8 @@ class LocalWeights:
         target = torch.arange(tokens, device=band.device)
         source = target[:, None] + torch.arange(width, device=band.device) - (self.window - 1)
         logits = band.to(dtype).masked_fill((source < 0) | (source >= tokens), float('-inf'))
-        reference = logits.amax(dim=1, keepdim=True)
+        # Finite, so that a row of minus infinity has no weights.
+        reference = logits.amax(dim=1, keepdim=True).clamp_min(torch.finfo(dtype).min)
         has_outside = (target >= self.window) | (target + self.window < tokens)
         self.reference = torch.where(has_outside[:, None], reference.clamp_min(0.0), reference)  # (T, 1)
         self.exp = torch.exp(logits - self.reference)  # (T, 2s - 1)

@@ -74,8 +74,8 @@ class _Sums:
     def lost_weights(self) -> Tensor:
         """What the largest key as the shifted source gives each source, (B, T, h)."""
         assert self.lost is not None
-        logits = self.logits + self.weight * self.lost
-        return torch.softmax(logits.clamp_min(torch.finfo(logits.dtype).min), 1)
+        logits = torch.where(self.lost, self.logits + self.weight, self.logits)
+        return torch.softmax(logits.clamp_min(torch.finfo(logits.dtype).min), 1) * (logits > float('-inf'))
 
     def lost_mean(self, p: Tensor) -> Tensor:
         return (p.unsqueeze(-1) * self.values).sum(1, keepdim=True)  # (B, 1, h, c)
@@ -85,8 +85,11 @@ def check_onehot(
     q: Tensor | None, k: Tensor, v: Tensor, offset: Tensor, weight: Tensor, grid: Sequence[int], mask: Tensor | None
 ) -> None:
     """Raise ValueError unless the shapes are those of `ops.aft_onehot`."""
-    if offset.ndim != 2 or offset.shape[1] != 2 or offset.dtype != torch.int64:
-        raise ValueError(f'offset must be int64 of shape (h, 2), got {offset.dtype} of shape {tuple(offset.shape)}')
+    if offset.ndim != 2 or len(offset) == 0 or offset.shape[1] != 2 or offset.dtype != torch.int64:
+        raise ValueError(
+            f'offset must be int64 of shape (h, 2) with h of at least 1, '
+            f'got {offset.dtype} of shape {tuple(offset.shape)}'
+        )
     heads = offset.shape[0]
     if tuple(weight.shape) != (heads,):
         raise ValueError(f'weight must have shape ({heads},) to match offset, got {tuple(weight.shape)}')

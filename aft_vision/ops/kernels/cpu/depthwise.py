@@ -154,7 +154,6 @@ def _covers(q: Tensor | None, k: Tensor, v: Tensor, *others: Tensor | None) -> b
         and k.shape == v.shape
         and k.shape[2] > conv.TOEPLITZ_HEADS
         and accumulate_dtype(v) == torch.float32
-        and v.numel() > 0
         and library() is not None
     )
 

@@ -13,7 +13,7 @@ struct Forward {
   Item item;
   int64_t first;
   Reference reference;
-  Vec least;           // the smallest denominator
+  IntVec lost;         // whether a denominator is below its limit
   Pair state, part;    // sums over what no window of the block and of the next targets has
   int64_t base, left;  // the first source of the map, and the first of the vectors that have not left the window
   std::vector<Pair> map;
@@ -22,7 +22,7 @@ struct Forward {
       : item(source.s, index),
         first(source.first(item)),
         reference(source, item),
-        least(splat(std::numeric_limits<float>::max())),
+        lost{},
         state{},
         part{},
         base(round_down<P>(1 - source.s.window)),
@@ -33,7 +33,12 @@ struct Forward {
     const Vec old = reference.value;
     reference.move(source, item, start, stop);
     const bool again = any(old != reference.value);
-    if (again) state *= exp_(old - reference.value);
+    if (again) {
+      // In two halves: the factor may vanish where the sums are large.
+      const Vec half = exp_(0.5f * (old - reference.value));
+      state *= half;
+      state *= half;
+    }
     for (int64_t t = again ? base : round_down<P>(start); t < stop; t += P::TERMS) {
       const Pair one = source.entry(item, t, reference.value);
       const bool two = P::TERMS > 1 && t + 1 < stop;
@@ -67,34 +72,36 @@ struct Forward {
 };
 
 template <class P>
-void write(Forward<P> &x, const Tile &tile, const Pair *sums, const Stream &q, const Stream &out, const Stream &den) {
+void write(Forward<P> &x, const Weights<P> &w, Limits limits, const Tile &tile, const Pair *sums, const Stream &q,
+           const Stream &out, const Stream &den) {
   for (int64_t i = 0; i < tile.size; ++i) {
     const int64_t t = tile.first + i;
     const Vec bottom = sums[i].keys;
-    if (t >= x.first) x.least = bottom < x.least ? bottom : x.least;
+    const IntVec lost = bottom < splat(w.limit(t, limits));
+    if (t >= x.first) x.lost |= lost;
     Vec y = bottom == Vec{} ? Vec{} : sums[i].values / bottom;
     if (q.data) y *= sigmoid(x.item.read(q, t));
     x.item.write(out, t, y);
-    if (den.data) x.item.write(den, t, bottom);
+    if (den.data) x.item.write(den, t, lost ? Vec{} : bottom);
   }
 }
 
 template <class P>
-int forward(const Source &source, const float *band, Stream q, Stream out, Stream den, float underflow, int threads) {
+int forward(const Source &source, const float *band, Stream q, Stream out, Stream den, Limits limits, int threads) {
   const Shape &s = source.s;
   const int64_t parts = std::min<int64_t>(threads, s.items());
-  int good = 1, whole = 1;
+  int good = 1;
   Region region;
-#pragma omp parallel for num_threads(threads) reduction(&& : good, whole)
+#pragma omp parallel for num_threads(threads) reduction(&& : good)
   for (int64_t share = 0; share < parts; ++share) region.run([&] {
     std::vector<Forward<P>> items;
     for (int64_t i = share * s.items() / parts; i < (share + 1) * s.items() / parts; ++i) items.emplace_back(source, i);
     Weights<P> w(s, band);
     Packed<P> packed;
-    for (int64_t start = 0; start < s.tokens && whole; start += s.step) {
+    for (int64_t start = 0; start < s.tokens; start += s.step) {
       const int64_t stop = std::min(start + s.step, s.tokens);
       w.move(start);
-      for (int64_t t = start; t <= stop; ++t) whole = w.fill(t) && whole;
+      for (int64_t t = start; t <= stop; ++t) w.fill(t);
       packed.plan(start, stop, [&](int64_t t, int64_t n) {
         return std::pair(round_down<P>(t - s.window + 1), round_up<P>(t + n));
       });
@@ -105,33 +112,33 @@ int forward(const Source &source, const float *band, Stream q, Stream out, Strea
         for (const Tile &tile : packed.tiles) {
           Pair sums[ROWS];
           x.mix(packed, w, tile, sums);
-          write(x, tile, sums, q, out, den);
+          write(x, w, limits, tile, sums, q, out, den);
         }
         x.advance(round_down<P>(stop - s.window + 1));
       }
     }
     for (const Forward<P> &x : items)
-      for (int lane = 0; lane < x.item.lanes; ++lane) good = good && x.least[lane] >= underflow;
+      for (int lane = 0; lane < x.item.lanes; ++lane) good = good && !x.lost[lane];
   });
   region.finish();
-  return whole ? good : LOST_WEIGHT;
+  return good;
 }
 
 }  // namespace
 
 extern "C" {
 
-// y and, unless den is null, the denominators, each relative to the reference of its block. `sizes` are B, T, D, s, the
-// targets of a block, and whether products may be of bfloat16; `band` is (T, s); q and mask may be null. No key
-// exceeds its reference by more than `headroom`, in nats. Returns 0 where a denominator that should not be is below
-// `underflow`: its result is wrong.
+// y and, unless den is null, the denominators, each relative to the reference of its block, or 0 where it is below its
+// limit. `sizes` are B, T, D, s, the targets of a block, and whether products may be of bfloat16; `band` is (T, s); q and
+// mask may be null. No key exceeds its reference by more than `headroom`, in nats. Returns 0 where a denominator that
+// should not be is below its limit: its result may be wrong.
 int aft_local_causal_forward(const int64_t *sizes, Stream q, Stream k, Stream v, const bool *mask, const float *band,
-                             Stream out, Stream den, float headroom, float underflow, int threads) {
+                             Stream out, Stream den, float headroom, Limits limits, int threads) {
   return guarded([&] {
     const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
     const Source source{s, k, v, mask, headroom};
     return with_products(sizes[5], [&](auto products) {
-      return forward<decltype(products)>(source, band, q, out, den, underflow, threads);
+      return forward<decltype(products)>(source, band, q, out, den, limits, threads);
     });
   });
 }

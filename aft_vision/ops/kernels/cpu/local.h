@@ -16,8 +16,8 @@ constexpr int64_t EDGE = 16;
 static_assert(ROWS + 1 < EDGE);
 // How far a new reference lies above the keys before it, in nats, so that it stays while they grow.
 constexpr float SLACK = 8.0f;
-// What a pass returns instead of whether it is right, where its products would take a weight for zero.
-constexpr int LOST_WEIGHT = -1;
+// A weight below the largest of its row by this, in nats, is no normal number.
+constexpr float RANGE = 87.0f;
 
 struct Shape {
   int64_t batch, tokens, channels, window, step;
@@ -32,11 +32,11 @@ bool any(IntVec x) {
   return found != 0;
 }
 
-// e^x for x <= 0, down to the smallest number: a key may lie far above its reference, and make it count.
-Vec exp_to_the_least(Vec x) {
-  const Vec root = exp_(0.5f * x);
-  return x < splat(-87.0f) ? root * root : exp_(x);
-}
+// The thresholds of denominators, below which one may have lost a term: of all targets, and of those with a weight that
+// vanishes, though a key far above its reference may make it count.
+struct Limits {
+  float underflow, vanishing;
+};
 
 // exp(w - reference of its row) of a band (T, s) for the targets of a block: left of the window of a target the weight
 // of a source before it, right of it zeros for the future.
@@ -44,36 +44,40 @@ template <class P>
 class Weights {
  public:
   Weights(const Shape &s, const float *band)
-      : tokens_(s.tokens), window_(s.window), width_(s.window + 2 * EDGE), band_(band), data_((s.step + 1) * width_) {}
+      : tokens_(s.tokens),
+        window_(s.window),
+        width_(s.window + 2 * EDGE),
+        band_(band),
+        data_((s.step + 1) * width_),
+        narrow_(s.step + 1) {}
 
   // To the block from `start` on, whose targets are then to be filled, and the one after it.
   void move(int64_t start) { start_ = start; }
 
-  // Whether the products have all weights of the target: those of bfloat16 take one below 2^-126 for zero.
-  bool fill(int64_t t) {
+  void fill(int64_t t) {
     Number *out = data_.data() + (t - start_) * width_;
     std::fill_n(out, width_, Number{});
-    if (t == tokens_) return true;
+    if (t == tokens_) return;
     const float *in = band_ + t * window_;
     // Of the window's places, those from `first` on are in the sequence.
     const int64_t first = std::max<int64_t>(0, window_ - 1 - t);
-    float peak = t < window_ ? -std::numeric_limits<float>::infinity() : 0.0f;
-    for (int64_t i = first; i < window_; ++i) peak = std::max(peak, in[i]);
-    IntVec small{};
-    const auto note = [&](Vec x) { small |= (x > Vec{}) & (x < splat(std::numeric_limits<float>::min())); };
-    if (t >= window_) {
-      const Vec older = exp_to_the_least(splat(-peak));
-      note(older);
-      std::fill_n(out, EDGE, P::number(older[0]));
+    // Finite, so that a row of minus infinity has no weights.
+    const float most = std::numeric_limits<float>::max();
+    float peak = t < window_ ? -most : 0.0f, low = t < window_ ? most : 0.0f;
+    for (int64_t i = first; i < window_; ++i) {
+      peak = std::max(peak, in[i]);
+      low = in[i] >= -most ? std::min(low, in[i]) : low;
     }
+    narrow_[t - start_] = peak - low > RANGE;
+    if (t >= window_) std::fill_n(out, EDGE, P::number(exp_(splat(-peak))[0]));
     for (int64_t i = first; i < window_; i += LANES) {
       const int lanes = std::min<int64_t>(LANES, window_ - i);
-      const Vec x = exp_to_the_least(load(in + i, lanes) - peak);
-      note(x);
-      Stream{reinterpret_cast<char *>(out), 0, 0, P::TERMS > 1}.write(EDGE + i, x, lanes);
+      Stream{reinterpret_cast<char *>(out), 0, 0, P::TERMS > 1}.write(EDGE + i, exp_(load(in + i, lanes) - peak), lanes);
     }
-    return P::TERMS == 1 || !any(small);
   }
+
+  // The threshold of a target's denominators.
+  float limit(int64_t t, Limits limits) const { return narrow_[t - start_] ? limits.vanishing : limits.underflow; }
 
   // Of the sources from `source` on that a vector of a map has, and of the targets.
   float sources(int64_t target, int64_t source) const {
@@ -97,6 +101,7 @@ class Weights {
   int64_t tokens_, window_, width_, start_ = 0;
   const float *band_;
   std::vector<Number> data_;
+  std::vector<char> narrow_;
 };
 
 // Some rows of a product, and where the weights of its terms [begin, end) are.
@@ -202,12 +207,11 @@ struct Reference {
   static Vec larger(Vec x, Vec y) { return x > y ? x : y; }
 };
 
-// Calls `pass` with the products: where the CPU has them, those of bfloat16 if `half` and if they take all weights.
+// Calls `pass` with the products: those of bfloat16 if `half`, where the CPU has them.
 template <class F>
 int with_products(bool half, F pass) {
 #if defined(__AVX512BF16__)
-  const int good = half ? pass(Half{}) : LOST_WEIGHT;
-  if (good != LOST_WEIGHT) return good;
+  if (half) return pass(Half{});
 #endif
   return pass(Single{});
 }

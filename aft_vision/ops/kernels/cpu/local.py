@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from aft_vision.ops.eager.causal import HEADROOM, repair_backward, repair_forward
+from aft_vision.ops.eager.causal import (
+    HEADROOM,
+    repair_backward,
+    repair_forward,
+    shield_backward,
+    shield_forward,
+    vanishing_limit,
+)
 from aft_vision.ops.eager.causal_bias import BandBias
 from aft_vision.ops.eager.numerics import (
     UNDERFLOW,
@@ -37,17 +44,21 @@ from aft_vision.ops.kernels.cpu.tensors import (
 LEAST = UNDERFLOW[torch.float32]
 
 
+class _Limits(ctypes.Structure):
+    _fields_ = [('underflow', ctypes.c_float), ('vanishing', ctypes.c_float)]
+
+
 def covers_local_causal(q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> bool:
     """Whether this is made for such inputs: a CPU, sums in float32."""
     return (
         on_cpu(q, k, v, band, mask)
         and accumulate_dtype(v) == torch.float32
         and band.dtype != torch.float64
-        and v.numel() > 0
         and library() is not None
     )
 
 
+@shield_forward
 def local_causal_forward(
     q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None, save: bool
 ) -> tuple[Tensor, Tensor]:
@@ -64,6 +75,7 @@ def local_causal_forward(
     return (out if y is out else out.copy_(y)), den
 
 
+@shield_backward
 def local_causal_backward(
     grad: Tensor,
     y: Tensor,
@@ -116,7 +128,7 @@ def _forward(
             pointer(weights),
             *map(stream, (y, den)),
             number(HEADROOM),
-            number(LEAST),
+            _Limits(LEAST, vanishing_limit(torch.float32, v.shape[1])),
             torch.get_num_threads(),
         )
     return bool(good)

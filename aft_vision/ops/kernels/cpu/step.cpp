@@ -198,7 +198,7 @@ int aft_simple_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, float *r
       store(reference + place, moved, lanes);
       store(numerator + place, num, lanes);
       store(denominator + place, den, lanes);
-      Vec y = num / den;
+      Vec y = den == Vec{} ? Vec{} : num / den;
       if (q.data) y *= sigmoid(load(q.data + b * q.batch + d, lanes));
       store(out + place, y, lanes);
     });
