@@ -1,11 +1,11 @@
 """The AFT operations over whole sequences (AFT Eq. 2, 4, 5, 6, 10).
 
-Each is one custom operator with an explicit backward: O(B T D) memory beside the bias, and on a CPU exact for any
-finite key. So are the Triton kernels. In the torch forms on an accelerator an element underflows to 0 where w and k
-both spread over more than about 69 nats.
+Each is one custom operator with an explicit backward: O(B T D) memory besides the bias. On a CPU, and in the Triton
+kernels, any finite key and bias is exact. In the torch forms on an accelerator an element underflows to 0 where w and k
+both spread over more than about 69 nats. A bias of minus infinity hides a source; a target without any gives 0.
 They are differentiated once, in reverse or forward: autograd, dual tensors, torch.func.grad, vjp, jvp, jacrev, jacfwd,
 and vmap over any input. Along a tangent of the bias the weights of a block of targets are formed, O(B T T D) time. A
-second derivative is a RuntimeError, except in reverse over forward; `aten` has them all.
+second derivative is a RuntimeError, except in reverse over forward; `aten` has those of the whole-sequence forms.
 
 Backends: 'eager' is torch operations and covers everything; 'cpp' a kernel compiled for the CPU; 'triton' kernels for
 CUDA devices, in float32, bfloat16 and float16 with sums in float32, a RuntimeError where Triton is installed and cannot

@@ -1,5 +1,7 @@
 """The masked AFT operations, where target t sees the sources up to t (footnote 2), and their one-step forms.
 
+On a CPU any finite key and bias is exact, and a key or value that is not finite changes no earlier target.
+
 A step keeps a state of constant size, whatever the number of tokens seen. States are NamedTuples of tensors of fixed
 shape, updated in place, so a step can be compiled, captured, copied, reordered and saved. Steps are for inference:
 nothing is differentiated through a state.

@@ -12,7 +12,7 @@ No target depends on a later token, be its key or value infinite or not a number
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from aft_vision.ops.eager.repair import joint_softmax, lost_elements
 # How far a key may exceed its reference, in nats.
 HEADROOM = 60.0
 
-_Form = Callable[..., tuple[Tensor, ...]]
+_Form = TypeVar('_Form', bound=Callable[..., tuple[Tensor, ...]])
 
 
 class Past(NamedTuple):
@@ -68,6 +68,9 @@ class _Sequence:
         self.keys = masked_keys(k, mask).transpose(0, 1).flatten(1)  # (T, N)
         self.values = masked_values(v.to(self.dtype), mask).transpose(0, 1).flatten(1)
         self.bias = bias
+        tiny = torch.finfo(self.dtype).tiny
+        # Where no repair follows, nor a look at values, the limits are those of all.
+        self.may_vanish = may_branch(k) and not bias.span() <= -math.log(tiny)
 
     def blocks(self) -> Iterator[_Block]:
         floor = torch.finfo(self.dtype).min / 4
@@ -92,10 +95,12 @@ class _Sequence:
 
     def _limit(self, logits: Tensor, weight: Tensor, older: Tensor) -> Tensor:
         # That of `UNDERFLOW`, or of `vanishing_limit` for a target with a weight that is no normal number.
-        vanishes = (weight < torch.finfo(self.dtype).tiny) & (logits > float('-inf'))
-        narrow = vanishes.any(1, keepdim=True) | (older < torch.finfo(self.dtype).tiny)
-        limits = older.new_full((), UNDERFLOW[self.dtype]), vanishing_limit(self.dtype, len(self.keys))
-        return torch.where(narrow, limits[1], limits[0])
+        limit = torch.full_like(older, UNDERFLOW[self.dtype])
+        if not self.may_vanish:
+            return limit
+        tiny = torch.finfo(self.dtype).tiny
+        vanishes = ((weight < tiny) & (logits > float('-inf'))).any(1, keepdim=True) | (older < tiny)
+        return limit.masked_fill_(vanishes, vanishing_limit(self.dtype, len(self.keys)))
 
     def exponentials(self, part: slice, reference: Tensor) -> tuple[Tensor, Tensor]:
         """e^(k - reference) of some sources, (L, N), and beside it [e^k v | e^k], (L, 2N), in the products' dtype."""
@@ -130,7 +135,7 @@ def shield_forward(form: _Form) -> _Form:
         y, *more = form(q, k.masked_fill(tainted, float('-inf')), v.masked_fill(tainted, 0.0), *others)
         return y.masked_fill_(tainted, float('nan')), *more
 
-    return shielded
+    return cast(_Form, shielded)
 
 
 def shield_backward(form: _Form) -> _Form:
@@ -155,12 +160,12 @@ def shield_backward(form: _Form) -> _Form:
             d_bias = [x.masked_fill(spoilt.any(2).any(0).unsqueeze(1), float('nan')) for x in d_bias]
         return dq, dk, dv, *d_bias
 
-    return shielded
+    return cast(_Form, shielded)
 
 
 def _is_finite(y: Tensor) -> bool:
     # By the last target, which sees all sources.
-    return bool(y[:, -1].isfinite().all())
+    return math.isfinite(float(y[:, -1].sum(dtype=accumulate_dtype(y))))
 
 
 def _tainted(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -18,6 +18,9 @@ class CausalBias(Protocol):
     def low(self, start: int) -> int:
         """The first source that the block of targets from `start` weights one by one."""
 
+    def span(self) -> float:
+        """How far biases lie apart, that of 0 for older sources included; read on the host."""
+
     def logits(self, start: int, stop: int) -> Tensor:
         """(stop - start, stop - low) bias, minus infinity in the future."""
 
@@ -47,6 +50,9 @@ class FullBias:
     def low(self, start: int) -> int:
         return 0
 
+    def span(self) -> float:
+        return _span(self.bias)
+
     def logits(self, start: int, stop: int) -> Tensor:
         return _hide_future(self.bias[start:stop, :stop], start)
 
@@ -75,6 +81,9 @@ class BandBias:
 
     def low(self, start: int) -> int:
         return max(0, start - self.band.shape[1] + 1)
+
+    def span(self) -> float:
+        return _span(self.band)
 
     def logits(self, start: int, stop: int) -> Tensor:
         rows = skew(self.band[start:stop])[:, self.low(start) - (start - self.band.shape[1] + 1) :]
@@ -114,6 +123,9 @@ class NoBias:
     def low(self, start: int) -> int:
         return start
 
+    def span(self) -> float:
+        return 0.0
+
     def logits(self, start: int, stop: int) -> Tensor:
         return _hide_future(self.zero.expand(stop - start, stop - start), 0)
 
@@ -126,6 +138,11 @@ class NoBias:
 
     def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
         """Nothing to learn."""
+
+
+def _span(bias: Tensor) -> float:
+    low, high = (float(x) for x in bias.aminmax())
+    return max(high, 0.0) - min(low, 0.0)
 
 
 def _hide_future(rows: Tensor, diagonal: int) -> Tensor:
