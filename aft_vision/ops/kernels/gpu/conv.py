@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aft_vision.ops.eager.numerics import empty_denominator
 from aft_vision.ops.kernels.gpu.device import conv_repair as repair
+from aft_vision.ops.kernels.gpu.device.common import FLOOR
 from aft_vision.ops.kernels.gpu.device.conv import forward_kernel, rows_kernel, sources_kernel, table_kernel
 from aft_vision.ops.kernels.gpu.launch import as_bytes, launching, products, rows
 
@@ -34,12 +35,13 @@ class _Shifts:
         self.margins = [length - 1 - kernel.shape[-1] // 2 for length in (grid[1], grid[1], grid[0], grid[0])]
         # A negative margin takes off what no two tokens are apart.
         self.bias = F.pad(kernel.float().contiguous(), self.margins, value=0.0 if global_context else float('-inf'))
-        self.exp = torch.exp(self.bias - self.bias.amax(dim=(1, 2), keepdim=True))
+        # Where a head sees nothing, all of them are minus infinity.
+        self.exp = torch.exp(self.bias - self.bias.amax(dim=(1, 2), keepdim=True).clamp_min(FLOOR.value))
         self.weights = self.exp.to(torch.float32 if constants['PRODUCT'] is tl.float32 else torch.bfloat16)
 
-    def kernel_grad(self, grad: Tensor) -> Tensor:
-        """Gradient (h, s, s) of the kernel from that of the bias."""
-        return F.pad(grad, [-margin for margin in self.margins])
+    def window(self) -> Tensor:
+        """Exponentials (h, s, s) of the kernel, 0 where no two tokens are that far apart."""
+        return F.pad(self.exp, [-margin for margin in self.margins])
 
 
 class _Layout:
@@ -133,7 +135,7 @@ def conv_backward(
         shape = layout.heads, layout.parts * layout.B * layout.group, triton.cdiv(layout.T, 16) * 16
         r = torch.empty(shape, dtype=shifts.weights.dtype, device=v.device)
         x = torch.empty_like(r) if need_bias else None
-        grad_, y_, q_, k_, v_ = layout.arrange(grad, y, q, k, v)
+        den, (grad_, y_, q_, k_, v_) = den.contiguous(), layout.arrange(grad, y, q, k, v)
         sizes, lost = (layout.B, layout.T, grid[1], layout.heads, layout.C), layout.lost(v)
         rows_kernel[layout.programs](
             *(grad_, y_, den, q_, k_, v_, mask, dq, r, x, lost),
@@ -156,44 +158,47 @@ def conv_backward(
         dkernel = kernel.new_empty(0)
         if x is not None:
             lines = _Lines(kernel.shape[-1], grid, layout.constants['ROWS'])
-            by_shift = lines.shifts_grad(lines.sums(r, x, constants)) * shifts.exp
             repaired = lines.empty(layout.heads, v)
-            repair.table_kernel[(lines.count, lines.blocks, layout.heads)](
-                *(*inputs, repaired, *sizes, lines.reach, *steps),
+            repair.table_kernel[(lines.count * lines.pairs, layout.heads)](
+                *(*inputs, repaired, *sizes, lines.reach_y, lines.reach_x, *steps),
                 PRECISION=constants['PRECISION'],
                 BW=lines.wide,
                 BD=REPAIR['BD'],
             )
-            dkernel = shifts.kernel_grad(by_shift + lines.shifts_grad(repaired)).to(kernel.dtype)
+            found = lines.window_grad(lines.sums(r, x, constants)) * shifts.window() + lines.window_grad(repaired)
+            dkernel = found.to(kernel.dtype)
     return k.new_empty(0) if dq is None else dq, dk.sum(0).to(k.dtype), dv, dkernel
 
 
 class _Lines:
-    """Sums over pairs of tokens by how many lines of the grid they are apart, as far as the window reaches.
+    """Sums over pairs of tokens by how many lines and columns of the grid they are apart, as far as the window reaches.
 
-    count: of such distances; wide, blocks: tiles of columns of the grid, and pairs of those.
+    count: of distances in lines; wide: columns in a tile; pairs: of tiles with columns within reach of each other.
     """
 
     def __init__(self, size: int, grid: Sequence[int], batch_rows: int) -> None:
-        self.height, self.width = grid
+        self.size, (self.height, self.width) = size, grid
         self.batch_rows = batch_rows
-        self.reach = min(size // 2, self.height - 1)
-        self.count = 2 * self.reach + 1
+        self.reach_y, self.reach_x = min(size // 2, self.height - 1), min(size // 2, self.width - 1)
+        self.count = 2 * self.reach_y + 1
         self.wide = min(64, max(16, triton.next_power_of_2(self.width)))
-        self.blocks = triton.cdiv(self.width, self.wide) ** 2
+        tiles = triton.cdiv(self.width, self.wide)
+        self.pairs = tiles * min(2 * triton.cdiv(self.reach_x, self.wide) + 1, tiles)
 
     def empty(self, heads: int, like: Tensor) -> Tensor:
-        """Room for sums (h, distances, W targets, W sources)."""
-        return torch.empty((heads, self.count, self.width, self.width), dtype=torch.float32, device=like.device)
+        """Return a buffer for sums (h, distances in lines, W targets, distances in columns), 0 outside the grid."""
+        shape = heads, self.count, self.width, 2 * self.reach_x + 1
+        return torch.zeros(shape, dtype=torch.float32, device=like.device)
 
     def sums(self, r: Tensor, x: Tensor, constants: dict[str, Any]) -> Tensor:
         """Of r (x) x, rows (h, N, T or more) of targets and of sources."""
         heads, rows, row_length = r.shape
         steps = triton.cdiv(self.count, 64 // self.wide)
-        splits = max(1, min(triton.cdiv(rows, 64), PROGRAMS // (heads * steps * self.blocks)))
+        splits = max(1, min(triton.cdiv(rows, 64), PROGRAMS // (heads * steps * self.pairs)))
         found = self.empty(splits * heads, r)
-        table_kernel[(steps * splits, self.blocks, heads)](
-            *(r, x, found, self.height, self.width, heads, rows, triton.cdiv(rows, splits), self.reach, row_length),
+        table_kernel[(splits * steps * self.pairs, heads)](
+            *(r, x, found, self.height, self.width, heads, rows, triton.cdiv(rows, splits)),
+            *(self.reach_y, self.reach_x, row_length),
             BW=self.wide,
             SHIFTS=64 // self.wide,
             ROWS=self.batch_rows,
@@ -201,12 +206,10 @@ class _Lines:
         )
         return found.unflatten(0, (splits, heads)).sum(0)
 
-    def shifts_grad(self, sums: Tensor) -> Tensor:
-        """Sums (h, 2H - 1, 2W - 1) over all pairs of the same shift, zero outside the window."""
-        # A line of targets sees windows into the line of shifts, that of the last target first.
-        shape = [len(sums), self.count, 2 * self.width - 1]
-        found = torch.ops.aten.unfold_backward(sums.flip(2), shape, 2, self.width, 1)
-        return F.pad(found, [0, 0, self.height - 1 - self.reach, self.height - 1 - self.reach])
+    def window_grad(self, sums: Tensor) -> Tensor:
+        """Sums (h, s, s) over all targets, 0 where no two tokens are that far apart."""
+        y, x = self.size // 2 - self.reach_y, self.size // 2 - self.reach_x
+        return F.pad(sums.sum(2), [x, x, y, y])
 
 
 def _strides(*tensors: Tensor | None) -> list[tuple[int, ...]]:

@@ -43,6 +43,8 @@ CASES = [
     ((1, 9), 40, 1, 5, 2),
     ((4, 3), 16, 2, 15, 3),
     ((6, 1), 6, 2, 7, 2),
+    # Four tiles of columns, of which three are near each other.
+    ((1, 200), 1, 1, 3, 1),
 ]
 
 
@@ -111,6 +113,34 @@ def test_what_underflows_is_exact(keys: str, bias: str, device: str):
     inputs['kernel'] = nasty_biases(inputs['kernel'])[bias]
     inputs['global_context'] = False
     assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=device)
+
+
+@pytest.mark.parametrize(('grid', 'size'), [((1, 16384), 11), ((64, 16384), 3), ((1, 16384), 999)])
+def test_the_gradient_of_the_table_takes_memory_and_programs_in_proportion_to_the_width(
+    grid: tuple[int, int], size: int
+):
+    from aft_vision.ops.kernels.gpu.conv import _Lines
+
+    lines = _Lines(size, grid, 64)
+    found = lines.empty(2, torch.empty(0, device='meta'))
+    assert found.numel() <= 2 * size * size * grid[1]
+    assert lines.pairs <= (size // 64 + 3) * (grid[1] // 64)
+
+
+def test_what_repairs_the_gradient_of_v_is_rounded_once(device: str, monkeypatch: pytest.MonkeyPatch):
+    from aft_vision.ops.kernels.gpu import conv as kernels
+
+    # One tile of targets gives 1, and each of the two others what bfloat16 drops next to it.
+    monkeypatch.setattr(kernels, 'REPAIR', {'BT': 16, 'BD': 16})
+    kernel = torch.zeros(1, 95, 95, device=device)
+    kernel[:, 47, :48] = -200.0
+    # The source that counts underflows for all targets.
+    v = torch.ones(1, 48, 1, device=device, dtype=torch.bfloat16).requires_grad_()
+    grad = torch.full_like(v, 2.0**-12)
+    grad[:, :16] = 2.0**-4
+    y = conv(None, torch.zeros_like(v), v, kernel, (1, 48), mask=(torch.arange(48, device=device) == 0)[None])
+    (found,) = torch.autograd.grad(y, v, grad)
+    assert float(found[0, 0]) == 1.0 + 2.0**-7
 
 
 def test_many_parts_of_many_sequences_fit_a_grid():

@@ -270,7 +270,30 @@ def sources_kernel(
     tl.store(DK + ((part * B + b[:, None]) * T + s[None, :]) * heads + head, tl.sum(sums * v, 1) * ek, mask=inside)
 
 
-@tuned(['height', 'width', 'heads', 'reach', 'ROWS'], {'BR': 64}, ({'BR': 64}, 4), ({'BR': 32}, 4))
+@triton.jit
+def find_near(width, reach, BW: tl.constexpr):
+    """How many tiles of sources, side by side, have all columns within reach of a tile of targets."""
+    return tl.minimum(2 * tl.cdiv(reach, BW) + 1, tl.cdiv(width, BW))
+
+
+@triton.jit
+def find_columns(i, width, reach, BW: tl.constexpr):
+    """The first columns of targets and of sources of a pair of tiles: columns within reach are in one pair."""
+    tiles, near = tl.cdiv(width, BW), find_near(width, reach, BW)
+    target = i // near
+    source = tl.minimum(tl.maximum(target - tl.cdiv(reach, BW), 0), tiles - near) + i % near
+    return target * BW, source * BW
+
+
+@triton.jit
+def store_band(OUT, sums, line, target, source, width, reach):
+    """Write sums (targets, sources) of a line of the grid to (line, target, reach + source - target)."""
+    dx = source - target
+    inside = (target < width) & (source < width) & (dx >= -reach) & (dx <= reach)
+    tl.store(OUT + (line * width + target) * (2 * reach + 1) + dx + reach, sums, mask=inside)
+
+
+@tuned(['height', 'width', 'heads', 'reach_y', 'reach_x', 'ROWS'], {'BR': 64}, ({'BR': 64}, 4), ({'BR': 32}, 4))
 @triton.jit
 def table_kernel(
     R,
@@ -281,7 +304,8 @@ def table_kernel(
     heads,
     rows,
     rows_each,
-    reach,
+    reach_y,
+    reach_x,
     row_length,
     BW: tl.constexpr,
     SHIFTS: tl.constexpr,
@@ -291,11 +315,12 @@ def table_kernel(
     BR: tl.constexpr,
 ):
     """Sums over rows and over y of R[y, .] (x) X[y + dy, .] for SHIFTS values of dy and BW columns of the grid."""
-    steps, blocks, head = tl.cdiv(2 * reach + 1, SHIFTS), tl.cdiv(width, BW), tl.program_id(2).to(tl.int64)
-    split, first = tl.program_id(0) // steps, tl.program_id(0) % steps * SHIFTS - reach
-    target = tl.program_id(1) // blocks * BW + tl.arange(0, BW)
+    steps, head = tl.cdiv(2 * reach_y + 1, SHIFTS), tl.program_id(1).to(tl.int64)
+    pairs = tl.cdiv(width, BW) * find_near(width, reach_x, BW)
+    split, first = tl.program_id(0) // pairs // steps, tl.program_id(0) // pairs % steps * SHIFTS - reach_y
+    target, source = find_columns(tl.program_id(0) % pairs, width, reach_x, BW)
     column = tl.arange(0, SHIFTS * BW)
-    source = tl.program_id(1) % blocks * BW + column % BW
+    target, source = target + tl.arange(0, BW), source + column % BW
     dy = first + column // BW
     R += head * rows * row_length
     X += head * rows * row_length
@@ -310,6 +335,7 @@ def table_kernel(
             inside = (row < end)[:, None] & there[None, :]
             x = tl.load(X + row[:, None] * row_length + ((y + dy) * width + source)[None, :], mask=inside, other=0.0)
             sums = tl.dot(tl.trans(r), x, sums, input_precision=PRECISION)
-    line = ((split * heads + head) * (2 * reach + 1) + dy + reach)[None, :] * width + target[:, None]
-    inside = (target < width)[:, None] & ((source < width) & (dy <= reach))[None, :]
-    tl.store(OUT + line * width + source[None, :], sums, mask=inside)
+    line = (split * heads + head) * (2 * reach_y + 1) + dy + reach_y
+    # Distances behind the last have no line: none of their columns is inside.
+    source = tl.where(dy <= reach_y, source, width)
+    store_band(OUT, sums, line[None, :], target[:, None], source[None, :], width, reach_x)

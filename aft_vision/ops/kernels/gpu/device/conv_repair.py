@@ -8,7 +8,15 @@ import triton
 import triton.language as tl
 
 from aft_vision.ops.kernels.gpu.device.common import FLOOR, find_seen
-from aft_vision.ops.kernels.gpu.device.conv import LIMIT, find_middle, find_place, load_keys
+from aft_vision.ops.kernels.gpu.device.conv import (
+    LIMIT,
+    find_columns,
+    find_middle,
+    find_near,
+    find_place,
+    load_keys,
+    store_band,
+)
 
 
 @triton.jit
@@ -52,6 +60,15 @@ def find_lost(DEN, sums, b, head, t, T, heads):
     den = tl.load(DEN + (b * T + t) * heads + head, mask=t < T, other=1.0).to(tl.float32)
     lost = (den < LIMIT) & (sums > 0.0)
     return tl.where(lost, 1.0 / tl.where(lost, sums, 1.0), 0.0)
+
+
+@triton.jit
+def find_shares(K, MASK, BIAS, DEN, strides, b, head, t, s, B, T, width, heads, BS: tl.constexpr):
+    """The shares of sources s in the means of targets t that underflowed; 0 for other targets."""
+    base, bias, den = find_terms(K, MASK, BIAS, strides, b, head, t, B, T, width, BS)
+    k, w = load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width)
+    top = find_lost(DEN, den, b, head, t, T, heads)[:, None]
+    return tl.exp((k - base[:, None]) + (w - bias[:, None])) * top
 
 
 @triton.jit
@@ -144,25 +161,24 @@ def sources_kernel(
         dk = tl.zeros([BT], tl.float32)
         for first in range(0, T, BT):
             t = first + tl.arange(0, BT)
-            base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, B, T, width, BT)
-            k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, B, T, width)
-            top = find_lost(DEN, den, b, head, t, T, heads)[:, None]
-            p = tl.exp((k - base[:, None]) + (w - bias[:, None])) * top
+            p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, B, T, width, heads, BT)
             dk += tl.sum(p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION), 0)
-            for start in range(0, C, BD):
-                c = start + tl.arange(0, BD)
+        # Summed over all targets before it is rounded to the type of v.
+        for start in range(0, C, BD):
+            c = start + tl.arange(0, BD)
+            place = b * dv_strides[0] + s[:, None] * dv_strides[1] + (head * C + c)[None, :] * dv_strides[2]
+            inside = (s < T)[:, None] & (c < C)[None, :]
+            dv = tl.load(DV + place, mask=inside, other=0.0).to(tl.float32)
+            for first in range(0, T, BT):
+                t = first + tl.arange(0, BT)
+                p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, B, T, width, heads, BT)
                 g = load_tokens(G, None, strides[0], b, head, t, c, T, C)
                 if Q is not None:
                     g = g * tl.sigmoid(load_tokens(Q, None, strides[2], b, head, t, c, T, C))
-                dv = tl.dot(tl.trans(p), g, input_precision=PRECISION)
-                place = b * dv_strides[0] + s[:, None] * dv_strides[1] + (head * C + c)[None, :] * dv_strides[2]
-                inside = (s < T)[:, None] & (c < C)[None, :]
-                dv += tl.load(DV + place, mask=inside, other=0.0).to(tl.float32)
-                # Several threads may hold an element: all have read it before one writes it.
-                tl.debug_barrier()
-                tl.store(DV + place, dv, mask=inside)
-            # The next tile of targets may read what another thread wrote.
+                dv = tl.dot(tl.trans(p), g, dv, input_precision=PRECISION)
+            # Several threads may hold an element: all have read it before one writes it.
             tl.debug_barrier()
+            tl.store(DV + place, dv, mask=inside)
         place = (b * T + s) * heads + head
         dk += tl.load(DK + place, mask=s < T, other=0.0)
         tl.debug_barrier()
@@ -186,7 +202,8 @@ def table_kernel(
     width,
     heads,
     C,
-    reach,
+    reach_y,
+    reach_x,
     strides,
     k_strides,
     PRECISION: tl.constexpr,
@@ -194,9 +211,10 @@ def table_kernel(
     BD: tl.constexpr,
 ):
     """Gradients of the biases of the targets of a line of the grid and the sources dy lines below, over all lines."""
-    dy, head, blocks = tl.program_id(0) - reach, tl.program_id(2).to(tl.int64), tl.cdiv(width, BW)
-    target = tl.program_id(1) // blocks * BW + tl.arange(0, BW)
-    source = tl.program_id(1) % blocks * BW + tl.arange(0, BW)
+    pairs, head = tl.cdiv(width, BW) * find_near(width, reach_x, BW), tl.program_id(1).to(tl.int64)
+    dy = tl.program_id(0) // pairs - reach_y
+    target, source = find_columns(tl.program_id(0) % pairs, width, reach_x, BW)
+    target, source = target + tl.arange(0, BW), source + tl.arange(0, BW)
     height = T // width
     sums = tl.zeros([BW, BW], tl.float32)
     for start in range(0, B, 128):
@@ -208,11 +226,7 @@ def table_kernel(
                     for y in range(tl.maximum(0, -dy), tl.minimum(height, height - dy)):
                         t = tl.where(target < width, y * width + target, T)
                         s = tl.where(source < width, (y + dy) * width + source, T)
-                        base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, B, T, width, BW)
-                        k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, B, T, width)
-                        top = find_lost(DEN, den, b, head, t, T, heads)[:, None]
-                        p = tl.exp((k - base[:, None]) + (w - bias[:, None])) * top
+                        p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, B, T, width, heads, BW)
                         sums += p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION)
-    line = (head * (2 * reach + 1) + dy + reach) * width + target[:, None]
-    inside = (target < width)[:, None] & (source < width)[None, :]
-    tl.store(OUT + line * width + source[None, :], sums, mask=inside)
+    line = head * (2 * reach_y + 1) + dy + reach_y
+    store_band(OUT, sums, line, target[:, None], source[None, :], width, reach_x)
