@@ -13,6 +13,7 @@ from aft_vision.ops.eager.numerics import empty_denominator, empty_output
 from aft_vision.ops.kernels.gpu.device import local_causal as device
 from aft_vision.ops.kernels.gpu.device import local_causal_backward as backward
 from aft_vision.ops.kernels.gpu.device import local_causal_repair as repair
+from aft_vision.ops.kernels.gpu.device.common import FLOOR
 from aft_vision.ops.kernels.gpu.launch import as_bytes, launching, like, products, rows
 
 # Programs of the gradient of the band, about: some for each multiprocessor of a large GPU.
@@ -36,7 +37,7 @@ class _Call:
         self.blocks, self.strips = triton.cdiv(self.T, self.BC), triton.cdiv(self.D, self.BD)
         self.grid = self.blocks, self.strips, self.B
         # Of BC sources, over the window of a block.
-        self.band_tiles = triton.cdiv(self.window - 1, self.BC) + 1
+        self.band_tiles = min(triton.cdiv(self.window - 1, self.BC) + 1, self.blocks)
         self.tile = {'BC': self.BC, 'BD': self.BD}
         self.exp, self.older = self._exponentials()
         self.past = self._past()
@@ -64,11 +65,12 @@ class _Call:
         outside = torch.arange(self.window, device=self.band.device) < self.window - 1 - target[:, None]
         w = self.band.float().masked_fill(outside, float('-inf'))
         row = w.amax(1)
-        row = torch.where(target < self.window, row, row.clamp_min(0.0))
+        # A row of minus infinity sees nothing.
+        row = torch.where(target < self.window, row.clamp_min(FLOOR.value), row.clamp_min(0.0))
         return torch.exp(w - row[:, None]).to(self.product_dtype), torch.exp(-row.clamp_min(0.0))
 
     def _past(self) -> Tensor:
-        past = torch.empty((self.B, self.blocks, 4, self.D), dtype=torch.float32, device=self.v.device)
+        past = torch.empty((self.B, self.blocks, device.ROWS.value, self.D), dtype=torch.float32, device=self.v.device)
         device.summary_kernel[self.grid](
             *self.keys_and_values,
             past,
@@ -128,7 +130,7 @@ def local_causal_backward(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and band."""
-    grad, q, y = rows(grad), rows(q), rows(y)
+    grad, q, y, den = rows(grad), rows(q), rows(y), den.contiguous()
     dq, dk, dv = None if q is None else like(q), like(k), like(v)
     with launching('local_causal_backward', v):
         call = _Call(k, v, band, mask)

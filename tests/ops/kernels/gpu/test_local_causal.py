@@ -101,6 +101,64 @@ def test_a_later_token_changes_no_bit_of_earlier_outputs(device: str):
     assert_close(local_causal(**inputs | {'k': k, 'v': v})[:, :50].cpu(), before[:, :50].double().cpu(), 5e-6)
 
 
+def test_a_weight_that_underflows_under_a_key_above_its_reference_counts(device: str):
+    k, v = (torch.tensor(x)[None, :, None] for x in ([0.0, 60.0, -65.0], [0.0, 2.0, 1.0]))
+    inputs = {'q': None, 'k': k, 'v': v, 'band': torch.full((3, 1), 120.0)}
+    y = local_causal(**{name: None if x is None else x.to(device) for name, x in inputs.items()})
+    torch.testing.assert_close(y.flatten().cpu(), torch.tensor([0.0, 2.0, 1.9933]), rtol=0, atol=1e-4)
+    assert_matches_reference(local_causal, reference.aft_local_causal, inputs, nasty=True, device=device)
+
+
+def test_the_gradient_of_a_band_with_tiny_weights_is_finite(device: str):
+    # The last target has e^-86 for the key 60 and 1 for its own: infinity is multiplied by that otherwise.
+    k = torch.tensor([-1000.0, 60.0, -25.0])[None, :, None]
+    inputs = {'q': None, 'k': k, 'v': torch.tensor([0.0, 300.0, -300.0])[None, :, None], 'band': torch.zeros(3, 2)}
+    inputs['band'][2] = torch.tensor([-86.0, 0.0])
+    assert_matches_reference(local_causal, reference.aft_local_causal, inputs, nasty=True, device=device)
+
+
+def test_references_that_jump_lose_nothing(device: str):
+    k = torch.full((1, 64, 1), -1000.0)
+    v = torch.zeros(1, 64, 1)
+    k[0, [0, 1, 32, 33], 0] = torch.tensor([0.0, 60.0, 40.0, 168.0])
+    v[0, [1, 32], 0] = torch.tensor([2.0, 1.0])
+    inputs = {'q': None, 'k': k, 'v': v, 'band': torch.zeros(64, 2)}
+    y = local_causal(None, k.to(device), v.to(device), inputs['band'].to(device))
+    torch.testing.assert_close(y[0, 32].cpu(), torch.tensor([2.0]), rtol=0, atol=1e-5)
+    assert_matches_reference(local_causal, reference.aft_local_causal, inputs, nasty=True, device=device)
+
+
+@pytest.mark.parametrize('bad', [float('nan'), float('inf'), None], ids=['NaN key', 'infinite key', 'infinite value'])
+def test_a_source_that_is_not_finite_reaches_no_earlier_target(bad: float | None, device: str):
+    inputs = {name: x.float().to(device) for name, x in make_inputs(36, 4).items()}
+    before = local_causal(**inputs)
+    changed = inputs['v' if bad is None else 'k']
+    changed[0, 20, 1] = float('inf') if bad is None else bad
+    after = local_causal(**inputs)
+    assert not after[0, 20:, 1].isfinite().any()
+    after[0, 20:, 1] = before[0, 20:, 1]
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_repair_leaves_no_trace_in_other_elements(device: str):
+    inputs = {name: x.float().to(device) for name, x in make_inputs(9, 3, B=1).items()}
+    before = local_causal(**inputs)
+    k, band = inputs['k'].clone(), inputs['band'].clone()
+    # Its own key is the only one that the last target has a bias for.
+    k[:, 8, 0], band[8, 2] = -150.0, 100.0
+    after = local_causal(**inputs | {'k': k, 'band': band})
+    assert torch.equal(after[:, :8], before[:, :8])
+
+
+def test_a_row_of_minus_infinity_sees_nothing(device: str):
+    inputs = {name: x.float().to(device) for name, x in make_inputs(5, 5, B=1).items()}
+    inputs['band'][3] = float('-inf')
+    y = local_causal(**inputs)
+    assert not y[:, 3].any()
+    wanted = local_causal(**inputs | {'band': inputs['band'].nan_to_num(neginf=0.0)})
+    assert torch.equal(y[:, [0, 1, 2, 4]], wanted[:, [0, 1, 2, 4]])
+
+
 def test_it_passes_torch_opcheck(device: str):
     assert_passes_opcheck('aft_local_causal', make_inputs(9, 4, B=1), backend='triton', device=device)
 

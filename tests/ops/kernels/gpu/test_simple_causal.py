@@ -107,3 +107,20 @@ def test_a_later_token_changes_no_bit_of_an_earlier_one(device: str):
     after = simple(q, k, v)
     assert torch.equal(after[:, :12], before[:, :12])
     assert not torch.equal(after[:, 12:], before[:, 12:])
+
+
+@pytest.mark.parametrize('bad', [float('nan'), float('inf'), None], ids=['NaN key', 'infinite key', 'infinite value'])
+def test_a_source_that_is_not_finite_reaches_no_earlier_target(bad: float | None, cut: int, device: str):
+    q, k, v = (x.float().to(device) for x in make_qkv(B=2, T=cut + 3, D=2))
+    before = simple(q, k, v)
+    (v if bad is None else k)[0, 7, 1] = float('inf') if bad is None else bad
+    after = simple(q, k, v)
+    assert not after[0, 7:, 1].isfinite().any()
+    after[0, 7:, 1] = before[0, 7:, 1]
+    assert torch.equal(after, before)
+
+
+def test_sums_before_a_jump_lose_nothing(device: str):
+    k, v = torch.tensor([0.0, 60.0, 40.0, 168.0]), torch.tensor([0.0, 2.0, 1.0, 0.0])
+    y = simple(None, *(x[None, :, None].to(device) for x in (k, v)))
+    torch.testing.assert_close(y.flatten().cpu(), torch.tensor([0.0, 2.0, 2.0, 0.0]))

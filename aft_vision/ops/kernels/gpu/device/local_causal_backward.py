@@ -4,7 +4,15 @@ import triton
 import triton.language as tl
 
 from aft_vision.ops.kernels.gpu.device.common import load_keys, load_tile, load_values, store_tile
-from aft_vision.ops.kernels.gpu.device.local_causal import KEY, LIMIT, find_low, load_past, load_weights, mark_lost
+from aft_vision.ops.kernels.gpu.device.local_causal import (
+    KEY,
+    LIMIT,
+    ROWS,
+    find_low,
+    load_past,
+    load_weights,
+    mark_lost,
+)
 from aft_vision.ops.kernels.gpu.launch import tuned
 
 
@@ -44,7 +52,8 @@ def rows_kernel(
         store_tile(DQ, gy * (1.0 - gate), b, t, c, T, D)
         g = g * gate
     den = load_tile(DEN, b, t, c, T * D, D, T, D)
-    top = tl.where(den < LIMIT, 0.0, 1.0 / tl.maximum(den, LIMIT))
+    lost = den < LIMIT
+    top = tl.where(lost, 0.0, 1.0 / tl.where(lost, 1.0, den))
     r_num, r_den = g * top, -gy * top
     store_tile(R, r_num, b, t, c, T, D)
     store_tile(R, r_den, B + b, t, c, T, D)
@@ -52,7 +61,9 @@ def rows_kernel(
     DPAST += (b * blocks + j) * 2 * D + c
     tl.store(DPAST, tl.sum(older * r_num, 0), mask=c < D)
     tl.store(DPAST + D, tl.sum(older * r_den, 0), mask=c < D)
-    mark_lost(LOST, FIRST, den, b, j, t, c, T, D)
+    if FIRST is not None:
+        lost = lost & (t >= tl.load(FIRST + b))[:, None]
+    mark_lost(LOST, lost, b, j, t, c, T, D)
 
 
 @triton.jit
@@ -110,7 +121,7 @@ def sources_kernel(
     leaves = (s + window - 1) // BC + 1
     place = ((b * blocks + leaves) * 2 * D)[:, None] + c[None, :]
     inside = (leaves < blocks)[:, None] & (c < D)[None, :]
-    reference = tl.load(PAST + 2 * place - c[None, :], mask=inside, other=0.0)
+    reference = tl.load(PAST + ((b * blocks + leaves) * ROWS * D)[:, None] + c[None, :], mask=inside, other=0.0)
     ek = tl.where(inside, tl.exp(k - reference), 0.0)
     z_num = tl.load(DPAST + place, mask=inside, other=0.0)
     z_den = tl.load(DPAST + place + D, mask=inside, other=0.0)

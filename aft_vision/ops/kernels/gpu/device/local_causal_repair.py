@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from aft_vision.ops.kernels.gpu.device.common import load_keys, load_tile, load_values, store_tile
-from aft_vision.ops.kernels.gpu.device.local_causal import LIMIT, find_low, load_past
+from aft_vision.ops.kernels.gpu.device.local_causal import LIMIT, find_low, load_past, load_sources
 
 
 @triton.jit
@@ -57,10 +57,10 @@ def find_sums(
     bias = zero
     for source in range(find_low(j, window, BC), tl.minimum(j * BC + BC, T)):
         s = source + tl.arange(0, 1)
-        k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)  # (1, BD)
-        v = load_values(V, MASK, b, s, c, v_strides[0], v_strides[1], T, D)
+        k, v = load_sources(K, V, MASK, b, s, c, k_strides, v_strides, T, D)  # (1, BD)
         w = load_bias(BAND, t[:, None], s[None, :], T, window)  # (BC, 1)
-        step = (k - base) + (w - bias)
+        # The key of a later source may be NaN.
+        step = tl.where(t[:, None] < s[None, :], float('-inf'), (k - base) + (w - bias))
         rises = step > 0.0
         scale = tl.exp(-tl.abs(step))
         num = tl.where(rises, num * scale + v, num + scale * v)
@@ -109,7 +109,7 @@ def forward_kernel(
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """y of tiles that are marked."""
+    """y of what underflowed, NaN until now, in tiles that are marked."""
     j, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     if tl.load(LOST + (j * tl.num_programs(2) + b) * tl.num_programs(1) + tl.program_id(1)) > 0:
         c = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -118,7 +118,10 @@ def forward_kernel(
         y = num / tl.where(den > 0.0, den, 1.0)
         if Q is not None:
             y = y * tl.sigmoid(load_tile(Q, b, t, c, q_strides[0], q_strides[1], T, D))
-        store_tile(Y, y, b, t, c, T, D)
+        found = load_tile(Y, b, t, c, T * D, D, T, D)
+        # Several threads may hold an element: all have read it before one writes it.
+        tl.debug_barrier()
+        store_tile(Y, tl.where(found != found, y, found), b, t, c, T, D)
 
 
 @triton.jit
