@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from aft_vision.ops.eager.numerics import empty_denominator, empty_output
+from aft_vision.ops.kernels.gpu.device.common import FLOOR
 from aft_vision.ops.kernels.gpu.device.full import backward_kernel, bias_kernel, column_kernel, forward_kernel
 from aft_vision.ops.kernels.gpu.launch import as_bytes, launching, like, product_type, products, rows, strides
 
@@ -57,6 +58,7 @@ def full_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and bias."""
     (B, T, D), grad, q, k, v, bias = v.shape, rows(grad), rows(q), rows(k), rows(v), bias.contiguous()
+    y, den = y.contiguous(), den.contiguous()
     dq, dk, dv = None if q is None else like(q), like(k), like(v)
     weights, constants, mask = _weights(bias, v), products(v), as_bytes(mask)
     peak, lowest = torch.empty((2, B, D), dtype=torch.float32, device=v.device)
@@ -86,5 +88,6 @@ def _bias_grad(inputs: tuple[Any, ...], v: Tensor, steps: tuple[int, ...], const
 def _weights(bias: Tensor, v: Tensor) -> Tensor:
     # exp(w - row maximum), (T, T padded), in the type of the products. Rows begin where vectors are loaded from.
     bias = bias.float()
-    weights = (bias - bias.amax(dim=1, keepdim=True)).exp_().to(product_type(v))
+    # A row of minus infinity sees nothing.
+    weights = (bias - bias.amax(dim=1, keepdim=True).clamp_min(FLOOR.value)).exp_().to(product_type(v))
     return F.pad(weights, (0, -len(bias) % ROW_MULTIPLE))

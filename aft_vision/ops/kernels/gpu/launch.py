@@ -83,7 +83,7 @@ def failure(device: torch.device) -> str | None:
     with _lock:
         if device.type != 'cuda' or device in _failures:
             return _failures.get(device)
-        capturing = is_capturing()
+        capturing = is_capturing(device)
         reason = _find_failure(device, _compile_kernel if capturing else _try_kernel)
         if not capturing:
             _failures[device] = reason
@@ -121,9 +121,16 @@ def _try_kernel(device: torch.device) -> None:
             raise RuntimeError(f'expected a first kernel to write 1, got {found.item()}')
 
 
-def is_capturing() -> bool:
-    """Whether launches are recorded in a CUDA graph: nothing may be timed or read back then."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+def is_capturing(device: torch.device | None = None) -> bool:
+    """Return whether launches on a CUDA device, or on the current one, are recorded in a CUDA graph.
+
+    Nothing may be timed or read back then.
+    """
+    if not torch.cuda.is_initialized():
+        return False
+    # The stream that is asked is that of the current device.
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def interprets() -> bool:
@@ -166,9 +173,10 @@ def _has_triton() -> bool:
 
 
 def tuned(key: list[str], interpreted: dict[str, int], *configs: tuple[dict[str, int], int]) -> Callable[[Any], Any]:
-    """A decorator above `triton.jit`: the fastest configuration for each value of the key, measured once and kept.
+    """Return a decorator above `triton.jit`: the fastest configuration for each value of the key is measured and kept.
 
-    Triton keeps it on disk too. While a CUDA graph is captured nothing can be measured: the first one runs, and stays.
+    Lengths up to the same power of two share a choice, and each kind of device has its own. Triton keeps it on disk
+    too. While a CUDA graph is captured nothing can be measured: the first one runs, and stays.
 
     Args:
         key: arguments of the kernel, none of which changes with every batch.
@@ -177,18 +185,12 @@ def tuned(key: list[str], interpreted: dict[str, int], *configs: tuple[dict[str,
     """
     import triton
 
+    from aft_vision.ops.kernels.gpu.tuner import Tuner
+
     if interprets():
         configs = ((interpreted, 1),)
-    return triton.autotune(
-        [triton.Config(constants, num_warps=warps) for constants, warps in configs],
-        key=key,
-        prune_configs_by={'early_config_prune': lambda candidates, *_, **__: _measurable(candidates)},
-        cache_results=True,
-    )
-
-
-def _measurable(configs: list[Any]) -> list[Any]:
-    return configs[:1] if is_capturing() else configs
+    candidates = [triton.Config(constants, num_warps=warps) for constants, warps in configs]
+    return lambda kernel: Tuner(kernel, candidates, key)
 
 
 @contextmanager

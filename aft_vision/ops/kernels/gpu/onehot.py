@@ -59,7 +59,7 @@ def onehot_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and weight."""
     (B, T, D), grad, q, k, v = v.shape, rows(grad), rows(q), rows(k), rows(v)
-    heads = k.shape[2]
+    y, heads = y.contiguous(), k.shape[2]
     dq, dv = None if q is None else like(q), like(v)
     # Of several channels a head, summed here.
     dk = like(k) if heads == D else torch.empty(v.shape, dtype=torch.float32, device=v.device)

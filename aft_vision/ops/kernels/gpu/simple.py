@@ -35,6 +35,6 @@ def simple_backward(
     dq, dk, dv = None if q is None else like(q), like(k), like(v)
     with launching('simple_backward', v):
         backward_kernel[lambda tile: (B * triton.cdiv(D, tile['BD']),)](
-            grad, context, q, k, v, as_bytes(mask), dq, dk, dv, T, D, strides(grad, q, k, v)
+            grad, context.contiguous(), q, k, v, as_bytes(mask), dq, dk, dv, T, D, strides(grad, q, k, v)
         )
     return k.new_empty(0) if dq is None else dq, dk, dv

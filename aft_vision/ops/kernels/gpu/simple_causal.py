@@ -58,6 +58,7 @@ def simple_causal_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     (B, T, D), grad, q, k, v, mask = v.shape, rows(grad), rows(q), rows(k), rows(v), as_bytes(mask)
+    y, den = y.contiguous(), den.contiguous()
     dq, dk, dv = None if q is None else like(q), like(k), like(v)
     groups = triton.cdiv(T, GROUP.value)
     peaks = torch.full((B, 1 + groups, D), FLOOR.value, dtype=torch.float32, device=k.device)

@@ -4,7 +4,7 @@ import logging
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -114,6 +114,29 @@ def test_where_triton_cannot_compile_auto_takes_eager_and_triton_raises(
 def capture(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: capturing)
+    use_device(monkeypatch, 0)
+
+
+def use_device(monkeypatch: pytest.MonkeyPatch, current: int) -> None:
+    """Devices that are not here: the current one is `current` outside of guards."""
+    devices = [current]
+
+    @contextmanager
+    def guard(device: torch.device | None):
+        devices.append(devices[-1] if device is None else device.index)
+        yield
+        devices.pop()
+
+    monkeypatch.setattr(torch.cuda, 'device', guard)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: devices[-1])
+
+
+def test_a_capture_is_looked_for_on_the_device_of_the_inputs(monkeypatch: pytest.MonkeyPatch):
+    capture(monkeypatch, True)
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: torch.cuda.current_device() == 1)
+    assert launch.is_capturing(torch.device('cuda', 1))
+    assert not launch.is_capturing(torch.device('cuda', 0))
+    assert not launch.is_capturing()
 
 
 def test_what_triton_cannot_compile_is_known_while_a_graph_is_captured(
@@ -127,7 +150,6 @@ def test_what_triton_cannot_compile_is_known_while_a_graph_is_captured(
         break_triton(torch.device('cuda', 0))
 
     forget_failures(monkeypatch)
-    monkeypatch.setattr(torch.cuda, 'device', lambda device: nullcontext())
     monkeypatch.setattr(trial, 'trial_kernel', SimpleNamespace(warmup=compile_first))
     capture(monkeypatch, True)
     with caplog.at_level(logging.WARNING):
@@ -172,28 +194,75 @@ def test_what_fails_in_a_capture_is_tried_again_after_it(
     assert len([record for record in caplog.records if record.name == launch.__name__]) == 1
 
 
-@pytest.mark.parametrize('capturing', [True, False])
-def test_configurations_are_timed_except_while_a_graph_is_captured(capturing: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def tuner(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A tuner of two sizes, on devices that are not here, and what it timed and launched; the second is faster."""
     triton = pytest.importorskip('triton')
     monkeypatch.delenv('TRITON_INTERPRET', raising=False)
     timed, launched = [], []
 
-    def kernel(X, n, BLOCK):
+    def kernel(X, T, D, BLOCK):
         pass
 
     def time(call, quantiles):
         timed.append(1)
-        return [3.0 - len(timed)] * 3
+        return [-float(len(timed))] * 3
 
-    kernel = triton.JITFunction(kernel)
-    tuner = launch.tuned(['n'], {}, ({'BLOCK': 16}, 4), ({'BLOCK': 32}, 4))(kernel)
-    assert tuner.cache_results or triton.knobs.runtime.interpret
-    tuner.cache_results, tuner._do_bench = False, time
-    tuner.fn = SimpleNamespace(run=lambda *args, BLOCK, **others: launched.append(BLOCK))
+    found = launch.tuned(['D', 'T'], {}, ({'BLOCK': 16}, 4), ({'BLOCK': 32}, 4))(triton.JITFunction(kernel))
+    assert found.cache_results or triton.knobs.runtime.interpret
+    found.cache_results, found._do_bench = False, time
+    found.fn = SimpleNamespace(run=lambda *args, BLOCK, **others: launched.append(BLOCK))
+    capture(monkeypatch, False)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: ('H200', 'L4', 'H200')[device])
+    return SimpleNamespace(run=found[(1,)], timed=timed, launched=launched, tuner=found)
+
+
+@pytest.mark.parametrize('capturing', [True, False])
+def test_configurations_are_timed_except_while_a_graph_is_captured(
+    capturing: bool, tuner: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
     capture(monkeypatch, capturing)
-    tuner[(1,)](None, 7)
-    tuner[(1,)](None, 7)
-    assert (len(timed), launched) == ((0, [16, 16]) if capturing else (2, [32, 32]))
+    tuner.run(None, 7, 3)
+    tuner.run(None, 7, 3)
+    assert (len(tuner.timed), tuner.launched) == ((0, [16, 16]) if capturing else (2, [32, 32]))
+
+
+def test_configurations_are_timed_once_for_all_lengths_up_to_a_power_of_two(tuner: SimpleNamespace):
+    found = []
+    for T, D in [(65, 3), (100, 3), (128, 3), (129, 3), (100, 4)]:
+        tuner.run(None, T, D)
+        found.append(len(tuner.timed))
+    assert found == [2, 2, 2, 4, 6]
+    assert tuner.launched == [32] * 5
+
+
+def test_a_choice_of_one_kind_of_device_is_not_used_on_another(tuner: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    found = []
+    for device in (0, 1, 2, 0):
+        use_device(monkeypatch, device)
+        tuner.run(None, 7, 3)
+        found.append(len(tuner.timed))
+    assert found == [2, 4, 4, 4]
+
+
+def test_what_is_kept_on_disk_is_of_one_kind_of_device_and_one_class_of_lengths(
+    tuner: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    from triton.runtime import Autotuner
+
+    found = []
+
+    def check(self, tuning_key, configs, bench_fn):
+        bench_fn()
+        found.append(tuning_key)
+        return False
+
+    monkeypatch.setattr(Autotuner, 'check_disk_cache', check)
+    tuner.tuner.cache_results = True
+    for device, T in [(0, 65), (1, 100)]:
+        use_device(monkeypatch, device)
+        tuner.run(None, T, 3)
+    assert found == [(128, 3, 'H200'), (128, 3, 'L4')]
 
 
 def test_no_tuning_depends_on_the_batch(triton_device: str):
@@ -245,6 +314,32 @@ def test_another_form_takes_what_is_too_large(triton_device: str):
     launch._warn_too_large.cache_clear()
     with pytest.warns(UserWarning, match='using another form for more'):
         assert torch.equal(ops.aft_simple(q, k, v), ops.aft_simple(q, k, v, backend='eager'))
+
+
+OPERATORS = {
+    'aft_full': (randn(5, 5, seed=8), None),
+    'aft_simple': (None,),
+    'aft_conv': (randn(3, 3, 3, seed=8), (1, 5), None, True),
+    'aft_onehot': (torch.tensor([[0, 1], [0, -1], [1, 0]]), randn(3, seed=8), (1, 5), None),
+    'aft_local_causal': (randn(5, 2, seed=8), None),
+    'aft_simple_causal': (None,),
+}
+
+
+@pytest.mark.parametrize('name', OPERATORS)
+def test_the_backward_takes_outputs_and_denominators_with_any_strides(name: str, triton_device: str):
+    inputs = single(device=triton_device)
+    others = [
+        x.to(triton_device, torch.float32 if x.is_floating_point() else x.dtype) if isinstance(x, Tensor) else x
+        for x in OPERATORS[name]
+    ]
+    y, saved = getattr(torch.ops.aft_vision, name)(*inputs, *others, True, 'triton')
+    backward = getattr(torch.ops.aft_vision, f'{name}_backward')
+    grad = randn(1, 5, 3, seed=9).float().to(triton_device)
+    turned = [x.mT.contiguous().mT if x.ndim == 3 else x for x in (y, saved)]
+    wanted = backward(grad, y, saved, *inputs, *others, True, 'triton')
+    found = backward(grad, *turned, *inputs, *others, True, 'triton')
+    assert all(torch.equal(x, expected) for x, expected in zip(found, wanted, strict=True))
 
 
 def test_it_passes_torch_opcheck(triton_device: str):
