@@ -227,16 +227,24 @@ def _kernel(module: str, name: str) -> _Form:
 
 
 def _triton(module: str, name: str) -> _Form:
-    # The same of a module that needs Triton: it is imported where that runs, and has no covers_NAME.
+    # The same of a module that needs Triton: it is imported where that runs and agrees, and has no covers_NAME.
     def covers(*inputs: Any) -> bool:
         from aft_vision.ops.kernels.gpu import launch
 
-        return launch.can_run(inputs)
+        if not launch.can_run(inputs):
+            return False
+        from aft_vision.ops.kernels.gpu import verify
+
+        return verify.failure(name, inputs[2]) is None
 
     def check(*inputs: Any) -> None:
         from aft_vision.ops.kernels.gpu import launch
 
         launch.check(inputs)
+        if launch.can_run(inputs):
+            from aft_vision.ops.kernels.gpu import verify
+
+            verify.check(name, inputs[2])
 
     return _kernel(module, name)._replace(covers=covers, check=check)
 

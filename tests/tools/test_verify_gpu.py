@@ -1,0 +1,41 @@
+"""The verification of the kernels on a GPU, and what it says without one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tools import verify_gpu
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]):
+    assert verify_gpu.main([]) == 2
+    assert 'nothing was verified: there is no GPU' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('reason', [None, 'y is off by 1.0e+00 of 2.0e+00'])
+def test_it_records_every_operator_at_shapes_of_models(
+    reason: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip('triton')
+    from aft_vision.ops.kernels.gpu import verify
+
+    found: list[SimpleNamespace] = []
+
+    def record(name: str, dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]) -> str | None:
+        found.append(SimpleNamespace(name=name, dtype=dtype, tokens=max(x.grid[0] * x.grid[1] for x in shapes)))
+        return reason if name == 'conv' else None
+
+    monkeypatch.setattr(verify_gpu, 'find_obstacle', lambda: None)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'a GPU')
+    monkeypatch.setattr(verify, 'verify', record)
+    assert verify_gpu.main([]) == (0 if reason is None else 1)
+    assert {x.name for x in found} == set(verify.OPERATORS)
+    assert {x.dtype for x in found} == set(verify.BOUNDS)
+    assert len(found) == 3 * len(verify.OPERATORS)
+    assert min(x.tokens for x in found) >= 196
+    lines = capsys.readouterr().out.splitlines()
+    assert sum('agrees' in line for line in lines) == (18 if reason is None else 15)
+    assert lines[-1].startswith('recorded for a GPU in ')

@@ -1,0 +1,77 @@
+"""Compare the Triton kernels with the torch forms on the GPU, in value and in every gradient, and record the result.
+
+python -m tools.verify_gpu
+python -m tools.verify_gpu --operators conv full --dtypes bfloat16
+
+Each operator runs at a small odd shape and at those of models, in each type, with each of the sizes of tiles that its
+tuner chooses from, on ordinary inputs and on keys and biases that underflow, against the torch form in float64. Every
+first use of an operator on a kind of device that has no record makes the small comparison of these; this makes all of
+them before, replaces what is recorded, and says where. A kernel that disagrees is not used.
+
+The exit status is 0 if all agree, 1 if any does not, and 2 where there is no GPU that Triton supports.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+OPERATORS = ('full', 'simple', 'conv', 'onehot', 'local_causal', 'simple_causal')
+# (B, grid, D, channels of a head, window) of vision models, and of text.
+IMAGE, TEXT = (8, (14, 14), 384), (2, (1, 3072), 256)
+SHAPES = {
+    'full': [(8, (1, 197), 384, 1, 1)],
+    'simple': [(*IMAGE, 1, 1)],
+    'conv': [(*IMAGE, 1, 11), (*IMAGE, 24, 11)],
+    'onehot': [(*IMAGE, 1, 11), (*IMAGE, 24, 11)],
+    'local_causal': [(*TEXT, 1, 32), (*TEXT, 1, 256)],
+    'simple_causal': [(*TEXT, 1, 1)],
+}
+DTYPES = ('float32', 'bfloat16', 'float16')
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog='python -m tools.verify_gpu', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('--operators', nargs='+', choices=OPERATORS, default=[*OPERATORS], help='(default: all)')
+    parser.add_argument('--dtypes', nargs='+', choices=DTYPES, default=[*DTYPES], help='of q, k and v (default: all)')
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a line for each operator and type, and return the exit status."""
+    args = parse_args(argv)
+    reason = find_obstacle()
+    if reason is not None:
+        print(f'nothing was verified: {reason}', file=sys.stderr)
+        return 2
+    from aft_vision.ops.kernels.gpu import verify
+
+    device = torch.device('cuda', torch.cuda.current_device())
+    failures = 0
+    for name in args.operators:
+        shapes = [verify.Shape(*shape) for shape in SHAPES[name]]
+        for dtype in args.dtypes:
+            found = verify.verify(name, getattr(torch, dtype), device, verify.SMALL, *shapes)
+            failures += found is not None
+            print(f'{name:14} {dtype:9} {"agrees" if found is None else f"not used: {found}"}', flush=True)
+    print(f'recorded for {verify.device_name(device)} in {verify.record_path(device)}')
+    return int(failures > 0)
+
+
+def find_obstacle() -> str | None:
+    """Return why no kernel can run here, or None."""
+    from aft_vision.ops.kernels.gpu import launch
+
+    if not torch.cuda.is_available():
+        return 'there is no GPU that torch can use'
+    if not launch._supports(torch.device('cuda', torch.cuda.current_device())):
+        return f'expected Triton (pip install triton) and a GPU of capability {launch.CAPABILITY} or later'
+    return launch.failure(torch.device('cuda', torch.cuda.current_device()))
+
+
+if __name__ == '__main__':
+    sys.exit(main())
