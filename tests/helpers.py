@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -322,3 +323,22 @@ def unpack_data(name: str, folder: Path) -> Path:
         archive.extraction_filter = getattr(tarfile, 'data_filter', lambda member, path: member)
         archive.extractall(folder)
     return folder
+
+
+def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's kernels run on the CPU, in Triton's interpreter."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+    from triton.runtime.jit import JITFunction
+
+    monkeypatch.setenv('TRITON_INTERPRET', '1')
+    # Functions of Triton's own, such as tl.sum: timm may have imported them before, as functions to compile.
+    for module in (tl, tl.standard):
+        for name, function in list(vars(module).items()):
+            if isinstance(function, JITFunction):
+                monkeypatch.setattr(module, name, interpreter.InterpretedFunction(function.fn))
+    # It replaces the language by its own at every call of a function inside a kernel, in 2 ms: once a launch is enough.
+    replace_language = interpreter._patch_lang
+    everything = SimpleNamespace(__globals__={'tl': tl, 'core': tl.core})
+    monkeypatch.setattr(interpreter, '_patch_lang', lambda function: replace_language(everything))
+    monkeypatch.setattr(interpreter.InterpretedFunction, '__call__', lambda self, *x, **y: self.rewrite()(*x, **y))

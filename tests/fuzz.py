@@ -1,0 +1,656 @@
+"""Draw inputs of the operators of AFT, nasty ones too, and compare with float64 until the time is over.
+
+Prints a table of operator, backend, cases tried and cases that were wrong, and for each kind of mistake the smallest case
+found as a command that repeats it. Ends with status 1 if there is one.
+"""
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+from unittest import mock
+
+import oracle
+import pytest
+import torch
+from helpers import BOUNDS, NASTY_BOUND, generator, interpret_triton
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from aft_vision import ops
+from aft_vision.ops import dispatch
+
+INFINITY = float('inf')
+GRIDS = ('aft_conv', 'aft_onehot')
+DECODERS = ('aft_local_step', 'aft_local_prefill', 'aft_simple_step', 'aft_simple_prefill')
+BACKENDS = {
+    'aft_full': ('eager', 'cpp', 'triton'),
+    'aft_simple': ('eager', 'triton'),
+    'aft_local': ('eager',),
+    'aft_conv': ('eager', 'cpp', 'triton'),
+    'aft_onehot': ('eager', 'cpp', 'triton'),
+    'aft_full_causal': ('eager',),
+    'aft_local_causal': ('eager', 'cpp', 'triton'),
+    'aft_simple_causal': ('eager', 'cpp', 'triton'),
+    **dict.fromkeys(DECODERS, ('eager', 'cpp')),
+}
+PAIRS = [(operator, backend) for operator, backends in BACKENDS.items() for backend in backends]
+# Blocks of targets have 32, 64 or 128 tokens: sequences that end at a border, one token before and after it, and others.
+TOKENS = (1, 2, 3, 5, 8, 16, 31, 32, 33, 34, 63, 64, 65, 66, 96, 97, 127, 128, 129, 130, 160, 193)
+TOKENS_INTERPRETED = (1, 2, 3, 5, 9, 17, 33, 34)
+# Seconds to make the first case of a kind of mistake smaller.
+SHRINKING = 5.0
+# Weights (B, T, S, D) of the oracle, at most.
+WEIGHTS = 60_000
+KEYS = ('plain', 'spread', 'equal', 'few', 'jumps', 'climb', 'fall', 'far')
+BIASES = ('plain', 'zero', 'within', 'signs', 'level', 'rows')
+VALUES = ('plain', 'index', 'equal', 'huge', 'small')
+MASKS = ('none', 'random', 'start', 'row', 'all')
+LAYOUTS = ('contiguous', 'transposed', 'fused', 'strided', 'expanded')
+HOLES = ('none', 'tokens', 'channels', 'row', 'all')
+RELATIONS = ('none', 'row', 'shift', 'later', 'later_nan')
+# Products of values and e^60, and float16's gradients, stay in range.
+HUGE = {'float64': 1e6, 'float32': 1e6, 'bfloat16': 1e6, 'float16': 30.0}
+# FACTS: a later key within so many nats changes no bit of an earlier result, and any other one no more than 5e-6.
+HEADROOM, LATER_BOUND = 60.0, 5e-6
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """A call: its sizes, the style of each tensor, and the seed of what is random in them.
+
+    Attributes:
+        grid: tokens (H, W); (1, T) for operators over sequences.
+        heads: channels of k; with `channels` of v each.
+        window: tokens (W) of a causal band; the side of a kernel and the width of another band are 2 * window - 1.
+        key_range, bias_range: nats from the smallest to the largest, about; what they mean is a style's own.
+        key_holes, bias_holes: keys and biases of minus infinity.
+        wide_bias: a float32 bias next to half-precision q, k and v.
+        gradients: False calls without autograd.
+    """
+
+    operator: str
+    backend: str = 'eager'
+    dtype: str = 'float32'
+    grid: tuple[int, int] = (1, 1)
+    batch: int = 1
+    heads: int = 1
+    channels: int = 1
+    window: int = 1
+    gated: bool = False
+    keys: str = 'plain'
+    key_range: int = 0
+    key_holes: str = 'none'
+    biases: str = 'plain'
+    bias_range: int = 0
+    bias_holes: str = 'none'
+    wide_bias: bool = False
+    values: str = 'plain'
+    mask: str = 'none'
+    layout: str = 'contiguous'
+    grad_layout: str = 'contiguous'
+    global_context: bool = True
+    gradients: bool = True
+    relation: str = 'none'
+    threads: int = 1
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        given = ((x.name, getattr(self, x.name)) for x in fields(self) if getattr(self, x.name) != x.default)
+        return f'Case({", ".join(f"{name}={value!r}" for name, value in given)})'
+
+    @property
+    def tokens(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def causal(self) -> bool:
+        return self.operator.endswith('_causal') or self.operator in DECODERS
+
+    @property
+    def nasty(self) -> bool:
+        return self.keys != 'plain' or self.biases not in ('plain', 'zero')
+
+
+class Wrong(AssertionError):
+    """A result that is not the right one, and what kind of result that is."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f'{kind}: {message}')
+        self.kind = kind
+
+
+def cases(operator: str, backend: str) -> st.SearchStrategy[Case]:
+    """Cases for one form of an operator, no larger than the oracle can take."""
+    interpreted = backend == 'triton'
+    grids: st.SearchStrategy[tuple[int, int]] = st.sampled_from(
+        [(1, tokens) for tokens in (TOKENS_INTERPRETED if interpreted else TOKENS)]
+    )
+    heads: st.SearchStrategy[int] = st.integers(1, 4) if interpreted else st.integers(1, 9) | st.sampled_from([17, 33])
+    channels: st.SearchStrategy[int] = st.just(1)
+    if operator in GRIDS:
+        side = st.integers(1, 4 if interpreted else 9)
+        grids, channels = st.tuples(side, side), st.integers(1, 3)
+        # The compiled kernels of a grid are for a head per channel, more than 64 of them.
+        if backend == 'cpp':
+            heads, channels = st.sampled_from([65, 72, 80]), st.just(1)
+    wide = ('float64',) if backend == 'eager' else ()
+    ranges = st.sampled_from([0, 20, 60, 80, 110, 160, 240])
+    return st.builds(
+        Case,
+        operator=st.just(operator),
+        backend=st.just(backend),
+        dtype=st.sampled_from(('float32', *wide, 'bfloat16', 'float16')),
+        grid=grids,
+        batch=st.integers(1, 2 if interpreted else 3),
+        heads=heads,
+        channels=channels,
+        window=st.sampled_from([1, 2, 3, 5, 9, 31, 32, 33, 40, 64, 65, 100])
+        if operator not in GRIDS
+        else st.integers(1, 6),
+        gated=st.booleans(),
+        keys=st.sampled_from(KEYS),
+        key_range=st.sampled_from([0, 10, 60, 100, 150, 300, 800]),
+        key_holes=st.sampled_from(('none',) * 6 + HOLES[1:]),
+        biases=st.sampled_from(BIASES if 'simple' not in operator else ('plain',)),
+        bias_range=ranges if 'simple' not in operator else st.just(0),
+        bias_holes=st.sampled_from(('none',) * 6 + HOLES[1:] if 'simple' not in operator else ('none',)),
+        wide_bias=st.booleans(),
+        values=st.sampled_from(VALUES),
+        mask=st.sampled_from(('none',) * 4 + MASKS[1:] if operator not in DECODERS else ('none',)),
+        layout=st.sampled_from(LAYOUTS),
+        grad_layout=st.sampled_from(LAYOUTS),
+        global_context=st.booleans() if operator == 'aft_conv' and backend != 'cpp' else st.just(True),
+        gradients=st.sampled_from([True, True, True, False]) if operator not in DECODERS else st.just(False),
+        relation=st.sampled_from(RELATIONS if operator.endswith('_causal') else RELATIONS[:3]),
+        threads=st.sampled_from([1, 1, 1, 3]) if backend == 'cpp' else st.just(1),
+        seed=st.integers(0, 2**20),
+    ).map(_within_reach)
+
+
+def _within_reach(case: Case) -> Case:
+    # Fewer sequences, channels and heads, in this order, where the weights of the oracle would be too many.
+    most = max(1, WEIGHTS // case.tokens**2)
+    batch = max(1, min(case.batch, most // (case.heads * case.channels)))
+    channels = max(1, min(case.channels, most // case.heads))
+    heads = case.heads if case.backend == 'cpp' and case.operator in GRIDS else min(case.heads, most)
+    return replace(case, batch=batch, channels=channels, heads=heads)
+
+
+class Inputs:
+    """The tensors of a case: `arguments` by name as an operator takes them, and `grad`, the gradient of its result."""
+
+    def __init__(self, case: Case) -> None:
+        g = generator(case.seed)
+        dtype = getattr(torch, case.dtype)
+        device = 'cuda' if case.backend == 'triton' and torch.cuda.is_available() else 'cpu'
+        shape = (case.batch, case.tokens, case.heads * case.channels)
+
+        def place(x: Tensor, layout: str, dtype: torch.dtype) -> Tensor:
+            return lay_out(x.to(device, dtype), layout)
+
+        k, v = draw_keys(case, g), draw_values(case, shape, g)
+        q = torch.randn(shape, generator=g, dtype=torch.float64) * 2
+        bias = draw_bias(case, g)
+        self.mask = draw_mask(case, g)
+        grad = place(torch.randn(shape, generator=g, dtype=torch.float64), case.grad_layout, dtype)
+        q, k, v = (place(x, case.layout, dtype) for x in (q, k, v))
+        if self.mask is not None:
+            self.mask = place(self.mask, case.layout, torch.bool)
+        self.grad = grad
+        self.arguments: dict[str, Any] = {'q': q if case.gated else None, 'k': k, 'v': v}
+        if bias is not None:
+            wide = case.wide_bias and dtype != torch.float64
+            self.arguments[_bias_name(case)] = place(bias, case.layout, torch.float32 if wide else dtype)
+        if case.operator in GRIDS:
+            self.arguments['grid'] = case.grid
+        if case.operator == 'aft_onehot':
+            self.arguments['offset'] = torch.randint(-3, 4, (case.heads, 2), generator=g).to(device)
+        if case.operator == 'aft_conv':
+            self.arguments['global_context'] = case.global_context
+
+    def expected(self, case: Case) -> dict[str, oracle.Term]:
+        """By the names of the arguments, and 'y'."""
+        bias, tokens = _bias_name(case), case.tokens
+        match case.operator:
+            case 'aft_conv':
+                table = oracle.conv_table(case.grid, case.heads, 2 * case.window - 1, case.global_context)
+            case 'aft_onehot':
+                table = oracle.onehot_table(case.grid, self.arguments['offset'].cpu().numpy())
+            case name if 'simple' in name:
+                table = oracle.simple_table(tokens, case.causal)
+            case name if 'local' in name:
+                table = oracle.local_table(tokens, self.arguments['band'].shape[1], case.causal)
+            case _:
+                table = oracle.full_table(tokens, case.causal)
+        inputs = [self.arguments.get(name) for name in ('q', 'k', 'v', bias)]
+        mask = None if self.mask is None else self.mask.cpu().numpy()
+        arrays = [None if x is None else _array(x) for x in inputs]
+        found = oracle.evaluate(oracle.Inputs(*arrays, mask, _array(self.grad)), table)
+        return {bias if name == 'bias' else name: term for name, term in found.items()}
+
+
+def _array(x: Tensor) -> Any:
+    return x.detach().cpu().double().numpy()
+
+
+def _bias_name(case: Case) -> str:
+    names = {'full': 'bias', 'local': 'band', 'conv': 'kernel', 'onehot': 'weight'}
+    return names.get(case.operator.split('_')[1], '')
+
+
+def _borders(case: Case, count: int, g: torch.Generator) -> Tensor:
+    # Tokens, most of them at a border of blocks or next to one.
+    at = torch.randint(0, 7, (count,), generator=g) * 32 + torch.randint(-1, 2, (count,), generator=g)
+    anywhere = torch.randint(0, case.tokens, (count,), generator=g)
+    chosen = torch.where(torch.rand(count, generator=g) < 0.6, at, anywhere)
+    return chosen.clamp_min(0) % case.tokens
+
+
+def draw_keys(case: Case, g: torch.Generator) -> Tensor:
+    """(B, T, h) float64."""
+    shape, reach = (case.batch, case.tokens, case.heads), float(case.key_range)
+    noise = torch.randn(shape, generator=g, dtype=torch.float64)
+    uniform = torch.rand(shape, generator=g, dtype=torch.float64)
+    count = 1 + int(torch.randint(0, 6, (), generator=g))
+    places = _borders(case, count, g).sort().values
+    ramp = torch.linspace(0, reach, case.tokens, dtype=torch.float64)[None, :, None]
+    match case.keys:
+        case 'plain':
+            k = noise
+        case 'spread':
+            k = (uniform - 0.5) * reach
+        case 'equal':
+            k = torch.full_like(noise, 3.25 + reach)
+        case 'few':
+            # All but some far below; those go up, each by up to 130 nats, or down.
+            steps = torch.rand((case.batch, count, case.heads), generator=g, dtype=torch.float64) * 130
+            if torch.rand((), generator=g) < 0.3:
+                steps = -steps
+            k = torch.full_like(noise, -1000.0)
+            k[:, places] = steps.cumsum(1)
+        case 'jumps':
+            levels = (torch.rand((case.batch, count, case.heads), generator=g, dtype=torch.float64) - 0.5) * reach
+            k = noise + (torch.arange(case.tokens)[:, None] >= places).double() @ levels
+        case 'climb':
+            k = ramp + noise
+        case 'fall':
+            k = ramp.flip(1) + noise
+        case 'far':
+            k = noise.sign() * 1e4 + noise
+    return make_holes(k, case.key_holes, g)
+
+
+def draw_bias(case: Case, g: torch.Generator) -> Tensor | None:
+    """In the shape that the operator takes, float64; None if it takes none."""
+    side, name = 2 * case.window - 1, case.operator.split('_')[1]
+    if name == 'simple':
+        return None
+    band = (case.tokens, case.window if case.causal else side)
+    shapes = {'full': (case.tokens, case.tokens), 'local': band, 'conv': (case.heads, side, side)}
+    shape, reach = shapes.get(name, (case.heads,)), float(case.bias_range)
+    noise = torch.randn(shape, generator=g, dtype=torch.float64)
+    uniform = torch.rand(shape, generator=g, dtype=torch.float64)
+    match case.biases:
+        case 'plain':
+            bias = noise
+        case 'zero':
+            bias = torch.zeros_like(noise)
+        case 'within':
+            bias = (uniform - 0.5) * reach
+        case 'signs':
+            bias = noise.sign() * reach / 2
+        case 'level':
+            bias = torch.full_like(noise, reach / 2)
+        case 'rows':
+            rows = uniform.reshape(len(noise), -1)[:, 0]
+            bias = noise + ((rows - 0.5) * reach).reshape(-1, *[1] * (noise.ndim - 1))
+    return make_holes(bias, case.bias_holes, g)
+
+
+def draw_values(case: Case, shape: tuple[int, ...], g: torch.Generator) -> Tensor:
+    """(B, T, D) float64."""
+    noise = torch.randn(shape, generator=g, dtype=torch.float64)
+    match case.values:
+        case 'index':
+            return (torch.arange(case.tokens, dtype=torch.float64) % 5)[:, None].expand(shape)
+        case 'equal':
+            return torch.ones_like(noise)
+        case 'huge':
+            return noise * HUGE[case.dtype]
+        case 'small':
+            return noise / HUGE[case.dtype]
+    return noise
+
+
+def draw_mask(case: Case, g: torch.Generator) -> Tensor | None:
+    """(B, T) bool."""
+    mask = torch.rand((case.batch, case.tokens), generator=g) < 0.6
+    match case.mask:
+        case 'none':
+            return None
+        case 'start':
+            mask = (torch.arange(case.tokens) >= torch.randint(0, case.tokens + 1, (), generator=g)).expand_as(mask)
+        case 'row':
+            mask[-1] = False
+        case 'all':
+            mask = torch.zeros_like(mask)
+    return mask
+
+
+def make_holes(x: Tensor, holes: str, g: torch.Generator) -> Tensor:
+    """x with minus infinity in some places: single entries, whole channels or columns, a whole row, everywhere."""
+    match holes:
+        case 'tokens':
+            x[torch.rand(x.shape, generator=g) < 0.3] = -INFINITY
+        case 'channels':
+            x[..., torch.rand(x.shape[-1], generator=g) < 0.5] = -INFINITY
+        case 'row':
+            x[-1] = -INFINITY
+        case 'all':
+            x = torch.full_like(x, -INFINITY)
+    return x
+
+
+def lay_out(x: Tensor, layout: str) -> Tensor:
+    """The values of x in another order of memory; where it is expanded, those of its first row everywhere."""
+    match layout:
+        case 'transposed' if x.ndim > 1:
+            return x.mT.contiguous().mT
+        case 'fused':
+            return torch.cat([x, x + 1 if x.dtype != torch.bool else x, x], -1).narrow(-1, 0, x.shape[-1])
+        case 'strided':
+            return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+        case 'expanded':
+            return x[:1].contiguous().expand(x.shape)
+    return x.contiguous()
+
+
+def check(case: Case) -> None:
+    """Raise `Wrong` unless the operator gives what the oracle gives, and what the case's relation promises."""
+    inputs = Inputs(case)
+    expected = inputs.expected(case)
+    bounds = BOUNDS[getattr(torch, case.dtype)]
+    value_bound, gradient_bound = (max(NASTY_BOUND, x) if case.nasty else x for x in bounds)
+    threads = torch.get_num_threads()
+    with warnings.catch_warnings():
+        # A form that does not run its kernel would pass for the wrong reason.
+        warnings.filterwarnings('error', message='.*using eager')
+        warnings.filterwarnings('ignore', category=RuntimeWarning, module='triton.runtime.interpreter')
+        torch.set_num_threads(case.threads)
+        try:
+            if case.operator in DECODERS:
+                compare('y', decode(case, inputs), expected['y'], value_bound)
+                return
+            arguments = spoil_masked(inputs)
+            leaves = {name: x.detach() for name, x in arguments.items() if _is_float(x)}
+            for x in leaves.values():
+                x.requires_grad_(case.gradients)
+            y = call(case, arguments | leaves, inputs.mask)
+            compare('y', y, expected['y'], value_bound)
+            if case.gradients:
+                found = torch.autograd.grad(y, list(leaves.values()), inputs.grad)
+                for name, got in zip(leaves, found, strict=True):
+                    compare(f'grad {name}', got, expected[name], gradient_bound, value_bound)
+            if case.relation != 'none':
+                check_relation(case, inputs, y.detach())
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _is_float(x: object) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def call(case: Case, arguments: dict[str, Any], mask: Tensor | None) -> Tensor:
+    """The operator in the case's form."""
+    return getattr(ops, case.operator)(**arguments, mask=mask, backend=case.backend)
+
+
+def spoil_masked(inputs: Inputs) -> dict[str, Any]:
+    """The arguments with anything in the tokens that the mask hides: it may reach neither result nor gradient."""
+    if inputs.mask is None:
+        return inputs.arguments
+    hidden = ~inputs.mask[..., None]
+    k, v = inputs.arguments['k'].masked_fill(hidden, float('nan')), inputs.arguments['v'].masked_fill(hidden, INFINITY)
+    return inputs.arguments | {'k': k, 'v': v}
+
+
+def compare(kind: str, got: Tensor, expected: oracle.Term, bound: float, term_bound: float = 0.0) -> None:
+    """Raise `Wrong` unless the error is within bound of the norm, and no element off by 10 times as much of the largest.
+
+    A gradient is a sum of terms v - y of both signs. Where they cancel (a target with one source, equal values) the
+    result is far below its terms, and no precision of the terms bounds its relative error. So errors of a gradient may
+    be bound * |result| + term_bound * |sum of the absolute terms|, where term_bound is that of y: each term has it.
+    What a type cannot represent, half of its smallest number, is no error.
+    """
+    value, size = torch.from_numpy(expected.value), torch.from_numpy(expected.size)
+    got = got.detach().cpu()
+    if got.shape != value.shape:
+        raise Wrong(kind, f'shape {tuple(got.shape)}, expected {tuple(value.shape)}')
+    if not got.isfinite().all():
+        raise Wrong(kind, f'{int((~got.isfinite()).sum())} of {got.numel()} are not finite')
+    limits = torch.finfo(got.dtype)
+    error = ((got.double() - value).abs() - limits.smallest_normal * limits.eps).clamp_min(0.0)
+    norm = bound * value.norm() + term_bound * size.norm()
+    peak = 10 * (bound * value.abs().max() + term_bound * size.max())
+    for name, found, most in (('norm', error.norm(), norm), ('largest', error.max(), peak)):
+        if found > most:
+            at = tuple(int(x) for x in torch.unravel_index(error.argmax(), error.shape))
+            raise Wrong(
+                kind,
+                f'{name} of the error {found:.3g} above {most:.3g}; got {got[at]:.9g}, want {value[at]:.9g} at {at}',
+            )
+
+
+def decode(case: Case, inputs: Inputs) -> Tensor:
+    """The tokens step by step, or, for 'prefill', in chunks of a few sizes and steps between them."""
+    g, arguments = generator(case.seed + 1), inputs.arguments
+    q, k, v, band = (arguments.get(name) for name in ('q', 'k', 'v', 'band'))
+    dtype = torch.float64 if case.dtype == 'float64' else torch.float32
+    kind = 'local' if band is not None else 'simple'
+    sizes = (case.batch, case.heads) if band is None else (case.batch, case.heads, case.window)
+    state = getattr(ops, f'aft_{kind}_state')(*sizes, dtype)
+    rows: list[Tensor] = []
+    start = 0
+    eager = mock.patch.object(dispatch, 'step_kernels', lambda *_: None) if case.backend == 'eager' else nullcontext()
+    with eager:
+        while start < case.tokens:
+            chunk = 1
+            if case.operator.endswith('prefill') and torch.rand((), generator=g) < 0.7:
+                chunk = int(torch.tensor([1, 2, 31, 32, 33, 64, 65, 130])[torch.randint(0, 8, (), generator=g)])
+                part = slice(start, min(start + chunk, case.tokens))
+                form, place, chunk = 'prefill', part, part.stop - start
+            else:
+                form, place = 'step', start
+            biases = [] if band is None else [band[place]]
+            parts = [None if x is None else x[:, place] for x in (q, k, v)]
+            y, state = getattr(ops, f'aft_{kind}_{form}')(*parts, *biases, state)
+            rows.append(y if form == 'prefill' else y[:, None])
+            start += chunk
+    return torch.cat(rows, 1)
+
+
+def check_relation(case: Case, inputs: Inputs, y: Tensor) -> None:
+    """Raise `Wrong` unless a changed call relates to the first one as it must."""
+    bound = NASTY_BOUND if case.nasty else 1e-5
+    bound = max(bound, BOUNDS[getattr(torch, case.dtype)][0])
+    arguments = spoil_masked(inputs)
+    if case.relation == 'row':
+        row = case.batch - 1
+        one = arguments | {name: x[row : row + 1] for name, x in arguments.items() if name in 'qkv' and x is not None}
+        mask = None if inputs.mask is None else inputs.mask[row : row + 1]
+        _same('a sequence alone', call(case, one, mask), y[row : row + 1], 2 * bound)
+    elif case.relation == 'shift' and case.dtype in ('float32', 'float64'):
+        # Multiples of 2^-8, so that neither sum is rounded.
+        keys = (arguments['k'] * 256).round() / 256
+        one, other = (call(case, arguments | {'k': x}, inputs.mask) for x in (keys, keys - 777.0))
+        _same('shifted keys', other, one, 2 * bound)
+    elif case.relation.startswith('later') and case.tokens > 1:
+        check_later(case, inputs, y, arguments)
+
+
+def check_later(case: Case, inputs: Inputs, y: Tensor, arguments: dict[str, Any]) -> None:
+    """Raise `Wrong` if the tokens from one on reach the results before it."""
+    g = generator(case.seed + 2)
+    first = 1 + int(torch.randint(0, case.tokens - 1, (), generator=g))
+    keys, values = arguments['k'].clone(), arguments['v'].clone()
+    old = keys[:, first:].clone()
+    if case.relation == 'later_nan':
+        keys[:, first], values[:, first] = (float('nan'), INFINITY)[case.seed % 2], float('nan')
+        kind = 'a later NaN or infinity'
+    else:
+        reach = (1.0, 50.0, 200.0, 1e4)[int(torch.randint(0, 4, (), generator=g))]
+        keys[:, first:] += (torch.randn(old.shape, generator=g, dtype=torch.float64) * reach).to(old)
+        values[:, first:] += 1e3
+        kind = 'a later token'
+    after = call(case, arguments | {'k': keys, 'v': values}, inputs.mask)[:, :first]
+    limit = max(LATER_BOUND, torch.finfo(y.dtype).eps)
+    _same(kind, after, y[:, :first], limit)
+    near = keys[:, :1] + HEADROOM
+    within = near.isfinite().all() and (torch.maximum(old, keys[:, first:]) <= near).all()
+    if case.relation == 'later' and within and inputs.mask is None and not torch.equal(after, y[:, :first]):
+        raise Wrong('a later token within 60 nats', 'earlier results differ in some bits')
+
+
+def _same(kind: str, got: Tensor, want: Tensor, bound: float) -> None:
+    want = want.detach().cpu().double()
+    compare(kind, got, oracle.Term(want.numpy(), want.abs().numpy()), bound)
+
+
+@dataclass
+class Report:
+    """What a search found: of each kind of mistake the smallest case, and what was said."""
+
+    cases: int = 0
+    wrong: int = 0
+    failures: dict[str, tuple[Case, str]] = field(default_factory=dict)
+
+
+def search(
+    operator: str, backend: str, examples: int, seconds: float = INFINITY, first_seed: int | None = None
+) -> Report:
+    """Try cases for one form of an operator.
+
+    Args:
+        examples: cases, of one draw if there is no seed, else of each of many.
+        seconds: no new case is tried after them.
+        first_seed: of the draws; None draws the same cases every time.
+    """
+    report, end = Report(), time.monotonic() + seconds
+    number = first_seed
+    with form_available(backend):
+        while True:
+            _search_once(cases(operator, backend), report, examples, end, number)
+            if number is None or time.monotonic() > end:
+                return report
+            number += 1
+
+
+def _search_once(
+    strategy: st.SearchStrategy[Case], report: Report, examples: int, end: float, number: int | None
+) -> None:
+    # Up to the first mistake of a kind not yet reported, which hypothesis makes smaller. Others are counted.
+    failed: dict[Case, Exception] = {}
+    shrinking: list[str] = []
+    ends = [end]
+
+    def attempt(case: Case) -> None:
+        if time.monotonic() > ends[-1] and case not in failed:
+            return
+        report.cases += not shrinking
+        error = failed.get(case) or _error(case)
+        if error is None:
+            return
+        kind = _kind(case, error)
+        report.wrong += not shrinking
+        if kind in report.failures or shrinking not in ([], [kind]):
+            return
+        if not shrinking:
+            shrinking.append(kind)
+            ends.append(time.monotonic() + SHRINKING)
+        failed[case] = error
+        smallest[:] = [(case, f'{type(error).__name__}: {error}')]
+        raise error
+
+    smallest: list[tuple[Case, str]] = []
+    options = settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        derandomize=number is None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    run: Callable[[], None] = options(given(strategy)(attempt))
+    try:
+        (run if number is None else seed(number)(run))()
+    except Exception:
+        if not smallest:
+            raise
+        report.failures[shrinking[0]] = smallest[0]
+
+
+def _kind(case: Case, error: Exception) -> str:
+    holes = [name for name in ('key', 'bias') if getattr(case, f'{name}_holes') != 'none']
+    parts = [getattr(error, 'kind', type(error).__name__), *(f'{name} of minus infinity' for name in holes)]
+    return ', '.join(parts)
+
+
+def _error(case: Case) -> Exception | None:
+    try:
+        check(case)
+    # Whatever an operator raises for inputs that it must take is a mistake.
+    except Exception as error:
+        return error
+    return None
+
+
+@contextmanager
+def form_available(backend: str) -> Iterator[None]:
+    """A context in which Triton interprets its kernels, if it is Triton's and there is no GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if backend == 'triton' and not torch.cuda.is_available():
+            interpret_triton(patch)
+        yield
+
+
+def reproduce(case: Case) -> None:
+    """Check one case, as the commands that are printed do."""
+    with form_available(case.backend):
+        check(case)
+
+
+def command(case: Case) -> str:
+    """A command that repeats a case, in the root of the repository."""
+    return f'PYTHONPATH=tests python -c "from fuzz import *; reproduce({case!r})"'
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Search every form of every operator, or those asked for, each for an equal share of the time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--seconds', type=float, default=600.0, help='of the whole campaign')
+    parser.add_argument('--operator', choices=BACKENDS, action='append', help='only this one; may be repeated')
+    parser.add_argument('--backend', choices=dispatch.BACKENDS[1:], action='append', help='likewise')
+    parser.add_argument('--seed', type=int, default=0, help='of the first draw')
+    args = parser.parse_args(argv)
+    pairs = [x for x in PAIRS if x[0] in (args.operator or BACKENDS) and x[1] in (args.backend or dispatch.BACKENDS)]
+    end, reports = time.monotonic() + args.seconds, []
+    print(f'{"operator":20} {"backend":8} {"cases":>8} {"wrong":>8}')
+    for index, pair in enumerate(pairs):
+        share = (end - time.monotonic()) / (len(pairs) - index)
+        reports.append(search(*pair, examples=200, seconds=share, first_seed=args.seed))
+        print(f'{pair[0]:20} {pair[1]:8} {reports[-1].cases:8} {reports[-1].wrong:8}', flush=True)
+        for case, message in reports[-1].failures.values():
+            print(f'  {message}\n  {command(case)}', flush=True)
+    return int(any(report.wrong for report in reports))
+
+
+if __name__ == '__main__':
+    sys.exit(main())
