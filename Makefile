@@ -8,13 +8,16 @@ MODELS ?= aft_*
 PYTEST_ARGS ?=
 # How many tests run at a time, a thread each
 JOBS ?= 2
+# How long `make fuzz` runs, and for what: make fuzz SECONDS=60 FUZZ_ARGS='--operator aft_full --backend cpp'
+SECONDS ?= 600
+FUZZ_ARGS ?=
 
 # What FFCV is built with, by Debian's names
 FFCV_LIBRARIES := libopencv-dev libturbojpeg0-dev pkg-config
 FFCV_STAMP := $(VENV)/.ffcv
 SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: install ffcv test sanitize lint timm-suite demo clean
+.PHONY: install ffcv test sanitize fuzz lint timm-suite demo clean
 
 install: $(STAMP)
 
@@ -47,6 +50,10 @@ lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
+# Drawn inputs of every operator and backend, against float64
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --seconds $(SECONDS) $(FUZZ_ARGS)
+
 # timm's own tests/test_models.py on our models
 timm-suite: $(STAMP)
 	$(PY) tests/run_timm_suite.py $(foreach model,$(MODELS),'$(model)')
@@ -69,4 +76,4 @@ demo: $(STAMP)
 	@echo '  $(PY) -c "import aft_vision, timm; print(timm.create_model('"'local-dir:runs/demo/export'"', pretrained=True))"'
 
 clean:
-	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache build *.egg-info runs/demo
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build *.egg-info runs/demo

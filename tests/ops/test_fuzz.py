@@ -1,0 +1,95 @@
+"""A few drawn calls of every form of every operator, the same in each run; `make fuzz` tries many others."""
+
+import shutil
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from fuzz import BACKENDS, GRIDS, PAIRS, Case, Wrong, check, command, compare, main, reproduce, search
+
+from aft_vision import ops
+
+# The interpreter of Triton takes up to a second for one call.
+EXAMPLES = {'eager': 20, 'cpp': 20, 'triton': 3}
+
+
+@pytest.mark.parametrize(('operator', 'backend'), PAIRS, ids='-'.join)
+def test_drawn_calls_equal_float64(operator: str, backend: str):
+    if backend == 'cpp' and shutil.which('c++') is None:
+        pytest.skip('there is no compiler here')
+    if backend == 'triton':
+        pytest.importorskip('triton')
+    report = search(operator, backend, EXAMPLES[backend])
+    found = [f'{message}\n{command(case)}' for case, message in report.failures.values()]
+    assert report.cases >= EXAMPLES[backend] // 2
+    assert not found, '\n'.join(found)
+
+
+def test_every_public_operator_is_drawn():
+    operators = {name for name, x in vars(ops).items() if name.startswith('aft_') and callable(x)}
+    assert {name for name in operators if not name.endswith('_state')} == set(BACKENDS)
+
+
+def test_the_oracle_gives_the_gradients_of_finite_differences():
+    rng = np.random.default_rng(0)
+    q, v, grad = rng.normal(size=(3, 2, 6, 4))
+    k, bias = rng.normal(size=(2, 6, 2)), rng.normal(size=(2, 3, 3))
+    inputs = oracle.Inputs(q, k, v, bias, rng.random((2, 6)) < 0.7, grad)
+    table = oracle.conv_table((2, 3), 2, 3, True)
+    found = oracle.evaluate(inputs, table)
+    for name in ('q', 'k', 'v', 'bias'):
+        direction = rng.normal(size=getattr(inputs, name).shape)
+        ends = [inputs._replace(**{name: getattr(inputs, name) + step * direction}) for step in (1e-6, -1e-6)]
+        rise = [(oracle.evaluate(x, table)['y'].value * grad).sum() for x in ends]
+        assert (found[name].value * direction).sum() == pytest.approx((rise[0] - rise[1]) / 2e-6, rel=1e-7)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let an operator forget its first source from the fifth token on."""
+    whole = getattr(ops, name)
+
+    def forgetful(q, k, v, **others):
+        short = whole(q, k.index_fill(1, torch.tensor([0]), -1e4), v, **others)
+        return torch.cat([whole(q, k, v, **others)[:, :4], short[:, 4:]], 1)
+
+    monkeypatch.setattr(ops, name, forgetful)
+
+
+def test_a_planted_mistake_is_found_made_small_and_printed_as_a_command(monkeypatch, capsys):
+    plant(monkeypatch, 'aft_simple')
+    assert main(['--seconds', '0', '--operator', 'aft_simple', '--backend', 'eager']) == 1
+    lines = capsys.readouterr().out.splitlines()
+    case = eval(next(line for line in lines if 'reproduce(' in line).split('reproduce(')[1].removesuffix(')"'))
+    assert case.tokens <= 16
+    with pytest.raises(Wrong):
+        reproduce(case)
+    monkeypatch.undo()
+    reproduce(case)
+
+
+def test_a_later_token_that_reaches_an_earlier_one_is_found(monkeypatch):
+    whole = ops.aft_simple_causal
+    monkeypatch.setattr(ops, 'aft_simple_causal', lambda q, k, v, **x: whole(q, k, v, **x) + 3e-5 * k[:, -1:].sigmoid())
+    # Of nasty keys, whose bound the leak passes.
+    sizes = {'grid': (1, 9), 'heads': 9, 'keys': 'spread', 'key_range': 60}
+    case = Case('aft_simple_causal', **sizes, gradients=False, relation='later', seed=1)
+    with pytest.raises(Wrong, match='later'):
+        check(case)
+
+
+@pytest.mark.parametrize(('error', 'passes'), [(5e-6, True), (2e-5, False)])
+def test_an_error_is_measured_against_the_norm(error: float, passes: bool):
+    want = np.ones((2, 3, 4))
+    term = oracle.Term(want, want)
+    if passes:
+        compare('y', torch.from_numpy(want + error), term, 1e-5)
+    else:
+        with pytest.raises(Wrong, match='norm'):
+            compare('y', torch.from_numpy(want + error), term, 1e-5)
+
+
+def test_a_case_names_only_what_is_not_usual():
+    case = Case(GRIDS[0], grid=(2, 3), seed=5)
+    assert repr(case) == "Case(operator='aft_conv', grid=(2, 3), seed=5)"
+    assert eval(repr(case)) == case
