@@ -428,7 +428,8 @@ def compare(kind: str, got: Tensor, expected: oracle.Term, bound: float, term_bo
     A gradient is a sum of terms v - y of both signs. Where they cancel (a target with one source, equal values) the
     result is far below its terms, and no precision of the terms bounds its relative error. So errors of a gradient may
     be bound * |result| + term_bound * |sum of the absolute terms|, where term_bound is that of y: each term has it.
-    What a type cannot represent, half of its smallest number, is no error.
+    A float16 result may be off by its smallest number. Elsewhere a weight below the smallest number of the sums counts
+    as 0, whatever value it multiplies.
     """
     value, size = torch.from_numpy(expected.value), torch.from_numpy(expected.size)
     got = got.detach().cpu()
@@ -437,7 +438,8 @@ def compare(kind: str, got: Tensor, expected: oracle.Term, bound: float, term_bo
     if not got.isfinite().all():
         raise Wrong(kind, f'{int((~got.isfinite()).sum())} of {got.numel()} are not finite')
     limits = torch.finfo(got.dtype)
-    error = ((got.double() - value).abs() - limits.smallest_normal * limits.eps).clamp_min(0.0)
+    lost = limits.smallest_normal * (limits.eps if got.dtype == torch.float16 else HUGE['float32'])
+    error = ((got.double() - value).abs() - lost).clamp_min(0.0)
     norm = bound * value.norm() + term_bound * size.norm()
     peak = 10 * (bound * value.abs().max() + term_bound * size.max())
     for name, found, most in (('norm', error.norm(), norm), ('largest', error.max(), peak)):
