@@ -57,6 +57,8 @@ def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -
     add('--data', required=required, help=f'a folder or tar file, or the root of the data set of --name{default}')
     add('--name', default='', help='a data set that timm reads, such as torch/cifar10 (default: none)')
     add('--split', help='the split (default: val, validation or test, whichever is there)')
+    add('--val-share', type=float, help='the share of the training images that data.val_share held apart in training')
+    add('--val-seed', type=int, default=0, help='data.val_seed of that training (default: 0)')
     add('--num-classes', type=int, help='of a data set that does not say so itself')
     add('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded')
     add('--batch-size', type=int, default=64, help='images per batch (default: 64)')

@@ -31,6 +31,8 @@ def create_data_loader(
         dir=args.data or '',
         name=args.name,
         eval_split=args.split,
+        val_share=args.val_share,
+        val_seed=args.val_seed,
         num_classes=args.num_classes,
         on_corrupt_image='skip' if args.skip_corrupt else 'raise',
     )

@@ -6,22 +6,28 @@ import tarfile
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+import numpy as np
 from PIL import Image
 from timm.data import ImageDataset, create_dataset
+from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState
 from torch.utils.data import Dataset, IterableDataset
 
 from aft_vision.data.ranges import check_ranges, within
+from aft_vision.data.sampling import DIVISION, derive_seed
 
 EVAL_SPLITS = ('val', 'validation', 'test')
 # Skipping more images than this in a row means that the data set is broken, not an image.
 MAX_SKIPPED_IN_A_ROW = 50
 FILE_SUFFIXES = ('.tar', '.beton')
 NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/', 'tfds/')
+# Names that a message lists.
+MOST_LISTED = 10
+NO_SPLIT = 'a val_share of 0.1 would hold a tenth of the training images apart'
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
 
 _logger = logging.getLogger(__name__)
@@ -39,6 +45,10 @@ class Source:
         train_split: Name of the training split.
         eval_split: Name of the evaluation split; None takes the first of `val`, `validation`, `test` that is there,
             or `validation` of a named data set.
+        val_share: Share of the training images, in (0, 1), that is held apart and evaluated in place of the validation
+            split, which stays untouched; the rest is trained on. It is drawn class by class. A folder or tar file of
+            class folders without any split is divided in the same way. None holds nothing apart.
+        val_seed: Of that draw, in [0, 2**32); apart from the seed of the run, so that runs share their images.
         download: Fetch a named data set that is not there yet.
         num_classes: For data sets that do not say how many classes they have; None otherwise.
         input_key, target_key: Names of the image and of the class in data sets that have names for them (`hfds/`,
@@ -51,6 +61,8 @@ class Source:
     name: str = ''
     train_split: str = 'train'
     eval_split: str | None = None
+    val_share: float | None = within('(0, 1)', None)
+    val_seed: int = within('[0, 4294967296)', 0)
     download: bool = False
     num_classes: int | None = within('[1, inf)', None)
     input_key: str | None = None
@@ -65,6 +77,8 @@ class Source:
             raise ValueError(f'expected data.dir, the folder of {self.name}, got none')
         if self.name and not self.name.lower().startswith('hfds/') and self.on_corrupt_image == 'skip':
             raise ValueError(f"data.on_corrupt_image must be 'raise' for {self.name}, whose reader decides, got 'skip'")
+        if self.val_share is not None and self.eval_split is not None:
+            raise ValueError(f'expected data.eval_split to be null with data.val_share, got {self.eval_split!r}')
 
 
 class CorruptImageError(ValueError):
@@ -135,6 +149,28 @@ class CheckedImageDataset(CheckedDataset, ImageDataset):
         return self.filename(index, absolute=True) or f'the image with index {index}'
 
 
+class PartOfDataset(CheckedDataset):
+    """Some images of a map-style data set whose own transform is None.
+
+    Args:
+        indices: Of these images in the data set.
+    """
+
+    def __init__(self, dataset: Any, indices: np.ndarray) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def _read(self, index: int) -> tuple[Any, int]:
+        place = int(self.indices[index])
+        return self.dataset._read(place) if isinstance(self.dataset, CheckedDataset) else self.dataset[place]
+
+    def _name(self, index: int) -> str:
+        place = int(self.indices[index])
+        return self.dataset._name(place) if isinstance(self.dataset, CheckedDataset) else f'image {place}'
+
+
 @dataclass(frozen=True)
 class Split:
     """One split of a data set, and the class names in the order of their indices.
@@ -160,6 +196,8 @@ def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:
         ValueError: the data set is missing or empty, or a class has no images; the message says where.
     """
     split = _open(source, (source.train_split,), batch_size, seed, is_training=True)
+    if source.val_share is not None:
+        split = _hold_apart(split, source, held=False)
     if isinstance(split.dataset, CheckedDataset):
         split.dataset.on_corrupt = 'next' if source.on_corrupt_image == 'skip' else 'raise'
     return split
@@ -167,11 +205,51 @@ def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:
 
 def open_eval_split(source: Source, batch_size: int) -> Split:
     """Open the evaluation split; errors as `open_train_split`."""
-    wanted = EVAL_SPLITS if source.eval_split is None else (source.eval_split,)
-    split = _open(source, wanted, batch_size, seed=0, is_training=False)
+    if source.val_share is None:
+        wanted = EVAL_SPLITS if source.eval_split is None else (source.eval_split,)
+        split = _open(source, wanted, batch_size, seed=0, is_training=False)
+    else:
+        whole = _open(source, (source.train_split,), batch_size, seed=0, is_training=False)
+        split = _hold_apart(whole, source, held=True)
     if isinstance(split.dataset, CheckedDataset):
         split.dataset.on_corrupt = 'none' if source.on_corrupt_image == 'skip' else 'raise'
     return split
+
+
+def _hold_apart(split: Split, source: Source, held: bool) -> Split:
+    """Return the images of a training split that `val_share` holds apart, or the others."""
+    if split.is_stream:
+        raise ValueError(f'data.val_share must be null for {source.name}, which can only be read in its own order')
+    _, classes = np.unique(_targets(split.dataset), return_inverse=True)
+    counts = np.bincount(classes)
+    # Rounded sums, not rounded counts: many small classes together give their share too. One image of each is trained.
+    wanted = np.diff(np.round(source.val_share * np.cumsum(counts)), prepend=0).clip(max=counts - 1)
+    if not wanted.any():
+        raise ValueError(
+            f'expected data.val_share to hold an image apart, got {source.val_share} of {len(classes)} images in '
+            f'{len(counts)} classes'
+        )
+    draws = np.random.default_rng(derive_seed(DIVISION, source.val_seed)).random(len(classes))
+    order = np.lexsort((draws, classes))
+    ranks = np.empty(len(classes), int)
+    ranks[order] = np.arange(len(classes)) - np.repeat(np.cumsum(counts) - counts, counts)
+    is_held = ranks < wanted[classes]
+    return replace(split, dataset=PartOfDataset(split.dataset, np.flatnonzero(is_held if held else ~is_held)))
+
+
+def _targets(dataset: Any) -> Sequence[Any]:
+    """Return the class of every image; of a named data set that does not list them, one class for all."""
+    reader = getattr(dataset, 'reader', None)
+    if isinstance(reader, ReaderImageFolder):
+        return [target for _, target in reader.samples]
+    # Hugging Face's.
+    if getattr(reader, 'label_key', None) in getattr(getattr(reader, 'dataset', None), 'column_names', ()):
+        return reader.dataset[reader.label_key]
+    # Of a tar file, of torchvision, of an FFCV file.
+    for owner, name in ((reader, 'targets'), (dataset, 'targets'), (dataset, 'labels')):
+        if getattr(owner, name, None) is not None:
+            return getattr(owner, name)
+    return [0] * len(dataset)
 
 
 def check_same_classes(train: Sequence[str], evaluation: Sequence[str]) -> None:
@@ -192,8 +270,12 @@ def _open(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_
     if source.name:
         return _open_named(source, wanted, batch_size, seed, is_training)
     root = Path(source.dir)
+    # Without any split, the class folders themselves are divided.
+    whole = (source.train_split, *EVAL_SPLITS) if source.val_share is not None else None
     if root.is_file() and root.suffix == '.tar':
-        return _open_tar(root, wanted)
+        return _open_tar(root, wanted, whole)
+    if whole is not None and root.is_dir() and not any(_find(root, name) for name in whole):
+        return _open_folder(root)
     place = find_split(root, wanted)
     if place.suffix == '.beton':
         return _open_beton(place, source.num_classes)
@@ -215,11 +297,24 @@ def find_split(root: str | Path, wanted: Sequence[str] = EVAL_SPLITS) -> Path:
     if not found:
         raise ValueError(f'expected a data set directory with the folders train and val, got {root}, which is empty')
     for name in wanted:
-        for path in (root / name, *(root / f'{name}{suffix}' for suffix in FILE_SUFFIXES)):
-            if path.is_file() if path.suffix in FILE_SUFFIXES else path.is_dir():
-                return path
+        path = _find(root, name)
+        if path is not None:
+            return path
     raise ValueError(
-        f'expected a folder, .tar or .beton file {" or ".join(wanted)} in {root}, got only {", ".join(found)}'
+        f'expected a folder, .tar or .beton file {" or ".join(wanted)} in {root}, got only {_few(found)}; {NO_SPLIT}'
+    )
+
+
+def _find(root: Path, name: str) -> Path | None:
+    for path in (root / name, *(root / f'{name}{suffix}' for suffix in FILE_SUFFIXES)):
+        if path.is_file() if path.suffix in FILE_SUFFIXES else path.is_dir():
+            return path
+    return None
+
+
+def _few(names: Sequence[str]) -> str:
+    return ', '.join(names[:MOST_LISTED]) + (
+        f' and {len(names) - MOST_LISTED} more' if len(names) > MOST_LISTED else ''
     )
 
 
@@ -252,12 +347,18 @@ def _open_folder(folder: Path) -> Split:
     return Split(dataset, sorted(class_to_idx, key=class_to_idx.__getitem__))
 
 
-def _open_tar(path: Path, wanted: Sequence[str] | None = None) -> Split:
-    """Open a tar file of class folders; with `wanted`, those in the first of these split folders that is there."""
+def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[str] | None = None) -> Split:
+    """Open a tar file of class folders; with `wanted`, those in the first of these split folders that is there.
+
+    Args:
+        whole: Names of splits; without any of them, all class folders are opened. None for an error instead.
+    """
     dataset = _read_tar(path)
     reader = dataset.reader
     folders = [PurePosixPath(sample[0].name).parent for sample in reader.samples]
-    splits = _split_folders({folder.parent for folder in folders}, path, wanted)
+    parents = {folder.parent for folder in folders}
+    undivided = whole is not None and not {parent.name for parent in parents}.intersection(whole)
+    splits = _split_folders(parents, path, None if undivided else wanted)
     chosen = [i for i, folder in enumerate(folders) if folder.parent in splits]
     for sample, folder in zip(reader.samples, folders, strict=True):
         if folder.parent not in splits and splits & {folder, *folder.parents}:
@@ -285,8 +386,10 @@ def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str
         found = {parent for parent in parents if parent.name == name}
         if found:
             return found
-    names = ', '.join(sorted(filter(None, (parent.name for parent in parents)))) or 'none'
-    raise ValueError(f'expected a folder {" or ".join(wanted)} of class folders in {path}, got only {names}')
+    names = _few(sorted(filter(None, (parent.name for parent in parents)))) or 'none'
+    raise ValueError(
+        f'expected a folder {" or ".join(wanted)} of class folders in {path}, got only {names}; {NO_SPLIT}'
+    )
 
 
 def _read_tar(path: Path) -> CheckedImageDataset:

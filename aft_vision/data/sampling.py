@@ -12,7 +12,7 @@ from timm.data import ScheduledBatchSampler
 from torch.utils.data import Dataset, Sampler, SequentialSampler, get_worker_info
 
 # What a derived seed is for; keeps the streams of one run apart.
-ORDER, SAMPLE, STEP, SIZE = 1, 2, 3, 4
+ORDER, SAMPLE, STEP, SIZE, DIVISION = 1, 2, 3, 4, 5
 
 
 def derive_seed(stream: int, *key: int) -> int:

@@ -1,12 +1,15 @@
+import dataclasses
 import gc
 import pickle
+import shutil
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import make_folder
+from helpers import NO_AUGMENTATION, make_folder
 from PIL import Image
 from torchvision.datasets import CIFAR10
 
@@ -415,3 +418,106 @@ def test_an_impossible_source_is_rejected(options, message):
 def test_a_source_without_a_place_is_rejected():
     with pytest.raises(ValueError, match=r'expected data\.dir or data\.name, where the images are, got neither'):
         open_train_split(Source(), 1)
+
+
+def make_numbered(root: Path, counts: dict[str, int]) -> Path:
+    """A folder of class folders without splits; every image has a grey value of its own."""
+    values = iter(range(256))
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            Image.new('RGB', (16, 16), (next(values),) * 3).save(root / name / f'{number}.png')
+    return root
+
+
+def divide(source: Source, **options: Any) -> tuple[list[int], list[int], list[int]]:
+    """The images of the training and of the validation loader, by their grey values, and the classes of the latter."""
+    augment = dataclasses.replace(NO_AUGMENTATION, repeats=1)
+    loaders = create_loaders(source, (16, 16), options.pop('batch_size', 1), augment=augment, **PLAIN, **options)
+    loaders.set_epoch(0)
+    trained = [round(255 * float(image.mean())) for images, _ in loaders.train for image in images]
+    held = [
+        (round(255 * float(x.mean())), int(y))
+        for images, targets in loaders.validation
+        for x, y in zip(images, targets, strict=True)
+    ]
+    return sorted(trained), [value for value, _ in held], [target for _, target in held]
+
+
+COUNTS = {'a': 40, 'b': 20, 'c': 5, 'd': 1}
+
+
+@pytest.mark.parametrize('layout', ['folder', 'tar', 'tar below a folder', 'folder with splits', 'a tar per split'])
+def test_a_share_of_the_training_images_is_held_apart_by_class(tmp_path, layout):
+    root = tmp_path / 'images'
+    folder = make_numbered(root / 'train' if 'split' in layout else root, COUNTS)
+    if 'split' in layout:
+        make_folder(root, {'val': list(COUNTS)}, images=3)
+    if layout == 'a tar per split':
+        make_tar(root / 'train.tar', folder)
+        shutil.rmtree(folder)
+    elif layout.startswith('tar'):
+        root = make_tar(tmp_path / 'all.tar', folder, 'data/set' if 'below' in layout else '')
+    trained, held, targets = divide(Source(dir=str(root), val_share=0.1))
+    assert sorted(trained + held) == list(range(66))
+    # A tenth of 40, 20 and 5; the only image of a class is trained on.
+    assert [targets.count(i) for i in range(4)] in ([4, 2, 0, 0], [4, 2, 1, 0])
+    expected = divide(Source(dir=str(make_numbered(tmp_path / 'again', COUNTS)), val_share=0.1))
+    assert (trained, held, targets) == expected
+    assert divide(Source(dir=str(root), val_share=0.1), seed=5)[1] == held
+    assert divide(Source(dir=str(root), val_share=0.1, val_seed=1))[1] != held
+
+
+def test_processes_share_out_the_held_images(tmp_path):
+    source = Source(dir=str(make_numbered(tmp_path, COUNTS)), val_share=0.2)
+    trained, held, _ = divide(source)
+    parts = [divide(source, rank=rank, world_size=2, batch_size=2) for rank in range(2)]
+    assert sorted(parts[0][1] + parts[1][1]) == sorted(held)
+    assert not set(held) & {*parts[0][0], *parts[1][0]}
+    assert len({*parts[0][0], *parts[1][0]}) >= len(trained) - 1
+
+
+def test_the_evaluation_loader_has_the_images_that_training_held_apart(tmp_path):
+    source = Source(dir=str(make_numbered(tmp_path, COUNTS)), val_share=0.2)
+    loader, names = create_eval_loader(source, (16, 16), 4, **PLAIN)
+    assert [round(255 * float(image.mean())) for images, _ in loader for image in images] == divide(source)[1]
+    assert names == ['a', 'b', 'c', 'd']
+
+
+def test_a_share_of_torchvisions_training_images_is_held_apart(tmp_path, monkeypatch):
+    root = cifar10(tmp_path, monkeypatch)
+    source = Source(name='torch/cifar10', dir=str(root), val_share=0.2)
+    assert len(open_train_split(source, 1).dataset) == 40
+    assert sorted(evaluate(source)[1].tolist()) == list(range(10))
+
+
+def test_a_corrupt_image_of_a_share_is_skipped_for_another_of_it(tmp_path, caplog):
+    make_numbered(tmp_path, {'a': 10})
+    source = Source(dir=str(tmp_path), val_share=0.5, on_corrupt_image='skip')
+    trained, held, _ = divide(source)
+    for value in (trained[0], held[0]):
+        damage(tmp_path / 'a' / f'{value}.png', 'cut')
+    assert divide(source)[:2] == (sorted([*trained[1:], trained[1]]), held[1:])
+    assert f'a/{held[0]}.png' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'val_share': 0.0}, r'val_share must be in \(0, 1\)'),
+        ({'val_share': float('nan')}, r'val_share must be in \(0, 1\)'),
+        ({'val_share': 0.1, 'eval_split': 'val'}, r'eval_split to be null with data\.val_share'),
+        ({'val_share': 0.1, 'val_seed': -1}, r'data\.val_seed to be in \[0, 4294967296\)'),
+        ({'val_share': 0.01}, r'to hold an image apart, got 0\.01 of 4 images in 2 classes'),
+        ({}, r'only a, b; a val_share of 0\.1 would'),
+    ],
+)
+def test_a_share_that_cannot_be_held_apart_is_rejected(tmp_path, options, message):
+    make_folder(tmp_path, {'.': ['a', 'b']})
+    with pytest.raises(ValueError, match=message):
+        create_loaders(Source(dir=str(tmp_path), **options), (16, 16), 1, num_workers=0)
+
+
+def test_a_share_of_a_stream_is_rejected(shards):
+    with pytest.raises(ValueError, match=r'val_share must be null for wds/'):
+        open_eval_split(Source(name='wds/', dir=shards, num_classes=3, val_share=0.5), 2)
