@@ -52,10 +52,9 @@ if __name__ == '__main__':
 
 import numpy as np
 import torch
-from PIL import Image
 
 from aft_vision.commandline import run_command
-from aft_vision.data import read_cifar10
+from aft_vision.data import open_image, read_cifar10
 from aft_vision.models import PixelDecoder, half_mask
 from aft_vision.models.pixel import MASKS
 from aft_vision.visualize import completion_sheet, load_pixels
@@ -107,8 +106,7 @@ def read_mask(text: str, img_size: tuple[int, int]) -> torch.Tensor:
     """The mask (H, W) of that name, or of an image file that is white where a pixel is given."""
     if text in MASKS or not Path(text).exists():
         return half_mask(text, img_size)
-    with Image.open(text) as image:
-        mask = torch.from_numpy(np.array(image.convert('L'))) >= 128
+    mask = torch.from_numpy(np.array(open_image(text).convert('L'))) >= 128
     if tuple(mask.shape) != img_size:
         raise ValueError(
             f'expected a mask of {img_size[0]} x {img_size[1]} pixels (H x W), got {mask.shape[0]} x {mask.shape[1]}'

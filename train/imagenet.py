@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
             evaluate_run(config, run_dir, world, progress=not args.quiet)
             return None
         loaders = build_loaders(config, world)
+        if world.is_primary:
+            print(loaders.description)
         state, description = build_state(config, loaders, world)
         if world.is_primary and config.distill.teacher is not None:
             print(f'distilled from {config.distill.teacher} ({config.distill.kind})')

@@ -2,8 +2,9 @@
 
 from aft_vision.data.augment import Augmentation, BatchAugmentation
 from aft_vision.data.bytes import VOCABULARIES, Text, read_text
-from aft_vision.data.datasets import CorruptImageError, Source
+from aft_vision.data.datasets import Source
 from aft_vision.data.imagenet import Loaders, create_eval_loader, create_loaders
+from aft_vision.data.images import CorruptImageError, open_image
 from aft_vision.data.pixels import PixelAugmentation, images_to_tokens, read_cifar10
 from aft_vision.data.sampling import STEP, Draw, SizeSchedule, derive_seed
 from aft_vision.data.sequences import (
@@ -34,6 +35,7 @@ __all__ = [
     'create_loaders',
     'derive_seed',
     'images_to_tokens',
+    'open_image',
     'pixel_eval_loader',
     'pixel_train_loader',
     'read_cifar10',

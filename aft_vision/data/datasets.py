@@ -5,18 +5,21 @@ import os
 import tarfile
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from PIL import Image
 from timm.data import ImageDataset, create_dataset
-from timm.data.readers.reader_image_folder import ReaderImageFolder
-from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState
+from timm.data.readers.reader_image_folder import ReaderImageFolder, natural_key
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState, extract_tarinfos
 from torch.utils.data import Dataset, IterableDataset
 
+from aft_vision.data.images import CorruptImageError, describe_ignored, find_images, image_suffixes, open_image
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.data.sampling import DIVISION, derive_seed
 
@@ -81,10 +84,6 @@ class Source:
             raise ValueError(f'expected data.eval_split to be null with data.val_share, got {self.eval_split!r}')
 
 
-class CorruptImageError(ValueError):
-    """An image that cannot be decoded; the message names its path."""
-
-
 class CheckedDataset(Dataset, ABC):
     """A map-style data set whose images may be damaged; one that cannot be decoded is named.
 
@@ -135,14 +134,8 @@ class CheckedImageDataset(CheckedDataset, ImageDataset):
             file, target, *_ = self.reader[index]
         except (OSError, tarfile.TarError) as error:
             raise CorruptImageError(f'expected an image that can be read, got {self._name(index)}: {error}') from error
-        try:
-            with file:
-                return Image.open(file).convert(self.input_img_mode), target
-        # Whatever a damaged file makes a decoder raise: OSError, SyntaxError, struct.error, DecompressionBombError.
-        except Exception as error:
-            raise CorruptImageError(
-                f'expected an image that can be decoded, got {self._name(index)}: {error}'
-            ) from error
+        with file:
+            return open_image(file, self._name(index)), target
 
     def _name(self, index: int) -> str:
         # An image that a data set of Hugging Face holds as bytes may have no path.
@@ -177,16 +170,26 @@ class Split:
 
     Attributes:
         is_beton: Whether the images come from an FFCV file, as arrays and not as PIL images.
+        ignored: Files that are no images, as `describe_ignored` gives them.
     """
 
     dataset: Any
     class_names: list[str]
     is_beton: bool = False
+    ignored: str = ''
 
     @property
     def is_stream(self) -> bool:
         """Whether the data set can only be read in its own order."""
         return isinstance(self.dataset, IterableDataset)
+
+    def describe(self) -> str:
+        """Say how many images and classes there are."""
+        if self.is_stream:
+            return f'a stream of {len(self.class_names)} classes'
+        targets = _targets(self.dataset)
+        found = len(self.class_names) if targets is None else len(np.unique(targets))
+        return f'{len(self.dataset)} images, {found} {"class" if found == 1 else "classes"}'
 
 
 def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:
@@ -220,7 +223,8 @@ def _hold_apart(split: Split, source: Source, held: bool) -> Split:
     """Return the images of a training split that `val_share` holds apart, or the others."""
     if split.is_stream:
         raise ValueError(f'data.val_share must be null for {source.name}, which can only be read in its own order')
-    _, classes = np.unique(_targets(split.dataset), return_inverse=True)
+    targets = _targets(split.dataset)
+    classes = np.zeros(len(split.dataset), int) if targets is None else np.unique(targets, return_inverse=True)[1]
     counts = np.bincount(classes)
     # Rounded sums, not rounded counts: many small classes together give their share too. One image of each is trained.
     wanted = np.diff(np.round(source.val_share * np.cumsum(counts)), prepend=0).clip(max=counts - 1)
@@ -237,19 +241,24 @@ def _hold_apart(split: Split, source: Source, held: bool) -> Split:
     return replace(split, dataset=PartOfDataset(split.dataset, np.flatnonzero(is_held if held else ~is_held)))
 
 
-def _targets(dataset: Any) -> Sequence[Any]:
-    """Return the class of every image; of a named data set that does not list them, one class for all."""
+def _targets(dataset: Any) -> np.ndarray | None:
+    """Return the class of every image, or None for a named data set that does not list them."""
+    if isinstance(dataset, PartOfDataset):
+        targets = _targets(dataset.dataset)
+        return None if targets is None else targets[dataset.indices]
     reader = getattr(dataset, 'reader', None)
     if isinstance(reader, ReaderImageFolder):
-        return [target for _, target in reader.samples]
+        return np.array([target for _, target in reader.samples])
     # Hugging Face's.
     if getattr(reader, 'label_key', None) in getattr(getattr(reader, 'dataset', None), 'column_names', ()):
-        return reader.dataset[reader.label_key]
+        return np.array(reader.dataset[reader.label_key])
     # Of a tar file, of torchvision, of an FFCV file.
     for owner, name in ((reader, 'targets'), (dataset, 'targets'), (dataset, 'labels')):
-        if getattr(owner, name, None) is not None:
-            return getattr(owner, name)
-    return [0] * len(dataset)
+        found = getattr(owner, name, None)
+        if found is not None:
+            # numpy warns of a tensor.
+            return np.array(found.tolist() if isinstance(found, torch.Tensor) else found)
+    return None
 
 
 def check_same_classes(train: Sequence[str], evaluation: Sequence[str]) -> None:
@@ -328,23 +337,25 @@ def _open_beton(path: Path, num_classes: int | None) -> Split:
 
 def _open_folder(folder: Path) -> Split:
     """Open a folder of class folders, after checking that each holds an image."""
-    class_folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    paths, class_folders, ignored = find_images(folder)
     if not class_folders:
         raise ValueError(f'expected one folder per class in {folder}, got none')
-    try:
-        dataset = CheckedImageDataset(str(folder))
-    except RuntimeError as error:
-        raise ValueError(f'expected images in the class folders of {folder}, got none') from error
-    class_to_idx = dataset.reader.class_to_idx
-    _check_names(class_to_idx, folder)
-    astray = set(class_to_idx) - set(class_folders)
-    for path, target in dataset.reader.samples if astray else ():
-        if target in {class_to_idx[name] for name in astray}:
-            raise ValueError(f'expected images in the class folders of {folder} alone, got {path}')
-    without_images = sorted(set(class_folders) - set(class_to_idx))
+    others = f'; ignored: {describe_ignored(ignored)}' if ignored else ''
+    if not paths:
+        raise ValueError(f'expected images in the class folders of {folder}, got none{others}')
+    astray = [path for path in paths if Path(path).parent.parent != folder]
+    if astray:
+        raise ValueError(f'expected images in the class folders of {folder} alone, got {min(astray)}')
+    labels = [os.path.basename(os.path.dirname(path)) for path in paths]
+    without_images = sorted(set(class_folders) - set(labels))
     if without_images:
-        raise ValueError(f'expected images in every class folder of {folder}, got none in {", ".join(without_images)}')
-    return Split(dataset, sorted(class_to_idx, key=class_to_idx.__getitem__))
+        raise ValueError(
+            f'expected images in every class folder of {folder}, got none in {_few(without_images)}{others}'
+        )
+    _check_names(class_folders, folder)
+    names = sorted(class_folders, key=natural_key)
+    dataset = CheckedImageDataset(str(folder), reader=_FolderReader(folder, names, zip(paths, labels, strict=True)))
+    return Split(dataset, names, ignored=describe_ignored(ignored))
 
 
 def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[str] | None = None) -> Split:
@@ -364,17 +375,18 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
         if folder.parent not in splits and splits & {folder, *folder.parents}:
             raise ValueError(f'expected images in the class folders of {path} alone, got {sample[0].name} in it')
     used = {folders[i].name for i in chosen}
-    present = {folder.name for folder in _folders_of_tar(path) if folder.parent in splits and folder not in splits}
+    present, ignored = _look_through_tar(path, splits)
     empty = sorted(present - used)
     if empty:
-        raise ValueError(f'expected images in every class folder of {path}, got none in {", ".join(empty)}')
+        others = f'; ignored: {describe_ignored(ignored)}' if ignored else ''
+        raise ValueError(f'expected images in every class folder of {path}, got none in {_few(empty)}{others}')
     _check_names(used, path)
     # The reader has them in the order that it gives the classes of a folder.
     names = [name for name in reader.class_name_to_idx if name in used]
     class_to_idx = {name: index for index, name in enumerate(names)}
     reader.samples = reader.samples[chosen]
     reader.targets = [class_to_idx[folders[i].name] for i in chosen]
-    return Split(dataset, names)
+    return Split(dataset, names, ignored=describe_ignored(ignored))
 
 
 def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str] | None) -> set[PurePosixPath]:
@@ -392,6 +404,25 @@ def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str
     )
 
 
+class _FolderReader(ReaderImageFolder):
+    """timm's, of images that were found already, as (path, class), and of all suffixes that are read here."""
+
+    def __init__(self, root: Path, names: Sequence[str], labelled: Iterable[tuple[str, str]]) -> None:
+        self.root, self.class_to_idx = str(root), {name: index for index, name in enumerate(names)}
+        found = ((path, self.class_to_idx[label]) for path, label in labelled)
+        self.samples = sorted(found, key=lambda sample: natural_key(sample[0]))
+
+
+class _TarReader(ReaderImageInTar):
+    """timm's, of images of all suffixes that are read here, and without an index beside the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.root, self.root_is_tar, self.cache_tarfiles = str(path), True, True
+        # timm would trust its index after the file has changed.
+        found = extract_tarinfos(self.root, cache_tarinfo=False, extensions=image_suffixes())
+        self.samples, self.targets, self.class_name_to_idx, ((_, self.tar_state),) = found
+
+
 def _read_tar(path: Path) -> CheckedImageDataset:
     try:
         with path.open('rb') as file:
@@ -399,8 +430,7 @@ def _read_tar(path: Path) -> CheckedImageDataset:
             file.seek(-1024, os.SEEK_END)
             if any(file.read()):
                 raise tarfile.ReadError('its end is missing')
-        # timm would leave an index beside a large file, and trust it after the file has changed.
-        reader = ReaderImageInTar(str(path), cache_tarinfo=False)
+        reader = _TarReader(path)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ValueError(f'expected a whole tar file, got {path}: {error}') from error
     except ValueError as error:
@@ -416,9 +446,19 @@ def _close_tar(state: TarState) -> None:
         state.tf.close()
 
 
-def _folders_of_tar(path: Path) -> list[PurePosixPath]:
+def _look_through_tar(path: Path, splits: set[PurePosixPath]) -> tuple[set[str], Counter[str]]:
+    """Return the names of the class folders of some splits, and what else than images they hold, by suffix."""
+    names: set[str] = set()
+    ignored: Counter[str] = Counter()
+    suffixes = {*image_suffixes(), '.tar'}
     with tarfile.open(path) as file:
-        return [PurePosixPath(member.name) for member in file if member.isdir()]
+        for member in file:
+            place = PurePosixPath(member.name)
+            if member.isdir() and place.parent in splits and place not in splits:
+                names.add(place.name)
+            elif not member.isdir() and splits & set(place.parents) and place.suffix.lower() not in suffixes:
+                ignored[place.suffix.lower()] += 1
+    return names, ignored
 
 
 def _check_names(names: Iterable[str], place: Path) -> None:
@@ -460,6 +500,9 @@ def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: in
         ) from error
     if type(dataset) is ImageDataset:
         dataset = CheckedImageDataset(source.dir, reader=dataset.reader)
+    # torchvision's data sets of image files.
+    elif hasattr(dataset, 'loader'):
+        dataset.loader = open_image
     return Split(dataset, _known_class_names(dataset, source))
 
 

@@ -1,6 +1,7 @@
 """Loaders of labelled images: training with DeiT's augmentation, evaluation with its centre crop."""
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,15 +17,22 @@ from aft_vision.data.datasets import Source, Split, check_same_classes, open_eva
 from aft_vision.data.sampling import EpochSampler, Parts, SeededDataset, SizeSchedule
 from aft_vision.data.tensor_augment import TensorAugment
 
+_logger = logging.getLogger(__name__)
+
 Collate = Callable[[list[Any]], tuple[Any, torch.Tensor]]
 
 
 class Loaders(NamedTuple):
-    """The two loaders of a data set, and the class names in the order of their indices."""
+    """The two loaders of a data set, and the class names in the order of their indices.
+
+    Attributes:
+        description: How many images and classes each split has.
+    """
 
     train: Any
     validation: Any
     class_names: list[str]
+    description: str = ''
 
     @property
     def is_stream(self) -> bool:
@@ -112,6 +120,8 @@ def create_loaders(
     train = open_train_split(source, batch_size // parts.total, seed)
     validation = open_eval_split(source, eval_batch_size)
     check_same_classes(train.class_names, validation.class_names)
+    if rank == 0:
+        _warn(source, train, validation)
     normalize = _Normalize(tuple(mean), tuple(std), torch.device(device))
     sizes = train_sizes or SizeSchedule((img_size,))
     shard = None if world_size == 1 else (rank, world_size)
@@ -119,6 +129,7 @@ def create_loaders(
         _train_loader(train, sizes, augment, batch_size, seed, parts, num_workers, normalize),
         _eval_loader(validation, eval_img_size or img_size, eval_batch_size, crop_pct, num_workers, normalize, shard),
         train.class_names,
+        f'training: {train.describe()}; validation: {validation.describe()}',
     )
 
 
@@ -141,7 +152,10 @@ def create_eval_loader(
         The loader, every image of this process once and in file order, and the class names in the order of their
         indices.
     """
-    split = open_eval_split(as_source(source), batch_size)
+    source = as_source(source)
+    split = open_eval_split(source, batch_size)
+    if rank == 0:
+        _warn(source, split)
     normalize = _Normalize(tuple(mean), tuple(std), torch.device(device))
     shard = None if world_size == 1 else (rank, world_size)
     return _eval_loader(split, img_size, batch_size, crop_pct, num_workers, normalize, shard), split.class_names
@@ -150,6 +164,15 @@ def create_eval_loader(
 def as_source(source: Source | str | Path) -> Source:
     """Take a path for a Source with nothing else to say."""
     return source if isinstance(source, Source) else Source(dir=str(source))
+
+
+def _warn(source: Source, *splits: Split) -> None:
+    place = source.name or source.dir
+    # With a share held apart, both splits come from one folder.
+    for ignored in dict.fromkeys(split.ignored for split in splits if split.ignored):
+        _logger.warning('ignored in %s, because they are no images: %s', place, ignored)
+    if len(splits[0].class_names) == 1:
+        _logger.warning('%s has one class, %s, so every prediction is right', place, splits[0].class_names[0])
 
 
 class _Normalize(NamedTuple):

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
-from timm.data import is_img_extension, resolve_model_data_config
+from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
 from aft_vision.data.augment import eval_transform
-from aft_vision.data.datasets import CorruptImageError
+from aft_vision.data.images import find_images, open_image
 from aft_vision.sizes import default_size
 from aft_vision.visualize.figure import choose
 
@@ -39,7 +38,7 @@ def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
     """
     if at_most < 1:
         raise ValueError(f'expected at least 1 image to take, got {at_most}')
-    files = sorted(path for path in Path(folder).rglob('*') if is_img_extension(path.suffix.lower()) and path.is_file())
+    files = sorted(map(Path, find_images(folder).paths)) if Path(folder).is_dir() else []
     if not files:
         raise ValueError(f'expected a folder with images, got {folder}, which has none')
     return [files[index] for index in choose(len(files), at_most)]
@@ -56,12 +55,7 @@ def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | No
     """
     config = resolve_model_data_config(model)
     height, width = default_size(model) if size is None else size
-    try:
-        with Image.open(path) as file:
-            image = file.convert('RGB')
-    # Whatever a damaged file makes a decoder raise: OSError, SyntaxError, struct.error, DecompressionBombError.
-    except Exception as error:
-        raise CorruptImageError(f'expected an image that can be decoded, got {path}: {error}') from error
+    image = open_image(path)
     step = max(1, DISPLAY // max(height, width))
     seen, shown = (eval_transform((height * scale, width * scale), config['crop_pct'])(image) for scale in (1, step))
     mean, std = (torch.tensor(config[name]).view(3, 1, 1) for name in ('mean', 'std'))

@@ -9,6 +9,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.utils import make_grid
 
+from aft_vision.data.images import open_image
+
 # What stands where nothing is given, and between images.
 HIDDEN, PAPER = 128, 255
 
@@ -62,15 +64,12 @@ def load_pixels(paths: Sequence[str | Path], img_size: tuple[int, int]) -> Tenso
     """Image files as (N, 3, H, W) uint8, as they are.
 
     Raises:
-        ValueError: a file is no image, or has another size.
+        CorruptImageError: a file is no image.
+        ValueError: one has another size.
     """
     pixels = []
     for path in paths:
-        try:
-            with Image.open(path) as image:
-                pixels.append(torch.from_numpy(np.array(image.convert('RGB'))))
-        except OSError as error:
-            raise ValueError(f'expected an image in {path}, got: {error}') from error
+        pixels.append(torch.from_numpy(np.array(open_image(path))))
         size = tuple(pixels[-1].shape[:2])
         if size != tuple(img_size):
             raise ValueError(

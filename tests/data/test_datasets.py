@@ -1,4 +1,3 @@
-import dataclasses
 import gc
 import pickle
 import shutil
@@ -432,8 +431,9 @@ def make_numbered(root: Path, counts: dict[str, int]) -> Path:
 
 def divide(source: Source, **options: Any) -> tuple[list[int], list[int], list[int]]:
     """The images of the training and of the validation loader, by their grey values, and the classes of the latter."""
-    augment = dataclasses.replace(NO_AUGMENTATION, repeats=1)
-    loaders = create_loaders(source, (16, 16), options.pop('batch_size', 1), augment=augment, **PLAIN, **options)
+    loaders = create_loaders(
+        source, (16, 16), options.pop('batch_size', 1), augment=NO_AUGMENTATION, **PLAIN, **options
+    )
     loaders.set_epoch(0)
     trained = [round(255 * float(image.mean())) for images, _ in loaders.train for image in images]
     held = [
@@ -504,8 +504,8 @@ def test_a_corrupt_image_of_a_share_is_skipped_for_another_of_it(tmp_path, caplo
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'val_share': 0.0}, r'val_share must be in \(0, 1\)'),
-        ({'val_share': float('nan')}, r'val_share must be in \(0, 1\)'),
+        ({'val_share': 0.0}, r'val_share to be in \(0, 1\)'),
+        ({'val_share': float('nan')}, r'val_share to be in \(0, 1\)'),
         ({'val_share': 0.1, 'eval_split': 'val'}, r'eval_split to be null with data\.val_share'),
         ({'val_share': 0.1, 'val_seed': -1}, r'data\.val_seed to be in \[0, 4294967296\)'),
         ({'val_share': 0.01}, r'to hold an image apart, got 0\.01 of 4 images in 2 classes'),
@@ -521,3 +521,99 @@ def test_a_share_that_cannot_be_held_apart_is_rejected(tmp_path, options, messag
 def test_a_share_of_a_stream_is_rejected(shards):
     with pytest.raises(ValueError, match=r'val_share must be null for wds/'):
         open_eval_split(Source(name='wds/', dir=shards, num_classes=3, val_share=0.5), 2)
+
+
+def damaged_link(folder: Path) -> Path:
+    """A data set in whose first class a link leads back to the whole, with files that are no images."""
+    make_folder(folder, CLASSES)
+    (folder / 'train' / 'a' / 'up').symlink_to(folder, target_is_directory=True)
+    (folder / 'train' / 'notes.txt').write_text('notes')
+    for name in ('x.heic', 'y.heic', 'README'):
+        (folder / 'train' / 'b' / name).write_text('no image')
+    return folder
+
+
+def test_a_link_back_to_a_parent_is_not_followed_and_what_is_ignored_is_said_once(tmp_path, caplog):
+    loaders = create_loaders(damaged_link(tmp_path), (16, 16), 2, augment=Augmentation(repeats=1), num_workers=0)
+    assert loaders.description == 'training: 6 images, 3 classes; validation: 6 images, 3 classes'
+    assert caplog.text.count('5 files (1 without a suffix, 2 .heic, 1 .txt, 1 link to a folder above)') == 1
+    assert caplog.text.count('ignored in') == 1
+
+
+def test_a_link_in_place_of_a_class_folder_is_no_class_where_it_leads_back(tmp_path):
+    make_folder(tmp_path, {'train': ['a']})
+    (tmp_path / 'train' / 'loop').symlink_to('..', target_is_directory=True)
+    make_folder(tmp_path / 'elsewhere', {'.': ['b']}, images=3)
+    (tmp_path / 'train' / 'b').symlink_to(tmp_path / 'elsewhere' / 'b', target_is_directory=True)
+    split = open_train_split(Source(dir=str(tmp_path)), 1)
+    assert (split.class_names, len(split.dataset)) == (['a', 'b'], 5)
+
+
+def test_what_a_tar_holds_besides_images_is_counted(tmp_path, caplog):
+    folder = make_folder(tmp_path / 'images', CLASSES)
+    (folder / 'val' / 'b' / 'x.heic').write_text('no image')
+    (folder / 'train' / 'b' / 'y.txt').write_text('no image')
+    create_eval_loader(make_tar(tmp_path / 'all.tar', folder), (16, 16), 2, num_workers=0)
+    assert '1 file (1 .heic)' in caplog.text
+
+
+def test_a_class_whose_images_are_all_ignored_says_what_there_is(tmp_path):
+    make_folder(tmp_path, {'train': ['a', 'b']})
+    for path in (tmp_path / 'train' / 'b').iterdir():
+        path.rename(path.with_suffix('.heic'))
+    with pytest.raises(ValueError, match=r'got none in b; ignored: 2 files \(2 \.heic\)'):
+        open_train_split(Source(dir=str(tmp_path)), 1)
+
+
+def test_one_class_is_a_warning(tmp_path, caplog):
+    make_folder(tmp_path, {'train': ['only'], 'val': ['only']})
+    loaders = create_loaders(tmp_path, (16, 16), 1, augment=Augmentation(repeats=1), num_workers=0)
+    assert loaders.description.endswith('validation: 2 images, 1 class')
+    assert 'has one class, only, so' in caplog.text
+
+
+def test_the_description_counts_the_classes_of_a_share(tmp_path):
+    source = Source(dir=str(make_numbered(tmp_path, COUNTS)), val_share=0.1)
+    loaders = create_loaders(source, (16, 16), 1, augment=Augmentation(repeats=1), num_workers=0)
+    assert loaders.description.startswith('training: 6')
+    assert loaders.description.split('; ')[0].endswith(', 4 classes')
+
+
+def save_turned(path: Path, orientation: int) -> None:
+    """A picture with a white left half, stored so that this orientation turns it upright."""
+    upright = Image.new('RGB', (32, 32))
+    upright.paste((255,) * 3, (0, 0, 16, 32))
+    # The inverse of what a viewer does to it.
+    stored = {6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270, 3: Image.Transpose.ROTATE_180}
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = upright.transpose(stored[orientation]) if orientation != 1 else upright
+    image.save(path, quality=95, exif=exif)
+
+
+@pytest.mark.parametrize('as_tar', [False, True])
+@pytest.mark.parametrize('suffix', ['jpg', 'png', 'webp', 'tiff'])
+def test_turned_photographs_are_trained_and_evaluated_upright(tmp_path, suffix, as_tar):
+    root = tmp_path / 'images'
+    for split in ('train', 'val'):
+        (root / split / 'a').mkdir(parents=True)
+        for orientation in (1, 3, 6, 8):
+            save_turned(root / split / 'a' / f'{orientation}.{suffix}', orientation)
+    root = make_tar(tmp_path / 'all.tar', root) if as_tar else root
+    loaders = create_loaders(root, (32, 32), 4, augment=NO_AUGMENTATION, **PLAIN)
+    for loader in (loaders.train, loaders.validation):
+        ((images, _),) = loader
+        assert images.shape == (4, 3, 32, 32)
+        assert images[..., :14].min() > 0.95
+        assert images[..., 18:].max() < 0.05
+
+
+@pytest.mark.parametrize('suffix', ['webp', 'bmp', 'gif', 'tif', 'tiff', 'TIFF', 'png', 'jpg', 'jpeg'])
+@pytest.mark.parametrize('as_tar', [False, True])
+def test_every_kind_of_image_is_read(tmp_path, suffix, as_tar):
+    for name, value in (('a', 0), ('b', 20)):
+        (tmp_path / 'images' / 'val' / name).mkdir(parents=True)
+        Image.new('RGB', (20, 20), (value,) * 3).save(tmp_path / 'images' / 'val' / name / f'0.{suffix}')
+    root = tmp_path / 'images'
+    values, targets, _ = evaluate(Source(dir=str(make_tar(tmp_path / 'all.tar', root) if as_tar else root)))
+    torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)

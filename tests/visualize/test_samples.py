@@ -24,5 +24,5 @@ def test_what_does_not_fit_is_named():
         image_sheet(images, columns=0)
     with pytest.raises(ValueError, match='expected a multiple of 2 completions, got 3'):
         completion_sheet(images, torch.ones(2, 2).bool(), images[[0, 0, 1]])
-    with pytest.raises(ValueError, match=r'expected an image in .*missing.png'):
+    with pytest.raises(ValueError, match=r'expected an image .* got missing.png'):
         load_pixels(['missing.png'], (2, 2))

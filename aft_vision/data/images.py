@@ -1,0 +1,132 @@
+"""Image files: which are found in a folder, and how one is read, wherever the project reads one."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from PIL import ExifTags, Image
+from timm.data import get_img_extensions
+
+SUFFIXES = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif', '.tif', '.tiff')
+# What turns an image upright, by the value of its EXIF orientation.
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+LINK = 'link to a folder above'
+
+
+class CorruptImageError(ValueError):
+    """An image that cannot be decoded; the message names its path."""
+
+
+class FoundImages(NamedTuple):
+    """The images below a folder.
+
+    Attributes:
+        paths: Of the images, in no order.
+        folders: Directly in the folder, by name.
+        ignored: How many other files there are, by suffix; links to a folder above count as `LINK`.
+    """
+
+    paths: list[str]
+    folders: list[str]
+    ignored: Counter[str]
+
+
+def open_image(file: str | Path | IO[bytes], name: str | None = None) -> Image.Image:
+    """Read the first frame of an image as RGB, upright as its EXIF orientation says, 16 bits scaled to 8.
+
+    Args:
+        name: What an error calls it; its path by default.
+
+    Raises:
+        CorruptImageError: it cannot be decoded, or has pixels of more than 16 bits.
+    """
+    try:
+        with Image.open(file) as image:
+            # Before its orientation is looked at: Pillow turns a TIFF file itself.
+            image.load()
+            turn, pixels = UPRIGHT.get(_orientation(image)), _to_rgb(image)
+    # Whatever a damaged file makes a decoder raise: OSError, SyntaxError, struct.error, DecompressionBombError.
+    except Exception as error:
+        raise CorruptImageError(f'expected an image that can be decoded, got {name or file}: {error}') from error
+    return pixels if turn is None else pixels.transpose(turn)
+
+
+def _orientation(image: Image.Image) -> Any:
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation)
+    # A damaged EXIF block, whose parser raises almost anything, belongs to pixels that are whole.
+    except Exception:
+        return None
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == 'F':
+        raise ValueError('expected pixels of 8 or 16 bits, got floating-point numbers')
+    if not image.mode.startswith('I'):
+        return image.convert('RGB')
+    # Pillow clips these at 255.
+    pixels = np.asarray(image)
+    if pixels.min() < 0 or pixels.max() >= 2**16:
+        raise ValueError(f'expected pixels of 8 or 16 bits, got values from {pixels.min()} to {pixels.max()}')
+    return Image.fromarray((pixels // 256).astype(np.uint8)).convert('RGB')
+
+
+def image_suffixes() -> set[str]:
+    """Return the suffixes that files are taken for images by: ours, and those that were added to timm's."""
+    return {*SUFFIXES, *get_img_extensions()}
+
+
+def find_images(folder: str | Path) -> FoundImages:
+    """Find all images below a folder; links are followed, except to a folder that they lie in."""
+    found, suffixes = FoundImages([], [], Counter()), image_suffixes()
+    place = Path(folder).resolve()
+    above = frozenset(map(str, (place, *place.parents)))
+    with os.scandir(folder) as entries:
+        found.folders.extend(sorted(entry.name for entry in entries if _enters(entry, above)))
+    for entry in _walk(str(folder), above):
+        suffix = os.path.splitext(entry.name)[1].lower()
+        if entry.is_dir():
+            found.ignored[LINK] += 1
+        elif suffix in suffixes:
+            found.paths.append(entry.path)
+        else:
+            found.ignored[suffix] += 1
+    return found
+
+
+def _walk(folder: str, above: frozenset[str]) -> Iterator[os.DirEntry[str]]:
+    """Yield everything below a folder, except the folders that are entered.
+
+    Args:
+        above: The folder and those above it, without links.
+    """
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if _enters(entry, above):
+                yield from _walk(entry.path, above | {os.path.realpath(entry.path)})
+            else:
+                yield entry
+
+
+def _enters(entry: os.DirEntry[str], above: frozenset[str]) -> bool:
+    return entry.is_dir() and os.path.realpath(entry.path) not in above
+
+
+def describe_ignored(ignored: Mapping[str, int]) -> str:
+    """Say how many files of which suffixes are ignored: `3 files (2 .txt, 1 .heic)`; '' for none."""
+    if not ignored:
+        return ''
+    kinds = ', '.join(f'{count} {suffix or "without a suffix"}' for suffix, count in sorted(ignored.items()))
+    total = sum(ignored.values())
+    return f'{total} file{"s" if total > 1 else ""} ({kinds})'
