@@ -13,6 +13,8 @@ included. A model of fixed input size is resized with its `set_input_size`.
 resized from there. --flip averages every prediction with that for the mirror image. --pad takes sizes that whole
 patches do not fill.
 
+--per-class adds the top-1 accuracy of every class at each size, and to the JSON file its images and top-5.
+
 Prints top-1, top-5, images/s of the forward pass and peak memory (of the device, or of the process on a CPU), and
 writes eval_resolution.json and eval_resolution.png (needs matplotlib). Several checkpoints make
 eval_resolution_grid.json and .png, a heat map of top-1: a row per checkpoint with its training size, a column per test
@@ -39,6 +41,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--multi-scale', type=parse_sizes, nargs='+', default=[], help='two or more sizes to average over')
     add('--flip', action='store_true', help='average each prediction with that for the mirror image')
     add('--pad', action='store_true', help='pad images at the right and at the bottom to whole patches')
+    add('--per-class', action='store_true', help='print the accuracy of every class too')
     add_device(parser)
     add('--out', type=Path, help='folder of the results (default: beside the first checkpoint)')
     args = parser.parse_args(argv)
@@ -54,11 +57,12 @@ if __name__ == '__main__':
     parse_args()
 
 import torch
+from timm.task.evaluator import ClassificationEvaluator
 from torch import nn
 
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import (
-    evaluate,
+    evaluate_all,
     load_model,
     peak_memory_mb,
     read_checkpoint,
@@ -139,8 +143,53 @@ def evaluate_checkpoint(checkpoint: Path, args: argparse.Namespace, device: torc
             f'{title:>{width}}  {row["top1"]:>7.2f}  {row["top5"]:>7.2f}  '
             f'{row["images_per_second"]:>8.1f}  {row["peak_memory_mb"]:>7.0f}'
         )
+    if args.per_class:
+        print_classes(rows)
     content = {} if find_checkpoint(checkpoint).is_dir() else read_checkpoint(checkpoint)
     return {'checkpoint': str(checkpoint), 'train_size': list(training_size(model, content)), 'sizes': rows}
+
+
+def print_classes(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a line per class with its top-1 accuracy in each row of the table of sizes."""
+    titles = [size_label(row) for row in rows]
+    width = max(len('class'), *(len(name) for name in rows[0]['classes']))
+    print(f'\n{"class":{width}}  {"images":>6}  ' + '  '.join(f'{title:>8}' for title in titles))
+    for name, first in rows[0]['classes'].items():
+        found = (row['classes'][name]['top1'] for row in rows)
+        cells = (
+            f'{"-" if top1 is None else f"{top1:.2f}":>{max(len(title), 8)}}'
+            for top1, title in zip(found, titles, strict=True)
+        )
+        print(f'{name:{width}}  {first["samples"]:>6}  ' + '  '.join(cells))
+
+
+class ClassEvaluator(ClassificationEvaluator):
+    """timm's evaluator, which also counts by class.
+
+    Attributes:
+        by_class: (classes, 3): samples, and those right among the first and among the first five predictions.
+    """
+
+    def __init__(self, device: torch.device, num_classes: int) -> None:
+        super().__init__(device)
+        self.by_class = torch.zeros(num_classes, 3, dtype=torch.int64, device=device)
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        super().update(output, target)
+        correct = output.topk(min(5, output.shape[-1]), dim=-1).indices.eq(target[:, None])
+        counts = torch.stack([torch.ones_like(target), correct[:, 0], correct.any(dim=-1)], dim=-1)
+        self.by_class.index_add_(0, target, counts.to(self.by_class))
+
+    def describe(self, class_names: Sequence[str]) -> dict[str, dict[str, float | None]]:
+        """Samples, top-1 and top-5 accuracy in percent by name; None for a class without samples."""
+        return {
+            name: {
+                'samples': samples,
+                'top1': 100 * top1 / samples if samples else None,
+                'top5': 100 * top5 / samples if samples else None,
+            }
+            for name, (samples, top1, top5) in zip(class_names, self.by_class.tolist(), strict=True)
+        }
 
 
 def evaluate_at(
@@ -149,14 +198,17 @@ def evaluate_at(
     """Evaluate a copy of the model at one size (H, W), or its mean prediction over several."""
     averaged = AveragedPrediction(model, sizes, args.flip, args.pad)
     height, width = averaged.input_size or sizes[0]
-    loader, _ = create_data_loader(model, (height, width), args, device)
+    loader, class_names = create_data_loader(model, (height, width), args, device)
     # Its plain model where there is nothing to average: of one size, it is the resized copy itself.
     evaluated = averaged if len(sizes) > 1 or args.flip else averaged.models[0]
     evaluated.to(device)
     reset_peak_memory(device)
-    metrics = evaluate(evaluated, loader, device, progress=sys.stderr.isatty())
+    evaluator = ClassEvaluator(device, len(class_names))
+    (metrics,) = evaluate_all([evaluated], loader, device, progress=sys.stderr.isatty(), evaluator=lambda: evaluator)
     scales = {'scales': [list(size) for size in sizes]} if len(sizes) > 1 else {}
-    return {'height': height, 'width': width, **scales, **metrics, 'peak_memory_mb': peak_memory_mb(device)}
+    classes = {'classes': evaluator.describe(class_names)} if args.per_class else {}
+    row = {'height': height, 'width': width, **scales, **metrics, 'peak_memory_mb': peak_memory_mb(device)}
+    return {**row, **classes}
 
 
 if __name__ == '__main__':

@@ -13,7 +13,7 @@ from aft_vision.data import create_eval_loader
 from aft_vision.evaluate import evaluate, load_model
 from aft_vision.resolution import AveragedPrediction
 from tools.arguments import parse_size, parse_sizes
-from tools.eval_resolution import main, parse_args
+from tools.eval_resolution import ClassEvaluator, main, parse_args
 
 TINY = dict(depth=1, embed_dim=16, patch_size=16)
 
@@ -243,3 +243,35 @@ def test_several_checkpoints_make_a_grid_of_training_and_test_sizes(tmp_path, ca
     # A row of the grid is what its checkpoint gives alone.
     (alone,) = run_on(data, paths[1:], '48')
     assert alone['loss'] == pytest.approx(rows[3]['loss'], rel=1e-6)
+
+
+def test_accuracies_of_the_classes_make_up_that_of_all(run, tmp_path, capsys):
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_classes=10, **AFT)
+    rows = run(checkpoint, '32', '48', '--per-class')
+    lines = capsys.readouterr().out.splitlines()
+    for column, row in enumerate(rows):
+        classes = row['classes']
+        assert list(classes) == [path.name for path in sorted((CLOTHING / 'validation').iterdir())]
+        assert {found['samples'] for found in classes.values()} == {2}
+        for name in ('top1', 'top5'):
+            assert sum(found[name] for found in classes.values()) / 10 == pytest.approx(row[name])
+        # A model that has learnt nothing likes five classes, whatever the image.
+        assert len({found['top5'] for found in classes.values()}) > 1
+        printed = {
+            line.split()[0]: float(line.split()[2 + column])
+            for line in lines
+            if line.split()[:1] and line.split()[0] in classes
+        }
+        assert printed == {name: pytest.approx(found['top1'], abs=0.005) for name, found in classes.items()}
+    assert json.loads((tmp_path / 'eval_resolution.json').read_text())['sizes'] == rows
+    assert 'classes' not in run(checkpoint, '32')[0]
+
+
+def test_a_class_without_images_has_no_accuracy():
+    evaluator = ClassEvaluator(torch.device('cpu'), 3)
+    evaluator.update(torch.eye(3)[:2], torch.tensor([0, 2]))
+    assert evaluator.describe(['a', 'b', 'c']) == {
+        'a': {'samples': 1, 'top1': 100.0, 'top5': 100.0},
+        'b': {'samples': 0, 'top1': None, 'top5': None},
+        'c': {'samples': 1, 'top1': 0.0, 'top5': 100.0},
+    }
