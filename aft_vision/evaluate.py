@@ -21,6 +21,7 @@ from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.state_dict import StateDictError, check_state_dict
 from aft_vision.models.transfer_report import describe_transfer
 from aft_vision.models.transfer_source import find_stated_grid
+from aft_vision.models.weight_files import check_checksum, load_torch_file
 from aft_vision.timing import synchronize
 
 _logger = logging.getLogger(__name__)
@@ -134,6 +135,8 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu') -> nn
             raise ValueError(
                 f'expected a run with best.pth or an exported model with config.json in {checkpoint}, got neither'
             )
+        if (checkpoint / 'model.safetensors').is_file():
+            check_checksum(checkpoint / 'model.safetensors')
         return _create(f'local-dir:{checkpoint}', checkpoint, pretrained=True).to(device).eval()
     content = read_checkpoint(checkpoint)
     model = _create(content['model_name'], checkpoint, **content['model_kwargs'])
@@ -164,12 +167,12 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f'expected a checkpoint file or an exported directory, got {path}, which does not exist')
     try:
-        content = torch.load(path, map_location='cpu', weights_only=True)
+        content = load_torch_file(path)
     # Bytes of another kind make the unpickler raise almost anything.
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f'expected a whole checkpoint, got {path}, which is truncated or of another kind: {reason}'
+            f'expected a whole checkpoint, got {path}, which is damaged or of another kind: {reason}'
         ) from error
     is_complete = isinstance(content, dict) and all(isinstance(content.get(k), t) for k, t in CHECKPOINT_KEYS.items())
     if not is_complete:

@@ -1,14 +1,18 @@
 """Checkpoints that are never half-written."""
 
 import dataclasses
+import fcntl
 import logging
 import math
 import os
 import shutil
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from uuid import uuid4
 
 import torch
 
@@ -17,7 +21,7 @@ from aft_vision.export import sync_directory
 from train.schema import Experiment
 from train.state import TrainState
 
-LAST, BEST = 'last.pth', 'best.pth'
+LAST, BEST, LOCK = 'last.pth', 'best.pth', '.lock'
 MOST_KEPT = 100
 # What a run leaves beside its checkpoints and its log.
 RESULTS = ('curves.png', 'result.json', 'steps.csv')
@@ -73,7 +77,7 @@ def save_checkpoint(content: dict[str, Any], path: Path, keep: int = 1) -> None:
     Raises:
         OSError: the disk is full, or the file cannot be written for another reason.
     """
-    temporary = path.with_name(f'.{path.name}.tmp')
+    temporary = path.with_name(f'.{path.name}.{uuid4().hex}.tmp')
     try:
         with temporary.open('wb') as file:
             torch.save(content, file)
@@ -121,6 +125,52 @@ def find_latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     if present:
         raise ValueError(f'expected a whole checkpoint in {folder}, got damaged ones: {", ".join(map(str, present))}')
     return None
+
+
+@contextmanager
+def lock_run(folder: Path) -> Iterator[None]:
+    """Keep every other process from training in a folder, for as long as this one lives at most.
+
+    What a killed run was writing is removed.
+
+    Raises:
+        FileExistsError: another process trains there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = _open_locked(folder / LOCK)
+    try:
+        for path in folder.glob('.*.tmp'):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        yield
+    finally:
+        # Before it is unlocked: whoever waits for this file finds that it has no name any more.
+        (folder / LOCK).unlink(missing_ok=True)
+        file.close()
+
+
+def _open_locked(path: Path) -> IO[str]:
+    while True:
+        file = path.open('a+')
+        try:
+            # Unlike those of flock, these locks are not inherited by loading processes, which outlive a killed run.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            owner = file.read().strip() or 'another process'
+            file.close()
+            raise FileExistsError(
+                f'expected a folder in which no other run is going on, got {path.parent}, where {owner} trains; '
+                'set run.dir, or wait for its end'
+            ) from error
+        except OSError as error:
+            _logger.warning('%s is not locked against other runs: %s', path.parent, error)
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            file.truncate(0)
+            file.write(f'process {os.getpid()} of {socket.gethostname()}\n')
+            file.flush()
+            return file
+        # The run that held it has just ended.
+        file.close()
 
 
 def holds_run(folder: Path) -> bool:

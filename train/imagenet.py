@@ -16,6 +16,7 @@ model.pretrained=true, or of best.pth in the folder of the run.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from aft_vision.evaluate import evaluate, load_model
 from aft_vision.export import export_model
 from aft_vision.visualize import plot_history
 from train.build import build_evaluation, build_loaders, build_state
-from train.checkpoint import BEST
+from train.checkpoint import BEST, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
 from train.keys import format_keys, list_keys
@@ -75,9 +76,10 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
         state, description = build_state(config, loaders, world)
         if world.is_primary and config.distill.teacher is not None:
             print(f'distilled from {config.distill.teacher} ({config.distill.kind})')
-        train_run(state, loaders, description, run_dir, progress=not args.quiet)
-        if world.is_primary:
-            finish(run_dir, state, description)
+        with lock_run(run_dir) if world.is_primary else nullcontext():
+            train_run(state, loaders, description, run_dir, progress=not args.quiet)
+            if world.is_primary:
+                finish(run_dir, state, description)
     return state
 
 

@@ -5,6 +5,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from aft_vision.likelihood import BitsEvaluator, evaluate_bits, sequence_loss
 from aft_vision.models.autoregressive import AFTDecoder, bits
 from aft_vision.models.decoders import create_decoder, load_decoder
 from aft_vision.visualize import plot_bits
-from train.checkpoint import BEST
+from train.checkpoint import BEST, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
 from train.keys import format_keys, list_keys
@@ -228,8 +229,9 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
             return None
         loaders = Loaders(data.train_loader(), data.eval_loader(config.data.eval_split), [])
         state, facts = build_sequence_state(config, data, loaders, world)
-        train_run(state, loaders, facts, run_dir, progress=not args.quiet)
-        finish(run_dir, state, data, progress=not args.quiet)
+        with lock_run(run_dir) if world.is_primary else nullcontext():
+            train_run(state, loaders, facts, run_dir, progress=not args.quiet)
+            finish(run_dir, state, data, progress=not args.quiet)
     return state
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -95,7 +96,8 @@ def write_beton(
     if split.is_stream:
         raise ValueError('expected a data set whose images can be had at random positions, got a stream')
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, description = path.with_name(f'.{path.name}.tmp'), path.with_name(f'.{path.stem}.json.tmp')
+    own = uuid4().hex
+    temporary, description = path.with_name(f'.{path.name}.{own}.tmp'), path.with_name(f'.{path.stem}.json.{own}.tmp')
     dataset = _EncodedDataset(split.dataset, options)
     try:
         written = _write(dataset, temporary, num_workers, progress)
@@ -161,7 +163,7 @@ def _write(dataset: _EncodedDataset, path: Path, num_workers: int, progress: boo
     try:
         allocator = MemoryAllocator(str(path), writer.data_region_start, page_size)
         with allocator:
-            for image in _encode(dataset, num_workers, progress, f'{path.name[1:-4]}'):
+            for image in _encode(dataset, num_workers, progress, f'{path.name[1:-37]}'):
                 allocator.set_current_sample(len(written))
                 place, space = allocator.malloc(len(image.content))
                 space[:] = image.content

@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 
 from aft_vision.export.verify import channels
 from aft_vision.models import AFTVisionTransformer
+from aft_vision.models.weight_files import add_checksum
 from aft_vision.sizes import default_size, has_fixed_input_size, resize_model
 
 CITATION = """@article{zhai2021attention,
@@ -62,8 +64,8 @@ def export_model(
         card: Text of a README.md, as of `model_card`; None writes none.
     """
     directory = Path(directory)
-    temporary = directory.with_name(f'.{directory.name}.tmp')
-    shutil.rmtree(temporary, ignore_errors=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f'.{directory.name}.', suffix='.tmp', dir=directory.parent))
     try:
         timm.models.save_for_hf(
             model,
@@ -73,6 +75,7 @@ def export_model(
             data_config=data_config,
         )
         _name_classes_once(temporary / 'config.json')
+        add_checksum(temporary / 'model.safetensors')
         if card is not None:
             (temporary / 'README.md').write_text(card, encoding='utf-8')
         directory.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from aft_vision.files import find_checkpoint
 from aft_vision.models import char, pixel
 from aft_vision.models.autoregressive import AFTDecoder
 from aft_vision.models.state_dict import check_state_dict
+from aft_vision.models.weight_files import load_torch_file
 
 # What a model of that name is about, and its function.
 DECODERS = {
@@ -70,7 +71,7 @@ def load_decoder(path: str | Path, device: torch.device | str = 'cpu') -> AFTDec
     if not path.is_file():
         raise ValueError(f'expected a checkpoint, got {path}, which is not a file')
     try:
-        data = torch.load(path, map_location='cpu', weights_only=True)
+        data = load_torch_file(path)
     except Exception as error:
         raise ValueError(f'expected a checkpoint of plain tensors in {path}, got: {error}') from error
     wanted = {'state_dict', 'model_args', 'task'}

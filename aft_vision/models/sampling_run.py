@@ -5,9 +5,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
+
+from aft_vision.models.weight_files import load_torch_file
 
 if TYPE_CHECKING:
     from aft_vision.models.sampling import Sampler
@@ -84,9 +87,12 @@ def _read_run(state_file: str | Path | None, about: Mapping[str, Any]) -> tuple[
 def write_state(data: dict[str, Any], path: str | Path) -> None:
     """Write a state of sampling to a file, whole or not at all."""
     path = Path(path)
-    part = path.with_name(path.name + '.part')
-    torch.save(data, part)
-    os.replace(part, path)
+    part = path.with_name(f'{path.name}.{uuid4().hex}.part')
+    try:
+        torch.save(data, part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def read_state(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
@@ -96,7 +102,7 @@ def read_state(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
         ValueError: the file cannot be read, or lacks one of the keys.
     """
     try:
-        data = torch.load(path, map_location='cpu', weights_only=True)
+        data = load_torch_file(path)
     except Exception as error:
         raise ValueError(f'expected the state of sampling in {path}, got a file that cannot be read') from error
     missing = sorted(set(keys) - set(data if isinstance(data, dict) else ()))

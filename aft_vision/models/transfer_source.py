@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.data import resolve_model_data_config
@@ -16,8 +18,11 @@ from timm.models import beit, vision_transformer, vision_transformer_relpos
 from torch import Tensor, nn
 
 from aft_vision.models.deit_transfer import unwrap_state_dict
+from aft_vision.models.weight_files import check_checksum, load_torch_file
 
 WEIGHT_FILES = ('.pth', '.pt', '.bin', '.tar', '.ckpt', '.safetensors')
+# What the hub calls the weights.
+HUB_FILES = ('model.safetensors', 'pytorch_model.bin', 'open_clip_model.safetensors')
 # They leave no trace in a state dict of whether they norm before or after, so their classes tell it.
 PRE_NORM_BLOCKS = (vision_transformer.Block, vision_transformer_relpos.RelPosBlock, beit.Block)
 PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct')
@@ -67,10 +72,39 @@ def load_source(source: str | Path) -> Source:
         raise ValueError(f'expected a model of timm, a file or an exported folder, got {name}{hint}')
     if timm.is_model(name) and not timm.models.is_model_pretrained(name):
         raise ValueError(f'expected a model that timm has weights for, got {name}')
-    return _of_model(timm.create_model(name, pretrained=True))
+    return _of_model(_download(name))
+
+
+def _download(name: str) -> nn.Module:
+    repository = name.split(':', 1)[1] if ':' in name else getattr(timm.get_pretrained_cfg(name), 'hf_hub_id', None)
+    try:
+        if repository:
+            _check_reachable(repository.split('@')[0])
+        return timm.create_model(name, pretrained=True)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f'expected the weights of {name} from the network or the cache of the hub, got: {_first_line(error)}; '
+            '--source FILE takes weights that are on this machine'
+        ) from error
+
+
+def _check_reachable(repository: str) -> None:
+    """Raise a ConnectionError if the hub does not answer and has left nothing in its cache; it retries for a minute."""
+    if any(isinstance(try_to_load_from_cache(repository, file), str) for file in HUB_FILES):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(repository, 'config.json'), timeout=10)
+    except HfHubHTTPError:
+        # It answers, and timm says what is wrong with the name.
+        return
+    # Whatever the library that it connects with raises.
+    except Exception as error:
+        raise ConnectionError(f'the hub does not answer ({_first_line(error)})') from error
 
 
 def _load_folder(path: Path) -> nn.Module:
+    if (path / 'model.safetensors').is_file():
+        check_checksum(path / 'model.safetensors')
     try:
         return timm.create_model(f'local-dir:{path}', pretrained=True)
     # Besides damaged files, an unknown architecture, other arguments and weights of other shapes.
@@ -122,8 +156,9 @@ def find_stated_grid(state_dict: Mapping[str, Tensor], model_kwargs: Mapping[str
 def _read(path: Path) -> Any:
     try:
         if path.suffix == '.safetensors':
+            check_checksum(path)
             return load_file(path)
-        return torch.load(path, map_location='cpu', weights_only=True)
+        return load_torch_file(path)
     except pickle.UnpicklingError as error:
         others = _other_contents(path)
         if not others:

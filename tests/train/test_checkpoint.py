@@ -1,11 +1,19 @@
+import contextlib
+import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
+from helpers import link_photographs
 
-from train.checkpoint import save_checkpoint
+from train.checkpoint import lock_run, save_checkpoint
+from train.imagenet import main
 
 
 def test_a_checkpoint_is_read_without_running_code(tmp_path):
@@ -41,3 +49,77 @@ def test_the_content_reaches_the_disk_before_the_name(tmp_path, monkeypatch):
     monkeypatch.setattr('os.replace', lambda source, target: events.append('replace'))
     save_checkpoint({'epoch': 1}, tmp_path / 'last.pth')
     assert events == ['fsync', 'replace', 'fsync']
+
+
+def test_two_processes_that_write_one_checkpoint_write_files_of_their_own(tmp_path, monkeypatch):
+    save, nested = torch.save, []
+
+    def save_between(content: dict[str, int], file: IO[bytes]) -> None:
+        save(content, file)
+        if not nested:
+            nested.append(True)
+            save_checkpoint({'epoch': 2, 'x': torch.zeros(1000)}, tmp_path / 'last.pth')
+
+    monkeypatch.setattr(torch, 'save', save_between)
+    save_checkpoint({'epoch': 1}, tmp_path / 'last.pth')
+    assert torch.load(tmp_path / 'last.pth', weights_only=True) == {'epoch': 1}
+    assert [path.name for path in tmp_path.iterdir()] == ['last.pth']
+
+
+# A run with a loading process, which waits until it is killed.
+HOLDER = """
+import multiprocessing, sys, time
+from pathlib import Path
+from train.checkpoint import lock_run
+with lock_run(Path(sys.argv[1])):
+    worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))
+    worker.start()
+    print(worker.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that trains in a folder, and its loading process."""
+    with subprocess.Popen([sys.executable, '-c', HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        worker = int(process.stdout.readline())
+        yield process, worker
+        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_a_folder_is_locked_until_its_run_is_killed(tmp_path, holder):
+    process, worker = holder
+    with pytest.raises(FileExistsError, match=rf'other run is going on, got .*, where process {process.pid} of .*'):
+        lock_run(tmp_path).__enter__()
+    assert process.poll() is None
+    left = [tmp_path / '.last.pth.0.tmp', tmp_path / '.export.0.tmp' / 'model.safetensors']
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b'half')
+    process.kill()
+    process.wait()
+    # Its loading process lives on.
+    os.kill(worker, 0)
+    with lock_run(tmp_path):
+        assert not any(path.exists() for path in left)
+        assert [path.name for path in tmp_path.iterdir()] == ['.lock']
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_can_be_locked_again_after_an_error(tmp_path):
+    with pytest.raises(KeyError), lock_run(tmp_path / 'run'):
+        raise KeyError
+    with lock_run(tmp_path / 'run'):
+        pass
+
+
+def test_a_run_in_a_folder_where_another_trains_is_refused(tmp_path, holder):
+    config, photographs = tmp_path / 'x.yaml', link_photographs(tmp_path / 'photographs', 2, 1, classes=2)
+    config.write_text('augment: {repeats: 1}\nschedule: {epochs: 1, warmup_epochs: 0}\n')
+    small = [f'data.dir={photographs}', 'data.batch_size=4', 'data.img_size=[32,32]', 'data.num_workers=0']
+    with pytest.raises(FileExistsError, match=r'no other run is going on'):
+        main(['--quiet', '--config', str(config), *small, 'optim.lr=0.1', f'run.dir={tmp_path}'])
+    assert not (tmp_path / 'config.yaml').exists()

@@ -19,6 +19,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from datasets import disable_progress_bars
 from transformers.utils import logging
 
 from aft_vision.commandline import run_command
+from train.checkpoint import lock_run
 from train.config import save_config
 from train.fastformer.run import RESULT, TextRun
 from train.fastformer.schema import TextConfig
@@ -89,13 +91,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
                 found = describe({name: metrics[name] for name in run.metrics if name in metrics})
                 processes.print(f'{source}, {config.data.eval_split}: {found or "ranked, without labels to measure"}')
             return None
-        if processes.is_main_process:
-            begin(run)
-        processes.wait_for_everyone()
-        summary = run.summarize_seeds([run.train(seed) for seed in config.run.seeds])
-        if processes.is_main_process:
-            finish(run, summary)
-        return summary
+        with lock_run(folder) if processes.is_main_process else nullcontext():
+            if processes.is_main_process:
+                begin(run)
+            processes.wait_for_everyone()
+            summary = run.summarize_seeds([run.train(seed) for seed in config.run.seeds])
+            if processes.is_main_process:
+                finish(run, summary)
+            return summary
     finally:
         processes.destroy_process_group()
 
