@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,7 +148,9 @@ def export_onnx(
     opset: int = 18,
     tolerance: float = TOLERANCE,
 ) -> list[Check]:
-    """Write an ONNX file of plain operators; its input is `images`, (B, 3, H, W), its output `logits`.
+    """Write an ONNX file of plain operators; its input is `images`, (batch, 3, height, width), its output `logits`.
+
+    Where height and width are dynamic, the first node fails unless they are multiples of the patch.
 
     Args:
         model: A classifier of timm or of this package.
@@ -180,6 +183,7 @@ def export_onnx(
     )
     assert program is not None
     program.model.metadata_props.update(_metadata(model))
+    _describe_axes(program.model, model, shape)
     with _replacing(path) as temporary:
         program.save(temporary)
         return verify(model, shape, onnx_runner(temporary), tolerance)
@@ -199,7 +203,47 @@ def trace(model: nn.Module, shape: Shape) -> torch.export.ExportedProgram:
         height, width = max(height, 2 * patch[0]), max(width, 2 * patch[1]) + patch[1]
     example = torch.zeros(shape.batch or 2, channels(model), height, width)
     with torch.no_grad():
-        return torch.export.export(model, (example,), dynamic_shapes=(sizes,) if sizes else None)
+        program = torch.export.export(model, (example,), dynamic_shapes=(sizes,) if sizes else None)
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            # Of source files, with their paths on this machine.
+            node.meta.pop('stack_trace', None)
+    return program
+
+
+def _describe_axes(program: Any, model: nn.Module, shape: Shape) -> None:
+    """Name the dynamic axes of an ONNX program, refuse sizes that are no multiples, and drop paths of this machine."""
+    import onnx_ir as ir
+
+    graph = program.graph
+    for node in graph.all_nodes():
+        node.metadata_props.pop('pkg.torch.onnx.stack_trace', None)
+    (images,), (logits,) = graph.inputs, graph.outputs
+    batch = 'batch' if shape.batch is None else shape.batch
+    sides = shape.size if shape.fixed_size else ('height', 'width')
+    images.shape = ir.Shape([batch, channels(model), *sides])
+    logits.shape = ir.Shape([batch, *logits.shape[1:]])
+    patch: Any = getattr(getattr(model, 'patch_embed', None), 'patch_size', (1, 1))
+    if shape.fixed_size or tuple(patch) == (1, 1):
+        return
+    # What is left of a patch would be cut off in silence: an image cannot be reshaped to whole patches if any is.
+    step, kept = (ir.tensor(x, name=f'{INPUT}_{name}') for x, name in ((list(patch), 'patch'), ([0, 0], 'kept')))
+    for constant in (step, kept):
+        graph.register_initializer(
+            ir.Value(name=constant.name, const_value=constant, shape=constant.shape, type=ir.TensorType(constant.dtype))
+        )
+    step, kept = (graph.initializers[x.name] for x in (step, kept))
+    found = ir.node('Shape', [images], attributes={'start': 2})
+    patches = ir.node('Div', [found.outputs[0], step])
+    whole = ir.node('Mul', [patches.outputs[0], step])
+    target = ir.node('Concat', [kept, whole.outputs[0]], attributes={'axis': 0})
+    name = f'height_and_width_must_be_multiples_of_{patch[0]}_and_{patch[1]}'
+    checked = ir.node('Reshape', [images, target.outputs[0]], name=name)
+    checked.outputs[0].shape, checked.outputs[0].type = images.shape, images.type
+    ir.convenience.replace_all_uses_with(images, checked.outputs[0])
+    for node in (found, checked):
+        node.replace_input_with(0, images)
+    graph.insert_before(graph[0], [found, patches, whole, target, checked])
 
 
 def require_onnx() -> None:
@@ -221,12 +265,10 @@ def _metadata(model: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def _replacing(path: str | Path) -> Iterator[Path]:
-    # The file gets its name when it is whole and right.
+    # The file gets its name when it is whole and right. Until then it has that name in a folder of its own, because
+    # a .pt2 file holds its first name.
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f'.{path.stem}.tmp{path.suffix}')
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f'.{path.name}.', suffix='.tmp', dir=path.parent) as folder:
+        yield Path(folder) / path.name
+        os.replace(Path(folder) / path.name, path)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
 from .data.batches import pad_rows
@@ -31,9 +31,10 @@ class NewsRanker:
         """
         if not (Path(folder) / 'config.json').is_file():
             raise ValueError(f'expected a folder with a saved model, got {folder}')
+        saved = (AutoConfig.from_pretrained(folder).architectures or ['none'])[0]
+        if saved != FastformerForNewsRecommendation.__name__:
+            raise ValueError(f'expected a recommender, got {folder} with a {saved}')
         model: Any = AutoModel.from_pretrained(folder).to(device)
-        if not isinstance(model, FastformerForNewsRecommendation):
-            raise ValueError(f'expected a recommender, got {folder} with a {type(model).__name__}')
         return cls(model, AutoTokenizer.from_pretrained(folder))
 
     @property

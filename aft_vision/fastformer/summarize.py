@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 
 def load_summarizer(
@@ -19,6 +26,14 @@ def load_summarizer(
     folder = Path(folder)
     if not (folder / 'config.json').is_file():
         raise ValueError(f'expected a folder with a saved model, got {folder}, which has no config.json')
+    config = AutoConfig.from_pretrained(folder)
+    # Transformers would give a model of another task new weights, and say so in many lines.
+    known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.get(type(config), None)
+    saved = (config.architectures or ['none'])[0]
+    if known is None or saved != known.__name__:
+        raise ValueError(
+            f'expected a model that summarises, with an encoder and a decoder, got {folder} with a {saved}'
+        )
     return AutoModelForSeq2SeqLM.from_pretrained(folder).to(device), AutoTokenizer.from_pretrained(folder)
 
 

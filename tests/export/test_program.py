@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,3 +236,37 @@ def test_more_weights_than_a_file_holds_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(program, 'LARGEST_ONNX', 2**10)
     with pytest.raises(ValueError, match='expected weights of at most 0 MiB, got 0 MiB'):
         export_onnx(make(), tmp_path / 'model.onnx')
+
+
+def test_an_onnx_file_names_its_axes(onnx_file):
+    onnx = pytest.importorskip('onnx')
+    graph = onnx.load(onnx_file[0]).graph
+    axes = [[x.dim_param or x.dim_value for x in y.type.tensor_type.shape.dim] for y in (*graph.input, *graph.output)]
+    assert axes == [['batch', 3, 'height', 'width'], ['batch', 5]]
+
+
+@pytest.mark.parametrize('size', [(70, 64), (64, 70), (33, 32), (7, 32)], ids=str)
+def test_an_onnx_file_refuses_sizes_that_are_no_multiples_of_the_patch(onnx_file, size):
+    with pytest.raises(Exception, match='height_and_width_must_be_multiples_of_8_and_8'):
+        onnx_runner(onnx_file[0])(images(2, *size))
+
+
+def local_paths() -> list[bytes]:
+    """Of this machine: the sources, the installed packages, the interpreter."""
+    folders = [Path(program.__file__).parents[2], Path(torch.__file__).parents[1], sys.prefix, sys.base_prefix]
+    return [str(folder).encode() for folder in folders]
+
+
+@pytest.mark.parametrize('aten', [False, True])
+def test_a_pt2_file_holds_no_paths_of_this_machine(tmp_path, aten):
+    export_pt2(make(), tmp_path / 'model.pt2', aten=aten)
+    with zipfile.ZipFile(tmp_path / 'model.pt2') as file:
+        entries = {name: file.read(name) for name in file.namelist()}
+    assert {name.split('/')[0] for name in entries} == {'model'}
+    assert not [(name, path) for name, content in entries.items() for path in local_paths() if path in content]
+    assert str(tmp_path).encode() not in b''.join(entries.values())
+
+
+def test_an_onnx_file_holds_no_paths_of_this_machine(onnx_file):
+    content = onnx_file[0].read_bytes()
+    assert not [path for path in local_paths() if path in content]

@@ -2,6 +2,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration
 
+from aft_vision.fastformer import (
+    FastformerConfig,
+    FastformerForNewsRecommendation,
+    FastformerForSequenceClassification,
+    FastformerNewsConfig,
+)
 from aft_vision.fastformer.summarize import load_summarizer, summarize
 from aft_vision.fastformer.tokenize import train_tokenizer
 
@@ -82,3 +88,16 @@ def test_what_cannot_be_summarized_is_named(model, tokenizer, tmp_path):
         summarize(model, tokenizer, TEXTS, batch_size=0)
     with pytest.raises(ValueError, match=r'a folder with a saved model, got .*, which has no config\.json'):
         load_summarizer(tmp_path / 'nowhere')
+
+
+@pytest.mark.parametrize('other', ['classifier', 'recommender'])
+def test_a_model_of_another_task_is_refused_before_anything_is_printed(tmp_path, capfd, other):
+    small = dict(vocab_size=9, hidden_size=4, num_attention_heads=2, num_hidden_layers=1)
+    if other == 'classifier':
+        FastformerForSequenceClassification(FastformerConfig(**small)).save_pretrained(tmp_path)
+    else:
+        FastformerForNewsRecommendation(FastformerNewsConfig(**small)).save_pretrained(tmp_path)
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=r'expected a model that summarises, .* got .* with a FastformerFor'):
+        load_summarizer(tmp_path)
+    assert capfd.readouterr() == ('', '')

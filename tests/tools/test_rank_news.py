@@ -8,6 +8,7 @@ import torch
 from aft_vision.fastformer import (
     FastformerConfig,
     FastformerForNewsRecommendation,
+    FastformerForSequenceClassification,
     FastformerModel,
     FastformerNewsConfig,
 )
@@ -106,3 +107,12 @@ def test_what_is_no_recommender_is_named(saved, tmp_path):
     FastformerModel(FastformerConfig(vocab_size=9, hidden_size=4, num_attention_heads=2)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r'expected a recommender, got .* with a FastformerModel'):
         rank_news.main(['--model', str(tmp_path), '--news', str(saved)])
+
+
+def test_a_model_of_another_task_is_refused_before_anything_is_printed(saved, tmp_path, capfd):
+    config = FastformerConfig(vocab_size=9, hidden_size=4, num_attention_heads=2)
+    FastformerForSequenceClassification(config).save_pretrained(tmp_path)
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=r'expected a recommender, got .* with a FastformerForSequenceClassification'):
+        rank_news.main(['--model', str(tmp_path), '--news', str(saved)])
+    assert capfd.readouterr() == ('', '')
