@@ -236,14 +236,16 @@ def _describe_axes(program: Any, model: nn.Module, shape: Shape) -> None:
     found = ir.node('Shape', [images], attributes={'start': 2})
     patches = ir.node('Div', [found.outputs[0], step])
     whole = ir.node('Mul', [patches.outputs[0], step])
-    target = ir.node('Concat', [kept, whole.outputs[0]], attributes={'axis': 0})
+    # A side below one patch: 0 would stand for the side itself.
+    least = ir.node('Max', [whole.outputs[0], step])
+    target = ir.node('Concat', [kept, least.outputs[0]], attributes={'axis': 0})
     name = f'height_and_width_must_be_multiples_of_{patch[0]}_and_{patch[1]}'
     checked = ir.node('Reshape', [images, target.outputs[0]], name=name)
     checked.outputs[0].shape, checked.outputs[0].type = images.shape, images.type
     ir.convenience.replace_all_uses_with(images, checked.outputs[0])
     for node in (found, checked):
         node.replace_input_with(0, images)
-    graph.insert_before(graph[0], [found, patches, whole, target, checked])
+    graph.insert_before(graph[0], [found, patches, whole, least, target, checked])
 
 
 def require_onnx() -> None:
