@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.data import resolve_model_data_config
@@ -90,6 +88,9 @@ def _download(name: str) -> nn.Module:
 
 def _check_reachable(repository: str) -> None:
     """Raise a ConnectionError if the hub does not answer and has left nothing in its cache; it retries for a minute."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
     if any(isinstance(try_to_load_from_cache(repository, file), str) for file in HUB_FILES):
         return
     try:
