@@ -200,7 +200,7 @@ def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:
     """
     split = _open(source, (source.train_split,), batch_size, seed, is_training=True)
     if source.val_share is not None:
-        split = _hold_apart(split, source, held=False)
+        split = _hold_apart(split, source, source.val_share, held=False)
     if isinstance(split.dataset, CheckedDataset):
         split.dataset.on_corrupt = 'next' if source.on_corrupt_image == 'skip' else 'raise'
     return split
@@ -213,13 +213,13 @@ def open_eval_split(source: Source, batch_size: int) -> Split:
         split = _open(source, wanted, batch_size, seed=0, is_training=False)
     else:
         whole = _open(source, (source.train_split,), batch_size, seed=0, is_training=False)
-        split = _hold_apart(whole, source, held=True)
+        split = _hold_apart(whole, source, source.val_share, held=True)
     if isinstance(split.dataset, CheckedDataset):
         split.dataset.on_corrupt = 'none' if source.on_corrupt_image == 'skip' else 'raise'
     return split
 
 
-def _hold_apart(split: Split, source: Source, held: bool) -> Split:
+def _hold_apart(split: Split, source: Source, share: float, held: bool) -> Split:
     """Return the images of a training split that `val_share` holds apart, or the others."""
     if split.is_stream:
         raise ValueError(f'data.val_share must be null for {source.name}, which can only be read in its own order')
@@ -227,10 +227,10 @@ def _hold_apart(split: Split, source: Source, held: bool) -> Split:
     classes = np.zeros(len(split.dataset), int) if targets is None else np.unique(targets, return_inverse=True)[1]
     counts = np.bincount(classes)
     # Rounded sums, not rounded counts: many small classes together give their share too. One image of each is trained.
-    wanted = np.diff(np.round(source.val_share * np.cumsum(counts)), prepend=0).clip(max=counts - 1)
+    wanted = np.diff(np.round(share * np.cumsum(counts)), prepend=0).clip(max=counts - 1)
     if not wanted.any():
         raise ValueError(
-            f'expected data.val_share to hold an image apart, got {source.val_share} of {len(classes)} images in '
+            f'expected data.val_share to hold an image apart, got {share} of {len(classes)} images in '
             f'{len(counts)} classes'
         )
     draws = np.random.default_rng(derive_seed(DIVISION, source.val_seed)).random(len(classes))
@@ -246,7 +246,7 @@ def _targets(dataset: Any) -> np.ndarray | None:
     if isinstance(dataset, PartOfDataset):
         targets = _targets(dataset.dataset)
         return None if targets is None else targets[dataset.indices]
-    reader = getattr(dataset, 'reader', None)
+    reader: Any = getattr(dataset, 'reader', None)
     if isinstance(reader, ReaderImageFolder):
         return np.array([target for _, target in reader.samples])
     # Hugging Face's.

@@ -228,6 +228,7 @@ def _describe_axes(program: Any, model: nn.Module, shape: Shape) -> None:
         return
     # What is left of a patch would be cut off in silence: an image cannot be reshaped to whole patches if any is.
     step, kept = (ir.tensor(x, name=f'{INPUT}_{name}') for x, name in ((list(patch), 'patch'), ([0, 0], 'kept')))
+    constant: Any
     for constant in (step, kept):
         graph.register_initializer(
             ir.Value(name=constant.name, const_value=constant, shape=constant.shape, type=ir.TensorType(constant.dtype))

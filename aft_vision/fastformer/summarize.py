@@ -28,7 +28,7 @@ def load_summarizer(
         raise ValueError(f'expected a folder with a saved model, got {folder}, which has no config.json')
     config = AutoConfig.from_pretrained(folder)
     # Transformers would give a model of another task new weights, and say so in many lines.
-    known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.get(type(config), None)
+    known: Any = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.get(type(config), None)
     saved = (config.architectures or ['none'])[0]
     if known is None or saved != known.__name__:
         raise ValueError(
