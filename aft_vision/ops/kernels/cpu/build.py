@@ -60,7 +60,7 @@ class Kernels(ctypes.CDLL):
         function.errcheck = self._check
         return function
 
-    def _check(self, result: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    def _check(self, result: Any, function: Any, arguments: Any) -> Any:
         if result > OUT_OF_MEMORY:
             return result
         reason = ctypes.CDLL.__getitem__(self, 'aft_reason')
