@@ -154,7 +154,7 @@ class FastformerConfig(PreTrainedConfig):
         kind = self._attn_implementation
         try:
             self._attn_implementation = kind if self.encoder_mixer == 'transformer' else None
-            super().validate()
+            super().validate()  # type: ignore[misc]
         finally:
             self._attn_implementation = kind
 

@@ -234,7 +234,7 @@ class FastformerForSequenceClassification(FastformerPreTrainedModel):
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Any:
         refuse_empty(labels)
-        config = self.config
+        config: Any = self.config
         if config.problem_type is None:
             several = labels.is_floating_point() or labels.shape == logits.shape
             chosen = 'multi_label_classification' if several else 'single_label_classification'

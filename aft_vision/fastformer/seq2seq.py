@@ -63,15 +63,21 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
 
     @classmethod
     def from_pretrained(
-        cls, source: Any, *args: Any, key_mapping: Mapping[str, str] | None = None, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: Any,
+        *model_args: Any,
+        key_mapping: Mapping[str, str] | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Load a saved model, or the encoder of a saved classifier or `FastformerModel`, with first weights behind it.
 
         Args:
-            source: A folder, or a name on the Hugging Face hub.
-            args, key_mapping, kwargs: Those of transformers; fields of the config, such as decoder_layers, are too.
+            pretrained_model_name_or_path: A folder, or a name on the Hugging Face hub.
+            model_args, key_mapping, kwargs: Those of transformers; kwargs may be fields of the config, such as
+                decoder_layers.
         """
-        loaded = super().from_pretrained(source, *args, key_mapping={**ENCODER_NAMES, **(key_mapping or {})}, **kwargs)
+        names = {**ENCODER_NAMES, **(key_mapping or {})}
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *model_args, key_mapping=names, **kwargs)
         model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
         # transformers would save the encoder under the names that it was loaded from.
         model._weight_conversions = None
