@@ -84,7 +84,7 @@ class _Choices(dict[Key, triton.Config]):
         lengths = (triton.next_power_of_2(length) for length in key[: self.lengths])
         return (*lengths, *(x for x in key[self.lengths :] if x != device), device)
 
-    def __contains__(self, key: object) -> bool:
+    def __contains__(self, key: Any) -> bool:
         return super().__contains__(self.find_class(key))
 
     def __getitem__(self, key: Key) -> triton.Config:

@@ -1,4 +1,4 @@
-"""What every kernel reads and writes, in Triton's interpreter: its own tensors, and nothing that another program writes.
+"""What every kernel reads and writes in Triton's interpreter: its tensors, and nothing that another program writes.
 
 Memory that is not yet written holds NaN meanwhile, in outputs and in workspaces.
 """
