@@ -64,16 +64,16 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """
     args = parse_args(argv)
     device = resolve_device(args.device)
-    found = [find_photographs(path, sys.maxsize) if path.is_dir() else [path] for path in args.images]
+    photographs = [find_photographs(path, sys.maxsize) if path.is_dir() else [path] for path in args.images]
     model = resize_model(load_model(args.checkpoint) if args.checkpoint else load_published(args.model), args.size)
     model = model.to(device).eval()
     rows = []
-    for file in itertools.chain.from_iterable(found):
+    for file in itertools.chain.from_iterable(photographs):
         logits = model(load_photograph(file, model, args.size).images.to(device))
-        classes = [{'class': name, 'probability': chance} for name, chance in predictions(model, logits, args.top)]
-        rows.append({'image': str(file), 'classes': classes})
+        found = predictions(model, logits, args.top)
+        rows.append({'image': str(file), 'classes': [{'class': name, 'probability': chance} for name, chance in found]})
         if not args.json:
-            print('\n'.join([str(file), *(f'{100 * each["probability"]:7.1f} %  {each["class"]}' for each in classes)]))
+            print('\n'.join([str(file), *(f'{100 * chance:7.1f} %  {name}' for name, chance in found)]))
     if args.json:
         print(json.dumps(rows, indent=2))
     return rows

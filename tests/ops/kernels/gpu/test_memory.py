@@ -1,4 +1,4 @@
-"""What every kernel reads and writes in Triton's interpreter: its tensors, and nothing that another program writes.
+"""Memory of every kernel in the interpreter: each keeps to its own tensors and writes nothing of another program.
 
 Memory that is not yet written holds NaN meanwhile, in outputs and in workspaces.
 """
