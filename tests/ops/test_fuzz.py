@@ -14,7 +14,7 @@ from aft_vision import ops
 EXAMPLES = {'eager': 20, 'cpp': 20, 'triton': 3}
 
 
-@pytest.mark.parametrize(('operator', 'backend'), PAIRS, ids='-'.join)
+@pytest.mark.parametrize(('operator', 'backend'), PAIRS, ids=map('-'.join, PAIRS))
 def test_drawn_calls_equal_float64(operator: str, backend: str):
     if backend == 'cpp' and shutil.which('c++') is None:
         pytest.skip('there is no compiler here')
