@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.ops import dispatch
+from aft_vision.ops import operator
 
 INFINITY = float('inf')
 GRIDS = ('aft_conv', 'aft_onehot')
@@ -462,7 +462,7 @@ def decode(case: Case, inputs: Inputs) -> Tensor:
     state = getattr(ops, f'aft_{kind}_state')(*sizes, dtype)
     rows: list[Tensor] = []
     start = 0
-    eager = mock.patch.object(dispatch, 'step_kernels', return_value=None) if case.backend == 'eager' else nullcontext()
+    eager = mock.patch.object(operator, 'step_kernels', return_value=None) if case.backend == 'eager' else nullcontext()
     with eager:
         while start < case.tokens:
             chunk = 1
@@ -643,10 +643,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--seconds', type=float, default=600.0, help='of the whole campaign')
     parser.add_argument('--operator', choices=BACKENDS, action='append', help='only this one; may be repeated')
-    parser.add_argument('--backend', choices=dispatch.BACKENDS[1:], action='append', help='likewise')
+    parser.add_argument('--backend', choices=operator.BACKENDS[1:], action='append', help='likewise')
     parser.add_argument('--seed', type=int, default=0, help='of the first draw')
     args = parser.parse_args(argv)
-    pairs = [x for x in PAIRS if x[0] in (args.operator or BACKENDS) and x[1] in (args.backend or dispatch.BACKENDS)]
+    pairs = [x for x in PAIRS if x[0] in (args.operator or BACKENDS) and x[1] in (args.backend or operator.BACKENDS)]
     end, reports = time.monotonic() + args.seconds, []
     print(f'{"operator":20} {"backend":8} {"cases":>8} {"wrong":>8}')
     for index, pair in enumerate(pairs):

@@ -29,6 +29,31 @@ class Rule:
     lazily: tuple[str, ...] = ()
 
 
+# They need Triton, or a C++ compiler, which a machine may lack: they are imported where their kernels run.
+TRITON_MODULES = tuple(
+    f'aft_vision.ops.{name}'
+    for name in (
+        *('full.triton', 'full.kernels', 'simple.triton', 'simple.kernels'),
+        *('conv.triton', 'conv.kernels', 'conv.repair_kernels', 'conv.onehot_triton', 'conv.onehot_kernels'),
+        *('causal.local_triton', 'causal.local_kernels', 'causal.local_repair_kernels'),
+        *('causal.local_backward_kernels', 'causal.simple_triton', 'causal.simple_kernels'),
+        *(
+            'common.launch',
+            'common.kernels',
+            'common.trial_kernel',
+            'common.tuner',
+            'common.verify',
+            'common.resources',
+        ),
+    )
+)
+CPP_MODULES = tuple(
+    f'aft_vision.ops.{name}'
+    for name in (
+        *('full.cpp', 'conv.cpp', 'conv.depthwise', 'causal.local_cpp', 'causal.simple_cpp'),
+        *('decode.step_cpp', 'decode.dense_cpp', 'common.build', 'common.tensors', 'common.product'),
+    )
+)
 ABOVE_MODELS = Rule((*AFT_FOLDERS, 'timm', 'einops'), lazily=('matplotlib',))
 RULES = {  # the longest matching prefix decides
     'aft_vision': Rule(('aft_vision.models',)),
@@ -36,7 +61,7 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.commandline': Rule(()),
     'aft_vision.ops': Rule(('aft_vision.ops',), lazily=('triton',)),
     'aft_vision.ops.reference': Rule(('einops',)),
-    'aft_vision.ops.kernels': Rule(('aft_vision.ops', 'triton')),
+    **dict.fromkeys(TRITON_MODULES, Rule(('aft_vision.ops', 'triton'))),
     'aft_vision.layers': Rule(('aft_vision.layers', 'aft_vision.ops', 'timm.layers')),
     'aft_vision.models': Rule(('aft_vision.models', 'aft_vision.layers', 'aft_vision.ops', 'aft_vision.files', 'timm')),
     'aft_vision.data': Rule(('aft_vision.data', 'timm.data', 'einops')),
@@ -60,7 +85,7 @@ RULES = {  # the longest matching prefix decides
 }
 # Modules with few readers: the oracle of the tests, and the kernels, whose compilers a machine may lack.
 READERS: dict[str, tuple[str, ...]] = {'aft_vision.ops.reference': ('tests', 'tools.visualize_bias')}
-LAZY_MODULES: dict[str, tuple[str, ...]] = {'aft_vision.ops.kernels': ('aft_vision.ops.kernels',)}
+LAZY_MODULES: dict[str, tuple[str, ...]] = dict.fromkeys(TRITON_MODULES + CPP_MODULES, (*TRITON_MODULES, *CPP_MODULES))
 
 
 @dataclass(frozen=True)
@@ -148,8 +173,8 @@ def test_every_part_of_the_tree_has_a_rule_of_its_own():
         ('aft_vision/ops/aft.py', 'import triton'),
         ('aft_vision/ops/aft.py', 'from aft_vision.layers import mixers'),
         ('aft_vision/ops/aft.py', 'from . import reference'),
-        ('aft_vision/ops/dispatch.py', 'from .kernels import conv'),
-        ('aft_vision/ops/dispatch.py', 'from aft_vision.ops import kernels'),
+        ('aft_vision/ops/operator.py', 'from .conv import cpp'),
+        ('aft_vision/ops/operator.py', 'from aft_vision.ops.full.triton import full_forward'),
         ('aft_vision/ops/__init__.py', 'from ..models import aft_vit'),
         ('aft_vision/layers/block.py', 'import timm'),
         ('aft_vision/layers/block.py', 'from timm.models import register_model'),
@@ -186,10 +211,10 @@ def test_a_planted_violation_is_found(tmp_path, file, source):
     ('file', 'source'),
     [
         ('aft_vision/__init__.py', 'from aft_vision.models import aft_vit'),
-        ('aft_vision/ops/aft.py', 'import math\nimport torch\nfrom aft_vision.ops import dispatch'),
-        ('aft_vision/ops/dispatch.py', 'def f():\n    import triton\n    from .kernels import conv'),
+        ('aft_vision/ops/aft.py', 'import math\nimport torch\nfrom aft_vision.ops import operator'),
+        ('aft_vision/ops/operator.py', 'def f():\n    import triton\n    from .conv import triton as conv'),
         ('aft_vision/ops/reference.py', 'import einops'),
-        ('aft_vision/ops/kernels/gpu/conv.py', 'import triton.language as tl'),
+        ('aft_vision/ops/conv/triton.py', 'import triton.language as tl'),
         ('aft_vision/layers/block.py', 'from timm.layers import Mlp\nfrom aft_vision import ops'),
         ('aft_vision/models/aft_vit.py', 'import timm\nfrom timm.models import register_model'),
         ('aft_vision/data/ffcv_loader.py', 'import ffcv'),

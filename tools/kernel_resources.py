@@ -115,7 +115,7 @@ def measure_operation(
         ImportError: Triton is not installed.
     """
     try:
-        from aft_vision.ops.kernels.gpu.resources import measure_resources, recording
+        from aft_vision.ops.common.resources import measure_resources, recording
     except ModuleNotFoundError as error:
         if error.name != 'triton':
             raise
@@ -177,7 +177,7 @@ class Operation(NamedTuple):
 
 
 def _full(qkv: QKV) -> None:
-    from aft_vision.ops.kernels.gpu import full
+    from aft_vision.ops.full import triton as full
 
     bias = torch.empty(qkv[0].shape[1], qkv[0].shape[1], device='meta')
     y, den = full.full_forward(*qkv, bias, None, True)
@@ -185,14 +185,14 @@ def _full(qkv: QKV) -> None:
 
 
 def _simple(qkv: QKV) -> None:
-    from aft_vision.ops.kernels.gpu import simple
+    from aft_vision.ops.simple import triton as simple
 
     y, context = simple.simple_forward(*qkv, None, True)
     simple.simple_backward(y, y, context, *qkv, None, False)
 
 
 def _conv(qkv: QKV) -> None:
-    from aft_vision.ops.kernels.gpu import conv
+    from aft_vision.ops.conv import triton as conv
 
     kernel = torch.empty(qkv[0].shape[2], KERNEL_SIZE, KERNEL_SIZE, device='meta')
     y, den = conv.conv_forward(*qkv, kernel, GRID, None, True, True)
@@ -200,7 +200,7 @@ def _conv(qkv: QKV) -> None:
 
 
 def _onehot(qkv: QKV) -> None:
-    from aft_vision.ops.kernels.gpu import onehot
+    from aft_vision.ops.conv import onehot_triton as onehot
 
     heads = qkv[0].shape[2]
     offset, weight = torch.empty(heads, 2, dtype=torch.int64, device='meta'), torch.empty(heads, device='meta')
@@ -209,7 +209,7 @@ def _onehot(qkv: QKV) -> None:
 
 
 def _local_causal(qkv: QKV, window: int) -> None:
-    from aft_vision.ops.kernels.gpu import local_causal
+    from aft_vision.ops.causal import local_triton as local_causal
 
     band = torch.empty(qkv[0].shape[1], window, device='meta')
     y, den = local_causal.local_causal_forward(*qkv, band, None, True)
@@ -217,7 +217,7 @@ def _local_causal(qkv: QKV, window: int) -> None:
 
 
 def _simple_causal(qkv: QKV) -> None:
-    from aft_vision.ops.kernels.gpu import simple_causal
+    from aft_vision.ops.causal import simple_triton as simple_causal
 
     y, den = simple_causal.simple_causal_forward(*qkv, None, True)
     simple_causal.simple_causal_backward(y, y, den, *qkv, None, False)

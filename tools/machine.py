@@ -11,7 +11,7 @@ from typing import NamedTuple
 import timm
 import torch
 
-from aft_vision.ops import dispatch
+from aft_vision.ops import operator
 
 # float32 alone, or autocast on it.
 PRECISIONS = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -106,7 +106,7 @@ def describe_backends(device: torch.device | str) -> str:
             'on' if torch.backends.cuda.matmul.allow_tf32 else 'off'
         )
     else:
-        from aft_vision.ops.kernels.cpu.build import library
+        from aft_vision.ops.common.build import library
 
         onednn = 'on' if torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled else 'off'
         kernel = 'cannot be built' if library() is None else 'built'
@@ -115,7 +115,7 @@ def describe_backends(device: torch.device | str) -> str:
         triton = f'Triton {importlib.metadata.version("triton")}'
     except importlib.metadata.PackageNotFoundError:
         triton = 'no Triton'
-    return f'{libraries}; {triton}; backends of aft_vision: {", ".join(dispatch.BACKENDS)}'
+    return f'{libraries}; {triton}; backends of aft_vision: {", ".join(operator.BACKENDS)}'
 
 
 def _sample() -> _Sample | None:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason is not None:
         print(f'nothing was verified: {reason}', file=sys.stderr)
         return 2
-    from aft_vision.ops.kernels.gpu import verify
+    from aft_vision.ops.common import verify
 
     device = torch.device('cuda', torch.cuda.current_device())
     failures = 0
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def find_obstacle() -> str | None:
     """Return why no kernel can run here, or None."""
-    from aft_vision.ops.kernels.gpu import launch
+    from aft_vision.ops.common import launch
 
     if not torch.cuda.is_available():
         return 'there is no GPU that torch can use'

@@ -22,7 +22,7 @@ from aft_vision.ops.aft_causal import (
     move_state,
     reorder_state,
 )
-from aft_vision.ops.dense import Dense, dense_block, local_block, simple_block
+from aft_vision.ops.decode.dense import Dense, dense_block, local_block, simple_block
 from aft_vision.ops.flops import jit_handles
 from aft_vision.ops.position_bias import (
     factorized_band_row,

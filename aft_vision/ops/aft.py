@@ -15,7 +15,6 @@ compile; 'auto' the fastest that covers the inputs and works.
 import torch
 from torch import Tensor
 
-from aft_vision.ops import dispatch as dispatch
 from aft_vision.ops.tracing import grid_sizes, keeps_sums
 
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from aft_vision.ops import dispatch as dispatch
-from aft_vision.ops.eager import decode
-from aft_vision.ops.eager.causal import Past, causal_forward
-from aft_vision.ops.eager.causal_bias import BandBias, NoBias
-from aft_vision.ops.eager.numerics import may_branch, without_autocast
+from aft_vision.ops import operator
+from aft_vision.ops.causal.bias import BandBias, NoBias
+from aft_vision.ops.causal.eager import Past, causal_forward
+from aft_vision.ops.common.numerics import may_branch, without_autocast
+from aft_vision.ops.decode import eager as decode
 from aft_vision.ops.position_bias import factorized_band_row
 from aft_vision.ops.tracing import keeps_sums
 
@@ -176,7 +176,7 @@ def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) 
     """
     check_simple_state(state)
     _check_tokens(q, k, v, state.reference.shape)
-    kernels = dispatch.step_kernels(state, q, k, v)
+    kernels = operator.step_kernels(state, q, k, v)
     if kernels is not None:
         return kernels.simple_step(q, k, v, state).to(v.dtype if q is None else q.dtype), state
     dtype = state.reference.dtype
@@ -207,7 +207,7 @@ def aft_local_step(
     window = state.ring.shape[1]
     if tuple(band_row.shape) != (window,):
         raise ValueError(f'band_row must have shape ({window},) to match the state, got {tuple(band_row.shape)}')
-    kernels = dispatch.step_kernels(state, q, k, v, band_row)
+    kernels = operator.step_kernels(state, q, k, v, band_row)
     if kernels is not None:
         return kernels.local_step(q, k, v, band_row, state).to(v.dtype if q is None else q.dtype), state
     dtype = state.reference.dtype
@@ -243,7 +243,7 @@ def factorized_local_step(
     window, tokens = state.ring.shape[1], bias_v.shape[0]
     if window > tokens:
         raise ValueError(f'expected a state with a window of at most T = {tokens} tokens, got {window}')
-    kernels = dispatch.step_kernels(state, q, k, v)
+    kernels = operator.step_kernels(state, q, k, v)
     if kernels is None or bias_u.shape != bias_v.shape or not kernels.covers_factors(bias_u, bias_v):
         with torch.no_grad():
             row = factorized_band_row(bias_u, bias_v, state.position, window)

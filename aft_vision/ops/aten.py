@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aft_vision.ops.eager.band import skew
-from aft_vision.ops.eager.numerics import accumulate_dtype, masked_values
-from aft_vision.ops.eager.onehot import onehot_means
+from aft_vision.ops.common.numerics import accumulate_dtype, masked_values
+from aft_vision.ops.conv.onehot import onehot_means
+from aft_vision.ops.local.band import skew
 
 TINY = 1e-30
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aft_vision.ops.eager.band import block_length, unskew
-from aft_vision.ops.eager.numerics import accumulate_dtype, may_branch, without_autocast
+from aft_vision.ops.common.numerics import accumulate_dtype, may_branch, without_autocast
+from aft_vision.ops.local.band import block_length, unskew
 
 
 def local_bias(bias: Tensor, window: int, causal: bool = False) -> Tensor:

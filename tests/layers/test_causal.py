@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from aft_vision.layers import CausalAttention, CausalBlock
 from aft_vision.layers.causal import CausalLocal, CausalSimple
-from aft_vision.ops.kernels.cpu.build import library
+from aft_vision.ops.common.build import library
 
 needs_compiler = pytest.mark.skipif(library() is None, reason='there is no compiler here')
 MIXERS: dict[str, dict[str, Any]] = {
@@ -259,7 +259,7 @@ def test_a_compiled_step_has_the_parameters_of_the_moment(change: str):
 def test_a_token_passes_a_block_in_one_call(
     name: str, args: dict[str, Any], called: str | None, monkeypatch: pytest.MonkeyPatch
 ):
-    from aft_vision.ops.kernels.cpu import step
+    from aft_vision.ops.decode import step_cpp as step
 
     calls: list[str] = []
     for each in ('simple_block', 'local_block'):

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import aten, reference
-from aft_vision.ops.eager.conv import prefers_depthwise
-from aft_vision.ops.eager.onehot import CANCELLATION, _Sums
+from aft_vision.ops.conv.eager import prefers_depthwise
+from aft_vision.ops.conv.onehot import CANCELLATION, _Sums
 from tools.benchmark.memory import peak_memory
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -91,7 +91,7 @@ def test_aft_local_equals_float64(T: int, s: int, masked: bool, dtype: torch.dty
 def either_form_of_conv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """AFT-conv in eager takes one of its torch forms, whichever it would choose."""
     depthwise = request.param == 'depthwise'
-    monkeypatch.setattr('aft_vision.ops.eager.conv.prefers_depthwise', lambda k, kernel: depthwise)
+    monkeypatch.setattr('aft_vision.ops.conv.eager.prefers_depthwise', lambda k, kernel: depthwise)
 
 
 # h = d and h = 1 limits, more than 64 heads, kernels larger than the grid.
@@ -336,8 +336,8 @@ def test_the_quick_and_the_exact_form_of_aft_onehot_agree(monkeypatch: pytest.Mo
     quick = ops.aft_onehot(**inputs)
     grads = torch.autograd.grad(quick.sum(), leaves)
     # Every largest key is left to the softmax.
-    monkeypatch.setattr('aft_vision.ops.eager.onehot.CANCELLATION', 0.0)
-    monkeypatch.setattr('aft_vision.ops.eager.onehot.LARGEST_LOGIT', 64.0)
+    monkeypatch.setattr('aft_vision.ops.conv.onehot.CANCELLATION', 0.0)
+    monkeypatch.setattr('aft_vision.ops.conv.onehot.LARGEST_LOGIT', 64.0)
     assert torch.equal(lost_sources(inputs), inputs['k'] == inputs['k'].amax(1, keepdim=True))
     exact = ops.aft_onehot(**inputs)
     assert_close(quick, exact, 1e-12)
@@ -365,7 +365,7 @@ def test_chunks_of_aft_onehot_equal_the_whole_batch(monkeypatch: pytest.MonkeyPa
     inputs = {'q': q, 'k': 5 * k, 'v': v, 'offset': torch.tensor([[0, 1], [-2, 0], [9, 9]])}
     inputs |= {'weight': torch.full((3,), weight, dtype=torch.float64), 'grid': (3, 4), 'mask': make_mask(5, 12)}
     whole = ops.aft_onehot(**inputs)
-    monkeypatch.setattr('aft_vision.ops.eager.onehot.CHUNK_ELEMENTS', 2 * 12 * 6)
+    monkeypatch.setattr('aft_vision.ops.conv.onehot.CHUNK_ELEMENTS', 2 * 12 * 6)
     assert torch.equal(ops.aft_onehot(**inputs), whole)
     assert_matches_reference(ops.aft_onehot, reference.aft_onehot, inputs, nasty=True)
 
@@ -404,15 +404,15 @@ def test_many_heads_or_elements_and_more_tokens_than_taps_take_the_depthwise_for
 def test_the_toeplitz_and_depthwise_forms_agree(monkeypatch: pytest.MonkeyPatch):
     inputs = conv_inputs((9, 7), 8, 4, 5)
     toeplitz = ops.aft_conv(**inputs)
-    monkeypatch.setattr('aft_vision.ops.eager.conv.prefers_depthwise', lambda k, kernel: True)
+    monkeypatch.setattr('aft_vision.ops.conv.eager.prefers_depthwise', lambda k, kernel: True)
     assert_close(ops.aft_conv(**inputs), toeplitz, 1e-12)
 
 
 def test_the_toeplitz_form_is_the_same_in_groups_of_heads(monkeypatch: pytest.MonkeyPatch):
     inputs = conv_inputs((9, 7), 8, 4, 5)
     whole = ops.aft_conv(**inputs)
-    monkeypatch.setattr('aft_vision.ops.eager.conv.TOEPLITZ_ELEMENTS', 63 * 63)
-    monkeypatch.setattr('aft_vision.ops.eager.conv.prefers_depthwise', lambda k, kernel: False)
+    monkeypatch.setattr('aft_vision.ops.conv.eager.TOEPLITZ_ELEMENTS', 63 * 63)
+    monkeypatch.setattr('aft_vision.ops.conv.eager.prefers_depthwise', lambda k, kernel: False)
     assert_close(ops.aft_conv(**inputs), whole, 1e-12)
     assert_matches_reference(functools.partial(ops.aft_conv, backend='eager'), reference.aft_conv, inputs)
 
@@ -432,8 +432,8 @@ OPERATIONS = {
 @pytest.fixture
 def without_branches(monkeypatch: pytest.MonkeyPatch):
     """In eager as on an accelerator: no branch on values, so no repair, and AFT-conv in its Toeplitz form."""
-    for module in ('mixing', 'full', 'conv', 'causal', 'onehot'):
-        monkeypatch.setattr(f'aft_vision.ops.eager.{module}.may_branch', lambda x: False)
+    for module in ('common.mixing', 'full.eager', 'conv.eager', 'causal.eager', 'conv.onehot'):
+        monkeypatch.setattr(f'aft_vision.ops.{module}.may_branch', lambda x: False)
 
 
 @pytest.mark.usefixtures('without_branches')
@@ -475,7 +475,7 @@ def test_on_a_cuda_device_an_operation_equals_float64(name: str, dtype: torch.dt
 
 def test_batches_larger_than_a_chunk_equal_their_rows(monkeypatch: pytest.MonkeyPatch):
     inputs = dict(zip('qkv', make_qkv(B=5, T=12, D=6), strict=True)) | {'bias': randn(12, 12, seed=7)}
-    monkeypatch.setattr('aft_vision.ops.eager.full.CHUNK_ELEMENTS', 2 * 2 * 12 * 6)
+    monkeypatch.setattr('aft_vision.ops.full.eager.CHUNK_ELEMENTS', 2 * 2 * 12 * 6)
     assert_matches_reference(functools.partial(ops.aft_full, backend='eager'), reference.aft_full, inputs)
     row = {name: x[3:4] if name in 'qkv' else x for name, x in inputs.items()}
     assert torch.equal(ops.aft_full(**inputs)[3:4], ops.aft_full(**row))

@@ -24,7 +24,7 @@ from torch._dynamo.testing import CompileCounter
 
 from aft_vision import ops
 from aft_vision.ops import reference
-from aft_vision.ops.eager import decode
+from aft_vision.ops.decode import eager as decode
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NAMES = ['aft_full_causal', 'aft_local_causal', 'aft_simple_causal']

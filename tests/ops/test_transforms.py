@@ -135,7 +135,7 @@ def test_forward_mode_survives_weights_that_underflow(case: str, moving_bias: bo
 
 @each_case
 def test_blocks_of_targets_give_the_tangent_of_the_whole(case: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr('aft_vision.ops.eager.tangent.BLOCK_ELEMENTS', 400)
+    monkeypatch.setattr('aft_vision.ops.common.tangent.BLOCK_ELEMENTS', 400)
     assert_tangents_match(case, lambda name: True, torch.float64, 1e-9)
 
 

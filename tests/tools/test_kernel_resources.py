@@ -39,7 +39,7 @@ def launchable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures('launchable')
 @pytest.mark.parametrize('name', OPERATIONS)
 def test_an_operation_launches_the_kernels_of_its_forward_and_its_backward(name: str):
-    from aft_vision.ops.kernels.gpu.resources import recording
+    from aft_vision.ops.common.resources import recording
 
     operation = OPERATIONS[name]
     with recording() as found:
@@ -52,7 +52,7 @@ def test_an_operation_launches_the_kernels_of_its_forward_and_its_backward(name:
 def test_kernels_are_launched_again_once_nothing_is_recorded():
     from triton.runtime.jit import KernelInterface
 
-    from aft_vision.ops.kernels.gpu.resources import recording
+    from aft_vision.ops.common.resources import recording
 
     launch = KernelInterface.__getitem__
     with recording():
@@ -65,7 +65,7 @@ def test_kernels_are_launched_again_once_nothing_is_recorded():
 
 @pytest.mark.usefixtures('launchable')
 def test_launches_of_one_kernel_have_a_row_for_each_code(monkeypatch: pytest.MonkeyPatch):
-    from aft_vision.ops.kernels.gpu import resources
+    from aft_vision.ops.common import resources
 
     codes = iter('abab')
 
@@ -80,7 +80,7 @@ def test_launches_of_one_kernel_have_a_row_for_each_code(monkeypatch: pytest.Mon
 
 def test_without_triton_that_is_the_reason(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, 'triton', None)
-    monkeypatch.delitem(sys.modules, 'aft_vision.ops.kernels.gpu.resources', raising=False)
+    monkeypatch.delitem(sys.modules, 'aft_vision.ops.common.resources', raising=False)
     with pytest.raises(ImportError, match=r'expected Triton.*pip install triton'):
         main(['--operations', 'aft_simple'])
 

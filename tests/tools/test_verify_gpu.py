@@ -19,7 +19,7 @@ def test_it_records_every_operator_at_shapes_of_models(
     reason: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     pytest.importorskip('triton')
-    from aft_vision.ops.kernels.gpu import verify
+    from aft_vision.ops.common import verify
 
     found: list[SimpleNamespace] = []
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from aft_vision.ops.kernels.cpu import build
+from aft_vision.ops.common import build
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aft_vision.ops.kernels.cpu import build
+from aft_vision.ops.common import build
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from aft_vision import ops
 from aft_vision.ops import Dense
-from aft_vision.ops.kernels.cpu import dense
+from aft_vision.ops.decode import dense_cpp as dense
 
 
 def make_layer(n: int, outputs: int, seed: int, norm: bool = False, bias: bool = True, gelu: bool = False) -> Dense:

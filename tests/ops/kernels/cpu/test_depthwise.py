@@ -20,9 +20,10 @@ from torch import Tensor
 
 import aft_vision
 from aft_vision import ops
-from aft_vision.ops import dispatch, reference
-from aft_vision.ops.eager import conv
-from aft_vision.ops.kernels.cpu import build, depthwise
+from aft_vision.ops import operator, reference
+from aft_vision.ops.common import build
+from aft_vision.ops.conv import depthwise
+from aft_vision.ops.conv import eager as conv
 
 NAMES = {'aft_vision::depthwise_forward', 'aft_vision::depthwise_backward'}
 OTHER_NAMES = {'aft_vision::conv_forward', 'aft_vision::conv_backward'}
@@ -229,7 +230,7 @@ def test_eager_can_be_asked_for():
 
 
 def test_asking_for_it_where_there_is_none_warns_once():
-    dispatch._warn_once.cache_clear()
+    operator._warn_once.cache_clear()
     q, k, v = (x.float() for x in make_qkv(T=12, D=6))
     with pytest.warns(UserWarning, match="aft_simple has no 'cpp' form for these inputs on this machine; using eager"):
         y = ops.aft_simple(q, k, v, backend='cpp')

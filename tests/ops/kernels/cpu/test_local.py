@@ -60,7 +60,7 @@ def test_it_equals_float64_without_a_gate():
 def test_bfloat16_equals_float64_where_the_cpu_does_not_multiply_it(
     T: int, s: int, D: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr('aft_vision.ops.eager.numerics._cpu_multiplies_bfloat16', lambda: False)
+    monkeypatch.setattr('aft_vision.ops.common.numerics._cpu_multiplies_bfloat16', lambda: False)
     assert_matches_reference(ops.aft_local_causal, reference.aft_local_causal, make_inputs(T, s, D), torch.bfloat16)
 
 
@@ -141,7 +141,7 @@ def test_a_repaired_target_leaves_the_bits_of_the_others_alone():
 
 def test_a_denominator_that_rounds_to_the_limit_keeps_its_gradient(monkeypatch: pytest.MonkeyPatch):
     # Above 1e-30 in the forward, and the greatest bfloat16 below it in the backward.
-    monkeypatch.setattr('aft_vision.ops.eager.numerics._cpu_multiplies_bfloat16', lambda: True)
+    monkeypatch.setattr('aft_vision.ops.common.numerics._cpu_multiplies_bfloat16', lambda: True)
     k = torch.tensor([0.0, -200.0])[None, :, None].expand(1, 2, 3).contiguous()
     band = torch.tensor([[0.0, 0.0], [math.log(1.0001e-30), 0.0]])
     v = make_qkv(B=1, T=2, D=3)[2].to(torch.bfloat16).requires_grad_()

@@ -19,7 +19,7 @@ from helpers import randn
 from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.ops.kernels.cpu import build
+from aft_vision.ops.common import build
 
 PAGE = mmap.PAGESIZE
 Place = Callable[[Tensor], Tensor]

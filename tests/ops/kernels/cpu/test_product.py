@@ -22,7 +22,8 @@ from torch import Tensor
 import aft_vision
 from aft_vision import ops
 from aft_vision.ops import reference
-from aft_vision.ops.eager import conv, full
+from aft_vision.ops.conv import eager as conv
+from aft_vision.ops.full import eager as full
 
 FULL = {'aft_vision::full_forward', 'aft_vision::full_backward'}
 CONV = {'aft_vision::conv_forward', 'aft_vision::conv_backward'}
@@ -233,7 +234,7 @@ def test_a_sequence_does_not_depend_on_the_others_in_its_batch():
 
 
 def test_a_gradient_of_the_bias_that_needs_too_much_room_is_left_to_torch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr('aft_vision.ops.kernels.cpu.full.MOST_ELEMENTS', 100)
+    monkeypatch.setattr('aft_vision.ops.full.cpp.MOST_ELEMENTS', 100)
     assert_matches_reference(ops.aft_full, reference.aft_full, full_inputs(20, 40))
     inputs = single(full_inputs(20, 40))
     assert kernels_run(lambda: ops.aft_full(**inputs).sum().backward()) == {'aft_vision::full_forward'}

@@ -8,8 +8,8 @@ from helpers import assert_close, make_qkv, nasty_biases, nasty_keys, randn
 from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.ops import dispatch
-from aft_vision.ops.kernels.cpu import step
+from aft_vision.ops import operator
+from aft_vision.ops.decode import step_cpp as step
 
 KEYS = ['ordinary', *nasty_keys(torch.zeros(1, 3, 1))]
 
@@ -46,11 +46,11 @@ def test_a_step_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, s: int | None,
     if s is not None and bias != 'ordinary':
         inputs['band'] = nasty_biases(inputs['band'])[bias]
     y = run(inputs)
-    choose, turn = dispatch.step_kernels, count()
+    choose, turn = operator.step_kernels, count()
     # A state can be continued from by the other form.
-    monkeypatch.setattr(dispatch, 'step_kernels', lambda *x: choose(*x) if next(turn) % 3 else None)
+    monkeypatch.setattr(operator, 'step_kernels', lambda *x: choose(*x) if next(turn) % 3 else None)
     mixed = run(inputs)
-    monkeypatch.setattr(dispatch, 'step_kernels', lambda *x: None)
+    monkeypatch.setattr(operator, 'step_kernels', lambda *x: None)
     expected = run(inputs).double()
     assert_close(y, expected, 2e-6)
     assert_close(mixed, expected, 2e-6)
@@ -105,10 +105,10 @@ def test_parts_of_a_fused_projection_are_read_where_they_are(s: int | None):
 def test_it_covers_float32_states_that_lie_in_order():
     k = torch.zeros(2, 6)
     state = ops.aft_local_state(2, 6, 3)
-    assert dispatch.step_kernels(state, k) is step
-    assert dispatch.step_kernels(ops.aft_local_state(2, 6, 3, torch.float64), k) is None
-    assert dispatch.step_kernels(state, k, k.to('meta')) is None
-    assert dispatch.step_kernels(state._replace(ring=state.ring.mT.contiguous().mT), k) is None
+    assert operator.step_kernels(state, k) is step
+    assert operator.step_kernels(ops.aft_local_state(2, 6, 3, torch.float64), k) is None
+    assert operator.step_kernels(state, k, k.to('meta')) is None
+    assert operator.step_kernels(state._replace(ring=state.ring.mT.contiguous().mT), k) is None
 
 
 @pytest.mark.parametrize('keys', KEYS)

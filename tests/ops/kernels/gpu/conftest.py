@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import interpret_triton
 
-from aft_vision.ops.kernels.gpu import launch
+from aft_vision.ops.common import launch
 
 
 @pytest.fixture

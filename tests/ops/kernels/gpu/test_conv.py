@@ -119,7 +119,7 @@ def test_what_underflows_is_exact(keys: str, bias: str, device: str):
 def test_the_gradient_of_the_table_takes_memory_and_programs_in_proportion_to_the_width(
     grid: tuple[int, int], size: int
 ):
-    from aft_vision.ops.kernels.gpu.conv import _Lines
+    from aft_vision.ops.conv.triton import _Lines
 
     lines = _Lines(size, grid, 64)
     found = lines.empty(2, torch.empty(0, device='meta'))
@@ -128,7 +128,7 @@ def test_the_gradient_of_the_table_takes_memory_and_programs_in_proportion_to_th
 
 
 def test_what_repairs_the_gradient_of_v_is_rounded_once(device: str, monkeypatch: pytest.MonkeyPatch):
-    from aft_vision.ops.kernels.gpu import conv as kernels
+    from aft_vision.ops.conv import triton as kernels
 
     # One tile of targets gives 1, and each of the two others what bfloat16 drops next to it.
     monkeypatch.setattr(kernels, 'REPAIR', {'BT': 16, 'BD': 16})
@@ -144,7 +144,7 @@ def test_what_repairs_the_gradient_of_v_is_rounded_once(device: str, monkeypatch
 
 
 def test_many_parts_of_many_sequences_fit_a_grid():
-    from aft_vision.ops.kernels.gpu.conv import _Layout
+    from aft_vision.ops.conv.triton import _Layout
 
     k, v = torch.empty(65535, 9, 1, device='meta'), torch.empty(65535, 9, 768, device='meta')
     # A head of 768 channels in 25 parts of 31; only the first side of a grid is long.

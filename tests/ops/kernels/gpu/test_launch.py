@@ -15,8 +15,8 @@ from torch import Tensor
 
 import aft_vision
 from aft_vision import ops
-from aft_vision.ops import dispatch
-from aft_vision.ops.kernels.gpu import launch
+from aft_vision.ops import operator
+from aft_vision.ops.common import launch
 
 
 def single(T: int = 5, D: int = 3, device: str = 'cpu') -> list[Tensor]:
@@ -57,7 +57,7 @@ def test_inputs_of_two_devices_or_of_another_type_are_not_covered(triton_device:
 
 
 def test_float64_takes_eager_and_says_so_once_if_triton_was_asked_for(triton_device: str):
-    dispatch._warn_once.cache_clear()
+    operator._warn_once.cache_clear()
     inputs = [x.to(triton_device) for x in make_qkv(B=1, T=5, D=3)]
     with pytest.warns(
         UserWarning, match="aft_simple has no 'triton' form for these inputs on this machine; using eager"
@@ -106,7 +106,7 @@ def test_where_triton_cannot_compile_auto_takes_eager_and_triton_raises(
     with pytest.raises(RuntimeError, match=r"backend='triton' needs Triton to compile for .*: ptxas is missing"):
         ops.aft_simple(*inputs, backend='triton')
     # No kernel takes these, wherever it could be compiled.
-    dispatch._warn_once.cache_clear()
+    operator._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="aft_simple has no 'triton' form for these inputs"):
         ops.aft_simple(*(x.double() for x in inputs), backend='triton')
 
@@ -142,7 +142,7 @@ def test_a_capture_is_looked_for_on_the_device_of_the_inputs(monkeypatch: pytest
 def test_what_triton_cannot_compile_is_known_while_a_graph_is_captured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    trial = pytest.importorskip('aft_vision.ops.kernels.gpu.device.trial')
+    trial = pytest.importorskip('aft_vision.ops.common.trial_kernel')
     compiled = []
 
     def compile_first(*args, grid):
@@ -266,7 +266,12 @@ def test_what_is_kept_on_disk_is_of_one_kind_of_device_and_one_class_of_lengths(
 
 
 def test_no_tuning_depends_on_the_batch(triton_device: str):
-    from aft_vision.ops.kernels.gpu.device import conv, full, local_causal, onehot, simple, simple_causal
+    from aft_vision.ops.causal import local_kernels as local_causal
+    from aft_vision.ops.causal import simple_kernels as simple_causal
+    from aft_vision.ops.conv import kernels as conv
+    from aft_vision.ops.conv import onehot_kernels as onehot
+    from aft_vision.ops.full import kernels as full
+    from aft_vision.ops.simple import kernels as simple
 
     kernels = [x for module in (conv, full, local_causal, onehot, simple, simple_causal) for x in vars(module).values()]
     keys = [kernel.keys for kernel in kernels if hasattr(kernel, 'keys') and hasattr(kernel, 'configs')]

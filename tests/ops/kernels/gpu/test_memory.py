@@ -136,7 +136,7 @@ def test_the_checker_finds_a_wrong_access(body: Callable[..., None], words: str,
 @pytest.mark.parametrize('spread', [1.0, 30.0], ids=['ordinary', 'underflowing'])
 @pytest.mark.parametrize('name', KERNELS)
 def test_a_kernel_accesses_its_own_tensors_and_writes_all_of_its_results(name: str, spread: float, checker: Checker):
-    from aft_vision.ops.kernels.gpu import verify
+    from aft_vision.ops.common import verify
 
     assert set(KERNELS) == set(verify.OPERATORS)
     # Tokens that fill more than one tile and not the next.

@@ -60,7 +60,7 @@ def test_masked_tokens_may_be_anything(device: str):
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> int:
     """The length of the parts that sequences are cut into: a tile of the interpreter, the largest of a GPU."""
-    from aft_vision.ops.kernels.gpu import simple_causal
+    from aft_vision.ops.causal import simple_triton as simple_causal
 
     length = 64 if torch.cuda.is_available() else 16
     monkeypatch.setattr(simple_causal, 'PART', length)

@@ -14,14 +14,14 @@ from helpers import kernels_run, make_qkv
 from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.ops.kernels.gpu import launch
+from aft_vision.ops.common import launch
 
 
 @pytest.fixture
 def verify(triton_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The module, for a kind of device without a record, and a small shape."""
     monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
-    from aft_vision.ops.kernels.gpu import verify
+    from aft_vision.ops.common import verify
 
     monkeypatch.setattr(verify, 'is_needed', lambda device: True)
     monkeypatch.setattr(verify, 'SMALL', verify.Shape(B=1, grid=(2, 3), D=2, channels=1, window=3))
@@ -45,7 +45,7 @@ def start_process(verify: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> l
 
 def damage(change: Callable[[Tensor], Tensor], i: int, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     """Change the i-th result of AFT-simple's kernels."""
-    from aft_vision.ops.kernels.gpu import simple
+    from aft_vision.ops.simple import triton as simple
 
     kernel = getattr(simple, function)
 

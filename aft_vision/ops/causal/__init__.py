@@ -1,0 +1,1 @@
+"""The causal forms of AFT-full, AFT-local and AFT-simple."""

@@ -1,0 +1,152 @@
+"""The biases of the causal operators, a block of targets at a time."""
+
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.common.numerics import accumulate_dtype
+from aft_vision.ops.local.band import block_length, skew, unskew
+
+
+class CausalBias(Protocol):
+    """The bias of one causal operator, read and differentiated a block of targets at a time."""
+
+    step: int
+
+    def low(self, start: int) -> int:
+        """The first source that the block of targets from `start` weights one by one."""
+
+    def span(self) -> float:
+        """How far biases lie apart, that of 0 for older sources included; read on the host."""
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        """(stop - start, stop - low) bias, minus infinity in the future."""
+
+    def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
+        """Add the gradient of `logits`."""
+
+    def rows(self, target: Tensor) -> Tensor:
+        """(N, T) bias of single targets, minus infinity in the future."""
+
+    def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
+        """Add the gradient of `rows`."""
+
+
+class FullBias:
+    """A whole (T, T) bias, of which the lower triangle is read."""
+
+    step = 128
+
+    def __init__(self, bias: Tensor) -> None:
+        self.bias = bias
+
+    @cached_property
+    def grad(self) -> Tensor:
+        """Gradient of the bias, (T, T)."""
+        return torch.zeros(self.bias.shape, dtype=accumulate_dtype(self.bias), device=self.bias.device)
+
+    def low(self, start: int) -> int:
+        return 0
+
+    def span(self) -> float:
+        return _span(self.bias)
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        return _hide_future(self.bias[start:stop, :stop], start)
+
+    def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
+        self.grad[start:stop, :stop] += grad
+
+    def rows(self, target: Tensor) -> Tensor:
+        future = torch.arange(len(self.bias), device=target.device) > target[:, None]
+        return self.bias[target].masked_fill(future, float('-inf'))
+
+    def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
+        self.grad.index_add_(0, target, grad.to(self.grad.dtype))
+
+
+class BandBias:
+    """A band (T, s): the token itself and the s - 1 before it; 0 for older sources."""
+
+    def __init__(self, band: Tensor) -> None:
+        self.band = band
+        self.step = block_length(band.shape[1])
+
+    @cached_property
+    def grad(self) -> Tensor:
+        """Gradient of the band, (T, s)."""
+        return torch.zeros(self.band.shape, dtype=accumulate_dtype(self.band), device=self.band.device)
+
+    def low(self, start: int) -> int:
+        return max(0, start - self.band.shape[1] + 1)
+
+    def span(self) -> float:
+        return _span(self.band)
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        rows = skew(self.band[start:stop])[:, self.low(start) - (start - self.band.shape[1] + 1) :]
+        return _hide_future(rows, start - self.low(start))
+
+    def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
+        width = self.band.shape[1] + stop - start - 1
+        wide = grad.new_zeros(stop - start, width)
+        wide[:, width - grad.shape[1] :] = grad
+        self.grad[start:stop] += unskew(wide)
+
+    def rows(self, target: Tensor) -> Tensor:
+        place = self._places(target)
+        rows = self.band[target].gather(1, place.clamp(0, self.band.shape[1] - 1)).masked_fill(place < 0, 0.0)
+        return rows.masked_fill(place >= self.band.shape[1], float('-inf'))
+
+    def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
+        place = self._places(target)
+        rows = self.grad.new_zeros(len(target), self.band.shape[1])
+        rows.scatter_add_(1, place.clamp(0, self.band.shape[1] - 1), grad.to(rows.dtype).masked_fill(place < 0, 0.0))
+        self.grad.index_add_(0, target, rows)
+
+    def _places(self, target: Tensor) -> Tensor:
+        # (N, T): the place of every source in the band of each target.
+        return torch.arange(len(self.band), device=target.device) - target[:, None] + self.band.shape[1] - 1
+
+
+class NoBias:
+    """AFT-simple: every visible source weighs exp(k)."""
+
+    step = 64
+
+    def __init__(self, v: Tensor) -> None:
+        self.tokens = v.shape[1]
+        self.zero = torch.zeros((), dtype=accumulate_dtype(v), device=v.device)
+
+    def low(self, start: int) -> int:
+        return start
+
+    def span(self) -> float:
+        return 0.0
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        return _hide_future(self.zero.expand(stop - start, stop - start), 0)
+
+    def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
+        """Nothing to learn."""
+
+    def rows(self, target: Tensor) -> Tensor:
+        future = torch.arange(self.tokens, device=target.device) > target[:, None]
+        return self.zero.expand(future.shape).masked_fill(future, float('-inf'))
+
+    def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
+        """Nothing to learn."""
+
+
+def _span(bias: Tensor) -> float:
+    low, high = (float(x) for x in bias.aminmax())
+    return max(high, 0.0) - min(low, 0.0)
+
+
+def _hide_future(rows: Tensor, diagonal: int) -> Tensor:
+    # Row i sees the columns up to i + diagonal.
+    row = torch.arange(rows.shape[0], device=rows.device)[:, None]
+    column = torch.arange(rows.shape[1], device=rows.device)
+    return rows.masked_fill(column > row + diagonal, float('-inf'))

@@ -1,0 +1,407 @@
+"""The masked forms (footnote 2): target t sums over the sources up to t.
+
+No maximum over all positions may enter: one large future key would underflow the past. Blocks of targets are worked in
+order, each with a reference per channel of its own, max(largest key before the block, largest key of the block - 60):
+it never falls, so the running sums of what lies before the window are only ever scaled down, and keys of the block may
+exceed it by e^60 without overflow. Elements that a jump inside the block still underflows, or that may miss a weight
+which vanished under such a key, are computed again by a joint log-sum-exp over what they see.
+
+No target depends on a later token, be its key or value infinite or not a number.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aft_vision.ops.causal.bias import BandBias, CausalBias, FullBias, NoBias
+from aft_vision.ops.common.numerics import (
+    UNDERFLOW,
+    accumulate_dtype,
+    check_qkv,
+    empty_denominator,
+    empty_output,
+    gate,
+    masked_keys,
+    masked_values,
+    may_branch,
+    product_dtype,
+)
+from aft_vision.ops.common.repair import joint_softmax, lost_elements
+
+# How far a key may exceed its reference, in nats.
+HEADROOM = 60.0
+
+_Form = TypeVar('_Form', bound=Callable[..., tuple[Tensor, ...]])
+
+
+class Past(NamedTuple):
+    """Sums over sources before the sequence, as `ops.SimpleState` has them; (B, D) each."""
+
+    reference: Tensor
+    numerator: Tensor
+    denominator: Tensor
+
+
+class _Block(NamedTuple):
+    # One block of targets [start, stop) and all it needs; N = B * D.
+    start: int
+    stop: int
+    low: int
+    left: slice  # sources that leave the window with this block, for the running sums
+    reference: Tensor  # (N,)
+    weight: Tensor  # (C, L): exp(bias - its row maximum), products' dtype
+    older: Tensor  # (C, 1): the same for sources before the window
+    limit: Tensor  # (C, 1): below it a denominator may have lost a term
+
+
+class _Sequence:
+    """Keys and values as (T, N) columns, and the blocks over them with their references."""
+
+    def __init__(self, k: Tensor, v: Tensor, mask: Tensor | None, bias: CausalBias, past: 'Past | None' = None) -> None:
+        self.past = past
+        self.dtype, self.product_dtype = accumulate_dtype(v), product_dtype(v)
+        self.keys = masked_keys(k, mask).transpose(0, 1).flatten(1)  # (T, N)
+        self.values = masked_values(v.to(self.dtype), mask).transpose(0, 1).flatten(1)
+        self.bias = bias
+        tiny = torch.finfo(self.dtype).tiny
+        # Where no repair follows, nor a look at values, the limits are those of all.
+        self.may_vanish = may_branch(k) and not bias.span() <= -math.log(tiny)
+
+    def blocks(self) -> Iterator[_Block]:
+        floor = torch.finfo(self.dtype).min / 4
+        past = self.keys[0].clamp_min(floor) if self.past is None else self.past.reference.flatten()
+        left = 0
+        for start in range(0, len(self.keys), self.bias.step):
+            stop = min(start + self.bias.step, len(self.keys))
+            low = self.bias.low(start)
+            peak = self.keys[start:stop].amax(0)
+            logits = self.bias.logits(start, stop).to(self.dtype)
+            row = logits.amax(1, keepdim=True)
+            has_older = low > 0 or self.past is not None
+            # Finite, so that a row of minus infinity has no weights.
+            row = row.clamp_min(0.0 if has_older else torch.finfo(self.dtype).min)
+            reference = torch.maximum(past, peak - HEADROOM)
+            weight = torch.exp(logits - row)
+            older = torch.exp(-row) if has_older else torch.ones_like(row)
+            limit = self._limit(logits, weight, older)
+            weight = weight.to(self.product_dtype)
+            yield _Block(start, stop, low, slice(left, low), reference, weight, older, limit)
+            past, left = torch.maximum(past, peak), low
+
+    def _limit(self, logits: Tensor, weight: Tensor, older: Tensor) -> Tensor:
+        # That of `UNDERFLOW`, or of `vanishing_limit` for a target with a weight that is no normal number.
+        limit = torch.full_like(older, UNDERFLOW[self.dtype])
+        if not self.may_vanish:
+            return limit
+        tiny = torch.finfo(self.dtype).tiny
+        vanishes = ((weight < tiny) & (logits > float('-inf'))).any(1, keepdim=True) | (older < tiny)
+        return limit.masked_fill_(vanishes, vanishing_limit(self.dtype, len(self.keys)))
+
+    def exponentials(self, part: slice, reference: Tensor) -> tuple[Tensor, Tensor]:
+        """e^(k - reference) of some sources, (L, N), and beside it [e^k v | e^k], (L, 2N), in the products' dtype."""
+        ek = torch.exp(self.keys[part] - reference)
+        return ek, torch.cat([ek * self.values[part], ek], 1)
+
+
+def vanishing_limit(dtype: torch.dtype, tokens: int) -> float:
+    """Return the threshold of denominators of a target with a weight that may have vanished.
+
+    Below it, sources that exceed their reference by the headroom may have been dropped with a part of it that counts.
+    """
+    info = torch.finfo(dtype)
+    return tokens * info.tiny * math.exp(HEADROOM) / (100 * info.eps)
+
+
+def shield_forward(form: _Form) -> _Form:
+    """Keep what is not finite from the targets before it, in a forward (q, k, v, ..., mask, save).
+
+    Args:
+        form: gives y, and more; its y is NaN from the first such source of a channel on.
+    """
+
+    @functools.wraps(form)
+    def shielded(q: Tensor | None, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        found = form(q, k, v, *others) if may_branch(k) else None
+        if found is not None and _is_finite(found[0]):
+            return found
+        tainted = _tainted(k, v, others[-2])
+        if found is not None and not bool(tainted.any()):
+            return found
+        y, *more = form(q, k.masked_fill(tainted, float('-inf')), v.masked_fill(tainted, 0.0), *others)
+        return y.masked_fill_(tainted, float('nan')), *more
+
+    return cast(_Form, shielded)
+
+
+def shield_backward(form: _Form) -> _Form:
+    """Do the same for a backward (grad, y, saved, q, k, v, ..., mask, need_bias) and the gradients of those targets."""
+
+    @functools.wraps(form)
+    def shielded(
+        grad: Tensor, y: Tensor, den: Tensor, q: Tensor | None, k: Tensor, v: Tensor, *others: Any
+    ) -> tuple[Tensor, ...]:
+        if may_branch(k) and _is_finite(y):
+            return form(grad, y, den, q, k, v, *others)
+        tainted = _tainted(k, v, others[-2])
+        clean = [x if x is None else x.masked_fill(tainted, 0.0) for x in (grad, y, q, v)]
+        hidden = k.masked_fill(tainted, float('-inf'))
+        dq, dk, dv, *d_bias = form(*clean[:2], den, clean[2], hidden, clean[3], *others)
+        spoilt = tainted & (grad != 0)  # a target that is NaN spoils all that has made it
+        if q is not None:
+            dq = dq.masked_fill(spoilt, float('nan'))
+        channels = spoilt.any(1, keepdim=True)
+        dk, dv = (x.masked_fill(channels, float('nan')) for x in (dk, dv))
+        if others[-1]:
+            d_bias = [x.masked_fill(spoilt.any(2).any(0).unsqueeze(1), float('nan')) for x in d_bias]
+        return dq, dk, dv, *d_bias
+
+    return cast(_Form, shielded)
+
+
+def _is_finite(y: Tensor) -> bool:
+    # By the last target, which sees all sources.
+    return math.isfinite(float(y[:, -1].sum(dtype=accumulate_dtype(y))))
+
+
+def _tainted(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    # (B, T, D) bool: targets with a source that is not finite; a key of minus infinity counts for nothing.
+    bad = ~((k < float('inf')) & v.isfinite())
+    if mask is not None:
+        bad = bad & mask.unsqueeze(-1)
+    return bad.cumsum(1) > 0
+
+
+@shield_forward
+def causal_forward(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    bias: CausalBias,
+    past: Past | None,
+    mask: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (B, T, D), each at the reference of its block; 0 where they underflow.
+
+    past: of sources that every target sees with no bias, beside those of the sequence.
+    """
+    out, den = empty_output(q, v), empty_denominator(k, v, save)
+    sequence = _Sequence(k, v, mask, bias, past)
+    state = sequence.keys.new_zeros(2 * sequence.keys.shape[1])
+    reference = None
+    if past is not None:
+        state, reference = torch.cat([past.numerator.flatten(), past.denominator.flatten()]), past.reference.flatten()
+    for block in sequence.blocks():
+        if reference is not None:
+            # In two halves: the factor may underflow where the sums are large.
+            half = torch.exp((reference - block.reference) / 2).repeat(2)
+            state = state * half * half
+        reference = block.reference
+        state = state + sequence.exponentials(block.left, reference)[1].sum(0)
+        x = sequence.exponentials(slice(block.low, block.stop), reference)[1]
+        sums = (block.weight @ x.to(sequence.product_dtype)).to(sequence.dtype)
+        if block.low > 0 or past is not None:
+            sums = torch.addcmul(sums, block.older, state)
+        rows = slice(block.start, block.stop)
+        num, bottom = (part.unflatten(1, (len(v), v.shape[2])).transpose(0, 1) for part in sums.chunk(2, dim=1))
+        ratio = num / bottom.clamp_min(UNDERFLOW[sequence.dtype])  # (B, C, D)
+        if may_branch(k) and bool((lost := bottom < block.limit).any()):
+            repair_forward(ratio, k, v, mask, bias, lost, block.start, past)
+            bottom = bottom.masked_fill(lost, 0.0)
+        s = gate(None if q is None else q[:, rows], sequence.dtype)
+        out[:, rows] = ratio if s is None else ratio * s
+        if save:
+            den[:, rows] = bottom
+    return out, den
+
+
+def causal_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: CausalBias,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; that of the bias is left in `bias`. A scan over the blocks, last to first."""
+    sequence = _Sequence(k, v, mask, bias)
+    g, out = grad.to(sequence.dtype), y.to(sequence.dtype)
+    s = gate(q, sequence.dtype)
+    dq = k.new_empty(0) if q is None or s is None else (g * out * (1 - s)).to(q.dtype)
+    a = g if s is None else g * s
+    lost = den.to(sequence.dtype) < UNDERFLOW[sequence.dtype]
+    top = (1 / den.to(sequence.dtype).clamp_min(UNDERFLOW[sequence.dtype])).masked_fill(lost, 0.0)
+    rows = torch.stack([a * top, -g * out * top]).permute(2, 0, 1, 3).flatten(1)  # (T, 2N)
+    dk, dv = torch.zeros_like(sequence.keys), torch.zeros_like(sequence.keys)
+
+    def add(part: slice, ek: Tensor, dx: Tensor) -> None:
+        d_values, d_keys = dx.chunk(2, dim=-1)
+        dv[part] += d_values * ek
+        dk[part] += (d_values * sequence.values[part] + d_keys) * ek
+
+    d_state, following = torch.zeros_like(rows[0]), None
+    for block in reversed(list(sequence.blocks())):
+        if following is not None:
+            d_state = d_state * torch.exp(block.reference - following).repeat(2)
+        following = block.reference
+        r = rows[block.start : block.stop]
+        window = slice(block.low, block.stop)
+        ek, x = sequence.exponentials(window, block.reference)
+        left, right = r.to(sequence.product_dtype), x.to(sequence.product_dtype)
+        add(window, ek, (block.weight.t() @ left).to(sequence.dtype))
+        if need_bias:
+            bias.add_grad(block.start, block.stop, logits_grad(block.weight, left, right, sequence.dtype))
+        if block.low > 0:
+            d_state = d_state + (block.older * r).sum(0)
+            add(block.left, sequence.exponentials(block.left, block.reference)[0], d_state)
+    dk, dv = (x.unflatten(1, (len(v), v.shape[2])).transpose(0, 1) for x in (dk, dv))
+    if may_branch(k) and bool(lost.any()):
+        repair_backward(a, k, v, mask, bias, lost, dk, dv, need_bias)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def logits_grad(weight: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient (C, L) of a block's logits, from that of its sums (C, 2N) and its exponentials (L, 2N).
+
+    A future source, whose weight is 0, may lie e^60 above a small denominator and overflow.
+    """
+    grad = torch.where(weight > 0, (left @ right.t()).to(dtype) * weight, 0.0)
+    if may_branch(weight) and not bool(grad.isfinite().all()):
+        product = left.double() @ right.double().t()
+        grad = torch.where(weight > 0, product * weight, 0.0).to(dtype)
+    return grad
+
+
+def repair_forward(
+    ratio: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: CausalBias,
+    lost: Tensor,
+    start: int,
+    past: Past | None,
+) -> None:
+    """Compute the lost elements of a block's ratio (B, C, D) again; it begins with the target `start`."""
+    v = masked_values(v, mask)
+    if past is not None:
+        # One more source, which stands for all before the sequence; the mask is of a sequence without a past.
+        older = past.reference.double() + past.denominator.double().log()
+        k = torch.cat([older.unsqueeze(1), k.double()], 1)
+        mean = past.numerator.double() / past.denominator.double().clamp_min(torch.finfo(torch.double).tiny)
+        v = torch.cat([mean.unsqueeze(1), v.double()], 1)
+    for batch, row, channel in lost_elements(lost, v.shape[1]):
+        rows = bias.rows(row + start)
+        p = joint_softmax(k, mask, batch, channel, rows if past is None else F.pad(rows, (1, 0)))
+        ratio[batch, row, channel] = (p * v.transpose(1, 2)[batch, channel].double()).sum(1).to(ratio.dtype)
+
+
+def repair_backward(
+    a: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: CausalBias,
+    lost: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    need_bias: bool,
+) -> None:
+    """Add the gradients of the lost elements, (B, T, D); `a` is the gradient of the mean of the values."""
+    v = masked_values(v, mask)
+    for batch, target, channel in lost_elements(lost, v.shape[1]):
+        p = joint_softmax(k, mask, batch, channel, bias.rows(target))
+        values = v.transpose(1, 2)[batch, channel].double()
+        spread = p * a[batch, target, channel].double()[:, None]  # (N, T)
+        dlogits = (spread * (values - (p * values).sum(1, keepdim=True))).to(dk.dtype)
+        dk.transpose(1, 2).index_put_((batch, channel), dlogits, accumulate=True)
+        dv.transpose(1, 2).index_put_((batch, channel), spread.to(dv.dtype), accumulate=True)
+        if need_bias:
+            bias.add_rows_grad(target, dlogits)
+
+
+def check_local_causal(q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> None:
+    """Raise ValueError unless the shapes are those of `ops.aft_local_causal`."""
+    check_qkv(q, k, v, mask)
+    if band.ndim != 2 or band.shape[0] != v.shape[1] or band.shape[1] == 0:
+        raise ValueError(f'band must have shape ({v.shape[1]}, s) for a window of s tokens, got {tuple(band.shape)}')
+
+
+def full_causal_forward(
+    q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (AFT Eq. 2, causal)."""
+    return causal_forward(q, k, v, FullBias(bias), None, mask, save)
+
+
+@shield_backward
+def full_causal_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and bias."""
+    full = FullBias(bias)
+    dqkv = causal_backward(grad, y, den, q, k, v, mask, full, need_bias)
+    return (*dqkv, full.grad.to(bias.dtype) if need_bias else bias.new_empty(0))
+
+
+def local_causal_forward(
+    q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (AFT Eq. 4, causal)."""
+    return causal_forward(q, k, v, BandBias(band), None, mask, save)
+
+
+@shield_backward
+def local_causal_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    band: Tensor,
+    mask: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and band."""
+    local = BandBias(band)
+    dqkv = causal_backward(grad, y, den, q, k, v, mask, local, need_bias)
+    return (*dqkv, local.grad.to(band.dtype) if need_bias else band.new_empty(0))
+
+
+def simple_causal_forward(
+    q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (AFT Eq. 5, causal)."""
+    return causal_forward(q, k, v, NoBias(v), None, mask, save)
+
+
+@shield_backward
+def simple_causal_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    return causal_backward(grad, y, den, q, k, v, mask, NoBias(v), need_bias)

@@ -1,0 +1,219 @@
+// What both passes of the causal AFT-local share: the weights of a band, the tokens, and their references.
+
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "../common/guard.h"
+#include "local_products.h"
+
+namespace {
+
+// Weights beside the window that a piece of a product may read.
+constexpr int64_t EDGE = 16;
+static_assert(ROWS + 1 < EDGE);
+// How far a new reference lies above the keys before it, in nats, so that it stays while they grow.
+constexpr float SLACK = 8.0f;
+// A weight below the largest of its row by this, in nats, is no normal number.
+constexpr float RANGE = 87.0f;
+
+struct Shape {
+  int64_t batch, tokens, channels, window, step;
+
+  int64_t vectors() const { return (channels + LANES - 1) / LANES; }
+  int64_t items() const { return batch * vectors(); }
+};
+
+bool any(IntVec x) {
+  int32_t found = 0;
+  for (int i = 0; i < LANES; ++i) found |= x[i];
+  return found != 0;
+}
+
+// The thresholds of denominators, below which one may have lost a term: of all targets, and of those with a weight that
+// vanishes, though a key far above its reference may make it count.
+struct Limits {
+  float underflow, vanishing;
+};
+
+// exp(w - reference of its row) of a band (T, s) for the targets of a block: left of the window of a target the weight
+// of a source before it, right of it zeros for the future.
+template <class P>
+class Weights {
+ public:
+  Weights(const Shape &s, const float *band)
+      : tokens_(s.tokens),
+        window_(s.window),
+        width_(s.window + 2 * EDGE),
+        band_(band),
+        data_((s.step + 1) * width_),
+        narrow_(s.step + 1) {}
+
+  // To the block from `start` on, whose targets are then to be filled, and the one after it.
+  void move(int64_t start) { start_ = start; }
+
+  void fill(int64_t t) {
+    Number *out = data_.data() + (t - start_) * width_;
+    std::fill_n(out, width_, Number{});
+    if (t == tokens_) return;
+    const float *in = band_ + t * window_;
+    // Of the window's places, those from `first` on are in the sequence.
+    const int64_t first = std::max<int64_t>(0, window_ - 1 - t);
+    // Finite, so that a row of minus infinity has no weights.
+    const float most = std::numeric_limits<float>::max();
+    float peak = t < window_ ? -most : 0.0f, low = t < window_ ? most : 0.0f;
+    for (int64_t i = first; i < window_; ++i) {
+      peak = std::max(peak, in[i]);
+      low = in[i] >= -most ? std::min(low, in[i]) : low;
+    }
+    narrow_[t - start_] = peak - low > RANGE;
+    if (t >= window_) std::fill_n(out, EDGE, P::number(exp_(splat(-peak))[0]));
+    for (int64_t i = first; i < window_; i += LANES) {
+      const int lanes = std::min<int64_t>(LANES, window_ - i);
+      Stream{reinterpret_cast<char *>(out), 0, 0, P::TERMS > 1}.write(EDGE + i, exp_(load(in + i, lanes) - peak), lanes);
+    }
+  }
+
+  // The threshold of a target's denominators.
+  float limit(int64_t t, Limits limits) const { return narrow_[t - start_] ? limits.vanishing : limits.underflow; }
+
+  // Of the sources from `source` on that a vector of a map has, and of the targets.
+  float sources(int64_t target, int64_t source) const {
+    const Number *x = row(target) + source - target + window_ - 1;
+    return P::join(x[0], x[1]);
+  }
+
+  float targets(int64_t target, int64_t source) const {
+    const Number *x = row(target) + source - target + window_ - 1;
+    return P::join(x[0], P::TERMS > 1 ? x[width_ - 1] : Number{});
+  }
+
+  float older(int64_t target) const { return P::value(row(target)[-1]); }
+
+  // Of the window's sources.
+  const typename P::Number *row(int64_t target) const { return data_.data() + (target - start_) * width_ + EDGE; }
+
+ private:
+  using Number = typename P::Number;
+
+  int64_t tokens_, window_, width_, start_ = 0;
+  const float *band_;
+  std::vector<Number> data_;
+  std::vector<char> narrow_;
+};
+
+// Some rows of a product, and where the weights of its terms [begin, end) are.
+struct Tile {
+  int64_t first, size, begin, end, offset;
+};
+
+// The weights of a block, in the order in which they are multiplied.
+template <class P>
+struct Packed {
+  std::vector<Tile> tiles;
+  std::vector<float> weights;
+
+  // Rows [first, stop) in pieces of nearly equal size; `reach` gives the terms of a piece.
+  template <typename R>
+  void plan(int64_t first, int64_t stop, R reach) {
+    tiles.clear();
+    int64_t offset = 0;
+    const int64_t count = (stop - first + ROWS - 1) / ROWS;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t size = (stop - first + count - i - 1) / (count - i);
+      const auto [begin, end] = reach(first, size);
+      tiles.push_back({first, size, begin, end, offset});
+      offset += (end - begin) / P::TERMS * size;
+      first += size;
+    }
+    weights.resize(offset);
+  }
+
+  // `weight` gives those of a row and of the terms of a vector.
+  template <typename W>
+  void fill(const Tile &tile, W weight) {
+    float *next = weights.data() + tile.offset;
+    for (int64_t term = tile.begin; term < tile.end; term += P::TERMS)
+      for (int64_t row = tile.first; row < tile.first + tile.size; ++row) *next++ = weight(row, term);
+  }
+
+  // out[i] += the sums of a tile's rows; `x` are its terms.
+  void mix(const Tile &tile, const Pair *x, Pair *out) const {
+    ::mix<P>(tile.size, x, weights.data() + tile.offset, (tile.end - tile.begin) / P::TERMS, out);
+  }
+};
+
+// A vector of channels of one sequence.
+struct Item {
+  int64_t b, channel;
+  int lanes;
+
+  Item(const Shape &s, int64_t index)
+      : b(index / s.vectors()),
+        channel(index % s.vectors() * LANES),
+        lanes(std::min<int64_t>(LANES, s.channels - channel)) {}
+
+  Vec read(const Stream &x, int64_t t) const { return x.read(b * x.batch + t * x.token + channel, lanes); }
+
+  void write(const Stream &x, int64_t t, Vec y) const { x.write(b * x.batch + t * x.token + channel, y, lanes); }
+};
+
+struct Source {
+  const Shape &s;
+  Stream k, v;
+  const bool *mask;
+  float headroom;  // how far a key may exceed its reference, in nats
+
+  bool counts(const Item &item, int64_t t) const { return !mask || mask[item.b * s.tokens + t]; }
+
+  // e^(k - reference) [v | 1]; nothing for a token that does not count, or before the sequence.
+  Pair entry(const Item &item, int64_t t, Vec reference) const {
+    if (t < 0 || !counts(item, t)) return Pair{};
+    const Vec e = exp_(item.read(k, t) - reference);
+    return {e * item.read(v, t), e};
+  }
+
+  // The first token of a sequence that counts.
+  int64_t first(const Item &item) const {
+    int64_t t = 0;
+    while (t < s.tokens && !counts(item, t)) ++t;
+    return t;
+  }
+};
+
+// The references of an item's blocks, one after the other. They never fall, and move only where they must: what has
+// been made at one must be made again at the next.
+struct Reference {
+  Vec value, past;  // and the largest key so far, never minus infinity
+
+  Reference(const Source &source, const Item &item) {
+    past = splat(-std::numeric_limits<float>::max() / 4);
+    if (source.counts(item, 0)) past = larger(item.read(source.k, 0), past);
+    value = past;
+  }
+
+  // To the block of targets [start, stop).
+  void move(const Source &source, const Item &item, int64_t start, int64_t stop) {
+    Vec peak = splat(-std::numeric_limits<float>::infinity());
+    for (int64_t t = start; t < stop; ++t)
+      if (source.counts(item, t)) peak = larger(item.read(source.k, t), peak);
+    const Vec least = peak - source.headroom;
+    value = value >= larger(past, least) ? value : larger(past + SLACK, least);
+    past = larger(past, peak);
+  }
+
+  static Vec larger(Vec x, Vec y) { return x > y ? x : y; }
+};
+
+// Calls `pass` with the products: those of bfloat16 if `half`, where the CPU has them.
+template <class F>
+int with_products(bool half, F pass) {
+#if defined(__AVX512BF16__)
+  if (half) return pass(Half{});
+#endif
+  return pass(Single{});
+}
+
+}  // namespace

@@ -1,0 +1,156 @@
+"""AFT-local with the future masked on a CPU: `local.cpp` and `local_backward.cpp`, with sums in float32.
+
+The blocks and repairs are those of `ops.causal.eager`, in whose place it comes. Unlike there a reference lies up to
+8 nats above the keys before its block, and stays until one of them exceeds it, or one of the block by the headroom.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from aft_vision.ops.causal.bias import BandBias
+from aft_vision.ops.causal.eager import (
+    HEADROOM,
+    repair_backward,
+    repair_forward,
+    shield_backward,
+    shield_forward,
+    vanishing_limit,
+)
+from aft_vision.ops.common.build import compiled, library
+from aft_vision.ops.common.numerics import (
+    UNDERFLOW,
+    accumulate_dtype,
+    empty_denominator,
+    empty_output,
+    gate,
+    product_dtype,
+)
+from aft_vision.ops.common.tensors import (
+    cast,
+    float_output,
+    narrow_neighbours,
+    narrow_output,
+    number,
+    numbers,
+    on_cpu,
+    pointer,
+    room,
+    stream,
+)
+
+LEAST = UNDERFLOW[torch.float32]
+
+
+class _Limits(ctypes.Structure):
+    _fields_ = [('underflow', ctypes.c_float), ('vanishing', ctypes.c_float)]
+
+
+def covers_local_causal(q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> bool:
+    """Whether this is made for such inputs: a CPU, sums in float32."""
+    return (
+        on_cpu(q, k, v, band, mask)
+        and accumulate_dtype(v) == torch.float32
+        and band.dtype != torch.float64
+        and library() is not None
+    )
+
+
+@shield_forward
+def local_causal_forward(
+    q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (AFT Eq. 4, causal)."""
+    out, den = empty_output(q, v), empty_denominator(k, v, save)
+    y, bottom = narrow_output(out), narrow_output(den)
+    if not _forward(q, k, v, mask, band, y, bottom if save else None):
+        # With denominators as the kernel compares them.
+        y, bottom = float_output(out), room(v.shape)
+        _forward(q, k, v, mask, band, y, bottom)
+        _repair(y, bottom, q, k, v, mask, band)
+    if save and bottom is not den:
+        den.copy_(bottom)
+    return (out if y is out else out.copy_(y)), den
+
+
+@shield_backward
+def local_causal_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    band: Tensor,
+    mask: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v and band. A scan over the blocks, last to first."""
+    bias, weights = BandBias(band), _contiguous(band.float())
+    inputs, given_mask = [narrow_neighbours(x) for x in (grad, y, den, q, k, v)], _contiguous(mask)
+    dq, dk, dv = None if q is None else _room_like(q), _room_like(k), _room_like(v)
+    d_band = room(band.shape) if need_bias else None
+    with record_function('aft_vision::local_backward'):
+        good = compiled().aft_local_causal_backward(
+            _sizes(v, bias),
+            *map(stream, inputs),
+            pointer(given_mask),
+            pointer(weights),
+            *map(stream, (dq, dk, dv)),
+            pointer(d_band),
+            number(HEADROOM),
+            number(LEAST),
+            torch.get_num_threads(),
+        )
+    if d_band is not None:
+        bias.grad = d_band
+    if not good:
+        # As the kernel compares: in bfloat16 the limit itself would be rounded.
+        lost, s = den.float() < LEAST, gate(q, torch.float32)
+        a = grad.float() if s is None else grad.float() * s
+        dk, dv = dk.float(), dv.float()
+        repair_backward(a, k, v, mask, bias, lost, dk, dv, need_bias)
+    return cast((dq, dk, dv, d_band), (q, k, v, band), k)
+
+
+def _forward(
+    q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, band: Tensor, y: Tensor, den: Tensor | None
+) -> bool:
+    # Whether y and den are right everywhere.
+    inputs, mask, weights = [narrow_neighbours(x) for x in (q, k, v)], _contiguous(mask), _contiguous(band.float())
+    with record_function('aft_vision::local_forward'):
+        good = compiled().aft_local_causal_forward(
+            _sizes(v, BandBias(band)),
+            *map(stream, inputs),
+            pointer(mask),
+            pointer(weights),
+            *map(stream, (y, den)),
+            number(HEADROOM),
+            _Limits(LEAST, vanishing_limit(torch.float32, v.shape[1])),
+            torch.get_num_threads(),
+        )
+    return bool(good)
+
+
+def _repair(y: Tensor, den: Tensor, q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, band: Tensor) -> None:
+    # Compute again what has underflowed in y.
+    lost = den < LEAST
+    ratio = torch.zeros_like(y)
+    repair_forward(ratio, k, v, mask, BandBias(band), lost, 0, None)
+    s = gate(q, y.dtype)
+    y.copy_(torch.where(lost, ratio if s is None else ratio * s, y))
+
+
+def _sizes(v: Tensor, bias: BandBias) -> ctypes.Array[ctypes.c_int64]:
+    # B, T, D, s, the targets of a block, and whether products are of bfloat16.
+    return numbers([*v.shape, bias.band.shape[1], bias.step, product_dtype(v) == torch.bfloat16])
+
+
+def _room_like(x: Tensor) -> Tensor:
+    return narrow_output(x.new_empty(x.shape))
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()

@@ -1,0 +1,122 @@
+// The products of the causal AFT-local: a few rows at a time, of float32 or of pairs of bfloat16, with sums in float32.
+
+#pragma once
+
+#include <algorithm>
+
+#include "../common/bfloat16.h"
+
+namespace {
+
+// Rows of a product whose sums fill the registers.
+#if defined(__AVX512F__)
+constexpr int ROWS = 12;
+#else
+constexpr int ROWS = 6;
+#endif
+// Terms that are added up by themselves first.
+constexpr int64_t PIECE = 512;
+
+// The values' and the keys' part of a sum, or of an entry of a map.
+struct Pair {
+  Vec values, keys;
+
+  Pair &operator+=(const Pair &x) {
+    values += x.values;
+    keys += x.keys;
+    return *this;
+  }
+
+  Pair &operator*=(Vec x) {
+    values *= x;
+    keys *= x;
+    return *this;
+  }
+};
+
+Pair operator*(float weight, const Pair &x) { return {weight * x.values, weight * x.keys}; }
+
+// Products in float32: each term by itself.
+struct Single {
+  using Number = float;
+  static constexpr int TERMS = 1;    // that a vector of a map has
+  static constexpr int VECTORS = 2;  // of a row's pair
+
+  static Number number(float x) { return x; }
+  static float value(Number x) { return x; }
+  static float join(Number first, Number) { return first; }
+
+  static Pair pack(const Pair &first, const Pair &) { return first; }
+  static Pair sum(const Pair &packed) { return packed; }
+  static void keep(Vec *row, const Pair &x) { std::memcpy(row, &x, sizeof x); }
+  static double exact(Vec x, Vec y, int lane) { return static_cast<double>(x[lane]) * y[lane]; }
+
+  static Vec add(Vec sum, Vec x, Vec y) { return sum + x * y; }
+};
+
+#if defined(__AVX512BF16__)
+// Products of bfloat16 with sums in float32: two neighbouring terms, or the values and the keys of one, share a lane.
+struct Half {
+  using Number = uint16_t;
+  static constexpr int TERMS = 2, VECTORS = 1;
+
+  static Number number(float x) { return round_half(splat(x))[0] >> 16; }
+  static float value(Number x) { return vec_of(Bits{} + (static_cast<uint32_t>(x) << 16))[0]; }
+  static float join(Number first, Number second) {
+    const uint32_t bits = first | static_cast<uint32_t>(second) << 16;
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+  }
+
+  static Pair pack(const Pair &first, const Pair &second) {
+    return {::join(first.values, second.values), ::join(first.keys, second.keys)};
+  }
+  static Pair sum(const Pair &packed) {
+    return {low_half(packed.values) + high_half(packed.values), low_half(packed.keys) + high_half(packed.keys)};
+  }
+  static void keep(Vec *row, const Pair &x) { *row = ::join(x.values, x.keys); }
+  static double exact(Vec x, Vec y, int lane) {
+    return Single::exact(low_half(x), low_half(y), lane) + Single::exact(high_half(x), high_half(y), lane);
+  }
+
+  static Vec add(Vec sum, Vec x, Vec y) { return add_products(sum, x, y); }
+};
+#endif
+
+// out[i] += sum of weights[j][i] * x[j] for N rows.
+template <class P, int N>
+__attribute__((noinline)) void mix_rows(const Pair *x, const float *weights, int64_t length, Pair *out) {
+  Vec values[N] = {}, keys[N] = {};
+  for (int64_t j = 0; j < length; ++j)
+    for (int i = 0; i < N; ++i) {
+      const Vec weight = splat(weights[j * N + i]);
+      values[i] = P::add(values[i], x[j].values, weight);
+      keys[i] = P::add(keys[i], x[j].keys, weight);
+    }
+  for (int i = 0; i < N; ++i) out[i] += Pair{values[i], keys[i]};
+}
+
+// The first multiple of P::TERMS from x on, and the last up to it.
+template <class P>
+int64_t round_up(int64_t x) {
+  return (x + P::TERMS - 1) & -P::TERMS;
+}
+
+template <class P>
+int64_t round_down(int64_t x) {
+  return x & -P::TERMS;
+}
+
+// The sums of `mix_rows` for an N that is known at run time, a piece of the terms after the other.
+template <class P, int N = ROWS>
+void mix(int64_t n, const Pair *x, const float *weights, int64_t length, Pair *out) {
+  if (n == N) {
+    for (int64_t j = 0; j < length; j += PIECE)
+      mix_rows<P, N>(x + j, weights + j * N, std::min(PIECE, length - j), out);
+  } else if constexpr (N > 1) {
+    mix<P, N - 1>(n, x, weights, length, out);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,99 @@
+"""AFT-simple up to each token in Triton (AFT Eq. 5, footnote 2)."""
+
+import torch
+import triton
+from torch import Tensor
+
+from aft_vision.ops.causal.simple_kernels import (
+    GROUP,
+    backward_kernel,
+    forward_kernel,
+    gradient_summary_kernel,
+    group_kernel,
+    scan_kernel,
+    summary_kernel,
+)
+from aft_vision.ops.common.kernels import FLOOR
+from aft_vision.ops.common.launch import as_bytes, launching, like, rows, strides
+from aft_vision.ops.common.numerics import empty_denominator, empty_output
+
+# Channels of a program that looks for the largest key of a group.
+GROUP_CHANNELS = 64
+# Sequences are cut into parts of so many tokens, or a multiple, while there are fewer programs than this of CHANNELS
+# channels: some for each multiprocessor of a large GPU. Every tile of tokens goes into such a part.
+PART = 128
+PROGRAMS = 512
+CHANNELS = 32
+# The tile of what sums over a part.
+SUMMARY = {'BT': 32, 'BD': CHANNELS}
+
+
+def simple_causal_forward(
+    q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators, each relative to the largest key up to its token (AFT Eq. 5, causal)."""
+    y, den = empty_output(q, v), empty_denominator(k, v, save)
+    (B, T, D), q, k, v = v.shape, rows(q), rows(k), rows(v)
+    length, parts = _cut(v)
+    mask, past, steps = as_bytes(mask), _sums(v, parts), strides(q, k, v)
+    with launching('simple_causal_forward', v):
+        if past is not None:
+            summary_kernel[(B * parts * triton.cdiv(D, CHANNELS),)](k, v, mask, past, T, D, length, steps, **SUMMARY)
+            _scan(past, reverse=False)
+        forward_kernel[lambda tile: (B * parts * triton.cdiv(D, tile['BD']),)](
+            q, k, v, mask, past, y, den if save else None, T, D, length, steps
+        )
+    return y, den
+
+
+def simple_causal_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    (B, T, D), grad, q, k, v, mask = v.shape, rows(grad), rows(q), rows(k), rows(v), as_bytes(mask)
+    y, den = y.contiguous(), den.contiguous()
+    dq, dk, dv = None if q is None else like(q), like(k), like(v)
+    groups = triton.cdiv(T, GROUP.value)
+    peaks = torch.full((B, 1 + groups, D), FLOOR.value, dtype=torch.float32, device=k.device)
+    length, parts = _cut(v)
+    following, steps = _sums(v, parts), strides(grad, q, k, v)
+    with launching('simple_causal_backward', v):
+        grid = (B * groups * triton.cdiv(D, GROUP_CHANNELS),)
+        group_kernel[grid](k, mask, peaks, T, D, *strides(k), BD=GROUP_CHANNELS)
+        peaks = peaks.cummax(1).values
+        if following is not None:
+            gradient_summary_kernel[(B * parts * triton.cdiv(D, CHANNELS),)](
+                grad, y, den, q, k, mask, peaks, following, T, D, length, steps, **SUMMARY
+            )
+            _scan(following, reverse=True)
+        backward_kernel[lambda tile: (B * parts * triton.cdiv(D, tile['BD']),)](
+            grad, y, den, q, k, v, mask, peaks, following, dq, dk, dv, T, D, length, steps
+        )
+    return k.new_empty(0) if dq is None else dq, dk, dv
+
+
+def _cut(v: Tensor) -> tuple[int, int]:
+    # The length of the parts of each sequence, and how many there are.
+    B, T, D = v.shape
+    wanted = max(1, PROGRAMS // (B * triton.cdiv(D, CHANNELS)))
+    length = triton.cdiv(triton.cdiv(T, wanted), PART) * PART
+    return length, triton.cdiv(T, length)
+
+
+def _sums(v: Tensor, parts: int) -> Tensor | None:
+    # Room for what a part needs of others, (B, parts, 3, D); None if it is alone.
+    B, _, D = v.shape
+    return None if parts == 1 else torch.empty((B, parts, 3, D), dtype=torch.float32, device=v.device)
+
+
+def _scan(sums: Tensor, reverse: bool) -> None:
+    B, parts, _, D = sums.shape
+    # One warp, of which each thread has a channel: it overwrites what it has read, and nobody else reads it.
+    scan_kernel[(B * triton.cdiv(D, CHANNELS),)](sums, D, parts, REVERSE=reverse, BD=CHANNELS, num_warps=1)

@@ -1,0 +1,274 @@
+"""The build of the C++ kernels at first use. If it fails, one line is logged and the torch forms run.
+
+They include nothing of torch, so one call of the compiler is all: no headers, no ninja, and nothing that depends on the
+version of torch or of Python.
+
+A library is kept under the digest of its own bytes, which is compared before it is loaded, in a folder that no other
+user can write to.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_logger = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent
+SOURCES = sorted(FOLDER.parent.glob('*/*.cpp'))
+HEADERS = sorted(FOLDER.parent.glob('*/*.h'))
+# Not -march=native: machines that differ may share the cache. Not -ffast-math: it would undo the rounding in exp.
+FLAGS = ['-O3', '-std=c++17', '-fopenmp', '-ffp-contract=fast', '-fno-math-errno']
+# Predictive commoning keeps sources of the next tap in registers that the sums need; without it the forward is faster.
+# Clang has no such thing, and refuses the flag.
+GCC_FLAGS = ['-fno-predictive-commoning']
+# A new build takes the place of those of other versions that nobody has loaded for so long: 30 days.
+UNUSED_SECONDS = 30 * 24 * 3600
+VECTOR_FLAGS = {
+    'AVX2': ['-mavx2', '-mfma'],
+    'AVX512': ['-mavx512f', '-mavx512bw', '-mavx512dq', '-mavx512vl', '-mfma'],
+}
+
+
+# Of AVX512 machines that multiply bfloat16. GCC knows it from version 10 on.
+HALF_FLAG = '-mavx512bf16'
+# What a function of `guard.h` returns for std::bad_alloc, and for every other exception.
+OUT_OF_MEMORY, FAILED = -1000, -1001
+# The beginning of the name of a folder that a build is made in.
+UNFINISHED = 'unfinished_'
+
+
+class Kernels(ctypes.CDLL):
+    """The compiled functions, which raise a MemoryError or a RuntimeError for an exception of C++."""
+
+    def __getitem__(self, name: Any) -> Any:
+        function = super().__getitem__(name)
+        function.errcheck = self._check
+        return function
+
+    def _check(self, result: Any, function: Any, arguments: Any) -> Any:
+        if result > OUT_OF_MEMORY:
+            return result
+        reason = ctypes.CDLL.__getitem__(self, 'aft_reason')
+        reason.restype = ctypes.c_char_p
+        message = f'{function.__name__} failed: {reason().decode(errors="replace")}'
+        raise MemoryError(message) if result == OUT_OF_MEMORY else RuntimeError(message)
+
+
+@functools.cache
+def library() -> Kernels | None:
+    """The compiled kernels; None, after one line in the log, where they cannot be built."""
+    try:
+        try:
+            return _load(_build())
+        except OSError:
+            # What was kept may belong to a system with other libraries.
+            return _load(_build(anew=True))
+    except (OSError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        _logger.warning(
+            'the C++ kernels cannot be built, so AFT-full, AFT-conv, AFT with one offset a channel, the causal '
+            'operations and decoding use the slower torch forms: %s',
+            reason,
+        )
+        return None
+
+
+def compiled() -> Kernels:
+    """The kernels where `library` has them."""
+    found = library()
+    assert found is not None
+    return found
+
+
+def _load(path: Path) -> Kernels:
+    found = Kernels(str(path))
+    # The time of its last use. The folder may be one that others have filled.
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return found
+
+
+def _build(anew: bool = False) -> Path:
+    """Return the path of the shared library, compiled unless it is kept.
+
+    Args:
+        anew: whether to compile it although it is kept.
+
+    Raises:
+        OSError: the folder cannot be written.
+        RuntimeError: there is no compiler, it fails, or there is no folder of our own.
+    """
+    if os.name != 'posix':
+        raise RuntimeError(f'expected a POSIX system, got {platform.system()}')
+    capability = torch.backends.cpu.get_cpu_capability()
+    flags = FLAGS + VECTOR_FLAGS.get(capability, [])
+    if capability == 'AVX512' and torch.cpu._is_avx512_bf16_supported():
+        flags = [*flags, HALF_FLAG]
+    chosen = _chosen_compiler()
+    compiler = shutil.which(chosen[0])
+    content = b''.join(path.read_bytes() for path in SOURCES + HEADERS)
+    version = _digest(content + ' '.join(flags + GCC_FLAGS).encode())
+    folder, kind = _folder(), f'kernels_{platform.machine()}_{capability.lower()}'
+    name = f'{kind}_{version}'
+    if compiler is None:
+        kept = None if anew else _kept(folder, f'{name}_*')
+        if kept is not None:
+            return kept
+        raise RuntimeError(f'expected a C++ compiler, got none by the name of {chosen[0]} (set CXX to choose another)')
+    command = [compiler, *chosen[1:]]
+    identity = _identify(command)
+    name = f'{name}_{_digest(identity + shlex.join(chosen[1:]).encode())}'
+    kept = None if anew else _kept(folder, name)
+    if kept is not None:
+        return kept
+    with _locked(folder):
+        # Another process may have built it meanwhile.
+        kept = None if anew else _kept(folder, name)
+        if kept is not None:
+            return kept
+        command += [*flags, *([] if b'clang' in identity else GCC_FLAGS)]
+        try:
+            path = _compile(command, folder, name)
+        except RuntimeError as error:
+            if HALF_FLAG not in str(error):
+                raise
+            path = _compile([x for x in command if x != HALF_FLAG], folder, name)
+        _remove_replaced([other for other in folder.glob(f'{name}_*.so') if other != path])
+        _remove_unused([other for other in folder.glob(f'{kind}_*.so') if other != path])
+    return path
+
+
+def _chosen_compiler() -> list[str]:
+    # Such as `ccache g++`.
+    chosen = os.environ.get('CXX', 'c++')
+    try:
+        words = shlex.split(chosen)
+    except ValueError as error:
+        raise RuntimeError(f'expected CXX to be a command, got {chosen!r}: {error}') from error
+    return words or ['']
+
+
+def _folder() -> Path:
+    """Return the folder that libraries are kept in: where torch keeps extensions, or a private one.
+
+    Raises:
+        RuntimeError: other users can write to both.
+    """
+    root = os.environ.get('TORCH_EXTENSIONS_DIR') or Path.home() / '.cache' / 'torch_extensions'
+    usual, private = Path(root) / 'aft_vision', Path(tempfile.gettempdir()) / f'aft_vision_{os.getuid()}'
+    if not _others_write(usual):
+        return usual
+    if _others_write(private):
+        raise RuntimeError(f'other users can write to {usual} and to {private} (chown them, or chmod go-w)')
+    _logger.warning(
+        'other users can write to %s, so the C++ kernels are kept in %s instead (chown the first, or chmod go-w)',
+        usual,
+        private,
+    )
+    return private
+
+
+def _others_write(path: Path) -> bool:
+    # Others than this user and root. What does not exist yet is made by us, and writable for us alone.
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    return found.st_uid not in (0, os.getuid()) or bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def _kept(folder: Path, name: str) -> Path | None:
+    # The last used of the libraries of a name, which may be a pattern, that are as they were built.
+    found = [x for x in folder.glob(f'{name}_*.so') if not _others_write(x) and x.stem.endswith(_digest_of(x))]
+    return max(found, key=lambda x: x.stat().st_mtime, default=None)
+
+
+def _digest_of(path: Path) -> str:
+    return f'_{_digest(path.read_bytes())}'
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process build at a time, and remove what killed ones have left."""
+    # On POSIX systems alone.
+    import fcntl
+
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    # The system lets go of the lock when a process ends, however it ends.
+    with (folder / 'lock').open('w') as file:
+        # Not every network file system has locks. Without them processes that start together all build.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+            for left in folder.glob(f'{UNFINISHED}*'):
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def _compile(command: list[str], folder: Path, name: str) -> Path:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=UNFINISHED) as place:
+        built = Path(place) / f'{name}.so'
+        command = [*command, '-shared', '-fPIC', *map(str, SOURCES), '-o', str(built)]
+        # The compiler's own temporary files are then removed with ours.
+        environment = {**os.environ, 'TMPDIR': place}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if done.returncode:
+            raise RuntimeError(f'{Path(command[0]).name} failed: {_first_error(done.stderr)}')
+        path = folder / f'{name}{_digest_of(built)}.so'
+        built.chmod(built.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
+        # Its bytes are on the disk before its name is, whenever the machine stops.
+        _write_through(built)
+        os.replace(built, path)
+        _write_through(folder)
+    return path
+
+
+def _write_through(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _remove_replaced(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+        _logger.warning('%s was damaged, could not be loaded, or could be changed by other users: built again', path)
+
+
+def _remove_unused(paths: Iterable[Path]) -> None:
+    for path in paths:
+        # Another process may remove it too. One that has loaded it keeps what it has.
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > UNUSED_SECONDS:
+                path.unlink()
+
+
+def _first_error(output: str) -> str:
+    # What a compiler says before only leads to it.
+    lines = output.strip().splitlines()
+    return next((line for line in lines if 'error:' in line), lines[0] if lines else 'it says nothing')
+
+
+def _identify(command: list[str]) -> bytes:
+    # By what it says of its name and version.
+    return subprocess.run([*command, '--version'], capture_output=True, check=False).stdout
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]

@@ -1,0 +1,55 @@
+"""What every kernel needs."""
+
+import torch
+import triton
+import triton.language as tl
+
+from aft_vision.ops.common import launch
+
+# Below every key; finite, so that no difference of references is NaN.
+FLOOR = tl.constexpr(torch.finfo(torch.float32).min)
+# A denominator below this has lost digits to underflow: what it divides is computed again, jointly.
+LIMIT = tl.constexpr(launch.LIMIT)
+
+
+@triton.jit
+def find_seen(MASK, b, t, c, T, D):
+    """Whether tokens t of sequence b count, and channels c exist."""
+    seen = (t < T)[:, None] & (c < D)[None, :]
+    if MASK is not None:
+        seen = seen & (tl.load(MASK + b * T + t, mask=t < T, other=0) != 0)[:, None]
+    return seen
+
+
+@triton.jit
+def load_keys(K, MASK, b, t, c, k_batch, k_token, T, D):
+    """Keys (t, c) of sequence b in float32, minus infinity at masked tokens and outside the sequence."""
+    seen = find_seen(MASK, b, t, c, T, D)
+    return tl.load(K + b * k_batch + t[:, None] * k_token + c[None, :], mask=seen, other=float('-inf')).to(tl.float32)
+
+
+@triton.jit
+def load_values(V, MASK, b, t, c, v_batch, v_token, T, D):
+    """Values (t, c) of sequence b in float32, 0 at masked tokens, whatever stands there, and outside the sequence."""
+    seen = find_seen(MASK, b, t, c, T, D)
+    return tl.load(V + b * v_batch + t[:, None] * v_token + c[None, :], mask=seen, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_tile(X, b, t, c, x_batch, x_token, T, D):
+    """Elements (t, c) of sequence b in float32, 0 outside the sequence."""
+    inside = (t < T)[:, None] & (c < D)[None, :]
+    return tl.load(X + b * x_batch + t[:, None] * x_token + c[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(X, x, b, t, c, T, D):
+    """Write elements (t, c) of sequence b of a contiguous tensor."""
+    inside = (t < T)[:, None] & (c < D)[None, :]
+    tl.store(X + b * T * D + t[:, None] * D + c[None, :], x, mask=inside)
+
+
+@triton.jit
+def load_row(X, b, t, c, x_batch, x_token, D, other):
+    """Elements of token t of sequence b in float32, `other` outside."""
+    return tl.load(X + b * x_batch + t * x_token + c, mask=c < D, other=other).to(tl.float32)

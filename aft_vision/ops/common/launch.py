@@ -1,0 +1,243 @@
+"""Where the Triton kernels run, and how they are launched; imports Triton only when a kernel is at hand.
+
+Triton is optional. Its kernels take tensors of one CUDA device, or, for tests and debugging, CPU tensors in Triton's
+interpreter under TRITON_INTERPRET=1, which must be set before the first of them runs.
+"""
+
+import functools
+import importlib.util
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from aft_vision.ops.common.numerics import UNDERFLOW
+
+_logger = logging.getLogger(__name__)
+
+# Sums are float32 in all of them.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A denominator below this has lost digits to underflow, as in the torch forms.
+LIMIT = UNDERFLOW[torch.float32]
+# The oldest GPUs that Triton supports.
+CAPABILITY = (8, 0)
+# Sequences lie along a side of the grid of programs that is no longer than this.
+SEQUENCES = 65535
+# Offsets in a sequence and in a bias have 32 bits; half of what these count, for tiles that reach over the end.
+ELEMENTS = 1 << 30
+
+# Held while kernels are launched: a tuner, and the interpreter, keep what belongs to one launch in themselves.
+_lock = threading.RLock()
+# Why Triton does not run on a device, in one line, or None; of those where it was tried.
+_failures: dict[torch.device, str | None] = {}
+# Devices where it was said to fail.
+_logged: set[torch.device] = set()
+
+
+def can_run(inputs: Sequence[Any]) -> bool:
+    """Whether the kernels take such inputs of an operator (q, k, v, ...), and run where these are.
+
+    They do if all tensors are on one device where Triton runs, in its floating-point types, not empty, and not too
+    large for the kernels' offsets and grids, of which one warning says so.
+    """
+    return _covers(inputs) and failure(_device(inputs)) is None
+
+
+def check(inputs: Sequence[Any]) -> None:
+    """Raise a RuntimeError if the kernels take such inputs, and cannot run only because Triton fails to compile."""
+    device = _device(inputs)
+    reason = failure(device) if _covers(inputs) else None
+    if reason is not None:
+        raise RuntimeError(
+            f"backend='triton' needs Triton to compile for {device}, which fails: {reason}; backend='auto' does without"
+        )
+
+
+def _covers(inputs: Sequence[Any]) -> bool:
+    tensors, device = [x for x in inputs if isinstance(x, Tensor)], _device(inputs)
+    return (
+        _supports(device)
+        and all(x.device == device and x.numel() > 0 for x in tensors)
+        and all(x.dtype in DTYPES for x in tensors if x.is_floating_point())
+        and _fits(inputs)
+    )
+
+
+def _device(inputs: Sequence[Any]) -> torch.device:
+    return next(x.device for x in inputs if isinstance(x, Tensor))
+
+
+def failure(device: torch.device) -> str | None:
+    """Why Triton cannot compile for a CUDA device and run there, in one line; None where it can.
+
+    A kernel is tried once for each device, and its first failure is logged. While a CUDA graph is captured it is only
+    compiled, and tried once nothing is captured, also where it failed: the capture itself may have been the cause.
+    """
+    with _lock:
+        if device.type != 'cuda' or device in _failures:
+            return _failures.get(device)
+        capturing = is_capturing(device)
+        reason = _find_failure(device, _compile_kernel if capturing else _try_kernel)
+        if not capturing:
+            _failures[device] = reason
+        if reason is not None and device not in _logged:
+            _logged.add(device)
+            _logger.warning(
+                'Triton cannot compile for %s, so AFT runs there in the slower torch forms: %s', device, reason
+            )
+        return reason
+
+
+def _find_failure(device: torch.device, attempt: Callable[[torch.device], None]) -> str | None:
+    try:
+        attempt(device)
+    # Without a C compiler, ptxas or a driver that fits it, each part of Triton fails in its own way.
+    except Exception as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
+
+
+def _compile_kernel(device: torch.device) -> None:
+    from aft_vision.ops.common.trial_kernel import trial_kernel
+
+    with torch.cuda.device(device):
+        trial_kernel.warmup(torch.float32, grid=(1,))
+
+
+def _try_kernel(device: torch.device) -> None:
+    from aft_vision.ops.common.trial_kernel import trial_kernel
+
+    with torch.cuda.device(device):
+        found = torch.zeros(1, dtype=torch.float32, device=device)
+        trial_kernel[(1,)](found)
+        if found.item() != 1.0:
+            raise RuntimeError(f'expected a first kernel to write 1, got {found.item()}')
+
+
+def is_capturing(device: torch.device | None = None) -> bool:
+    """Return whether launches on a CUDA device, or on the current one, are recorded in a CUDA graph.
+
+    Nothing may be timed or read back then.
+    """
+    if not torch.cuda.is_initialized():
+        return False
+    # The stream that is asked is that of the current device.
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def interprets() -> bool:
+    """Whether kernels that are first used now run in Triton's interpreter. Read each time: tests set it for a while."""
+    return os.environ.get('TRITON_INTERPRET') == '1'
+
+
+def _supports(device: torch.device) -> bool:
+    if device.type == 'cpu':
+        return interprets() and _has_triton()
+    return device.type == 'cuda' and _has_triton() and torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
+def _fits(inputs: Sequence[Any]) -> bool:
+    sequences = [_reach(x, 1) for x in inputs[:3] if x is not None]
+    biases = [_reach(x, 0) for x in inputs[3:] if isinstance(x, Tensor) and x.is_floating_point()]
+    fits = inputs[1].shape[0] <= SEQUENCES and max(sequences + biases) < ELEMENTS
+    if not fits:
+        _warn_too_large()
+    return fits
+
+
+def _reach(x: Tensor, first: int) -> int:
+    # From the first element to the last in memory, over the dimensions from `first` on.
+    return sum((length - 1) * stride for length, stride in zip(x.shape[first:], x.stride()[first:], strict=True))
+
+
+@functools.cache
+def _warn_too_large() -> None:
+    warnings.warn(
+        f'the Triton kernels take at most {SEQUENCES} sequences, each and its bias of at most {ELEMENTS} elements; '
+        'using another form for more',
+        stacklevel=2,
+    )
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec('triton') is not None
+
+
+def tuned(key: list[str], interpreted: dict[str, int], *configs: tuple[dict[str, int], int]) -> Callable[[Any], Any]:
+    """Return a decorator above `triton.jit`: the fastest configuration for each value of the key is measured and kept.
+
+    Lengths up to the same power of two share a choice, and each kind of device has its own. Triton keeps it on disk
+    too. While a CUDA graph is captured nothing can be measured: the first one runs, and stays.
+
+    Args:
+        key: arguments of the kernel, none of which changes with every batch.
+        interpreted: the constants in the interpreter: tiles so small that little tests have several.
+        configs: constants and number of warps, the most likely one first.
+    """
+    import triton
+
+    from aft_vision.ops.common.tuner import Tuner
+
+    if interprets():
+        configs = ((interpreted, 1),)
+    candidates = [triton.Config(constants, num_warps=warps) for constants, warps in configs]
+    return lambda kernel: Tuner(kernel, candidates, key)
+
+
+@contextmanager
+def launching(name: str, x: Tensor) -> Iterator[None]:
+    """A context whose kernels run on the device of x and show in profiles as aft_vision::name, one thread at a time."""
+    device = torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    with record_function(f'aft_vision::{name}'), device, _lock:
+        yield
+
+
+def product_type(v: Tensor) -> torch.dtype:
+    """The type of the operands of `tl.dot`: bfloat16 stays, all else is float32. The interpreter knows no bfloat16."""
+    return torch.bfloat16 if v.dtype == torch.bfloat16 and not interprets() else torch.float32
+
+
+def products(v: Tensor) -> dict[str, Any]:
+    """The constants PRODUCT, the type of the operands of `tl.dot`, and PRECISION, its input_precision.
+
+    float32 is multiplied in three products of TF32, where there are tensor cores for it.
+    """
+    import triton.language as tl
+
+    return {
+        'PRODUCT': tl.bfloat16 if product_type(v) == torch.bfloat16 else tl.float32,
+        'PRECISION': 'ieee' if interprets() or torch.version.hip is not None else 'tf32x3',
+    }
+
+
+@overload
+def rows(x: Tensor) -> Tensor: ...
+@overload
+def rows(x: None) -> None: ...
+def rows(x: Tensor | None) -> Tensor | None:
+    """The tensor, copied only if its channels are no neighbours in memory: parts of a fused projection are not."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def strides(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Of each (B, T, D) tensor the elements from one sequence to the next and from one token to the next."""
+    return tuple(0 if x is None else x.stride(dim) for x in tensors for dim in (0, 1))
+
+
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    """The (B, T) mask as contiguous bytes."""
+    return None if mask is None else mask.contiguous().view(torch.uint8)
+
+
+def like(x: Tensor) -> Tensor:
+    """Room for the gradient of x: contiguous, in its type."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,0 +1,257 @@
+"""One forward and one backward for every operator y = sigmoid(q) * (W (e^k v)) / (W e^k).
+
+`Weights` stands for W = exp(w - reference): what differs between the operators is only how W is applied.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.common.numerics import UNDERFLOW, accumulate_dtype, gate, masked_values, may_branch, shifted_exp
+from aft_vision.ops.common.repair import joint_softmax, lost_elements
+
+# Scratch of one batch chunk, in elements of the (token, batch, value and key) workspace: stays within the caches.
+CHUNK_ELEMENTS = 1 << 21
+
+
+class Workspace(NamedTuple):
+    """A buffer in the layout that an operator multiplies fastest, and two views into it.
+
+    values: (B, T, h, D / h), key-weighted values; keys: (B, T, h, 1), key weights.
+    """
+
+    buffer: Tensor
+    values: Tensor
+    keys: Tensor
+
+
+class Weights(Protocol):
+    """The non-negative position weights exp(w - reference) of one operator.
+
+    writes_to_spare: whether its products use the spare workspace; if not, none is made for them.
+    chunk_elements: of the workspace, that a CPU works at a time.
+    """
+
+    writes_to_spare: bool
+
+    @property
+    def chunk_elements(self) -> int: ...
+
+    def workspace(self, batch: int) -> Workspace:
+        """An uninitialised workspace for `batch` sequences."""
+
+    def apply(self, x: Workspace, spare: Workspace) -> Workspace:
+        """W x: sums over sources. `spare` may be written to and be the result."""
+
+    def apply_transpose(self, x: Workspace, spare: Workspace) -> Workspace:
+        """W^T x: sums over targets. `spare` may be written to and be the result."""
+
+    def add_grad(self, grad: Workspace, x: Workspace) -> None:
+        """Add the gradient of sum(grad * W x) to the weights' own."""
+
+    def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
+        """The rows w[target, :] of the bias itself, (N, T); minus infinity where a source may not be seen."""
+
+    def add_bias_rows_grad(self, head: Tensor, target: Tensor, grad: Tensor) -> None:
+        """Add the gradient (N, T) of `bias_rows`."""
+
+
+def mix_forward(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    out: Tensor,
+    den: Tensor,
+) -> None:
+    """Write y (B, T, D) into out and, unless den is empty, the denominators (B, T, h) into den."""
+    buffers = _Buffers(weights)
+    for part in _chunks(v, weights):
+        chunk = _slice(q, part), k[part], v[part], _slice(mask, part)
+        _forward_chunk(*chunk, weights, buffers.take(len(k[part])), out[part], den[part] if den.numel() else den)
+
+
+def mix_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v; that of the bias is left in `weights`. An empty gradient stands for q = None."""
+    dq, dk, dv = (None if x is None else x.new_empty(x.shape) for x in (q, k, v))
+    assert dk is not None
+    assert dv is not None
+    buffers = _Buffers(weights, count=3)
+    for part in _chunks(v, weights):
+        inputs = grad[part], y[part], den[part], _slice(q, part), k[part], v[part], _slice(mask, part)
+        spaces = buffers.take(len(k[part]))
+        _backward_chunk(*inputs, weights, need_bias, spaces, _slice(dq, part), dk[part], dv[part])
+    return k.new_empty(0) if dq is None else dq, dk, dv
+
+
+def _forward_chunk(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    spaces: list[Workspace],
+    out: Tensor,
+    den: Tensor,
+) -> None:
+    # y and, unless den is empty, the denominators of b sequences, in two workspaces for as many.
+    x, spare = spaces
+    v = _by_head(masked_values(v, mask), k.shape[2])
+    _fill_exponentials(x, k, v, mask)
+    sums = weights.apply(x, spare)
+    dtype, bottom = accumulate_dtype(v), sums.keys.to(accumulate_dtype(v))
+    lost = _underflowed(bottom)
+    if den.numel():
+        den.copy_(sums.keys.squeeze(-1))
+    ratio = sums.values.to(dtype).div_(bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))
+    if lost is not None and may_branch(k):
+        _repair_forward(ratio, k, v, mask, weights, lost)  # ratio is (b, T, h, c)
+    _write_gated(out, q, ratio)
+
+
+def _backward_chunk(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    need_bias: bool,
+    spaces: list[Workspace],
+    dq: Tensor | None,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    # The gradients of q, k and v of b sequences, in three workspaces for as many; adds to the weights'.
+    dtype, heads = accumulate_dtype(v), k.shape[2]
+    v_ = _by_head(masked_values(v, mask), heads)
+    g, out = grad.to(dtype), y.to(dtype)
+    go = g * out
+    s = gate(q, dtype)
+    if s is not None and dq is not None:
+        dq.copy_(torch.addcmul(go, go, s, value=-1))
+    bottom = den.to(dtype).unsqueeze(-1)  # (b, T, h, 1)
+    lost = _underflowed(bottom)
+    a = _by_head(g if s is None else g * s, heads)  # (b, T, h, c)
+    r, x, spare = spaces
+    top = 1 / (bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))
+    if lost is not None:
+        top = top.masked_fill(lost, 0.0)
+    torch.mul(a, top, out=r.values)
+    r.keys.copy_(_by_head(go, heads).sum(-1, keepdim=True).mul_(top).neg_())
+    _fill_exponentials(x, k, v_, mask)
+    z = weights.apply_transpose(r, spare)
+    wide = [d if d.dtype == dtype else torch.empty(d.shape, dtype=dtype, device=d.device) for d in (dk, dv)]
+    dk_, dv_ = wide[0].unsqueeze(-1), _by_head(wide[1], heads)
+    torch.mul(z.values, x.keys, out=dv_)
+    torch.mul((z.values * v_).sum(-1, keepdim=True).add_(z.keys), x.keys, out=dk_)
+    if need_bias:
+        weights.add_grad(r, x)
+    if lost is not None and may_branch(k):
+        _repair_backward(a, k, v_, mask, weights, lost, dk_, dv_, need_bias)
+    for found, d in zip(wide, (dk, dv), strict=True):
+        if found is not d:
+            d.copy_(found)
+
+
+def _repair_forward(ratio: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weights: Weights, lost: Tensor) -> None:
+    for index in lost_elements(lost.squeeze(-1), v.shape[1] * (v.shape[3] + 1)):
+        batch, target, head = index
+        p = joint_softmax(k, mask, batch, head, weights.bias_rows(head, target))
+        ratio[index] = torch.bmm(p.unsqueeze(1), v.transpose(1, 2)[batch, head].double()).squeeze(1).to(ratio.dtype)
+
+
+def _repair_backward(
+    a: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    lost: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    need_bias: bool,
+) -> None:
+    for index in lost_elements(lost.squeeze(-1), v.shape[1] * (v.shape[3] + 1)):
+        batch, target, head = index
+        p = joint_softmax(k, mask, batch, head, weights.bias_rows(head, target))  # (N, T)
+        values = v.transpose(1, 2)[batch, head].double()  # (N, T, c)
+        grad = a[index].double()  # (N, c)
+        mean = torch.bmm(p.unsqueeze(1), values).squeeze(1)  # (N, c)
+        dp = torch.bmm(values, grad.unsqueeze(-1)).squeeze(-1) - (mean * grad).sum(-1, keepdim=True)
+        dlogits = (p * dp).to(dk.dtype)
+        dk.squeeze(-1).transpose(1, 2).index_put_((batch, head), dlogits, accumulate=True)
+        spread = (p.unsqueeze(-1) * grad.unsqueeze(1)).to(dv.dtype)  # (N, T, c)
+        dv.transpose(1, 2).index_put_((batch, head), spread, accumulate=True)
+        if need_bias:
+            weights.add_bias_rows_grad(head, target, dlogits)
+
+
+def _underflowed(bottom: Tensor) -> Tensor | None:
+    # On a CPU None when nothing underflowed, so that the common path pays for one minimum alone.
+    limit = UNDERFLOW[bottom.dtype]
+    if may_branch(bottom) and bool(bottom.amin() >= limit):
+        return None
+    return bottom < limit
+
+
+class _Buffers:
+    # Workspaces that are written again for every chunk of the same length: fresh memory costs more than the sums.
+    def __init__(self, weights: Weights, count: int = 2) -> None:
+        self.weights, self.count = weights, count
+        self.length, self.spaces = 0, list[Workspace]()
+
+    def take(self, length: int) -> list[Workspace]:
+        if length != self.length:
+            own = self.count if self.weights.writes_to_spare else self.count - 1
+            self.length, self.spaces = length, []  # the old ones go first
+            self.spaces = [self.weights.workspace(length) for _ in range(own)]
+            # In the place of a spare one that nobody writes to.
+            self.spaces += self.spaces[: self.count - own]
+        return self.spaces
+
+
+def _fill_exponentials(x: Workspace, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    ek = shifted_exp(k, mask, x.keys.squeeze(-1)).unsqueeze(-1)  # (b, T, h, 1)
+    torch.mul(ek, v, out=x.values)
+
+
+def _write_gated(out: Tensor, q: Tensor | None, ratio: Tensor) -> None:
+    result = _by_head(out, ratio.shape[2])
+    if q is None:
+        result.copy_(ratio)
+    elif out.dtype == ratio.dtype:
+        torch.sigmoid(q, out=out)
+        result.mul_(ratio)
+    else:
+        torch.mul(_by_head(torch.sigmoid(q.to(ratio.dtype)), ratio.shape[2]), ratio, out=result)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    # (b, T, D) -> (b, T, h, D / h)
+    return x.unflatten(2, (heads, -1))
+
+
+def _chunks(v: Tensor, weights: Weights) -> Iterator[slice]:
+    step = max(1, weights.chunk_elements // (2 * v.shape[1] * v.shape[2])) if may_branch(v) else len(v)
+    for start in range(0, len(v), step):
+        yield slice(start, start + step)
+
+
+def _slice(x: Tensor | None, part: slice) -> Tensor | None:
+    return None if x is None else x[part]

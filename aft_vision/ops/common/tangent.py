@@ -1,0 +1,179 @@
+"""The forward-mode derivative of every operator: the weights of its forward, applied to tangents.
+
+With p the normalised weights and m the mean of the values, dm = sum p (dv + v (dk + dw)) - m sum p (dk + dw).
+Without a tangent of the bias each sum is the operator itself, on other values. With one, blocks of targets form p.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.common.numerics import accumulate_dtype, gate, masked_keys, masked_values
+
+# Elements of p, (B, h, N, T), of one block of targets.
+BLOCK_ELEMENTS = 1 << 21
+
+
+class Places(NamedTuple):
+    """Where the bias of some targets stands in its table, (1 or h, M): full (T T), band (T width), kernel (s s).
+
+    Attributes:
+        entry: (N, T) int64, the column of w[target, source].
+        biased: (N, T) or (h, N, T) bool, where there is a bias; it is 0 elsewhere.
+        seen: (N, T) bool, the sources that have a weight; None for all.
+    """
+
+    entry: Tensor
+    biased: Tensor
+    seen: Tensor | None = None
+
+
+# (the operator's inputs by name, targets (N, 1), sources (T,)) -> Places
+FindPlaces = Callable[[dict[str, Any], Tensor, Tensor], Places]
+
+
+def full_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Places:
+    """Find the bias of `ops.aft_full`."""
+    entry = target * len(source) + source
+    return Places(entry, torch.ones_like(entry, dtype=torch.bool))
+
+
+def full_causal_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Places:
+    """Find the bias of `ops.aft_full_causal`."""
+    return full_places(inputs, target, source)._replace(seen=source <= target)
+
+
+def local_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Places:
+    """Find the bias of `ops.aft_local`."""
+    width = inputs['band'].shape[1]
+    return _band_places(width, width // 2, target, source)
+
+
+def local_causal_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Places:
+    """Find the bias of `ops.aft_local_causal`."""
+    width = inputs['band'].shape[1]
+    return _band_places(width, width - 1, target, source)._replace(seen=source <= target)
+
+
+def conv_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Places:
+    """Find the bias of `ops.aft_conv`."""
+    size, width = inputs['kernel'].shape[-1], inputs['grid'][1]
+    row = source // width - target // width + size // 2
+    column = source % width - target % width + size // 2
+    biased = (row >= 0) & (row < size) & (column >= 0) & (column < size)
+    return Places((row * size + column).where(biased, 0), biased, None if inputs['global_context'] else biased)
+
+
+def onehot_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Places:
+    """Find the bias of `ops.aft_onehot`."""
+    width, offset = inputs['grid'][1], inputs['offset'][:, :, None, None]  # (h, 2, 1, 1)
+    row, column = source // width - target // width, source % width - target % width
+    return Places(torch.zeros_like(row), (row == offset[:, 0]) & (column == offset[:, 1]))
+
+
+def forward_tangent(
+    operator: Callable[..., tuple[Tensor, Tensor]],
+    find_places: FindPlaces | None,
+    inputs: dict[str, Any],
+    tangents: dict[str, Tensor | None],
+    backend: str,
+) -> Tensor:
+    """Differentiate y along the tangents of q, k, v and the bias.
+
+    Args:
+        operator: of the custom operators.
+        find_places: finds its bias; None for an operator without one.
+        inputs: all that the operator takes before `save`, by name.
+        tangents: by the names of q, k, v and the bias, in this order; None where there is none, but at least one.
+        backend: the form that runs.
+
+    Returns:
+        (B, T, D) in the dtype of y.
+    """
+    v, mask = inputs['v'], inputs['mask']
+    dtype, heads = accumulate_dtype(v), inputs['k'].shape[2]
+    wide = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
+    wide['v'] = masked_values(wide['v'], mask)
+    dq, dk, dv, *dbias = (None if x is None else x.to(dtype) for x in tangents.values())
+    dk, dv = (None if x is None else masked_values(x, mask) for x in (dk, dv))
+    if find_places is None or dbias[0] is None:
+        mean, slope = _differentiate_by_operator(operator, wide, heads, dk, dv, backend)
+    else:
+        bias = wide[list(tangents)[3]]
+        mean, slope = _differentiate_jointly(find_places, wide, heads, dk, dv, bias, dbias[0])
+    s = gate(inputs['q'], dtype)
+    if s is not None:
+        slope = s * slope if dq is None else s * (slope + mean * (1 - s) * dq)
+    return slope.to(v.dtype if s is None else inputs['q'].dtype)
+
+
+def _differentiate_by_operator(
+    operator: Callable[..., tuple[Tensor, Tensor]],
+    inputs: dict[str, Any],
+    heads: int,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    # The mean of the values and its derivative, (B, T, D), where the bias has no tangent.
+    def average(values: Tensor) -> Tensor:
+        return operator(*(inputs | {'q': None, 'v': values}).values(), torch.is_grad_enabled(), backend)[0]
+
+    v = inputs['v']
+    mean = average(v)
+    if dk is None:
+        return mean, torch.zeros_like(mean) if dv is None else average(dv)
+    by_head = _by_head(v, heads) * dk.unsqueeze(-1)
+    slope = average(by_head.flatten(2) if dv is None else by_head.flatten(2) + dv)
+    return mean, slope - (_by_head(mean, heads) * average(dk).unsqueeze(-1)).flatten(2)
+
+
+def _differentiate_jointly(
+    find_places: FindPlaces,
+    inputs: dict[str, Any],
+    heads: int,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    bias: Tensor,
+    dbias: Tensor,
+) -> tuple[Tensor, Tensor]:
+    # The same with a tangent of the bias. The joint softmax never underflows.
+    v, mask = inputs['v'], inputs['mask']
+    keys = masked_keys(inputs['k'], mask).transpose(1, 2).unsqueeze(2)  # (B, h, 1, T)
+    values = _by_head(v, heads).transpose(1, 2)  # (B, h, T, c)
+    source = torch.arange(v.shape[1], device=v.device)
+    means, slopes = [], []
+    for target in source.unsqueeze(1).split(max(1, BLOCK_ELEMENTS // max(1, keys.numel()))):
+        places = find_places(inputs, target, source)
+        logits = keys + _rows(bias, places)  # (B, h, N, T)
+        if places.seen is not None:
+            logits = logits.masked_fill(~places.seen, float('-inf'))
+        # A row that sees nothing is zero.
+        p = torch.softmax(logits, 3).masked_fill(logits == float('-inf'), 0.0)
+        dp = p * (_rows(dbias, places) if dk is None else _rows(dbias, places) + dk.transpose(1, 2).unsqueeze(2))
+        mean = p @ values
+        slope = dp @ values - mean * dp.sum(3, keepdim=True)
+        means.append(mean)
+        slopes.append(slope if dv is None else slope + p @ _by_head(dv, heads).transpose(1, 2))
+    mean, slope = (torch.cat(x, 2).transpose(1, 2).flatten(2) for x in (means, slopes))
+    return mean, slope
+
+
+def _rows(bias: Tensor, places: Places) -> Tensor:
+    # (1 or h, N, T): w of the targets, 0 where there is none. One table serves all channels, or each head has its own.
+    table = bias.reshape(1 if bias.ndim == 2 else len(bias), -1)
+    return table[:, places.entry].where(places.biased, 0.0)
+
+
+def _band_places(width: int, own: int, target: Tensor, source: Tensor) -> Places:
+    # own: the place of the target itself in its row of the band.
+    place = source - target + own
+    biased = (place >= 0) & (place < width)
+    return Places(target * width + place.where(biased, 0), biased)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    # (B, T, D) -> (B, T, h, D / h)
+    return x.unflatten(2, (heads, -1))

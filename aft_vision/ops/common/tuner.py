@@ -1,0 +1,104 @@
+"""Choosing the tiles of a kernel: Triton's tuner, for classes of lengths and for each kind of device."""
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from triton.runtime import Autotuner
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from aft_vision.ops.common.launch import is_capturing
+
+# Arguments of kernels that may change with every batch.
+LENGTHS = ('T', 'height', 'width')
+Key = tuple[Hashable, ...]
+
+
+class Tuner(Autotuner):
+    """Triton's tuner, whose choice serves all lengths up to the same power of two, on one kind of device alone.
+
+    While a CUDA graph is captured nothing can be measured: the first configuration runs.
+
+    Attributes:
+        most: the largest number of configurations that a tuner chooses from.
+    """
+
+    most = 0
+    # Which configuration every tuner runs in place of the fastest.
+    _choice: int | None = None
+
+    def __init__(self, kernel: Any, configs: list[triton.Config], key: list[str]) -> None:
+        super().__init__(kernel, kernel.arg_names, configs, key, None, None, cache_results=True)
+        self.cache = _Choices(sum(name in LENGTHS for name in key))
+        # Lengths first: how many there are is all that the choices need to know.
+        self.keys = sorted(key, key=lambda name: name not in LENGTHS)
+        Tuner.most = max(Tuner.most, len(configs))
+
+    @classmethod
+    @contextmanager
+    def choosing(cls, i: int) -> Iterator[None]:
+        """Run the i-th configuration of every tuner, or its last, while the context lasts; nothing is measured."""
+        cls._choice = i
+        try:
+            yield
+        finally:
+            cls._choice = None
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Launch the kernel."""
+        if Tuner._choice is None:
+            return super().run(*args, **kwargs)
+        first, chosen = self.configs[0], self.configs[min(Tuner._choice, len(self.configs) - 1)]
+        try:
+            return self.fn.run(*args, **kwargs, **chosen.all_kwargs())
+        except (OutOfResources, PTXASError):
+            # Such sizes are never chosen; without the first a capture fails.
+            if chosen is first:
+                raise
+            return self.fn.run(*args, **kwargs, **first.all_kwargs())
+
+    def prune_configs(self, kwargs: dict[str, Any]) -> list[triton.Config]:
+        """Return those that can be compared now."""
+        if is_capturing():
+            return self.configs[:1]
+        return super().prune_configs(kwargs)
+
+    def check_disk_cache(self, tuning_key: Key, configs: list[triton.Config], bench_fn: Callable[[], None]) -> bool:
+        """Load the choice from disk, or measure and store it."""
+        return super().check_disk_cache(self.cache.find_class(tuning_key), configs, bench_fn)
+
+
+class _Choices(dict[Key, triton.Config]):
+    # The choice for each class of keys.
+
+    def __init__(self, lengths: int) -> None:
+        super().__init__()
+        self.lengths = lengths
+
+    def find_class(self, key: Key) -> Key:
+        # That of a class is itself.
+        device = _current_device()
+        lengths = (triton.next_power_of_2(length) for length in key[: self.lengths])
+        return (*lengths, *(x for x in key[self.lengths :] if x != device), device)
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(self.find_class(key))
+
+    def __getitem__(self, key: Key) -> triton.Config:
+        return super().__getitem__(self.find_class(key))
+
+    def __setitem__(self, key: Key, config: triton.Config) -> None:
+        super().__setitem__(self.find_class(key), config)
+
+
+def _current_device() -> str:
+    # Kernels are launched with the device of their tensors as the current one.
+    return _name_of(torch.cuda.current_device()) if torch.cuda.is_initialized() else 'none'
+
+
+@functools.cache
+def _name_of(device: int) -> str:
+    return torch.cuda.get_device_name(device)

@@ -1,0 +1,319 @@
+"""Comparing each operator's kernels with its torch form on a device, once: what disagrees there is not used.
+
+The result is kept next to what Triton has compiled, in a file for each source of the kernels, version of Triton and
+kind of device. A process decides once for each operator and type: a forward and its backward run in one form.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from aft_vision.ops.causal import eager as causal
+from aft_vision.ops.common import launch
+from aft_vision.ops.common.tuner import Tuner
+from aft_vision.ops.conv import eager as conv
+from aft_vision.ops.conv import onehot
+from aft_vision.ops.full import eager as full
+
+_logger = logging.getLogger(__name__)
+# Other systems have no such locks: there each process compares for itself.
+_fcntl: Any = importlib.import_module('fcntl') if os.name == 'posix' else None
+
+# Largest error, relative to the norm: of the result, and of gradients.
+BOUNDS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-2, 2e-2), torch.float16: (4e-3, 4e-3)}
+# The spread of keys and biases that underflow in float32, not in float64, and the bound for them.
+WIDE, WIDE_BOUND = 30.0, 1e-4
+# What the record says of a comparison that never ended.
+UNFINISHED = 'a comparison with the torch form ended its process'
+UNVERIFIED = (
+    'it was first used while a graph was captured or traced; call it once before, or run python -m tools.verify_gpu'
+)
+
+# Why the kernels of an operator are not used, or None: for each operator, type and device.
+_decisions: dict[tuple[str, torch.dtype, torch.device], str | None] = {}
+
+
+class Shape(NamedTuple):
+    """The size of a comparison: sequences, a grid of tokens, channels, channels of a head, and a window."""
+
+    B: int
+    grid: tuple[int, int]
+    D: int
+    channels: int
+    window: int
+
+
+# Several tiles of tokens and of channels; like the sizes of models, 16 divides D and not T.
+SMALL = Shape(B=2, grid=(7, 10), D=48, channels=1, window=17)
+
+
+class Operator(NamedTuple):
+    """The torch form of an operator, and its inputs behind q, k and v for a shape; `spread` scales the biases."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, ...]]
+    others: Callable[[Shape, float, Tensor], tuple[Any, ...]]
+
+
+def _draw(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def _conv_inputs(shape: Shape, spread: float, mask: Tensor) -> tuple[Any, ...]:
+    size = min(shape.window, 2 * max(shape.grid) - 1) // 2 * 2 + 1
+    heads = shape.D // shape.channels
+    return _draw(heads, size, size, seed=3, scale=spread), shape.grid, mask, spread == 1.0
+
+
+def _onehot_inputs(shape: Shape, spread: float, mask: Tensor) -> tuple[Any, ...]:
+    heads = shape.D // shape.channels
+    offset = torch.randint(-2, 3, (heads, 2), generator=torch.Generator().manual_seed(4))
+    return offset, _draw(heads, seed=3, scale=spread), shape.grid, mask
+
+
+def _tokens(shape: Shape) -> int:
+    return shape.grid[0] * shape.grid[1]
+
+
+OPERATORS = {
+    'full': Operator(
+        full.full_forward,
+        full.full_backward,
+        lambda shape, spread, mask: (_draw(_tokens(shape), _tokens(shape), seed=3, scale=spread), mask),
+    ),
+    'simple': Operator(full.simple_forward, full.simple_backward, lambda shape, spread, mask: (mask,)),
+    'conv': Operator(conv.conv_forward, conv.conv_backward, _conv_inputs),
+    'onehot': Operator(onehot.onehot_forward, onehot.onehot_backward, _onehot_inputs),
+    'local_causal': Operator(
+        causal.local_causal_forward,
+        causal.local_causal_backward,
+        lambda shape, spread, mask: (_draw(_tokens(shape), shape.window, seed=3, scale=spread), mask),
+    ),
+    'simple_causal': Operator(
+        causal.simple_causal_forward, causal.simple_causal_backward, lambda shape, spread, mask: (mask,)
+    ),
+}
+
+
+def check(name: str, v: Tensor) -> None:
+    """Raise a RuntimeError if the kernels of an operator fail or disagree with its torch form for such values."""
+    reason = failure(name, v)
+    if reason not in (None, UNVERIFIED):
+        raise RuntimeError(
+            f"backend='triton' needs kernels that agree with the torch form on {v.device}, and those of {name} in "
+            f"{v.dtype} do not: {reason}; backend='auto' does without them"
+        )
+
+
+def failure(name: str, v: Tensor) -> str | None:
+    """Return why the kernels of an operator of OPERATORS are not used for such values, in one line; None if they are.
+
+    The first call compares them on a kind of device that has no record, while other processes wait for it. Nothing is
+    compared during a capture or a trace: without a record, this process uses the torch form.
+    """
+    key = name, v.dtype, v.device
+    with launch._lock:
+        if key not in _decisions:
+            if not is_needed(v.device):
+                _decisions[key] = None
+                return None
+            reason = _decisions[key] = _decide(name, v.dtype, v.device)
+            if reason is not None:
+                _logger.warning(
+                    'the Triton kernels of %s are not used for %s on %s, so AFT runs there in the slower torch forms: '
+                    '%s (record: %s)',
+                    *(name, v.dtype, v.device, reason, record_path(v.device)),
+                )
+        return _decisions[key]
+
+
+def is_needed(device: torch.device) -> bool:
+    """Return whether kernels are compared before they are used: not in the interpreter, which is for tests."""
+    return device.type == 'cuda'
+
+
+def _decide(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    entry = _entry(name, dtype)
+    found = read_record(device).get(entry, UNFINISHED)
+    # A comparison may be under way.
+    if found != UNFINISHED:
+        return found
+    if torch.jit.is_tracing() or torch.compiler.is_compiling() or launch.is_capturing(device):
+        return UNVERIFIED
+    try:
+        with _locked(device):
+            results = read_record(device)
+            return results[entry] if entry in results else _verify(name, dtype, device)
+    except OSError as error:
+        # Without a folder to write to, each process compares them.
+        _logger.info('cannot keep that the Triton kernels were verified: %s', error)
+        return find_failure(name, dtype, device)
+
+
+def verify(name: str, dtype: torch.dtype, device: torch.device, *shapes: Shape) -> str | None:
+    """Compare the kernels of an operator with its torch form, and record and return the failure or None.
+
+    Args:
+        shapes: SMALL if there are none.
+
+    Raises:
+        OSError: the record cannot be written.
+    """
+    with _locked(device):
+        return _verify(name, dtype, device, *shapes)
+
+
+def _verify(name: str, dtype: torch.dtype, device: torch.device, *shapes: Shape) -> str | None:
+    before = read_record(device)
+    # A fault on a device may end the process.
+    _write_record(device, before | {_entry(name, dtype): UNFINISHED})
+    try:
+        reason = find_failure(name, dtype, device, *shapes)
+    except BaseException:
+        _write_record(device, before)
+        raise
+    _write_record(device, before | {_entry(name, dtype): reason})
+    return reason
+
+
+def find_failure(name: str, dtype: torch.dtype, device: torch.device, *shapes: Shape) -> str | None:
+    """Return how the kernels of an operator fail or disagree with its torch form in float64, in one line, or None.
+
+    Each of the sizes of tiles that a tuner chooses from is compared, on ordinary inputs and on such as underflow.
+    """
+    try:
+        kernels = _Kernels(name)
+        for shape in shapes or (SMALL,):
+            for spread in (1.0, WIDE):
+                inputs = _inputs(name, shape, spread, dtype, device)
+                wanted = _run(OPERATORS[name], [_double(x) for x in inputs], torch.float64)
+                for choice in range(Tuner.most):
+                    with Tuner.choosing(choice):
+                        found = _run(kernels, inputs, dtype)
+                    _check(found, wanted, dtype, spread)
+    # Compilers, drivers and kernels fail each in their own way.
+    except Exception as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
+
+
+# Where the launches of each operation are.
+MODULES = {
+    'full': 'full.triton',
+    'simple': 'simple.triton',
+    'conv': 'conv.triton',
+    'onehot': 'conv.onehot_triton',
+    'local_causal': 'causal.local_triton',
+    'simple_causal': 'causal.simple_triton',
+}
+
+
+class _Kernels:
+    def __init__(self, name: str) -> None:
+        kernels = importlib.import_module(f'aft_vision.ops.{MODULES[name]}')
+        self.forward = getattr(kernels, f'{name}_forward')
+        self.backward = getattr(kernels, f'{name}_backward')
+
+
+def _inputs(name: str, shape: Shape, spread: float, dtype: torch.dtype, device: torch.device) -> list[Any]:
+    T = _tokens(shape)
+    mask = torch.arange(T) % 7 != 3
+    width = shape.D // shape.channels if name in ('conv', 'onehot') else shape.D
+    tensors = [_draw(shape.B, T, n, seed=i) for i, n in enumerate((shape.D, width, shape.D))]
+    tensors[1] *= spread
+    inputs = [*tensors, *OPERATORS[name].others(shape, spread, mask.repeat(shape.B, 1))]
+    return [_to(x, dtype, device) for x in inputs]
+
+
+def _to(x: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return x.to(device, dtype) if x.is_floating_point() else x.to(device)
+
+
+def _double(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _run(operator: Any, inputs: list[Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    # The result, and the gradients of q, k, v and the bias.
+    y, saved = operator.forward(*inputs, True)
+    grad = _draw(*y.shape, seed=9).bfloat16().to(y.device, dtype)
+    return y, *operator.backward(grad, y, saved, *inputs, True)
+
+
+def _check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], dtype: torch.dtype, spread: float) -> None:
+    # Where weights choose one source, gradients of keys and biases are differences of terms as large as those of v.
+    floor = 0.0 if spread == 1.0 else float(wanted[3].norm())
+    for i, (name, x, expected) in enumerate(zip(('y', 'dq', 'dk', 'dv', 'dbias'), found, wanted, strict=False)):
+        bound = BOUNDS[dtype][min(i, 1)] if spread == 1.0 else max(BOUNDS[dtype][min(i, 1)], WIDE_BOUND)
+        norm = max(float(expected.norm()), floor if i else 0.0)
+        error = float((x.double() - expected).norm())
+        # Not error > bound: NaN is one too.
+        if not error <= bound * norm:
+            raise RuntimeError(f'{name} is off by {error:.1e} of {norm:.1e}, above {bound:.0e} of it')
+
+
+def read_record(device: torch.device) -> dict[str, str | None]:
+    """Return the failures, None where there is none, of what was compared on devices of this kind."""
+    try:
+        found = json.loads(record_path(device).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found['results'] if isinstance(found, dict) and isinstance(found.get('results'), dict) else {}
+
+
+def record_path(device: torch.device) -> Path:
+    """Return where the record of a kind of device is kept: in the folder of Triton's cache."""
+    identity = '\n'.join((_source_digest(), triton.__version__, device_name(device)))
+    folder = Path(triton.knobs.cache.dir) / 'aft_vision'
+    return folder / f'verified_{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json'
+
+
+def device_name(device: torch.device) -> str:
+    """Return the kind of a device."""
+    return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
+
+
+@functools.cache
+def _source_digest() -> str:
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob('*.py')):
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def _entry(name: str, dtype: torch.dtype) -> str:
+    return f'{name} {str(dtype).removeprefix("torch.")}'
+
+
+def _write_record(device: torch.device, results: dict[str, str | None]) -> None:
+    path = record_path(device)
+    content = {'device': device_name(device), 'triton': triton.__version__, 'results': results}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile('w', dir=path.parent, suffix='.json', delete=False) as file:
+        json.dump(content, file, indent=2)
+    os.replace(file.name, path)
+
+
+@contextlib.contextmanager
+def _locked(device: torch.device) -> Iterator[None]:
+    # Of processes that start together one compares, and the others wait. The lock goes with the process that holds it.
+    path = record_path(device).with_suffix('.lock')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open('w') as file:
+        if _fcntl is not None:
+            _fcntl.flock(file, _fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,1 @@
+"""AFT-conv, and its form with one learned offset per head."""

@@ -1,0 +1,138 @@
+"""AFT-conv on a CPU, with sums in float32: `depthwise.cpp` for many heads of a channel each, `conv.cpp` for all others.
+
+A call of `conv.cpp` with a denominator that underflows is done again by the torch form, which repairs it.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import record_function
+
+from aft_vision.ops.common.build import compiled
+from aft_vision.ops.common.numerics import empty_denominator, empty_output
+from aft_vision.ops.common.product import LEAST, covers, lanes, multiplies_pairs, pack_neighbours
+from aft_vision.ops.common.tensors import cast, narrow_neighbours, narrow_output, number, numbers, pointer, room, stream
+from aft_vision.ops.conv import depthwise
+from aft_vision.ops.conv import eager as conv
+
+
+def covers_conv(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    kernel: Tensor,
+    grid: Sequence[int],
+    mask: Tensor | None,
+    global_context: bool,
+) -> bool:
+    """Whether one of the kernels is made for such inputs: a CPU, sums in float32."""
+    return covers(q, k, v, kernel, mask)
+
+
+def conv_forward(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    kernel: Tensor,
+    grid: Sequence[int],
+    mask: Tensor | None,
+    global_context: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (AFT Eq. 6)."""
+    if depthwise.covers_conv(q, k, v, kernel, grid, mask, global_context):
+        return depthwise.conv_forward(q, k, v, kernel, grid, mask, global_context, save)
+    out, den = empty_output(q, v), empty_denominator(k, v, save)
+    y = narrow_output(out)
+    inputs, mask_ = [narrow_neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
+    table = _Table(kernel, grid, global_context, v)
+    words, e = table.words(table.shifts), room(k.shape)
+    with record_function('aft_vision::conv_forward'):
+        good = compiled().aft_conv_forward(
+            table.sizes(k, v),
+            pointer(words),
+            pointer(table.outside),
+            *map(stream, inputs),
+            pointer(mask_),
+            pointer(e),
+            stream(y),
+            stream(den if save else None),
+            number(LEAST),
+            torch.get_num_threads(),
+        )
+    if not good:
+        return conv.conv_forward(q, k, v, kernel, grid, mask, global_context, save)
+    return out if y is out else out.copy_(y), den
+
+
+def conv_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    kernel: Tensor,
+    grid: Sequence[int],
+    mask: Tensor | None,
+    global_context: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and kernel."""
+    if depthwise.covers_conv(q, k, v, kernel, grid, mask, global_context):
+        return depthwise.conv_backward(grad, y, den, q, k, v, kernel, grid, mask, global_context, need_bias)
+    inputs, mask_ = [narrow_neighbours(x) for x in (grad, y, den, q, k, v)], None if mask is None else mask.contiguous()
+    dq, dk, dv = (None if x is None else narrow_output(x.new_empty(x.shape)) for x in (q, k, v))
+    threads = torch.get_num_threads()
+    table = _Table(kernel, grid, global_context, v)
+    words, e = table.words(table.shifts.flip(1, 2)), room(k.shape)
+    d_table = torch.zeros((threads if need_bias else 0, *words.shape[:2]), dtype=torch.float32, device='cpu')
+    with record_function('aft_vision::conv_backward'):
+        good = compiled().aft_conv_backward(
+            table.sizes(k, v),
+            pointer(words),
+            pointer(table.outside),
+            *map(stream, inputs),
+            pointer(mask_),
+            pointer(e),
+            *map(stream, (dq, dk, dv)),
+            pointer(d_table if need_bias else None),
+            number(LEAST),
+            threads,
+        )
+    if not good:
+        return conv.conv_backward(grad, y, den, q, k, v, kernel, grid, mask, global_context, need_bias)
+    d_kernel = table.kernel_grad(d_table.sum(0)) if need_bias else None
+    found = cast((dq, dk, dv, d_kernel), (q, k, v, kernel), k)
+    return found[0], found[1], found[2], found[3]
+
+
+class _Table:
+    """exp(w - reference) of every head by the distance from target to source, (h, 2H - 1, 2W - 1)."""
+
+    def __init__(self, kernel: Tensor, grid: Sequence[int], global_context: bool, v: Tensor) -> None:
+        self.weights = conv.ConvWeights(kernel, (grid[0], grid[1]), global_context, v, v.shape[2] // len(kernel))
+        self.shifts = conv.shifted_kernel(self.weights.exp, self.weights.grid, self.weights.outside)
+        self.outside = self.weights.outside
+        self.pairs = multiplies_pairs(v)
+
+    def words(self, shifts: Tensor) -> Tensor:
+        """A row for each head, with a vector of zeros behind it."""
+        return pack_neighbours(F.pad(shifts.flatten(1), (0, lanes())), self.pairs)
+
+    def sizes(self, k: Tensor, v: Tensor) -> ctypes.Array[ctypes.c_int64]:
+        """B, H, W, D, h, s, whether words are pairs, and the words of a head."""
+        height, width = self.weights.grid
+        words = (2 * height - 1) * (2 * width - 1) + lanes()
+        return numbers(
+            (len(v), height, width, v.shape[2], k.shape[2], self.weights.kernel.shape[-1], self.pairs, words)
+        )
+
+    def kernel_grad(self, d_table: Tensor) -> Tensor:
+        """That of the kernel, (h, s, s), from that of the rows of `words`."""
+        found = d_table[:, : self.shifts[0].numel()].view(self.shifts.shape)
+        self.weights.grad_exp.add_(conv.unshifted_kernel(found, self.weights.kernel.shape[-1]))
+        return self.weights.bias_grad()

@@ -1,0 +1,351 @@
+// AFT-conv with a kernel per channel (AFT Eq. 6, h = D), forward and backward, in one pass over a block of channels.
+//
+// A block is as many neighbouring channels as a vector has lanes. Its exponentials live in padded maps that stay in the
+// cache; no (B, T, D) intermediate is written.
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "../common/guard.h"
+#include "../common/vector.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int TILE = 28;
+#else
+constexpr int TILE = 14;
+#endif
+
+struct Shape {
+  int64_t batch, height, width, channels, size;
+
+  int64_t reach() const { return size / 2; }
+  int64_t padded() const { return width + size - 1; }
+  int64_t map() const { return height * padded() + 1; }  // behind it a zero
+  int64_t tokens() const { return height * width; }
+  int64_t blocks() const { return (channels + LANES - 1) / LANES; }
+};
+
+// out[x] += sum of taps[dy][dx] * map[y + dy][x + dx] for N targets of a row; the map is padded in x, not in y.
+template <int N>
+void mix_tile(const Vec *map, const Vec *taps, const Shape &s, int64_t y, int64_t x, Vec *out) {
+  Vec sum[N];
+  for (int i = 0; i < N; ++i) sum[i] = out[i];
+  const int64_t r = s.reach();
+  for (int64_t dy = std::max<int64_t>(-r, -y); dy <= std::min(r, s.height - 1 - y); ++dy) {
+    const Vec *source = map + (y + dy) * s.padded() + x;
+    const Vec *tap = taps + (dy + r) * s.size;
+    for (int64_t dx = 0; dx < s.size; ++dx)
+      for (int i = 0; i < N; ++i) sum[i] += tap[dx] * source[dx + i];
+  }
+  for (int i = 0; i < N; ++i) out[i] = sum[i];
+}
+
+// grad[dy][dx] += sum over targets of g * map[y + dy][x + dx], for one dy and N neighbouring dx from `first`.
+template <int N>
+void tap_grad_tile(const Vec *g, const Vec *map, const Shape &s, int64_t dy, int64_t first, Vec *grad) {
+  for (int64_t y = std::max<int64_t>(0, -dy); y < std::min(s.height, s.height - dy); ++y) {
+    const Vec *target = g + y * s.padded() + s.reach();
+    const Vec *source = map + (y + dy) * s.padded() + first;
+    Vec sum[N] = {};
+    for (int64_t x = 0; x < s.width; ++x)
+      for (int i = 0; i < N; ++i) sum[i] += target[x] * source[x + i];
+    for (int i = 0; i < N; ++i) grad[i] += sum[i];
+  }
+}
+
+// f<N> for an N that is known at run time.
+template <int N = TILE>
+void mix_row(int64_t n, const Vec *map, const Vec *taps, const Shape &s, int64_t y, int64_t x, Vec *out) {
+  if (n == N) return mix_tile<N>(map, taps, s, y, x, out);
+  if constexpr (N > 1) mix_row<N - 1>(n, map, taps, s, y, x, out);
+}
+
+template <int N = TILE>
+void tap_grad_row(int64_t n, const Vec *g, const Vec *map, const Shape &s, int64_t dy, int64_t first, Vec *grad) {
+  if (n == N) return tap_grad_tile<N>(g, map, s, dy, first, grad);
+  if constexpr (N > 1) tap_grad_row<N - 1>(n, g, map, s, dy, first, grad);
+}
+
+// Cut a length into pieces of nearly equal size, none above TILE: f(first, size).
+template <typename F>
+void in_tiles(int64_t length, F f) {
+  const int64_t count = (length + TILE - 1) / TILE;
+  for (int64_t i = 0, first = 0; i < count; ++i) {
+    const int64_t size = (length - first + count - i - 1) / (count - i);
+    f(first, size);
+    first += size;
+  }
+}
+
+// exp(w) - outside of a block of channels, in a window of s x s sources around each target.
+struct Window {
+  const Shape &s;
+  std::vector<Vec> taps, flipped;
+
+  Window(const Shape &shape, const float *all_taps, const int64_t *, int64_t first, int lanes)
+      : s(shape), taps(s.size * s.size) {
+    for (size_t i = 0; i < taps.size(); ++i) taps[i] = load(all_taps + i * s.channels + first, lanes);
+    flipped.assign(taps.rbegin(), taps.rend());
+  }
+
+  void mix(const Vec *map, Vec *out) const { mix(map, taps.data(), out); }
+
+  void mix_transposed(const Vec *map, Vec *out) const { mix(map, flipped.data(), out); }
+
+  void mix(const Vec *map, const Vec *by, Vec *out) const {
+    for (int64_t y = 0; y < s.height; ++y)
+      in_tiles(s.width, [&](int64_t x, int64_t n) { mix_row(n, map, by, s, y, x, out + y * s.width + x); });
+  }
+
+  void add_grad(const Vec *g, const Vec *map, Vec *grad) const {
+    const int64_t r = s.reach();
+    for (int64_t dy = -r; dy <= r; ++dy)
+      in_tiles(s.size, [&](int64_t dx, int64_t n) {
+        tap_grad_row(n, g, map, s, dy, dx, grad + (dy + r) * s.size + dx);
+      });
+  }
+};
+
+// The same for one source of each target, at an offset of its own for every channel. Its maps are not padded, but have a
+// zero behind their tokens.
+struct OneOffset {
+  const Shape &s;
+  Vec tap;
+  std::vector<int32_t> sources, targets;  // (T, LANES): where in a map each token's is, or the zero
+
+  OneOffset(const Shape &shape, const float *all_taps, const int64_t *offset, int64_t first, int lanes)
+      : s(shape),
+        tap(load(all_taps + first, lanes)),
+        sources(s.tokens() * LANES, s.tokens() * LANES),
+        targets(sources) {
+    for (int lane = 0; lane < lanes; ++lane) {
+      const int64_t dy = offset[2 * (first + lane)], dx = offset[2 * (first + lane) + 1];
+      if (dy <= -s.height || dy >= s.height || dx <= -s.width || dx >= s.width) continue;
+      for (int64_t y = std::max<int64_t>(0, -dy); y < std::min(s.height, s.height - dy); ++y)
+        for (int64_t x = std::max<int64_t>(0, -dx); x < std::min(s.width, s.width - dx); ++x) {
+          const int64_t target = (y * s.width + x) * LANES + lane, source = target + (dy * s.width + dx) * LANES;
+          sources[target] = source;
+          targets[source] = target;
+        }
+    }
+  }
+
+  static Vec gather(const Vec *map, const int32_t *index) {
+    const float *x = reinterpret_cast<const float *>(map);
+    Vec found;
+    for (int lane = 0; lane < LANES; ++lane) found[lane] = x[index[lane]];
+    return found;
+  }
+
+  void mix(const Vec *map, Vec *out) const { mix(map, sources.data(), out); }
+
+  void mix_transposed(const Vec *map, Vec *out) const { mix(map, targets.data(), out); }
+
+  void mix(const Vec *map, const int32_t *index, Vec *out) const {
+    for (int64_t t = 0; t < s.tokens(); ++t) out[t] += tap * gather(map, index + t * LANES);
+  }
+
+  void add_grad(const Vec *g, const Vec *map, Vec *grad) const {
+    Sum sum;
+    for (int64_t t = 0; t < s.tokens(); ++t) sum.add(g[t] * gather(map, sources.data() + t * LANES));
+    grad[0] += sum.value();
+  }
+};
+
+// Channels [first, first + lanes) of one sequence: what its exponentials sum to, and padded maps of them.
+template <typename Taps>
+struct Block {
+  const Shape &s;
+  int64_t first;
+  int lanes;
+  Taps taps;
+  std::vector<Vec> keys, values;  // (H, W + s - 1), and a zero, of e^(k - max) and of it times v
+  Vec outside, key_sum, value_sum;
+
+  Block(const Shape &shape, int64_t index, const float *all_taps, const int64_t *offset, const float *all_outside)
+      : s(shape),
+        first(index * LANES),
+        lanes(std::min<int64_t>(LANES, s.channels - first)),
+        taps(s, all_taps, offset, first, lanes),
+        keys(s.map()),
+        values(s.map()),
+        outside(load(all_outside + first, lanes)) {}
+
+  int64_t place(int64_t t) const { return t / s.width * s.padded() + s.reach() + t % s.width; }
+
+  const float *at(const Tokens &x, int64_t b, int64_t t) const { return x.data + b * x.batch + t * x.token + first; }
+
+  float *at(Tokens &x, int64_t b, int64_t t) const { return x.data + b * x.batch + t * x.token + first; }
+
+  void exponentials(const Tokens &k, const Tokens &v, const bool *mask, int64_t b) {
+    Vec peak = splat(-std::numeric_limits<float>::max());
+    for (int64_t t = 0; t < s.tokens(); ++t) {
+      if (mask && !mask[b * s.tokens() + t]) continue;
+      const Vec key = load(at(k, b, t), lanes);
+      peak = key > peak ? key : peak;
+    }
+    Sum all_keys, all_values;
+    for (int64_t t = 0; t < s.tokens(); ++t) {
+      const bool counts = !mask || mask[b * s.tokens() + t];
+      const Vec e = counts ? exp_(load(at(k, b, t), lanes) - peak) : Vec{};
+      const Vec ev = counts ? e * load(at(v, b, t), lanes) : Vec{};
+      keys[place(t)] = e;
+      values[place(t)] = ev;
+      all_keys.add(e);
+      all_values.add(ev);
+    }
+    key_sum = all_keys.value();
+    value_sum = all_values.value();
+  }
+};
+
+// When digits are lost: a factor of the global sum, and the least value.
+struct Limits {
+  float cancellation, underflow;
+};
+
+// Whether a sum of positive terms that was found by subtraction still has its digits.
+bool keeps_digits(Vec den, Vec total, Vec outside, Limits limits, int lanes) {
+  for (int i = 0; i < lanes; ++i)
+    if (!(den[i] * limits.cancellation >= total[i] * outside[i] && den[i] >= limits.underflow)) return false;
+  return true;
+}
+
+template <typename Taps>
+int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, const float *taps, const int64_t *offset,
+            const float *outside, Tokens out, Tokens den, Limits limits, int threads) {
+  int good = 1;
+  Region region;
+#pragma omp parallel num_threads(threads) reduction(&& : good)
+  {
+    std::vector<Vec> num, bottom;
+    region.run([&] {
+      num.resize(s.tokens());
+      bottom.resize(s.tokens());
+    });
+#pragma omp for
+    for (int64_t index = 0; index < s.blocks(); ++index) region.run([&] {
+      Block<Taps> block(s, index, taps, offset, outside);
+      for (int64_t b = 0; b < s.batch; ++b) {
+        block.exponentials(k, v, mask, b);
+        std::fill(num.begin(), num.end(), block.outside * block.value_sum);
+        std::fill(bottom.begin(), bottom.end(), block.outside * block.key_sum);
+        block.taps.mix(block.values.data(), num.data());
+        block.taps.mix(block.keys.data(), bottom.data());
+        for (int64_t t = 0; t < s.tokens(); ++t) {
+          good = good && keeps_digits(bottom[t], block.key_sum, block.outside, limits, block.lanes);
+          Vec y = num[t] / bottom[t];
+          if (q.data) y *= sigmoid(load(block.at(q, b, t), block.lanes));
+          store(block.at(out, b, t), y, block.lanes);
+          if (den.data) store(block.at(den, b, t), bottom[t], block.lanes);
+        }
+      }
+    });
+  }
+  region.finish();
+  return good;
+}
+
+template <typename Taps>
+int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens k, Tokens v, const bool *mask,
+             const float *taps, const int64_t *offset, const float *outside, Tokens dq, Tokens dk, Tokens dv,
+             float *grad_taps, int64_t parts, Limits limits, int threads) {
+  const int64_t square = s.size * s.size;
+  int good = 1;
+  Region region;
+#pragma omp parallel num_threads(threads) reduction(&& : good)
+  {
+    std::vector<Vec> top, low, d_values, d_keys, d_taps, bottoms;
+    region.run([&] {
+      for (auto *x : {&top, &low}) x->resize(s.map());
+      for (auto *x : {&d_values, &d_keys}) x->resize(s.tokens());
+      d_taps.resize(square);
+      bottoms.resize(den.data ? 0 : s.tokens());
+    });
+#pragma omp for collapse(2)
+    for (int64_t part = 0; part < parts; ++part)
+      for (int64_t index = 0; index < s.blocks(); ++index) region.run([&] {
+        Block<Taps> block(s, index, taps, offset, outside);
+        std::fill(d_taps.begin(), d_taps.end(), Vec{});
+        for (int64_t b = part * s.batch / parts; b < (part + 1) * s.batch / parts; ++b) {
+          block.exponentials(k, v, mask, b);
+          if (!den.data) {
+            std::fill(bottoms.begin(), bottoms.end(), block.outside * block.key_sum);
+            block.taps.mix(block.keys.data(), bottoms.data());
+          }
+          Sum top_sum, low_sum;
+          for (int64_t t = 0; t < s.tokens(); ++t) {
+            const Vec bottom = den.data ? load(block.at(den, b, t), block.lanes) : bottoms[t];
+            good = good && keeps_digits(bottom, block.key_sum, block.outside, limits, block.lanes);
+            const Vec g = load(block.at(grad, b, t), block.lanes);
+            const Vec go = g * load(block.at(y, b, t), block.lanes);
+            Vec a = g;
+            if (q.data) {
+              const Vec gate = sigmoid(load(block.at(q, b, t), block.lanes));
+              a *= gate;
+              store(block.at(dq, b, t), go - go * gate, block.lanes);
+            }
+            const int64_t place = block.place(t);
+            // A lane beyond the channels has den = 0, and is never stored.
+            top_sum.add(top[place] = a / bottom);
+            low_sum.add(low[place] = -go / bottom);
+          }
+          std::fill(d_values.begin(), d_values.end(), block.outside * top_sum.value());
+          std::fill(d_keys.begin(), d_keys.end(), block.outside * low_sum.value());
+          block.taps.mix_transposed(top.data(), d_values.data());
+          block.taps.mix_transposed(low.data(), d_keys.data());
+          for (int64_t t = 0; t < s.tokens(); ++t) {
+            const Vec e = block.keys[block.place(t)];
+            store(block.at(dv, b, t), d_values[t] * e, block.lanes);
+            // A masked token has e = 0, and a value that may be anything.
+            Vec d_key = d_keys[t] * e;
+            d_key += d_values[t] * block.values[block.place(t)];
+            store(block.at(dk, b, t), d_key, block.lanes);
+          }
+          if (grad_taps) {
+            block.taps.add_grad(top.data(), block.values.data(), d_taps.data());
+            block.taps.add_grad(low.data(), block.keys.data(), d_taps.data());
+          }
+        }
+        if (grad_taps)
+          for (int64_t i = 0; i < square; ++i)
+            store(grad_taps + (part * square + i) * s.channels + block.first, d_taps[i], block.lanes);
+      });
+  }
+  region.finish();
+  return good;
+}
+
+Shape shape_of(const int64_t *sizes) { return {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]}; }
+
+}  // namespace
+
+extern "C" {
+
+// y and the denominators, at the references of the keys and of the kernel. `sizes` are B, H, W, D and s; `taps`, (s, s,
+// D), are exp(w) - outside. With offsets, (D, 2), there is one tap, s = 1, and it belongs to the source at the offset.
+// q, mask, offset and den may be null. Returns 0 where a denominator has lost digits: the result is to be thrown away.
+int aft_depthwise_forward(const int64_t *sizes, Tokens q, Tokens k, Tokens v, const bool *mask, const float *taps,
+                          const int64_t *offset, const float *outside, Tokens out, Tokens den, Limits limits,
+                          int threads) {
+  return guarded([&] {
+    return (offset ? forward<OneOffset> : forward<Window>)(shape_of(sizes), q, k, v, mask, taps, offset, outside, out,
+                                                           den, limits, threads);
+  });
+}
+
+// Gradients of q, k, v, and, unless grad_taps is null, of the taps, (parts, s, s, D): each part has its share of the
+// batch. Without `den`, it is computed again. Returns 0 as the forward does.
+int aft_depthwise_backward(const int64_t *sizes, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens k, Tokens v,
+                           const bool *mask, const float *taps, const int64_t *offset, const float *outside, Tokens dq,
+                           Tokens dk, Tokens dv, float *grad_taps, int64_t parts, Limits limits, int threads) {
+  return guarded([&] {
+    return (offset ? backward<OneOffset> : backward<Window>)(shape_of(sizes), grad, y, den, q, k, v, mask, taps, offset,
+                                                             outside, dq, dk, dv, grad_taps, parts, limits, threads);
+  });
+}
+}

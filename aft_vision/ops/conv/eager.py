@@ -1,0 +1,333 @@
+"""AFT-conv: one s x s bias per head, shared over a 2-d grid (AFT Eq. 6).
+
+Two forms of the same product. The Toeplitz form multiplies by the expanded weights, one outside the window: all terms
+are positive, so nothing cancels; it is fastest for few heads. The depthwise form is the paper's: a global sum plus a
+convolution by exp(w) - 1. It loses digits where w is very negative at a dominating key, which is noticed and sent to
+the Toeplitz form, a few heads at a time.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, Workspace, mix_backward, mix_forward
+from aft_vision.ops.common.numerics import (
+    accumulate_dtype,
+    check_grid,
+    check_qkv,
+    empty_denominator,
+    empty_output,
+    may_branch,
+    product_dtype,
+    shifted_exp,
+)
+
+# The Toeplitz form is used up to this many heads, or with at most as many tokens as taps; it never holds more matrix
+# elements than this at once.
+TOEPLITZ_HEADS = 64
+TOEPLITZ_ELEMENTS = 5_000_000
+# The depthwise form may lose this factor of a denominator to cancellation.
+CANCELLATION = {torch.bfloat16: 2.0, torch.float32: 16.0, torch.float64: 16.0}
+
+
+class ConvWeights:
+    """What both forms share: exp(w - reference) with one reference per head, and the bias of single rows."""
+
+    def __init__(self, kernel: Tensor, grid: tuple[int, int], global_context: bool, v: Tensor, channels: int) -> None:
+        dtype = accumulate_dtype(v)
+        self.kernel, self.grid, self.global_context, self.channels = kernel, grid, global_context, channels
+        self.product_dtype = product_dtype(v)
+        kernel = kernel.to(dtype)
+        # Finite, so that a head of minus infinity has no weights.
+        reference = kernel.amax(dim=(1, 2), keepdim=True).clamp_min(0.0 if global_context else torch.finfo(dtype).min)
+        self.exp = torch.exp(kernel - reference)  # (h, s, s)
+        self.outside = torch.exp(-reference) if global_context else torch.zeros_like(reference)  # (h, 1, 1)
+
+    @cached_property
+    def grad_exp(self) -> Tensor:
+        """Gradient of `exp`."""
+        return torch.zeros_like(self.exp)
+
+    @cached_property
+    def grad_taps(self) -> Tensor:
+        """Gradient of the kernel through repaired rows."""
+        return torch.zeros_like(self.exp)
+
+    def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
+        outside = self.kernel.new_full((len(self.kernel), 1, 1), 0.0 if self.global_context else float('-inf'))
+        shifts = shifted_kernel(self.kernel, self.grid, outside)
+        return shifts.flatten(1)[head[:, None], self._shift_index(target)]
+
+    def add_bias_rows_grad(self, head: Tensor, target: Tensor, grad: Tensor) -> None:
+        shifts = shifted_kernel(torch.zeros_like(self.exp), self.grid, torch.zeros_like(self.outside))
+        flat = head[:, None] * shifts[0].numel() + self._shift_index(target)
+        shifts.view(-1).index_add_(0, flat.flatten(), grad.to(shifts.dtype).flatten())
+        self.grad_taps.add_(unshifted_kernel(shifts, self.kernel.shape[-1]))
+
+    def bias_grad(self) -> Tensor:
+        """Gradient of the kernel, (h, s, s)."""
+        return torch.addcmul(self.grad_taps, self.grad_exp, self.exp).to(self.kernel.dtype)
+
+    def _shift_index(self, target: Tensor) -> Tensor:
+        # (N, T): the place in the flattened (2H - 1, 2W - 1) shifts of every source, seen from each target.
+        height, width = self.grid
+        row = height - 1 - target // width
+        column = width - 1 - target % width
+        rows = row[:, None] + torch.arange(height, device=target.device)  # (N, H)
+        columns = column[:, None] + torch.arange(width, device=target.device)  # (N, W)
+        return (rows[:, :, None] * (2 * width - 1) + columns[:, None, :]).flatten(1)
+
+
+class ToeplitzWeights(ConvWeights):
+    """Expanded (h, T, T) weights; one product [(c + 1) * B, T] x [T, T] per head of c channels."""
+
+    writes_to_spare = True
+    chunk_elements = CHUNK_ELEMENTS
+
+    def __init__(self, kernel: Tensor, grid: tuple[int, int], global_context: bool, v: Tensor, channels: int) -> None:
+        super().__init__(kernel, grid, global_context, v, channels)
+        height, width = grid
+        shifts = shifted_kernel(self.exp, grid, self.outside).to(self.product_dtype)
+        # Row (y, x) is the window of the shifts that begins at (H - 1 - y, W - 1 - x): windows along W, then along H.
+        bands = torch.stack([shifts[:, :, width - 1 - x : 2 * width - 1 - x] for x in range(width)], 1)
+        rows = [bands[:, :, height - 1 - y : 2 * height - 1 - y] for y in range(height)]  # (h, W, H, W) each
+        self.matrix = torch.stack(rows, 1).view(len(kernel), height * width, height * width)
+        self.grad_matrix: Tensor | None = None
+
+    def workspace(self, batch: int) -> Workspace:
+        heads, tokens, _ = self.matrix.shape
+        return self._views(self.matrix.new_empty(heads, self.channels + 1, batch, tokens))
+
+    def apply(self, x: Workspace, spare: Workspace) -> Workspace:
+        torch.bmm(x.buffer.flatten(1, 2), self.matrix.transpose(1, 2), out=spare.buffer.flatten(1, 2))
+        return spare
+
+    def apply_transpose(self, x: Workspace, spare: Workspace) -> Workspace:
+        torch.bmm(x.buffer.flatten(1, 2), self.matrix, out=spare.buffer.flatten(1, 2))
+        return spare
+
+    def add_grad(self, grad: Workspace, x: Workspace) -> None:
+        product = torch.bmm(grad.buffer.flatten(1, 2).transpose(1, 2), x.buffer.flatten(1, 2)).to(self.exp.dtype)
+        self.grad_matrix = product if self.grad_matrix is None else self.grad_matrix.add_(product)
+
+    def bias_grad(self) -> Tensor:
+        (height, width), heads = self.grid, len(self.matrix)
+        assert self.grad_matrix is not None
+        rows = self.grad_matrix.view(heads, height, width, height, width).flip(1, 2)
+        rows = torch.ops.aten.unfold_backward(rows, [heads, height, 2 * width - 1, height], 2, width, 1)
+        shifts = torch.ops.aten.unfold_backward(rows, [heads, 2 * height - 1, 2 * width - 1], 1, height, 1)
+        self.grad_exp.add_(unshifted_kernel(shifts, self.kernel.shape[-1]))
+        return super().bias_grad()
+
+    def _views(self, buffer: Tensor) -> Workspace:
+        by_batch = buffer.permute(2, 3, 0, 1)  # (B, T, h, c + 1)
+        return Workspace(buffer, by_batch[..., : self.channels], by_batch[..., self.channels :])
+
+
+class DepthwiseWeights(ConvWeights):
+    """The paper's form: the global sum plus a depthwise convolution by exp(w) - 1 on channels-last maps."""
+
+    writes_to_spare = False
+    chunk_elements = CHUNK_ELEMENTS
+
+    def __init__(self, kernel: Tensor, grid: tuple[int, int], global_context: bool, v: Tensor, channels: int) -> None:
+        super().__init__(kernel, grid, global_context, v, channels)
+        self.taps = (self.exp - self.outside).to(self.product_dtype)
+        self.reliable = True
+
+    def workspace(self, batch: int) -> Workspace:
+        heads, tokens = len(self.exp), self.grid[0] * self.grid[1]
+        shape = (2, batch, tokens, heads) if self.channels == 1 else (batch, tokens, heads, self.channels + 1)
+        return self._views(torch.empty(shape, dtype=self.product_dtype, device=self.exp.device))
+
+    def apply(self, x: Workspace, spare: Workspace) -> Workspace:
+        y = self._convolve(x, self.taps)
+        self.reliable &= self.keeps_digits(y.keys.squeeze(-1), x.keys.squeeze(-1).sum(1, keepdim=True))
+        return y
+
+    def keeps_digits(self, den: Tensor, total: Tensor) -> bool:
+        """Whether the denominators (B, T, h) are not so far below the global sum (B, 1, h) that they lost digits."""
+        return bool((den * CANCELLATION[self.product_dtype] >= total * self.outside.flatten()).all())
+
+    def apply_transpose(self, x: Workspace, spare: Workspace) -> Workspace:
+        return self._convolve(x, self.taps.flip(1, 2))
+
+    def add_grad(self, grad: Workspace, x: Workspace) -> None:
+        size = self.kernel.shape[-1]
+        maps = self._maps(x)
+        weight = maps.new_empty(maps.shape[1], 1, size, size)
+        d_weight = torch.ops.aten.convolution_backward(
+            self._maps(grad),
+            maps,
+            weight,
+            None,
+            [1, 1],
+            [size // 2, size // 2],
+            [1, 1],
+            False,
+            [0, 0],
+            maps.shape[1],
+            [False, True, False],
+        )[1]
+        d_weight = d_weight.squeeze(1).to(self.exp.dtype)
+        d_heads = d_weight if self.channels == 1 else d_weight.unflatten(0, (-1, self.channels + 1)).sum(1)
+        self.grad_exp.add_(d_heads)
+
+    def _convolve(self, x: Workspace, taps: Tensor) -> Workspace:
+        size = self.kernel.shape[-1]
+        maps = self._maps(x)
+        weight = taps if self.channels == 1 else taps.repeat_interleave(self.channels + 1, dim=0)
+        y = F.conv2d(maps, weight.unsqueeze(1), padding=size // 2, groups=maps.shape[1])
+        y = y.permute(0, 2, 3, 1).reshape(x.buffer.shape).to(self.exp.dtype)
+        if self.global_context:
+            outside = self.outside.flatten() if self.channels == 1 else self.outside.flatten()[:, None]
+            tokens = 2 if self.channels == 1 else 1
+            y += x.buffer.sum(tokens, keepdim=True, dtype=y.dtype) * outside
+        return self._views(y)
+
+    def _maps(self, x: Workspace) -> Tensor:
+        # (B, h (c + 1), H, W) in channels-last memory; with one channel a head (2B, h, H, W), values before keys.
+        buffer = x.buffer.flatten(0, 1) if self.channels == 1 else x.buffer
+        return buffer.view(len(buffer), *self.grid, -1).permute(0, 3, 1, 2)
+
+    def _views(self, buffer: Tensor) -> Workspace:
+        if self.channels == 1:
+            return Workspace(buffer, buffer[0].unsqueeze(-1), buffer[1].unsqueeze(-1))
+        return Workspace(buffer, buffer[..., :-1], buffer[..., -1:])
+
+
+def check_conv(
+    q: Tensor | None, k: Tensor, v: Tensor, kernel: Tensor, grid: Sequence[int], mask: Tensor | None
+) -> None:
+    """Raise ValueError unless the shapes are those of `ops.aft_conv`."""
+    if kernel.ndim != 3 or len(kernel) == 0 or kernel.shape[1] != kernel.shape[2] or kernel.shape[1] % 2 == 0:
+        raise ValueError(f'kernel must have shape (h, s, s) with h of at least 1 and s odd, got {tuple(kernel.shape)}')
+    if v.ndim == 3 and v.shape[2] % kernel.shape[0] != 0:
+        raise ValueError(f'the {kernel.shape[0]} heads of kernel must divide the {v.shape[2]} channels of v')
+    check_qkv(q, k, v, mask, heads=kernel.shape[0])
+    check_grid(v.shape[1], grid)
+
+
+def conv_forward(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    kernel: Tensor,
+    grid: Sequence[int],
+    mask: Tensor | None,
+    global_context: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (AFT Eq. 6)."""
+    size, channels = (grid[0], grid[1]), v.shape[2] // k.shape[2]
+    if prefers_depthwise(k, kernel):
+        out, den = empty_output(q, v), empty_denominator(k, v, save)
+        depthwise = DepthwiseWeights(kernel, size, global_context, v, channels)
+        mix_forward(q, k, v, mask, depthwise, out, den)
+        if depthwise.reliable:
+            return out, den
+    out, den = empty_output(q, v), empty_denominator(k, v, save)
+    for head, channel in _head_groups(k, v):
+        weights = ToeplitzWeights(kernel[head], size, global_context, v, channels)
+        den_ = den[..., head] if save else den
+        q_ = None if q is None else q[..., channel]
+        mix_forward(q_, k[..., head], v[..., channel], mask, weights, out[..., channel], den_)
+    return out, den
+
+
+def conv_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    kernel: Tensor,
+    grid: Sequence[int],
+    mask: Tensor | None,
+    global_context: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and kernel."""
+    size, channels = (grid[0], grid[1]), v.shape[2] // k.shape[2]
+    if prefers_depthwise(k, kernel):
+        depthwise = DepthwiseWeights(kernel, size, global_context, v, channels)
+        if depthwise.keeps_digits(den, shifted_exp(k, mask).sum(1, keepdim=True)):
+            dq, dk, dv = mix_backward(grad, y, den, q, k, v, mask, depthwise, need_bias)
+            return dq, dk, dv, depthwise.bias_grad() if need_bias else kernel.new_empty(0)
+    groups = []
+    for head, channel in _head_groups(k, v):
+        weights = ToeplitzWeights(kernel[head], size, global_context, v, channels)
+        q_ = None if q is None else q[..., channel]
+        dqkv = mix_backward(
+            grad[..., channel],
+            y[..., channel],
+            den[..., head],
+            q_,
+            k[..., head],
+            v[..., channel],
+            mask,
+            weights,
+            need_bias,
+        )
+        groups.append((*dqkv, weights.bias_grad() if need_bias else kernel.new_empty(0)))
+    dqs, dks, dvs, dkernels = (list(parts) for parts in zip(*groups, strict=True))
+    return torch.cat(dqs, -1), torch.cat(dks, -1), torch.cat(dvs, -1), torch.cat(dkernels)
+
+
+class _Overlap(NamedTuple):
+    # Where s taps around a centre meet 2n - 1 shifts: the same range, seen from both.
+    tap: slice
+    shift: slice
+
+
+def _overlap(size: int, length: int) -> _Overlap:
+    reach = min(size // 2, length - 1)
+    return _Overlap(
+        tap=slice(size // 2 - reach, size // 2 + reach + 1), shift=slice(length - 1 - reach, length + reach)
+    )
+
+
+def shifted_kernel(kernel: Tensor, grid: tuple[int, int], outside: Tensor) -> Tensor:
+    """(h, s, s) to (h, 2H - 1, 2W - 1): entry (H - 1 + dy, W - 1 + dx) is that of a source dy, dx after its target.
+
+    Args:
+        kernel: one entry per distance within reach of it.
+        grid: H, W.
+        outside: (h, 1, 1), the entries of all others.
+    """
+    rows, columns = _overlap(kernel.shape[-1], grid[0]), _overlap(kernel.shape[-1], grid[1])
+    shifts = outside.expand(-1, 2 * grid[0] - 1, 2 * grid[1] - 1).clone()
+    shifts[:, rows.shift, columns.shift] = kernel[:, rows.tap, columns.tap]
+    return shifts
+
+
+def unshifted_kernel(shifts: Tensor, size: int) -> Tensor:
+    """The other way, (h, 2H - 1, 2W - 1) to (h, size, size); a tap that no distance on the grid reaches is 0."""
+    rows = _overlap(size, (shifts.shape[1] + 1) // 2)
+    columns = _overlap(size, (shifts.shape[2] + 1) // 2)
+    kernel = shifts.new_zeros(len(shifts), size, size)
+    kernel[:, rows.tap, columns.tap] = shifts[:, rows.shift, columns.shift]
+    return kernel
+
+
+def prefers_depthwise(k: Tensor, kernel: Tensor) -> bool:
+    """Whether the depthwise form runs, where it keeps its digits."""
+    # Measured on a CPU (docs/performance.md). An accelerator always has the product that cannot cancel.
+    tokens, heads = k.shape[1:]
+    many_heads = heads > TOEPLITZ_HEADS and tokens > kernel[0].numel()
+    return may_branch(k) and (many_heads or heads * tokens * tokens > TOEPLITZ_ELEMENTS)
+
+
+def _head_groups(k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice]]:
+    # Slices of heads and of their channels, such that a group's Toeplitz matrices stay small.
+    tokens, heads = k.shape[1:]
+    channels = v.shape[2] // heads
+    step = min(heads, max(1, TOEPLITZ_ELEMENTS // (tokens * tokens)))
+    for start in range(0, heads, step):
+        stop = min(start + step, heads)
+        yield slice(start, stop), slice(start * channels, stop * channels)

@@ -1,0 +1,223 @@
+"""AFT-conv with one biased offset per head (AFT Eq. 6 with the one-hot bias of AFT Eq. 10).
+
+What a target gets depends on nothing but the source o at its offset: the mean of all values, that of o with e^w times
+its weight. So a mean is made for every o, and one for offsets that leave the grid, and each target takes one of them.
+
+den = sum e^k + (e^w - 1) e^k[o] cancels only where o is the largest key, w very negative and all other keys far below.
+These means come from a softmax instead, in which nothing cancels or underflows.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.common.numerics import (
+    accumulate_dtype,
+    check_grid,
+    check_qkv,
+    empty_output,
+    gate,
+    masked_keys,
+    masked_values,
+    may_branch,
+)
+
+# Scratch of one batch chunk, in elements of its values: stays within the second cache.
+CHUNK_ELEMENTS = 1 << 18
+# The denominator may lose this factor to cancellation.
+CANCELLATION = 16.0
+# A source this many nats above the largest key is the whole mean, in any dtype. A w up to it lifts no source that
+# underflows to where it counts.
+LARGEST_LOGIT = 60.0
+
+
+class _Sums:
+    """The weights of AFT Eq. 10 by shifted source, relative to the largest key, and the means that they give.
+
+    branch: whether Python may look at values, to leave out what they do not need.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, weight: Tensor, mask: Tensor | None, branch: bool) -> None:
+        keys = masked_keys(k, mask)
+        self.weight = weight.to(keys.dtype)  # (h,)
+        self.values = masked_values(v.to(keys.dtype), mask).unflatten(2, (k.shape[2], -1))  # (B, T, h, c)
+        # A row whose every token is masked has no finite key.
+        self.logits = keys - keys.amax(1, keepdim=True).clamp_min(torch.finfo(keys.dtype).min)
+        self.exp = torch.exp(self.logits)  # (B, T, h)
+        # At least 1, the largest, unless no token counts.
+        self.total = self.exp.sum(1, keepdim=True).clamp_min(1.0)  # (B, 1, h)
+        self.small = branch and bool((self.weight <= LARGEST_LOGIT).all())
+        self.extra = self.exp * torch.expm1(self.weight) if self.small else self.biased() - self.exp
+        self.den = self.total + self.extra  # (B, T, h)
+        cancels = CANCELLATION * (self.total - 1.0 + torch.exp(self.weight)) < self.total  # (B, 1, h)
+        # Where the softmax is needed, (B, T, h): at the largest key, which stands alone then.
+        self.lost: Tensor | None = None
+        if not branch or bool(cancels.any()):
+            self.lost = cancels & (self.logits == 0)
+            self.den = self.den.masked_fill(self.lost, float('inf'))
+
+    def biased(self) -> Tensor:
+        """e^w times `exp`, (B, T, h)."""
+        if self.small:
+            return self.exp * torch.exp(self.weight)
+        return torch.exp((self.logits + self.weight).clamp_max(LARGEST_LOGIT))
+
+    def means(self) -> Tensor:
+        """For every shifted source, and last for none: (B, T + 1, h, c)."""
+        whole = (self.exp.unsqueeze(-1) * self.values).sum(1, keepdim=True) / self.total.unsqueeze(-1)
+        means = torch.lerp(whole, self.values, (self.extra / self.den).unsqueeze(-1))
+        if self.lost is not None:
+            means = torch.where(self.lost.unsqueeze(-1), self.lost_mean(self.lost_weights()), means)
+        return torch.cat([means, whole], 1)
+
+    def lost_weights(self) -> Tensor:
+        """What the largest key as the shifted source gives each source, (B, T, h)."""
+        assert self.lost is not None
+        logits = torch.where(self.lost, self.logits + self.weight, self.logits)
+        return torch.softmax(logits.clamp_min(torch.finfo(logits.dtype).min), 1) * (logits > float('-inf'))
+
+    def lost_mean(self, p: Tensor) -> Tensor:
+        return (p.unsqueeze(-1) * self.values).sum(1, keepdim=True)  # (B, 1, h, c)
+
+
+def check_onehot(
+    q: Tensor | None, k: Tensor, v: Tensor, offset: Tensor, weight: Tensor, grid: Sequence[int], mask: Tensor | None
+) -> None:
+    """Raise ValueError unless the shapes are those of `ops.aft_onehot`."""
+    if offset.ndim != 2 or len(offset) == 0 or offset.shape[1] != 2 or offset.dtype != torch.int64:
+        raise ValueError(
+            f'offset must be int64 of shape (h, 2) with h of at least 1, '
+            f'got {offset.dtype} of shape {tuple(offset.shape)}'
+        )
+    heads = offset.shape[0]
+    if tuple(weight.shape) != (heads,):
+        raise ValueError(f'weight must have shape ({heads},) to match offset, got {tuple(weight.shape)}')
+    if v.ndim == 3 and v.shape[2] % heads != 0:
+        raise ValueError(f'the {heads} heads of offset must divide the {v.shape[2]} channels of v')
+    check_qkv(q, k, v, mask, heads=heads)
+    check_grid(v.shape[1], grid)
+
+
+def onehot_means(
+    k: Tensor, v: Tensor, offset: Tensor, weight: Tensor, grid: tuple[int, int], mask: Tensor | None
+) -> Tensor:
+    """The result without its gate, (B, T, D), in differentiable aten without a branch on values (AFT Eq. 10)."""
+    return _take(_Sums(k, v, weight, mask, False).means(), _sources(offset, grid)).reshape(v.shape)
+
+
+def onehot_forward(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    offset: Tensor,
+    weight: Tensor,
+    grid: Sequence[int],
+    mask: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """y, and nothing saved (AFT Eq. 10)."""
+    out = empty_output(q, v)
+    index = _sources(offset, (grid[0], grid[1]))
+    for part in _chunks(v):
+        sums = _Sums(k[part], v[part], weight, _slice(mask, part), may_branch(k))
+        means = _take(sums.means(), index).view(out[part].shape)
+        s = gate(_slice(q, part), means.dtype)
+        if s is None:
+            out[part] = means
+        else:
+            torch.mul(s, means, out=out[part])
+    return out, k.new_empty(0)
+
+
+def onehot_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    offset: Tensor,
+    weight: Tensor,
+    grid: Sequence[int],
+    mask: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and weight."""
+    dtype, heads = accumulate_dtype(v), k.shape[2]
+    dq = k.new_empty(0) if q is None else torch.empty_like(q)
+    dk, dv, dweight = torch.empty_like(k), torch.empty_like(v), torch.zeros_like(weight, dtype=dtype)
+    # Of each source the target whose offset leads to it, and the targets whose offset leaves the grid.
+    targets = _sources(-offset, (grid[0], grid[1]))
+    outside = (_sources(offset, (grid[0], grid[1])) >= v.shape[1] * heads).view(-1, heads, 1).to(dtype)
+    for part in _chunks(v):
+        g = grad[part].to(dtype)
+        s = gate(_slice(q, part), dtype)
+        if s is not None:
+            dq[part] = (1 - s).mul_(g).mul_(y[part])
+            g = g * s
+        sums = _Sums(k[part], v[part], weight, _slice(mask, part), may_branch(k))
+        found = _chunk_backward(sums, g.unflatten(2, (heads, -1)), targets, outside)
+        dk[part], dv[part] = found[0], found[1].flatten(2)
+        dweight += found[2]
+    return dq, dk, dv, dweight.to(weight.dtype) if need_bias else weight.new_empty(0)
+
+
+def _chunk_backward(sums: _Sums, g: Tensor, targets: Tensor, outside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # Gradients of keys (b, T, h), values (b, T, h, c) and weight (h,) from those of each target's mean (b, T, h, c).
+    values, exp, extra = sums.values, sums.exp.unsqueeze(-1), sums.extra.unsqueeze(-1)
+    means = sums.means()
+    means, whole = means[:, :-1], means[:, -1:]
+    at_source = _take(torch.cat([g, torch.zeros_like(whole)], 1), targets)
+    top = at_source / sums.den.unsqueeze(-1)
+    gone = (g * outside).sum(1, keepdim=True) / sums.total.unsqueeze(-1)
+    dnum = top.sum(1, keepdim=True) + gone
+    dden = _channel_sum(top * means).sum(1, keepdim=True) + _channel_sum(gone * whole)
+    own = _channel_sum((values - means).mul_(top))
+    dv = (exp * dnum).addcmul_(extra, top)
+    dk = _channel_sum(values * dnum).sub_(dden).mul_(exp).addcmul_(extra, own).squeeze(-1)
+    dweight = (sums.biased() * own.squeeze(-1)).sum((0, 1))
+    if sums.lost is not None:
+        p = sums.lost_weights()
+        g_lost = (at_source * sums.lost.unsqueeze(-1)).sum(1, keepdim=True)  # (b, 1, h, c)
+        dlogits = p * ((values - sums.lost_mean(p)) * g_lost).sum(3)
+        dk += dlogits
+        dv += p.unsqueeze(-1) * g_lost
+        dweight += (dlogits * sums.lost).sum((0, 1))
+    return dk, dv, dweight
+
+
+def _sources(offset: Tensor, grid: tuple[int, int]) -> Tensor:
+    # (T h) int32: the place in (T + 1, h) of each target's source; the last token's where that is outside the grid.
+    (height, width), heads = grid, offset.shape[0]
+    tokens = height * width
+    row = _shifted(height, offset[:, 0], height) * width
+    token = (row[:, None] + _shifted(width, offset[:, 1], tokens)).clamp_max(tokens)  # (H, W, h)
+    head = torch.arange(heads, dtype=token.dtype, device=offset.device)
+    return torch.add(head, token, alpha=heads).flatten()
+
+
+def _shifted(length: int, offset: Tensor, outside: int) -> Tensor:
+    # (length, h): every place plus each offset.
+    place = torch.arange(length, device=offset.device)[:, None] + offset
+    return torch.where(place == place.clamp(0, length - 1), place, outside).int()
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    # (B, T + 1, h, c) -> (B, T, h, c)
+    return x.flatten(1, 2).index_select(1, index).unflatten(1, (-1, x.shape[2]))
+
+
+def _channel_sum(x: Tensor) -> Tensor:
+    # (B, T, h, c) -> (B, T, h, 1)
+    return x if x.shape[3] == 1 else x.sum(3, keepdim=True)
+
+
+def _chunks(v: Tensor) -> Iterator[slice]:
+    step = max(1, CHUNK_ELEMENTS // (v.shape[1] * v.shape[2])) if may_branch(v) else len(v)
+    for start in range(0, len(v), step):
+        yield slice(start, start + step)
+
+
+def _slice(x: Tensor | None, part: slice) -> Tensor | None:
+    return None if x is None else x[part]

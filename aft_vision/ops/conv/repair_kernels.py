@@ -1,0 +1,224 @@
+"""AFT-conv where all that a target sees underflowed: exact, by the terms themselves, and rarely needed.
+
+LOST (B, heads) says where there are such targets; programs that meet none end at once. The terms of a target are
+relative to the largest of them: its key and its bias apart, so that no digits of a large key are lost.
+"""
+
+import triton
+import triton.language as tl
+
+from aft_vision.ops.common.kernels import FLOOR, find_seen
+from aft_vision.ops.conv.kernels import LIMIT, find_columns, find_middle, find_near, find_place, load_keys, store_band
+
+
+@triton.jit
+def load_tokens(X, MASK, strides, b, head, t, c, T, C):
+    """Elements (t, c) of a head of a sequence in float32, 0 at masked tokens and outside."""
+    place = b * strides[0] + t[:, None] * strides[1] + (head * C + c)[None, :] * strides[2]
+    return tl.load(X + place, mask=find_seen(MASK, b, t, c, T, C), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width):
+    """Keys (1, s), minus infinity where there is none, and biases (t, s) of a head."""
+    k = load_keys(K + head * strides[2], MASK, strides, b + tl.arange(0, 1), s, B, T)
+    middle = find_middle(T, width)
+    place = middle + find_place(s, T, width)[None, :] - find_place(t, T, width)[:, None]
+    return k, tl.load(BIAS + head * (2 * middle + 1) + place)
+
+
+@triton.jit
+def find_terms(K, MASK, BIAS, strides, b, head, t, B, T, width, BS: tl.constexpr):
+    """For each target the key and the bias of its largest term, and the sum of terms relative to that."""
+    base = tl.full([t.shape[0]], FLOOR, tl.float32)
+    bias = tl.zeros([t.shape[0]], tl.float32)
+    for start in range(0, T, BS):
+        k, w = load_logits(K, MASK, BIAS, strides, b, head, t, start + tl.arange(0, BS), B, T, width)
+        best = tl.argmax(k + w, 1)[:, None] == tl.arange(0, BS)[None, :]
+        top_k = tl.sum(tl.where(best, k, 0.0), 1)
+        top_w = tl.sum(tl.where(best, w, 0.0), 1)
+        rises = (top_k - base) + (top_w - bias) > 0.0
+        base, bias = tl.where(rises, top_k, base), tl.where(rises, top_w, bias)
+    den = tl.zeros([t.shape[0]], tl.float32)
+    for start in range(0, T, BS):
+        k, w = load_logits(K, MASK, BIAS, strides, b, head, t, start + tl.arange(0, BS), B, T, width)
+        den += tl.sum(tl.exp((k - base[:, None]) + (w - bias[:, None])), 1)
+    return base, bias, den
+
+
+@triton.jit
+def find_lost(DEN, sums, b, head, t, T, heads):
+    """1 / sums of targets that underflowed, 0 for others and for those that see nothing."""
+    den = tl.load(DEN + (b * T + t) * heads + head, mask=t < T, other=1.0).to(tl.float32)
+    lost = (den < LIMIT) & (sums > 0.0)
+    return tl.where(lost, 1.0 / tl.where(lost, sums, 1.0), 0.0)
+
+
+@triton.jit
+def find_shares(K, MASK, BIAS, DEN, strides, b, head, t, s, B, T, width, heads, BS: tl.constexpr):
+    """The shares of sources s in the means of targets t that underflowed; 0 for other targets."""
+    base, bias, den = find_terms(K, MASK, BIAS, strides, b, head, t, B, T, width, BS)
+    k, w = load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width)
+    top = find_lost(DEN, den, b, head, t, T, heads)[:, None]
+    return tl.exp((k - base[:, None]) + (w - bias[:, None])) * top
+
+
+@triton.jit
+def find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD: tl.constexpr, PRECISION: tl.constexpr):
+    """The gradient of the terms (t, s), relative to their sum. strides: of G, Y, Q and V."""
+    slopes = tl.zeros([t.shape[0], s.shape[0]], tl.float32)
+    for start in range(0, C, BD):
+        c = start + tl.arange(0, BD)
+        g = load_tokens(G, None, strides[0], b, head, t, c, T, C)
+        slopes -= tl.sum(g * load_tokens(Y, None, strides[1], b, head, t, c, T, C), 1)[:, None]
+        if Q is not None:
+            g = g * tl.sigmoid(load_tokens(Q, None, strides[2], b, head, t, c, T, C))
+        v = load_tokens(V, MASK, strides[3], b, head, s, c, T, C)
+        slopes = tl.dot(g, tl.trans(v), slopes, input_precision=PRECISION)
+    return slopes
+
+
+@triton.jit
+def forward_kernel(
+    Q,
+    K,
+    V,
+    MASK,
+    BIAS,
+    Y,
+    LOST,
+    B,
+    T,
+    width,
+    heads,
+    C,
+    q_strides,
+    k_strides,
+    v_strides,
+    y_strides,
+    PRECISION: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """y of sequences and heads that are marked."""
+    b, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    if tl.load(LOST + b * heads + head) > 0:
+        t = tl.program_id(0) * BT + tl.arange(0, BT)
+        base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, B, T, width, BT)
+        top = tl.where(den > 0.0, 1.0 / tl.where(den > 0.0, den, 1.0), 0.0)[:, None]
+        for start in range(0, C, BD):
+            c = start + tl.arange(0, BD)
+            y = tl.zeros([BT, BD], tl.float32)
+            for first in range(0, T, BT):
+                s = first + tl.arange(0, BT)
+                k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, B, T, width)
+                p = tl.exp((k - base[:, None]) + (w - bias[:, None]))
+                y = tl.dot(p, load_tokens(V, MASK, v_strides, b, head, s, c, T, C), y, input_precision=PRECISION)
+            y = y * top
+            if Q is not None:
+                y = y * tl.sigmoid(load_tokens(Q, None, q_strides, b, head, t, c, T, C))
+            place = b * y_strides[0] + t[:, None] * y_strides[1] + (head * C + c)[None, :] * y_strides[2]
+            tl.store(Y + place, y, mask=(t < T)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def sources_kernel(
+    G,
+    Y,
+    DEN,
+    Q,
+    K,
+    V,
+    MASK,
+    BIAS,
+    LOST,
+    DK,
+    DV,
+    B,
+    T,
+    width,
+    heads,
+    C,
+    strides,
+    k_strides,
+    dv_strides,
+    PRECISION: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Adds to the gradients of k and v."""
+    b, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    if tl.load(LOST + b * heads + head) > 0:
+        s = tl.program_id(0) * BT + tl.arange(0, BT)
+        dk = tl.zeros([BT], tl.float32)
+        for first in range(0, T, BT):
+            t = first + tl.arange(0, BT)
+            p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, B, T, width, heads, BT)
+            dk += tl.sum(p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION), 0)
+        # Summed over all targets before it is rounded to the type of v.
+        for start in range(0, C, BD):
+            c = start + tl.arange(0, BD)
+            place = b * dv_strides[0] + s[:, None] * dv_strides[1] + (head * C + c)[None, :] * dv_strides[2]
+            inside = (s < T)[:, None] & (c < C)[None, :]
+            dv = tl.load(DV + place, mask=inside, other=0.0).to(tl.float32)
+            for first in range(0, T, BT):
+                t = first + tl.arange(0, BT)
+                p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, B, T, width, heads, BT)
+                g = load_tokens(G, None, strides[0], b, head, t, c, T, C)
+                if Q is not None:
+                    g = g * tl.sigmoid(load_tokens(Q, None, strides[2], b, head, t, c, T, C))
+                dv = tl.dot(tl.trans(p), g, dv, input_precision=PRECISION)
+            # Several threads may hold an element: all have read it before one writes it.
+            tl.debug_barrier()
+            tl.store(DV + place, dv, mask=inside)
+        place = (b * T + s) * heads + head
+        dk += tl.load(DK + place, mask=s < T, other=0.0)
+        tl.debug_barrier()
+        tl.store(DK + place, dk, mask=s < T)
+
+
+@triton.jit
+def table_kernel(
+    G,
+    Y,
+    DEN,
+    Q,
+    K,
+    V,
+    MASK,
+    BIAS,
+    LOST,
+    OUT,
+    B,
+    T,
+    width,
+    heads,
+    C,
+    reach_y,
+    reach_x,
+    strides,
+    k_strides,
+    PRECISION: tl.constexpr,
+    BW: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Gradients of the biases of the targets of a line of the grid and the sources dy lines below, over all lines."""
+    pairs, head = tl.cdiv(width, BW) * find_near(width, reach_x, BW), tl.program_id(1).to(tl.int64)
+    dy = tl.program_id(0) // pairs - reach_y
+    target, source = find_columns(tl.program_id(0) % pairs, width, reach_x, BW)
+    target, source = target + tl.arange(0, BW), source + tl.arange(0, BW)
+    height = T // width
+    sums = tl.zeros([BW, BW], tl.float32)
+    for start in range(0, B, 128):
+        sequence = start + tl.arange(0, 128)
+        if tl.max(tl.load(LOST + sequence * heads + head, mask=sequence < B, other=0), 0) > 0:
+            for i in range(start, tl.minimum(start + 128, B)):
+                if tl.load(LOST + i * heads + head) > 0:
+                    b = tl.full([], i, tl.int64)
+                    for y in range(tl.maximum(0, -dy), tl.minimum(height, height - dy)):
+                        t = tl.where(target < width, y * width + target, T)
+                        s = tl.where(source < width, (y + dy) * width + source, T)
+                        p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, B, T, width, heads, BW)
+                        sums += p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION)
+    line = head * (2 * reach_y + 1) + dy + reach_y
+    store_band(OUT, sums, line, target[:, None], source[None, :], width, reach_x)

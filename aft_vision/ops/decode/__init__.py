@@ -1,0 +1,1 @@
+"""One token at a time: states, steps, and the compiled block."""

@@ -1,0 +1,398 @@
+// AFT-full (AFT Eq. 2): for a sequence and a vector of channels, e^(k - peak) v and e^(k - peak) are two strips, which the
+// (T, T) weights multiply; the sums leave the registers divided and gated.
+
+#include <limits>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <omp.h>
+
+#include "../common/guard.h"
+#include "../common/product.h"
+
+namespace {
+
+// Blocks of channels that are worked together for a tile of rows, so that weights which fit no cache near by are read
+// once for all of them.
+constexpr int64_t NEAR_BYTES = 2 << 20, BLOCKS = 6;
+
+// Some blocks of channels of a sequence, a vector each.
+struct Group {
+  int64_t b, first, count, channels;
+
+  Place place(int64_t block, int64_t t) const {
+    const int64_t channel = (first + block) * LANES;
+    return {b, t, channel, rest(channels, channel)};
+  }
+};
+
+struct Shape {
+  int64_t batch, tokens, channels;
+
+  int64_t blocks() const { return (channels + LANES - 1) / LANES; }
+
+  int64_t together(int threads) const {
+    if (tokens * tokens * int64_t(sizeof(float)) <= NEAR_BYTES) return 1;
+    return std::max<int64_t>(1, std::min({BLOCKS, blocks(), batch * blocks() / threads}));
+  }
+
+  // In an order that leaves a thread with a sequence.
+  int64_t groups(int64_t together) const { return (blocks() + together - 1) / together; }
+
+  Group group(int64_t item, int64_t together) const {
+    const int64_t first = item % groups(together) * together;
+    return {item / groups(together), first, std::min(together, blocks() - first), channels};
+  }
+};
+
+struct Keys {
+  const Stream &k, &v;
+  const Mask &mask;
+  Vec peak;
+
+  Keys(const Stream &k, const Stream &v, const Mask &mask, const Group &g, int64_t block)
+      : k(k), v(v), mask(mask), peak(splat(-std::numeric_limits<float>::max())) {
+    Place at = g.place(block, 0);
+    for (at.t = 0; at.t < mask.tokens; ++at.t) {
+      if (!mask.counts(at.b, at.t)) continue;
+      const Vec key = at.read(k);
+      peak = key > peak ? key : peak;
+    }
+  }
+
+  // A token's weight and weighted value: nothing where it does not count or is beyond the sequence.
+  void weigh(const Place &at, Vec &top, Vec &bottom) const {
+    top = bottom = Vec{};
+    if (at.t >= mask.tokens || !mask.counts(at.b, at.t)) return;
+    bottom = exp_(at.read(k) - peak);
+    top = bottom * at.read(v);
+  }
+};
+
+// Two strips of the terms of a sequence for each block of a group.
+template <typename Op>
+class Strips {
+ public:
+  Strips(int64_t tokens, int64_t blocks)
+      : words_((tokens + Op::DEPTH - 1) / Op::DEPTH), room_(blocks * STRIPS * words_ * LANES) {}
+
+  int64_t words() const { return words_; }
+  int64_t strip() const { return words_ * LANES; }
+  const typename Op::Word *data(int64_t block) const { return room_.data() + block * STRIPS * strip(); }
+
+  // `f` is given a token and writes its value and its key.
+  template <typename F>
+  void fill(int64_t block, F f) {
+    typename Op::Word *to = room_.data() + block * STRIPS * strip();
+    for (int64_t i = 0; i < words_; ++i, to += LANES) {
+      Vec top[Op::DEPTH], bottom[Op::DEPTH];
+      for (int j = 0; j < Op::DEPTH; ++j) f(i * Op::DEPTH + j, top[j], bottom[j]);
+      store_words<Op>(to, Op::pack(top));
+      store_words<Op>(to + strip(), Op::pack(bottom));
+    }
+  }
+
+ private:
+  int64_t words_;
+  Room<typename Op::Word> room_;
+};
+
+// Sums over terms by the weights (T / ROWS, words, ROWS) of their rows. `f` is given a block, a row and its two sums;
+// `ahead` a block and a row, before.
+template <typename Op, typename Ahead, typename F>
+void each_sum(const typename Op::Word *weights, int64_t tokens, int64_t blocks, const Strips<Op> &x, Ahead ahead, F f) {
+  const float zero[STRIPS * LANES] = {};
+  float sums[ROWS][STRIPS * LANES], part[ROWS * STRIPS * LANES];
+  for (int64_t t = 0; t < tokens; t += ROWS) {
+    const int rows = std::min<int64_t>(ROWS, tokens - t);
+    for (int64_t i = 0; i < blocks; ++i) {
+      for (int r = 0; r < rows; ++r) ahead(i, t + r);
+      multiply_spans<Op, 1>({weights + t * x.words(), ROWS, 0, 1, x.words(), x.data(i), x.strip(), 0, zero, 0, sums[0],
+                             STRIPS * LANES},
+                            rows, STRIPS, part);
+      for (int r = 0; r < rows; ++r) f(i, t + r, load(sums[r], LANES), load(sums[r] + LANES, LANES));
+    }
+  }
+}
+
+template <typename Op>
+int forward(const Shape &s, const typename Op::Word *weights, const Stream &q, const Stream &k, const Stream &v,
+            const Mask &mask, const Stream &out, const Stream &den, float underflow, int threads) {
+  const int64_t together = s.together(threads);
+  int good = 1;
+  Region region;
+#pragma omp parallel num_threads(threads) reduction(&& : good)
+  {
+    std::optional<Strips<Op>> strips;
+    region.run([&] { strips.emplace(s.tokens, together); });
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < s.batch * s.groups(together); ++item) region.run([&] {
+      Strips<Op> &x = *strips;
+      const Group g = s.group(item, together);
+      for (int64_t i = 0; i < g.count; ++i) {
+        const Keys keys(k, v, mask, g, i);
+        x.fill(i, [&](int64_t t, Vec &top, Vec &bottom) { keys.weigh(g.place(i, t), top, bottom); });
+      }
+      const float fill = mask.fill(g.b);
+      const bool more = g.first + g.count < s.blocks();
+      IntVec lost{};
+      each_sum<Op>(
+          weights, s.tokens, g.count, x,
+          [&](int64_t i, int64_t t) {
+            // The products leave time to fetch what comes next.
+            if (q.data) g.place(i, t).prefetch(q);
+            if (!more) return;
+            const Place next = g.place(i + g.count, t);
+            next.prefetch(k);
+            next.prefetch(v);
+          },
+          [&](int64_t i, int64_t t, Vec top, Vec bottom) {
+            const Place at = g.place(i, t);
+            bottom += fill;
+            if (den.data) at.write(den, bottom);
+            at.write(out, gated(at, q, top / bottom));
+            lost |= lost_lanes(bottom, at.lanes, underflow);
+          });
+      good = !any(lost) && good;
+    });
+  }
+  region.finish();
+  return good;
+}
+
+// What the gradient of the weights is made of: rows of targets, and strips of sources whose terms are channels.
+template <typename Op>
+class Outer {
+ public:
+  Outer(int64_t tokens, int64_t blocks)
+      : tokens_(tokens),
+        strips_((tokens + LANES - 1) / LANES),
+        terms_(blocks * STRIPS),
+        targets_(terms_ * tokens * ROW_WORDS<Op>),
+        sources_(strips_ * terms_ * ROW_WORDS<Op> * LANES) {}
+
+  int64_t strips() const { return strips_; }
+  int64_t width() const { return strips_ * LANES; }
+
+  void set_target(int64_t block, int64_t t, Vec top, Vec bottom) {
+    store_row(target(block * STRIPS, t), top);
+    store_row(target(block * STRIPS + 1, t), bottom);
+  }
+
+  void set_sources(int64_t block, int64_t strip, Tile &top, Tile &bottom) {
+    typename Op::Word *to = sources_.data() + (strip * terms_ + block * STRIPS) * ROW_WORDS<Op> * LANES;
+    top.store_terms<Op>(to);
+    bottom.store_terms<Op>(to + ROW_WORDS<Op> * LANES);
+  }
+
+  // Adds the sums over the channels of some blocks of target times source to (T, width).
+  void add(int64_t blocks, float *found) {
+    const float zero[STRIPS * LANES] = {};
+    float part[ROWS * STRIPS * LANES];
+    for (int64_t t = 0; t < tokens_; t += ROWS) {
+      const int rows = std::min<int64_t>(ROWS, tokens_ - t);
+      for (int64_t i = 0; i < strips_; i += STRIPS) {
+        const int64_t count = std::min<int64_t>(STRIPS, strips_ - i);
+        multiply_strips<Op, ROW_WORDS<Op>>(
+            {target(0, t), 1, tokens_ * ROW_WORDS<Op>, blocks * STRIPS, ROW_WORDS<Op>,
+             sources_.data() + i * terms_ * ROW_WORDS<Op> * LANES, terms_ * ROW_WORDS<Op> * LANES,
+             ROW_WORDS<Op> * LANES, zero, 0, part, STRIPS * LANES},
+            rows, count);
+        for (int r = 0; r < rows; ++r)
+          for (int64_t n = 0; n < count * LANES; n += LANES) {
+            float *to = found + (t + r) * width() + i * LANES + n;
+            store(to, load(to, LANES) + load(part + r * STRIPS * LANES + n, LANES), LANES);
+          }
+      }
+    }
+  }
+
+ private:
+  typename Op::Word *target(int64_t term, int64_t t) {
+    return targets_.data() + (term * tokens_ + t) * ROW_WORDS<Op>;
+  }
+
+  int64_t tokens_, strips_, terms_;
+  Room<typename Op::Word> targets_, sources_;
+};
+
+// What a thread works with; d_weights is its own, null if nobody asks for it.
+template <typename Op>
+struct Backward {
+  const Shape &s;
+  const Stream &grad, &y, &den, &q, &k, &v;
+  const Mask &mask;
+  const Stream &dq, &dk, &dv;
+  float underflow, *d_weights;
+  Strips<Op> r;
+  Outer<Op> outer;
+  Room<float> kept;
+
+  // The gradients of the sums of a block, and of q; returns the lanes whose denominators are lost.
+  IntVec spread(const Group &g, int64_t block) {
+    IntVec lost{};
+    r.fill(block, [&](int64_t t, Vec &top, Vec &bottom) {
+      top = bottom = Vec{};
+      if (t >= s.tokens) return;
+      const Place at = g.place(block, t);
+      const Vec sum = at.read(den), inverse = 1.0f / sum;
+      const Spread found(at, grad, y, q, dq);
+      lost |= lost_lanes(sum, at.lanes, underflow);
+      top = only(found.a * inverse, at.lanes);
+      bottom = only(-found.go * inverse, at.lanes);
+      if (d_weights) outer.set_target(block, t, top, bottom);
+    });
+    return lost;
+  }
+
+  // The exponentials of a block once more.
+  void enter(const Group &g, int64_t block) {
+    const Keys keys(k, v, mask, g, block);
+    for (int64_t strip = 0; strip < outer.strips(); ++strip) {
+      Tile top, bottom;
+      for (int i = 0; i < LANES; ++i) {
+        const Place at = g.place(block, strip * LANES + i);
+        keys.weigh(at, top.row[i], bottom.row[i]);
+        bottom.row[i] = only(bottom.row[i], at.lanes);
+        if (at.t < s.tokens) store(kept.data() + (block * s.tokens + at.t) * LANES, bottom.row[i], LANES);
+      }
+      if (d_weights) outer.set_sources(block, strip, top, bottom);
+    }
+  }
+
+  bool run(const typename Op::Word *weights, const Group &g) {
+    IntVec lost{};
+    for (int64_t i = 0; i < g.count; ++i) {
+      lost |= spread(g, i);
+      enter(g, i);
+    }
+    const bool more = g.first + g.count < s.blocks();
+    each_sum<Op>(
+        weights, s.tokens, g.count, r,
+        [&](int64_t i, int64_t t) {
+          g.place(i, t).prefetch(v);
+          if (!more) return;
+          for (const Stream *x : {&grad, &y, &den, &q, &k})
+            if (x->data) g.place(i + g.count, t).prefetch(*x);
+        },
+        [&](int64_t i, int64_t t, Vec top, Vec bottom) {
+          const Place at = g.place(i, t);
+          const Vec e = load(kept.data() + (i * s.tokens + t) * LANES, LANES);
+          const Vec value = mask.counts(g.b, t) ? at.read(v) : Vec{};
+          at.write(dv, top * e);
+          at.write(dk, (top * value + bottom) * e);
+        });
+    if (d_weights) outer.add(g.count, d_weights);
+    return !any(lost);
+  }
+};
+
+template <typename Op>
+int backward(const Shape &s, const typename Op::Word *weights, const Stream &grad, const Stream &y, const Stream &den,
+             const Stream &q, const Stream &k, const Stream &v, const Mask &mask, const Stream &dq, const Stream &dk,
+             const Stream &dv, float *d_weights, float underflow, int threads) {
+  const int64_t together = s.together(threads);
+  int good = 1;
+  Region region;
+#pragma omp parallel num_threads(threads) reduction(&& : good)
+  {
+    const int64_t part = s.tokens * ((s.tokens + LANES - 1) / LANES * LANES);
+    float *own = d_weights ? d_weights + omp_get_thread_num() * part : nullptr;
+    std::unique_ptr<Backward<Op>> worker;
+    region.run([&] {
+      worker.reset(new Backward<Op>{s, grad, y, den, q, k, v, mask, dq, dk, dv, underflow, own, {s.tokens, together},
+                                    {s.tokens, d_weights ? together : 0}, {together * s.tokens * LANES}});
+    });
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < s.batch * s.groups(together); ++item)
+      region.run([&] { good = worker->run(weights, s.group(item, together)) && good; });
+  }
+  region.finish();
+  return good;
+}
+
+// Fills (T / ROWS, words, ROWS): the weights of ROWS targets by their sources, or of ROWS sources by their targets.
+template <typename Op>
+void tile_weights(const float *bias, int64_t tokens, bool by_source, typename Op::Word *out, int threads) {
+  const int64_t words = (tokens + Op::DEPTH - 1) / Op::DEPTH, vectors = (tokens + LANES - 1) / LANES;
+  const auto weight = [&](int64_t t, float peak, int64_t s) {
+    const int lanes = rest(tokens, s);
+    return t < tokens ? only(exp_(load(bias + t * tokens + s, lanes) - peak), lanes) : Vec{};
+  };
+  std::vector<float> peaks(words * Op::DEPTH + ROWS);
+  Region region;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<typename Op::Word> row;
+    region.run([&] { row.resize(vectors * LANES); });
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < tokens; ++t) peaks[t] = *std::max_element(bias + t * tokens, bias + (t + 1) * tokens);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < (by_source ? 0 : (tokens + ROWS - 1) / ROWS * ROWS); ++t) region.run([&] {
+      for (int64_t s = 0; s < tokens; s += LANES) store_row(row.data() + s / Op::DEPTH, weight(t, peaks[t], s));
+      typename Op::Word *to = out + t / ROWS * ROWS * words + t % ROWS;
+      for (int64_t i = 0; i < words; ++i) to[i * ROWS] = row[i];
+    });
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < (by_source ? words : 0); ++i) region.run([&] {
+      for (int64_t s = 0; s < tokens; s += LANES) {
+        Vec x[Op::DEPTH];
+        for (int j = 0; j < Op::DEPTH; ++j) x[j] = weight(i * Op::DEPTH + j, peaks[i * Op::DEPTH + j], s);
+        store_words<Op>(row.data() + s, Op::pack(x));
+      }
+      for (int64_t s = 0; s < tokens; s += ROWS)
+        std::copy_n(row.data() + s, std::min<int64_t>(ROWS, tokens - s), out + s * words + i * ROWS);
+    });
+  }
+  region.finish();
+}
+
+}  // namespace
+
+extern "C" {
+
+// Floats of a vector, and rows of a product.
+int aft_lanes() { return LANES; }
+int aft_rows() { return ROWS; }
+
+// Whether words of two bfloat16 can be multiplied.
+int aft_has_pairs() { return MULTIPLIES_BFLOAT16; }
+
+// The weights e^(bias - largest of a row) of a bias (T, T) as the functions below take them, words of terms for a tile of rows
+// after another: (T / ROWS, T / DEPTH, ROWS). What is beyond the last row is left as it was.
+int aft_full_weights(const float *bias, int64_t tokens, int by_source, int pairs, void *out, int threads) {
+  return guarded([&] {
+    with_words(pairs, out, [&](auto op, const auto *) {
+      typedef decltype(op) Op;
+      tile_weights<Op>(bias, tokens, by_source, static_cast<typename Op::Word *>(out), threads);
+    });
+  });
+}
+
+// y and, unless den is null, the denominators; q and mask may be null. `sizes` are B, T, D and whether words are pairs.
+// `weights` are by target. Returns 0 where a denominator
+// is below `underflow`, or NaN.
+int aft_full_forward(const int64_t *sizes, const void *weights, Stream q, Stream k, Stream v, const bool *mask, Stream out,
+                     Stream den, float underflow, int threads) {
+  return guarded([&] {
+    const Shape s{sizes[0], sizes[1], sizes[2]};
+    return with_words(sizes[3], weights, [&](auto op, const auto *words) {
+      return forward<decltype(op)>(s, words, q, k, v, {mask, s.tokens}, out, den, underflow, threads);
+    });
+  });
+}
+
+// The gradients of q, unless it is null, k, v and, unless d_weights is null, those of the weights: for each thread a part
+// (T, T in whole vectors), which begins with zeros. `weights` are by source. Returns 0 as above.
+int aft_full_backward(const int64_t *sizes, const void *weights, Stream grad, Stream y, Stream den, Stream q, Stream k, Stream v,
+                      const bool *mask, Stream dq, Stream dk, Stream dv, float *d_weights, float underflow, int threads) {
+  return guarded([&] {
+    const Shape s{sizes[0], sizes[1], sizes[2]};
+    return with_words(sizes[3], weights, [&](auto op, const auto *words) {
+      return backward<decltype(op)>(s, words, grad, y, den, q, k, v, {mask, s.tokens}, dq, dk, dv, d_weights, underflow,
+                                    threads);
+    });
+  });
+}
+}

@@ -1,1 +1,0 @@
-"""Compiled forms of the operators, imported when first used."""

@@ -1,1 +1,0 @@
-"""C++ kernels for CPUs, compiled when first used."""

@@ -1,1 +1,0 @@
-"""Triton kernels for GPUs, and where they run."""

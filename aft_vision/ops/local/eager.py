@@ -1,0 +1,185 @@
+"""AFT-local without a mask over the future (AFT Eq. 2 with the bias of AFT Eq. 4).
+
+Blocks of targets multiply the sources that any of them has in its window; all older and all newer sources, where w = 0,
+enter through running sums from both ends, so nothing is ever subtracted and no (T, T) matrix is formed.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, Workspace, mix_backward, mix_forward
+from aft_vision.ops.common.numerics import accumulate_dtype, check_qkv, empty_denominator, empty_output, product_dtype
+from aft_vision.ops.local.band import block_length, skew, unskew
+
+
+class _Block(NamedTuple):
+    # Targets [start, stop) and the sources [low, high) that lie in the window of any of them.
+    start: int
+    stop: int
+    low: int
+    high: int
+
+
+class LocalWeights:
+    """A band of 2s - 1 weights per target, one outside of it (both before the row's reference is taken off)."""
+
+    writes_to_spare = False
+    chunk_elements = CHUNK_ELEMENTS
+
+    def __init__(self, band: Tensor, v: Tensor) -> None:
+        self.band, self.channels = band, v.shape[2]
+        tokens, width = band.shape
+        self.window = (width + 1) // 2
+        dtype = accumulate_dtype(v)
+        self.product_dtype = product_dtype(v)
+        target = torch.arange(tokens, device=band.device)
+        source = target[:, None] + torch.arange(width, device=band.device) - (self.window - 1)
+        logits = band.to(dtype).masked_fill((source < 0) | (source >= tokens), float('-inf'))
+        # Finite, so that a row of minus infinity has no weights.
+        reference = logits.amax(dim=1, keepdim=True).clamp_min(torch.finfo(dtype).min)
+        has_outside = (target >= self.window) | (target + self.window < tokens)
+        self.reference = torch.where(has_outside[:, None], reference.clamp_min(0.0), reference)  # (T, 1)
+        self.exp = torch.exp(logits - self.reference)  # (T, 2s - 1)
+        self.outside = torch.exp(-self.reference).masked_fill(~has_outside[:, None], 0.0)  # (T, 1)
+
+    @cached_property
+    def grad_exp(self) -> Tensor:
+        """Gradient of `exp`."""
+        return torch.zeros_like(self.exp)
+
+    @cached_property
+    def grad_band(self) -> Tensor:
+        """Gradient of the repaired rows of the band."""
+        return torch.zeros_like(self.exp)
+
+    def workspace(self, batch: int) -> Workspace:
+        shape = (len(self.band), batch, 2, self.channels)
+        return self._views(torch.empty(shape, dtype=self.product_dtype, device=self.band.device))
+
+    def apply(self, x: Workspace, spare: Workspace) -> Workspace:
+        flat = x.buffer.flatten(1)
+        out = torch.empty(flat.shape, dtype=self.exp.dtype, device=flat.device)
+        for block in self._blocks():
+            out[block.start : block.stop] = self._weight(block) @ flat[block.low : block.high]
+        older = _running_sums(flat, [block.low for block in self._blocks()])
+        newer = _running_sums(flat.flip(0), [len(flat) - block.high for block in self._blocks()][::-1])[::-1]
+        for block, before, after in zip(self._blocks(), older, newer, strict=True):
+            rows = slice(block.start, block.stop)
+            out[rows].addcmul_(self.outside[rows], before + after)
+        return self._views(out.view(x.buffer.shape))
+
+    def apply_transpose(self, x: Workspace, spare: Workspace) -> Workspace:
+        flat = x.buffer.flatten(1)
+        out = torch.zeros(flat.shape, dtype=self.exp.dtype, device=flat.device)
+        totals = []
+        for block in self._blocks():
+            rows = flat[block.start : block.stop]
+            out[block.low : block.high] += self._weight(block).t() @ rows
+            totals.append((self.outside[block.start : block.stop] * rows).sum(0))
+        blocks = list(self._blocks())
+        passed = torch.zeros_like(totals[0])  # by targets whose window ends before a source
+        for block, following, total in zip(blocks[:-1], blocks[1:], totals[:-1], strict=True):
+            passed = passed + total
+            out[block.high : following.high] += passed
+        ahead = torch.zeros_like(totals[0])  # by targets whose window begins after a source
+        for block, previous, total in zip(blocks[:0:-1], blocks[-2::-1], totals[:0:-1], strict=True):
+            ahead = ahead + total
+            out[previous.low : block.low] += ahead
+        return self._views(out.view(x.buffer.shape))
+
+    def add_grad(self, grad: Workspace, x: Workspace) -> None:
+        left, right = grad.buffer.flatten(1), x.buffer.flatten(1)
+        for block in self._blocks():
+            product = (left[block.start : block.stop] @ right[block.low : block.high].t()).to(self.exp.dtype)
+            wide = product.new_zeros(len(product), block.stop - block.start + 2 * self.window - 2)
+            offset = block.low - (block.start - self.window + 1)
+            wide[:, offset : offset + product.shape[1]] = product
+            self.grad_exp[block.start : block.stop] += unskew(wide)
+
+    def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
+        inside, place = self._places(target)
+        return self.band[target].gather(1, place).masked_fill(~inside, 0.0)
+
+    def add_bias_rows_grad(self, head: Tensor, target: Tensor, grad: Tensor) -> None:
+        inside, place = self._places(target)
+        rows = self.grad_band.new_zeros(len(target), self.band.shape[1])
+        rows.scatter_add_(1, place, grad.to(rows.dtype).masked_fill(~inside, 0.0))
+        self.grad_band.index_add_(0, target, rows)
+
+    def bias_grad(self) -> Tensor:
+        """Gradient of the band, (T, 2s - 1); zero for entries outside the sequence."""
+        return torch.addcmul(self.grad_band, self.grad_exp, self.exp).to(self.band.dtype)
+
+    def _blocks(self) -> Iterator[_Block]:
+        tokens, reach = len(self.band), self.window - 1
+        step = block_length(self.window)
+        for start in range(0, tokens, step):
+            stop = min(start + step, tokens)
+            yield _Block(start, stop, max(0, start - reach), min(tokens, stop + reach))
+
+    def _weight(self, block: _Block) -> Tensor:
+        # (C, high - low): exp(w - reference) in the window, exp(-reference) between it and the edges of the block.
+        rows = slice(block.start, block.stop)
+        columns = slice(block.low - (block.start - self.window + 1), block.high - (block.start - self.window + 1))
+        inside = skew(torch.ones_like(self.exp[rows]))[:, columns]
+        weight = skew(self.exp[rows])[:, columns] + (1 - inside) * self.outside[rows]
+        return weight.to(self.product_dtype)
+
+    def _places(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        # (N, T): whether a source is in the window of each target, and its place in the band.
+        place = torch.arange(len(self.band), device=target.device) - target[:, None] + self.window - 1
+        width = self.band.shape[1]
+        return (place >= 0) & (place < width), place.clamp(0, width - 1)
+
+    def _views(self, buffer: Tensor) -> Workspace:
+        by_batch = buffer.transpose(0, 1).unsqueeze(-1)  # (B, T, 2, D, 1)
+        return Workspace(buffer, by_batch[:, :, 0], by_batch[:, :, 1])
+
+
+def _running_sums(x: Tensor, stops: list[int]) -> list[Tensor]:
+    # The sums of x[:stop] for ascending stops, each made from the one before.
+    total, start, sums = torch.zeros(x.shape[1:], dtype=accumulate_dtype(x), device=x.device), 0, []
+    for stop in stops:
+        total = total + x[start:stop].sum(0, dtype=total.dtype)
+        start = stop
+        sums.append(total)
+    return sums
+
+
+def check_local(q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> None:
+    """Raise ValueError unless the shapes are those of `ops.aft_local`."""
+    check_qkv(q, k, v, mask)
+    if band.ndim != 2 or band.shape[0] != v.shape[1] or band.shape[1] % 2 == 0:
+        raise ValueError(
+            f'band must have shape ({v.shape[1]}, 2 * s - 1) for a window of s tokens, got {tuple(band.shape)}'
+        )
+
+
+def local_forward(
+    q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor]:
+    """y and the denominators (AFT Eq. 4)."""
+    out, den = empty_output(q, v), empty_denominator(k, v, save)
+    mix_forward(q, k, v, mask, LocalWeights(band, v), out, den)
+    return out, den
+
+
+def local_backward(
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    band: Tensor,
+    mask: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and band."""
+    weights = LocalWeights(band, v)
+    dq, dk, dv = mix_backward(grad, y, den, q, k, v, mask, weights, need_bias)
+    return dq, dk, dv, weights.bias_grad() if need_bias else band.new_empty(0)
