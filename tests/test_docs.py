@@ -42,7 +42,9 @@ from train.pixel import PixelConfig
 from train.schema import Config
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = {path.name: path for path in (ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')))}
+DOCUMENTS = {
+    path.name: path for path in (ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').glob('*.md')))
+}
 BLOCK = re.compile(r'^```(\w*)\n(.*?)^```', re.DOTALL | re.MULTILINE)
 # By document and a piece of one of its blocks: why this one does not run.
 SKIPPED = {('results.md', "np.load('cifar10_jpeg_60k.npz')"): 'writes the 60,000 images of CIFAR10, which are not here'}
@@ -62,7 +64,7 @@ SMALLER = {
     'transfer.md': {'pretrained=True': 'pretrained=False'},
 }
 # Commands that are not of this repository; the first word of a line, behind variables that it sets.
-OTHERS = {'pip', 'hf', 'apt-get', 'export', 'scontrol', '...'}
+OTHERS = {'pip', 'make', 'hf', 'apt-get', 'export', 'scontrol', '...'}
 # What the reader puts a file of their own in the place of, or what a run leaves, and what has the keys of such a file.
 PLACEHOLDERS = ('CONFIG', 'FILE', 'runs/reviews/config.yaml')
 STAND_INS = {
