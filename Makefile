@@ -11,13 +11,15 @@ JOBS ?= 2
 # How long `make fuzz` runs, and for what: make fuzz SECONDS=60 FUZZ_ARGS='--operator aft_full --backend cpp'
 SECONDS ?= 600
 FUZZ_ARGS ?=
+# make package EMPTY=1 downloads every dependency of the wheel, of which PyTorch alone is gigabytes
+EMPTY ?=
 
 # What FFCV is built with, by Debian's names
 FFCV_LIBRARIES := libopencv-dev libturbojpeg0-dev pkg-config
 FFCV_STAMP := $(VENV)/.ffcv
 SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: install ffcv test sanitize fuzz lint timm-suite demo clean
+.PHONY: install ffcv test sanitize fuzz lint timm-suite demo package clean
 
 install: $(STAMP)
 
@@ -76,5 +78,14 @@ demo: $(STAMP)
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/mine data.dir=YOUR_IMAGES'
 	@echo '  $(PY) -c "import aft_vision, timm; print(timm.create_model('"'local-dir:runs/demo/export'"', pretrained=True))"'
 
+# The sdist, and the wheel from it, in dist/. The wheel is tried in an environment that is empty: it is the one package
+# installed there, the checkout is not on its path, and what `import aft_vision` needs (torch, timm, ...) is read from
+# $(VENV), without the editable package that $(VENV) has. EMPTY=1 installs the dependencies there too, as a user does.
+package: $(STAMP)
+	rm -rf dist
+	$(PY) -m build --quiet --outdir dist
+	$(PY) -m twine check --strict dist/*
+	$(PY) tests/try_wheel.py $(if $(EMPTY),--dependencies) dist/*.whl
+
 clean:
-	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build *.egg-info runs/demo
+	rm -rf $(VENV) dist .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build *.egg-info runs/demo

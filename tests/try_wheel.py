@@ -1,0 +1,92 @@
+"""Try a wheel as the user of a new environment does: python tests/try_wheel.py dist/aft_vision-0.1.0-py3-none-any.whl
+
+It is installed into an environment of its own, out of sight of the checkout, where the first examples of README.md run,
+then a forward and a backward pass of one model of each mixer, with C++ kernels compiled from the wheel where there is a
+compiler. Other packages are read from the environment that runs this script, unless --dependencies installs them.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+README = Path(__file__).parents[1] / 'README.md'
+# Two lines for a model, and another resolution.
+COUNT = 2
+# What an example must not name: it is no part of the wheel.
+FILES = re.compile(r"""['"](runs|tests|configs|tools|train|saved|hub)/""")
+CHECK = """
+import sys
+from pathlib import Path
+
+import timm
+import torch
+
+import aft_vision
+from aft_vision.ops.kernels.cpu.build import library
+
+folder = Path(aft_vision.__file__).parent
+assert folder.is_relative_to(sys.prefix), f'expected the package of {sys.prefix}, got {folder}'
+for name in ('aft_conv_nano', 'aft_full_nano', 'aft_simple_nano'):
+    model = timm.create_model(name, depth=2)
+    model(torch.randn(2, 3, 96, 96)).square().mean().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters()), name
+assert library() is not None or not COMPILER, 'the C++ kernels of the wheel cannot be built'
+print(f'{folder}: aft_vision {aft_vision.__version__}, torch {torch.__version__},',
+      'C++ kernels' if library() else 'no C++ compiler')
+"""
+
+
+def first_examples(text: str) -> list[str]:
+    """Return the first blocks of Python in a document that read no file of a checkout or of a run.
+
+    Raises:
+        ValueError: there are fewer than COUNT.
+    """
+    blocks = re.findall(r'^```python\n(.*?)^```', text, re.DOTALL | re.MULTILINE)
+    found = [block for block in blocks if not FILES.search(block)][:COUNT]
+    if len(found) < COUNT:
+        raise ValueError(f'expected {COUNT} examples in Python without files, got {len(found)}')
+    return found
+
+
+def make_environment(folder: Path, wheel: Path, dependencies: bool) -> Path:
+    """Install a wheel into a new environment and return its interpreter."""
+    venv.create(folder, with_pip=True)
+    python = folder / 'bin' / 'python'
+    install = [python, '-I', '-m', 'pip', 'install', '--quiet', '--disable-pip-version-check', wheel]
+    subprocess.run([*install, *([] if dependencies else ['--no-deps'])], check=True)
+    if not dependencies:
+        packages = next(folder.glob('lib/python*/site-packages'))
+        # Python reads the packages of these folders but not their .pth files: an editable install is one of those.
+        ours = [path for path in sys.path if Path(path).name in ('site-packages', 'dist-packages')]
+        (packages / 'dependencies.pth').write_text('\n'.join(ours) + '\n')
+    return python
+
+
+def main() -> None:
+    """Exit with an error if the wheel does not work."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('wheel', type=Path)
+    parser.add_argument('--dependencies', action='store_true', help='install them instead of borrowing them')
+    args = parser.parse_args()
+    compiler = shutil.which(os.environ.get('CXX', 'c++').partition(' ')[0])
+    script = '\n'.join([*first_examples(README.read_text()), f'COMPILER = {compiler!r}', CHECK])
+    with tempfile.TemporaryDirectory() as folder:
+        python = make_environment(Path(folder) / 'environment', args.wheel.resolve(), args.dependencies)
+        # Kernels that an earlier build has left elsewhere would hide a file that the wheel lacks.
+        environment = {**os.environ, 'TORCH_EXTENSIONS_DIR': f'{folder}/extensions'}
+        path = Path(folder) / 'examples.py'
+        path.write_text(script)
+        # -I: neither PYTHONPATH nor the working directory.
+        if subprocess.run([python, '-I', path], cwd=folder, env=environment).returncode:
+            sys.exit(f'{args.wheel} does not work in an environment of its own, see above')
+
+
+if __name__ == '__main__':
+    main()
