@@ -20,11 +20,14 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from aft_vision.ops.common.errors import first_line
+from aft_vision.ops.common.locks import locked
 
 _logger = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ FLAGS = ['-O3', '-std=c++17', '-fopenmp', '-ffp-contract=fast', '-fno-math-errno
 GCC_FLAGS = ['-fno-predictive-commoning']
 # A new build takes the place of those of other versions that nobody has loaded for so long: 30 days.
 UNUSED_SECONDS = 30 * 24 * 3600
+# No build takes so long: one hour. An older unfinished one was killed, on this host or on another.
+KILLED_SECONDS = 3600
 VECTOR_FLAGS = {
     'AVX2': ['-mavx2', '-mfma'],
     'AVX512': ['-mavx512f', '-mavx512bw', '-mavx512dq', '-mavx512vl', '-mfma'],
@@ -77,13 +82,12 @@ def library() -> Kernels | None:
             return _load(_build())
         except OSError:
             # What was kept may belong to a system with other libraries.
-            return _load(_build(anew=True))
+            return _load(_build(rebuild=True))
     except (OSError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         _logger.warning(
             'the C++ kernels cannot be built, so AFT-full, AFT-conv, AFT with one offset a channel, the causal '
             'operations and decoding use the slower torch forms: %s',
-            reason,
+            first_line(error),
         )
         return None
 
@@ -103,11 +107,11 @@ def _load(path: Path) -> Kernels:
     return found
 
 
-def _build(anew: bool = False) -> Path:
+def _build(rebuild: bool = False) -> Path:
     """Return the path of the shared library, compiled unless it is kept.
 
     Args:
-        anew: whether to compile it although it is kept.
+        rebuild: whether to compile it although it is kept.
 
     Raises:
         OSError: the folder cannot be written.
@@ -126,19 +130,20 @@ def _build(anew: bool = False) -> Path:
     folder, kind = _folder(), f'kernels_{platform.machine()}_{capability.lower()}'
     name = f'{kind}_{version}'
     if compiler is None:
-        kept = None if anew else _kept(folder, f'{name}_*')
+        kept = None if rebuild else _kept(folder, f'{name}_*')
         if kept is not None:
             return kept
         raise RuntimeError(f'expected a C++ compiler, got none by the name of {chosen[0]} (set CXX to choose another)')
     command = [compiler, *chosen[1:]]
     identity = _identify(command)
     name = f'{name}_{_digest(identity + shlex.join(chosen[1:]).encode())}'
-    kept = None if anew else _kept(folder, name)
+    kept = None if rebuild else _kept(folder, name)
     if kept is not None:
         return kept
-    with _locked(folder):
+    with locked(folder / 'lock'):
+        _remove_killed(folder)
         # Another process may have built it meanwhile.
-        kept = None if anew else _kept(folder, name)
+        kept = None if rebuild else _kept(folder, name)
         if kept is not None:
             return kept
         command += [*flags, *([] if b'clang' in identity else GCC_FLAGS)]
@@ -167,13 +172,19 @@ def _folder() -> Path:
     """Return the folder that libraries are kept in: where torch keeps extensions, or a private one.
 
     Raises:
+        OSError: it cannot be made.
         RuntimeError: other users can write to both.
     """
     root = os.environ.get('TORCH_EXTENSIONS_DIR') or Path.home() / '.cache' / 'torch_extensions'
     usual, private = Path(root) / 'aft_vision', Path(tempfile.gettempdir()) / f'aft_vision_{os.getuid()}'
+    _make_folder(usual)
+    if _others_write(usual) and usual.stat().st_uid == os.getuid():
+        _close_folder(usual)
     if not _others_write(usual):
         return usual
-    if _others_write(private):
+    # Its name is known to all, and any user may have put something there before.
+    _make_folder(private)
+    if private.is_symlink() or _others_write(private):
         raise RuntimeError(f'other users can write to {usual} and to {private} (chown them, or chmod go-w)')
     _logger.warning(
         'other users can write to %s, so the C++ kernels are kept in %s instead (chown the first, or chmod go-w)',
@@ -183,12 +194,21 @@ def _folder() -> Path:
     return private
 
 
+def _make_folder(path: Path) -> None:
+    path.mkdir(mode=0o755, parents=True, exist_ok=True)
+
+
+def _close_folder(path: Path) -> None:
+    # As a umask of 002 leaves it. Others may have changed what is in it.
+    path.chmod(path.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
+    for library in path.glob('kernels_*.so'):
+        library.unlink(missing_ok=True)
+    _logger.warning('other users could write to %s: closed to them, and its C++ kernels are built again', path)
+
+
 def _others_write(path: Path) -> bool:
-    # Others than this user and root. What does not exist yet is made by us, and writable for us alone.
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return False
+    # Users other than this one and root.
+    found = path.stat()
     return found.st_uid not in (0, os.getuid()) or bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
@@ -202,21 +222,12 @@ def _digest_of(path: Path) -> str:
     return f'_{_digest(path.read_bytes())}'
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let one process build at a time, and remove what killed ones have left."""
-    # On POSIX systems alone.
-    import fcntl
-
-    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    # The system lets go of the lock when a process ends, however it ends.
-    with (folder / 'lock').open('w') as file:
-        # Not every network file system has locks. Without them processes that start together all build.
+def _remove_killed(folder: Path) -> None:
+    # A build may be running on another host: where locks are local to a host, ours does not keep it out.
+    for left in folder.glob(f'{UNFINISHED}*'):
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-            for left in folder.glob(f'{UNFINISHED}*'):
+            if time.time() - left.stat().st_mtime > KILLED_SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
-        yield
 
 
 def _compile(command: list[str], folder: Path, name: str) -> Path:

@@ -209,29 +209,27 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(monkeypatch: pytest.Mon
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.getuid() == 0:
-        os.chown(path, 12345, -1)
-    else:
-        user = os.getuid() + 1
-        monkeypatch.setattr(os, 'getuid', lambda: user)
+    """Let a folder seem to belong to another user."""
+    find = Path.stat
+
+    def stat(self: Path, **options: bool) -> os.stat_result:
+        found = find(self, **options)
+        return found if self != path else os.stat_result((*found[:4], os.getuid() + 1, *found[5:10]))
+
+    monkeypatch.setattr(Path, 'stat', stat)
 
 
-EXPOSURES: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
-    'writable_by_all': lambda path, _: path.chmod(0o757),
-    'writable_by_a_group': lambda path, _: path.chmod(0o775),
-    'of_another_user': give_away,
+EXPOSURES: dict[str, Callable[[Path], object]] = {
+    'writable_by_all': lambda path: path.chmod(0o757),
+    'writable_by_a_group': lambda path: path.chmod(0o775),
 }
 
 
-@pytest.mark.parametrize('expose', EXPOSURES.values(), ids=EXPOSURES)
-def test_nothing_is_loaded_from_a_folder_that_another_user_can_write_to(
-    expose: Callable[[Path, pytest.MonkeyPatch], object],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
+def test_nothing_is_loaded_from_a_folder_of_another_user(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ):
     folder = build._build().parent
-    expose(folder, monkeypatch)
+    give_away(folder, monkeypatch)
     found = build.library.__wrapped__()
     assert found.answer() == 42
     assert Path(found._name).parent == tmp_path / f'aft_vision_{os.getuid()}'
@@ -245,14 +243,55 @@ def test_nothing_is_loaded_from_a_folder_that_another_user_can_write_to(
     assert 'other users can write' in line
 
 
-@pytest.mark.parametrize('expose', [x for name, x in EXPOSURES.items() if name.startswith('writable')])
-def test_a_library_that_another_user_can_write_to_is_built_again(
-    expose: Callable[[Path, pytest.MonkeyPatch], object],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize('expose', EXPOSURES.values(), ids=EXPOSURES)
+def test_a_folder_of_this_user_is_closed_to_others_once_and_filled_again(
+    expose: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ):
     path = build._build()
-    expose(path, monkeypatch)
+    expose(path.parent)
+    inode = path.stat().st_ino
+    # A second file with the old inode, which the new one cannot get then.
+    os.link(path, path.parent / 'old')
+    for _ in range(2):
+        found = build.library.__wrapped__()
+        assert found.answer() == 42
+        assert Path(found._name) == path
+        assert path.stat().st_ino != inode
+    assert not path.parent.stat().st_mode & 0o022
+    (line,) = logged(caplog)
+    assert str(path.parent) in line
+
+
+def make_open(path: Path, mkdir: Callable[..., None], **options: object) -> None:
+    mkdir(path, **options)
+    path.chmod(0o777)
+
+
+def make_link(path: Path, mkdir: Callable[..., None], **options: object) -> None:
+    mkdir(path.parent / 'theirs', **options)
+    path.symlink_to(path.parent / 'theirs')
+
+
+@pytest.mark.parametrize('make', [make_open, make_link])
+def test_a_private_folder_that_another_user_makes_first_is_refused(
+    make: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    private, mkdir = tmp_path / f'aft_vision_{os.getuid()}', Path.mkdir
+    give_away(build._build().parent, monkeypatch)
+    monkeypatch.setattr(
+        Path, 'mkdir', lambda self, **x: make(self, mkdir, **x) if self == private else mkdir(self, **x)
+    )
+    assert build.library.__wrapped__() is None
+    assert private.exists()
+    (line,) = logged(caplog)
+    assert 'other users can write' in line
+    assert str(private) in line
+
+
+@pytest.mark.parametrize('expose', EXPOSURES.values(), ids=EXPOSURES)
+def test_a_library_that_another_user_can_write_to_is_built_again(expose: Callable[[Path], object]):
+    path = build._build()
+    expose(path)
     inode = path.stat().st_ino
     found = build.library.__wrapped__()
     assert found.answer() == 42
@@ -292,7 +331,9 @@ def wait_for(found: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_a_killed_build_leaves_nothing_once_another_has_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_build_that_runs_an_hour_later_removes_what_a_killed_one_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     with monkeypatch.context() as slow:
         # As a compiler that has written a part.
         lines = 'if [ "$1" != --version ]; then echo > "$TMPDIR/part.s"; exec sleep 2; fi'
@@ -303,10 +344,13 @@ def test_a_killed_build_leaves_nothing_once_another_has_run(monkeypatch: pytest.
         wait_for(lambda: list(folder.glob('*/part.s')))
         process.kill()
         process.join()
-    assert list(folder.glob('*/part.s'))
-    # Nor does it hold the lock.
+    (left,) = (part.parent for part in folder.glob('*/part.s'))
+    # It does not hold the lock. A build of another host may, for all that this one knows.
     path = build._build()
-    assert kept(folder) == {path}
+    assert kept(folder) == {path, left}
+    os.utime(left, (time.time() - 4000,) * 2)
+    new = build._build(rebuild=True)
+    assert kept(folder) == {new}
 
 
 def test_processes_that_start_together_compile_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -366,9 +410,9 @@ def test_what_cannot_be_loaded_is_compiled_no_more_than_once_more(monkeypatch: p
     run = subprocess.run
     monkeypatch.setattr(subprocess, 'run', lambda command, **x: (runs.append(command), run(command, **x))[1])
 
-    def fail(path: str) -> None:
+    def fail(self: build.Kernels, path: str) -> None:
         raise OSError(f'{path}: version GLIBC_9.9 not found')
 
-    monkeypatch.setattr(build.ctypes, 'CDLL', fail)
+    monkeypatch.setattr(build.Kernels, '__init__', fail)
     assert build.library.__wrapped__() is None
     assert len([command for command in runs if '-shared' in command]) == 2
