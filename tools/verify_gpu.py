@@ -3,10 +3,11 @@
 python -m tools.verify_gpu
 python -m tools.verify_gpu --operators conv full --dtypes bfloat16
 
-Each operator runs at a small odd shape and at those of models, in each type, with each of the sizes of tiles that its
-tuner chooses from, on ordinary inputs and on keys and biases that underflow, against the torch form in float64. Every
-first use of an operator on a kind of device that has no record makes the small comparison of these; this makes all of
-them before, replaces what is recorded, and says where. A kernel that disagrees is not used.
+Each operator runs at a small odd shape and at those of models, in each type, for half types also with the float32 bias
+that autocast leaves, with each of the sizes of tiles that its tuner chooses from, on ordinary inputs and on keys and
+biases that underflow, against the torch form in float64. Every first use of an operator on a kind of device that has no
+record makes the small comparison of these; this makes all of them before, replaces what is recorded, and says where. A
+kernel that disagrees is not used.
 
 The exit status is 0 if all agree, 1 if any does not, and 2 where there is no GPU that Triton supports.
 """
@@ -29,6 +30,8 @@ SHAPES = {
     'simple_causal': [(*TEXT, 1, 1)],
 }
 DTYPES = ('float32', 'bfloat16', 'float16')
+# Those with a position bias.
+BIASED = ('full', 'conv', 'onehot', 'local_causal')
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,11 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.operators:
         shapes = [verify.Shape(*shape) for shape in SHAPES[name]]
         for dtype in args.dtypes:
-            found = verify.verify(name, getattr(torch, dtype), device, verify.SMALL, *shapes)
-            failures += found is not None
-            print(f'{name:14} {dtype:9} {"agrees" if found is None else f"not used: {found}"}', flush=True)
+            for bias in find_bias_types(name, dtype):
+                types = [getattr(torch, x) for x in (dtype, dtype, dtype, bias)]
+                # One for all if they are the same.
+                found = verify.verify(name, tuple(types if bias != dtype else types[:1]), device, verify.SMALL, *shapes)
+                failures += found is not None
+                label = dtype if bias == dtype else f'{dtype}, {bias} bias'
+                print(f'{name:14} {label:23} {"agrees" if found is None else f"not used: {found}"}', flush=True)
     print(f'recorded for {verify.device_name(device)} in {verify.record_path(device)}')
     return int(failures > 0)
+
+
+def find_bias_types(name: str, dtype: str) -> list[str]:
+    """Return the types of the bias to compare with such q, k and v."""
+    return [dtype, 'float32'] if name in BIASED and dtype != 'float32' else [dtype]
 
 
 def find_obstacle() -> str | None:

@@ -241,7 +241,7 @@ def _triton(module: str, name: str) -> _Form:
             return False
         from aft_vision.ops.common import verify
 
-        return verify.failure(name, inputs[2]) is None
+        return verify.failure(name, inputs) is None
 
     def check(*inputs: Any) -> None:
         from aft_vision.ops.common import launch
@@ -250,7 +250,7 @@ def _triton(module: str, name: str) -> _Form:
         if launch.can_run(inputs):
             from aft_vision.ops.common import verify
 
-            verify.check(name, inputs[2])
+            verify.check(name, inputs)
 
     return _kernel(module, name)._replace(covers=covers, check=check)
 

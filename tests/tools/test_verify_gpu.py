@@ -23,8 +23,8 @@ def test_it_records_every_operator_at_shapes_of_models(
 
     found: list[SimpleNamespace] = []
 
-    def record(name: str, dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]) -> str | None:
-        found.append(SimpleNamespace(name=name, dtype=dtype, tokens=max(x.grid[0] * x.grid[1] for x in shapes)))
+    def record(name: str, types: tuple[torch.dtype, ...], device: torch.device, *shapes: tuple[int, ...]) -> str | None:
+        found.append(SimpleNamespace(name=name, types=types, tokens=max(x.grid[0] * x.grid[1] for x in shapes)))
         return reason if name == 'conv' else None
 
     monkeypatch.setattr(verify_gpu, 'find_obstacle', lambda: None)
@@ -33,9 +33,13 @@ def test_it_records_every_operator_at_shapes_of_models(
     monkeypatch.setattr(verify, 'verify', record)
     assert verify_gpu.main([]) == (0 if reason is None else 1)
     assert {x.name for x in found} == set(verify.OPERATORS)
-    assert {x.dtype for x in found} == set(verify.BOUNDS)
-    assert len(found) == 3 * len(verify.OPERATORS)
+    assert {x.types for x in found if len(x.types) == 1} == {(dtype,) for dtype in verify.BOUNDS}
+    # As under autocast.
+    halves = [(half, half, half, torch.float32) for half in (torch.bfloat16, torch.float16)]
+    biased = {'full', 'conv', 'onehot', 'local_causal'}
+    assert {(x.name, x.types) for x in found if len(x.types) > 1} == {(name, x) for name in biased for x in halves}
+    assert len(found) == 3 * len(verify.OPERATORS) + 8
     assert min(x.tokens for x in found) >= 196
     lines = capsys.readouterr().out.splitlines()
-    assert sum('agrees' in line for line in lines) == (18 if reason is None else 15)
+    assert sum('agrees' in line for line in lines) == (26 if reason is None else 21)
     assert lines[-1].startswith('recorded for a GPU in ')

@@ -1,18 +1,20 @@
 """Comparing each operator's kernels with its torch form on a device, once: what disagrees there is not used.
 
 The result is kept next to what Triton has compiled, in a file for each source of the kernels, version of Triton and
-kind of device. A process decides once for each operator and type: a forward and its backward run in one form.
+kind of device. A process decides once for each operator and the types of its inputs: a forward and its backward run in
+one form.
 """
 
 import contextlib
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,27 +24,34 @@ from torch import Tensor
 
 from aft_vision.ops.causal import eager as causal
 from aft_vision.ops.common import launch
+from aft_vision.ops.common.errors import first_line
+from aft_vision.ops.common.locks import locked
 from aft_vision.ops.common.tuner import Tuner
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv import onehot
 from aft_vision.ops.full import eager as full
 
 _logger = logging.getLogger(__name__)
-# Other systems have no such locks: there each process compares for itself.
-_fcntl: Any = importlib.import_module('fcntl') if os.name == 'posix' else None
 
 # Largest error, relative to the norm: of the result, and of gradients.
 BOUNDS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-2, 2e-2), torch.float16: (4e-3, 4e-3)}
 # The spread of keys and biases that underflow in float32, not in float64, and the bound for them.
 WIDE, WIDE_BOUND = 30.0, 1e-4
-# What the record says of a comparison that never ended.
-UNFINISHED = 'a comparison with the torch form ended its process'
+# A process may be stopped during a comparison, or be ended by it: after so many that never finished, it is a failure.
+ATTEMPTS = 2
+UNFINISHED = f'{ATTEMPTS} comparisons with the torch form ended their processes'
 UNVERIFIED = (
     'it was first used while a graph was captured or traced; call it once before, or run python -m tools.verify_gpu'
 )
 
-# Why the kernels of an operator are not used, or None: for each operator, type and device.
-_decisions: dict[tuple[str, torch.dtype, torch.device], str | None] = {}
+# The types of q, k, v and the bias, None for a missing q; a single one if they are the same. Each combination compiles
+# to kernels of its own.
+Types = tuple[torch.dtype | None, ...]
+# The failure of each operator and types that were compared, None without one, or {'attempts': n}.
+Results = dict[str, Any]
+
+# Why the kernels of an operator are not used, or None: for each operator, types and device.
+_decisions: dict[tuple[str, Types, torch.device], str | None] = {}
 
 
 class Shape(NamedTuple):
@@ -60,7 +69,7 @@ SMALL = Shape(B=2, grid=(7, 10), D=48, channels=1, window=17)
 
 
 class Operator(NamedTuple):
-    """The torch form of an operator, and its inputs behind q, k and v for a shape; `spread` scales the biases."""
+    """The torch form of an operator, and its inputs after q, k and v for a shape; `spread` scales the biases."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, ...]]
@@ -107,36 +116,48 @@ OPERATORS = {
 }
 
 
-def check(name: str, v: Tensor) -> None:
-    """Raise a RuntimeError if the kernels of an operator fail or disagree with its torch form for such values."""
-    reason = failure(name, v)
+def check(name: str, inputs: Sequence[Any]) -> None:
+    """Raise a RuntimeError if the kernels of an operator fail or disagree with its torch form for such inputs."""
+    reason = failure(name, inputs)
     if reason not in (None, UNVERIFIED):
         raise RuntimeError(
-            f"backend='triton' needs kernels that agree with the torch form on {v.device}, and those of {name} in "
-            f"{v.dtype} do not: {reason}; backend='auto' does without them"
+            f"backend='triton' needs kernels that agree with the torch form on {inputs[2].device}, and those of {name} "
+            f"in {_spell(find_types(inputs))} do not: {reason}; backend='auto' does without them"
         )
 
 
-def failure(name: str, v: Tensor) -> str | None:
-    """Return why the kernels of an operator of OPERATORS are not used for such values, in one line; None if they are.
+def failure(name: str, inputs: Sequence[Any]) -> str | None:
+    """Return why the kernels of an operator of OPERATORS are not used for such inputs, in one line; None if they are.
 
     The first call compares them on a kind of device that has no record, while other processes wait for it. Nothing is
     compared during a capture or a trace: without a record, this process uses the torch form.
     """
-    key = name, v.dtype, v.device
+    types, device = find_types(inputs), inputs[2].device
+    key = name, types, device
     with launch._lock:
         if key not in _decisions:
-            if not is_needed(v.device):
+            if not is_needed(device):
                 _decisions[key] = None
                 return None
-            reason = _decisions[key] = _decide(name, v.dtype, v.device)
+            reason = _decisions[key] = _decide(name, types, device)
             if reason is not None:
                 _logger.warning(
                     'the Triton kernels of %s are not used for %s on %s, so AFT runs there in the slower torch forms: '
                     '%s (record: %s)',
-                    *(name, v.dtype, v.device, reason, record_path(v.device)),
+                    *(name, _spell(types), device, reason, record_path(device)),
                 )
         return _decisions[key]
+
+
+def find_types(inputs: Sequence[Any]) -> Types:
+    """Return the floating-point types of the inputs of an operator (q, k, v, ...)."""
+    found = [None if x is None else x.dtype for x in inputs[:3]]
+    found += [x.dtype for x in inputs[3:] if isinstance(x, Tensor) and x.is_floating_point()]
+    return (found[0],) if len(set(found)) == 1 else tuple(found)
+
+
+def _spell(types: Types) -> str:
+    return ', '.join(map(str, types))
 
 
 def is_needed(device: torch.device) -> bool:
@@ -144,51 +165,65 @@ def is_needed(device: torch.device) -> bool:
     return device.type == 'cuda'
 
 
-def _decide(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    entry = _entry(name, dtype)
-    found = read_record(device).get(entry, UNFINISHED)
-    # A comparison may be under way.
-    if found != UNFINISHED:
-        return found
+def _decide(name: str, types: Types, device: torch.device) -> str | None:
+    entry = _entry(name, types)
+    found = read_record(device)
+    if _is_finished(found, entry):
+        return found[entry]
     if torch.jit.is_tracing() or torch.compiler.is_compiling() or launch.is_capturing(device):
         return UNVERIFIED
     try:
-        with _locked(device):
-            results = read_record(device)
-            return results[entry] if entry in results else _verify(name, dtype, device)
+        with _locked(device) as held:
+            if not held:
+                return find_failure(name, types, device)
+            found = read_record(device)
+            if _is_finished(found, entry):
+                return found[entry]
+            # Nobody else compares now: an attempt that is recorded has ended with its process.
+            return UNFINISHED if _attempts(found, entry) >= ATTEMPTS else _verify(name, types, device)
     except OSError as error:
         # Without a folder to write to, each process compares them.
         _logger.info('cannot keep that the Triton kernels were verified: %s', error)
-        return find_failure(name, dtype, device)
+        return find_failure(name, types, device)
 
 
-def verify(name: str, dtype: torch.dtype, device: torch.device, *shapes: Shape) -> str | None:
+def _is_finished(results: Results, entry: str) -> bool:
+    return entry in results and not _attempts(results, entry)
+
+
+def _attempts(results: Results, entry: str) -> int:
+    found = results.get(entry)
+    return found['attempts'] if isinstance(found, dict) else 0
+
+
+def verify(name: str, types: Types, device: torch.device, *shapes: Shape) -> str | None:
     """Compare the kernels of an operator with its torch form, and record and return the failure or None.
 
     Args:
+        types: those of q, k, v and the bias, or one for all.
         shapes: SMALL if there are none.
 
     Raises:
         OSError: the record cannot be written.
     """
     with _locked(device):
-        return _verify(name, dtype, device, *shapes)
+        return _verify(name, types, device, *shapes)
 
 
-def _verify(name: str, dtype: torch.dtype, device: torch.device, *shapes: Shape) -> str | None:
-    before = read_record(device)
+def _verify(name: str, types: Types, device: torch.device, *shapes: Shape) -> str | None:
+    before, entry = read_record(device), _entry(name, types)
     # A fault on a device may end the process.
-    _write_record(device, before | {_entry(name, dtype): UNFINISHED})
+    _write_record(device, before | {entry: {'attempts': _attempts(before, entry) + 1}})
     try:
-        reason = find_failure(name, dtype, device, *shapes)
+        reason = find_failure(name, types, device, *shapes)
     except BaseException:
         _write_record(device, before)
         raise
-    _write_record(device, before | {_entry(name, dtype): reason})
+    _write_record(device, before | {entry: reason})
     return reason
 
 
-def find_failure(name: str, dtype: torch.dtype, device: torch.device, *shapes: Shape) -> str | None:
+def find_failure(name: str, types: Types, device: torch.device, *shapes: Shape) -> str | None:
     """Return how the kernels of an operator fail or disagree with its torch form in float64, in one line, or None.
 
     Each of the sizes of tiles that a tuner chooses from is compared, on ordinary inputs and on such as underflow.
@@ -197,15 +232,15 @@ def find_failure(name: str, dtype: torch.dtype, device: torch.device, *shapes: S
         kernels = _Kernels(name)
         for shape in shapes or (SMALL,):
             for spread in (1.0, WIDE):
-                inputs = _inputs(name, shape, spread, dtype, device)
-                wanted = _run(OPERATORS[name], [_double(x) for x in inputs], torch.float64)
+                inputs = _inputs(name, shape, spread, types, device)
+                wanted = _run(OPERATORS[name], [_double(x) for x in inputs])
                 for choice in range(Tuner.most):
                     with Tuner.choosing(choice):
-                        found = _run(kernels, inputs, dtype)
-                    _check(found, wanted, dtype, spread)
+                        found = _run(kernels, inputs)
+                    _check(found, wanted, types, spread)
     # Compilers, drivers and kernels fail each in their own way.
     except Exception as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return first_line(error)
     return None
 
 
@@ -227,38 +262,43 @@ class _Kernels:
         self.backward = getattr(kernels, f'{name}_backward')
 
 
-def _inputs(name: str, shape: Shape, spread: float, dtype: torch.dtype, device: torch.device) -> list[Any]:
+def _inputs(name: str, shape: Shape, spread: float, types: Types, device: torch.device) -> list[Any]:
     T = _tokens(shape)
     mask = torch.arange(T) % 7 != 3
     width = shape.D // shape.channels if name in ('conv', 'onehot') else shape.D
     tensors = [_draw(shape.B, T, n, seed=i) for i, n in enumerate((shape.D, width, shape.D))]
     tensors[1] *= spread
     inputs = [*tensors, *OPERATORS[name].others(shape, spread, mask.repeat(shape.B, 1))]
-    return [_to(x, dtype, device) for x in inputs]
+    remaining = itertools.cycle(types)
+    return [_place(x, remaining, device) for x in inputs]
 
 
-def _to(x: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _place(x: Any, types: Iterator[torch.dtype | None], device: torch.device) -> Any:
     if not isinstance(x, Tensor):
         return x
-    return x.to(device, dtype) if x.is_floating_point() else x.to(device)
+    if not x.is_floating_point():
+        return x.to(device)
+    dtype = next(types)
+    return None if dtype is None else x.to(device, dtype)
 
 
 def _double(x: Any) -> Any:
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _run(operator: Any, inputs: list[Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _run(operator: Any, inputs: list[Any]) -> tuple[Tensor, ...]:
     # The result, and the gradients of q, k, v and the bias.
     y, saved = operator.forward(*inputs, True)
-    grad = _draw(*y.shape, seed=9).bfloat16().to(y.device, dtype)
+    grad = _draw(*y.shape, seed=9).bfloat16().to(y)
     return y, *operator.backward(grad, y, saved, *inputs, True)
 
 
-def _check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], dtype: torch.dtype, spread: float) -> None:
+def _check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], types: Types, spread: float) -> None:
     # Where weights choose one source, gradients of keys and biases are differences of terms as large as those of v.
     floor = 0.0 if spread == 1.0 else float(wanted[3].norm())
     for i, (name, x, expected) in enumerate(zip(('y', 'dq', 'dk', 'dv', 'dbias'), found, wanted, strict=False)):
-        bound = BOUNDS[dtype][min(i, 1)] if spread == 1.0 else max(BOUNDS[dtype][min(i, 1)], WIDE_BOUND)
+        bound = max(BOUNDS[dtype][min(i, 1)] for dtype in types if dtype is not None)
+        bound = bound if spread == 1.0 else max(bound, WIDE_BOUND)
         norm = max(float(expected.norm()), floor if i else 0.0)
         error = float((x.double() - expected).norm())
         # Not error > bound: NaN is one too.
@@ -266,8 +306,8 @@ def _check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], dtype: torch.d
             raise RuntimeError(f'{name} is off by {error:.1e} of {norm:.1e}, above {bound:.0e} of it')
 
 
-def read_record(device: torch.device) -> dict[str, str | None]:
-    """Return the failures, None where there is none, of what was compared on devices of this kind."""
+def read_record(device: torch.device) -> Results:
+    """Return the results of what was compared on devices of this kind."""
     try:
         found = json.loads(record_path(device).read_text())
     except (OSError, ValueError):
@@ -290,16 +330,17 @@ def device_name(device: torch.device) -> str:
 @functools.cache
 def _source_digest() -> str:
     found = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob('*.py')):
-        found.update(path.name.encode() + path.read_bytes())
+    folder = Path(__file__).parent.parent
+    for path in sorted(folder.rglob('*.py')):
+        found.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return found.hexdigest()
 
 
-def _entry(name: str, dtype: torch.dtype) -> str:
-    return f'{name} {str(dtype).removeprefix("torch.")}'
+def _entry(name: str, types: Types) -> str:
+    return ' '.join([name, *(str(dtype).removeprefix('torch.') for dtype in types)])
 
 
-def _write_record(device: torch.device, results: dict[str, str | None]) -> None:
+def _write_record(device: torch.device, results: Results) -> None:
     path = record_path(device)
     content = {'device': device_name(device), 'triton': triton.__version__, 'results': results}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -309,11 +350,9 @@ def _write_record(device: torch.device, results: dict[str, str | None]) -> None:
 
 
 @contextlib.contextmanager
-def _locked(device: torch.device) -> Iterator[None]:
-    # Of processes that start together one compares, and the others wait. The lock goes with the process that holds it.
+def _locked(device: torch.device) -> Iterator[bool]:
+    # Of processes that start together one compares, and the others wait.
     path = record_path(device).with_suffix('.lock')
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open('w') as file:
-        if _fcntl is not None:
-            _fcntl.flock(file, _fcntl.LOCK_EX)
-        yield
+    with locked(path) as held:
+        yield held

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import kernels_run, make_qkv
+from helpers import kernels_run, make_qkv, randn
 from torch import Tensor
 
 from aft_vision import ops
+from aft_vision.ops import operator
 from aft_vision.ops.common import launch
 
 
@@ -122,11 +123,13 @@ def test_nothing_is_compared_during_a_capture_or_a_trace(
     with monkeypatch.context() as patch:
         patch.setattr(module, name, lambda *_: True)
         assert torch.equal(ops.aft_simple(*inputs), expected)
-        assert torch.equal(ops.aft_simple(*inputs, backend='triton'), expected)
+        operator._warn_once.cache_clear()
+        with pytest.warns(UserWarning, match="no 'triton' form"):
+            assert torch.equal(ops.aft_simple(*inputs, backend='triton'), expected)
     # A backward after it takes what the torch form saved.
     assert 'aft_vision::simple_forward' not in kernels_run(lambda: ops.aft_simple(*inputs))
     assert not compared
-    verify.verify('simple', torch.float32, inputs[0].device)
+    verify.verify('simple', (torch.float32,), inputs[0].device)
     start_process(verify, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(module, name, lambda *_: True)
@@ -146,20 +149,80 @@ def test_of_several_processes_one_compares_and_the_others_wait(
     monkeypatch.setattr(verify, 'find_failure', compare)
     # A lock is of an open file: threads that open it are to each other like processes.
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: verify._decide('simple', torch.float32, inputs[0].device), range(3)))
+        found = list(pool.map(lambda _: verify._decide('simple', (torch.float32,), inputs[0].device), range(3)))
     assert found == ['wrong'] * 3
     assert len(compared) == 1
 
 
-def test_a_kernel_whose_comparison_ended_its_process_is_not_used(
+def stop_once(verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the record as a process does that is stopped while it compares."""
+    device, seen = inputs[0].device, []
+    start_process(verify, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, 'find_failure', lambda *_: seen.append(verify.record_path(device).read_text()))
+        assert verify.failure('simple', inputs) is None
+    (text,) = seen
+    verify.record_path(device).write_text(text)
+
+
+def test_a_process_that_is_stopped_during_the_comparison_leaves_it_to_the_next(
     verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ):
-    seen = []
-    monkeypatch.setattr(verify, 'find_failure', lambda *_: seen.append(verify.read_record(inputs[0].device)))
-    verify.verify('simple', torch.float32, inputs[0].device)
-    assert seen == [{'simple float32': verify.UNFINISHED}]
-    verify._write_record(inputs[0].device, seen[0])
-    assert verify.failure('simple', inputs[2]) == verify.UNFINISHED
+    stop_once(verify, inputs, monkeypatch)
+    compared = start_process(verify, monkeypatch)
+    assert 'aft_vision::simple_forward' in kernels_run(lambda: ops.aft_simple(*inputs))
+    assert compared == ['simple']
+    assert verify.read_record(inputs[0].device) == {'simple float32': None}
+
+
+def test_a_kernel_whose_comparison_ended_two_processes_is_not_used(
+    verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    for _ in range(2):
+        stop_once(verify, inputs, monkeypatch)
+    compared = start_process(verify, monkeypatch)
+    assert verify.failure('simple', inputs) == verify.UNFINISHED
+    assert torch.equal(ops.aft_simple(*inputs), ops.aft_simple(*inputs, backend='eager'))
+    assert not compared
+    # The tool compares whatever is recorded.
+    assert verify.verify('simple', (torch.float32,), inputs[0].device) is None
+    start_process(verify, monkeypatch)
+    assert verify.failure('simple', inputs) is None
+
+
+@pytest.mark.parametrize('q', ['float32', 'none'])
+def test_each_combination_of_types_is_compared_by_itself(
+    q: str, verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    from aft_vision.ops.simple import triton as simple
+
+    same = [x.half() for x in inputs]
+    mixed = [inputs[0] if q == 'float32' else None, *same[1:]]
+    kernel = simple.simple_forward
+
+    def broken(*args: object) -> tuple[Tensor, ...]:
+        y, saved = kernel(*args)
+        return y if isinstance(args[0], Tensor) and args[0].dtype == torch.float16 else y + 1, saved
+
+    monkeypatch.setattr(simple, 'simple_forward', broken)
+    for found in (same, mixed):
+        assert torch.equal(
+            ops.aft_simple(*found), ops.aft_simple(*found, backend='triton' if found is same else 'eager')
+        )
+    record = verify.read_record(inputs[0].device)
+    assert record.pop('simple float16') is None
+    ((entry, reason),) = record.items()
+    assert entry == f'simple {q.capitalize() if q == "none" else q} float16 float16'
+    assert 'y is off by' in reason
+
+
+def test_a_half_with_a_float32_bias_is_compared_as_it_runs(
+    verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    half = [x.half() for x in inputs]
+    bias = randn(5, 5).float().to(inputs[0].device)
+    assert 'aft_vision::full_forward' in kernels_run(lambda: ops.aft_full(*half, bias))
+    assert verify.read_record(inputs[0].device) == {'full float16 float16 float16 float32': None}
 
 
 def test_a_comparison_that_is_interrupted_leaves_the_record_as_it_was(
@@ -173,7 +236,7 @@ def test_a_comparison_that_is_interrupted_leaves_the_record_as_it_was(
 
     monkeypatch.setattr(verify, 'find_failure', interrupt)
     with pytest.raises(KeyboardInterrupt):
-        verify.verify('simple', torch.float32, device)
+        verify.verify('simple', (torch.float32,), device)
     assert verify.read_record(device) == {'full float32': None}
 
 
@@ -191,6 +254,18 @@ def test_a_record_is_of_one_kind_of_device_one_triton_and_one_source(
             patch.setattr(module, name, value)
             paths.append(verify.record_path(device))
     assert len(set(paths)) == 4
+
+
+def test_a_record_is_of_the_source_of_every_kernel(verify: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    read, found = Path.read_bytes, set()
+    for name in ('no file', 'full/kernels.py', 'conv/kernels.py', 'causal/local_triton.py', 'common/kernels.py'):
+
+        def change(self: Path, name: str = name) -> bytes:
+            return read(self) + (b'#' if str(self).endswith(name) else b'')
+
+        monkeypatch.setattr(Path, 'read_bytes', change)
+        found.add(verify._source_digest.__wrapped__())
+    assert len(found) == 5
 
 
 @pytest.mark.parametrize('text', ['', '{"results": ', '[1]', '{"results": 3}'])
