@@ -204,12 +204,12 @@ struct Block {
 };
 
 // When digits are lost: a factor of the global sum, and the least value.
-struct Limits {
+struct DigitLimits {
   float cancellation, underflow;
 };
 
 // Whether a sum of positive terms that was found by subtraction still has its digits.
-bool keeps_digits(Vec den, Vec total, Vec outside, Limits limits, int lanes) {
+bool keeps_digits(Vec den, Vec total, Vec outside, DigitLimits limits, int lanes) {
   for (int i = 0; i < lanes; ++i)
     if (!(den[i] * limits.cancellation >= total[i] * outside[i] && den[i] >= limits.underflow)) return false;
   return true;
@@ -217,7 +217,7 @@ bool keeps_digits(Vec den, Vec total, Vec outside, Limits limits, int lanes) {
 
 template <typename Taps>
 int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, const float *taps, const int64_t *offset,
-            const float *outside, Tokens out, Tokens den, Limits limits, int threads) {
+            const float *outside, Tokens out, Tokens den, DigitLimits limits, int threads) {
   int good = 1;
   Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
@@ -253,7 +253,7 @@ int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, cons
 template <typename Taps>
 int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens k, Tokens v, const bool *mask,
              const float *taps, const int64_t *offset, const float *outside, Tokens dq, Tokens dk, Tokens dv,
-             float *grad_taps, int64_t parts, Limits limits, int threads) {
+             float *grad_taps, int64_t parts, DigitLimits limits, int threads) {
   const int64_t square = s.size * s.size;
   int good = 1;
   Region region;
@@ -330,7 +330,7 @@ extern "C" {
 // D), are exp(w) - outside. With offsets, (D, 2), there is one tap, s = 1, and it belongs to the source at the offset.
 // q, mask, offset and den may be null. Returns 0 where a denominator has lost digits: the result is to be thrown away.
 int aft_depthwise_forward(const int64_t *sizes, Tokens q, Tokens k, Tokens v, const bool *mask, const float *taps,
-                          const int64_t *offset, const float *outside, Tokens out, Tokens den, Limits limits,
+                          const int64_t *offset, const float *outside, Tokens out, Tokens den, DigitLimits limits,
                           int threads) {
   return guarded([&] {
     return (offset ? forward<OneOffset> : forward<Window>)(shape_of(sizes), q, k, v, mask, taps, offset, outside, out,
@@ -342,7 +342,7 @@ int aft_depthwise_forward(const int64_t *sizes, Tokens q, Tokens k, Tokens v, co
 // batch. Without `den`, it is computed again. Returns 0 as the forward does.
 int aft_depthwise_backward(const int64_t *sizes, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens k, Tokens v,
                            const bool *mask, const float *taps, const int64_t *offset, const float *outside, Tokens dq,
-                           Tokens dk, Tokens dv, float *grad_taps, int64_t parts, Limits limits, int threads) {
+                           Tokens dk, Tokens dv, float *grad_taps, int64_t parts, DigitLimits limits, int threads) {
   return guarded([&] {
     return (offset ? backward<OneOffset> : backward<Window>)(shape_of(sizes), grad, y, den, q, k, v, mask, taps, offset,
                                                              outside, dq, dk, dv, grad_taps, parts, limits, threads);

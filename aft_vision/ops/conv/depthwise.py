@@ -22,11 +22,11 @@ LANES = 8
 BLOCKS_PER_THREAD = 4
 
 
-class _Limits(ctypes.Structure):
+class _DigitLimits(ctypes.Structure):
     _fields_ = [('cancellation', ctypes.c_float), ('underflow', ctypes.c_float)]
 
 
-LIMITS = _Limits(conv.CANCELLATION[torch.float32], UNDERFLOW[torch.float32])
+LIMITS = _DigitLimits(conv.CANCELLATION[torch.float32], UNDERFLOW[torch.float32])
 
 
 class _Taps:

@@ -116,9 +116,18 @@ void each_sum(const typename Op::Word *weights, int64_t tokens, int64_t blocks, 
   }
 }
 
+// The inputs and outputs of a forward; q, the mask's elements and den may be null.
+struct Forward {
+  Shape s;
+  Stream q, k, v;
+  Mask mask;
+  Stream out, den;
+  float underflow;
+};
+
 template <typename Op>
-int forward(const Shape &s, const typename Op::Word *weights, const Stream &q, const Stream &k, const Stream &v,
-            const Mask &mask, const Stream &out, const Stream &den, float underflow, int threads) {
+int forward(const Forward &call, const typename Op::Word *weights, int threads) {
+  const Shape &s = call.s;
   const int64_t together = s.together(threads);
   int good = 1;
   Region region;
@@ -131,28 +140,28 @@ int forward(const Shape &s, const typename Op::Word *weights, const Stream &q, c
       Strips<Op> &x = *strips;
       const Group g = s.group(item, together);
       for (int64_t i = 0; i < g.count; ++i) {
-        const Keys keys(k, v, mask, g, i);
+        const Keys keys(call.k, call.v, call.mask, g, i);
         x.fill(i, [&](int64_t t, Vec &top, Vec &bottom) { keys.weigh(g.place(i, t), top, bottom); });
       }
-      const float fill = mask.fill(g.b);
+      const float fill = call.mask.fill(g.b);
       const bool more = g.first + g.count < s.blocks();
       IntVec lost{};
       each_sum<Op>(
           weights, s.tokens, g.count, x,
           [&](int64_t i, int64_t t) {
             // The products leave time to fetch what comes next.
-            if (q.data) g.place(i, t).prefetch(q);
+            if (call.q.data) g.place(i, t).prefetch(call.q);
             if (!more) return;
             const Place next = g.place(i + g.count, t);
-            next.prefetch(k);
-            next.prefetch(v);
+            next.prefetch(call.k);
+            next.prefetch(call.v);
           },
           [&](int64_t i, int64_t t, Vec top, Vec bottom) {
             const Place at = g.place(i, t);
             bottom += fill;
-            if (den.data) at.write(den, bottom);
-            at.write(out, gated(at, q, top / bottom));
-            lost |= lost_lanes(bottom, at.lanes, underflow);
+            if (call.den.data) at.write(call.den, bottom);
+            at.write(call.out, gated(at, call.q, top / bottom));
+            lost |= lost_lanes(bottom, at.lanes, call.underflow);
           });
       good = !any(lost) && good;
     });
@@ -217,17 +226,34 @@ class Outer {
   Room<typename Op::Word> targets_, sources_;
 };
 
-// What a thread works with; d_weights is its own, null if nobody asks for it.
-template <typename Op>
-struct Backward {
-  const Shape &s;
-  const Stream &grad, &y, &den, &q, &k, &v;
-  const Mask &mask;
-  const Stream &dq, &dk, &dv;
+// The inputs and outputs of a backward; q, dq, the mask's elements and d_weights may be null.
+struct Gradients {
+  Shape s;
+  Stream grad, y, den, q, k, v;
+  Mask mask;
+  Stream dq, dk, dv;
   float underflow, *d_weights;
+
+  // Those of a thread, which has d_weights of its own.
+  Gradients of_thread(int thread) const {
+    Gradients own = *this;
+    if (d_weights) own.d_weights += thread * s.tokens * ((s.tokens + LANES - 1) / LANES * LANES);
+    return own;
+  }
+};
+
+// A thread of a backward, with its buffers.
+template <typename Op>
+struct Backward : Gradients {
   Strips<Op> r;
   Outer<Op> outer;
   Room<float> kept;
+
+  Backward(const Gradients &call, int64_t together)
+      : Gradients(call),
+        r(s.tokens, together),
+        outer(s.tokens, d_weights ? together : 0),
+        kept(together * s.tokens * LANES) {}
 
   // The gradients of the sums of a block, and of q; returns the lanes whose denominators are lost.
   IntVec spread(const Group &g, int64_t block) {
@@ -289,21 +315,15 @@ struct Backward {
 };
 
 template <typename Op>
-int backward(const Shape &s, const typename Op::Word *weights, const Stream &grad, const Stream &y, const Stream &den,
-             const Stream &q, const Stream &k, const Stream &v, const Mask &mask, const Stream &dq, const Stream &dk,
-             const Stream &dv, float *d_weights, float underflow, int threads) {
+int backward(const Gradients &call, const typename Op::Word *weights, int threads) {
+  const Shape &s = call.s;
   const int64_t together = s.together(threads);
   int good = 1;
   Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
-    const int64_t part = s.tokens * ((s.tokens + LANES - 1) / LANES * LANES);
-    float *own = d_weights ? d_weights + omp_get_thread_num() * part : nullptr;
     std::unique_ptr<Backward<Op>> worker;
-    region.run([&] {
-      worker.reset(new Backward<Op>{s, grad, y, den, q, k, v, mask, dq, dk, dv, underflow, own, {s.tokens, together},
-                                    {s.tokens, d_weights ? together : 0}, {together * s.tokens * LANES}});
-    });
+    region.run([&] { worker.reset(new Backward<Op>(call.of_thread(omp_get_thread_num()), together)); });
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < s.batch * s.groups(together); ++item)
       region.run([&] { good = worker->run(weights, s.group(item, together)) && good; });
@@ -378,7 +398,7 @@ int aft_full_forward(const int64_t *sizes, const void *weights, Stream q, Stream
   return guarded([&] {
     const Shape s{sizes[0], sizes[1], sizes[2]};
     return with_words(sizes[3], weights, [&](auto op, const auto *words) {
-      return forward<decltype(op)>(s, words, q, k, v, {mask, s.tokens}, out, den, underflow, threads);
+      return forward<decltype(op)>({s, q, k, v, {mask, s.tokens}, out, den, underflow}, words, threads);
     });
   });
 }
@@ -390,7 +410,7 @@ int aft_full_backward(const int64_t *sizes, const void *weights, Stream grad, St
   return guarded([&] {
     const Shape s{sizes[0], sizes[1], sizes[2]};
     return with_words(sizes[3], weights, [&](auto op, const auto *words) {
-      return backward<decltype(op)>(s, words, grad, y, den, q, k, v, {mask, s.tokens}, dq, dk, dv, d_weights, underflow,
+      return backward<decltype(op)>({s, grad, y, den, q, k, v, {mask, s.tokens}, dq, dk, dv, underflow, d_weights}, words,
                                     threads);
     });
   });
