@@ -50,7 +50,7 @@ def load_past(PAST, b, j, i, c, blocks, D):
 
 @triton.jit
 def load_sources(K, V, MASK, b, s, c, k_strides, v_strides, T, D):
-    """Keys, NaN for sources that are not finite, and values, 0 for those."""
+    """Load keys, NaN for sources that are not finite, and values, 0 for those."""
     k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)
     v = load_values(V, MASK, b, s, c, v_strides[0], v_strides[1], T, D)
     finite = (k < float('inf')) & (tl.abs(v) < float('inf'))
@@ -59,13 +59,13 @@ def load_sources(K, V, MASK, b, s, c, k_strides, v_strides, T, D):
 
 @triton.jit
 def larger(a, b):
-    """The larger of two, NaN if either is."""
+    """Return the larger of two, NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def find_peak(k):
-    """The largest finite key of each channel, and the same or NaN where a source is not finite."""
+    """Return the largest finite key of each channel twice, the second NaN where a source is not finite."""
     peak = tl.max(tl.where(k != k, float('-inf'), k), 0)
     return peak, tl.where(tl.max((k != k).to(tl.int32), 0) > 0, float('nan'), peak)
 
@@ -75,10 +75,11 @@ def find_lost(
     den, k, reference, FIRST, b, t, window,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Whether elements of targets that see a source, whose keys these are, may have lost digits to underflow.
+    """Return whether elements of targets, whose keys these are, may have lost digits to underflow.
 
-    Each of the BC + window weights may lack up to the smallest normal float, times the largest exponential up to the
-    target: so what is missing is within 1e-8 of a denominator that is not lost. No later key enters.
+    Only targets that see a source can. Each of the BC + window weights may lack up to the smallest normal float, times
+    the largest exponential up to the target: so what is missing is within 1e-8 of a denominator that is not lost. No
+    later key enters.
     """
     past = (tl.arange(0, BC)[:, None] >= tl.arange(0, BC)[None, :]).to(PRODUCT)
     ek = tl.exp(tl.where(k != k, float('-inf'), k) - reference[None, :])
@@ -91,7 +92,7 @@ def find_lost(
 
 @triton.jit
 def mark_lost(LOST, lost, b, j, t, c, T, D):
-    """Whether any of a tile is lost."""
+    """Store whether any element of a tile is lost."""
     lost = lost & (t < T)[:, None] & (c < D)[None, :]
     tile = (j * tl.num_programs(2) + b) * tl.num_programs(1) + tl.program_id(1)
     tl.store(LOST + tile, tl.max(tl.max(lost.to(tl.int32), 1), 0))
@@ -112,9 +113,9 @@ def summary_kernel(
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Into PAST the largest finite key of a block, then maximum and sums of the sources that leave the window with it.
+    """Store in PAST the largest finite key of a block, then maximum and sums of the sources that leave its window.
 
-    Last the largest key of the block, NaN with a source that is not finite.
+    The last row is the largest key of the block, NaN with a source that is not finite.
     """
     j, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -186,7 +187,7 @@ def forward_kernel(
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """y, the denominators at the reference of their block if there is room, and whether any of a tile underflowed.
+    """y, the denominators at the reference of their block if DEN is given, and whether any of a tile underflowed.
 
     Elements that underflowed have y = NaN and the denominator 0.
     """

@@ -84,7 +84,7 @@ class _Call:
         return past
 
     def lost(self) -> Tensor:
-        """Room for whether a tile has elements that underflowed."""
+        """Return an uninitialised buffer for whether a tile has elements that underflowed."""
         return torch.empty((self.blocks, self.B, self.strips), dtype=torch.int32, device=self.v.device)
 
 

@@ -38,7 +38,7 @@ def merge_gradients(peak_a, d_den_a, d_num_a, peak_b, d_den_b, d_num_b):
 
 @triton.jit
 def larger(a, b):
-    """The larger of two."""
+    """Return the larger of two."""
     return tl.maximum(a, b)
 
 
@@ -77,7 +77,7 @@ def store_sums(SUMS, reference, den, num, b, part, c, parts, D):
 
 @triton.jit
 def summary_kernel(K, V, MASK, PAST, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):
-    """The largest key and the sums of each part alone; strides of q, k and v."""
+    """Store the largest key and the sums of each part by itself; strides are those of q, k and v."""
     b, part, c, first, end = find_part(T, D, length, BD)
     peak = tl.full([BD], FLOOR, tl.float32)
     num = tl.zeros([BD], tl.float32)

@@ -50,7 +50,7 @@ class Region {
     }
   }
 
-  // To be called behind the region.
+  // To be called after the region.
   void finish() const {
     if (error_) std::rethrow_exception(error_);
   }

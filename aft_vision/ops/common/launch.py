@@ -1,4 +1,4 @@
-"""Where the Triton kernels run, and how they are launched; imports Triton only when a kernel is at hand.
+"""Where the Triton kernels run, and how they are launched; imports Triton only when a kernel is to run.
 
 Triton is optional. Its kernels take tensors of one CUDA device, or, for tests and debugging, CPU tensors in Triton's
 interpreter under TRITON_INTERPRET=1, which must be set before the first of them runs.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from aft_vision.ops.common.errors import first_line
 from aft_vision.ops.common.numerics import UNDERFLOW
 
 _logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ _logged: set[torch.device] = set()
 
 
 def can_run(inputs: Sequence[Any]) -> bool:
-    """Whether the kernels take such inputs of an operator (q, k, v, ...), and run where these are.
+    """Return whether the kernels support such inputs of an operator (q, k, v, ...), and run where these are.
 
     They do if all tensors are on one device where Triton runs, in its floating-point types, not empty, and not too
     large for the kernels' offsets and grids, of which one warning says so.
@@ -75,7 +76,7 @@ def _device(inputs: Sequence[Any]) -> torch.device:
 
 
 def failure(device: torch.device) -> str | None:
-    """Why Triton cannot compile for a CUDA device and run there, in one line; None where it can.
+    """Return why Triton cannot compile for a CUDA device and run there, in one line; None where it can.
 
     A kernel is tried once for each device, and its first failure is logged. While a CUDA graph is captured it is only
     compiled, and tried once nothing is captured, also where it failed: the capture itself may have been the cause.
@@ -100,7 +101,7 @@ def _find_failure(device: torch.device, attempt: Callable[[torch.device], None])
         attempt(device)
     # Without a C compiler, ptxas or a driver that fits it, each part of Triton fails in its own way.
     except Exception as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return first_line(error)
     return None
 
 
@@ -134,7 +135,10 @@ def is_capturing(device: torch.device | None = None) -> bool:
 
 
 def interprets() -> bool:
-    """Whether kernels that are first used now run in Triton's interpreter. Read each time: tests set it for a while."""
+    """Return whether kernels that are first used now run in Triton's interpreter.
+
+    It is read each time: tests set it for a while.
+    """
     return os.environ.get('TRITON_INTERPRET') == '1'
 
 
@@ -195,19 +199,22 @@ def tuned(key: list[str], interpreted: dict[str, int], *configs: tuple[dict[str,
 
 @contextmanager
 def launching(name: str, x: Tensor) -> Iterator[None]:
-    """A context whose kernels run on the device of x and show in profiles as aft_vision::name, one thread at a time."""
+    """Run kernels on the device of x, shown in profiles as aft_vision::name, one thread at a time."""
     device = torch.cuda.device(x.device) if x.is_cuda else nullcontext()
     with record_function(f'aft_vision::{name}'), device, _lock:
         yield
 
 
 def product_type(v: Tensor) -> torch.dtype:
-    """The type of the operands of `tl.dot`: bfloat16 stays, all else is float32. The interpreter knows no bfloat16."""
+    """Return the type of the operands of `tl.dot`: bfloat16 stays, all else is float32.
+
+    The interpreter knows no bfloat16.
+    """
     return torch.bfloat16 if v.dtype == torch.bfloat16 and not interprets() else torch.float32
 
 
 def products(v: Tensor) -> dict[str, Any]:
-    """The constants PRODUCT, the type of the operands of `tl.dot`, and PRECISION, its input_precision.
+    """Return the constants PRODUCT, the type of the operands of `tl.dot`, and PRECISION, its input_precision.
 
     float32 is multiplied in three products of TF32, where there are tensor cores for it.
     """
@@ -224,20 +231,20 @@ def rows(x: Tensor) -> Tensor: ...
 @overload
 def rows(x: None) -> None: ...
 def rows(x: Tensor | None) -> Tensor | None:
-    """The tensor, copied only if its channels are no neighbours in memory: parts of a fused projection are not."""
+    """Return the tensor, copied only if its channels are not contiguous; a part of a fused projection is not copied."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
 def strides(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Of each (B, T, D) tensor the elements from one sequence to the next and from one token to the next."""
+    """Return the strides of each (B, T, D) tensor over sequences and over tokens, in elements."""
     return tuple(0 if x is None else x.stride(dim) for x in tensors for dim in (0, 1))
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:
-    """The (B, T) mask as contiguous bytes."""
+    """Return the (B, T) mask as contiguous bytes."""
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
 def like(x: Tensor) -> Tensor:
-    """Room for the gradient of x: contiguous, in its type."""
+    """Return an uninitialised buffer for the gradient of x: contiguous, in its type."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -18,7 +18,7 @@ Key = tuple[Hashable, ...]
 
 
 class Tuner(Autotuner):
-    """Triton's tuner, whose choice serves all lengths up to the same power of two, on one kind of device alone.
+    """Triton's tuner, whose choice serves all lengths up to the same power of two, on one kind of device only.
 
     While a CUDA graph is captured nothing can be measured: the first configuration runs.
 

@@ -36,7 +36,7 @@ def load_keys(K, MASK, strides, b, t, B, T):
 
 @triton.jit
 def find_peak(K, MASK, strides, b, B, T, BLOCK: tl.constexpr):
-    """The largest key of each sequence b, finite."""
+    """Return the largest key of each sequence b, finite."""
     peak = tl.full([b.shape[0]], FLOOR, tl.float32)
     for start in range(0, T, BLOCK):
         t = start + tl.arange(0, BLOCK)
@@ -272,13 +272,13 @@ def sources_kernel(
 
 @triton.jit
 def find_near(width, reach, BW: tl.constexpr):
-    """How many tiles of sources, side by side, have all columns within reach of a tile of targets."""
+    """Count the adjacent tiles of sources that have all columns within reach of a tile of targets."""
     return tl.minimum(2 * tl.cdiv(reach, BW) + 1, tl.cdiv(width, BW))
 
 
 @triton.jit
 def find_columns(i, width, reach, BW: tl.constexpr):
-    """The first columns of targets and of sources of a pair of tiles: columns within reach are in one pair."""
+    """Return the first columns of targets and of sources of a pair of tiles: columns within reach are in one pair."""
     tiles, near = tl.cdiv(width, BW), find_near(width, reach, BW)
     target = i // near
     source = tl.minimum(tl.maximum(target - tl.cdiv(reach, BW), 0), tiles - near) + i % near

@@ -48,7 +48,7 @@ def find_terms(K, MASK, BIAS, strides, b, head, t, B, T, width, BS: tl.constexpr
 
 @triton.jit
 def find_lost(DEN, sums, b, head, t, T, heads):
-    """1 / sums of targets that underflowed, 0 for others and for those that see nothing."""
+    """Return 1 / sums of targets that underflowed, 0 for others and for those that see nothing."""
     den = tl.load(DEN + (b * T + t) * heads + head, mask=t < T, other=1.0).to(tl.float32)
     lost = (den < LIMIT) & (sums > 0.0)
     return tl.where(lost, 1.0 / tl.where(lost, sums, 1.0), 0.0)
@@ -56,7 +56,7 @@ def find_lost(DEN, sums, b, head, t, T, heads):
 
 @triton.jit
 def find_shares(K, MASK, BIAS, DEN, strides, b, head, t, s, B, T, width, heads, BS: tl.constexpr):
-    """The shares of sources s in the means of targets t that underflowed; 0 for other targets."""
+    """Return the shares of sources s in the means of targets t that underflowed; 0 for other targets."""
     base, bias, den = find_terms(K, MASK, BIAS, strides, b, head, t, B, T, width, BS)
     k, w = load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width)
     top = find_lost(DEN, den, b, head, t, T, heads)[:, None]

@@ -207,7 +207,7 @@ class _Lines:
         return found.unflatten(0, (splits, heads)).sum(0)
 
     def window_grad(self, sums: Tensor) -> Tensor:
-        """Sums (h, s, s) over all targets, 0 where no two tokens are that far apart."""
+        """Return the sums (h, s, s) over all targets, 0 where no two tokens are that far apart."""
         y, x = self.size // 2 - self.reach_y, self.size // 2 - self.reach_x
         return F.pad(sums.sum(2), [x, x, y, y])
 

@@ -1,4 +1,4 @@
-"""The memory of the compiled kernels: nothing is read or written beside a tensor, and a lack of it is Python's error.
+"""The memory of the compiled kernels: nothing is read or written outside a tensor, and a lack of it is Python's error.
 
 `make sanitize` runs this with the kernels built for AddressSanitizer, which sees their own memory and results too.
 """
@@ -39,7 +39,7 @@ def protect(x: Tensor, at_end: bool) -> Tensor:
 
 PLACES: dict[str, Place] = {
     'before_a_page': lambda x: protect(x, at_end=True),
-    'behind_a_page': lambda x: protect(x, at_end=False),
+    'after_a_page': lambda x: protect(x, at_end=False),
 }
 
 
@@ -50,7 +50,7 @@ def make_mask(B: int, T: int) -> Tensor:
 
 
 def operator_inputs(D: int) -> dict[str, tuple[tuple[Any, ...], tuple[Any, ...], int]]:
-    """The position biases of each operator, what is behind its mask, and the width of its keys: 15 tokens, 3 x 5."""
+    """The position biases of each operator, what comes after its mask, and the width of its keys: 15 tokens, 3 x 5."""
     heads = 3 if D % 3 == 0 else 1
     offset = torch.stack([torch.arange(D) % 5 - 2, torch.arange(D) % 7 - 3], 1)
     return {
