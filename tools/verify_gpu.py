@@ -9,14 +9,13 @@ biases that underflow, against the torch form in float64. Every first use of an 
 record makes the small comparison of these; this makes all of them before, replaces what is recorded, and says where. A
 kernel that disagrees is not used.
 
-The exit status is 0 if all agree, 1 if any does not, and 2 where there is no GPU that Triton supports.
+The exit status is 0 if all agree, 1 if any does not, and 2 after an error, such as no GPU that Triton supports.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-import torch
+from tools.arguments import DTYPES, CommandParser
 
 OPERATORS = ('full', 'simple', 'conv', 'onehot', 'local_causal', 'simple_causal')
 # (B, grid, D, channels of a head, window) of vision models, and of text.
@@ -29,28 +28,38 @@ SHAPES = {
     'local_causal': [(*TEXT, 1, 32), (*TEXT, 1, 256)],
     'simple_causal': [(*TEXT, 1, 1)],
 }
-DTYPES = ('float32', 'bfloat16', 'float16')
 # Those with a position bias.
 BIASED = ('full', 'conv', 'onehot', 'local_causal')
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog='python -m tools.verify_gpu', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(__doc__)
     parser.add_argument('--operators', nargs='+', choices=OPERATORS, default=[*OPERATORS], help='(default: all)')
     parser.add_argument('--dtypes', nargs='+', choices=DTYPES, default=[*DTYPES], help='of q, k and v (default: all)')
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line for each operator and type, and return the exit status."""
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+import torch
+
+from aft_vision.commandline import run_command
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print a line for each operator and type.
+
+    Raises:
+        ValueError: no kernel can run here.
+        SystemExit: a kernel does not agree; the code is 1.
+    """
     args = parse_args(argv)
     reason = find_obstacle()
     if reason is not None:
-        print(f'nothing was verified: {reason}', file=sys.stderr)
-        return 2
+        raise ValueError(f'nothing was verified: {reason}')
     from aft_vision.ops.common import verify
 
     device = torch.device('cuda', torch.cuda.current_device())
@@ -66,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 label = dtype if bias == dtype else f'{dtype}, {bias} bias'
                 print(f'{name:14} {label:23} {"agrees" if found is None else f"not used: {found}"}', flush=True)
     print(f'recorded for {verify.device_name(device)} in {verify.record_path(device)}')
-    return int(failures > 0)
+    if failures:
+        raise SystemExit(1)
 
 
 def find_bias_types(name: str, dtype: str) -> list[str]:
@@ -80,10 +90,10 @@ def find_obstacle() -> str | None:
 
     if not torch.cuda.is_available():
         return 'there is no GPU that torch can use'
-    if not launch._supports(torch.device('cuda', torch.cuda.current_device())):
+    if not launch.supports(torch.device('cuda', torch.cuda.current_device())):
         return f'expected Triton (pip install triton) and a GPU of capability {launch.CAPABILITY} or later'
     return launch.failure(torch.device('cuda', torch.cuda.current_device()))
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    run_command(main)

@@ -1,17 +1,21 @@
 """The verification of the kernels on a GPU, and what it says without one."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from aft_vision.commandline import run_command
 from tools import verify_gpu
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]):
-    assert verify_gpu.main([]) == 2
-    assert 'nothing was verified: there is no GPU' in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        run_command(verify_gpu.main, [])
+    assert stopped.value.code == 2
+    assert capsys.readouterr() == ('', 'error: nothing was verified: there is no GPU that torch can use\n')
 
 
 @pytest.mark.parametrize('reason', [None, 'y is off by 1.0e+00 of 2.0e+00'])
@@ -31,7 +35,9 @@ def test_it_records_every_operator_at_shapes_of_models(
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'a GPU')
     monkeypatch.setattr(verify, 'verify', record)
-    assert verify_gpu.main([]) == (0 if reason is None else 1)
+    with nullcontext() if reason is None else pytest.raises(SystemExit) as stopped:
+        verify_gpu.main([])
+    assert reason is None or stopped.value.code == 1
     assert {x.name for x in found} == set(verify.OPERATORS)
     assert {x.types for x in found if len(x.types) == 1} == {(dtype,) for dtype in verify.BOUNDS}
     # As under autocast.

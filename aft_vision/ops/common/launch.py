@@ -64,7 +64,7 @@ def check(inputs: Sequence[Any]) -> None:
 def _covers(inputs: Sequence[Any]) -> bool:
     tensors, device = [x for x in inputs if isinstance(x, Tensor)], _device(inputs)
     return (
-        _supports(device)
+        supports(device)
         and all(x.device == device and x.numel() > 0 for x in tensors)
         and all(x.dtype in DTYPES for x in tensors if x.is_floating_point())
         and _fits(inputs)
@@ -142,7 +142,8 @@ def interprets() -> bool:
     return os.environ.get('TRITON_INTERPRET') == '1'
 
 
-def _supports(device: torch.device) -> bool:
+def supports(device: torch.device) -> bool:
+    """Return whether there is Triton for a device: on CUDA, or on a CPU in its interpreter."""
     if device.type == 'cpu':
         return interprets() and _has_triton()
     return device.type == 'cuda' and _has_triton() and torch.cuda.get_device_capability(device) >= CAPABILITY
