@@ -93,7 +93,7 @@ def test_a_wrong_option_is_one_line(capsys):
 
 @pytest.mark.parametrize('path', COMMANDS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_runs_with_errors_of_one_line(path):
-    (block,) = (
+    *_, block = (
         node
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"

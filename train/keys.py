@@ -7,8 +7,15 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from aft_vision.commandline import run_command
 from train.arguments import CommandParser
+
+DESCRIPTION = 'Print the keys of every experiment as a page of Markdown: docs/config_keys.md.'
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    CommandParser(DESCRIPTION).parse_args()
+
+from aft_vision.commandline import run_command
 
 ENTRY = re.compile(
     r'^    (?P<names>[a-z0-9_]+(?:, [a-z0-9_]+)*): (?P<text>.*?)(?=^    \S|\Z)', re.MULTILINE | re.DOTALL
@@ -114,7 +121,7 @@ def _meanings(schema: type) -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the page."""
-    CommandParser('Print the keys of every experiment as a page of Markdown: docs/config_keys.md.').parse_args(argv)
+    CommandParser(DESCRIPTION).parse_args(argv)
     print(format_page(), end='')
 
 
