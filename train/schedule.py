@@ -8,6 +8,7 @@ from timm.scheduler.scheduler import Scheduler
 
 from train.schema import ScheduleConfig
 from train.sequence_schema import SequenceSchedule
+from train.settle import check_warmup
 
 
 def create_schedule(optimizer: torch.optim.Optimizer, schedule: Any, updates_per_epoch: int) -> Scheduler:
@@ -31,6 +32,7 @@ def _create_by_update(
     optimizer: torch.optim.Optimizer, schedule: SequenceSchedule, updates_per_epoch: int
 ) -> Scheduler:
     updates, warmup = schedule.total_updates(updates_per_epoch), schedule.warmup_updates
+    check_warmup(warmup, updates)
     options: dict[str, Any] = dict(
         lr_min=schedule.min_lr, warmup_t=warmup, warmup_lr_init=schedule.warmup_lr, t_in_epochs=False
     )

@@ -94,6 +94,9 @@ class SequenceSchedule:
         least = 1 if self.kind == 'inverse_sqrt' else 0
         wanted = f'at least {least} with the kind {self.kind}'
         require('schedule.warmup_updates', self.warmup_updates, self.warmup_updates >= least, wanted)
+        if self.max_updates is not None:
+            wanted = f'at most schedule.max_updates, which is {self.max_updates}'
+            require('schedule.warmup_updates', self.warmup_updates, self.warmup_updates <= self.max_updates, wanted)
         constant = self.kind == 'cosine' or self.min_lr == 0
         require('schedule.min_lr', self.min_lr, constant, 'of the cosine alone, so 0 for inverse_sqrt')
 

@@ -10,8 +10,8 @@ from aft_vision.commandline import say
 from train.layers import Layer, level_of, value_at
 from train.schema import LR_BATCH_SIZE
 
-# The epochs of a run by those of its warm-up, where that would be longer.
-EPOCHS_BY_WARMUP = 5
+# The length of a run by that of its warm-up, where that would be longer.
+RUN_BY_WARMUP = 5
 
 
 def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any]:
@@ -34,7 +34,14 @@ def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any
     schedule, data = config.schedule, config.data
     if 'warmup_epochs' in schedule and schedule.warmup_epochs >= schedule.epochs > 0:
         why = f'to be below schedule.epochs = {schedule.epochs}'
-        change('schedule', 'warmup_epochs', schedule.epochs // EPOCHS_BY_WARMUP, why, 'schedule.epochs')
+        change('schedule', 'warmup_epochs', schedule.epochs // RUN_BY_WARMUP, why, 'schedule.epochs')
+    if (
+        'max_updates' in schedule
+        and schedule.max_updates is not None
+        and schedule.warmup_updates > schedule.max_updates
+    ):
+        why = f'to be within schedule.max_updates = {schedule.max_updates}'
+        change('schedule', 'warmup_updates', _shorter(schedule.max_updates), why, 'schedule.max_updates')
     # Of an image classifier the rate is per LR_BATCH_SIZE images.
     by_batch = 'warmup_epochs' in schedule
     because = ('optim.lr', 'data.batch_size') if by_batch else ('optim.lr',)
@@ -53,3 +60,18 @@ def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any
         if 'train_sizes' in settled['data']:
             settled['data']['train_size_schedule'] = 'constant'
     return settled
+
+
+def check_warmup(warmup_updates: int, updates: int) -> None:
+    """Print a note where a run ends within its warm-up, before the peak rate."""
+    if warmup_updates > updates:
+        share = f'{100 * updates / warmup_updates:.2g} % of the peak rate'
+        say(
+            f'note: the run has {updates} updates and ends at {share}, as schedule.warmup_updates = {warmup_updates}; '
+            f'set schedule.warmup_updates={_shorter(updates)}'
+        )
+
+
+def _shorter(updates: int) -> int:
+    """A warm-up for a run of so many updates."""
+    return max(updates // RUN_BY_WARMUP, 1)

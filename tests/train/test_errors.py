@@ -15,7 +15,10 @@ import train.throughput
 from aft_vision.commandline import run_command
 from train.build import build_model, check_image_sizes, model_arguments
 from train.config import load_config
+from train.fastformer.schema import TextConfig
+from train.fastformer.tasks import load_text_config
 from train.model_section import WEIGHT_KEYS
+from train.sequence_schema import CharConfig, PixelConfig
 
 ROOT = Path(__file__).parents[2]
 MAINS = {
@@ -97,6 +100,38 @@ def test_a_config_that_cannot_be_read_is_one_line(tmp_path, capsys, main, config
     (tmp_path / 'folder').mkdir()
     (tmp_path / 'binary').write_bytes(bytes(range(128, 256)))
     assert str(tmp_path / config) in line_of(capsys, main, ['--config', str(tmp_path / config)])
+
+
+WARMUPS = [
+    (CharConfig, 'char/enwik8_100e', ['schedule.max_updates=100'], 20),
+    (CharConfig, 'char/enwik8_100e', ['schedule.max_updates=1'], 1),
+    (CharConfig, 'smoke/char', ['schedule.max_updates=4'], 4),
+    (PixelConfig, 'pixel/cifar10_200e', ['schedule.max_updates=100'], 20),
+    (TextConfig, 'fastformer/small_bbc', ['schedule.max_updates=10'], 2),
+    (TextConfig, 'fastformer/small_bbc', ['schedule.max_updates=100'], 100),
+]
+
+
+def load(schema, path, overrides):
+    file = ROOT / 'configs' / f'{path}.yaml'
+    return load_text_config(file, overrides) if schema is TextConfig else load_config(file, overrides, schema)
+
+
+@pytest.mark.parametrize(('schema', 'path', 'tweaks', 'warmup'), WARMUPS)
+def test_a_warm_up_of_a_file_is_shortened_to_fit_the_updates_and_said(capsys, schema, path, tweaks, warmup):
+    before = load(schema, path, []).schedule.warmup_updates
+    assert load(schema, path, tweaks).schedule.warmup_updates == warmup
+    said = capsys.readouterr().err
+    assert said.startswith(f'note: schedule.warmup_updates = {warmup} in place of {before}, ') == (warmup != before)
+    assert said.count('\n') == (warmup != before)
+
+
+@pytest.mark.parametrize(('schema', 'path'), [(CharConfig, 'smoke/char'), (TextConfig, 'fastformer/small_bbc')])
+def test_a_warm_up_longer_than_the_updates_given_with_it_is_refused(schema, path):
+    with pytest.raises(
+        ValueError, match=r'^command line: expected schedule\.warmup_updates to be at most schedule\.max_u'
+    ):
+        load(schema, path, ['schedule.max_updates=10', 'schedule.warmup_updates=1000'])
 
 
 TWEAKS = [

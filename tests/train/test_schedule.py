@@ -26,8 +26,16 @@ def test_the_inverse_square_root_follows_a_linear_warm_up_whatever_the_length_of
     assert found == pytest.approx(expected)
 
 
-def test_a_warm_up_longer_than_the_run_is_not_cut():
+def test_a_warm_up_longer_than_the_run_is_not_cut_but_said(capsys):
     assert rates(50, epochs=1, warmup_updates=200)[-1] == pytest.approx(3e-3 * 49 / 200)
+    said = capsys.readouterr().err
+    assert said.startswith('note: the run has 50 updates and ends at 25 % of the peak rate')
+    assert said.endswith('set schedule.warmup_updates=10\n')
+
+
+def test_a_warm_up_as_long_as_the_run_is_not_said(capsys):
+    rates(50, epochs=1, warmup_updates=50)
+    assert capsys.readouterr().err == ''
 
 
 def test_the_warm_up_begins_at_its_rate():

@@ -109,6 +109,9 @@ class TextSchedule:
 
     def __post_init__(self) -> None:
         check_ranges(self, 'schedule')
+        if self.max_updates is not None:
+            wanted = f'at most schedule.max_updates, which is {self.max_updates}'
+            require('schedule.warmup_updates', self.warmup_updates, self.warmup_updates <= self.max_updates, wanted)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from aft_vision.evaluate import peak_memory_mb
 from train.fastformer.schema import TextConfig
+from train.settle import check_warmup
 
 # The weights of a checkpoint in one file, or the list of its files.
 WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
@@ -69,6 +70,11 @@ class EpochMeter(TrainerCallback):
     def __init__(self, device: torch.device, save_updates: int | None, metrics: Sequence[str]) -> None:
         self.device, self.save_updates, self.metrics = device, save_updates, metrics
         self.start, self.first = 0.0, 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        check_warmup(int(args.warmup_steps), state.max_steps)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
