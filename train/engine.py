@@ -2,8 +2,6 @@
 
 import contextlib
 import math
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -15,19 +13,17 @@ from timm.utils import random_seed
 from torch import nn
 from tqdm import tqdm
 
-from aft_vision.commandline import program_name
 from aft_vision.data import STEP, Loaders, derive_seed
 from aft_vision.evaluate import evaluate_all, peak_memory_mb
 from train.checkpoint import Saver
 from train.diagnosis import NonFiniteLossError, write_diagnosis
 from train.log import RunLog
 from train.objective import Batch
+from train.signals import catch_signals, stop_run
 from train.state import TrainState
 
 # The progress bar and the log show the loss only this often.
 UPDATES_PER_REPORT = 10
-# Ctrl-C, and what a scheduler sends before it takes the machine away.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REMEDY = 'try a lower optim.lr or optim.clip_grad=1.0'
 
 
@@ -223,33 +219,17 @@ def _is_complete(state: TrainState) -> bool:
 @contextlib.contextmanager
 def _until_signal(state: TrainState, saver: Saver) -> Iterator[Callable[[], None]]:
     """Give what is to be called after every update: it saves when it is time, and stops after a signal."""
-    received: list[int] = []
+    with catch_signals() as received:
 
-    def receive(number: int, frame: object) -> None:
-        if number == signal.SIGINT and number in received:
-            raise KeyboardInterrupt
-        received.append(number)
-        if number == signal.SIGINT and state.world.is_primary:
-            tqdm.write('stopping after this update; Ctrl-C again stops at once', file=sys.stderr)
+        def after_update() -> None:
+            # The processes must stop after the same update.
+            stop = state.world.any(bool(received))
+            if stop or saver.is_due():
+                saver.save_last(state)
+            if stop:
+                stop_run(received, state.updates, saver.folder / 'config.yaml')
 
-    handlers = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
-
-    def after_update() -> None:
-        # The processes must stop after the same update.
-        stop = state.world.any(bool(received))
-        if stop or saver.is_due():
-            saver.save_last(state)
-        if stop:
-            if state.world.is_primary:
-                again = f'{program_name()} --config {saver.folder / "config.yaml"} run.resume=auto'
-                tqdm.write(f'stopped after update {state.updates}, which is saved; go on with: {again}')
-            raise SystemExit(128 + (received or [signal.SIGTERM])[0])
-
-    try:
         yield after_update
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:

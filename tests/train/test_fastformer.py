@@ -1,6 +1,8 @@
 import json
 import random
+import shlex
 import shutil
+import signal
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -135,6 +137,30 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(trained, pairs, tmp_path
         expected, found = (load_file(path / 'seed_1' / name / 'model.safetensors') for path in (folder, tmp_path))
         assert expected.keys() == found.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize('stop', [13, 20])
+def test_ctrl_c_saves_and_prints_the_command_that_goes_on(trained, pairs, tmp_path, monkeypatch, capsys, stop):
+    on_step_end = trainer.EpochMeter.on_step_end
+
+    def interrupt(self, args, state, control, **kwargs):
+        on_step_end(self, args, state, control, **kwargs)
+        if state.global_step == stop:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.EpochMeter, 'on_step_end', interrupt)
+        with pytest.raises(SystemExit) as stopped:
+            fastformer.main(
+                arguments(pairs, tmp_path / 'a run', 'schedule.max_updates=25', 'run.keep=2', 'run.seeds=[1]')
+            )
+    assert stopped.value.code == 128 + signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert (tmp_path / 'a run' / 'seed_1' / f'checkpoint-{stop}' / 'trainer_state.json').is_file()
+    said = capsys.readouterr().out
+    assert f'stopped after update {stop}, which is saved' in said
+    again = fastformer.main(['--quiet', *shlex.split('--config ' + said.rpartition(' --config ')[2])])
+    assert again['runs'][0]['epochs'] == trained[1]['runs'][1]['epochs']
 
 
 @pytest.mark.parametrize('more', [[], ['--eval']], ids=['train', 'eval'])

@@ -39,14 +39,13 @@ from transformers.utils import logging
 from aft_vision.commandline import run_command
 from train.checkpoint import lock_run
 from train.config import save_config
-from train.fastformer.run import RESULT, TextRun
+from train.fastformer.run import CONFIG, RESULT, TextRun
 from train.fastformer.schema import TextConfig
 from train.fastformer.tasks import TASKS, load_text_config
 from train.fastformer.trainer import describe, describe_value
 from train.keys import format_keys, list_keys
 from train.run import find_run_dir
 
-CONFIG = 'config.yaml'
 # What may change where runs are resumed; of `run` all but RUN_KEYS may.
 FREE_DATA_KEYS = ('eval_batch_size', 'eval_split', 'num_workers')
 RUN_KEYS = ('init_from', 'amp', 'attention')

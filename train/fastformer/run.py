@@ -25,9 +25,10 @@ from aft_vision.evaluate import reset_peak_memory
 from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.tokenize import train_tokenizer
 from train.fastformer.schema import TextConfig, stated_model
-from train.fastformer.trainer import EpochMeter, last_checkpoint, training_arguments
+from train.fastformer.trainer import EpochMeter, StopAfterSignal, last_checkpoint, training_arguments
+from train.signals import catch_signals
 
-RESULT = 'result.json'
+CONFIG, RESULT = 'config.yaml', 'result.json'
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,9 @@ class TextRun(ABC):
         reset_peak_memory(arguments.device)
         # The moment that torch's generators are set again: dropout depends on the seed, not on the vocabulary's size.
         set_seed(seed)
-        trainer.train(resume_from_checkpoint=last_checkpoint(folder) if run.resume else None)
+        with catch_signals() as received:
+            trainer.add_callback(StopAfterSignal(received, self.folder / CONFIG))
+            trainer.train(resume_from_checkpoint=last_checkpoint(folder) if run.resume else None)
         trainer.save_model(str(folder / 'best'))
         tested = self.test(trainer, tokenizer, 'test', folder)
         parameters = sum(parameter.numel() for parameter in model.parameters())

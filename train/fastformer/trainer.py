@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import reduce
 from datasets import Dataset
 from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -18,6 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from aft_vision.evaluate import peak_memory_mb
 from train.fastformer.schema import TextConfig
 from train.settle import check_warmup
+from train.signals import stop_run
 
 # The weights of a checkpoint in one file, or the list of its files.
 WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
@@ -103,6 +106,38 @@ class EpochMeter(TrainerCallback):
         found = {name: value for name in self.metrics if (value := kwargs['metrics'].get(f'eval_{name}')) is not None}
         if state.is_world_process_zero and found and state.global_step > 0:
             print(f'seed {args.seed}, epoch {state.epoch:.2f}: validation {describe(found)}', flush=True)
+
+
+class StopAfterSignal(TrainerCallback):
+    """Saves and stops after the update, or the evaluation of the epoch, in which a signal came to any process.
+
+    Args:
+        received: Numbers of the signals that came to this process.
+        config: The resolved experiment, in the folder of the runs.
+    """
+
+    def __init__(self, received: list[int], config: Path) -> None:
+        self.received, self.config = received, config
+        self.stopping = self.saving = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        stop = torch.tensor(float(bool(self.received)), device=args.device)
+        # The processes must stop after the same update.
+        self.stopping = bool(reduce(stop).item() > 0)
+        # After the last update of an epoch the checkpoint is written when that is evaluated.
+        if self.stopping and not float(state.epoch or 0).is_integer() and state.global_step < state.max_steps:
+            control.should_save = self.saving = True
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.saving = self.stopping
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.saving:
+            # torchrun ends the others when one process has ended: each must have written its part.
+            PartialState().wait_for_everyone()
+            stop_run(self.received, state.global_step, self.config)
 
 
 def describe(metrics: Mapping[str, float]) -> str:

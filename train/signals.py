@@ -1,0 +1,63 @@
+"""Signals that end a run after an update, and the command that goes on with it."""
+
+import contextlib
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from aft_vision.commandline import process_number, program_name
+
+# Ctrl-C, and what a scheduler sends before it takes the machine away.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def catch_signals() -> Iterator[list[int]]:
+    """Collect the numbers of the stop signals that come meanwhile; a second Ctrl-C raises a KeyboardInterrupt."""
+    received: list[int] = []
+
+    def receive(number: int, frame: object) -> None:
+        if number == signal.SIGINT and number in received:
+            raise KeyboardInterrupt
+        received.append(number)
+        if number == signal.SIGINT and process_number() == 0:
+            tqdm.write('stopping after this update; Ctrl-C again stops at once', file=sys.stderr)
+
+    handlers = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def stop_run(received: list[int], updates: int, config: Path) -> NoReturn:
+    """Print which command goes on with a run that is saved, and end the process.
+
+    Args:
+        received: Signals that came to this process; none where another process was told to stop.
+        updates: How many have been made.
+        config: The resolved experiment, in the folder of the run.
+
+    Raises:
+        SystemExit: always; the code is 128 and the number of the signal.
+    """
+    if process_number() == 0:
+        tqdm.write(f'stopped after update {updates}, which is saved; go on with: {resume_command(config)}')
+    raise SystemExit(128 + (received or [signal.SIGTERM])[0])
+
+
+def resume_command(config: Path) -> str:
+    """Return what to type to go on with a run, with as many processes."""
+    name = program_name()
+    words = ['python', sys.argv[0]] if name is None else name.split()
+    if 'TORCHELASTIC_RUN_ID' in os.environ:
+        several = ['--nnodes', os.environ['GROUP_WORLD_SIZE']] if os.environ['GROUP_WORLD_SIZE'] != '1' else []
+        words = ['torchrun', *several, '--nproc-per-node', os.environ['LOCAL_WORLD_SIZE'], *words[1:]]
+    return shlex.join([*words, '--config', str(config), 'run.resume=auto'])
