@@ -134,6 +134,57 @@ def test_forward_mode_survives_weights_that_underflow(case: str, moving_bias: bo
 
 
 @each_case
+@pytest.mark.parametrize('shift', [1e4, 1e6])
+def test_forward_mode_along_a_bias_keeps_the_digits_of_shifted_keys(case: str, shift: float):
+    name, inputs = CASES[case]
+    # Multiples of 1/16 lose no digit in the sum with the shift itself.
+    moving, fixed = split(inputs | {'k': (16 * inputs['k']).round() / 16 + shift}, torch.float32)
+    tangents = directions(moving)
+    slope = jvp(lambda x: getattr(ops, name)(**x, **fixed), (moving,), (tangents,))[1]
+    high, along = ({n: x.double() for n, x in each.items()} for each in (moving, tangents))
+    # The reference takes exponentials of what it gets; a shift cancels.
+    high['k'] = high['k'] - shift
+    assert_close(slope, jvp(lambda x: getattr(reference, name)(**x, **fixed), (high,), (along,))[1], 1e-4)
+
+
+@pytest.mark.parametrize('case', ['aft_full_causal', 'aft_local_causal'])
+def test_forward_mode_along_a_bias_ignores_a_large_key_of_the_future(case: str):
+    name, inputs = CASES[case]
+    moving, _ = split(inputs, torch.float32)
+    keys = moving['k'].clone()
+    keys[:, -1] = 1e6
+    tangents = directions(moving)
+    slopes = [
+        jvp(lambda x: getattr(ops, name)(**x), (moving | {'k': k},), (tangents,))[1][:, :-1]
+        for k in (moving['k'], keys)
+    ]
+    assert torch.equal(*slopes)
+
+
+def test_forward_mode_along_a_bias_ignores_a_large_bias_under_the_mask():
+    moving, _ = split(CASES['aft_full'][1], torch.float32)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[:, 4] = False
+    bias = moving['bias'].clone()
+    bias[:, 4] = 1e6
+    slopes = [
+        jvp(lambda x: ops.aft_full(**x, mask=mask), (moving | {'bias': w},), (directions(moving),))[1]
+        for w in (moving['bias'], bias)
+    ]
+    assert torch.equal(*slopes)
+
+
+def test_a_gradient_of_the_forward_derivative_is_finite_where_the_mask_hides_all():
+    moving, _ = split(CASES['aft_full'][1], torch.float32)
+    mask = torch.zeros(2, 12, dtype=torch.bool)
+
+    def slope(x: dict[str, Tensor]) -> Tensor:
+        return jvp(lambda x: ops.aft_full(**x, mask=mask), (x,), (directions(moving),))[1].square().sum()
+
+    assert all(not x.any() for x in grad(slope)(moving).values())
+
+
+@each_case
 def test_blocks_of_targets_give_the_tangent_of_the_whole(case: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr('aft_vision.ops.common.tangent.BLOCK_ELEMENTS', 400)
     assert_tangents_match(case, lambda name: True, torch.float64, 1e-9)

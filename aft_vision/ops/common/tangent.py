@@ -147,11 +147,7 @@ def _differentiate_jointly(
     means, slopes = [], []
     for target in source.unsqueeze(1).split(max(1, BLOCK_ELEMENTS // max(1, keys.numel()))):
         places = find_places(inputs, target, source)
-        logits = keys + _rows(bias, places)  # (B, h, N, T)
-        if places.seen is not None:
-            logits = logits.masked_fill(~places.seen, float('-inf'))
-        # A row that sees nothing is zero.
-        p = torch.softmax(logits, 3).masked_fill(logits == float('-inf'), 0.0)
+        p = _softmax(keys, _rows(bias, places), places.seen)  # (B, h, N, T)
         dp = p * (_rows(dbias, places) if dk is None else _rows(dbias, places) + dk.transpose(1, 2).unsqueeze(2))
         mean = p @ values
         slope = dp @ values - mean * dp.sum(3, keepdim=True)
@@ -159,6 +155,19 @@ def _differentiate_jointly(
         slopes.append(slope if dv is None else slope + p @ _by_head(dv, heads).transpose(1, 2))
     mean, slope = (torch.cat(x, 2).transpose(1, 2).flatten(2) for x in (means, slopes))
     return mean, slope
+
+
+def _softmax(keys: Tensor, rows: Tensor, seen: Tensor | None) -> Tensor:
+    # The weights, 0 in a row that sees nothing. Keys and biases are taken relative to those of the source with the
+    # largest weight that the target sees: their sum would round away the small differences of large values.
+    logits = keys + rows
+    if seen is not None:
+        logits = logits.masked_fill(~seen, float('-inf'))
+    largest, top = logits.detach().max(3, keepdim=True)
+    hidden, empty = logits == float('-inf'), largest == float('-inf')
+    key, bias = (x.detach().expand_as(logits).gather(3, top).masked_fill(empty, 0.0) for x in (keys, rows))
+    logits = ((keys - key) + (rows - bias)).masked_fill(hidden, float('-inf'))
+    return torch.softmax(logits, 3).masked_fill(hidden, 0.0)
 
 
 def _rows(bias: Tensor, places: Places) -> Tensor:
