@@ -15,7 +15,7 @@ compile; 'auto' the fastest that covers the inputs and works.
 import torch
 from torch import Tensor
 
-from aft_vision.ops.tracing import grid_sizes, keeps_sums
+from aft_vision.ops.tracing import fix_grid, keeps_sums
 
 
 def aft_full(
@@ -106,9 +106,8 @@ def aft_conv(
         ValueError: shapes do not match, s is even, h does not divide D, H * W is not the number of tokens, mask is not
             a bool (B, H * W), or the backend is unknown.
     """
-    return torch.ops.aft_vision.aft_conv(
-        q, k, v, kernel, grid_sizes(grid), mask, global_context, keeps_sums(), backend
-    )[0]
+    k, sizes = fix_grid(k, grid)
+    return torch.ops.aft_vision.aft_conv(q, k, v, kernel, sizes, mask, global_context, keeps_sums(), backend)[0]
 
 
 def aft_onehot(
@@ -141,4 +140,5 @@ def aft_onehot(
         ValueError: shapes do not match, offset is not int64, h does not divide D, H * W is not the number of tokens,
             mask is not a bool (B, H * W), or the backend is unknown.
     """
-    return torch.ops.aft_vision.aft_onehot(q, k, v, offset, weight, grid_sizes(grid), mask, keeps_sums(), backend)[0]
+    k, sizes = fix_grid(k, grid)
+    return torch.ops.aft_vision.aft_onehot(q, k, v, offset, weight, sizes, mask, keeps_sums(), backend)[0]

@@ -1,6 +1,10 @@
 """Arguments of the operators that differ in `torch.jit.trace`."""
 
+import functools
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 
 def keeps_sums() -> bool:
@@ -11,8 +15,30 @@ def keeps_sums() -> bool:
     return torch.is_grad_enabled() and not torch.jit.is_tracing()
 
 
-def grid_sizes(grid: tuple[int, int]) -> list[int]:
-    """Return the grid (H, W) as an operator takes it. A trace turns sizes into tensors, and is for one grid."""
-    if torch.jit.is_tracing():
-        return [int(grid[0]), int(grid[1])]
-    return [grid[0], grid[1]]
+def fix_grid(k: Tensor, grid: tuple[int, int]) -> tuple[Tensor, list[int]]:
+    """Return the keys and the grid (H, W) as an operator takes them.
+
+    A trace turns sizes into tensors, which no operator takes in a list: it is for one grid, and its keys pass a check
+    that raises an error for another.
+    """
+    if not torch.jit.is_tracing():
+        return k, [grid[0], grid[1]]
+    sizes = [int(grid[0]), int(grid[1])]
+    if any(isinstance(size, Tensor) for size in grid):
+        k = _grid_check()(k, *(x if isinstance(x, Tensor) else torch.tensor(x) for x in grid), *sizes)
+    return k, sizes
+
+
+@functools.cache
+def _grid_check() -> Callable[..., Tensor]:
+    # Scripted, since a trace has no branches of its own. Compiled by the first trace that needs it.
+    return torch.jit.script(_check_grid)
+
+
+def _check_grid(k: Tensor, rows: Tensor, columns: Tensor, height: int, width: int) -> Tensor:
+    if int(rows) != height or int(columns) != width:
+        raise ValueError(
+            f'this trace was made for a grid of ({height}, {width}) tokens, got ({int(rows)}, {int(columns)}); '
+            'trace the model again at that size'
+        )
+    return k

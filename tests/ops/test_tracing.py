@@ -71,5 +71,9 @@ def test_a_trace_that_was_saved_has_the_grid_it_was_made_for(name: str):
     file.seek(0)
     loaded = torch.jit.load(file)
     assert torch.equal(loaded(maps + 1), module(maps + 1))
-    with pytest.raises(RuntimeError, match=r'grid must be \(H, W\) with H \* W = 24 tokens, got \(3, 5\)'):
-        loaded(randn(2, 6, 4, 6))
+    # The second has as many tokens, and a result of its own.
+    for sizes in ((4, 6), (5, 3)):
+        message = rf'made for a grid of \(3, 5\) tokens, got \({sizes[0]}, {sizes[1]}\)'
+        for each in (traced, loaded):
+            with pytest.raises(torch.jit.Error, match=message):
+                each(randn(2, 6, *sizes))
