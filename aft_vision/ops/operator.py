@@ -75,6 +75,135 @@ def _warn_once(name: str, backend: str) -> None:
     warnings.warn(f'{name} has no {backend!r} form for these inputs on this machine; using eager', stacklevel=2)
 
 
+class _Operator:
+    """Bodies, fakes and derivatives of aft_vision::name and aft_vision::name_backward.
+
+    Attributes:
+        names: inputs of both operators, before `save` or `need_bias`, and `backend`.
+        gradients: the names that the backward returns gradients of, in its order: q, k, v, then the bias if any.
+        places: of `gradients` in `names`.
+        forward_operator, backward_operator: the two, from `register`.
+    """
+
+    forward_operator: CustomOpDef
+    backward_operator: CustomOpDef
+
+    def __init__(
+        self,
+        name: str,
+        check: Callable[..., None],
+        empty_saved: Callable[[Tensor, Tensor, bool], Tensor] | None,
+        forms: dict[str, _Form],
+        find_places: tangent.FindPlaces | None,
+    ) -> None:
+        self.name, self.check, self.empty_saved = name, check, empty_saved
+        self.forms, self.find_places = forms, find_places
+        self.signature = inspect.signature(forms['eager'].forward)
+        self.names = [parameter for parameter in self.signature.parameters if parameter != 'save']
+        self.checked = [self.names.index(parameter) for parameter in inspect.signature(check).parameters]
+        self.bias = next((parameter for parameter in self.names if parameter in BIAS_NAMES), None)
+        self.gradients = ['q', 'k', 'v'] + ([self.bias] if self.bias else [])
+        self.places = [self.names.index(parameter) for parameter in self.gradients]
+
+    def forward(self, *args: Any) -> tuple[Tensor, ...]:
+        *inputs, save, backend = args
+        self.check(*(inputs[i] for i in self.checked))
+        if not inputs[2].numel():
+            return self.forward_fake(*args)
+        with without_autocast(inputs[1].device.type):
+            return _contiguous(pick_form(self.name, self.forms, backend, inputs).forward(*inputs, save))
+
+    def forward_fake(self, *args: Any) -> tuple[Tensor, Tensor]:
+        *inputs, save, backend = args
+        check_backend(backend)
+        self.check(*(inputs[i] for i in self.checked))
+        q, k, v = inputs[:3]
+        return empty_output(q, v), k.new_empty(0) if self.empty_saved is None else self.empty_saved(k, v, save)
+
+    def backward(self, *args: Any) -> tuple[Tensor, ...]:
+        *inputs, backend = args
+        if not inputs[0].numel():
+            return tuple(x.zero_() for x in self.backward_fake(*args))
+        with without_autocast(inputs[0].device.type):
+            # (grad, y, saved), the inputs of the forward, need_bias.
+            return _contiguous(pick_form(self.name, self.forms, backend, inputs[3:-1]).backward(*inputs))
+
+    def backward_fake(self, grad: Tensor, y: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *inputs, need_bias, _ = args
+        q, k, v = inputs[:3]
+        found = (_fake_grad(q, k), _fake_grad(k, k), _fake_grad(v, k))
+        if self.bias is None:
+            return found
+        return *found, _fake_grad(inputs[self.names.index(self.bias)] if need_bias else None, k)
+
+    def register(self) -> None:
+        """Register both operators with their fakes and derivatives; the backward has an error for a second one."""
+        tensors = ', '.join(_schema_type(parameter, self.signature) for parameter in self.names)
+        grads = ', '.join(['Tensor'] * len(self.gradients))
+        self.forward_operator = torch.library.custom_op(
+            f'aft_vision::{self.name}',
+            self.forward,
+            mutates_args=(),
+            schema=f'({tensors}, bool save, str backend) -> (Tensor, Tensor)',
+        )
+        self.backward_operator = torch.library.custom_op(
+            f'aft_vision::{self.name}_backward',
+            self.backward,
+            mutates_args=(),
+            schema=f'(Tensor grad, Tensor y, Tensor saved, {tensors}, bool need_bias, str backend) -> ({grads})',
+        )
+        self.forward_operator.register_fake(self.forward_fake)
+        self.backward_operator.register_fake(self.backward_fake)
+
+        self.forward_operator.register_autograd(self.differentiate, setup_context=self.setup_context)
+        rules = Rules(self.setup_both, self.differentiate, self.differentiate_forward)
+        names = [*self.names, 'save', 'backend']
+        register_transforms(_LIBRARY, self.forward_operator, names, lambda *_: False, rules)
+
+        rules = once_differentiable(self.backward_operator)
+        self.backward_operator.register_autograd(rules.backward, setup_context=rules.setup_context)
+        names = ['grad', 'y', 'saved', *self.names, 'need_bias', 'backend']
+        register_transforms(_LIBRARY, self.backward_operator, names, lambda *args: args[-2], rules)
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        kept = inputs[: len(self.names)]
+        ctx.save_for_backward(*output, *(x if isinstance(x, Tensor) else None for x in kept))
+        ctx.constants = [None if isinstance(x, Tensor) else x for x in kept]
+        ctx.backend = inputs[-1]
+
+    def setup_both(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        self.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*output, *(x if isinstance(x, Tensor) else None for x in inputs[: len(self.names)]))
+        ctx.mark_non_differentiable(output[1])
+
+    def differentiate(self, ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        found: list[Tensor | None] = [None] * (len(self.names) + 2)
+        if grad is None:
+            return tuple(found)
+        y, saved, inputs = _restored(ctx)
+        if self.empty_saved is not None and not saved.numel() and y.numel():  # captured while gradients were off
+            _, saved = self.forward_operator(*inputs, True, ctx.backend)
+        need_bias = self.bias is not None and ctx.needs_input_grad[self.places[3]]
+        results = self.backward_operator(grad, y, saved, *inputs, need_bias, ctx.backend)
+        for place, result in zip(self.places, results, strict=True):
+            if ctx.needs_input_grad[place]:
+                found[place] = result
+        return tuple(found)
+
+    def differentiate_forward(self, ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:
+        inputs = dict(zip(self.names, _restored(ctx)[2], strict=True))
+        along = {parameter: tangents[place] for parameter, place in zip(self.gradients, self.places, strict=True)}
+        with without_autocast(inputs['k'].device.type):
+            return tangent.forward_tangent(self.forward_operator, self.find_places, inputs, along, ctx.backend), None
+
+
+def _restored(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
+    # y, what the forward saved for the backward, and the inputs.
+    y, saved, *kept = ctx.saved_tensors
+    return y, saved, [x if x is not None else constant for x, constant in zip(kept, ctx.constants, strict=True)]
+
+
 def _define(
     name: str,
     check: Callable[..., None],
@@ -88,123 +217,7 @@ def _define(
     `empty_saved` allocates what the forward keeps for the backward; None if that is nothing. `find_places` says which
     entry of the bias weights which source, for forward mode; None if the operator has no bias.
     """
-    signature = inspect.signature(forms['eager'].forward)
-    names = [parameter for parameter in signature.parameters if parameter != 'save']
-    checked = [names.index(parameter) for parameter in inspect.signature(check).parameters]
-    bias = next((parameter for parameter in names if parameter in BIAS_NAMES), None)
-    gradients = ['q', 'k', 'v'] + ([bias] if bias else [])
-
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        *inputs, save, backend = args
-        check(*(inputs[i] for i in checked))
-        if not inputs[2].numel():
-            return forward_fake(*args)
-        with without_autocast(inputs[1].device.type):
-            return _contiguous(pick_form(name, forms, backend, inputs).forward(*inputs, save))
-
-    def forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-        *inputs, save, backend = args
-        check_backend(backend)
-        check(*(inputs[i] for i in checked))
-        q, k, v = inputs[:3]
-        return empty_output(q, v), k.new_empty(0) if empty_saved is None else empty_saved(k, v, save)
-
-    def backward(*args: Any) -> tuple[Tensor, ...]:
-        *inputs, backend = args
-        if not inputs[0].numel():
-            return tuple(x.zero_() for x in backward_fake(*args))
-        with without_autocast(inputs[0].device.type):
-            # (grad, y, saved), the inputs of the forward, need_bias.
-            return _contiguous(pick_form(name, forms, backend, inputs[3:-1]).backward(*inputs))
-
-    def backward_fake(grad: Tensor, y: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        *inputs, need_bias, _ = args
-        q, k, v = inputs[:3]
-        found = [_fake_grad(q, k), _fake_grad(k, k), _fake_grad(v, k)]
-        return (*found, _fake_grad(inputs[names.index(bias)] if need_bias else None, k)) if bias else tuple(found)
-
-    tensors = ', '.join(_schema_type(parameter, signature) for parameter in names)
-    grads = ', '.join(['Tensor'] * len(gradients))
-    operator = torch.library.custom_op(
-        f'aft_vision::{name}',
-        forward,
-        mutates_args=(),
-        schema=f'({tensors}, bool save, str backend) -> (Tensor, Tensor)',
-    )
-    backward_operator = torch.library.custom_op(
-        f'aft_vision::{name}_backward',
-        backward,
-        mutates_args=(),
-        schema=f'(Tensor grad, Tensor y, Tensor saved, {tensors}, bool need_bias, str backend) -> ({grads})',
-    )
-    operator.register_fake(forward_fake)
-    backward_operator.register_fake(backward_fake)
-
-    _register_autograd(operator, backward_operator, names, gradients, empty_saved is not None, find_places)
-
-
-def _register_autograd(
-    operator: CustomOpDef,
-    backward_operator: CustomOpDef,
-    names: list[str],
-    gradients: list[str],
-    saves: bool,
-    find_places: tangent.FindPlaces | None,
-) -> None:
-    """Give an operator its derivatives, and its backward an error for a second one.
-
-    Args:
-        names: inputs of both operators, before `save` or `need_bias`, and `backend`.
-        gradients: the names that the backward returns gradients of, in its order: q, k, v, then the bias if any.
-        saves: whether the backward reuses the forward's second result.
-        find_places: of `_define`.
-    """
-    places = [names.index(parameter) for parameter in gradients]
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.set_materialize_grads(False)
-        kept = [x if isinstance(x, Tensor) else None for x in inputs[: len(names)]]
-        ctx.save_for_backward(*output, *kept)
-        ctx.constants = [None if isinstance(x, Tensor) else x for x in inputs[: len(names)]]
-        ctx.backend = inputs[-1]
-
-    def restored(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
-        y, saved, *kept = ctx.saved_tensors
-        return y, saved, [x if x is not None else constant for x, constant in zip(kept, ctx.constants, strict=True)]
-
-    def differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        found: list[Tensor | None] = [None] * (len(names) + 2)
-        if grad is None:
-            return tuple(found)
-        y, saved, inputs = restored(ctx)
-        if saves and not saved.numel() and y.numel():  # captured while gradients were off
-            _, saved = operator(*inputs, True, ctx.backend)
-        need_bias = len(gradients) > 3 and ctx.needs_input_grad[places[3]]
-        results = backward_operator(grad, y, saved, *inputs, need_bias, ctx.backend)
-        for place, result in zip(places, results, strict=True):
-            if ctx.needs_input_grad[place]:
-                found[place] = result
-        return tuple(found)
-
-    def setup_both(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*output, *(x if isinstance(x, Tensor) else None for x in inputs[: len(names)]))
-        ctx.mark_non_differentiable(output[1])
-
-    def differentiate_forward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:
-        inputs = dict(zip(names, restored(ctx)[2], strict=True))
-        along = {parameter: tangents[place] for parameter, place in zip(gradients, places, strict=True)}
-        with without_autocast(inputs['k'].device.type):
-            return tangent.forward_tangent(operator, find_places, inputs, along, ctx.backend), None
-
-    operator.register_autograd(differentiate, setup_context=setup_context)
-    rules = Rules(setup_both, differentiate, differentiate_forward)
-    register_transforms(_LIBRARY, operator, [*names, 'save', 'backend'], lambda *_: False, rules)
-
-    rules = once_differentiable(backward_operator)
-    backward_operator.register_autograd(rules.backward, setup_context=rules.setup_context)
-    backward_names = ['grad', 'y', 'saved', *names, 'need_bias', 'backend']
-    register_transforms(_LIBRARY, backward_operator, backward_names, lambda *args: args[-2], rules)
+    _Operator(name, check, empty_saved, forms, find_places).register()
 
 
 _LIBRARY = torch.library.Library('aft_vision', 'FRAGMENT')
