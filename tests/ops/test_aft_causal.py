@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from aft_vision import ops
-from aft_vision.ops import reference
+from aft_vision.ops import operator, reference
 from aft_vision.ops.decode import eager as decode
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -458,14 +458,30 @@ def test_a_later_token_changes_no_bit_of_earlier_steps():
 
 def test_a_ring_holds_keys_only_while_they_lie_too_far_apart():
     inputs = causal_inputs('aft_local_causal', 30, 4)
-    inputs['k'][:, 10] += 500.0
+    inputs['k'][:, 10] -= 500.0
     state = ops.aft_local_state(2, 6, 4, torch.float64)
     held = []
     for t in range(30):
         _, state = ops.aft_local_step(*(inputs[n][:, t] for n in 'qkv'), inputs['band'][t], state)
         held.append(bool(state.holds_keys))
-    # The large key is in the window of four tokens; after that, the sums outweigh what it has left.
-    assert held == [False] * 10 + [True] * 4 + [False] * 16 or held == [False] * 11 + [True] * 3 + [False] * 16
+    # While the small key is in the window of four tokens.
+    assert held == [False] * 10 + [True] * 4 + [False] * 16
+
+
+@pytest.mark.parametrize('chunks', [[1] * 9, [4, 1, 1, 3], [9]])
+@pytest.mark.parametrize('form', ['eager', 'cpp'])
+def test_a_key_however_far_below_the_sums_counts_under_its_bias(
+    monkeypatch: pytest.MonkeyPatch, form: str, chunks: list[int]
+):
+    if form == 'eager':
+        monkeypatch.setattr(operator, 'step_kernels', lambda *_: None)
+    k, v = column(0, 0, 0, -450, -900, 0, 0, 700, 1), column(1, 1, 1, 5, 7, 1, 2, 3, 4)
+    band = torch.zeros(9, 2)
+    band[3, 1], band[4, 0], band[5, 0], band[8, 1] = 500.0, 480.0, 950.0, 900.0
+    inputs = {'q': torch.zeros_like(v), 'k': k, 'v': v, 'band': band}
+    expected = joint_mean(k, v, reference.band_to_bias(band.double(), -1))
+    assert expected.flatten().tolist() == pytest.approx([1, 1, 1, 5, 5, 7, 9 / 8, 3, 4], abs=1)
+    assert_close(2 * run_chunks(inputs, chunks, torch.float32), expected, 1e-5)
 
 
 def test_a_state_has_no_more_than_the_window_and_the_sums():

@@ -22,8 +22,6 @@ from aft_vision.ops.common.numerics import may_branch, without_autocast
 REACH = 80.0
 # A new reference lies this far below the largest key: what is left of HEADROOM is for the keys to come.
 MARGIN = 20.0
-# A key this far below the logarithm of the sums, which never shrink, has no weight under any bias up to 300.
-NEGLIGIBLE = 400.0
 # A denominator below this, or biases further apart than REACH, may have lost something to underflow.
 SMALLEST = 1e-28
 
@@ -88,7 +86,7 @@ def local_step(
     position += 1
     row = _by_slot(band_row, slot, used)
     shifted = k - reference
-    if bool(holds_keys) or not _fits(shifted, sums[:, dim:]):
+    if bool(holds_keys) or not _fits(shifted):
         return _exact_step(k, v, row, reference, sums, ring, slot, count >= window, holds_keys)
     entry = ring[:, slot]
     if count >= window:
@@ -167,7 +165,6 @@ def encode(keys: Tensor, values: Tensor, reference: Tensor, sums: Tensor, ring: 
     if may_branch(keys):
         den = sums[:, dim:]
         older = torch.where(den == 0, float('-inf'), reference + den.log())
-        keys = keys.masked_fill(keys < (older - NEGLIGIBLE).unsqueeze(1), float('-inf'))
         moved = torch.maximum(keys.amax(1), older).clamp_min(torch.finfo(keys.dtype).min / 4) - MARGIN
         lowest = torch.cat([keys, older.unsqueeze(1)], 1)
         lowest = lowest.masked_fill(lowest == float('-inf'), float('inf')).amin(1)
@@ -192,14 +189,14 @@ def _by_slot(band_row: Tensor, slot: int, used: int) -> Tensor:
     return torch.cat([band_row[first:], band_row[:first]])[:used]
 
 
-def _fits(shifted: Tensor, denominator: Tensor) -> bool:
+def _fits(shifted: Tensor) -> bool:
     # Whether the exponential of a new key, less the reference, can stand in the ring.
     if not shifted.numel():
         return False
     low, high = (float(x) for x in shifted.aminmax())
-    if high > HEADROOM:
+    if not high <= HEADROOM:
         return False
-    return low >= -REACH or bool(((shifted >= -REACH) | (shifted < denominator.log() - NEGLIGIBLE)).all())
+    return low >= -REACH or bool(((shifted >= -REACH) | (shifted == float('-inf'))).all())
 
 
 def _exact_step(

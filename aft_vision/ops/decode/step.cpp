@@ -1,7 +1,7 @@
 // One token of AFT-simple and of AFT-local (AFT Eq. 5, 4, causal) with its state, alone and inside a block.
 
 #include <algorithm>
-#include <cmath>
+#include <limits>
 #include <vector>
 
 #include "dense.h"
@@ -53,7 +53,7 @@ struct Parts {
 
 // The numbers of `ops.eager.decode` by these names, in nats but for `smallest`.
 struct Limits {
-  float headroom, reach, negligible, smallest;
+  float headroom, reach, smallest;
 };
 
 // f(i, lanes) of every vector of n numbers.
@@ -65,13 +65,12 @@ void for_each_vector(int64_t n, F f) {
 Vec exp_of(float x) { return exp_(splat(x)); }
 
 // Whether the exponential of every key, less its reference, can stand in the ring.
-bool fits(const Shape &s, Tokens k, const float *reference, const float *sums, Limits limits) {
+bool fits(const Shape &s, Tokens k, const float *reference, Limits limits) {
   for (int64_t b = 0; b < s.batch; ++b)
     for (int64_t d = 0; d < s.channels; ++d) {
       const float shifted = k.data[b * k.batch + d] - reference[b * s.channels + d];
-      if (shifted <= limits.headroom && shifted >= -limits.reach) continue;
-      const float older = sums[(2 * b + 1) * s.channels + d];
-      if (!(shifted <= limits.headroom && shifted < std::log(older) - limits.negligible)) return false;
+      const bool hidden = shifted == -std::numeric_limits<float>::infinity();
+      if (!(shifted <= limits.headroom && (shifted >= -limits.reach || hidden))) return false;
     }
   return true;
 }
@@ -130,7 +129,7 @@ int local_step(const Shape &s, Tokens q, Tokens k, Tokens v, Band band, const fl
     if (count >= band.tokens) return 3;
     band_row(band, count, s.window, threads);
   }
-  if (*holds_keys || !fits(s, k, reference, sums, limits)) return 1;
+  if (*holds_keys || !fits(s, k, reference, limits)) return 1;
   Row row(s, band.row, slot, std::min(count + 1, s.window));
   const bool representable = row.top - row.low <= limits.reach;
   row.exponentiate();

@@ -30,10 +30,10 @@ class _Block(ctypes.Structure):
 
 
 class _Limits(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_float) for name in ('headroom', 'reach', 'negligible', 'smallest')]
+    _fields_ = [(name, ctypes.c_float) for name in ('headroom', 'reach', 'smallest')]
 
 
-LIMITS = _Limits(HEADROOM, decode.REACH, decode.NEGLIGIBLE, decode.SMALLEST)
+LIMITS = _Limits(HEADROOM, decode.REACH, decode.SMALLEST)
 
 
 def covers_step(state: Sequence[Tensor], *inputs: Tensor | None) -> bool:
