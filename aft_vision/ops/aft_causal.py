@@ -270,7 +270,7 @@ def aft_simple_prefill(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleStat
     check_simple_state(state)
     _check_chunk(q, k, v, state.reference)
     dtype = state.reference.dtype
-    keys, values = k.to(dtype), v.to(dtype)
+    keys, values = k.to(dtype), decode.counted_values(k, v.to(dtype))
     with without_autocast(k.device.type):
         y = causal_forward(q, keys, values, NoBias(values), Past(*state), None, False)[0]
     decode.absorb_many(keys, values, *state)
@@ -306,7 +306,7 @@ def aft_local_prefill(
     before = min(count, window)
     slots = torch.arange(count - before, count, device=k.device) % window
     keys, values = (x[:, slots] for x in decode.decode(state.reference, state.ring, state.holds_keys))
-    keys, values = torch.cat([keys, k.to(dtype)], 1), torch.cat([values, v.to(dtype)], 1)
+    keys, values = torch.cat([keys, k.to(dtype)], 1), torch.cat([values, decode.counted_values(k, v.to(dtype))], 1)
     rows = torch.cat([band.new_zeros(before, window), band])
     past = Past(state.reference, state.sums[:, :dim], state.sums[:, dim:])
     with without_autocast(k.device.type):

@@ -24,6 +24,7 @@ from torch._dynamo.testing import CompileCounter
 
 from aft_vision import ops
 from aft_vision.ops import operator, reference
+from aft_vision.ops.causal import eager
 from aft_vision.ops.decode import eager as decode
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -246,6 +247,77 @@ def test_a_result_that_is_not_a_number_gives_no_finite_gradient(name: str, backe
     for grad in dict(zip(leaves, grads, strict=True)).values():
         assert grad.isnan().any()
     assert all(grad[1].isfinite().all() for grad in grads[:3])
+
+
+@pytest.mark.parametrize('backend', ['eager', 'auto'])
+@pytest.mark.parametrize('name', NAMES)
+def test_a_key_of_minus_infinity_counts_for_nothing_whatever_its_value(name: str, backend: str):
+    inputs = {key: x.float() for key, x in causal_inputs(name, 70, 20).items()}
+    inputs['k'][:, [3, 40], 1] = -math.inf
+    results = []
+    for value in (0.0, math.nan):
+        inputs['v'][:, [3, 40], 1] = value
+        leaves = {key: x.clone().requires_grad_() for key, x in inputs.items()}
+        y = getattr(ops, name)(**leaves, backend=backend)
+        results.append([y, *torch.autograd.grad(y, list(leaves.values()), randn(2, 70, 6, seed=9).float())])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize('form', ['eager', 'cpp'])
+@pytest.mark.parametrize('name', NAMES[1:])
+def test_a_step_with_a_key_of_minus_infinity_counts_for_nothing(monkeypatch: pytest.MonkeyPatch, name: str, form: str):
+    if form == 'eager':
+        monkeypatch.setattr(operator, 'step_kernels', lambda *_: None)
+    inputs = {key: x.float() for key, x in causal_inputs(name, 12, 4).items()}
+    inputs['k'][:, [0, 3, 9], 1] = -math.inf
+    expected = getattr(reference, name)(**{key: x.double() for key, x in inputs.items()})
+    inputs['v'][:, [0, 3, 9], 1] = math.nan
+    for chunks in ([1] * 12, [2, 5, 1, 4]):
+        assert_close(run_chunks(inputs, chunks, torch.float32), expected, 1e-5)
+
+
+@pytest.mark.parametrize('key', [math.nan, -math.inf])
+@pytest.mark.parametrize('backend', ['eager', 'auto'])
+@pytest.mark.parametrize('name', NAMES)
+def test_targets_that_see_no_key_are_not_repaired(monkeypatch: pytest.MonkeyPatch, name: str, backend: str, key: float):
+    calls = []
+    whole = eager.joint_softmax
+    monkeypatch.setattr(eager, 'joint_softmax', lambda *x: calls.append(x) or whole(*x))
+    inputs = {key: x.float().requires_grad_() for key, x in causal_inputs(name, 70, 20).items()}
+    y = getattr(ops, name)(**inputs | {'k': torch.full_like(inputs['v'], key).requires_grad_()}, backend=backend)
+    y.sum().backward()
+    assert not calls
+    assert y.isnan().all() if math.isnan(key) else not y.any()
+
+
+@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('s', [0, 3])
+def test_a_large_value_under_a_high_key_leaves_earlier_targets_alone(form: str, s: int):
+    k, v = torch.zeros(1, 80, 2), randn(1, 80, 2).float()
+    k[:, 10:], v[:, 10:] = 59.0, 1e13
+    expected = joint_mean(k, v, torch.zeros(80, 80))
+    found = run_form(form, {'k': k, 'v': v} | ({'band': torch.zeros(80, s)} if s else {}))
+    assert_close(found[:, :10], expected[:, :10], 1e-5)
+    assert_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize('size', [1e-30, 1e-18, 1e8])
+@pytest.mark.parametrize('large', [1.0, 1e13])
+@pytest.mark.parametrize('backend', ['eager', 'auto'])
+@pytest.mark.parametrize('s', [0, 3])
+def test_gradients_keep_their_digits_however_large(s: int, backend: str, large: float, size: float):
+    # One key so far above the others that denominators are nearly e^60.
+    inputs = {'k': randn(1, 80, 2, seed=1).float(), 'v': randn(1, 80, 2, seed=2).float()}
+    inputs |= {'band': randn(80, s, seed=3).float()} if s else {}
+    inputs['k'][:, 10] += 57.0
+    inputs['v'][:, 20, 1] = large
+    inputs = {key: x.requires_grad_() for key, x in inputs.items()}
+    grad = randn(1, 80, 2, seed=4) * size
+    bias = reference.band_to_bias(inputs['band'].double(), 1 - s) if s else torch.zeros(80, 80)
+    found = torch.autograd.grad(run_form(backend, inputs), list(inputs.values()), grad.float())
+    wanted = torch.autograd.grad(joint_mean(inputs['k'], inputs['v'], bias), list(inputs.values()), grad)
+    for name, got, want in zip(inputs, found, wanted, strict=True):
+        assert_close(got / size, want / size, 2e-5, name)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)

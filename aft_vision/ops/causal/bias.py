@@ -19,7 +19,7 @@ class CausalBias(Protocol):
         """The first source that the block of targets from `start` weights one by one."""
 
     def span(self) -> float:
-        """How far biases lie apart, that of 0 for older sources included; read on the host."""
+        """Return how far biases lie apart, that of 0 for older sources included; this reads them on the host."""
 
     def logits(self, start: int, stop: int) -> Tensor:
         """(stop - start, stop - low) bias, minus infinity in the future."""

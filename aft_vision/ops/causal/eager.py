@@ -35,6 +35,8 @@ from aft_vision.ops.common.repair import joint_softmax, lost_elements
 
 # How far a key may exceed its reference, in nats.
 HEADROOM = 60.0
+# Values beyond these are scaled down: they and the inverse of a denominator meet in a product.
+LARGEST = {torch.float32: 2.0**20, torch.float64: 2.0**400}
 
 _Form = TypeVar('_Form', bound=Callable[..., tuple[Tensor, ...]])
 
@@ -120,6 +122,8 @@ def vanishing_limit(dtype: torch.dtype, tokens: int) -> float:
 def shield_forward(form: _Form) -> _Form:
     """Keep what is not finite from the targets before it, in a forward (q, k, v, ..., mask, save).
 
+    A source with a key of minus infinity counts for nothing, whatever its value.
+
     Args:
         form: gives y, and more; its y is NaN from the first such source of a channel on.
     """
@@ -129,28 +133,33 @@ def shield_forward(form: _Form) -> _Form:
         found = form(q, k, v, *others) if may_branch(k) else None
         if found is not None and _is_finite(found[0]):
             return found
-        tainted = _tainted(k, v, others[-2])
-        if found is not None and not bool(tainted.any()):
+        tainted, hidden = _tainted(k, v, others[-2]), k == float('-inf')
+        if found is not None and not bool((tainted | (hidden & ~v.isfinite())).any()):
             return found
-        y, *more = form(q, k.masked_fill(tainted, float('-inf')), v.masked_fill(tainted, 0.0), *others)
+        y, *more = form(q, k.masked_fill(tainted, float('-inf')), v.masked_fill(tainted | hidden, 0.0), *others)
         return y.masked_fill_(tainted, float('nan')), *more
 
     return cast(_Form, shielded)
 
 
 def shield_backward(form: _Form) -> _Form:
-    """Do the same for a backward (grad, y, saved, q, k, v, ..., mask, need_bias) and the gradients of those targets."""
+    """Keep what is not finite from the targets before it, in a backward (grad, y, den, q, k, v, ..., mask, need_bias).
+
+    Args:
+        form: gives the gradients of q, k, v and more; those that a target with such a source reaches are NaN.
+    """
 
     @functools.wraps(form)
     def shielded(
         grad: Tensor, y: Tensor, den: Tensor, q: Tensor | None, k: Tensor, v: Tensor, *others: Any
     ) -> tuple[Tensor, ...]:
-        if may_branch(k) and _is_finite(y):
-            return form(grad, y, den, q, k, v, *others)
+        if may_branch(k) and _is_finite(y) and _largest(v) < math.inf:
+            return _scaled_backward(form, grad, y, den, q, k, v, *others)
         tainted = _tainted(k, v, others[-2])
-        clean = [x if x is None else x.masked_fill(tainted, 0.0) for x in (grad, y, q, v)]
-        hidden = k.masked_fill(tainted, float('-inf'))
-        dq, dk, dv, *d_bias = form(*clean[:2], den, clean[2], hidden, clean[3], *others)
+        grad_, y, q_ = (x if x is None else x.masked_fill(tainted, 0.0) for x in (grad, y, q))
+        v = v.masked_fill(tainted | (k == float('-inf')), 0.0)
+        k = k.masked_fill(tainted, float('-inf'))
+        dq, dk, dv, *d_bias = _scaled_backward(form, grad_, y, den, q_, k, v, *others)
         spoilt = tainted & (grad != 0)  # a target that is NaN spoils all that has made it
         if q is not None:
             dq = dq.masked_fill(spoilt, float('nan'))
@@ -163,6 +172,64 @@ def shield_backward(form: _Form) -> _Form:
     return cast(_Form, shielded)
 
 
+def scaled_forward(form: _Form) -> _Form:
+    """Keep large values from overflow, in a forward (q, k, v, ..., mask, save), by powers of two for each channel."""
+
+    @functools.wraps(form)
+    def scaled(q: Tensor | None, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        scale = _value_scale(v, others[-2])
+        if scale is None:
+            return form(q, k, v, *others)
+        others = tuple(x._replace(numerator=x.numerator / scale[:, 0]) if isinstance(x, Past) else x for x in others)
+        y, *more = form(q, k, (v / scale).to(v.dtype), *others)
+        return (y * scale).to(y.dtype), *more
+
+    return cast(_Form, scaled)
+
+
+def _scaled_backward(
+    form: Callable[..., tuple[Tensor, ...]],
+    grad: Tensor,
+    y: Tensor,
+    den: Tensor,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    *others: Any,
+) -> tuple[Tensor, ...]:
+    # A backward of values as `scaled_forward` has them, and of a gradient near 1: the inverse of a denominator may be
+    # as small as e^-60. float16 has no exponents for that, and needs none.
+    if not may_branch(k) or torch.float16 in (grad.dtype, k.dtype, v.dtype):
+        return form(grad, y, den, q, k, v, *others)
+    scale = _value_scale(v, others[-2])
+    if scale is not None:
+        grad, y, v = (grad * scale).to(grad.dtype), (y / scale).to(y.dtype), (v / scale).to(v.dtype)
+    size = _largest(grad)
+    exponent = 0 if 1e-6 < size < 1e6 or not math.isfinite(size) else max(-120, min(120, math.frexp(size)[1]))
+    found = form(grad if exponent == 0 else grad * 2.0**-exponent, y, den, q, k, v, *others)
+    dq, dk, dv, *d_bias = found if exponent == 0 else [x * 2.0**exponent for x in found]
+    return dq, dk, dv if scale is None else (dv / scale).to(dv.dtype), *d_bias
+
+
+def _value_scale(v: Tensor, mask: Tensor | None) -> Tensor | None:
+    # (B, 1, D): powers of two that bring finite values into range; None where they are.
+    limit = LARGEST[accumulate_dtype(v)]
+    if not may_branch(v) or _largest(v) <= limit:
+        return None
+    size = masked_values(v, mask).to(accumulate_dtype(v)).abs()
+    peak = size.masked_fill(~size.isfinite(), 0.0).amax(1, keepdim=True)
+    exponent = torch.frexp(peak / limit).exponent.clamp_min(0)
+    return torch.ldexp(torch.ones_like(peak), exponent)
+
+
+def _largest(x: Tensor) -> float:
+    # The largest absolute value; NaN where there is one.
+    if not x.numel():
+        return 0.0
+    low, high = (float(end) for end in x.aminmax())
+    return high if math.isnan(high) else max(-low, high)
+
+
 def _is_finite(y: Tensor) -> bool:
     # By the last target, which sees all sources.
     return math.isfinite(float(y[:, -1].sum(dtype=accumulate_dtype(y))))
@@ -170,13 +237,14 @@ def _is_finite(y: Tensor) -> bool:
 
 def _tainted(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     # (B, T, D) bool: targets with a source that is not finite; a key of minus infinity counts for nothing.
-    bad = ~((k < float('inf')) & v.isfinite())
+    bad = ~(k < float('inf')) | ((k > float('-inf')) & ~v.isfinite())
     if mask is not None:
         bad = bad & mask.unsqueeze(-1)
     return bad.cumsum(1) > 0
 
 
 @shield_forward
+@scaled_forward
 def causal_forward(
     q: Tensor | None,
     k: Tensor,
@@ -186,14 +254,15 @@ def causal_forward(
     mask: Tensor | None,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """y and the denominators (B, T, D), each at the reference of its block; 0 where they underflow.
+    """Return y and the denominators (B, T, D), each at the reference of its block; 0 where they underflow.
 
-    past: of sources that every target sees with no bias, beside those of the sequence.
+    Args:
+        past: of sources that every target sees with no bias, next to those of the sequence.
     """
     out, den = empty_output(q, v), empty_denominator(k, v, save)
     sequence = _Sequence(k, v, mask, bias, past)
     state = sequence.keys.new_zeros(2 * sequence.keys.shape[1])
-    reference = None
+    reference = seen = None
     if past is not None:
         state, reference = torch.cat([past.numerator.flatten(), past.denominator.flatten()]), past.reference.flatten()
     for block in sequence.blocks():
@@ -211,7 +280,8 @@ def causal_forward(
         num, bottom = (part.unflatten(1, (len(v), v.shape[2])).transpose(0, 1) for part in sums.chunk(2, dim=1))
         ratio = num / bottom.clamp_min(UNDERFLOW[sequence.dtype])  # (B, C, D)
         if may_branch(k) and bool((lost := bottom < block.limit).any()):
-            repair_forward(ratio, k, v, mask, bias, lost, block.start, past)
+            seen = sees_keys(k, mask, past) if seen is None else seen
+            repair_forward(ratio, k, v, mask, bias, lost & seen[:, rows], block.start, past)
             bottom = bottom.masked_fill(lost, 0.0)
         s = gate(None if q is None else q[:, rows], sequence.dtype)
         out[:, rows] = ratio if s is None else ratio * s
@@ -264,8 +334,14 @@ def causal_backward(
             add(block.left, sequence.exponentials(block.left, block.reference)[0], d_state)
     dk, dv = (x.unflatten(1, (len(v), v.shape[2])).transpose(0, 1) for x in (dk, dv))
     if may_branch(k) and bool(lost.any()):
-        repair_backward(a, k, v, mask, bias, lost, dk, dv, need_bias)
+        repair_backward(a, k, v, mask, bias, lost & sees_keys(k, mask), dk, dv, need_bias)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def sees_keys(k: Tensor, mask: Tensor | None, past: Past | None = None) -> Tensor:
+    """Return (B, T, D) bool: targets that see a source that counts. The others are 0, and need no repair."""
+    seen = (masked_keys(k, mask) > float('-inf')).cumsum(1, dtype=torch.int32) > 0
+    return seen if past is None else seen | (past.denominator > 0).unsqueeze(1)
 
 
 def logits_grad(weight: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -291,6 +367,8 @@ def repair_forward(
     past: Past | None,
 ) -> None:
     """Compute the lost elements of a block's ratio (B, C, D) again; it begins with the target `start`."""
+    if not bool(lost.any()):
+        return
     v = masked_values(v, mask)
     if past is not None:
         # One more source, which stands for all before the sequence; the mask is of a sequence without a past.
@@ -316,6 +394,8 @@ def repair_backward(
     need_bias: bool,
 ) -> None:
     """Add the gradients of the lost elements, (B, T, D); `a` is the gradient of the mean of the values."""
+    if not bool(lost.any()):
+        return
     v = masked_values(v, mask)
     for batch, target, channel in lost_elements(lost, v.shape[1]):
         p = joint_softmax(k, mask, batch, channel, bias.rows(target))

@@ -11,7 +11,7 @@ namespace {
 template <class P>
 struct Forward {
   Item item;
-  int64_t first;
+  IntVec first;
   Reference reference;
   IntVec lost;         // whether a denominator is below its limit
   Pair state, part;    // sums over what no window of the block and of the next targets has
@@ -78,7 +78,7 @@ void write(Forward<P> &x, const Weights<P> &w, Limits limits, const Tile &tile, 
     const int64_t t = tile.first + i;
     const Vec bottom = sums[i].keys;
     const IntVec lost = bottom < splat(w.limit(t, limits));
-    if (t >= x.first) x.lost |= lost;
+    x.lost |= lost & (IntVec{} + static_cast<int32_t>(t) >= x.first);
     Vec y = bottom == Vec{} ? Vec{} : sums[i].values / bottom;
     if (q.data) y *= sigmoid(x.item.read(q, t));
     x.item.write(out, t, y);

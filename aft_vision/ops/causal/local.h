@@ -49,7 +49,7 @@ class Weights {
         width_(s.window + 2 * EDGE),
         band_(band),
         data_((s.step + 1) * width_),
-        narrow_(s.step + 1) {}
+        vanishes_(s.step + 1) {}
 
   // To the block from `start` on, whose targets are then to be filled, and the one after it.
   void move(int64_t start) { start_ = start; }
@@ -68,7 +68,7 @@ class Weights {
       peak = std::max(peak, in[i]);
       low = in[i] >= -most ? std::min(low, in[i]) : low;
     }
-    narrow_[t - start_] = peak - low > RANGE;
+    vanishes_[t - start_] = peak - low > RANGE;
     if (t >= window_) std::fill_n(out, EDGE, P::number(exp_(splat(-peak))[0]));
     for (int64_t i = first; i < window_; i += LANES) {
       const int lanes = std::min<int64_t>(LANES, window_ - i);
@@ -77,7 +77,7 @@ class Weights {
   }
 
   // The threshold of a target's denominators.
-  float limit(int64_t t, Limits limits) const { return narrow_[t - start_] ? limits.vanishing : limits.underflow; }
+  float limit(int64_t t, Limits limits) const { return vanishes_[t - start_] ? limits.vanishing : limits.underflow; }
 
   // Of the sources from `source` on that a vector of a map has, and of the targets.
   float sources(int64_t target, int64_t source) const {
@@ -101,7 +101,7 @@ class Weights {
   int64_t tokens_, window_, width_, start_ = 0;
   const float *band_;
   std::vector<Number> data_;
-  std::vector<char> narrow_;
+  std::vector<char> vanishes_;
 };
 
 // Some rows of a product, and where the weights of its terms [begin, end) are.
@@ -175,11 +175,16 @@ struct Source {
     return {e * item.read(v, t), e};
   }
 
-  // The first token of a sequence that counts.
-  int64_t first(const Item &item) const {
-    int64_t t = 0;
-    while (t < s.tokens && !counts(item, t)) ++t;
-    return t;
+  // The first token of each channel that counts, with a key above minus infinity.
+  IntVec first(const Item &item) const {
+    IntVec found = IntVec{} + static_cast<int32_t>(s.tokens), waits = ~IntVec{};
+    for (int64_t t = 0; t < s.tokens && any(waits); ++t) {
+      if (!counts(item, t)) continue;
+      const IntVec seen = item.read(k, t) > splat(-std::numeric_limits<float>::infinity());
+      found = (seen & waits) != 0 ? IntVec{} + static_cast<int32_t>(t) : found;
+      waits &= ~seen;
+    }
+    return found;
   }
 };
 

@@ -15,6 +15,8 @@ from aft_vision.ops.causal.eager import (
     HEADROOM,
     repair_backward,
     repair_forward,
+    scaled_forward,
+    sees_keys,
     shield_backward,
     shield_forward,
     vanishing_limit,
@@ -59,6 +61,7 @@ def covers_local_causal(q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, ma
 
 
 @shield_forward
+@scaled_forward
 def local_causal_forward(
     q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None, save: bool
 ) -> tuple[Tensor, Tensor]:
@@ -108,7 +111,7 @@ def local_causal_backward(
         bias.grad = d_band
     if not good:
         # As the kernel compares: in bfloat16 the limit itself would be rounded.
-        lost, s = den.float() < LEAST, gate(q, torch.float32)
+        lost, s = (den.float() < LEAST) & sees_keys(k, mask), gate(q, torch.float32)
         a = grad.float() if s is None else grad.float() * s
         dk, dv = dk.float(), dv.float()
         repair_backward(a, k, v, mask, bias, lost, dk, dv, need_bias)
@@ -136,7 +139,7 @@ def _forward(
 
 def _repair(y: Tensor, den: Tensor, q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, band: Tensor) -> None:
     # Compute again what has underflowed in y.
-    lost = den < LEAST
+    lost = (den < LEAST) & sees_keys(k, mask)
     ratio = torch.zeros_like(y)
     repair_forward(ratio, k, v, mask, BandBias(band), lost, 0, None)
     s = gate(q, y.dtype)

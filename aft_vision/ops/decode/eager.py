@@ -15,9 +15,10 @@ import math
 import torch
 from torch import Tensor
 
-from aft_vision.ops.causal.eager import HEADROOM
 from aft_vision.ops.common.numerics import may_branch, without_autocast
 
+# How far a key may exceed its reference, in nats: less than in the causal forms, whose values are scaled.
+HEADROOM = 40.0
 # How far an exponential in the ring may lie below its reference, in nats; above it, HEADROOM.
 REACH = 80.0
 # A new reference lies this far below the largest key: what is left of HEADROOM is for the keys to come.
@@ -42,6 +43,11 @@ def absorb_many(k: Tensor, v: Tensor, reference: Tensor, numerator: Tensor, deno
     denominator.mul_(scale).add_(weight.sum(1))
 
 
+def counted_values(k: Tensor, v: Tensor) -> Tensor:
+    """Return the values, 0 where a key of minus infinity counts for nothing: what stands there may be NaN."""
+    return v.masked_fill(k == float('-inf'), 0.0)
+
+
 def _raise(peak: Tensor, reference: Tensor, denominator: Tensor) -> Tensor:
     # Move a reference to the largest new key where it must, and return the factor for the sums. Empty sums take any.
     empty = (denominator == 0) & (peak > float('-inf'))
@@ -53,7 +59,7 @@ def _raise(peak: Tensor, reference: Tensor, denominator: Tensor) -> Tensor:
 
 def simple_step(k: Tensor, v: Tensor, reference: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
     """The mean of the values up to the token (B, D), whose key and value are added to the sums in place."""
-    shifted = k - reference
+    shifted, v = k - reference, counted_values(k, v)
     if shifted.numel() and may_branch(k) and not torch.compiler.is_compiling() and float(shifted.max()) <= HEADROOM:
         weight = shifted.exp_()
         numerator.addcmul_(weight, v)
@@ -85,7 +91,7 @@ def local_step(
     slot = count % window
     position += 1
     row = _by_slot(band_row, slot, used)
-    shifted = k - reference
+    shifted, v = k - reference, counted_values(k, v)
     if bool(holds_keys) or not _fits(shifted):
         return _exact_step(k, v, row, reference, sums, ring, slot, count >= window, holds_keys)
     entry = ring[:, slot]
@@ -144,7 +150,7 @@ def local_step_static(
     leaving = ring.index_select(1, slot).squeeze(1)
     # An empty slot has a key of minus infinity, which adds nothing.
     absorb(leaving[:, dim:], leaving[:, :dim], reference, sums[:, :dim], sums[:, dim:])
-    ring.index_copy_(1, slot, torch.cat([v, k], 1).unsqueeze(1))
+    ring.index_copy_(1, slot, torch.cat([counted_values(k, v), k], 1).unsqueeze(1))
     row = band_row[(torch.arange(window, device=k.device) - slot - 1) % window]
     position.add_(1)
     return _joint_mean(ring[..., dim:], ring[..., :dim], row, reference, sums)

@@ -64,6 +64,9 @@ void for_each_vector(int64_t n, F f) {
 
 Vec exp_of(float x) { return exp_(splat(x)); }
 
+// Values, 0 where a key of minus infinity counts for nothing: what stands there may be NaN.
+Vec counted(Vec key, Vec value) { return key == splat(-std::numeric_limits<float>::infinity()) ? Vec{} : value; }
+
 // Whether the exponential of every key, less its reference, can stand in the ring.
 bool fits(const Shape &s, Tokens k, const float *reference, Limits limits) {
   for (int64_t b = 0; b < s.batch; ++b)
@@ -144,10 +147,11 @@ int local_step(const Shape &s, Tokens q, Tokens k, Tokens v, Band band, const fl
     for (int64_t b = 0; b < s.batch; ++b) {
       float *own = sums + b * width, *entry = ring + (b * s.window + slot) * width;
       for_each_vector(s.channels, [&](int64_t d, int lanes) {
-        const Vec e = exp_(load(k.data + b * k.batch + d, lanes) - load(reference + b * s.channels + d, lanes));
+        const Vec key = load(k.data + b * k.batch + d, lanes);
+        const Vec e = exp_(key - load(reference + b * s.channels + d, lanes));
         for (int64_t i : {d, s.channels + d})
           if (count >= s.window) store(own + i, load(own + i, lanes) + load(entry + i, lanes), lanes);
-        store(entry + d, e * load(v.data + b * v.batch + d, lanes), lanes);
+        store(entry + d, e * counted(key, load(v.data + b * v.batch + d, lanes)), lanes);
         store(entry + s.channels + d, e, lanes);
       });
     }
@@ -192,7 +196,8 @@ int aft_simple_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, float *r
       const Vec key = load(k.data + b * k.batch + d, lanes), old = load(reference + place, lanes);
       const Vec moved = key > old + headroom ? key : old;
       const Vec scale = exp_(old - moved), weight = exp_(key - moved);
-      const Vec num = load(numerator + place, lanes) * scale + weight * load(v.data + b * v.batch + d, lanes);
+      const Vec value = counted(key, load(v.data + b * v.batch + d, lanes));
+      const Vec num = load(numerator + place, lanes) * scale + weight * value;
       const Vec den = load(denominator + place, lanes) * scale + weight;
       store(reference + place, moved, lanes);
       store(numerator + place, num, lanes);

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aft_vision.ops.causal.eager import HEADROOM
 from aft_vision.ops.common.build import compiled, library
 from aft_vision.ops.common.tensors import Tokens, number, numbers, pointer, room
 from aft_vision.ops.decode import eager as decode
@@ -33,7 +32,7 @@ class _Limits(ctypes.Structure):
     _fields_ = [(name, ctypes.c_float) for name in ('headroom', 'reach', 'smallest')]
 
 
-LIMITS = _Limits(HEADROOM, decode.REACH, decode.SMALLEST)
+LIMITS = _Limits(decode.HEADROOM, decode.REACH, decode.SMALLEST)
 
 
 def covers_step(state: Sequence[Tensor], *inputs: Tensor | None) -> bool:
@@ -61,7 +60,7 @@ def simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: Sequence[Tensor])
         numbers(reference.shape),
         *map(_tokens, rows),
         *map(pointer, (reference, numerator, denominator, out)),
-        number(HEADROOM),
+        number(decode.HEADROOM),
     )
     return out
 
@@ -118,7 +117,7 @@ def _repair(found: int, q: Tensor | None, k: Tensor, v: Tensor, row: Tensor, sta
 def simple_block(dense: DenseBlock, x: Tensor, gated: bool, state: Sequence[Tensor]) -> Tensor:
     """A block with AFT-simple for a token x (B, C), which is added to the state."""
     block, _, out = _block(dense, x, gated)
-    compiled().aft_simple_block(block, *map(pointer, state), number(HEADROOM), torch.get_num_threads())
+    compiled().aft_simple_block(block, *map(pointer, state), number(decode.HEADROOM), torch.get_num_threads())
     return out
 
 
