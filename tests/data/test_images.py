@@ -60,11 +60,17 @@ def test_other_modes_are_converted_as_pillow_does(tmp_path, mode):
 
 @pytest.mark.parametrize(
     ('values', 'found'),
-    [(np.float32(0.5), 'floating-point'), (np.int32(70000), 'from 70000'), (np.int32(-1), 'from -1')],
+    [
+        (np.float32(0.5), 'floating-point'),
+        # Those of 8 bits would become black.
+        (np.int32(200), '32 bits or signed'),
+        (np.int32(70000), '32 bits or signed'),
+        (np.int32(-1), '32 bits or signed'),
+    ],
 )
 def test_pixels_of_more_than_sixteen_bits_are_refused(tmp_path, values, found):
     Image.fromarray(np.full((4, 4), values)).save(tmp_path / 'x.tiff')
-    with pytest.raises(CorruptImageError, match=f'x.tiff: expected pixels of 8 or 16 bits, got .*{found}'):
+    with pytest.raises(CorruptImageError, match=rf'x\.tiff: expected .*pixels of 8 or 16 bits, got .*{found}'):
         open_image(tmp_path / 'x.tiff')
 
 
