@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-BEST = 'best.pth'
+BEST, LAST = 'best.pth', 'last.pth'
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -11,3 +11,9 @@ def find_checkpoint(path: str | Path) -> Path:
     best = path / BEST
     # An exported folder has a config.json.
     return best if best.is_file() and not (path / 'config.json').is_file() else path
+
+
+def name_latest(folder: str | Path) -> str:
+    """Return the end of an error about a folder without best.pth: where the newest checkpoint of its run is, or ''."""
+    last = Path(folder) / LAST
+    return f'; its newest checkpoint is {last}' if last.is_file() else ''

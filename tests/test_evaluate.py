@@ -18,6 +18,8 @@ from aft_vision.evaluate import (
     reset_peak_memory,
     resolve_device,
 )
+from aft_vision.models.decoders import load_decoder
+from aft_vision.models.transfer_source import load_source
 
 TINY_VIT = dict(depth=1, embed_dim=16, num_heads=1, patch_size=8, img_size=16, num_classes=3)
 
@@ -97,6 +99,16 @@ def test_an_exported_folder_gives_back_the_model(tmp_path):
 def test_a_missing_checkpoint_is_named(tmp_path):
     with pytest.raises(ValueError, match=r'none\.pth, which does not exist'):
         load_model(tmp_path / 'none.pth')
+
+
+@pytest.mark.parametrize('load', [load_model, load_decoder, load_source])
+def test_a_run_without_a_best_checkpoint_names_its_newest(tmp_path, load):
+    with pytest.raises(ValueError, match='expected') as error:
+        load(tmp_path)
+    assert 'newest' not in str(error.value)
+    (tmp_path / 'last.pth').touch()
+    with pytest.raises(ValueError, match=r'expected .*; its newest checkpoint is .*/last\.pth$'):
+        load(tmp_path)
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):

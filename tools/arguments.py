@@ -101,5 +101,8 @@ def parse_size(text: str) -> tuple[int, int]:
 
 def check_out(out: Path, checkpoint: Path | None) -> None:
     """Raise a ValueError if a result would be written over the checkpoint that it is made of."""
-    if checkpoint is not None and out.resolve() == checkpoint.resolve():
+    # The package takes seconds to import, and --help does not need it.
+    from aft_vision.files import find_checkpoint
+
+    if checkpoint is not None and out.resolve() in {checkpoint.resolve(), find_checkpoint(checkpoint).resolve()}:
         raise ValueError(f'expected another place than that of the checkpoint, got --out {out}')

@@ -3,11 +3,11 @@
 python -m tools.transfer_deit --source deit_base_patch16_384 --model aft_conv_base_k25_h32_384 --out runs/from_deit
 python -m train.imagenet --config CONFIG run.init_from=runs/from_deit
 
-SOURCE is a name of timm, whose weights are downloaded; a file: DeiT's own .pth, a .safetensors, best.pth of
-train.imagenet; or an exported folder. The model must have its width and depth. Patch embedding, values, output
-projections, norms, MLPs and head are copied, and for AFT-full class token and position embedding too; queries and keys
-are left out. A patch embedding of another size and a position embedding on another grid are resampled. The result is
-meant to be fine-tuned: its queries, keys and position biases are new.
+SOURCE is a name of timm, whose weights are downloaded; a file: DeiT's own .pth, a .safetensors, a checkpoint of
+train.imagenet; the folder of a run; or an exported folder. The model must have its width and depth. Patch embedding,
+values, output projections, norms, MLPs and head are copied, and for AFT-full class token and position embedding too;
+queries and keys are left out. A patch embedding of another size and a position embedding on another grid are resampled.
+The result is meant to be fine-tuned: its queries, keys and position biases are new.
 
 Prints what was copied, resampled, merged or left out, and what of the model is as initialised, and writes a folder with
 model.safetensors, config.json and transfer_report.json, for run.init_from, timm.create_model('local-dir:FOLDER',
@@ -28,7 +28,7 @@ from tools.arguments import CommandParser, KeyValues, parse_size
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
-    parser.add_argument('--source', required=True, help='a name of timm, a file or an exported folder')
+    parser.add_argument('--source', required=True, help='a name of timm, a file, a run or an exported folder')
     parser.add_argument('--model', required=True, help='a registered aft_* model of the same width and depth')
     parser.add_argument(
         '--model-arg',

@@ -18,10 +18,11 @@ import torch
 
 from aft_vision.evaluate import read_checkpoint
 from aft_vision.export import sync_directory
+from aft_vision.files import BEST, LAST
 from train.schema import Experiment
 from train.state import TrainState
 
-LAST, BEST, LOCK = 'last.pth', 'best.pth', '.lock'
+LOCK = '.lock'
 MOST_KEPT = 100
 # What a run leaves beside its checkpoints and its log.
 RESULTS = ('curves.png', 'result.json', 'steps.csv')
@@ -192,14 +193,18 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
     Args:
         class_names: Of the data set, which must be those of the checkpoint.
         folder: Of the run.
-        where: `auto` for the newest whole checkpoint in the folder, if there is one; or the path of one.
+        where: `auto` for the newest whole checkpoint in the folder, if there is one; or the path of one, or of a run,
+            which stands for its newest.
 
     Raises:
-        ValueError: the checkpoint is damaged, of another model, without the optimizer, or of other data.
+        ValueError: the checkpoint is missing, damaged, of another model, without the optimizer, or of other data.
     """
-    found = find_latest(folder) if where == 'auto' else (Path(where), read_checkpoint(where))
+    place = folder if where == 'auto' else Path(where)
+    found = find_latest(place) if where == 'auto' or place.is_dir() else (place, read_checkpoint(place))
     if found is None:
-        return
+        if where == 'auto':
+            return
+        raise ValueError(f'expected a run with a checkpoint in {place}, got none')
     path, content = found
     if 'optimizer' not in content:
         raise ValueError(f'expected a checkpoint with the state of the optimizer, as {LAST} has, got {path}')

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from aft_vision.files import find_checkpoint
+from aft_vision.files import find_checkpoint, name_latest
 from aft_vision.models import char, pixel
 from aft_vision.models.autoregressive import AFTDecoder
 from aft_vision.models.state_dict import check_state_dict
@@ -69,7 +69,7 @@ def load_decoder(path: str | Path, device: torch.device | str = 'cpu') -> AFTDec
     """
     path = find_checkpoint(path)
     if not path.is_file():
-        raise ValueError(f'expected a checkpoint, got {path}, which is not a file')
+        raise ValueError(f'expected a checkpoint, got {path}, which is not a file{name_latest(path)}')
     try:
         data = load_torch_file(path)
     except Exception as error:

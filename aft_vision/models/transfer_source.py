@@ -15,6 +15,7 @@ from timm.layers import to_2tuple
 from timm.models import beit, vision_transformer, vision_transformer_relpos
 from torch import Tensor, nn
 
+from aft_vision.files import find_checkpoint, name_latest
 from aft_vision.models.deit_transfer import unwrap_state_dict
 from aft_vision.models.weight_files import check_checksum, load_torch_file
 
@@ -47,17 +48,21 @@ def load_source(source: str | Path) -> Source:
 
     Args:
         source: A name of timm, whose weights are downloaded; a `.safetensors` file, or a file of `torch.save` with a
-            state dict, as it is or under `model` or `state_dict`, such as the trainer's best.pth and DeiT's own; or
-            an exported folder. A moving average (`state_dict_ema`) beside a state dict is not taken.
+            state dict, as it is or under `model` or `state_dict`, such as the trainer's best.pth and DeiT's own; the
+            folder of a run, which stands for its best.pth; or an exported folder. A moving average (`state_dict_ema`)
+            next to a state dict is not taken.
 
     Raises:
         ValueError: there is no such model or file, it is damaged or holds more than weights, or the blocks of the
             model do not norm before attention and MLP.
     """
-    path = Path(source)
+    path = find_checkpoint(source)
     if path.is_dir():
         if not (path / 'config.json').is_file():
-            raise ValueError(f'expected an exported model with a config.json in {path}, got none')
+            raise ValueError(
+                f'expected a run with best.pth or an exported model with config.json in {path}, got neither'
+                f'{name_latest(path)}'
+            )
         return _of_model(_load_folder(path))
     if path.is_file():
         return _of_file(path)

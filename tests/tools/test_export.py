@@ -106,7 +106,8 @@ def test_options_that_contradict_each_other_are_rejected(checkpoint, tmp_path, c
 def test_the_checkpoint_is_not_overwritten(checkpoint, tmp_path):
     folder = str(tmp_path / 'hub')
     main(['--checkpoint', str(checkpoint), '--format', 'hf', '--out', folder])
-    for source, out in ((folder, f'{folder}/../hub'), (str(checkpoint), str(checkpoint))):
+    run = str(tmp_path)
+    for source, out in ((folder, f'{folder}/../hub'), (str(checkpoint), str(checkpoint)), (run, str(checkpoint))):
         with pytest.raises(ValueError, match='another place than that of the checkpoint, got --out'):
             main(['--checkpoint', source, '--format', 'hf', '--out', out])
 

@@ -38,10 +38,12 @@ def write(kind: str, folder: Path) -> tuple[Path, nn.Module]:
         torch.save({'model': model.state_dict()}, path)
     elif kind == 'safetensors':
         save_file(model.state_dict(), path)
-    elif kind == 'checkpoint':
+    elif kind in ('checkpoint', 'run'):
         content = {'model_name': 'deit_tiny_patch16_224', 'model_kwargs': {**VIT, 'num_classes': 10}}
         content.update(state_dict=model.state_dict(), class_names=NAMES, data_config={'crop_pct': 0.7})
-        torch.save(content, path)
+        file = path / 'best.pth' if kind == 'run' else path
+        file.parent.mkdir(exist_ok=True)
+        torch.save(content, file)
     else:
         export_model(model, path, NAMES, {'crop_pct': 0.7, 'mean': (0.5, 0.5, 0.5)})
     return path, model
@@ -51,7 +53,7 @@ def run(source: Path | str, out: Path, *arguments: str, model: str = 'aft_conv_t
     return main(['--source', str(source), '--model', model, '--model-arg', *AFT, '--out', str(out), *arguments])
 
 
-@pytest.mark.parametrize('kind', ['pth', 'safetensors', 'checkpoint', 'folder'])
+@pytest.mark.parametrize('kind', ['pth', 'safetensors', 'checkpoint', 'run', 'folder'])
 def test_every_form_of_a_source_makes_a_folder_that_loads(tmp_path, capsys, kind):
     source, vit = write(kind, tmp_path)
     result = run(source, tmp_path / 'out')
@@ -59,7 +61,7 @@ def test_every_form_of_a_source_makes_a_folder_that_loads(tmp_path, capsys, kind
     assert torch.equal(model.blocks[0].attn.qkv.weight[-32:], vit.blocks[0].attn.qkv.weight[-32:])
     assert torch.equal(model.head.weight, vit.head.weight)
     cfg = model.pretrained_cfg
-    known = kind in ('checkpoint', 'folder')
+    known = kind in ('checkpoint', 'run', 'folder')
     assert list(cfg['label_names']) == (NAMES if known else [str(i) for i in range(10)])
     # Unknown, it is that of the registered model.
     assert cfg['crop_pct'] == (0.7 if known else 0.875)

@@ -188,10 +188,17 @@ def test_a_signal_to_the_whole_process_group_is_survived(small, whole, tmp_path)
     assert digest(tmp_path / 'last.pth') == digest(whole / 'last.pth')
 
 
-def test_another_model_is_not_gone_on_with(small, whole, tmp_path):
-    other = ['model.depth=2', f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path / "run"}']
+# The folder of a run stands for its newest checkpoint.
+@pytest.mark.parametrize('where', ['last.pth', ''])
+def test_another_model_is_not_gone_on_with(small, whole, tmp_path, where):
+    other = ['model.depth=2', f'run.resume={whole / where}', f'run.dir={tmp_path / "run"}']
     with pytest.raises(ValueError, match=r'last\.pth: .*missing: blocks\.1\.'):
         main([*small, *other])
+
+
+def test_a_folder_without_a_checkpoint_is_not_gone_on_with(small, tmp_path):
+    with pytest.raises(ValueError, match=rf'expected a run with a checkpoint in {tmp_path}, got none'):
+        main([*small, f'run.resume={tmp_path}', f'run.dir={tmp_path / "run"}'])
 
 
 def test_weights_alone_are_not_gone_on_with(small, whole, tmp_path):
