@@ -26,7 +26,7 @@ from aft_vision.ops.local import eager as local
 from aft_vision.ops.transforms import Rules, once_differentiable, register_transforms
 
 BACKENDS = ('auto', 'eager', 'cpp', 'triton')
-# Inputs that receive a gradient, beside q, k, v: the position bias of each operator.
+# Inputs that receive a gradient, besides q, k, v: the position bias of each operator.
 BIAS_NAMES = ('bias', 'band', 'kernel', 'weight')
 
 
@@ -50,7 +50,7 @@ def check_backend(backend: str) -> None:
 
 
 def pick_form(name: str, forms: dict[str, _Form], backend: str, inputs: Sequence[Any]) -> _Form:
-    """The form that runs: 'auto' is the fastest one that covers the inputs.
+    """Pick the form that runs: 'auto' is the fastest one that covers the inputs.
 
     A backend that was asked for and does not cover them is replaced by 'eager', and one warning per operator says so.
 
@@ -269,7 +269,7 @@ def _triton(module: str, name: str) -> _Form:
 
 
 def step_kernels(state: Sequence[Tensor], *inputs: Tensor | None) -> Any | None:
-    """The module with the compiled steps of decoding, where they cover the state and no graph is captured."""
+    """Return the module with the compiled steps of decoding, where they cover the state and no graph is captured."""
     if torch.compiler.is_compiling() or state[0].device.type != 'cpu' or state[0].dtype != torch.float32:
         return None
     kernels = _step_module()
@@ -283,7 +283,7 @@ def _step_module() -> Any:
 
 @functools.cache
 def dense_kernels() -> Any:
-    """The module with the compiled linear layers of decoding."""
+    """Return the module with the compiled linear layers of decoding."""
     return importlib.import_module('aft_vision.ops.decode.dense_cpp')
 
 

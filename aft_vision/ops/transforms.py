@@ -32,18 +32,28 @@ class Rules(NamedTuple):
     jvp: Callable[..., Any]
 
 
+def second_derivative_error(operator: CustomOpDef) -> RuntimeError:
+    """Return the error of a second derivative, which says what has one."""
+    name = operator._name.removesuffix('_backward')
+    remedy = (
+        'take aft_vision.ops.aten.aft_full with a bias of minus infinity at sources in the future'
+        if name.endswith('_causal')
+        else 'take the forms in aft_vision.ops.aten (models: exportable=True)'
+    )
+    return RuntimeError(
+        f'aft_vision::{name} can be differentiated once, forward or in reverse, got a second derivative of it; '
+        f'{remedy} for any number'
+    )
+
+
 def once_differentiable(operator: CustomOpDef) -> Rules:
     """Return the rules of an operator without a derivative: a clear error instead of 0."""
-    name = operator._name.removesuffix('_backward')
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
 
     def fail(ctx: Any, *tensors: Tensor | None) -> None:
-        raise RuntimeError(
-            f'aft_vision::{name} can be differentiated once, forward or in reverse, got a second derivative of it; '
-            'take the forms in aft_vision.ops.aten (models: exportable=True) for any number'
-        )
+        raise second_derivative_error(operator)
 
     return Rules(setup_context, fail, fail)
 
@@ -86,7 +96,7 @@ def register_transforms(
             return functionalize.call_boxed(keyset, *args)
         if kinds.count(TransformType.Jvp) > 1:
             # torch would leave out what the inner derivative adds to the outer one.
-            once_differentiable(operator).jvp(None)
+            raise second_derivative_error(operator)
         return function.apply(*args)
 
     library.impl(operator._name, autograd_kernel, 'Autograd', with_keyset=True)
@@ -94,11 +104,18 @@ def register_transforms(
 
 
 def _loop(operator: CustomOpDef, size: int, dims: list[int | None], args: tuple[Any, ...]) -> tuple[Any, Any]:
-    # A call for each: what they share or sum over, a bias or its gradient, is of each alone.
+    # A call for each: what they share or sum over, a bias or its gradient, belongs to only one.
+    if size == 0:  # one call on zeros has the shapes
+        args = tuple(
+            x if dim is None else x.new_zeros((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+            for x, dim in zip(args, dims, strict=True)
+        )
+
     def call(i: int) -> tuple[Tensor, ...]:
         return operator(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, dims, strict=True)))
 
-    found = tuple(torch.stack(results) for results in zip(*(call(i) for i in range(size)), strict=True))
+    results = zip(*(call(i) for i in range(max(1, size))), strict=True)
+    found = tuple(torch.stack(each)[:size] for each in results)
     return found, (0,) * len(found)
 
 
@@ -106,12 +123,13 @@ def _fold(
     operator: CustomOpDef, names: Sequence[str], size: int, dims: list[int | None], args: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     # One call for all: the new dimension goes into the batch.
-    folded = list(args)
+    folded, batch = list(args), 0
     for i, (name, dim, x) in enumerate(zip(names, dims, args, strict=True)):
         if name in PER_SEQUENCE and isinstance(x, Tensor) and x.ndim > 1:
-            folded[i] = (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+            x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            folded[i], batch = x.flatten(0, 1), x.shape[1]
     results = operator(*folded)
     # What is left out, such as the gradient of q = None, is empty and has one dimension.
     whole = [x.ndim > 1 for x in results]
-    found = tuple(x.unflatten(0, (size, -1)) if y else x for x, y in zip(results, whole, strict=True))
+    found = tuple(x.unflatten(0, (size, batch)) if y else x for x, y in zip(results, whole, strict=True))
     return found, tuple(0 if y else None for y in whole)

@@ -270,6 +270,18 @@ def test_vmap_equals_a_loop(case: str, batched: str):
     assert_close(y, expected, 1e-12)
 
 
+@each_case
+@pytest.mark.parametrize('batched', ['v', 'all'])
+def test_vmap_over_nothing_gives_empty_results(case: str, batched: str):
+    name, inputs = CASES[case]
+    moving, fixed = split(inputs, torch.float64)
+    none = {n: x.new_empty(*x.shape, 0) for n, x in moving.items() if batched in (n, 'all')}
+    op = functools.partial(getattr(ops, name), **fixed, **{n: x for n, x in moving.items() if n not in none})
+    assert vmap(lambda x: op(**x), in_dims=-1)(none).shape == (0, *inputs['v'].shape)
+    slopes = vmap(grad(lambda x: op(**x).sum()), in_dims=-1)(none)
+    assert {n: x.shape for n, x in slopes.items()} == {n: (0, *moving[n].shape) for n in none}
+
+
 @pytest.mark.parametrize('name', ['q', 'mask'])
 def test_vmap_takes_calls_without_a_query_and_masks_of_their_own(name: str):
     q, k, v = make_qkv()
@@ -353,6 +365,30 @@ def test_the_aten_forms_have_second_derivatives(case: str):
         )
 
     assert_close(second(aten), second(reference), 1e-9)
+
+
+CAUSAL = torch.triu(torch.full((12, 12), float('-inf'), dtype=torch.float64), diagonal=1)
+
+
+@pytest.mark.parametrize('case', ['aft_full_causal', 'aft_simple_causal'])
+def test_aft_full_in_aten_has_the_second_derivatives_of_causal_operators(case: str):
+    inputs = CASES[case][1]
+    q, k, v = (inputs[n] for n in 'qkv')
+    bias = inputs.get('bias', torch.zeros_like(CAUSAL))
+
+    def second(form: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
+        def first(k: Tensor, bias: Tensor) -> Tensor:
+            slopes = grad(lambda k, bias: form(k, bias).square().sum(), argnums=(0, 1))(k, bias)
+            return sum(x.square().sum() for x in slopes)
+
+        return grad(first, argnums=(0, 1))(k, bias)
+
+    others = () if case == 'aft_simple_causal' else (bias,)
+    assert_close(aten.aft_full(q, k, v, bias + CAUSAL), getattr(ops, case)(q, k, v, *others), 1e-9)
+    found = second(lambda k, bias: aten.aft_full(q, k, v, bias + CAUSAL))
+    expected = second(lambda k, bias: reference.aft_full_causal(q, k, v, bias))
+    for got, wanted in zip(found, expected, strict=True):
+        assert_close(got, wanted, 1e-9)
 
 
 def test_functionalize_leaves_the_result():

@@ -17,7 +17,7 @@ BLOCK_ELEMENTS = 1 << 21
 
 
 class Places(NamedTuple):
-    """Where the bias of some targets stands in its table, (1 or h, M): full (T T), band (T width), kernel (s s).
+    """Places of the bias of some targets in its table, (1 or h, M): full (T T), band (T width), kernel (s s).
 
     Attributes:
         entry: (N, T) int64, the column of w[target, source].
