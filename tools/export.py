@@ -98,6 +98,7 @@ from aft_vision.export import (
     measure_latency,
 )
 from aft_vision.files import find_checkpoint
+from aft_vision.models.transfer_source import load_pretrained
 from tools.machine import check_load, describe_machine
 
 
@@ -145,7 +146,7 @@ def create(args: argparse.Namespace) -> Any:
         ValueError: timm has none of that name, or it does not take the arguments.
     """
     try:
-        return timm.create_model(args.model, pretrained=args.pretrained, **args.model_arg).eval()
+        return (load_pretrained if args.pretrained else timm.create_model)(args.model, **args.model_arg).eval()
     except (RuntimeError, TypeError) as error:
         raise ValueError(f'expected a model that can be built, got {args.model}: {error}') from error
 

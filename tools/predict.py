@@ -43,11 +43,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == '__main__':
     parse_args()
 
-import timm
 import torch
 
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import load_model, resolve_device
+from aft_vision.models.transfer_source import load_pretrained
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import find_photographs, load_photograph, predictions
 
@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """
     args = parse_args(argv)
     device = resolve_device(args.device)
+    missing = [str(path) for path in args.images if not path.exists()]
+    if missing:
+        raise ValueError(f'expected image files or folders, got {", ".join(missing)}, which do not exist')
     photographs = [find_photographs(path, sys.maxsize) if path.is_dir() else [path] for path in args.images]
     model = resize_model(load_model(args.checkpoint) if args.checkpoint else load_published(args.model), args.size)
     model = model.to(device).eval()
@@ -84,10 +87,13 @@ def load_published(name: str) -> Any:
 
     Raises:
         ValueError: there is no such model, or no weights.
+        ConnectionError: the weights cannot be fetched.
     """
     try:
-        return timm.create_model(name, pretrained=True)
-    # An unknown name, or weights that are missing, cannot be fetched or do not fit, each of which raises another class.
+        return load_pretrained(name)
+    except ConnectionError:
+        raise
+    # An unknown name, or weights that are missing or do not fit, each of which raises another class.
     except Exception as error:
         raise ValueError(f'expected a model of timm with weights, got {name}: {error}') from error
 

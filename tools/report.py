@@ -50,6 +50,7 @@ from tqdm import tqdm
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import load_model, read_checkpoint, resolve_device
 from aft_vision.files import find_checkpoint
+from aft_vision.models.transfer_source import load_pretrained
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import Report, find_photographs, read_history, render_page, report_sections
 
@@ -101,7 +102,10 @@ def load_vit(source: str, device: Any) -> nn.Module:
         return load_model(source, device)
     if not timm.is_model(source):
         raise ValueError(f"expected a checkpoint or timm's name of a model, got {source}, which is neither")
-    return timm.create_model(source, pretrained=True).to(device).eval()
+    try:
+        return load_pretrained(source).to(device).eval()
+    except RuntimeError as error:
+        raise ValueError(f'expected a model of timm with weights, got {source}: {error}') from error
 
 
 def recorded_facts(checkpoint: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ from torch import nn
 from aft_vision.commandline import is_user_error
 from aft_vision.data import Loaders, create_eval_loader, create_loaders
 from aft_vision.evaluate import check_classes, initialize_model, load_model
+from aft_vision.models.transfer_source import load_pretrained
 from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.checkpoint import BEST
 from train.distill import load_teacher
@@ -129,7 +130,7 @@ def build_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
         ValueError: it does not take an argument, or it cannot be built with a value, or has no weights.
     """
     try:
-        return timm.create_model(name, **kwargs)
+        return (load_pretrained if kwargs.get('pretrained') else timm.create_model)(name, **kwargs)
     # timm asserts, looks names up and divides; memory is not a matter of the arguments.
     except (TypeError, ValueError, AssertionError, LookupError, ArithmeticError, RuntimeError) as error:
         if is_user_error(error) and not isinstance(error, ValueError):

@@ -18,6 +18,7 @@ from timm.task import (
 from torch import nn
 
 from aft_vision.evaluate import check_classes, load_model
+from aft_vision.models.transfer_source import load_pretrained
 from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.schema import DistillConfig
 
@@ -125,7 +126,7 @@ def _build(teacher: str, arguments: dict[str, Any]) -> nn.Module:
         )
     try:
         # Without num_classes, for which timm would give the teacher a new classifier.
-        return timm.create_model(teacher, **{'pretrained': True, **arguments})
+        return load_pretrained(teacher, **arguments)
     # There are no weights, no connection to fetch them, or arguments that the model does not take.
     except Exception as error:
         raise ValueError(

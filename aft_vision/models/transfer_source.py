@@ -75,28 +75,48 @@ def load_source(source: str | Path) -> Source:
         raise ValueError(f'expected a model of timm, a file or an exported folder, got {name}{hint}')
     if timm.is_model(name) and not timm.models.is_model_pretrained(name):
         raise ValueError(f'expected a model that timm has weights for, got {name}')
-    return _of_model(_download(name))
+    try:
+        return _of_model(load_pretrained(name))
+    except ConnectionError as error:
+        raise ValueError(f'{error}; --source FILE takes weights that are on this machine') from error
+    except RuntimeError as error:
+        raise ValueError(f'expected a model that timm builds with its weights, got {name}: {error}') from error
 
 
-def _download(name: str) -> nn.Module:
+def load_pretrained(name: str, **kwargs: Any) -> nn.Module:
+    """Build a model of timm with its published weights.
+
+    Args:
+        name: Of timm, `hf-hub:USER/NAME` or `local-dir:FOLDER`.
+        kwargs: Of `timm.create_model`, whose other errors are those of this function.
+
+    Raises:
+        ConnectionError: the weights are not in the cache of the hub and cannot be fetched. If the hub does not answer,
+            this is said after 10 s at most, where timm would try for a minute.
+    """
+    arguments = {'pretrained': True, **kwargs}
+    overlay = arguments.get('pretrained_cfg_overlay') or {}
+    is_local = name.startswith('local-dir:') or overlay.get('file') or overlay.get('state_dict')
+    if is_local or not arguments['pretrained']:
+        return timm.create_model(name, **arguments)
     repository = name.split(':', 1)[1] if ':' in name else getattr(timm.get_pretrained_cfg(name), 'hf_hub_id', None)
     try:
         if repository:
-            _check_reachable(repository.split('@')[0])
-        return timm.create_model(name, pretrained=True)
-    except (OSError, RuntimeError) as error:
-        raise ValueError(
-            f'expected the weights of {name} from the network or the cache of the hub, got: {_first_line(error)}; '
-            '--source FILE takes weights that are on this machine'
+            _check_reachable(repository.split('@')[0], arguments.get('cache_dir'))
+        return timm.create_model(name, **arguments)
+    # Those of the hub among them.
+    except OSError as error:
+        raise ConnectionError(
+            f'expected the weights of {name} from the network or the cache of the hub, got: {_first_line(error)}'
         ) from error
 
 
-def _check_reachable(repository: str) -> None:
+def _check_reachable(repository: str, cache: str | Path | None) -> None:
     """Raise a ConnectionError if the hub does not answer and has left nothing in its cache; it retries for a minute."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 
-    if any(isinstance(try_to_load_from_cache(repository, file), str) for file in HUB_FILES):
+    if any(isinstance(try_to_load_from_cache(repository, file, cache), str) for file in HUB_FILES):
         return
     try:
         get_hf_file_metadata(hf_hub_url(repository, 'config.json'), timeout=10)

@@ -60,6 +60,8 @@ def test_json_and_a_folder_at_another_size(run_folder, capsys):
     ('arguments', 'message'),
     [
         (['none.jpg', '--checkpoint', 'RUN'], r'none\.jpg'),
+        # Before a model is loaded.
+        (['PHOTO', 'none.jpg', '--model', 'not_a_model'], r'none\.jpg, which do not exist'),
         (['PHOTO', '--model', 'aft_conv_tiny'], 'weights'),
         (['PHOTO', '--model', 'not_a_model'], 'not_a_model'),
         (['PHOTO', '--checkpoint', 'RUN', '--size', '50'], 'multiples of the patch'),

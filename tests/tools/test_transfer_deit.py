@@ -302,7 +302,7 @@ def test_without_a_network_a_name_is_refused_at_once(tmp_path, monkeypatch, sour
 def test_without_a_network_weights_in_the_cache_are_taken(tmp_path, monkeypatch):
     vit, original = make_vit('deit_tiny_patch16_224'), timm.create_model
     monkeypatch.setattr('huggingface_hub.get_hf_file_metadata', lambda *args, **kwargs: pytest.fail('it was asked'))
-    monkeypatch.setattr('huggingface_hub.try_to_load_from_cache', lambda repository, file: f'cache/{file}')
+    monkeypatch.setattr('huggingface_hub.try_to_load_from_cache', lambda repository, file, cache: f'cache/{file}')
     monkeypatch.setattr(
         transfer_source.timm,
         'create_model',
