@@ -165,7 +165,11 @@ def _open_locked(path: Path) -> IO[str]:
             ) from error
         except OSError as error:
             _logger.warning('%s is not locked against other runs: %s', path.parent, error)
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        try:
+            is_named = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except FileNotFoundError:
+            is_named = False
+        if is_named:
             file.truncate(0)
             file.write(f'process {os.getpid()} of {socket.gethostname()}\n')
             file.flush()
