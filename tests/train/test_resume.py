@@ -104,7 +104,7 @@ def test_the_newest_checkpoint_that_is_whole_is_used(small, whole, tmp_path, mon
     content = (tmp_path / 'last.pth').read_bytes()
     (tmp_path / 'last.pth').write_bytes(content[: len(content) // 2])
     main(arguments)
-    assert 'last.pth, which is truncated' in caplog.text
+    assert 'last.pth, which is damaged' in caplog.text
     assert digest(tmp_path / 'last.pth') == digest(whole / 'last.pth')
 
 
