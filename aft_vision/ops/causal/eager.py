@@ -156,7 +156,8 @@ def shield_backward(form: _Form) -> _Form:
         if may_branch(k) and _is_finite(y) and _largest(v) < math.inf:
             return _scaled_backward(form, grad, y, den, q, k, v, *others)
         tainted = _tainted(k, v, others[-2])
-        grad_, y, q_ = (x if x is None else x.masked_fill(tainted, 0.0) for x in (grad, y, q))
+        grad_, y = grad.masked_fill(tainted, 0.0), y.masked_fill(tainted, 0.0)
+        q_ = None if q is None else q.masked_fill(tainted, 0.0)
         v = v.masked_fill(tainted | (k == float('-inf')), 0.0)
         k = k.masked_fill(tainted, float('-inf'))
         dq, dk, dv, *d_bias = _scaled_backward(form, grad_, y, den, q_, k, v, *others)
