@@ -1,5 +1,6 @@
 """What every command answers before it does anything."""
 
+import dataclasses
 import importlib
 import os
 import signal
@@ -10,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from train.config import all_keys
+from train.fastformer.schema import text_model_schema
+from train.fastformer.tasks import TASKS
 from train.keys import format_page, list_keys
+from train.model_section import decoder_schema, model_schema
 from train.schema import Config
+from train.sequence_schema import CharConfig
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = sorted(
@@ -74,6 +80,32 @@ def test_every_key_has_a_default_and_a_meaning(capsys):
     keys = list_keys(Config)
     assert {'data.batch_size', 'optim.lr', 'run.seed'} <= {key.name for key in keys}
     assert [key.name for key in keys if not key.meaning or f'{key.name}={key.default}' not in printed] == []
+
+
+@pytest.mark.parametrize(
+    ('schema', 'arguments'),
+    [
+        (Config, model_schema()),
+        (CharConfig, decoder_schema()),
+        *((task.schema, text_model_schema()) for task in TASKS.values()),
+    ],
+)
+def test_every_key_that_an_experiment_may_have_is_listed_in_the_words_of_yaml(schema, arguments):
+    listed = {key.name: key for key in list_keys(schema, arguments)}
+    known = set(all_keys(schema, arguments)) - {field.name for field in dataclasses.fields(schema)}
+    assert known - listed.keys() <= ({'model.name'} if 'preset' in arguments.__annotations__ else set())
+    assert [name for name, key in listed.items() if not key.meaning] == []
+    assert not any('None' in key.meaning.split() for key in listed.values())
+
+
+def test_the_keys_of_a_model_are_described_with_their_ranges():
+    rate = next(key for key in list_keys(Config, model_schema()) if key.name == 'model.drop_path_rate')
+    assert rate[2:] == ('in [0, 1)', 'Stochastic depth rate.')
+    size = next(key for key in list_keys(Config, model_schema()) if key.name == 'model.kernel_size')
+    assert size.limits == 'at least 1'
+    assert size.meaning.startswith('s of AFT-conv, in tokens')
+    gate = next(key for key in list_keys(CharConfig, decoder_schema()) if key.name == 'model.query_gate')
+    assert (gate.limits, gate.meaning[:5]) == ('', 'false')
 
 
 def test_the_page_of_keys_is_what_the_trainers_print():

@@ -39,6 +39,7 @@ from train.checkpoint import BEST, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
 from train.keys import format_keys, list_keys
+from train.model_section import model_schema
 from train.run import check_run_dir, find_run_dir, train_run
 from train.schema import Config
 from train.state import AMP_DTYPES, TrainState
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     """
     args = parse_args(__doc__, EXAMPLE, argv)
     if args.keys:
-        print(format_keys(list_keys(Config)))
+        print(format_keys(list_keys(Config, model_schema())))
         return None
     config = load_config(args.config, args.overrides)
     run_dir = find_run_dir(config, args.config)

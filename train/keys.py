@@ -18,8 +18,10 @@ if __name__ == '__main__':
 from aft_vision.commandline import run_command
 
 ENTRY = re.compile(
-    r'^    (?P<names>[a-z0-9_]+(?:, [a-z0-9_]+)*): (?P<text>.*?)(?=^    \S|\Z)', re.MULTILINE | re.DOTALL
+    r'^    (?P<names>[a-z0-9_]+(?:, [a-z0-9_]+)*): (?P<text>.*?)(?=^    \S|^\S|\Z)', re.MULTILINE | re.DOTALL
 )
+
+YAML_WORDS = {'None': 'null', 'True': 'true', 'False': 'false'}
 
 PAGE_HEAD = """# Keys of an experiment
 
@@ -43,23 +45,29 @@ class Key(NamedTuple):
     meaning: str
 
 
-def list_keys(schema: type) -> list[Key]:
+def list_keys(schema: type, arguments: type | None = None) -> list[Key]:
     """List the keys of an experiment, section by section.
 
     Args:
         schema: The dataclass of the experiment; a field that is a dataclass is a section.
+        arguments: The dataclass of the `model` section, whose fields hold what there is to say of them.
     """
     keys = []
     for section in dataclasses.fields(schema):
         default = _default(section)
         if not dataclasses.is_dataclass(default):
             meaning = 'the name of the model, and its keyword arguments' if section.name == 'model' else ''
-            keys.append(Key(section.name, _as_yaml(default), '', _meanings(schema).get(section.name, meaning)))
+            keys.append(Key(section.name, as_yaml(default), '', meanings_of(schema).get(section.name, meaning)))
+            if section.name == 'model' and arguments is not None:
+                # A model of texts has no name.
+                if 'preset' not in {each.name for each in dataclasses.fields(arguments)}:
+                    keys.append(Key('model.name', 'required', '', 'The name of a model, which the defaults depend on.'))
+                keys += [Key(f'model.{each.name}', **each.metadata) for each in dataclasses.fields(arguments)]
             continue
-        meanings = _meanings(type(default))
+        meanings = meanings_of(type(default))
         for field in dataclasses.fields(default):
             limits = ', '.join(str(field.metadata[name]) for name in ('unit', 'range') if field.metadata.get(name))
-            default_text, meaning = _as_yaml(_default(field)), meanings.get(field.name, '')
+            default_text, meaning = as_yaml(_default(field)), meanings.get(field.name, '')
             keys.append(Key(f'{section.name}.{field.name}', default_text, limits, meaning))
     return keys
 
@@ -75,14 +83,18 @@ def format_keys(keys: list[Key], width: int = 120) -> str:
 
 def format_page() -> str:
     """Format the keys of every trainer as a page of Markdown."""
+    from train.fastformer.schema import text_model_schema
     from train.fastformer.tasks import TASKS
+    from train.model_section import decoder_schema, model_schema
     from train.schema import Config
     from train.sequence_schema import CharConfig, PixelConfig
 
-    texts = {f'Texts: task={name}': task.schema for name, task in TASKS.items()}
+    texts = {f'Texts: task={name}': (task.schema, text_model_schema()) for name, task in TASKS.items()}
+    decoder = decoder_schema()
+    images = {'Images': (Config, model_schema()), 'Pixels': (PixelConfig, decoder), 'Characters': (CharConfig, decoder)}
     parts = [PAGE_HEAD]
-    for title, schema in {'Images': Config, 'Pixels': PixelConfig, 'Characters': CharConfig, **texts}.items():
-        parts.append(f'## {title}\n\n{_format_table(list_keys(schema))}')
+    for title, schemas in {**images, **texts}.items():
+        parts.append(f'## {title}\n\n{_format_table(list_keys(*schemas))}')
     return '\n\n'.join(parts) + '\n'
 
 
@@ -98,24 +110,28 @@ def _default(field: 'dataclasses.Field[Any]') -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
+    """Return a value as it is written on a command line."""
     if value is None or isinstance(value, bool):
-        return {None: 'null', True: 'true', False: 'false'}[value]
+        return YAML_WORDS[str(value)]
     if isinstance(value, (tuple, list)):
-        return f'[{", ".join(map(_as_yaml, value))}]'
+        return f'[{", ".join(map(as_yaml, value))}]'
     if isinstance(value, dict):
-        return f'{{{", ".join(f"{name}: {_as_yaml(each)}" for name, each in value.items())}}}'
+        return f'{{{", ".join(f"{name}: {as_yaml(each)}" for name, each in value.items())}}}'
     return repr(value) if value == '' else str(value)
 
 
-def _meanings(schema: type) -> dict[str, str]:
-    """Collect what the docstrings of a dataclass and its bases say of their attributes."""
+def meanings_of(*classes: type) -> dict[str, str]:
+    """Collect what the docstrings of classes and their bases say of their attributes or arguments, in YAML's words."""
     found: dict[str, str] = {}
-    for base in reversed(schema.__mro__):
-        _, _, attributes = inspect.cleandoc(base.__doc__ or '').partition('Attributes:\n')
-        for entry in ENTRY.finditer(attributes):
+    bases = [base for cls in classes for base in reversed(cls.__mro__)]
+    documented = [each for base in bases for each in (base, vars(base).get('__init__'))]
+    for each in documented:
+        *_, entries = re.split(r'^(?:Attributes|Args):\n', inspect.cleandoc(each.__doc__ or ''), flags=re.MULTILINE)
+        for entry in ENTRY.finditer(entries):
             for name in entry['names'].split(', '):
-                found[name] = ' '.join(entry['text'].split())
+                text = ' '.join(entry['text'].split())
+                found[name] = re.sub(r'\b(?:None|True|False)\b', lambda word: YAML_WORDS[word[0]], text)
     return found
 
 

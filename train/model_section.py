@@ -16,6 +16,7 @@ from aft_vision.commandline import say
 from aft_vision.data.ranges import Range, check_range
 from aft_vision.models.autoregressive import AFTDecoder
 from aft_vision.models.decoders import DECODERS, create_decoder
+from train.keys import meanings_of
 from train.layers import COMMAND_LINE, Layer, merge_checked
 from train.suggest import unknown
 
@@ -34,6 +35,12 @@ RESERVED_DECODER_KEYS = {
 VIT_MODULES = ('timm.models.vision_transformer', 'timm.models.deit')
 # Arguments of timm.create_model that say where the first weights come from; a checkpoint does not need them.
 WEIGHT_KEYS = {'pretrained': bool, 'pretrained_cfg_overlay': Any}
+WEIGHT_MEANINGS = {
+    'pretrained': "Whether training starts from timm's weights of that name.",
+    'pretrained_cfg_overlay': 'Changes to what timm says of those weights, such as `{file: FILE}`.',
+}
+# What `--keys` says of an argument whose default is of each model, and of one that timm does not describe.
+OF_NAME, OF_TIMM = '(of model.name)', "As of timm's VisionTransformer."
 # Of a pixel or character model: the others every mixer has.
 ARGUMENTS_OF_A_MIXER = ('window', 'bias_dim', 'factorize_bias', 'num_heads')
 # What an argument of any model may be, by its name; the first that matches.
@@ -103,10 +110,15 @@ def check_arguments(kwargs: Mapping[str, Any], schema: type, keys: Sequence[str]
 def check_numbers(kwargs: Mapping[str, Any]) -> None:
     """Raise a ValueError for a number of a model that no model can have, by the name of its argument."""
     for key, value in kwargs.items():
-        allowed = next((allowed for names, allowed in ARGUMENT_RANGES if re.search(names, key)), Range('(-inf, inf)'))
+        allowed = allowed_range(key) or Range('(-inf, inf)')
         numbers = value if isinstance(value, (list, tuple)) else [value]
         numbers = [number for number in numbers if isinstance(number, (int, float)) and not isinstance(number, bool)]
         check_range(f'model.{key}', numbers[0] if numbers and numbers == [value] else numbers, allowed)
+
+
+def allowed_range(argument: str) -> Range | None:
+    """Return which numbers an argument of any model may be, by its name; None for all."""
+    return next((allowed for names, allowed in ARGUMENT_RANGES if re.search(names, argument)), None)
 
 
 def build_on_meta(name: str, kwargs: Mapping[str, Any]) -> None:
@@ -197,15 +209,28 @@ def decoder_schema() -> type:
 
 def _schema(classes: Sequence[type], more: Mapping[str, Any], reserved: Mapping[str, str]) -> type:
     """The keyword arguments of classes, and more, as a dataclass; a type OmegaConf does not know becomes Any."""
-    arguments = dict(more)
+    arguments, meanings = dict(more), {**WEIGHT_MEANINGS, **meanings_of(*classes)}
     for cls in classes:
         hints = typing.get_type_hints(typing.cast(Any, cls).__init__)
         for parameter in inspect.signature(cls).parameters.values():
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name not in reserved:
                 arguments[parameter.name] = hints.get(parameter.name, Any)
     return dataclasses.make_dataclass(
-        'Model', [(name, supported(hint), field(default=None)) for name, hint in arguments.items()]
+        'Model',
+        [
+            *(
+                (name, supported(hint), described(name, hint, OF_NAME, meanings.get(name, OF_TIMM)))
+                for name, hint in arguments.items()
+            ),
+        ],
     )
+
+
+def described(name: str, hint: Any, default: str, meaning: str) -> Any:
+    """Make the field of an argument of a model, None by default, with what `list_keys` says of it."""
+    numeric = supported(hint) not in (bool | None, str | None)
+    limits = str(allowed_range(name) or '') if numeric else ''
+    return field(default=None, metadata={'default': default, 'limits': limits, 'meaning': meaning})
 
 
 def supported(hint: Any) -> Any:

@@ -24,6 +24,7 @@ from train.checkpoint import BEST, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
 from train.keys import format_keys, list_keys
+from train.model_section import decoder_schema
 from train.objective import Batch, Objective
 from train.run import check_run_dir, find_run_dir, train_run
 from train.sequence_schema import SequenceExperiment
@@ -210,7 +211,7 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
         SystemExit: the run was asked to stop by a signal, and its state is saved.
     """
     if args.keys:
-        print(format_keys(list_keys(schema)))
+        print(format_keys(list_keys(schema, decoder_schema())))
         return None
     config = load_config(args.config, args.overrides, schema)
     run_dir = find_run_dir(config, args.config, Path('runs') / data_type.name)

@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from aft_vision.commandline import say
+from train.keys import as_yaml
 from train.layers import Layer, level_of, value_at
 from train.schema import LR_BATCH_SIZE
 
@@ -29,7 +30,7 @@ def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any
         level = level_of(layers, f'{section}.{key}')
         if any(level_of(layers, each) > level for each in because):
             settled[section][key] = value
-            say(f'note: {section}.{key} = {value!r} in place of {config[section][key]}, {why}')
+            say(f'note: {section}.{key} = {as_yaml(value)} in place of {as_yaml(config[section][key])}, {why}')
 
     schedule, data = config.schedule, config.data
     if 'warmup_epochs' in schedule and schedule.warmup_epochs >= schedule.epochs > 0:

@@ -40,7 +40,7 @@ from aft_vision.commandline import run_command
 from train.checkpoint import lock_run
 from train.config import save_config
 from train.fastformer.run import CONFIG, RESULT, TextRun
-from train.fastformer.schema import TextConfig
+from train.fastformer.schema import TextConfig, text_model_schema
 from train.fastformer.tasks import TASKS, load_text_config
 from train.fastformer.trainer import describe, describe_value
 from train.keys import format_keys, list_keys
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     args = parse_args(__doc__, EXAMPLE, argv)
     if args.keys:
         for name, task in TASKS.items():
-            print(f'task={name}\n\n{format_keys(list_keys(task.schema))}\n')
+            print(f'task={name}\n\n{format_keys(list_keys(task.schema, text_model_schema()))}\n')
         return None
     config = load_text_config(args.config, args.overrides)
     folder = find_run_dir(config, args.config, Path('runs') / 'fastformer')

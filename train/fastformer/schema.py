@@ -8,7 +8,8 @@ from transformers.activations import ACT2FN
 
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.fastformer import ENCODERS, PRESETS, FastformerConfig
-from train.model_section import check_arguments, supported
+from train.keys import as_yaml, meanings_of
+from train.model_section import check_arguments, described, supported
 from train.schema import Experiment, require
 from train.suggest import unknown
 
@@ -234,8 +235,18 @@ def text_model_schema(kind: type[FastformerConfig] = FastformerConfig) -> type:
     """Return the keys of the `model` section as a dataclass: ours, without those of every model of transformers."""
     ours = [each for each in reversed(kind.__mro__) if issubclass(each, FastformerConfig)]
     fields = {name: supported(hint) for each in ours for name, hint in each.__annotations__.items()}
+    reserved = {key: f'Not for an experiment: {reason}.' for key, reason in RESERVED_KEYS.items()}
+    meanings = {**meanings_of(kind), **reserved}
+    preset = described('preset', str, 'null', 'A column of the Table 9 presets, which the other keys change.')
     return make_dataclass(
-        'Model', [(name, hint, field(default=None)) for name, hint in {'preset': str | None, **fields}.items()]
+        'Model',
+        [
+            ('preset', str | None, preset),
+            *(
+                (name, hint, described(name, hint, as_yaml(getattr(kind, name, None)), meanings.get(name, '')))
+                for name, hint in fields.items()
+            ),
+        ],
     )
 
 
