@@ -9,6 +9,12 @@ from aft_vision.ops.common.launch import tuned
 
 
 @triton.jit
+def scale_used(grad, by):
+    """Return the product, 0 where the gradient is: the other factor is NaN after a source that is not finite."""
+    return tl.where(grad == 0.0, 0.0, grad * by)
+
+
+@triton.jit
 def rows_kernel(
     G,
     Y,
@@ -32,20 +38,22 @@ def rows_kernel(
 ):
     """The gradient of q, that of sums and denominators as R (2, B, T, D), and what it gives to the older sums.
 
-    Nothing passes through elements that underflowed; LOST says which tiles have any.
+    Nothing passes through elements that underflowed; LOST says which tiles have any. Where G is 0 all of them are 0,
+    although y and the denominator are NaN after a source that is not finite.
     """
     j, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BD + tl.arange(0, BD)
     t = j * BC + tl.arange(0, BC)
     g = load_tile(G, b, t, c, g_strides[0], g_strides[1], T, D)
-    gy = g * load_tile(Y, b, t, c, y_strides[0], y_strides[1], T, D)
+    unused = g == 0.0
+    gy = tl.where(unused, 0.0, g * load_tile(Y, b, t, c, y_strides[0], y_strides[1], T, D))
     if Q is not None:
         gate = tl.sigmoid(load_tile(Q, b, t, c, q_strides[0], q_strides[1], T, D))
-        store_tile(DQ, gy * (1.0 - gate), b, t, c, T, D)
-        g = g * gate
+        store_tile(DQ, tl.where(unused, 0.0, gy * (1.0 - gate)), b, t, c, T, D)
+        g = tl.where(unused, 0.0, g * gate)
     den = load_tile(DEN, b, t, c, T * D, D, T, D)
     lost = den < LIMIT
-    top = tl.where(lost, 0.0, 1.0 / tl.where(lost, 1.0, den))
+    top = tl.where(lost | unused, 0.0, 1.0 / tl.where(lost, 1.0, den))
     r_num, r_den = g * top, -gy * top
     store_tile(R, r_num, b, t, c, T, D)
     store_tile(R, r_den, B + b, t, c, T, D)
@@ -71,8 +79,8 @@ def reverse_kernel(PAST, DPAST, D, blocks, BD: tl.constexpr):
         reference = load_past(PAST, b, j, 0, c, blocks, D)
         scale = tl.exp(reference - following)
         block = DPAST + (b * blocks + j) * 2 * D + c
-        d_num = d_num * scale + tl.load(block, mask=c < D, other=0.0)
-        d_den = d_den * scale + tl.load(block + D, mask=c < D, other=0.0)
+        d_num = scale_used(d_num, scale) + tl.load(block, mask=c < D, other=0.0)
+        d_den = scale_used(d_den, scale) + tl.load(block + D, mask=c < D, other=0.0)
         tl.store(block, d_num, mask=c < D)
         tl.store(block + D, d_den, mask=c < D)
         following = reference
@@ -117,8 +125,8 @@ def sources_kernel(
     ek = tl.where(inside, tl.exp(k - reference), 0.0)
     z_num = tl.load(DPAST + place, mask=inside, other=0.0)
     z_den = tl.load(DPAST + place + D, mask=inside, other=0.0)
-    dv = z_num * ek
-    dk = (z_num * v + z_den) * ek
+    dv = scale_used(z_num, ek)
+    dk = scale_used(scale_used(z_num, v) + z_den, ek)
     for j in range(i, tl.minimum(blocks, (i * BC + BC + window - 2) // BC + 1)):
         t = j * BC + tl.arange(0, BC)
         weight = load_weights(E, OLDER, t[None, :], s[:, None], find_low(j, window, BC), T, window).to(PRODUCT)
@@ -127,8 +135,8 @@ def sources_kernel(
         z_num = tl.dot(weight, r_num, input_precision=PRECISION)
         z_den = tl.dot(weight, r_den, input_precision=PRECISION)
         ek = tl.exp(k - load_past(PAST, b, j, 0, c, blocks, D)[None, :])
-        dv += z_num * ek
-        dk += (z_num * v + z_den) * ek
+        dv += scale_used(z_num, ek)
+        dk += scale_used(scale_used(z_num, v) + z_den, ek)
     store_tile(DK, dk, b, t=s, c=c, T=T, D=D)
     store_tile(DV, dv, b, t=s, c=c, T=T, D=D)
 

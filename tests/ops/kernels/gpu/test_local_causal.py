@@ -140,6 +140,22 @@ def test_a_source_that_is_not_finite_reaches_no_earlier_target(bad: float | None
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize('bad', [float('nan'), float('inf'), None], ids=['NaN key', 'infinite key', 'infinite value'])
+def test_targets_without_a_gradient_pass_nothing_on_after_a_source_that_is_not_finite(bad: float | None, device: str):
+    inputs = {name: x.float().to(device) for name, x in make_inputs(70, 4, B=1).items()}
+    inputs['v' if bad is None else 'k'][0, 20, 1] = float('inf') if bad is None else bad
+    grad = randn(1, 70, 3, seed=9).float().to(device)
+    grad[:, 20:, 1] = 0.0
+    found = {}
+    for backend in ('triton', 'eager'):
+        leaves = [inputs[name].clone().requires_grad_() for name in 'qkv']
+        y = ops.aft_local_causal(*leaves, inputs['band'], backend=backend)
+        found[backend] = torch.autograd.grad(y, leaves, grad)
+    for x, expected in zip(found['triton'], found['eager'], strict=True):
+        assert expected.isfinite().all()
+        assert_close(x, expected, 1e-4)
+
+
 def test_a_repair_leaves_no_trace_in_other_elements(device: str):
     inputs = {name: x.float().to(device) for name, x in make_inputs(9, 3, B=1).items()}
     before = local_causal(**inputs)
