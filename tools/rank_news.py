@@ -40,6 +40,7 @@ from aft_vision.evaluate import resolve_device
 from aft_vision.fastformer.data.mind import News, read_mind_news
 from aft_vision.fastformer.data.movielens import read_films
 from aft_vision.fastformer.ranking import NewsRanker
+from aft_vision.models.weight_files import check_checksums
 
 
 def main(argv: Sequence[str] | None = None) -> list[tuple[float, str]]:
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[float, str]]:
     args = parse_args(argv)
     if args.top < 1:
         raise ValueError(f'expected --top to be at least 1, got {args.top}')
+    check_checksums(args.model)
     ranker = NewsRanker.load(args.model, resolve_device(args.device))
     has_news = args.news.is_file() or (args.news / 'news.tsv').is_file()
     news = read_mind_news(args.news, args.text_columns) if has_news else read_films(args.news)

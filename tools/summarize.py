@@ -42,6 +42,7 @@ if __name__ == '__main__':
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import resolve_device
 from aft_vision.fastformer.summarize import load_summarizer, summarize
+from aft_vision.models.weight_files import check_checksums
 
 
 def main(argv: Sequence[str] | None = None) -> list[str]:
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
     """
     args = parse_args(argv)
     texts = [read_text(name) for name in args.files]
+    check_checksums(args.model)
     model, tokenizer = load_summarizer(args.model, resolve_device(args.device))
     names = ('num_beams', 'min_new_tokens', 'length_penalty', 'no_repeat_ngram_size')
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}

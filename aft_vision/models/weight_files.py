@@ -55,6 +55,12 @@ def check_checksum(path: str | Path) -> None:
             raise ValueError(f'expected a whole file of weights, got {path}, whose checksum is wrong')
 
 
+def check_checksums(folder: str | Path) -> None:
+    """Check every safetensors file of a folder, as `check_checksum` does."""
+    for path in sorted(Path(folder).glob('*.safetensors')):
+        check_checksum(path)
+
+
 def _read_header(file: IO[bytes]) -> dict[str, Any]:
     file.seek(0)
     length = int.from_bytes(file.read(8), 'little')

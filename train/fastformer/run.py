@@ -24,6 +24,7 @@ from transformers.trainer_utils import IntervalStrategy
 from aft_vision.evaluate import reset_peak_memory
 from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.tokenize import train_tokenizer
+from aft_vision.models.weight_files import add_checksum, check_checksums
 from train.fastformer.schema import TextConfig, stated_model
 from train.fastformer.trainer import EpochMeter, StopAfterSignal, last_checkpoint, training_arguments
 from train.signals import catch_signals
@@ -133,6 +134,9 @@ class TextRun(ABC):
             trainer.add_callback(StopAfterSignal(received, self.folder / CONFIG))
             trainer.train(resume_from_checkpoint=last_checkpoint(folder) if run.resume else None)
         trainer.save_model(str(folder / 'best'))
+        if trainer.is_world_process_zero():
+            for weights in (folder / 'best').glob('*.safetensors'):
+                add_checksum(weights)
         tested = self.test(trainer, tokenizer, 'test', folder)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         result = self.summarize_run(trainer, tested, seed) | {'parameters': parameters}
@@ -228,7 +232,8 @@ class TextRun(ABC):
         return {}
 
     def load_model(self, source: str | Path) -> PreTrainedModel:
-        """A saved model that is one for this experiment."""
+        """Load a saved model that is one for this experiment, after a check of its bytes."""
+        check_checksums(source)
         model = self.auto_model.from_pretrained(source, attn_implementation=self.config.run.attention)
         self.check_loaded(model, source)
         return model
