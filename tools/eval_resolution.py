@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--pad', action='store_true', help='pad images at the right and at the bottom to whole patches')
     add('--per-class', action='store_true', help='print the accuracy of every class too')
     add_device(parser)
-    add('--out', type=Path, help='folder of the results (default: beside the first checkpoint)')
+    add('--out', type=Path, help='folder of the results (default: next to the first checkpoint)')
     args = parser.parse_args(argv)
     args.sizes = sorted({size for sizes in args.sizes for size in sizes}, key=lambda size: (size[0] * size[1], size))
     args.multi_scale = [size for sizes in args.multi_scale for size in sizes]
@@ -181,7 +181,7 @@ class ClassEvaluator(ClassificationEvaluator):
         self.by_class.index_add_(0, target, counts.to(self.by_class))
 
     def describe(self, class_names: Sequence[str]) -> dict[str, dict[str, float | None]]:
-        """Samples, top-1 and top-5 accuracy in percent by name; None for a class without samples."""
+        """Return samples, top-1 and top-5 accuracy in percent by name; None for a class without samples."""
         return {
             name: {
                 'samples': samples,

@@ -15,13 +15,13 @@ from aft_vision.ops import operator
 
 # float32 alone, or autocast on it.
 PRECISIONS = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-# Share of the cores at hand that other processes may use; above it times say nothing.
+# Share of the available cores that other processes may use; above it times say nothing.
 MOST_LOAD = 0.1
 SAMPLE_SECONDS = 1.0
 
 
 class _Sample(NamedTuple):
-    """Seconds on the clock, of the cores at hand at work, and of this process and its children."""
+    """Seconds on the clock, of the available cores at work, and of this process and its children."""
 
     clock: float
     busy: float
@@ -29,7 +29,7 @@ class _Sample(NamedTuple):
 
 
 class LoadMeter:
-    """Meters how much of the cores at hand other processes use, from when it is made."""
+    """Meters how much of the available cores other processes use, from when it is made."""
 
     def __init__(self) -> None:
         self._start = _sample()
@@ -57,7 +57,7 @@ def refuse_load(load: float | None) -> None:
     """Raise an OSError where other processes use more than MOST_LOAD; None is unknown, and passes."""
     if load is not None and load > MOST_LOAD:
         raise OSError(
-            f'expected other processes to use at most {MOST_LOAD:.0%} of the cores at hand, got {load:.0%}; wait, or '
+            f'expected other processes to use at most {MOST_LOAD:.0%} of the available cores, got {load:.0%}; wait, or '
             'give --allow-load'
         )
 

@@ -390,7 +390,7 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
 
 
 def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str] | None) -> set[PurePosixPath]:
-    """Of the folders that hold class folders, those of the first wanted split; or the outermost."""
+    """Return the folders with class folders that belong to the first wanted split; without one, the outermost."""
     if wanted is None:
         depth = min(len(parent.parts) for parent in parents)
         return {parent for parent in parents if len(parent.parts) == depth}
@@ -405,7 +405,7 @@ def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str
 
 
 class _FolderReader(ReaderImageFolder):
-    """timm's, of images that were found already, as (path, class), and of all suffixes that are read here."""
+    """A reader of timm for images that were found already, as (path, class), with all suffixes that are read here."""
 
     def __init__(self, root: Path, names: Sequence[str], labelled: Iterable[tuple[str, str]]) -> None:
         self.root, self.class_to_idx = str(root), {name: index for index, name in enumerate(names)}
@@ -414,7 +414,7 @@ class _FolderReader(ReaderImageFolder):
 
 
 class _TarReader(ReaderImageInTar):
-    """timm's, of images of all suffixes that are read here, and without an index beside the file."""
+    """A reader of timm for images of all suffixes that are read here, without an index next to the file."""
 
     def __init__(self, path: Path) -> None:
         self.root, self.root_is_tar, self.cache_tarfiles = str(path), True, True

@@ -136,7 +136,7 @@ class FastformerConfig(PreTrainedConfig):
 
     @property
     def output_attentions(self) -> bool:
-        """Whether models return attention weights; those of the Transformer then keep them in memory (`eager`)."""
+        """Return whether models give attention weights; the Transformer then keeps them in memory (`eager`)."""
         return bool(self._output_attentions)
 
     @output_attentions.setter

@@ -41,7 +41,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
 
     _tied_weights_keys = {'lm_head.weight': 'encoder.embeddings.embed_tokens.weight'}  # noqa: RUF012
     _no_split_modules = ['FastformerLayer', 'BaselineLayer', 'FastformerDecoderLayer']  # noqa: RUF012
-    # What a classifier and a `FastformerModel` have behind their encoder.
+    # What a classifier and a `FastformerModel` have after their encoder.
     _keys_to_ignore_on_load_unexpected = [r'^(model\.)?pooling\.', r'^classifier\.']  # noqa: RUF012
     # What is kept of the tokens cannot forget the last ones: `generate` refuses an assistant.
     _is_stateful = True
@@ -69,7 +69,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
         key_mapping: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Load a saved model, or the encoder of a saved classifier or `FastformerModel`, with first weights behind it.
+        """Load a saved model, or the encoder of a saved classifier or `FastformerModel`, with first weights after it.
 
         Args:
             pretrained_model_name_or_path: A folder, or a name on the Hugging Face hub.

@@ -45,7 +45,7 @@ def test_the_whole_recipe_can_be_timed(folders, capsys):
 def test_a_loaded_machine_is_not_measured_unless_that_is_wanted(monkeypatch):
     monkeypatch.setattr('tools.machine.LoadMeter.load', lambda meter: 0.54)
     for section in (['--loader', 'folder'], ['--table', '7'], ['--table', '2'], ['--onehot'], ['--scaling']):
-        with pytest.raises(RuntimeError, match=r'at most 10% of the cores at hand, got 54%; .* --allow-load'):
+        with pytest.raises(RuntimeError, match=r'at most 10% of the available cores, got 54%; .* --allow-load'):
             main(section)
 
 

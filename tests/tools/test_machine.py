@@ -43,7 +43,7 @@ def test_a_machine_that_others_use_is_refused(system):
     system.others = 0.2
     check_load()
     system.others = 1.0
-    with pytest.raises(OSError, match=r'at most 10% of the cores at hand, got 50%; wait, or give --allow-load'):
+    with pytest.raises(OSError, match=r'at most 10% of the available cores, got 50%; wait, or give --allow-load'):
         check_load()
 
 
