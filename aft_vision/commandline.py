@@ -1,4 +1,4 @@
-"""The errors of a command as one line."""
+"""Errors of a command as one line."""
 
 import os
 import re
@@ -31,14 +31,19 @@ def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str]
         argv: The command line; that of the process by default. With --debug the traceback is printed too.
 
     Raises:
-        SystemExit: the command failed; the code is 2.
+        SystemExit: the command failed, and the code is 2; or it was ended, and the code is 128 and the signal's number.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
         main(argv)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
+    except BrokenPipeError:
+        # Whoever read the output has ended, such as `head`; Python would complain again when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
         if not is_user_error(error):
             raise
@@ -53,7 +58,7 @@ def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str]
 
 
 def say(line: str) -> None:
-    """Print a line beside the results of a command, in the first process only."""
+    """Print a line next to the results of a command, to stderr, in the first process only."""
     if process_number() == 0:
         print(line, file=sys.stderr, flush=True)
 

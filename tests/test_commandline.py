@@ -4,12 +4,14 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from aft_vision import commandline
 from aft_vision.commandline import run_command
 from tools.arguments import CommandParser
+from train.arguments import CommandParser as TrainParser
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = [
@@ -82,8 +84,18 @@ def test_other_processes_wait_for_the_first_to_speak(monkeypatch, capsys):
     assert capsys.readouterr().err == 'error: process 1: a\n'
 
 
-def test_a_wrong_option_is_one_line(capsys):
-    parser = CommandParser('What it does.')
+@pytest.mark.parametrize('kind', [CommandParser, TrainParser])
+def test_the_help_is_as_written_and_has_the_debug_option(monkeypatch, kind):
+    monkeypatch.setattr(sys.modules['__main__'], '__spec__', SimpleNamespace(name='tools.some.__main__'))
+    lines = kind('What it does.\n\nsome  text').format_help().splitlines()
+    assert lines[0] == 'usage: python -m tools.some [-h] [--debug]'
+    assert lines[2:5] == ['What it does.', '', 'some  text']
+    assert kind(None).parse_args(['--debug']).debug
+
+
+@pytest.mark.parametrize('kind', [CommandParser, TrainParser])
+def test_a_wrong_option_is_one_line(kind, capsys):
+    parser = kind('What it does.')
     parser.add_argument('--rounds', type=int)
     with pytest.raises(SystemExit) as stop:
         parser.parse_args(['--rounds', 'many'])
@@ -114,6 +126,21 @@ def test_a_command_ends_with_one_line_and_code_2(command):
     assert (done.returncode, done.stdout) == (2, '')
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith('error: expected ')
+
+
+@pytest.mark.parametrize('lines', [1, 100_000])
+def test_output_that_nobody_reads_ends_a_command_without_a_word(lines):
+    script = (
+        'import sys\nfrom aft_vision.commandline import run_command\n'
+        f'def main(argv):\n    sys.stdin.read()\n    for _ in range({lines}):\n        print("a line")\n'
+        'run_command(main)\n'
+    )
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, '-c', script], cwd=ROOT, **pipes) as process:
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b''
+    assert process.returncode == 141
 
 
 def test_the_processes_of_torchrun_say_it_once(tmp_path):
