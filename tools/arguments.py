@@ -56,14 +56,15 @@ def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -
     default = '' if required else ' (default: no images)'
     add('--data', required=required, help=f'a folder or tar file, or the root of the data set of --name{default}')
     add('--name', default='', help='a data set that timm reads, such as torch/cifar10 (default: none)')
-    add('--split', help='the split (default: val, validation or test, whichever is there)')
-    add('--val-share', type=float, help='the share of the training images that data.val_share held apart in training')
+    split = parser.add_mutually_exclusive_group().add_argument
+    split('--split', help='the split (default: val, validation or test, whichever is there)')
+    split('--val-share', type=float, help='the share of the training images that data.val_share held apart in training')
     add('--val-seed', type=int, default=0, help='data.val_seed of that training (default: 0)')
     add('--num-classes', type=int, help='of a data set that does not say so itself')
     add('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded')
     add('--batch-size', type=int, default=64, help='images per batch (default: 64)')
     add('--crop-pct', type=float, help='crop relative to the resized image (default: what the model was trained with)')
-    add('--workers', type=int, default=2, help='decoding processes (default: 2)')
+    add('--workers', type=parse_count, default=2, help='decoding processes (default: 2)')
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +77,13 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add('--seed', type=int, default=0, help='of the random numbers (default: 0)')
     add('--state', type=Path, metavar='FILE', help='where an interrupted run is kept, and goes on from (default: none)')
     add_device(parser)
+
+
+def parse_count(text: str) -> int:
+    """Read a number that is not negative."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'expected a number from 0 on, got {text!r}')
+    return int(text)
 
 
 def parse_sizes(text: str) -> list[tuple[int, int]]:

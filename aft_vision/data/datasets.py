@@ -30,7 +30,7 @@ FILE_SUFFIXES = ('.tar', '.beton')
 NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/', 'tfds/')
 # Names that a message lists.
 MOST_LISTED = 10
-NO_SPLIT = 'a val_share of 0.1 would hold a tenth of the training images apart'
+NO_SPLIT = '; data.val_share=0.1 (--val-share 0.1 of a tool) holds a tenth of the training images apart'
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
 
 _logger = logging.getLogger(__name__)
@@ -310,7 +310,8 @@ def find_split(root: str | Path, wanted: Sequence[str] = EVAL_SPLITS) -> Path:
         if path is not None:
             return path
     raise ValueError(
-        f'expected a folder, .tar or .beton file {" or ".join(wanted)} in {root}, got only {_few(found)}; {NO_SPLIT}'
+        f'expected a folder, .tar or .beton file {" or ".join(wanted)} in {root}, got only {_few(found)}'
+        f'{_advice(wanted)}'
     )
 
 
@@ -389,6 +390,11 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     return Split(dataset, names, ignored=describe_ignored(ignored))
 
 
+def _advice(wanted: Sequence[str]) -> str:
+    """What may replace a split that is not there, unless one of another name was asked for."""
+    return NO_SPLIT if tuple(wanted) == EVAL_SPLITS else ''
+
+
 def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str] | None) -> set[PurePosixPath]:
     """Return the folders with class folders that belong to the first wanted split; without one, the outermost."""
     if wanted is None:
@@ -400,7 +406,7 @@ def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str
             return found
     names = _few(sorted(filter(None, (parent.name for parent in parents)))) or 'none'
     raise ValueError(
-        f'expected a folder {" or ".join(wanted)} of class folders in {path}, got only {names}; {NO_SPLIT}'
+        f'expected a folder {" or ".join(wanted)} of class folders in {path}, got only {names}{_advice(wanted)}'
     )
 
 

@@ -63,3 +63,9 @@ def test_an_unknown_format_lists_those_there_are(tmp_path):
 def test_the_formats_are_those_of_timmx():
     timmx = pytest.importorskip('timmx')
     assert {*TIMMX_FORMATS, 'onnx', 'torch-export'} == set(timmx.backends())
+
+
+def test_the_command_line_offers_every_format():
+    from tools.export import TIMMX_FORMATS as offered
+
+    assert offered == TIMMX_FORMATS

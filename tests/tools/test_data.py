@@ -5,7 +5,8 @@ import timm
 import torch
 from helpers import make_folder
 
-from tools.data import add_data_arguments, create_data_loader
+from tools.arguments import add_data_arguments
+from tools.data import create_data_loader
 
 
 def parse(*arguments: str, required: bool = True) -> argparse.Namespace:
@@ -39,3 +40,27 @@ def test_data_may_be_missing_only_where_it_is_not_required(capsys):
     with pytest.raises(SystemExit):
         parse()
     assert '--data' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (['--val-share', '0.1', '--split', 'validation'], 'argument --split: not allowed with argument --val-share'),
+        (['--workers', '-1'], "argument --workers: expected a number from 0 on, got '-1'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_their_names(capsys, options, message):
+    with pytest.raises(SystemExit) as stopped:
+        parse('--data', 'a', *options)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(('options', 'advised'), [([], True), (['--split', 'extra'], False)])
+def test_a_missing_split_is_replaced_by_a_share_where_none_was_asked_for(tmp_path, options, advised):
+    make_folder(tmp_path, {'train': ['a', 'b'], 'more': ['a', 'b']})
+    model = timm.create_model('resnet10t', num_classes=2)
+    args = parse('--data', str(tmp_path), '--workers', '0', *options)
+    with pytest.raises(ValueError, match='got only more, train') as raised:
+        create_data_loader(model, (16, 16), args, torch.device('cpu'))
+    assert ('data.val_share=0.1 (--val-share 0.1 of a tool)' in str(raised.value)) is advised
