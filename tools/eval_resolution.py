@@ -35,7 +35,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
     add = parser.add_argument
-    add('--checkpoint', type=Path, nargs='+', required=True, help='checkpoint files or exported folders')
+    add('--checkpoint', type=Path, nargs='+', required=True, help='checkpoint files, runs or exported folders')
     add_data_arguments(parser)
     add('--sizes', type=parse_sizes, nargs='+', required=True, help='sides in pixels, HEIGHTxWIDTH or START:STOP:STEP')
     add('--multi-scale', type=parse_sizes, nargs='+', default=[], help='two or more sizes to average over')
