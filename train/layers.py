@@ -107,7 +107,7 @@ def _with_pairs(layer: Mapping[str, Any], schema: type) -> dict[str, Any]:
 
 
 def _source(message: str, layers: Sequence[Layer]) -> str | None:
-    """The last layer that gives a key of a message, and the key unless it is the first of the message."""
+    """Return the last layer that gives a key of a message, and the key unless it is the first of the message."""
     # What follows is advice.
     said = message.split('; ')[0]
     found = []
@@ -132,7 +132,7 @@ def _keys(layer: Mapping[str, Any], prefix: str = '') -> Iterator[str]:
 
 
 def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
-    """The file and everything it builds on, the deepest base first."""
+    """Read the file and everything it builds on, the deepest base first."""
     if not path.is_file():
         missing = 'is a folder' if path.is_dir() else 'does not exist'
         raise ValueError(f'expected a YAML file, got {path}, which {missing}')

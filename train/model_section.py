@@ -187,7 +187,7 @@ def _check_reserved(kwargs: Mapping[str, Any], reserved: Mapping[str, str]) -> N
 
 
 def _family_schema(name: str) -> type | None:
-    """The keyword arguments of a registered model, where they are those of a ViT or of ours."""
+    """Return the keyword arguments of a registered model, where they are those of a ViT or of ours."""
     module = timm.models.model_entrypoint(name).__module__
     return model_schema(module) if module.startswith('aft_vision.') or module in VIT_MODULES else None
 
@@ -208,7 +208,7 @@ def decoder_schema() -> type:
 
 
 def _schema(classes: Sequence[type], more: Mapping[str, Any], reserved: Mapping[str, str]) -> type:
-    """The keyword arguments of classes, and more, as a dataclass; a type OmegaConf does not know becomes Any."""
+    """Return the keyword arguments of classes, and more, as a dataclass; a type OmegaConf does not know becomes Any."""
     arguments, meanings = dict(more), {**WEIGHT_MEANINGS, **meanings_of(*classes)}
     for cls in classes:
         hints = typing.get_type_hints(typing.cast(Any, cls).__init__)
@@ -234,7 +234,7 @@ def described(name: str, hint: Any, default: str, meaning: str) -> Any:
 
 
 def supported(hint: Any) -> Any:
-    """A type that OmegaConf knows, or None; Any for other types."""
+    """Return a type that OmegaConf knows, or None; Any for other types."""
     scalars = {int, float, bool, str, type(None)}
     parts = set(typing.get_args(hint)) if typing.get_origin(hint) is not Literal else set()
     if hint in scalars or (parts and parts <= scalars):

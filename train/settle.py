@@ -1,4 +1,4 @@
-"""What follows from other values of an experiment, and was given before them, as they now want it."""
+"""Values of an experiment that follow from others, which a later layer has changed."""
 
 import math
 from collections.abc import Sequence
@@ -74,5 +74,5 @@ def check_warmup(warmup_updates: int, updates: int) -> None:
 
 
 def _shorter(updates: int) -> int:
-    """A warm-up for a run of so many updates."""
+    """Return a warm-up for a run of so many updates."""
     return max(updates // RUN_BY_WARMUP, 1)
