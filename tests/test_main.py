@@ -5,7 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 from helpers import link_photographs
+from timm.data import create_dataset, create_transform, resolve_data_config
 
 from aft_vision.__main__ import main
 
@@ -28,6 +31,7 @@ parser.add_argument('--img-size', type=int)
 args = parser.parse_args()
 
 if __name__ == '__main__':
+    torch.manual_seed(0)
     model = timm.create_model(args.model, num_classes=2, depth=1).eval()
     config = resolve_data_config(vars(args), model=model)
     dataset = create_dataset('', root=args.data_dir, split='validation')
@@ -64,7 +68,13 @@ def test_a_script_in_the_manner_of_timm_s_sees_our_models(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result['model'], result['count'], result['side']) == ('aft_conv_tiny', 4, 32)
-    assert 0 <= result['top1'] <= 100
+    torch.manual_seed(0)
+    model = timm.create_model('aft_conv_tiny', num_classes=2, depth=1).eval()
+    config = resolve_data_config({'img_size': 32}, model=model)
+    dataset = create_dataset('', root=str(data), split='validation', transform=create_transform(**config))
+    with torch.no_grad():
+        correct = [model(image[None]).argmax().item() == target for image, target in dataset]
+    assert result['top1'] == 100 * sum(correct) / len(correct)
 
 
 @pytest.mark.parametrize(('arguments', 'code', 'message'), [([], 2, ''), (['none.py'], 2, 'none.py'), (['-h'], 0, '')])
