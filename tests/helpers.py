@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import os
 import signal
+import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
@@ -299,6 +300,11 @@ def losses(run_dir: Path) -> list[dict[str, str]]:
             'eval_ema_bits',
         )
         return [{name: row[name] for name in kept if name in row} for row in csv.DictReader(file)]
+
+
+def pretend_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let standard error, which is captured, say that it is a terminal: progress bars go nowhere else."""
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, update: int, number: int = signal.SIGTERM) -> None:

@@ -116,7 +116,7 @@ def test_an_interrupt_ends_in_a_line(monkeypatch, capsys):
     from aft_vision.commandline import run_command
 
     def main(argv: object) -> None:
-        signal.raise_signal(signal.SIGINT)
+        signal.default_int_handler(signal.SIGINT, None)
 
     with pytest.raises(SystemExit) as stopped:
         run_command(main, [])

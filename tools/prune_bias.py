@@ -118,7 +118,7 @@ def may_time(args: argparse.Namespace) -> bool:
         return True
     try:
         check_load()
-    except RuntimeError as error:
+    except OSError as error:
         print(f'the time of the operation is left out: {error}')
         return False
     return True

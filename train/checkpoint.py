@@ -1,5 +1,6 @@
 """Checkpoints that are never half-written."""
 
+import contextlib
 import dataclasses
 import fcntl
 import logging
@@ -137,6 +138,7 @@ def lock_run(folder: Path) -> Iterator[None]:
     Raises:
         FileExistsError: another process trains there.
     """
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     file = _open_locked(folder / LOCK)
     try:
@@ -147,6 +149,10 @@ def lock_run(folder: Path) -> Iterator[None]:
         # Before it is unlocked: whoever waits for this file finds that it has no name any more.
         (folder / LOCK).unlink(missing_ok=True)
         file.close()
+        if is_new:
+            # A run that was refused leaves no folder; one that has begun has files in it.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def _open_locked(path: Path) -> IO[str]:

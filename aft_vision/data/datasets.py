@@ -392,7 +392,7 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
 
 def _advice(wanted: Sequence[str]) -> str:
     """What may replace a split that is not there, unless one of another name was asked for."""
-    return NO_SPLIT if tuple(wanted) == EVAL_SPLITS else ''
+    return NO_SPLIT if tuple(wanted) in (EVAL_SPLITS, ('train',)) else ''
 
 
 def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str] | None) -> set[PurePosixPath]:

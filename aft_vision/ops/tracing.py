@@ -21,8 +21,13 @@ def fix_grid(k: Tensor, grid: tuple[int, int]) -> tuple[Tensor, list[int]]:
     A trace turns sizes into tensors, which no operator takes in a list: it is for one grid, and its keys pass a check
     that raises an error for another.
     """
-    if not torch.jit.is_tracing():
+    if torch.jit.is_scripting() or not torch.jit.is_tracing():
         return k, [grid[0], grid[1]]
+    return _fix_traced_grid(k, grid)
+
+
+@torch.jit.unused
+def _fix_traced_grid(k: Tensor, grid: tuple[int, int]) -> tuple[Tensor, list[int]]:
     sizes = [int(grid[0]), int(grid[1])]
     if any(isinstance(size, Tensor) for size in grid):
         k = _grid_check()(k, *(x if isinstance(x, Tensor) else torch.tensor(x) for x in grid), *sizes)

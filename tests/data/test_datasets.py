@@ -509,7 +509,7 @@ def test_a_corrupt_image_of_a_share_is_skipped_for_another_of_it(tmp_path, caplo
         ({'val_share': 0.1, 'eval_split': 'val'}, r'eval_split to be null with data\.val_share'),
         ({'val_share': 0.1, 'val_seed': -1}, r'data\.val_seed to be in \[0, 4294967296\)'),
         ({'val_share': 0.01}, r'to hold an image apart, got 0\.01 of 4 images in 2 classes'),
-        ({}, r'only a, b; a val_share of 0\.1 would'),
+        ({}, r'got only a, b; data\.val_share=0\.1'),
     ],
 )
 def test_a_share_that_cannot_be_held_apart_is_rejected(tmp_path, options, message):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import generator, randn
+from helpers import generator, pretend_terminal, randn
 from small_decoders import FORMS, create, draw_tokens
 from torch import Tensor
 
@@ -169,7 +169,8 @@ def test_sampling_leaves_a_model_in_its_mode():
     assert torch.equal(model.eval().sample(2, seed=1), first)
 
 
-def test_a_progress_bar_shows_tokens_per_second(capsys):
+def test_a_progress_bar_shows_tokens_per_second(capsys, monkeypatch):
+    pretend_terminal(monkeypatch)
     create().sample(2, seed=1, progress=True)
     shown = capsys.readouterr().err
     assert '48/48' in shown

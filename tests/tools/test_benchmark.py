@@ -45,7 +45,7 @@ def test_the_whole_recipe_can_be_timed(folders, capsys):
 def test_a_loaded_machine_is_not_measured_unless_that_is_wanted(monkeypatch):
     monkeypatch.setattr('tools.machine.LoadMeter.load', lambda meter: 0.54)
     for section in (['--loader', 'folder'], ['--table', '7'], ['--table', '2'], ['--onehot'], ['--scaling']):
-        with pytest.raises(RuntimeError, match=r'at most 10% of the available cores, got 54%; .* --allow-load'):
+        with pytest.raises(OSError, match=r'at most 10% of the available cores, got 54%; .* --allow-load'):
             main(section)
 
 
@@ -55,7 +55,7 @@ def test_a_load_that_comes_meanwhile_is_no_report(monkeypatch, capsys, tmp_path)
     # As the machine is watched before, and as the measurement ends.
     found = [0.0, 0.0, 0.3]
     monkeypatch.setattr('tools.machine.LoadMeter.load', lambda meter: found.pop(0))
-    with pytest.raises(RuntimeError, match='got 30%'):
+    with pytest.raises(OSError, match='got 30%'):
         main(['--onehot', '--rounds', '1', '--json', str(tmp_path / 'onehot.json')])
     assert 'one-hot' not in capsys.readouterr().out
     assert not (tmp_path / 'onehot.json').exists()

@@ -34,7 +34,7 @@ def test_the_header_names_every_device_and_two_threads(monkeypatch, capsys):
         Goal(18, 'open', 1.0, 2.0, None, device='cuda'),
     ]
     monkeypatch.setattr(sections, 'make_goals', lambda: table)
-    monkeypatch.setattr('tools.benchmark.options.count_cores', lambda: 16)
+    monkeypatch.setattr('tools.benchmark.__main__.count_cores', lambda: 16)
     monkeypatch.setattr('torch.cuda.get_device_name', lambda place: 'a graphics processor')
     monkeypatch.setattr('torch.backends.cudnn.version', lambda: 90000)
     threads = torch.get_num_threads()
@@ -48,7 +48,7 @@ def test_the_header_names_every_device_and_two_threads(monkeypatch, capsys):
     # Of the chosen rows only, and those that are measured.
     for rows, words in (('1', [first]), ('17', [second]), ('18', [first])):
         assert main(['--goals', '--rows', rows, '--allow-load'])['machine'].splitlines() == words
-    monkeypatch.setattr('tools.benchmark.options.count_cores', lambda: 1)
+    monkeypatch.setattr('tools.benchmark.__main__.count_cores', lambda: 1)
     assert main(['--goals', '--rows', '1', '--allow-load'])['rows'][0]['measured'] == 1
     assert main(['--goals', '--rows', '1', '--threads', '3', '--allow-load'])['rows'][0]['measured'] == 3
     assert torch.get_num_threads() == threads

@@ -276,7 +276,7 @@ def test_a_folder_is_not_replaced_by_what_is_made_of_it(tmp_path):
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r'with a config\.json'):
+    with pytest.raises(ValueError, match=r'with config\.json'):
         run(tmp_path, tmp_path / 'out')
 
 

@@ -1,7 +1,7 @@
 import sys
 
 import pytest
-from helpers import make_folder, require_ffcv
+from helpers import make_folder, pretend_terminal, require_ffcv
 
 require_ffcv()
 
@@ -11,7 +11,8 @@ from tools.write_ffcv import main
 pytestmark = pytest.mark.ffcv
 
 
-def test_each_split_becomes_a_file_with_its_class_names(tmp_path, capsys):
+def test_each_split_becomes_a_file_with_its_class_names(tmp_path, capsys, monkeypatch):
+    pretend_terminal(monkeypatch)
     folder = make_folder(tmp_path / 'images', {'train': ['a', 'b'], 'val': ['a', 'b']}, images=3)
     out = tmp_path / 'out'
     main(['--data', str(folder), '--out', str(out), '--raw-share', '1', '--max-resolution', '20', '--workers', '0'])

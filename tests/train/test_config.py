@@ -293,7 +293,7 @@ def test_another_image_size_takes_the_place_of_several(tmp_path, capsys):
     assert load_config(file).data.train_sizes == [32, 48]
     data = load_config(file, ['data.img_size=64']).data
     assert (data.train_sizes, data.train_size_schedule, data.img_size) == (None, 'constant', (64, 64))
-    assert 'note: data.train_sizes = None in place of [32, 48]' in capsys.readouterr().err
+    assert 'note: data.train_sizes = null in place of [32, 48]' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

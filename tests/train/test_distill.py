@@ -394,7 +394,7 @@ def test_a_teacher_that_does_not_exist_is_rejected_with_the_nearest_name_before_
         main(distilled(recipe, 'hard', tmp_path / 'none.pth', tmp_path / 'run'))
     assert not (tmp_path / 'run').exists()
     (tmp_path / 'half.pth').write_bytes(b'half')
-    with pytest.raises(ValueError, match=r'half\.pth, which is truncated'):
+    with pytest.raises(ValueError, match=r'half\.pth, which is damaged'):
         load(tmp_path / 'half.pth')
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from helpers import NO_AUGMENTATION
+from helpers import NO_AUGMENTATION, pretend_terminal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from timm.data import Mixup
 from timm.utils import ModelEmaV3
@@ -334,7 +334,8 @@ def test_tensorboard_has_the_steps_and_the_epochs(tmp_path):
     assert events.Scalars('eval/top1')[-1].value == pytest.approx(state.history[-1]['eval_top1'])
 
 
-def test_the_progress_bar_shows_loss_rate_speed_and_the_time_left(capsys):
+def test_the_progress_bar_shows_loss_rate_speed_and_the_time_left(capsys, monkeypatch):
+    pretend_terminal(monkeypatch)
     train_one_epoch(make_state(), make_batches())
     shown = capsys.readouterr().err
     assert 'epoch 1/4' in shown

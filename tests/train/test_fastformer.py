@@ -141,7 +141,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(trained, pairs, tmp_path
 
 @pytest.mark.parametrize('stop', [13, 20])
 def test_ctrl_c_saves_and_prints_the_command_that_goes_on(trained, pairs, tmp_path, monkeypatch, capsys, stop):
-    on_step_end = trainer.EpochMeter.on_step_end
+    before, on_step_end = signal.getsignal(signal.SIGINT), trainer.EpochMeter.on_step_end
 
     def interrupt(self, args, state, control, **kwargs):
         on_step_end(self, args, state, control, **kwargs)
@@ -155,7 +155,7 @@ def test_ctrl_c_saves_and_prints_the_command_that_goes_on(trained, pairs, tmp_pa
                 arguments(pairs, tmp_path / 'a run', 'schedule.max_updates=25', 'run.keep=2', 'run.seeds=[1]')
             )
     assert stopped.value.code == 128 + signal.SIGINT
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     assert (tmp_path / 'a run' / 'seed_1' / f'checkpoint-{stop}' / 'trainer_state.json').is_file()
     said = capsys.readouterr().out
     assert f'stopped after update {stop}, which is saved' in said

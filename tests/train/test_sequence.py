@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import interrupt_at
+from helpers import interrupt_at, pretend_terminal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -249,7 +249,8 @@ def test_a_budget_of_seconds_counts_the_time_of_the_updates_of_all_epochs(tmp_pa
     assert not math.isnan(float(rows_of(tmp_path)[1]['eval_bits']))
 
 
-def test_the_time_left_is_that_of_the_budget(capsys):
+def test_the_time_left_is_that_of_the_budget(capsys, monkeypatch):
+    pretend_terminal(monkeypatch)
     state = make_state(run=RunConfig(max_seconds=3600.0, tensorboard=False), schedule=SequenceSchedule(epochs=10**6))
     train_one_epoch(state, make_loaders().train)
     assert 'left=59:5' in capsys.readouterr().err

@@ -87,7 +87,7 @@ def measure_resources(launch: Launch, capability: tuple[int, int]) -> list[Resou
             compiled, log = _assemble(kernel, args, constants)
             found.append(
                 Resources(
-                    kernel=f'{kernel.__module__.rpartition(".")[2]}.{kernel.__name__}',
+                    kernel=f'{_operation(kernel)}.{kernel.__name__}',
                     tiles=config.kwargs,
                     warps=compiled.metadata.num_warps,
                     registers=_figure(r'Used (\d+) registers', log),
@@ -129,3 +129,9 @@ def _absent_device(capability: tuple[int, int]) -> Iterator[None]:
         yield
     finally:
         driver.set_active(before)
+
+
+def _operation(kernel: Any) -> str:
+    # Of aft_vision.ops.conv.repair_kernels: conv_repair.
+    folder, file = kernel.__module__.split('.')[-2:]
+    return folder if file == 'kernels' else f'{folder}_{file.removesuffix("_kernels")}'
