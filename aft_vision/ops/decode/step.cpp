@@ -51,7 +51,7 @@ struct Parts {
   }
 };
 
-// The numbers of `ops.eager.decode` by these names, in nats but for `smallest`.
+// The numbers of `ops.decode.eager` by these names, in nats but for `smallest`.
 struct Limits {
   float headroom, reach, smallest;
 };
