@@ -550,7 +550,7 @@ def _same(kind: str, got: Tensor, want: Tensor, bound: float) -> None:
 
 @dataclass
 class Report:
-    """What a search found: of each kind of mistake the smallest case, and what was said."""
+    """Result of a search: the smallest case of each kind of mistake, and its message."""
 
     cases: int = 0
     wrong: int = 0

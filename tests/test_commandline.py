@@ -1,4 +1,4 @@
-"""What every command does with an error, a traceback or one line."""
+"""Errors of the commands: a traceback, or one line."""
 
 import ast
 import subprocess

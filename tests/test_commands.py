@@ -1,4 +1,4 @@
-"""What every command answers before it does anything."""
+"""Answers of the commands before they do anything."""
 
 import dataclasses
 import importlib

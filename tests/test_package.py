@@ -1,4 +1,4 @@
-"""What is released: the wheel and the sdist, and that the files which describe a release agree."""
+"""Released files: the wheel and the sdist, and agreement of those that describe a release."""
 
 import re
 import subprocess

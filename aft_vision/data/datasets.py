@@ -391,7 +391,7 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
 
 
 def _advice(wanted: Sequence[str]) -> str:
-    """What may replace a split that is not there, unless one of another name was asked for."""
+    """Return advice for a split that is not there; none if one of another name was asked for."""
     return NO_SPLIT if tuple(wanted) in (EVAL_SPLITS, ('train',)) else ''
 
 

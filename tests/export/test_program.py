@@ -252,7 +252,7 @@ def test_an_onnx_file_refuses_sizes_that_are_no_multiples_of_the_patch(onnx_file
 
 
 def local_paths() -> list[bytes]:
-    """Of this machine: the sources, the installed packages, the interpreter."""
+    """Return the folders of this machine: of the sources, the installed packages, the interpreter."""
     folders = [Path(program.__file__).parents[2], Path(torch.__file__).parents[1], sys.prefix, sys.base_prefix]
     return [str(folder).encode() for folder in folders]
 

@@ -620,7 +620,7 @@ def test_a_wrong_input_is_named(call, message: str):
 
 
 def step_calls(state: ops.SimpleState | ops.LocalState) -> dict[str, Callable[[], object]]:
-    """What takes a state of (2, 6), with a window of 3 where there is one."""
+    """Calls that take a state of (2, 6), with a window of 3 where there is one."""
     x, chunk = randn(2, 6).to(state[0].dtype), randn(2, 2, 6).to(state[0].dtype)
     simple = isinstance(state, ops.SimpleState)
     gate, bias = ops.Dense(torch.zeros(18, 6), None, torch.ones(6), torch.zeros(6)), torch.zeros(9, 4)

@@ -48,7 +48,7 @@ each_case = pytest.mark.parametrize('case', CASES)
 
 
 def split(inputs: dict[str, Any], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What can be differentiated, in a dtype, and the rest."""
+    """Return the inputs that can be differentiated, in a dtype, and the others."""
     moving = {n: x.to(dtype) for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
     return moving, {n: x for n, x in inputs.items() if n not in moving}
 

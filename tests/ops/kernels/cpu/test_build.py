@@ -29,7 +29,7 @@ def little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def kept(folder: Path) -> set[Path]:
-    """What lies in a folder of libraries, besides its lock."""
+    """Return the names in a folder of libraries, except its lock."""
     return set(folder.iterdir()) - {folder / 'lock'}
 
 
