@@ -703,3 +703,10 @@ REJECTED = [
 def test_a_wrong_input_is_named(call, message: str):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(('D', 'h'), [(6, 3), (66, 66)], ids=['several channels a head', 'a head per channel'])
+def test_aft_onehot_keeps_the_gradient_of_a_weight_that_lets_one_source_dominate(D: int, h: int):
+    inputs = onehot_inputs((3, 4), D, h)
+    inputs['weight'] = inputs['weight'] + 15.0
+    assert_matches_reference(ops.aft_onehot, reference.aft_onehot, inputs, torch.float32)

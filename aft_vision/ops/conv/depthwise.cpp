@@ -83,6 +83,7 @@ void in_tiles(int64_t length, F f) {
 
 // exp(w) - outside of a block of channels, in a window of s x s sources around each target.
 struct Window {
+  static constexpr bool ONE_SOURCE = false;
   const Shape &s;
   std::vector<Vec> taps, flipped;
 
@@ -113,6 +114,7 @@ struct Window {
 // The same for one source of each target, at an offset of its own for every channel. Its maps are not padded, but have a
 // zero behind their tokens.
 struct OneOffset {
+  static constexpr bool ONE_SOURCE = true;
   const Shape &s;
   Vec tap;
   std::vector<int32_t> sources, targets;  // (T, LANES): where in a map each token's is, or the zero
@@ -306,7 +308,17 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
             d_key += d_values[t] * block.values[block.place(t)];
             store(block.at(dk, b, t), d_key, block.lanes);
           }
-          if (grad_taps) {
+          if (!grad_taps) continue;
+          if constexpr (Taps::ONE_SOURCE) {
+            // y - v of the source cancels where it has nearly all of the weight; from the mean of all it does not.
+            const Vec mean = block.value_sum / block.key_sum;
+            for (int64_t t = 0; t < s.tokens(); ++t) {
+              const int64_t place = block.place(t);
+              top[place] *= block.outside * block.key_sum / bottoms[t];
+              block.values[place] -= mean * block.keys[place];
+            }
+            block.taps.add_grad(top.data(), block.values.data(), d_taps.data());
+          } else {
             block.taps.add_grad(top.data(), block.values.data(), d_taps.data());
             block.taps.add_grad(low.data(), block.keys.data(), d_taps.data());
           }

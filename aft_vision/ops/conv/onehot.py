@@ -173,14 +173,17 @@ def _chunk_backward(sums: _Sums, g: Tensor, targets: Tensor, outside: Tensor) ->
     gone = (g * outside).sum(1, keepdim=True) / sums.total.unsqueeze(-1)
     dnum = top.sum(1, keepdim=True) + gone
     dden = _channel_sum(top * means).sum(1, keepdim=True) + _channel_sum(gone * whole)
-    own = _channel_sum((values - means).mul_(top))
+    # values - means, where that would cancel: the source at the offset may have nearly all of the weight.
+    own = _channel_sum((values - whole).mul_(sums.total.unsqueeze(-1) / sums.den.unsqueeze(-1)).mul_(top))
     dv = (exp * dnum).addcmul_(extra, top)
     dk = _channel_sum(values * dnum).sub_(dden).mul_(exp).addcmul_(extra, own).squeeze(-1)
     dweight = (sums.biased() * own.squeeze(-1)).sum((0, 1))
     if sums.lost is not None:
         p = sums.lost_weights()
-        g_lost = (at_source * sums.lost.unsqueeze(-1)).sum(1, keepdim=True)  # (b, 1, h, c)
-        dlogits = p * ((values - sums.lost_mean(p)) * g_lost).sum(3)
+        at_lost = sums.lost.unsqueeze(-1)
+        g_lost = (at_source * at_lost).sum(1, keepdim=True)  # (b, 1, h, c)
+        centred = values - (values * at_lost).sum(1, keepdim=True)
+        dlogits = p * ((centred - (p.unsqueeze(-1) * centred).sum(1, keepdim=True)) * g_lost).sum(3)
         dk += dlogits
         dv += p.unsqueeze(-1) * g_lost
         dweight += (dlogits * sums.lost).sum((0, 1))
