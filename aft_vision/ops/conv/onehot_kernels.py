@@ -72,7 +72,7 @@ def pool(K, V, MASK, b, c, strides, CHANNELS, T, D, BT: tl.constexpr, BD: tl.con
 
 @triton.jit
 def weigh(k, v, w, is_top, second, value, den, num):
-    """Of targets with source (k, v): the mean, the share of the source in it, and 1 / den at the others' reference.
+    """Return of targets with source (k, v) the mean, v - mean, the source's share and 1 / den at the others' reference.
 
     Keys are relative to the top. The others' reference is 0, or the second largest key where the source is the top.
     """
@@ -86,7 +86,8 @@ def weigh(k, v, w, is_top, second, value, den, num):
     others_num = tl.where(is_top, num[None, :], value[None, :] + num[None, :] * scaled - ek * v)
     total = own + scale * others
     share, inverse = own / total, scale / total
-    return share * v + inverse * others_num, share, inverse
+    # v - mean would cancel where the source has nearly all of the weight.
+    return share * v + inverse * others_num, inverse * (others * v - others_num), share, inverse
 
 
 @tuned(['T', 'D'], LITTLE, *TILES)
@@ -107,7 +108,7 @@ def forward_kernel(
         o, inside = shift(t, dy, dx, c, H, W, D)
         k = gather(K, MASK, b, o, inside, head, strides[0], strides[1], T, float('-inf')) - top[None, :]
         v = gather(V, MASK, b, o, inside, c, strides[2], strides[3], T, 0.0)
-        y, _, _ = weigh(k, v, w, inside & (o == place[None, :]), second, value, den, num)
+        y, _, _, _ = weigh(k, v, w, inside & (o == place[None, :]), second, value, den, num)
         if Q is not None:
             y *= tl.sigmoid(load_tile(Q, b, t, c, strides[4], strides[5], T, D))
         store_tile(Y, y, b, t, c, T, D)
@@ -159,24 +160,24 @@ def backward_kernel(
         gone = tl.sum(tl.where(has_source, 0.0, g), 0) / all_den
         k, v, a = load_source(G, Q, K, V, MASK, b, t, dy, dx, c, top, strides, T, D, H, W, CHANNELS)
         is_top = t[:, None] == place[None, :]
-        mean, share, inverse = weigh(k, v, w, is_top, second, value, den, num)
+        mean, apart, share, inverse = weigh(k, v, w, is_top, second, value, den, num)
         a_top = tl.where(is_top, a * inverse, 0.0)
         a_other = tl.where(is_top, 0.0, a * inverse)
         d_num += tl.sum(a_other, 0) + gone
         d_den += tl.sum(a_other * mean, 0) + gone * whole
         top_num += tl.sum(a_top, 0)
         top_den += tl.sum(a_top * mean, 0)
-        dw += tl.sum(a * share * (v - mean), 0)
+        dw += tl.sum(a * share * apart, 0)
     tl.store(DW + b * D + c, dw, mask=c < D)
     for start in range(0, T, BT):
         t = start + tl.arange(0, BT)
         k, v, a = load_source(G, Q, K, V, MASK, b, t, dy, dx, c, top, strides, T, D, H, W, CHANNELS)
         is_top = t[:, None] == place[None, :]
-        mean, share, inverse = weigh(k, v, w, is_top, second, value, den, num)
+        mean, apart, share, inverse = weigh(k, v, w, is_top, second, value, den, num)
         a_other = tl.where(is_top, 0.0, a * inverse)
         ek = tl.exp(k)
         ek_top = tl.where(is_top, 0.0, tl.exp(k - second[None, :]))
         u_num = ek * (d_num[None, :] - a_other) + ek_top * top_num[None, :]
         u_den = ek * (d_den[None, :] - a_other * mean) + ek_top * top_den[None, :]
         store_tile(DV, u_num + share * a, b, t, c, T, D)
-        store_tile(DK, u_num * v - u_den + share * a * (v - mean), b, t, c, T, D)
+        store_tile(DK, u_num * v - u_den + share * a * apart, b, t, c, T, D)
