@@ -109,7 +109,7 @@ def test_the_keys_of_a_model_are_described_with_their_ranges():
 
 
 def test_the_page_of_keys_is_what_the_trainers_print():
-    assert (ROOT / 'docs' / 'config_keys.md').read_text() == format_page()
+    assert (ROOT / 'docs' / 'reference' / 'config_keys.md').read_text() == format_page()
 
 
 def test_an_interrupt_ends_in_a_line(monkeypatch, capsys):

@@ -42,12 +42,16 @@ from train.pixel import PixelConfig
 from train.schema import Config
 
 ROOT = Path(__file__).parents[1]
+# By their names below docs/.
 DOCUMENTS = {
-    path.name: path for path in (ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').glob('*.md')))
+    path.relative_to(ROOT).as_posix().removeprefix('docs/'): path
+    for path in (ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').rglob('*.md')))
 }
 BLOCK = re.compile(r'^```(\w*)\n(.*?)^```', re.DOTALL | re.MULTILINE)
 # By document and a piece of one of its blocks: why this one does not run.
-SKIPPED = {('results.md', "np.load('cifar10_jpeg_60k.npz')"): 'writes the 60,000 images of CIFAR10, which are not here'}
+SKIPPED = {
+    ('results/README.md', "np.load('cifar10_jpeg_60k.npz')"): 'writes the 60,000 images of CIFAR10, which are not here'
+}
 # What a block with the word onnx needs.
 HAS_ONNX = all(importlib.util.find_spec(name) is not None for name in ('onnxruntime', 'onnxscript'))
 # By document: what stands there, and what runs in its place, offline and within seconds.
@@ -56,12 +60,12 @@ SMALLER = {
         "create_model('aft_conv_tiny', exportable=True)": "create_model('aft_conv_tiny', exportable=True, depth=1)",
         "'aft_local_pixel', depth=2, dim=64": "'aft_local_pixel', depth=2, dim=64, img_size=(8, 8)",
     },
-    'autoregressive.md': {
+    'guide/pixels_and_text.md': {
         "create_decoder('aft_local_pixel')": "create_decoder('aft_local_pixel', depth=1, dim=8, img_size=(8, 8))",
         'length=500': 'length=50',
         'count=1000': 'count=100',
     },
-    'transfer.md': {'pretrained=True': 'pretrained=False'},
+    'guide/transfer.md': {'pretrained=True': 'pretrained=False'},
 }
 # Commands that are not of this repository; the first word of a line, behind variables that it sets.
 OTHERS = {'pip', 'make', 'hf', 'apt-get', 'export', 'scontrol', '...'}
@@ -80,14 +84,14 @@ NO_KEYS = ('data.json',)
 TEXTS = {name: task.schema for name, task in TASKS.items()}
 SCHEMAS: dict[str, tuple[Any, ...]] = {
     'README.md': (Config, TEXTS['classification']),
-    'autoregressive.md': (PixelConfig, CharConfig),
-    'fastformer.md': (TEXTS['classification'],),
-    'fastformer_conversion.md': (TEXTS['conversion'],),
-    'fastformer_data.md': (TEXTS['classification'],),
-    'fastformer_recommendation.md': (TEXTS['recommendation'],),
-    'fastformer_summarization.md': (TEXTS['summarization'],),
-    'resolution.md': (Config,),
-    'training.md': (Config,),
+    'guide/pixels_and_text.md': (PixelConfig, CharConfig),
+    'guide/fastformer.md': (TEXTS['classification'],),
+    'guide/fastformer_conversion.md': (TEXTS['conversion'],),
+    'guide/fastformer_data.md': (TEXTS['classification'],),
+    'guide/fastformer_recommendation.md': (TEXTS['recommendation'],),
+    'guide/fastformer_summarization.md': (TEXTS['summarization'],),
+    'guide/resolution.md': (Config,),
+    'guide/train.md': (Config,),
 }
 EVERY_SCHEMA = (Config, PixelConfig, CharConfig, *TEXTS.values())
 SEQUENCES: dict[str, Any] = {'train.pixel': PixelConfig, 'train.char': CharConfig}
@@ -154,20 +158,20 @@ def write_texts() -> None:
 # What is there when a document's examples begin, by its name.
 FURNITURE = {
     'README.md': write_saved_folder,
-    'export.md': write_programs,
-    'fastformer.md': write_text_models,
-    'fastformer_data.md': write_texts,
-    'fastformer_recommendation.md': write_texts,
-    'fastformer_summarization.md': write_text_models,
-    'onehot.md': write_image_models,
-    'pictures.md': write_image_models,
-    'sparsity.md': write_image_models,
+    'guide/export.md': write_programs,
+    'guide/fastformer.md': write_text_models,
+    'guide/fastformer_data.md': write_texts,
+    'guide/fastformer_recommendation.md': write_texts,
+    'guide/fastformer_summarization.md': write_text_models,
+    'guide/onehot.md': write_image_models,
+    'guide/pictures.md': write_image_models,
+    'guide/sparsity.md': write_image_models,
 }
 
 
 def names_at_hand(name: str) -> dict[str, Any]:
     """What a document's examples take for granted."""
-    if name == 'autoregressive.md':
+    if name == 'guide/pixels_and_text.md':
         tokens = torch.zeros(1, 192, dtype=torch.long)
         mask, given = torch.ones(8, 8, dtype=torch.bool), torch.ones(50, dtype=torch.bool)
         mask[-1, -1] = given[-1] = False
@@ -178,7 +182,7 @@ def names_at_hand(name: str) -> dict[str, Any]:
             'mask': mask,
             'given': given,
         }
-    if name == 'sparsity.md':
+    if name == 'guide/sparsity.md':
         images, targets = torch.randn(2, 3, 224, 224), torch.tensor([0, 2])
         return {'model': load_model('best.pth'), 'images': images, 'targets': targets, 'criterion': F.cross_entropy}
     return {}
@@ -290,6 +294,26 @@ def test_the_commands_and_keys_that_the_text_names_exist(name):
     known = keys_of_experiments(SCHEMAS.get(name, EVERY_SCHEMA))
     for section, key in re.findall(r'`(data|optim|schedule|run|generate|ema|augment|distill)\.(\w+)(?:=[^`]*)?`', text):
         assert f'{section}.{key}' in NO_KEYS or key in known.get(section, ()), f'{section}.{key}'
+
+
+@pytest.mark.parametrize('name', DOCUMENTS)
+def test_links_lead_to_files_and_headings_that_exist(name):
+    path = DOCUMENTS[name]
+    for link in re.findall(r'\]\(([^)\s]+)\)', BLOCK.sub('', path.read_text())):
+        file, _, heading = link.partition('#')
+        if '://' in link:
+            continue
+        target = (path.parent / file).resolve() if file else path
+        assert target.is_relative_to(ROOT), link
+        assert target.exists(), link
+        assert not heading or heading in headings(target), link
+
+
+@cache
+def headings(path: Path) -> set[str]:
+    """The anchors that GitHub and the site give to the headings of a page."""
+    titles = re.findall(r'^#+ (.*)', BLOCK.sub('', path.read_text()), re.MULTILINE)
+    return {re.sub(r'[^\w\- ]', '', title.lower()).replace(' ', '-') for title in titles}
 
 
 @cache

@@ -46,7 +46,7 @@ class ConversionData(TextData):
     """Requests with their ads and behaviours; what `TextData` has, and these.
 
     Attributes:
-        kind: `json` (JSON lines of label, ad and typed behaviours, see docs/fastformer_conversion.md), `mind` (a
+        kind: `json` (JSON lines of label, ad and typed behaviours, see docs/guide/fastformer_conversion.md), `mind` (a
             folder with its news.tsv and behaviors.tsv), `movielens` (the folder of MovieLens-100k) or `alimama` (the
             CSV of 267 columns).
         drop_missing: Of `mind`: leave out news without a text, as in an excerpt.

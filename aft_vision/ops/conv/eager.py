@@ -317,7 +317,7 @@ def unshifted_kernel(shifts: Tensor, size: int) -> Tensor:
 
 def prefers_depthwise(k: Tensor, kernel: Tensor) -> bool:
     """Whether the depthwise form runs, where it keeps its digits."""
-    # Measured on a CPU (docs/performance.md). An accelerator always has the product that cannot cancel.
+    # Measured on a CPU (docs/reference/kernels.md). An accelerator always has the product that cannot cancel.
     tokens, heads = k.shape[1:]
     many_heads = heads > TOEPLITZ_HEADS and tokens > kernel[0].numel()
     return may_branch(k) and (many_heads or heads * tokens * tokens > TOEPLITZ_ELEMENTS)
