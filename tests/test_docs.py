@@ -50,16 +50,18 @@ DOCUMENTS = {
 BLOCK = re.compile(r'^```(\w*)\n(.*?)^```', re.DOTALL | re.MULTILINE)
 # By document and a piece of one of its blocks: why this one does not run.
 SKIPPED = {
-    ('results/README.md', "np.load('cifar10_jpeg_60k.npz')"): 'writes the 60,000 images of CIFAR10, which are not here'
+    ('results/cifar10.md', "np.load('cifar10_jpeg_60k.npz')"): 'writes the 60,000 images of CIFAR10, which are not here'
 }
 # What a block with the word onnx needs.
 HAS_ONNX = all(importlib.util.find_spec(name) is not None for name in ('onnxruntime', 'onnxscript'))
 # By document: what stands there, and what runs in its place, offline and within seconds.
 SMALLER = {
-    'README.md': {
+    'README.md': {"'aft_local_pixel', depth=2, dim=64": "'aft_local_pixel', depth=2, dim=64, img_size=(8, 8)"},
+    'guide/export.md': {
+        "create_model('aft_conv_tiny').eval()": "create_model('aft_conv_tiny', depth=1).eval()",
         "create_model('aft_conv_tiny', exportable=True)": "create_model('aft_conv_tiny', exportable=True, depth=1)",
-        "'aft_local_pixel', depth=2, dim=64": "'aft_local_pixel', depth=2, dim=64, img_size=(8, 8)",
     },
+    'reference/models.md': {"create_model('aft_conv_tiny')": "create_model('aft_conv_tiny', depth=1)"},
     'guide/pixels_and_text.md': {
         "create_decoder('aft_local_pixel')": "create_decoder('aft_local_pixel', depth=1, dim=8, img_size=(8, 8))",
         'length=500': 'length=50',
@@ -119,19 +121,14 @@ def write_image_models() -> None:
 
 
 def write_programs() -> None:
-    """What `tools.export` writes."""
+    """What `tools.export` writes, and a folder whose config.json has the number of classes twice."""
     write_image_models()
+    Path('saved').mkdir()
+    Path('saved/config.json').write_text(json.dumps({'num_classes': 3, 'model_args': {'num_classes': 3}}))
     model = load_model('runs/demo/best.pth')
     if HAS_ONNX:
         export_onnx(model, 'model.onnx', choose_shape(model))
     export_pt2(model, 'model.pt2', choose_shape(model))
-
-
-def write_saved_folder() -> None:
-    """A folder whose config.json has the number of classes twice."""
-    write_image_models()
-    Path('saved').mkdir()
-    Path('saved/config.json').write_text(json.dumps({'num_classes': 3, 'model_args': {'num_classes': 3}}))
 
 
 def write_text_models() -> None:
@@ -157,7 +154,7 @@ def write_texts() -> None:
 
 # What is there when a document's examples begin, by its name.
 FURNITURE = {
-    'README.md': write_saved_folder,
+    'README.md': write_image_models,
     'guide/export.md': write_programs,
     'guide/fastformer.md': write_text_models,
     'guide/fastformer_data.md': write_texts,

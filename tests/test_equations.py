@@ -1,4 +1,4 @@
-"""Every equation of the papers has one function, a slow twin, a test that uses the twin, and a line in the README."""
+"""Every equation of the papers has one function, a slow twin, a test that uses the twin, and a line in the index."""
 
 import ast
 import importlib
@@ -68,10 +68,10 @@ def names_called_in_reference() -> set[str]:
 
 
 @cache
-def readme_index() -> dict[int, set[str]]:
-    """The README's table from equation to functions: each row's first cell names equations, the others functions."""
+def index_of_equations() -> dict[int, set[str]]:
+    """The table of docs/reference/numerics.md from equation to functions: each row's first cell names equations, the others functions."""
     index: dict[int, set[str]] = {}
-    for line in (ROOT / 'README.md').read_text(encoding='utf-8').splitlines():
+    for line in (ROOT / 'docs' / 'reference' / 'numerics.md').read_text(encoding='utf-8').splitlines():
         if not line.lstrip().startswith('|'):
             continue
         first, *others = line.strip().strip('|').split('|')
@@ -116,14 +116,14 @@ def test_a_reference_function_is_used_by_a_test(name):
 
 
 @pytest.mark.parametrize('equation', EQUATIONS)
-def test_the_readme_indexes_the_functions_that_carry_the_equation(equation):
-    listed = {name.rpartition('.')[2] for name in readme_index().get(equation, ())}
+def test_the_index_of_equationses_the_functions_that_carry_the_equation(equation):
+    listed = {name.rpartition('.')[2] for name in index_of_equations().get(equation, ())}
     in_ops = {name for name in listed if hasattr(ops, name)}
     assert in_ops == {name for name in functions_by_equation()[equation] if hasattr(ops, name)}
 
 
-def test_every_name_in_the_readme_index_exists():
-    for names in readme_index().values():
+def test_every_name_in_the_index_of_equations_exists():
+    for names in index_of_equations().values():
         for name in names:
             resolve(name)
 

@@ -1,0 +1,147 @@
+"""Build the site of README.md and docs/ into build/site: python docs/make_site.py
+
+The pages are copied to build/pages, with the keys of configs, the commands and the Python API made from the code, and
+links into the checkout as plain text, because the site has only pages. Zensical makes the site of them, as zensical.toml
+says; a link or a page that is missing is an error. Needs the extra `docs`.
+"""
+
+import importlib
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / 'build' / 'pages'
+BLOCK = re.compile(r'(^```.*?^```)', re.DOTALL | re.MULTILINE)
+LINK = re.compile(r'(!?)\[([^\]]*)\]\(([^)\s]+)\)')
+# A name of an argument and what it is, in a docstring.
+ENTRY = re.compile(r'^    (\*{0,2}\w[^:\n]*): ', re.MULTILINE)
+# What a type is called is enough in a signature.
+MODULE = re.compile(r'\b(?:torch|pathlib|collections\.abc|typing)\.')
+PACKAGES = ('ops', 'layers', 'models', 'data', 'visualize', 'export', 'fastformer', 'fastformer.data')
+MODULES = (
+    *('models.deit_transfer', 'models.harden', 'models.pyramid'),
+    *('evaluate', 'likelihood', 'regularizers', 'resolution', 'sizes'),
+)
+
+
+def site_paths() -> dict[Path, str]:
+    """Return what each file of the checkout is called on the site."""
+    paths = {ROOT / name: new for name, new in (('README.md', 'index.md'), ('CHANGELOG.md', 'changelog.md'))}
+    paths[ROOT / 'CONTRIBUTING.md'] = 'contributing.md'
+    for path in sorted((ROOT / 'docs').rglob('*')):
+        if path.suffix in ('.md', '.png', '.json'):
+            paths[path] = path.relative_to(ROOT / 'docs').as_posix().replace('README.md', 'index.md')
+    return paths
+
+
+def rewrite_links(text: str, path: Path, paths: dict[Path, str]) -> str:
+    """Return the text of a page with links as they are on the site; to other files only their words stay."""
+
+    def rewrite(link: re.Match[str]) -> str:
+        file, _, heading = link[3].partition('#')
+        if '://' in file or not file:
+            return link[0]
+        target = paths.get((path.parent / file).resolve())
+        if target is None:
+            return f'{link[1]}{link[2]}'
+        target = os.path.relpath(target, Path(paths[path]).parent)
+        return f'{link[1]}[{link[2]}]({target}{"#" if heading else ""}{heading})'
+
+    parts = BLOCK.split(text)
+    parts[::2] = [LINK.sub(rewrite, part) for part in parts[::2]]
+    return ''.join(parts)
+
+
+def commands_page() -> str:
+    """Return the --help of every command as a page."""
+    found = [*ROOT.glob('t*/*.py'), *ROOT.glob('t*/*/__main__.py')]
+    files = sorted(path for path in found if 'run_command(main)' in path.read_text() and path.parent.name != 'tests')
+    names = ['.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__main__') for path in files]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        helps = list(pool.map(read_help, names))
+    sections = [f'## {name}\n\n```text\n{text.strip()}\n```' for name, text in zip(names, helps, strict=True)]
+    return '\n\n'.join(['# Commands', 'What `--help` of each command prints.', *sections]) + '\n'
+
+
+def read_help(name: str) -> str:
+    """Return what `python -m NAME --help` prints."""
+    command = [sys.executable, '-m', name, '--help']
+    environment = {**os.environ, 'COLUMNS': '100'}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def api_page() -> str:
+    """Return the signatures and docstrings of what users of the package call, as a page."""
+    sections = [
+        '# Python API',
+        'Signatures and docstrings, module by module. The models are `timm.create_model` names.',
+    ]
+    for name in (*PACKAGES, *MODULES):
+        module = importlib.import_module(f'aft_vision.{name}')
+        sections += [f'## aft_vision.{name}', inspect.getdoc(module) or '']
+        for public, value in public_names(module):
+            sections += [f'### {public}', f'```python\n{signature(public, value)}\n```', format_docstring(value)]
+    return '\n\n'.join(section for section in sections if section) + '\n'
+
+
+def public_names(module: ModuleType) -> list[tuple[str, Callable[..., object]]]:
+    """List the documented functions and classes of a module, or those that a package exports."""
+    is_package = hasattr(module, '__path__')
+    values = [(n, v) for n, v in vars(module).items() if inspect.isfunction(v) or inspect.isclass(v)]
+    ours = [(n, v) for n, v in values if v.__module__.startswith(module.__name__ if is_package else 'aft_vision')]
+    return [(n, v) for n, v in ours if not n.startswith('_') and (is_package or v.__module__ == module.__name__)]
+
+
+def signature(name: str, value: Callable[..., object]) -> str:
+    """Return a signature, an argument a line where it is long."""
+    if inspect.isclass(value) and issubclass(value, Exception):
+        return f'class {name}'
+    found = inspect.signature(value)
+    line = MODULE.sub('', f'{name}{found}')
+    if len(line) <= 100:
+        return line
+    arguments = [MODULE.sub('', str(each)) for each in found.parameters.values()]
+    return f'{name}(\n' + ''.join(f'    {each},\n' for each in arguments) + ')'
+
+
+def format_docstring(value: object) -> str:
+    """Return a docstring as Markdown: the arguments and their like as lists."""
+    text = inspect.getdoc(value) or ''
+    head, *sections = re.split(r'^(Args|Attributes|Returns|Raises|Yields):\n', text, flags=re.MULTILINE)
+    parts = [head]
+    for title, content in zip(sections[::2], sections[1::2], strict=True):
+        entries = ENTRY.sub(lambda entry: f'* `{entry[1]}`: ', content)
+        parts.append(
+            f'**{title}**\n\n{inspect.cleandoc(entries)}' if title == 'Returns' else f'**{title}**\n\n{entries}'
+        )
+    return '\n\n'.join(part.strip('\n') for part in parts)
+
+
+def write_pages() -> None:
+    """Write all pages of the site as Markdown."""
+    shutil.rmtree(PAGES, ignore_errors=True)
+    paths = site_paths()
+    for path, name in paths.items():
+        new = PAGES / name
+        new.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == '.md':
+            new.write_text(rewrite_links(path.read_text(), path, paths))
+        else:
+            shutil.copyfile(path, new)
+    keys = subprocess.run([sys.executable, '-m', 'train.keys'], cwd=ROOT, check=True, capture_output=True, text=True)
+    generated = {'config_keys': keys.stdout, 'commands': commands_page(), 'api': api_page()}
+    for name, text in generated.items():
+        (PAGES / 'reference' / f'{name}.md').write_text(text)
+
+
+if __name__ == '__main__':
+    write_pages()
+    sys.exit(subprocess.run([sys.executable, '-m', 'zensical', 'build', '--clean', '--strict'], cwd=ROOT).returncode)
