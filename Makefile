@@ -19,7 +19,7 @@ FFCV_LIBRARIES := libopencv-dev libturbojpeg0-dev pkg-config
 FFCV_STAMP := $(VENV)/.ffcv
 SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: install ffcv test sanitize fuzz lint timm-suite demo package clean
+.PHONY: install ffcv test sanitize fuzz lint timm-suite demo docs package clean
 
 install: $(STAMP)
 
@@ -77,6 +77,12 @@ demo: $(STAMP)
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/k3 model.kernel_size=3'
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/mine data.dir=YOUR_IMAGES'
 	@echo '  $(PY) -c "import aft_vision, timm; print(timm.create_model('"'local-dir:runs/demo/export'"', pretrained=True))"'
+
+# The site of README.md and docs/, with the keys of configs, the commands and the Python API, in build/site
+docs: $(STAMP)
+	$(PY) -m pip install --quiet -e '.[docs]'
+	$(PY) docs/make_site.py
+	@echo 'Open build/site/index.html, or serve it: $(PY) -m http.server --directory build/site'
 
 # The sdist, and the wheel from it, in dist/. The wheel is tried in an environment that is empty: it is the one package
 # installed there, the checkout is not on its path, and what `import aft_vision` needs (torch, timm, ...) is read from

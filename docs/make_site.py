@@ -1,8 +1,8 @@
 """Build the site of README.md and docs/ into build/site: python docs/make_site.py
 
 The pages are copied to build/pages, with the keys of configs, the commands and the Python API made from the code, and
-links into the checkout as plain text, because the site has only pages. Zensical makes the site of them, as zensical.toml
-says; a link or a page that is missing is an error. Needs the extra `docs`.
+links to other files of the checkout as plain text, because the site has only pages. Zensical makes the site of them, as
+zensical.toml says; a link or a page that is missing is an error. Needs the extra `docs`.
 """
 
 import importlib
@@ -66,15 +66,15 @@ def commands_page() -> str:
     files = sorted(path for path in found if 'run_command(main)' in path.read_text() and path.parent.name != 'tests')
     names = ['.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__main__') for path in files]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        helps = list(pool.map(read_help, names))
+        helps = list(pool.map(lambda name: run_module(name, '--help'), names))
     sections = [f'## {name}\n\n```text\n{text.strip()}\n```' for name, text in zip(names, helps, strict=True)]
     return '\n\n'.join(['# Commands', 'What `--help` of each command prints.', *sections]) + '\n'
 
 
-def read_help(name: str) -> str:
-    """Return what `python -m NAME --help` prints."""
-    command = [sys.executable, '-m', name, '--help']
+def run_module(*words: str) -> str:
+    """Return what `python -m WORDS` prints."""
     environment = {**os.environ, 'COLUMNS': '100'}
+    command = [sys.executable, '-m', *words]
     return subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
 
 
@@ -125,6 +125,14 @@ def format_docstring(value: object) -> str:
     return '\n\n'.join(part.strip('\n') for part in parts)
 
 
+# What has no file in the checkout, by its name on the site.
+GENERATED = {
+    'reference/api.md': api_page,
+    'reference/commands.md': commands_page,
+    'reference/config_keys.md': lambda: run_module('train.keys'),
+}
+
+
 def write_pages() -> None:
     """Write all pages of the site as Markdown."""
     shutil.rmtree(PAGES, ignore_errors=True)
@@ -136,10 +144,8 @@ def write_pages() -> None:
             new.write_text(rewrite_links(path.read_text(), path, paths))
         else:
             shutil.copyfile(path, new)
-    keys = subprocess.run([sys.executable, '-m', 'train.keys'], cwd=ROOT, check=True, capture_output=True, text=True)
-    generated = {'config_keys': keys.stdout, 'commands': commands_page(), 'api': api_page()}
-    for name, text in generated.items():
-        (PAGES / 'reference' / f'{name}.md').write_text(text)
+    for name, make_page in GENERATED.items():
+        (PAGES / name).write_text(make_page())
 
 
 if __name__ == '__main__':

@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -304,6 +305,47 @@ def test_links_lead_to_files_and_headings_that_exist(name):
         assert target.is_relative_to(ROOT), link
         assert target.exists(), link
         assert not heading or heading in headings(target), link
+
+
+@cache
+def make_site() -> Any:
+    """docs/make_site.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location('make_site', ROOT / 'docs' / 'make_site.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_site_has_a_way_to_every_page():
+    def pages(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        return [page for each in (entry.values() if isinstance(entry, dict) else entry) for page in pages(each)]
+
+    project = tomllib.loads((ROOT / 'zensical.toml').read_text())['project']
+    written = {name for name in make_site().site_paths().values() if name.endswith('.md')}
+    assert set(pages(project['nav'])) == written | set(make_site().GENERATED)
+
+
+def test_links_of_the_site_lead_to_its_pages_and_other_links_become_words():
+    site = make_site()
+    text = 'See [a](docs/guide/train.md#data-sets), [b](configs/smoke), ![c](docs/images/scaling.png) and [d](https://x.y).'
+    expected = 'See [a](guide/train.md#data-sets), b, ![c](images/scaling.png) and [d](https://x.y).'
+    assert site.rewrite_links(text, ROOT / 'README.md', site.site_paths()) == expected
+    block = '```python\nx[0](train.md)\n```\n'
+    assert site.rewrite_links(block, ROOT / 'docs' / 'log.md', site.site_paths()) == block
+    back = site.rewrite_links('[r](../../README.md)', ROOT / 'docs' / 'guide' / 'train.md', site.site_paths())
+    assert back == '[r](../index.md)'
+
+
+def test_the_page_of_the_api_has_signatures_and_lists_of_arguments():
+    from aft_vision import ops
+
+    site = make_site()
+    assert site.signature('aft_full', ops.aft_full).startswith('aft_full(q: Tensor, k: Tensor, v: Tensor, bias: Tensor')
+    text = site.format_docstring(ops.aft_full)
+    assert '**Args**\n\n* `q' in text
+    assert 'Args:' not in text
 
 
 @cache

@@ -69,7 +69,7 @@ def names_called_in_reference() -> set[str]:
 
 @cache
 def index_of_equations() -> dict[int, set[str]]:
-    """The table of docs/reference/numerics.md from equation to functions: each row's first cell names equations, the others functions."""
+    """The table of docs/reference/numerics.md: the first cell of a row names equations, the others their functions."""
     index: dict[int, set[str]] = {}
     for line in (ROOT / 'docs' / 'reference' / 'numerics.md').read_text(encoding='utf-8').splitlines():
         if not line.lstrip().startswith('|'):

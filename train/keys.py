@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from train.arguments import CommandParser
 
-DESCRIPTION = 'Print the keys of every experiment as a page of Markdown: docs/reference/config_keys.md.'
+DESCRIPTION = 'Print the keys of every experiment as a page of Markdown, which the site of make docs has.'
 
 # Before the imports that take seconds: --help and a mistyped option are answered at once.
 if __name__ == '__main__':
