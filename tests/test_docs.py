@@ -94,7 +94,7 @@ SCHEMAS: dict[str, tuple[Any, ...]] = {
     'guide/fastformer_recommendation.md': (TEXTS['recommendation'],),
     'guide/fastformer_summarization.md': (TEXTS['summarization'],),
     'guide/resolution.md': (Config,),
-    'guide/train.md': (Config,),
+    **dict.fromkeys(('guide/data_sets.md', 'guide/long_runs.md', 'guide/train.md'), (Config,)),
 }
 EVERY_SCHEMA = (Config, PixelConfig, CharConfig, *TEXTS.values())
 SEQUENCES: dict[str, Any] = {'train.pixel': PixelConfig, 'train.char': CharConfig}
