@@ -23,8 +23,8 @@ BLOCK = re.compile(r'(^```.*?^```)', re.DOTALL | re.MULTILINE)
 LINK = re.compile(r'(!?)\[([^\]]*)\]\(([^)\s]+)\)')
 # A name of an argument and what it is, in a docstring.
 ENTRY = re.compile(r'^    (\*{0,2}\w[^:\n]*): ', re.MULTILINE)
-# What a type is called is enough in a signature.
-MODULE = re.compile(r'\b(?:torch|pathlib|collections\.abc|typing)\.')
+# The modules of types, which a signature does without.
+MODULE = re.compile(r'\b(?:(?:torch\.)?nn\.modules\.\w+|torch|pathlib|collections\.abc|typing)\.')
 PACKAGES = ('ops', 'layers', 'models', 'data', 'visualize', 'export', 'fastformer', 'fastformer.data')
 MODULES = (
     *('models.deit_transfer', 'models.harden', 'models.pyramid'),
@@ -105,11 +105,17 @@ def signature(name: str, value: Callable[..., object]) -> str:
     if inspect.isclass(value) and issubclass(value, Exception):
         return f'class {name}'
     found = inspect.signature(value)
-    line = MODULE.sub('', f'{name}{found}')
+    line = tidy_types(f'{name}{found}')
     if len(line) <= 100:
         return line
-    arguments = [MODULE.sub('', str(each)) for each in found.parameters.values()]
+    arguments = [tidy_types(str(each)) for each in found.parameters.values()]
     return f'{name}(\n' + ''.join(f'    {each},\n' for each in arguments) + ')'
+
+
+def tidy_types(text: str) -> str:
+    """Return a signature with types and functions by their names, and without addresses."""
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r'\1', text)
+    return MODULE.sub('', re.sub(r'<function .*? at 0x\w+>', '...', text))
 
 
 def format_docstring(value: object) -> str:
