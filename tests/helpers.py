@@ -263,7 +263,7 @@ def require_ffcv() -> None:
 
 def make_beton(folder: Path, source: Path = CLOTHING, options: Any = None, workers: int = 0) -> Path:
     """Both splits of a folder of images as FFCV files."""
-    from aft_vision.data.ffcv_writer import write_beton
+    from aft_vision.data.ffcv.writer import write_beton
 
     places = {'train': open_train_split(Source(dir=str(source)), 1), 'val': open_eval_split(Source(dir=str(source)), 1)}
     for name, split in places.items():

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = parse_args(argv)
     # Here, so that --help works without FFCV.
-    from aft_vision.data.ffcv_writer import BetonOptions, write_beton
+    from aft_vision.data.ffcv.writer import BetonOptions, write_beton
 
     options = BetonOptions(args.max_resolution, args.jpeg_quality, args.raw_share, args.seed)
     paths = {name: args.out / f'{name}.beton' for name in args.splits}

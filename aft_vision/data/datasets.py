@@ -330,7 +330,7 @@ def _few(names: Sequence[str]) -> str:
 
 def _open_beton(path: Path, num_classes: int | None) -> Split:
     """Open an FFCV file."""
-    from aft_vision.data.ffcv_loader import BetonDataset
+    from aft_vision.data.ffcv.loader import BetonDataset
 
     dataset = BetonDataset(path, num_classes)
     return Split(dataset, dataset.class_names, is_beton=True)

@@ -230,7 +230,7 @@ def _train_transforms(
     """
     if not split.is_beton:
         return [train_transform(size, augment, mean, std) for size in sizes], _collate
-    from aft_vision.data.ffcv_loader import TrainTransform, collate_augmented
+    from aft_vision.data.ffcv.loader import TrainTransform, collate_augmented
 
     if not on_device:
         # timm has a colour jitter of strength 0 too.
@@ -244,7 +244,7 @@ def _train_transforms(
 def _eval_transform(split: Split, img_size: tuple[int, int], crop_pct: float) -> Any:
     if not split.is_beton:
         return eval_transform(img_size, crop_pct)
-    from aft_vision.data.ffcv_loader import EvalTransform
+    from aft_vision.data.ffcv.loader import EvalTransform
 
     return EvalTransform(img_size, crop_pct)
 

@@ -30,8 +30,8 @@ from aft_vision.data.datasets import open_eval_split, open_train_split
 
 require_ffcv()
 
-from aft_vision.data.ffcv_loader import BetonDataset, EvalTransform
-from aft_vision.data.ffcv_writer import BetonOptions, write_beton
+from aft_vision.data.ffcv.loader import BetonDataset, EvalTransform
+from aft_vision.data.ffcv.writer import BetonOptions, write_beton
 
 pytestmark = pytest.mark.ffcv
 ROOT = Path(__file__).parents[2]
@@ -240,7 +240,7 @@ def test_ffcv_reads_what_is_written(clothing):
 
 
 def test_importing_ffcv_leaves_the_threads_of_torch_alone():
-    code = 'import torch; torch.set_num_threads(3); import aft_vision.data.ffcv_loader; print(torch.get_num_threads())'
+    code = 'import torch; torch.set_num_threads(3); import aft_vision.data.ffcv.loader; print(torch.get_num_threads())'
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == '3'
 
@@ -343,7 +343,7 @@ def test_another_number_of_classes_than_the_names_is_rejected(clothing):
 
 
 def test_what_is_written_is_checked(tmp_path, monkeypatch):
-    from aft_vision.data import ffcv_writer
+    from aft_vision.data.ffcv import writer as ffcv_writer
 
     class Forgetful(ffcv_writer.MemoryAllocator):
         def malloc(self, size):
@@ -377,7 +377,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError('No space left on device')
 
-    monkeypatch.setattr('aft_vision.data.ffcv_writer.MemoryAllocator.flush_page', fail)
+    monkeypatch.setattr('aft_vision.data.ffcv.writer.MemoryAllocator.flush_page', fail)
     with pytest.raises(OSError, match='No space left'):
         make_beton(tmp_path, folder)
     assert (tmp_path / 'train.beton').read_bytes() == before

@@ -5,7 +5,7 @@ from helpers import make_folder, pretend_terminal, require_ffcv
 
 require_ffcv()
 
-from aft_vision.data.ffcv_loader import BetonDataset
+from aft_vision.data.ffcv.loader import BetonDataset
 from tools.write_ffcv import main
 
 pytestmark = pytest.mark.ffcv
@@ -77,7 +77,7 @@ def test_a_data_set_of_torchvision_is_written(tmp_path, capsys):
 
 
 def test_without_ffcv_the_error_says_what_to_install(tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.split('.')[0] == 'ffcv' or 'ffcv' in name.split('.')[-1]]:
+    for name in [name for name in sys.modules if 'ffcv' in name.split('.')]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, 'ffcv', None)
     make_folder(tmp_path, {'val': ['a']})

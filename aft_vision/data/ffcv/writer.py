@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 # First, because it guards the import of FFCV.
-from aft_vision.data.ffcv_loader import BetonDataset  # isort: skip
+from aft_vision.data.ffcv.loader import BetonDataset  # isort: skip
 from ffcv.fields import IntField, RGBImageField
 from ffcv.memory_allocator import MemoryAllocator
 from ffcv.writer import MIN_PAGE_SIZE, DatasetWriter

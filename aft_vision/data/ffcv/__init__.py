@@ -1,0 +1,1 @@
+"""FFCV files (.beton): the only place that imports ffcv."""
