@@ -1,10 +1,8 @@
 """Opens the splits of a data set: folders, tar files, and whatever timm's readers and torchvision know by name."""
 
-import logging
 import os
 import tarfile
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,27 +11,23 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from timm.data import ImageDataset, create_dataset
 from timm.data.readers.reader_image_folder import ReaderImageFolder, natural_key
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState, extract_tarinfos
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
-from aft_vision.data.images import CorruptImageError, describe_ignored, find_images, image_suffixes, open_image
+from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, PartOfDataset
+from aft_vision.data.images import describe_ignored, find_images, image_suffixes, open_image
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.data.sampling import DIVISION, derive_seed
 
 EVAL_SPLITS = ('val', 'validation', 'test')
-# Skipping more images than this in a row means that the data set is broken, not an image.
-MAX_SKIPPED_IN_A_ROW = 50
 FILE_SUFFIXES = ('.tar', '.beton')
 NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/', 'tfds/')
 # Names that a message lists.
 MOST_LISTED = 10
 NO_SPLIT = '; data.val_share=0.1 (--val-share 0.1 of a tool) holds a tenth of the training images apart'
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,86 +76,6 @@ class Source:
             raise ValueError(f"data.on_corrupt_image must be 'raise' for {self.name}, whose reader decides, got 'skip'")
         if self.val_share is not None and self.eval_split is not None:
             raise ValueError(f'expected data.eval_split to be null with data.val_share, got {self.eval_split!r}')
-
-
-class CheckedDataset(Dataset, ABC):
-    """A map-style data set whose images may be damaged; one that cannot be decoded is named.
-
-    A subclass has `_read`, which gives an image and its class or raises a CorruptImageError, `_name`, and `transform`.
-
-    Attributes:
-        on_corrupt: `raise` a CorruptImageError, `next`: take the next image instead, or `none`: give None.
-    """
-
-    on_corrupt = 'raise'
-    transform: Any = None
-
-    def __getitem__(self, index: int) -> Any:
-        for position in range(index, index + MAX_SKIPPED_IN_A_ROW):
-            try:
-                image, target = self._read(position % len(self))
-            except CorruptImageError as error:
-                if self.on_corrupt == 'raise':
-                    raise
-                _logger.warning('skipped: %s', error)
-                if self.on_corrupt == 'none':
-                    return None
-            else:
-                return image if self.transform is None else self.transform(image), target
-        raise CorruptImageError(
-            f'expected images that can be decoded, got {MAX_SKIPPED_IN_A_ROW} in a row that cannot, '
-            f'the first one {self._name(index)}'
-        )
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def _read(self, index: int) -> tuple[Any, int]: ...
-
-    @abstractmethod
-    def _name(self, index: int) -> str: ...
-
-
-class CheckedImageDataset(CheckedDataset, ImageDataset):
-    """timm's ImageDataset, except that an image which cannot be decoded is named with its path."""
-
-    def __len__(self) -> int:
-        return len(self.reader)
-
-    def _read(self, index: int) -> tuple[Image.Image, int]:
-        try:
-            file, target, *_ = self.reader[index]
-        except (OSError, tarfile.TarError) as error:
-            raise CorruptImageError(f'expected an image that can be read, got {self._name(index)}: {error}') from error
-        with file:
-            return open_image(file, self._name(index)), target
-
-    def _name(self, index: int) -> str:
-        # An image that a data set of Hugging Face holds as bytes may have no path.
-        return self.filename(index, absolute=True) or f'the image with index {index}'
-
-
-class PartOfDataset(CheckedDataset):
-    """Some images of a map-style data set whose own transform is None.
-
-    Args:
-        indices: Of these images in the data set.
-    """
-
-    def __init__(self, dataset: Any, indices: np.ndarray) -> None:
-        self.dataset, self.indices = dataset, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def _read(self, index: int) -> tuple[Any, int]:
-        place = int(self.indices[index])
-        return self.dataset._read(place) if isinstance(self.dataset, CheckedDataset) else self.dataset[place]
-
-    def _name(self, index: int) -> str:
-        place = int(self.indices[index])
-        return self.dataset._name(place) if isinstance(self.dataset, CheckedDataset) else f'image {place}'
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from torch.utils.data import default_collate
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from aft_vision.data.augment import Augmentation, crop_and_flip_steps
-from aft_vision.data.datasets import CheckedDataset, CorruptImageError
+from aft_vision.data.checked import CheckedDataset
+from aft_vision.data.images import CorruptImageError
 from aft_vision.data.tensor_augment import TensorAugment
 
 _threads = torch.get_num_threads()
