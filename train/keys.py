@@ -1,8 +1,6 @@
 """The keys of an experiment, as its dataclasses declare and describe them."""
 
 import dataclasses
-import inspect
-import re
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,12 +14,8 @@ if __name__ == '__main__':
     CommandParser(DESCRIPTION).parse_args()
 
 from aft_vision.commandline import run_command
-
-ENTRY = re.compile(
-    r'^    (?P<names>[a-z0-9_]+(?:, [a-z0-9_]+)*): (?P<text>.*?)(?=^    \S|^\S|\Z)', re.MULTILINE | re.DOTALL
-)
-
-YAML_WORDS = {'None': 'null', 'True': 'true', 'False': 'false'}
+from train.layers import as_yaml
+from train.model_section import decoder_schema, meanings_of, model_schema
 
 PAGE_HEAD = """# Keys of an experiment
 
@@ -83,9 +77,9 @@ def format_keys(keys: list[Key], width: int = 120) -> str:
 
 def format_page() -> str:
     """Format the keys of every trainer as a page of Markdown."""
+    # A trainer of images needs no library of texts.
     from train.fastformer.schema import text_model_schema
     from train.fastformer.tasks import TASKS
-    from train.model_section import decoder_schema, model_schema
     from train.schema import Config
     from train.sequence_schema import CharConfig, PixelConfig
 
@@ -108,31 +102,6 @@ def _format_table(keys: list[Key]) -> str:
 
 def _default(field: 'dataclasses.Field[Any]') -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def as_yaml(value: Any) -> str:
-    """Return a value as it is written on a command line."""
-    if value is None or isinstance(value, bool):
-        return YAML_WORDS[str(value)]
-    if isinstance(value, (tuple, list)):
-        return f'[{", ".join(map(as_yaml, value))}]'
-    if isinstance(value, dict):
-        return f'{{{", ".join(f"{name}: {as_yaml(each)}" for name, each in value.items())}}}'
-    return repr(value) if value == '' else str(value)
-
-
-def meanings_of(*classes: type) -> dict[str, str]:
-    """Collect what the docstrings of classes and their bases say of their attributes or arguments, in YAML's words."""
-    found: dict[str, str] = {}
-    bases = [base for cls in classes for base in reversed(cls.__mro__)]
-    documented = [each for base in bases for each in (base, vars(base).get('__init__'))]
-    for each in documented:
-        *_, entries = re.split(r'^(?:Attributes|Args):\n', inspect.cleandoc(each.__doc__ or ''), flags=re.MULTILINE)
-        for entry in ENTRY.finditer(entries):
-            for name in entry['names'].split(', '):
-                text = ' '.join(entry['text'].split())
-                found[name] = re.sub(r'\b(?:None|True|False)\b', lambda word: YAML_WORDS[word[0]], text)
-    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:

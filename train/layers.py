@@ -17,6 +17,7 @@ from train.suggest import unknown_key
 # What gave a part of an experiment, and that part; a later layer wins.
 Layer = tuple[str, Mapping[str, Any]]
 COMMAND_LINE = 'command line'
+YAML_WORDS = {'None': 'null', 'True': 'true', 'False': 'false'}
 
 
 def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
@@ -159,3 +160,14 @@ def _read_override(override: str) -> Layer:
     except yaml.YAMLError as error:
         raise ValueError(f'expected a YAML value after = in the override {override!r}, got: {error}') from error
     return COMMAND_LINE, typing.cast(dict[str, Any], layer)
+
+
+def as_yaml(value: Any) -> str:
+    """Return a value as it is written on a command line."""
+    if value is None or isinstance(value, bool):
+        return YAML_WORDS[str(value)]
+    if isinstance(value, (tuple, list)):
+        return f'[{", ".join(map(as_yaml, value))}]'
+    if isinstance(value, dict):
+        return f'{{{", ".join(f"{name}: {as_yaml(each)}" for name, each in value.items())}}}'
+    return repr(value) if value == '' else str(value)

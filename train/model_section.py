@@ -16,8 +16,7 @@ from aft_vision.commandline import say
 from aft_vision.data.ranges import Range, check_range
 from aft_vision.models.autoregressive import AFTDecoder
 from aft_vision.models.decoders import DECODERS, create_decoder
-from train.keys import meanings_of
-from train.layers import COMMAND_LINE, Layer, merge_checked
+from train.layers import COMMAND_LINE, YAML_WORDS, Layer, merge_checked
 from train.suggest import unknown
 
 RESERVED_MODEL_KEYS = {
@@ -43,6 +42,10 @@ WEIGHT_MEANINGS = {
 OF_NAME, OF_TIMM = '(of model.name)', "As of timm's VisionTransformer."
 # Of a pixel or character model: the others every mixer has.
 ARGUMENTS_OF_A_MIXER = ('window', 'bias_dim', 'factorize_bias', 'num_heads')
+# An entry of the section `Args` or `Attributes` of a docstring.
+ENTRY = re.compile(
+    r'^    (?P<names>[a-z0-9_]+(?:, [a-z0-9_]+)*): (?P<text>.*?)(?=^    \S|^\S|\Z)', re.MULTILINE | re.DOTALL
+)
 # What an argument of any model may be, by its name; the first that matches.
 ARGUMENT_RANGES = [
     (r'(^|_)(rate|drop|dropout|prob)$', Range('[0, 1)')),
@@ -224,6 +227,20 @@ def _schema(classes: Sequence[type], more: Mapping[str, Any], reserved: Mapping[
             ),
         ],
     )
+
+
+def meanings_of(*classes: type) -> dict[str, str]:
+    """Collect what the docstrings of classes and their bases say of their attributes or arguments, in YAML's words."""
+    found: dict[str, str] = {}
+    bases = [base for cls in classes for base in reversed(cls.__mro__)]
+    documented = [each for base in bases for each in (base, vars(base).get('__init__'))]
+    for each in documented:
+        *_, entries = re.split(r'^(?:Attributes|Args):\n', inspect.cleandoc(each.__doc__ or ''), flags=re.MULTILINE)
+        for entry in ENTRY.finditer(entries):
+            for name in entry['names'].split(', '):
+                text = ' '.join(entry['text'].split())
+                found[name] = re.sub(r'\b(?:None|True|False)\b', lambda word: YAML_WORDS[word[0]], text)
+    return found
 
 
 def described(name: str, hint: Any, default: str, meaning: str) -> Any:

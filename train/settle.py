@@ -7,8 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from aft_vision.commandline import say
-from train.keys import as_yaml
-from train.layers import Layer, level_of, value_at
+from train.layers import Layer, as_yaml, level_of, value_at
 from train.schema import LR_BATCH_SIZE
 
 # The length of a run by that of its warm-up, where that would be longer.

@@ -8,8 +8,8 @@ from transformers.activations import ACT2FN
 
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.fastformer import ENCODERS, PRESETS, FastformerConfig
-from train.keys import as_yaml, meanings_of
-from train.model_section import check_arguments, described, supported
+from train.layers import as_yaml
+from train.model_section import check_arguments, described, meanings_of, supported
 from train.schema import Experiment, require
 from train.suggest import unknown
 
