@@ -43,7 +43,6 @@ TRITON_MODULES = tuple(
             'common.trial_kernel',
             'common.tuner',
             'common.verify',
-            'common.resources',
         ),
     )
 )
