@@ -134,7 +134,7 @@ def automatic_steps(img_size: tuple[int, int], augment: Augmentation, mean: Sequ
     return _train_stages(img_size, augment, mean, std=(1.0,) * 3)[1]
 
 
-def operations_of(step: Any) -> list[Any]:
+def _operations_of(step: Any) -> list[Any]:
     """List timm's operations in a step of its automatic augmentation; any other step has none."""
     return [*getattr(step, 'ops', ()), *chain.from_iterable(getattr(step, 'policy', ()))]
 
@@ -177,7 +177,7 @@ def _allow_posterize_to_no_bits(steps: list[Any]) -> None:
     At the largest magnitude timm keeps 0 bits. Pillow made such an image black up to version 12, as in the runs that
     the published accuracies come from; version 13 raises.
     """
-    for op in chain.from_iterable(map(operations_of, steps)):
+    for op in chain.from_iterable(map(_operations_of, steps)):
         if op.name.startswith('Posterize'):
             op.aug_fn = _posterize
 

@@ -1,9 +1,8 @@
 """Loaders of labelled images: training with DeiT's augmentation, evaluation with its centre crop."""
 
-import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,14 +11,11 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ScheduledTran
 from timm.data.loader import PrefetchLoader, fast_collate
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
-from aft_vision.data.augment import Augmentation, automatic_steps, eval_transform, train_transform
+from aft_vision.data.augment import Augmentation, eval_transform, train_transform
 from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split, open_train_split
 from aft_vision.data.sampling import EpochSampler, Parts, SeededDataset, SizeSchedule
-from aft_vision.data.tensor_augment import TensorAugment
 
 _logger = logging.getLogger(__name__)
-
-Collate = Callable[[list[Any]], tuple[Any, torch.Tensor]]
 
 
 class Loaders(NamedTuple):
@@ -200,8 +196,7 @@ def _train_loader(
     num_workers: int,
     normalize: _Normalize,
 ) -> PrefetchLoader:
-    on_device = normalize.device.type != 'cpu' and augment.changes_colors
-    transforms, collate = _train_transforms(split, sizes.sizes, augment, normalize.mean, normalize.std, on_device)
+    transforms = [_train_transform(split, size, augment, normalize) for size in sizes.sizes]
     dataset, images = split.dataset, batch_size // parts.total
     if split.is_stream:
         _check_stream(augment, sizes)
@@ -211,34 +206,15 @@ def _train_loader(
     dataset.transform = None
     sampler = EpochSampler(len(dataset), batch_size, seed, augment.repeats, parts, sizes)
     seeded = SeededDataset(ScheduledTransformDataset(dataset, transforms), seed)
-    return _loader(seeded, images, num_workers, normalize, collate, sampler=sampler)
+    return _loader(seeded, images, num_workers, normalize, sampler=sampler)
 
 
-def _train_transforms(
-    split: Split,
-    sizes: Sequence[tuple[int, int]],
-    augment: Augmentation,
-    mean: Sequence[float],
-    std: Sequence[float],
-    on_device: bool,
-) -> tuple[list[Any], Collate]:
-    """Make what happens to a training image at each size, and how such images are batched.
-
-    Args:
-        on_device: Whether the automatic augmentation of FFCV's images is done on the device of the batches, and not in
-            the loading processes, where it is faster than on a CPU's batches. The results are the same.
-    """
+def _train_transform(split: Split, size: tuple[int, int], augment: Augmentation, normalize: _Normalize) -> Any:
     if not split.is_beton:
-        return [train_transform(size, augment, mean, std) for size in sizes], _collate
-    from aft_vision.data.ffcv.loader import TrainTransform, collate_augmented
+        return train_transform(size, augment, normalize.mean, normalize.std)
+    from aft_vision.data.ffcv.loader import TrainTransform
 
-    if not on_device:
-        # timm has a colour jitter of strength 0 too.
-        steps = [automatic_steps(size, augment, mean) if augment.changes_colors else [] for size in sizes]
-        return [TrainTransform(size, augment, each) for size, each in zip(sizes, steps, strict=True)], _collate
-    changes = {size: TensorAugment(augment, size, mean) for size in sizes}
-    transforms = [TrainTransform(size, augment, changes=changes[size]) for size in sizes]
-    return transforms, functools.partial(collate_augmented, changes)
+    return TrainTransform(size, augment, normalize.mean)
 
 
 def _eval_transform(split: Split, img_size: tuple[int, int], crop_pct: float) -> Any:
@@ -281,14 +257,13 @@ def _loader(
     batch_size: int,
     num_workers: int,
     normalize: _Normalize,
-    collate: Collate | None = None,
     **options: Any,
 ) -> PrefetchLoader:
     loader = DataLoader(
         dataset,
         batch_size=batch_size,
         num_workers=num_workers,
-        collate_fn=collate or _collate,
+        collate_fn=_collate,
         pin_memory=normalize.device.type == 'cuda',
         persistent_workers=num_workers > 0,
         worker_init_fn=leave_process_group,

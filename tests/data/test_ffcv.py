@@ -24,7 +24,6 @@ from aft_vision.data import (
     Source,
     create_eval_loader,
     create_loaders,
-    imagenet,
 )
 from aft_vision.data.datasets import open_eval_split, open_train_split
 
@@ -110,30 +109,13 @@ def test_the_same_crops_and_flips_are_drawn_as_from_a_folder(pixels):
 
 
 @pytest.mark.parametrize('policy', ['rand-m9-mstd0.5-inc1', '3a', None])
-@pytest.mark.parametrize('on_device', [False, True])
-def test_augmentation_gives_the_bits_of_a_folder_where_nothing_is_resized(policy, on_device, squares, monkeypatch):
-    # On a CPU it is done in the loading processes; here also as on another device.
-    original = imagenet._train_transforms
-    monkeypatch.setattr(imagenet, '_train_transforms', lambda *args: original(*args[:-1], on_device))
+def test_augmentation_gives_the_bits_of_a_folder_where_nothing_is_resized(policy, squares):
     # Such a crop is the whole image.
     augment = dataclasses.replace(CROP, scale=(1.0, 1.0), auto_augment=policy, color_jitter=0.3)
     options = dict(augment=augment, mean=(0.3, 0.4, 0.5), std=(1, 1, 1))
     for workers in (0, 1):
         loaders = [create_loaders(place, (32, 32), 20, num_workers=workers, **options) for place in squares]
         assert_same_batches(*(list(each.train) for each in loaders))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-def test_images_are_augmented_on_the_device(squares):
-    augment = dataclasses.replace(CROP, scale=(1.0, 1.0), auto_augment='rand-m9-mstd0.5-inc1')
-    loaders = [
-        create_loaders(squares[0], (32, 32), 20, augment=augment, device=device, num_workers=1, **PLAIN)
-        for device in ('cuda', 'cpu')
-    ]
-    found = [(images.cpu(), targets.cpu()) for images, targets in loaders[0].train]
-    for batch, wanted in zip(found, loaders[1].train, strict=True):
-        torch.testing.assert_close(batch, wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize('size', [(32, 32), (32, 64), (64, 32)])
@@ -193,16 +175,6 @@ def test_updates_have_the_sizes_of_the_schedule(clothing):
     options = dict(train_sizes=sizes, accumulate=10)
     shapes = {tuple(images.shape) for epoch in range(3) for images, _ in batches(clothing, epoch=epoch, **options)}
     assert shapes == {(20, 3, 16, 16), (20, 3, 24, 32)}
-
-
-def test_sizes_may_repeat_where_the_device_augments(clothing, monkeypatch):
-    original = imagenet._train_transforms
-    monkeypatch.setattr(imagenet, '_train_transforms', lambda *args: original(*args[:-1], on_device=True))
-    sizes = SizeSchedule(((16, 16), (24, 24), (16, 16)), 'progressive', epochs=3, spread=0, random_mix=0)
-    augment = dataclasses.replace(CROP, auto_augment='rand-m9')
-    for epoch, expected in ((0, 16), (1, 24), (2, 16)):
-        found = batches(clothing, augment=augment, train_sizes=sizes, epoch=epoch)
-        assert {images.shape[2] for images, _ in found} == {expected}
 
 
 def test_writing_gives_the_same_bytes_with_more_processes(tmp_path, clothing):

@@ -6,19 +6,16 @@ processes of a DataLoader, in the order and with the random changes that a folde
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
-from aft_vision.data.augment import Augmentation, crop_and_flip_steps
+from aft_vision.data.augment import Augmentation, automatic_steps, crop_and_flip_steps
 from aft_vision.data.checked import CheckedDataset
 from aft_vision.data.images import CorruptImageError
-from aft_vision.data.tensor_augment import TensorAugment
 
 _threads = torch.get_num_threads()
 try:
@@ -143,13 +140,6 @@ def _read_header(path: Path) -> Reader:
     return reader
 
 
-class AugmentedImage(NamedTuple):
-    """An image (3, H, W), and the steps of its automatic augmentation, which are drawn and not yet done."""
-
-    image: torch.Tensor
-    steps: torch.Tensor
-
-
 class TrainTransform:
     """The random crop, flip and automatic augmentation that timm's transform of the same seed draws.
 
@@ -157,28 +147,22 @@ class TrainTransform:
 
     Args:
         img_size: (H, W) in pixels.
-        steps: The automatic augmentation, done here, as `automatic_steps` lists it.
-        changes: The same, drawn here and done later on the whole batch; only one of the two is given.
+        mean: Of the pixels, per channel, in [0, 1]; the colour of what a rotation leaves empty.
     """
 
-    def __init__(
-        self,
-        img_size: tuple[int, int],
-        augment: Augmentation,
-        steps: Sequence[Any] = (),
-        changes: TensorAugment | None = None,
-    ) -> None:
+    def __init__(self, img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float]) -> None:
         self.crop, *self.flips = crop_and_flip_steps(img_size, augment)
-        self.steps, self.changes = steps, changes
+        # timm has a colour jitter of strength 0 too.
+        self.steps = automatic_steps(img_size, augment, mean) if augment.changes_colors else []
 
-    def __call__(self, image: np.ndarray) -> torch.Tensor | AugmentedImage:
+    def __call__(self, image: np.ndarray) -> torch.Tensor:
         """Change an image.
 
         Args:
             image: (H, W, 3), uint8.
 
         Returns:
-            (3, height, width), uint8; with the steps of the automatic augmentation, if that is done later.
+            (3, height, width), uint8.
         """
         # Of an image, the draw of the crop looks at the size alone.
         shape = torch.empty((3, *image.shape[:2]), device='meta')
@@ -186,8 +170,6 @@ class TrainTransform:
         changed = _resize(image, (top, left, height, width), self.crop.size)
         for flip in self.flips:
             changed = flip(changed)
-        if self.changes is not None:
-            return AugmentedImage(changed, self.changes.draw())
         if self.steps:
             picture = to_pil_image(changed)
             for step in self.steps:
@@ -223,35 +205,3 @@ def _resize(image: np.ndarray, box: tuple[int, int, int, int], size: tuple[int, 
     resized = np.empty((*size, 3), np.uint8)
     resize_crop(image, top, top + height, left, left + width, resized)
     return torch.from_numpy(resized).permute(2, 0, 1).contiguous()
-
-
-@dataclass(frozen=True)
-class AugmentedBatch:
-    """Images (B, 3, H, W), uint8, whose automatic augmentation is done as they are brought to a device.
-
-    It stands where timm's PrefetchLoader expects a tensor.
-    """
-
-    images: torch.Tensor
-    steps: torch.Tensor
-    changes: TensorAugment
-
-    def pin_memory(self) -> 'AugmentedBatch':
-        """Move the images to page-locked memory, as DataLoader asks for."""
-        return replace(self, images=self.images.pin_memory())
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
-        """Give the changed images (B, 3, H, W), uint8, on the device."""
-        return self.changes(self.images.to(device, non_blocking=non_blocking), self.steps)
-
-
-def collate_augmented(
-    changes: dict[tuple[int, int], TensorAugment], samples: list[tuple[AugmentedImage, int]]
-) -> tuple[AugmentedBatch, torch.Tensor]:
-    """Batch images of one size, the steps of their automatic augmentation, and their classes (B,).
-
-    Args:
-        changes: What does the automatic augmentation, by image size (H, W).
-    """
-    images, steps, targets = default_collate([(*sample, target) for sample, target in samples])
-    return AugmentedBatch(images, steps, changes[images.shape[2], images.shape[3]]), targets
