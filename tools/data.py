@@ -7,7 +7,7 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import nn
 
-from aft_vision.data import Source, create_eval_loader
+from aft_vision.data import Preprocessing, Source, create_eval_loader
 from aft_vision.evaluate import check_classes
 
 
@@ -36,15 +36,10 @@ def create_data_loader(
         num_classes=args.num_classes,
         on_corrupt_image='skip' if args.skip_corrupt else 'raise',
     )
+    crop_pct = trained['crop_pct'] if args.crop_pct is None else args.crop_pct
+    preprocessing = Preprocessing(size, crop_pct, trained['mean'], trained['std'])
     loader, class_names = create_eval_loader(
-        source,
-        size,
-        args.batch_size,
-        crop_pct=trained['crop_pct'] if args.crop_pct is None else args.crop_pct,
-        mean=trained['mean'],
-        std=trained['std'],
-        num_workers=args.workers,
-        device=device,
+        source, preprocessing, args.batch_size, num_workers=args.workers, device=device
     )
     check_classes(model, class_names, args.name or args.data)
     return loader, class_names

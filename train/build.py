@@ -10,7 +10,7 @@ from timm.utils import random_seed
 from torch import nn
 
 from aft_vision.commandline import is_user_error
-from aft_vision.data import Loaders, create_eval_loader, create_loaders
+from aft_vision.data import Loaders, Preprocessing, create_eval_loader, create_loaders
 from aft_vision.evaluate import check_classes, initialize_model, load_model
 from aft_vision.models.transfer_source import load_pretrained
 from aft_vision.sizes import check_image_size, has_fixed_input_size
@@ -38,11 +38,8 @@ def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainSt
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
     state = create_state(model, config, updates_per_epoch, len(class_names), world, teacher)
     rebuild = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
-    preprocessing = {
-        'input_size': (3, *(config.data.eval_img_size or config.data.img_size)),
-        'crop_pct': config.data.crop_pct,
-        'interpolation': 'bicubic',
-    }
+    size, crop_pct, *_ = preprocessing_of(config)
+    preprocessing = {'input_size': (3, *size), 'crop_pct': crop_pct, 'interpolation': 'bicubic'}
     described = {'model_name': name, 'model_kwargs': rebuild, 'class_names': class_names, 'data_config': preprocessing}
     return state, described
 
@@ -55,12 +52,9 @@ def build_evaluation(config: Config, run_dir: Path, world: World) -> tuple[nn.Mo
     """
     loader, class_names = create_eval_loader(
         config.data,
-        config.data.eval_img_size or config.data.img_size,
+        preprocessing_of(config),
         config.data.eval_batch_size or config.check_parts(world.size),
-        crop_pct=config.data.crop_pct,
-        **image_statistics(config),
-        rank=world.rank,
-        world_size=world.size,
+        share=world.share(config.optim.accumulate),
         num_workers=config.data.num_workers,
         device=world.device,
     )
@@ -144,25 +138,21 @@ def build_loaders(config: Config, world: World) -> Loaders:
     """Make the loaders of this process, normalised as the model expects."""
     return create_loaders(
         config.data,
-        config.data.img_size,
+        config.size_schedule or config.data.img_size,
         config.data.batch_size,
+        evaluation=preprocessing_of(config),
         eval_batch_size=config.data.eval_batch_size,
-        train_sizes=config.size_schedule,
-        eval_img_size=config.data.eval_img_size,
         augment=config.augment,
-        crop_pct=config.data.crop_pct,
-        **image_statistics(config),
+        share=world.share(config.optim.accumulate),
         seed=config.run.seed,
-        accumulate=config.optim.accumulate,
-        rank=world.rank,
-        world_size=world.size,
         num_workers=config.data.num_workers,
         device=world.device,
     )
 
 
-def image_statistics(config: Config) -> dict[str, Sequence[float]]:
-    """Mean and standard deviation per channel, of pixels in [0, 1], as the model expects them."""
+def preprocessing_of(config: Config) -> Preprocessing:
+    """Return the preprocessing of the validation images, normalised as the model expects."""
     cfg = timm.get_pretrained_cfg(config.model['name']) or PretrainedCfg()
     overlay = config.model.get('pretrained_cfg_overlay') or {}
-    return {'mean': overlay.get('mean', cfg.mean), 'std': overlay.get('std', cfg.std)}
+    mean, std = overlay.get('mean', cfg.mean), overlay.get('std', cfg.std)
+    return Preprocessing(config.data.eval_img_size or config.data.img_size, config.data.crop_pct, mean, std)

@@ -61,8 +61,7 @@ def _collate(loader: Any, draws: Sequence[Draw], device: torch.device) -> Batch:
     """The batch that a loader makes of these samples, on the device."""
     plain = loader.loader if isinstance(loader, PrefetchLoader) else loader
     inputs, targets = plain.collate_fn([loader.dataset[draw] for draw in draws])
-    # On the device first, because some batches are augmented on their way there.
-    inputs = inputs.to(device=device)
+    inputs = inputs.to(device)
     if isinstance(loader, PrefetchLoader):
         inputs = (inputs.to(torch.float32) - loader.mean) / loader.std
     return inputs, targets.to(device)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from timm.utils.distributed import init_distributed_device_so, reduce_tensor
 
+from aft_vision.data import Share
 from aft_vision.evaluate import resolve_device
 
 RENDEZVOUS = 'aft-vision'
@@ -39,6 +40,10 @@ class World:
     def is_distributed(self) -> bool:
         """Whether there is a process group."""
         return dist.is_available() and dist.is_initialized()
+
+    def share(self, accumulate: int) -> Share:
+        """Return what this process has of every update, in so many parts, and of the data that are evaluated."""
+        return Share(self.rank, self.size, accumulate)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """The mean over all processes, the same on each."""

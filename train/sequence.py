@@ -123,17 +123,13 @@ class SequenceData(ABC):
 
     def options(self) -> dict[str, Any]:
         """Arguments that all loaders have in common."""
-        return {
-            'rank': self.world.rank,
-            'world_size': self.world.size,
-            'num_workers': self.config.data.num_workers,
-        }
+        share = self.world.share(self.config.optim.accumulate)
+        return {'share': share, 'num_workers': self.config.data.num_workers}
 
     def train_options(self) -> dict[str, Any]:
         """Arguments of the training loader beside its data."""
         on_cuda = self.world.device.type == 'cuda'
-        config = self.config
-        return {**self.options(), 'seed': config.run.seed, 'accumulate': config.optim.accumulate, 'pin_memory': on_cuda}
+        return {**self.options(), 'seed': self.config.run.seed, 'pin_memory': on_cuda}
 
     @property
     def eval_batch_size(self) -> int:

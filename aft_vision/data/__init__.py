@@ -3,10 +3,10 @@
 from aft_vision.data.augment import Augmentation, BatchAugmentation
 from aft_vision.data.bytes import VOCABULARIES, Text, read_text
 from aft_vision.data.datasets import Source
-from aft_vision.data.imagenet import Loaders, create_eval_loader, create_loaders
+from aft_vision.data.imagenet import Loaders, Preprocessing, create_eval_loader, create_loaders
 from aft_vision.data.images import CorruptImageError, open_image
 from aft_vision.data.pixels import PixelAugmentation, images_to_tokens, read_cifar10
-from aft_vision.data.sampling import STEP, Draw, SizeSchedule, derive_seed
+from aft_vision.data.sampling import STEP, Draw, Share, SizeSchedule, derive_seed
 from aft_vision.data.sequences import (
     IGNORED,
     char_eval_loader,
@@ -26,6 +26,8 @@ __all__ = [
     'Draw',
     'Loaders',
     'PixelAugmentation',
+    'Preprocessing',
+    'Share',
     'SizeSchedule',
     'Source',
     'Text',

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ScheduledTransformDataset
 from timm.data.loader import PrefetchLoader, fast_collate
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from aft_vision.data.augment import Augmentation, eval_transform, train_transform
 from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split, open_train_split
-from aft_vision.data.sampling import EpochSampler, Parts, SeededDataset, SizeSchedule
+from aft_vision.data.sampling import EpochSampler, SeededDataset, Share, SizeSchedule
 
 _logger = logging.getLogger(__name__)
 
@@ -55,45 +55,50 @@ class Loaders(NamedTuple):
             dataset.set_epoch(epoch)
 
 
+class Preprocessing(NamedTuple):
+    """What happens to an image on its way to a model; resizing is bicubic, except that of FFCV files.
+
+    Attributes:
+        size: (H, W) in pixels.
+        crop_pct: Side of the evaluation crop relative to the resized image, in (0, 1].
+        mean, std: Per channel, of pixels in [0, 1].
+    """
+
+    size: tuple[int, int]
+    crop_pct: float = 0.875
+    mean: Sequence[float] = IMAGENET_DEFAULT_MEAN
+    std: Sequence[float] = IMAGENET_DEFAULT_STD
+
+
 def create_loaders(
     source: Source | str | Path,
-    img_size: tuple[int, int],
+    train_size: tuple[int, int] | SizeSchedule,
     batch_size: int,
     *,
+    evaluation: Preprocessing | None = None,
     eval_batch_size: int | None = None,
-    train_sizes: SizeSchedule | None = None,
-    eval_img_size: tuple[int, int] | None = None,
     augment: Augmentation | None = None,
-    crop_pct: float = 0.875,
-    mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
-    std: Sequence[float] = IMAGENET_DEFAULT_STD,
+    share: Share | None = None,
     seed: int = 0,
-    accumulate: int = 1,
-    rank: int = 0,
-    world_size: int = 1,
     num_workers: int = 4,
     device: torch.device | str = 'cpu',
 ) -> Loaders:
     """Make the training and validation loaders of a data set.
 
     Order and random changes of the training images depend on `seed`, the epoch of `Loaders.set_epoch` and the image
-    alone, not on `num_workers`, `accumulate` or `world_size` (but for streamed data sets, whose readers decide).
+    alone, not on `num_workers` or `share` (except for streamed data sets, whose readers decide).
 
     Args:
         source: A directory or tar file, or a Source with more to say.
-        img_size: (H, W) in pixels, of both splits.
+        train_size: (H, W) in pixels of the training images, or the sizes that the updates have in turn.
         batch_size: Images per update, over all processes and accumulation steps; the last incomplete one of an epoch
             is dropped.
+        evaluation: Of the validation images; training images are normalised in the same way. By default they have the
+            last size of the training images, and ImageNet's mean and standard deviation.
         eval_batch_size: Images per validation batch; those of a training batch by default.
-        train_sizes: Sizes that the updates have in turn, in place of `img_size`.
-        eval_img_size: (H, W) in pixels of the validation images, where it is another.
         augment: Random changes to the training images; DeiT's by default. Erasing, mixup and cutmix are left to
             BatchAugmentation.
-        crop_pct: Side of the validation crop relative to the resized image, in (0, 1].
-        mean, std: Per channel, of pixels in [0, 1].
-        accumulate: Batches that this process makes of its share of an update.
-        rank, world_size: This process and the number of them; each has its share of every update and of the
-            validation images.
+        share: Of this process in every update and in the validation images; all of them by default.
         num_workers: Decoding processes per loader; 0 decodes in this process.
         device: Where the batches arrive, normalised.
 
@@ -105,25 +110,19 @@ def create_loaders(
             splits differ, an update is larger than the training split or cannot be shared out evenly, or an option
             does not suit the data set.
     """
-    source = as_source(source)
-    augment = augment or Augmentation()
-    parts = Parts(accumulate * world_size, accumulate * rank, accumulate)
-    if batch_size % parts.total:
-        raise ValueError(
-            f'batch size must be a multiple of {parts.total}, which is accumulate * world_size, got {batch_size}'
-        )
-    eval_batch_size = eval_batch_size or batch_size // parts.total
-    train = open_train_split(source, batch_size // parts.total, seed)
-    validation = open_eval_split(source, eval_batch_size)
+    source, share = as_source(source), share or Share()
+    sizes = train_size if isinstance(train_size, SizeSchedule) else SizeSchedule((train_size,))
+    evaluation = evaluation or Preprocessing(sizes.sizes[-1])
+    images = share.part_size(batch_size)
+    train = open_train_split(source, images, seed)
+    validation = open_eval_split(source, eval_batch_size or images)
     check_same_classes(train.class_names, validation.class_names)
-    if rank == 0:
+    if share.rank == 0:
         _warn(source, train, validation)
-    normalize = _Normalize(tuple(mean), tuple(std), torch.device(device))
-    sizes = train_sizes or SizeSchedule((img_size,))
-    shard = None if world_size == 1 else (rank, world_size)
+    read = _Reading(evaluation, num_workers, torch.device(device))
     return Loaders(
-        _train_loader(train, sizes, augment, batch_size, seed, parts, num_workers, normalize),
-        _eval_loader(validation, eval_img_size or img_size, eval_batch_size, crop_pct, num_workers, normalize, shard),
+        _train_loader(train, sizes, augment or Augmentation(), batch_size, seed, share, read),
+        _eval_loader(validation, eval_batch_size or images, share, read),
         train.class_names,
         f'training: {train.describe()}; validation: {validation.describe()}',
     )
@@ -131,30 +130,30 @@ def create_loaders(
 
 def create_eval_loader(
     source: Source | str | Path,
-    img_size: tuple[int, int],
+    preprocessing: Preprocessing | tuple[int, int],
     batch_size: int,
     *,
-    crop_pct: float = 0.875,
-    mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
-    std: Sequence[float] = IMAGENET_DEFAULT_STD,
-    rank: int = 0,
-    world_size: int = 1,
+    share: Share | None = None,
     num_workers: int = 4,
     device: torch.device | str = 'cpu',
 ) -> tuple[Any, list[str]]:
-    """Make the validation loader alone; arguments and errors as `create_loaders`.
+    """Make the validation loader only; arguments and errors as `create_loaders`.
+
+    Args:
+        preprocessing: Of the images; (H, W) stands for that of ImageNet models at this size.
 
     Returns:
         The loader, every image of this process once and in file order, and the class names in the order of their
         indices.
     """
-    source = as_source(source)
+    source, share = as_source(source), share or Share()
     split = open_eval_split(source, batch_size)
-    if rank == 0:
+    if share.rank == 0:
         _warn(source, split)
-    normalize = _Normalize(tuple(mean), tuple(std), torch.device(device))
-    shard = None if world_size == 1 else (rank, world_size)
-    return _eval_loader(split, img_size, batch_size, crop_pct, num_workers, normalize, shard), split.class_names
+    if not isinstance(preprocessing, Preprocessing):
+        preprocessing = Preprocessing(preprocessing)
+    read = _Reading(preprocessing, num_workers, torch.device(device))
+    return _eval_loader(split, batch_size, share, read), split.class_names
 
 
 def as_source(source: Source | str | Path) -> Source:
@@ -171,11 +170,11 @@ def _warn(source: Source, *splits: Split) -> None:
         _logger.warning('%s has one class, %s, so every prediction is right', place, splits[0].class_names[0])
 
 
-class _Normalize(NamedTuple):
-    """What happens to a batch of uint8 images on its way to the device."""
+class _Reading(NamedTuple):
+    """How images are read: normalised by the same figures in both loaders, and by as many processes."""
 
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    preprocessing: Preprocessing
+    num_workers: int
     device: torch.device
 
 
@@ -192,84 +191,67 @@ def _train_loader(
     augment: Augmentation,
     batch_size: int,
     seed: int,
-    parts: Parts,
-    num_workers: int,
-    normalize: _Normalize,
+    share: Share,
+    read: _Reading,
 ) -> PrefetchLoader:
-    transforms = [_train_transform(split, size, augment, normalize) for size in sizes.sizes]
-    dataset, images = split.dataset, batch_size // parts.total
+    transforms = [_train_transform(split, size, augment, read.preprocessing) for size in sizes.sizes]
+    dataset, images = split.dataset, share.part_size(batch_size)
     if split.is_stream:
         _check_stream(augment, sizes)
         dataset.transform = transforms[0]
-        dataset.set_loader_cfg(num_workers=num_workers)
-        return _loader(dataset, images, num_workers, normalize, drop_last=True)
+        dataset.set_loader_cfg(num_workers=read.num_workers)
+        return _loader(dataset, images, read, drop_last=True)
     dataset.transform = None
-    sampler = EpochSampler(len(dataset), batch_size, seed, augment.repeats, parts, sizes)
+    sampler = EpochSampler(len(dataset), batch_size, seed, augment.repeats, share, sizes)
     seeded = SeededDataset(ScheduledTransformDataset(dataset, transforms), seed)
-    return _loader(seeded, images, num_workers, normalize, sampler=sampler)
+    return _loader(seeded, images, read, sampler=sampler)
 
 
-def _train_transform(split: Split, size: tuple[int, int], augment: Augmentation, normalize: _Normalize) -> Any:
+def _train_transform(split: Split, size: tuple[int, int], augment: Augmentation, of_both: Preprocessing) -> Any:
     if not split.is_beton:
-        return train_transform(size, augment, normalize.mean, normalize.std)
+        return train_transform(size, augment, of_both.mean, of_both.std)
     from aft_vision.data.ffcv.loader import TrainTransform
 
-    return TrainTransform(size, augment, normalize.mean)
+    return TrainTransform(size, augment, of_both.mean)
 
 
-def _eval_transform(split: Split, img_size: tuple[int, int], crop_pct: float) -> Any:
+def _eval_transform(split: Split, preprocessing: Preprocessing) -> Any:
     if not split.is_beton:
-        return eval_transform(img_size, crop_pct)
+        return eval_transform(preprocessing.size, preprocessing.crop_pct)
     from aft_vision.data.ffcv.loader import EvalTransform
 
-    return EvalTransform(img_size, crop_pct)
+    return EvalTransform(preprocessing.size, preprocessing.crop_pct)
 
 
-def _eval_loader(
-    split: Split,
-    img_size: tuple[int, int],
-    batch_size: int,
-    crop_pct: float,
-    num_workers: int,
-    normalize: _Normalize,
-    shard: tuple[int, int] | None = None,
-) -> PrefetchLoader:
+def _eval_loader(split: Split, batch_size: int, share: Share, read: _Reading) -> PrefetchLoader:
     if batch_size < 1:
         raise ValueError(f'evaluation batch size must be at least 1, got {batch_size}')
     dataset = split.dataset
-    dataset.transform = _eval_transform(split, img_size, crop_pct)
-    if split.is_stream:
-        if shard is not None:
-            raise ValueError(
-                'expected one process for a streamed data set, whose readers neither share the images out exactly nor '
-                f'end together, got {shard[1]}'
-            )
-        dataset.set_loader_cfg(num_workers=num_workers)
-    elif shard is not None:
-        rank, world_size = shard
-        # Nothing is padded, so every image counts once; the shares may differ by one image.
-        dataset = Subset(dataset, range(rank, len(dataset), world_size))
-    return _loader(dataset, batch_size, num_workers, normalize)
+    dataset.transform = _eval_transform(split, read.preprocessing)
+    if not split.is_stream:
+        return _loader(share.of_evaluation(dataset), batch_size, read)
+    if share.world_size > 1:
+        raise ValueError(
+            'expected one process for a streamed data set, whose readers neither share the images out exactly nor '
+            f'end together, got {share.world_size}'
+        )
+    dataset.set_loader_cfg(num_workers=read.num_workers)
+    return _loader(dataset, batch_size, read)
 
 
-def _loader(
-    dataset: Dataset,
-    batch_size: int,
-    num_workers: int,
-    normalize: _Normalize,
-    **options: Any,
-) -> PrefetchLoader:
+def _loader(dataset: Dataset, batch_size: int, read: _Reading, **options: Any) -> PrefetchLoader:
     loader = DataLoader(
         dataset,
         batch_size=batch_size,
-        num_workers=num_workers,
+        num_workers=read.num_workers,
         collate_fn=_collate,
-        pin_memory=normalize.device.type == 'cuda',
-        persistent_workers=num_workers > 0,
+        pin_memory=read.device.type == 'cuda',
+        persistent_workers=read.num_workers > 0,
         worker_init_fn=leave_process_group,
         **options,
     )
-    return PrefetchLoader(loader, mean=normalize.mean, std=normalize.std, device=normalize.device)
+    mean, std = tuple(read.preprocessing.mean), tuple(read.preprocessing.std)
+    return PrefetchLoader(loader, mean=mean, std=std, device=read.device)
 
 
 def leave_process_group(worker: int) -> None:

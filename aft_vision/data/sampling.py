@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from timm.data import ScheduledBatchSampler
-from torch.utils.data import Dataset, Sampler, SequentialSampler, get_worker_info
+from torch.utils.data import Dataset, Sampler, SequentialSampler, Subset, get_worker_info
 
 # What a derived seed is for; keeps the streams of one run apart.
 ORDER, SAMPLE, STEP, SIZE, DIVISION = 1, 2, 3, 4, 5
@@ -74,24 +74,41 @@ class SizeSchedule:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The share that this process has in the batch of every update.
+class Share:
+    """The share that a process has in the batch of every update, and in the data that are evaluated.
 
-    A batch is dealt out to `total` parts like cards, so that the repeats of an image come into different parts. The
-    parts of all processes and all accumulation steps make the batch, whatever their number.
+    A batch is dealt out to `parts` like cards, so that the repeats of an image come into different parts. The parts of
+    all processes and all accumulation steps make the batch, whatever their number.
 
     Attributes:
-        total: Parts of a batch, over all processes.
-        first, count: The parts of this process: `count` from `first` on, one after the other.
+        rank, world_size: This process and the number of them.
+        accumulate: Parts that each process makes of its share of an update.
     """
 
-    total: int = 1
-    first: int = 0
-    count: int = 1
+    rank: int = 0
+    world_size: int = 1
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.first < self.first + self.count <= self.total:
-            raise ValueError(f'expected count parts from first on, within total, got {self}')
+        if not 0 <= self.rank < self.world_size or self.accumulate < 1:
+            raise ValueError(f'expected rank in [0, world_size) and accumulate of at least 1, got {self}')
+
+    @property
+    def parts(self) -> int:
+        """Parts of a batch, over all processes."""
+        return self.world_size * self.accumulate
+
+    def part_size(self, batch_size: int) -> int:
+        """Return the samples of a part; raise a ValueError if the parts of a batch would differ in size."""
+        if batch_size % self.parts:
+            raise ValueError(
+                f'batch size must be a multiple of {self.parts}, which is accumulate * world_size, got {batch_size}'
+            )
+        return batch_size // self.parts
+
+    def of_evaluation(self, dataset: Any) -> Any:
+        """Return what this process evaluates: nothing is padded, so the shares may differ by one sample."""
+        return dataset if self.world_size == 1 else Subset(dataset, range(self.rank, len(dataset), self.world_size))
 
 
 class EpochSampler(Sampler[Draw]):
@@ -102,7 +119,7 @@ class EpochSampler(Sampler[Draw]):
         batch_size: Images of an update, over all parts.
         seed: At least 0.
         repeats: Occurrences in a row of each image that is drawn; an epoch draws one image in `repeats`.
-        parts: The parts of each batch that this process draws.
+        share: What this process draws of each batch.
         sizes: Which image sizes the updates have; None for one.
 
     Raises:
@@ -115,15 +132,14 @@ class EpochSampler(Sampler[Draw]):
         batch_size: int,
         seed: int,
         repeats: int = 1,
-        parts: Parts | None = None,
+        share: Share | None = None,
         sizes: SizeSchedule | None = None,
     ) -> None:
-        self.parts = parts or Parts()
+        self.share = share or Share()
         self.sizes = sizes
         if not 0 < batch_size <= size:
             raise ValueError(f'batch size must be in [1, {size}], the number of training images, got {batch_size}')
-        if batch_size % self.parts.total:
-            raise ValueError(f'batch size must be a multiple of its {self.parts.total} parts, got {batch_size}')
+        self.part_size = self.share.part_size(batch_size)
         self.size, self.batch_size, self.seed, self.repeats = size, batch_size, seed, repeats
         self.epoch = self.first_update = 0
         self.size_choice: int | None = None
@@ -151,7 +167,7 @@ class EpochSampler(Sampler[Draw]):
             yield from self._draws(order, choices, update)
 
     def __len__(self) -> int:
-        return (self.updates - self.first_update) * self.batch_size // self.parts.total * self.parts.count
+        return (self.updates - self.first_update) * self.part_size * self.share.accumulate
 
     def _order(self) -> np.ndarray:
         return np.random.default_rng((ORDER, self.seed, self.epoch)).permutation(self.size)
@@ -162,11 +178,11 @@ class EpochSampler(Sampler[Draw]):
         return self.sizes.choices(self.seed, self.epoch, self.updates)
 
     def _draws(self, order: np.ndarray, choices: list[int], update: int) -> list[Draw]:
-        start, parts = update * self.batch_size, self.parts
+        start, share = update * self.batch_size, self.share
         return [
             Draw(self.epoch, int(order[position // self.repeats]), position % self.repeats, choices[update])
-            for part in range(parts.first, parts.first + parts.count)
-            for position in range(start + part, start + self.batch_size, parts.total)
+            for part in range(share.rank * share.accumulate, (share.rank + 1) * share.accumulate)
+            for position in range(start + part, start + self.batch_size, share.parts)
         ]
 
 

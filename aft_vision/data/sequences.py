@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 from aft_vision.data.imagenet import leave_process_group
 from aft_vision.data.pixels import PixelAugmentation, images_to_tokens
-from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Parts, derive_seed
+from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Share, derive_seed
 
 # The target of a token that does not count, as torch's cross-entropy has it.
 IGNORED = -100
@@ -118,9 +118,7 @@ def pixel_train_loader(
     batch_size: int,
     *,
     seed: int = 0,
-    accumulate: int = 1,
-    rank: int = 0,
-    world_size: int = 1,
+    share: Share | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader:
@@ -134,8 +132,7 @@ def pixel_train_loader(
         ValueError: there are fewer images than that, or they cannot be shared out evenly.
     """
     dataset = PixelDataset(images, augment, seed)
-    parts = Parts(accumulate * world_size, accumulate * rank, accumulate)
-    return _train_loader(dataset, batch_size, seed, parts, num_workers, pin_memory)
+    return _train_loader(dataset, batch_size, seed, share or Share(), num_workers, pin_memory)
 
 
 def char_train_loader(
@@ -144,9 +141,7 @@ def char_train_loader(
     batch_size: int,
     *,
     seed: int = 0,
-    accumulate: int = 1,
-    rank: int = 0,
-    world_size: int = 1,
+    share: Share | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader:
@@ -156,15 +151,14 @@ def char_train_loader(
         ValueError: the text has room for fewer windows than an update has, or they cannot be shared out evenly.
     """
     dataset = WindowDataset(text, context, seed)
-    parts = Parts(accumulate * world_size, accumulate * rank, accumulate)
-    return _train_loader(dataset, batch_size, seed, parts, num_workers, pin_memory)
+    return _train_loader(dataset, batch_size, seed, share or Share(), num_workers, pin_memory)
 
 
 def pixel_eval_loader(
-    images: np.ndarray, batch_size: int, *, rank: int = 0, world_size: int = 1, num_workers: int = 0
+    images: np.ndarray, batch_size: int, *, share: Share | None = None, num_workers: int = 0
 ) -> DataLoader:
     """Make the loader of the images of this process, each once: tokens (B, 3072) twice."""
-    return _eval_loader(EvalDataset(images_to_tokens(images)), batch_size, rank, world_size, num_workers)
+    return _eval_loader(EvalDataset(images_to_tokens(images)), batch_size, share or Share(), num_workers)
 
 
 def char_eval_loader(
@@ -173,8 +167,7 @@ def char_eval_loader(
     batch_size: int,
     *,
     stride: int | None = None,
-    rank: int = 0,
-    world_size: int = 1,
+    share: Share | None = None,
     num_workers: int = 0,
 ) -> DataLoader:
     """Make the loader of the windows of this process, of a text (n,), as `sliding_windows` places them.
@@ -182,7 +175,7 @@ def char_eval_loader(
     Targets that do not count, because another window has them, are -100.
     """
     windows = sliding_windows(len(text), context, stride)
-    return _eval_loader(EvalDataset(text, windows, context), batch_size, rank, world_size, num_workers)
+    return _eval_loader(EvalDataset(text, windows, context), batch_size, share or Share(), num_workers)
 
 
 def _generator(seed: int, draw: Draw) -> np.random.Generator:
@@ -190,12 +183,12 @@ def _generator(seed: int, draw: Draw) -> np.random.Generator:
 
 
 def _train_loader(
-    dataset: Any, batch_size: int, seed: int, parts: Parts, num_workers: int, pin_memory: bool
+    dataset: Any, batch_size: int, seed: int, share: Share, num_workers: int, pin_memory: bool
 ) -> DataLoader:
     return DataLoader(
         dataset,
-        batch_size=batch_size // parts.total,
-        sampler=EpochSampler(len(dataset), batch_size, seed, parts=parts),
+        batch_size=share.part_size(batch_size),
+        sampler=EpochSampler(len(dataset), batch_size, seed, share=share),
         collate_fn=_collate,
         num_workers=num_workers,
         pin_memory=pin_memory,
@@ -204,11 +197,9 @@ def _train_loader(
     )
 
 
-def _eval_loader(dataset: Any, batch_size: int, rank: int, world_size: int, num_workers: int) -> DataLoader:
-    # Nothing is padded, so every token counts once; the shares may differ by one sequence.
-    share = dataset if world_size == 1 else Subset(dataset, range(rank, len(dataset), world_size))
+def _eval_loader(dataset: Any, batch_size: int, share: Share, num_workers: int) -> DataLoader:
     return DataLoader(
-        share,
+        share.of_evaluation(dataset),
         batch_size=batch_size,
         collate_fn=_collate_counted,
         num_workers=num_workers,

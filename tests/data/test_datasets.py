@@ -12,10 +12,18 @@ from helpers import NO_AUGMENTATION, make_folder
 from PIL import Image
 from torchvision.datasets import CIFAR10
 
-from aft_vision.data import Augmentation, CorruptImageError, Source, create_eval_loader, create_loaders
+from aft_vision.data import (
+    Augmentation,
+    CorruptImageError,
+    Preprocessing,
+    Share,
+    Source,
+    create_eval_loader,
+    create_loaders,
+)
 from aft_vision.data.datasets import find_split, open_eval_split, open_train_split
 
-PLAIN = dict(num_workers=0, mean=(0, 0, 0), std=(1, 1, 1), crop_pct=1.0)
+PLAIN = Preprocessing((16, 16), crop_pct=1.0, mean=(0, 0, 0), std=(1, 1, 1))
 
 
 def make_tar(path: Path, folder: Path, prefix: str = '') -> Path:
@@ -26,7 +34,7 @@ def make_tar(path: Path, folder: Path, prefix: str = '') -> Path:
 
 def evaluate(source: Source) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """Mean pixel and class of every evaluation image."""
-    loader, names = create_eval_loader(source, (16, 16), 4, **PLAIN)
+    loader, names = create_eval_loader(source, PLAIN, 4, num_workers=0)
     images, targets = (torch.cat(parts) for parts in zip(*loader, strict=True))
     return images.mean(dim=(1, 2, 3)) * 255 / 20, targets, names
 
@@ -198,7 +206,7 @@ def test_a_stream_without_the_number_of_its_classes_asks_for_it(shards):
 def test_a_stream_is_not_evaluated_by_several_processes(shards):
     source = Source(name='wds/', dir=shards, num_classes=3)
     with pytest.raises(ValueError, match=r'expected one process for a streamed data set, .* got 2'):
-        create_loaders(source, (16, 16), 2, augment=Augmentation(repeats=1), world_size=2, num_workers=0)
+        create_loaders(source, (16, 16), 2, augment=Augmentation(repeats=1), share=Share(0, 2), num_workers=0)
 
 
 def test_a_stream_cannot_repeat_images(shards):
@@ -374,7 +382,7 @@ def test_classes_that_differ_in_case_alone_are_rejected(tmp_path, as_tar):
 
 def test_a_tar_is_read_by_several_processes(tmp_path):
     tar = make_tar(tmp_path / 'all.tar', make_folder(tmp_path / 'images', CLASSES, images=9))
-    loader, _ = create_eval_loader(tar, (16, 16), 4, **{**PLAIN, 'num_workers': 2})
+    loader, _ = create_eval_loader(tar, PLAIN, 4, num_workers=2)
     images, targets = (torch.cat(parts) for parts in zip(*loader, strict=True))
     torch.testing.assert_close(images.mean(dim=(1, 2, 3)) * 255 / 20, targets.float(), rtol=0, atol=0.05)
     assert len(targets) == 27
@@ -432,7 +440,13 @@ def make_numbered(root: Path, counts: dict[str, int]) -> Path:
 def divide(source: Source, **options: Any) -> tuple[list[int], list[int], list[int]]:
     """The images of the training and of the validation loader, by their grey values, and the classes of the latter."""
     loaders = create_loaders(
-        source, (16, 16), options.pop('batch_size', 1), augment=NO_AUGMENTATION, **PLAIN, **options
+        source,
+        PLAIN.size,
+        options.pop('batch_size', 1),
+        evaluation=PLAIN,
+        augment=NO_AUGMENTATION,
+        num_workers=0,
+        **options,
     )
     loaders.set_epoch(0)
     trained = [round(255 * float(image.mean())) for images, _ in loaders.train for image in images]
@@ -471,7 +485,7 @@ def test_a_share_of_the_training_images_is_held_apart_by_class(tmp_path, layout)
 def test_processes_share_out_the_held_images(tmp_path):
     source = Source(dir=str(make_numbered(tmp_path, COUNTS)), val_share=0.2)
     trained, held, _ = divide(source)
-    parts = [divide(source, rank=rank, world_size=2, batch_size=2) for rank in range(2)]
+    parts = [divide(source, share=Share(rank, 2), batch_size=2) for rank in range(2)]
     assert sorted(parts[0][1] + parts[1][1]) == sorted(held)
     assert not set(held) & {*parts[0][0], *parts[1][0]}
     assert len({*parts[0][0], *parts[1][0]}) >= len(trained) - 1
@@ -479,7 +493,7 @@ def test_processes_share_out_the_held_images(tmp_path):
 
 def test_the_evaluation_loader_has_the_images_that_training_held_apart(tmp_path):
     source = Source(dir=str(make_numbered(tmp_path, COUNTS)), val_share=0.2)
-    loader, names = create_eval_loader(source, (16, 16), 4, **PLAIN)
+    loader, names = create_eval_loader(source, PLAIN, 4, num_workers=0)
     assert [round(255 * float(image.mean())) for images, _ in loader for image in images] == divide(source)[1]
     assert names == ['a', 'b', 'c', 'd']
 
@@ -600,7 +614,9 @@ def test_turned_photographs_are_trained_and_evaluated_upright(tmp_path, suffix, 
         for orientation in (1, 3, 6, 8):
             save_turned(root / split / 'a' / f'{orientation}.{suffix}', orientation)
     root = make_tar(tmp_path / 'all.tar', root) if as_tar else root
-    loaders = create_loaders(root, (32, 32), 4, augment=NO_AUGMENTATION, **PLAIN)
+    loaders = create_loaders(
+        root, (32, 32), 4, evaluation=PLAIN._replace(size=(32, 32)), augment=NO_AUGMENTATION, num_workers=0
+    )
     for loader in (loaders.train, loaders.validation):
         ((images, _),) = loader
         assert images.shape == (4, 3, 32, 32)

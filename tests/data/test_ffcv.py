@@ -20,6 +20,8 @@ from PIL import Image
 from aft_vision.data import (
     Augmentation,
     CorruptImageError,
+    Preprocessing,
+    Share,
     SizeSchedule,
     Source,
     create_eval_loader,
@@ -37,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 CLOTHING = ROOT / 'tests' / 'assets' / 'clothing'
 # A crop and a flip, each image once.
 CROP = Augmentation(auto_augment=None, color_jitter=0, repeats=1, random_erasing=0, mixup=0, cutmix=0)
-PLAIN = dict(mean=(0, 0, 0), std=(1, 1, 1))
+PLAIN = Preprocessing((32, 32), mean=(0, 0, 0), std=(1, 1, 1))
 
 
 def make_photographs(root: Path, size: tuple[int, int]) -> None:
@@ -69,8 +71,9 @@ def pixels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_beton(tmp_path_factory.mktemp('pixels'), options=BetonOptions(raw_share=1.0))
 
 
-def batches(folder: Path, workers: int = 0, epoch: int = 0, first: int = 0, **options) -> list[tuple]:
-    loaders = create_loaders(folder, (32, 32), 200, **{'augment': CROP, 'num_workers': workers, **PLAIN, **options})
+def batches(folder: Path, workers: int = 0, epoch: int = 0, first: int = 0, sizes=(32, 32), **options) -> list[tuple]:
+    options = {'augment': CROP, 'num_workers': workers, 'evaluation': PLAIN, **options}
+    loaders = create_loaders(folder, sizes, 200, **options)
     loaders.set_epoch(epoch, first)
     return list(loaders.train)
 
@@ -112,7 +115,7 @@ def test_the_same_crops_and_flips_are_drawn_as_from_a_folder(pixels):
 def test_augmentation_gives_the_bits_of_a_folder_where_nothing_is_resized(policy, squares):
     # Such a crop is the whole image.
     augment = dataclasses.replace(CROP, scale=(1.0, 1.0), auto_augment=policy, color_jitter=0.3)
-    options = dict(augment=augment, mean=(0.3, 0.4, 0.5), std=(1, 1, 1))
+    options = dict(augment=augment, evaluation=PLAIN._replace(mean=(0.3, 0.4, 0.5)))
     for workers in (0, 1):
         loaders = [create_loaders(place, (32, 32), 20, num_workers=workers, **options) for place in squares]
         assert_same_batches(*(list(each.train) for each in loaders))
@@ -120,7 +123,8 @@ def test_augmentation_gives_the_bits_of_a_folder_where_nothing_is_resized(policy
 
 @pytest.mark.parametrize('size', [(32, 32), (32, 64), (64, 32)])
 def test_the_evaluation_crop_is_that_of_a_folder(pixels, size):
-    loaders = [create_eval_loader(folder, size, 200, num_workers=0, **PLAIN)[0] for folder in (pixels, CLOTHING)]
+    places = (pixels, CLOTHING)
+    loaders = [create_eval_loader(place, PLAIN._replace(size=size), 200, num_workers=0)[0] for place in places]
     (images, targets), (wanted, expected) = (next(iter(loader)) for loader in loaders)
     assert targets.tolist() == expected.tolist()
     # The box is rounded to pixels of these small images, and resized by INTER_AREA for bicubic.
@@ -146,8 +150,8 @@ def test_epochs_differ_and_one_that_goes_on_has_the_rest_of_its_images(clothing)
 
 
 def test_two_processes_have_the_images_of_one(clothing):
-    whole = batches(clothing, accumulate=2)
-    parts = [batches(clothing, rank=rank, world_size=2) for rank in range(2)]
+    whole = batches(clothing, share=Share(accumulate=2))
+    parts = [batches(clothing, share=Share(rank, 2)) for rank in range(2)]
     assert_same_batches([part for pair in zip(*parts, strict=True) for part in pair], whole)
 
 
@@ -155,7 +159,7 @@ def test_each_image_is_evaluated_once_whatever_the_number_of_processes(clothing)
     found = []
     for rank in range(3):
         loaders = create_loaders(
-            clothing, (16, 16), 6, augment=CROP, eval_batch_size=7, rank=rank, world_size=3, num_workers=0
+            clothing, (16, 16), 6, augment=CROP, eval_batch_size=7, share=Share(rank, 3), num_workers=0
         )
         found += [image for images, _ in loaders.validation for image in images]
     whole = torch.cat([images for images, _ in create_eval_loader(clothing, (16, 16), 50, num_workers=0)[0]])
@@ -172,7 +176,7 @@ def test_images_are_repeated_with_other_changes(clothing):
 def test_updates_have_the_sizes_of_the_schedule(clothing):
     # A size may come twice.
     sizes = SizeSchedule(((16, 16), (24, 32), (16, 16)))
-    options = dict(train_sizes=sizes, accumulate=10)
+    options = dict(sizes=sizes, share=Share(accumulate=10))
     shapes = {tuple(images.shape) for epoch in range(3) for images, _ in batches(clothing, epoch=epoch, **options)}
     assert shapes == {(20, 3, 16, 16), (20, 3, 24, 32)}
 
@@ -219,7 +223,7 @@ def test_importing_ffcv_leaves_the_threads_of_torch_alone():
 
 def test_a_loader_that_is_left_early_leaves_no_thread_and_starts_anew(clothing):
     expected, threads = batches(clothing), threading.active_count()
-    loaders = create_loaders(clothing, (32, 32), 200, augment=CROP, num_workers=1, **PLAIN)
+    loaders = create_loaders(clothing, (32, 32), 200, augment=CROP, num_workers=1)
     for _ in range(3):
         loaders.set_epoch(0)
         for batch in loaders.train:
@@ -301,7 +305,7 @@ def test_a_file_that_ffcv_wrote_is_read_with_numbers_for_class_names(tmp_path):
         writer.from_indexed_dataset(images, chunksize=1)
     assert create_loaders(tmp_path, (8, 8), 2, augment=CROP, num_workers=0).class_names == ['0', '1', '2', '3']
     more = Source(dir=str(tmp_path), num_classes=6)
-    loaders = create_loaders(more, (8, 8), 4, augment=NO_AUGMENTATION, num_workers=0, **PLAIN)
+    loaders = create_loaders(more, (8, 8), 4, augment=NO_AUGMENTATION, num_workers=0, evaluation=PLAIN)
     assert loaders.class_names[-1] == '5'
     images, targets = next(iter(loaders.train))
     torch.testing.assert_close(images.mean(dim=(1, 2, 3)), targets * 10 / 255)

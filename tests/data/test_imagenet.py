@@ -6,7 +6,16 @@ from helpers import make_folder
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset, create_loader
 
-from aft_vision.data import Augmentation, Loaders, SizeSchedule, create_eval_loader, create_loaders, derive_seed
+from aft_vision.data import (
+    Augmentation,
+    Loaders,
+    Preprocessing,
+    Share,
+    SizeSchedule,
+    create_eval_loader,
+    create_loaders,
+    derive_seed,
+)
 from aft_vision.data.sampling import SAMPLE, seed_generators
 
 CLOTHING = Path(__file__).parents[1] / 'assets' / 'clothing'
@@ -39,7 +48,7 @@ def test_loaders_give_normalised_batches_of_the_wanted_size():
 
 def test_validation_loader_yields_every_image_once_with_its_class(tmp_path):
     make_folder(tmp_path, {'val': ['a', 'b', 'c']}, images=3)
-    loader, names = create_eval_loader(tmp_path, (16, 16), 4, mean=(0, 0, 0), std=(1, 1, 1), num_workers=0)
+    loader, names = create_eval_loader(tmp_path, Preprocessing((16, 16), 0.875, (0, 0, 0), (1, 1, 1)), 4, num_workers=0)
     images, targets = (torch.cat(parts) for parts in zip(*loader, strict=True))
     assert names == ['a', 'b', 'c']
     assert targets.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -55,9 +64,11 @@ def test_evaluation_crop_resizes_by_crop_pct_and_takes_the_centre(tmp_path, size
     image = Image.new('L', (width, height), 0)
     image.paste(255, (width // 16, height // 16, width - width // 16, height - height // 16))
     image.save(folder / '0.png')
-    options = dict(mean=(0, 0, 0), std=(1, 1, 1), num_workers=0)
-    cropped = next(iter(create_eval_loader(tmp_path, size, 1, crop_pct=0.875, **options)[0]))[0]
-    whole = next(iter(create_eval_loader(tmp_path, size, 1, crop_pct=1.0, **options)[0]))[0]
+    plain = Preprocessing(size, 0.875, mean=(0, 0, 0), std=(1, 1, 1))
+    cropped, whole = (
+        next(iter(create_eval_loader(tmp_path, plain._replace(crop_pct=crop), 1, num_workers=0)[0]))[0]
+        for crop in (0.875, 1.0)
+    )
     assert cropped.shape == (1, 3, *size)
     assert cropped[:, :, 1:-1, 1:-1].min() > 0.95
     assert whole[:, :, 0].max() < 0.5
@@ -94,7 +105,7 @@ def test_repeated_augmentation_shows_an_image_several_times_and_otherwise_each_t
 def test_processes_share_the_updates_and_the_validation_images():
     options = dict(augment=Augmentation(repeats=1), num_workers=0)
     whole = create_loaders(CLOTHING, (16, 16), 12, **options)
-    shares = [create_loaders(CLOTHING, (16, 16), 12, accumulate=2, rank=r, world_size=3, **options) for r in range(3)]
+    shares = [create_loaders(CLOTHING, (16, 16), 12, share=Share(rank, 3, 2), **options) for rank in range(3)]
     assert {len(share.train) for share in shares} == {2 * len(whole.train)}
     images = next(iter(whole.train))[0]
     parts = [images for share in shares for _, (images, _) in zip(range(2), share.train, strict=False)]
@@ -107,7 +118,7 @@ def test_processes_share_the_updates_and_the_validation_images():
 
 def test_an_update_that_cannot_be_shared_evenly_is_rejected():
     with pytest.raises(ValueError, match=r'multiple of 6, which is accumulate \* world_size, got 10'):
-        create_loaders(CLOTHING, (16, 16), 10, accumulate=2, world_size=3, num_workers=0)
+        create_loaders(CLOTHING, (16, 16), 10, share=Share(0, 3, 2), num_workers=0)
 
 
 def test_a_stream_cannot_begin_within_an_epoch():
@@ -116,7 +127,7 @@ def test_a_stream_cannot_begin_within_an_epoch():
 
 
 def test_evaluation_batches_are_those_of_timms_own_loader():
-    loader, names = create_eval_loader(CLOTHING, (48, 32), 64, crop_pct=0.8, num_workers=0)
+    loader, names = create_eval_loader(CLOTHING, Preprocessing((48, 32), 0.8), 64, num_workers=0)
     dataset = create_dataset('', root=str(CLOTHING), split='validation')
     options = dict(is_training=False, interpolation='bicubic', crop_pct=0.8, num_workers=0, device=torch.device('cpu'))
     peer = create_loader(dataset, (3, 48, 32), 64, **options)
@@ -143,7 +154,7 @@ def test_training_images_are_changed_as_by_timms_own_loader():
 def test_updates_have_the_sizes_of_the_schedule_and_validation_its_own():
     sizes = SizeSchedule(((16, 16), (24, 32)))
     loaders = create_loaders(
-        CLOTHING, (16, 16), 40, train_sizes=sizes, eval_img_size=(40, 40), accumulate=2, num_workers=0
+        CLOTHING, sizes, 40, evaluation=Preprocessing((40, 40)), share=Share(accumulate=2), num_workers=0
     )
     shapes = [tuple(images.shape[2:]) for images, _ in loaders.train]
     assert len(shapes) == 2 * 15

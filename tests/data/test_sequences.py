@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -5,6 +7,7 @@ import torch
 from aft_vision.data import (
     IGNORED,
     PixelAugmentation,
+    Share,
     char_eval_loader,
     char_train_loader,
     images_to_tokens,
@@ -44,7 +47,7 @@ def test_windows_reach_both_ends_of_the_text():
 
 @pytest.mark.parametrize('kind', ['char', 'pixel'])
 def test_a_sample_depends_on_the_seed_and_its_place_in_the_run_alone(kind):
-    def make(seed: int = 0, **options: int) -> list[torch.Tensor]:
+    def make(seed: int = 0, **options: Any) -> list[torch.Tensor]:
         if kind == 'char':
             loader = char_train_loader(TEXT, 16, 4, seed=seed, **options)
         else:
@@ -54,8 +57,8 @@ def test_a_sample_depends_on_the_seed_and_its_place_in_the_run_alone(kind):
     whole = make()
     assert all(torch.equal(a, b) for a, b in zip(whole, make(num_workers=1), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(whole, make(seed=1), strict=True))
-    parts = make(accumulate=2)
-    shares = [make(rank=rank, world_size=2) for rank in (0, 1)]
+    parts = make(share=Share(accumulate=2))
+    shares = [make(share=Share(rank, 2)) for rank in (0, 1)]
     for update, batch in enumerate(whole):
         assert torch.equal(torch.cat(parts[2 * update : 2 * update + 2]), torch.cat([batch[0::2], batch[1::2]]))
         for rank in (0, 1):
@@ -107,7 +110,7 @@ def test_a_stride_out_of_range_is_rejected(stride):
 def test_processes_share_the_windows_and_count_each_character_once():
     text, found = TEXT[:101], []
     for rank in range(3):
-        for tokens, targets in char_eval_loader(text, 16, 2, stride=5, rank=rank, world_size=3):
+        for tokens, targets in char_eval_loader(text, 16, 2, stride=5, share=Share(rank, 3)):
             assert torch.equal(targets[targets != IGNORED], tokens[targets != IGNORED])
             found += targets[targets != IGNORED].tolist()
     assert sorted(found) == sorted(text.tolist())

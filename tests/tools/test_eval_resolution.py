@@ -85,7 +85,7 @@ def test_other_classes_than_those_of_the_checkpoint_are_named(run, tmp_path):
 def test_the_crop_is_that_of_the_training_unless_told(run, tmp_path, monkeypatch):
     used = []
     monkeypatch.setattr(
-        'tools.data.create_eval_loader', lambda *a, **k: used.append(k['crop_pct']) or create_eval_loader(*a, **k)
+        'tools.data.create_eval_loader', lambda *a, **k: used.append(a[1].crop_pct) or create_eval_loader(*a, **k)
     )
     checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_classes=10, **AFT)
     torch.save({**torch.load(checkpoint, weights_only=True), 'data_config': {'crop_pct': 0.7}}, checkpoint)

@@ -3,9 +3,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_beton, require_ffcv
 
-from aft_vision.data import create_loaders, imagenet
+from aft_vision.data import Share, create_loaders
 from train.build import build_state
 from train.config import load_config
 from train.diagnosis import write_diagnosis
@@ -19,7 +18,7 @@ OVERRIDES = [f'data.dir={ROOT / "tests" / "assets" / "clothing"}', 'run.amp=none
 @pytest.fixture(scope='module')
 def loader():
     config = load_config(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml', OVERRIDES)
-    return create_loaders(config.data, (32, 32), 100, augment=config.augment, accumulate=2, num_workers=0)
+    return create_loaders(config.data, (32, 32), 100, augment=config.augment, share=Share(accumulate=2), num_workers=0)
 
 
 @pytest.fixture
@@ -45,22 +44,6 @@ def test_a_sound_update_names_no_layer_and_all_its_images(state, loader, tmp_pat
     assert found['images'] == [draw.image for draw in loader.train.sampler][300:400]
     assert set(found['keys']) == {'blocks.0.attn', 'blocks.1.attn'}
     assert all(low < 0 < high for low, high in found['keys'].values())
-
-
-@pytest.mark.ffcv
-def test_images_that_are_augmented_on_the_device_are_had_again(state, tmp_path, monkeypatch):
-    require_ffcv()
-    original = imagenet._train_transforms
-    monkeypatch.setattr(imagenet, '_train_transforms', lambda *args: original(*args[:-1], on_device=True))
-    augment, folder = state.config.augment, make_beton(tmp_path / 'images')
-    loaders = create_loaders(folder, (32, 32), 100, augment=augment, accumulate=2, num_workers=0)
-    seen = []
-    monkeypatch.setattr(state, 'augment', lambda images, targets: (seen.append(images.clone()) or images, targets))
-    found = diagnose(state, loaders, tmp_path)
-    loaders.set_epoch(0, 3)
-    expected = [images for images, _ in loaders.train][:2]
-    torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
-    assert (found['layer'], len(found['images'])) == (None, 100)
 
 
 def test_the_range_of_the_keys_is_that_of_all_parts(state, loader, tmp_path):

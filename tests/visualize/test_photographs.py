@@ -6,7 +6,7 @@ import torch
 from helpers import make_folder, photographs
 from PIL import Image
 
-from aft_vision.data import CorruptImageError, create_eval_loader
+from aft_vision.data import CorruptImageError, Preprocessing, create_eval_loader
 from aft_vision.visualize import (
     capture_mixers,
     class_names,
@@ -45,7 +45,7 @@ def test_the_model_sees_what_evaluation_shows_it(tmp_path: Path):
     make_folder(tmp_path, {'val': ['a']}, images=1)
     photographs(1, (50, 40))[0].save(tmp_path / 'val' / 'a' / '0.png')
     photograph = load_photograph(tmp_path / 'val' / 'a' / '0.png', model)
-    loader, _ = create_eval_loader(tmp_path, (32, 32), 1, crop_pct=0.75, mean=(0.4, 0.5, 0.6), num_workers=0)
+    loader, _ = create_eval_loader(tmp_path, Preprocessing((32, 32), 0.75, (0.4, 0.5, 0.6)), 1, num_workers=0)
     torch.testing.assert_close(photograph.images, next(iter(loader))[0])
     assert photograph.pixels.shape == (448, 448, 3)
     assert photograph.pixels.dtype == torch.uint8
