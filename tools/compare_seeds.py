@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from tools.arguments import CommandParser
+from tools.results import add_runs, format_table, name_runs, read_result
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
-    parser.add_argument('runs', nargs='+', type=Path, metavar='RUN', help='the folder of a run')
-    parser.add_argument('--names', nargs='+', metavar='NAME', help='of the runs; those of their folders by default')
+    add_runs(parser)
     parser.add_argument(
         '--metrics', nargs='+', metavar='NAME', help='such as accuracy; all that the runs have in common'
     )
     parser.add_argument('--title', default='', help='of the picture, such as the data set')
-    parser.add_argument('--out', type=Path, default=Path(), metavar='DIR', help='where to write (default: here)')
     return parser.parse_args(argv)
 
 
@@ -36,7 +35,6 @@ if __name__ == '__main__':
 
 from aft_vision.commandline import run_command
 from aft_vision.visualize import new_figure, save_figure
-from tools.results import read_result
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -46,14 +44,11 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         The figures of each run.
 
     Raises:
-        ValueError: a folder holds no complete run, there are not as many names as runs, or the runs have no such
-            metric in common.
+        ValueError: a folder holds no complete run, there are not as many names as runs, two runs have one name, or the
+            runs have no such metric in common.
     """
     args = parse_args(argv)
-    names = args.names or [folder.resolve().name for folder in args.runs]
-    if len(names) != len(args.runs):
-        raise ValueError(f'expected a name for each of {len(args.runs)} runs, got {len(names)}')
-    rows = [{'name': name, **read_seeds(folder)} for name, folder in zip(names, args.runs, strict=True)]
+    rows = [{'name': name, **read_seeds(folder)} for name, folder in name_runs(args).items()]
     metrics = choose_metrics(rows, args.metrics)
     print(format_seeds(rows, metrics))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -99,16 +94,18 @@ def choose_metrics(rows: Sequence[dict[str, Any]], chosen: Sequence[str] | None)
 
 def format_seeds(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> str:
     """The table, metrics in percent, losses in nats."""
-    width = max(len(row['name']) for row in [{'name': 'run'}, *rows])
-    head = ''.join(f'{name:>18}' for name in metrics)
-    lines = [f'{"run":{width}}  seeds{head}   s/epoch     MB  parameters']
-    for row in rows:
-        cells = ''.join(f'{_spread(name, row["metrics"][name]):>18}' for name in metrics)
-        lines.append(
-            f'{row["name"]:{width}}  {len(row["seeds"]):5}{cells}{row["seconds_per_epoch"]:10.1f}'
-            f'{row["memory_mb"]:7.0f}{row["parameters"]:12,}'
-        )
-    return '\n'.join(lines)
+    cells = [
+        [
+            row['name'],
+            str(len(row['seeds'])),
+            *(_spread(name, row['metrics'][name]) for name in metrics),
+            f'{row["seconds_per_epoch"]:.1f}',
+            f'{row["memory_mb"]:.0f}',
+            f'{row["parameters"]:,}',
+        ]
+        for row in rows
+    ]
+    return format_table(['run', 'seeds', *metrics, 's/epoch', 'MB', 'parameters'], *cells)
 
 
 def _unit(name: str) -> tuple[int, int, str]:

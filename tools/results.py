@@ -1,9 +1,40 @@
-"""What tools read of a run that is complete."""
+"""The runs that a tool compares: their folders, their results and the table of them."""
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Take the folders of runs, their names, and where to write."""
+    parser.add_argument('runs', nargs='+', type=Path, metavar='RUN', help='the folder of a run')
+    parser.add_argument('--names', nargs='+', metavar='NAME', help='of the runs; those of their folders by default')
+    parser.add_argument('--out', type=Path, default=Path(), metavar='DIR', help='where to write (default: here)')
+
+
+def name_runs(args: argparse.Namespace) -> dict[str, Path]:
+    """Return the folders of `add_runs` by name.
+
+    Raises:
+        ValueError: there are not as many names as runs, or two runs have one name.
+    """
+    names = args.names or [folder.resolve().name for folder in args.runs]
+    if len(names) != len(args.runs):
+        raise ValueError(f'expected a name for each of {len(args.runs)} runs, got {len(names)}')
+    if len(set(names)) < len(names):
+        raise ValueError(f'expected runs of different names, got {", ".join(names)}; --names gives them others')
+    return dict(zip(names, args.runs, strict=True))
+
+
+def format_table(*lines: Sequence[str]) -> str:
+    """Return lines of cells as text: the first column on the left, the others on the right."""
+    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
+    return '\n'.join(
+        f'{line[0]:{first}}' + ''.join(f'  {cell:>{width}}' for cell, width in zip(line[1:], others, strict=True))
+        for line in lines
+    )
 
 
 def read_result(folder: Path, keys: Sequence[str], command: str) -> dict[str, Any]:
