@@ -63,12 +63,14 @@ RULES = {  # the longest matching prefix decides
     **dict.fromkeys(TRITON_MODULES, Rule(('aft_vision.ops', 'triton'))),
     'aft_vision.layers': Rule(('aft_vision.layers', 'aft_vision.ops', 'timm.layers')),
     'aft_vision.models': Rule(('aft_vision.models', 'aft_vision.layers', 'aft_vision.ops', 'aft_vision.files', 'timm')),
-    'aft_vision.data': Rule(('aft_vision.data', 'timm.data', 'einops')),
-    'aft_vision.data.ffcv': Rule(('aft_vision.data', 'timm.data', 'einops', 'ffcv')),
+    'aft_vision.data': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops')),
+    'aft_vision.data.ffcv': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops', 'ffcv')),
     'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'einops', *TEXT)),
     'aft_vision.evaluate': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.files', 'aft_vision.timing')),
     'aft_vision.files': Rule(()),
-    'aft_vision.export': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.export', 'aft_vision.sizes', 'aft_vision.timing')),
+    'aft_vision.export': Rule(
+        (*ABOVE_MODELS.anywhere, *(f'aft_vision.{name}' for name in ('export', 'files', 'sizes', 'timing')))
+    ),
     'aft_vision.regularizers': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.timing')),
     'aft_vision.likelihood': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.evaluate')),
     'aft_vision.resolution': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.sizes', 'aft_vision.visualize')),

@@ -13,13 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
-from uuid import uuid4
 
 import torch
 
 from aft_vision.evaluate import read_checkpoint
-from aft_vision.export import sync_directory
-from aft_vision.files import BEST, LAST
+from aft_vision.files import BEST, LAST, older, replacing
 from train.schema import Experiment
 from train.state import TrainState
 
@@ -79,28 +77,13 @@ def save_checkpoint(content: dict[str, Any], path: Path, keep: int = 1) -> None:
     Raises:
         OSError: the disk is full, or the file cannot be written for another reason.
     """
-    temporary = path.with_name(f'.{path.name}.{uuid4().hex}.tmp')
     try:
-        with temporary.open('wb') as file:
+        with replacing(path, keep) as written, written.open('wb') as file:
             torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        for age in range(keep - 1, 0, -1):
-            if older(path, age - 1).exists():
-                os.replace(older(path, age - 1), older(path, age))
-        os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         # torch hides the reason behind a RuntimeError of its own.
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise OSError(f'could not write {path}; what was there before is whole: {reason}') from reason
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
-def older(path: Path, age: int) -> Path:
-    """The name of the checkpoint that is `age` saves older: `last-1.pth` for `last.pth`."""
-    return path if age == 0 else path.with_name(f'{path.stem}-{age}{path.suffix}')
 
 
 def _latest(folder: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """Trained models in forms that others load: a hub folder, torch.export, ONNX, and what timmx writes."""
 
-from aft_vision.export.hub import export_hub_folder, export_model, model_card, sync_directory
+from aft_vision.export.hub import export_hub_folder, export_model, model_card
 from aft_vision.export.latency import measure_latency, time_files
 from aft_vision.export.others import TIMMX_FORMATS, export_with_timmx
 from aft_vision.export.program import choose_shape, export_onnx, export_pt2

@@ -1,6 +1,5 @@
 """The folder that timm and transformers load, and that the Hugging Face hub shows."""
 
-import contextlib
 import copy
 import json
 import os
@@ -16,6 +15,7 @@ from timm.models._hub import generate_readme
 from torch import nn
 
 from aft_vision.export.verify import channels
+from aft_vision.files import sync_directory
 from aft_vision.models import AFTVisionTransformer
 from aft_vision.models.weight_files import add_checksum
 from aft_vision.sizes import default_size, has_fixed_input_size, resize_model
@@ -163,13 +163,3 @@ def _name_classes_once(config: Path) -> None:
     content = json.loads(config.read_text(encoding='utf-8'))
     content.get('model_args', {}).pop('num_classes', None)
     config.write_text(json.dumps(content, indent=2), encoding='utf-8')
-
-
-def sync_directory(directory: Path) -> None:
-    """Make a rename survive a power cut, where the system allows it."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -3,11 +3,7 @@
 import copy
 import importlib.util
 import json
-import os
-import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ from timm.utils import reparameterize_model
 from torch import nn
 
 from aft_vision.export.verify import Check, Shape, Size, channels, onnx_runner, verify
+from aft_vision.files import replacing
 from aft_vision.layers import AFTConv, AFTMixer, FactorizedBias, PairwiseBias
 from aft_vision.layers.frozen import FORMS, freeze
 from aft_vision.models import AFTVisionTransformer
@@ -133,7 +130,7 @@ def export_pt2(
             f'a .pt2 of any size takes two patches and more a side: expected a size of at least '
             f'{tuple(2 * step for step in patch)}, or fixed_size=True, got {shape.size}'
         )
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         torch.export.save(trace(fold(model, shape, form, aten), shape), temporary)
         program = torch.export.load(temporary).module()
         return verify(model, shape, program, tolerance)
@@ -184,7 +181,7 @@ def export_onnx(
     assert program is not None
     program.model.metadata_props.update(_metadata(model))
     _describe_axes(program.model, model, shape)
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         program.save(temporary)
         return verify(model, shape, onnx_runner(temporary), tolerance)
 
@@ -264,14 +261,3 @@ def _metadata(model: nn.Module) -> dict[str, str]:
     if cfg.get('label_names'):
         described['label_names'] = cfg['label_names']
     return {name: json.dumps(value) for name, value in described.items()}
-
-
-@contextmanager
-def _replacing(path: str | Path) -> Iterator[Path]:
-    # The file gets its name when it is whole and right. Until then it has that name in a folder of its own, because
-    # a .pt2 file holds its first name.
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f'.{path.name}.', suffix='.tmp', dir=path.parent) as folder:
-        yield Path(folder) / path.name
-        os.replace(Path(folder) / path.name, path)

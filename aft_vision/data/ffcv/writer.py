@@ -5,12 +5,10 @@ one of them fails: images are encoded by the processes of a DataLoader, which pa
 """
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -24,6 +22,7 @@ from ffcv.writer import MIN_PAGE_SIZE, DatasetWriter
 
 from aft_vision.data.datasets import Split
 from aft_vision.data.sampling import SAMPLE, derive_seed
+from aft_vision.files import replacing
 
 # Images that are read back after writing.
 CHECKED = 256
@@ -95,20 +94,12 @@ def write_beton(
         raise ValueError(f'expected a path that ends in .beton, got {path}')
     if split.is_stream:
         raise ValueError('expected a data set whose images can be had at random positions, got a stream')
-    path.parent.mkdir(parents=True, exist_ok=True)
-    own = uuid4().hex
-    temporary, description = path.with_name(f'.{path.name}.{own}.tmp'), path.with_name(f'.{path.stem}.json.{own}.tmp')
     dataset = _EncodedDataset(split.dataset, options)
-    try:
+    with replacing(path.with_suffix('.json')) as description, replacing(path) as temporary:
         written = _write(dataset, temporary, num_workers, progress)
         _check(temporary, dataset, written, len(split.class_names))
         content = {'class_names': split.class_names, 'images': len(written), **asdict(options)}
         description.write_text(json.dumps(content, indent=2) + '\n')
-        os.replace(temporary, path)
-        os.replace(description, path.with_suffix('.json'))
-    finally:
-        temporary.unlink(missing_ok=True)
-        description.unlink(missing_ok=True)
     return len(written)
 
 
@@ -163,7 +154,7 @@ def _write(dataset: _EncodedDataset, path: Path, num_workers: int, progress: boo
     try:
         allocator = MemoryAllocator(str(path), writer.data_region_start, page_size)
         with allocator:
-            for image in _encode(dataset, num_workers, progress, f'{path.name[1:-37]}'):
+            for image in _encode(dataset, num_workers, progress, path.name):
                 allocator.set_current_sample(len(written))
                 place, space = allocator.malloc(len(image.content))
                 space[:] = image.content
