@@ -315,7 +315,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, update: int, number: int = sig
 
     def step(state, parts):
         loss = original(state, parts)
-        if state.updates == update:
+        if state.progress.updates == update:
             os.kill(os.getpid(), number)
         return loss
 

@@ -140,7 +140,7 @@ def rates(state) -> list[float]:
     found = []
     for epoch in range(state.config.schedule.epochs):
         found.append(state.optimizer.param_groups[-1]['lr'])
-        state.scheduler.step_update((epoch + 1) * state.updates_per_epoch)
+        state.scheduler.step_update((epoch + 1) * state.progress.updates_per_epoch)
         state.scheduler.step(epoch + 1 - (state.config.schedule.step == 'deit'))
     return found
 

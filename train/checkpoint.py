@@ -62,7 +62,8 @@ class Saver:
         """Write weights that are better than any before, without what only training needs."""
         if not state.world.is_primary:
             return
-        progress = {'epoch': state.epoch, 'updates': state.updates, state.best_key: state.best}
+        reached = state.progress
+        progress = {'epoch': reached.epoch, 'updates': reached.updates, state.best_key: reached.best}
         content = {**self.description, **progress, 'state_dict': weights, 'averaged': averaged}
         save_checkpoint(content, self.folder / BEST)
 
@@ -206,9 +207,9 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
     state.load_state_dict(content, source=str(path))
     # In another folder, the best weights are those from here on.
     if not (folder / BEST).exists():
-        state.best = state.objective.worst
+        state.progress.best = state.objective.worst
     if state.world.is_primary:
-        print(f'resumed from {path}: epoch {state.epoch + 1}, update {state.updates}')
+        print(f'resumed from {path}: epoch {state.progress.epoch + 1}, update {state.progress.updates}')
         for change in _changes(content, state.config, state.world.size):
             print(f'  now with {change}')
 

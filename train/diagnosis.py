@@ -36,10 +36,11 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
         finite ('' for the images themselves, `teacher...` for one of the teacher), `weights` that are not finite, and
         the ranges of `keys` and position `biases`.
     """
+    reached = state.progress
     world = state.world
     found: dict[str, Any] = {
-        'update': state.updates + 1,
-        'epoch': state.epoch + 1,
+        'update': reached.updates + 1,
+        'epoch': reached.epoch + 1,
         'rank': world.rank,
         'loss': str(loss),
     }
@@ -49,10 +50,10 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
     found['weights'] = [name for name, x in trained.items() if not x.isfinite().all()]
     found['biases'] = {name: _range(_bias(module)) for name, module in state.model.named_modules() if _has_bias(module)}
     if hasattr(getattr(loader, 'sampler', None), 'draws'):
-        draws = loader.sampler.draws(state.updates_of_epoch)
+        draws = loader.sampler.draws(reached.updates_of_epoch)
         found[state.objective.unit] = [draw.image for draw in draws]
         found |= _watch(state, *_collate(loader, draws, world.device))
-    path = folder / f'nonfinite-{state.updates + 1}-rank{world.rank}.json'
+    path = folder / f'nonfinite-{reached.updates + 1}-rank{world.rank}.json'
     path.write_text(json.dumps(found, indent=2) + '\n')
     return path
 
@@ -93,7 +94,9 @@ def _watch(state: TrainState, inputs: torch.Tensor, targets: torch.Tensor) -> di
     count = state.config.optim.accumulate
     try:
         for part, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
-            random_seed(derive_seed(STEP, state.config.run.seed, state.updates, state.world.rank * count + part))
+            random_seed(
+                derive_seed(STEP, state.config.run.seed, state.progress.updates, state.world.rank * count + part)
+            )
             x, _ = state.augment(x.contiguous(), y)
             note('', x)
             with torch.autocast(state.world.device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):

@@ -46,10 +46,10 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
     count = config.optim.accumulate
     total, done = torch.zeros((), device=world.device), 0
     optimizer.zero_grad(set_to_none=True)
-    state.regularization.set_tau(state.updates)
+    state.regularization.set_tau(state.progress.updates)
     for part, (inputs, targets) in enumerate(parts):
         done = part + 1
-        random_seed(derive_seed(STEP, config.run.seed, state.updates, world.rank * count + part))
+        random_seed(derive_seed(STEP, config.run.seed, state.progress.updates, world.rank * count + part))
         inputs, targets = state.augment(inputs.to(world.device), targets.to(world.device))
         # Of several processes, only the last part waits for the gradients of the others.
         with state.task.no_sync() if done < count else contextlib.nullcontext():
@@ -72,9 +72,9 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
             raise NonFiniteLossError(norm.item())
     state.scaler.step(optimizer)
     state.scaler.update()
-    state.updates += 1
-    state.task.update_ema(step=state.updates if config.ema.warmup else None)
-    state.scheduler.step_update(num_updates=state.updates)
+    state.progress.updates += 1
+    state.task.update_ema(step=state.progress.updates if config.ema.warmup else None)
+    state.scheduler.step_update(num_updates=state.progress.updates)
     return loss_value
 
 
@@ -84,18 +84,19 @@ def skip_update(state: TrainState, loader: Any, loss: float, folder: Path) -> No
     Raises:
         NonFiniteLossError: `run.skip_nonfinite` updates have been left out before.
     """
+    reached = state.progress
     diagnosis = write_diagnosis(state, loader, loss, folder)
     message = (
-        f'expected a finite training loss and gradient, got {loss} in epoch {state.epoch + 1}, '
-        f'update {state.updates + 1}; {diagnosis} says where'
+        f'expected a finite training loss and gradient, got {loss} in epoch {reached.epoch + 1}, '
+        f'update {reached.updates + 1}; {diagnosis} says where'
     )
-    if state.skipped >= state.config.run.skip_nonfinite:
+    if reached.skipped >= state.config.run.skip_nonfinite:
         raise NonFiniteLossError(f'{message}; the weights are those of before; {REMEDY}')
     if state.world.is_primary:
         tqdm.write(f'skipped: {message}')
-    state.skipped += 1
-    state.updates += 1
-    state.scheduler.step_update(num_updates=state.updates)
+    reached.skipped += 1
+    reached.updates += 1
+    state.scheduler.step_update(num_updates=reached.updates)
 
 
 def train_one_epoch(
@@ -123,6 +124,7 @@ def train_one_epoch(
         NonFiniteLossError: more updates than `run.skip_nonfinite` had a loss that is not finite.
         ValueError: the loader gave no whole update.
     """
+    reached = state.progress
     state.model.train()
     batches = iter(loader)
     bar, spent = _progress_bar(state, progress), False
@@ -139,33 +141,34 @@ def train_one_epoch(
             continue
         if loss is None:
             break
-        state.epoch_done += 1
-        state.epoch_loss += loss
-        state.epoch_lr = lr
-        state.epoch_seconds += time.perf_counter() - start
-        if state.updates % UPDATES_PER_REPORT == 0 or state.updates_of_epoch == state.updates_per_epoch:
+        reached.epoch_done += 1
+        reached.epoch_loss += loss
+        reached.epoch_lr = lr
+        reached.epoch_seconds += time.perf_counter() - start
+        if reached.updates % UPDATES_PER_REPORT == 0 or reached.updates_of_epoch == reached.updates_per_epoch:
             bar.set_postfix(_figures(state, loss, lr))
             if log is not None:
-                log.log_step(state.updates, loss, lr, state.seconds, state.regularization.entropies)
+                log.log_step(reached.updates, loss, lr, reached.seconds, state.regularization.entropies)
         after_update()
-    if not state.epoch_done:
+    if not reached.epoch_done:
         raise ValueError('expected a loader with a whole batch and a finite loss, got none')
     # An epoch of a streamed data set may end early; the next one begins at its own place in the schedule all the same.
     if not spent:
-        state.updates = (state.epoch + 1) * state.updates_per_epoch
+        reached.updates = (reached.epoch + 1) * reached.updates_per_epoch
     return _epoch_figures(state)
 
 
 def _epoch_figures(state: TrainState) -> dict[str, float]:
-    updates_per_second = state.epoch_done / state.epoch_seconds
-    loss = state.epoch_loss / state.epoch_done
+    reached = state.progress
+    updates_per_second = reached.epoch_done / reached.epoch_seconds
+    loss = reached.epoch_loss / reached.epoch_done
     return {
         'loss': loss,
-        'lr': state.epoch_lr,
+        'lr': reached.epoch_lr,
         f'{state.objective.unit}_per_second': state.config.data.batch_size * updates_per_second,
-        'seconds': state.epoch_seconds,
+        'seconds': reached.epoch_seconds,
         'memory_mb': peak_memory_mb(state.world.device),
-        **state.objective.figures(loss, state.updates, state.seconds, updates_per_second),
+        **state.objective.figures(loss, reached.updates, reached.seconds, updates_per_second),
         **state.regularization.figures(),
     }
 
@@ -180,28 +183,29 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
     Raises:
         SystemExit: one of these signals came; the code is 128 and its number.
     """
+    reached = state.progress
     schedule, run = state.config.schedule, state.config.run
     progress = progress and state.world.is_primary
     if not state.is_spent():
         # What a run that now goes on had measured within its epoch when it was spent.
-        state.history = [row for row in state.history if row['epoch'] < state.epoch]
+        reached.history = [row for row in reached.history if row['epoch'] < reached.epoch]
     with _until_signal(state, saver) as after_update, RunLog(saver.folder, state, run.tensorboard) as log:
-        for epoch in range(state.epoch, schedule.epochs):
+        for epoch in range(reached.epoch, schedule.epochs):
             if _is_complete(state):
                 break
-            if loaders.is_stream and state.updates_of_epoch:
-                state.restart_epoch()
-            loaders.set_epoch(epoch, state.updates_of_epoch)
+            if loaders.is_stream and reached.updates_of_epoch:
+                reached.restart_epoch()
+            loaders.set_epoch(epoch, reached.updates_of_epoch)
             trained = train_one_epoch(state, loaders.train, log, progress, after_update, saver.folder)
             spent = state.is_spent()
-            if state.updates_of_epoch == state.updates_per_epoch:
-                state.epoch = epoch + 1
-                state.restart_epoch()
+            if reached.updates_of_epoch == reached.updates_per_epoch:
+                reached.epoch = epoch + 1
+                reached.restart_epoch()
                 state.set_rate()
-            due = spent or state.epoch % run.eval_every == 0 or state.epoch == schedule.epochs
+            due = spent or reached.epoch % run.eval_every == 0 or reached.epoch == schedule.epochs
             evaluated = _evaluate(state, loaders.validation if due else None)
             row = {f'train_{name}': value for name, value in trained.items()}
-            state.history.append({'epoch': epoch, **row, **{f'eval_{k}': v for k, v in evaluated.items()}})
+            reached.history.append({'epoch': epoch, **row, **{f'eval_{k}': v for k, v in evaluated.items()}})
             log.log_epoch(epoch, trained, evaluated)
             if state.world.is_primary:
                 tqdm.write(_epoch_line(state))
@@ -212,7 +216,8 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
 
 def _is_complete(state: TrainState) -> bool:
     """Whether a run is spent, and what its last updates came to is in its history."""
-    measured = not state.epoch_done or any(row['epoch'] == state.epoch for row in state.history)
+    reached = state.progress
+    measured = not reached.epoch_done or any(row['epoch'] == reached.epoch for row in reached.history)
     return state.is_spent() and measured
 
 
@@ -227,7 +232,7 @@ def _until_signal(state: TrainState, saver: Saver) -> Iterator[Callable[[], None
             if stop or saver.is_due():
                 saver.save_last(state)
             if stop:
-                stop_run(received, state.updates, saver.folder / 'config.yaml')
+                stop_run(received, state.progress.updates, saver.folder / 'config.yaml')
 
         yield after_update
 
@@ -249,8 +254,8 @@ def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
     found = {prefix + name: each[name] for prefix, each in zip(models, metrics, strict=True) for name in names}
     if not math.isfinite(found['loss']):
         raise FloatingPointError(
-            f'expected a finite validation loss, got {found["loss"]} after epoch {state.epoch}; the checkpoints are '
-            f'those of the epoch before; {REMEDY}'
+            f'expected a finite validation loss, got {found["loss"]} after epoch {state.progress.epoch}; '
+            f'the checkpoints are those of the epoch before; {REMEDY}'
         )
     return found
 
@@ -267,18 +272,19 @@ def _keep_best(state: TrainState, evaluated: dict[str, float], saver: Saver) -> 
     averaged = state.averaged_model if objective.is_better(average, value) else None
     value = value if averaged is None else average
     # NaN is better than nothing, so an epoch without an evaluation is never the best.
-    if objective.is_better(value, state.best):
-        state.best = value
+    if objective.is_better(value, state.progress.best):
+        state.progress.best = value
         saver.save_best(state, (averaged or state.model).state_dict(), averaged is not None)
 
 
 def _progress_bar(state: TrainState, progress: bool) -> tqdm:
     """Go through the updates that the epoch still lacks."""
+    reached = state.progress
     return tqdm(
-        range(state.updates_of_epoch, state.updates_per_epoch),
-        desc=f'epoch {state.epoch + 1}/{state.config.schedule.epochs}',
-        initial=state.updates_of_epoch,
-        total=state.updates_per_epoch,
+        range(reached.updates_of_epoch, reached.updates_per_epoch),
+        desc=f'epoch {reached.epoch + 1}/{state.config.schedule.epochs}',
+        initial=reached.updates_of_epoch,
+        total=reached.updates_per_epoch,
         unit='update',
         leave=False,
         disable=None if progress else True,
@@ -287,10 +293,11 @@ def _progress_bar(state: TrainState, progress: bool) -> tqdm:
 
 def _figures(state: TrainState, loss: float, lr: float) -> dict[str, str]:
     """The figures of the progress bar; the time left is that of all epochs, evaluation apart."""
-    seconds = state.epoch_seconds / state.epoch_done
-    left = (state.total_updates - state.updates) * seconds
+    reached = state.progress
+    seconds = reached.epoch_seconds / reached.epoch_done
+    left = (state.total_updates - reached.updates) * seconds
     if state.config.run.max_seconds is not None:
-        left = max(min(left, state.config.run.max_seconds - state.seconds), 0)
+        left = max(min(left, state.config.run.max_seconds - reached.seconds), 0)
     return {
         'loss': f'{loss:.3f}',
         'lr': f'{lr:.2e}',
@@ -300,7 +307,7 @@ def _figures(state: TrainState, loss: float, lr: float) -> dict[str, str]:
 
 
 def _epoch_line(state: TrainState) -> str:
-    row = state.history[-1]
+    row = state.progress.history[-1]
     line = f'epoch {row["epoch"] + 1:.0f}/{state.config.schedule.epochs}  loss {row["train_loss"]:.3f}'
     unit = state.objective.unit
     line += f'  lr {row["train_lr"]:.2e}  {row[f"train_{unit}_per_second"]:.0f} {unit}/s'

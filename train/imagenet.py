@@ -105,8 +105,8 @@ def finish(run_dir: Path, state: TrainState, description: dict[str, Any]) -> Non
     """Export the best weights with their preprocessing, draw the curves, and print what is where."""
     model = load_model(run_dir / BEST)
     export_model(model, run_dir / 'export', description['class_names'], description['data_config'])
-    plot_history(state.history, run_dir / 'curves.png')
-    print(f'best top-1 {state.best:.1f} %; in {run_dir}:')
+    plot_history(state.progress.history, run_dir / 'curves.png')
+    print(f'best top-1 {state.progress.best:.1f} %; in {run_dir}:')
     print('  best.pth, last.pth  checkpoints    export/     the best weights for timm.create_model')
     print('  summary.csv         every epoch    curves.png  the same as a picture')
     print('  config.yaml         repeats the run', end='')

@@ -33,12 +33,15 @@ class RunLog:
         self.is_primary = state.world.is_primary
         self.writer: Any = None
         # Every row has the columns of all: those of the run so far, and those that it will have from here on.
-        names = [*state.regularization.figures(), *(k.removeprefix('train_') for row in state.history for k in row)]
+        names = [
+            *state.regularization.figures(),
+            *(k.removeprefix('train_') for row in state.progress.history for k in row),
+        ]
         self.entropies = [name for name in dict.fromkeys(names) if name.startswith('kernel_entropy')]
         if self.is_primary:
             self._rewrite(state)
             if tensorboard:
-                self.writer = _open_tensorboard(folder / 'tensorboard', state.updates)
+                self.writer = _open_tensorboard(folder / 'tensorboard', state.progress.updates)
 
     def __enter__(self) -> 'RunLog':
         return self
@@ -52,14 +55,14 @@ class RunLog:
     def _rewrite(self, state: TrainState) -> None:
         """Begin the file anew from the history, whose columns may have changed since."""
         Path(self.summary).unlink(missing_ok=True)
-        for row in state.history:
+        for row in state.progress.history:
             parts = {kind: {k.removeprefix(kind): v for k, v in row.items() if k.startswith(kind)} for kind in KINDS}
             self._append(int(row['epoch']), parts['train_'], parts['eval_'])
         if self.steps is not None:
             # Without what came after the checkpoint, or was half-written.
-            before = self.steps.read_text().splitlines()[1:] if self.steps.exists() and state.updates else []
+            before = self.steps.read_text().splitlines()[1:] if self.steps.exists() and state.progress.updates else []
             cells = [row.split(',') for row in before]
-            kept = [row for row in cells if len(row) == len(STEP_COLUMNS) and int(row[0]) <= state.updates]
+            kept = [row for row in cells if len(row) == len(STEP_COLUMNS) and int(row[0]) <= state.progress.updates]
             self.steps.write_text(''.join(','.join(row) + '\n' for row in [STEP_COLUMNS, *kept]))
 
     def _append(self, epoch: int, trained: dict[str, float], evaluated: dict[str, float]) -> None:

@@ -265,24 +265,24 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
     # The first process may still be writing them.
     world.any(False)
     split = config.data.eval_split
-    result: dict[str, Any] = {'measure': data.measure, f'{split}_bits': state.best}
+    result: dict[str, Any] = {'measure': data.measure, f'{split}_bits': state.progress.best}
     if split != 'test':
         result['test_bits'] = evaluate_split(run_dir / BEST, data, 'test', progress)['bits']
     if not world.is_primary:
         return
-    last = state.history[-1]
+    last = state.progress.history[-1]
     result |= {
         'train_bits_of_last_epoch': last['train_bits'],
-        'updates': state.updates,
-        'seconds': round(state.seconds, 1),
-        'updates_per_second': state.updates / state.seconds,
+        'updates': state.progress.updates,
+        'seconds': round(state.progress.seconds, 1),
+        'updates_per_second': state.progress.updates / state.progress.seconds,
         'memory_mb': last['train_memory_mb'],
         'parameters': sum(parameter.numel() for parameter in state.model.parameters()),
         'model': config.model,
     }
     (run_dir / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
     plot_bits({run_dir.name: run_dir}, run_dir / 'curves.png', data.bits_unit)
-    print(f'best {state.best:.4f} {data.bits_unit} ({split}); in {run_dir}:')
+    print(f'best {state.progress.best:.4f} {data.bits_unit} ({split}); in {run_dir}:')
     print('  best.pth, last.pth  checkpoints    result.json  what came out')
     print('  summary.csv, steps.csv  every epoch, every tenth update    curves.png  the same as a picture')
     print('  config.yaml         repeats the run', end='')

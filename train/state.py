@@ -1,7 +1,6 @@
 """What changes while training, how it is made from an experiment, and how it is saved and restored."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,16 +24,12 @@ AMP_DTYPES = {'none': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16
 
 
 @dataclass
-class TrainState:
-    """Everything that changes while training, and what it needs to change.
+class Progress:
+    """How far a run has come: what is saved of it next to weights and optimizer.
 
     Attributes:
-        task: timm's: the model, compiled, distributed or not, its loss, its teacher if it has one, and the moving
-            average of its weights.
-        objective: What is trained, measured and shown.
-        augment: Makes a batch on the device what the task gets.
-        regularization: What is done to the kernels of AFT-conv.
         updates_per_epoch: Optimizer steps of a whole epoch.
+        best: Best result of an evaluation so far, by `objective.best`, of the weights or of their average.
         epoch: Finished epochs.
         updates: Optimizer steps so far.
         epoch_done: Updates of the epoch that is not finished, without those that were left out.
@@ -42,8 +37,47 @@ class TrainState:
         epoch_seconds: Time that they took.
         epoch_lr: Learning rate of the last of them.
         skipped: Updates that were left out because their loss was not finite.
-        best: Best result of an evaluation so far, by `objective.best`, of the weights or of their average.
         history: One row per epoch, with the columns of summary.csv.
+    """
+
+    updates_per_epoch: int
+    best: float
+    epoch: int = 0
+    updates: int = 0
+    epoch_done: int = 0
+    epoch_loss: float = 0.0
+    epoch_seconds: float = 0.0
+    epoch_lr: float = 0.0
+    skipped: int = 0
+    history: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def updates_of_epoch(self) -> int:
+        """Optimizer steps of the epoch that is not finished."""
+        return self.updates - self.epoch * self.updates_per_epoch
+
+    @property
+    def seconds(self) -> float:
+        """Time that all updates took."""
+        whole = (row['train_seconds'] for row in self.history if row['epoch'] < self.epoch)
+        return sum(whole) + self.epoch_seconds
+
+    def restart_epoch(self) -> None:
+        """Go to the start of the epoch that is not finished."""
+        self.updates = self.epoch * self.updates_per_epoch
+        self.epoch_done, self.epoch_loss, self.epoch_seconds = 0, 0.0, 0.0
+
+
+@dataclass
+class TrainState:
+    """What a run trains and trains with; what it has come to is its progress.
+
+    Attributes:
+        task: timm's: the model, compiled, distributed or not, its loss, its teacher if it has one, and the moving
+            average of its weights.
+        objective: What is trained, measured and shown.
+        augment: Makes a batch on the device what the task gets.
+        regularization: What is done to the kernels of AFT-conv.
     """
 
     config: Experiment
@@ -55,20 +89,7 @@ class TrainState:
     scheduler: Any
     scaler: torch.amp.GradScaler
     regularization: KernelRegularization
-    updates_per_epoch: int
-    epoch: int = 0
-    updates: int = 0
-    epoch_done: int = 0
-    epoch_loss: float = 0.0
-    epoch_seconds: float = 0.0
-    epoch_lr: float = 0.0
-    skipped: int = 0
-    best: float = math.nan
-    history: list[dict[str, float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if math.isnan(self.best):
-            self.best = self.objective.worst
+    progress: Progress
 
     @property
     def model(self) -> nn.Module:
@@ -86,26 +107,16 @@ class TrainState:
         return AMP_DTYPES[self.config.run.amp]
 
     @property
-    def updates_of_epoch(self) -> int:
-        """Optimizer steps of the epoch that is not finished."""
-        return self.updates - self.epoch * self.updates_per_epoch
-
-    @property
-    def seconds(self) -> float:
-        """Time that all updates took."""
-        whole = (row['train_seconds'] for row in self.history if row['epoch'] < self.epoch)
-        return sum(whole) + self.epoch_seconds
-
-    @property
     def total_updates(self) -> int:
         """Optimizer steps of the run, unless its time ends it."""
-        updates = self.config.schedule.epochs * self.updates_per_epoch
+        updates = self.config.schedule.epochs * self.progress.updates_per_epoch
         return min(updates, self.config.schedule.max_updates or updates)
 
     def is_spent(self) -> bool:
         """Whether the updates or the time of the run are used up; the same in every process."""
         limit = self.config.run.max_seconds
-        return self.updates >= self.total_updates or (limit is not None and self.world.any(self.seconds >= limit))
+        spent = self.progress.updates >= self.total_updates
+        return spent or (limit is not None and self.world.any(self.progress.seconds >= limit))
 
     @property
     def best_key(self) -> str:
@@ -114,7 +125,8 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later process needs to go on as if it were this one: tensors and plain containers."""
-        averaged = self.averaged_model
+        averaged, progress = self.averaged_model, dict(vars(self.progress))
+        best = progress.pop('best')
         return {
             'state_dict': self.model.state_dict(),
             'ema_state_dict': None if averaged is None else averaged.state_dict(),
@@ -124,8 +136,8 @@ class TrainState:
             'scaler': self.scaler.state_dict(),
             'config': dataclasses.asdict(self.config),
             'world_size': self.world.size,
-            **{name: getattr(self, name) for name in PROGRESS},
-            self.best_key: self.best,
+            **progress,
+            self.best_key: best,
         }
 
     def load_state_dict(self, content: dict[str, Any], source: str) -> None:
@@ -138,7 +150,7 @@ class TrainState:
             ValueError: the weights are those of another model or of another kind of distillation, or the epochs of the
                 other run have another number of updates.
         """
-        same = {'updates_per_epoch': self.updates_per_epoch, 'batch_size': self.config.data.batch_size}
+        same = {'updates_per_epoch': self.progress.updates_per_epoch, 'batch_size': self.config.data.batch_size}
         found = {**content, 'batch_size': content['config']['data']['batch_size']}
         for name, expected in same.items():
             if found[name] != expected:
@@ -160,9 +172,9 @@ class TrainState:
         # A run without float16 has no scale.
         if content['scaler']:
             self.scaler.load_state_dict(content['scaler'])
-        for name in PROGRESS:
-            setattr(self, name, content[name])
-        self.best = content.get(self.best_key, self.objective.worst)
+        for name in vars(self.progress).keys() - {'best'}:
+            setattr(self.progress, name, content[name])
+        self.progress.best = content.get(self.best_key, self.objective.worst)
         self.set_rate()
 
     def _load_task_state(self, content: dict[str, Any], source: str) -> None:
@@ -178,32 +190,13 @@ class TrainState:
         if self.task.has_ema():
             self.task.load_task_state(content.get('ema_task_state') or saved, ema=True)
 
-    def restart_epoch(self) -> None:
-        """Go to the start of the epoch that is not finished."""
-        self.updates = self.epoch * self.updates_per_epoch
-        self.epoch_done, self.epoch_loss, self.epoch_seconds = 0, 0.0, 0.0
-
     def set_rate(self) -> None:
         """Set the learning rate that the schedule has for the next update."""
-        late = self.config.schedule.step == 'deit'
-        if self.epoch > late:
-            self.scheduler.step(self.epoch - late)
-        if self.updates:
-            self.scheduler.step_update(self.updates)
-
-
-# What says how far a run has come.
-PROGRESS = (
-    'updates_per_epoch',
-    'epoch',
-    'updates',
-    'epoch_done',
-    'epoch_loss',
-    'epoch_seconds',
-    'epoch_lr',
-    'skipped',
-    'history',
-)
+        progress, late = self.progress, self.config.schedule.step == 'deit'
+        if progress.epoch > late:
+            self.scheduler.step(progress.epoch - late)
+        if progress.updates:
+            self.scheduler.step_update(progress.updates)
 
 
 def create_state(
@@ -268,9 +261,8 @@ def assemble_state(
     if world.is_distributed:
         task.prepare_distributed(device_ids=None if device.type == 'cpu' else [device])
     scaler = torch.amp.GradScaler(device.type, enabled=config.run.amp == 'float16')
-    return TrainState(
-        config, world, task, objective, augment, optimizer, scheduler, scaler, regularization, updates_per_epoch
-    )
+    progress = Progress(updates_per_epoch, objective.worst)
+    return TrainState(config, world, task, objective, augment, optimizer, scheduler, scaler, regularization, progress)
 
 
 def _set_grad_checkpointing(model: Any) -> None:

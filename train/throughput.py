@@ -85,7 +85,7 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
     ahead = min(1 + 2 * config.data.num_workers, len(loaders.train) - 1)
     # Of the whole epoch, whatever is left of it; training chooses its place itself.
     schedule = config.size_schedule
-    loaders.set_epoch(state.epoch, size=None if schedule is None else len(schedule.sizes) - 1)
+    loaders.set_epoch(state.progress.epoch, size=None if schedule is None else len(schedule.sizes) - 1)
     resident: Batch = next(iter(loaders.train))
     cases: list[tuple[Iterable[Batch], int, Callable[[TrainState, Batch], None]]] = [
         (loaders.train, ahead, lambda state, batch: None),

@@ -26,7 +26,7 @@ def state(loader) -> TrainState:
     """In the fourth update of the first epoch."""
     config = load_config(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml', OVERRIDES)
     state, _ = build_state(config, loader, World(torch.device('cpu')))
-    state.updates = 3
+    state.progress.updates = 3
     state.model.train()
     return state
 

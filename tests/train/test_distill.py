@@ -283,7 +283,7 @@ def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(kind, recipe, teac
             main(stopped)
     assert torch.load(folders[1] / 'last.pth', weights_only=True)['updates'] == 2
     state = main(stopped)
-    assert state.updates == 6
+    assert state.progress.updates == 6
     assert digest(folders[0] / 'last.pth') == digest(folders[1] / 'last.pth')
     assert losses(folders[0]) == losses(folders[1])
 
@@ -293,7 +293,7 @@ def test_a_student_learns_photographs_from_its_teacher_and_is_exported_alone(
     kind, recipe, teacher_dir, tmp_path, capsys
 ):
     state = main([*distilled(recipe, kind, teacher_dir / 'export', tmp_path), *PLAIN, 'distill.task_loss_weight=0'])
-    trained = [row['train_loss'] for row in state.history]
+    trained = [row['train_loss'] for row in state.progress.history]
     assert trained[-1] < 0.4 * trained[0]
     assert f'distilled from {teacher_dir / "export"} ({kind})' in capsys.readouterr().out
     last, best = (torch.load(tmp_path / name, weights_only=True) for name in ('last.pth', 'best.pth'))

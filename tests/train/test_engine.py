@@ -120,13 +120,13 @@ def test_accumulated_parts_make_the_update_of_the_whole_batch():
         split = train_step(parts, zip(images.split(2), targets.split(2), strict=True))
         assert split == pytest.approx(loss, rel=1e-5)
     torch.testing.assert_close(parts.model.state_dict(), whole.model.state_dict(), rtol=1e-4, atol=1e-6)
-    assert parts.updates == whole.updates == 6
+    assert parts.progress.updates == whole.progress.updates == 6
 
 
 def test_an_epoch_leaves_out_the_parts_of_an_incomplete_update():
     state = make_state(updates_per_epoch=2, data=DataConfig(batch_size=24), optim=OptimConfig(accumulate=3))
     trained = train_one_epoch(state, make_batches(8), progress=False)
-    assert state.updates == 2
+    assert state.progress.updates == 2
     assert trained['images_per_second'] == pytest.approx(48 / trained['seconds'])
 
 
@@ -138,7 +138,7 @@ def test_an_epoch_that_ends_early_is_measured_by_what_it_had():
     trained = train_one_epoch(state, batches, progress=False)
     assert trained['loss'] == pytest.approx(sum(before) / 4)
     assert trained['images_per_second'] == pytest.approx(64 / trained['seconds'])
-    assert state.updates == 6
+    assert state.progress.updates == 6
 
 
 def test_an_update_without_all_its_parts_changes_nothing():
@@ -147,7 +147,7 @@ def test_an_update_without_all_its_parts_changes_nothing():
     for parts in ([], make_batches(1)):
         assert train_step(state, parts) is None
     torch.testing.assert_close(_clone(state.task), before, rtol=0, atol=0)
-    assert state.updates == 0
+    assert state.progress.updates == 0
 
 
 def test_a_loader_without_a_whole_update_is_rejected():
@@ -171,9 +171,9 @@ def test_the_rate_is_per_512_images_and_warms_up_by_epoch():
     rates = []
     for epoch in range(4):
         rates.append(train_one_epoch(state, make_batches(), progress=False)['lr'])
-        state.epoch = epoch + 1
-        state.restart_epoch()
-        state.scheduler.step(state.epoch)
+        state.progress.epoch = epoch + 1
+        state.progress.restart_epoch()
+        state.scheduler.step(state.progress.epoch)
     assert rates == pytest.approx([0.0, 0.005, 0.005, 0.01 * (1 + math.cos(math.pi * 3 / 4)) / 2])
 
 
@@ -181,7 +181,7 @@ def test_fit_trains_each_epoch_at_deits_rate_one_epoch_late(tmp_path):
     schedule = ScheduleConfig(epochs=5, warmup_epochs=2, warmup_lr=1e-4, min_lr=1e-3, step='deit')
     state = make_state(schedule=schedule)
     fit(state, Loaders(make_batches(), make_batches(), []), Saver(tmp_path, DESCRIPTION, 1, None), progress=False)
-    rates = [row['train_lr'] for row in state.history]
+    rates = [row['train_lr'] for row in state.progress.history]
     cosine = [1e-3 + (0.01 - 1e-3) * (1 + math.cos(math.pi * epoch / 5)) / 2 for epoch in (2, 3)]
     assert rates == pytest.approx([1e-4, 1e-4, (1e-4 + 0.01) / 2, *cosine])
 
@@ -199,9 +199,9 @@ def test_a_restored_state_has_the_rate_and_the_settings_of_its_own_experiment(st
         state = make_state(schedule=schedule, optim=OptimConfig(**{'lr': 0.64, 'label_smoothing': 0.0, **optim}))
         for batch in (make_batches() * 3)[:count]:
             train(state, [batch])
-            if state.updates % 6 == 0:
-                state.epoch += 1
-                state.scheduler.step(state.epoch - (step == 'deit'))
+            if state.progress.updates % 6 == 0:
+                state.progress.epoch += 1
+                state.scheduler.step(state.progress.epoch - (step == 'deit'))
         return state
 
     first = run_to(updates)
@@ -311,11 +311,11 @@ def test_fit_learns_and_writes_one_row_per_epoch(tmp_path):
     assert [row['epoch'] for row in rows] == ['0', '1', '2', '3']
     for column in ('eval_top1', 'eval_ema_top1'):
         assert [math.isnan(float(row[column])) for row in rows] == [True, True, False, False]
-    assert [float(row['train_loss']) for row in rows] == [row['train_loss'] for row in state.history]
+    assert [float(row['train_loss']) for row in rows] == [row['train_loss'] for row in state.progress.history]
     assert float(rows[-1]['train_loss']) < float(rows[0]['train_loss'])
     assert all(float(row['train_memory_mb']) > 10 for row in rows)
-    assert state.best > 90
-    assert state.updates == 24
+    assert state.progress.best > 90
+    assert state.progress.updates == 24
 
 
 def test_tensorboard_has_the_steps_and_the_epochs(tmp_path):
@@ -331,7 +331,7 @@ def test_tensorboard_has_the_steps_and_the_epochs(tmp_path):
     assert [event.step for event in events.Scalars('step/loss')] == [6, 10, 12, 18, 20, 24]
     assert [event.step for event in events.Scalars('train/loss')] == [1, 2, 3, 4]
     assert [event.step for event in events.Scalars('eval/top1')] == [2, 4]
-    assert events.Scalars('eval/top1')[-1].value == pytest.approx(state.history[-1]['eval_top1'])
+    assert events.Scalars('eval/top1')[-1].value == pytest.approx(state.progress.history[-1]['eval_top1'])
 
 
 def test_the_progress_bar_shows_loss_rate_speed_and_the_time_left(capsys, monkeypatch):
@@ -436,15 +436,15 @@ def test_some_updates_without_a_finite_loss_are_left_out(tmp_path):
     run = RunConfig(skip_nonfinite=2)
     state = make_state(run=run)
     trained = train_one_epoch(state, broken, progress=False, folder=tmp_path)
-    assert (state.updates, state.skipped, state.epoch_done) == (6, 2, 4)
+    assert (state.progress.updates, state.progress.skipped, state.progress.epoch_done) == (6, 2, 4)
     other = make_state(run=run)
     whole = make_batches()
     losses = []
     for number, batch in enumerate(whole):
         if number in (1, 4):
             # The schedule goes on.
-            other.updates += 1
-            other.scheduler.step_update(other.updates)
+            other.progress.updates += 1
+            other.scheduler.step_update(other.progress.updates)
         else:
             losses += train(other, [batch])
     assert trained['loss'] == pytest.approx(sum(losses) / 4)
@@ -480,7 +480,7 @@ def test_a_budget_of_seconds_ends_a_run_within_an_epoch(tmp_path, monkeypatch):
     state = make_state(run=RunConfig(max_seconds=7.5, eval_every=3))
     fit(state, Loaders(make_batches(), make_batches(), []), Saver(tmp_path, DESCRIPTION, 1, None), progress=False)
     # Each update takes one tick.
-    assert (state.updates, state.epoch, state.seconds) == (8, 1, 8.0)
+    assert (state.progress.updates, state.progress.epoch, state.progress.seconds) == (8, 1, 8.0)
     with (tmp_path / 'summary.csv').open() as file:
         assert [math.isnan(float(row['eval_top1'])) for row in csv.DictReader(file)] == [True, False]
 

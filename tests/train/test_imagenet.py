@@ -89,9 +89,9 @@ def test_help_is_the_description_of_the_module(capsys):
 def test_every_part_of_the_recipe_runs_together(few, tmp_path):
     config = ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml'
     state = main(['--quiet', '--config', str(config), *few, f'run.dir={tmp_path}'])
-    assert state.updates == 12
+    assert state.progress.updates == 12
     assert state.averaged_model is not None
-    assert {'eval_top1', 'eval_ema_top1'} <= state.history[-1].keys()
+    assert {'eval_top1', 'eval_ema_top1'} <= state.progress.history[-1].keys()
     last = torch.load(tmp_path / 'last.pth', weights_only=True)
     assert last['ema_state_dict'].keys() == last['state_dict'].keys()
     load_model(tmp_path / 'best.pth')
@@ -232,7 +232,7 @@ def test_the_best_weights_of_a_run_are_evaluated(tmp_path, capsys):
     capsys.readouterr()
     before = sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.rglob('*'))
     main([*arguments, '--eval'])
-    assert f'top-1 {state.best:.3f} %' in capsys.readouterr().out
+    assert f'top-1 {state.progress.best:.3f} %' in capsys.readouterr().out
     assert before == sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.rglob('*'))
 
 
@@ -266,8 +266,8 @@ def test_several_sizes_need_a_model_that_takes_them(few, tmp_path):
         main([*arguments, *fixed])
     for model in ([], [*fixed, 'model.dynamic_img_size=true']):
         state = main([*arguments, 'run.overwrite=true', *model])
-        assert state.updates == 6
-        assert torch.isfinite(torch.tensor(state.history[0]['eval_loss']))
+        assert state.progress.updates == 6
+        assert torch.isfinite(torch.tensor(state.progress.history[0]['eval_loss']))
     exported = json.loads((tmp_path / 'run' / 'export' / 'config.json').read_text())
     assert exported['pretrained_cfg']['input_size'] == [3, 40, 40]
 
@@ -277,6 +277,6 @@ def test_rows_of_table_7_train_at_another_size_and_batch(row, few, tmp_path):
     small = [*few, 'data.img_size=[32,32]', 'data.num_workers=0', 'run.compile=false', 'run.amp=none']
     short = ['schedule.epochs=2', 'schedule.warmup_epochs=1', 'run.throughput_batches=0', f'run.dir={tmp_path}']
     state = main(['--quiet', '--config', str(ROOT / 'configs/imagenet' / f'{row}.yaml'), *small, *short])
-    assert state.updates == 12
+    assert state.progress.updates == 12
     assert all(torch.isfinite(parameter).all() for parameter in state.model.parameters())
-    assert [row['train_lr'] for row in state.history] == [1e-6, 1e-6]
+    assert [row['train_lr'] for row in state.progress.history] == [1e-6, 1e-6]

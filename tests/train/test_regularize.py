@@ -200,7 +200,9 @@ def test_a_run_that_goes_on_with_another_weight_has_one_table(first: RegularizeC
     run(resumed, tmp_path)
     found = [float(row['train_kernel_entropy_02']) for row in rows_of(tmp_path)]
     assert [math.isnan(x) for x in found] == [first is not ENTROPY, second is not ENTROPY]
-    assert [float(row['train_loss']) for row in rows_of(tmp_path)] == [row['train_loss'] for row in resumed.history]
+    assert [float(row['train_loss']) for row in rows_of(tmp_path)] == [
+        row['train_loss'] for row in resumed.progress.history
+    ]
     assert all(None not in row for row in rows_of(tmp_path))
 
 

@@ -48,7 +48,7 @@ def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(small, update, who
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == update
     state = main(arguments)
-    assert state.updates == 6
+    assert state.progress.updates == 6
     assert_same_results(tmp_path, whole)
 
 
@@ -59,7 +59,7 @@ def test_ctrl_c_saves_and_prints_how_to_go_on(small, whole, tmp_path, monkeypatc
             main([*small, f'run.dir={tmp_path}'])
     assert stopped.value.code == 128 + signal.SIGINT
     arguments = capsys.readouterr().out.rpartition(' --config ')[2].split()
-    assert main(['--config', *arguments]).updates == 6
+    assert main(['--config', *arguments]).progress.updates == 6
     assert_same_results(tmp_path, whole)
 
 
@@ -118,16 +118,16 @@ def test_damaged_checkpoints_alone_are_an_error(small, tmp_path):
 def test_a_finished_run_stays_finished(small, whole, tmp_path):
     before = digest(whole / 'last.pth')
     state = main([*small, 'run.resume=auto', f'run.dir={whole}'])
-    assert state.updates == 6
-    assert len(state.history) == len(losses(whole)) == 2
+    assert state.progress.updates == 6
+    assert len(state.progress.history) == len(losses(whole)) == 2
     assert digest(whole / 'last.pth') == before
 
 
 def test_a_run_may_go_on_from_another_folder_for_more_epochs(small, whole, tmp_path, capsys):
     longer = ['schedule.epochs=3', f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path}']
     state = main([*small, *longer, 'optim.accumulate=1'])
-    assert state.updates == 9
-    assert [row['epoch'] for row in state.history] == [0, 1, 2]
+    assert state.progress.updates == 9
+    assert [row['epoch'] for row in state.progress.history] == [0, 1, 2]
     assert (tmp_path / 'export' / 'model.safetensors').is_file()
     shown = capsys.readouterr().out
     assert 'now with schedule.epochs = 3, was 2' in shown
@@ -159,7 +159,7 @@ def test_a_run_may_go_on_with_another_precision_and_without_the_average(small, w
         shutil.copy(whole / name, tmp_path / name)
     other = ['run.amp=float16', 'ema.decay=null', 'ema.warmup=false', 'schedule.epochs=3', 'optim.weight_decay=0.3']
     state = main([*small, *other, 'run.resume=auto', f'run.dir={tmp_path}'])
-    assert (state.updates, state.scaler.get_scale() > 1) == (9, True)
+    assert (state.progress.updates, state.scaler.get_scale() > 1) == (9, True)
     assert max(group['weight_decay'] for group in state.optimizer.param_groups) == 0.3
     rows = losses(tmp_path)
     assert rows[:2] == losses(whole)

@@ -151,7 +151,7 @@ def test_fit_writes_bits_and_keeps_the_lowest(tmp_path, monkeypatch):
     values = lambda models, *args, **kwargs: [{'loss': 1.0, 'bits': next(scores)} for _ in models]  # noqa: E731
     monkeypatch.setattr('train.engine.evaluate_all', values)
     state = run(make_state(ema=EmaConfig(decay=0.5), run=RunConfig()), tmp_path)
-    assert state.best == 2.0
+    assert state.progress.best == 2.0
     best, last = (torch.load(tmp_path / name, weights_only=True) for name in ('best.pth', 'last.pth'))
     assert (best['best_bits'], best['epoch'], best['averaged']) == (2.0, 2, False)
     assert last['best_bits'] == 2.0
@@ -197,7 +197,7 @@ def test_a_budget_of_updates_ends_the_run_within_an_epoch_and_a_larger_one_goes_
     schedule = dict(epochs=2, warmup_updates=4)
     folder = make_folder(tmp_path / 'cut')
     cut = run(make_state(schedule=SequenceSchedule(**schedule, max_updates=13)), folder)
-    assert (cut.updates, cut.epoch, cut.updates_of_epoch) == (13, 1, 3)
+    assert (cut.progress.updates, cut.progress.epoch, cut.progress.updates_of_epoch) == (13, 1, 3)
     assert [row['epoch'] for row in rows_of(folder)] == ['0', '1']
     assert float(rows_of(folder)[1]['train_updates']) == 13
     assert not math.isnan(float(rows_of(folder)[1]['eval_bits']))
@@ -206,12 +206,12 @@ def test_a_budget_of_updates_ends_the_run_within_an_epoch_and_a_larger_one_goes_
     again.load_state_dict(content, source='test')
     before = rows_of(folder)
     run(again, folder)
-    assert again.updates == 13
+    assert again.progress.updates == 13
     assert rows_of(folder) == before
     more = make_state()
     more.load_state_dict(content, source='test')
     run(more, folder)
-    assert more.updates == 20
+    assert more.progress.updates == 20
     assert [row['epoch'] for row in rows_of(folder)] == ['0', '1']
     assert rows_of(folder)[1]['train_loss'] == rows_of(tmp_path / 'whole')[1]['train_loss']
     torch.testing.assert_close(more.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
@@ -231,7 +231,9 @@ def test_a_spent_run_that_was_stopped_before_its_evaluation_makes_up_for_it(upda
     again = make_state(schedule=schedule)
     again.load_state_dict(content, source='test')
     run(again, tmp_path / 'stopped')
-    assert [row['eval_bits'] for row in again.history] == [row['eval_bits'] for row in expected.history]
+    assert [row['eval_bits'] for row in again.progress.history] == [
+        row['eval_bits'] for row in expected.progress.history
+    ]
 
 
 def make_folder(path: Path) -> Path:
@@ -244,7 +246,7 @@ def test_a_budget_of_seconds_counts_the_time_of_the_updates_of_all_epochs(tmp_pa
     monkeypatch.setattr('train.engine.time.perf_counter', lambda: float(next(clock)))
     state = run(make_state(run=RunConfig(max_seconds=12.5, tensorboard=False)), tmp_path)
     # Each update takes one tick.
-    assert (state.updates, state.seconds) == (13, 13.0)
+    assert (state.progress.updates, state.progress.seconds) == (13, 13.0)
     assert float(rows_of(tmp_path)[1]['train_total_seconds']) == 13.0
     assert not math.isnan(float(rows_of(tmp_path)[1]['eval_bits']))
 

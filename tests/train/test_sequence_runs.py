@@ -96,7 +96,7 @@ def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(kind, update, whol
     assert stopped.value.code == 128 + signal.SIGTERM
     assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == update
     state = MAINS[kind](again)
-    assert state.updates == 6
+    assert state.progress.updates == 6
     assert_same_results(tmp_path, whole[kind])
     assert steps_of(tmp_path) == steps_of(whole[kind])
     if update == 3:

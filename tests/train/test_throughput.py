@@ -78,7 +78,7 @@ def test_an_epoch_of_one_batch_is_rejected_and_not_measured_by_the_trainer(tmp_p
     with pytest.raises(ValueError, match='at least 2 batches, got 1'):
         measure_throughput(state, loaders, 3)
     arguments = ['--quiet', '--config', str(ROOT / 'configs/smoke/one_epoch.yaml'), *SMALL, 'data.batch_size=600']
-    assert main([*arguments, 'run.throughput_batches=2', f'run.dir={tmp_path}']).updates == 1
+    assert main([*arguments, 'run.throughput_batches=2', f'run.dir={tmp_path}']).progress.updates == 1
 
 
 def test_one_round_is_rejected():
