@@ -144,12 +144,16 @@ TWEAKS = [
     ('imagenet/aft_conv_small_k11_h384', 'data.batch_size=2', ''),
     ('imagenet/aft_conv_small_k11_h384', 'schedule.epochs=1', ''),
     ('imagenet/aft_conv_small_k11_h384', 'model.name=resnet10t', ''),
-    ('imagenet/aft_full_tiny', 'data.img_size=32', ''),
-    ('imagenet/aft_full_tiny', 'data.img_size=50', 'data.img_size: expected an image size of multiples'),
+    ('imagenet/deit_300e', 'model.name=aft_full_tiny data.img_size=32', ''),
+    (
+        'imagenet/deit_300e',
+        'model.name=aft_full_tiny data.img_size=50',
+        'data.img_size: expected an image size of multiples',
+    ),
     ('imagenet/recipes/ffcv_88e', 'data.img_size=64', ''),
     ('imagenet/recipes/plain_90e', 'schedule.epochs=5', ''),
     ('imagenet/recipes/deit_finetune_384', 'data.batch_size=32', ''),
-    ('imagenette/aft_conv_tiny_gumbel', 'model.name=deit_tiny_patch16_224', ''),
+    ('small/cifar10', 'model.name=deit_tiny_patch16_224 model.num_heads=4', ''),
     ('smoke/clothing_demo', 'model.name=efficientnet_b0', ''),
     ('smoke/deit_recipe', 'data.batch_size=7', 'set data.batch_size=8, or augment.mix_prob=0'),
 ]
@@ -159,7 +163,7 @@ TWEAKS = [
 def test_a_first_tweak_works_or_the_error_says_what_to_set(path, tweak, advice):
     def build() -> None:
         shallow = [] if tweak.startswith('model.name') else ['model.depth=1']
-        config = load_config(ROOT / 'configs' / f'{path}.yaml', [tweak, *shallow])
+        config = load_config(ROOT / 'configs' / f'{path}.yaml', [*tweak.split(), *shallow])
         name, kwargs = model_arguments(config, num_classes=10)
         with torch.device('meta'):
             model = build_model(name, {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS})
