@@ -21,6 +21,7 @@ from zipfile import ZipFile
 import pytest
 import timm
 import torch
+from text_files import write_amazon, write_glove, write_mind, write_mind_behaviors
 from torch.distributed.run import get_args_parser
 from torch.nn import functional as F
 
@@ -33,7 +34,6 @@ from aft_vision.fastformer import (
     FastformerForConditionalGeneration,
     FastformerForSequenceClassification,
 )
-from aft_vision.fastformer.data.synthetic import write_amazon, write_glove, write_mind, write_mind_behaviors
 from aft_vision.fastformer.tokenize import train_tokenizer
 from train.arguments import parse_args
 from train.char import CharConfig

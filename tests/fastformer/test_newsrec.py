@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_close, generator, randn
+from text_files import write_glove
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -21,7 +22,6 @@ from transformers import (
 
 from aft_vision.fastformer import ENCODERS, FastformerForNewsRecommendation, FastformerNewsConfig
 from aft_vision.fastformer.data.impressions import Behaviors, NewsCollator, Ragged
-from aft_vision.fastformer.data.synthetic import write_glove
 from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.ranking import mean_scores, score_behaviors
 from aft_vision.fastformer.tokenize import train_tokenizer

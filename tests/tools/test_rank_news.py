@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from text_files import write_mind, write_movielens
 
 from aft_vision.fastformer import (
     FastformerConfig,
@@ -14,7 +15,6 @@ from aft_vision.fastformer import (
     FastformerNewsConfig,
 )
 from aft_vision.fastformer.data.mind import read_mind_news
-from aft_vision.fastformer.data.synthetic import write_mind, write_movielens
 from aft_vision.fastformer.ranking import NewsRanker
 from aft_vision.fastformer.tokenize import train_tokenizer
 from aft_vision.models.weight_files import add_checksum

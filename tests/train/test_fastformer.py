@@ -11,12 +11,12 @@ import pytest
 import torch
 from helpers import randn
 from safetensors.torch import load_file
+from text_files import write_jmars
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction, pipeline, set_seed
 from transformers.modeling_outputs import BaseModelOutput
 
 from aft_vision.fastformer import FastformerConfig, encoder
 from aft_vision.fastformer.data import READERS
-from aft_vision.fastformer.data.synthetic import write_jmars
 from train.config import save_config
 from train.fastformer import __main__ as fastformer
 from train.fastformer import trainer

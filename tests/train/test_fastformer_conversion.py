@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel
-
-from aft_vision.fastformer import FastformerForConversion
-from aft_vision.fastformer.data.behaviors import BehaviorTable
-from aft_vision.fastformer.data.synthetic import (
+from text_files import (
     write_alimama,
     write_behaviors,
     write_mind,
     write_mind_behaviors,
     write_movielens,
 )
+from transformers import AutoModel
+
+from aft_vision.fastformer import FastformerForConversion
+from aft_vision.fastformer.data.behaviors import BehaviorTable
 from train.fastformer import trainer
 from train.fastformer.__main__ import main
 from train.fastformer.conversion import ConversionRun, read_splits

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from text_files import write_behaviors, write_mind, write_mind_behaviors
 
-from aft_vision.fastformer.data.synthetic import write_behaviors, write_mind, write_mind_behaviors
 from train.fastformer import __main__ as fastformer
 
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from text_files import write_mind, write_mind_behaviors, write_movielens
 from transformers import BertConfig, BertModel
 
 from aft_vision.fastformer import FastformerForNewsRecommendation
-from aft_vision.fastformer.data.synthetic import write_mind, write_mind_behaviors, write_movielens
 from aft_vision.fastformer.metrics import ranking_metrics
 from aft_vision.fastformer.predictions import read_predictions
 from aft_vision.fastformer.tokenize import train_tokenizer

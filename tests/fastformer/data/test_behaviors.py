@@ -3,6 +3,7 @@ import json
 import pyarrow as pa
 import pytest
 import torch
+from text_files import BEHAVIOR_TYPES, write_behaviors
 
 from aft_vision.fastformer.data.behaviors import (
     Behavior,
@@ -12,7 +13,6 @@ from aft_vision.fastformer.data.behaviors import (
     read_behaviors,
     split_behaviors,
 )
-from aft_vision.fastformer.data.synthetic import BEHAVIOR_TYPES, write_behaviors
 from aft_vision.fastformer.tokenize import train_tokenizer
 
 GOOD = {'label': 1, 'ad': 'cheap flights', 'behaviors': [{'type': 'search', 'text': 'Oslo'}]}

@@ -2,10 +2,10 @@ import os
 
 import pytest
 from helpers import unpack_data
+from text_files import write_alimama, write_mind, write_mind_behaviors, write_movielens
 
 from aft_vision.fastformer.data.behaviors import BehaviorTable
 from aft_vision.fastformer.data.interactions import read_alimama, read_mind_clicks, read_ratings
-from aft_vision.fastformer.data.synthetic import write_alimama, write_mind, write_mind_behaviors, write_movielens
 
 
 @pytest.mark.parametrize('original', [True, False], ids=['GroupLens', 'RecBole'])

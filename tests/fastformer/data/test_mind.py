@@ -4,10 +4,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import unpack_data
+from text_files import write_mind, write_mind_behaviors
 
 from aft_vision.fastformer.data.impressions import Behaviors, ClickSamples
 from aft_vision.fastformer.data.mind import News, read_mind_behaviors, read_mind_news
-from aft_vision.fastformer.data.synthetic import write_mind, write_mind_behaviors
 
 ROW = '1\tU1\t11/13/2019 8:36:57 AM\t{}\t{}\n'
 

@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import unpack_data
+from text_files import write_movielens
 
 from aft_vision.fastformer.data.movielens import read_movielens
-from aft_vision.fastformer.data.synthetic import write_movielens
 
 
 def watched(folder: Path) -> dict[str, list[str]]:

@@ -2,9 +2,9 @@ import os
 
 import pytest
 from helpers import unpack_data
+from text_files import MIND_CATEGORIES, write_ag_news, write_mind
 
 from aft_vision.fastformer.data import read_ag_news, read_mind_topic
-from aft_vision.fastformer.data.synthetic import MIND_CATEGORIES, write_ag_news, write_mind
 
 
 def test_mind_gives_titles_and_abstracts_with_their_categories(tmp_path):

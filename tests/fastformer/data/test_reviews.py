@@ -4,9 +4,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from text_files import TOPIC_WORDS, write_acl_imdb, write_amazon, write_jmars
 
 from aft_vision.fastformer.data import read_acl_imdb, read_amazon, read_jmars
-from aft_vision.fastformer.data.synthetic import TOPIC_WORDS, write_acl_imdb, write_amazon, write_jmars
 
 
 def assert_texts_are_of_their_classes(dataset, topics=None):

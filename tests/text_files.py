@@ -1,4 +1,4 @@
-"""Small files in the real formats, for tests and demonstrations: what a text is about can be read off its words."""
+"""Small files in the real formats for tests; the words of a text say what it is about."""
 
 import csv
 import gzip
@@ -17,7 +17,7 @@ from aft_vision.fastformer.data.reviews import AMAZON_RATINGS, IMDB_RATINGS, SEN
 
 MIND_CATEGORIES = ('autos', 'finance', 'health', 'news', 'sports', 'weather')
 COMMON_WORDS = ('the', 'a', 'of', 'and', 'it', 'was', 'this', 'with', 'as', 'for')
-# Of every class, by its number.
+# Words of each class, by its number.
 TOPIC_WORDS = tuple(tuple(f'{stem}{end}' for end in ('ton', 'ling', 'ward')) for stem in 'abcdefghij')
 BEHAVIOR_TYPES = ('search', 'page', 'ad')
 
