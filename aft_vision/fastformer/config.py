@@ -11,12 +11,27 @@ SCORES = ('per_head', 'dense')
 INTERACTIONS = ('multiply', 'add', 'concat')
 CAUSAL = ('streaming', 'exact')
 CROSS_ATTENTION = ('dot_product', 'additive')
+ATTENTION_FIELDS = (*('score', 'interaction', 'share_query_value', 'share_layers', 'share_heads', 'use_output_proj'),)
+# Fields by the part that reads them, an `encoder_mixer` or the decoder; another part does not look at them.
+FIELDS_OF = {
+    'fastformer': (*ATTENTION_FIELDS, 'use_residual', 'use_ffn'),
+    'transformer': (),
+    'longformer': ('attention_window', 'num_global_tokens'),
+    'bigbird': ('block_size', 'num_global_tokens', 'num_random_tokens'),
+    'linformer': ('linformer_dim',),
+    'linear_transformer': (),
+    'poolingformer': (
+        *('poolingformer_window', 'poolingformer_second_window', 'poolingformer_kernel', 'poolingformer_stride'),
+    ),
+    'decoder': (*ATTENTION_FIELDS, 'decoder_layers', 'causal', 'cross_attention', 'max_target_positions'),
+}
 
 
 class FastformerConfig(PreTrainedConfig):
-    """What a Fastformer is made of. Every field has a default that works; all are keyword-only.
+    """Fields of the Fastformer models; each has a default that works, and all are keyword-only.
 
-    A field that is None by default takes its value in parentheses.
+    A field that is None by default takes its value in parentheses. `FIELDS_OF` lists what only some encoders, or the
+    decoder, read; the feed-forward network, norms and residuals of a baseline are those of BERT.
 
     Args:
         vocab_size: V, rows of the embedding.
@@ -178,6 +193,10 @@ class FastformerConfig(PreTrainedConfig):
                 "cross_attention='additive' needs interaction='multiply': with another, the weights of the source do "
                 'not depend on the target'
             )
+        for name in FIELDS_OF.get(self.encoder_mixer, ()):
+            least = 0 if name in ('num_global_tokens', 'num_random_tokens') else 1
+            if type(value := getattr(self, name)) is int and value < least:
+                raise ValueError(f'{name} of {self.encoder_mixer} must be at least {least}, got {value}')
         if self.share_heads and self.score == 'dense':
             raise ValueError("share_heads needs score='per_head': a dense score has no parameters of a single head")
         if not 0 <= self.hidden_dropout_prob < 1:

@@ -1,8 +1,19 @@
 """The configuration's defaults and refusals, and the presets against Table 9."""
 
-import pytest
+from typing import Any
 
-from aft_vision.fastformer import PRESETS, FastformerConfig, FastformerForNewsRecommendation, FastformerNewsConfig
+import pytest
+import torch
+
+from aft_vision.fastformer import (
+    ENCODERS,
+    PRESETS,
+    FastformerConfig,
+    FastformerForNewsRecommendation,
+    FastformerNewsConfig,
+)
+from aft_vision.fastformer.config import FIELDS_OF
+from aft_vision.fastformer.decoder import FastformerDecoder
 
 ORDER = ('amazon', 'imdb', 'mind_topic', 'mind_recommendation', 'cnn_dailymail', 'pubmed')
 # Fastformer Table 9, row by row; None where it has a dash.
@@ -82,6 +93,28 @@ def test_a_config_keeps_every_field_through_a_file(tmp_path):
     assert (again.score, again.share_layers, again.num_labels) == ('dense', False, 7)
 
 
+class Noted:
+    """A config that notes which of its fields are read."""
+
+    def __init__(self, config: FastformerConfig) -> None:
+        self.config, self.read = config, set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self.config, name)
+
+
+@pytest.mark.parametrize('part', FIELDS_OF)
+def test_each_part_reads_the_fields_of_its_row_of_the_table(part: str):
+    assert {*ENCODERS, 'decoder'} >= set(FIELDS_OF) >= {'fastformer', 'decoder'}
+    config = Noted(FastformerConfig(hidden_size=8, num_attention_heads=2, max_position_embeddings=16))
+    if part == 'decoder':
+        FastformerDecoder(config)
+    else:
+        ENCODERS[part](config)(torch.zeros(1, 16, 8))
+    assert config.read & {name for fields in FIELDS_OF.values() for name in fields} == set(FIELDS_OF[part])
+
+
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [
@@ -93,6 +126,8 @@ def test_a_config_keeps_every_field_through_a_file(tmp_path):
         (dict(cross_attention='linear'), 'cross_attention must be one of'),
         (dict(cross_attention='additive', interaction='add'), "needs interaction='multiply'"),
         (dict(hidden_dropout_prob=1.0), r'lie in \[0, 1\)'),
+        (dict(encoder_mixer='bigbird', block_size=0), 'block_size of bigbird must be at least 1, got 0'),
+        (dict(encoder_mixer='longformer', num_global_tokens=-1), 'num_global_tokens of longformer must be at least 0'),
     ],
 )
 def test_a_config_refuses_what_makes_no_model(fields: dict[str, object], message: str):
