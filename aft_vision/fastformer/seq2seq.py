@@ -37,6 +37,9 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
     Encoder and decoder share the token embeddings, and the head does where `config.tie_word_embeddings`: then a linear
     layer takes the hidden size to the embedding's, where the two differ. The switches `use_residual`, `use_layer_norm`,
     `use_ffn` and `use_position_embeddings` are for the encoder: the decoder has all four.
+
+    A cache takes the tokens of each call in place, with use_cache=False too, as in transformers' models: go on twice
+    from a `copy.deepcopy` of it. Padding after a target needs no mask.
     """
 
     _tied_weights_keys = {'lm_head.weight': 'encoder.embeddings.embed_tokens.weight'}  # noqa: RUF012
@@ -126,60 +129,36 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
     ) -> Seq2SeqLMOutput:
         """Predict each next token of the target.
 
-        Args:
-            input_ids: (B, S) source.
-            attention_mask: (B, S), 1 or True where a source token counts; None: all do.
-            token_type_ids: not used; tokenisers return them.
-            decoder_input_ids: (B, N) target, from its start token; None: the labels, shifted.
-            decoder_attention_mask: (B, P + N), 1 or True where a target token counts, of the P tokens that
-                past_key_values holds too; None: all do. Padding behind a target needs no mask.
-            encoder_outputs: what `encoder` returned, instead of the source.
-            past_key_values: what an earlier call with use_cache returned: the tokens so far. Those of this call are
-                added to it in place, with use_cache=False too, as in transformers' models: go on twice from a
-                `copy.deepcopy` of it. Not beside labels, which are of a whole target.
-            inputs_embeds: (B, S, embedding_size), instead of input_ids.
-            decoder_inputs_embeds: (B, N, embedding_size), instead of decoder_input_ids.
-            labels: (B, N), the token behind each of decoder_input_ids; -100 where there is no loss.
-            use_cache: return past_key_values; None: `config.use_cache`, outside training.
-            output_hidden_states: also return the states before, between and behind the layers.
-            output_attentions: also return the encoder's attention weights. The decoder has none to return.
-            num_items_in_batch: what the sum of the losses is divided by; None: the labels that have one.
+        Masks are 1 or True where a token counts; None where all do.
 
-        Returns:
-            logits (B, N, vocab_size), the loss where there are labels, and past_key_values where there is a cache.
+        Args:
+            input_ids, attention_mask, inputs_embeds: (B, S) source, or (B, S, embedding_size) in its place.
+            token_type_ids: Not used; tokenisers return them.
+            decoder_input_ids, decoder_inputs_embeds: (B, N) target from its start token; None: the labels, shifted.
+            decoder_attention_mask: (B, P + N), P tokens being in past_key_values.
+            encoder_outputs: Output of `encoder`, in place of the source.
+            past_key_values: Cache of the tokens so far, without labels; those of this call are added in place.
+            labels: (B, N), the token after each of decoder_input_ids; -100 where there is no loss.
+            use_cache: Return past_key_values; None: `config.use_cache`, outside training.
+            output_hidden_states: Also return the states before, between and after the layers.
+            output_attentions: Also return the encoder's weights. The decoder has none to return.
+            num_items_in_batch: Divides the sum of the losses; None: the number of labels that have one.
 
         Raises:
-            ValueError: no target, past_key_values with labels, labels of an empty batch, a mask of another shape, or a
-                text longer than the positions.
+            ValueError: no target, labels with a cache or of an empty batch, a mask of another shape, a text too long.
         """
         if labels is not None:
-            refuse_empty(labels)
-        if past_key_values is not None and labels is not None:
-            raise ValueError('expected past_key_values or labels, which are of a whole target, got both')
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        if encoder_outputs is None and not (
-            isinstance(past_key_values, FastformerCache) and past_key_values.is_updated
-        ):
-            encoder_outputs = self.encoder(
-                input_ids,
-                attention_mask,
-                inputs_embeds=inputs_embeds,
-                output_hidden_states=output_hidden_states,
-                output_attentions=output_attentions,
-                return_dict=True,
-            )
+            _refuse_labels(labels, past_key_values)
+        hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if encoder_outputs is None and not _holds_source(past_key_values):
+            more = dict(inputs_embeds=inputs_embeds, output_hidden_states=hidden, output_attentions=output_attentions)
+            encoder_outputs = self.encoder(input_ids, attention_mask, return_dict=True, **more)
         source = None if encoder_outputs is None else encoder_outputs[0]
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        decoded = self.decoder(
-            self._embed_target(decoder_input_ids, decoder_inputs_embeds, labels),
-            decoder_attention_mask,
-            source,
-            attention_mask,
-            _as_cache(past_key_values) if past_key_values is not None or (use_cache and labels is None) else None,
-            output_hidden_states,
-        )
+        cache = _as_cache(past_key_values) if past_key_values is not None or (use_cache and labels is None) else None
+        target = self._embed_target(decoder_input_ids, decoder_inputs_embeds, labels)
+        decoded = self.decoder(target, decoder_attention_mask, source, attention_mask, cache, hidden)
         logits = self.lm_head(self.output_projection(decoded.last_hidden_state))
         return Seq2SeqLMOutput(
             loss=None if labels is None else _loss(logits, labels, num_items_in_batch),
@@ -202,6 +181,16 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
                 raise ValueError('expected decoder_input_ids, decoder_inputs_embeds or labels, got none of them')
             ids = self.prepare_decoder_input_ids_from_labels(labels)
         return self.get_input_embeddings()(ids)
+
+
+def _refuse_labels(labels: Tensor, past_key_values: Cache | None) -> None:
+    refuse_empty(labels)
+    if past_key_values is not None:
+        raise ValueError('expected past_key_values or labels, which are of a whole target, got both')
+
+
+def _holds_source(past_key_values: Cache | None) -> bool:
+    return isinstance(past_key_values, FastformerCache) and past_key_values.is_updated
 
 
 def _loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
