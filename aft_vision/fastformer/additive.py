@@ -258,7 +258,7 @@ class FastformerAttention(nn.Module):
 
 
 def _is_long(x: Tensor) -> bool:
-    """Whether texts (B, N, C) have C tokens or more, for which the composed form is the cheaper one.
+    """Return True if texts (B, N, C) have C tokens or more, for which the composed form is the cheaper one.
 
     In `torch.export` a length is long only where the export's range of lengths says so: both forms give the same, and
     an exported program has one of them.

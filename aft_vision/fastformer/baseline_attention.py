@@ -195,7 +195,7 @@ def join_heads(x: Tensor) -> Tensor:
 
 
 def common_arguments(config: FastformerConfig) -> dict[str, Any]:
-    """What the configurations of transformers' own models have in common."""
+    """Return the arguments that the configurations of transformers' own models share."""
     names = ('hidden_size', 'num_hidden_layers', 'num_attention_heads', 'intermediate_size', 'hidden_act')
     dropout = dict(hidden_dropout_prob=config.hidden_dropout_prob, attention_probs_dropout_prob=0.0)
     return {name: getattr(config, name) for name in names} | dropout | dict(layer_norm_eps=config.layer_norm_eps)
@@ -208,5 +208,5 @@ def bert_config(config: FastformerConfig) -> BertConfig:
 
 
 def attention_implementation(config: FastformerConfig) -> str:
-    """How full attention is computed: 'sdpa' or 'eager'."""
+    """Return the implementation of full attention: 'sdpa' or 'eager'."""
     return getattr(config, '_attn_implementation', None) or 'sdpa'

@@ -64,7 +64,7 @@ class BaselineEncoder(nn.Module):
 
     @classmethod
     def multiple(cls, config: FastformerConfig) -> int:
-        """What the number of tokens must be a multiple of inside the layers."""
+        """Return the number whose multiples the tokens are padded to inside the layers."""
         return 1
 
     def forward(

@@ -1,4 +1,4 @@
-"""What a decoder keeps between the tokens that it generates, as a cache of transformers."""
+"""State of a decoder between the tokens that it generates, as a cache of transformers."""
 
 from typing import Any
 

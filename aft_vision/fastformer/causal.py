@@ -17,7 +17,7 @@ from .prefix import prefix_softmax_mean
 
 
 class AttentionState(NamedTuple):
-    """What the tokens so far leave behind for the next ones; no gradient has to flow through it.
+    """State of the tokens so far, for the next ones; no gradient has to flow through it.
 
     Args:
         queries: (B, h, 1, d + 1), the state of the global query's `prefix_softmax_mean`.
@@ -29,7 +29,7 @@ class AttentionState(NamedTuple):
 
 
 class PrefixAttention(FastformerAttention):
-    """What the attentions of a decoder share: the global query of each prefix, and the output of each token."""
+    """Base of a decoder's attentions: the global query of each prefix, and the output of each token."""
 
     def _prefix_queries(self, q: Tensor, mask: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The global query (B, N, h, d) up to each token, and the state behind them (Fastformer Eq. 3, Eq. 4)."""
@@ -131,7 +131,7 @@ class AdditiveCrossAttention(PrefixAttention):
     """
 
     def project(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """What the source (B, S, C) is needed for: its keys (B, h, S, d), and nothing (B, h, S, 0)."""
+        """Return the keys (B, h, S, d) of the source (B, S, C), and empty values (B, h, S, 0)."""
         keys = self._vectors(self.key, source).transpose(1, 2)
         return keys, keys[..., :0]
 

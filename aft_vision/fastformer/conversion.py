@@ -1,4 +1,4 @@
-"""Whether a user acts upon an ad, from what the user did before (Fastformer Table 8).
+"""Prediction of the user's response to an ad from earlier behaviours (Fastformer Table 8).
 
 One text encoder for ads and behaviours, an embedding of the behaviours' types, a user encoder over both, and a network
 of two layers on [user; ad; user * ad]. The paper says no more than that the hierarchy is that of news recommendation;

@@ -141,7 +141,7 @@ class FastformerDecoder(nn.Module):
         )
 
     def _project(self, index: int, source: Tensor | None, cache: FastformerCache | None) -> tuple[Tensor, Tensor]:
-        """What a layer needs of the source, computed once for a cache."""
+        """Project the source for a layer, once for a cache."""
         kept = None if cache is None else cache.read_source(index)
         if kept is not None:
             return kept

@@ -16,7 +16,7 @@ DEFAULT_STD = 0.02
 
 
 class Coverage(NamedTuple):
-    """How many rows of an embedding came from the file, how many were drawn, and how many belong to padding."""
+    """Counts of the rows of an embedding: found in the file, drawn, and of padding."""
 
     found: int
     drawn: int

@@ -159,7 +159,7 @@ class UserEncoder(nn.Module):
 
 
 class FastformerHierarchyModel(FastformerPreTrainedModel):
-    """What the models of users have in common: their embedding of tokens is that of the text encoder.
+    """Base of the models of users: their embedding of tokens is that of the text encoder.
 
     A subclass makes the encoders itself: the order in which they are made fixes the random first weights, which a seed
     then gives again.

@@ -1,4 +1,4 @@
-"""How a global vector meets the token vectors, head by head (Fastformer Eq. 5, Fastformer Fig. 3).
+"""Interactions of a global vector with the token vectors, head by head (Fastformer Eq. 5, Fastformer Fig. 3).
 
 Given the global vector g, each interaction is affine in the token's vector t, and so is t in the token's hidden state.
 `FastformerAttention` uses this to form no vector of a token but the last: it moves the interaction from the tokens to
@@ -15,7 +15,7 @@ from .initialization import draw_weights
 
 
 class Interaction(nn.Module, ABC):
-    """What the three have in common."""
+    """Base of the three interactions."""
 
     @abstractmethod
     def forward(self, g: Tensor, t: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How well candidates are ranked within their impressions: AUC, MRR and nDCG as MIND's scorer has them, vectorised.
+"""Ranking of candidates within their impressions: AUC, MRR and nDCG as MIND's scorer has them, vectorised.
 
 Every figure is that of one impression, and then a plain mean over the impressions. Impressions whose candidates are all
 clicked, or none, are passed over: they have no AUC. Candidates with equal scores count half in AUC; elsewhere they rank
@@ -46,7 +46,7 @@ def ranking_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> d
 
 
 def impression_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> dict[str, np.ndarray]:
-    """What `ranking_metrics` takes the means of: arrays over the impressions with both labels, in their order.
+    """Return the metrics of each impression with both labels, in order; `ranking_metrics` gives their means.
 
     MRR is the mean of 1 / rank over all clicked candidates, not of the first alone. nDCG has gains 2^label - 1 and
     discounts log2(1 + rank).

@@ -79,7 +79,7 @@ def _check_positions(position_ids: Tensor, x: Tensor, limit: int) -> None:
 
 
 class FastformerPreTrainedModel(PreTrainedModel):
-    """What all Fastformer models share: configuration, initial weights, gradient checkpointing."""
+    """Base of all Fastformer models: configuration, initial weights, gradient checkpointing."""
 
     config_class = FastformerConfig
     config: FastformerConfig

@@ -23,7 +23,7 @@ from .modeling import refuse_empty
 
 
 class FastformerNewsConfig(FastformerHierarchyConfig):
-    """Of `FastformerForNewsRecommendation`: the fields of `FastformerHierarchyConfig`."""
+    """Configuration of `FastformerForNewsRecommendation`: the fields of `FastformerHierarchyConfig`."""
 
     model_type = 'fastformer_news'
 

@@ -1,4 +1,4 @@
-"""How well actions are predicted, over all requests at once."""
+"""Metrics of predicted actions, over all requests at once."""
 
 import numpy as np
 from numpy.typing import ArrayLike

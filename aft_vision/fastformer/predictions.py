@@ -28,7 +28,7 @@ class Predictions(NamedTuple):
 
     @property
     def scores(self) -> np.ndarray:
-        """What the leaderboard's scorer takes for scores: 1 / rank (n,)."""
+        """Return 1 / rank (n,), the scores that the leaderboard's scorer takes."""
         return 1 / self.ranks
 
 

@@ -115,7 +115,7 @@ def _weights(scores: Tensor, log_sums: Tensor) -> Tensor:
 
 
 def _chunks(x: Tensor, scores: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in chunks (..., N / CHUNK, CHUNK), filled up with tokens of no weight."""
+    """Divide into chunks (..., N / CHUNK, CHUNK), filled up with tokens of no weight."""
     more = -x.shape[-2] % CHUNK
     if more:
         x, scores = F.pad(x, (0, 0, 0, more)), F.pad(scores, (0, more), value=-torch.inf)

@@ -146,7 +146,7 @@ def read_one(
 
 
 def attention(config: FastformerConfig, module: FastformerAttention, x: Tensor, mask: Tensor | None) -> Tensor:
-    """What `FastformerAttention` returns first, with its parameters."""
+    """Return the output of `FastformerAttention` with its parameters."""
     parameters = dict(module.named_parameters())
     mask = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
     return torch.stack([attend_one(config, parameters, text, row) for text, row in zip(x, mask, strict=True)])

@@ -27,7 +27,7 @@ def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
 
 
 def rouge_of_each(predictions: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:
-    """As `rouge`, of every pair."""
+    """Return the scores of `rouge` for every pair."""
     return _score(predictions, references)
 
 

@@ -66,7 +66,7 @@ class NltkTokenizer(TextTokenizer):
 
 
 class NltkTokenizerConfig(PreTrainedConfig):
-    """As TextTokenizerConfig, of NltkTokenizer."""
+    """Configuration that tells AutoTokenizer of NltkTokenizer."""
 
     model_type = 'nltk_tokenizer'
 

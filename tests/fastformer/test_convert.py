@@ -18,7 +18,7 @@ def make_config(**kwargs: object) -> FastformerConfig:
 
 
 def make_notebook_state() -> dict[str, Tensor]:
-    """What the notebook's model holds, with its biases of the scores."""
+    """State of the notebook's model, with its biases of the scores."""
     shapes = {'word_embedding.weight': (VOCAB, C), 'fastformer_model.position_embeddings.weight': (8, C)}
     linears = {'fastformer_model.poolers.0.att_fc1': C, 'fastformer_model.poolers.0.att_fc2': 1, 'dense_linear': 4}
     norms = ['fastformer_model.LayerNorm']

@@ -44,7 +44,7 @@ def plain(texts, tmp_path_factory) -> tuple[dict, dict[str, Tensor]]:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[bool, torch.dtype]]:
-    """Of each call of an attention: whether it is one of training, and the dtype of its queries."""
+    """Record of each call of an attention: in training or not, and the dtype of its queries."""
     found, forward = [], FastformerAttention.forward
 
     def noted(self: FastformerAttention, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -172,7 +172,7 @@ def check_same_split(before: TextConfig, now: TextConfig, source: Path) -> None:
 
 
 def differ(key: str, was: Any, found: Any) -> bool:
-    """Whether two values of a key mean different experiments: files may have moved."""
+    """Return True if two values of a key mean different experiments: files may have moved."""
     if key.endswith('path') or key in ('glove', 'bodies'):
         return (was is None) != (found is None)
     return was != found

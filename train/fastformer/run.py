@@ -56,7 +56,7 @@ class TextRun(ABC):
 
     @property
     def best_metric(self) -> str:
-        """What chooses the epoch that is tested: a metric of validation, or `loss`; here the first."""
+        """Name what chooses the epoch that is tested: a metric of validation, or `loss`; here the first."""
         return self.validation_metrics[0]
 
     @property
@@ -75,7 +75,7 @@ class TextRun(ABC):
 
     @abstractmethod
     def counts(self) -> dict[str, int]:
-        """How many examples there are, by split."""
+        """Return the number of examples by split."""
 
     @abstractmethod
     def texts(self) -> Sequence[str]:
@@ -101,7 +101,7 @@ class TextRun(ABC):
                 raise ValueError(f'expected data.{key} of at most {longest}, as {source} takes, got {length}')
 
     def summarize_data(self) -> dict[str, Any]:
-        """What the result of a seed says of the data."""
+        """Return what the result of a seed says of the data."""
         return {'texts': self.counts()}
 
     def seed_dir(self, seed: int) -> Path:
@@ -284,7 +284,7 @@ class TextRun(ABC):
         return trainer
 
     def summarize_run(self, trainer: Trainer, tested: dict[str, float], seed: int) -> dict[str, Any]:
-        """What came out of one seed: the best epoch by validation, its test, and what it took."""
+        """Return the result of one seed: the best epoch by validation, its test, and the time and memory it took."""
         key, history = f'eval_{self.best_metric}', trainer.state.log_history
         evaluated = [row for row in history if key in row]
         choose = min if self.best_metric == 'loss' else max

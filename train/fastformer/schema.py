@@ -94,7 +94,7 @@ class TextOptimizer:
 
 @dataclass(frozen=True)
 class TextSchedule:
-    """How long a run is, and its learning rate.
+    """Length of a run, and its learning rate.
 
     Attributes:
         epochs: Passes over the training texts.
@@ -117,7 +117,7 @@ class TextSchedule:
 
 @dataclass(frozen=True)
 class TextRunConfig:
-    """How and where the runs take place.
+    """Place and manner of the runs.
 
     Attributes:
         dir: Folder of the runs; None means `runs/fastformer/` and the name of the config file.

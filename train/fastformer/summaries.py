@@ -64,18 +64,18 @@ class SummarizationData(TextData):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the data set is one of the hub."""
+        """Return True if the data set is one of the hub."""
         return self.kind == 'hub' or (self.kind != 'table' and not self.path)
 
     @property
     def has_splits(self) -> bool:
-        """Whether `path` holds more than texts of training, each row in a part that has a name."""
+        """Return True if `path` holds more than texts of training, each row in a named part."""
         return self.is_remote or self.split_column is not None
 
 
 @dataclass(frozen=True)
 class Generation:
-    """How summaries are generated; what else transformers' `generate` takes keeps its default.
+    """Options of `generate` for summaries; what else transformers' `generate` takes keeps its default.
 
     Attributes:
         num_beams: Beams of the search; 1 takes the likeliest token each time.

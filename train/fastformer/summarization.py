@@ -138,7 +138,7 @@ class SummarizationRun(TextRun):
         )
 
     def generated(self, tokens: Any, split: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str]]:
-        """What the tokens that the trainer gathered say, and the summaries of a split, whole as they were read."""
+        """Return the texts of the tokens that the trainer gathered, and the whole summaries of a split."""
         references = list(self.splits[split]['summary'])
         # Between batches the trainer pads with -100; several processes repeat the first texts at the end.
         tokens = np.where(tokens < 0, tokenizer.pad_token_id, tokens)[: len(references)]

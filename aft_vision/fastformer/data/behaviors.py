@@ -1,4 +1,4 @@
-"""Whether a user, of whom earlier behaviours are known, acts upon an ad: readers, parts, batches.
+"""Requests, each a user's earlier behaviours and the response to an ad: readers, parts, batches.
 
 A row of a data set is a request: `label` (0 or 1), `ad`, `behaviors`, `behavior_types`, `user` and `impression`. Texts
 and types are numbers of a `BehaviorTable`, because a text comes back in thousands of rows.
@@ -38,7 +38,7 @@ PADDING = -1
 
 
 class Behavior(NamedTuple):
-    """What a user did, such as `search`, and to which text."""
+    """Behaviour of a user: its type, such as `search`, and its text."""
 
     type: str
     text: str

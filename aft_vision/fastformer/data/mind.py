@@ -119,7 +119,7 @@ def _read_time(record: Record) -> int:
 
 
 class _Collected:
-    """What has been read of a file, in arrays without an object for each news."""
+    """Arrays of the rows read so far, without an object for each news."""
 
     def __init__(self, rows: Mapping[str, int], drop_missing: bool) -> None:
         self.rows, self.drop_missing = rows, drop_missing
