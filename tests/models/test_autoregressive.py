@@ -247,7 +247,8 @@ def test_a_state_goes_on_where_nothing_may_branch(monkeypatch: pytest.MonkeyPatc
     saved, expected = state.to_dict(), []
     for place in range(10, 14):
         expected.append(model.step(tokens[:, place], state)[0])
-    monkeypatch.setattr('aft_vision.ops.aft_causal.may_branch', lambda x: False)
+    for name in ('state', 'step'):
+        monkeypatch.setattr(f'aft_vision.ops.decode.{name}.may_branch', lambda x: False)
     state = DecoderState.from_dict(saved)
     assert all(layer.holds_keys for layer in state.layers)
     for place, wanted in enumerate(expected, start=10):

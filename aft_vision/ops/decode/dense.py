@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from aft_vision.ops import operator
-from aft_vision.ops.aft_causal import LocalState, SimpleState, check_local_state, check_simple_state
+from aft_vision.ops.decode.state import LocalState, SimpleState, check_local_state, check_simple_state
 
 
 class Dense(NamedTuple):

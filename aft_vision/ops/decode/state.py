@@ -1,0 +1,192 @@
+"""What one token leaves to the next: states of constant size, whatever the number of tokens seen.
+
+States are NamedTuples of tensors of fixed shape, updated in place, so a step can be compiled, captured, copied and
+reordered. Nothing is differentiated through a state.
+"""
+
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.common.numerics import may_branch
+from aft_vision.ops.decode import eager as decode
+
+
+class SimpleState(NamedTuple):
+    """What AFT-simple remembers: sums of e^(k - reference) v and e^(k - reference), and the reference; (B, D) each."""
+
+    reference: Tensor
+    numerator: Tensor
+    denominator: Tensor
+
+
+class LocalState(NamedTuple):
+    """What AFT-local remembers: sums over the tokens before the window, and the window as a ring of slots.
+
+    Attributes:
+        reference: (B, D) that exponents are relative to.
+        sums: (B, 2D), of e^(k - reference) v and of e^(k - reference), over the tokens before the window.
+        ring: (B, s, 2D); token t is in slot t mod s, as [e^(k - reference) v | e^(k - reference)] or as [v | k].
+        position: () int64, tokens seen.
+        holds_keys: () bool, whether the ring has values and keys themselves: always on an accelerator, on a CPU where
+            the keys of a window lie too far apart for one reference.
+    """
+
+    reference: Tensor
+    sums: Tensor
+    ring: Tensor
+    position: Tensor
+    holds_keys: Tensor
+
+
+State = TypeVar('State', bound=tuple[Tensor, ...])
+
+
+def aft_simple_state(
+    batch: int, dim: int, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> SimpleState:
+    """The state of AFT-simple before the first token.
+
+    Args:
+        batch: number of sequences B.
+        dim: channels D.
+        dtype: of the sums: float32 or float64.
+        device: of the state.
+
+    Raises:
+        ValueError: dtype is not float32 or float64.
+    """
+    _check_dtype(dtype)
+    zero = torch.zeros(batch, dim, dtype=dtype, device=device)
+    return SimpleState(torch.full_like(zero, torch.finfo(dtype).min / 4), zero, zero.clone())
+
+
+def aft_local_state(
+    batch: int, dim: int, window: int, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> LocalState:
+    """The state of AFT-local before the first token.
+
+    Args:
+        batch: number of sequences B.
+        dim: channels D.
+        window: tokens s with a position bias: the token itself and s - 1 before it.
+        dtype: of the sums: float32 or float64.
+        device: of the state.
+
+    Raises:
+        ValueError: window is below 1, or dtype is not float32 or float64.
+    """
+    if window < 1:
+        raise ValueError(f'window must be at least 1, got {window}')
+    _check_dtype(dtype)
+    sums = torch.zeros(batch, 2 * dim, dtype=dtype, device=device)
+    ring = torch.zeros(batch, window, 2 * dim, dtype=dtype, device=device)
+    holds_keys = not may_branch(ring)
+    if holds_keys:
+        ring[..., dim:] = float('-inf')
+    return LocalState(
+        torch.full_like(sums[:, :dim], torch.finfo(dtype).min / 4),
+        sums,
+        ring,
+        torch.zeros((), dtype=torch.int64, device=device),
+        torch.full((), holds_keys, device=device),
+    )
+
+
+def reorder_state(state: State, index: Tensor) -> State:
+    """The state with its batch rows picked by index (N,), as beam search does; rows may repeat.
+
+    Returns:
+        A state of its own: nothing in it is shared with the old one.
+
+    Raises:
+        ValueError: index is not one-dimensional.
+    """
+    if index.ndim != 1:
+        raise ValueError(f'index must be one-dimensional, got shape {tuple(index.shape)}')
+    return type(state)(*(x.index_select(0, index) if x.ndim else x.clone() for x in state))
+
+
+def clone_state(state: State) -> State:
+    """A copy of a state, which a step leaves as it is."""
+    return type(state)(*(x.clone() for x in state))
+
+
+def move_state(state: State, device: torch.device | str | None) -> State:
+    """A copy of a state on a device, in the form that steps there read."""
+    moved = type(state)(*(x.to(device, copy=True) for x in state))
+    if isinstance(state, LocalState) and not (may_branch(moved[2]) or bool(state.holds_keys)):
+        keys, values = decode.decode(state.reference, state.ring, state.holds_keys)
+        moved[2].copy_(torch.cat([values, keys], -1))
+        moved[4].fill_(True)
+    return moved
+
+
+def check_simple_state(state: SimpleState) -> None:
+    """Check that the parts of a state match one another in shape, dtype and device.
+
+    Raises:
+        ValueError: one of them does not.
+    """
+    if not isinstance(state, SimpleState):
+        raise ValueError(f'state must be of ops.aft_simple_state, got a {type(state).__name__}')
+    shape = _check_reference(state.reference)
+    for x in state:
+        if x.shape != shape or x.dtype != state[0].dtype or x.device != state[0].device:
+            raise _mismatch(state, [(shape, state[0].dtype)] * 3)
+
+
+def check_local_state(state: LocalState) -> None:
+    """Check that the parts of a state match one another in shape, dtype and device; the position is not read.
+
+    Raises:
+        ValueError: one of them does not.
+    """
+    if not isinstance(state, LocalState):
+        raise ValueError(f'state must be of ops.aft_local_state, got a {type(state).__name__}')
+    reference, sums, ring, position, holds_keys = state
+    batch, dim = _check_reference(reference)
+    window = ring.shape[1] if ring.ndim == 3 else 0
+    dtype, device = reference.dtype, reference.device
+    if not (
+        window > 0
+        and sums.shape == (batch, 2 * dim)
+        and ring.shape == (batch, window, 2 * dim)
+        and sums.dtype == ring.dtype == dtype
+        and position.dtype == torch.int64
+        and holds_keys.dtype == torch.bool
+        and position.ndim == holds_keys.ndim == 0
+        and sums.device == ring.device == position.device == holds_keys.device == device
+    ):
+        ring_shape = (batch, window or 's', 2 * dim)
+        expected = [((batch, dim), dtype), ((batch, 2 * dim), dtype), (ring_shape, dtype)]
+        raise _mismatch(state, [*expected, ((), torch.int64), ((), torch.bool)])
+
+
+def _check_reference(reference: Tensor) -> torch.Size:
+    # Its shape, (B, D), which the shapes of the other parts follow from.
+    if reference.ndim != 2 or reference.dtype not in (torch.float32, torch.float64):
+        got = f'{tuple(reference.shape)} {reference.dtype}'
+        raise ValueError(f'state.reference must be (B, D), in torch.float32 or torch.float64, got {got}')
+    return reference.shape
+
+
+def _mismatch(state: SimpleState | LocalState, expected: list[tuple[tuple[Any, ...], torch.dtype]]) -> ValueError:
+    # An error that names the first part that is not as expected.
+    device = state[0].device
+    name, x, shape, dtype = next(
+        (name, x, shape, dtype)
+        for name, x, (shape, dtype) in zip(state._fields, state, expected, strict=True)
+        if tuple(x.shape) != tuple(shape) or x.dtype != dtype or x.device != device
+    )
+    wanted = f'{tuple(shape)} {dtype} on {device}'
+    return ValueError(
+        f'state.{name} must be {wanted} to match state.reference, got {tuple(x.shape)} {x.dtype} on {x.device} '
+        '(move a state with ops.move_state, and reorder it with ops.reorder_state)'
+    )
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f'dtype must be torch.float32 or torch.float64, got {dtype}')

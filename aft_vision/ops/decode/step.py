@@ -1,0 +1,196 @@
+"""One token, or several, from a state (AFT Eq. 4, 5, causal; footnote 2). Nothing is differentiated."""
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops import operator
+from aft_vision.ops.causal.bias import BandBias, NoBias
+from aft_vision.ops.causal.eager import Past, causal_forward
+from aft_vision.ops.common.numerics import may_branch, without_autocast
+from aft_vision.ops.decode import eager as decode
+from aft_vision.ops.decode.state import LocalState, SimpleState, check_local_state, check_simple_state
+from aft_vision.ops.position_bias import factorized_band_row
+
+
+def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) -> tuple[Tensor, SimpleState]:
+    """One token of `aft_simple_causal` (AFT Eq. 5).
+
+    Args:
+        q, k, v: (B, D) of the token. q = None leaves the sigmoid gate out.
+        state: of the tokens before it; updated in place.
+
+    Returns:
+        y (B, D) in q's dtype, and the state with this token in it. Nothing is differentiated.
+
+    Raises:
+        ValueError: q, k or v do not match the state, or its parts one another.
+    """
+    check_simple_state(state)
+    _check_tokens(q, k, v, state.reference.shape)
+    kernels = operator.step_kernels(state, q, k, v)
+    if kernels is not None:
+        return kernels.simple_step(q, k, v, state).to(v.dtype if q is None else q.dtype), state
+    dtype = state.reference.dtype
+    with torch.no_grad():
+        mean = decode.simple_step(k.to(dtype), v.to(dtype), *state)
+        return _finish(q, v, mean), state
+
+
+def aft_local_step(
+    q: Tensor | None, k: Tensor, v: Tensor, band_row: Tensor, state: LocalState
+) -> tuple[Tensor, LocalState]:
+    """One token of `aft_local_causal` (AFT Eq. 4).
+
+    Args:
+        q, k, v: (B, D) of the token. q = None leaves the sigmoid gate out.
+        band_row: (s,), the token's row of the band.
+        state: of the tokens before it; updated in place.
+
+    Returns:
+        y (B, D) in q's dtype, and the state with this token in it. Nothing is differentiated.
+
+    Raises:
+        ValueError: q, k, v or band_row do not match the state, its parts do not match one another, or, on a CPU, its
+            position is negative.
+    """
+    check_local_state(state)
+    _check_tokens(q, k, v, state.reference.shape)
+    window = state.ring.shape[1]
+    if tuple(band_row.shape) != (window,):
+        raise ValueError(f'band_row must have shape ({window},) to match the state, got {tuple(band_row.shape)}')
+    kernels = operator.step_kernels(state, q, k, v, band_row)
+    if kernels is not None:
+        return kernels.local_step(q, k, v, band_row, state).to(v.dtype if q is None else q.dtype), state
+    dtype = state.reference.dtype
+    with torch.no_grad():
+        k, row = k.to(dtype), band_row.to(dtype)
+        if not may_branch(k):
+            mean = decode.local_step_static(k, v.to(dtype), row, *state[:-1])
+        elif torch.compiler.is_compiling():
+            mean = torch.ops.aft_vision.aft_local_step(k, v.to(dtype), row, *state)
+        else:
+            mean = decode.local_step(k, v.to(dtype), row, *state)
+        return _finish(q, v, mean), state
+
+
+def factorized_local_step(
+    q: Tensor | None, k: Tensor, v: Tensor, bias_u: Tensor, bias_v: Tensor, state: LocalState
+) -> tuple[Tensor, LocalState]:
+    """`aft_local_step` with the position bias given by its factors.
+
+    Args:
+        q, k, v: (B, D) of the token. q = None leaves the sigmoid gate out.
+        bias_u, bias_v: (T, d') factors of targets and of sources.
+        state: of the tokens before it, for a window of T at most; updated in place.
+
+    Returns:
+        y (B, D) in q's dtype, and the state with this token in it. Nothing is differentiated.
+
+    Raises:
+        ValueError: as `aft_local_step`, or the state's window is over T.
+        IndexError: on a CPU, T tokens have been taken before.
+    """
+    check_local_state(state)
+    window, tokens = state.ring.shape[1], bias_v.shape[0]
+    if window > tokens:
+        raise ValueError(f'expected a state with a window of at most T = {tokens} tokens, got {window}')
+    kernels = operator.step_kernels(state, q, k, v)
+    if kernels is None or bias_u.shape != bias_v.shape or not kernels.covers_factors(bias_u, bias_v):
+        with torch.no_grad():
+            row = factorized_band_row(bias_u, bias_v, state.position, window)
+        return aft_local_step(q, k, v, row, state)
+    _check_tokens(q, k, v, state.reference.shape)
+    y = kernels.factorized_local_step(q, k, v, bias_u, bias_v, state)
+    return y.to(v.dtype if q is None else q.dtype), state
+
+
+@torch.no_grad()
+def aft_simple_prefill(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) -> tuple[Tensor, SimpleState]:
+    """Several tokens at once, with the results and the state of as many `aft_simple_step`.
+
+    Args:
+        q, k, v: (B, n, D) of the tokens. q = None leaves the sigmoid gate out.
+        state: of the tokens before them; updated in place.
+
+    Returns:
+        y (B, n, D) in q's dtype, and the state with these tokens in it.
+
+    Raises:
+        ValueError: q, k or v do not match the state, or its parts one another.
+    """
+    check_simple_state(state)
+    _check_chunk(q, k, v, state.reference)
+    dtype = state.reference.dtype
+    keys, values = k.to(dtype), decode.counted_values(k, v.to(dtype))
+    with without_autocast(k.device.type):
+        y = causal_forward(q, keys, values, NoBias(values), Past(*state), None, False)[0]
+    decode.absorb_many(keys, values, *state)
+    return y.to(v.dtype if q is None else q.dtype), state
+
+
+@torch.no_grad()
+def aft_local_prefill(
+    q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, state: LocalState
+) -> tuple[Tensor, LocalState]:
+    """Several tokens at once, with the results and the state of as many `aft_local_step`.
+
+    Args:
+        q, k, v: (B, n, D) of the tokens. q = None leaves the sigmoid gate out.
+        band: (n, s), the tokens' rows of the band.
+        state: of the tokens before them; updated in place.
+
+    Returns:
+        y (B, n, D) in q's dtype, and the state with these tokens in it.
+
+    Raises:
+        ValueError: q, k, v or band do not match the state, its parts do not match one another, or its position is
+            negative.
+    """
+    check_local_state(state)
+    _check_chunk(q, k, v, state.reference)
+    tokens, window, dim = k.shape[1], state.ring.shape[1], k.shape[2]
+    if tuple(band.shape) != (tokens, window):
+        raise ValueError(f'band must have shape ({tokens}, {window}) to match k and the state, got {tuple(band.shape)}')
+    dtype = state.reference.dtype
+    # The tokens of the ring, oldest first, go before the new ones.
+    count = decode.tokens_seen(state.position)
+    before = min(count, window)
+    slots = torch.arange(count - before, count, device=k.device) % window
+    keys, values = (x[:, slots] for x in decode.decode(state.reference, state.ring, state.holds_keys))
+    keys, values = torch.cat([keys, k.to(dtype)], 1), torch.cat([values, decode.counted_values(k, v.to(dtype))], 1)
+    rows = torch.cat([band.new_zeros(before, window), band])
+    past = Past(state.reference, state.sums[:, :dim], state.sums[:, dim:])
+    with without_autocast(k.device.type):
+        mean = causal_forward(None, keys, values, BandBias(rows), past if count else None, None, False)[0][:, before:]
+    leaving = max(0, before + tokens - window)
+    if leaving > 0:
+        decode.absorb_many(keys[:, :leaving], values[:, :leaving], *past)
+    held_keys, held_values = _empty_ring(state)
+    slots = torch.arange(count - before + leaving, count + tokens, device=k.device) % window
+    held_keys[:, slots], held_values[:, slots] = keys[:, leaving:], values[:, leaving:]
+    decode.encode(held_keys, held_values, state.reference, state.sums, state.ring, state.holds_keys)
+    state.position.add_(tokens)
+    return _finish(q, v, mean), state
+
+
+def _empty_ring(state: LocalState) -> tuple[Tensor, Tensor]:
+    # Keys and values (B, s, D) of no tokens.
+    values = torch.zeros_like(state.ring[..., : state.reference.shape[1]])
+    return torch.full_like(values, float('-inf')), values
+
+
+def _finish(q: Tensor | None, v: Tensor, mean: Tensor) -> Tensor:
+    return mean.to(v.dtype) if q is None else (torch.sigmoid(q.to(mean.dtype)) * mean).to(q.dtype)
+
+
+def _check_tokens(q: Tensor | None, k: Tensor, v: Tensor, expected: tuple[int, ...]) -> None:
+    for name, x in (('q', q), ('k', k), ('v', v)):
+        if x is not None and x.shape != expected:
+            raise ValueError(f'{name} must have shape {tuple(expected)} to match the state, got {tuple(x.shape)}')
+
+
+def _check_chunk(q: Tensor | None, k: Tensor, v: Tensor, reference: Tensor) -> None:
+    batch, dim = reference.shape
+    if k.ndim != 3 or k.shape[1] == 0:
+        raise ValueError(f'k must have shape ({batch}, n, {dim}) with n of at least 1, got {tuple(k.shape)}')
+    _check_tokens(q, k, v, (batch, k.shape[1], dim))
