@@ -7,7 +7,7 @@ from torch import nn
 
 from aft_vision.data import IGNORED
 from aft_vision.evaluate import evaluate_all
-from aft_vision.models.autoregressive import bits
+from aft_vision.models.decoder import bits
 
 
 def sequence_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ CPP_MODULES = tuple(
     f'aft_vision.ops.{name}'
     for name in (
         *('full.cpp', 'conv.cpp', 'conv.depthwise', 'causal.local_cpp', 'causal.simple_cpp'),
-        *('decode.step_cpp', 'decode.dense_cpp', 'common.build', 'common.tensors', 'common.product'),
+        *('decode.step_cpp', 'common.build', 'common.tensors', 'common.product'),
     )
 )
 ABOVE_MODELS = Rule((*AFT_FOLDERS, 'timm', 'einops'), lazily=('matplotlib',))

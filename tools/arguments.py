@@ -68,14 +68,13 @@ def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Take the checkpoint, the rules of drawing, and where an interrupted run goes on."""
+    """Take the checkpoint and the rules of drawing."""
     add = parser.add_argument
     add('--checkpoint', type=Path, required=True, help='a checkpoint of the model')
     add('--temperature', type=float, default=1.0, help='divides the logits; 0 takes the likeliest token (default: 1)')
     add('--top-k', type=int, help='draw from this many of the likeliest tokens (default: all)')
     add('--top-p', type=float, help='draw from the likeliest tokens that add up to this chance (default: all)')
-    add('--seed', type=int, default=0, help='of the random numbers (default: 0)')
-    add('--state', type=Path, metavar='FILE', help='where an interrupted run is kept, and goes on from (default: none)')
+    add('--seed', type=int, default=0, help='of the first drawing, which the others count up from (default: 0)')
     add_device(parser)
 
 

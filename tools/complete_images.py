@@ -12,13 +12,12 @@ All other sub-pixels are drawn in raster order, each from those before it, so a 
 further below. The sheet has a column for each image: what was given, grey where nothing was, the completions, and with
 --originals the image itself.
 
-Ctrl-C with --state keeps what has been drawn; the same command goes on from there, with the result of a run that was
-not interrupted. The file is removed when the sheet is written.
+Completion i has the seed --seed plus i, whatever the batch. With --folder each is also written there, under its seed,
+and one that exists is not drawn again: after an interrupt the same command draws the others.
 """
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from tools.arguments import CommandParser, add_sampling
@@ -36,13 +35,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     halves = 'top-half, bottom-half, left-half, right-half'
     add('--mask', default='top-half', help=f'{halves}, or an image file (default: top-half)')
     add('--num-samples', type=int, default=1, help='completions of each image (default: 1)')
-    add('--batch-size', type=int, default=16, help='images completed together, samples apart (default: 16)')
+    add('--batch-size', type=int, default=16, help='completions drawn together (default: 16)')
     add('--originals', action='store_true', help='add a row with the images themselves')
     add('--scale', type=int, default=4, help='enlargement of the sheet (default: 4)')
+    add('--folder', type=Path, help='also write each completion here, as SEED.png; those that exist are kept')
     add('--out', type=Path, required=True, help='the PNG')
     args = parser.parse_args(argv)
-    if args.batch_size < 1:
-        parser.error('--batch-size must be at least 1')
+    if args.num_samples < 1 or args.batch_size < 1:
+        parser.error('--num-samples and --batch-size must be at least 1')
     return args
 
 
@@ -58,7 +58,7 @@ from aft_vision.data import open_image, read_cifar10
 from aft_vision.models import PixelDecoder, half_mask
 from aft_vision.models.pixel import MASKS
 from aft_vision.visualize import completion_sheet, load_pixels
-from tools.sampling import content_hash, draw, load, rules
+from tools.sampling import draw_images, load, rules
 
 
 def main(argv: Sequence[str] | None = None) -> torch.Tensor:
@@ -68,24 +68,22 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
         (images * num_samples, 3, H, W) uint8, those of one image next to each other.
 
     Raises:
-        ValueError: the checkpoint, an image, the mask, the state, the device or another option is not valid.
-        SystemExit: the run was interrupted.
+        ValueError: the checkpoint, an image, the mask, the device or another option is not valid.
     """
     args = parse_args(argv)
     model = load(args, 'pixel')
     assert isinstance(model, PixelDecoder)
     images = model.check_images(read_images(args, model.img_size))
     mask = read_mask(args.mask, model.img_size)
-    samplers = [
-        partial(model.image_sampler, part, mask, args.num_samples, **rules(args, batch))
-        for batch, part in enumerate(images.split(args.batch_size))
-    ]
-    about = dict(batch_size=args.batch_size, num_samples=args.num_samples, images=content_hash(images, mask))
-    completed = model.to_images(torch.cat(draw(samplers, args, model, about)))
+
+    def draw(numbers: list[int]) -> torch.Tensor:
+        chosen = images[[i // args.num_samples for i in numbers]]
+        return model.complete_images(chosen, mask, seed=[args.seed + i for i in numbers], **rules(args))
+
+    tensors = [*model.state_dict().values(), images, mask]
+    completed = draw_images(draw, len(images) * args.num_samples, args, tensors)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     completion_sheet(images, mask, completed, args.scale, args.originals).save(args.out)
-    if args.state is not None:
-        args.state.unlink(missing_ok=True)
     print(f'{len(completed)} completed images are in {args.out}')
     return completed
 

@@ -2,21 +2,19 @@
 
 python -m tools.continue_text --checkpoint FILE --prompt 'The history of ' --length 500
 python -m tools.continue_text --checkpoint FILE --prompt-file start.txt --num-samples 4 --temperature 0.8 --top-p 0.95
-python -m tools.continue_text --checkpoint FILE --length 1000 --state text.state --out text.json
+python -m tools.continue_text --checkpoint FILE --length 1000 --out text.json
 
 FILE is a checkpoint of train.char, or of `save_decoder`. --length counts bytes, those of the prompt included, up to the
 context of the model. Without a prompt, the text begins as the model likes. A model of 27 tokens is one of text8: a to z
 and the space. Bytes that are no UTF-8 are shown as U+FFFD;
 --out writes JSON with the text, and with the bytes in hexadecimal digits.
 
-Ctrl-C with --state keeps what has been drawn; the same command goes on from there, with the result of a run that was
-not interrupted. The file is removed when the text is written.
+Text i has the seed --seed plus i.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from tools.arguments import CommandParser, add_sampling
@@ -46,7 +44,7 @@ from aft_vision.commandline import run_command
 from aft_vision.data import VOCABULARIES
 from aft_vision.data.bytes import decode, encode
 from aft_vision.models import AFTDecoder
-from tools.sampling import draw, load, rules
+from tools.sampling import load, rules
 
 
 def main(argv: Sequence[str] | None = None) -> list[bytes]:
@@ -56,23 +54,19 @@ def main(argv: Sequence[str] | None = None) -> list[bytes]:
         The bytes of each, prompt included.
 
     Raises:
-        ValueError: the checkpoint, the prompt, the state, the device or another option is not valid.
-        SystemExit: the run was interrupted.
+        ValueError: the checkpoint, the prompt, the device or another option is not valid.
     """
     args = parse_args(argv)
     model = load(args, 'char')
     vocabulary = vocabulary_of(model)
     prompt = args.prompt.encode() if args.prompt_file is None else args.prompt_file.read_bytes()
     tokens = torch.tensor(encode(prompt, vocabulary, 'the prompt').tolist(), dtype=torch.int64)
-    sampler = partial(model.sampler, args.num_samples, args.length, tokens, **rules(args, 0))
-    about = dict(prompt=list(prompt), length=args.length, num_samples=args.num_samples)
-    texts = [decode(row.numpy(), vocabulary) for row in draw([sampler], args, model, about)[0].cpu()]
+    drawn = model.sample(args.num_samples, args.length, tokens, seed=args.seed, **rules(args))
+    texts = [decode(row.numpy(), vocabulary) for row in drawn.cpu()]
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         rows = [{'text': text.decode(errors='replace'), 'hex': text.hex()} for text in texts]
         args.out.write_text(json.dumps({'prompt': prompt.decode(errors='replace'), 'texts': rows}, indent=2) + '\n')
-    if args.state is not None:
-        args.state.unlink(missing_ok=True)
     print('\n---\n'.join(text.decode(errors='replace') for text in texts))
     return texts
 

@@ -1,23 +1,28 @@
-"""What the tools that draw from an autoregressive model have in common."""
+"""Parts shared by the tools that draw from an autoregressive model."""
 
 import argparse
 import hashlib
-import signal
+import json
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from PIL import Image, PngImagePlugin
 from torch import Tensor
 
-from aft_vision.data.sampling import SAMPLE, derive_seed
 from aft_vision.evaluate import resolve_device
-from aft_vision.models import AFTDecoder, Sampler, load_decoder, run_batches
-from aft_vision.models.sampling import fingerprint
+from aft_vision.models import AFTDecoder, load_decoder
+
+# The entry of a PNG that says how the image was drawn.
+SETTINGS = 'aft_vision'
 
 
 def load(args: argparse.Namespace, task: str) -> AFTDecoder:
-    """The model of the checkpoint.
+    """Load the model of the checkpoint.
 
     Raises:
         ValueError: it is not of that task.
@@ -28,57 +33,69 @@ def load(args: argparse.Namespace, task: str) -> AFTDecoder:
     return model
 
 
-def rules(args: argparse.Namespace, batch: int) -> dict[str, Any]:
-    """The arguments of a `Sampler` for one of several batches, each with random numbers of its own."""
-    return dict(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=derive_seed(SAMPLE, args.seed, batch)
-    )
+def rules(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `Session.complete`, without the seeds."""
+    return dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, progress=sys.stderr.isatty())
 
 
-def draw(
-    samplers: Sequence[Callable[[], Sampler]], args: argparse.Namespace, model: AFTDecoder, about: dict[str, Any]
-) -> list[Tensor]:
-    """Run samplers; an interrupt saves the state, and leaves with a message on how to go on.
+def draw_images(
+    draw: Callable[[list[int]], Tensor], count: int, args: argparse.Namespace, tensors: Sequence[Tensor]
+) -> Tensor:
+    """Draw images in batches; with --folder each batch is written there, and an image that exists is not drawn again.
 
     Args:
-        about: what else decides the result; a state of something else is not resumed.
+        draw: images (n, 3, H, W) uint8 with these numbers, each with the seed --seed plus its number.
+        count: number of images.
+        tensors: the weights and whatever else decides the images, besides the options of drawing.
+
+    Returns:
+        (count, 3, H, W) uint8.
 
     Raises:
-        ValueError: the state is of another run.
-        SystemExit: the run was interrupted.
+        ValueError: an image of the folder was drawn in another way.
     """
-    about = {'weights': fingerprint(model), **rules(args, 0), 'seed': args.seed, **about}
-    with _stop_on_signals(args.state is not None) as stopped:
-        tokens = run_batches(
-            samplers, args.state, about, progress=sys.stderr.isatty(), should_stop=lambda: bool(stopped)
-        )
-    if tokens is None:
-        print(f'stopped; the same command goes on from {args.state}', file=sys.stderr)
-        raise SystemExit(130)
-    return tokens
+    paths = [] if args.folder is None else [args.folder / f'{args.seed + i:04}.png' for i in range(count)]
+    settings = dict(content=content_hash(tensors), temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    text = json.dumps(settings) if paths else ''
+    found = {i: read_drawn(path, text) for i, path in enumerate(paths) if path.exists()}
+    missing = [i for i in range(count) if i not in found]
+    for start in range(0, len(missing), args.batch_size):
+        part = missing[start : start + args.batch_size]
+        for i, image in zip(part, draw(part).cpu(), strict=True):
+            found[i] = image
+            if paths:
+                write_drawn(image, paths[i], text)
+    return torch.stack([found[i] for i in range(count)])
 
 
-def content_hash(*tensors: Tensor) -> str:
-    """A hash of the values of tensors."""
+def read_drawn(path: Path, settings: str) -> Tensor:
+    """Read an image (3, H, W) of `write_drawn`.
+
+    Raises:
+        ValueError: it has other settings.
+    """
+    with Image.open(path) as image:
+        if image.info.get(SETTINGS) != settings:
+            raise ValueError(
+                f'expected {path} to be drawn with these weights and options, got an image drawn in another way '
+                '(choose another --folder)'
+            )
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def write_drawn(image: Tensor, path: Path, settings: str) -> None:
+    """Write an image (3, H, W) uint8 and how it was drawn, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    info, part = PngImagePlugin.PngInfo(), path.with_name(f'{path.name}.part')
+    info.add_text(SETTINGS, settings)
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(part, 'PNG', pnginfo=info)
+    os.replace(part, path)
+
+
+def content_hash(tensors: Sequence[Tensor]) -> str:
+    """Hash the types, shapes and values of tensors."""
     found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.contiguous().numpy().tobytes())
+    for x in tensors:
+        found.update(f'{x.dtype} {tuple(x.shape)}'.encode())
+        found.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-@contextmanager
-def _stop_on_signals(active: bool) -> Iterator[list[int]]:
-    # An interrupt in the middle of a step would leave half of the state moved on; so it is kept until the step is over.
-    received: list[int] = []
-    if not active:
-        yield received
-        return
-    before = {
-        number: signal.signal(number, lambda number, _: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

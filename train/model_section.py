@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from aft_vision.commandline import say
 from aft_vision.data.ranges import Range, check_range
-from aft_vision.models.autoregressive import AFTDecoder
+from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.decoders import DECODERS, create_decoder
 from train.layers import COMMAND_LINE, YAML_WORDS, Layer, merge_checked
 from train.suggest import unknown

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from aft_vision.data import Loaders
 from aft_vision.evaluate import load_matching_state_dict, read_checkpoint
 from aft_vision.likelihood import BitsEvaluator, evaluate_bits, sequence_loss
-from aft_vision.models.autoregressive import AFTDecoder, bits
+from aft_vision.models.decoder import AFTDecoder, bits
 from aft_vision.models.decoders import create_decoder, load_decoder
 from aft_vision.visualize import plot_bits
 from train.checkpoint import BEST, lock_run

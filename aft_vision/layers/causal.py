@@ -2,44 +2,35 @@
 
 All are called as `mixer(x)` in training. `step` takes one token (B, C) and `prefill` several (B, n, C), with the state
 of what came before; they give what the parallel form gives, and update the state in place. `mix_step` is the part of
-`step` between the projections.
+`step` between the projections. `compile_decoder` makes one compiled call of the steps of all blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from timm.layers import LayerNorm, Mlp
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from aft_vision import ops
 from aft_vision.layers.base import AFTMixer, resolve_num_heads
 from aft_vision.layers.block import AFTBlock
-from aft_vision.layers.dense_step import DenseStep
 from aft_vision.layers.mixers import AFTFull, AFTLocal, AFTSimple
 from aft_vision.layers.position_bias import FactorizedBias
 
 
 class CausalMixer(AFTMixer):
-    """What the causal mixers share."""
+    """The decoding that the causal mixers share."""
 
-    def mix_step(self, projected: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """One token, from its queries, keys and values side by side; before the projection behind the operation."""
+    def mix_step(self, projected: Tensor, state: Any) -> Tensor:
+        """Mix one token, from its queries, keys and values side by side, before the projection after the operation."""
         raise TypeError(f'{type(self).__name__} must define mix_step()')
 
-    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """One token."""
-        y, state = self.mix_step(self.qkv(x), state)
-        return self.proj_drop(self.proj(y)), state
-
-    def block_step(self, dense: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """One token through the block that the mixer is in, whose layers around `mix_step` are compiled."""
-        y, state = self.mix_step(dense.project(x), state)
-        return dense.finish(x, y), state
-
-    def _mixes_by(self, mix_step: Callable[..., Any]) -> bool:
-        # Not so where a subclass, or the object itself, has another.
-        return getattr(self.mix_step, '__func__', None) is mix_step
+    def step(self, x: Tensor, state: Any) -> Tensor:
+        """Take one token."""
+        return self.proj_drop(self.proj(self.mix_step(self.qkv(x), state)))
 
 
 class CausalLocal(AFTLocal, CausalMixer):
@@ -50,23 +41,19 @@ class CausalLocal(AFTLocal, CausalMixer):
         self.window = min(window_size, num_tokens)
 
     def init_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> ops.LocalState:
-        """The state before the first token."""
+        """Return the state before the first token."""
         return ops.aft_local_state(batch, self.qkv.in_features, self.window, dtype, device)
 
-    def mix_step(self, projected: Tensor, state: ops.LocalState) -> tuple[Tensor, ops.LocalState]:
-        return self.position_bias.step(*self._split(projected), state)
+    def mix_step(self, projected: Tensor, state: ops.LocalState) -> Tensor:
+        with torch.no_grad():
+            row = self.position_bias.band_row(state.position, state.ring.shape[1])
+        return ops.aft_local_step(*self._split(projected), row, state)[0]
 
-    def block_step(self, dense: Any, x: Tensor, state: ops.LocalState) -> tuple[Tensor, ops.LocalState]:
-        bias, y = self.position_bias, None
-        if type(bias) is FactorizedBias and self._mixes_by(CausalLocal.mix_step):
-            y = ops.local_block(dense, x, self.query_gate, bias.u, bias.v, state)
-        return CausalMixer.block_step(self, dense, x, state) if y is None else (y, state)
-
-    def prefill(self, x: Tensor, state: ops.LocalState) -> tuple[Tensor, ops.LocalState]:
-        """Several tokens."""
+    def prefill(self, x: Tensor, state: ops.LocalState) -> Tensor:
+        """Take several tokens."""
         q, k, v = self._project(x)
-        y, state = ops.aft_local_prefill(q, k, v, self._band(int(state.position), x.shape[1]), state)
-        return self.proj_drop(self.proj(y)), state
+        y, _ = ops.aft_local_prefill(q, k, v, self._band(int(state.position), x.shape[1]), state)
+        return self.proj_drop(self.proj(y))
 
     def _band(self, start: int, tokens: int) -> Tensor:
         return self.position_bias()[start : start + tokens]
@@ -82,7 +69,6 @@ class CausalFull(AFTFull, CausalMixer):
     # The window of AFT-local that covers everything.
     init_state = CausalLocal.init_state
     mix_step = CausalLocal.mix_step
-    block_step = CausalLocal.block_step
     prefill = CausalLocal.prefill
 
     def _band(self, start: int, tokens: int) -> Tensor:
@@ -98,26 +84,20 @@ class CausalSimple(AFTSimple, CausalMixer):
         super().__init__(dim, causal=True, **kwargs)
 
     def init_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> ops.SimpleState:
-        """The state before the first token."""
+        """Return the state before the first token."""
         return ops.aft_simple_state(batch, self.qkv.in_features, dtype, device)
 
-    def mix_step(self, projected: Tensor, state: ops.SimpleState) -> tuple[Tensor, ops.SimpleState]:
-        return ops.aft_simple_step(*self._split(projected), state)
+    def mix_step(self, projected: Tensor, state: ops.SimpleState) -> Tensor:
+        return ops.aft_simple_step(*self._split(projected), state)[0]
 
-    def block_step(self, dense: Any, x: Tensor, state: ops.SimpleState) -> tuple[Tensor, ops.SimpleState]:
-        y = None
-        if self._mixes_by(CausalSimple.mix_step):
-            y = ops.simple_block(dense, x, self.query_gate, state)
-        return super().block_step(dense, x, state) if y is None else (y, state)
-
-    def prefill(self, x: Tensor, state: ops.SimpleState) -> tuple[Tensor, ops.SimpleState]:
-        """Several tokens."""
-        y, state = ops.aft_simple_prefill(*self._project(x), state)
-        return self.proj_drop(self.proj(y)), state
+    def prefill(self, x: Tensor, state: ops.SimpleState) -> Tensor:
+        """Take several tokens."""
+        y, _ = ops.aft_simple_prefill(*self._project(x), state)
+        return self.proj_drop(self.proj(y))
 
 
 class KeyValueState(NamedTuple):
-    """What attention remembers: keys and values (B, h, T, C / h) with room for all tokens, and () int64 tokens seen."""
+    """What attention remembers: keys and values (B, h, T, C / h) of all tokens, and () int64 tokens seen."""
 
     keys: Tensor
     values: Tensor
@@ -129,7 +109,7 @@ class CausalAttention(CausalMixer):
 
     Args:
         dim: channels C.
-        num_tokens: T, for which the state has room.
+        num_tokens: T, slots of the state.
         num_heads: h, which divides dim.
         kwargs: of `AFTMixer`, without `query_gate`.
 
@@ -155,13 +135,13 @@ class CausalAttention(CausalMixer):
         return self._merge(F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
 
     def init_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> KeyValueState:
-        """The state before the first token, with room for all."""
+        """Return the state before the first token, with slots for all."""
         heads, width = self.num_heads, self.qkv.in_features // self.num_heads
         keys = torch.zeros(batch, heads, self.num_tokens, width, dtype=self.qkv.weight.dtype, device=device)
         return KeyValueState(keys, torch.zeros_like(keys), torch.zeros((), dtype=torch.int64, device=device))
 
     @torch.no_grad()
-    def mix_step(self, projected: Tensor, state: KeyValueState) -> tuple[Tensor, KeyValueState]:
+    def mix_step(self, projected: Tensor, state: KeyValueState) -> Tensor:
         q, k, v = self._heads(projected.unsqueeze(1))
         if q.device.type == 'cpu' and not torch.compiler.is_compiling():
             y = self._attend_from(int(state.position), q, k, v, state)
@@ -170,19 +150,19 @@ class CausalAttention(CausalMixer):
             place = state.position.view(1)
             state.keys.index_copy_(2, place, k.to(state.keys.dtype))
             state.values.index_copy_(2, place, v.to(state.keys.dtype))
-            # A state may have room for fewer tokens than the model.
+            # A state may have slots for fewer tokens than the model.
             seen = torch.arange(state.keys.shape[2], device=q.device) <= state.position
             keys, values = (part.to(q.dtype) for part in state[:2])
             y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[None, None, None])
         state.position.add_(1)
-        return y.flatten(1), state
+        return y.flatten(1)
 
     @torch.no_grad()
-    def prefill(self, x: Tensor, state: KeyValueState) -> tuple[Tensor, KeyValueState]:
-        """Several tokens."""
+    def prefill(self, x: Tensor, state: KeyValueState) -> Tensor:
+        """Take several tokens."""
         y = self._attend_from(int(state.position), *self._heads(self.qkv(x)), state)
         state.position.add_(x.shape[1])
-        return self._merge(y), state
+        return self._merge(y)
 
     def _attend_from(self, start: int, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState) -> Tensor:
         stop = start + q.shape[2]
@@ -225,8 +205,6 @@ class CausalBlock(AFTBlock):
 
     # AFTBlock's is an AFTMixer, which cannot decode.
     attn: Any
-    # Of the class, for a block that was saved without one.
-    _dense_step: DenseStep | None = None
 
     def __init__(self, dim: int, mixer: str, **kwargs: Any) -> None:
         if mixer not in MIXERS:
@@ -234,38 +212,95 @@ class CausalBlock(AFTBlock):
         super().__init__(dim, mixer=MIXERS[mixer], **kwargs)
 
     def init_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """The mixer's state before the first token."""
+        """Return the mixer's state before the first token."""
         return self.attn.init_state(batch, dtype, device)
 
-    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """One token (B, C)."""
-        dense = self.compiled_dense(x)
-        if dense is None:
-            y, state = self.attn.step(self.norm1(x), state)
-            return self._rest(x, y), state
-        return self.attn.block_step(dense, x, state)
+    def step(self, x: Tensor, state: Any) -> Tensor:
+        """Take one token (B, C)."""
+        return self._rest(x, self.attn.step(self.norm1(x), state))
 
-    def prefill(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Several tokens (B, n, C)."""
-        y, state = self.attn.prefill(self.norm1(x), state)
-        return self._rest(x, y), state
-
-    def compiled_dense(self, x: Tensor) -> Any | None:
-        """The linear layers around the mixer for a token (B, C), where they are compiled."""
-        if torch.compiler.is_compiling():
-            return None
-        if not x.is_cpu:
-            # It would keep the parameters that the block had on the CPU.
-            if self._dense_step is not None:
-                self._dense_step = None
-            return None
-        if torch.is_grad_enabled() or torch.is_autocast_enabled('cpu'):
-            return None
-        if self._dense_step is None or not self._dense_step.is_current():
-            self._dense_step = DenseStep(self, CausalMixer.step)
-        dense = self._dense_step.kernels()
-        return dense if dense is not None and dense.covers(x) else None
+    def prefill(self, x: Tensor, state: Any) -> Tensor:
+        """Take several tokens (B, n, C)."""
+        return self._rest(x, self.attn.prefill(self.norm1(x), state))
 
     def _rest(self, x: Tensor, y: Tensor) -> Tensor:
         x = x + self.ls1(y)
         return x + self.ls2(self.mlp(self.norm2(x)))
+
+
+# The modules of a block whose steps are compiled, and their types.
+COMPILED: dict[str, tuple[type[nn.Module], ...]] = {
+    'norm1': (LayerNorm,),
+    'attn': tuple(MIXERS.values()),
+    'attn.qkv': (nn.Linear,),
+    'attn.proj': (nn.Linear, nn.Identity),
+    'attn.proj_drop': (nn.Dropout,),
+    'ls1': (nn.Identity,),
+    'norm2': (LayerNorm,),
+    'mlp': (Mlp,),
+    'mlp.fc1': (nn.Linear,),
+    'mlp.act': (nn.GELU,),
+    'mlp.drop1': (nn.Dropout,),
+    'mlp.norm': (nn.Identity,),
+    'mlp.fc2': (nn.Linear,),
+    'mlp.drop2': (nn.Dropout,),
+    'ls2': (nn.Identity,),
+}
+
+
+def compile_decoder(
+    blocks: Sequence[CausalBlock], norm: nn.Module, head: nn.Module, states: Sequence[Any]
+) -> Callable[[Tensor], Tensor] | None:
+    """Compile one call for the steps of all blocks, their norm and their head, with the parameters of now.
+
+    Args:
+        states: of the blocks; updated in place.
+
+    Returns:
+        A function of a token (B, C), which it overwrites, to (B, V); None where the modules are not those of a
+        `CausalBlock`, have hooks or a function of their own, drop something, or are not in float32 on a CPU.
+    """
+    if torch.is_autocast_enabled('cpu') or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return None
+    if not (_is_plain(norm, (LayerNorm,)) and _is_plain(head, (nn.Linear,)) and all(map(_is_compiled, blocks))):
+        return None
+    parts = [_describe(block, state) for block, state in zip(blocks, states, strict=True)]
+    return ops.compile_decoder(parts, _dense(head, norm), len(states[0][0]))
+
+
+def _is_compiled(block: nn.Module) -> bool:
+    found = dict(block.named_modules())
+    if not _is_plain(block, (CausalBlock,)) or not all(
+        name in found and _is_plain(found[name], kinds) for name, kinds in COMPILED.items()
+    ):
+        return False
+    return found['mlp.act'].approximate == 'none'
+
+
+def _is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    # A subclass, a parametrisation, a hook or an object's own function does something else.
+    if type(module) not in kinds or module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module):
+        return False
+    if isinstance(module, LayerNorm):
+        return module.weight is not None and module.bias is not None
+    return not (isinstance(module, nn.Dropout) and module.training and module.p > 0)
+
+
+def _describe(block: CausalBlock, state: Any) -> ops.Block:
+    mixer, mlp = block.attn, block.mlp
+    bias = getattr(mixer, 'position_bias', None)
+    return ops.Block(
+        qkv=_dense(mixer.qkv, block.norm1),
+        proj=_dense(mixer.proj) if isinstance(mixer.proj, nn.Linear) else None,
+        fc1=_dense(mlp.fc1, block.norm2)._replace(gelu=True),
+        fc2=_dense(mlp.fc2),
+        gated=mixer.query_gate,
+        state=state,
+        factors=(bias.u, bias.v) if type(bias) is FactorizedBias else None,
+        mix=lambda projected: mixer.mix_step(projected, state),
+    )
+
+
+def _dense(linear: Any, norm: Any = None) -> ops.Dense:
+    norms = () if norm is None else (norm.weight, norm.bias, norm.eps)
+    return ops.Dense(linear.weight, linear.bias, *norms)

@@ -13,9 +13,8 @@ from timm.layers import register_notrace_module, resample_abs_pos_embed
 from torch import Tensor, nn
 
 from aft_vision.ops import (
-    aft_local_step,
+    factorized_band_row,
     factorized_bias,
-    factorized_local_step,
     local_band_row,
     local_bias,
     standardized_kernel,
@@ -158,9 +157,9 @@ class FactorizedBias(FusedModule):
         return factorized_bias(self._resampled(self.u, grid), self._resampled(self.v, grid), self.window, self.causal)
 
     @torch.jit.unused
-    def step(self, q: Any, k: Any, v: Any, state: Any) -> Any:
-        """One token of causal AFT-local with this bias, as `ops.aft_local_step`; AFT-full without a window."""
-        return factorized_local_step(q, k, v, self.u, self.v, state)
+    def band_row(self, position: Tensor, window: int) -> Tensor:
+        """Return the row of the causal band at a position, for a step of decoding."""
+        return factorized_band_row(self.u, self.v, position, window)
 
     @torch.jit.ignore
     def set_grid(self, grid: tuple[int, int]) -> None:
@@ -221,9 +220,9 @@ class PairwiseBias(FusedModule):
         return self._band(self._resampled(grid))
 
     @torch.jit.unused
-    def step(self, q: Any, k: Any, v: Any, state: Any) -> Any:
-        """One token of causal AFT-local with this bias, as `ops.aft_local_step`; AFT-full without a window."""
-        return aft_local_step(q, k, v, local_band_row(self.weight, state.position, self.window), state)
+    def band_row(self, position: Tensor, window: int) -> Tensor:
+        """Return the row of the causal band at a position, for a step of decoding."""
+        return local_band_row(self.weight, position, window)
 
     @torch.jit.ignore
     def set_grid(self, grid: tuple[int, int]) -> None:

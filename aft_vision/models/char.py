@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from aft_vision.models.autoregressive import AFTDecoder
+from aft_vision.models.decoder import AFTDecoder
 
 
 def aft_local_char(**kwargs: Any) -> AFTDecoder:

@@ -8,7 +8,7 @@ import torch
 
 from aft_vision.files import find_checkpoint, name_latest
 from aft_vision.models import char, pixel
-from aft_vision.models.autoregressive import AFTDecoder
+from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.state_dict import check_state_dict
 from aft_vision.models.weight_files import load_torch_file
 

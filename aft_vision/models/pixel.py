@@ -7,8 +7,7 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor
 
-from aft_vision.models.autoregressive import AFTDecoder
-from aft_vision.models.sampling import Sampler
+from aft_vision.models.decoder import AFTDecoder
 
 
 class PixelDecoder(AFTDecoder):
@@ -53,52 +52,34 @@ class PixelDecoder(AFTDecoder):
         """Images (B, 3, H, W) uint8 of their tokens (B, 3 * H * W)."""
         return tokens_to_images(tokens, self.img_size)
 
-    def image_sampler(
-        self, images: Tensor | None = None, mask: Tensor | None = None, num_samples: int = 1, **kwargs: Any
-    ) -> Sampler:
-        """A sampler of images, whole or completed.
+    def sample_images(self, num_samples: int = 1, **rules: Any) -> Tensor:
+        """Draw images, (num_samples, 3, H, W) uint8.
 
         Args:
-            images: (P, 3, H, W) uint8, to be completed; None draws whole ones.
-            mask: (H, W), (P, H, W) or (P, 3, H, W) bool, True where a pixel or sub-pixel is given.
-            num_samples: drawings, of each image if there are some.
-            kwargs: of `Sampler`.
-
-        Raises:
-            ValueError: a shape or another argument is out of range.
+            rules: of `Session.complete`: temperature, top_k, top_p, seed, generator, progress.
         """
-        if images is None:
-            return self.sampler(num_samples, **kwargs)
-        if mask is None:
-            raise ValueError('expected a mask of what is given of the images, got None')
-        tokens = images_to_tokens(self.check_images(images))
-        given = mask_to_tokens(mask, len(images), self.img_size)
-        return Sampler(self, tokens, given, num_samples=num_samples, **kwargs)
+        return self.to_images(self.sample(num_samples, **rules))
 
-    def sample_images(self, num_samples: int = 1, progress: bool = False, **kwargs: Any) -> Tensor:
-        """Images drawn from the model, (num_samples, 3, H, W) uint8.
-
-        Args:
-            progress: show a progress bar on standard error.
-            kwargs: of `Sampler`.
-        """
-        return self.to_images(self.image_sampler(num_samples=num_samples, **kwargs).run(progress=progress))
-
-    def complete_images(
-        self, images: Tensor, mask: Tensor, num_samples: int = 1, progress: bool = False, **kwargs: Any
-    ) -> Tensor:
-        """Images with what is not given drawn from the model, in raster order (AFT Fig. 4).
+    def complete_images(self, images: Tensor, mask: Tensor, num_samples: int = 1, **rules: Any) -> Tensor:
+        """Draw what is not given of images, in raster order (AFT Fig. 4).
 
         A drawn pixel sees all above it and to its left, given or drawn, and nothing that is given below it.
 
         Args:
-            images, mask, num_samples, kwargs: as in `image_sampler`.
-            progress: show a progress bar on standard error.
+            images: (P, 3, H, W) uint8.
+            mask: (H, W), (P, H, W) or (P, 3, H, W) bool, True where a pixel or sub-pixel is given.
+            num_samples: drawings of each image.
+            rules: of `Session.complete`: temperature, top_k, top_p, seed, generator, progress.
 
         Returns:
             (P * num_samples, 3, H, W) uint8, those of one image next to each other.
+
+        Raises:
+            ValueError: a shape or another argument is out of range.
         """
-        return self.to_images(self.image_sampler(images, mask, num_samples, **kwargs).run(progress=progress))
+        tokens = images_to_tokens(self.check_images(images))
+        given = mask_to_tokens(mask, len(images), self.img_size)
+        return self.to_images(self.complete(tokens, given, num_samples, **rules))
 
 
 def images_to_tokens(images: Tensor) -> Tensor:

@@ -6,14 +6,13 @@ operation, H, W token grid, h heads, s window or kernel size, V vocabulary.
 
 from aft_vision.ops.aft import aft_conv, aft_full, aft_local, aft_onehot, aft_simple
 from aft_vision.ops.aft_causal import aft_full_causal, aft_local_causal, aft_simple_causal
-from aft_vision.ops.decode.dense import Dense, dense_block, local_block, simple_block
+from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import (
     LocalState,
     SimpleState,
     aft_local_state,
     aft_simple_state,
     clone_state,
-    move_state,
     reorder_state,
 )
 from aft_vision.ops.decode.step import (
@@ -21,7 +20,7 @@ from aft_vision.ops.decode.step import (
     aft_local_step,
     aft_simple_prefill,
     aft_simple_step,
-    factorized_local_step,
+    compile_decoder,
 )
 from aft_vision.ops.flops import jit_handles
 from aft_vision.ops.position_bias import (

@@ -281,12 +281,6 @@ def _step_module() -> Any:
     return importlib.import_module('aft_vision.ops.decode.step_cpp')
 
 
-@functools.cache
-def dense_kernels() -> Any:
-    """Return the module with the compiled linear layers of decoding."""
-    return importlib.import_module('aft_vision.ops.decode.dense_cpp')
-
-
 _define(
     'aft_full',
     full.check_full,

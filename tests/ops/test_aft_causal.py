@@ -623,23 +623,15 @@ def step_calls(state: ops.SimpleState | ops.LocalState) -> dict[str, Callable[[]
     """Calls that take a state of (2, 6), with a window of 3 where there is one."""
     x, chunk = randn(2, 6).to(state[0].dtype), randn(2, 2, 6).to(state[0].dtype)
     simple = isinstance(state, ops.SimpleState)
-    gate, bias = ops.Dense(torch.zeros(18, 6), None, torch.ones(6), torch.zeros(6)), torch.zeros(9, 4)
-    block = ops.dense_block(gate, None, ops.Dense(torch.zeros(5, 6), None), ops.Dense(torch.zeros(6, 5), None))
     if simple:
-        calls = {
+        return {
             'step': lambda: ops.aft_simple_step(x, x, x, state),
             'prefill': lambda: ops.aft_simple_prefill(chunk, chunk, chunk, state),
-            'block': lambda: ops.simple_block(block, x.float(), True, state),
         }
-    else:
-        factors = bias.to(state[0].dtype)
-        calls = {
-            'step': lambda: ops.aft_local_step(x, x, x, randn(3).to(x), state),
-            'prefill': lambda: ops.aft_local_prefill(chunk, chunk, chunk, randn(2, 3).to(x), state),
-            'factorized': lambda: ops.factorized_local_step(x, x, x, factors, factors, state),
-            'block': lambda: ops.local_block(block, x.float(), True, bias, bias, state),
-        }
-    return calls if block is not None else {name: call for name, call in calls.items() if name != 'block'}
+    return {
+        'step': lambda: ops.aft_local_step(x, x, x, randn(3).to(x), state),
+        'prefill': lambda: ops.aft_local_prefill(chunk, chunk, chunk, randn(2, 3).to(x), state),
+    }
 
 
 def wrong_parts(state: ops.SimpleState | ops.LocalState) -> list[tuple[str, Tensor]]:
@@ -684,11 +676,7 @@ def test_a_negative_position_is_an_error_and_changes_nothing(dtype: torch.dtype,
     state = ops.aft_local_state(2, 6, 3, dtype)
     state.position.fill_(-2), state.holds_keys.fill_(holds_keys)
     before = ops.clone_state(state)
-    calls = step_calls(state)
-    if dtype == torch.float64:
-        # It has no compiled block.
-        calls.pop('block', None)
-    for call in calls.values():
+    for call in step_calls(state).values():
         with pytest.raises(ValueError, match=r'state\.position must be the number of tokens seen, at least 0, got -2'):
             call()
     assert all(map(torch.equal, before, state))

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aft_vision import layers
-from aft_vision.models import create_decoder
+from aft_vision.models import Session, create_decoder
 from tools.benchmark import decode
 
 
@@ -26,18 +26,17 @@ SMALL = dict(img_size=(4, 4), dim=8, depth=2, num_heads=2)
 def test_every_model_is_measured_at_every_position(monkeypatch: pytest.MonkeyPatch):
     taken: list[tuple[str, int]] = []
 
+    step = Session.step
+
     def create(name: str, **kwargs):
         args = {key: value for key, value in kwargs.items() if key != 'num_heads' or 'transformer' in name}
-        model = create_decoder(name, **args, **(dict(window=4) if 'local' in name else {}))
-        step = model.step
+        return create_decoder(name, **args, **(dict(window=4) if 'local' in name else {}))
 
-        def recorded(token: Tensor | None, state):
-            taken.append((name, int(state.position)))
-            return step(token, state)
+    def recorded(self: Session, token: Tensor | None):
+        taken.append((self.model.model_args['name'], int(self.state.position)))
+        return step(self, token)
 
-        monkeypatch.setattr(model, 'step', recorded)
-        return model
-
+    monkeypatch.setattr(Session, 'step', recorded)
     monkeypatch.setattr(decode, 'create_decoder', create)
     rows = decode.measure_decode(torch.device('cpu'), 1, (1, 2), (0, 20, 47), **SMALL)
     assert [(row['batch_size'], row['model']) for row in rows] == [(b, name) for b in (1, 2) for name in decode.MODELS]
@@ -82,8 +81,8 @@ def test_every_model_pays_for_as_many_resets():
         model = create_decoder(
             name, img_size=(4, 4), dim=8, depth=3, **(dict(window=4) if 'local' in name else {})
         ).eval()
-        state = model.init_state(1)
-        decode.fill_state(state, model)
+        state = model.session(1).state
+        decode.fill_state(state)
         with Fills() as fills:
             decode.take_token(lambda *args: [None], torch.zeros(1, dtype=torch.int64), state, 5, resets=4)
         counts[name] = fills.count
@@ -93,7 +92,7 @@ def test_every_model_pays_for_as_many_resets():
 
 def test_a_step_that_cannot_be_compiled_is_named_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch):
     def compile_most(step, **kwargs):
-        if isinstance(step.__self__.blocks[0].attn, layers.CausalAttention):
+        if isinstance(step.__self__.model.blocks[0].attn, layers.CausalAttention):
             raise RuntimeError('no compiler here\nand more of that')
         return step
 
@@ -119,16 +118,17 @@ def test_the_transformer_is_given_the_filled_part_of_its_cache(
 ):
     monkeypatch.setattr(decode, 'SLOTS', 4)
     model = create_decoder('transformer_pixel', **SMALL).eval()
-    whole = model.init_state(2)
-    decode.fill_state(whole, model)
+    whole = model.session(2).state
+    decode.fill_state(whole)
     part = decode.filled_part(whole, position)
     assert {layer.keys.shape[2] for layer in part.layers} == {slots}
     token = torch.zeros(2, dtype=torch.int64)
-    eager = decode.take_token(model.step, token, whole.clone(), position)
+    copy = whole.clone()
+    eager = decode.take_token(Session(model, copy).step, token, copy, position)
     # The branch of an accelerator, which masks the slots that are not filled.
     monkeypatch.setattr('torch.compiler.is_compiling', lambda: True)
     for state in (part, whole):
-        torch.testing.assert_close(decode.take_token(model.step, token, state, position), eager)
+        torch.testing.assert_close(decode.take_token(Session(model, state).step, token, state, position), eager)
 
 
 def test_the_time_of_an_image_is_the_trapezoid_sum():
@@ -141,10 +141,11 @@ def test_the_time_of_an_image_is_the_trapezoid_sum():
 @pytest.mark.parametrize('name', decode.MODELS)
 def test_a_filled_state_has_no_untouched_memory(name: str):
     model = create_decoder(name, img_size=(4, 4), dim=8, depth=1, **(dict(window=4) if 'local' in name else {})).eval()
-    state = model.init_state(2)
-    decode.fill_state(state, model)
+    session = model.session(2)
+    state = session.state
+    decode.fill_state(state)
     for x in (x for layer in state.layers for x in layer if x.ndim):
         assert (x != 0).all()
-    first = decode.take_token(model.step, torch.zeros(2, dtype=torch.int64), state, 30)
+    first = decode.take_token(session.step, torch.zeros(2, dtype=torch.int64), state, 30)
     assert first.isfinite().all()
     assert {int(x) for x in decode.positions_of(state)} == {31}

@@ -1,6 +1,5 @@
-"""Drawing images from the command line, and interrupts of it."""
+"""Drawing images from the command line, and going on after an interrupt."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +8,9 @@ import torch
 from PIL import Image
 from small_decoders import randomize
 
-from aft_vision.models import create_decoder, save_decoder
+from aft_vision.models import PixelDecoder, create_decoder, save_decoder
 from aft_vision.visualize import image_sheet
 from tools import sample_pixels
-from tools import sampling as tool_sampling
 
 
 @pytest.fixture(scope='module')
@@ -20,17 +18,6 @@ def checkpoint(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp('pixel') / 'model.pt'
     save_decoder(randomize(create_decoder('aft_local_pixel', img_size=(4, 4), depth=1, dim=8, window=5)), path)
     return path
-
-
-def stop_after(monkeypatch: pytest.MonkeyPatch, positions: int) -> None:
-    """Let the next run be interrupted after so many positions."""
-    run_batches = tool_sampling.run_batches
-
-    def interrupted(*args, should_stop: Callable[[], bool], **kwargs):
-        asked = iter(range(positions))
-        return run_batches(*args, should_stop=lambda: next(asked, None) is None, **kwargs)
-
-    monkeypatch.setattr(tool_sampling, 'run_batches', interrupted)
 
 
 def test_images_are_drawn_in_batches_and_written(checkpoint: Path, tmp_path: Path):
@@ -43,38 +30,32 @@ def test_images_are_drawn_in_batches_and_written(checkpoint: Path, tmp_path: Pat
     assert torch.equal(sample_pixels.main([*command, '--out', str(tmp_path / 'out.png')]), images)
 
 
-@pytest.mark.parametrize('positions', [0, 7, 60, 130])
-def test_interrupted_drawing_goes_on_to_the_same_images(
-    positions: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    command = ['--checkpoint', str(checkpoint), '--num-images', '5', '--batch-size', '2']
+def test_images_that_exist_are_not_drawn_again(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    command = ['--checkpoint', str(checkpoint), '--num-images', '5', '--batch-size', '2', '--seed', '7']
     expected = sample_pixels.main([*command, '--out', str(tmp_path / 'whole.png')])
-    command += ['--state', str(tmp_path / 'state.pt'), '--out', str(tmp_path / 'out.png')]
-    with monkeypatch.context() as patch:
-        stop_after(patch, positions)
-        with pytest.raises(SystemExit) as stopped:
-            sample_pixels.main(command)
-    assert stopped.value.code == 130
-    assert not (tmp_path / 'out.png').exists()
-    with pytest.raises(ValueError, match=r'expected the state of a run with seed 1 in .* got 0'):
-        sample_pixels.main([*command, '--seed', '1'])
+    command += ['--folder', str(tmp_path / 'each'), '--out', str(tmp_path / 'out.png')]
+    draw, seeds = PixelDecoder.sample_images, []
+
+    def interrupted(*args, seed: list[int], **kwargs):
+        seeds.append(seed)
+        if len(seeds) == 2:
+            raise KeyboardInterrupt
+        return draw(*args, seed=seed, **kwargs)
+
+    monkeypatch.setattr(PixelDecoder, 'sample_images', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sample_pixels.main(command)
+    assert sorted(path.name for path in (tmp_path / 'each').iterdir()) == ['0007.png', '0008.png']
     assert torch.equal(sample_pixels.main(command), expected)
-    assert not (tmp_path / 'state.pt').exists()
+    assert seeds == [[7, 8], [9, 10], [9, 10], [11]]
+    with pytest.raises(ValueError, match=r'0007\.png to be drawn with these weights and options'):
+        sample_pixels.main([*command, '--temperature', '0.5'])
 
 
-def test_another_seed_draws_other_images_in_every_batch(checkpoint: Path, tmp_path: Path):
-    command = [
-        '--checkpoint',
-        str(checkpoint),
-        '--num-images',
-        '4',
-        '--batch-size',
-        '2',
-        '--out',
-        str(tmp_path / 'o.png'),
-    ]
-    first, second = (sample_pixels.main([*command, '--seed', seed]) for seed in ('0', '1'))
-    assert not (first[:, None] == second[None]).flatten(2).all(-1).any()
+def test_the_seeds_of_images_count_up(checkpoint: Path, tmp_path: Path):
+    command = ['--checkpoint', str(checkpoint), '--num-images', '4', '--out', str(tmp_path / 'o.png')]
+    first, second = (sample_pixels.main([*command, '--seed', seed]) for seed in ('0', '2'))
+    assert torch.equal(first[2:], second[:2])
 
 
 def test_a_model_of_another_task_is_named(tmp_path: Path):

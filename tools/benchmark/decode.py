@@ -7,12 +7,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.layers import KeyValueState
-from aft_vision.models import DecoderState, create_decoder
-from aft_vision.models.autoregressive import AFTDecoder
+from aft_vision.models import AFTDecoder, DecoderState, Session, create_decoder
 from aft_vision.timing import compare_rounds, time_rounds
 from tools.benchmark.times import describe_error, fresh_compiler
 
@@ -55,9 +54,9 @@ def measure_decode(
     models = {name: create_decoder(name, **model_args).to(device).eval() for name in MODELS}
     rows = []
     for batch in batch_sizes:
-        states = {name: model.init_state(batch) for name, model in models.items()}
-        for name, state in states.items():
-            fill_state(state, models[name])
+        states = {name: model.session(batch).state for name, model in models.items()}
+        for state in states.values():
+            fill_state(state)
         tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         for form in ('eager', 'compiled')[: 1 + compiled]:
             with fresh_compiler() if form == 'compiled' else contextlib.nullcontext():
@@ -80,8 +79,7 @@ def _measure_form(
     resets = max(len(positions_of(state)) for state in states.values())
     for name, model in models.items():
         try:
-            step = torch.compile(model.step, fullgraph=True) if form == 'compiled' else model.step
-            own = _token_calls(step, tokens, states[name], positions, resets)
+            own = _token_calls(model, form, tokens, states[name], positions, resets)
         # Whatever the compiler raises: the others are measured all the same.
         except Exception as error:
             if form == 'eager':
@@ -105,12 +103,13 @@ def _measure_form(
 
 
 def _token_calls(
-    step: Callable[..., Any], tokens: Tensor, state: DecoderState, positions: Sequence[int], resets: int
+    model: AFTDecoder, form: str, tokens: Tensor, state: DecoderState, positions: Sequence[int], resets: int
 ) -> dict[int, Callable[[], object]]:
-    parts = {place: filled_part(state, place) for place in positions}
-    calls: dict[int, Callable[[], object]] = {
-        place: partial(take_token, step, tokens, part, place, resets) for place, part in parts.items()
-    }
+    calls: dict[int, Callable[[], object]] = {}
+    for place in positions:
+        session = Session(model, filled_part(state, place))
+        step = torch.compile(session.step, fullgraph=True) if form == 'compiled' else session.step
+        calls[place] = partial(take_token, step, tokens, session.state, place, resets)
     for call in calls.values():
         # Compiles, for the first token, for a length, and for any length.
         call()
@@ -161,7 +160,7 @@ def take_token(step: Callable[..., Any], tokens: Tensor, state: DecoderState, po
     places = positions_of(state)
     for place in (*places, *[places[0]] * (resets - len(places))):
         place.fill_(position)
-    return step(tokens if position else None, state)[0]
+    return step(tokens if position else None)
 
 
 def positions_of(state: DecoderState) -> list[Tensor]:
@@ -169,7 +168,7 @@ def positions_of(state: DecoderState) -> list[Tensor]:
     return [state.position, *(layer.position for layer in state.layers if hasattr(layer, 'position'))]
 
 
-def fill_state(state: DecoderState, model: nn.Module) -> None:
+def fill_state(state: DecoderState) -> None:
     """Fill a state as after a whole sequence of ordinary keys and values.
 
     Memory that has never been written would all be one page of zeros, and its reading free.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.models import create_decoder
-from aft_vision.models.autoregressive import AFTDecoder
+from aft_vision.models.decoder import AFTDecoder
 from tools.benchmark.compare import PAPER_BASELINE, math_attention, too_large
 from tools.benchmark.paper_sequences import SEQUENCE_TABLES, SequenceRow
 from tools.benchmark.times import Call, time_calls, time_compiled

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.common.numerics import may_branch
-from aft_vision.ops.decode import eager as decode
 
 
 class SimpleState(NamedTuple):
@@ -113,16 +112,6 @@ def clone_state(state: State) -> State:
     return type(state)(*(x.clone() for x in state))
 
 
-def move_state(state: State, device: torch.device | str | None) -> State:
-    """A copy of a state on a device, in the form that steps there read."""
-    moved = type(state)(*(x.to(device, copy=True) for x in state))
-    if isinstance(state, LocalState) and not (may_branch(moved[2]) or bool(state.holds_keys)):
-        keys, values = decode.decode(state.reference, state.ring, state.holds_keys)
-        moved[2].copy_(torch.cat([values, keys], -1))
-        moved[4].fill_(True)
-    return moved
-
-
 def check_simple_state(state: SimpleState) -> None:
     """Check that the parts of a state match one another in shape, dtype and device.
 
@@ -183,7 +172,7 @@ def _mismatch(state: SimpleState | LocalState, expected: list[tuple[tuple[Any, .
     wanted = f'{tuple(shape)} {dtype} on {device}'
     return ValueError(
         f'state.{name} must be {wanted} to match state.reference, got {tuple(x.shape)} {x.dtype} on {x.device} '
-        '(move a state with ops.move_state, and reorder it with ops.reorder_state)'
+        '(make a state with ops.aft_local_state or ops.aft_simple_state, and reorder it with ops.reorder_state)'
     )
 
 

@@ -24,31 +24,26 @@ struct Band {
   int64_t tokens, width;
 };
 
-// A block around one of them.
+// Who mixes the tokens of a block: one of the operations here, or the caller.
+enum Mixer : int64_t { SIMPLE, LOCAL, CALLER };
+
+// A block, and the state of its mixer: of AFT-simple `sums` and `ring` are numerator and denominator.
 struct Block {
-  const Layer *layers;  // qkv, proj, fc1, fc2
-  int64_t batch;
-  const float *x;        // (B, C)
-  float *room, *out;     // the parts of `Parts`, (B, C)
-  int32_t gated;         // whether there are queries
+  Layer layers[4];  // qkv, proj, fc1, fc2
+  int64_t mixer, gated, window;
+  Band band;
+  float *reference, *sums, *ring;
+  int64_t *position;
+  const bool *holds_keys;
 };
 
-// The parts of a block's room: what is projected, then what is mixed, and two for the layers behind.
-struct Parts {
+// The blocks of a decoder, the layer after them, and a workspace: what a block projects and mixes, and two parts of it
+// for the layers after the mixer.
+struct Decoder {
+  const Block *blocks;
+  int64_t count, batch;
+  Layer head;
   float *projected, *mixed, *sum, *hidden;
-  Tokens q, k, v;
-
-  explicit Parts(const Block &block) {
-    const int64_t width = block.layers[0].outputs, channels = block.layers[0].inputs;
-    projected = block.room;
-    mixed = projected + block.batch * width;
-    sum = mixed + block.batch * channels;
-    hidden = sum + block.batch * channels;
-    float *keys = projected + (block.gated ? channels : 0);
-    q = {block.gated ? projected : nullptr, width, 0};
-    k = {keys, width, 0};
-    v = {keys + channels, width, 0};
-  }
 };
 
 // The numbers of `ops.decode.eager` by these names, in nats but for `smallest`.
@@ -220,27 +215,43 @@ int aft_local_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, Band band
   });
 }
 
-// A block with AFT-simple for a token.
-int aft_simple_block(Block block, float *reference, float *numerator, float *denominator, float headroom, int threads) {
-  const Parts parts(block);
-  const int64_t sizes[] = {block.batch, block.layers[0].inputs};
-  if (const int failed = aft_dense(block.layers, block.batch, block.x, parts.projected, threads)) return failed;
-  aft_simple_step(sizes, parts.q, parts.k, parts.v, reference, numerator, denominator, parts.mixed, headroom);
-  return aft_dense_block(block.layers + 1, block.batch, block.x, parts.mixed, parts.sum, parts.hidden, block.out,
-                         threads);
 }
 
-// A block with AFT-local for a token, of a window of `size`. Returns what `aft_local_step` does; where that is not 0 the
-// layers behind the mixer have not run, and nothing is written to `out`.
-int aft_local_block(Block block, int64_t size, Band band, const float *reference, float *sums, float *ring,
-                    int64_t *position, const bool *holds_keys, Limits limits, int threads) {
-  const Parts parts(block);
-  const int64_t sizes[] = {block.batch, block.layers[0].inputs, size};
-  if (const int failed = aft_dense(block.layers, block.batch, block.x, parts.projected, threads)) return failed;
-  const int found = aft_local_step(sizes, parts.q, parts.k, parts.v, band, reference, sums, ring, position, holds_keys,
-                                   parts.mixed, limits, threads);
-  if (found != 0) return found;
-  return aft_dense_block(block.layers + 1, block.batch, block.x, parts.mixed, parts.sum, parts.hidden, block.out,
-                         threads);
+namespace {
+
+// The mixer of a block between its layers. Returns what `aft_local_step` does, or 5 if the caller has to mix.
+int mix(const Decoder &decoder, const Block &block, Limits limits, int threads) {
+  if (block.mixer == CALLER) return 5;
+  const int64_t width = block.layers[0].outputs, channels = block.layers[0].inputs;
+  const int64_t sizes[] = {decoder.batch, channels, block.window};
+  float *keys = decoder.projected + (block.gated ? channels : 0);
+  const Tokens q{block.gated ? decoder.projected : nullptr, width, 0}, k{keys, width, 0}, v{keys + channels, width, 0};
+  if (block.mixer == SIMPLE)
+    return aft_simple_step(sizes, q, k, v, block.reference, block.sums, block.ring, decoder.mixed, limits.headroom);
+  return aft_local_step(sizes, q, k, v, block.band, block.reference, block.sums, block.ring, block.position,
+                        block.holds_keys, decoder.mixed, limits, threads);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Takes a token x (B, C), which is overwritten, through the blocks from *place on and through the head, to out (B, n).
+// Returns 0; or, with *place at a block that the caller has to mix, what `aft_local_step` does, or 5: the call is then
+// to be made again, with `mixed` (B, C) of that block, which is null otherwise.
+int aft_decode(const Decoder *decoder, int64_t *place, float *x, const float *mixed, float *out, Limits limits,
+               int threads) {
+  const Decoder &d = *decoder;
+  for (; *place < d.count; ++*place, mixed = nullptr) {
+    const Block &block = d.blocks[*place];
+    if (!mixed) {
+      if (const int failed = aft_dense(block.layers, d.batch, x, d.projected, threads)) return failed;
+      if (const int found = mix(d, block, limits, threads)) return found;
+    }
+    if (const int failed = aft_dense_block(block.layers + 1, d.batch, x, mixed ? mixed : d.mixed, d.sum, d.hidden, x,
+                                           threads))
+      return failed;
+  }
+  return aft_dense(&d.head, d.batch, x, out, threads);
 }
 }

@@ -1,5 +1,7 @@
 """One token, or several, from a state (AFT Eq. 4, 5, causal; footnote 2). Nothing is differentiated."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -8,8 +10,8 @@ from aft_vision.ops.causal.bias import BandBias, NoBias
 from aft_vision.ops.causal.eager import Past, causal_forward
 from aft_vision.ops.common.numerics import may_branch, without_autocast
 from aft_vision.ops.decode import eager as decode
+from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import LocalState, SimpleState, check_local_state, check_simple_state
-from aft_vision.ops.position_bias import factorized_band_row
 
 
 def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) -> tuple[Tensor, SimpleState]:
@@ -73,35 +75,21 @@ def aft_local_step(
         return _finish(q, v, mean), state
 
 
-def factorized_local_step(
-    q: Tensor | None, k: Tensor, v: Tensor, bias_u: Tensor, bias_v: Tensor, state: LocalState
-) -> tuple[Tensor, LocalState]:
-    """`aft_local_step` with the position bias given by its factors.
+def compile_decoder(blocks: Sequence[Block], head: Dense, batch: int) -> Callable[[Tensor], Tensor] | None:
+    """Compile one call for a token through the blocks and the head of a decoder.
 
     Args:
-        q, k, v: (B, D) of the token. q = None leaves the sigmoid gate out.
-        bias_u, bias_v: (T, d') factors of targets and of sources.
-        state: of the tokens before it, for a window of T at most; updated in place.
+        blocks: with their states; parameters and states must stay where they are.
+        head: the layer after them.
+        batch: number of sequences B.
 
     Returns:
-        y (B, D) in q's dtype, and the state with this token in it. Nothing is differentiated.
-
-    Raises:
-        ValueError: as `aft_local_step`, or the state's window is over T.
-        IndexError: on a CPU, T tokens have been taken before.
+        A function of a token (B, C), which it overwrites, to (B, n); None where C++ does not support the blocks.
     """
-    check_local_state(state)
-    window, tokens = state.ring.shape[1], bias_v.shape[0]
-    if window > tokens:
-        raise ValueError(f'expected a state with a window of at most T = {tokens} tokens, got {window}')
-    kernels = operator.step_kernels(state, q, k, v)
-    if kernels is None or bias_u.shape != bias_v.shape or not kernels.covers_factors(bias_u, bias_v):
-        with torch.no_grad():
-            row = factorized_band_row(bias_u, bias_v, state.position, window)
-        return aft_local_step(q, k, v, row, state)
-    _check_tokens(q, k, v, state.reference.shape)
-    y = kernels.factorized_local_step(q, k, v, bias_u, bias_v, state)
-    return y.to(v.dtype if q is None else q.dtype), state
+    kernels = operator.step_kernels([head.weight])
+    if kernels is None or not kernels.covers_decoder(blocks, head, batch):
+        return None
+    return kernels.CompiledDecoder(blocks, head, batch)
 
 
 @torch.no_grad()

@@ -105,7 +105,7 @@ def test_an_operator_stays_within_its_tensors(name: str, D: int, place: Place):
 
 
 def run_steps(dim: int, batch: int, place: Place) -> Iterator[list[Tensor]]:
-    """The result of every step, layer and block for a token, after four others, and the state after it."""
+    """The result of every step, and of a decoder with every mixer, for each token, and the states after it."""
     window, row = 5, place(randn(5, seed=7).float())
     u, v = (place(x) for x in randn(2, 99, 3, seed=8).float())
     layers = [
@@ -115,24 +115,26 @@ def run_steps(dim: int, batch: int, place: Place) -> Iterator[list[Tensor]]:
         for n, m in ((3 * dim, dim), (dim, dim), (2 * dim + 1, dim), (dim, 2 * dim + 1))
     ]
     proj, fc2 = (layer._replace(norm_weight=None, norm_bias=None) for layer in (layers[1], layers[3]))
-    dense = ops.dense_block(layers[0], proj, layers[2]._replace(gelu=True), fc2)
-    assert dense is not None
+    dense = [layers[0], proj, layers[2]._replace(gelu=True), fc2]
+    head = layers[1]
     tokens = [[place(randn(batch, dim, seed=10 * t + i).float()) for i in range(3)] for t in range(6)]
-    simple, local, factorized, block, simple_block = (
+    simple, local, *states = (
         type(x)(*map(place, x))
         for x in (
             ops.aft_simple_state(batch, dim),
-            *(ops.aft_local_state(batch, dim, window) for _ in range(3)),
+            ops.aft_local_state(batch, dim, window),
             ops.aft_simple_state(batch, dim),
+            ops.aft_local_state(batch, dim, window),
         )
     )
+    blocks = [ops.Block(*dense, True, state, (u, v), torch.neg) for state in states]
+    blocks.append(ops.Block(*dense, True, (), None, lambda x: place(x[:, :dim].contiguous())))
+    step = ops.compile_decoder(blocks, head, batch)
+    assert step is not None
     for x in tokens:
         yield [ops.aft_simple_step(*x, simple)[0], *simple]
         yield [ops.aft_local_step(*x, row, local)[0], *local]
-        yield [ops.factorized_local_step(*x, u, v, factorized)[0], *factorized]
-        yield [ops.local_block(dense, x[0], True, u, v, block), *block]
-        yield [ops.simple_block(dense, x[0], True, simple_block), *simple_block]
-        yield [dense.project(x[0]), dense.finish(*x[:2])]
+        yield [step(place(x[0])), *states[0], *states[1]]
 
 
 @pytest.mark.parametrize('place', PLACES.values(), ids=PLACES)
@@ -189,7 +191,7 @@ class Scarce:
                 try:
                     return function(*arguments)
                 except MemoryError as error:
-                    assert name in str(error) or 'aft_dense' in str(error)  # noqa: PT017
+                    assert name in str(error)  # noqa: PT017
                     self.failed[name] = count
                 finally:
                     self.allow(ctypes.c_long(0))
@@ -228,18 +230,15 @@ def test_a_failed_allocation_is_an_error_of_python_wherever_it_happens(tmp_path:
     assert set(done.stdout.split()) == {
         'aft_conv_backward',
         'aft_conv_forward',
-        'aft_dense',
-        'aft_dense_block',
+        'aft_decode',
         'aft_depthwise_backward',
         'aft_depthwise_forward',
         'aft_full_backward',
         'aft_full_forward',
         'aft_full_weights',
-        'aft_local_block',
         'aft_local_causal_backward',
         'aft_local_causal_forward',
         'aft_local_step',
-        'aft_simple_block',
         'aft_simple_causal_backward',
         'aft_simple_causal_forward',
     }

@@ -111,40 +111,6 @@ def test_it_covers_float32_states_that_lie_in_order():
     assert operator.step_kernels(state._replace(ring=state.ring.mT.contiguous().mT), k) is None
 
 
-@pytest.mark.parametrize('keys', KEYS)
-@pytest.mark.parametrize('window', [1, 4, 12])
-def test_a_bias_may_be_given_by_its_factors(window: int, keys: str):
-    inputs = make_inputs(None, T=12)
-    if keys != 'ordinary':
-        inputs['k'] = nasty_keys(inputs['k'])[keys]
-    bias_u, bias_v = randn(2, 12, 21, seed=3).float()
-    state, other = (ops.aft_local_state(2, 19, window) for _ in range(2))
-    for t in range(12):
-        q, k, v = (inputs[name][:, t] for name in 'qkv')
-        row = ops.factorized_band_row(bias_u.double(), bias_v.double(), torch.tensor(t), window)
-        expected, other = ops.aft_local_step(q, k, v, row, other)
-        y, state = ops.factorized_local_step(q, k, v, bias_u, bias_v, state)
-        assert_close(y, expected.double(), 5e-6)
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
-def test_a_token_without_a_row_of_the_bias_is_an_error(dtype: torch.dtype):
-    bias_u, bias_v = torch.zeros(2, 3, 4, dtype=dtype)
-    k, state = torch.zeros(2, 6, dtype=dtype), ops.aft_local_state(2, 6, 2, dtype)
-    for _ in range(3):
-        ops.factorized_local_step(k, k, k, bias_u, bias_v, state)
-    with pytest.raises(IndexError):
-        ops.factorized_local_step(k, k, k, bias_u, bias_v, state)
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
-def test_a_window_over_the_rows_of_the_bias_is_an_error(dtype: torch.dtype):
-    bias_u, bias_v = torch.zeros(2, 3, 4, dtype=dtype)
-    k, state = torch.zeros(2, 6, dtype=dtype), ops.aft_local_state(2, 6, 4, dtype)
-    with pytest.raises(ValueError, match='a window of at most T = 3 tokens, got 4'):
-        ops.factorized_local_step(k, k, k, bias_u, bias_v, state)
-
-
 @pytest.mark.parametrize('s', [None, 9])
 def test_nothing_is_differentiated(s: int | None):
     # Neither by the compiled form nor by what it leaves to torch: the first token, and one far above the others.

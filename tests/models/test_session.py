@@ -1,11 +1,11 @@
-"""Which tokens may be drawn, how often they are, and samplers that are stopped and resumed."""
+"""Drawing in a session: which tokens may be drawn, how often they are, and what their seeds decide."""
 
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from helpers import generator, pretend_terminal, randn
+from helpers import assert_close, generator, pretend_terminal, randn
 from small_decoders import FORMS, create, draw_tokens
 from torch import Tensor
 
@@ -42,17 +42,6 @@ def test_a_temperature_of_almost_0_leaves_the_likeliest_token_too():
     assert torch.equal(filter_logits(logits, 1e-300, top_p=0.9).softmax(-1), filter_logits(logits, 0.0).softmax(-1))
 
 
-def test_a_state_in_memory_is_that_of_its_moment():
-    model = create('local', context=9, vocab_size=4, window=2)
-    sampler = model.sampler(2, seed=0)
-    sampler.run(3)
-    state = sampler.state_dict()
-    expected = sampler.run().clone()
-    sampler.load_state_dict(state)
-    assert sampler.position == 3
-    assert torch.equal(sampler.run(), expected)
-
-
 @torch.no_grad()
 def exact_chances(model: AFTDecoder, length: int, given: dict[int, int], rules: dict[str, Any]) -> Tensor:
     """The probability of every sequence, each token drawn given those before it."""
@@ -74,7 +63,7 @@ def test_sequences_are_drawn_with_their_probability(given: dict[int, int], rules
     for place, token in given.items():
         tokens[0, place], mask[place] = token, True
     number = 20_000
-    drawn = model.complete(tokens, mask, number, seed=3, **rules)
+    drawn = model.complete(tokens, mask, number, generator=generator(3), **rules)
     counts = torch.bincount((drawn * torch.tensor([16, 4, 1])).sum(1), minlength=64)
     assert not counts[expected == 0].any()
     likely = expected > 0
@@ -92,14 +81,33 @@ def test_greedy_sampling_takes_the_likeliest_token_of_the_parallel_form(name: st
     assert torch.equal(model(drawn).argmax(-1), drawn)
 
 
-def test_a_seed_decides_the_result():
+def test_a_seed_decides_a_sequence_whatever_its_batch():
     model = create()
     first = model.sample(3, seed=5)
     assert torch.equal(model.sample(3, seed=5), first)
+    assert torch.equal(model.sample(2, seed=6), first[1:])
+    assert torch.equal(model.sample(2, seed=[7, 5]), first[[2, 0]])
+    assert len({tuple(row) for row in first.tolist()}) == 3
+
+
+def test_a_generator_draws_for_all_sequences():
+    model = create()
+    first = model.sample(3, generator=generator(5))
     assert torch.equal(model.sample(3, generator=generator(5)), first)
-    assert not torch.equal(model.sample(3, seed=6), first)
+    assert not torch.equal(model.sample(3, generator=generator(6)), first)
     torch.manual_seed(5)
     assert torch.equal(model.sample(3), first)
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_a_session_goes_on_from_what_it_has_drawn(name: str):
+    model, tokens = create(name), draw_tokens()
+    session = model.session(2)
+    session.prefill(tokens[:, :3])
+    parts = [session.sample(5, temperature=0.0), session.sample(16, temperature=0.0)]
+    assert torch.equal(torch.cat([tokens[:, :3], *parts], 1), model.sample(prompt=tokens[:, :3], temperature=0.0))
+    with pytest.raises(ValueError, match='expected at most 0 tokens, the positions that are left, got 1'):
+        session.sample(1)
 
 
 def test_samples_of_several_prompts_begin_with_them():
@@ -126,40 +134,18 @@ def test_given_tokens_stay_and_all_others_are_drawn():
     assert torch.equal(model.complete(tokens, torch.ones(24).bool()), tokens)
 
 
-@pytest.mark.parametrize('name', FORMS)
-@pytest.mark.parametrize('count', [1, 7])
-def test_an_interrupted_sampling_resumes_to_the_same_result(name: str, count: int, tmp_path):
-    model, prompt = create(name), draw_tokens(2, 5)
-    expected = model.sample(2, prompt=prompt, seed=1)
-    sampler = model.sampler(2, prompt=prompt, seed=1)
-    sampler.run(count)
-    assert not sampler.is_done
-    assert sampler.position == 5 + count
-    sampler.save(tmp_path / 'state.pt')
-    # What comes after saving leaves the file alone.
-    sampler.run(2)
-    resumed = model.sampler(2, prompt=prompt, seed=99)
-    resumed.resume(tmp_path / 'state.pt')
-    assert torch.equal(resumed.run(), expected)
-    assert resumed.is_done
-
-
-def test_a_state_saved_before_the_first_token_resumes(tmp_path):
-    model = create()
-    sampler = model.sampler(2, seed=1)
-    sampler.save(tmp_path / 'state.pt')
-    resumed = model.sampler(2, seed=4)
-    resumed.resume(tmp_path / 'state.pt')
-    assert torch.equal(resumed.run(), model.sample(2, seed=1))
-
-
-def test_sampling_stops_when_told_and_goes_on():
-    model = create()
-    sampler = model.sampler(2, seed=1)
-    stops = iter([False, False, True])
-    sampler.run(after_token=lambda: next(stops))
-    assert sampler.position == 3
-    assert torch.equal(sampler.run(), model.sample(2, seed=1))
+def test_a_session_calls_modules_that_have_hooks():
+    model, calls = create().float(), []
+    hook = model.blocks[0].mlp.fc2.register_forward_hook(lambda module, args, output: calls.append(output.shape))
+    session = model.session(2)
+    session.step(None)
+    hook.remove()
+    # Decided where the session was made.
+    expected = session.step(torch.zeros(2).long())
+    assert calls == [(2, 8)]
+    other = model.session(2)
+    other.step(None)
+    assert_close(other.step(torch.zeros(2).long()), expected.double(), 1e-5)
 
 
 def test_sampling_leaves_a_model_in_its_mode():
@@ -177,37 +163,11 @@ def test_a_progress_bar_shows_tokens_per_second(capsys, monkeypatch):
     assert 'tokens/s' in shown
 
 
-def saved(tmp_path, **kwargs: Any) -> Any:
-    sampler = create().sampler(2, prompt=draw_tokens(1, 5), **kwargs)
-    sampler.run(3)
-    sampler.save(tmp_path / 'state.pt')
-    return tmp_path / 'state.pt'
-
-
-@pytest.mark.parametrize(
-    ('other', 'message'),
-    [
-        (lambda: create(seed=1).sampler(2, prompt=draw_tokens(1, 5)), 'with weights'),
-        (lambda: create().sampler(2, prompt=draw_tokens(1, 5), top_k=3), "with rules .*'top_k': 3.* got one with"),
-        (lambda: create().sampler(3, prompt=draw_tokens(1, 5)), 'with num_samples 3, got one with 2'),
-        (lambda: create().sampler(2, prompt=draw_tokens(1, 6)), 'with the same given tokens, got that of others'),
-        (lambda: create().sampler(2, 9, prompt=draw_tokens(1, 5)), r'state of \(2, 9\) tokens, got that of \(2, 24\)'),
-    ],
-    ids=['weights', 'rules', 'number', 'prompt', 'length'],
-)
-def test_a_state_of_another_sampling_is_rejected(other, message: str, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        other().resume(saved(tmp_path))
-
-
-def test_a_file_that_is_no_state_is_rejected(tmp_path):
-    path = tmp_path / 'state.pt'
-    path.write_bytes(b'no state')
-    with pytest.raises(ValueError, match='a file that cannot be read'):
-        create().sampler().resume(path)
-    torch.save({'tokens': torch.zeros(1)}, path)
-    with pytest.raises(ValueError, match='a file without generator, given, logits, num_samples, position, rules'):
-        create().sampler().resume(path)
+def test_logits_that_are_no_numbers_are_an_error():
+    model = create()
+    model.head.weight.data[0, 0] = float('nan')
+    with pytest.raises(ValueError, match='expected logits that are numbers, got NaN'):
+        model.sample(2, seed=0)
 
 
 REJECTED = [
@@ -216,6 +176,7 @@ REJECTED = [
     (dict(top_p=0.0), r'top_p must be in \(0, 1\], got 0.0'),
     (dict(num_samples=0), 'num_samples must be at least 1, got 0'),
     (dict(seed=1, generator=generator()), 'a generator or a seed, got both'),
+    (dict(num_samples=2, seed=[1]), 'expected a seed for each of 2 sequences, got 1'),
     (dict(length=25), 'length must be from 1, .* to 24, .* got 25'),
     (dict(prompt=draw_tokens(1, 9), length=8), 'length must be from 9, .* got 8'),
     (dict(prompt=torch.full((1, 3), 11)), 'tokens must be from 0 to 10, got 11'),

@@ -1,4 +1,4 @@
-"""Autoregressive models of tokens on the AFT blocks: likelihood, decoding, sampling (AFT Sec. 5.1, 5.2)."""
+"""Autoregressive models of tokens on the AFT blocks: likelihood, and sessions of decoding (AFT Sec. 5.1, 5.2)."""
 
 import math
 from typing import Any, TypeVar
@@ -10,8 +10,7 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from aft_vision.layers.causal import CausalBlock
-from aft_vision.models.decoder_state import DecoderState
-from aft_vision.models.generation import GenerationMixin
+from aft_vision.models.session import DecoderState, Session, check_given, may_look
 
 Nats = TypeVar('Nats', Tensor, float)
 
@@ -21,7 +20,7 @@ def bits(nats: Nats) -> Nats:
     return nats / math.log(2)
 
 
-class AFTDecoder(GenerationMixin, nn.Module):
+class AFTDecoder(nn.Module):
     """A decoder-only model of token sequences: embeddings, pre-norm AFT blocks, final norm, head.
 
     Args:
@@ -38,7 +37,7 @@ class AFTDecoder(GenerationMixin, nn.Module):
         out_proj: False leaves out the projection behind the mixer (Table 3 counts none).
         query_gate: False leaves out AFT's query and its sigmoid.
         qkv_bias: biases on queries, keys and values.
-        dropout: rate behind the embeddings, the mixers and in the MLPs.
+        dropout: rate after the embeddings, the mixers and in the MLPs.
         tie_embedding: True takes the token embedding as the head.
 
     Raises:
@@ -154,7 +153,7 @@ class AFTDecoder(GenerationMixin, nn.Module):
             raise ValueError(
                 f'tokens must have shape (B, T) with T from 1 to {self.context}, got {tuple(tokens.shape)}'
             )
-        if _may_look(tokens):
+        if may_look(tokens):
             self.check_tokens(tokens)
         x = self.token_embed(tokens[:, :-1])
         x = torch.cat([self.start_embed.expand(tokens.shape[0], 1, -1), x], 1)
@@ -167,106 +166,89 @@ class AFTDecoder(GenerationMixin, nn.Module):
         """Negative log-likelihood of each token given those before it, (B, T) float32, in nats."""
         return F.cross_entropy(self(tokens).float().transpose(1, 2), tokens.long(), reduction='none')
 
-    def init_state(
-        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> DecoderState:
-        """The state before the first token, of constant size whatever comes; steps update it in place.
+    def session(self, batch: int) -> Session:
+        """Start to decode a batch of sequences; the model may not change while the session lives.
 
         Args:
             batch: number of sequences B.
-            dtype: of AFT's sums, float32 or float64; None is float64 for a float64 model, else float32.
-            device: None is that of the model.
-        """
-        place = self.device if device is None else torch.device(device)
-        if dtype is None:
-            dtype = torch.float64 if self.pos_embed.dtype == torch.float64 else torch.float32
-        layers = tuple(block.init_state(batch, dtype, place) for block in self.blocks)
-        return DecoderState(torch.zeros((), dtype=torch.int64, device=place), layers)
-
-    @torch.no_grad()
-    def step(self, token: Tensor | None, state: DecoderState) -> tuple[Tensor, DecoderState]:
-        """Take one token and predict the next.
-
-        Args:
-            token: (B,) int64; None at the start of the sequence, and there alone.
-            state: of what came before; updated in place.
-
-        Returns:
-            logits (B, V) of the next token, and the state. Nothing is differentiated.
 
         Raises:
-            ValueError: on a CPU, the token is outside the vocabulary, or there is no position left.
+            ValueError: the model is in training mode.
         """
-        if _may_look(state.position):
-            self._check_step(token, state)
-        x = self.start_embed.expand(_batch(state), -1) if token is None else self.token_embed(token)
-        x = self.embed_drop(x + self.pos_embed.index_select(0, state.position.view(1)))
-        layers = []
-        for block, layer in zip(self.blocks, state.layers, strict=True):
-            x, layer = block.step(x, layer)
-            layers.append(layer)
-        state.position.add_(1)
-        return self.head(self.norm(x)), DecoderState(state.position, tuple(layers))
+        # AFT's sums are float32 whatever the model's type below it.
+        dtype = torch.float64 if self.pos_embed.dtype == torch.float64 else torch.float32
+        layers = tuple(block.init_state(batch, dtype, self.device) for block in self.blocks)
+        return Session(self, DecoderState(torch.zeros((), dtype=torch.int64, device=self.device), layers))
 
-    @torch.no_grad()
-    def prefill(self, tokens: Tensor, state: DecoderState, all_logits: bool = False) -> tuple[Tensor, DecoderState]:
-        """Take several tokens at once, as many steps would, the start of the sequence first if it has not been taken.
+    def sample(
+        self, num_samples: int = 1, length: int | None = None, prompt: Tensor | None = None, **rules: Any
+    ) -> Tensor:
+        """Draw sequences, each from a prompt.
 
         Args:
-            tokens: (B, n) int64; n may be 0 at the start.
-            state: of what came before; updated in place.
-            all_logits: also return the logits before the last.
+            num_samples: drawings of each prompt; of no prompt without one.
+            length: tokens of the result, prompt included; None is the context.
+            prompt: (P, n) or (n,) int64, how the sequences begin.
+            rules: of `Session.complete`: temperature, top_k, top_p, seed, generator, progress.
 
         Returns:
-            logits (B, V) of the token after these, and the state; with all_logits (B, n, V), one more if the start was
-            taken. Nothing is differentiated.
+            (num_samples, length), or (P * num_samples, length) with those of one prompt next to each other.
 
         Raises:
-            ValueError: tokens are not (B, n), are outside the vocabulary, or there are too few positions left.
+            ValueError: an argument is out of range.
         """
-        start = int(state.position)
-        inputs = tokens.shape[-1] + (start == 0)
-        if tokens.ndim != 2 or len(tokens) != _batch(state) or inputs == 0:
-            raise ValueError(f'tokens must have shape ({_batch(state)}, n), got {tuple(tokens.shape)}')
-        if start + inputs > self.context:
+        length = self.context if length is None else length
+        if prompt is None:
+            prompt = torch.zeros(1, 0, dtype=torch.int64)
+        prompt = self.check_tokens(prompt if prompt.ndim == 2 else prompt.unsqueeze(0))
+        if not prompt.shape[1] <= length <= self.context or length < 1:
             raise ValueError(
-                f'expected a prompt of at most {self.context - max(start, 1)} tokens, which leaves one of the '
-                f'{self.context} positions to predict, got {tokens.shape[1]}'
+                f'length must be from {max(1, prompt.shape[1])}, the tokens of the prompt, to {self.context}, the '
+                f'positions of the model, got {length}'
             )
-        x = self.token_embed(self.check_tokens(tokens))
-        if start == 0:
-            x = torch.cat([self.start_embed.expand(len(x), 1, -1), x], 1)
-        x = self.embed_drop(x + self.pos_embed[start : start + inputs])
-        layers = []
-        for block, layer in zip(self.blocks, state.layers, strict=True):
-            x, layer = block.prefill(x, layer)
-            layers.append(layer)
-        state.position.add_(inputs)
-        x = self.norm(x if all_logits else x[:, -1])
-        return self.head(x), DecoderState(state.position, tuple(layers))
+        tokens = F.pad(prompt, (0, length - prompt.shape[1]))
+        return self.complete(tokens, torch.arange(length) < prompt.shape[1], num_samples, **rules)
 
-    def _check_step(self, token: Tensor | None, state: DecoderState) -> None:
-        position = int(state.position)
-        if position >= self.context:
-            raise ValueError(f'expected at most {self.context} steps, the positions of the model, got one more')
-        if (token is None) != (position == 0):
-            raise ValueError(
-                f'token must be None in the first step and there alone, got {token} in step {position + 1}'
-            )
-        if token is None:
-            return
-        if tuple(token.shape) != (_batch(state),):
-            raise ValueError(f'token must have shape ({_batch(state)},) to match the state, got {tuple(token.shape)}')
-        self.check_tokens(token)
+    @torch.no_grad()
+    def complete(self, tokens: Tensor, given: Tensor, num_samples: int = 1, **rules: Any) -> Tensor:
+        """Draw the tokens of sequences that are not given, first to last, in evaluation mode.
 
+        A drawn token sees all before it, drawn or given, and none of the given ones after it.
 
-def _may_look(x: Tensor) -> bool:
-    # Whether values can be checked at no cost: on an accelerator it would synchronise, in a graph it cannot be.
-    return x.device.type == 'cpu' and not torch.compiler.is_compiling()
+        Args:
+            tokens: (P, T) int64; what stands in open places does not matter.
+            given: (P, T) or (T,) bool, True where a token stays.
+            num_samples: drawings of each sequence.
+            rules: of `Session.complete`: temperature, top_k, top_p, seed, generator, progress.
 
+        Returns:
+            (P * num_samples, T), those of one sequence next to each other.
 
-def _batch(state: DecoderState) -> int:
-    return state.layers[0][0].shape[0]
+        Raises:
+            ValueError: an argument is out of range.
+        """
+        if num_samples < 1:
+            raise ValueError(f'num_samples must be at least 1, got {num_samples}')
+        check_given(given, tokens)
+        given = given.expand(tokens.shape).to(self.device)
+        tokens = self.check_tokens(tokens.to(self.device).masked_fill(~given, 0))
+        is_open = (~given).any(0).nonzero().flatten()
+        index = torch.arange(len(tokens), device=self.device).repeat_interleave(num_samples)
+        completed = tokens[index]
+        if not len(is_open):
+            return completed
+        # All drawings of one sequence see the same before the first open place; what follows the last one is not read.
+        first, last = int(is_open[0]), int(is_open[-1]) + 1
+        was_training = self.training
+        self.eval()
+        try:
+            session = self.session(len(tokens))
+            session.prefill(tokens[:, :first])
+            session = session.reorder(index) if num_samples > 1 else session
+            completed[:, first:last] = session.complete(completed[:, first:last], given[index, first:last], **rules)
+        finally:
+            self.train(was_training)
+        return completed
 
 
 def _mixer_arguments(mixer: str, context: int, **chosen: Any) -> dict[str, Any]:

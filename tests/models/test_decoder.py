@@ -1,6 +1,4 @@
-"""The decoders: likelihood, decoding with a state in every form, parameter counts, and what is rejected."""
-
-from typing import Any
+"""The decoders: likelihood, sessions against the parallel form, parameter counts, and what is rejected."""
 
 import pytest
 import torch
@@ -11,27 +9,22 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from aft_vision.layers import CausalBlock
-from aft_vision.models import AFTDecoder, DecoderState, bits
+from aft_vision.models import AFTDecoder, Session, bits
 
 
-def run_steps(model: AFTDecoder, tokens: Tensor, step: Any = None) -> Tensor:
-    state, rows = model.init_state(len(tokens)), []
-    for t in range(tokens.shape[1]):
-        logits, state = (step or model.step)(tokens[:, t - 1] if t else None, state)
-        rows.append(logits)
-    return torch.stack(rows, 1)
+def run_steps(model: AFTDecoder, tokens: Tensor) -> Tensor:
+    session = model.session(len(tokens))
+    return torch.stack([session.step(tokens[:, t - 1] if t else None) for t in range(tokens.shape[1])], 1)
 
 
 def run_chunks(model: AFTDecoder, tokens: Tensor, chunks: list[int]) -> Tensor:
     """Single steps where a chunk is 1, all at once where it is more; the start of the sequence is with the first."""
-    state, rows, taken = model.init_state(len(tokens)), [], 0
+    session, rows, taken = model.session(len(tokens)), [], 0
     for chunk in chunks:
         if chunk == 1 and taken:
-            logits, state = model.step(tokens[:, taken], state)
-            rows.append(logits[:, None])
+            rows.append(session.step(tokens[:, taken])[:, None])
         else:
-            logits, state = model.prefill(tokens[:, taken : taken + chunk], state, all_logits=True)
-            rows.append(logits)
+            rows.append(session.prefill(tokens[:, taken : taken + chunk], all_logits=True))
         taken += chunk
     return torch.cat(rows, 1)
 
@@ -68,15 +61,13 @@ def test_every_way_of_decoding_agrees_with_the_parallel_form(name: str):
 @pytest.mark.parametrize('name', FORMS)
 def test_a_prompt_taken_at_once_leaves_the_state_of_steps(name: str):
     model, tokens = create(name), draw_tokens()
-    _, state = model.prefill(tokens[:, :9], model.init_state(2))
-    _, other = model.step(None, model.init_state(2))
-    for t in range(9):
-        _, other = model.step(tokens[:, t], other)
-    assert int(state.position) == int(other.position) == 10
+    session, other = model.session(2), model.session(2)
+    session.prefill(tokens[:, :9])
+    for t in range(-1, 9):
+        other.step(tokens[:, t] if t >= 0 else None)
+    assert int(session.state.position) == int(other.state.position) == 10
     for t in range(9, 23):
-        got, state = model.step(tokens[:, t], state)
-        expected, other = model.step(tokens[:, t], other)
-        assert_close(got, expected, 1e-12)
+        assert_close(session.step(tokens[:, t]), other.step(tokens[:, t]), 1e-12)
 
 
 @pytest.mark.parametrize('name', FORMS)
@@ -114,23 +105,16 @@ def test_the_likelihood_is_that_of_the_logits():
 
 
 @pytest.mark.parametrize('name', FORMS)
-def test_a_state_can_be_reordered_cloned_and_saved(name: str, tmp_path):
+def test_a_session_can_be_reordered_and_its_state_copied(name: str):
     model, tokens = create(name), draw_tokens(3)
-    _, state = model.prefill(tokens[:, :9], model.init_state(3))
-    torch.save(state.to_dict(), tmp_path / 'state.pt')
-    loaded = DecoderState.from_dict(torch.load(tmp_path / 'state.pt', weights_only=True))
-    copy, index = state.clone(), torch.tensor([2, 2, 0, 1])
-    picked = state.reorder(index)
-    expected, _ = model.step(tokens[:, 9], state)
-    for other in (loaded, copy):
-        assert torch.equal(model.step(tokens[:, 9], other)[0], expected)
+    session, index = model.session(3), torch.tensor([2, 2, 0, 1])
+    session.prefill(tokens[:, :9])
+    picked, copy = session.reorder(index), Session(model, session.state.clone())
+    assert torch.equal(picked.logits, session.logits[index])
+    expected = session.step(tokens[:, 9])
+    assert torch.equal(copy.step(tokens[:, 9]), expected)
     # Not bit for bit: a product of four rows may add in another order than one of three.
-    assert_close(model.step(tokens[index, 9], picked)[0], expected[index], 1e-12)
-
-
-def test_a_state_of_something_else_is_rejected():
-    with pytest.raises(ValueError, match=r"expected the state of a layer, got one with \['keys'\]"):
-        DecoderState.from_dict({'position': torch.zeros(()), 'layers': [{'keys': torch.zeros(1)}]})
+    assert_close(picked.step(tokens[index, 9]), expected[index], 1e-12)
 
 
 def test_a_state_has_a_constant_size():
@@ -142,16 +126,17 @@ def test_a_state_has_a_constant_size():
         ('attention', dict(num_heads=2), layers * 2 * 3072 * dim * 4),
     ):
         model = AFTDecoder(3072, dim=dim, depth=layers, mixer=mixer, device='meta', **args)
-        state = model.init_state(1)
+        state = model.eval().session(1).state
         assert expected <= state.num_bytes() <= expected + 1000
 
 
 @pytest.mark.parametrize('name', FORMS)
 def test_a_step_compiles_to_one_graph_for_all_positions(name: str):
     model, tokens = create(name, depth=1), draw_tokens()
-    counter = CompileCounter()
-    step = torch.compile(model.step, backend=counter, fullgraph=True)
-    assert_close(run_steps(model, tokens, step), model(tokens), 1e-12)
+    counter, session = CompileCounter(), model.session(2)
+    step = torch.compile(session.step, backend=counter, fullgraph=True)
+    rows = [step(tokens[:, t - 1] if t else None) for t in range(24)]
+    assert_close(torch.stack(rows, 1), model(tokens), 1e-12)
     # The start, which has no token, and all other positions.
     assert counter.frame_count == 2
 
@@ -231,40 +216,27 @@ def test_decoding_under_autocast_keeps_its_sums_in_float32():
     with torch.autocast('cpu', torch.bfloat16):
         parallel, steps = model(tokens), run_steps(model, tokens)
         chunks = run_chunks(model, tokens, [10, 13])
-        state = model.init_state(len(tokens))
-        model.prefill(tokens[:, :10], state)
-        model.step(tokens[:, 10], state)
+        session = model.session(len(tokens))
+        session.prefill(tokens[:, :10])
+        session.step(tokens[:, 10])
     for got in (parallel, steps, chunks):
         assert_close(got, create()(tokens), 3e-2)
-    assert {x.dtype for layer in state.layers for x in layer if x.is_floating_point()} == {torch.float32}
+    assert {x.dtype for layer in session.state.layers for x in layer if x.is_floating_point()} == {torch.float32}
 
 
-def test_a_state_goes_on_where_nothing_may_branch(monkeypatch: pytest.MonkeyPatch):
-    # As when a state of a CPU is read on an accelerator, whose ring always holds keys.
-    model, tokens = create(), draw_tokens()
-    state = model.init_state(len(tokens))
-    model.prefill(tokens[:, :10], state)
-    saved, expected = state.to_dict(), []
-    for place in range(10, 14):
-        expected.append(model.step(tokens[:, place], state)[0])
-    for name in ('state', 'step'):
-        monkeypatch.setattr(f'aft_vision.ops.decode.{name}.may_branch', lambda x: False)
-    state = DecoderState.from_dict(saved)
-    assert all(layer.holds_keys for layer in state.layers)
-    for place, wanted in enumerate(expected, start=10):
-        assert_close(model.step(tokens[:, place], state)[0], wanted, 1e-10)
-
-
-STATE = create().init_state(2)
 REJECTED = [
     (lambda: create()(draw_tokens(2, 25)), r'T from 1 to 24, got \(2, 25\)'),
     (lambda: create()(torch.full((1, 3), 11)), 'tokens must be from 0 to 10, got 11'),
     (lambda: create()(torch.full((1, 3), -1)), 'tokens must be from 0 to 10, got -1'),
     (lambda: create()(torch.zeros(1, 3)), 'tokens must be int64, got torch.float32'),
-    (lambda: create().prefill(draw_tokens(2, 24), STATE), 'a prompt of at most 23 tokens, .* 24 positions .* got 24'),
-    (lambda: create().prefill(draw_tokens(3, 4), STATE), r'tokens must have shape \(2, n\), got \(3, 4\)'),
-    (lambda: create().prefill(torch.full((2, 3), 12), STATE), 'tokens must be from 0 to 10, got 12'),
-    (lambda: create().step(torch.zeros(2).long(), STATE), 'token must be None in the first step and there alone'),
+    (
+        lambda: create().session(2).prefill(draw_tokens(2, 24)),
+        'a prompt of at most 23 tokens, .* 24 positions .* got 24',
+    ),
+    (lambda: create().session(2).prefill(draw_tokens(3, 4)), r'tokens must have shape \(2, n\), got \(3, 4\)'),
+    (lambda: create().session(2).prefill(torch.full((2, 3), 12)), 'tokens must be from 0 to 10, got 12'),
+    (lambda: create().session(2).step(torch.zeros(2).long()), 'token must be None in the first step and there alone'),
+    (lambda: create().train().session(2), r'a model in evaluation mode .* got one in training mode \(call eval'),
     (lambda: create(context=0), 'context must be at least 1, got 0'),
     (lambda: create(mixer='conv'), "mixer must be one of local, full, simple, attention, got 'conv'"),
     (lambda: create('simple', window=5), "mixer='simple' has no window; it takes none"),
@@ -283,15 +255,16 @@ def test_a_wrong_input_is_named(call, message: str):
 
 def test_a_step_beyond_the_position_table_is_named():
     model = create(context=3)
-    _, state = model.prefill(draw_tokens(2, 2), model.init_state(2))
+    session = model.session(2)
+    session.prefill(draw_tokens(2, 2))
     with pytest.raises(ValueError, match='expected at most 3 steps, the positions of the model, got one more'):
-        model.step(torch.zeros(2).long(), state)
-    state = model.init_state(2)
-    _, state = model.step(None, state)
+        session.step(torch.zeros(2).long())
+    session = model.session(2)
+    session.step(None)
     with pytest.raises(ValueError, match=r'token must have shape \(2,\) to match the state, got \(3,\)'):
-        model.step(torch.zeros(3).long(), state)
+        session.step(torch.zeros(3).long())
     with pytest.raises(ValueError, match='tokens must be from 0 to 10, got 99'):
-        model.step(torch.full((2,), 99), state)
+        session.step(torch.full((2,), 99))
 
 
 def test_attention_needs_its_query():

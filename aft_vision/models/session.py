@@ -1,0 +1,333 @@
+"""Decoding as a session: steps, prompts, sampling and completion on the state of one batch of sequences."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from aft_vision import ops
+from aft_vision.layers.causal import compile_decoder
+
+# Up to so many given tokens in a row take less time one by one than at once, where the whole window is read again.
+STEPPED_TOKENS = 8
+
+
+class DecoderState(NamedTuple):
+    """What a decoder remembers of the tokens it has taken; steps update it in place.
+
+    Attributes:
+        position: () int64, inputs taken: the start and the tokens.
+        layers: a state of each block.
+    """
+
+    position: Tensor
+    layers: tuple[Any, ...]
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences B."""
+        return self.layers[0][0].shape[0]
+
+    def reorder(self, index: Tensor) -> 'DecoderState':
+        """Return a state with the batch rows picked by index (N,); rows may repeat."""
+        return DecoderState(self.position.clone(), tuple(ops.reorder_state(layer, index) for layer in self.layers))
+
+    def clone(self) -> 'DecoderState':
+        """Return a copy, which the steps of the original leave as it is."""
+        return DecoderState(self.position.clone(), tuple(ops.clone_state(layer) for layer in self.layers))
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(x.nbytes for x in (self.position, *(x for layer in self.layers for x in layer)))
+
+
+class Session:
+    """Decoding of one batch of sequences, from `AFTDecoder.session`.
+
+    The session reads the parameters once, so neither the model nor the memory of the state may change while it lives.
+    In float32 on a CPU, outside autocast, it compiles the blocks and the head to one call a token; otherwise, and for
+    modules with hooks or of other types, it calls the modules.
+
+    Args:
+        model: an `AFTDecoder` in evaluation mode.
+        state: what came before; updated in place.
+
+    Attributes:
+        logits: (B, V) of the next token; None before the first step, and when there is no position left.
+
+    Raises:
+        ValueError: the model is in training mode.
+    """
+
+    def __init__(self, model: Any, state: DecoderState) -> None:
+        if model.training:
+            raise ValueError('expected a model in evaluation mode for decoding, got one in training mode (call eval())')
+        self.model, self.state = model, state
+        self.logits: Tensor | None = None
+        self._compiled = compile_decoder(model.blocks, model.norm, model.head, state.layers)
+
+    @torch.no_grad()
+    def step(self, token: Tensor | None) -> Tensor:
+        """Take one token and predict the next.
+
+        Args:
+            token: (B,) int64; only at the start of the sequence None.
+
+        Returns:
+            logits (B, V) of the next token. Nothing is differentiated.
+
+        Raises:
+            ValueError: on a CPU, the token is outside the vocabulary, or there is no position left.
+        """
+        model, state = self.model, self.state
+        if may_look(state.position):
+            self._check_step(token)
+        x = model.start_embed.expand(state.batch, -1) if token is None else model.token_embed(token)
+        x = model.embed_drop(x + model.pos_embed.index_select(0, state.position.view(1)))
+        if torch.compiler.is_compiling() or self._compiled is None:
+            for block, layer in zip(model.blocks, state.layers, strict=True):
+                x = block.step(x, layer)
+            logits = model.head(model.norm(x))
+        else:
+            logits = self._compiled(x)
+        state.position.add_(1)
+        self.logits = logits
+        return logits
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor, all_logits: bool = False) -> Tensor:
+        """Take several tokens at once, as many steps would, the start of the sequence first if it is not taken yet.
+
+        Args:
+            tokens: (B, n) int64; n may be 0 at the start.
+            all_logits: also return the logits before the last.
+
+        Returns:
+            logits (B, V) of the token after these; with all_logits (B, n, V), one more if the start was taken. Nothing
+            is differentiated.
+
+        Raises:
+            ValueError: tokens are not (B, n), are outside the vocabulary, or there are too few positions left.
+        """
+        model, state = self.model, self.state
+        start = int(state.position)
+        inputs = tokens.shape[-1] + (start == 0)
+        if tokens.ndim != 2 or len(tokens) != state.batch or inputs == 0:
+            raise ValueError(f'tokens must have shape ({state.batch}, n), got {tuple(tokens.shape)}')
+        if start + inputs > model.context:
+            raise ValueError(
+                f'expected a prompt of at most {model.context - max(start, 1)} tokens, which leaves one of the '
+                f'{model.context} positions to predict, got {tokens.shape[1]}'
+            )
+        x = model.token_embed(model.check_tokens(tokens))
+        if start == 0:
+            x = torch.cat([model.start_embed.expand(len(x), 1, -1), x], 1)
+        x = model.embed_drop(x + model.pos_embed[start : start + inputs])
+        for block, layer in zip(model.blocks, state.layers, strict=True):
+            x = block.prefill(x, layer)
+        state.position.add_(inputs)
+        logits = model.head(model.norm(x if all_logits else x[:, -1:]))
+        self.logits = logits[:, -1]
+        return logits if all_logits else self.logits
+
+    def sample(self, count: int, **rules: Any) -> Tensor:
+        """Draw the next tokens.
+
+        Args:
+            count: number of tokens.
+            rules: of `complete`.
+
+        Returns:
+            (B, count) int64.
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
+        tokens = torch.zeros(self.state.batch, count, dtype=torch.int64, device=self.state.position.device)
+        return self.complete(tokens, torch.zeros(count, dtype=torch.bool), **rules)
+
+    @torch.no_grad()
+    def complete(
+        self,
+        tokens: Tensor,
+        given: Tensor,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | Sequence[int] | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+    ) -> Tensor:
+        """Take the next tokens, and draw those that are not given, each given all before it.
+
+        Tokens that are given in every sequence are taken in parallel, all others one at a time.
+
+        Args:
+            tokens: (B, n) int64; what stands in open places does not matter.
+            given: (B, n) or (n,) bool, True where a token stays.
+            temperature, top_k, top_p: as in `filter_logits`.
+            seed: of the sequences: theirs, or that of the first, which the others count up from.
+            generator: of random numbers for all of them, in place of seeds; None is torch's own.
+            progress: show a progress bar with tokens/s over all sequences on standard error.
+
+        Returns:
+            (B, n) int64.
+
+        Raises:
+            ValueError: a shape, a token or an argument is out of range, or the logits are not numbers.
+        """
+        check_rules(temperature, top_k, top_p)
+        batch, count = self._check_open(tokens, given)
+        noise = uniform_noise(batch, count, seed, generator).to(tokens.device)
+        given = given.to(tokens.device).expand(tokens.shape)
+        tokens = self.model.check_tokens(tokens.masked_fill(~given, 0))
+        places, taken = (~given).any(0).nonzero().flatten().tolist(), 0
+        with tqdm(total=len(places) * batch, unit=' tokens', disable=None if progress else True) as bar:
+            for place in places:
+                logits = self._take(tokens[:, taken:place])
+                drawn = draw(filter_logits(logits, temperature, top_k, top_p), noise[:, place])
+                tokens[:, place] = torch.where(given[:, place], tokens[:, place], drawn)
+                taken = place
+                bar.update(batch)
+        # After the last token of the context there is no position to predict.
+        rest = tokens[:, taken : taken + self.model.context - int(self.state.position)]
+        if rest.shape[1]:
+            self._take(rest)
+        if taken + rest.shape[1] < count:
+            self.logits = None
+        return tokens
+
+    def reorder(self, index: Tensor) -> 'Session':
+        """Return another session with the sequences picked by index (N,); they may repeat, as in beam search."""
+        session = Session(self.model, self.state.reorder(index))
+        session.logits = None if self.logits is None else self.logits[index]
+        return session
+
+    def _take(self, tokens: Tensor) -> Tensor:
+        # Tokens (B, n) that may be none; the logits after them.
+        if int(self.state.position) == 0 or tokens.shape[1] > STEPPED_TOKENS:
+            return self.prefill(tokens)
+        for place in range(tokens.shape[1]):
+            self.step(tokens[:, place])
+        assert self.logits is not None
+        return self.logits
+
+    def _check_step(self, token: Tensor | None) -> None:
+        position, context = int(self.state.position), self.model.context
+        if position >= context:
+            raise ValueError(f'expected at most {context} steps, the positions of the model, got one more')
+        if (token is None) != (position == 0):
+            raise ValueError(
+                f'token must be None in the first step and there alone, got {token} in step {position + 1}'
+            )
+        if token is None:
+            return
+        if tuple(token.shape) != (self.state.batch,):
+            raise ValueError(
+                f'token must have shape ({self.state.batch},) to match the state, got {tuple(token.shape)}'
+            )
+        self.model.check_tokens(token)
+
+    def _check_open(self, tokens: Tensor, given: Tensor) -> tuple[int, int]:
+        # The shape of tokens that may come next.
+        check_given(given, tokens)
+        batch, count = tokens.shape
+        if batch != self.state.batch:
+            raise ValueError(f'tokens must have shape ({self.state.batch}, n), got {tuple(tokens.shape)}')
+        position = int(self.state.position)
+        left = self.model.context - max(position - 1, 0) if position == 0 or self.logits is not None else 0
+        if count > left:
+            raise ValueError(f'expected at most {left} tokens, the positions that are left, got {count}')
+        return batch, count
+
+
+def may_look(x: Tensor) -> bool:
+    """Return whether values can be checked at no cost: an accelerator would synchronise, a graph cannot."""
+    return x.device.type == 'cpu' and not torch.compiler.is_compiling()
+
+
+def uniform_noise(
+    batch: int, count: int, seed: int | Sequence[int] | None, generator: torch.Generator | None
+) -> Tensor:
+    """Return numbers from 0 to 1 of each token, (B, n) float64; those of a sequence depend on nothing but its seed."""
+    if seed is None:
+        device = None if generator is None else generator.device
+        return torch.rand(batch, count, dtype=torch.float64, generator=generator, device=device)
+    if generator is not None:
+        raise ValueError('expected a generator or a seed, got both')
+    seeds = range(seed, seed + batch) if isinstance(seed, int) else seed
+    if len(seeds) != batch:
+        raise ValueError(f'expected a seed for each of {batch} sequences, got {len(seeds)}')
+    generators = [torch.Generator().manual_seed(each) for each in seeds]
+    return torch.stack([torch.rand(count, dtype=torch.float64, generator=each) for each in generators])
+
+
+def draw(logits: Tensor, noise: Tensor) -> Tensor:
+    """Return the tokens (B,) where the cumulative distribution of logits (B, V) exceeds noise (B,), from 0 to 1."""
+    sums = logits.double().softmax(-1).cumsum(-1)
+    if may_look(sums) and not bool(sums[:, -1].isfinite().all()):
+        raise ValueError('expected logits that are numbers, got NaN (are the weights finite?)')
+    return torch.searchsorted(sums, (noise * sums[:, -1]).unsqueeze(1), right=True).squeeze(1)
+
+
+def check_given(given: Tensor, tokens: Tensor) -> None:
+    """Raise a ValueError unless tokens are (P, T) and given is a mask of them."""
+    if tokens.ndim != 2 or tokens.numel() == 0:
+        raise ValueError(f'tokens must have shape (P, T), neither of them 0, got {tuple(tokens.shape)}')
+    if given.dtype != torch.bool or tuple(given.shape) not in (tuple(tokens.shape), tuple(tokens.shape[1:])):
+        raise ValueError(
+            f'given must be a bool tensor of shape {tuple(tokens.shape)} or {tuple(tokens.shape[1:])}, True where a '
+            f'token stays, got {given.dtype} of shape {tuple(given.shape)}'
+        )
+
+
+def filter_logits(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """Return the logits of the distribution that is drawn from: minus infinity for tokens that are left out.
+
+    The rules are applied one after the other, as in `transformers`: temperature, top-k, top-p.
+
+    Args:
+        logits: (..., V).
+        temperature: divides the logits; 0 leaves only the likeliest token.
+        top_k: keep this many of the likeliest tokens, and those as likely as the last of them.
+        top_p: keep the fewest of the likeliest tokens whose probabilities add up to this, in (0, 1].
+
+    Returns:
+        (..., V), 0 for the likeliest; float32, or float64 if logits are.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    check_rules(temperature, top_k, top_p)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if temperature == 0:
+        best = logits.argmax(-1, keepdim=True)
+        return torch.full_like(logits, float('-inf')).scatter(-1, best, 0.0)
+    # The largest less itself, so that no temperature makes infinities of several.
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    if top_k is not None:
+        least = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
+        logits = logits.masked_fill(logits < least, float('-inf'))
+    if top_p is not None and top_p < 1:
+        ordered, places = logits.sort(stable=True, dim=-1, descending=True)
+        chances = ordered.softmax(-1)
+        # What lies before a token, so that the one that reaches top_p stays.
+        left_out = chances.cumsum(-1) - chances >= top_p
+        left_out[..., 0] = False
+        logits = logits.masked_fill(torch.zeros_like(left_out).scatter(-1, places, left_out), float('-inf'))
+    return logits
+
+
+def check_rules(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Raise a ValueError unless the arguments of `filter_logits` are in range."""
+    if not 0 <= temperature < float('inf'):
+        raise ValueError(f'temperature must be at least 0, got {temperature}')
+    if top_k is not None and top_k < 1:
+        raise ValueError(f'top_k must be at least 1, got {top_k}')
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f'top_p must be in (0, 1], got {top_p}')
