@@ -28,7 +28,7 @@ EXPORT, RENAMING, WRITING = 'train.imagenet.export_model', 'os.replace', 'torch.
 
 # Its server imports once what takes seconds, so that a process starts at once.
 _processes = multiprocessing.get_context('forkserver')
-_processes.set_forkserver_preload(['train.imagenet', 'matplotlib.figure'])
+_processes.set_forkserver_preload(['train.imagenet', 'matplotlib.figure', 'train.fastformer.__main__'])
 
 
 @dataclass(frozen=True)

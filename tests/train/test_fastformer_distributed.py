@@ -1,22 +1,19 @@
 """Several processes train a text model as one does."""
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_runs import run
 from text_files import write_behaviors, write_mind, write_mind_behaviors
 
 from train.fastformer import __main__ as fastformer
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = ['torch.distributed.run', '--standalone', '--nproc-per-node', '2', '-m', 'train.fastformer']
 PLAIN = ['--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'fastformer.yaml'), 'run.seeds=[3]', 'run.keep=2']
 # Each process draws its own dropout. And where there are several, Trainer fills the last batches of an evaluation with
 # texts that it had, which changes the loss of the evaluation, but no other metric.
@@ -53,10 +50,7 @@ def two(plain: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_two(arguments: list[str]) -> Path:
     """Train with two processes, and give the folder, the last argument; what they print is beside it."""
     folder = Path(arguments[-1].removeprefix('run.dir='))
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
-    with folder.with_suffix('.log').open('w') as log:
-        command = [sys.executable, '-m', *TORCHRUN, *arguments]
-        subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=180, check=True)
+    assert run(arguments, 2, trainer='train.fastformer.__main__', log=folder.with_suffix('.log')) == [0, 0]
     return folder
 
 
