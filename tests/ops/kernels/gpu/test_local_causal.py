@@ -81,9 +81,9 @@ def test_it_survives_nasty_keys(keys: str, device: str):
 
 @pytest.mark.parametrize('jump', [200.0, -200.0])
 def test_a_jump_inside_a_block_is_exact(jump: float, device: str):
-    inputs = make_inputs(70, 33, B=1)
-    inputs['k'][:, 40:, 0] += jump
-    inputs['k'][:, 50, 2] += jump
+    inputs = make_inputs(45, 9, B=1)
+    inputs['k'][:, 35:, 0] += jump
+    inputs['k'][:, 40, 2] += jump
     inputs['band'] *= 10
     assert_matches_reference(local_causal, reference.aft_local_causal, inputs, nasty=True, device=device)
 
