@@ -1,10 +1,11 @@
 import contextlib
+import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
@@ -66,41 +67,45 @@ def test_two_processes_that_write_one_checkpoint_write_files_of_their_own(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ['last.pth']
 
 
-# A run with a loading process, which waits until it is killed.
-HOLDER = """
-import multiprocessing, sys, time
-from pathlib import Path
-from train.checkpoint import lock_run
-with lock_run(Path(sys.argv[1])):
-    worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))
-    worker.start()
-    print(worker.pid, flush=True)
-    time.sleep(60)
-"""
+# What a loader starts its processes with.
+FORK = multiprocessing.get_context('fork')
+
+
+def hold(folder: Path, started: Connection) -> None:
+    """A run with a loading process, which waits until it is killed."""
+    with lock_run(folder):
+        worker = FORK.Process(target=time.sleep, args=(60,))
+        worker.start()
+        started.send(worker.pid)
+        time.sleep(60)
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def holder(tmp_path: Path) -> Iterator[tuple[multiprocessing.process.BaseProcess, int]]:
     """A process that trains in a folder, and its loading process."""
-    with subprocess.Popen([sys.executable, '-c', HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
-        worker = int(process.stdout.readline())
-        yield process, worker
-        process.kill()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)
+    started, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=hold, args=(tmp_path, sender))
+    process.start()
+    assert started.poll(60)
+    worker = started.recv()
+    yield process, worker
+    process.kill()
+    process.join()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGKILL)
 
 
 def test_a_folder_is_locked_until_its_run_is_killed(tmp_path, holder):
     process, worker = holder
     with pytest.raises(FileExistsError, match=rf'other run is going on, got .*, where process {process.pid} of .*'):
         lock_run(tmp_path).__enter__()
-    assert process.poll() is None
+    assert process.is_alive()
     left = [tmp_path / '.last.pth.0.tmp', tmp_path / '.export.0.tmp' / 'model.safetensors']
     for path in left:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b'half')
     process.kill()
-    process.wait()
+    process.join()
     # Its loading process lives on.
     os.kill(worker, 0)
     with lock_run(tmp_path):
