@@ -79,10 +79,11 @@ def test_a_registered_model_takes_other_image_sizes(name: str):
     assert_takes(model, [(224, 224), (208, 112), (16, 48)])
 
 
+# The model of depth 1 has every graph break and guard on a size that one of more blocks has.
 @pytest.mark.parametrize('name', FAMILIES)
 def test_eight_grids_make_at_most_two_graphs(name: str):
     torch._dynamo.reset()
-    model = make(name, **dynamic(name))
+    model = make(name, depth=1, **dynamic(name))
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     with torch.no_grad():
@@ -95,7 +96,7 @@ def test_eight_grids_make_at_most_two_graphs(name: str):
     ('name', 'fused'), [*((name, False) for name in FAMILIES), ('aft_conv_tiny', True), ('aft_conv_tiny_k11_h32', True)]
 )
 def test_one_exported_program_serves_every_grid(name: str, fused: bool):
-    model = make(name, **dynamic(name))
+    model = make(name, depth=1, **dynamic(name))
     if fused:
         model = timm.utils.reparameterize_model(model)
     height, width = torch.export.Dim('height', min=2, max=64), torch.export.Dim('width', min=2, max=64)
@@ -112,7 +113,7 @@ def test_one_exported_program_serves_every_grid(name: str, fused: bool):
 )
 def test_a_compiled_model_trains_to_the_same_gradients(name: str, backend: str):
     torch._dynamo.reset()
-    model = make(name, img_size=64)
+    model = make(name, depth=1, img_size=64)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     x = images(64, 64)
     want = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
@@ -142,7 +143,7 @@ VARIANTS = [
 @pytest.mark.parametrize('kwargs', VARIANTS, ids=str)
 def test_variants_of_aft_conv_script_and_compile(kwargs: dict[str, Any]):
     torch._dynamo.reset()
-    model = make('aft_conv_tiny', **kwargs)
+    model = make('aft_conv_tiny', depth=1, **kwargs)
     x = images(64, 96)
     with torch.no_grad():
         assert_close(torch.jit.script(model)(x), model(x), 1e-6)
