@@ -1,28 +1,38 @@
-"""The custom operators `torch.ops.aft_vision.*`, and the one place that picks what runs inside them.
+"""The custom operators `torch.ops.aft_vision.*`, every form of each, and the one place that chooses what runs.
 
 An operator is one node for autograd, `torch.compile`, `torch.export`, FX and TorchScript. Its forward returns the
-result and what its backward reuses; the backward is an operator too. `transforms` has forward mode and `torch.func`.
+result and what its backward reuses; the backward is an operator too. A call tests once which form supports its inputs,
+and tells its backward. In a graph, which may run elsewhere, forward and backward are two calls.
+`transforms` has forward mode and `torch.func`.
 """
 
 import functools
 import importlib
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
+from aft_vision.ops import aten
 from aft_vision.ops.causal import eager as causal
 from aft_vision.ops.common import tangent
-from aft_vision.ops.common.numerics import empty_denominator, empty_output, without_autocast
+from aft_vision.ops.common.numerics import (
+    Qkv,
+    accumulate_dtype,
+    check_qkv,
+    empty_denominator,
+    empty_output,
+    without_autocast,
+)
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv import onehot
 from aft_vision.ops.decode import eager as decode
 from aft_vision.ops.full import eager as full
 from aft_vision.ops.local import eager as local
+from aft_vision.ops.simple import eager as simple
 from aft_vision.ops.transforms import Rules, once_differentiable, register_transforms
 
 BACKENDS = ('auto', 'eager', 'cpp', 'triton')
@@ -30,44 +40,129 @@ BACKENDS = ('auto', 'eager', 'cpp', 'triton')
 BIAS_NAMES = ('bias', 'band', 'kernel', 'weight')
 
 
-class _Form(NamedTuple):
+class _Form:
     """One way to compute an operator.
 
-    covers: whether it is made for the inputs of the forward, and can run here; None for all of them.
-    check: raises where it should run for such inputs, and something on this machine is broken.
+    Attributes:
+        backend: asks for it.
+        module: below `aft_vision.ops`, with NAME_forward and NAME_backward; imported when first asked for.
+        supports: returns whether it takes such inputs, and can run here.
+        check: raises an error where it should run for such inputs, and something on this machine is broken.
+        told: takes the place of the backend in the call of a backward whose forward ran in this form.
     """
 
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, ...]]
-    covers: Callable[..., bool] | None = None
-    check: Callable[..., None] | None = None
+    def __init__(
+        self,
+        backend: str,
+        module: str,
+        name: str,
+        supports: Callable[[Any], bool] = lambda inputs: True,
+        check: Callable[[Any], None] = lambda inputs: None,
+    ) -> None:
+        self.backend, self.module, self.name, self.supports, self.check = backend, module, name, supports, check
+        self.told = f'form {module}'
+
+    @functools.cached_property
+    def _functions(self) -> Any:
+        return importlib.import_module(f'aft_vision.ops.{self.module}')
+
+    def forward(self, inputs: Any, save: bool) -> tuple[Tensor, Tensor]:
+        return getattr(self._functions, f'{self.name}_forward')(inputs, save)
+
+    def backward(self, grad: Tensor, y: Tensor, saved: Tensor, inputs: Any, need_bias: bool) -> tuple[Tensor, ...]:
+        return getattr(self._functions, f'{self.name}_backward')(grad, y, saved, inputs, need_bias)
 
 
-def check_backend(backend: str) -> None:
-    """Raise a ValueError if there is no such backend."""
-    if backend not in BACKENDS:
-        raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {backend!r}')
+def _runs_compiled(inputs: Any) -> bool:
+    # On a CPU, with sums in float32, where the kernels have been built.
+    for x in inputs:
+        if isinstance(x, Tensor) and x.device.type != 'cpu':
+            return False
+    return accumulate_dtype(inputs.v) == torch.float32 and _build().library() is not None
 
 
-def pick_form(name: str, forms: dict[str, _Form], backend: str, inputs: Sequence[Any]) -> _Form:
-    """Pick the form that runs: 'auto' is the fastest one that covers the inputs.
+def _runs_compiled_local_causal(inputs: local.LocalInputs) -> bool:
+    return inputs.band.dtype != torch.float64 and _runs_compiled(inputs)
 
-    A backend that was asked for and does not cover them is replaced by 'eager', and one warning per operator says so.
 
-    Raises:
-        ValueError: there is no such backend.
-        RuntimeError: 'triton' was asked for, is installed, and cannot compile.
-    """
-    check_backend(backend)
-    for choice in reversed(forms) if backend == 'auto' else [backend]:
-        form = forms.get(choice)
-        if form is not None and (form.covers is None or form.covers(*inputs)):
-            return form
-    asked = forms.get(backend)
-    if asked is not None and asked.check is not None:
-        asked.check(*inputs)
-    _warn_once(name, backend)
-    return forms['eager']
+def _runs_depthwise(inputs: conv.ConvInputs | onehot.OnehotInputs) -> bool:
+    # Many heads of one channel, which weights outside the window can be subtracted from.
+    k = inputs.k
+    if not (k.shape == inputs.v.shape and k.shape[2] > conv.TOEPLITZ_HEADS and getattr(inputs, 'global_context', True)):
+        return False
+    return _runs_compiled(inputs)
+
+
+@functools.cache
+def _build() -> Any:
+    return importlib.import_module('aft_vision.ops.common.build')
+
+
+def _triton(module: str, name: str) -> _Form:
+    # It runs where Triton does, and where its kernels agree with the torch form.
+    def supports(inputs: Any) -> bool:
+        return _launch().can_run(inputs) and _verify().failure(name, inputs) is None
+
+    def check(inputs: Any) -> None:
+        _launch().check(inputs)
+        if _launch().can_run(inputs):
+            _verify().check(name, inputs)
+
+    return _Form('triton', module, name, supports, check)
+
+
+@functools.cache
+def _launch() -> Any:
+    return importlib.import_module('aft_vision.ops.common.launch')
+
+
+def _verify() -> Any:
+    return importlib.import_module('aft_vision.ops.common.verify')
+
+
+# The forms of each operator, the fastest first. The last one, in torch operations, takes any inputs.
+FORMS = {
+    'aft_full': (
+        _triton('full.triton', 'full'),
+        _Form('cpp', 'full.cpp', 'full', _runs_compiled),
+        _Form('eager', 'full.eager', 'full'),
+    ),
+    'aft_simple': (
+        _triton('simple.triton', 'simple'),
+        _Form('eager', 'simple.eager', 'simple'),
+    ),
+    'aft_local': (_Form('eager', 'local.eager', 'local'),),
+    'aft_conv': (
+        _triton('conv.triton', 'conv'),
+        _Form('cpp', 'conv.depthwise', 'conv', _runs_depthwise),
+        _Form('cpp', 'conv.cpp', 'conv', _runs_compiled),
+        _Form('eager', 'conv.eager', 'conv'),
+    ),
+    'aft_onehot': (
+        _triton('conv.onehot_triton', 'onehot'),
+        _Form('cpp', 'conv.depthwise', 'onehot', _runs_depthwise),
+        _Form('eager', 'conv.onehot', 'onehot'),
+    ),
+    'aft_full_causal': (_Form('eager', 'causal.eager', 'full_causal'),),
+    'aft_local_causal': (
+        _triton('causal.local_triton', 'local_causal'),
+        _Form('cpp', 'causal.local_cpp', 'local_causal', _runs_compiled_local_causal),
+        _Form('eager', 'causal.eager', 'local_causal'),
+    ),
+    'aft_simple_causal': (
+        _triton('causal.simple_triton', 'simple_causal'),
+        _Form('cpp', 'causal.simple_cpp', 'simple_causal', _runs_compiled),
+        _Form('eager', 'causal.eager', 'simple_causal'),
+    ),
+}
+# Graphs of plain operations, without a custom operator, for exporters: `backend='aten'` asks for them.
+ATEN: dict[str, Callable[..., Tensor]] = {
+    'aft_full': aten.aft_full,
+    'aft_simple': aten.aft_simple,
+    'aft_local': aten.aft_local,
+    'aft_conv': aten.aft_conv,
+    'aft_onehot': aten.aft_onehot,
+}
 
 
 @functools.cache
@@ -78,8 +173,17 @@ def _warn_once(name: str, backend: str) -> None:
 class _Operator:
     """Bodies, fakes and derivatives of aft_vision::name and aft_vision::name_backward.
 
+    The schema follows the inputs: (q, k, v, the operator's own inputs, mask, ..., save), then `backend`.
+
+    Args:
+        name: a key of `FORMS`.
+        inputs: the NamedTuple of its inputs.
+        check: raises a ValueError for shapes that do not match.
+        empty_saved: allocates what the forward keeps for the backward; None if that is nothing.
+        find_places: finds the bias of targets and sources, for forward mode; None for an operator without a bias.
+
     Attributes:
-        names: inputs of both operators, before `save` or `need_bias`, and `backend`.
+        names: of the inputs.
         gradients: the names that the backward returns gradients of, in its order: q, k, v, then the bias if any.
         places: of `gradients` in `names`.
         forward_operator, backward_operator: the two, from `register`.
@@ -91,54 +195,89 @@ class _Operator:
     def __init__(
         self,
         name: str,
-        check: Callable[..., None],
-        empty_saved: Callable[[Tensor, Tensor, bool], Tensor] | None,
-        forms: dict[str, _Form],
-        find_places: tangent.FindPlaces | None,
+        inputs: Any,
+        check: Callable[[Any], None],
+        empty_saved: Callable[[Tensor, Tensor, bool], Tensor] | None = empty_denominator,
+        find_places: tangent.FindPlaces | None = None,
     ) -> None:
-        self.name, self.check, self.empty_saved = name, check, empty_saved
-        self.forms, self.find_places = forms, find_places
-        self.signature = inspect.signature(forms['eager'].forward)
-        self.names = [parameter for parameter in self.signature.parameters if parameter != 'save']
-        self.checked = [self.names.index(parameter) for parameter in inspect.signature(check).parameters]
-        self.bias = next((parameter for parameter in self.names if parameter in BIAS_NAMES), None)
+        self.name, self.inputs, self.check, self.empty_saved = name, inputs, check, empty_saved
+        self.forms, self.find_places = FORMS[name], find_places
+        self.told = {form.told: form for form in self.forms}
+        self.names = list(inputs._fields)
+        self.bias = next((field for field in self.names if field in BIAS_NAMES), None)
         self.gradients = ['q', 'k', 'v'] + ([self.bias] if self.bias else [])
-        self.places = [self.names.index(parameter) for parameter in self.gradients]
+        self.places = [self.names.index(field) for field in self.gradients]
+        self.register()
+
+    def choose(self, backend: str, inputs: Any) -> _Form:
+        """Choose the form that runs: 'auto' is the fastest one that supports the inputs.
+
+        A backend that was asked for and does not support them is replaced by 'eager', and one warning per operator
+        says so.
+
+        Raises:
+            ValueError: there is no such backend.
+            RuntimeError: 'triton' was asked for, is installed, and cannot compile.
+        """
+        if backend in self.told:
+            return self.told[backend]
+        self.check_backend(backend)
+        for form in self.forms:
+            if backend in ('auto', form.backend) and form.supports(inputs):
+                return form
+        for form in self.forms:
+            if backend == form.backend:
+                form.check(inputs)
+        _warn_once(self.name, backend)
+        return self.forms[-1]
+
+    def check_backend(self, backend: str) -> None:
+        """Raise a ValueError if there is no such backend."""
+        if backend not in BACKENDS and backend not in self.told:
+            raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {backend!r}')
+
+    def tell(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of a forward with the chosen form in the place of its backend."""
+        inputs = self.inputs._make(args[:-2])
+        self.check(inputs)
+        return (*args[:-1], self.choose(args[-1], inputs).told) if inputs.v.numel() else args
 
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
-        *inputs, save, backend = args
-        self.check(*(inputs[i] for i in self.checked))
-        if not inputs[2].numel():
+        inputs, save, backend = self.inputs._make(args[:-2]), args[-2], args[-1]
+        if backend not in self.told:
+            self.check(inputs)
+        if not inputs.v.numel():
             return self.forward_fake(*args)
-        with without_autocast(inputs[1].device.type):
-            return _contiguous(pick_form(self.name, self.forms, backend, inputs).forward(*inputs, save))
+        with without_autocast(inputs.k.device.type):
+            return _contiguous(self.choose(backend, inputs).forward(inputs, save))
 
     def forward_fake(self, *args: Any) -> tuple[Tensor, Tensor]:
-        *inputs, save, backend = args
-        check_backend(backend)
-        self.check(*(inputs[i] for i in self.checked))
+        inputs, save, backend = self.inputs._make(args[:-2]), args[-2], args[-1]
+        self.check_backend(backend)
+        self.check(inputs)
         q, k, v = inputs[:3]
         return empty_output(q, v), k.new_empty(0) if self.empty_saved is None else self.empty_saved(k, v, save)
 
     def backward(self, *args: Any) -> tuple[Tensor, ...]:
-        *inputs, backend = args
-        if not inputs[0].numel():
+        (grad, y, saved, *kept), need_bias, backend = args[:-2], args[-2], args[-1]
+        if not grad.numel():
             return tuple(x.zero_() for x in self.backward_fake(*args))
-        with without_autocast(inputs[0].device.type):
-            # (grad, y, saved), the inputs of the forward, need_bias.
-            return _contiguous(pick_form(self.name, self.forms, backend, inputs[3:-1]).backward(*inputs))
+        inputs = self.inputs._make(kept)
+        with without_autocast(grad.device.type):
+            return _contiguous(self.choose(backend, inputs).backward(grad, y, saved, inputs, need_bias))
 
     def backward_fake(self, grad: Tensor, y: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        *inputs, need_bias, _ = args
+        inputs, need_bias = self.inputs._make(args[:-2]), args[-2]
         q, k, v = inputs[:3]
         found = (_fake_grad(q, k), _fake_grad(k, k), _fake_grad(v, k))
         if self.bias is None:
             return found
-        return *found, _fake_grad(inputs[self.names.index(self.bias)] if need_bias else None, k)
+        return *found, _fake_grad(getattr(inputs, self.bias) if need_bias else None, k)
 
     def register(self) -> None:
         """Register both operators with their fakes and derivatives; the backward has an error for a second one."""
-        tensors = ', '.join(_schema_type(parameter, self.signature) for parameter in self.names)
+        hints = get_type_hints(self.inputs)
+        tensors = ', '.join(f'{_SCHEMA_TYPES.get(hints[field], "SymInt[]")} {field}' for field in self.names)
         grads = ', '.join(['Tensor'] * len(self.gradients))
         self.forward_operator = torch.library.custom_op(
             f'aft_vision::{self.name}',
@@ -156,11 +295,11 @@ class _Operator:
         self.backward_operator.register_fake(self.backward_fake)
 
         self.forward_operator.register_autograd(self.differentiate, setup_context=self.setup_context)
-        rules = Rules(self.setup_both, self.differentiate, self.differentiate_forward)
+        rules = Rules(self.setup_both, self.differentiate, self.differentiate_forward, self.forward, self.tell)
         names = [*self.names, 'save', 'backend']
         register_transforms(_LIBRARY, self.forward_operator, names, lambda *_: False, rules)
 
-        rules = once_differentiable(self.backward_operator)
+        rules = once_differentiable(self.backward_operator, self.backward)
         self.backward_operator.register_autograd(rules.backward, setup_context=rules.setup_context)
         names = ['grad', 'y', 'saved', *self.names, 'need_bias', 'backend']
         register_transforms(_LIBRARY, self.backward_operator, names, lambda *args: args[-2], rules)
@@ -192,9 +331,9 @@ class _Operator:
         return tuple(found)
 
     def differentiate_forward(self, ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:
-        inputs = dict(zip(self.names, _restored(ctx)[2], strict=True))
-        along = {parameter: tangents[place] for parameter, place in zip(self.gradients, self.places, strict=True)}
-        with without_autocast(inputs['k'].device.type):
+        inputs = self.inputs._make(_restored(ctx)[2])
+        along = {field: tangents[place] for field, place in zip(self.gradients, self.places, strict=True)}
+        with without_autocast(inputs.k.device.type):
             return tangent.forward_tangent(self.forward_operator, self.find_places, inputs, along, ctx.backend), None
 
 
@@ -204,68 +343,17 @@ def _restored(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
     return y, saved, [x if x is not None else constant for x, constant in zip(kept, ctx.constants, strict=True)]
 
 
-def _define(
-    name: str,
-    check: Callable[..., None],
-    empty_saved: Callable[[Tensor, Tensor, bool], Tensor] | None,
-    forms: dict[str, _Form],
-    find_places: tangent.FindPlaces | None = None,
-) -> None:
-    """Register aft_vision::name and aft_vision::name_backward with their fakes and autograd formulas.
-
-    The schema follows the eager forward: (q, k, v, the operator's own inputs, mask, ..., save), then `backend`.
-    `empty_saved` allocates what the forward keeps for the backward; None if that is nothing. `find_places` says which
-    entry of the bias weights which source, for forward mode; None if the operator has no bias.
-    """
-    _Operator(name, check, empty_saved, forms, find_places).register()
-
-
 _LIBRARY = torch.library.Library('aft_vision', 'FRAGMENT')
 _SCHEMA_TYPES = {Tensor: 'Tensor', Tensor | None: 'Tensor?', bool: 'bool'}
 
 
-def _schema_type(name: str, signature: inspect.Signature) -> str:
-    return f'{_SCHEMA_TYPES.get(signature.parameters[name].annotation, "SymInt[]")} {name}'
-
-
 def _contiguous(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     # In the layout that the fakes promise to the compiler.
-    return tuple(x.contiguous() for x in outputs)
+    return tuple([x.contiguous() for x in outputs])
 
 
 def _fake_grad(x: Tensor | None, k: Tensor) -> Tensor:
     return k.new_empty(0) if x is None else x.new_empty(x.shape)
-
-
-def _kernel(module: str, name: str) -> _Form:
-    # NAME_forward, NAME_backward and covers_NAME of a module, which is imported when first asked for.
-    def lazy(function: str) -> Callable[..., Any]:
-        return lambda *inputs: getattr(importlib.import_module(f'aft_vision.ops.{module}'), function)(*inputs)
-
-    return _Form(lazy(f'{name}_forward'), lazy(f'{name}_backward'), lazy(f'covers_{name}'))
-
-
-def _triton(module: str, name: str) -> _Form:
-    # The same of a module that needs Triton: it is imported where that runs and agrees, and has no covers_NAME.
-    def covers(*inputs: Any) -> bool:
-        from aft_vision.ops.common import launch
-
-        if not launch.can_run(inputs):
-            return False
-        from aft_vision.ops.common import verify
-
-        return verify.failure(name, inputs) is None
-
-    def check(*inputs: Any) -> None:
-        from aft_vision.ops.common import launch
-
-        launch.check(inputs)
-        if launch.can_run(inputs):
-            from aft_vision.ops.common import verify
-
-            verify.check(name, inputs)
-
-    return _kernel(module, name)._replace(covers=covers, check=check)
 
 
 def step_kernels(state: Sequence[Tensor], *inputs: Tensor | None) -> Any | None:
@@ -281,83 +369,14 @@ def _step_module() -> Any:
     return importlib.import_module('aft_vision.ops.decode.step_cpp')
 
 
-_define(
-    'aft_full',
-    full.check_full,
-    empty_denominator,
-    {
-        'eager': _Form(full.full_forward, full.full_backward),
-        'cpp': _kernel('full.cpp', 'full'),
-        'triton': _triton('full.triton', 'full'),
-    },
-    tangent.full_places,
-)
-_define(
-    'aft_simple',
-    full.check_simple,
-    full.empty_context,
-    {
-        'eager': _Form(full.simple_forward, full.simple_backward),
-        'triton': _triton('simple.triton', 'simple'),
-    },
-)
-_define(
-    'aft_local',
-    local.check_local,
-    empty_denominator,
-    {'eager': _Form(local.local_forward, local.local_backward)},
-    tangent.local_places,
-)
-_define(
-    'aft_conv',
-    conv.check_conv,
-    empty_denominator,
-    {
-        'eager': _Form(conv.conv_forward, conv.conv_backward),
-        'cpp': _kernel('conv.cpp', 'conv'),
-        'triton': _triton('conv.triton', 'conv'),
-    },
-    tangent.conv_places,
-)
-_define(
-    'aft_onehot',
-    onehot.check_onehot,
-    None,
-    {
-        'eager': _Form(onehot.onehot_forward, onehot.onehot_backward),
-        'cpp': _kernel('conv.depthwise', 'onehot'),
-        'triton': _triton('conv.onehot_triton', 'onehot'),
-    },
-    tangent.onehot_places,
-)
-_define(
-    'aft_full_causal',
-    full.check_full,
-    empty_denominator,
-    {'eager': _Form(causal.full_causal_forward, causal.full_causal_backward)},
-    tangent.full_causal_places,
-)
-_define(
-    'aft_local_causal',
-    causal.check_local_causal,
-    empty_denominator,
-    {
-        'eager': _Form(causal.local_causal_forward, causal.local_causal_backward),
-        'cpp': _kernel('causal.local_cpp', 'local_causal'),
-        'triton': _triton('causal.local_triton', 'local_causal'),
-    },
-    tangent.local_causal_places,
-)
-_define(
-    'aft_simple_causal',
-    full.check_simple,
-    empty_denominator,
-    {
-        'eager': _Form(causal.simple_causal_forward, causal.simple_causal_backward),
-        'cpp': _kernel('causal.simple_cpp', 'simple_causal'),
-        'triton': _triton('causal.simple_triton', 'simple_causal'),
-    },
-)
+_Operator('aft_full', full.FullInputs, full.check_full, find_places=tangent.full_places)
+_Operator('aft_simple', Qkv, check_qkv, simple.empty_context)
+_Operator('aft_local', local.LocalInputs, local.check_local, find_places=tangent.local_places)
+_Operator('aft_conv', conv.ConvInputs, conv.check_conv, find_places=tangent.conv_places)
+_Operator('aft_onehot', onehot.OnehotInputs, onehot.check_onehot, None, tangent.onehot_places)
+_Operator('aft_full_causal', full.FullInputs, full.check_full, find_places=tangent.full_causal_places)
+_Operator('aft_local_causal', local.LocalInputs, causal.check_local_causal, find_places=tangent.local_causal_places)
+_Operator('aft_simple_causal', Qkv, check_qkv)
 # A step on a CPU branches on values, which a compiled graph cannot: there it is one node.
 torch.library.custom_op(
     'aft_vision::aft_local_step',

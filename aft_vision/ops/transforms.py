@@ -16,20 +16,26 @@ from torch.library import CustomOpDef, Library, get_kernel
 
 # Kernels of the dispatcher, for the key through which every call under a transform of torch.func goes first.
 FRONT = 'FuncTorchDynamicLayerFrontMode'
+# Keys of the kernels that compute.
+DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 # Arguments whose first dimension is the batch.
 PER_SEQUENCE = {'grad', 'y', 'saved', 'q', 'k', 'v', 'mask'}
 
 
 class Rules(NamedTuple):
-    """The parts of a `torch.autograd.Function` that differ between operators.
+    """The parts of the rules that differ between operators.
 
     Attributes:
-        setup_context, backward, jvp: static methods of the function.
+        setup_context, backward, jvp: static methods of a `torch.autograd.Function`.
+        body: computes the operator on the device of its tensors.
+        tell: gives a differentiated call its arguments.
     """
 
     setup_context: Callable[..., None]
     backward: Callable[..., Any]
     jvp: Callable[..., Any]
+    body: Callable[..., tuple[Tensor, ...]]
+    tell: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda args: args
 
 
 def second_derivative_error(operator: CustomOpDef) -> RuntimeError:
@@ -46,7 +52,7 @@ def second_derivative_error(operator: CustomOpDef) -> RuntimeError:
     )
 
 
-def once_differentiable(operator: CustomOpDef) -> Rules:
+def once_differentiable(operator: CustomOpDef, body: Callable[..., tuple[Tensor, ...]]) -> Rules:
     """Return the rules of an operator without a derivative: a clear error instead of 0."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -55,7 +61,7 @@ def once_differentiable(operator: CustomOpDef) -> Rules:
     def fail(ctx: Any, *tensors: Tensor | None) -> None:
         raise second_derivative_error(operator)
 
-    return Rules(setup_context, fail, fail)
+    return Rules(setup_context, fail, fail, body)
 
 
 def register_transforms(
@@ -80,7 +86,8 @@ def register_transforms(
             return _fold(operator, names, info.batch_size, dims, args)
         return _loop(operator, info.batch_size, dims, args)
 
-    methods = rules._asdict() | {'forward': forward, 'vmap': vmap}
+    methods = {'setup_context': rules.setup_context, 'backward': rules.backward, 'jvp': rules.jvp}
+    methods |= {'forward': forward, 'vmap': vmap}
     function: Any = type(operator._name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in methods.items()})
     reverse = make_autograd_impl(operator._opoverload, operator)
     functionalize = get_kernel(operator._opoverload, FRONT)
@@ -88,6 +95,12 @@ def register_transforms(
     def autograd_kernel(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
         if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
             return function.apply(*args)
+        if (keyset & torch._C._after_autograd_keyset).highestPriorityTypeId() in DEVICES:
+            # Nothing watches the call below autograd: no mode, fake tensor or compiler.
+            if not torch.is_grad_enabled():
+                with torch._C._AutoDispatchBelowAutograd():
+                    return rules.body(*args)
+            args = rules.tell(args)
         return reverse(keyset, *args)
 
     def front_kernel(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -99,6 +112,9 @@ def register_transforms(
             raise second_derivative_error(operator)
         return function.apply(*args)
 
+    for device in DEVICES:
+        # Without the checks of torch's wrapper, which `torch.library.opcheck` makes in the tests.
+        library.impl(operator._name, rules.body, device.name)
     library.impl(operator._name, autograd_kernel, 'Autograd', with_keyset=True)
     library.impl(operator._name, front_kernel, FRONT, with_keyset=True)
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from aft_vision.ops.causal.bias import BandBias, CausalBias, FullBias, NoBias
 from aft_vision.ops.common.numerics import (
     UNDERFLOW,
+    Inputs,
+    Qkv,
     accumulate_dtype,
     check_qkv,
     empty_denominator,
@@ -32,6 +34,8 @@ from aft_vision.ops.common.numerics import (
     product_dtype,
 )
 from aft_vision.ops.common.repair import joint_softmax, lost_elements
+from aft_vision.ops.full.eager import FullInputs
+from aft_vision.ops.local.eager import LocalInputs
 
 # How far a key may exceed its reference, in nats.
 HEADROOM = 60.0
@@ -64,7 +68,8 @@ class _Block(NamedTuple):
 class _Sequence:
     """Keys and values as (T, N) columns, and the blocks over them with their references."""
 
-    def __init__(self, k: Tensor, v: Tensor, mask: Tensor | None, bias: CausalBias, past: 'Past | None' = None) -> None:
+    def __init__(self, inputs: Inputs, bias: CausalBias, past: 'Past | None' = None) -> None:
+        k, v, mask = inputs.k, inputs.v, inputs.mask
         self.past = past
         self.dtype, self.product_dtype = accumulate_dtype(v), product_dtype(v)
         self.keys = masked_keys(k, mask).transpose(0, 1).flatten(1)  # (T, N)
@@ -105,7 +110,7 @@ class _Sequence:
         return limit.masked_fill_(vanishes, vanishing_limit(self.dtype, len(self.keys)))
 
     def exponentials(self, part: slice, reference: Tensor) -> tuple[Tensor, Tensor]:
-        """e^(k - reference) of some sources, (L, N), and beside it [e^k v | e^k], (L, 2N), in the products' dtype."""
+        """Return e^(k - reference) of some sources, (L, N), and [e^k v | e^k], (L, 2N), in the products' dtype."""
         ek = torch.exp(self.keys[part] - reference)
         return ek, torch.cat([ek * self.values[part], ek], 1)
 
@@ -120,7 +125,7 @@ def vanishing_limit(dtype: torch.dtype, tokens: int) -> float:
 
 
 def shield_forward(form: _Form) -> _Form:
-    """Keep what is not finite from the targets before it, in a forward (q, k, v, ..., mask, save).
+    """Keep what is not finite from the targets before it, in a forward (inputs, ...).
 
     A source with a key of minus infinity counts for nothing, whatever its value.
 
@@ -129,44 +134,47 @@ def shield_forward(form: _Form) -> _Form:
     """
 
     @functools.wraps(form)
-    def shielded(q: Tensor | None, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        found = form(q, k, v, *others) if may_branch(k) else None
+    def shielded(inputs: Any, *others: Any) -> tuple[Tensor, ...]:
+        k, v = inputs.k, inputs.v
+        found = form(inputs, *others) if may_branch(k) else None
         if found is not None and _is_finite(found[0]):
             return found
-        tainted, hidden = _tainted(k, v, others[-2]), k == float('-inf')
+        tainted, hidden = _tainted(inputs), k == float('-inf')
         if found is not None and not bool((tainted | (hidden & ~v.isfinite())).any()):
             return found
-        y, *more = form(q, k.masked_fill(tainted, float('-inf')), v.masked_fill(tainted | hidden, 0.0), *others)
+        k, v = k.masked_fill(tainted, float('-inf')), v.masked_fill(tainted | hidden, 0.0)
+        y, *more = form(inputs._replace(k=k, v=v), *others)
         return y.masked_fill_(tainted, float('nan')), *more
 
     return cast(_Form, shielded)
 
 
 def shield_backward(form: _Form) -> _Form:
-    """Keep what is not finite from the targets before it, in a backward (grad, y, den, q, k, v, ..., mask, need_bias).
+    """Keep what is not finite from the targets before it, in a backward (grad, y, den, inputs, need_bias).
 
     Args:
         form: gives the gradients of q, k, v and more; those that a target with such a source reaches are NaN.
     """
 
     @functools.wraps(form)
-    def shielded(
-        grad: Tensor, y: Tensor, den: Tensor, q: Tensor | None, k: Tensor, v: Tensor, *others: Any
-    ) -> tuple[Tensor, ...]:
+    def shielded(grad: Tensor, y: Tensor, den: Tensor, inputs: Any, need_bias: bool) -> tuple[Tensor, ...]:
+        q, k, v = inputs.q, inputs.k, inputs.v
         if may_branch(k) and _is_finite(y) and _largest(v) < math.inf:
-            return _scaled_backward(form, grad, y, den, q, k, v, *others)
-        tainted = _tainted(k, v, others[-2])
+            return _scaled_backward(form, grad, y, den, inputs, need_bias)
+        tainted = _tainted(inputs)
         grad_, y = grad.masked_fill(tainted, 0.0), y.masked_fill(tainted, 0.0)
-        q_ = None if q is None else q.masked_fill(tainted, 0.0)
-        v = v.masked_fill(tainted | (k == float('-inf')), 0.0)
-        k = k.masked_fill(tainted, float('-inf'))
-        dq, dk, dv, *d_bias = _scaled_backward(form, grad_, y, den, q_, k, v, *others)
+        clean = inputs._replace(
+            q=None if q is None else q.masked_fill(tainted, 0.0),
+            k=k.masked_fill(tainted, float('-inf')),
+            v=v.masked_fill(tainted | (k == float('-inf')), 0.0),
+        )
+        dq, dk, dv, *d_bias = _scaled_backward(form, grad_, y, den, clean, need_bias)
         spoilt = tainted & (grad != 0)  # a target that is NaN spoils all that has made it
         if q is not None:
             dq = dq.masked_fill(spoilt, float('nan'))
         channels = spoilt.any(1, keepdim=True)
         dk, dv = (x.masked_fill(channels, float('nan')) for x in (dk, dv))
-        if others[-1]:
+        if need_bias:
             d_bias = [x.masked_fill(spoilt.any(2).any(0).unsqueeze(1), float('nan')) for x in d_bias]
         return dq, dk, dv, *d_bias
 
@@ -174,15 +182,15 @@ def shield_backward(form: _Form) -> _Form:
 
 
 def scaled_forward(form: _Form) -> _Form:
-    """Keep large values from overflow, in a forward (q, k, v, ..., mask, save), by powers of two for each channel."""
+    """Keep large values from overflow, in a forward (inputs, ...), by powers of two for each channel."""
 
     @functools.wraps(form)
-    def scaled(q: Tensor | None, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        scale = _value_scale(v, others[-2])
+    def scaled(inputs: Any, *others: Any) -> tuple[Tensor, ...]:
+        scale = _value_scale(inputs)
         if scale is None:
-            return form(q, k, v, *others)
+            return form(inputs, *others)
         others = tuple(x._replace(numerator=x.numerator / scale[:, 0]) if isinstance(x, Past) else x for x in others)
-        y, *more = form(q, k, (v / scale).to(v.dtype), *others)
+        y, *more = form(inputs._replace(v=(inputs.v / scale).to(inputs.v.dtype)), *others)
         return (y * scale).to(y.dtype), *more
 
     return cast(_Form, scaled)
@@ -193,27 +201,28 @@ def _scaled_backward(
     grad: Tensor,
     y: Tensor,
     den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    *others: Any,
+    inputs: Any,
+    need_bias: bool,
 ) -> tuple[Tensor, ...]:
     # A backward of values as `scaled_forward` has them, and of a gradient near 1: the inverse of a denominator may be
     # as small as e^-60. float16 has no exponents for that, and needs none.
-    if not may_branch(k) or torch.float16 in (grad.dtype, k.dtype, v.dtype):
-        return form(grad, y, den, q, k, v, *others)
-    scale = _value_scale(v, others[-2])
+    v = inputs.v
+    if not may_branch(v) or torch.float16 in (grad.dtype, inputs.k.dtype, v.dtype):
+        return form(grad, y, den, inputs, need_bias)
+    scale = _value_scale(inputs)
     if scale is not None:
-        grad, y, v = (grad * scale).to(grad.dtype), (y / scale).to(y.dtype), (v / scale).to(v.dtype)
+        grad, y = (grad * scale).to(grad.dtype), (y / scale).to(y.dtype)
+        inputs = inputs._replace(v=(v / scale).to(v.dtype))
     size = _largest(grad)
     exponent = 0 if 1e-6 < size < 1e6 or not math.isfinite(size) else max(-120, min(120, math.frexp(size)[1]))
-    found = form(grad if exponent == 0 else grad * 2.0**-exponent, y, den, q, k, v, *others)
+    found = form(grad if exponent == 0 else grad * 2.0**-exponent, y, den, inputs, need_bias)
     dq, dk, dv, *d_bias = found if exponent == 0 else [x * 2.0**exponent for x in found]
     return dq, dk, dv if scale is None else (dv / scale).to(dv.dtype), *d_bias
 
 
-def _value_scale(v: Tensor, mask: Tensor | None) -> Tensor | None:
+def _value_scale(inputs: Inputs) -> Tensor | None:
     # (B, 1, D): powers of two that bring finite values into range; None where they are.
+    v, mask = inputs.v, inputs.mask
     limit = LARGEST[accumulate_dtype(v)]
     if not may_branch(v) or _largest(v) <= limit:
         return None
@@ -236,8 +245,9 @@ def _is_finite(y: Tensor) -> bool:
     return math.isfinite(float(y[:, -1].sum(dtype=accumulate_dtype(y))))
 
 
-def _tainted(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _tainted(inputs: Inputs) -> Tensor:
     # (B, T, D) bool: targets with a source that is not finite; a key of minus infinity counts for nothing.
+    k, v, mask = inputs.k, inputs.v, inputs.mask
     bad = ~(k < float('inf')) | ((k > float('-inf')) & ~v.isfinite())
     if mask is not None:
         bad = bad & mask.unsqueeze(-1)
@@ -246,22 +256,15 @@ def _tainted(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 @shield_forward
 @scaled_forward
-def causal_forward(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    bias: CausalBias,
-    past: Past | None,
-    mask: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
+def mix_causal(inputs: Inputs, bias: CausalBias, past: Past | None, save: bool) -> tuple[Tensor, Tensor]:
     """Return y and the denominators (B, T, D), each at the reference of its block; 0 where they underflow.
 
     Args:
         past: of sources that every target sees with no bias, next to those of the sequence.
     """
+    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     out, den = empty_output(q, v), empty_denominator(k, v, save)
-    sequence = _Sequence(k, v, mask, bias, past)
+    sequence = _Sequence(inputs, bias, past)
     state = sequence.keys.new_zeros(2 * sequence.keys.shape[1])
     reference = seen = None
     if past is not None:
@@ -282,7 +285,7 @@ def causal_forward(
         ratio = num / bottom.clamp_min(UNDERFLOW[sequence.dtype])  # (B, C, D)
         if may_branch(k) and bool((lost := bottom < block.limit).any()):
             seen = sees_keys(k, mask, past) if seen is None else seen
-            repair_forward(ratio, k, v, mask, bias, lost & seen[:, rows], block.start, past)
+            repair_forward(ratio, inputs, bias, lost & seen[:, rows], block.start, past)
             bottom = bottom.masked_fill(lost, 0.0)
         s = gate(None if q is None else q[:, rows], sequence.dtype)
         out[:, rows] = ratio if s is None else ratio * s
@@ -291,19 +294,19 @@ def causal_forward(
     return out, den
 
 
+def causal_forward(
+    q: Tensor | None, k: Tensor, v: Tensor, bias: CausalBias, past: Past | None, mask: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what `mix_causal` does, of single tensors."""
+    return mix_causal(Qkv(q, k, v, mask), bias, past, save)
+
+
 def causal_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: CausalBias,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: Inputs, bias: CausalBias, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; that of the bias is left in `bias`. A scan over the blocks, last to first."""
-    sequence = _Sequence(k, v, mask, bias)
+    """Return the gradients of q, k and v; that of the bias is left in `bias`. A scan over the blocks, last to first."""
+    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
+    sequence = _Sequence(inputs, bias)
     g, out = grad.to(sequence.dtype), y.to(sequence.dtype)
     s = gate(q, sequence.dtype)
     dq = k.new_empty(0) if q is None or s is None else (g * out * (1 - s)).to(q.dtype)
@@ -335,7 +338,7 @@ def causal_backward(
             add(block.left, sequence.exponentials(block.left, block.reference)[0], d_state)
     dk, dv = (x.unflatten(1, (len(v), v.shape[2])).transpose(0, 1) for x in (dk, dv))
     if may_branch(k) and bool(lost.any()):
-        repair_backward(a, k, v, mask, bias, lost & sees_keys(k, mask), dk, dv, need_bias)
+        repair_backward(a, inputs, bias, lost & sees_keys(k, mask), dk, dv, need_bias)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -346,7 +349,7 @@ def sees_keys(k: Tensor, mask: Tensor | None, past: Past | None = None) -> Tenso
 
 
 def logits_grad(weight: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gradient (C, L) of a block's logits, from that of its sums (C, 2N) and its exponentials (L, 2N).
+    """Return the gradient (C, L) of a block's logits, from that of its sums (C, 2N) and its exponentials (L, 2N).
 
     A future source, whose weight is 0, may lie e^60 above a small denominator and overflow.
     """
@@ -358,19 +361,13 @@ def logits_grad(weight: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype)
 
 
 def repair_forward(
-    ratio: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: CausalBias,
-    lost: Tensor,
-    start: int,
-    past: Past | None,
+    ratio: Tensor, inputs: Inputs, bias: CausalBias, lost: Tensor, start: int, past: Past | None
 ) -> None:
     """Compute the lost elements of a block's ratio (B, C, D) again; it begins with the target `start`."""
     if not bool(lost.any()):
         return
-    v = masked_values(v, mask)
+    k, mask = inputs.k, inputs.mask
+    v = masked_values(inputs.v, mask)
     if past is not None:
         # One more source, which stands for all before the sequence; the mask is of a sequence without a past.
         older = past.reference.double() + past.denominator.double().log()
@@ -384,20 +381,13 @@ def repair_forward(
 
 
 def repair_backward(
-    a: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: CausalBias,
-    lost: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    need_bias: bool,
+    a: Tensor, inputs: Inputs, bias: CausalBias, lost: Tensor, dk: Tensor, dv: Tensor, need_bias: bool
 ) -> None:
     """Add the gradients of the lost elements, (B, T, D); `a` is the gradient of the mean of the values."""
     if not bool(lost.any()):
         return
-    v = masked_values(v, mask)
+    k, mask = inputs.k, inputs.mask
+    v = masked_values(inputs.v, mask)
     for batch, target, channel in lost_elements(lost, v.shape[1]):
         p = joint_softmax(k, mask, batch, channel, bias.rows(target))
         values = v.transpose(1, 2)[batch, channel].double()
@@ -409,80 +399,52 @@ def repair_backward(
             bias.add_rows_grad(target, dlogits)
 
 
-def check_local_causal(q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> None:
+def check_local_causal(inputs: LocalInputs) -> None:
     """Raise ValueError unless the shapes are those of `ops.aft_local_causal`."""
-    check_qkv(q, k, v, mask)
+    check_qkv(inputs)
+    v, band = inputs.v, inputs.band
     if band.ndim != 2 or band.shape[0] != v.shape[1] or band.shape[1] == 0:
         raise ValueError(f'band must have shape ({v.shape[1]}, s) for a window of s tokens, got {tuple(band.shape)}')
 
 
-def full_causal_forward(
-    q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor]:
-    """y and the denominators (AFT Eq. 2, causal)."""
-    return causal_forward(q, k, v, FullBias(bias), None, mask, save)
+def full_causal_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators (AFT Eq. 2, causal)."""
+    return mix_causal(inputs, FullBias(inputs.bias), None, save)
 
 
 @shield_backward
 def full_causal_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and bias."""
-    full = FullBias(bias)
-    dqkv = causal_backward(grad, y, den, q, k, v, mask, full, need_bias)
-    return (*dqkv, full.grad.to(bias.dtype) if need_bias else bias.new_empty(0))
+    """Return the gradients of q, k, v and bias."""
+    bias = FullBias(inputs.bias)
+    dqkv = causal_backward(grad, y, den, inputs, bias, need_bias)
+    return (*dqkv, bias.grad.to(inputs.bias.dtype) if need_bias else inputs.bias.new_empty(0))
 
 
-def local_causal_forward(
-    q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor]:
-    """y and the denominators (AFT Eq. 4, causal)."""
-    return causal_forward(q, k, v, BandBias(band), None, mask, save)
+def local_causal_forward(inputs: LocalInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators (AFT Eq. 4, causal)."""
+    return mix_causal(inputs, BandBias(inputs.band), None, save)
 
 
 @shield_backward
 def local_causal_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    band: Tensor,
-    mask: Tensor | None,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: LocalInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and band."""
-    local = BandBias(band)
-    dqkv = causal_backward(grad, y, den, q, k, v, mask, local, need_bias)
-    return (*dqkv, local.grad.to(band.dtype) if need_bias else band.new_empty(0))
+    """Return the gradients of q, k, v and band."""
+    bias = BandBias(inputs.band)
+    dqkv = causal_backward(grad, y, den, inputs, bias, need_bias)
+    return (*dqkv, bias.grad.to(inputs.band.dtype) if need_bias else inputs.band.new_empty(0))
 
 
-def simple_causal_forward(
-    q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor]:
-    """y and the denominators (AFT Eq. 5, causal)."""
-    return causal_forward(q, k, v, NoBias(v), None, mask, save)
+def simple_causal_forward(inputs: Qkv, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators (AFT Eq. 5, causal)."""
+    return mix_causal(inputs, NoBias(inputs.v), None, save)
 
 
 @shield_backward
 def simple_causal_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: Qkv, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    return causal_backward(grad, y, den, q, k, v, mask, NoBias(v), need_bias)
+    """Return the gradients of q, k and v."""
+    return causal_backward(grad, y, den, inputs, NoBias(inputs.v), need_bias)

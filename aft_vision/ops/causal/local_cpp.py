@@ -21,10 +21,9 @@ from aft_vision.ops.causal.eager import (
     shield_forward,
     vanishing_limit,
 )
-from aft_vision.ops.common.build import compiled, library
+from aft_vision.ops.common.build import compiled
 from aft_vision.ops.common.numerics import (
     UNDERFLOW,
-    accumulate_dtype,
     empty_denominator,
     empty_output,
     gate,
@@ -37,11 +36,11 @@ from aft_vision.ops.common.tensors import (
     narrow_output,
     number,
     numbers,
-    on_cpu,
     pointer,
     room,
     stream,
 )
+from aft_vision.ops.local.eager import LocalInputs
 
 LEAST = UNDERFLOW[torch.float32]
 
@@ -50,29 +49,18 @@ class _Limits(ctypes.Structure):
     _fields_ = [('underflow', ctypes.c_float), ('vanishing', ctypes.c_float)]
 
 
-def covers_local_causal(q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> bool:
-    """Whether this is made for such inputs: a CPU, sums in float32."""
-    return (
-        on_cpu(q, k, v, band, mask)
-        and accumulate_dtype(v) == torch.float32
-        and band.dtype != torch.float64
-        and library() is not None
-    )
-
-
 @shield_forward
 @scaled_forward
-def local_causal_forward(
-    q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor]:
-    """y and the denominators (AFT Eq. 4, causal)."""
+def local_causal_forward(inputs: LocalInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators (AFT Eq. 4, causal)."""
+    q, k, v, _, _ = inputs
     out, den = empty_output(q, v), empty_denominator(k, v, save)
     y, bottom = narrow_output(out), narrow_output(den)
-    if not _forward(q, k, v, mask, band, y, bottom if save else None):
+    if not _forward(inputs, y, bottom if save else None):
         # With denominators as the kernel compares them.
         y, bottom = float_output(out), room(v.shape)
-        _forward(q, k, v, mask, band, y, bottom)
-        _repair(y, bottom, q, k, v, mask, band)
+        _forward(inputs, y, bottom)
+        _repair(y, bottom, inputs)
     if save and bottom is not den:
         den.copy_(bottom)
     return (out if y is out else out.copy_(y)), den
@@ -80,25 +68,18 @@ def local_causal_forward(
 
 @shield_backward
 def local_causal_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    band: Tensor,
-    mask: Tensor | None,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: LocalInputs, need_bias: bool
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and band. A scan over the blocks, last to first."""
+    """Return the gradients of q, k, v and band. A scan over the blocks, last to first."""
+    q, k, v, band, mask = inputs
     bias, weights = BandBias(band), _contiguous(band.float())
-    inputs, given_mask = [narrow_neighbours(x) for x in (grad, y, den, q, k, v)], _contiguous(mask)
+    tensors, given_mask = [narrow_neighbours(x) for x in (grad, y, den, q, k, v)], _contiguous(mask)
     dq, dk, dv = None if q is None else _room_like(q), _room_like(k), _room_like(v)
     d_band = room(band.shape) if need_bias else None
     with record_function('aft_vision::local_backward'):
         good = compiled().aft_local_causal_backward(
             _sizes(v, bias),
-            *map(stream, inputs),
+            *map(stream, tensors),
             pointer(given_mask),
             pointer(weights),
             *map(stream, (dq, dk, dv)),
@@ -114,19 +95,18 @@ def local_causal_backward(
         lost, s = (den.float() < LEAST) & sees_keys(k, mask), gate(q, torch.float32)
         a = grad.float() if s is None else grad.float() * s
         dk, dv = dk.float(), dv.float()
-        repair_backward(a, k, v, mask, bias, lost, dk, dv, need_bias)
+        repair_backward(a, inputs, bias, lost, dk, dv, need_bias)
     return cast((dq, dk, dv, d_band), (q, k, v, band), k)
 
 
-def _forward(
-    q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, band: Tensor, y: Tensor, den: Tensor | None
-) -> bool:
+def _forward(inputs: LocalInputs, y: Tensor, den: Tensor | None) -> bool:
     # Whether y and den are right everywhere.
-    inputs, mask, weights = [narrow_neighbours(x) for x in (q, k, v)], _contiguous(mask), _contiguous(band.float())
+    q, k, v, band, mask = inputs
+    tensors, mask, weights = [narrow_neighbours(x) for x in (q, k, v)], _contiguous(mask), _contiguous(band.float())
     with record_function('aft_vision::local_forward'):
         good = compiled().aft_local_causal_forward(
             _sizes(v, BandBias(band)),
-            *map(stream, inputs),
+            *map(stream, tensors),
             pointer(mask),
             pointer(weights),
             *map(stream, (y, den)),
@@ -137,12 +117,12 @@ def _forward(
     return bool(good)
 
 
-def _repair(y: Tensor, den: Tensor, q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, band: Tensor) -> None:
+def _repair(y: Tensor, den: Tensor, inputs: LocalInputs) -> None:
     # Compute again what has underflowed in y.
-    lost = (den < LEAST) & sees_keys(k, mask)
+    lost = (den < LEAST) & sees_keys(inputs.k, inputs.mask)
     ratio = torch.zeros_like(y)
-    repair_forward(ratio, k, v, mask, BandBias(band), lost, 0, None)
-    s = gate(q, y.dtype)
+    repair_forward(ratio, inputs, BandBias(inputs.band), lost, 0, None)
+    s = gate(inputs.q, y.dtype)
     y.copy_(torch.where(lost, ratio if s is None else ratio * s, y))
 
 

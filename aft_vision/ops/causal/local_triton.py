@@ -15,6 +15,7 @@ from aft_vision.ops.causal import local_repair_kernels as repair
 from aft_vision.ops.common.kernels import FLOOR
 from aft_vision.ops.common.launch import as_bytes, launching, like, products, rows
 from aft_vision.ops.common.numerics import empty_denominator, empty_output
+from aft_vision.ops.local.eager import LocalInputs
 
 # Programs of the gradient of the band, about: some for each multiprocessor of a large GPU.
 PROGRAMS = 512
@@ -88,10 +89,9 @@ class _Call:
         return torch.empty((self.blocks, self.B, self.strips), dtype=torch.int32, device=self.v.device)
 
 
-def local_causal_forward(
-    q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor]:
-    """y and the denominators (AFT Eq. 4, causal)."""
+def local_causal_forward(inputs: LocalInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators (AFT Eq. 4, causal)."""
+    q, k, v, band, mask = inputs
     y, den, q = empty_output(q, v), empty_denominator(k, v, save), rows(q)
     with launching('local_causal_forward', v):
         call = _Call(k, v, band, mask)
@@ -119,17 +119,10 @@ def local_causal_forward(
 
 
 def local_causal_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    band: Tensor,
-    mask: Tensor | None,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: LocalInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and band."""
+    """Return the gradients of q, k, v and band."""
+    q, k, v, band, mask = inputs
     grad, q, y, den = rows(grad), rows(q), rows(y), den.contiguous()
     dq, dk, dv = None if q is None else like(q), like(k), like(v)
     with launching('local_causal_backward', v):
@@ -156,15 +149,15 @@ def local_causal_backward(
             **call.products,
             **call.tile,
         )
-        inputs, steps = (grad, y, den, q, *call.keys_and_values), _strides(grad, y, q, call.k, call.v)
+        tensors, steps = (grad, y, den, q, *call.keys_and_values), _strides(grad, y, q, call.k, call.v)
         repair.sources_kernel[call.grid](
-            *(*inputs, call.band, call.past, lost, dk, dv, *call.sizes, *steps), **call.tile, num_warps=REPAIR_WARPS
+            *(*tensors, call.band, call.past, lost, dk, dv, *call.sizes, *steps), **call.tile, num_warps=REPAIR_WARPS
         )
         dband = band.new_empty(0)
         if need_bias:
             found = _band_grad(call, r)
             repair.band_kernel[(call.blocks, call.band_tiles)](
-                *(*inputs, call.band, call.past, lost, found, call.B, *call.sizes, call.strips, *steps),
+                *(*tensors, call.band, call.past, lost, found, call.B, *call.sizes, call.strips, *steps),
                 **call.tile,
                 num_warps=REPAIR_WARPS,
             )

@@ -15,7 +15,7 @@ from aft_vision.ops.causal.simple_kernels import (
 )
 from aft_vision.ops.common.kernels import FLOOR
 from aft_vision.ops.common.launch import as_bytes, launching, like, rows, strides
-from aft_vision.ops.common.numerics import empty_denominator, empty_output
+from aft_vision.ops.common.numerics import Qkv, empty_denominator, empty_output
 
 # Channels of a program that looks for the largest key of a group.
 GROUP_CHANNELS = 64
@@ -28,10 +28,9 @@ CHANNELS = 32
 SUMMARY = {'BT': 32, 'BD': CHANNELS}
 
 
-def simple_causal_forward(
-    q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor]:
-    """y and the denominators, each relative to the largest key up to its token (AFT Eq. 5, causal)."""
+def simple_causal_forward(inputs: Qkv, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators, each relative to the largest key up to its token (AFT Eq. 5, causal)."""
+    q, k, v, mask = inputs
     y, den = empty_output(q, v), empty_denominator(k, v, save)
     (B, T, D), q, k, v = v.shape, rows(q), rows(k), rows(v)
     length, parts = _cut(v)
@@ -47,16 +46,10 @@ def simple_causal_forward(
 
 
 def simple_causal_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: Qkv, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
+    q, k, v, mask = inputs
     (B, T, D), grad, q, k, v, mask = v.shape, rows(grad), rows(q), rows(k), rows(v), as_bytes(mask)
     y, den = y.contiguous(), den.contiguous()
     dq, dk, dv = None if q is None else like(q), like(k), like(v)

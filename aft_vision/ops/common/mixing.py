@@ -9,7 +9,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.numerics import UNDERFLOW, accumulate_dtype, gate, masked_values, may_branch, shifted_exp
+from aft_vision.ops.common.numerics import (
+    UNDERFLOW,
+    Inputs,
+    Qkv,
+    accumulate_dtype,
+    gate,
+    masked_values,
+    may_branch,
+    shifted_exp,
+)
 from aft_vision.ops.common.repair import joint_softmax, lost_elements
 
 # Scratch of one batch chunk, in elements of the (token, batch, value and key) workspace: stays within the caches.
@@ -58,56 +67,36 @@ class Weights(Protocol):
         """Add the gradient (N, T) of `bias_rows`."""
 
 
-def mix_forward(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    weights: Weights,
-    out: Tensor,
-    den: Tensor,
-) -> None:
+def mix_forward(inputs: Inputs, weights: Weights, out: Tensor, den: Tensor) -> None:
     """Write y (B, T, D) into out and, unless den is empty, the denominators (B, T, h) into den."""
     buffers = _Buffers(weights)
-    for part in _chunks(v, weights):
-        chunk = _slice(q, part), k[part], v[part], _slice(mask, part)
-        _forward_chunk(*chunk, weights, buffers.take(len(k[part])), out[part], den[part] if den.numel() else den)
+    for part in _chunks(inputs.v, weights):
+        chunk, spaces = _slice_inputs(inputs, part), buffers.take(len(inputs.k[part]))
+        _forward_chunk(chunk, weights, spaces, out[part], den[part] if den.numel() else den)
 
 
 def mix_backward(
     grad: Tensor,
     y: Tensor,
     den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
+    inputs: Inputs,
     weights: Weights,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v; that of the bias is left in `weights`. An empty gradient stands for q = None."""
-    dq, dk, dv = (None if x is None else x.new_empty(x.shape) for x in (q, k, v))
-    assert dk is not None
-    assert dv is not None
+    """Return the gradients of q, k, v, empty for q = None; that of the bias is left in `weights`."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    found = Qkv(None if q is None else q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), None)
     buffers = _Buffers(weights, count=3)
     for part in _chunks(v, weights):
-        inputs = grad[part], y[part], den[part], _slice(q, part), k[part], v[part], _slice(mask, part)
-        spaces = buffers.take(len(k[part]))
-        _backward_chunk(*inputs, weights, need_bias, spaces, _slice(dq, part), dk[part], dv[part])
-    return k.new_empty(0) if dq is None else dq, dk, dv
+        results, spaces = (grad[part], y[part], den[part]), buffers.take(len(k[part]))
+        chunk, into = _slice_inputs(inputs, part), _slice_inputs(found, part)
+        _backward_chunk(*results, chunk, weights, need_bias, spaces, into)
+    return k.new_empty(0) if found.q is None else found.q, found.k, found.v
 
 
-def _forward_chunk(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    weights: Weights,
-    spaces: list[Workspace],
-    out: Tensor,
-    den: Tensor,
-) -> None:
+def _forward_chunk(inputs: Qkv, weights: Weights, spaces: list[Workspace], out: Tensor, den: Tensor) -> None:
     # y and, unless den is empty, the denominators of b sequences, in two workspaces for as many.
+    q, k, v, mask = inputs
     x, spare = spaces
     v = _by_head(masked_values(v, mask), k.shape[2])
     _fill_exponentials(x, k, v, mask)
@@ -126,18 +115,15 @@ def _backward_chunk(
     grad: Tensor,
     y: Tensor,
     den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
+    inputs: Qkv,
     weights: Weights,
     need_bias: bool,
     spaces: list[Workspace],
-    dq: Tensor | None,
-    dk: Tensor,
-    dv: Tensor,
+    into: Qkv,
 ) -> None:
     # The gradients of q, k and v of b sequences, in three workspaces for as many; adds to the weights'.
+    q, k, v, mask = inputs
+    dq, dk, dv, _ = into
     dtype, heads = accumulate_dtype(v), k.shape[2]
     v_ = _by_head(masked_values(v, mask), heads)
     g, out = grad.to(dtype), y.to(dtype)
@@ -253,5 +239,6 @@ def _chunks(v: Tensor, weights: Weights) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _slice(x: Tensor | None, part: slice) -> Tensor | None:
-    return None if x is None else x[part]
+def _slice_inputs(inputs: Inputs, part: slice) -> Qkv:
+    q, mask = (None if x is None else x[part] for x in (inputs.q, inputs.mask))
+    return Qkv(q, inputs.k[part], inputs.v[part], mask)

@@ -1,8 +1,9 @@
-"""What every eager operator shares: dtypes, validity of inputs, the gate and the shifted exponentials."""
+"""Dtypes, validity of inputs, the gate and the shifted exponentials, which all torch forms share."""
 
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,20 +12,45 @@ from torch import Tensor
 UNDERFLOW = {torch.float32: 1e-30, torch.float64: 1e-290}
 
 
+class Inputs(Protocol):
+    """The inputs of any operator: those that lie along the tokens, and its own."""
+
+    @property
+    def q(self) -> Tensor | None: ...
+
+    @property
+    def k(self) -> Tensor: ...
+
+    @property
+    def v(self) -> Tensor: ...
+
+    @property
+    def mask(self) -> Tensor | None: ...
+
+
+class Qkv(NamedTuple):
+    """The inputs that lie along the tokens: all that `ops.aft_simple` has, or a part of an operator's."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+
+
 def without_autocast(device_type: str) -> AbstractContextManager[None]:
-    """A context in which nothing is cast down; devices without autocast, such as meta, need none."""
-    if torch.amp.is_autocast_available(device_type):
+    """Return a context in which nothing is cast down; devices without autocast, such as meta, need none."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of maxima, exponentials, divisions and sums: float64 stays, all else is float32."""
+    """Return the dtype of maxima, exponentials, divisions and sums: float64 stays, all else is float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the operands of a matrix product.
+    """Return the dtype of the operands of a matrix product.
 
     bfloat16 stays where the device multiplies it: a CPU without such instructions is over ten times slower in it than
     in float32. float16 is widened, since exp underflows in it.
@@ -41,25 +67,28 @@ def _cpu_multiplies_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and not emulated
 
 
-def check_qkv(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, heads: int | None = None) -> None:
+def check_qkv(inputs: Inputs, heads: int | None = None) -> None:
     """Raise ValueError unless q, v are (B, T, D), k is (B, T, heads or D) and mask is a boolean (B, T)."""
-    if v.ndim != 3:
-        raise ValueError(f'v must have shape (B, T, D), got {tuple(v.shape)}')
-    if q is not None and q.shape != v.shape:
-        raise ValueError(f'q must have the shape of v, {tuple(v.shape)}, got {tuple(q.shape)}')
-    width = v.shape[2] if heads is None else heads
-    if tuple(k.shape) != (v.shape[0], v.shape[1], width):
-        raise ValueError(f'k must have shape {(v.shape[0], v.shape[1], width)} to match v, got {tuple(k.shape)}')
-    if v.shape[1] == 0:
-        raise ValueError(f'the sequence must not be empty, got v of shape {tuple(v.shape)}')
+    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
+    shape = v.shape
+    if len(shape) != 3:
+        raise ValueError(f'v must have shape (B, T, D), got {tuple(shape)}')
+    batch, tokens, width = shape
+    if q is not None and q.shape != shape:
+        raise ValueError(f'q must have the shape of v, {tuple(shape)}, got {tuple(q.shape)}')
+    width = width if heads is None else heads
+    if k.shape != (batch, tokens, width):
+        raise ValueError(f'k must have shape {(batch, tokens, width)} to match v, got {tuple(k.shape)}')
+    if tokens == 0:
+        raise ValueError(f'the sequence must not be empty, got v of shape {tuple(shape)}')
     for name, x in (('k', k), ('q', q)):
-        if x is not None and accumulate_dtype(x) != accumulate_dtype(v):
+        if x is not None and x.dtype != v.dtype and accumulate_dtype(x) != accumulate_dtype(v):
             raise ValueError(f'{name} and v must both be float64 or neither, got {x.dtype} and {v.dtype}')
     if not (v.is_floating_point() and k.is_floating_point()):
         raise ValueError(f'q, k and v must be floating-point tensors, got k {k.dtype} and v {v.dtype}')
-    if mask is not None and (tuple(mask.shape) != tuple(v.shape[:2]) or mask.dtype != torch.bool):
+    if mask is not None and (mask.shape != (batch, tokens) or mask.dtype != torch.bool):
         raise ValueError(
-            f'mask must be a bool tensor of shape {tuple(v.shape[:2])}, True where a token counts, '
+            f'mask must be a bool tensor of shape {(batch, tokens)}, True where a token counts, '
             f'got {mask.dtype} of shape {tuple(mask.shape)}'
         )
 
@@ -71,18 +100,18 @@ def check_grid(tokens: int, grid: Sequence[int]) -> None:
 
 
 def masked_keys(k: Tensor, mask: Tensor | None) -> Tensor:
-    """Keys in the accumulation dtype, minus infinity where the mask is False."""
+    """Return keys in the accumulation dtype, minus infinity where the mask is False."""
     k = k.to(accumulate_dtype(k))
     return k if mask is None else k.masked_fill(~mask[..., None], float('-inf'))
 
 
 def masked_values(v: Tensor, mask: Tensor | None) -> Tensor:
-    """Values, 0 where the mask is False: what stands there, be it NaN, must reach neither result nor gradient."""
+    """Return values, 0 where the mask is False: not even NaN there may reach a result or a gradient."""
     return v if mask is None else v.masked_fill(~mask[..., None], 0.0)
 
 
 def shifted_exp(k: Tensor, mask: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """exp(k - max over tokens), (B, T, h), also written to out; zero where every key is minus infinity or masked."""
+    """Return exp(k - max over tokens), (B, T, h), also written to out; zero without a key that counts."""
     k = masked_keys(k, mask)
     # Finite: exp(-inf - finite) = 0.
     peak = k.amax(dim=1, keepdim=True).clamp_min(torch.finfo(k.dtype).min)
@@ -95,20 +124,20 @@ def shifted_exp(k: Tensor, mask: Tensor | None, out: Tensor | None = None) -> Te
 
 
 def gate(q: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """sigmoid(q) in the given dtype; None without a query (Table 12)."""
+    """Return sigmoid(q) in the given dtype; None without a query (Table 12)."""
     return None if q is None else torch.sigmoid(q.to(dtype))
 
 
 def empty_output(q: Tensor | None, v: Tensor) -> Tensor:
-    """Room for the result: (B, T, D) in the dtype of q, or of v without a query."""
-    return torch.empty(v.shape, dtype=v.dtype if q is None else q.dtype, device=v.device)
+    """Return a buffer for the result, (B, T, D) in the dtype of q, or of v without a query."""
+    return v.new_empty(v.shape, dtype=v.dtype if q is None else q.dtype)
 
 
 def empty_denominator(k: Tensor, v: Tensor, save: bool) -> Tensor:
-    """Room for the denominators (B, T, h) that the backward reuses; empty when nothing will be differentiated."""
-    return torch.empty(k.shape if save else (0,), dtype=product_dtype(v), device=k.device)
+    """Return a buffer for the denominators (B, T, h) that the backward reuses, empty unless they are saved."""
+    return k.new_empty(k.shape if save else 0, dtype=product_dtype(v))
 
 
 def may_branch(x: Tensor) -> bool:
-    """Whether a branch on values costs nothing: on a CPU yes, on an accelerator it would synchronise every layer."""
+    """Return whether a branch on values costs nothing: on an accelerator it would synchronise every layer."""
     return x.device.type == 'cpu'

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.numerics import accumulate_dtype, gate, masked_keys, masked_values
+from aft_vision.ops.common.numerics import Inputs, accumulate_dtype, gate, masked_keys, masked_values
 
 # Elements of p, (B, h, N, T), of one block of targets.
 BLOCK_ELEMENTS = 1 << 21
@@ -30,45 +30,45 @@ class Places(NamedTuple):
     seen: Tensor | None = None
 
 
-# (the operator's inputs by name, targets (N, 1), sources (T,)) -> Places
-FindPlaces = Callable[[dict[str, Any], Tensor, Tensor], Places]
+# (the operator's inputs, targets (N, 1), sources (T,)) -> Places
+FindPlaces = Callable[[Any, Tensor, Tensor], Places]
 
 
-def full_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Places:
+def full_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
     """Find the bias of `ops.aft_full`."""
     entry = target * len(source) + source
     return Places(entry, torch.ones_like(entry, dtype=torch.bool))
 
 
-def full_causal_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Places:
+def full_causal_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
     """Find the bias of `ops.aft_full_causal`."""
     return full_places(inputs, target, source)._replace(seen=source <= target)
 
 
-def local_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Places:
+def local_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
     """Find the bias of `ops.aft_local`."""
-    width = inputs['band'].shape[1]
+    width = inputs.band.shape[1]
     return _band_places(width, width // 2, target, source)
 
 
-def local_causal_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Places:
+def local_causal_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
     """Find the bias of `ops.aft_local_causal`."""
-    width = inputs['band'].shape[1]
+    width = inputs.band.shape[1]
     return _band_places(width, width - 1, target, source)._replace(seen=source <= target)
 
 
-def conv_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Places:
+def conv_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
     """Find the bias of `ops.aft_conv`."""
-    size, width = inputs['kernel'].shape[-1], inputs['grid'][1]
+    size, width = inputs.kernel.shape[-1], inputs.grid[1]
     row = source // width - target // width + size // 2
     column = source % width - target % width + size // 2
     biased = (row >= 0) & (row < size) & (column >= 0) & (column < size)
-    return Places((row * size + column).where(biased, 0), biased, None if inputs['global_context'] else biased)
+    return Places((row * size + column).where(biased, 0), biased, None if inputs.global_context else biased)
 
 
-def onehot_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Places:
+def onehot_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
     """Find the bias of `ops.aft_onehot`."""
-    width, offset = inputs['grid'][1], inputs['offset'][:, :, None, None]  # (h, 2, 1, 1)
+    width, offset = inputs.grid[1], inputs.offset[:, :, None, None]  # (h, 2, 1, 1)
     row, column = source // width - target // width, source % width - target % width
     return Places(torch.zeros_like(row), (row == offset[:, 0]) & (column == offset[:, 1]))
 
@@ -76,7 +76,7 @@ def onehot_places(inputs: dict[str, Any], target: Tensor, source: Tensor) -> Pla
 def forward_tangent(
     operator: Callable[..., tuple[Tensor, Tensor]],
     find_places: FindPlaces | None,
-    inputs: dict[str, Any],
+    inputs: Any,
     tangents: dict[str, Tensor | None],
     backend: str,
 ) -> Tensor:
@@ -85,33 +85,33 @@ def forward_tangent(
     Args:
         operator: of the custom operators.
         find_places: finds its bias; None for an operator without one.
-        inputs: all that the operator takes before `save`, by name.
+        inputs: of the operator.
         tangents: by the names of q, k, v and the bias, in this order; None where there is none, but at least one.
         backend: the form that runs.
 
     Returns:
         (B, T, D) in the dtype of y.
     """
-    v, mask = inputs['v'], inputs['mask']
-    dtype, heads = accumulate_dtype(v), inputs['k'].shape[2]
-    wide = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
-    wide['v'] = masked_values(wide['v'], mask)
+    v, mask = inputs.v, inputs.mask
+    dtype, heads = accumulate_dtype(v), inputs.k.shape[2]
+    wide = inputs._make(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
+    wide = wide._replace(v=masked_values(wide.v, mask))
     dq, dk, dv, *dbias = (None if x is None else x.to(dtype) for x in tangents.values())
     dk, dv = (None if x is None else masked_values(x, mask) for x in (dk, dv))
     if find_places is None or dbias[0] is None:
         mean, slope = _differentiate_by_operator(operator, wide, heads, dk, dv, backend)
     else:
-        bias = wide[list(tangents)[3]]
+        bias = getattr(wide, list(tangents)[3])
         mean, slope = _differentiate_jointly(find_places, wide, heads, dk, dv, bias, dbias[0])
-    s = gate(inputs['q'], dtype)
+    s = gate(inputs.q, dtype)
     if s is not None:
         slope = s * slope if dq is None else s * (slope + mean * (1 - s) * dq)
-    return slope.to(v.dtype if s is None else inputs['q'].dtype)
+    return slope.to(v.dtype if s is None else inputs.q.dtype)
 
 
 def _differentiate_by_operator(
     operator: Callable[..., tuple[Tensor, Tensor]],
-    inputs: dict[str, Any],
+    inputs: Any,
     heads: int,
     dk: Tensor | None,
     dv: Tensor | None,
@@ -119,9 +119,9 @@ def _differentiate_by_operator(
 ) -> tuple[Tensor, Tensor]:
     # The mean of the values and its derivative, (B, T, D), where the bias has no tangent.
     def average(values: Tensor) -> Tensor:
-        return operator(*(inputs | {'q': None, 'v': values}).values(), torch.is_grad_enabled(), backend)[0]
+        return operator(*inputs._replace(q=None, v=values), torch.is_grad_enabled(), backend)[0]
 
-    v = inputs['v']
+    v = inputs.v
     mean = average(v)
     if dk is None:
         return mean, torch.zeros_like(mean) if dv is None else average(dv)
@@ -132,7 +132,7 @@ def _differentiate_by_operator(
 
 def _differentiate_jointly(
     find_places: FindPlaces,
-    inputs: dict[str, Any],
+    inputs: Inputs,
     heads: int,
     dk: Tensor | None,
     dv: Tensor | None,
@@ -140,8 +140,8 @@ def _differentiate_jointly(
     dbias: Tensor,
 ) -> tuple[Tensor, Tensor]:
     # The same with a tangent of the bias. The joint softmax never underflows.
-    v, mask = inputs['v'], inputs['mask']
-    keys = masked_keys(inputs['k'], mask).transpose(1, 2).unsqueeze(2)  # (B, h, 1, T)
+    v, mask = inputs.v, inputs.mask
+    keys = masked_keys(inputs.k, mask).transpose(1, 2).unsqueeze(2)  # (B, h, 1, T)
     values = _by_head(v, heads).transpose(1, 2)  # (B, h, T, c)
     source = torch.arange(v.shape[1], device=v.device)
     means, slopes = [], []

@@ -1,4 +1,4 @@
-"""How tensors are given to the C++ kernels."""
+"""Tensors as the C++ kernels take them."""
 
 import ctypes
 from collections.abc import Sequence
@@ -14,69 +14,64 @@ class Tokens(ctypes.Structure):
 
 
 def tokens(x: Tensor | None) -> Tokens:
-    """A tensor as the kernels take it, which must outlive the call."""
+    """Return a tensor as the kernels take it; it must outlive the call."""
     return Tokens(None, 0, 0) if x is None else Tokens(x.data_ptr(), x.stride(0), x.stride(1))
 
 
 class Stream(ctypes.Structure):
-    """The same of float32 or bfloat16, and which of them it is."""
+    """A (B, T, D) tensor of float32 or bfloat16, its strides over B and T, and which of the two it is."""
 
     _fields_ = [*Tokens._fields_, ('half', ctypes.c_int64)]
 
 
 def stream(x: Tensor | None) -> Stream:
-    """A tensor as the kernels take it that know both types; it must outlive the call."""
+    """Return a tensor for the kernels that know both types; it must outlive the call."""
     return Stream(None, 0, 0, 0) if x is None else Stream(x.data_ptr(), *x.stride()[:2], x.dtype == torch.bfloat16)
 
 
 def pointer(x: Tensor | None) -> ctypes.c_void_p:
-    """The elements of a contiguous tensor."""
+    """Return the address of a contiguous tensor, null without one."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    """An array of them."""
+    """Return an array of integers."""
     return (ctypes.c_int64 * len(values))(*values)
 
 
 def number(value: float) -> ctypes.c_float:
-    """A float32."""
+    """Return a float32."""
     return ctypes.c_float(value)
 
 
 def neighbours(x: Tensor | None) -> Tensor | None:
-    """float32 whose channels are neighbours in memory, as a part of a fused projection has them."""
+    """Return float32 whose channels are neighbours in memory, as a part of a fused projection has them."""
     return None if x is None else _neighbours(x.float())
 
 
 def narrow_neighbours(x: Tensor | None) -> Tensor | None:
-    """The same, but bfloat16 stays."""
+    """Return float32 or bfloat16 whose channels are neighbours in memory."""
     return None if x is None else _neighbours(x if x.dtype == torch.bfloat16 else x.float())
 
 
-def on_cpu(*inputs: Tensor | None) -> bool:
-    """Whether all of them are there."""
-    return all(x is None or x.device.type == 'cpu' for x in inputs)
-
-
 def cast(found: Sequence[Tensor | None], like: Sequence[Tensor | None], k: Tensor) -> tuple[Tensor, ...]:
-    """Gradients in the dtypes of what they belong to; an empty one stands for one that there is not."""
+    """Return gradients in the dtypes of their inputs, an empty one for a missing gradient."""
     pairs = zip(found, like, strict=True)
     return tuple(k.new_empty(0) if x is None or y is None else x.to(y.dtype) for x, y in pairs)
 
 
 def room(shape: Sequence[int]) -> Tensor:
-    """An uninitialised float32 tensor on the CPU, whatever torch's default type and device are."""
+    """Return an uninitialised float32 tensor on the CPU, whatever torch's default type and device are."""
     return torch.empty(shape, dtype=torch.float32, device='cpu')
 
 
 def float_output(x: Tensor) -> Tensor:
-    """Room for a result that is to be copied to x; x itself where it is float32."""
+    """Return a float32 buffer for a result that is copied to x, or x itself if it is float32."""
     return x if x.dtype == torch.float32 else room(x.shape)
 
 
 def narrow_output(x: Tensor) -> Tensor:
-    """The same, but bfloat16 stays."""
+    """Return a float32 buffer for a result that is copied to x, or x itself if it is float32 or bfloat16."""
     return x if x.dtype == torch.bfloat16 else float_output(x)
 
 

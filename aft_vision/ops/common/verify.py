@@ -26,10 +26,13 @@ from aft_vision.ops.causal import eager as causal
 from aft_vision.ops.common import launch
 from aft_vision.ops.common.errors import first_line
 from aft_vision.ops.common.locks import locked
+from aft_vision.ops.common.numerics import Qkv
 from aft_vision.ops.common.tuner import Tuner
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv import onehot
 from aft_vision.ops.full import eager as full
+from aft_vision.ops.local.eager import LocalInputs
+from aft_vision.ops.simple import eager as simple
 
 _logger = logging.getLogger(__name__)
 
@@ -71,6 +74,7 @@ SMALL = Shape(B=2, grid=(7, 10), D=48, channels=1, window=17)
 class Operator(NamedTuple):
     """The torch form of an operator, and its inputs after q, k and v for a shape; `spread` scales the biases."""
 
+    inputs: Callable[..., Any]
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, ...]]
     others: Callable[[Shape, float, Tensor], tuple[Any, ...]]
@@ -98,20 +102,22 @@ def _tokens(shape: Shape) -> int:
 
 OPERATORS = {
     'full': Operator(
+        full.FullInputs,
         full.full_forward,
         full.full_backward,
         lambda shape, spread, mask: (_draw(_tokens(shape), _tokens(shape), seed=3, scale=spread), mask),
     ),
-    'simple': Operator(full.simple_forward, full.simple_backward, lambda shape, spread, mask: (mask,)),
-    'conv': Operator(conv.conv_forward, conv.conv_backward, _conv_inputs),
-    'onehot': Operator(onehot.onehot_forward, onehot.onehot_backward, _onehot_inputs),
+    'simple': Operator(Qkv, simple.simple_forward, simple.simple_backward, lambda shape, spread, mask: (mask,)),
+    'conv': Operator(conv.ConvInputs, conv.conv_forward, conv.conv_backward, _conv_inputs),
+    'onehot': Operator(onehot.OnehotInputs, onehot.onehot_forward, onehot.onehot_backward, _onehot_inputs),
     'local_causal': Operator(
+        LocalInputs,
         causal.local_causal_forward,
         causal.local_causal_backward,
         lambda shape, spread, mask: (_draw(_tokens(shape), shape.window, seed=3, scale=spread), mask),
     ),
     'simple_causal': Operator(
-        causal.simple_causal_forward, causal.simple_causal_backward, lambda shape, spread, mask: (mask,)
+        Qkv, causal.simple_causal_forward, causal.simple_causal_backward, lambda shape, spread, mask: (mask,)
     ),
 }
 
@@ -233,7 +239,7 @@ def find_failure(name: str, types: Types, device: torch.device, *shapes: Shape) 
         for shape in shapes or (SMALL,):
             for spread in (1.0, WIDE):
                 inputs = _inputs(name, shape, spread, types, device)
-                wanted = _run(OPERATORS[name], [_double(x) for x in inputs])
+                wanted = _run(OPERATORS[name], inputs._make(map(_double, inputs)))
                 for choice in range(Tuner.most):
                     with Tuner.choosing(choice):
                         found = _run(kernels, inputs)
@@ -262,7 +268,7 @@ class _Kernels:
         self.backward = getattr(kernels, f'{name}_backward')
 
 
-def _inputs(name: str, shape: Shape, spread: float, types: Types, device: torch.device) -> list[Any]:
+def _inputs(name: str, shape: Shape, spread: float, types: Types, device: torch.device) -> Any:
     T = _tokens(shape)
     mask = torch.arange(T) % 7 != 3
     width = shape.D // shape.channels if name in ('conv', 'onehot') else shape.D
@@ -270,7 +276,7 @@ def _inputs(name: str, shape: Shape, spread: float, types: Types, device: torch.
     tensors[1] *= spread
     inputs = [*tensors, *OPERATORS[name].others(shape, spread, mask.repeat(shape.B, 1))]
     remaining = itertools.cycle(types)
-    return [_place(x, remaining, device) for x in inputs]
+    return OPERATORS[name].inputs(*(_place(x, remaining, device) for x in inputs))
 
 
 def _place(x: Any, types: Iterator[torch.dtype | None], device: torch.device) -> Any:
@@ -286,11 +292,11 @@ def _double(x: Any) -> Any:
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _run(operator: Any, inputs: list[Any]) -> tuple[Tensor, ...]:
+def _run(operator: Any, inputs: Any) -> tuple[Tensor, ...]:
     # The result, and the gradients of q, k, v and the bias.
-    y, saved = operator.forward(*inputs, True)
+    y, saved = operator.forward(inputs, True)
     grad = _draw(*y.shape, seed=9).bfloat16().to(y)
-    return y, *operator.backward(grad, y, saved, *inputs, True)
+    return y, *operator.backward(grad, y, saved, inputs, True)
 
 
 def _check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], types: Types, spread: float) -> None:

@@ -1,10 +1,9 @@
-"""AFT-conv on a CPU, with sums in float32: `depthwise.cpp` for many heads of a channel each, `conv.cpp` for all others.
+"""AFT-conv on a CPU: `conv.cpp`, with sums in float32.
 
-A call of `conv.cpp` with a denominator that underflows is done again by the torch form, which repairs it.
+A call with a denominator that underflows is done again by the torch form, which repairs it.
 """
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,49 +12,26 @@ from torch.profiler import record_function
 
 from aft_vision.ops.common.build import compiled
 from aft_vision.ops.common.numerics import empty_denominator, empty_output
-from aft_vision.ops.common.product import LEAST, covers, lanes, multiplies_pairs, pack_neighbours
+from aft_vision.ops.common.product import LEAST, lanes, multiplies_pairs, pack_neighbours
 from aft_vision.ops.common.tensors import cast, narrow_neighbours, narrow_output, number, numbers, pointer, room, stream
-from aft_vision.ops.conv import depthwise
 from aft_vision.ops.conv import eager as conv
+from aft_vision.ops.conv.eager import ConvInputs
 
 
-def covers_conv(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    kernel: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    global_context: bool,
-) -> bool:
-    """Whether one of the kernels is made for such inputs: a CPU, sums in float32."""
-    return covers(q, k, v, kernel, mask)
-
-
-def conv_forward(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    kernel: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    global_context: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
-    """y and the denominators (AFT Eq. 6)."""
-    if depthwise.covers_conv(q, k, v, kernel, grid, mask, global_context):
-        return depthwise.conv_forward(q, k, v, kernel, grid, mask, global_context, save)
+def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators (AFT Eq. 6)."""
+    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     out, den = empty_output(q, v), empty_denominator(k, v, save)
     y = narrow_output(out)
-    inputs, mask_ = [narrow_neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
-    table = _Table(kernel, grid, global_context, v)
+    tensors, mask_ = [narrow_neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
+    table = _Table(inputs)
     words, e = table.words(table.shifts), room(k.shape)
     with record_function('aft_vision::conv_forward'):
         good = compiled().aft_conv_forward(
             table.sizes(k, v),
             pointer(words),
             pointer(table.outside),
-            *map(stream, inputs),
+            *map(stream, tensors),
             pointer(mask_),
             pointer(e),
             stream(y),
@@ -64,30 +40,22 @@ def conv_forward(
             torch.get_num_threads(),
         )
     if not good:
-        return conv.conv_forward(q, k, v, kernel, grid, mask, global_context, save)
+        return conv.conv_forward(inputs, save)
     return out if y is out else out.copy_(y), den
 
 
 def conv_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    kernel: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    global_context: bool,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and kernel."""
-    if depthwise.covers_conv(q, k, v, kernel, grid, mask, global_context):
-        return depthwise.conv_backward(grad, y, den, q, k, v, kernel, grid, mask, global_context, need_bias)
-    inputs, mask_ = [narrow_neighbours(x) for x in (grad, y, den, q, k, v)], None if mask is None else mask.contiguous()
+    """Return the gradients of q, k, v and kernel."""
+    q, k, v, kernel, mask = inputs.q, inputs.k, inputs.v, inputs.kernel, inputs.mask
+    tensors, mask_ = (
+        [narrow_neighbours(x) for x in (grad, y, den, q, k, v)],
+        None if mask is None else mask.contiguous(),
+    )
     dq, dk, dv = (None if x is None else narrow_output(x.new_empty(x.shape)) for x in (q, k, v))
     threads = torch.get_num_threads()
-    table = _Table(kernel, grid, global_context, v)
+    table = _Table(inputs)
     words, e = table.words(table.shifts.flip(1, 2)), room(k.shape)
     d_table = torch.zeros((threads if need_bias else 0, *words.shape[:2]), dtype=torch.float32, device='cpu')
     with record_function('aft_vision::conv_backward'):
@@ -95,7 +63,7 @@ def conv_backward(
             table.sizes(k, v),
             pointer(words),
             pointer(table.outside),
-            *map(stream, inputs),
+            *map(stream, tensors),
             pointer(mask_),
             pointer(e),
             *map(stream, (dq, dk, dv)),
@@ -104,7 +72,7 @@ def conv_backward(
             threads,
         )
     if not good:
-        return conv.conv_backward(grad, y, den, q, k, v, kernel, grid, mask, global_context, need_bias)
+        return conv.conv_backward(grad, y, den, inputs, need_bias)
     d_kernel = table.kernel_grad(d_table.sum(0)) if need_bias else None
     found = cast((dq, dk, dv, d_kernel), (q, k, v, kernel), k)
     return found[0], found[1], found[2], found[3]
@@ -113,11 +81,11 @@ def conv_backward(
 class _Table:
     """exp(w - reference) of every head by the distance from target to source, (h, 2H - 1, 2W - 1)."""
 
-    def __init__(self, kernel: Tensor, grid: Sequence[int], global_context: bool, v: Tensor) -> None:
-        self.weights = conv.ConvWeights(kernel, (grid[0], grid[1]), global_context, v, v.shape[2] // len(kernel))
+    def __init__(self, inputs: ConvInputs) -> None:
+        self.weights = conv.ConvWeights(inputs)
         self.shifts = conv.shifted_kernel(self.weights.exp, self.weights.grid, self.weights.outside)
         self.outside = self.weights.outside
-        self.pairs = multiplies_pairs(v)
+        self.pairs = multiplies_pairs(inputs.v)
 
     def words(self, shifts: Tensor) -> Tensor:
         """A row for each head, with a vector of zeros behind it."""

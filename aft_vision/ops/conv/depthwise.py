@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from aft_vision.ops.common.build import compiled, library
-from aft_vision.ops.common.numerics import UNDERFLOW, accumulate_dtype, empty_denominator, empty_output
-from aft_vision.ops.common.tensors import cast, float_output, neighbours, numbers, on_cpu, pointer, room, tokens
+from aft_vision.ops.common.build import compiled
+from aft_vision.ops.common.numerics import UNDERFLOW, empty_denominator, empty_output
+from aft_vision.ops.common.tensors import cast, float_output, neighbours, numbers, pointer, room, tokens
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv import onehot
+from aft_vision.ops.conv.eager import ConvInputs
+from aft_vision.ops.conv.onehot import OnehotInputs
 
 # Channels of a vector, at least; a thread should have several blocks of them, so that threads end together.
 LANES = 8
@@ -53,129 +55,48 @@ class _Taps:
         return [pointer(x) for x in (self.taps, self.offset, self.outside)]
 
 
-def covers_conv(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    kernel: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    global_context: bool,
-) -> bool:
-    """Whether this is made for such inputs: a CPU, many heads of one channel, sums in float32, global context."""
-    return global_context and _covers(q, k, v, kernel, mask)
-
-
-def covers_onehot(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-) -> bool:
-    """Whether this is made for such inputs: a CPU, many heads of one channel, sums in float32."""
-    return _covers(q, k, v, offset, weight, mask)
-
-
-def conv_forward(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    kernel: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    global_context: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
-    """y and the denominators (AFT Eq. 6)."""
-    den = empty_denominator(k, v, save)
+def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators (AFT Eq. 6)."""
+    den = empty_denominator(inputs.k, inputs.v, save)
     bottom = float_output(den)
-    y = _forward(q, k, v, mask, grid, _Taps(kernel), bottom if save else None)
+    y = _forward(inputs, _Taps(inputs.kernel), bottom if save else None)
     if y is None:
-        return conv.conv_forward(q, k, v, kernel, grid, mask, global_context, save)
+        return conv.conv_forward(inputs, save)
     return y, den if bottom is den else den.copy_(bottom)
 
 
-def onehot_forward(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
-    """y, and nothing saved (AFT Eq. 10)."""
-    y = _forward(q, k, v, mask, grid, _Taps(weight, offset))
-    return onehot.onehot_forward(q, k, v, offset, weight, grid, mask, save) if y is None else (y, k.new_empty(0))
+def onehot_forward(inputs: OnehotInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y, and nothing saved (AFT Eq. 10)."""
+    y = _forward(inputs, _Taps(inputs.weight, inputs.offset))
+    return onehot.onehot_forward(inputs, save) if y is None else (y, y.new_empty(0))
 
 
 def conv_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    kernel: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    global_context: bool,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and kernel."""
-    found = _backward(grad, y, den, q, k, v, mask, grid, _Taps(kernel), kernel, need_bias)
-    return found or conv.conv_backward(grad, y, den, q, k, v, kernel, grid, mask, global_context, need_bias)
+    """Return the gradients of q, k, v and kernel."""
+    found = _backward(grad, y, den, inputs, _Taps(inputs.kernel), inputs.kernel, need_bias)
+    return found or conv.conv_backward(grad, y, den, inputs, need_bias)
 
 
 def onehot_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: OnehotInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and weight."""
-    found = _backward(grad, y, None, q, k, v, mask, grid, _Taps(weight, offset), weight, need_bias)
-    return found or onehot.onehot_backward(grad, y, den, q, k, v, offset, weight, grid, mask, need_bias)
+    """Return the gradients of q, k, v and weight."""
+    found = _backward(grad, y, None, inputs, _Taps(inputs.weight, inputs.offset), inputs.weight, need_bias)
+    return found or onehot.onehot_backward(grad, y, den, inputs, need_bias)
 
 
-def _covers(q: Tensor | None, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
-    return (
-        on_cpu(q, k, v, *others)
-        and k.shape == v.shape
-        and k.shape[2] > conv.TOEPLITZ_HEADS
-        and accumulate_dtype(v) == torch.float32
-        and library() is not None
-    )
-
-
-def _forward(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    grid: Sequence[int],
-    taps: _Taps,
-    den: Tensor | None = None,
-) -> Tensor | None:
+def _forward(inputs: ConvInputs | OnehotInputs, taps: _Taps, den: Tensor | None = None) -> Tensor | None:
     # y, with the denominators written into den; None where digits are lost.
+    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     out = empty_output(q, v)
     y = float_output(out)
-    inputs, mask = [neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
+    tensors, mask = [neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
     with record_function('aft_vision::depthwise_forward'):
         keeps_digits = compiled().aft_depthwise_forward(
-            taps.sizes(v, grid),
-            *map(tokens, inputs),
+            taps.sizes(v, inputs.grid),
+            *map(tokens, tensors),
             pointer(mask),
             *taps.pointers(),
             tokens(y),
@@ -192,25 +113,22 @@ def _backward(
     grad: Tensor,
     y: Tensor,
     den: Tensor | None,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    grid: Sequence[int],
+    inputs: ConvInputs | OnehotInputs,
     taps: _Taps,
     bias: Tensor,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     # Gradients of q, k, v and the bias, empty where there is no such input; None where digits are lost.
-    inputs = [neighbours(x) for x in (grad, y, den, q, k, v)]
+    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
+    tensors = [neighbours(x) for x in (grad, y, den, q, k, v)]
     mask = None if mask is None else mask.contiguous()
     dq, dk, dv = (None if x is None else room(x.shape) for x in (q, k, v))
     parts = _parts(v)
     d_taps = room((parts, *taps.taps.shape)) if need_bias else None
     with record_function('aft_vision::depthwise_backward'):
         keeps_digits = compiled().aft_depthwise_backward(
-            taps.sizes(v, grid),
-            *map(tokens, inputs),
+            taps.sizes(v, inputs.grid),
+            *map(tokens, tensors),
             pointer(mask),
             *taps.pointers(),
             *map(tokens, (dq, dk, dv)),

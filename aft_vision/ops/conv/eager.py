@@ -34,14 +34,37 @@ TOEPLITZ_ELEMENTS = 5_000_000
 CANCELLATION = {torch.bfloat16: 2.0, torch.float32: 16.0, torch.float64: 16.0}
 
 
-class ConvWeights:
-    """What both forms share: exp(w - reference) with one reference per head, and the bias of single rows."""
+class ConvInputs(NamedTuple):
+    """Inputs of `ops.aft_conv`."""
 
-    def __init__(self, kernel: Tensor, grid: tuple[int, int], global_context: bool, v: Tensor, channels: int) -> None:
-        dtype = accumulate_dtype(v)
-        self.kernel, self.grid, self.global_context, self.channels = kernel, grid, global_context, channels
-        self.product_dtype = product_dtype(v)
-        kernel = kernel.to(dtype)
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    kernel: Tensor
+    grid: Sequence[int]
+    mask: Tensor | None
+    global_context: bool
+
+    @property
+    def channels(self) -> int:
+        """Channels of a head."""
+        return self.v.shape[2] // self.k.shape[2]
+
+    def part(self, head: slice) -> 'ConvInputs':
+        """Return the inputs of some heads."""
+        channel = slice(head.start * self.channels, head.stop * self.channels)
+        q = None if self.q is None else self.q[..., channel]
+        return self._replace(q=q, k=self.k[..., head], v=self.v[..., channel], kernel=self.kernel[head])
+
+
+class ConvWeights:
+    """The parts that both forms share: exp(w - reference) with one reference per head, and the bias of single rows."""
+
+    def __init__(self, inputs: ConvInputs) -> None:
+        dtype, global_context = accumulate_dtype(inputs.v), inputs.global_context
+        self.kernel, self.grid, self.channels = inputs.kernel, (inputs.grid[0], inputs.grid[1]), inputs.channels
+        self.global_context, self.product_dtype = global_context, product_dtype(inputs.v)
+        kernel = inputs.kernel.to(dtype)
         # Finite, so that a head of minus infinity has no weights.
         reference = kernel.amax(dim=(1, 2), keepdim=True).clamp_min(0.0 if global_context else torch.finfo(dtype).min)
         self.exp = torch.exp(kernel - reference)  # (h, s, s)
@@ -88,8 +111,9 @@ class ToeplitzWeights(ConvWeights):
     writes_to_spare = True
     chunk_elements = CHUNK_ELEMENTS
 
-    def __init__(self, kernel: Tensor, grid: tuple[int, int], global_context: bool, v: Tensor, channels: int) -> None:
-        super().__init__(kernel, grid, global_context, v, channels)
+    def __init__(self, inputs: ConvInputs) -> None:
+        super().__init__(inputs)
+        grid, kernel = self.grid, self.kernel
         height, width = grid
         shifts = shifted_kernel(self.exp, grid, self.outside).to(self.product_dtype)
         # Row (y, x) is the window of the shifts that begins at (H - 1 - y, W - 1 - x): windows along W, then along H.
@@ -134,8 +158,8 @@ class DepthwiseWeights(ConvWeights):
     writes_to_spare = False
     chunk_elements = CHUNK_ELEMENTS
 
-    def __init__(self, kernel: Tensor, grid: tuple[int, int], global_context: bool, v: Tensor, channels: int) -> None:
-        super().__init__(kernel, grid, global_context, v, channels)
+    def __init__(self, inputs: ConvInputs) -> None:
+        super().__init__(inputs)
         self.taps = (self.exp - self.outside).to(self.product_dtype)
         self.reliable = True
 
@@ -150,7 +174,7 @@ class DepthwiseWeights(ConvWeights):
         return y
 
     def keeps_digits(self, den: Tensor, total: Tensor) -> bool:
-        """Whether the denominators (B, T, h) are not so far below the global sum (B, 1, h) that they lost digits."""
+        """Return whether no denominator (B, T, h) lies so far below the global sum (B, 1, h) that it lost digits."""
         return bool((den * CANCELLATION[self.product_dtype] >= total * self.outside.flatten()).all())
 
     def apply_transpose(self, x: Workspace, spare: Workspace) -> Workspace:
@@ -200,80 +224,46 @@ class DepthwiseWeights(ConvWeights):
         return Workspace(buffer, buffer[..., :-1], buffer[..., -1:])
 
 
-def check_conv(
-    q: Tensor | None, k: Tensor, v: Tensor, kernel: Tensor, grid: Sequence[int], mask: Tensor | None
-) -> None:
+def check_conv(inputs: ConvInputs) -> None:
     """Raise ValueError unless the shapes are those of `ops.aft_conv`."""
-    if kernel.ndim != 3 or len(kernel) == 0 or kernel.shape[1] != kernel.shape[2] or kernel.shape[1] % 2 == 0:
-        raise ValueError(f'kernel must have shape (h, s, s) with h of at least 1 and s odd, got {tuple(kernel.shape)}')
-    if v.ndim == 3 and v.shape[2] % kernel.shape[0] != 0:
-        raise ValueError(f'the {kernel.shape[0]} heads of kernel must divide the {v.shape[2]} channels of v')
-    check_qkv(q, k, v, mask, heads=kernel.shape[0])
-    check_grid(v.shape[1], grid)
+    v, shape = inputs.v, inputs.kernel.shape
+    if len(shape) != 3 or shape[0] == 0 or shape[1] != shape[2] or shape[1] % 2 == 0:
+        raise ValueError(f'kernel must have shape (h, s, s) with h of at least 1 and s odd, got {tuple(shape)}')
+    if v.ndim == 3 and v.shape[2] % shape[0] != 0:
+        raise ValueError(f'the {shape[0]} heads of kernel must divide the {v.shape[2]} channels of v')
+    check_qkv(inputs, heads=shape[0])
+    check_grid(v.shape[1], inputs.grid)
 
 
-def conv_forward(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    kernel: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    global_context: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
-    """y and the denominators (AFT Eq. 6)."""
-    size, channels = (grid[0], grid[1]), v.shape[2] // k.shape[2]
-    if prefers_depthwise(k, kernel):
-        out, den = empty_output(q, v), empty_denominator(k, v, save)
-        depthwise = DepthwiseWeights(kernel, size, global_context, v, channels)
-        mix_forward(q, k, v, mask, depthwise, out, den)
+def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators (AFT Eq. 6)."""
+    out, den = empty_output(inputs.q, inputs.v), empty_denominator(inputs.k, inputs.v, save)
+    if prefers_depthwise(inputs.k, inputs.kernel):
+        depthwise = DepthwiseWeights(inputs)
+        mix_forward(inputs, depthwise, out, den)
         if depthwise.reliable:
             return out, den
-    out, den = empty_output(q, v), empty_denominator(k, v, save)
-    for head, channel in _head_groups(k, v):
-        weights = ToeplitzWeights(kernel[head], size, global_context, v, channels)
-        den_ = den[..., head] if save else den
-        q_ = None if q is None else q[..., channel]
-        mix_forward(q_, k[..., head], v[..., channel], mask, weights, out[..., channel], den_)
+    for head, channel in _head_groups(inputs):
+        part = inputs.part(head)
+        mix_forward(part, ToeplitzWeights(part), out[..., channel], den[..., head] if save else den)
     return out, den
 
 
 def conv_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    kernel: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    global_context: bool,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and kernel."""
-    size, channels = (grid[0], grid[1]), v.shape[2] // k.shape[2]
-    if prefers_depthwise(k, kernel):
-        depthwise = DepthwiseWeights(kernel, size, global_context, v, channels)
-        if depthwise.keeps_digits(den, shifted_exp(k, mask).sum(1, keepdim=True)):
-            dq, dk, dv = mix_backward(grad, y, den, q, k, v, mask, depthwise, need_bias)
+    """Return the gradients of q, k, v and kernel."""
+    kernel = inputs.kernel
+    if prefers_depthwise(inputs.k, kernel):
+        depthwise = DepthwiseWeights(inputs)
+        if depthwise.keeps_digits(den, shifted_exp(inputs.k, inputs.mask).sum(1, keepdim=True)):
+            dq, dk, dv = mix_backward(grad, y, den, inputs, depthwise, need_bias)
             return dq, dk, dv, depthwise.bias_grad() if need_bias else kernel.new_empty(0)
     groups = []
-    for head, channel in _head_groups(k, v):
-        weights = ToeplitzWeights(kernel[head], size, global_context, v, channels)
-        q_ = None if q is None else q[..., channel]
-        dqkv = mix_backward(
-            grad[..., channel],
-            y[..., channel],
-            den[..., head],
-            q_,
-            k[..., head],
-            v[..., channel],
-            mask,
-            weights,
-            need_bias,
-        )
+    for head, channel in _head_groups(inputs):
+        part = inputs.part(head)
+        weights, results = ToeplitzWeights(part), (grad[..., channel], y[..., channel], den[..., head])
+        dqkv = mix_backward(*results, part, weights, need_bias)
         groups.append((*dqkv, weights.bias_grad() if need_bias else kernel.new_empty(0)))
     dqs, dks, dvs, dkernels = (list(parts) for parts in zip(*groups, strict=True))
     return torch.cat(dqs, -1), torch.cat(dks, -1), torch.cat(dvs, -1), torch.cat(dkernels)
@@ -316,17 +306,17 @@ def unshifted_kernel(shifts: Tensor, size: int) -> Tensor:
 
 
 def prefers_depthwise(k: Tensor, kernel: Tensor) -> bool:
-    """Whether the depthwise form runs, where it keeps its digits."""
+    """Return whether the depthwise form runs, where it keeps its digits."""
     # Measured on a CPU (docs/reference/kernels.md). An accelerator always has the product that cannot cancel.
     tokens, heads = k.shape[1:]
     many_heads = heads > TOEPLITZ_HEADS and tokens > kernel[0].numel()
     return may_branch(k) and (many_heads or heads * tokens * tokens > TOEPLITZ_ELEMENTS)
 
 
-def _head_groups(k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice]]:
+def _head_groups(inputs: ConvInputs) -> Iterator[tuple[slice, slice]]:
     # Slices of heads and of their channels, such that a group's Toeplitz matrices stay small.
-    tokens, heads = k.shape[1:]
-    channels = v.shape[2] // heads
+    tokens, heads = inputs.k.shape[1:]
+    channels = inputs.channels
     step = min(heads, max(1, TOEPLITZ_ELEMENTS // (tokens * tokens)))
     for start in range(0, heads, step):
         stop = min(start + step, heads)

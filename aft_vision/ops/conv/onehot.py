@@ -8,6 +8,7 @@ These means come from a softmax instead, in which nothing cancels or underflows.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class _Sums:
         return torch.cat([means, whole], 1)
 
     def lost_weights(self) -> Tensor:
-        """What the largest key as the shifted source gives each source, (B, T, h)."""
+        """Return the weight of each source where the largest key is the shifted source, (B, T, h)."""
         assert self.lost is not None
         logits = torch.where(self.lost, self.logits + self.weight, self.logits)
         return torch.softmax(logits.clamp_min(torch.finfo(logits.dtype).min), 1) * (logits > float('-inf'))
@@ -81,10 +82,21 @@ class _Sums:
         return (p.unsqueeze(-1) * self.values).sum(1, keepdim=True)  # (B, 1, h, c)
 
 
-def check_onehot(
-    q: Tensor | None, k: Tensor, v: Tensor, offset: Tensor, weight: Tensor, grid: Sequence[int], mask: Tensor | None
-) -> None:
+class OnehotInputs(NamedTuple):
+    """Inputs of `ops.aft_onehot`."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    offset: Tensor
+    weight: Tensor
+    grid: Sequence[int]
+    mask: Tensor | None
+
+
+def check_onehot(inputs: OnehotInputs) -> None:
     """Raise ValueError unless the shapes are those of `ops.aft_onehot`."""
+    v, offset, weight = inputs.v, inputs.offset, inputs.weight
     if offset.ndim != 2 or len(offset) == 0 or offset.shape[1] != 2 or offset.dtype != torch.int64:
         raise ValueError(
             f'offset must be int64 of shape (h, 2) with h of at least 1, '
@@ -95,28 +107,20 @@ def check_onehot(
         raise ValueError(f'weight must have shape ({heads},) to match offset, got {tuple(weight.shape)}')
     if v.ndim == 3 and v.shape[2] % heads != 0:
         raise ValueError(f'the {heads} heads of offset must divide the {v.shape[2]} channels of v')
-    check_qkv(q, k, v, mask, heads=heads)
-    check_grid(v.shape[1], grid)
+    check_qkv(inputs, heads=heads)
+    check_grid(v.shape[1], inputs.grid)
 
 
 def onehot_means(
     k: Tensor, v: Tensor, offset: Tensor, weight: Tensor, grid: tuple[int, int], mask: Tensor | None
 ) -> Tensor:
-    """The result without its gate, (B, T, D), in differentiable aten without a branch on values (AFT Eq. 10)."""
+    """Return the result without its gate, (B, T, D), in differentiable aten without a branch on values (AFT Eq. 10)."""
     return _take(_Sums(k, v, weight, mask, False).means(), _sources(offset, grid)).reshape(v.shape)
 
 
-def onehot_forward(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
-    """y, and nothing saved (AFT Eq. 10)."""
+def onehot_forward(inputs: OnehotInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y, and nothing saved (AFT Eq. 10)."""
+    q, k, v, offset, weight, grid, mask = inputs
     out = empty_output(q, v)
     index = _sources(offset, (grid[0], grid[1]))
     for part in _chunks(v):
@@ -131,19 +135,10 @@ def onehot_forward(
 
 
 def onehot_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: OnehotInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and weight."""
+    """Return the gradients of q, k, v and weight."""
+    q, k, v, offset, weight, grid, mask = inputs
     dtype, heads = accumulate_dtype(v), k.shape[2]
     dq = k.new_empty(0) if q is None else torch.empty_like(q)
     dk, dv, dweight = torch.empty_like(k), torch.empty_like(v), torch.zeros_like(weight, dtype=dtype)

@@ -1,27 +1,18 @@
 """AFT-conv with one biased offset per head in Triton (AFT Eq. 10)."""
 
-from collections.abc import Sequence
-
 import torch
 import triton
 from torch import Tensor
 
 from aft_vision.ops.common.launch import as_bytes, launching, like, rows, strides
 from aft_vision.ops.common.numerics import empty_output
+from aft_vision.ops.conv.onehot import OnehotInputs
 from aft_vision.ops.conv.onehot_kernels import backward_kernel, forward_kernel
 
 
-def onehot_forward(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
-    """y, and nothing saved (AFT Eq. 10)."""
+def onehot_forward(inputs: OnehotInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y, and nothing saved (AFT Eq. 10)."""
+    q, k, v, offset, weight, grid, mask = inputs
     y = empty_output(q, v)
     (B, T, D), q, k, v = v.shape, rows(q), rows(k), rows(v)
     dy, dx = _offsets(offset, T)
@@ -45,19 +36,10 @@ def onehot_forward(
 
 
 def onehot_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: OnehotInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and weight."""
+    """Return the gradients of q, k, v and weight."""
+    q, k, v, offset, weight, grid, mask = inputs
     (B, T, D), grad, q, k, v = v.shape, rows(grad), rows(q), rows(k), rows(v)
     y, heads = y.contiguous(), k.shape[2]
     dq, dv = None if q is None else like(q), like(v)
@@ -65,10 +47,10 @@ def onehot_backward(
     dk = like(k) if heads == D else torch.empty(v.shape, dtype=torch.float32, device=v.device)
     dw = torch.empty((B, D), dtype=torch.float32, device=v.device)
     dy, dx = _offsets(offset, T)
-    inputs = (grad, y, q, k, v, as_bytes(mask), dy, dx, weight.float().contiguous())
+    tensors = (grad, y, q, k, v, as_bytes(mask), dy, dx, weight.float().contiguous())
     with launching('onehot_backward', v):
         backward_kernel[lambda tile: (B * triton.cdiv(D, tile['BD']),)](
-            *inputs, dq, dk, dv, dw, T, D, *grid, D // heads, strides(k, v, grad, q)
+            *tensors, dq, dk, dv, dw, T, D, *grid, D // heads, strides(k, v, grad, q)
         )
     if heads != D:
         dk = dk.unflatten(2, (heads, -1)).sum(3).to(k.dtype)

@@ -18,6 +18,7 @@ from aft_vision.ops.common.kernels import FLOOR
 from aft_vision.ops.common.launch import as_bytes, launching, products, rows
 from aft_vision.ops.common.numerics import empty_denominator
 from aft_vision.ops.conv import repair_kernels as repair
+from aft_vision.ops.conv.eager import ConvInputs
 from aft_vision.ops.conv.kernels import forward_kernel, rows_kernel, sources_kernel, table_kernel
 
 # With fewer channels a head than this, pieces of (B, T, D) tensors are shorter than what memory gives at once.
@@ -82,17 +83,9 @@ class _Layout:
         return torch.zeros((self.B, self.heads), dtype=torch.int32, device=x.device)
 
 
-def conv_forward(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    kernel: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    global_context: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
-    """y and the denominators (AFT Eq. 6)."""
+def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators (AFT Eq. 6)."""
+    q, k, v, kernel, grid, mask, global_context = inputs
     layout, constants, den = _Layout(k, v), products(v), empty_denominator(k, v, save)
     y = layout.like(v, v.dtype if q is None else q.dtype)
     with launching('conv_forward', v):
@@ -113,19 +106,10 @@ def conv_forward(
 
 
 def conv_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    kernel: Tensor,
-    grid: Sequence[int],
-    mask: Tensor | None,
-    global_context: bool,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and kernel."""
+    """Return the gradients of q, k, v and kernel."""
+    q, k, v, kernel, grid, mask, global_context = inputs
     layout, constants = _Layout(k, v), products(v)
     dq, dv = None if q is None else layout.like(q, q.dtype), layout.like(v, v.dtype)
     dk = torch.empty((layout.parts, *k.shape), dtype=torch.float32, device=k.device)
@@ -150,17 +134,17 @@ def conv_backward(
             **layout.constants,
             **constants,
         )
-        inputs = grad_, y_, den, q_, k_, v_, mask, shifts.bias, lost
+        tensors = grad_, y_, den, q_, k_, v_, mask, shifts.bias, lost
         steps = tuple(_strides(grad_, y_, q_, v_)), *_strides(k_)
         repair.sources_kernel[(triton.cdiv(layout.T, REPAIR['BT']), layout.B, layout.heads)](
-            *(*inputs, dk, dv, *sizes, *steps), *_strides(dv), PRECISION=constants['PRECISION'], **REPAIR
+            *(*tensors, dk, dv, *sizes, *steps), *_strides(dv), PRECISION=constants['PRECISION'], **REPAIR
         )
         dkernel = kernel.new_empty(0)
         if x is not None:
             lines = _Lines(kernel.shape[-1], grid, layout.constants['ROWS'])
             repaired = lines.empty(layout.heads, v)
             repair.table_kernel[(lines.count * lines.pairs, layout.heads)](
-                *(*inputs, repaired, *sizes, lines.reach_y, lines.reach_x, *steps),
+                *(*tensors, repaired, *sizes, lines.reach_y, lines.reach_x, *steps),
                 PRECISION=constants['PRECISION'],
                 BW=lines.wide,
                 BD=REPAIR['BD'],

@@ -12,33 +12,28 @@ from torch.profiler import record_function
 
 from aft_vision.ops.common.build import compiled
 from aft_vision.ops.common.numerics import empty_denominator, empty_output
-from aft_vision.ops.common.product import LEAST, covers, multiplies_pairs, whole_vectors
+from aft_vision.ops.common.product import LEAST, multiplies_pairs, whole_vectors
 from aft_vision.ops.common.tensors import cast, narrow_neighbours, narrow_output, number, numbers, pointer, room, stream
 from aft_vision.ops.full import eager as full
+from aft_vision.ops.full.eager import FullInputs
 
 # Of the gradient of the weights, of which each thread sums a part by itself.
 MOST_ELEMENTS = 1 << 27
 
 
-def covers_full(q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> bool:
-    """Whether this is made for such inputs: a CPU, sums in float32."""
-    return covers(q, k, v, bias, mask)
-
-
-def full_forward(
-    q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor]:
-    """y and the denominators (AFT Eq. 2)."""
+def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators (AFT Eq. 2)."""
+    q, k, v, bias, mask = inputs
     out, den = empty_output(q, v), empty_denominator(k, v, save)
     y = narrow_output(out)
-    inputs, mask_ = [narrow_neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
+    tensors, mask_ = [narrow_neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
     threads, pairs = torch.get_num_threads(), multiplies_pairs(v)
     weights = _weights(bias, pairs, by_source=False, threads=threads)
     with record_function('aft_vision::full_forward'):
         good = compiled().aft_full_forward(
             numbers((*v.shape, pairs)),
             pointer(weights),
-            *map(stream, inputs),
+            *map(stream, tensors),
             pointer(mask_),
             stream(y),
             stream(den if save else None),
@@ -46,27 +41,23 @@ def full_forward(
             threads,
         )
     if not good:
-        return full.full_forward(q, k, v, bias, mask, save)
+        return full.full_forward(inputs, save)
     return out if y is out else out.copy_(y), den
 
 
 def full_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and bias."""
+    """Return the gradients of q, k, v and bias."""
+    q, k, v, bias, mask = inputs
     tokens, threads, pairs = v.shape[1], torch.get_num_threads(), multiplies_pairs(v)
     parts = (threads if need_bias else 0, tokens, whole_vectors(tokens))
     if math.prod(parts) > MOST_ELEMENTS:
-        return full.full_backward(grad, y, den, q, k, v, bias, mask, need_bias)
-    inputs, mask_ = [narrow_neighbours(x) for x in (grad, y, den, q, k, v)], None if mask is None else mask.contiguous()
+        return full.full_backward(grad, y, den, inputs, need_bias)
+    tensors, mask_ = (
+        [narrow_neighbours(x) for x in (grad, y, den, q, k, v)],
+        None if mask is None else mask.contiguous(),
+    )
     dq, dk, dv = (None if x is None else narrow_output(x.new_empty(x.shape)) for x in (q, k, v))
     d_weights = torch.zeros(parts, dtype=torch.float32, device='cpu')
     weights = _weights(bias, pairs, by_source=True, threads=threads)
@@ -74,7 +65,7 @@ def full_backward(
         good = compiled().aft_full_backward(
             numbers((*v.shape, pairs)),
             pointer(weights),
-            *map(stream, inputs),
+            *map(stream, tensors),
             pointer(mask_),
             *map(stream, (dq, dk, dv)),
             pointer(d_weights if need_bias else None),
@@ -82,7 +73,7 @@ def full_backward(
             threads,
         )
     if not good:
-        return full.full_backward(grad, y, den, q, k, v, bias, mask, need_bias)
+        return full.full_backward(grad, y, den, inputs, need_bias)
     d_bias = None
     if need_bias:
         bias_ = bias.float()

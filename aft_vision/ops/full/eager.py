@@ -1,6 +1,7 @@
-"""AFT-full and AFT-simple without a mask over the future (AFT Eq. 2, AFT Eq. 5)."""
+"""AFT-full without a mask over the future (AFT Eq. 2)."""
 
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +12,6 @@ from aft_vision.ops.common.numerics import (
     check_qkv,
     empty_denominator,
     empty_output,
-    gate,
-    masked_keys,
-    masked_values,
     may_branch,
     product_dtype,
 )
@@ -88,82 +86,36 @@ class FullWeights:
         return Workspace(buffer, buffer[0].unsqueeze(-1), buffer[1].unsqueeze(-1))
 
 
-def check_full(q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:
+class FullInputs(NamedTuple):
+    """Inputs of `ops.aft_full` and `ops.aft_full_causal`."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    bias: Tensor
+    mask: Tensor | None
+
+
+def check_full(inputs: FullInputs) -> None:
     """Raise ValueError unless the shapes are those of `ops.aft_full`."""
-    check_qkv(q, k, v, mask)
-    if bias.shape != (v.shape[1], v.shape[1]):
-        raise ValueError(f'bias must have shape {(v.shape[1], v.shape[1])} to match v, got {tuple(bias.shape)}')
+    check_qkv(inputs)
+    bias, tokens = inputs.bias, inputs.v.shape[1]
+    if bias.shape != (tokens, tokens):
+        raise ValueError(f'bias must have shape {(tokens, tokens)} to match v, got {tuple(bias.shape)}')
 
 
-def full_forward(
-    q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor]:
-    """y and the denominators (AFT Eq. 2)."""
+def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators (AFT Eq. 2)."""
+    q, k, v, bias, _ = inputs
     out, den = empty_output(q, v), empty_denominator(k, v, save)
-    mix_forward(q, k, v, mask, FullWeights(bias, v), out, den)
+    mix_forward(inputs, FullWeights(bias, v), out, den)
     return out, den
 
 
 def full_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and bias."""
-    weights = FullWeights(bias, v)
-    dq, dk, dv = mix_backward(grad, y, den, q, k, v, mask, weights, need_bias)
-    return dq, dk, dv, weights.bias_grad() if need_bias else bias.new_empty(0)
-
-
-def check_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
-    """Raise ValueError unless the shapes are those of `ops.aft_simple`."""
-    check_qkv(q, k, v, mask)
-
-
-def empty_context(k: Tensor, v: Tensor, save: bool) -> Tensor:
-    """Room for the context (B, 1, D) that the backward reuses; empty when nothing will be differentiated."""
-    return torch.empty((v.shape[0], 1, v.shape[2]) if save else (0,), dtype=accumulate_dtype(v), device=v.device)
-
-
-def simple_forward(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, save: bool) -> tuple[Tensor, Tensor]:
-    """y and the context (B, 1, D) that every target shares (AFT Eq. 5)."""
-    context = (_token_softmax(k, mask) * masked_values(v, mask)).sum(1, keepdim=True)
-    s = gate(q, context.dtype)
-    y = context.expand(v.shape).clone() if s is None else s * context
-    return y.to(v.dtype if q is None else q.dtype), context if save else empty_context(k, v, save)
-
-
-def simple_backward(
-    grad: Tensor,
-    y: Tensor,
-    context: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    p = _token_softmax(k, mask)
-    g = grad.to(p.dtype)
-    s = gate(q, p.dtype)
-    dq = k.new_empty(0) if q is None or s is None else (g * context * s * (1 - s)).to(q.dtype)
-    dcontext = (g if s is None else g * s).sum(1, keepdim=True)
-    dv = p * dcontext
-    dk = dv * (masked_values(v, mask) - context)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _token_softmax(k: Tensor, mask: Tensor | None) -> Tensor:
-    # (B, T, D): zero where every key is minus infinity or masked.
-    keys = masked_keys(k, mask)
-    p = torch.softmax(keys, dim=1)
-    if may_branch(p) and not bool(p[:, 0].isnan().any()):
-        return p
-    return p.masked_fill(keys.amax(dim=1, keepdim=True) == float('-inf'), 0.0)
+    """Return the gradients of q, k, v and bias."""
+    weights = FullWeights(inputs.bias, inputs.v)
+    dq, dk, dv = mix_backward(grad, y, den, inputs, weights, need_bias)
+    return dq, dk, dv, weights.bias_grad() if need_bias else inputs.bias.new_empty(0)

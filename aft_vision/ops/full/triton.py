@@ -10,6 +10,7 @@ from torch import Tensor
 from aft_vision.ops.common.kernels import FLOOR
 from aft_vision.ops.common.launch import as_bytes, launching, like, product_type, products, rows, strides
 from aft_vision.ops.common.numerics import empty_denominator, empty_output
+from aft_vision.ops.full.eager import FullInputs
 from aft_vision.ops.full.kernels import backward_kernel, bias_kernel, column_kernel, forward_kernel
 
 # Into as many parts is the gradient of the bias cut that this many tiles of the size below are worked at once.
@@ -19,10 +20,9 @@ BIAS_TILE = 64
 ROW_MULTIPLE = 16
 
 
-def full_forward(
-    q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor]:
-    """y and the denominators (AFT Eq. 2)."""
+def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators (AFT Eq. 2)."""
+    q, k, v, bias, mask = inputs
     y, den = empty_output(q, v), empty_denominator(k, v, save)
     (B, T, D), q, k, v, bias = v.shape, rows(q), rows(k), rows(v), bias.contiguous()
     weights, constants = _weights(bias, v), products(v)
@@ -46,17 +46,10 @@ def full_forward(
 
 
 def full_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and bias."""
+    """Return the gradients of q, k, v and bias."""
+    q, k, v, bias, mask = inputs
     (B, T, D), grad, q, k, v, bias = v.shape, rows(grad), rows(q), rows(k), rows(v), bias.contiguous()
     y, den = y.contiguous(), den.contiguous()
     dq, dk, dv = None if q is None else like(q), like(k), like(v)

@@ -150,36 +150,38 @@ def _running_sums(x: Tensor, stops: list[int]) -> list[Tensor]:
     return sums
 
 
-def check_local(q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> None:
+class LocalInputs(NamedTuple):
+    """Inputs of `ops.aft_local` and `ops.aft_local_causal`."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    band: Tensor
+    mask: Tensor | None
+
+
+def check_local(inputs: LocalInputs) -> None:
     """Raise ValueError unless the shapes are those of `ops.aft_local`."""
-    check_qkv(q, k, v, mask)
-    if band.ndim != 2 or band.shape[0] != v.shape[1] or band.shape[1] % 2 == 0:
+    check_qkv(inputs)
+    band, tokens = inputs.band, inputs.v.shape[1]
+    if band.ndim != 2 or band.shape[0] != tokens or band.shape[1] % 2 == 0:
         raise ValueError(
-            f'band must have shape ({v.shape[1]}, 2 * s - 1) for a window of s tokens, got {tuple(band.shape)}'
+            f'band must have shape ({tokens}, 2 * s - 1) for a window of s tokens, got {tuple(band.shape)}'
         )
 
 
-def local_forward(
-    q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor]:
-    """y and the denominators (AFT Eq. 4)."""
+def local_forward(inputs: LocalInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators (AFT Eq. 4)."""
+    q, k, v, band, _ = inputs
     out, den = empty_output(q, v), empty_denominator(k, v, save)
-    mix_forward(q, k, v, mask, LocalWeights(band, v), out, den)
+    mix_forward(inputs, LocalWeights(band, v), out, den)
     return out, den
 
 
 def local_backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    band: Tensor,
-    mask: Tensor | None,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, den: Tensor, inputs: LocalInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and band."""
-    weights = LocalWeights(band, v)
-    dq, dk, dv = mix_backward(grad, y, den, q, k, v, mask, weights, need_bias)
-    return dq, dk, dv, weights.bias_grad() if need_bias else band.new_empty(0)
+    """Return the gradients of q, k, v and band."""
+    weights = LocalWeights(inputs.band, inputs.v)
+    dq, dk, dv = mix_backward(grad, y, den, inputs, weights, need_bias)
+    return dq, dk, dv, weights.bias_grad() if need_bias else inputs.band.new_empty(0)

@@ -4,13 +4,14 @@ import triton
 from torch import Tensor
 
 from aft_vision.ops.common.launch import as_bytes, launching, like, rows, strides
-from aft_vision.ops.common.numerics import empty_output
-from aft_vision.ops.full.eager import empty_context
+from aft_vision.ops.common.numerics import Qkv, empty_output
+from aft_vision.ops.simple.eager import empty_context
 from aft_vision.ops.simple.kernels import backward_kernel, forward_kernel
 
 
-def simple_forward(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, save: bool) -> tuple[Tensor, Tensor]:
-    """y and the context (B, 1, D) that every target shares (AFT Eq. 5)."""
+def simple_forward(inputs: Qkv, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the context (B, 1, D) that every target shares (AFT Eq. 5)."""
+    q, k, v, mask = inputs
     y, context = empty_output(q, v), empty_context(k, v, save)
     (B, T, D), q, k, v = v.shape, rows(q), rows(k), rows(v)
     with launching('simple_forward', v):
@@ -21,16 +22,10 @@ def simple_forward(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, 
 
 
 def simple_backward(
-    grad: Tensor,
-    y: Tensor,
-    context: Tensor,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    need_bias: bool,
+    grad: Tensor, y: Tensor, context: Tensor, inputs: Qkv, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
+    q, k, v, mask = inputs
     (B, T, D), grad, q, k, v = v.shape, rows(grad), rows(q), rows(k), rows(v)
     dq, dk, dv = None if q is None else like(q), like(k), like(v)
     with launching('simple_backward', v):

@@ -175,10 +175,9 @@ def test_the_digits_of_a_large_image_are_kept():
 @pytest.mark.parametrize('name', ['q', 'v', 'kernel', 'mask'])
 def test_an_input_on_another_device_never_reaches_the_kernel(name: str):
     inputs = single(make_inputs((5, 7), 66, 3)) | {'mask': make_mask(2, 35), 'global_context': True}
-    order = ('q', 'k', 'v', 'kernel', 'grid', 'mask', 'global_context')
-    assert depthwise.covers_conv(*(inputs[key] for key in order))
-    inputs[name] = inputs[name].to('meta')
-    assert not depthwise.covers_conv(*(inputs[key] for key in order))
+    (form,) = (form for form in operator.FORMS['aft_conv'] if form.module == 'conv.depthwise')
+    assert form.supports(conv.ConvInputs(**inputs))
+    assert not form.supports(conv.ConvInputs(**inputs | {name: inputs[name].to('meta')}))
 
 
 def test_offsets_far_outside_the_grid_add_nothing():
