@@ -13,6 +13,7 @@ from timm.utils.distributed import init_distributed_device_so, reduce_tensor
 
 from aft_vision.data import Share
 from aft_vision.evaluate import resolve_device
+from train.schema import Experiment
 
 RENDEZVOUS = 'aft-vision'
 
@@ -76,17 +77,19 @@ if dist.is_available():
 
 
 @contextlib.contextmanager
-def join_world(device: str) -> Iterator[World]:
-    """Join the process group that the environment describes, and leave it in the end.
+def join_world(config: Experiment) -> Iterator[World]:
+    """Set the threads of a run, join the process group that the environment describes, and leave it in the end.
 
-    Args:
-        device: `auto` takes CUDA where there is one. Of several processes each takes the device of its local rank.
+    Of several processes each takes the device of its local rank.
 
     Raises:
-        ValueError: the device does not exist here.
+        ValueError: the device does not exist here, or the processes cannot share out a batch evenly.
     """
-    found = init_distributed_device_so(str(resolve_device(device)), dist_url=f'{RENDEZVOUS}://')
+    if config.run.cpu_threads is not None:
+        torch.set_num_threads(config.run.cpu_threads)
+    found = init_distributed_device_so(str(resolve_device(config.run.device)), dist_url=f'{RENDEZVOUS}://')
     try:
+        config.check_parts(found['world_size'])
         yield World(torch.device(found['device']), found['global_rank'], found['world_size'])
     finally:
         if found['distributed']:

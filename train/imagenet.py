@@ -28,8 +28,6 @@ EXAMPLE = 'configs/smoke/clothing_demo.yaml'
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
-import torch
-
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import evaluate, load_model
 from aft_vision.export import export_model
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     """Train and print where the results are, or evaluate.
 
     Returns:
-        The final state, with the figures of every epoch in `history`; None where nothing was trained.
+        The final state, with the figures of every epoch in `progress.history`; None where nothing was trained.
 
     Raises:
         ValueError: the experiment, the data set or the checkpoint to start from is not valid.
@@ -64,10 +62,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     run_dir = find_run_dir(config, args.config)
     if not args.eval:
         check_run_dir(run_dir, config)
-    if config.run.cpu_threads is not None:
-        torch.set_num_threads(config.run.cpu_threads)
-    with join_world(config.run.device) as world:
-        config.check_parts(world.size)
+    with join_world(config) as world:
         if args.eval:
             evaluate_run(config, run_dir, world, progress=not args.quiet)
             return None

@@ -199,7 +199,7 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
         data_type: Makes its data.
 
     Returns:
-        The final state, with the figures of every epoch in `history`; None where nothing was trained.
+        The final state, with the figures of every epoch in `progress.history`; None where nothing was trained.
 
     Raises:
         ValueError: the experiment, the data or the checkpoint to start from is not valid.
@@ -213,10 +213,7 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
     run_dir = find_run_dir(config, args.config, Path('runs') / data_type.name)
     if not args.eval:
         check_run_dir(run_dir, config)
-    if config.run.cpu_threads is not None:
-        torch.set_num_threads(config.run.cpu_threads)
-    with join_world(config.run.device) as world:
-        config.check_parts(world.size)
+    with join_world(config) as world:
         data = data_type(config, world)
         if data.note and world.is_primary:
             print(data.note)

@@ -191,10 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.rounds < 2:
         raise ValueError(f'expected at least 2 rounds, got {args.rounds}')
     config = load_config(args.config, args.overrides)
-    if config.run.cpu_threads is not None:
-        torch.set_num_threads(config.run.cpu_threads)
-    with join_world(config.run.device) as world:
-        config.check_parts(world.size)
+    with join_world(config) as world:
         loaders = build_loaders(config, world)
         state, _ = build_state(config, loaders, world)
         throughput = measure_throughput(state, loaders, args.rounds)
