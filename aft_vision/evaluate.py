@@ -15,7 +15,7 @@ from timm.task.evaluator import ClassificationEvaluator
 from torch import nn
 from tqdm import tqdm
 
-from aft_vision.files import find_checkpoint, name_latest
+from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.layers import AFTMixer
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.state_dict import StateDictError, check_state_dict
@@ -131,11 +131,7 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu') -> nn
     """
     checkpoint = find_checkpoint(checkpoint)
     if checkpoint.is_dir():
-        if not (checkpoint / 'config.json').is_file():
-            raise ValueError(
-                f'expected a run with best.pth or an exported model with config.json in {checkpoint}, got neither'
-                f'{name_latest(checkpoint)}'
-            )
+        check_folder(checkpoint)
         if (checkpoint / 'model.safetensors').is_file():
             check_checksum(checkpoint / 'model.safetensors')
         return _create(f'local-dir:{checkpoint}', checkpoint, pretrained=True).to(device).eval()

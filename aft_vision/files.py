@@ -17,6 +17,15 @@ def find_checkpoint(path: str | Path) -> Path:
     return best if best.is_file() and not (path / 'config.json').is_file() else path
 
 
+def check_folder(path: Path) -> None:
+    """Raise a ValueError unless a folder, which has no best.pth, holds an exported model."""
+    if not (path / 'config.json').is_file():
+        raise ValueError(
+            f'expected a run with best.pth or an exported model with config.json in {path}, got neither'
+            f'{name_latest(path)}'
+        )
+
+
 def name_latest(folder: str | Path) -> str:
     """Return the end of an error about a folder without best.pth: where the newest checkpoint of its run is, or ''."""
     last = Path(folder) / LAST

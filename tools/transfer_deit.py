@@ -16,7 +16,6 @@ a file contains is never executed.
 """
 
 import argparse
-import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,7 +62,7 @@ from aft_vision.commandline import run_command
 from aft_vision.export import export_model
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import Report, Row, summarize_transfer
-from aft_vision.models.transfer_source import Source, load_source
+from aft_vision.models.transfer_source import Source, did_you_mean, load_source
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -100,8 +99,7 @@ def create_target(args: argparse.Namespace, source: Source) -> nn.Module:
     """Make the model that takes the weights, with the number of classes of the source unless told."""
     names = timm.list_models('aft_*')
     if args.model not in names:
-        near = difflib.get_close_matches(args.model, names, n=1)
-        hint = f'; did you mean {near[0]}?' if near else ''
+        hint = did_you_mean(args.model, names)
         raise ValueError(f'expected one of the models {", ".join(names)}, got {args.model}{hint}')
     kwargs = dict(args.model_arg)
     if args.size is not None:

@@ -2,7 +2,7 @@
 
 import difflib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from timm.layers import to_2tuple
 from timm.models import beit, vision_transformer, vision_transformer_relpos
 from torch import Tensor, nn
 
-from aft_vision.files import find_checkpoint, name_latest
+from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.models.deit_transfer import unwrap_state_dict
 from aft_vision.models.weight_files import check_checksum, load_torch_file
 
@@ -58,11 +58,7 @@ def load_source(source: str | Path) -> Source:
     """
     path = find_checkpoint(source)
     if path.is_dir():
-        if not (path / 'config.json').is_file():
-            raise ValueError(
-                f'expected a run with best.pth or an exported model with config.json in {path}, got neither'
-                f'{name_latest(path)}'
-            )
+        check_folder(path)
         return _of_model(_load_folder(path))
     if path.is_file():
         return _of_file(path)
@@ -70,8 +66,7 @@ def load_source(source: str | Path) -> Source:
     if path.suffix in WEIGHT_FILES:
         raise ValueError(f'expected a file of weights, got {path}, which does not exist')
     if not name.startswith(('hf-hub:', 'hf_hub:')) and not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=1)
-        hint = f'; did you mean {near[0]}?' if near else ''
+        hint = did_you_mean(name, timm.list_models())
         raise ValueError(f'expected a model of timm, a file or an exported folder, got {name}{hint}')
     if timm.is_model(name) and not timm.models.is_model_pretrained(name):
         raise ValueError(f'expected a model that timm has weights for, got {name}')
@@ -81,6 +76,12 @@ def load_source(source: str | Path) -> Source:
         raise ValueError(f'{error}; --source FILE takes weights that are on this machine') from error
     except RuntimeError as error:
         raise ValueError(f'expected a model that timm builds with its weights, got {name}: {error}') from error
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the end of an error about a name: the nearest one, or '' where none is near."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f'; did you mean {near[0]}?' if near else ''
 
 
 def load_pretrained(name: str, **kwargs: Any) -> nn.Module:
