@@ -71,5 +71,7 @@ def test_folders_without_a_result_of_this_kind_are_named(tmp_path):
     with pytest.raises(ValueError, match=r'run of train\.fastformer, got .* without seeds'):
         main([str(tmp_path)])
     run = make_run(tmp_path / 'run', [0.5])
+    with pytest.raises(ValueError, match='different names, got run, run'):
+        main([str(run), str(run)])
     with pytest.raises(ValueError, match='a name for each of 1 runs, got 2'):
         main([str(run), '--names', 'a', 'b', '--out', str(tmp_path)])
