@@ -338,11 +338,23 @@ def test_links_of_the_site_lead_to_its_pages_and_other_links_become_words():
     assert back == '[r](../index.md)'
 
 
+def test_the_table_of_image_sizes_has_the_figures_that_are_drawn():
+    data = json.loads((ROOT / 'docs' / 'results' / 'data' / 'image_sizes.json').read_text())
+    page = DOCUMENTS['results/speed.md'].read_text()
+    for name, figures in data['models'].items():
+        pairs = zip(figures['milliseconds'], figures['ratio'], strict=True)
+        assert f'| {name} | {" | ".join(f"{time:.2f} ({ratio:.2f})" for time, ratio in pairs)} |' in page
+
+
 def test_the_page_of_the_api_has_signatures_and_lists_of_arguments():
     from aft_vision import ops
 
     site = make_site()
-    assert site.signature('aft_full', ops.aft_full).startswith('aft_full(q: Tensor, k: Tensor, v: Tensor, bias: Tensor')
+    assert site.signature('aft_full', ops.aft_full).splitlines()[:3] == [
+        'aft_full(',
+        '    q: Tensor | None,',
+        '    k: Tensor,',
+    ]
     text = site.format_docstring(ops.aft_full)
     assert '**Args**\n\n* `q' in text
     assert 'Args:' not in text
