@@ -2,7 +2,7 @@
 
 The pages are copied to build/pages, with the keys of configs, the commands and the Python API made from the code, and
 links to other files of the checkout as plain text, because the site has only pages. Zensical makes the site of them, as
-zensical.toml says; a link or a page that is missing is an error. Needs the extra `docs`.
+zensical.toml says; a link or an anchor that leads nowhere is an error. Needs the extra `docs`.
 """
 
 import importlib
