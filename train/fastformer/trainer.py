@@ -24,6 +24,14 @@ from train.signals import stop_run
 
 # The weights of a checkpoint in one file, or the list of its files.
 WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+# Arguments of every run: an evaluation and a checkpoint an epoch, the best one at the end.
+EVERY_EPOCH: dict[str, Any] = dict(
+    eval_strategy='epoch',
+    save_strategy='epoch',
+    load_best_model_at_end=True,
+    logging_strategy='steps',
+    ddp_find_unused_parameters=False,
+)
 
 
 class BucketSampler(LengthGroupedSampler):
@@ -192,22 +200,17 @@ def training_arguments(
         train_sampling_strategy='group_by_length' if getattr(data, 'bucket', False) else 'random',
         dataloader_num_workers=data.num_workers,
         dataloader_pin_memory=run.device != 'cpu',
-        eval_strategy='epoch',
-        save_strategy='epoch',
         save_total_limit=run.keep,
-        load_best_model_at_end=True,
         metric_for_best_model=best_metric,
         greater_is_better=best_metric != 'loss',
-        logging_strategy='steps',
         logging_steps=run.log_updates,
         bf16=run.amp == 'bfloat16',
         fp16=run.amp == 'float16',
         torch_compile=run.compile,
         use_cpu=run.device == 'cpu',
-        ddp_find_unused_parameters=False,
         report_to='tensorboard' if run.tensorboard else 'none',
         disable_tqdm=quiet or not sys.stderr.isatty(),
-        **more,
+        **{**EVERY_EPOCH, **more},
     )
     _check_processes(arguments)
     share = config.check_parts(arguments.world_size)
