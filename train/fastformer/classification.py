@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, get_dataset_split_names
 from sklearn.metrics import accuracy_score, f1_score
 from transformers import (
     AutoModelForSequenceClassification,
@@ -19,7 +19,7 @@ from transformers import (
 
 from aft_vision.data.ranges import within
 from aft_vision.fastformer import FastformerForSequenceClassification
-from aft_vision.fastformer.data import READERS, hub_splits, label_maps, split_dataset, tokenize_dataset
+from aft_vision.fastformer.data import READERS, label_maps, split_dataset, tokenize_dataset
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig, TextData, text_model_config
 from train.fastformer.trainer import TextTrainer
@@ -199,7 +199,7 @@ def own_parts(data: ClassificationData) -> dict[str, tuple[str, dict[str, str]]]
         return {'test': (data.test_path or data.path, {'split': 'test'})}
     if data.kind != 'hub':
         return {} if data.test_path is None else {'test': (data.test_path, {})}
-    splits = hub_splits(data.path, data.hub_config, data.revision)
+    splits = get_dataset_split_names(data.path, data.hub_config, revision=data.revision)
     return {part: (data.path, {'split': part}) for part in ('validation', 'test') if part in splits}
 
 

@@ -1,12 +1,13 @@
 """Which texts and summaries an experiment has, and how summaries are generated."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, get_dataset_split_names
 
 from aft_vision.data.ranges import check_ranges, within
-from aft_vision.fastformer.data import SUMMARY_READERS, hub_splits, split_summaries
+from aft_vision.fastformer.data import SUMMARY_READERS, split_summaries
 from train.fastformer.schema import TextData
 from train.schema import require
 
@@ -123,7 +124,9 @@ def own_parts(data: SummarizationData) -> dict[str, tuple[str, dict[str, str]]]:
         paths = {'validation': data.valid_path, 'test': data.test_path}
         return {split: (path, {}) for split, path in paths.items() if path is not None}
     # Those of the published data sets are known, and those of a column are all expected.
-    splits = hub_splits(data.path, data.hub_config, data.revision) if data.kind == 'hub' else ('validation', 'test')
+    splits: Sequence[str] = ('validation', 'test')
+    if data.kind == 'hub':
+        splits = get_dataset_split_names(data.path, data.hub_config, revision=data.revision)
     return {split: (data.path, {'split': split}) for split in ('validation', 'test') if split in splits}
 
 

@@ -16,7 +16,7 @@ from aft_vision.fastformer.data.summaries import (
     split_summaries,
     tokenize_summaries,
 )
-from aft_vision.fastformer.data.table import from_dataset, hub_splits, label_maps, read_hub, read_table
+from aft_vision.fastformer.data.table import from_dataset, label_maps, read_hub, read_table
 
 # Of texts with labels, by the name that an experiment gives a kind of data set: that of its function.
 READERS = {
@@ -39,7 +39,6 @@ __all__ = [
     'READERS',
     'SUMMARY_READERS',
     'from_dataset',
-    'hub_splits',
     'label_maps',
     'read_acl_imdb',
     'read_ag_news',

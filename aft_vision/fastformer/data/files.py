@@ -8,7 +8,6 @@ import csv
 import gzip
 import json
 import lzma
-import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,6 @@ from typing import IO, Any, NamedTuple
 DAMAGE = (EOFError, OSError, RuntimeError, lzma.LZMAError, zlib.error, zipfile.BadZipFile)
 OPENERS: dict[str, Any] = {'.gz': gzip.open, '.xz': lzma.open, '.bz2': bz2.open}
 LARGEST_FIELD = 2**31 - 1
-SEPARATOR = re.compile(r'\s*([,\]])\s*')
 
 
 class Record(NamedTuple):
@@ -65,7 +63,7 @@ def read_json(path: str | Path) -> Iterator[Record]:
     """Stream the objects of JSON lines, or of one JSON list.
 
     Raises:
-        ValueError: the file is damaged, or holds something else; names line and column.
+        ValueError: the file is damaged, or holds something else; names line and column, or the item of a list.
     """
     lines = read_text_lines(path)
     for number, line in lines:
@@ -162,25 +160,12 @@ def _only_member(path: Path) -> str:
 
 
 def _read_json_list(path: str | Path, text: str) -> Iterator[Record]:
-    decode = json.JSONDecoder().raw_decode
-    line, counted = 1, 0
     try:
-        position = re.compile(r'\s*\[\s*').match(text).end()  # type: ignore[union-attr]
-        closing = ','
-        if text[position : position + 1] == ']':
-            closing, position = ']', position + 1
-        while closing == ',':
-            line, counted = line + text.count('\n', counted, position), position
-            value, position = decode(text, position)
-            yield _as_record(f'{path}, line {line}', value)
-            separator = SEPARATOR.match(text, position)
-            if separator is None:
-                raise json.JSONDecodeError("expected ',' or ']'", text, position)
-            closing, position = separator[1], separator.end()
-        if text[position:].strip():
-            raise json.JSONDecodeError("expected the end of the file after ']'", text, position)
+        values = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f'{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}') from error
+    for number, value in enumerate(values, 1):
+        yield _as_record(f'{path}, item {number}', value)
 
 
 def _as_record(place: str, value: Any) -> Record:

@@ -6,7 +6,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from datasets import ClassLabel, Dataset, Features, Value, get_dataset_split_names, load_dataset
+from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 
 from aft_vision.fastformer.data.files import (
     OPENERS,
@@ -91,16 +91,6 @@ def read_hub(
     """
     dataset = load_dataset(name, config, split=split, **(load_options or {}))
     return from_dataset(dataset, text, label, label_names, **options)
-
-
-def hub_splits(name: str, config: str | None = None, revision: str | None = None) -> list[str]:
-    """Names of the parts that a data set of the Hugging Face hub, or a folder with a copy, comes in.
-
-    Args:
-        config: Its configuration; None where it has but one.
-        revision: Such as `refs/convert/parquet`.
-    """
-    return get_dataset_split_names(name, config, revision=revision)
 
 
 def from_dataset(
