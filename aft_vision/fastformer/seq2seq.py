@@ -190,7 +190,7 @@ def _refuse_labels(labels: Tensor, past_key_values: Cache | None) -> None:
 
 
 def _holds_source(past_key_values: Cache | None) -> bool:
-    return isinstance(past_key_values, FastformerCache) and past_key_values.is_updated
+    return isinstance(past_key_values, FastformerCache) and bool(past_key_values.is_updated)
 
 
 def _loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
