@@ -66,7 +66,6 @@ SMALLER = {
     'guide/pixels_and_text.md': {
         "create_decoder('aft_local_pixel')": "create_decoder('aft_local_pixel', depth=1, dim=8, img_size=(8, 8))",
         'length=500': 'length=50',
-        'count=1000': 'count=100',
     },
     'guide/transfer.md': {'pretrained=True': 'pretrained=False'},
 }
