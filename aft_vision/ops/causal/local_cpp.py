@@ -8,7 +8,6 @@ import ctypes
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from aft_vision.ops.causal.bias import BandBias
 from aft_vision.ops.causal.eager import (
@@ -37,6 +36,7 @@ from aft_vision.ops.common.tensors import (
     number,
     numbers,
     pointer,
+    profiled,
     room,
     stream,
 )
@@ -76,7 +76,7 @@ def local_causal_backward(
     tensors, given_mask = [narrow_neighbours(x) for x in (grad, y, den, q, k, v)], _contiguous(mask)
     dq, dk, dv = None if q is None else _room_like(q), _room_like(k), _room_like(v)
     d_band = room(band.shape) if need_bias else None
-    with record_function('aft_vision::local_backward'):
+    with profiled('aft_vision::local_backward'):
         good = compiled().aft_local_causal_backward(
             _sizes(v, bias),
             *map(stream, tensors),
@@ -103,7 +103,7 @@ def _forward(inputs: LocalInputs, y: Tensor, den: Tensor | None) -> bool:
     # Whether y and den are right everywhere.
     q, k, v, band, mask = inputs
     tensors, mask, weights = [narrow_neighbours(x) for x in (q, k, v)], _contiguous(mask), _contiguous(band.float())
-    with record_function('aft_vision::local_forward'):
+    with profiled('aft_vision::local_forward'):
         good = compiled().aft_local_causal_forward(
             _sizes(v, BandBias(band)),
             *map(stream, tensors),

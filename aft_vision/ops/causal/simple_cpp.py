@@ -2,12 +2,11 @@
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from aft_vision.ops.causal.eager import shield_backward, shield_forward
 from aft_vision.ops.common.build import compiled
 from aft_vision.ops.common.numerics import Qkv, empty_denominator, empty_output
-from aft_vision.ops.common.tensors import cast, float_output, neighbours, numbers, pointer, room, tokens
+from aft_vision.ops.common.tensors import cast, float_output, neighbours, numbers, pointer, profiled, room, tokens
 
 
 @shield_forward
@@ -17,7 +16,7 @@ def simple_causal_forward(inputs: Qkv, save: bool) -> tuple[Tensor, Tensor]:
     out, den = empty_output(q, v), empty_denominator(k, v, save)
     y, bottom = float_output(out), float_output(den)
     tensors, mask = [neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
-    with record_function('aft_vision::scan_forward'):
+    with profiled('aft_vision::scan_forward'):
         compiled().aft_simple_causal_forward(
             numbers(v.shape),
             *map(tokens, tensors),
@@ -36,7 +35,7 @@ def simple_causal_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: Qkv, ne
     tensors = [neighbours(x) for x in (grad, y, den, q, k, v)]
     mask = None if mask is None else mask.contiguous()
     found = [None if x is None else room(x.shape) for x in (q, k, v)]
-    with record_function('aft_vision::scan_backward'):
+    with profiled('aft_vision::scan_backward'):
         compiled().aft_simple_causal_backward(
             numbers(v.shape), *map(tokens, tensors), pointer(mask), *map(tokens, found), torch.get_num_threads()
         )

@@ -2,9 +2,11 @@
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 
 class Tokens(ctypes.Structure):
@@ -42,6 +44,11 @@ def numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 def number(value: float) -> ctypes.c_float:
     """Return a float32."""
     return ctypes.c_float(value)
+
+
+def profiled(name: str) -> AbstractContextManager[object]:
+    """Return a context that a profile shows by name."""
+    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 def neighbours(x: Tensor | None) -> Tensor | None:

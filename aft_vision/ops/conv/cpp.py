@@ -8,12 +8,21 @@ import ctypes
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import record_function
 
 from aft_vision.ops.common.build import compiled
 from aft_vision.ops.common.numerics import empty_denominator, empty_output
 from aft_vision.ops.common.product import LEAST, lanes, multiplies_pairs, pack_neighbours
-from aft_vision.ops.common.tensors import cast, narrow_neighbours, narrow_output, number, numbers, pointer, room, stream
+from aft_vision.ops.common.tensors import (
+    cast,
+    narrow_neighbours,
+    narrow_output,
+    number,
+    numbers,
+    pointer,
+    profiled,
+    room,
+    stream,
+)
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv.eager import ConvInputs
 
@@ -26,7 +35,7 @@ def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
     tensors, mask_ = [narrow_neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
     table = _Table(inputs)
     words, e = table.words(table.shifts), room(k.shape)
-    with record_function('aft_vision::conv_forward'):
+    with profiled('aft_vision::conv_forward'):
         good = compiled().aft_conv_forward(
             table.sizes(k, v),
             pointer(words),
@@ -58,7 +67,7 @@ def conv_backward(
     table = _Table(inputs)
     words, e = table.words(table.shifts.flip(1, 2)), room(k.shape)
     d_table = torch.zeros((threads if need_bias else 0, *words.shape[:2]), dtype=torch.float32, device='cpu')
-    with record_function('aft_vision::conv_backward'):
+    with profiled('aft_vision::conv_backward'):
         good = compiled().aft_conv_backward(
             table.sizes(k, v),
             pointer(words),

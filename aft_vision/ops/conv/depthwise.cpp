@@ -334,9 +334,47 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
 
 Shape shape_of(const int64_t *sizes) { return {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]}; }
 
+// With fewer weights than this, starting threads costs more than they save.
+constexpr int64_t FEW_WEIGHTS = 1 << 12;
+
+// The weights of LANES channels from `first` on, of which each has `square` in a row of `bias`.
+void weigh_taps(const float *bias, int64_t channels, int64_t square, int64_t first, float *taps, float *outside, float *exps) {
+  const int lanes = std::min<int64_t>(LANES, channels - first);
+  const auto read = [&](int64_t i) {
+    float x[LANES] = {};
+    for (int lane = 0; lane < lanes; ++lane) x[lane] = bias[(first + lane) * square + i];
+    return load(x, LANES);
+  };
+  Vec peak{};
+  for (int64_t i = 0; i < square; ++i) {
+    const Vec x = read(i);
+    // NaN stays.
+    peak = (x > peak) | (x != x) ? x : peak;
+  }
+  const Vec beyond = exp_(-peak);
+  store(outside + first, beyond, lanes);
+  for (int64_t i = 0; i < square; ++i) {
+    const Vec e = exp_(read(i) - peak);
+    store(taps + i * channels + first, e - beyond, lanes);
+    if (exps) store(exps + i * channels + first, e, lanes);
+  }
+}
+
 }  // namespace
 
 extern "C" {
+
+// The weights of a bias (D, square) as the functions below take them: taps (square, D), e^(bias - reference) - outside,
+// and outside (D), e^-reference, with the larger of 0 and the largest bias of a channel as its reference. Unless exps is
+// null, e^(bias - reference) too, (square, D).
+int aft_depthwise_taps(const float *bias, int64_t channels, int64_t square, float *taps, float *outside, float *exps,
+                       int threads) {
+  return guarded([&] {
+#pragma omp parallel for num_threads(threads) schedule(static) if (channels * square > FEW_WEIGHTS)
+    for (int64_t first = 0; first < channels; first += LANES)
+      weigh_taps(bias, channels, square, first, taps, outside, exps);
+  });
+}
 
 // y and the denominators, at the references of the keys and of the kernel. `sizes` are B, H, W, D and s; `taps`, (s, s,
 // D), are exp(w) - outside. With offsets, (D, 2), there is one tap, s = 1, and it belongs to the source at the offset.

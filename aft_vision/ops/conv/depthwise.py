@@ -5,15 +5,15 @@ whole call is done again by the torch form.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from aft_vision.ops.common.build import compiled
 from aft_vision.ops.common.numerics import UNDERFLOW, empty_denominator, empty_output
-from aft_vision.ops.common.tensors import cast, float_output, neighbours, numbers, pointer, room, tokens
+from aft_vision.ops.common.tensors import cast, float_output, neighbours, numbers, pointer, profiled, room, tokens
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv import onehot
 from aft_vision.ops.conv.eager import ConvInputs
@@ -32,27 +32,45 @@ LIMITS = _DigitLimits(conv.CANCELLATION[torch.float32], UNDERFLOW[torch.float32]
 
 
 class _Taps:
-    """A position bias relative to the larger of 0 and the largest of each head, the reference.
+    """A position bias (D, s, s), or (D,) with offsets (D, 2), as weights relative to a reference of each channel.
 
-    taps: (s, s, D), e^(w - reference) minus what lies outside; one of them where there are offsets, (D, 2).
-    outside: (D,), e^-reference, what every source has without a bias.
+    The reference is the larger of 0 and the largest bias of the channel.
+
+    Attributes:
+        square: s s, or 1.
+        weights: (square + 1, D): e^(w - reference) minus what lies outside, then e^-reference, which every source has
+            without a bias; with `keep_exp` another (square, D), e^(w - reference).
     """
 
-    def __init__(self, bias: Tensor, offset: Tensor | None = None) -> None:
-        # (s, s, D): one token's channels are neighbours.
-        bias = bias.float().reshape(len(bias), -1).t()
-        reference = bias.amax(dim=0).clamp_min(0.0)
-        self.exp, self.outside = torch.exp(bias - reference), torch.exp(-reference)
-        self.taps = (self.exp - self.outside).contiguous()
+    def __init__(self, bias: Tensor, offset: Tensor | None = None, keep_exp: bool = False) -> None:
+        channels = bias.shape[0]
+        self.square = bias.numel() // channels
+        self.weights = room(((2 if keep_exp else 1) * self.square + 1, channels))
         self.offset = None if offset is None else offset.contiguous()
+        bias, start, row = bias.float().contiguous(), self.weights.data_ptr(), 4 * channels
+        self.taps, self.outside = ctypes.c_void_p(start), ctypes.c_void_p(start + self.square * row)
+        compiled().aft_depthwise_taps(
+            pointer(bias),
+            ctypes.c_int64(channels),
+            ctypes.c_int64(self.square),
+            self.taps,
+            self.outside,
+            ctypes.c_void_p(start + (self.square + 1) * row if keep_exp else None),
+            torch.get_num_threads(),
+        )
+
+    @property
+    def exp(self) -> Tensor:
+        """e^(w - reference), (square, D)."""
+        return self.weights[self.square + 1 :]
 
     def sizes(self, v: Tensor, grid: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-        """B, H, W, D and s."""
-        return numbers((len(v), grid[0], grid[1], v.shape[2], round(len(self.taps) ** 0.5)))
+        """Return B, H, W, D and s."""
+        return numbers((v.shape[0], grid[0], grid[1], v.shape[2], math.isqrt(self.square)))
 
     def pointers(self) -> list[ctypes.c_void_p]:
-        """As the functions take them."""
-        return [pointer(x) for x in (self.taps, self.offset, self.outside)]
+        """Return the weights as the kernels take them."""
+        return [self.taps, pointer(self.offset), self.outside]
 
 
 def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
@@ -75,7 +93,7 @@ def conv_backward(
     grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and kernel."""
-    found = _backward(grad, y, den, inputs, _Taps(inputs.kernel), inputs.kernel, need_bias)
+    found = _backward(grad, y, den, inputs, _Taps(inputs.kernel, keep_exp=need_bias), inputs.kernel, need_bias)
     return found or conv.conv_backward(grad, y, den, inputs, need_bias)
 
 
@@ -83,7 +101,8 @@ def onehot_backward(
     grad: Tensor, y: Tensor, den: Tensor, inputs: OnehotInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and weight."""
-    found = _backward(grad, y, None, inputs, _Taps(inputs.weight, inputs.offset), inputs.weight, need_bias)
+    taps = _Taps(inputs.weight, inputs.offset, keep_exp=need_bias)
+    found = _backward(grad, y, None, inputs, taps, inputs.weight, need_bias)
     return found or onehot.onehot_backward(grad, y, den, inputs, need_bias)
 
 
@@ -93,7 +112,7 @@ def _forward(inputs: ConvInputs | OnehotInputs, taps: _Taps, den: Tensor | None 
     out = empty_output(q, v)
     y = float_output(out)
     tensors, mask = [neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
-    with record_function('aft_vision::depthwise_forward'):
+    with profiled('aft_vision::depthwise_forward'):
         keeps_digits = compiled().aft_depthwise_forward(
             taps.sizes(v, inputs.grid),
             *map(tokens, tensors),
@@ -124,8 +143,8 @@ def _backward(
     mask = None if mask is None else mask.contiguous()
     dq, dk, dv = (None if x is None else room(x.shape) for x in (q, k, v))
     parts = _parts(v)
-    d_taps = room((parts, *taps.taps.shape)) if need_bias else None
-    with record_function('aft_vision::depthwise_backward'):
+    d_taps = room((parts, taps.square, v.shape[2])) if need_bias else None
+    with profiled('aft_vision::depthwise_backward'):
         keeps_digits = compiled().aft_depthwise_backward(
             taps.sizes(v, inputs.grid),
             *map(tokens, tensors),

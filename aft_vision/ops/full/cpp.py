@@ -8,12 +8,21 @@ import math
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from aft_vision.ops.common.build import compiled
 from aft_vision.ops.common.numerics import empty_denominator, empty_output
 from aft_vision.ops.common.product import LEAST, multiplies_pairs, whole_vectors
-from aft_vision.ops.common.tensors import cast, narrow_neighbours, narrow_output, number, numbers, pointer, room, stream
+from aft_vision.ops.common.tensors import (
+    cast,
+    narrow_neighbours,
+    narrow_output,
+    number,
+    numbers,
+    pointer,
+    profiled,
+    room,
+    stream,
+)
 from aft_vision.ops.full import eager as full
 from aft_vision.ops.full.eager import FullInputs
 
@@ -29,7 +38,7 @@ def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
     tensors, mask_ = [narrow_neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
     threads, pairs = torch.get_num_threads(), multiplies_pairs(v)
     weights = _weights(bias, pairs, by_source=False, threads=threads)
-    with record_function('aft_vision::full_forward'):
+    with profiled('aft_vision::full_forward'):
         good = compiled().aft_full_forward(
             numbers((*v.shape, pairs)),
             pointer(weights),
@@ -61,7 +70,7 @@ def full_backward(
     dq, dk, dv = (None if x is None else narrow_output(x.new_empty(x.shape)) for x in (q, k, v))
     d_weights = torch.zeros(parts, dtype=torch.float32, device='cpu')
     weights = _weights(bias, pairs, by_source=True, threads=threads)
-    with record_function('aft_vision::full_backward'):
+    with profiled('aft_vision::full_backward'):
         good = compiled().aft_full_backward(
             numbers((*v.shape, pairs)),
             pointer(weights),
