@@ -76,6 +76,10 @@ class AFTMixer(nn.Module):
             if isinstance(module, FactorizedBias | PairwiseBias):
                 module.set_grid(grid)
 
+    def _backend(self) -> str:
+        # Exporters know no custom operator.
+        return 'aten' if self.exportable else 'auto'
+
     def _project(self, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         return self._split(self.qkv(x))
 

@@ -1,8 +1,8 @@
 """The AFT token mixers: projections around one operation of `aft_vision.ops`.
 
 All are called as `mixer(x, grid, mask)`: x (B, T, C), grid (H, W) in tokens or None, mask (B, T) bool, True where a
-token counts. In `timm.layers.is_exportable()` mode they use the aten forms, since exporters know no custom operator;
-the causal ones have none.
+token counts. In `timm.layers.is_exportable()` mode they ask for `backend='aten'`, since exporters know no custom
+operator; the causal ones have none.
 """
 
 from typing import Any, Final
@@ -14,7 +14,6 @@ from aft_vision import ops
 from aft_vision.layers.base import AFTMixer, resolve_num_heads
 from aft_vision.layers.onehot import AFTOnehot
 from aft_vision.layers.position_bias import FactorizedBias, PairwiseBias, StandardizedKernel
-from aft_vision.ops import aten
 
 
 class AFTFull(AFTMixer):
@@ -60,10 +59,8 @@ class AFTFull(AFTMixer):
             bias = bias[: x.shape[1], : x.shape[1]]
         if self.causal:
             y = ops.aft_full_causal(q, k, v, bias, mask)
-        elif self.exportable:
-            y = aten.aft_full(q, k, v, bias, mask)
         else:
-            y = ops.aft_full(q, k, v, bias, mask)
+            y = ops.aft_full(q, k, v, bias, mask, self._backend())
         return self.proj_drop(self.proj(y))
 
 
@@ -115,10 +112,8 @@ class AFTLocal(AFTMixer):
             band = band[: x.shape[1]]
         if self.causal:
             y = ops.aft_local_causal(q, k, v, band, mask)
-        elif self.exportable:
-            y = aten.aft_local(q, k, v, band, mask)
         else:
-            y = ops.aft_local(q, k, v, band, mask)
+            y = ops.aft_local(q, k, v, band, mask, self._backend())
         return self.proj_drop(self.proj(y))
 
 
@@ -140,12 +135,7 @@ class AFTSimple(AFTMixer):
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         q, k, v = self._project(x)
-        if self.causal:
-            y = ops.aft_simple_causal(q, k, v, mask)
-        elif self.exportable:
-            y = aten.aft_simple(q, k, v, mask)
-        else:
-            y = ops.aft_simple(q, k, v, mask)
+        y = ops.aft_simple_causal(q, k, v, mask) if self.causal else ops.aft_simple(q, k, v, mask, self._backend())
         return self.proj_drop(self.proj(y))
 
 
@@ -208,19 +198,16 @@ class AFTConv(AFTMixer):
             raise ValueError('AFTConv needs the token grid (H, W), got None')
         q, k, v = self._project(x)
         kernel = self.kernel()
-        if self.gumbel and not self.training:
-            if self.exportable:
-                y = aten.aft_conv(q, k, v, ops.hard_kernel(kernel), grid, mask, True)
-            else:
-                offset, weight = ops.onehot_kernel(kernel)
-                y = ops.aft_onehot(q, k, v, offset, weight, grid, mask)
+        if self.gumbel and not self.training and not self.exportable:
+            offset, weight = ops.onehot_kernel(kernel)
+            y = ops.aft_onehot(q, k, v, offset, weight, grid, mask)
         else:
             if self.gumbel:
-                kernel = ops.gumbel_kernel(kernel, self.tau, self.straight_through)
-            if self.exportable:
-                y = aten.aft_conv(q, k, v, kernel, grid, mask, self.global_context)
-            else:
-                y = ops.aft_conv(q, k, v, kernel, grid, mask, self.global_context)
+                if self.training:
+                    kernel = ops.gumbel_kernel(kernel, self.tau, self.straight_through)
+                else:
+                    kernel = ops.hard_kernel(kernel)
+            y = ops.aft_conv(q, k, v, kernel, grid, mask, self.global_context, self._backend())
         return self.proj_drop(self.proj(y))
 
 

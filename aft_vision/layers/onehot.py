@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from aft_vision import ops
 from aft_vision.layers.base import AFTMixer, resolve_num_heads
 from aft_vision.layers.position_bias import check_kernel_size
-from aft_vision.ops import aten
 
 
 class AFTOnehot(AFTMixer):
@@ -62,8 +61,5 @@ class AFTOnehot(AFTMixer):
         if grid is None:
             raise ValueError('AFTOnehot needs the token grid (H, W), got None')
         q, k, v = self._project(x)
-        if self.exportable:
-            y = aten.aft_onehot(q, k, v, self.offset, self.weight, grid, mask)
-        else:
-            y = ops.aft_onehot(q, k, v, self.offset, self.weight, grid, mask)
+        y = ops.aft_onehot(q, k, v, self.offset, self.weight, grid, mask, self._backend())
         return self.proj_drop(self.proj(y))

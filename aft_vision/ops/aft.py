@@ -7,14 +7,16 @@ They are differentiated once, in reverse or forward: autograd, dual tensors, tor
 and vmap over any input. Along a tangent of the bias the weights of a block of targets are formed, O(B T T D) time. A
 second derivative is a RuntimeError, except in reverse over forward; `aten` has those of the whole-sequence forms.
 
-Backends: 'eager' is torch operations and covers everything; 'cpp' a kernel compiled for the CPU; 'triton' kernels for
+Backends: 'eager' is torch operations and takes any inputs; 'cpp' a kernel compiled for the CPU; 'triton' kernels for
 CUDA devices, in float32, bfloat16 and float16 with sums in float32, a RuntimeError where Triton is installed and cannot
-compile; 'auto' the fastest that covers the inputs and works.
+compile; 'auto' the fastest of these that supports the inputs and works; 'aten' the plain graphs of `aten`, without a
+custom operator, for exporters.
 """
 
 import torch
 from torch import Tensor
 
+from aft_vision.ops.operator import ATEN
 from aft_vision.ops.tracing import fix_grid, keeps_sums
 
 
@@ -35,6 +37,8 @@ def aft_full(
     Raises:
         ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
     """
+    if not torch.jit.is_scripting() and backend == 'aten':
+        return ATEN['aft_full'](q, k, v, bias, mask)
     return torch.ops.aft_vision.aft_full(q, k, v, bias, mask, keeps_sums(), backend)[0]
 
 
@@ -55,6 +59,8 @@ def aft_local(
     Raises:
         ValueError: shapes do not match, the band's width is even, mask is not a bool (B, T), or the backend is unknown.
     """
+    if not torch.jit.is_scripting() and backend == 'aten':
+        return ATEN['aft_local'](q, k, v, band, mask)
     return torch.ops.aft_vision.aft_local(q, k, v, band, mask, keeps_sums(), backend)[0]
 
 
@@ -72,6 +78,8 @@ def aft_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = Non
     Raises:
         ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
     """
+    if not torch.jit.is_scripting() and backend == 'aten':
+        return ATEN['aft_simple'](q, k, v, mask)
     return torch.ops.aft_vision.aft_simple(q, k, v, mask, keeps_sums(), backend)[0]
 
 
@@ -106,6 +114,8 @@ def aft_conv(
         ValueError: shapes do not match, s is even, h does not divide D, H * W is not the number of tokens, mask is not
             a bool (B, H * W), or the backend is unknown.
     """
+    if not torch.jit.is_scripting() and backend == 'aten':
+        return ATEN['aft_conv'](q, k, v, kernel, grid, mask, global_context)
     k, sizes = fix_grid(k, grid)
     return torch.ops.aft_vision.aft_conv(q, k, v, kernel, sizes, mask, global_context, keeps_sums(), backend)[0]
 
@@ -140,5 +150,7 @@ def aft_onehot(
         ValueError: shapes do not match, offset is not int64, h does not divide D, H * W is not the number of tokens,
             mask is not a bool (B, H * W), or the backend is unknown.
     """
+    if not torch.jit.is_scripting() and backend == 'aten':
+        return ATEN['aft_onehot'](q, k, v, offset, weight, grid, mask)
     k, sizes = fix_grid(k, grid)
     return torch.ops.aft_vision.aft_onehot(q, k, v, offset, weight, sizes, mask, keeps_sums(), backend)[0]

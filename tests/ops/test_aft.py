@@ -133,8 +133,7 @@ def test_masked_tokens_may_be_anything(name: str, form: str):
         'aft_conv': conv_inputs((3, 5), 66, 66, 3),
         'aft_onehot': onehot_inputs((3, 5), 66, 66),
     }[name]
-    op = getattr(aten if form == 'aten' else ops, name)
-    others = {} if form == 'aten' else {'backend': form}
+    op, others = getattr(ops, name), {'backend': form}
     assert_masked_tokens_have_no_effect(lambda **x: op(**x, **others), inputs, make_mask(2, 15))
 
 
@@ -154,7 +153,7 @@ def test_masked_tokens_may_be_anything(name: str, form: str):
     ids=['full', 'simple', 'local', 'toeplitz', 'depthwise', 'onehot', 'onehot, a head per channel'],
 )
 def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(name: str, inputs, form: str, dtype: torch.dtype):
-    op, others = (getattr(aten, name), {}) if form == 'aten' else (getattr(ops, name), {'backend': form})
+    op, others = getattr(ops, name), {'backend': form}
     assert_keys_of_minus_infinity_are_masked(lambda **x: op(**x, **others), getattr(reference, name), inputs, dtype)
 
 
