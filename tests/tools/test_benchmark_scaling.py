@@ -1,17 +1,23 @@
-"""Time and memory against the number of tokens: the fits, the limits, the picture."""
+"""Time and memory against the number of tokens or pixels: the fits, the limits, the pictures."""
 
 import json
 
 import pytest
+import timm
 import torch
 
 from aft_vision.visualize import new_figure
-from tools.benchmark import scaling
+from tools.benchmark import ops, pixels, scaling, times
 from tools.benchmark.__main__ import main
-from tools.benchmark.curves import draw_curves, fit_exponent, fit_scaling, format_scaling
-from tools.benchmark.scaling import Limit, Spent, measure_scaling
+from tools.benchmark.compare import Candidate
+from tools.benchmark.models import create_dense
+from tools.benchmark.ops import measure_tokens
+from tools.benchmark.pixels import fit_pixels, measure_pixels
+from tools.benchmark.printer import draw_curves
+from tools.benchmark.scaling import Limit, Shape, fit_exponent, fit_rows, measure_until
 
 CPU = torch.device('cpu')
+NO_LIMIT = Limit(60.0, 2**32)
 
 
 @pytest.mark.parametrize('power', [0.5, 1.0, 2.0])
@@ -22,128 +28,181 @@ def test_the_exponent_is_that_of_the_upper_half_of_the_range(power):
     assert fit_exponent(tokens, values) == pytest.approx(power)
     assert fit_exponent([128, 512, 2048], [7.0, 5.0 * 512**power, 5.0 * 2048**power]) == pytest.approx(power)
     assert fit_exponent([100, 200], [3.0, 3.0 * 2**power]) is None
-    assert fit_exponent([100], [3.0]) is None
+    assert fit_exponent([100, 200], [3.0, 3.0 * 2**power], upper=False) == pytest.approx(power)
     assert fit_exponent([128, 512, 2048], [0.0, 0.0, 0.0]) is None
 
 
 def test_an_operation_stops_where_it_could_take_more_than_the_limits():
-    spent = Spent(seconds=1.0, bytes=2**30)
-    assert spent.reason(4, Limit(4.0, 2**32)) is None
-    assert spent.reason(4, Limit(3.9, 2**32)) == 'a call could take 4 s, the limit is 3.9 s'
-    assert spent.reason(4, Limit(4.0, 2**31)) == 'a call could take 4 GiB, the limit is 2 GiB'
+    assert Limit(4.0, 2**32).reason(4.0, 2**32) is None
+    assert Limit(3.9, 2**32).reason(4.0, 2**32) == 'a call could take 4 s, the limit is 3.9 s'
+    assert Limit(4.0, 2**31).reason(4.0, 2**32) == 'a call could take 4 GiB, the limit is 2 GiB'
 
 
-def test_an_operation_that_stopped_stays_out_and_has_a_line(monkeypatch):
-    names = ['SDPA', 'AFT-simple causal']
-    monkeypatch.setattr(scaling, 'OPERATIONS', {name: scaling.OPERATIONS[name] for name in names})
-    monkeypatch.setattr(scaling, 'BASELINES', {})
-    times = iter([{'SDPA': 1e3, 'AFT-simple causal': 1.0}, {'AFT-simple causal': 2.0}, {'AFT-simple causal': 4.0}])
+def test_a_candidate_that_stopped_or_failed_stays_out_and_says_why(monkeypatch):
+    figures = iter(
+        [
+            {'a': {'milliseconds': 1e3}, 'b': {'milliseconds': 1.0}, 'c': {'error': 'RuntimeError: no'}},
+            {'b': {'milliseconds': 2.0}},
+            {'b': {'milliseconds': 4.0}},
+        ]
+    )
 
-    def time_calls(calls, device, rounds, progress, baselines):
-        found = next(times)
-        assert list(calls) == list(found)
-        assert baselines == dict.fromkeys(names, 'SDPA')
-        return {
-            name: {'milliseconds': ms, 'peak_bytes': 0, 'ratio': 1.0, 'ratio_quartiles': (1, 1)}
-            for name, ms in found.items()
-        }
+    def compare(candidates, device, rounds, directions, **kwargs):
+        found = next(figures)
+        assert [each.name for each in candidates] == list(found)
+        assert {each.baseline for each in candidates} == {'a'}
+        return [{'name': name, 'direction': directions[0], 'peak_bytes': 0, **each} for name, each in found.items()]
 
-    monkeypatch.setattr(scaling, 'time_calls', time_calls)
-    rows, stops = measure_scaling([32, 8, 16], Limit(1.5, 1e9), CPU, 'float32', 1)
-    assert [(row['tokens'], row['operation']) for row in rows] == [
-        (8, names[0]),
-        (8, names[1]),
-        (16, names[1]),
-        (32, names[1]),
-    ]
-    assert {row['baseline'] for row in rows} == {'SDPA'}
+    monkeypatch.setattr(scaling, 'compare', compare)
+    candidates = [Candidate(name, lambda training: None) for name in 'abc']
+    shapes = [Shape(1, tokens) for tokens in (8, 16, 32)]
+    rows = measure_until(lambda shape: candidates, shapes, Limit(1.5, 1e9), CPU, 1)
+    found = [(row['tokens'], row['name'], row.get('refused') or row.get('error')) for row in rows]
     reason = 'a call could take 4 s, the limit is 1.5 s'
-    assert stops == [{'operation': 'SDPA', 'before': 16, 'reason': reason}]
-    text = format_scaling(rows, fit_scaling(rows), stops)
-    assert f'SDPA stopped before T = 16: {reason}' in text
-    assert '1.00' in text
+    assert found == [
+        (8, 'a', None),
+        (8, 'b', None),
+        (8, 'c', 'RuntimeError: no'),
+        (16, 'a', reason),
+        (16, 'b', None),
+        (32, 'b', None),
+    ]
+    assert fit_rows(rows, 'tokens', ['milliseconds'])[1]['exponent'] == pytest.approx(1.0)
 
 
-def test_causal_operations_are_compared_with_causal_attention():
-    assert set(scaling.BASELINES) == {
-        name for name in scaling.OPERATIONS if name.startswith('AFT') and 'causal' in name
-    }
-    rows, _ = measure_scaling([8, 16], Limit(60.0, 2**30), CPU, 'float32', 1)
-    found = {row['operation']: row for row in rows if row['tokens'] == 16}
-    for name, row in found.items():
-        assert row['baseline'] == ('SDPA causal' if name in scaling.BASELINES else 'SDPA')
-        # One round: the ratio is that of the two times.
-        assert row['ratio'] == pytest.approx(found[row['baseline']]['milliseconds'] / row['milliseconds'])
-
-
-@pytest.mark.parametrize(('training', 'gib'), [(False, 32), (True, 64)])
-def test_the_first_length_is_not_tried_where_its_matrices_could_not_fit(monkeypatch, training: bool, gib: int):
+@pytest.mark.parametrize(('directions', 'gib'), [(('forward',), 32), (('training',), 64)])
+def test_the_first_length_is_not_tried_where_its_matrices_could_not_fit(monkeypatch, directions, gib: int):
     tried = []
 
-    def call(name, tokens, *args):
-        tried.append(name)
-        return lambda: torch.zeros(1)
+    def compare(candidates, *args, **kwargs):
+        tried.append([each.name for each in candidates])
+        return []
 
-    monkeypatch.setattr(scaling, '_call', call)
+    monkeypatch.setattr(scaling, 'compare', compare)
+    paper = "SDPA math, the paper's baseline"
     # 8 matrices of 4 GiB each at 32768 tokens, and one in AFT-full; twice as many in training.
-    for limit, left_out in ((gib, []), (gib - 1, [scaling.WRITTEN_OUT]), (0.1, [scaling.WRITTEN_OUT, 'AFT-full'])):
+    for limit, left_out in ((gib, []), (gib - 1, [paper]), (0.1, [paper, 'AFT-full'])):
         tried.clear()
-        shapes = [2**15, 2**15 + 1]
-        _, stops = measure_scaling(shapes, Limit(60.0, limit * 2**30), CPU, 'float32', 1, training)
-        assert [stop['operation'] for stop in stops if stop['before'] == 2**15] == left_out
-        assert set(tried) == set(scaling.OPERATIONS) - set(left_out)
-    assert f'a call could take {gib} GiB, the limit is 0.1 GiB' in {stop['reason'] for stop in stops}
+        rows = measure_tokens([2**15, 2**15 + 1], Limit(60.0, limit * 2**30), CPU, 'float32', 1, directions)
+        assert [row['name'] for row in rows if row['tokens'] == 2**15] == left_out
+        assert not {*left_out} & {*tried[0]}
+    assert f'a call could take {gib} GiB, the limit is 0.1 GiB' in {row['refused'] for row in rows}
 
 
-def test_every_operation_is_measured_drawn_and_written(tmp_path, capsys):
+def test_every_operation_is_measured_drawn_and_written(tmp_path, capsys, monkeypatch):
+    # The meter takes a quarter of a second a call; a test below has the true one.
+    monkeypatch.setattr(times, 'peak_memory', lambda call, device: 2**20)
     files = ['--png', str(tmp_path / 'scaling.png'), '--json', str(tmp_path / 'scaling.json')]
-    result = main(['--scaling', '16', '32', '64', '--rounds', '1', '--allow-load', *files])
+    main(['ops', '--tokens', '16', '32', '--training', '--rounds', '1', '--allow-load', *files])
     written = json.loads((tmp_path / 'scaling.json').read_text())
     assert (tmp_path / 'scaling.png').stat().st_size > 10_000
-    assert [fit['operation'] for fit in written['fits']] == list(scaling.OPERATIONS)
-    assert written['stops'] == result['stops'] == []
-    assert len(written['rows']) == 3 * len(scaling.OPERATIONS)
+    names = [each.name for each in ops.token_candidates(16, torch.float32, CPU)]
+    assert [row['name'] for row in written['rows']] == 2 * names
+    assert [fit['name'] for fit in written['fits']] == 2 * names
+    found = {row['name']: row for row in written['rows'] if row['tokens'] == 32}
+    for name, row in found.items():
+        first = found['SDPA causal' if name.startswith('AFT') and 'causal' in name else 'SDPA']
+        # One round: the ratio is that of the two times.
+        assert row['ratio'] == pytest.approx(first['milliseconds'] / row['milliseconds'])
     shown = capsys.readouterr().out
-    for name in scaling.OPERATIONS:
-        assert name in shown
+    assert all(name in shown for name in names)
+
+
+def test_the_memory_of_materialised_attention_is_quadratic_and_that_of_fused_attention_is_not(monkeypatch):
+    make, kept = ops.token_candidates, ('SDPA', "SDPA math, the paper's baseline", 'AFT-simple causal')
+    monkeypatch.setattr(ops, 'token_candidates', lambda *args: [each for each in make(*args) if each.name in kept])
+    rows = measure_tokens([128, 256, 512], NO_LIMIT, CPU, 'float32', 1)
+    exponents = {fit['name']: fit['exponent'] for fit in fit_rows(rows, 'tokens', ['peak_bytes'])}
+    assert exponents['SDPA'] < 1.2
+    assert exponents['AFT-simple causal'] < 1.2
+    assert exponents["SDPA math, the paper's baseline"] > 1.7
 
 
 def test_a_curve_that_lies_on_another_is_seen():
     rows = [
-        {'operation': name, 'tokens': tokens, 'milliseconds': 1.0, 'peak_bytes': tokens * 2**20}
+        {'direction': 'forward', 'name': name, 'tokens': tokens, 'peak_bytes': tokens * 2**20}
         for name in ('SDPA', 'SDPA causal')
         for tokens in (8, 16, 32)
     ]
     axes = new_figure(4, 4).subplots()
-    draw_curves(axes, rows, fit_scaling(rows), 'peak_bytes', 'peak')
+    draw_curves(axes, rows, fit_rows(rows, 'tokens', ['peak_bytes']), 'tokens')
     first, second = axes.get_lines()
     assert list(first.get_ydata()) == list(second.get_ydata()) == [8, 16, 32]
     assert first.get_linestyle() != second.get_linestyle()
     assert second.get_label() == 'SDPA causal: exponent 1.00'
 
 
-def test_training_takes_more_memory(monkeypatch):
-    names = ['SDPA', 'AFT-full', 'AFT-simple causal']
-    monkeypatch.setattr(scaling, 'OPERATIONS', {name: scaling.OPERATIONS[name] for name in names})
-    found = [
-        measure_scaling([16, 24], Limit(60.0, 2**30), CPU, 'float32', 1, training)[0] for training in (False, True)
-    ]
-    for forward, both in zip(*found, strict=True):
-        assert both['peak_bytes'] > forward['peak_bytes']
-
-
-def test_the_memory_of_materialised_attention_is_quadratic_and_that_of_fused_attention_is_not(monkeypatch):
-    chosen = {name: make for name, make in scaling.OPERATIONS.items() if not name.startswith(('AFT-full', 'AFT-local'))}
-    monkeypatch.setattr(scaling, 'OPERATIONS', chosen)
-    rows, stops = measure_scaling([128, 256, 512], Limit(60.0, 2**30), CPU, 'float32', 1)
-    fits = {fit['operation']: fit['peak_bytes'] for fit in fit_scaling(rows)}
-    written_out = next(name for name in fits if 'math' in name)
-    assert fits[written_out] > 1.7
-    assert fits['SDPA'] < 1.2
-    assert fits['AFT-simple causal'] < 1.2
-    assert stops == []
-
-
-def test_one_length_has_no_curve():
+def test_one_size_has_no_curve():
     with pytest.raises(ValueError, match=r'at least 2 lengths from 1 token, got \[64, 64\]'):
-        measure_scaling([64, 64], Limit(1.0, 1.0), CPU, 'float32', 1)
+        measure_tokens([64, 64], NO_LIMIT, CPU, 'float32', 1)
+    with pytest.raises(ValueError, match='at least 2 image sizes of different area'):
+        measure_pixels(['aft_conv_tiny'], [(64, 32), (32, 64)])
+
+
+@pytest.fixture
+def shallow(monkeypatch):
+    """Feature extractors of two blocks."""
+    kwargs = dict(features_only=True, out_indices=[0, 1], dynamic_img_size=True, dynamic_img_pad=True)
+    monkeypatch.setattr(pixels, 'create_dense', lambda name, device: timm.create_model(name, **kwargs).to(device))
+
+
+@pytest.mark.usefixtures('shallow')
+def test_memory_of_aft_conv_is_linear_in_pixels_and_materialised_attention_is_not(monkeypatch, tmp_path, capsys):
+    # Memory does not depend on what others do.
+    monkeypatch.setattr('tools.machine.LoadMeter.load', lambda meter: 0.54)
+    names = ['aft_conv_tiny', 'deit_tiny_patch16_224']
+    options = ['--models', *names, '--sizes', '384', '224', '256x384', '--png', str(tmp_path / 'memory.png')]
+    result = main(['memory', *options])
+    conv, fused, materialised = result['fits']
+    assert [fit['name'] for fit in (fused, materialised)] == [
+        f'{names[1]}, {kind}' for kind in ('fused', 'materialised')
+    ]
+    assert 0.85 < conv['exponent'] <= 1.05
+    assert 0.9 < fused['exponent'] <= 1.05
+    assert materialised['exponent'] > 1.4
+    assert fused['slope_ratio'] == 1.0
+    # The input of a block, the queries, keys and values, and the result: 5 maps at least, of 192 channels in float32.
+    assert conv['bytes_per_pixel'] > 5 * 192 * 4 / 16**2
+    largest = [row['peak_bytes'] for row in result['rows'] if row['pixels'] == 384 * 384]
+    assert largest[2] > 2 * 3 * 577**2 * 4 > largest[1]
+    assert (tmp_path / 'memory.png').stat().st_size > 10_000
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ('threads; float32; torch', '256x384', 'exponent', 'bytes/pixel'))
+
+
+@pytest.mark.usefixtures('shallow')
+def test_training_keeps_the_attention_weights_that_are_materialised():
+    rows = measure_pixels(['deit_tiny_patch16_224'], [(64, 64), (128, 64)], batch_size=2, training=True)
+    forward, training = ([row for row in rows if row['direction'] == each] for each in ('forward', 'training'))
+    assert [row['pixels'] for row in training] == [2 * 64 * 64, 2 * 128 * 64] * 2
+    for less, more in zip(forward, training, strict=True):
+        assert less['peak_bytes'] < more['saved_bytes'] < more['peak_bytes']
+    more = training[3]['saved_bytes'] - training[1]['saved_bytes']
+    # In 2 blocks of 3 heads, of 2 images with 32 patches and a class token; fused attention keeps a number per row.
+    assert more == pytest.approx(2 * 2 * 3 * (33**2 - 33) * 4, rel=0.01)
+
+
+def test_fits_find_exponent_and_slope():
+    kinds = (
+        ('line', None, lambda x: 40 * x + 1000),
+        ('power', True, lambda x: 3 * x**1.5),
+        ('half', None, lambda x: 20 * x),
+    )
+    rows = [
+        dict(name=name, fused=fused, pixels=x, direction='forward', peak_bytes=value(x))
+        for name, fused, value in kinds
+        for x in (10_000, 40_000, 90_000)
+    ]
+    line, power, half = fit_pixels(rows)
+    assert line['bytes_per_pixel'] == pytest.approx(40)
+    assert line['exponent'] == pytest.approx(1.0, abs=0.01)
+    assert power['exponent'] == pytest.approx(1.5)
+    assert (half['exponent'], half['bytes_per_pixel']) == pytest.approx((1.0, 20))
+    assert power['slope_ratio'] == 1.0
+    assert half['slope_ratio'] == pytest.approx(20 / power['bytes_per_pixel'])
+
+
+def test_a_feature_extractor_takes_any_size():
+    for name in ('aft_full_tiny', 'deit_tiny_patch16_224', 'resnet18'):
+        maps = create_dense(name, CPU)(torch.zeros(1, 3, 64, 43))
+        assert maps[-1].shape[-2:] == ((2, 2) if name == 'resnet18' else (4, 3))

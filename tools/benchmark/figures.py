@@ -1,56 +1,83 @@
-"""How each kind of figure of the table of goals is measured; every function gives what measures it."""
+"""How each kind of figure of the table of goals is measured; every function returns what measures it."""
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
-import timm
 import torch
 from timm.layers import Attention
 from timm.utils import reparameterize_model
 from torch import Tensor, nn
 
 from aft_vision.layers import AFTConv
-from aft_vision.timing import time_interleaved
-from tools.benchmark.compare import DIRECTIONS, materialised, too_large, with_backward
+from aft_vision.timing import quartiles, time_interleaved, time_rounds
+from tools.benchmark import gpu
+from tools.benchmark.compare import compare, materialised, too_large, with_backward
 from tools.benchmark.decode import measure_decode
-from tools.benchmark.goals import Figure
-from tools.benchmark.kernel_time import time_kernels
 from tools.benchmark.memory import peak_memory, saved_memory
-from tools.benchmark.models import materialise_attention
-from tools.benchmark.onehot import Shape, measure_onehot
-from tools.benchmark.operations import CPU, KERNEL_SIZE, Operation
+from tools.benchmark.models import create_classifier, runtime_candidate
+from tools.benchmark.ops import CPU, KERNEL_SIZE, Operation, onehot_group
 from tools.benchmark.times import Call
 from tools.machine import autocast, free_memory
 
-Measure = Callable[[int], Figure]
 # The paper's baseline is shown, not promised.
 PAPER_ROUNDS = 3
 # The times of kernels hardly vary.
 KERNEL_ROUNDS = 5
 
 
+class Figure(NamedTuple):
+    """A measured figure.
+
+    Args:
+        ratio_quartiles: Over the rounds, where it is a time.
+        paper: The same against materialised attention, the paper's baseline, where that was measured.
+        milliseconds_pair: Of a call of what is compared with, and of ours, on a GPU.
+        kernel_milliseconds_pair: Of the kernels in them, without what the host adds, where they could be told.
+    """
+
+    value: float
+    ratio_quartiles: tuple[float, float] | None = None
+    paper: float | None = None
+    milliseconds_pair: tuple[float, float] | None = None
+    kernel_milliseconds_pair: tuple[float, float] | None = None
+
+
+Measure = Callable[[int], Figure]
+
+
 def speed(
-    operation: Operation,
-    dtype: torch.dtype = torch.float32,
-    training: bool = False,
-    device: torch.device = CPU,
+    operation: Operation, dtype: torch.dtype = torch.float32, training: bool = False, device: torch.device = CPU
 ) -> Measure:
-    """Time of attention over that of the operation."""
+    """Return a measure of the time of attention over that of the operation."""
 
     def measure(rounds: int) -> Figure:
         batch, tokens, _ = operation.shape
-        room = free_memory(device)
-        fits = room is None or not too_large(batch, operation.heads, tokens, 1 + training, room)
-        attend, operate, *paper = operation.calls(dtype, training, device, written_out=fits)
+        free = free_memory(device)
+        with_paper = free is None or not too_large(batch, operation.heads, tokens, 1 + training, free)
+        attend, operate, *paper = operation.calls(dtype, training, device, with_paper)
         return _faster(attend, operate, rounds, paper[0] if paper else None, device)
 
     return measure
 
 
+def call_cost(operation: Operation) -> Measure:
+    """Return a measure of the time of the operation in inference over that of attention."""
+
+    def measure(rounds: int) -> Figure:
+        with torch.inference_mode():
+            attend, operate, _ = operation.calls()
+            return _faster(operate, attend, rounds)
+
+    return measure
+
+
 def memory(operation: Operation) -> Measure:
-    """Peak of the forward over that of attention."""
+    """Return a measure of the peak of the forward over that of attention."""
 
     def measure(rounds: int) -> Figure:
         theirs, own, paper = (peak_memory(call, CPU) for call in operation.calls())
@@ -60,7 +87,7 @@ def memory(operation: Operation) -> Measure:
 
 
 def kept(operation: Operation) -> Measure:
-    """What is kept for the backward over what attention keeps."""
+    """Return a measure of the bytes kept for the backward over those of attention."""
 
     def measure(rounds: int) -> Figure:
         attention, own = operation.attention(training=True), operation.own(training=True)
@@ -73,20 +100,15 @@ def kept(operation: Operation) -> Measure:
 
 
 def layer_speed(dim: int, heads: int, batch: int, training: bool) -> Measure:
-    """Time of a multi-head attention layer over that of an AFT-conv layer, kernel 11, on a 14 x 14 grid."""
+    """Return a measure of the time of a multi-head layer over that of AFT-conv, kernel 11, on a 14 x 14 grid."""
 
     def measure(rounds: int) -> Figure:
         grid = (14, 14)
         x = torch.randn(batch, grid[0] * grid[1], dim)
         attention = Attention(dim, dim // 64, qkv_bias=True)
         conv = AFTConv(dim, num_heads=heads, kernel_size=KERNEL_SIZE)
-
-        def attend() -> Tensor:
-            return attention(x)
-
-        def mix() -> Tensor:
-            return conv(x, grid)
-
+        attend: Callable[[], Tensor] = partial(attention, x)
+        mix: Callable[[], Tensor] = partial(conv, x, grid)
         if training:
             x.requires_grad_()
             theirs = with_backward(attend, [x, *attention.parameters()])
@@ -99,17 +121,17 @@ def layer_speed(dim: int, heads: int, batch: int, training: bool) -> Measure:
     return measure
 
 
-def model_speed(name: str, baseline: str, batch: int, dtype: str = 'float32', training: bool = False) -> Measure:
-    """Time of a model of timm over that of one of ours, at 224 px."""
+def model_speed(
+    name: str, baseline: str, batch: int, dtype: str = 'float32', training: bool = False, size: int = 224
+) -> Measure:
+    """Return a measure of the time of a model of timm over that of one of ours, at a side in pixels."""
 
     def measure(rounds: int) -> Figure:
-        models = [timm.create_model(each).train(training) for each in (baseline, name, baseline)]
-        materialise_attention(models[2])
-        images = torch.randn(batch, 3, 224, 224)
+        theirs, ours, paper = _three_models(name, baseline, training, size)
+        images = torch.randn(batch, 3, size, size)
         if training:
-            theirs, ours, paper = (_training_step(model, images) for model in models)
-            return _faster(theirs, ours, rounds, paper)
-        theirs, ours, paper = map(reparameterize_model, models)
+            steps = [_training_step(model, images) for model in (theirs, ours, paper)]
+            return _faster(steps[0], steps[1], rounds, steps[2])
         with torch.inference_mode(), autocast(CPU, dtype):
             return _faster(lambda: theirs(images), lambda: ours(images), rounds, lambda: paper(images))
 
@@ -117,25 +139,44 @@ def model_speed(name: str, baseline: str, batch: int, dtype: str = 'float32', tr
 
 
 def model_memory(name: str, baseline: str, batch: int) -> Measure:
-    """Peak of a training step of one of our models over that of one of timm."""
+    """Return a measure of the peak of a training step of one of our models over that of one of timm."""
 
     def measure(rounds: int) -> Figure:
         images = torch.randn(batch, 3, 224, 224)
-        models = [timm.create_model(each) for each in (name, baseline, baseline)]
-        materialise_attention(models[2])
-        own, theirs, paper = (peak_memory(_training_step(model, images), CPU) for model in models)
+        theirs, own, paper = (
+            peak_memory(_training_step(model, images), CPU) for model in _three_models(name, baseline, True, 224)
+        )
         return Figure(own / theirs, paper=own / paper)
 
     return measure
 
 
+def runtime_speed(name: str, baseline: str, size: int, runtime: str) -> Measure:
+    """Return a measure of the time of a model of timm over that of ours, exported, one thread and one image."""
+
+    def measure(rounds: int) -> Figure:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with TemporaryDirectory() as folder:
+                theirs, ours = (
+                    runtime_candidate(each, (1, 3, size, size), runtime, Path(folder)).prepare(False).forward
+                    for each in (baseline, name)
+                )
+                return _faster(theirs, ours, rounds)
+        finally:
+            torch.set_num_threads(threads)
+
+    return measure
+
+
 def growth(operation: Callable[[int], Operation], tokens: int) -> Measure:
-    """Time of twice the tokens over that of the tokens."""
+    """Return a measure of the time of twice the tokens over that of the tokens."""
     return lambda rounds: _faster(operation(2 * tokens).calls()[1], operation(tokens).calls()[1], rounds)
 
 
 def memory_exponent(operation: Callable[[int], Operation], lengths: Sequence[int]) -> Measure:
-    """The power of the tokens that the peak of the forward grows with; 1 is linear."""
+    """Return a measure of the power of the tokens that the peak of the forward grows with; 1 is linear."""
 
     def measure(rounds: int) -> Figure:
         peaks = [math.log(peak_memory(operation(length).calls()[1], CPU)) for length in lengths]
@@ -144,14 +185,48 @@ def memory_exponent(operation: Callable[[int], Operation], lengths: Sequence[int
     return measure
 
 
-def onehot_speed(training: bool) -> Measure:
-    """Time of AFT-conv over that of the operation with one offset a head, of the same result."""
+def onehot_speed(direction: str) -> Measure:
+    """Return a measure of the time of AFT-conv over that of the operation with one offset a head."""
 
     def measure(rounds: int) -> Figure:
-        direction = DIRECTIONS[training]
-        rows = measure_onehot(CPU, 'float32', rounds, (Shape(8, 384, 384),))
-        row = next(row for row in rows if (row['direction'], row['form']) == (direction, 'one-hot'))
+        candidates = onehot_group((8, 196, 384), 384, (14, 14)).candidates[:2]
+        row = compare(candidates, CPU, rounds, directions=[direction])[1]
+        if 'error' in row:
+            raise RuntimeError(row['error'])
         return Figure(row['ratio'], row['ratio_quartiles'])
+
+    return measure
+
+
+def roofline_share(
+    operation: Operation,
+    dtype: torch.dtype,
+    device: torch.device,
+    side: int = gpu.MATRIX_SIDE,
+    size: int = gpu.COPY_BYTES,
+) -> Measure:
+    """Return a measure of the shortest time that a device could take for a forward over that of its kernels.
+
+    Where the kernels cannot be told from the rest, as on a CPU, it is the time of the call.
+
+    Args:
+        side, size: Of the matrices and of the copy whose rates are taken for what the device does at best.
+    """
+
+    def measure(rounds: int) -> Figure:
+        flops, bandwidth = gpu.device_rates(dtype, device, rounds, side, size)
+        least = max(gpu.count_flops(operation) / flops, gpu.count_bytes(operation, dtype) / bandwidth)
+        call = operation.calls(dtype, device=device, with_paper=False)[1]
+        (whole,) = time_rounds([call], device, rounds, warmup=3)
+        found = gpu.time_kernels([call], device, rounds)
+        kernels = whole if found is None else found[0]
+        shares = [least / seconds for seconds in kernels]
+        return Figure(
+            median(shares),
+            quartiles(shares),
+            milliseconds_pair=(1e3 * least, 1e3 * median(whole)),
+            kernel_milliseconds_pair=None if found is None else (1e3 * least, 1e3 * median(kernels)),
+        )
 
     return measure
 
@@ -163,26 +238,32 @@ class Decoding:
         self.model_args = model_args
         self._rows: dict[int, list[dict[str, Any]] | Exception] = {}
 
-    def speed(self, name: str, batch: int) -> Measure:
-        """Time of an image with the Transformer over that with a model."""
-        return lambda rounds: self._figure(rounds, name, batch, 'ratio')
+    def figure(self, name: str, batch: int, key: str) -> Measure:
+        """Return a measure of a figure of `measure_decode`: `ratio` or `flatness`."""
 
-    def flatness(self, name: str, batch: int) -> Measure:
-        """Time of the last token over that of an early one."""
-        return lambda rounds: self._figure(rounds, name, batch, 'flatness')
+        def measure(rounds: int) -> Figure:
+            row = next(row for row in self._measured(rounds) if (row['model'], row['batch_size']) == (name, batch))
+            return Figure(row[key], row[f'{key}_quartiles'])
 
-    def _figure(self, rounds: int, name: str, batch: int, key: str) -> Figure:
+        return measure
+
+    def _measured(self, rounds: int) -> list[dict[str, Any]]:
         if rounds not in self._rows:
             try:
                 self._rows[rounds] = measure_decode(CPU, rounds, **self.model_args)
-            # It would fail for every figure anew, after minutes.
+            # It would fail for every figure again, after minutes.
             except Exception as error:
                 self._rows[rounds] = error
         found = self._rows[rounds]
         if isinstance(found, Exception):
             raise found
-        row = next(row for row in found if (row['model'], row['batch_size']) == (name, batch))
-        return Figure(row[key], row[f'{key}_quartiles'])
+        return found
+
+
+def _three_models(name: str, baseline: str, training: bool, size: int) -> list[nn.Module]:
+    """Return a model of timm, one of ours, and that of timm with materialised attention."""
+    kinds = ((baseline, False), (name, False), (baseline, True))
+    return [create_classifier(each, (size, size), CPU, written_out, training) for each, written_out in kinds]
 
 
 def _training_step(model: nn.Module, images: Tensor) -> Call:
@@ -200,8 +281,8 @@ def _faster(
     if device.type != 'cuda':
         # Absolute times of a processor say nothing of another.
         return figure
-    kernels = time_kernels([baseline, candidate], device, min(rounds, KERNEL_ROUNDS))
+    kernels = gpu.time_kernels([baseline, candidate], device, min(rounds, KERNEL_ROUNDS))
     return figure._replace(
-        milliseconds=(1e3 * first.seconds, 1e3 * own.seconds),
-        kernel_milliseconds=None if kernels is None else (1e3 * median(kernels[0]), 1e3 * median(kernels[1])),
+        milliseconds_pair=(1e3 * first.seconds, 1e3 * own.seconds),
+        kernel_milliseconds_pair=None if kernels is None else (1e3 * median(kernels[0]), 1e3 * median(kernels[1])),
     )

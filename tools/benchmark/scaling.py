@@ -1,104 +1,41 @@
-"""Time and memory of operations against the number of tokens."""
+"""Time and memory against the size of the inputs: measuring until a limit, and exponents."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from aft_vision import ops
-from tools.benchmark.compare import PAPER_BASELINE, Prepared, with_backward
-from tools.benchmark.operations import KERNEL_SIZE, attention
-from tools.benchmark.times import Call, time_calls
-from tools.machine import PRECISIONS
+from tools.benchmark.compare import Candidate, compare
 
 TOKENS = tuple(2**power for power in range(7, 17))
-DIM, HEADS, WINDOW, BIAS_DIM = 256, 4, 256, 64
 
 
 class Shape(NamedTuple):
-    """What a call works on: texts of a batch, and tokens of each."""
+    """The inputs of a call: texts of a batch, and tokens of each."""
 
     batch: int
     tokens: int
 
-    @property
-    def work(self) -> int:
-        """What no call grows faster than."""
-        return self.batch * self.tokens**2
-
 
 class Limit(NamedTuple):
-    """What a call may take: an operation stops before a length at which it could take more."""
+    """The most that a call may take: a candidate stops before a length at which it could take more."""
 
     seconds: float
     bytes: float
 
-
-class Spent(NamedTuple):
-    """What a call of an operation has taken."""
-
-    seconds: float
-    bytes: float
-
-    def reason(self, growth: float, limit: Limit) -> str | None:
-        """Why a call that takes up to so many times as much is not tried, or None."""
-        seconds, size = self.seconds * growth, self.bytes * growth
-        if seconds > limit.seconds:
-            return f'a call could take {seconds:.3g} s, the limit is {limit.seconds:g} s'
-        if size > limit.bytes:
-            return f'a call could take {size / 2**30:.3g} GiB, the limit is {limit.bytes / 2**30:.3g} GiB'
+    def reason(self, seconds: float, size: float) -> str | None:
+        """Return why a call that could take so much is not tried, or None."""
+        if seconds > self.seconds:
+            return f'a call could take {seconds:.3g} s, the limit is {self.seconds:g} s'
+        if size > self.bytes:
+            return f'a call could take {size / 2**30:.3g} GiB, the limit is {self.bytes / 2**30:.3g} GiB'
         return None
 
 
-def measure_scaling(
-    tokens: Sequence[int],
-    limit: Limit,
-    device: torch.device,
-    dtype: str,
-    rounds: int,
-    training: bool = False,
-    progress: bool = False,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure the operations of OPERATIONS at lengths, ascending, those of one length interleaved.
-
-    Args:
-        tokens: Lengths T.
-        dtype: Key of PRECISIONS, of q, k and v.
-        training: Forward and backward.
-
-    Returns:
-        What `measure_until` gives.
-
-    Raises:
-        ValueError: there are fewer than two lengths to fit a line through, or one is below 1.
-    """
-    precision = PRECISIONS[dtype] or torch.float32
-
-    def prepare(name: str, shape: Shape) -> Call:
-        return _call(name, shape.tokens, device, precision, training)
-
-    def guess(name: str, shape: Shape) -> float:
-        return 4.0 * MATRICES.get(name, 0) * (1 + training) * shape.tokens**2
-
-    shapes = [Shape(1, length) for length in ascending_lengths(tokens)]
-    with torch.set_grad_enabled(training):
-        return measure_until(
-            list(OPERATIONS),
-            shapes,
-            prepare,
-            limit,
-            device,
-            rounds,
-            baselines=BASELINES,
-            guess=guess,
-            progress=progress,
-        )
-
-
 def ascending_lengths(tokens: Sequence[int]) -> list[int]:
-    """The lengths, sorted and each once.
+    """Return the lengths sorted and each once.
 
     Raises:
         ValueError: there are fewer than two lengths to fit a line through, or one is below 1.
@@ -110,122 +47,83 @@ def ascending_lengths(tokens: Sequence[int]) -> list[int]:
 
 
 def measure_until(
-    names: Sequence[str],
+    make: Callable[[Shape], list[Candidate]],
     shapes: Sequence[Shape],
-    prepare: Callable[[str, Shape], Call],
     limit: Limit,
     device: torch.device,
     rounds: int,
     *,
-    baselines: Mapping[str, str] | None = None,
-    guess: Callable[[str, Shape], float] | None = None,
-    progress: bool = False,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure alternatives at one shape after the other, each until a call could take more than a limit.
+    dtype: str = 'float32',
+    directions: Sequence[str] = ('forward',),
+    guess: Callable[[str, Shape], float] = lambda name, shape: 0.0,
+) -> list[dict[str, Any]]:
+    """Measure candidates at one shape after the other, each until a call could take more than a limit.
 
     Args:
-        names: The first is compared to, unless `baselines` names another.
-        prepare: Makes the call of a name at a shape.
-        baselines: What a name is compared to.
-        guess: Bytes that a call of a name takes at least, for the first shape, which nothing was measured before; None
-            tries it.
+        make: Makes the candidates of a shape.
+        guess: Bytes that the first call of a name takes at least.
 
     Returns:
-        A row for each shape and name, `tokens`, `batch_size`, `operation`, its `baseline` and what `time_calls` gives,
-        with `ratio` None where the baseline has stopped; and for each that stopped `operation`, `before` (T) and
-        `reason`.
+        The rows of `compare` with `tokens` and `batch_size`. A candidate that stops has one row more with `refused`,
+        the reason; one that fails stops too.
     """
-    compared = {name: (baselines or {}).get(name, names[0]) for name in names}
     rows: list[dict[str, Any]] = []
-    stops: list[dict[str, Any]] = []
-    spent: dict[str, Spent] = {}
-    running = list(names)
-    for place, shape in enumerate(shapes):
-        calls: dict[str, Call] = {}
-        growth = shape.work / shapes[place - 1].work if place else 1.0
-        for name in running:
-            known = spent[name] if place else Spent(0.0, guess(name, shape) if guess else 0.0)
-            call, reason = _try(name, shape, prepare, known.reason(growth, limit))
-            if call is not None:
-                calls[name] = call
-            else:
-                stops.append({'operation': name, 'before': shape.tokens, 'reason': reason})
-        running = list(calls)
-        for name, figures in time_calls(calls, device, rounds, progress, compared).items():
-            spent[name] = Spent(figures['milliseconds'] / 1e3, figures['peak_bytes'])
-            place_of = {'tokens': shape.tokens, 'batch_size': shape.batch, 'operation': name}
-            rows.append({**place_of, 'baseline': compared[name], **figures})
-    return rows, stops
+    for direction in directions:
+        spent: dict[str, tuple[float, float]] = {}
+        stopped: set[str] = set()
+        for place, shape in enumerate(shapes):
+            label = {'tokens': shape.tokens, 'batch_size': shape.batch}
+            # No call grows faster than this.
+            growth = shape.batch * shape.tokens**2
+            growth /= shapes[place - 1].batch * shapes[place - 1].tokens ** 2 if place else growth
+            running = []
+            candidates = make(shape)
+            for each in candidates:
+                seconds, size = spent.get(each.name, (0.0, guess(each.name, shape)))
+                if each.name not in stopped and (reason := limit.reason(seconds * growth, size * growth)):
+                    stopped.add(each.name)
+                    rows.append({**label, 'direction': direction, 'name': each.name, 'refused': reason})
+                if each.name not in stopped:
+                    running.append(each._replace(baseline=each.baseline or candidates[0].name))
+            if running:
+                for row in compare(running, device, rounds, dtype=dtype, directions=[direction]):
+                    rows.append({**label, **row})
+                    if 'error' in row:
+                        stopped.add(row['name'])
+                    else:
+                        spent[row['name']] = row['milliseconds'] / 1e3, row['peak_bytes']
+    return rows
 
 
-def _try(
-    name: str, shape: Shape, prepare: Callable[[str, Shape], Call], reason: str | None
-) -> tuple[Call | None, str | None]:
-    # The call, which has run, or why there is none: the reason that is known before, or a lack of memory.
-    if reason is not None:
-        return None, reason
-    try:
-        call = prepare(name, shape)
-        call()
-    except torch.OutOfMemoryError:
-        return None, 'the device has no memory left'
-    return call, None
+def fit_exponent(x: Sequence[float], values: Sequence[float], upper: bool = True) -> float | None:
+    """Return the slope of the least-squares line through the logarithms.
+
+    Args:
+        upper: Fit the upper half of the range of x, in logarithms; else all of it.
+
+    Returns:
+        The power of x that the values grow with; None where fewer than two sizes are left.
+    """
+    points = [(a, b) for a, b in zip(x, values, strict=True) if b > 0]
+    middle = math.sqrt(min(a for a, _ in points) * max(a for a, _ in points)) if points and upper else 0.0
+    # Of 128 to 2048 the middle is 512, which a rounded root must not leave out.
+    points = [(a, b) for a, b in points if a >= middle * (1 - 1e-9)]
+    if len({a for a, _ in points}) < 2:
+        return None
+    logarithms = np.log(points)
+    return float(np.polyfit(logarithms[:, 0], logarithms[:, 1], 1)[0])
 
 
-def _call(name: str, tokens: int, device: torch.device, dtype: torch.dtype, training: bool) -> Call:
-    generator = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(1, tokens, DIM, generator=generator).to(device, dtype) for _ in 'qkv']
-    factors = [0.1 * torch.randn(tokens, BIAS_DIM, generator=generator).to(device) for _ in 'uv']
-    for x in (*qkv, *factors):
-        x.requires_grad_(training)
-    prepared = OPERATIONS[name](qkv, factors)
-    return with_backward(prepared.forward, prepared.leaves) if training else prepared.forward
-
-
-def _full(qkv: list[Tensor], factors: list[Tensor]) -> Prepared:
-    q, k, v = qkv
-    return Prepared(lambda: ops.aft_full(q, k, v, ops.factorized_bias(factors[0], factors[1])), [*qkv, *factors])
-
-
-def _local(qkv: list[Tensor], factors: list[Tensor]) -> Prepared:
-    q, k, v = qkv
-    window = min(WINDOW, q.shape[1])
-
-    def operate() -> Tensor:
-        return ops.aft_local_causal(q, k, v, ops.factorized_bias(factors[0], factors[1], window, causal=True))
-
-    return Prepared(operate, [*qkv, *factors])
-
-
-def _simple(qkv: list[Tensor]) -> Prepared:
-    q, k, v = qkv
-    return Prepared(lambda: ops.aft_simple_causal(q, k, v), qkv)
-
-
-def _conv(qkv: list[Tensor]) -> Prepared:
-    q, k, v = qkv
-    tokens = q.shape[1]
-    # The grid of so many tokens that is closest to a square.
-    height = next(side for side in range(math.isqrt(tokens), 0, -1) if tokens % side == 0)
-    kernel = 0.1 * torch.randn(DIM, KERNEL_SIZE, KERNEL_SIZE, generator=torch.Generator().manual_seed(1))
-    kernel = kernel.to(q.device).requires_grad_(q.requires_grad)
-    return Prepared(lambda: ops.aft_conv(q, k, v, kernel, (height, tokens // height)), [*qkv, kernel])
-
-
-BASELINE, CAUSAL, WRITTEN_OUT = 'SDPA', 'SDPA causal', f'SDPA math, {PAPER_BASELINE}'
-LOCAL, SIMPLE = f'AFT-local causal, s={WINDOW}', 'AFT-simple causal'
-# Each makes the operation of q, k and v (1, T, DIM) and the factors (T, BIAS_DIM) of a position bias.
-OPERATIONS: dict[str, Callable[[list[Tensor], list[Tensor]], Prepared]] = {
-    BASELINE: lambda qkv, factors: attention(qkv, HEADS),
-    CAUSAL: lambda qkv, factors: attention(qkv, HEADS, causal=True),
-    WRITTEN_OUT: lambda qkv, factors: attention(qkv, HEADS, written_out=True),
-    'AFT-full': _full,
-    LOCAL: _local,
-    SIMPLE: lambda qkv, factors: _simple(qkv),
-    f'AFT-conv, k={KERNEL_SIZE}, h=d': lambda qkv, factors: _conv(qkv),
-}
-
-# What is causal is compared to causal attention; all else to BASELINE.
-BASELINES = {LOCAL: CAUSAL, SIMPLE: CAUSAL}
-# (T, T) float32 matrices that are held at once, by the least count; twice as many in training.
-MATRICES = {WRITTEN_OUT: 2 * HEADS, 'AFT-full': 1}
+def fit_rows(
+    rows: Sequence[dict[str, Any]], x: str, quantities: Sequence[str], upper: bool = True
+) -> list[dict[str, Any]]:
+    """Return a fit for each direction, quantity and name: the `exponent` of the quantity as a power of `x`."""
+    fits = []
+    for direction in dict.fromkeys(row['direction'] for row in rows):
+        for quantity in quantities:
+            own = [row for row in rows if row['direction'] == direction and row.get(quantity) is not None]
+            for name in dict.fromkeys(row['name'] for row in own):
+                points = [(row[x], row[quantity]) for row in own if row['name'] == name]
+                exponent = fit_exponent(*zip(*points, strict=True), upper=upper)
+                fits.append({'direction': direction, 'quantity': quantity, 'name': name, 'exponent': exponent})
+    return fits

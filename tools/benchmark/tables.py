@@ -1,148 +1,170 @@
-"""AFT Tables 7 and 8: the paper's figures beside those of this machine."""
+"""AFT Tables 2, 4, 7 and 8: the paper's figures next to those of this machine."""
 
+import argparse
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from tools.benchmark.classifiers import classifier_candidate
-from tools.benchmark.compare import Candidate, compare, require_figures
-from tools.benchmark.models import create_classifier, has_fused_attention
+from aft_vision.models import create_decoder
+from aft_vision.models.autoregressive import AFTDecoder
+from tools.benchmark.compare import PAPER_BASELINE, Candidate, Prepared, compare, most_bytes, too_large, written_out
+from tools.benchmark.models import attention_too_large, classifier, create, has_fused_attention, with_rate
 from tools.benchmark.paper import TABLES, PaperRow
+from tools.benchmark.printer import Report
 
-MATERIALISED = 'materialised attention'
+VOCABULARY = 256
+
+
+def run(args: argparse.Namespace, device: torch.device) -> Report:
+    """Measure a table: training iterations of sequences, or inference of images."""
+    table = TABLES[args.number]
+    is_sequence = table.folder is not None
+    for option, unused in (('img_size', is_sequence), ('depth', not is_sequence)):
+        if unused and getattr(args, option) is not None:
+            numbers = '7 and 8' if is_sequence else '2 and 4'
+            raise ValueError(f'--{option.replace("_", "-")} is for tables {numbers}, got table {args.number}')
+    batch, size = args.batch_size or (1 if is_sequence else 32), args.img_size or table.size
+    sizes = dict(img_size=size, depth=args.depth, most=most_bytes(args.most_gib, device), compiled=args.compile)
+    rows = measure_table(args.number, batch, device, args.dtype, args.rounds, **sizes)
+    what = f'training iterations, T = {table.size}' if is_sequence else f'inference at {size} px'
+    cut = '' if args.depth is None else f', every model cut to {args.depth} block{"s" * (args.depth > 1)}'
+    return Report(rows, f'AFT Table {args.number}: {what}, batch of {batch}{cut}; the paper: {table.measured_on}')
 
 
 def measure_table(
     number: int,
-    batch_size: int,
-    img_size: int | None,
+    batch: int,
     device: torch.device,
     dtype: str,
     rounds: int,
+    *,
+    img_size: int = 224,
+    depth: int | None = None,
+    most: float = math.inf,
     compiled: bool = False,
-    progress: bool = False,
+    **model_args: Any,
 ) -> list[dict[str, Any]]:
-    """Measure inference of the models of a table, those of one size interleaved.
+    """Measure the models of a table, those with one baseline interleaved.
 
     Args:
         number: Key of TABLES.
-        img_size: Side in pixels; None is the table's.
-        dtype: Key of PRECISIONS.
+        img_size: Side in pixels, of Tables 7 and 8.
+        depth: Blocks of each model, of Tables 2 and 4; None is the row's.
+        most: Bytes; materialised attention that takes more is left out.
+        model_args: Replace those of the rows of Tables 2 and 4.
 
     Returns:
-        The rows of the table, and one more for each DeiT, with materialised attention. `paper` has the printed figures
-        or None, `measured` ours or None: `parameters`, `images_per_second`, its median `ratio` to the DeiT of the same
-        size with `ratio_quartiles`, `peak_memory_bytes` beyond weights and images, `memory_ratio`, and `compiled`, what
-        `time_compiled` gives with `images_per_second`, or None.
+        The rows of the table: the printed figures (`paper_...`) with those of `compare`, `parameters` and `per_second`
+        (iterations or images); one more for each baseline with materialised attention, or why it was left out, and for
+        each compiled form.
     """
     table = TABLES[number]
-    size = img_size or table.img_size
-    printed = {row.name: row for row in table.rows}
-    measured: dict[tuple[str | None, bool], dict[str, Any]] = {}
-    for baseline in dict.fromkeys(row.baseline for row in table.rows):
-        names = [row.model for row in table.rows if row.baseline == baseline and row.model]
-        names.sort(key=lambda name: name != printed[baseline].model)
-        measured |= _measure_group(names, batch_size, size, device, dtype, rounds, compiled, progress)
+    measure = partial(compare, device=device, rounds=rounds, dtype=dtype, compiled=compiled)
+    shortened = model_args if depth is None else {**model_args, 'depth': depth}
+    found: dict[int, list[dict[str, Any]]] = {}
+    ours = [place for place, row in enumerate(table.rows) if row.model]
+    for first in dict.fromkeys(table.rows[place].baseline for place in ours):
+        assert first is not None
+        group = {place: table.rows[place] for place in [first, *(place for place in ours if place != first)]}
+        group = {place: row for place, row in group.items() if row.baseline == first}
+        if table.folder is None:
+            measured = _images(group, (batch, 3, img_size, img_size), device, most, measure)
+        else:
+            measured = _sequences(group, batch, device, most, measure, shortened)
+        found |= measured
     rows = []
-    for row in table.rows:
-        rows.append(_row(row.name, row, printed[row.baseline], measured.get((row.model, False))))
-        if (row.model, True) in measured:
-            rows.append(_row(f'{row.name}, {MATERIALISED}', None, row, measured[row.model, True]))
+    for place, row in enumerate(table.rows):
+        first, *others = found.get(place, [{}])
+        base = None if row.baseline is None else table.rows[row.baseline].printed
+        rows.append({**first, 'name': row.name, 'model': row.model, **_printed(row.printed, base)})
+        rows += [{**other, 'name': f'{row.name}{other["name"].partition("@")[2]}'} for other in others]
     return rows
 
 
-def _measure_group(
-    names: list[str],
-    batch_size: int,
-    img_size: int,
+def _printed(printed: dict[str, float], base: dict[str, float] | None) -> dict[str, Any]:
+    paper = {'parameters', 'speed', 'memory_gb'}
+    found = {f'paper_{key}' if key in paper else key: value for key, value in printed.items()}
+    if base is not None and 'speed' in printed:
+        found['paper_ratio'] = printed['speed'] / base['speed']
+        found['paper_memory_ratio'] = printed['memory_gb'] / base['memory_gb']
+    return found
+
+
+def _images(
+    group: dict[int, PaperRow],
+    shape: tuple[int, int, int, int],
     device: torch.device,
-    dtype: str,
-    rounds: int,
-    compiled: bool,
-    progress: bool,
-) -> dict[tuple[str | None, bool], dict[str, Any]]:
-    # By model and whether its attention is materialised; the first is compared to.
-    shape = (batch_size, 3, img_size, img_size)
-    candidates: dict[tuple[str | None, bool], Candidate] = {}
-    parameters: dict[str, int] = {}
-    for name in dict.fromkeys(names):
-        model = create_classifier(name, img_size, device)
-        parameters[name] = sum(parameter.numel() for parameter in model.parameters())
-        for written_out in (False, True) if has_fused_attention(model) else (False,):
-            candidates[name, written_out] = classifier_candidate(name, shape, device, written_out)
-    found = compare(
-        list(candidates.values()), device, rounds, dtype=dtype, training=False, compiled=compiled, progress=progress
-    )
-    require_figures(found)
-    return {
-        (name, written_out): {
-            'parameters': parameters[str(name)],
-            'images_per_second': 1e3 * batch_size / row['eager']['milliseconds'],
-            'ratio': row['eager']['ratio'],
-            'ratio_quartiles': row['eager']['ratio_quartiles'],
-            'peak_memory_bytes': row['eager']['peak_bytes'],
-            'memory_ratio': row['eager']['peak_bytes'] / found[0]['eager']['peak_bytes'],
-            'compiled': row['compiled'] and _compiled(row['compiled'], batch_size),
-        }
-        for (name, written_out), row in zip(candidates, found, strict=True)
+    most: float,
+    measure: Callable[..., list[dict[str, Any]]],
+) -> dict[int, list[dict[str, Any]]]:
+    candidates, parameters, refused = [], {}, {}
+    for place, row in group.items():
+        model = create(str(row.model), shape[2:])
+        parameters[place] = sum(parameter.numel() for parameter in model.parameters())
+        candidates.append(classifier(str(row.model), shape, device)._replace(name=str(place)))
+        if has_fused_attention(model):
+            paper = classifier(str(row.model), shape, device, materialised=True)
+            if reason := attention_too_large(model, shape[0], False, most):
+                refused[place] = reason
+            else:
+                candidates.append(paper._replace(name=f'{place}@, {PAPER_BASELINE}'))
+    rows = measure(candidates, directions=('forward',))
+    return _by_place([with_rate(row, shape[0]) for row in rows], parameters, refused)
+
+
+def _sequences(
+    group: dict[int, PaperRow],
+    batch: int,
+    device: torch.device,
+    most: float,
+    measure: Callable[..., list[dict[str, Any]]],
+    model_args: dict[str, Any],
+) -> dict[int, list[dict[str, Any]]]:
+    first = next(iter(group))
+    models = {
+        place: create_decoder(str(row.model), **{**(row.arguments or {}), **model_args}).to(device).train()
+        for place, row in group.items()
     }
+    candidates = [iteration(str(place), model, batch, device) for place, model in models.items()]
+    refused = {}
+    baseline, heads = models[first], int(group[first].printed['heads'])
+    if reason := too_large(batch, heads, baseline.context, len(baseline.blocks), most):
+        refused[first] = reason
+    else:
+        paper = written_out(iteration(str(first), baseline, batch, device))
+        candidates.append(paper._replace(name=f'{first}@, {PAPER_BASELINE}'))
+    rows = measure(candidates, directions=('training',))
+    parameters = {place: sum(each.numel() for each in model.parameters()) for place, model in models.items()}
+    return _by_place([with_rate(row, 1) for row in rows], parameters, refused)
 
 
-def _compiled(figures: dict[str, Any], batch_size: int) -> dict[str, Any]:
-    return (
-        figures if 'error' in figures else {**figures, 'images_per_second': 1e3 * batch_size / figures['milliseconds']}
-    )
+def iteration(name: str, model: AFTDecoder, batch: int, device: torch.device) -> Candidate:
+    """Return a training iteration: loss of random tokens, gradients, and an update of AdamW."""
+
+    def prepare(training: bool) -> Prepared:
+        tokens = torch.randint(VOCABULARY, (batch, model.context), device=device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+        def learn(loss: torch.Tensor) -> None:
+            optimizer.zero_grad(set_to_none=False)
+            loss.backward()
+            optimizer.step()
+
+        return Prepared(lambda: model.nll(tokens).mean(), list(model.parameters()), [tokens], learn)
+
+    return Candidate(name, prepare)
 
 
-def _row(name: str, row: PaperRow | None, baseline: PaperRow, measured: dict[str, Any] | None) -> dict[str, Any]:
-    printed = row and {
-        'kernel': row.kernel,
-        'heads': row.heads,
-        'top1': row.top1,
-        'parameters_millions': row.parameters,
-        'images_per_second': row.images_per_second,
-        'ratio': row.images_per_second / baseline.images_per_second,
-        'memory_gb': row.memory_gb,
-        'memory_ratio': row.memory_gb / baseline.memory_gb,
-    }
-    return {'name': name, 'model': row.model if row else baseline.model, 'paper': printed, 'measured': measured}
-
-
-def format_table(number: int, rows: list[dict[str, Any]]) -> str:
-    """The rows of a table as text: the paper's columns, then ours."""
-    head = f'paper: {TABLES[number].measured_on}'
-    left = f'{"":34} {"kernel":>6} {"heads":>5} {"top-1":>5} {"params":>6} {"img/s":>6} {"ratio":>5} {"GB":>5}'
-    right = f'{"params":>11} {"img/s":>8} {"ratio":>5} {"quartiles":>12} {"MiB":>7} {"ratio":>5}'
-    if any(row['measured'] and row['measured']['compiled'] for row in rows):
-        right += ' | compiled img/s, ratio'
-    lines = [f'{"":34} {head:49} | here', f'{left} {"ratio":>5} | {right}']
-    return '\n'.join(
-        lines + [f'{row["name"]:34} {_printed(row["paper"])} | {_measured(row["measured"])}' for row in rows]
-    )
-
-
-def _printed(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return f'{"-":>6} {"-":>5} {"-":>5} {"-":>6} {"-":>6} {"-":>5} {"-":>5} {"-":>5}'
-    return (
-        f'{row["kernel"] or "-":>6} {row["heads"] or "-":>5} {row["top1"]:5.1f} {row["parameters_millions"]:5.1f}M '
-        f'{row["images_per_second"]:6g} {row["ratio"]:5.2f} {row["memory_gb"]:5.1f} {row["memory_ratio"]:5.2f}'
-    )
-
-
-def _measured(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return f'{"-":>11} {"-":>8} {"-":>5} {"-":>12} {"-":>7} {"-":>5}'
-    low, high = row['ratio_quartiles']
-    return (
-        f'{row["parameters"]:11,} {row["images_per_second"]:8.1f} {row["ratio"]:5.2f} {f"{low:.2f} - {high:.2f}":>12} '
-        f'{row["peak_memory_bytes"] / 2**20:7.1f} {row["memory_ratio"]:5.2f}{_format_compiled(row["compiled"])}'
-    )
-
-
-def _format_compiled(figures: dict[str, Any] | None) -> str:
-    if figures is None:
-        return ''
-    if 'error' in figures:
-        return f' | failed: {figures["error"][:100]}'
-    return f' | {figures["images_per_second"]:.1f}, ' + ('-' if figures['ratio'] is None else f'{figures["ratio"]:.2f}')
+def _by_place(
+    rows: list[dict[str, Any]], parameters: dict[int, int], refused: dict[int, str]
+) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        place = int(row['name'].partition('@')[0])
+        found.setdefault(place, []).append({**row, 'parameters': parameters[place]})
+    for place, reason in refused.items():
+        found[place].append({'name': f'@, {PAPER_BASELINE}', 'refused': reason})
+    return found

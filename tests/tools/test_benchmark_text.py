@@ -1,0 +1,160 @@
+"""Text encoders: against the number of tokens, and the latency of predicting conversions."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from tools.benchmark import scaling, text, times
+from tools.benchmark.__main__ import main
+from tools.benchmark.scaling import Limit, fit_rows
+from tools.benchmark.text import (
+    BASELINE,
+    FORMS,
+    MATERIALISED,
+    Size,
+    choose,
+    create_classifier,
+    create_predictor,
+    make_request,
+    measure_conversion,
+    measure_tokens,
+)
+
+CPU = torch.device('cpu')
+SMALL = Size(dim=16, heads=2, depth=1, ads=2, text_tokens=4)
+NO_LIMIT = Limit(60.0, 2**32)
+NAMES = [BASELINE, MATERIALISED, 'fastformer']
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The smallest encoders, and no meter, which takes a quarter of a second a call."""
+    monkeypatch.setattr(times, 'peak_memory', lambda call, device: 2**20)
+    monkeypatch.setattr(text, 'Size', lambda depth: SMALL)
+
+
+@pytest.mark.usefixtures('quick')
+def test_every_encoder_is_measured_at_lengths_drawn_and_written(tmp_path, capsys):
+    files = ['--png', str(tmp_path / 'curves.png'), '--json', str(tmp_path / 'figures.json')]
+    main(['text', '--tokens', '32', '16', '--total-tokens', '32', '--rounds', '1', '--allow-load', *files])
+    written, names = json.loads((tmp_path / 'figures.json').read_text()), choose(None)
+    assert len(names) == 8
+    for direction in ('forward', 'training'):
+        fits = [fit['name'] for fit in written['fits'] if fit['direction'] == direction]
+        assert fits == 2 * names
+        rows = [row for row in written['rows'] if row['direction'] == direction]
+        assert [(row['tokens'], row['batch_size'], row['name']) for row in rows] == [
+            (tokens, batch, name) for tokens, batch in ((16, 2), (32, 1)) for name in names
+        ]
+        for row in rows:
+            assert row['milliseconds'] == row['batch_milliseconds'] / row['batch_size']
+    assert (tmp_path / 'curves.png').stat().st_size > 10_000
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in names)
+
+
+def test_no_memory_but_that_of_materialised_attention_is_quadratic():
+    rows = measure_tokens([128, 256, 512], 128, NO_LIMIT, CPU, 'float32', 1, NAMES, SMALL)
+    for direction in ('forward', 'training'):
+        own = [row for row in rows if row['direction'] == direction]
+        exponents = {fit['name']: fit['exponent'] for fit in fit_rows(own, 'tokens', ['peak_bytes'])}
+        assert exponents[MATERIALISED] > 1.5
+        assert 0.8 < exponents[BASELINE] < 1.1
+        assert 0.8 < exponents['fastformer'] < 1.1
+    forward, training = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    assert all(more['peak_bytes'] > less['peak_bytes'] for less, more in zip(forward, training, strict=True))
+
+
+def test_an_encoder_stops_before_a_first_batch_of_which_a_part_takes_too_much(monkeypatch):
+    def compare(candidates, device, rounds, directions, **kwargs):
+        seconds = {BASELINE: 0.1, 'fastformer': 0.01}
+        return [
+            {'name': name, 'direction': directions[0], 'milliseconds': 1e3 * seconds[name], 'peak_bytes': 1}
+            for name in (each.name for each in candidates)
+        ]
+
+    monkeypatch.setattr(scaling, 'compare', compare)
+    rows = measure_tokens([2, 4], 64, Limit(1.0, 2**30), CPU, 'float32', 1, [BASELINE, 'fastformer'], SMALL)
+    reason = 'a call could take 1.6 s, the limit is 1 s'
+    for own in (rows[:3], rows[3:]):
+        assert [(row['name'], row['tokens'], row['batch_size'], row.get('refused')) for row in own] == [
+            (BASELINE, 2, 32, reason),
+            ('fastformer', 2, 32, None),
+            ('fastformer', 4, 16, None),
+        ]
+        assert [row['milliseconds'] for row in own[1:]] == [10 / 32, 10 / 16]
+
+
+def test_the_two_transformers_differ_in_the_form_of_their_attention_only():
+    fused, written_out = (create_classifier(name, 8, SMALL).eval() for name in (BASELINE, MATERIALISED))
+    written_out.load_state_dict(fused.state_dict())
+    embeds = torch.randn(2, 8, fused.config.embedding_size, generator=torch.Generator().manual_seed(0))
+    results = [model(inputs_embeds=embeds).logits for model in (fused, written_out)]
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+    assert [model.config._attn_implementation for model in (fused, written_out)] == ['sdpa', 'eager']
+
+
+@pytest.mark.usefixtures('quick')
+def test_every_encoder_is_measured_in_all_forms_of_a_request(tmp_path, capsys):
+    options = ['--rounds', '2', '--allow-load', '--json', str(tmp_path / 'figures.json')]
+    main(['text', '--behaviors', '9', '5', *options])
+    rows = json.loads((tmp_path / 'figures.json').read_text())['rows']
+    found = [(row['behaviors'], row['what'], row['name']) for row in rows]
+    assert found == [(length, words, name) for length in (5, 9) for words in FORMS.values() for name in choose(None)]
+    for row in rows:
+        assert row['rounds'] == (1 if row['what'] == FORMS['training'] else 2)
+        assert 0 < row['milliseconds'] <= row['p99_milliseconds']
+        low, high = row['ratio_quartiles']
+        assert low <= row['ratio'] <= high
+        if row['name'] == BASELINE:
+            assert row['ratio'] == row['peak_ratio'] == 1
+    assert all(words in capsys.readouterr().out for words in [FORMS['whole']])
+
+
+def test_no_request_but_that_of_materialised_attention_takes_memory_with_the_square_of_the_behaviours():
+    rows = measure_conversion([128, 512], SMALL, CPU, 'float32', 1, NAMES)
+
+    def peaks(form: str, behaviors: int) -> dict[str, int]:
+        kept = [row for row in rows if (row['what'], row['behaviors']) == (FORMS[form], behaviors)]
+        return {row['name']: row['peak_bytes'] for row in kept}
+
+    for name in NAMES:
+        # Four times as many behaviours: the weights are sixteen times as many.
+        assert (peaks('kept vectors', 512)[name] / peaks('kept vectors', 128)[name] > 8) == (name == MATERIALISED)
+        assert peaks('training', 512)[name] > 1.5 * peaks('whole', 512)[name]
+
+
+def test_the_two_forms_are_the_same_request(monkeypatch):
+    model = create_predictor('fastformer', 5, SMALL)
+    with torch.no_grad():
+        whole = make_request(model, 5, SMALL, CPU)['whole'].forward()
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(1, text.VOCAB, (7, 4), generator=draw)
+        texts = model.text_encoder(ids, torch.ones_like(ids))
+        # In place of the random vectors those of the texts.
+        monkeypatch.setattr(torch, 'randn', lambda *shape, generator: texts)
+        kept = make_request(model, 5, SMALL, CPU)['kept vectors'].forward()
+    assert whole.shape == (1, 2)
+    torch.testing.assert_close(kept, whole)
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (['--tokens', '16', '32', '--total-tokens', '0'], 'at least 1 token in a batch, got 0'),
+        (['--models', 'performer'], r"expected names among .*, got \['performer'\]"),
+        (['--behaviors', '0'], r'expected numbers of behaviours from 1, got \[0\]'),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        main(['text', *options, '--allow-load'])
+
+
+def test_the_extra_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'aft_vision.fastformer', None)
+    monkeypatch.delattr('aft_vision.fastformer', raising=False)
+    with pytest.raises(ImportError, match=r"text encoders need transformers: pip install 'aft-vision\[text\]'"):
+        choose(None)

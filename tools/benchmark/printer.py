@@ -1,0 +1,153 @@
+"""Rows of figures as text and as pictures: one table printer and one plot for every section."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aft_vision.visualize import new_figure
+
+# Characters of an error that are shown; the JSON has all of it.
+LONGEST_ERROR = 100
+
+
+class Report(NamedTuple):
+    """What a section measured.
+
+    Args:
+        rows: Of figures, as they are printed and written as JSON.
+        head: The line above them.
+        fits: Further rows, printed below.
+        draw: Writes the picture of it to a file.
+    """
+
+    rows: list[dict[str, Any]]
+    head: str
+    fits: list[dict[str, Any]] | None = None
+    draw: Callable[[Path], None] | None = None
+
+
+def format_rows(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as a table: of COLUMNS those that a row has something in, and at the end why a row has none."""
+    keys = [key for key in COLUMNS if any(_show(row, key) for row in rows)]
+    table = [[COLUMNS[key][0] for key in keys], *([_show(row, key) or '-' for key in keys] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    is_text = [any(isinstance(row.get(key), str) for row in rows) for key in keys]
+    lines = []
+    for row, cells in zip(({}, *rows), table, strict=True):
+        fields = zip(cells, widths, is_text, strict=True)
+        line = '  '.join(cell.ljust(width) if text else cell.rjust(width) for cell, width, text in fields)
+        reason = f'  failed: {row["error"][:LONGEST_ERROR]}' if row.get('error') else ''
+        reason += f'  left out: {row["refused"]}' if row.get('refused') else ''
+        lines.append(line.rstrip() + reason)
+    return '\n'.join(lines)
+
+
+def plot_curves(rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], x: str, title: str, path: Path) -> None:
+    """Draw each quantity of the fits over `x` with logarithmic axes, a panel for each direction and quantity.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    panels = list(dict.fromkeys((fit['direction'], fit['quantity']) for fit in fits))
+    figure = new_figure(7 * len(panels), 5.5)
+    for axes, (direction, quantity) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        own = [fit for fit in fits if (fit['direction'], fit['quantity']) == (direction, quantity)]
+        draw_curves(axes, [row for row in rows if row['direction'] == direction], own, x)
+        axes.set_title(direction)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+
+
+def draw_curves(axes: Any, rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], x: str) -> None:
+    """Draw the quantity of the fits over `x`, a curve for each of them, with its exponent in the legend."""
+    unit = 2**20 if fits[0]['quantity'].endswith('bytes') else 1
+    for place, fit in enumerate(fits):
+        own = [row for row in rows if row['name'] == fit['name'] and row.get(fit['quantity'])]
+        exponent = 'no exponent' if fit['exponent'] is None else f'exponent {fit["exponent"]:.2f}'
+        # Every other line is dashed, so that one that lies on another does not hide it.
+        style, label = '--' if place % 2 else '-', f'{fit["name"]}: {exponent}'
+        points = [row[x] for row in own], [row[fit['quantity']] / unit for row in own]
+        axes.plot(*points, linestyle=style, marker='o', markersize=4, label=label)
+    axes.set(xlabel=COLUMNS[x][0], ylabel=COLUMNS[fits[0]['quantity']][0], xscale='log', yscale='log')
+    axes.grid(alpha=0.3, which='both')
+    axes.legend(fontsize=8)
+
+
+def _show(row: dict[str, Any], key: str) -> str:
+    return '' if row.get(key) is None else COLUMNS[key][1](row[key])
+
+
+def _number(layout: str) -> Callable[[Any], str]:
+    return lambda value: format(value, layout)
+
+
+def _mib(value: float) -> str:
+    return f'{value / 2**20:.1f}'
+
+
+def _size(value: Sequence[int]) -> str:
+    return 'x'.join(map(str, value))
+
+
+def _pair(layout: str, between: str, pair: tuple[float, float]) -> str:
+    return between.join(format(value, layout) for value in pair)
+
+
+_QUARTILES, _MS_PAIR = partial(_pair, '.2f', ' - '), partial(_pair, '.4f', ' / ')
+# The title of each figure and its form; columns come in this order.
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    'row': ('row', str),
+    'group': ('group', str),
+    'size': ('size', _size),
+    'shape': ('shape', _size),
+    'direction': ('', str),
+    'quantity': ('fit of', lambda key: COLUMNS[key][0]),
+    'what': ('', str),
+    'tokens': ('T', str),
+    'behaviors': ('behaviours', str),
+    'pixels': ('pixels', str),
+    'batch_size': ('batch', str),
+    'name': ('', str),
+    'form': ('', lambda form: '' if form == 'eager' else form),
+    # The paper's figures.
+    'depth': ('L', str),
+    'dim': ('d', str),
+    'kernel': ('kernel', str),
+    'heads': ('h', str),
+    'top1': ('top-1', _number('.1f')),
+    'train_bits': ('train', _number('g')),
+    'test_bits': ('test', _number('g')),
+    'paper_parameters': ('params, M', _number('.1f')),
+    'paper_speed': ('paper /s', _number('g')),
+    'paper_ratio': ('ratio', _number('.2f')),
+    'paper_memory_gb': ('GB', _number('.1f')),
+    'paper_memory_ratio': ('ratio', _number('.2f')),
+    # Ours.
+    'parameters': ('params', _number(',')),
+    'token_ms': ('ms of a token by position', lambda by: ' '.join(f'{place}: {ms:.2f}' for place, ms in by.items())),
+    'flatness': ('last/300', _number('.3f')),
+    'image_seconds': ('image s', _number('.1f')),
+    'per_second': ('/s', _number('.4g')),
+    'milliseconds': ('ms', _number('.3f')),
+    'p99_milliseconds': ('p99 ms', _number('.3f')),
+    'at_most': ('', lambda at_most: 'at most' if at_most else ''),
+    'floor': ('floor', _number('g')),
+    'goal': ('goal', _number('g')),
+    'measured': ('measured', _number('.2f')),
+    'ratio': ('ratio', _number('.2f')),
+    'ratio_quartiles': ('quartiles', _QUARTILES),
+    'paper': ("paper's", _number('.2f')),
+    'peak_bytes': ('peak MiB', _mib),
+    'peak_ratio': ('to first', _number('.2f')),
+    'saved_bytes': ('kept MiB', _mib),
+    'state_bytes': ('state KiB', lambda value: f'{value / 1024:.0f}'),
+    'compile_seconds': ('compiling s', _number('.1f')),
+    'difference': ('differs', _number('.0e')),
+    'exponent': ('exponent', _number('.2f')),
+    'bytes_per_pixel': ('bytes/pixel', _number('.1f')),
+    'slope_ratio': ('slope', _number('.2f')),
+    'milliseconds_pair': ('ms', _MS_PAIR),
+    'kernel_milliseconds_pair': ('kernels ms', _MS_PAIR),
+    'verdict': ('', str),
+}
