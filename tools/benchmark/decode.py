@@ -1,5 +1,6 @@
 """Decoding one token at a time: AFT's state of constant size against a cache of keys and values."""
 
+import argparse
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +14,8 @@ from aft_vision import ops
 from aft_vision.layers import KeyValueState
 from aft_vision.models import AFTDecoder, DecoderState, Session, create_decoder
 from aft_vision.timing import compare_rounds, time_rounds
-from tools.benchmark.times import describe_error, fresh_compiler
+from tools.benchmark.printer import Report
+from tools.benchmark.times import describe_error, fresh_compiler, show_progress
 
 # The Transformer, which the others are compared to, comes first.
 MODELS = ('transformer_pixel', 'aft_local_pixel', 'aft_simple_pixel')
@@ -199,23 +201,8 @@ def integrate(positions: Sequence[int], seconds: Sequence[float]) -> float:
     return torch.trapezoid(y, x).item() * (positions[-1] + 1) / positions[-1]
 
 
-def format_decode(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text."""
-    positions = next((list(row['token_ms']) for row in rows if row['error'] is None), [])
-    head = ' '.join(f'{"t=" + str(place):>8}' for place in positions)
-    columns = f'{"last/300":>8} {"image s":>8} {"ratio":>6} {"quartiles":>13} {"state KiB/image":>15}'
-    lines = [f'{"":>5} {"ms per token":27} {head} {columns}']
-    for row in rows:
-        batch, name = f'B={row["batch_size"]}', f'{row["model"]}{", compiled" * (row["form"] == "compiled")}'
-        if row['error'] is not None:
-            lines.append(f'{batch:>5} {name:27} failed: {row["error"][:100]}')
-            continue
-        times = ' '.join(f'{row["token_ms"][place]:8.2f}' for place in positions)
-        flat = '-' if row['flatness'] is None else f'{row["flatness"]:.3f}'
-        ratio = '-' if row['ratio'] is None else f'{row["ratio"]:.2f}'
-        quartiles = '-' if row['ratio'] is None else '{:.2f} - {:.2f}'.format(*row['ratio_quartiles'])
-        lines.append(
-            f'{batch:>5} {name:27} {times} {flat:>8} {row["image_seconds"]:8.1f} {ratio:>6} {quartiles:>13} '
-            f'{row["state_bytes"] / 1024:15.0f}'
-        )
-    return '\n'.join(lines)
+def run(args: argparse.Namespace, device: torch.device) -> Report:
+    """Measure the time of a token at several positions, and of an image."""
+    rows = measure_decode(device, args.rounds, compiled=args.compile, progress=show_progress())
+    head = 'one token at a position of the sequence; ratios are of the time of an image with the Transformer to it'
+    return Report([{'name': row['model'], **row} for row in rows], head)
