@@ -114,7 +114,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         section = sections.add_parser(name, description=f'The section {name} of the following.\n\n{__doc__}')
         for option, _, default in (word.partition('=') for word in options.split()):
             flag = option if option in POSITIONAL else f'--{option}'
-            section.add_argument(flag, **OPTIONS[option], **({'default': default} if default else {}))
+            given: dict[str, Any] = {'default': default} if default else {}
+            section.add_argument(flag, **OPTIONS[option], **given)
         add = section.add_argument
         if name != 'goals':
             add('--device', default='cpu', help='where to measure; auto is CUDA where there is one (default: cpu)')

@@ -63,8 +63,8 @@ def measure_loaders(
         for index, each in enumerate(loaders):
             each.set_epoch(turn)
             for stage, passes in stages.items():
-                found = _seconds_of_an_image(passes[index], torch.device(device))
-                seconds[stage][index] += [found] if turn else []
+                once = _seconds_of_an_image(passes[index], torch.device(device))
+                seconds[stage][index] += [once] if turn else []
     rows = []
     for stage, found in seconds.items():
         for source, own in zip(sources, found, strict=True):

@@ -161,14 +161,12 @@ def operation_group(kind: str, size: Size, dtype: str, device: torch.device) -> 
         },
     }[kind]
     first = next(iter(operations.values()))
-    makers: dict[str, Callable[..., Prepared]] = {name: partial(each.own, low) for name, each in operations.items()}
+    makers: dict[str, Callable[..., Prepared]] = {'SDPA': partial(first.attention, low)}
+    makers |= {name: partial(each.own, low) for name, each in operations.items()}
     if kind == 'conv':
         makers['AFT-conv, one offset a head, h=d'] = partial(one_offset, planar, grid, low)
         makers[f'conv2d, depthwise {KERNEL_SIZE} x {KERNEL_SIZE}'] = partial(depthwise, planar, grid, low)
-    fused, *own = (
-        Candidate(name, partial(make, device=device))
-        for name, make in {'SDPA': partial(first.attention, low), **makers}.items()
-    )
+    fused, *own = (Candidate(name, partial(make, device=device)) for name, make in makers.items())
     yield Group(first.shape, [fused, written_out(fused), *own])
 
 
@@ -285,27 +283,27 @@ def token_candidates(tokens: int, dtype: torch.dtype, device: torch.device) -> l
         return attention(inputs(training)[0], HEADS, causal)
 
     def full(training: bool) -> Prepared:
-        (q, k, v), factors = inputs(training)
-        return Prepared(lambda: ops.aft_full(q, k, v, ops.factorized_bias(*factors)), [q, k, v, *factors])
+        (q, k, v), (u, w) = inputs(training)
+        return Prepared(lambda: ops.aft_full(q, k, v, ops.factorized_bias(u, w)), [q, k, v, u, w])
 
     def local(training: bool) -> Prepared:
-        (q, k, v), factors = inputs(training)
+        (q, k, v), (u, w) = inputs(training)
         window = min(WINDOW, tokens)
 
         def operate() -> Tensor:
-            return ops.aft_local_causal(q, k, v, ops.factorized_bias(*factors, window, causal=True))
+            return ops.aft_local_causal(q, k, v, ops.factorized_bias(u, w, window, causal=True))
 
-        return Prepared(operate, [q, k, v, *factors])
+        return Prepared(operate, [q, k, v, u, w])
 
     def simple(training: bool) -> Prepared:
-        qkv, _ = inputs(training)
-        return Prepared(lambda: ops.aft_simple_causal(*qkv), qkv)
+        q, k, v = inputs(training)[0]
+        return Prepared(lambda: ops.aft_simple_causal(q, k, v), [q, k, v])
 
     def conv(training: bool) -> Prepared:
-        qkv, _ = inputs(training)
+        q, k, v = inputs(training)[0]
         kernel = 0.1 * torch.randn(DIM, KERNEL_SIZE, KERNEL_SIZE, generator=torch.Generator().manual_seed(1))
         kernel = kernel.to(device).requires_grad_(training)
-        return Prepared(lambda: ops.aft_conv(*qkv, kernel, (height, tokens // height)), [*qkv, kernel])
+        return Prepared(lambda: ops.aft_conv(q, k, v, kernel, (height, tokens // height)), [q, k, v, kernel])
 
     causal = 'SDPA causal'
     return [

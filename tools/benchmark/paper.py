@@ -58,7 +58,8 @@ def _printed(columns: tuple[str, ...], values: tuple[float | None, ...]) -> dict
 
 
 _WIDE, _DEEP = 'transformer_l12_d512', 'transformer_l24_d256'
-_PIXEL, _CHAR = dict(window=256, bias_dim=64), dict(window=32, bias_dim=256)
+_PIXEL: dict[str, Any] = dict(window=256, bias_dim=64)
+_CHAR: dict[str, Any] = dict(window=32, bias_dim=256)
 _PIXEL_TRANSFORMER, _CHAR_TRANSFORMER = 'transformer_pixel', 'transformer_char'
 TABLES = {
     2: PaperTable(

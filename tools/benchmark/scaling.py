@@ -74,7 +74,7 @@ def measure_until(
         for place, shape in enumerate(shapes):
             label = {'tokens': shape.tokens, 'batch_size': shape.batch}
             # No call grows faster than this.
-            growth = shape.batch * shape.tokens**2
+            growth = float(shape.batch * shape.tokens**2)
             growth /= shapes[place - 1].batch * shapes[place - 1].tokens ** 2 if place else growth
             running = []
             candidates = make(shape)
@@ -124,6 +124,6 @@ def fit_rows(
             own = [row for row in rows if row['direction'] == direction and row.get(quantity) is not None]
             for name in dict.fromkeys(row['name'] for row in own):
                 points = [(row[x], row[quantity]) for row in own if row['name'] == name]
-                exponent = fit_exponent(*zip(*points, strict=True), upper=upper)
+                exponent = fit_exponent([a for a, _ in points], [b for _, b in points], upper)
                 fits.append({'direction': direction, 'quantity': quantity, 'name': name, 'exponent': exponent})
     return fits

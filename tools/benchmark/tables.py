@@ -77,9 +77,9 @@ def measure_table(
         found |= measured
     rows = []
     for place, row in enumerate(table.rows):
-        first, *others = found.get(place, [{}])
+        own, *others = found.get(place, [{}])
         base = None if row.baseline is None else table.rows[row.baseline].printed
-        rows.append({**first, 'name': row.name, 'model': row.model, **_printed(row.printed, base)})
+        rows.append({**own, 'name': row.name, 'model': row.model, **_printed(row.printed, base)})
         rows += [{**other, 'name': f'{row.name}{other["name"].partition("@")[2]}'} for other in others]
     return rows
 
