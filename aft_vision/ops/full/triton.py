@@ -57,12 +57,12 @@ def full_backward(
     peak, lowest = torch.empty((2, B, D), dtype=torch.float32, device=v.device)
     with launching('full_backward', v):
         column_kernel[lambda tile: (B * triton.cdiv(D, tile['BD']),)](k, mask, den, peak, lowest, T, D, *strides(k))
-        inputs = (grad, y, den, q, k, v, mask, weights, weights.stride(0), bias, peak, lowest)
+        tensors = (grad, y, den, q, k, v, mask, weights, weights.stride(0), bias, peak, lowest)
         steps = strides(k, v, grad, q)
         backward_kernel[lambda tile: (triton.cdiv(T, tile['BS']) * triton.cdiv(D, tile['BD']) * B,)](
-            *inputs, dq, dk, dv, T, D, steps, **constants
+            *tensors, dq, dk, dv, T, D, steps, **constants
         )
-        dbias = _bias_grad(inputs, v, steps, constants).to(bias.dtype) if need_bias else bias.new_empty(0)
+        dbias = _bias_grad(tensors, v, steps, constants).to(bias.dtype) if need_bias else bias.new_empty(0)
     return k.new_empty(0) if dq is None else dq, dk, dv, dbias
 
 
