@@ -83,13 +83,6 @@ RULES = {  # the longest matching prefix decides
     'train.fastformer': Rule(('train', 'aft_vision', 'accelerate', *TEXT)),
     'tools': Rule(('tools', 'aft_vision', 'timm', 'matplotlib')),
 }
-# Temporary: groups that import each other today, each of which is being taken apart.
-CYCLES_BEING_REMOVED = (
-    *('aft_vision.layers.causal', 'aft_vision.layers.dense_step'),
-    *(f'aft_vision.models.{name}' for name in ('autoregressive', 'generation', 'sampling', 'sampling_run')),
-    *(f'aft_vision.ops.{name}' for name in ('aft_causal', 'operator', 'decode.dense', 'decode.dense_cpp')),
-    *('aft_vision.ops.decode.step_cpp', 'aft_vision.ops.common.launch', 'aft_vision.ops.common.tuner'),
-)
 # Modules with few readers: the oracle of the tests, and the kernels, whose compilers a machine may lack.
 READERS: dict[str, tuple[str, ...]] = {'aft_vision.ops.reference': ('tests', 'tools.visualize_bias')}
 LAZY_MODULES: dict[str, tuple[str, ...]] = dict.fromkeys(TRITON_MODULES + CPP_MODULES, (*TRITON_MODULES, *CPP_MODULES))
@@ -195,7 +188,7 @@ def test_every_import_follows_the_table():
 
 
 def test_no_modules_import_each_other():
-    assert [group for group in cycles(ROOT) if not set(group) <= {*CYCLES_BEING_REMOVED}] == []
+    assert cycles(ROOT) == []
 
 
 def test_every_part_of_the_tree_has_a_rule_of_its_own():

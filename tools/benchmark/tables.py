@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from aft_vision.models import create_decoder
-from aft_vision.models import AFTDecoder
+from aft_vision.models import AFTDecoder, create_decoder
 from tools.benchmark.compare import PAPER_BASELINE, Candidate, Prepared, compare, most_bytes, too_large, written_out
 from tools.benchmark.models import attention_too_large, classifier, create, has_fused_attention, with_rate
 from tools.benchmark.paper import TABLES, PaperRow

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from aft_vision.ops.common.capture import is_capturing
 from aft_vision.ops.common.errors import first_line
 from aft_vision.ops.common.numerics import UNDERFLOW
 
@@ -120,18 +121,6 @@ def _try_kernel(device: torch.device) -> None:
         trial_kernel[(1,)](found)
         if found.item() != 1.0:
             raise RuntimeError(f'expected a first kernel to write 1, got {found.item()}')
-
-
-def is_capturing(device: torch.device | None = None) -> bool:
-    """Return whether launches on a CUDA device, or on the current one, are recorded in a CUDA graph.
-
-    Nothing may be timed or read back then.
-    """
-    if not torch.cuda.is_initialized():
-        return False
-    # The stream that is asked is that of the current device.
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
 
 
 def interprets() -> bool:

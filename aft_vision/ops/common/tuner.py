@@ -10,7 +10,7 @@ import triton
 from triton.runtime import Autotuner
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from aft_vision.ops.common.launch import is_capturing
+from aft_vision.ops.common.capture import is_capturing
 
 # Arguments of kernels that may change with every batch.
 LENGTHS = ('T', 'height', 'width')

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from aft_vision.ops.causal import eager as causal
 from aft_vision.ops.common import launch
+from aft_vision.ops.common.capture import is_capturing
 from aft_vision.ops.common.errors import first_line
 from aft_vision.ops.common.locks import locked
 from aft_vision.ops.common.numerics import Qkv
@@ -176,7 +177,7 @@ def _decide(name: str, types: Types, device: torch.device) -> str | None:
     found = read_record(device)
     if _is_finished(found, entry):
         return found[entry]
-    if torch.jit.is_tracing() or torch.compiler.is_compiling() or launch.is_capturing(device):
+    if torch.jit.is_tracing() or torch.compiler.is_compiling() or is_capturing(device):
         return UNVERIFIED
     try:
         with _locked(device) as held:

@@ -17,6 +17,7 @@ import aft_vision
 from aft_vision import ops
 from aft_vision.ops import operator
 from aft_vision.ops.common import launch
+from aft_vision.ops.common.capture import is_capturing
 
 
 def single(T: int = 5, D: int = 3, device: str = 'cpu') -> list[Tensor]:
@@ -134,9 +135,9 @@ def use_device(monkeypatch: pytest.MonkeyPatch, current: int) -> None:
 def test_a_capture_is_looked_for_on_the_device_of_the_inputs(monkeypatch: pytest.MonkeyPatch):
     capture(monkeypatch, True)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: torch.cuda.current_device() == 1)
-    assert launch.is_capturing(torch.device('cuda', 1))
-    assert not launch.is_capturing(torch.device('cuda', 0))
-    assert not launch.is_capturing()
+    assert is_capturing(torch.device('cuda', 1))
+    assert not is_capturing(torch.device('cuda', 0))
+    assert not is_capturing()
 
 
 def test_what_triton_cannot_compile_is_known_while_a_graph_is_captured(

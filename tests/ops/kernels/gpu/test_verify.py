@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import operator
-from aft_vision.ops.common import launch
+from aft_vision.ops.common.numerics import Qkv
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_kernel_is_compared_once_for_each_type_and_then_used(
 def test_nothing_is_compared_during_a_capture_or_a_trace(
     during: str, verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ):
-    module, name = {'capture': (launch, 'is_capturing'), 'trace': (torch.jit, 'is_tracing')}[during]
+    module, name = {'capture': (verify, 'is_capturing'), 'trace': (torch.jit, 'is_tracing')}[during]
     compared = start_process(verify, monkeypatch)
     expected = ops.aft_simple(*inputs, backend='eager')
     with monkeypatch.context() as patch:
@@ -200,9 +200,10 @@ def test_each_combination_of_types_is_compared_by_itself(
     mixed = [inputs[0] if q == 'float32' else None, *same[1:]]
     kernel = simple.simple_forward
 
-    def broken(*args: object) -> tuple[Tensor, ...]:
-        y, saved = kernel(*args)
-        return y if isinstance(args[0], Tensor) and args[0].dtype == torch.float16 else y + 1, saved
+    def broken(inputs: Qkv, save: bool) -> tuple[Tensor, ...]:
+        y, saved = kernel(inputs, save)
+        q = inputs.q
+        return y if q is not None and q.dtype == torch.float16 else y + 1, saved
 
     monkeypatch.setattr(simple, 'simple_forward', broken)
     for found in (same, mixed):
