@@ -131,7 +131,7 @@ def crop_kernel(kernel: Tensor, window: int) -> Tensor:
 
 
 def sparsity_figures(model: nn.Module) -> dict[str, Any]:
-    """What pruning has left of the kernels, and what AFT Eq. 6 then costs.
+    """Return what pruning has left of the kernels, and what AFT Eq. 6 then costs.
 
     Returns:
         `sparsity`, the share of entries that are 0; `offsets_mean`, `offsets_min` and `offsets_max`, those that a head
@@ -164,7 +164,7 @@ def sparsity_figures(model: nn.Module) -> dict[str, Any]:
 
 
 def crop(model: nn.Module) -> nn.Module:
-    """The same function with the smallest window that holds all offsets of all layers, as a model of timm.
+    """Build the same function with the smallest window that holds all offsets of all layers, as a model of timm.
 
     Args:
         model: Made by `timm.create_model`, or by `prune` from such a one.

@@ -139,7 +139,7 @@ def size_label(row: Mapping[str, Any]) -> str:
 
 
 def distinct_names(paths: Sequence[str | Path]) -> list[str]:
-    """What tells paths apart: runs/a/best.pth and runs/b/best.pth are a and b."""
+    """Return what tells paths apart: runs/a/best.pth and runs/b/best.pth are a and b."""
     parts = [list(Path(path).resolve().parts) for path in paths]
     for end in (0, -1):
         while min(map(len, parts)) > 1 and len({part[end] for part in parts}) == 1:

@@ -27,7 +27,7 @@ def training_size(model: nn.Module, checkpoint: Mapping[str, Any] | None = None)
 
 
 def has_fixed_input_size(model: nn.Module) -> bool:
-    """Whether the model accepts one image size only."""
+    """Return whether the model accepts one image size only."""
     return bool(get_model_input_config(model)['fixed_input_size'])
 
 

@@ -14,7 +14,7 @@ LEAST_SECONDS = 0.02
 
 
 class Timing(NamedTuple):
-    """How long a call takes, and how that compares with the first one."""
+    """The time of a call, compared with that of the first one."""
 
     # Median over the rounds.
     seconds: float
@@ -24,7 +24,7 @@ class Timing(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """How long single calls take, and how that compares with those of the first."""
+    """The times of single calls, compared with those of the first."""
 
     # Of all calls, in seconds.
     median: float

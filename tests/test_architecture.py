@@ -23,7 +23,7 @@ AFT_FOLDERS = ('aft_vision.ops', 'aft_vision.layers', 'aft_vision.models', 'aft_
 
 @dataclass(frozen=True)
 class Rule:
-    """What a module and everything below it may import: anywhere in the file, or only lazily."""
+    """The imports that a module and everything below it may have: anywhere in the file, or only lazily."""
 
     anywhere: tuple[str, ...]
     lazily: tuple[str, ...] = ()

@@ -81,7 +81,7 @@ def one(plain: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope='module')
 def two(plain: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run of two processes; what they print is in two.log beside it."""
+    """A run of two processes; what they print is in two.log beside it."""
     run_dir = tmp_path_factory.mktemp('runs') / 'two'
     train(plain, run_dir, 'optim.accumulate=1', processes=2, log=run_dir.with_suffix('.log'))
     return run_dir

@@ -121,7 +121,7 @@ def write_image_models() -> None:
 
 
 def write_programs() -> None:
-    """What `tools.export` writes, and a folder whose config.json has the number of classes twice."""
+    """Return what `tools.export` writes, and a folder whose config.json has the number of classes twice."""
     write_image_models()
     Path('saved').mkdir()
     Path('saved/config.json').write_text(json.dumps({'num_classes': 3, 'model_args': {'num_classes': 3}}))
@@ -167,7 +167,7 @@ FURNITURE = {
 
 
 def names_at_hand(name: str) -> dict[str, Any]:
-    """What a document's examples take for granted."""
+    """Return what a document's examples take for granted."""
     if name == 'guide/pixels_and_text.md':
         tokens = torch.zeros(1, 192, dtype=torch.long)
         mask, given = torch.ones(8, 8, dtype=torch.bool), torch.ones(50, dtype=torch.bool)
@@ -187,7 +187,7 @@ def names_at_hand(name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def encoders():
-    """What an example registers is gone after it."""
+    """Return what an example registers is gone after it."""
     before = dict(ENCODERS)
     yield
     ENCODERS.clear()

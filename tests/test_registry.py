@@ -1,4 +1,4 @@
-"""What timm, its scripts and transformers ask of every registered aft_* model."""
+"""The contract of timm, its scripts and transformers for every registered aft_* model."""
 
 import copy
 import fnmatch

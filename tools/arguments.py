@@ -1,4 +1,4 @@
-"""What the command lines of the tools have in common."""
+"""Options and parsers that the command lines of the tools share."""
 
 import argparse
 import ast

@@ -109,7 +109,7 @@ def format_seeds(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> str:
 
 
 def _unit(name: str) -> tuple[int, int, str]:
-    """Of a metric: what it is multiplied by, its decimal places and its unit."""
+    """Return the factor, the decimal places and the unit of a metric."""
     return (1, 4, 'nats') if name.endswith('loss') else (100, 2, '%')
 
 

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> list[bytes]:
 
 
 def vocabulary_of(model: AFTDecoder) -> str:
-    """What the tokens of a model stand for, by their number.
+    """Return what the tokens of a model stand for, by their number.
 
     Raises:
         ValueError: there is no such vocabulary.

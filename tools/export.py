@@ -152,7 +152,7 @@ def create(args: argparse.Namespace) -> Any:
 
 
 def describe(shape: Shape, file_format: str) -> str:
-    """What the file takes, for the eye."""
+    """Return what the file takes, for the eye."""
     if file_format not in ('onnx', 'pt2'):
         return ''
     sizes = f'{shape.size[0]} x {shape.size[1]} alone' if shape.fixed_size else 'any height and width'

@@ -1,4 +1,4 @@
-"""What something was measured on and in, and whether the machine was idle."""
+"""The machine and the precision of a measurement, and whether the machine was idle."""
 
 import contextlib
 import importlib.metadata

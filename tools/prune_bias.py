@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def may_time(args: argparse.Namespace) -> bool:
-    """Whether times would say something; if not although they are wanted, print why."""
+    """Return whether times would say something; if not although they are wanted, print why."""
     if args.allow_load or not args.rounds:
         return True
     try:

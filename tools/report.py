@@ -109,7 +109,7 @@ def load_vit(source: str, device: Any) -> nn.Module:
 
 
 def recorded_facts(checkpoint: Path) -> dict[str, str]:
-    """What a checkpoint file says about itself."""
+    """Return what a checkpoint file says about itself."""
     facts = {'Checkpoint': str(Path(*checkpoint.resolve().parts[-2:]))}
     if find_checkpoint(checkpoint).is_file():
         content = read_checkpoint(checkpoint)

@@ -128,7 +128,7 @@ def print_table(rows: Sequence[Row], report: Report, model: nn.Module) -> None:
 
 
 def describe(args: argparse.Namespace, rows: Sequence[Row], report: Report) -> dict[str, Any]:
-    """What transfer_report.json holds: the arguments, the table, and what became of each tensor."""
+    """Return what transfer_report.json holds: the arguments, the table, and what became of each tensor."""
     arguments = {**vars(args), 'out': str(args.out)}
     tensors = {key: [fate._asdict() for fate in fates] for key, fates in report.items()}
     return {'arguments': arguments, 'table': [row._asdict() for row in rows], 'tensors': tensors}

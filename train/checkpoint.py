@@ -47,7 +47,7 @@ class Saver:
         self.saved_at = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether the latest checkpoint is older than wanted."""
+        """Return whether the latest checkpoint is older than wanted."""
         return time.monotonic() - self.saved_at >= self.interval
 
     def save_last(self, state: TrainState) -> None:
@@ -169,7 +169,7 @@ def _open_locked(path: Path) -> IO[str]:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has left a checkpoint in a folder."""
+    """Return whether a run has left a checkpoint in a folder."""
     return any(path.exists() for path in (folder / BEST, *_latest(folder)))
 
 
@@ -215,7 +215,7 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
 
 
 def _changes(content: dict[str, Any], config: Experiment, world_size: int) -> list[str]:
-    """What a run does otherwise than the one it goes on with."""
+    """Return what a run does otherwise than the one it goes on with."""
     # A checkpoint of an earlier version lacks the newer sections, which then had no effect.
     before = {**dataclasses.asdict(type(config)()), **content['config'], 'world_size': content['world_size']}
     now = {**dataclasses.asdict(config), 'world_size': world_size}

@@ -1,4 +1,4 @@
-"""What was wrong in an update whose loss is not finite."""
+"""The cause of a loss that is not finite."""
 
 import functools
 import json

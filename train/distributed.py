@@ -34,12 +34,12 @@ class World:
 
     @property
     def is_primary(self) -> bool:
-        """Whether this process writes and prints."""
+        """Return whether this process writes and prints."""
         return self.rank == 0
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is a process group."""
+        """Return whether there is a process group."""
         return dist.is_available() and dist.is_initialized()
 
     def share(self, accumulate: int) -> Share:
@@ -51,7 +51,7 @@ class World:
         return reduce_tensor(values, self.size) if self.is_distributed else values
 
     def any(self, value: bool) -> bool:
-        """Whether the value is true in any process."""
+        """Return whether the value is true in any process."""
         if not self.is_distributed:
             return value
         found = torch.tensor(float(value), device=self.device)

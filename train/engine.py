@@ -215,7 +215,7 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
 
 
 def _is_complete(state: TrainState) -> bool:
-    """Whether a run is spent, and what its last updates came to is in its history."""
+    """Return whether a run is spent, and what its last updates came to is in its history."""
     reached = state.progress
     measured = not reached.epoch_done or any(row['epoch'] == reached.epoch for row in reached.history)
     return state.is_spent() and measured

@@ -1,4 +1,4 @@
-"""What a run writes down while it trains: summary.csv, and TensorBoard's event files."""
+"""The log of a run: summary.csv, and TensorBoard's event files."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What a run trains, as far as the loop, the log and the checkpoints have to know."""
+"""The task of a run, as far as the loop, the log and the checkpoints have to know."""
 
 import math
 from abc import ABC, abstractmethod
@@ -28,11 +28,11 @@ class Objective(ABC):
 
     @property
     def worst(self) -> float:
-        """What any result is better than."""
+        """Return what any result is better than."""
         return math.inf if self.lower_is_better else -math.inf
 
     def is_better(self, value: float, other: float) -> bool:
-        """Whether a value of `best` is better than another one; NaN is better than nothing."""
+        """Return whether a value of `best` is better than another one; NaN is better than nothing."""
         return value < other if self.lower_is_better else value > other
 
     def figures(self, loss: float, updates: int, seconds: float, updates_per_second: float) -> dict[str, float]:
@@ -47,7 +47,7 @@ class Objective(ABC):
 
     @abstractmethod
     def describe(self, row: Mapping[str, float]) -> str:
-        """What the line of an epoch says of its evaluation; nothing where there was none."""
+        """Return what the line of an epoch says of its evaluation; nothing where there was none."""
 
     @abstractmethod
     def blank(self, count: int) -> Batch:

@@ -1,4 +1,4 @@
-"""What training does to the kernels of AFT-conv: their entropy in the loss, and the temperature of their samples."""
+"""Regularisers of the kernels of AFT-conv: their entropy in the loss, and the temperature of their samples."""
 
 import torch
 from torch import nn
@@ -36,11 +36,11 @@ class KernelRegularization:
 
     @property
     def is_logged(self) -> bool:
-        """Whether the entropies are of interest: they count, or the model keeps one offset a head."""
+        """Return whether the entropies are of interest: they count, or the model keeps one offset a head."""
         return self.weight > 0 or bool(self.sampled)
 
     def penalty(self) -> torch.Tensor | float:
-        """What is added to the loss of an update."""
+        """Return what is added to the loss of an update."""
         return self.weight * kernel_entropy(self.model) if self.weight > 0 else 0.0
 
     def set_tau(self, update: int) -> None:

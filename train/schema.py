@@ -133,7 +133,7 @@ class DistillConfig:
 
 @dataclass(frozen=True)
 class RegularizeConfig:
-    """What keeps the kernels of AFT-conv sparse.
+    """Options that keep the kernels of AFT-conv sparse.
 
     Attributes:
         kernel_entropy: Weight of the entropy of the kernels in the loss, summed over heads and layers (AFT Eq. 9); 0
@@ -196,7 +196,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How and where the run takes place.
+    """Options of the run itself.
 
     Attributes:
         dir: Folder of the run; None means `runs/` and the name of the config file, of pixels `runs/pixel/` and of
@@ -250,7 +250,7 @@ class RunConfig:
 
 
 class Experiment:
-    """What every experiment has, whatever it trains; the base of the dataclasses that a file is read into."""
+    """The parts of every experiment; the base of the dataclasses that a file is read into."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     model: dict[str, Any]
@@ -322,7 +322,7 @@ class Config(Experiment):
         return SizeSchedule(tuple((side, side) for side in sizes), self.data.train_size_schedule, self.schedule.epochs)
 
     def check_parts(self, world_size: int) -> int:
-        """As of every experiment; what comes out can also be mixed."""
+        """Check the parts of an experiment whose images may be mixed."""
         if not self.augment.mixes:
             return super().check_parts(world_size)
         return self._check_multiple(

@@ -1,4 +1,4 @@
-"""What the runs of pixels and of characters have in common: the task, the figures, and the run itself."""
+"""Runs of pixels and of characters: the task, the figures, and the run itself."""
 
 import argparse
 import json
@@ -105,12 +105,12 @@ class SequenceData(ABC):
 
     @property
     def measure(self) -> str:
-        """What the bits of an evaluation are per, and all that they depend on beside the model and the split."""
+        """Return what the bits of an evaluation are per, and all that they depend on beside the model and the split."""
         return self.bits_unit
 
     @property
     def objective(self) -> Likelihood:
-        """What is trained on them."""
+        """Return what is trained on them."""
         return Likelihood(self.unit, self.bits_unit, self.length)
 
     @abstractmethod

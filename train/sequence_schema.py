@@ -108,7 +108,7 @@ class SequenceSchedule:
 
 @dataclass(frozen=True)
 class SequenceExperiment(Experiment):
-    """What the experiments with pixels and characters have in common."""
+    """The parts of every experiment with pixels or characters."""
 
     def __post_init__(self) -> None:
         self.check_parts(1)

@@ -1,4 +1,4 @@
-"""What changes while training, how it is made from an experiment, and how it is saved and restored."""
+"""The state of training: made from an experiment, saved and restored."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,7 +25,7 @@ AMP_DTYPES = {'none': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16
 
 @dataclass
 class Progress:
-    """How far a run has come: what is saved of it next to weights and optimizer.
+    """The progress of a run, which is saved next to weights and optimizer.
 
     Attributes:
         updates_per_epoch: Optimizer steps of a whole epoch.
@@ -70,7 +70,7 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """What a run trains and trains with; what it has come to is its progress.
+    """The objects that a run trains and trains with, and its progress.
 
     Attributes:
         task: timm's: the model, compiled, distributed or not, its loss, its teacher if it has one, and the moving
@@ -113,14 +113,14 @@ class TrainState:
         return min(updates, self.config.schedule.max_updates or updates)
 
     def is_spent(self) -> bool:
-        """Whether the updates or the time of the run are used up; the same in every process."""
+        """Return whether the updates or the time of the run are used up; the same in every process."""
         limit = self.config.run.max_seconds
         spent = self.progress.updates >= self.total_updates
         return spent or (limit is not None and self.world.any(self.progress.seconds >= limit))
 
     @property
     def best_key(self) -> str:
-        """What a checkpoint calls the best result: `best_top1` of a classifier."""
+        """Return what a checkpoint calls the best result: `best_top1` of a classifier."""
         return f'best_{self.objective.best}'
 
     def state_dict(self) -> dict[str, Any]:

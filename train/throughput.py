@@ -1,4 +1,4 @@
-"""What limits a run, the loader or the model, and what the trainer adds to the step of the model.
+"""Measure what limits a run, the loader or the model, and what the trainer adds to the step of the model.
 
 python -m train.throughput --config FILE [--rounds N] [section.key=value ...]
 

@@ -59,12 +59,12 @@ class Augmentation:
 
     @property
     def changes_colors(self) -> bool:
-        """Whether an image is changed by more than a crop and a flip before it is batched."""
+        """Return whether an image is changed by more than a crop and a flip before it is batched."""
         return self.auto_augment is not None or self.color_jitter > 0
 
     @property
     def mixes(self) -> bool:
-        """Whether batches are mixed, so that targets are distributions over classes."""
+        """Return whether batches are mixed, so that targets are distributions over classes."""
         return self.mix_prob > 0 and (self.mixup > 0 or self.cutmix > 0)
 
 

@@ -94,7 +94,7 @@ class Split:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the data set can only be read in its own order."""
+        """Return whether the data set can only be read in its own order."""
         return isinstance(self.dataset, IterableDataset)
 
     def describe(self) -> str:

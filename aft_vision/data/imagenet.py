@@ -32,7 +32,7 @@ class Loaders(NamedTuple):
 
     @property
     def is_stream(self) -> bool:
-        """Whether the training images can only be read from the start of an epoch."""
+        """Return whether the training images can only be read from the start of an epoch."""
         return isinstance(getattr(self.train, 'dataset', None), IterableDataset)
 
     def set_epoch(self, epoch: int, first_update: int = 0, size: int | None = None) -> None:
@@ -56,7 +56,7 @@ class Loaders(NamedTuple):
 
 
 class Preprocessing(NamedTuple):
-    """What happens to an image on its way to a model; resizing is bicubic, except that of FFCV files.
+    """The preprocessing of images; resizing is bicubic, except that of FFCV files.
 
     Attributes:
         size: (H, W) in pixels.
@@ -171,7 +171,7 @@ def _warn(source: Source, *splits: Split) -> None:
 
 
 class _Reading(NamedTuple):
-    """How images are read: normalised by the same figures in both loaders, and by as many processes."""
+    """Options of reading images: normalised by the same figures in both loaders, and by as many processes."""
 
     preprocessing: Preprocessing
     num_workers: int

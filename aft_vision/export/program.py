@@ -29,7 +29,7 @@ LARGEST_ONNX = 2**31 - 2**27
 
 
 def takes_any_size(model: nn.Module) -> bool:
-    """Whether one program of the model serves every height and width: no parameter of it belongs to a grid."""
+    """Return whether one program of the model serves every height and width: no parameter of it belongs to a grid."""
     mixers = [module for module in model.modules() if isinstance(module, AFTMixer)]
     tables = any(isinstance(module, FactorizedBias | PairwiseBias) for module in model.modules())
     positions = tables or getattr(model, 'pos_embed', None) is not None

@@ -1,4 +1,4 @@
-"""Whether a program gives what its model gives."""
+"""Comparison of an exported program with its model."""
 
 import copy
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shape:
-    """What an exported program takes.
+    """The inputs of an exported program.
 
     Args:
         size: (H, W) in pixels, of the example at least.
@@ -34,7 +34,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Check:
-    """How far an exported file is from PyTorch on random images.
+    """Differences between an exported file and PyTorch on random images.
 
     Args:
         size: (H, W) of the images, in pixels.

@@ -1,4 +1,4 @@
-"""What the token mixers share."""
+"""The base class of the token mixers."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from aft_vision.layers.position_bias import FactorizedBias, FusedModule, Pairwis
 
 
 class AFTMixer(nn.Module):
-    """What the mixers share: one projection to queries, keys and values, and one behind the operation.
+    """A token mixer: one projection to queries, keys and values, and one after the operation.
 
     Args:
         dim: channels C of the input and output, and D of the operation.

@@ -97,7 +97,7 @@ class CausalSimple(AFTSimple, CausalMixer):
 
 
 class KeyValueState(NamedTuple):
-    """What attention remembers: keys and values (B, h, T, C / h) of all tokens, and () int64 tokens seen."""
+    """The state of attention: keys and values (B, h, T, C / h) of all tokens, and () int64 tokens seen."""
 
     keys: Tensor
     values: Tensor

@@ -177,7 +177,7 @@ class AFTVisionTransformer(VisionTransformer):
 
     @torch.jit.ignore
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch; a state dict of another architecture is a ValueError that names the first differing keys."""
+        """Load a state dict; one of another architecture is a ValueError that names the first differing keys."""
         if strict and not self._load_state_dict_pre_hooks:  # a hook may rename keys
             check_state_dict(self, state_dict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)

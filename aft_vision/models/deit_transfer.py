@@ -48,7 +48,7 @@ REASONS = {
 
 
 def is_deit_like(state_dict: Mapping[str, Any], model: nn.Module) -> bool:
-    """Whether a state dict lacks the position biases that a model has, so that it is of another kind of model.
+    """Return whether a state dict lacks the position biases that a model has, so that it is of another kind of model.
 
     AFT-simple has none: its keys and shapes are those of a ViT, and of these a distilled DeiT alone can be told.
     """

@@ -45,7 +45,7 @@ def harden(model: nn.Module) -> AFTVisionTransformer:
 
 @torch.no_grad()
 def convolution_form(model: nn.Module) -> AFTVisionTransformer:
-    """The same function as an AFT-conv whose raw kernel is zero but at the offsets (AFT Eq. 6).
+    """Build the same function as an AFT-conv whose raw kernel is zero but at the offsets (AFT Eq. 6).
 
     For a runtime without a gather, and to compare the speed of the two forms.
 

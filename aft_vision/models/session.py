@@ -15,7 +15,7 @@ STEPPED_TOKENS = 8
 
 
 class DecoderState(NamedTuple):
-    """What a decoder remembers of the tokens it has taken; steps update it in place.
+    """The state of a decoder after the tokens it has taken; steps update it in place.
 
     Attributes:
         position: () int64, inputs taken: the start and the tokens.

@@ -1,4 +1,4 @@
-"""What became of each tensor in a transfer of weights, and the sums of it."""
+"""The fate of each tensor in a transfer of weights, and its sums."""
 
 import re
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ INITIALISED = 'as initialised'
 
 
 class Fate(NamedTuple):
-    """What became of a tensor of the source, or of one projection in its fused qkv.
+    """The fate of a tensor of the source, or of one projection in its fused qkv.
 
     Attributes:
         action: `copied`, `resampled` to another size, `merged` with another tensor, or `left out`.

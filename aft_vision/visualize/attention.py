@@ -114,7 +114,7 @@ def relative_attention(
 
 
 def attention_heads(model: nn.Module) -> int:
-    """How many heads the first token mixer of a model has; of an AFT mixer without heads, how many channels.
+    """Return how many heads the first token mixer of a model has; of an AFT mixer without heads, how many channels.
 
     Raises:
         ValueError: as `relative_attention`.

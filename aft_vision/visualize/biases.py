@@ -116,7 +116,7 @@ def _kernel_rows(kernel: Tensor, grid: tuple[int, int], queries: Tensor, outside
 
 @torch.no_grad()
 def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, float]]:
-    """How sparse the position biases are, layer by layer.
+    """Return how sparse the position biases are, layer by layer.
 
     Args:
         threshold: A bias counts as none where |exp(w) - 1| is below.

@@ -1,4 +1,4 @@
-"""What the token mixers of a model see in one forward pass."""
+"""The inputs of the token mixers of a model in one forward pass."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -40,7 +40,7 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path) -> No
 
 
 def draw_history(history: Sequence[Mapping[str, float]]) -> Any:
-    """As `plot_history`, but return the matplotlib Figure."""
+    """Draw what `plot_history` writes, and return the matplotlib Figure."""
     figure = new_figure(11, 3.2)
     loss, accuracy, rate = figure.subplots(1, 3)
     for axes, names in (
@@ -80,7 +80,7 @@ def plot_bits(runs: Mapping[str, str | Path], path: str | Path, unit: str = 'bit
 
 
 def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> Any:
-    """As `plot_bits`, but return the matplotlib Figure."""
+    """Draw what `plot_bits` writes, and return the matplotlib Figure."""
     figure = new_figure(11, 4)
     panels = figure.subplots(1, 2, sharey=True)
     curves = {name: _read_bits(Path(folder)) for name, folder in runs.items()}

@@ -63,7 +63,7 @@ def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | No
 
 
 def class_names(model: Any) -> list[str]:
-    """What the classes of a model are called, by its configuration or, for ImageNet's, by timm; else their numbers."""
+    """Return the names of a model's classes: by its configuration, for ImageNet by timm, else their numbers."""
     names = model.pretrained_cfg.get('label_names')
     if names:
         return list(names)

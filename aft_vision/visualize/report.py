@@ -38,7 +38,7 @@ class Section(NamedTuple):
 
 @dataclass
 class Report:
-    """What a report is made of.
+    """The parts of a report.
 
     Args:
         model: An AFT model in evaluation mode.
@@ -91,7 +91,7 @@ def report_sections(report: Report) -> list[Section]:
 
 
 def model_facts(model: Any, size: tuple[int, int] | None = None) -> dict[str, str]:
-    """What there is to say about an AFT model: its size, its mixer and its input, (H, W) in pixels if not its own."""
+    """Describe an AFT model: its size, its mixer and its input, (H, W) in pixels if not its own."""
     mixers = _mixers(model)
     bias = mixer_bias(mixers[0])
     height, width = size or default_size(model)

@@ -39,7 +39,7 @@ def image_sheet(images: Tensor, columns: int | None = None, scale: int = 4, marg
 def completion_sheet(
     images: Tensor, mask: Tensor, completed: Tensor, scale: int = 4, show_originals: bool = False
 ) -> Image.Image:
-    """What was given of each image on top, and its completions below, one column an image (AFT Fig. 4).
+    """Return what was given of each image on top, and its completions below, one column an image (AFT Fig. 4).
 
     Args:
         images: (P, 3, H, W) uint8.

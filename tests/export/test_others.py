@@ -1,4 +1,4 @@
-"""What timmx is given, and what is said where it is missing."""
+"""Inputs of timmx, and the error where it is missing."""
 
 import sys
 from pathlib import Path

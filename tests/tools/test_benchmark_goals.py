@@ -170,7 +170,7 @@ def test_decoding_is_measured_once_for_all_its_figures(monkeypatch, fails: bool)
 
 @pytest.fixture
 def timed(monkeypatch):
-    """What each call that is timed gives; the second of two is twice as fast as the first."""
+    """Return what each call that is timed gives; the second of two is twice as fast as the first."""
     taken = []
 
     def record(calls, device, rounds, **kwargs):

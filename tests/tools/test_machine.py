@@ -1,4 +1,4 @@
-"""What a machine is named by, and whether others use it."""
+"""Names of machines, and whether others use them."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What the tests of the trainers share."""
+"""Fixtures of the tests of the trainers."""
 
 from collections.abc import Iterator
 from unittest import mock

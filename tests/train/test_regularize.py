@@ -68,7 +68,7 @@ def train(state: TrainState, count: int = 4) -> list[float]:
 
 
 def entropies(model: nn.Module) -> list[torch.Tensor]:
-    """Of each head of each layer, by the slow twin in float64."""
+    """Return the entropy of each head of each layer, by the slow twin in float64."""
     return [reference.kernel_entropy(block.attn.kernel().double()) for block in model.blocks]
 
 

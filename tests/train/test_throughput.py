@@ -1,4 +1,4 @@
-"""What limits a run is said, and nothing of the run is changed by asking."""
+"""Throughput: the limit of a run is named, and asking changes nothing of the run."""
 
 import re
 from pathlib import Path

@@ -50,7 +50,7 @@ def randomized(model: nn.Module) -> nn.Module:
 
 
 def op_outputs(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """What the operation of each mixer gives, in front of the projection."""
+    """Return what the operation of each mixer gives, in front of the projection."""
     found: list[Tensor] = []
     handles = [b.attn.proj.register_forward_pre_hook(lambda _, args: found.append(args[0])) for b in model.blocks]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What this project promises in speed and memory: the figures, their floors and goals, and their verdicts."""
+"""The goals of this project in speed and memory: the figures, their floors and goals, and their verdicts."""
 
 import argparse
 import importlib.util
@@ -44,7 +44,7 @@ class Goal(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether what it is measured on is absent."""
+        """Return whether what it is measured on is absent."""
         return not available(self.needs)
 
     def verdict(self, figure: Figure | None) -> str:

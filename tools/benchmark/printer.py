@@ -12,7 +12,7 @@ LONGEST_ERROR = 100
 
 
 class Report(NamedTuple):
-    """What a section measured.
+    """The result of a section.
 
     Args:
         rows: Of figures, as they are printed and written as JSON.

@@ -30,7 +30,7 @@ CHECKED = 256
 
 @dataclass(frozen=True)
 class BetonOptions:
-    """How images are stored.
+    """The format of stored images.
 
     Attributes:
         max_resolution: Longest side in pixels; a larger image is made smaller (OpenCV's INTER_AREA). None keeps all.
@@ -62,7 +62,7 @@ class BetonOptions:
 
 
 class Encoded(NamedTuple):
-    """What the file holds of one image: its metadata but for the place, its bytes, its class; and which one it was."""
+    """One encoded image: its metadata except the place, its bytes, its class, and its number."""
 
     metadata: np.ndarray
     content: np.ndarray

@@ -13,7 +13,7 @@ from aft_vision.ops.common.kernels import load_keys, load_tile, load_values, sto
 
 @triton.jit
 def has_lost(LOST, first, count, stride):
-    """Whether any of `count` tiles is marked, from the first on and every `stride`."""
+    """Return whether any of `count` tiles is marked, from the first on and every `stride`."""
     found = 0
     for start in range(0, count, 128):
         i = start + tl.arange(0, 128)

@@ -47,7 +47,7 @@ class _Call:
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """Of the operands of products."""
+        """Return the type of the operands of products."""
         return torch.float32 if self.products['PRODUCT'] is tl.float32 else torch.bfloat16
 
     @property
@@ -57,7 +57,7 @@ class _Call:
 
     @property
     def keys_and_values(self) -> tuple[Tensor | None, ...]:
-        """As the kernels take them."""
+        """Return keys and values as the kernels take them."""
         return self.k, self.v, self.mask
 
     def _exponentials(self) -> tuple[Tensor, Tensor]:

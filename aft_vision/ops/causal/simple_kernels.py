@@ -154,7 +154,7 @@ def group_kernel(K, MASK, PEAKS, T, D, k_batch, k_token, BD: tl.constexpr):
 
 @triton.jit
 def load_gradients(G, Y, DEN, Q, K, MASK, PEAKS, b, start, t, c, T, D, strides):
-    """Of targets t, a tile from `start` on: keys, the largest up to each, gradients of both sums there, and of q."""
+    """Load of a tile of targets keys, the largest up to each, the gradients of both sums, and that of q."""
     k = load_keys(K, MASK, b, t, c, strides[4], strides[5], T, D)
     g = load_tile(G, b, t, c, strides[0], strides[1], T, D)
     gy = g * load_tile(Y, b, t, c, T * D, D, T, D)

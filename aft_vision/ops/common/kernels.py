@@ -1,4 +1,4 @@
-"""What every kernel needs."""
+"""Functions that every kernel uses."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ LIMIT = tl.constexpr(launch.LIMIT)
 
 @triton.jit
 def find_seen(MASK, b, t, c, T, D):
-    """Whether tokens t of sequence b count, and channels c exist."""
+    """Return whether tokens t of sequence b count, and channels c exist."""
     seen = (t < T)[:, None] & (c < D)[None, :]
     if MASK is not None:
         seen = seen & (tl.load(MASK + b * T + t, mask=t < T, other=0) != 0)[:, None]

@@ -1,4 +1,4 @@
-"""What the repair of underflowed elements needs: which they are, and their weights without underflow."""
+"""Repair of underflowed elements: which they are, and their weights without underflow."""
 
 from collections.abc import Iterator
 

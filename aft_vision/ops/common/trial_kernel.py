@@ -1,4 +1,4 @@
-"""What shows whether Triton can compile at all."""
+"""A kernel that shows whether Triton can compile at all."""
 
 import triton
 import triton.language as tl

@@ -72,7 +72,7 @@ def find_channels(part, C, GROUP: tl.constexpr):
 
 @triton.jit
 def find_tile(T, C, GROUP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr):
-    """Of a program the part of a head, the head, the first sequence and the first token."""
+    """Return the part of a head, the head, the first sequence and the first token of a program."""
     parts, token_tiles = tl.cdiv(C, GROUP - 1), tl.cdiv(T, BT)
     row_tile = tl.program_id(0) // token_tiles
     first_token = tl.program_id(0) % token_tiles * BT
@@ -81,7 +81,7 @@ def find_tile(T, C, GROUP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def find_place(t, T, width):
-    """Such that find_place(source) - find_place(target) + find_middle() is the place of their shift in the table."""
+    """Return a place: find_place(source) - find_place(target) + find_middle() is that of their shift in the table."""
     t = tl.minimum(t, T - 1)
     return t // width * (2 * width - 1) + t % width
 

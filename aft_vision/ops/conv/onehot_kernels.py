@@ -116,7 +116,7 @@ def forward_kernel(
 
 @triton.jit
 def load_source(G, Q, K, V, MASK, b, t, dy, dx, c, top, strides, T, D, H, W, CHANNELS):
-    """Of sources t the keys relative to the top, the values, and the gradient of the mean of the target of each."""
+    """Load of sources t the keys relative to the top, the values, and the gradient of the mean of each target."""
     k = load_heads(K, MASK, b, t, c, strides, CHANNELS, T, D) - top[None, :]
     v = load_values(V, MASK, b, t, c, strides[2], strides[3], T, D)
     target, inside = shift(t, -dy, -dx, c, H, W, D)

@@ -46,7 +46,7 @@ class _Shifts:
 
 
 class _Layout:
-    """How the tensors of a call lie in memory, and how channels and sequences are tiled.
+    """The layout of a call's tensors in memory, and the tiles of channels and sequences.
 
     group: rows of a sequence in a tile, of which the last is the key's: such that the fewest are computed in all.
     parts: groups of a head.
@@ -175,7 +175,7 @@ class _Lines:
         return torch.zeros(shape, dtype=torch.float32, device=like.device)
 
     def sums(self, r: Tensor, x: Tensor, constants: dict[str, Any]) -> Tensor:
-        """Of r (x) x, rows (h, N, T or more) of targets and of sources."""
+        """Sum r (x) x over rows (h, N, T or more) of targets and of sources."""
         heads, rows, row_length = r.shape
         steps = triton.cdiv(self.count, 64 // self.wide)
         splits = max(1, min(triton.cdiv(rows, 64), PROGRAMS // (heads * steps * self.pairs)))

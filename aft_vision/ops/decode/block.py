@@ -1,4 +1,4 @@
-"""What a compiled step reads of a block: the parameters of its layers, and the state of its mixer."""
+"""The part of a block that a compiled step reads: the parameters of its layers, and the state of its mixer."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What one token leaves to the next: states of constant size, whatever the number of tokens seen.
+"""States of decoding: of constant size, whatever the number of tokens seen.
 
 States are NamedTuples of tensors of fixed shape, updated in place, so a step can be compiled, captured, copied and
 reordered. Nothing is differentiated through a state.
@@ -13,7 +13,7 @@ from aft_vision.ops.common.numerics import may_branch
 
 
 class SimpleState(NamedTuple):
-    """What AFT-simple remembers: sums of e^(k - reference) v and e^(k - reference), and the reference; (B, D) each."""
+    """The state of AFT-simple: sums of e^(k - reference) v and e^(k - reference), and the reference; (B, D) each."""
 
     reference: Tensor
     numerator: Tensor
@@ -21,7 +21,7 @@ class SimpleState(NamedTuple):
 
 
 class LocalState(NamedTuple):
-    """What AFT-local remembers: sums over the tokens before the window, and the window as a ring of slots.
+    """The state of AFT-local: sums over the tokens before the window, and the window as a ring of slots.
 
     Attributes:
         reference: (B, D) that exponents are relative to.

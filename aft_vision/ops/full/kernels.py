@@ -17,7 +17,7 @@ REPAIR = tl.constexpr(8)
 
 @triton.jit
 def joint_sums(K, V, MASK, BIAS, b, t, c, strides, T, D, BS: tl.constexpr, BD: tl.constexpr):
-    """Of target t the largest logit k + w in float64, the sum of the weights relative to it, and the mean value."""
+    """Return of target t the largest logit k + w in float64, the sum of weights relative to it, and the mean value."""
     peak = tl.full([BD], -1e38, tl.float64)
     den = tl.zeros([BD], tl.float32)
     num = tl.zeros([BD], tl.float32)
@@ -64,7 +64,7 @@ def load_rows(G, Y, DEN, Q, b, t, c, strides, T, D):
 
 @triton.jit
 def lost_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BD: tl.constexpr):
-    """What target t, where its denominators are lost, adds to the gradients of v and of the logits of sources s."""
+    """Return the part of the gradients of v and of the logits of sources s that target t with lost sums adds."""
     lost = load_row(DEN, b, t, c, T * D, D, D, 1.0) < LIMIT
     a = load_row(G, b, t, c, strides[4], strides[5], D, 0.0)
     if Q is not None:
@@ -134,7 +134,7 @@ def forward_kernel(
 @tuned(['T', 'D'], {'BT': 8, 'BD': 16}, ({'BT': 64, 'BD': 32}, 4), ({'BT': 32, 'BD': 64}, 4))
 @triton.jit
 def column_kernel(K, MASK, DEN, PEAK, LOWEST, T, D, k_batch, k_token, BT: tl.constexpr, BD: tl.constexpr):
-    """Of each sequence and channel the largest key and the smallest denominator."""
+    """Find the largest key and the smallest denominator of each sequence and channel."""
     tiles = tl.cdiv(D, BD)
     b = (tl.program_id(0) // tiles).to(tl.int64)
     c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)

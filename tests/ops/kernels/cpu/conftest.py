@@ -1,4 +1,4 @@
-"""What the tests of the compiled kernels share."""
+"""Fixtures of the tests of the compiled kernels."""
 
 import shutil
 

@@ -98,7 +98,7 @@ def test_what_underflows_is_repaired(keys: str, bias: str):
 
 
 def forbid_torch(patch: pytest.MonkeyPatch) -> None:
-    """What is left to do where digits are lost."""
+    """Return what is left to do where digits are lost."""
     for module, name in ((full, 'full'), (conv, 'conv')):
         for direction in ('forward', 'backward'):
             patch.setattr(module, f'{name}_{direction}', lambda *inputs: pytest.fail('expected the kernels alone'))

@@ -1,4 +1,4 @@
-"""How tensors are given to the compiled kernels."""
+"""Tensors as they are given to the compiled kernels."""
 
 from collections.abc import Callable, Iterator
 
