@@ -106,7 +106,7 @@ def _interrupted(interruption: Interruption) -> Callable[..., Any]:
 
 
 def assert_same_results(run_dir: Path, expected: Path) -> None:
-    """Assert the same bits of weights, average and optimizer, the same log, the same best weights, and no other files."""
+    """Assert equal bits of weights, average and optimizer, an equal log and best weights, and no other files."""
     assert digest(run_dir / 'last.pth') == digest(expected / 'last.pth')
     assert losses(run_dir) == losses(expected)
     best, wanted = (torch.load(folder / 'best.pth', weights_only=True) for folder in (run_dir, expected))

@@ -4,8 +4,8 @@ python -m tools.compare_seeds RUN [RUN ...] [--names NAME ...] [--metrics NAME .
 
 RUN is the folder of a run, with its result.json. Prints a line for each, in the order given: the mean of each test
 metric over the seeds and its deviation in percent (of a loss in nats), seconds per epoch, peak memory and parameters.
-Writes DIR/compare_seeds.json with the same figures and DIR/compare_seeds.png, a panel for each metric with a bar for
-each run, its deviation, and a dot for each seed.
+Writes DIR/compare_seeds.json with the same figures and DIR/compare_seeds.png, a panel for each metric with the mean
+of each run, its deviation, and a dot for each seed.
 """
 
 import argparse
@@ -120,23 +120,20 @@ def _spread(name: str, metric: dict[str, Any]) -> str:
 
 
 def draw_seeds(rows: Sequence[dict[str, Any]], metrics: Sequence[str], title: str = '') -> Any:
-    """A panel for each metric: a bar for each run up to its mean, the deviation over the seeds, and their values.
-
-    The axes begin a little below the least value, for differences between runs are small.
-    """
+    """Draw a panel for each metric: the mean of each run, its deviation over the seeds, and their values."""
     figure = new_figure(1 + 3.6 * len(metrics), 3 + 0.3 * max(len(row['name']) for row in rows) / 4)
     for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
         found = [row['metrics'][metric] for row in rows]
         scale, _, unit = _unit(metric)
         means = [scale * each['mean'] for each in found]
-        axes.bar(range(len(rows)), means, yerr=[scale * (each['std'] or 0) for each in found], capsize=4, color='C0')
-        values = [(place, scale * value) for place, each in enumerate(found) for value in each['values']]
-        axes.plot(*zip(*values, strict=True), 'k.', markersize=4)
+        deviations = [scale * (each['std'] or 0) for each in found]
+        axes.errorbar(range(len(rows)), means, yerr=deviations, fmt='o', capsize=4, color='C0')
+        values = [(place + 0.15, scale * value) for place, each in enumerate(found) for value in each['values']]
+        axes.plot(*zip(*values, strict=True), '.', color='0.5', markersize=5)
         axes.set_xticks(range(len(rows)), [row['name'] for row in rows], rotation=30, ha='right')
-        lowest, highest = min(value for _, value in values), max(value for _, value in values)
-        margin = 0.3 * (highest - lowest) + 0.005 * scale
-        axes.set_ylim(lowest - margin, highest + margin)
-        axes.set_ylabel(f'test {metric} ({unit})')
+        axes.margins(x=0.1)
+        axes.grid(axis='y', alpha=0.3)
+        axes.set_ylabel(f'test {metric.replace("_f", "-F")} ({unit})')
     if title:
         figure.suptitle(title)
     return figure

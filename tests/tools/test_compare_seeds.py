@@ -26,7 +26,7 @@ def make_run(folder: Path, accuracies: list[float], **metrics: float) -> Path:
     return folder
 
 
-def test_each_run_has_a_line_and_bars_with_its_seeds(tmp_path, capsys):
+def test_each_run_has_a_line_and_a_place_in_the_picture(tmp_path, capsys):
     runs = [make_run(tmp_path / 'multiply', [0.8, 0.9], auc=0.7), make_run(tmp_path / 'add', [0.75])]
     rows = main([*map(str, runs), '--out', str(tmp_path / 'out'), '--title', 'IMDB'])
     lines = capsys.readouterr().out.splitlines()
@@ -37,12 +37,12 @@ def test_each_run_has_a_line_and_bars_with_its_seeds(tmp_path, capsys):
     assert Image.open(tmp_path / 'out' / 'compare_seeds.png').size[0] > 500
 
 
-def test_the_bars_are_the_means_and_the_dots_the_seeds(tmp_path):
+def test_the_points_are_the_means_and_the_dots_the_seeds(tmp_path):
     rows = [{'name': name, **read_seeds(make_run(tmp_path / name, [0.8, 0.9]))} for name in 'ab']
     (axes,) = draw_seeds(rows, ['accuracy']).axes
-    assert [bar.get_height() for bar in axes.patches] == pytest.approx([85, 85])
-    dots = next(line for line in axes.lines if line.get_marker() == '.')
-    assert dots.get_xydata() == pytest.approx(np.array([[0, 80], [0, 90], [1, 80], [1, 90]]))
+    means, dots = (next(line for line in axes.lines if line.get_marker() == marker) for marker in 'o.')
+    assert means.get_xydata() == pytest.approx(np.array([[0, 85], [1, 85]]))
+    assert dots.get_ydata() == pytest.approx(np.array([80, 90, 80, 90]))
     assert axes.get_ylim()[0] < 80 < 90 < axes.get_ylim()[1]
 
 
@@ -52,7 +52,7 @@ def test_losses_are_in_nats(tmp_path, capsys):
     row = {'name': 'run', **read_seeds(tmp_path / 'run')}
     accuracy, loss = draw_seeds([row], ['accuracy', 'log_loss']).axes
     assert (accuracy.get_ylabel(), loss.get_ylabel()) == ('test accuracy (%)', 'test log_loss (nats)')
-    assert [bar.get_height() for bar in loss.patches] == pytest.approx([0.4567])
+    assert next(line for line in loss.lines if line.get_marker() == 'o').get_ydata() == pytest.approx([0.4567])
     assert loss.get_ylim()[1] < 0.6
 
 
