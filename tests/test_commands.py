@@ -32,14 +32,14 @@ REPORT_IMPORTS = f"""
 import atexit, runpy, sys
 atexit.register(lambda: print('LOADED', *[name for name in {HEAVY} if name in sys.modules]))
 sys.argv = ['command', *sys.argv[2:]]
-runpy.run_module(sys.orig_argv[4], run_name='__main__', alter_sys=True)
+runpy.run_module(sys.orig_argv[3], run_name='__main__', alter_sys=True)
 """
 
 
 def run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
     return subprocess.run(
-        [sys.executable, '-c', REPORT_IMPORTS, command, command, *arguments],
+        [sys.executable, '-c', REPORT_IMPORTS, command, *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,

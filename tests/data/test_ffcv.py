@@ -223,7 +223,7 @@ def test_importing_ffcv_leaves_the_threads_of_torch_alone():
 
 def test_a_loader_that_is_left_early_leaves_no_thread_and_starts_anew(clothing):
     expected, threads = batches(clothing), threading.active_count()
-    loaders = create_loaders(clothing, (32, 32), 200, augment=CROP, num_workers=1)
+    loaders = create_loaders(clothing, (32, 32), 200, augment=CROP, evaluation=PLAIN, num_workers=1)
     for _ in range(3):
         loaders.set_epoch(0)
         for batch in loaders.train:

@@ -102,6 +102,7 @@ def local_step(q: Tensor | None, k: Tensor, v: Tensor, band_row: Tensor, state: 
     return out if found == 0 else _repair(found, q, k, v, row, state)
 
 
+@torch.no_grad()
 def _repair(found: int, q: Tensor | None, k: Tensor, v: Tensor, row: Tensor, state: Sequence[Tensor]) -> Tensor:
     # y (B, D) by torch, after what `aft_local_step` has returned.
     reference, sums, ring, position, holds_keys = state

@@ -145,6 +145,6 @@ def test_a_kernel_accesses_its_own_tensors_and_writes_all_of_its_results(name: s
     shape = verify.Shape(B, grid, D, channels=2 if name in ('conv', 'onehot') else 1, window=4)
     inputs = verify._inputs(name, shape, spread, (torch.float32,), torch.device('cpu'))
     found = verify._run(verify._Kernels(name), inputs)
-    wanted = verify._run(verify.OPERATORS[name], [verify._double(x) for x in inputs])
+    wanted = verify._run(verify.OPERATORS[name], inputs._make(map(verify._double, inputs)))
     verify._check(found, wanted, (torch.float32,), spread)
     assert checker.launches >= 2
