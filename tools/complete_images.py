@@ -80,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
         chosen = images[[i // args.num_samples for i in numbers]]
         return model.complete_images(chosen, mask, seed=[args.seed + i for i in numbers], **rules(args))
 
-    tensors = [*model.state_dict().values(), images, mask]
-    completed = draw_images(draw, len(images) * args.num_samples, args, tensors)
+    sources = images.repeat_interleave(args.num_samples, 0)
+    completed = draw_images(draw, len(sources), args, [*model.state_dict().values(), mask], sources)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     completion_sheet(images, mask, completed, args.scale, args.originals).save(args.out)
     print(f'{len(completed)} completed images are in {args.out}')

@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from PIL import Image, PngImagePlugin
 from torch import Tensor
 
 from aft_vision.evaluate import resolve_device
+from aft_vision.files import replacing
 from aft_vision.models import AFTDecoder, load_decoder
 
 # The entry of a PNG that says how the image was drawn.
@@ -39,14 +39,19 @@ def rules(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def draw_images(
-    draw: Callable[[list[int]], Tensor], count: int, args: argparse.Namespace, tensors: Sequence[Tensor]
+    draw: Callable[[list[int]], Tensor],
+    count: int,
+    args: argparse.Namespace,
+    tensors: Sequence[Tensor],
+    sources: Tensor | None = None,
 ) -> Tensor:
     """Draw images in batches; with --folder each batch is written there, and an image that exists is not drawn again.
 
     Args:
         draw: images (n, 3, H, W) uint8 with these numbers, each with the seed --seed plus its number.
         count: number of images.
-        tensors: the weights and whatever else decides the images, besides the options of drawing.
+        tensors: the weights and whatever else decides all images, besides the options of drawing.
+        sources: (count, ...), what each image is drawn from.
 
     Returns:
         (count, 3, H, W) uint8.
@@ -55,16 +60,19 @@ def draw_images(
         ValueError: an image of the folder was drawn in another way.
     """
     paths = [] if args.folder is None else [args.folder / f'{args.seed + i:04}.png' for i in range(count)]
-    settings = dict(content=content_hash(tensors), temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    text = json.dumps(settings) if paths else ''
-    found = {i: read_drawn(path, text) for i, path in enumerate(paths) if path.exists()}
+    texts: list[str] = []
+    if paths:
+        settings = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, content=content_hash(tensors))
+        own = [None if sources is None else content_hash([sources[i]]) for i in range(count)]
+        texts = [json.dumps({**settings, 'source': source}) for source in own]
+    found = {i: read_drawn(path, texts[i]) for i, path in enumerate(paths) if path.exists()}
     missing = [i for i in range(count) if i not in found]
     for start in range(0, len(missing), args.batch_size):
         part = missing[start : start + args.batch_size]
         for i, image in zip(part, draw(part).cpu(), strict=True):
             found[i] = image
             if paths:
-                write_drawn(image, paths[i], text)
+                write_drawn(image, paths[i], texts[i])
     return torch.stack([found[i] for i in range(count)])
 
 
@@ -85,11 +93,10 @@ def read_drawn(path: Path, settings: str) -> Tensor:
 
 def write_drawn(image: Tensor, path: Path, settings: str) -> None:
     """Write an image (3, H, W) uint8 and how it was drawn, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    info, part = PngImagePlugin.PngInfo(), path.with_name(f'{path.name}.part')
+    info = PngImagePlugin.PngInfo()
     info.add_text(SETTINGS, settings)
-    Image.fromarray(image.permute(1, 2, 0).numpy()).save(part, 'PNG', pnginfo=info)
-    os.replace(part, path)
+    with replacing(path) as part:
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(part, 'PNG', pnginfo=info)
 
 
 def content_hash(tensors: Sequence[Tensor]) -> str:

@@ -78,7 +78,7 @@ class AFTMixer(nn.Module):
 
     def _backend(self) -> str:
         # Exporters know no custom operator.
-        return 'aten' if self.exportable else 'auto'
+        return 'aten' if self.exportable and not torch.jit.is_scripting() else 'auto'
 
     def _project(self, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         return self._split(self.qkv(x))

@@ -181,7 +181,9 @@ class Session:
         """
         check_rules(temperature, top_k, top_p)
         batch, count = self._check_open(tokens, given)
-        noise = uniform_noise(batch, count, seed, generator).to(tokens.device)
+        # By the place in the sequence, whatever other sequences of the batch have taken in parallel.
+        start = 0 if seed is None else max(int(self.state.position) - 1, 0)
+        noise = uniform_noise(batch, start + count, seed, generator)[:, start:].to(tokens.device)
         given = given.to(tokens.device).expand(tokens.shape)
         tokens = self.model.check_tokens(tokens.masked_fill(~given, 0))
         places, taken = (~given).any(0).nonzero().flatten().tolist(), 0
@@ -193,7 +195,7 @@ class Session:
                 taken = place
                 bar.update(batch)
         # After the last token of the context there is no position to predict.
-        rest = tokens[:, taken : taken + self.model.context - int(self.state.position)]
+        rest = tokens[:, taken : taken + self.model.context - max(int(self.state.position), 1)]
         if rest.shape[1]:
             self._take(rest)
         if taken + rest.shape[1] < count:

@@ -90,6 +90,21 @@ def test_a_seed_decides_a_sequence_whatever_its_batch():
     assert len({tuple(row) for row in first.tolist()}) == 3
 
 
+def test_a_seed_decides_a_completion_whatever_else_is_completed():
+    model, tokens = create(), draw_tokens()
+    given = torch.ones(tokens.shape, dtype=torch.bool)
+    given[0, 2:], given[1, 5:8] = False, False
+    alone = model.complete(tokens[1:], given[1:], seed=8)
+    assert torch.equal(model.complete(tokens, given, seed=7)[1:, :8], alone[:, :8])
+
+
+def test_all_tokens_of_the_context_may_be_given():
+    model, tokens = create(), draw_tokens()
+    session = model.session(len(tokens))
+    whole = tokens[:, : model.context]
+    assert torch.equal(session.complete(whole, torch.ones(whole.shape, dtype=torch.bool)), whole)
+
+
 def test_a_generator_draws_for_all_sequences():
     model = create()
     first = model.sample(3, generator=generator(5))

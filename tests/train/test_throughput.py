@@ -57,7 +57,8 @@ def test_a_slow_loader_is_found():
     found = measure_throughput(state, loaders, 3)
     # The model has 20 thousand weights.
     assert found.loader < found.model
-    assert found.both < 1.5 * found.loader
+    # Nearer to the loader than to the model, by their ratios: another process may slow one of the three passes.
+    assert found.both / found.loader < found.model / found.both
 
 
 def test_an_update_is_timed_against_the_bare_one():
