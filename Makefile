@@ -45,8 +45,7 @@ test: ffcv
 sanitize: $(STAMP)
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.cache/sanitize CXX='$(CXX) $(SANITIZE)' ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	OMP_NUM_THREADS=2 $(PY) -m pytest -p no:cacheprovider tests/ops/kernels/cpu \
-	--ignore=tests/ops/kernels/cpu/test_build.py $(PYTEST_ARGS)
+	OMP_NUM_THREADS=2 $(PY) -m pytest -p no:cacheprovider tests/ops -m cpp $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff format --check .

@@ -11,6 +11,8 @@ from aft_vision import ops
 from aft_vision.ops import operator
 from aft_vision.ops.decode import step_cpp as step
 
+pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
+
 KEYS = ['ordinary', *nasty_keys(torch.zeros(1, 3, 1))]
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from aft_vision import ops
 from aft_vision.ops import reference
 
+pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
+
 NAMES = {'aft_vision::local_forward', 'aft_vision::local_backward'}
 
 

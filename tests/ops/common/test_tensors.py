@@ -9,6 +9,8 @@ from torch import Tensor
 
 from aft_vision import ops
 
+pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
+
 
 @pytest.fixture(autouse=True)
 def single_precision_afterwards() -> Iterator[None]:

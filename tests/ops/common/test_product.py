@@ -26,6 +26,8 @@ from aft_vision.ops import reference
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.full import eager as full
 
+pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
+
 FULL = {'aft_vision::full_forward', 'aft_vision::full_backward'}
 CONV = {'aft_vision::conv_forward', 'aft_vision::conv_backward'}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -25,6 +25,8 @@ from aft_vision.ops.common import build
 from aft_vision.ops.conv import depthwise
 from aft_vision.ops.conv import eager as conv
 
+pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
+
 NAMES = {'aft_vision::depthwise_forward', 'aft_vision::depthwise_backward'}
 OTHER_NAMES = {'aft_vision::conv_forward', 'aft_vision::conv_backward'}
 

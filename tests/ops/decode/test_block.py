@@ -13,6 +13,8 @@ from aft_vision import ops
 from aft_vision.ops import Dense
 from aft_vision.ops.decode import step_cpp
 
+pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
+
 
 def make_layer(n: int, outputs: int, seed: int, norm: bool = False, bias: bool = True, gelu: bool = False) -> Dense:
     weight = randn(outputs, n, seed=seed, scale=n**-0.5).float()

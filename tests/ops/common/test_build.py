@@ -17,6 +17,8 @@ import torch
 
 from aft_vision.ops.common import build
 
+pytestmark = pytest.mark.usefixtures('compiled')
+
 
 @pytest.fixture(autouse=True)
 def little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from torch import Tensor
 from aft_vision import ops
 from aft_vision.ops.common import build
 
+pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
+
 PAGE = mmap.PAGESIZE
 Place = Callable[[Tensor], Tensor]
 

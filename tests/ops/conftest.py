@@ -1,0 +1,29 @@
+"""Fixtures of the tests of the operations: the compiled kernels, and a device for Triton."""
+
+import shutil
+
+import pytest
+import torch
+from helpers import interpret_triton
+
+from aft_vision.ops.common import build, launch
+
+
+@pytest.fixture
+def compiled() -> None:
+    """Build the C++ kernels; skip the test if there is no compiler."""
+    if shutil.which(build._chosen_compiler()[0]) is None:
+        pytest.skip('there is no compiler here')
+    assert build.library() is not None
+
+
+@pytest.fixture
+def triton_device(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the device of the Triton kernels: CUDA, or the CPU in Triton's interpreter."""
+    pytest.importorskip('triton')
+    if torch.cuda.is_available():
+        if torch.cuda.get_device_capability() < launch.CAPABILITY:
+            pytest.skip(f'Triton needs a GPU of capability {launch.CAPABILITY}')
+        return 'cuda'
+    interpret_triton(monkeypatch)
+    return 'cpu'
