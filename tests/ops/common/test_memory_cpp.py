@@ -223,7 +223,8 @@ def test_a_failed_allocation_is_an_error_of_python_wherever_it_happens(tmp_path:
     compiler = build._chosen_compiler()
     subprocess.run([*compiler, '-std=c++17', '-shared', '-fPIC', str(source), '-o', str(scarce)], check=True)
     code = (
-        f'import sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]}; import test_memory as t; t.run_scarce()'
+        f'import sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]}\n'
+        f'import {Path(__file__).stem} as tests; tests.run_scarce()'
     )
     # Threads that wait for one another without spinning, next to other tests.
     environment = {**os.environ, 'LD_PRELOAD': str(scarce), 'OMP_WAIT_POLICY': 'passive'}
