@@ -11,11 +11,11 @@ from aft_vision.models.decoder import bits
 
 
 def sequence_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats of the targets that count.
+    """Return the mean cross-entropy in nats of the targets that count.
 
     Args:
         logits: (B, T, V); half precision is widened to float32.
-        targets: (B, T) int64; -100 does not count.
+        targets: (B, T) int64; targets of -100 do not count.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -24,10 +24,10 @@ def sequence_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class BitsEvaluator:
-    """Sums what the targets cost, in the manner of timm's evaluators; the sum is float64 and the counts are whole.
+    """A running sum of the loss, in the manner of timm's evaluators; float64 sums and integer counts.
 
     Args:
-        device: Of the outputs.
+        device: Device of the outputs.
 
     Attributes:
         counts: (2,) int64, sequences and tokens so far.
@@ -51,7 +51,7 @@ class BitsEvaluator:
         self.counts[1] += targets.ne(IGNORED).sum()
 
     def compute(self, distributed: bool = False) -> dict[str, float]:
-        """Mean over all tokens that count, of all processes if `distributed`: `loss` in nats, `bits`, and `tokens`."""
+        """Return means over the tokens that count, over all processes if `distributed`: `loss`, `bits`, `tokens`."""
         nats, counts = self.nats.clone(), self.counts.clone()
         if distributed:
             for total in (nats, counts):
@@ -70,12 +70,12 @@ def evaluate_bits(
     distributed: bool = False,
     progress: bool = False,
 ) -> dict[str, float]:
-    """Measure the bits of a decoder; every token that counts does so once.
+    """Measure the bits of a decoder; every token that counts is counted once.
 
     Args:
-        model: Maps tokens (B, T) to logits (B, T, V) of themselves, each from those before it.
+        model: Maps tokens (B, T) to their logits (B, T, V), each predicted from the tokens before it.
         loader: Yields tokens and targets (B, T), -100 where they do not count, as aft_vision.data has them.
-        amp_dtype: Autocast data type; None runs in the model's own.
+        amp_dtype: Autocast data type; None keeps the model's data type.
         distributed: Sum over the processes of the default group, each of which has its share of the sequences.
         progress: Show a progress bar on standard error.
 
@@ -101,6 +101,6 @@ def evaluate_bits(
 def _flat(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if logits.ndim != 3 or logits.shape[:2] != targets.shape:
         raise ValueError(f'expected logits of shape {(*targets.shape, "V")}, got {tuple(logits.shape)}')
-    # float64 stays.
+    # Keep float64.
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
     return logits.flatten(0, 1), targets.flatten()

@@ -1,7 +1,7 @@
-"""Sparsity of AFT-conv's kernels: the entropy that training may hold low (AFT Eq. 9), and pruning.
+"""Sparsity of AFT-conv kernels: the entropy regulariser of training (AFT Eq. 9), and pruning.
 
-An offset is pruned by setting its bias w to 0, which gives the source there the weight that all sources have by the
-global sum, exp(0) = 1: what is left out is the correction exp(w) - 1 of AFT Eq. 6.
+Pruning an offset sets its bias w to 0. Its source then has the weight exp(0) = 1, which all sources have in the global
+sum, and the correction exp(w) - 1 of AFT Eq. 6 is zero.
 """
 
 import copy
@@ -21,7 +21,7 @@ from aft_vision.timing import time_interleaved
 
 
 def conv_mixers(model: nn.Module) -> list[AFTConv]:
-    """The AFT-conv mixers of a model, from the first layer to the last.
+    """Return the AFT-conv mixers of a model, in the order of the layers.
 
     Raises:
         ValueError: there are none.
@@ -33,7 +33,7 @@ def conv_mixers(model: nn.Module) -> list[AFTConv]:
 
 
 def layer_entropies(model: nn.Module) -> list[Tensor]:
-    """The entropy of each head of each AFT-conv kernel, after AFT Eq. 8 and before a Gumbel sample (AFT Eq. 9).
+    """Compute the entropy of each head of each AFT-conv kernel, after AFT Eq. 8, before a Gumbel sample (AFT Eq. 9).
 
     Returns:
         (h,) per layer in nats, between 0 and log(s * s), differentiable.
@@ -45,7 +45,7 @@ def layer_entropies(model: nn.Module) -> list[Tensor]:
 
 
 def kernel_entropy(model: nn.Module) -> Tensor:
-    """The regulariser reg(w), summed over heads and layers (AFT Eq. 9).
+    """Compute the regulariser reg(w), summed over heads and layers (AFT Eq. 9).
 
     The paper adds 0.001 of it to the cross-entropy of a model of 12 layers of 384 heads.
 
@@ -60,18 +60,18 @@ def kernel_entropy(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def evaluated_kernels(model: nn.Module) -> list[Tensor]:
-    """The position biases w (h, s, s) of each layer as evaluation uses them: after AFT Eq. 8 and the maximum of Eq. 10.
+    """Return the position biases w (h, s, s) of each layer in evaluation: after AFT Eq. 8 and the maximum of Eq. 10.
 
     Raises:
-        ValueError: the model has no AFT-conv kernel, or one of the variant without global context, where w = 0 is no
-            neutral value: sources outside the window have no weight, and none is left by pruning.
+        ValueError: the model has no AFT-conv kernel, or one without global context, where w = 0 is not a neutral
+            value, because sources outside the window have no weight.
     """
     kernels = []
     for mixer in conv_mixers(model):
         if not mixer.global_context:
             raise ValueError(
-                'expected a model with global_context=True, where a pruned offset keeps the weight that all sources '
-                'have, got global_context=False, where w = 0 is a weight like any other'
+                'expected a model with global_context=True, where a pruned offset keeps the weight of the global sum, '
+                'got global_context=False, where w = 0 is not neutral'
             )
         # A raw kernel is the parameter itself.
         kernels.append(mixer.evaluated_kernel().detach().clone())
@@ -79,10 +79,10 @@ def evaluated_kernels(model: nn.Module) -> list[Tensor]:
 
 
 def prune(model: nn.Module, threshold: float) -> nn.Module:
-    """A copy for evaluation whose kernels are 0 wherever |exp(w) - 1| is below a threshold.
+    """Copy a model for evaluation, with kernels set to 0 where |exp(w) - 1| is below a threshold.
 
-    The copy shares all other parameters with the model. Its kernels are raw ones (`standardize_kernel=False`), of the
-    model's window; those of a model with one offset a head (`gumbel=True`) become ordinary ones with that offset.
+    The copy shares all other parameters with the model. Its kernels are raw (`standardize_kernel=False`) and have the
+    model's window; those of a model with one offset per head (`gumbel=True`) become raw kernels with that offset.
 
     Raises:
         ValueError: the threshold is negative, or as `evaluated_kernels`.
@@ -90,21 +90,21 @@ def prune(model: nn.Module, threshold: float) -> nn.Module:
     if not threshold >= 0:
         raise ValueError(f'threshold must be at least 0, got {threshold}')
     kernels = evaluated_kernels(model)
-    # What deepcopy finds here it does not copy.
+    # deepcopy does not copy objects that are in its memo.
     shared: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     pruned = copy.deepcopy(model, shared).eval()
     for mixer, kernel in zip(conv_mixers(pruned), kernels, strict=True):
         mixer.kernel = _raw_kernel(torch.where(kernel.expm1().abs() < threshold, 0.0, kernel))
-        # Final for TorchScript's sake, which reads them when it compiles.
+        # Final for TorchScript, which reads them when it compiles.
         for name in ('gumbel', 'straight_through'):
             setattr(mixer, name, False)
     return pruned
 
 
 def threshold_that_keeps(model: nn.Module, share: float) -> float:
-    """The threshold at which `prune` keeps that share of all entries of all kernels, those with most effect.
+    """Find the threshold at which `prune` keeps this share of all kernel entries, those with the most effect.
 
-    Entries that are 0 already are not kept, and entries of equal effect are kept or pruned together.
+    Entries that are already 0 are not kept, and entries of equal effect are kept or pruned together.
 
     Raises:
         ValueError: the share is not in (0, 1], or as `evaluated_kernels`.
@@ -116,7 +116,7 @@ def threshold_that_keeps(model: nn.Module, share: float) -> float:
 
 
 def smallest_window(kernel: Tensor) -> int:
-    """The side of the smallest centred odd window that holds all entries of a kernel (h, s, s) which are not 0."""
+    """Return the side of the smallest centred odd window with all nonzero entries of a kernel (h, s, s)."""
     size = kernel.shape[-1]
     y, x = (kernel != 0).any(0).nonzero(as_tuple=True)
     if not len(y):
@@ -125,20 +125,20 @@ def smallest_window(kernel: Tensor) -> int:
 
 
 def crop_kernel(kernel: Tensor, window: int) -> Tensor:
-    """The centre (h, window, window) of a kernel (h, s, s); both sides odd."""
+    """Return the centre (h, window, window) of a kernel (h, s, s); both sides are odd."""
     edge = (kernel.shape[-1] - window) // 2
     return kernel[:, edge : edge + window, edge : edge + window]
 
 
 def sparsity_figures(model: nn.Module) -> dict[str, Any]:
-    """Return what pruning has left of the kernels, and what AFT Eq. 6 then costs.
+    """Return the sparsity of pruned kernels and the resulting cost of AFT Eq. 6.
 
     Returns:
-        `sparsity`, the share of entries that are 0; `offsets_mean`, `offsets_min` and `offsets_max`, those that a head
-        keeps, and `offsets_by_layer`, the mean of each layer; `windows`, of each layer the side of the smallest centred
-        one that holds its offsets, and `window`, the largest of them; and the multiply-adds of the convolutions of one
-        token in all layers, border or not, of exp(K) V and of exp(K), with whole kernels (`madds_dense`), with kernels
-        cropped to `windows` (`madds_window`) and with the kept offsets alone (`madds_sparse`).
+        `sparsity`, the share of entries that are 0; `offsets_mean`, `offsets_min` and `offsets_max`, the number of
+        offsets that a head keeps, and `offsets_by_layer`, the mean of each layer; `windows`, the side of the smallest
+        centred window of each layer that holds its offsets, and `window`, the largest of them; and the multiply-adds
+        of the convolutions of exp(K) V and exp(K), per token in all layers, borders ignored: with whole kernels
+        (`madds_dense`), cropped to `windows` (`madds_window`), and with only the kept offsets (`madds_sparse`).
 
     Raises:
         ValueError: as `evaluated_kernels`.
@@ -147,7 +147,7 @@ def sparsity_figures(model: nn.Module) -> dict[str, Any]:
     kept = torch.stack([(kernel != 0).flatten(1).sum(1) for kernel in kernels])
     windows = [smallest_window(kernel) for kernel in kernels]
     heads, size = kernels[0].shape[:2]
-    # A tap of a head multiplies its channels of exp(K) V, and its one of exp(K).
+    # One tap of a head multiplies all its channels of exp(K) V and its one channel of exp(K).
     width = conv_mixers(model)[0].split_sizes[-1] + heads
     return {
         'sparsity': 1 - kept.sum().item() / (kept.numel() * size**2),
@@ -164,14 +164,14 @@ def sparsity_figures(model: nn.Module) -> dict[str, Any]:
 
 
 def crop(model: nn.Module) -> nn.Module:
-    """Build the same function with the smallest window that holds all offsets of all layers, as a model of timm.
+    """Build an equivalent timm model with the smallest window that holds all offsets of all layers.
 
     Args:
-        model: Made by `timm.create_model`, or by `prune` from such a one.
+        model: Made by `timm.create_model`, or by `prune` from such a model.
 
     Returns:
-        A model in eval mode with `kernel_size` of that window and `standardize_kernel=False`, and parameters of its
-        own; its logits are the model's but for rounding.
+        A model in eval mode with `kernel_size` of that window and `standardize_kernel=False`. It shares no parameters
+        with the given model, and its logits are the same up to rounding.
 
     Raises:
         ValueError: the model was not made by timm, or as `evaluated_kernels`.
@@ -200,19 +200,19 @@ def crop(model: nn.Module) -> nn.Module:
 def time_windows(
     model: nn.Module, windows: Sequence[int], grid: tuple[int, int], batch: int, rounds: int = 20
 ) -> dict[int, dict[str, float]]:
-    """Time the operation of one AFT-conv layer, forward, with its kernel cropped to each of some windows.
+    """Time the forward operation of one AFT-conv layer with its kernel cropped to several windows.
 
-    The windows take turns within a round, so that what slows the machine slows all of them.
+    The windows take turns within a round, so that other load on the machine affects all of them.
 
     Args:
         windows: Sides in tokens, odd.
         grid: (H, W) in tokens.
         batch: Images.
-        rounds: Times of each, after a call that does not count.
+        rounds: Timed calls of each, after one warm-up call.
 
     Returns:
-        For each window `ms`, the median time, and `ratio`, that time relative to the whole kernel's, which is compared
-        within rounds.
+        For each window `ms`, the median time, and `ratio`, the time relative to the whole kernel, compared within
+        rounds.
 
     Raises:
         ValueError: rounds is below 1, a window is even or larger than the kernel, or as `evaluated_kernels`.
@@ -222,7 +222,7 @@ def time_windows(
     wrong = [window for window in windows if window % 2 == 0 or not 1 <= window <= whole]
     if wrong or rounds < 1:
         raise ValueError(f'expected odd windows of at most {whole} and at least 1 round, got {list(windows)}, {rounds}')
-    # The first is what the others are compared to.
+    # The others are compared with the first.
     kernels = {window: crop_kernel(kernel, window).contiguous() for window in (whole, *windows)}
     widths = (mixer.split_sizes[-1], heads, mixer.split_sizes[-1])
     q, k, v = (torch.randn(batch, grid[0] * grid[1], width, device=kernel.device) for width in widths)

@@ -16,13 +16,13 @@ class AFTMixer(nn.Module):
         dim: channels C of the input and output, and D of the operation.
         key_dim: channels of the keys.
         query_gate: False leaves out the query and its sigmoid (Table 12).
-        qkv_bias: biases on queries, keys and values. That on keys cancels in every operation; DeiT has it.
-        proj_bias: a bias on the projection behind the operation.
-        out_proj: False leaves that projection out (Table 3 counts none).
-        proj_drop: dropout rate behind the operation.
+        qkv_bias: biases on queries, keys and values. The bias on keys cancels in every operation; DeiT has it.
+        proj_bias: a bias on the output projection.
+        out_proj: False leaves out the output projection (Table 3 counts none).
+        proj_drop: dropout rate after the output projection.
     """
 
-    # TorchScript reads Final annotations of the last subclass alone, and these of every class.
+    # TorchScript reads Final annotations only from the last subclass, but these from every class.
     __constants__: ClassVar[list[str]] = ['exportable', 'query_gate']
 
     def __init__(
@@ -46,7 +46,7 @@ class AFTMixer(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew, the projections as DeiT does."""
+        """Initialise all parameters, the projections as DeiT does."""
         for projection in (self.qkv, self.proj):
             if isinstance(projection, nn.Linear):
                 trunc_normal_(projection.weight, std=0.02)
@@ -55,14 +55,14 @@ class AFTMixer(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw the position bias anew; a model's own scheme draws the projections."""
+        """Initialise the position bias; the model initialises the projections."""
 
     @torch.jit.ignore
     def fuse(self) -> 'AFTMixer':
-        """Keep for inference what depends on the position bias' parameters alone.
+        """Precompute for inference everything that depends only on the position-bias parameters.
 
         Returns:
-            The mixer itself, as `timm.utils.reparameterize_model` wants it.
+            The mixer itself, as `timm.utils.reparameterize_model` expects.
         """
         for module in self.children():
             if isinstance(module, FusedModule):
@@ -71,13 +71,13 @@ class AFTMixer(nn.Module):
 
     @torch.jit.ignore
     def set_grid(self, grid: tuple[int, int]) -> None:
-        """Resample a position bias that belongs to a grid to another, (H, W), for good."""
+        """Resample the position bias permanently to another grid (H, W), if it has one."""
         for module in self.children():
             if isinstance(module, FactorizedBias | PairwiseBias):
                 module.set_grid(grid)
 
     def _backend(self) -> str:
-        # Exporters know no custom operator.
+        # Exporters do not support custom operators.
         return 'aten' if self.exportable and not torch.jit.is_scripting() else 'auto'
 
     def _project(self, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -91,7 +91,7 @@ class AFTMixer(nn.Module):
 
 
 def resolve_num_heads(dim: int, num_heads: int | None) -> int:
-    """The number of heads h; None is one head per channel.
+    """Return the number of heads h; None means one head per channel.
 
     Raises:
         ValueError: h does not divide dim.

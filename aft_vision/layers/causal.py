@@ -1,8 +1,9 @@
-"""The causal mixers of the decoders, and their block: in parallel, one token at a time, and several from a state.
+"""The causal mixers of the decoders and their block, for training and for decoding.
 
-All are called as `mixer(x)` in training. `step` takes one token (B, C) and `prefill` several (B, n, C), with the state
-of what came before; they give what the parallel form gives, and update the state in place. `mix_step` is the part of
-`step` between the projections. `compile_decoder` makes one compiled call of the steps of all blocks.
+Training calls `mixer(x)` on all tokens in parallel. `step` takes one token (B, C) and `prefill` several (B, n, C),
+with the state of the tokens before them. Both update the state in place and return the output of the parallel form.
+`mix_step` is the part of `step` between the projections. `compile_decoder` compiles the steps of all blocks into one
+call.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +23,10 @@ from aft_vision.layers.position_bias import FactorizedBias
 
 
 class CausalMixer(AFTMixer):
-    """The decoding that the causal mixers share."""
+    """The decoding methods that the causal mixers share."""
 
     def mix_step(self, projected: Tensor, state: Any) -> Tensor:
-        """Mix one token, from its queries, keys and values side by side, before the projection after the operation."""
+        """Mix one token, given its concatenated query, key and value; the output projection is not applied."""
         raise TypeError(f'{type(self).__name__} must define mix_step()')
 
     def step(self, x: Tensor, state: Any) -> Tensor:
@@ -34,7 +35,7 @@ class CausalMixer(AFTMixer):
 
 
 class CausalLocal(AFTLocal, CausalMixer):
-    """AFT-local with the future masked (AFT Eq. 4): `AFTLocal` and its state of s tokens."""
+    """Causal AFT-local (AFT Eq. 4): `AFTLocal` with a state of s tokens."""
 
     def __init__(self, dim: int, num_tokens: int, window_size: int, **kwargs: Any) -> None:
         super().__init__(dim, num_tokens, window_size, causal=True, **kwargs)
@@ -60,13 +61,13 @@ class CausalLocal(AFTLocal, CausalMixer):
 
 
 class CausalFull(AFTFull, CausalMixer):
-    """AFT-full with the future masked (AFT Eq. 2): `AFTFull` and its state of all T tokens."""
+    """Causal AFT-full (AFT Eq. 2): `AFTFull` with a state of all T tokens."""
 
     def __init__(self, dim: int, num_tokens: int, **kwargs: Any) -> None:
         super().__init__(dim, num_tokens, causal=True, **kwargs)
         self.window = num_tokens
 
-    # The window of AFT-local that covers everything.
+    # Decoding is that of AFT-local with a window of all T tokens.
     init_state = CausalLocal.init_state
     mix_step = CausalLocal.mix_step
     prefill = CausalLocal.prefill
@@ -78,7 +79,7 @@ class CausalFull(AFTFull, CausalMixer):
 
 
 class CausalSimple(AFTSimple, CausalMixer):
-    """AFT-simple with the future masked (AFT Eq. 5): `AFTSimple` and its state of one token's size."""
+    """Causal AFT-simple (AFT Eq. 5): `AFTSimple` with a state of the size of one token."""
 
     def __init__(self, dim: int, **kwargs: Any) -> None:
         super().__init__(dim, causal=True, **kwargs)
@@ -97,7 +98,7 @@ class CausalSimple(AFTSimple, CausalMixer):
 
 
 class KeyValueState(NamedTuple):
-    """The state of attention: keys and values (B, h, T, C / h) of all tokens, and () int64 tokens seen."""
+    """The state of attention: keys and values (B, h, T, C / h) of all tokens, and () int64, the tokens seen."""
 
     keys: Tensor
     values: Tensor
@@ -105,7 +106,7 @@ class KeyValueState(NamedTuple):
 
 
 class CausalAttention(CausalMixer):
-    """Dot-product attention of each token to those up to it, the Transformer of AFT Tables 2 and 4.
+    """Causal dot-product attention, for the Transformer baselines of AFT Tables 2 and 4.
 
     Args:
         dim: channels C.
@@ -115,12 +116,12 @@ class CausalAttention(CausalMixer):
 
     Raises:
         ValueError: num_heads does not divide dim.
-        TypeError: query_gate is given: the query of attention is no gate.
+        TypeError: query_gate is given, which attention does not have.
     """
 
     def __init__(self, dim: int, num_tokens: int, num_heads: int, **kwargs: Any) -> None:
         if not kwargs.pop('query_gate', True):
-            raise TypeError('query_gate=False is for AFT, whose query is a gate; attention needs its queries')
+            raise TypeError('query_gate is an argument of AFT mixers; attention has no query gate')
         num_heads = resolve_num_heads(dim, num_heads)
         super().__init__(dim, dim, **kwargs)
         self.num_tokens, self.num_heads = num_tokens, num_heads
@@ -146,7 +147,7 @@ class CausalAttention(CausalMixer):
         if q.device.type == 'cpu' and not torch.compiler.is_compiling():
             y = self._attend_from(int(state.position), q, k, v, state)
         else:
-            # Nothing here depends on a number on the host.
+            # Nothing here depends on a value on the host.
             place = state.position.view(1)
             state.keys.index_copy_(2, place, k.to(state.keys.dtype))
             state.values.index_copy_(2, place, v.to(state.keys.dtype))
@@ -191,7 +192,7 @@ MIXERS: dict[str, type[AFTMixer]] = {
 
 
 class CausalBlock(AFTBlock):
-    """`AFTBlock` around a causal mixer, with its decoding.
+    """`AFTBlock` around a causal mixer, with decoding.
 
     Args:
         dim: channels C.
@@ -203,7 +204,7 @@ class CausalBlock(AFTBlock):
         TypeError: the mixer has no such argument.
     """
 
-    # AFTBlock's is an AFTMixer, which cannot decode.
+    # AFTBlock declares an AFTMixer, which cannot decode.
     attn: Any
 
     def __init__(self, dim: int, mixer: str, **kwargs: Any) -> None:
@@ -228,7 +229,7 @@ class CausalBlock(AFTBlock):
         return x + self.ls2(self.mlp(self.norm2(x)))
 
 
-# The modules of a block whose steps are compiled, and their types.
+# The modules of a block that `compile_decoder` supports, and their types.
 COMPILED: dict[str, tuple[type[nn.Module], ...]] = {
     'norm1': (LayerNorm,),
     'attn': tuple(MIXERS.values()),
@@ -251,14 +252,14 @@ COMPILED: dict[str, tuple[type[nn.Module], ...]] = {
 def compile_decoder(
     blocks: Sequence[CausalBlock], norm: nn.Module, head: nn.Module, states: Sequence[Any]
 ) -> Callable[[Tensor], Tensor] | None:
-    """Compile one call for the steps of all blocks, their norm and their head, with the parameters of now.
+    """Compile the steps of all blocks, the final norm and the head into one call, with the current parameters.
 
     Args:
-        states: of the blocks; updated in place.
+        states: one state per block; updated in place.
 
     Returns:
-        A function of a token (B, C), which it overwrites, to (B, V); None where the modules are not those of a
-        `CausalBlock`, have hooks or a function of their own, drop something, or are not in float32 on a CPU.
+        A function from a token (B, C), which it overwrites, to logits (B, V). Returns None if a module is not the one
+        of a `CausalBlock`, has hooks, an overridden function or dropout, or is not in float32 on a CPU.
     """
     if torch.is_autocast_enabled('cpu') or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
@@ -278,7 +279,7 @@ def _is_compiled(block: nn.Module) -> bool:
 
 
 def _is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    # A subclass, a parametrisation, a hook or an object's own function does something else.
+    # A subclass, a parametrisation, a hook or an overridden function may compute something else.
     if type(module) not in kinds or module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module):
         return False
     if isinstance(module, LayerNorm):

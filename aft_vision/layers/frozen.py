@@ -1,6 +1,6 @@
-"""The token mixers with their position weights as constants, for files that other runtimes load.
+"""Token mixers with constant position weights, for files that other runtimes load.
 
-Nothing is left to compute from parameters: neither Eq. 8 nor the exponentials of the bias, which are taken in float64.
+Eq. 8 and the exponentials of the bias are computed once, in float64, and stored as constants.
 """
 
 import torch
@@ -13,10 +13,10 @@ FORMS = ('conv', 'matmul')
 
 
 class FrozenMixer(nn.Module):
-    """The projections of a mixer, around an aten form with constant weights.
+    """A mixer's projections around an aten form with constant position weights.
 
     Args:
-        mixer: keeps its projections, which are shared with it.
+        mixer: the mixer whose projections are shared.
     """
 
     def __init__(self, mixer: AFTMixer) -> None:
@@ -33,12 +33,12 @@ class FrozenMixer(nn.Module):
         return self.proj(self.mix(q, parts[-2], parts[-1], grid, mask))
 
     def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
-        """The operation between the projections, (B, T, C)."""
+        """Return the result of the operation between the projections, (B, T, C)."""
         raise TypeError(f'{type(self).__name__} must define mix()')
 
 
 class FrozenConv(FrozenMixer):
-    """AFT-conv as a global sum plus a depthwise convolution, for every grid (AFT Eq. 6)."""
+    """AFT-conv as a global sum plus a depthwise convolution, for any grid (AFT Eq. 6)."""
 
     taps: Tensor
     outside: Tensor
@@ -83,16 +83,16 @@ class FrozenFull(FrozenMixer):
 
 @torch.no_grad()
 def freeze(mixer: AFTMixer, grid: tuple[int, int] | None, form: str = 'conv') -> nn.Module:
-    """The exportable form of a mixer for evaluation, its position weights as constants.
+    """Build the exportable form of a mixer for evaluation, with constant position weights.
 
-    The mixer must not be used afterwards: its projections are shared, and its position bias becomes float64.
+    Do not use the mixer afterwards: its projections are shared, and its position bias is converted to float64.
 
     Args:
-        grid: (H, W) in tokens, for the forms that belong to one; None is the mixer's own, if it has one.
-        form: of AFT-conv: 'conv' for every grid, or 'matmul' for this one.
+        grid: (H, W) in tokens, for the forms that depend on it; None means the mixer's own grid, if it has one.
+        form: for AFT-conv, 'conv' for any grid or 'matmul' for this grid.
 
     Raises:
-        ValueError: there is no such form, the mixer is causal, or 'matmul' has no grid.
+        ValueError: the form is unknown, the mixer is causal, or 'matmul' has no grid.
     """
     if form not in FORMS:
         raise ValueError(f'form must be one of {", ".join(FORMS)}, got {form!r}')
@@ -106,7 +106,7 @@ def freeze(mixer: AFTMixer, grid: tuple[int, int] | None, form: str = 'conv') ->
         return FrozenMatmul(mixer, grid)
     if isinstance(mixer, AFTFull | AFTLocal):
         return FrozenFull(mixer, grid)
-    # Nothing in it depends on parameters alone.
+    # AFT-simple has no position weights.
     mixer.exportable = True
     return mixer
 

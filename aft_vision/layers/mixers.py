@@ -1,8 +1,8 @@
 """The AFT token mixers: projections around one operation of `aft_vision.ops`.
 
 All are called as `mixer(x, grid, mask)`: x (B, T, C), grid (H, W) in tokens or None, mask (B, T) bool, True where a
-token counts. In `timm.layers.is_exportable()` mode they ask for `backend='aten'`, since exporters know no custom
-operator; the causal ones have none.
+token counts. In `timm.layers.is_exportable()` mode they request `backend='aten'`, because exporters do not support
+custom operators; the causal mixers have no aten form.
 """
 
 from typing import Any, Final
@@ -21,8 +21,8 @@ class AFTFull(AFTMixer):
 
     Args:
         dim: channels C.
-        num_tokens: T, prefix tokens included. A shorter sequence uses the first rows and columns of the bias.
-        grid: (H, W) of the tokens after the prefix; another grid resamples the bias.
+        num_tokens: T, including prefix tokens. A shorter sequence uses the first rows and columns of the bias.
+        grid: (H, W) of the tokens after the prefix; the bias is resampled for other grids.
         factorize_bias: False stores the whole (T, T) bias (Table 9).
         bias_dim: width d' of the factors.
         causal: mask the future.
@@ -54,7 +54,7 @@ class AFTFull(AFTMixer):
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         q, k, v = self._project(x)
         bias = self.position_bias(grid)
-        # A slice of everything would be left in an exported graph, which Core ML's converter does not know.
+        # A full slice would stay in the exported graph, and Core ML's converter does not support it.
         if grid is None and not (self.exportable and bias.shape[0] == x.shape[1]):
             bias = bias[: x.shape[1], : x.shape[1]]
         if self.causal:
@@ -65,13 +65,13 @@ class AFTFull(AFTMixer):
 
 
 class AFTLocal(AFTMixer):
-    """AFT-local token mixer: position biases within a window of the sequence, plain weights outside (AFT Eq. 4).
+    """AFT-local token mixer: position biases inside a window of the sequence, none outside (AFT Eq. 4).
 
     Args:
         dim: channels C.
-        num_tokens: T, prefix tokens included. A shorter sequence uses the first rows of the bias.
+        num_tokens: T, including prefix tokens. A shorter sequence uses the first rows of the bias.
         window_size: s, in tokens along the sequence, at least 1: |t - t'| < s.
-        grid: (H, W) of the tokens after the prefix; another grid resamples the bias.
+        grid: (H, W) of the tokens after the prefix; the bias is resampled for other grids.
         factorize_bias: False stores the whole (T, T) bias (Table 3).
         bias_dim: width d' of the factors.
         causal: mask the future.
@@ -118,7 +118,7 @@ class AFTLocal(AFTMixer):
 
 
 class AFTSimple(AFTMixer):
-    """AFT-simple token mixer: one global, key-weighted mean behind a gate (AFT Eq. 5).
+    """AFT-simple token mixer: one global, key-weighted mean, multiplied by a gate (AFT Eq. 5).
 
     Args:
         dim: channels C.
@@ -144,13 +144,14 @@ class AFTConv(AFTMixer):
 
     Args:
         dim: channels C.
-        num_heads: h, which divides dim; keys have one channel per head. None is one head per channel.
+        num_heads: h, which divides dim; keys have one channel per head. None means one head per channel.
         kernel_size: s, in tokens, odd; may exceed the grid.
         standardize_kernel: False trains the raw kernel (Table 10).
         global_context: False gives tokens outside the window no weight (the degenerate variant of Sec. 5.3).
-        gumbel: one biased offset per head: sampled in training, the largest in evaluation (AFT Eq. 10).
-        tau: temperature of that sample; may be set while training.
-        straight_through: bias the one offset of its largest entry in training too, with the gradient of the sample.
+        gumbel: one biased offset per head: sampled in training, the one with the largest bias in evaluation (AFT Eq.
+            10).
+        tau: temperature of that sample; may change during training.
+        straight_through: in training too, bias only the offset with the largest entry, with the gradient of the sample.
         kwargs: of `AFTMixer`.
     """
 
@@ -174,9 +175,9 @@ class AFTConv(AFTMixer):
     ) -> None:
         num_heads = resolve_num_heads(dim, num_heads)
         if gumbel and not global_context:
-            raise ValueError('gumbel=True keeps one offset beside the global context, so it needs global_context=True')
+            raise ValueError('gumbel=True needs global_context=True, got global_context=False')
         if straight_through and not gumbel:
-            raise ValueError('straight_through=True is a way to train with gumbel=True, got gumbel=False')
+            raise ValueError('straight_through=True needs gumbel=True, got gumbel=False')
         if tau <= 0:
             raise ValueError(f'tau must be positive, got {tau}')
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
@@ -189,7 +190,7 @@ class AFTConv(AFTMixer):
         self.kernel.reset_parameters()
 
     def evaluated_kernel(self) -> Tensor:
-        """The position biases w (h, s, s) that evaluation uses: after AFT Eq. 8, and the maximum of AFT Eq. 10."""
+        """Return the position biases w (h, s, s) of evaluation: after AFT Eq. 8, and the maximum of AFT Eq. 10."""
         kernel = self.kernel()
         return ops.hard_kernel(kernel) if self.gumbel else kernel
 
@@ -221,7 +222,7 @@ MIXERS: dict[str, type[AFTMixer]] = {
 
 
 def create_mixer(name: str, dim: int, **kwargs: Any) -> AFTMixer:
-    """The mixer of that name.
+    """Build a mixer by name.
 
     Args:
         name: 'full', 'local', 'simple', 'conv' or 'onehot'.
@@ -229,7 +230,7 @@ def create_mixer(name: str, dim: int, **kwargs: Any) -> AFTMixer:
         kwargs: of the mixer.
 
     Raises:
-        ValueError: there is no mixer of that name.
+        ValueError: the name is unknown.
         TypeError: the mixer has no such argument.
     """
     if name not in MIXERS:

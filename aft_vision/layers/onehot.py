@@ -13,14 +13,14 @@ from aft_vision.layers.position_bias import check_kernel_size
 class AFTOnehot(AFTMixer):
     """AFT-conv with one biased offset per head: a global sum and one token of the grid (AFT Eq. 10).
 
-    `aft_vision.models.harden` makes it from a trained AFT-conv. `weight` (h,), the bias w itself at the offset, can be
-    trained on; `offset` (h, 2) int64, (dy, dx) in tokens from target to source, cannot: it is a buffer of the state
-    dict. A fresh mixer has zeros for both and is an AFT-simple with a key per head.
+    `aft_vision.models.harden` builds it from a trained AFT-conv. `weight` (h,), the bias w at the offset, is a
+    parameter. `offset` (h, 2) int64, (dy, dx) in tokens from target to source, is a buffer. Both start at zero, which
+    makes the mixer an AFT-simple with one key per head.
 
     Args:
         dim: channels C.
-        num_heads: h, which divides dim; keys have one channel per head. None is one head per channel.
-        kernel_size: s of the AFT-conv that it was, in tokens, odd; frames `kernel()` and changes no output.
+        num_heads: h, which divides dim; keys have one channel per head. None means one head per channel.
+        kernel_size: s of the original AFT-conv, in tokens, odd; the size of `kernel()`, without effect on the output.
         kwargs: of `AFTMixer`.
     """
 
@@ -50,7 +50,7 @@ class AFTOnehot(AFTMixer):
 
     @torch.jit.ignore
     def kernel(self) -> Tensor:
-        """The position bias as a kernel, (h, s, s), zero but at the offsets; s grows where one lies outside it."""
+        """Return the position bias as a kernel (h, s, s), zero except at the offsets; s grows to include them all."""
         radius = max(int(self.offset.abs().max()), (self.kernel_size or 1) // 2)
         heads, size = len(self.weight), 2 * radius + 1
         place = (self.offset[:, :1] + radius) * size + self.offset[:, 1:] + radius

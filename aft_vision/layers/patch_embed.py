@@ -1,4 +1,4 @@
-"""Patch embedding whose size checks leave the image size symbolic."""
+"""Patch embedding whose size checks keep the image size symbolic."""
 
 import torch.nn.functional as F
 from timm.layers import Format, PatchEmbed, nchw_to, register_notrace_function
@@ -9,7 +9,7 @@ from torch import Tensor
 def check_image_size(
     x: Tensor, patch_size: tuple[int, int], img_size: tuple[int, int], strict: bool, pad: bool
 ) -> None:
-    """Raise ValueError unless the images have the one size of a strict model, or are whole patches or padded."""
+    """Raise a ValueError if a strict model gets another size, or images are neither whole patches nor padded."""
     height, width = x.shape[2], x.shape[3]
     if strict:
         if height != img_size[0] or width != img_size[1]:
@@ -27,8 +27,8 @@ def check_image_size(
 class AFTPatchEmbed(PatchEmbed):
     """timm's patch embedding with its checks as ValueError.
 
-    timm's own format the height and width into a message at every call, which makes `torch.compile` and `torch.export`
-    take the size for a constant: a graph for each size.
+    timm's checks format the height and width into a message at every call. `torch.compile` and `torch.export` then
+    treat the size as a constant and build one graph per size.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""The learned position biases as modules (AFT Eq. 4, 7, 8). What they give depends on their parameters alone.
+"""Learned position biases as modules (AFT Eq. 4, 7, 8). Their output depends only on their parameters.
 
-`fuse()` keeps that result for inference. It is used only without gradients and only in evaluation, is made again when
-a parameter is loaded, moved, cast or written in place, and is dropped by `train()`, so a fused model may train on. A
-write through `.data` goes unseen: call `fuse()` again. Compiled graphs always compute it (the compiler fuses it).
-Exported and scripted ones hold it as a constant: after writing parameters in place, fuse before exporting.
+`fuse()` caches that output for inference. The cache is used in evaluation without gradients. It is recomputed when a
+parameter is loaded, moved, cast or written in place, and dropped by `train()`, so a fused model can be trained further.
+A write through `.data` is not detected: call `fuse()` again. Compiled graphs always compute the output. Exported and
+scripted graphs hold it as a constant: after writing parameters in place, fuse before exporting.
 """
 
 from typing import Any
@@ -22,29 +22,29 @@ from aft_vision.ops import (
 
 
 class FusedModule(nn.Module):
-    """A module whose result depends on its parameters alone, and can be kept for inference."""
+    """A module whose result depends only on its parameters and can be cached for inference."""
 
     fused: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
-        # None until fused, and never part of the state dict: it can always be computed from the parameters.
+        # None until fused. Not part of the state dict, because it can be computed from the parameters.
         self.register_buffer('fused', None, persistent=False)
         self.fused_from: list[tuple[int, int]] = []
 
     def compute(self) -> Tensor:
-        """The result from the parameters."""
+        """Compute the result from the parameters."""
         raise TypeError(f'{type(self).__name__} must define compute()')
 
     @torch.jit.ignore
     def fuse(self) -> 'FusedModule':
-        """Keep the result for inference.
+        """Cache the result for inference.
 
         Returns:
-            The module itself, as `timm.utils.reparameterize_model` wants it.
+            The module itself, as `timm.utils.reparameterize_model` expects.
         """
         self.eval()
-        # An ordinary tensor, whatever the caller has switched on; never the parameter itself.
+        # A normal tensor even in inference mode, and never the parameter itself.
         with torch.inference_mode(False), torch.no_grad():
             self.fused = self.compute().clone()
         self.fused_from = self._parameter_versions()
@@ -52,7 +52,7 @@ class FusedModule(nn.Module):
 
     @torch.jit.ignore
     def unfuse(self) -> None:
-        """Forget the kept result."""
+        """Drop the cached result."""
         self.fused, self.fused_from = None, []
 
     def train(self, mode: bool = True) -> 'FusedModule':
@@ -70,7 +70,8 @@ class FusedModule(nn.Module):
             self.fuse()
 
     def _is_own(self, grid: tuple[int, int]) -> bool:
-        # Never in a captured graph, where it would fix the grid; resampling to the own grid changes nothing there.
+        # A captured graph does not compare grids, which would fix the grid; resampling to the same grid is the
+        # identity.
         return False if torch.jit.is_scripting() else self._is_own_eager(grid)
 
     @torch.jit.unused
@@ -78,7 +79,7 @@ class FusedModule(nn.Module):
         return not torch.compiler.is_compiling() and grid == getattr(self, 'grid', None)
 
     def value(self) -> Tensor:
-        """The kept result where it may be used, else the computed one."""
+        """Return the cached result if it may be used, else compute it."""
         fused = self.fused
         if fused is None or self.training:
             return self.compute()
@@ -109,16 +110,16 @@ class FusedModule(nn.Module):
 class FactorizedBias(FusedModule):
     """The position bias w = u v^T of AFT-full, or its band for AFT-local (AFT Eq. 7).
 
-    At another grid than its own, u and v are resampled over (H, W) as ViT position embeddings are, the rows of prefix
-    tokens kept: an extension of the paper.
+    At another grid, u and v are resampled over (H, W) as ViT position embeddings are, and the rows of prefix tokens
+    are kept. This is an extension of the paper.
 
     Args:
-        num_tokens: T, prefix tokens included.
+        num_tokens: T, including prefix tokens.
         bias_dim: width d' of the factors.
         grid: (H, W) of the tokens after the prefix; None for a sequence.
-        window: s, in tokens: give the band of AFT Eq. 4; None gives the whole bias.
-        causal: with a window, the band of the masked form.
-        std: deviation of the normal distribution that u and v start from.
+        window: s, in tokens, to return the band of AFT Eq. 4; None returns the whole bias.
+        causal: with a window, return the band of the causal form.
+        std: standard deviation of the initial u and v.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class FactorizedBias(FusedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw u and v anew."""
+        """Initialise u and v."""
         nn.init.normal_(self.u, std=self.std)
         nn.init.normal_(self.v, std=self.std)
 
@@ -151,7 +152,7 @@ class FactorizedBias(FusedModule):
         return factorized_bias(self.u, self.v, window, self.causal)
 
     def forward(self, grid: tuple[int, int] | None = None) -> Tensor:
-        """The bias at a grid; its own if None: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
+        """Return the bias at a grid, None for its own: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
         if grid is None or self._is_own(grid):
             return self.value()
         return factorized_bias(self._resampled(self.u, grid), self._resampled(self.v, grid), self.window, self.causal)
@@ -163,7 +164,7 @@ class FactorizedBias(FusedModule):
 
     @torch.jit.ignore
     def set_grid(self, grid: tuple[int, int]) -> None:
-        """Resample u and v for good to another grid (H, W)."""
+        """Resample u and v permanently to another grid (H, W)."""
         with torch.no_grad():
             for name in ('u', 'v'):
                 old = getattr(self, name)
@@ -177,17 +178,17 @@ class FactorizedBias(FusedModule):
 
 @register_notrace_module
 class PairwiseBias(FusedModule):
-    """The position bias w itself, one parameter for each pair (Tables 3 and 9), or its band (AFT Eq. 4).
+    """The position bias w as one parameter per pair (Tables 3 and 9), or its band (AFT Eq. 4).
 
-    The whole (T, T) is stored with a window too, as Table 3 counts it. At another grid than its own, both axes are
-    resampled over (H, W): an extension of the paper.
+    The whole (T, T) is stored even with a window, as Table 3 counts it. At another grid, both axes are resampled over
+    (H, W). This is an extension of the paper.
 
     Args:
-        num_tokens: T, prefix tokens included.
+        num_tokens: T, including prefix tokens.
         grid: (H, W) of the tokens after the prefix; None for a sequence.
-        window: s, in tokens: give the band of AFT Eq. 4; None gives the whole bias.
-        causal: with a window, the band of the masked form.
-        std: deviation of the normal distribution that w starts from.
+        window: s, in tokens, to return the band of AFT Eq. 4; None returns the whole bias.
+        causal: with a window, return the band of the causal form.
+        std: standard deviation of the initial w.
     """
 
     def __init__(
@@ -207,14 +208,14 @@ class PairwiseBias(FusedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw w anew."""
+        """Initialise w."""
         nn.init.normal_(self.weight, std=self.std)
 
     def compute(self) -> Tensor:
         return self._band(self.weight)
 
     def forward(self, grid: tuple[int, int] | None = None) -> Tensor:
-        """The bias at a grid; its own if None: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
+        """Return the bias at a grid, None for its own: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
         if grid is None or self._is_own(grid):
             return self.value()
         return self._band(self._resampled(grid))
@@ -226,7 +227,7 @@ class PairwiseBias(FusedModule):
 
     @torch.jit.ignore
     def set_grid(self, grid: tuple[int, int]) -> None:
-        """Resample w for good to another grid (H, W)."""
+        """Resample w permanently to another grid (H, W)."""
         with torch.no_grad():
             self.weight = nn.Parameter(self._resampled(grid), requires_grad=self.weight.requires_grad)
         self.grid = (grid[0], grid[1])
@@ -248,8 +249,8 @@ class StandardizedKernel(FusedModule):
     Args:
         num_heads: h.
         kernel_size: s, in tokens, odd.
-        standardize: False leaves gamma and beta out and gives the raw kernel (Table 10).
-        std: deviation of the truncated normal distribution that the raw kernel starts from.
+        standardize: False leaves out gamma and beta and returns the raw kernel (Table 10).
+        std: standard deviation of the truncated normal distribution of the initial raw kernel.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class StandardizedKernel(FusedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the raw kernel anew, which must not be constant; gamma and beta start at 0: AFT-conv is AFT-simple."""
+        """Initialise the raw kernel at random, and gamma and beta to 0: AFT-conv starts as AFT-simple."""
         nn.init.trunc_normal_(self.weight, std=self.std)
         if self.gamma is not None and self.beta is not None:
             nn.init.zeros_(self.gamma)
@@ -283,12 +284,12 @@ class StandardizedKernel(FusedModule):
         return standardized_kernel(self.weight, gamma, beta)
 
     def forward(self) -> Tensor:
-        """The kernel, (h, s, s)."""
+        """Return the kernel, (h, s, s)."""
         return self.value()
 
 
 def check_kernel_size(kernel_size: int) -> None:
-    """Raise a ValueError unless a kernel has a middle."""
+    """Raise a ValueError unless a kernel size is odd and positive."""
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f'kernel_size must be odd and positive, got {kernel_size}')
 

@@ -1,7 +1,7 @@
 """AFT vision transformers on timm's VisionTransformer (AFT Sec. 5.3, Tables 7 to 12).
 
-The blocks mix tokens with an AFT operation in place of attention; all else (patch embedding, head, pooling, position
-embedding, feature extraction, checkpointing) is timm's. Importing this module registers the `aft_*` models with timm.
+The blocks mix tokens with an AFT operation instead of attention. Everything else (patch embedding, head, pooling,
+position embedding, feature extraction, checkpointing) is timm's. Importing this module registers the `aft_*` models.
 
 @article{zhai2021attention,
   title={An Attention Free Transformer},
@@ -37,47 +37,47 @@ from aft_vision.models.transfer_report import Report, describe_transfer
 
 _logger = logging.getLogger(__name__)
 
-# The mixers that live on a grid of any size, without class token and position embedding.
+# Mixers on a grid of any size, without class token and position embedding.
 GRID_MIXERS = ('conv', 'onehot')
 
 
 class AFTVisionTransformer(VisionTransformer):
-    """A vision transformer that mixes tokens by AFT (AFT Sec. 5.3).
+    """A vision transformer with AFT token mixers (AFT Sec. 5.3).
 
     With mixer='conv' or 'onehot' it is fully convolutional: no class token, no position embedding, average pooling
-    after the final norm, any input size. The others keep DeiT's class token and position embedding and a fixed size;
+    after the final norm, any input size. The other mixers keep DeiT's class token, position embedding and fixed size;
     `dynamic_img_size=True` resamples position embedding and position biases at run time, `set_input_size` once.
 
     Args:
-        img_size: input size in pixels, one number or (H, W); for 'conv' and 'onehot' only the nominal one.
+        img_size: input size in pixels, one number or (H, W); only nominal for 'conv' and 'onehot'.
         patch_size: patch size in pixels.
-        global_pool: as timm; None is 'token' with a class token, else 'avg'.
-        num_heads: heads h of AFT-conv and its one-hot form, which divide embed_dim; None is one per channel. The other
-            mixers have one bias for all channels, and take no other number than 1.
-        mixer: 'conv', 'full', 'local', 'simple' or 'onehot', which `aft_vision.models.harden` makes of a Gumbel-trained
-            'conv'.
-        class_token: None is False with mixer='conv' and 'onehot', where it is not possible, else True.
-        pos_embed: as timm; None is 'none' with mixer='conv' and 'onehot', else 'learn'.
-        fc_norm: as timm; None is False with mixer='conv' and 'onehot' (the final norm comes before pooling), else
+        global_pool: as in timm; None means 'token' with a class token, else 'avg'.
+        num_heads: heads h of AFT-conv and its one-hot form, a divisor of embed_dim; None means one per channel. The
+            other mixers share one bias between all channels and accept only 1.
+        mixer: 'conv', 'full', 'local', 'simple' or 'onehot', which `aft_vision.models.harden` builds from a
+            Gumbel-trained 'conv'.
+        class_token: None means False with mixer='conv' and 'onehot', which do not support it, else True.
+        pos_embed: as in timm; None means 'none' with mixer='conv' and 'onehot', else 'learn'.
+        fc_norm: as in timm; None means False with mixer='conv' and 'onehot' (the final norm comes before pooling), else
             timm's rule.
         query_gate: False removes W_q and the sigmoid (Table 12).
-        kernel_size: s of AFT-conv, in tokens, odd; 11 by default. The one-hot form remembers it for pictures alone.
+        kernel_size: s of AFT-conv, in tokens, odd; 11 by default. The one-hot form uses it only for pictures.
         standardize_kernel: False trains AFT-conv's raw kernel (Table 10).
-        global_context: False gives AFT-conv no context outside the window (Sec. 5.3).
+        global_context: False removes AFT-conv's context outside the window (Sec. 5.3).
         gumbel: True keeps one offset per head of AFT-conv (AFT Eq. 10).
         tau: temperature of its Gumbel softmax; 0.5 by default.
         straight_through: True samples one offset per head in training, with the gradient of the Gumbel softmax.
         window_size: s of AFT-local, in tokens along the sequence.
-        factorize_bias: False stores AFT-full's or AFT-local's whole bias (Table 9).
+        factorize_bias: False stores the whole bias of AFT-full or AFT-local (Table 9).
         bias_dim: width d' of their factors; 128 by default.
         kwargs: of timm's VisionTransformer.
 
     Raises:
-        TypeError: an argument that the mixer, or any, does not have.
+        TypeError: an argument that is unknown or not supported by the mixer.
         ValueError: arguments that contradict each other.
     """
 
-    # TorchScript reads Final annotations of the last subclass alone, and these of every class.
+    # TorchScript reads Final annotations only from the last subclass, but these from every class.
     __constants__: ClassVar[list[str]] = ['dynamic_img_size', 'passes_grid']
 
     def __init__(
@@ -125,14 +125,14 @@ class AFTVisionTransformer(VisionTransformer):
             grid = tuple(size // patch for size, patch in zip(to_2tuple(img_size), to_2tuple(patch_size), strict=True))
             prefix = int(class_token) + kwargs.get('reg_tokens', 0)
             mixer_args.update(num_tokens=grid[0] * grid[1] + prefix, grid=grid)
-        # timm names a block's arguments by attention; the mixer's own go in beside them.
+        # timm passes the arguments of attention to a block; add those of the mixer.
         block_args = {name: value for name, value in mixer_args.items() if value is not None}
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
             global_pool=('token' if class_token else 'avg') if global_pool is None else global_pool,  # type: ignore[arg-type]
             embed_dim=embed_dim,
-            num_heads=max(1, embed_dim // 64),  # of attention pooling alone
+            num_heads=max(1, embed_dim // 64),  # only for attention pooling
             class_token=class_token,
             pos_embed=('none' if on_grid else 'learn') if pos_embed is None else pos_embed,
             fc_norm=False if on_grid and fc_norm is None else fc_norm,
@@ -145,7 +145,7 @@ class AFTVisionTransformer(VisionTransformer):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """timm's position parameters, and the position biases, as timm exempts relative-position tables."""
+        """Return timm's position parameters and the position biases, which timm exempts as relative-position tables."""
         return {
             *super().no_weight_decay(),
             'blocks.*.attn.position_bias.*',
@@ -158,7 +158,7 @@ class AFTVisionTransformer(VisionTransformer):
         img_size: int | tuple[int, int] | None = None,
         patch_size: int | tuple[int, int] | None = None,
     ) -> None:
-        """Change the input size for good: resample patch embedding, position embedding and position biases.
+        """Change the input size: resample patch embedding, position embedding and position biases.
 
         Args:
             img_size: in pixels; None keeps it.
@@ -177,7 +177,7 @@ class AFTVisionTransformer(VisionTransformer):
 
     @torch.jit.ignore
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict; one of another architecture is a ValueError that names the first differing keys."""
+        """Load a state dict; raise a ValueError with the first differing keys for another architecture."""
         if strict and not self._load_state_dict_pre_hooks:  # a hook may rename keys
             check_state_dict(self, state_dict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -190,15 +190,15 @@ class AFTVisionTransformer(VisionTransformer):
             grid = (x.shape[1], x.shape[2])
         if self.pos_embed is None and self.num_prefix_tokens == 0:
             x = x.flatten(1, 2) if self.dynamic_img_size else x
-            # The convolution leaves channels far apart, and all blocks would keep them so.
+            # The convolution's output is strided in the channels, and all blocks would keep that layout.
             x = x.contiguous()
         else:
             x = self._pos_embed(x)
         return self.norm_pre(self.patch_drop(x)), grid
 
-    # No causal form: AFT's is for sequences, in the pixel and character models.
+    # No causal form: only the pixel and character models, which are sequences, have one.
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Normed tokens.
+        """Compute the tokens after the final norm.
 
         Args:
             x: (B, 3, H, W) images.
@@ -230,14 +230,14 @@ class AFTVisionTransformer(VisionTransformer):
         output_dict: bool = False,
         attn_mask: Tensor | None = None,
     ) -> Any:
-        """Final features and those after chosen blocks, as timm's `forward_intermediates`.
+        """Compute the final features and those after chosen blocks, as timm's `forward_intermediates`.
 
         Args:
             x: (B, 3, H, W) images.
-            indices: the last n blocks if a number, these blocks if a list, all if None.
+            indices: the last n blocks for a number, these blocks for a list, all for None.
             return_prefix_tokens: return (spatial, prefix) pairs.
             norm: apply the final norm to each.
-            stop_early: run no further than the last chosen block.
+            stop_early: stop after the last chosen block.
             output_fmt: 'NCHW' or 'NLC'.
             intermediates_only: leave the final features out.
             output_dict: return a dict with 'image_features', 'image_intermediates' and 'image_intermediates_prefix'.
@@ -274,7 +274,7 @@ class AFTVisionTransformer(VisionTransformer):
         return intermediates if intermediates_only else (self.norm(x), intermediates)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, attn_mask: Tensor | None = None) -> Tensor:
-        """Logits (B, classes) of tokens (B, T, C), or with pre_logits what the classifier sees."""
+        """Compute logits (B, classes) of tokens (B, T, C), or with pre_logits the input of the classifier."""
         if self.attn_pool is not None:
             x = self.pool(x)
         else:
@@ -283,7 +283,7 @@ class AFTVisionTransformer(VisionTransformer):
         return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Logits (B, classes) of images (B, 3, H, W); attn_mask as in `forward_features`."""
+        """Compute logits (B, classes) of images (B, 3, H, W); attn_mask as in `forward_features`."""
         return self.forward_head(self.forward_features(x, attn_mask), attn_mask=attn_mask)
 
 
@@ -312,9 +312,9 @@ def _with_prefix(mask: Tensor, num_prefix_tokens: int) -> Tensor:
 @torch.fx.wrap
 @register_notrace_function
 def _pool(x: Tensor, mask: Tensor | None, pool_type: str, num_prefix_tokens: int, include_prefix: bool) -> Tensor:
-    # timm's pooling of tokens (B, T, C), with a mask over those that count.
+    # Pool tokens (B, T, C) as timm does, with a mask over those that count.
     if mask is None or pool_type == '' or pool_type == 'token':
-        # Without a prefix, a slice of everything would be left in the graph, which Core ML's converter does not know.
+        # Without a prefix, a full slice would stay in the graph, and Core ML's converter does not support it.
         return global_pool_nlc(x, pool_type, num_prefix_tokens, include_prefix or num_prefix_tokens == 0)
     mask = _with_prefix(mask.flatten(1), num_prefix_tokens)
     if not include_prefix:
@@ -330,7 +330,7 @@ def _pool(x: Tensor, mask: Tensor | None, pool_type: str, num_prefix_tokens: int
 class _BlockFactory:
     """Builds AFTBlocks from the arguments that timm's VisionTransformer gives its attention blocks."""
 
-    # Arguments of attention alone; AFT has no such switch, so they may only have their default.
+    # Arguments that only attention has; AFT accepts only their default values.
     attention_only: ClassVar[dict[str, Any]] = {
         'qk_norm': False,
         'scale_attn_norm': False,
@@ -355,23 +355,23 @@ def _check_arguments(
         if name in kwargs:
             raise TypeError(f'{name} is an argument of attention; choose the mixer by `mixer`')
     if mixer in GRID_MIXERS and (class_token or kwargs.get('reg_tokens', 0)):
-        raise ValueError(f'mixer={mixer!r} lives on a grid: it takes no class_token and no reg_tokens')
+        raise ValueError(f'mixer={mixer!r} works on a grid and does not support class_token and reg_tokens')
     if mixer not in GRID_MIXERS and num_heads not in (None, 1):
         raise ValueError(
             f'mixer={mixer!r} has one position bias for all channels: num_heads must be 1, got {num_heads}'
         )
     if mixer not in GRID_MIXERS and kwargs.get('dynamic_img_pad') and not dynamic_img_size:
         raise ValueError(
-            'dynamic_img_pad=True needs dynamic_img_size=True, or a position embedding of fixed size is left'
+            'dynamic_img_pad=True needs dynamic_img_size=True, because the position embedding has a fixed size'
         )
     if mixer != 'simple' and kwargs.get('patch_drop_rate', 0.0):
         raise ValueError(f'mixer={mixer!r} needs the whole grid: patch_drop_rate must be 0')
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: AFTVisionTransformer) -> dict[str, Any]:
-    """A checkpoint of another input or patch size as the model's own: patch and position parameters are resampled.
+    """Convert a checkpoint of another input or patch size: patch and position parameters are resampled.
 
-    One of a DeiT or ViT is transferred as by `deit_to_aft`, with a warning that says what was left out.
+    The weights of a DeiT or ViT are transferred by `deit_to_aft`, with a warning that lists what was left out.
     """
     state_dict = state_dict.get('model', state_dict)
     if is_deit_like(state_dict, model):
@@ -398,7 +398,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: AFTVisionTransformer
 
 
 def _describe_new_head(report: Report, model: AFTVisionTransformer) -> str:
-    # timm compares the classes of its configuration, not those of the file, and does so after the filter.
+    # timm compares the number of classes in its configuration, not in the file, and only after the filter.
     classes = (getattr(model, 'pretrained_cfg', None) or {}).get('num_classes', model.num_classes)
     placed = any(fate.target == 'head.weight' for fates in report.values() for fate in fates)
     if not placed or classes == model.num_classes:
@@ -435,7 +435,7 @@ def _cfg(fixed_input_size: bool, size: int = 224) -> dict[str, Any]:
     }
 
 
-# No weights are published, so no entry names any: pretrained=True says so.
+# No weights are published, so no entry has a URL, and pretrained=True raises timm's error.
 default_cfgs = generate_default_cfgs(
     {
         'aft_full_nano': _cfg(fixed_input_size=True, size=96),
@@ -455,7 +455,7 @@ default_cfgs = generate_default_cfgs(
     }
 )
 
-# The models that a CPU trains in an hour: configs/small/imagenette.yaml.
+# Models that a CPU trains in an hour: configs/small/imagenette.yaml.
 _NANO: dict[str, Any] = dict(img_size=96, patch_size=8, embed_dim=128, depth=6)
 
 

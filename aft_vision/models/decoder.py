@@ -1,4 +1,4 @@
-"""Autoregressive models of tokens on the AFT blocks: likelihood, and sessions of decoding (AFT Sec. 5.1, 5.2)."""
+"""Autoregressive models of tokens on AFT blocks: likelihood and decoding sessions (AFT Sec. 5.1, 5.2)."""
 
 import math
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ Nats = TypeVar('Nats', Tensor, float)
 
 
 def bits(nats: Nats) -> Nats:
-    """Bits from nats: per sub-pixel they are bits per dimension, per byte bits per character."""
+    """Convert nats to bits: bits per dimension for a sub-pixel, bits per character for a byte."""
     return nats / math.log(2)
 
 
@@ -24,21 +24,21 @@ class AFTDecoder(nn.Module):
     """A decoder-only model of token sequences: embeddings, pre-norm AFT blocks, final norm, head.
 
     Args:
-        context: T, tokens of the longest sequence.
+        context: T, the maximum number of tokens.
         vocab_size: V.
         dim: channels C.
         depth: number of blocks.
         mixer: 'local', 'simple', 'full' (AFT Eq. 4, 5, 2, causal), or 'attention' (dot-product).
-        window: s of 'local': the token itself and s - 1 before it have position biases.
-        num_heads: of 'attention'.
-        mlp_ratio: hidden width of the MLP over C.
+        window: s of 'local': the token and the s - 1 tokens before it have position biases.
+        num_heads: heads of 'attention'.
+        mlp_ratio: hidden width of the MLP divided by C.
         bias_dim: width d' of the factors of 'local' and 'full' (AFT Eq. 7).
         factorize_bias: False stores the whole (T, T) bias of 'local' and 'full' (Table 3).
-        out_proj: False leaves out the projection behind the mixer (Table 3 counts none).
+        out_proj: False leaves out the output projection of the mixer (Table 3 counts none).
         query_gate: False leaves out AFT's query and its sigmoid.
         qkv_bias: biases on queries, keys and values.
         dropout: rate after the embeddings, the mixers and in the MLPs.
-        tie_embedding: True takes the token embedding as the head.
+        tie_embedding: True uses the token embedding as the head.
 
     Raises:
         ValueError: a size is out of range, the mixer is unknown, or it has no such argument.
@@ -69,7 +69,7 @@ class AFTDecoder(nn.Module):
             if value < 1:
                 raise ValueError(f'{name} must be at least 1, got {value}')
         dd: dict[str, Any] = {'device': device, 'dtype': dtype}
-        # Set by `create_decoder`: what the tokens are, and what makes the model again.
+        # Set by `create_decoder`: the kind of tokens, and the arguments that rebuild the model.
         self.task: str | None = None
         self.model_args: dict[str, Any] | None = None
         self.context, self.vocab_size, self.grad_checkpointing = context, vocab_size, False
@@ -91,7 +91,7 @@ class AFTDecoder(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw all parameters anew, as GPT-2 does: deviation 0.02, less on what adds to the residual stream."""
+        """Initialise all parameters as GPT-2 does: standard deviation 0.02, less for outputs to the residual stream."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 adds = name.endswith(('attn.proj', 'mlp.fc2'))
@@ -105,28 +105,28 @@ class AFTDecoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Return the device of the weights."""
         return self.pos_embed.device
 
     def no_weight_decay(self) -> set[str]:
-        """Names of all parameters but the weights of linear layers; a head that is the embedding does not decay."""
+        """Return the names of all parameters except the weights of linear layers; a tied head does not decay either."""
         linear = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
         linear.discard(id(self.token_embed.weight))
         return {name for name, parameter in self.named_parameters() if id(parameter) not in linear}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Parameter groups by depth, as timm's models have them."""
+        """Return parameter groups by depth, as timm's models do."""
         return dict(
             stem=r'^(?:token_embed|start_embed|pos_embed)',
             blocks=r'^blocks\.(\d+)' if coarse else [(r'^blocks\.(\d+)', None), (r'^norm', (99999,))],
         )
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute the blocks again in the backward instead of keeping what they need."""
+        """Recompute the blocks in the backward pass instead of storing their activations."""
         self.grad_checkpointing = enable
 
     def check_tokens(self, tokens: Tensor) -> Tensor:
-        """The tokens, (B, T) or of another shape, if the model can take them.
+        """Return the tokens, (B, T) or of another shape, if the model supports them.
 
         Raises:
             ValueError: they are not integers, are too many for the position table, or are outside the vocabulary.
@@ -144,7 +144,7 @@ class AFTDecoder(nn.Module):
         return tokens
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) of tokens (B, T) int64: those at t see the tokens before t alone.
+        """Compute logits (B, T, V) of tokens (B, T) int64; the logits at t see only the tokens before t.
 
         Raises:
             ValueError: tokens are not (B, T) with T from 1 to the context, or, on a CPU, are outside the vocabulary.
@@ -163,11 +163,11 @@ class AFTDecoder(nn.Module):
         return self.head(self.norm(x))
 
     def nll(self, tokens: Tensor) -> Tensor:
-        """Negative log-likelihood of each token given those before it, (B, T) float32, in nats."""
+        """Compute the negative log-likelihood of each token given the tokens before it, (B, T) float32, in nats."""
         return F.cross_entropy(self(tokens).float().transpose(1, 2), tokens.long(), reduction='none')
 
     def session(self, batch: int) -> Session:
-        """Start to decode a batch of sequences; the model may not change while the session lives.
+        """Start decoding a batch of sequences; the model must not change while the session is in use.
 
         Args:
             batch: number of sequences B.
@@ -175,7 +175,7 @@ class AFTDecoder(nn.Module):
         Raises:
             ValueError: the model is in training mode.
         """
-        # AFT's sums are float32 whatever the model's type below it.
+        # AFT's sums are at least float32, also in half-precision models.
         dtype = torch.float64 if self.pos_embed.dtype == torch.float64 else torch.float32
         layers = tuple(block.init_state(batch, dtype, self.device) for block in self.blocks)
         return Session(self, DecoderState(torch.zeros((), dtype=torch.int64, device=self.device), layers))
@@ -183,16 +183,16 @@ class AFTDecoder(nn.Module):
     def sample(
         self, num_samples: int = 1, length: int | None = None, prompt: Tensor | None = None, **rules: Any
     ) -> Tensor:
-        """Draw sequences, each from a prompt.
+        """Sample sequences, each from a prompt.
 
         Args:
-            num_samples: drawings of each prompt; of no prompt without one.
-            length: tokens of the result, prompt included; None is the context.
-            prompt: (P, n) or (n,) int64, how the sequences begin.
-            rules: of `Session.complete`: temperature, top_k, top_p, seed, generator, progress.
+            num_samples: samples per prompt, or in total without a prompt.
+            length: tokens of the result, including the prompt; None means the context.
+            prompt: (P, n) or (n,) int64, the first tokens.
+            rules: passed to `Session.complete`: temperature, top_k, top_p, seed, generator, progress.
 
         Returns:
-            (num_samples, length), or (P * num_samples, length) with those of one prompt next to each other.
+            (num_samples, length), or (P * num_samples, length) with the samples of one prompt in consecutive rows.
 
         Raises:
             ValueError: an argument is out of range.
@@ -211,18 +211,18 @@ class AFTDecoder(nn.Module):
 
     @torch.no_grad()
     def complete(self, tokens: Tensor, given: Tensor, num_samples: int = 1, **rules: Any) -> Tensor:
-        """Draw the tokens of sequences that are not given, first to last, in evaluation mode.
+        """Sample the tokens of sequences that are not given, in order and in evaluation mode.
 
-        A drawn token sees all before it, drawn or given, and none of the given ones after it.
+        A sampled token sees all tokens before it, sampled or given, and no given token after it.
 
         Args:
-            tokens: (P, T) int64; what stands in open places does not matter.
+            tokens: (P, T) int64; values at positions that are not given are ignored.
             given: (P, T) or (T,) bool, True where a token stays.
-            num_samples: drawings of each sequence.
-            rules: of `Session.complete`: temperature, top_k, top_p, seed, generator, progress.
+            num_samples: samples per sequence.
+            rules: passed to `Session.complete`: temperature, top_k, top_p, seed, generator, progress.
 
         Returns:
-            (P * num_samples, T), those of one sequence next to each other.
+            (P * num_samples, T), the samples of one sequence in consecutive rows.
 
         Raises:
             ValueError: an argument is out of range.
@@ -237,7 +237,8 @@ class AFTDecoder(nn.Module):
         completed = tokens[index]
         if not len(is_open):
             return completed
-        # All drawings of one sequence see the same before the first open place; what follows the last one is not read.
+        # All samples of a sequence share the tokens before the first open position; tokens after the last one are not
+        # read.
         first, last = int(is_open[0]), int(is_open[-1]) + 1
         was_training = self.training
         self.eval()

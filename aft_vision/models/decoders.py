@@ -12,7 +12,7 @@ from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.state_dict import check_state_dict
 from aft_vision.models.weight_files import load_torch_file
 
-# What a model of that name is about, and its function.
+# The kind of tokens and the function of each model.
 DECODERS = {
     'aft_local_pixel': ('pixel', pixel.aft_local_pixel),
     'aft_simple_pixel': ('pixel', pixel.aft_simple_pixel),
@@ -24,14 +24,14 @@ DECODERS = {
 
 
 def create_decoder(name: str, **kwargs: Any) -> AFTDecoder:
-    """The pixel or character model of that name.
+    """Build a pixel or character model by name.
 
     Args:
         name: a key of DECODERS.
-        kwargs: of `AFTDecoder`; the defaults are the main row of the paper's table.
+        kwargs: passed to `AFTDecoder`; the defaults are the main row of the paper's table.
 
     Raises:
-        ValueError: there is no model of that name, or it has no such argument.
+        ValueError: the name or an argument is unknown.
     """
     if name not in DECODERS:
         raise ValueError(f'the model must be one of {", ".join(DECODERS)}, got {name!r}')
@@ -43,7 +43,7 @@ def create_decoder(name: str, **kwargs: Any) -> AFTDecoder:
     if unknown:
         raise ValueError(f'{name} has no argument {", ".join(unknown)}; it takes {", ".join(sorted(known))}')
     model = build(**kwargs)
-    # A checkpoint may be loaded where its device is not.
+    # A checkpoint may be loaded on a machine without that device.
     kept = {key: value for key, value in kwargs.items() if key != 'device'}
     model.task, model.model_args = task, {'name': name, 'kwargs': kept}
     return model
@@ -53,7 +53,7 @@ def save_decoder(model: AFTDecoder, path: str | Path, **extra: Any) -> None:
     """Write a model made by `create_decoder` to a file that `load_decoder` reads.
 
     Args:
-        extra: more entries of the file, of what torch.load(weights_only=True) accepts.
+        extra: more entries of the file, of types that torch.load(weights_only=True) accepts.
     """
     if model.model_args is None:
         raise ValueError('expected a model made by create_decoder, got one without a name')
@@ -62,10 +62,10 @@ def save_decoder(model: AFTDecoder, path: str | Path, **extra: Any) -> None:
 
 
 def load_decoder(path: str | Path, device: torch.device | str = 'cpu') -> AFTDecoder:
-    """The model of a checkpoint, in evaluation mode.
+    """Load the model of a checkpoint, in evaluation mode.
 
     Raises:
-        ValueError: the file is missing, is no checkpoint of a decoder, or its weights do not fit its arguments.
+        ValueError: the file is missing or not a checkpoint of a decoder, or its weights do not match its arguments.
     """
     path = find_checkpoint(path)
     if not path.is_file():

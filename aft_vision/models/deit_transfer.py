@@ -1,7 +1,7 @@
-"""Weights of DeiT and of other vision transformers in AFT models (AFT Sec. 5.3, Table 8).
+"""Transfer of weights from DeiT and other vision transformers to AFT models (AFT Sec. 5.3, Table 8).
 
-Patch embedding, values, output projections, norms, MLPs and head mean the same in a ViT and in an AFT model, so they
-are copied. Queries and keys do not: AFT multiplies no query with a key.
+Patch embedding, values, output projections, norms, MLPs and head have the same role in a ViT and in an AFT model and
+are copied. Queries and keys are not: AFT does not multiply queries with keys.
 """
 
 import difflib
@@ -22,14 +22,14 @@ from aft_vision.models.state_dict import StateDictError, find_grid, resample_gri
 from aft_vision.models.transfer_report import Fate, Report, projection_sizes
 
 PATCHES = 'patch_embed.proj.weight'
-# timm's fused projection, or the biases beside it of a ViT whose keys have none.
+# timm's fused projection, or the separate biases of a ViT whose keys have none.
 QKV = re.compile(r'(blocks\.\d+\.attn)\.(?:qkv\.(weight|bias)|([qv])_bias)')
 LAYER_SCALE = re.compile(r'(blocks\.\d+)\.ls([12])\.gamma')
-# What a ViT must have; biases may be missing.
+# Keys that every ViT has; biases may be missing.
 CORE = re.compile(
     r'patch_embed\.proj\.weight|blocks\.\d+\.(norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.weight'
 )
-# What AFT has in place of attention weights; no ViT has such keys.
+# Position biases of AFT; no ViT has such keys.
 AFT_ONLY = ('.attn.kernel.', '.attn.position_bias.', '.attn.offset')
 PREFIX_TOKENS = ('cls_token', 'dist_token', 'reg_token')
 REASONS = {
@@ -48,9 +48,9 @@ REASONS = {
 
 
 def is_deit_like(state_dict: Mapping[str, Any], model: nn.Module) -> bool:
-    """Return whether a state dict lacks the position biases that a model has, so that it is of another kind of model.
+    """Return whether a state dict is that of a ViT: it lacks the position biases of the model.
 
-    AFT-simple has none: its keys and shapes are those of a ViT, and of these a distilled DeiT alone can be told.
+    AFT-simple has no position biases. Its keys and shapes are those of a ViT, so only a distilled DeiT is recognised.
     """
     own, given = (any(part in key for key in keys for part in AFT_ONLY) for keys in (model.state_dict(), state_dict))
     return (own and not given) or 'dist_token' in state_dict
@@ -59,34 +59,34 @@ def is_deit_like(state_dict: Mapping[str, Any], model: nn.Module) -> bool:
 def deit_to_aft(
     state_dict: Mapping[str, Any], model: nn.Module, copy_qk: bool = False, grid: tuple[int, int] | None = None
 ) -> tuple[dict[str, Tensor], Report]:
-    """Map the weights of a DeiT or ViT to those of an AFT model (AFT Table 8); both stay as they are.
+    """Map the weights of a DeiT or ViT to those of an AFT model (AFT Table 8); neither is modified.
 
-    Copied are patch embedding, values, output projections, norms, MLPs, layer scale and head, and class token and
-    position embedding where the model has them. Queries and keys are left out. What the source lacks is the model's
-    own.
+    Patch embedding, values, output projections, norms, MLPs, layer scale and head are copied, and class token and
+    position embedding if the model has them. Queries and keys are left out. Tensors that the source lacks keep the
+    model's values.
 
-    * A patch embedding of another size is resampled, a position embedding on another grid too, by timm's functions.
+    * A patch embedding of another size and a position embedding on another grid are resampled by timm's functions.
     * A distilled DeiT averages the logits of its two heads, so their weights and biases are averaged. Its distillation
       token is left out.
-    * Layer scale that the model does not have is folded into the projection before it, which changes no output. Where
-      the model alone has it, it becomes 1: its small start value would silence the copied branches.
+    * Layer scale that the model does not have is folded into the projection before it, which changes no output. If
+      only the model has it, it is set to 1, because its small initial value would suppress the copied branches.
     * A head for another number of classes is left out.
 
     Args:
-        state_dict: Of a `deit*` or `vit_*` model of timm, as it is or under the key `model` or `state_dict`.
+        state_dict: State dict of a `deit*` or `vit_*` model of timm, or a dict with it under `model` or `state_dict`.
         model: An AFTVisionTransformer of the same width and depth.
-        copy_qk: Copy queries and keys too where the shapes allow it: an experiment that the paper did not make.
-        grid: (H, W) of the source's position embedding in tokens. None: as the `input_size` of the model's
-            `pretrained_cfg` says, else the model's own if it has as many tokens, else a square.
+        copy_qk: Also copy queries and keys if the shapes allow it; not in the paper.
+        grid: (H, W) of the source's position embedding in tokens. None takes it from the `input_size` of the model's
+            `pretrained_cfg`, else the model's own grid if it has as many tokens, else a square.
 
     Returns:
-        A complete state dict of the model, and for each key of the source what became of it: one entry, or three for
-        the queries, keys and values of a fused projection. Layer scale that the model alone has is there too, under
-        the model's key and with no elements.
+        A complete state dict of the model, and a report that maps each key of the source to its fates: one, or three
+        for the queries, keys and values of a fused projection. Layer scale that only the model has is listed under the
+        model's key, with 0 elements.
 
     Raises:
-        ValueError: the model is no AFT model, or the grid cannot be told; as StateDictError, the source is no ViT, or
-            one of another width, depth or MLP.
+        ValueError: the model is not an AFT model, or the grid is unknown; as StateDictError, the source is not a ViT or
+            differs in width, depth or MLP.
     """
     if not any(isinstance(module, AFTMixer) for module in model.modules()):
         raise ValueError(f'expected a model with AFT mixers, got a {type(model).__name__}')
@@ -101,7 +101,7 @@ def deit_to_aft(
 
 
 class _Transfer:
-    """Puts the tensors of a source, under timm's names, into a copy of a model's state dict."""
+    """A transfer of the tensors of a source, under timm's names, into a copy of a model's state dict."""
 
     def __init__(
         self, source: dict[str, Tensor], model: nn.Module, copy_qk: bool, grid: tuple[int, int] | None
@@ -110,7 +110,7 @@ class _Transfer:
         self.model: Any = model
         self.own = model.state_dict()
         self.result = dict(self.own)
-        # Which tensors another one was merged into, and how; and where those went that have no place of their own.
+        # How tensors were changed by merging others into them, and where the merged ones went.
         self.merged: dict[str, str] = {}
         self.moved: dict[str, str] = {}
 
@@ -136,7 +136,7 @@ class _Transfer:
             raise StateDictError(f'expected weights of a ViT{wanted_key}, got {got}')
 
     def merge(self) -> None:
-        """Fold what the model has no place for into the tensors beside it, which changes no output."""
+        """Fold tensors that the model lacks into their neighbours, which changes no output."""
         for kind in ('weight', 'bias'):
             head, other = f'head.{kind}', f'head_dist.{kind}'
             if head in self.source and other in self.source:
@@ -162,7 +162,7 @@ class _Transfer:
         self.source[target], self.merged[target], self.moved[name] = value, how, target
 
     def place(self, name: str) -> list[Fate]:
-        """Put one tensor into the result, and say what became of it."""
+        """Put one tensor into the result and return its fate."""
         value = self.source[name]
         if match := QKV.fullmatch(name):
             return self._place_projections(value, *match.groups())
@@ -186,14 +186,14 @@ class _Transfer:
         return [self._left_out(name)]
 
     def neutralize_layer_scale(self) -> Report:
-        """Set layer scale that the model alone has to 1, as which a source without it computes."""
+        """Set layer scale that only the model has to 1, which is equivalent to a source without it."""
         names = [name for name in self.own if LAYER_SCALE.fullmatch(name) and name not in self.source]
         self.result.update({name: torch.ones_like(self.own[name]) for name in names})
         note = 'no layer scale in the source is a layer scale of 1'
         return {name: [Fate('copied', '', 0, name, note)] for name in names}
 
     def _placed(self, action: str, name: str, target: str, value: Tensor, note: str) -> Fate:
-        # A copy: what the model then learns must not reach the source.
+        # A copy, so that training the model does not change the source.
         self.result[target] = value.detach().to(self.own[target], copy=True)
         if name in self.merged:
             action, note = 'merged', ', '.join(filter(None, [note, self.merged[name]]))
@@ -267,9 +267,9 @@ class _Transfer:
         return self._placed(action, 'pos_embed', 'pos_embed', torch.cat(rows, dim=1), ', '.join(notes))
 
     def _source_positions(self) -> tuple[dict[str, Tensor], Tensor, tuple[int, int]]:
-        """The source's position embedding: rows (1, n, C) of each prefix token, rows (T, C) of the grid, and its size.
+        """Return the source's position embedding: rows (1, n, C) of prefix tokens, rows (T, C) of the grid, its size.
 
-        DeiT III and others give prefix tokens no position: their rows are then 0.
+        DeiT III and others have no position for prefix tokens: their rows are then 0.
         """
         value = self.source['pos_embed']
         prefix = sum(self.source[name].shape[1] for name in PREFIX_TOKENS if name in self.source)
@@ -289,10 +289,10 @@ def _split_prefix(tensors: Mapping[str, Tensor], positions: Tensor) -> dict[str,
 
 
 def unwrap_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a state dict, as it is or under the key `state_dict` or `model`.
+    """Return the tensors of a state dict, which may be under the key `state_dict` or `model`.
 
     Raises:
-        StateDictError: there is something else among them.
+        StateDictError: it has values that are not tensors.
     """
     for key in ('state_dict', 'model'):
         if isinstance(state_dict.get(key), Mapping):
@@ -304,7 +304,7 @@ def unwrap_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _timm_name(key: str) -> str:
-    # Without the prefixes of DistributedDataParallel and torch.compile; layer scale as DeiT III's own files name it.
+    # Remove the prefixes of DistributedDataParallel and torch.compile, and rename DeiT III's layer scale.
     (name,) = clean_state_dict({key: None})
     return re.sub(r'(blocks\.\d+)\.gamma_([12])', r'\1.ls\2.gamma', name)
 
@@ -319,7 +319,7 @@ def _first(names: Iterable[str]) -> str:
 
 
 def _suggestion(model: Any, width: int, depth: int) -> str:
-    """The registered model of that width and depth that is most like a model, in its mixer and then in its name."""
+    """Suggest the registered model of that width and depth with the most similar mixer and name."""
     mixer, name = type(model.blocks[0].attn), str(getattr(model, 'pretrained_cfg', {}).get('architecture', ''))
     found = [
         (kind is mixer, difflib.SequenceMatcher(None, name, registered).ratio(), registered)

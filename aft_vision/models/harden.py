@@ -1,4 +1,4 @@
-"""A Gumbel-trained AFT-conv in its one-hot form: one learned offset per head (AFT Eq. 10)."""
+"""Conversion of a Gumbel-trained AFT-conv to its one-hot form: one learned offset per head (AFT Eq. 10)."""
 
 import copy
 import inspect
@@ -17,17 +17,17 @@ from aft_vision.models.aft_vit import AFTVisionTransformer
 
 @torch.no_grad()
 def harden(model: nn.Module) -> AFTVisionTransformer:
-    """The one-hot form of a model trained with gumbel=True (AFT Eq. 10).
+    """Build the one-hot form of a model trained with gumbel=True (AFT Eq. 10).
 
-    The kernel of each block, h * s * s + 2 h parameters, becomes h biases and an int64 buffer of h offsets; all else is
-    copied. In evaluation the outputs are those of the given model at every resolution. `timm.models.save_for_hf` writes
-    the result, and `timm.create_model('local-dir:DIR', pretrained=True)` reads it.
+    The kernel of each block, h * s * s + 2 h parameters, becomes h biases and an int64 buffer of h offsets. Everything
+    else is copied. In evaluation the outputs equal those of the given model at every resolution. Save the result with
+    `timm.models.save_for_hf` and load it with `timm.create_model('local-dir:DIR', pretrained=True)`.
 
     Args:
-        model: Left as it is.
+        model: Not modified.
 
     Raises:
-        ValueError: the model is no AFT-conv trained with gumbel=True; the message says what is missing.
+        ValueError: the model is not an AFT-conv trained with gumbel=True; the message says what is missing.
     """
     model = unwrap_model(model)
     wanted = 'a model trained with gumbel=True (AFT Eq. 10), which learns one offset per head'
@@ -38,19 +38,19 @@ def harden(model: nn.Module) -> AFTVisionTransformer:
             raise ValueError(f'expected {wanted}, got mixer={_name(mixer)!r}, which has no gumbel: train an AFT-conv')
         if not mixer.gumbel:
             raise ValueError(f"expected {wanted}, got mixer='conv' with gumbel=False: train it with gumbel=True")
-    # What AFT-conv alone can be told, and the one-hot form cannot.
+    # Arguments that only AFT-conv has.
     left_out = _arguments(AFTConv) - _arguments(AFTOnehot)
     return _replace_mixers(model, _onehot_of, left_out, mixer='onehot')
 
 
 @torch.no_grad()
 def convolution_form(model: nn.Module) -> AFTVisionTransformer:
-    """Build the same function as an AFT-conv whose raw kernel is zero but at the offsets (AFT Eq. 6).
+    """Build an equivalent AFT-conv whose raw kernel is zero except at the offsets (AFT Eq. 6).
 
-    For a runtime without a gather, and to compare the speed of the two forms.
+    Use it for a runtime without gather, or to compare the speed of the two forms.
 
     Args:
-        model: In the one-hot form; left as it is.
+        model: In the one-hot form; not modified.
 
     Raises:
         ValueError: the model is not in the one-hot form.
@@ -68,10 +68,10 @@ def convolution_form(model: nn.Module) -> AFTVisionTransformer:
 
 
 def describe_offsets(model: nn.Module) -> list[dict[str, float]]:
-    """Where the heads of a model in the one-hot form look, by layer.
+    """Summarise the offsets of a model in the one-hot form by layer.
 
     Returns:
-        Per layer its number `layer` from 1, `heads`, those `at_centre` (the token itself), `distinct_offsets`, the
+        For each layer its number `layer` from 1, `heads`, heads `at_centre` (the token itself), `distinct_offsets`, the
         `mean_distance` and `largest_distance` of the offsets in tokens, Euclidean, and `mean_bias`, w.
 
     Raises:
@@ -98,15 +98,15 @@ def describe_offsets(model: nn.Module) -> list[dict[str, float]]:
 def compare_logits(
     model: nn.Module, other: nn.Module, sizes: Sequence[tuple[int, int]], batch_size: int = 2, seed: int = 0
 ) -> list[dict[str, float]]:
-    """Compare what two models in evaluation say of random images.
+    """Compare the logits of two models on random images, in evaluation mode.
 
     Args:
         sizes: (H, W) in pixels.
         batch_size: Images per size.
-        seed: Of the images, which are normal noise.
+        seed: Seed of the images, which are normal noise.
 
     Returns:
-        Per size `height`, `width`, the largest `difference` of two logits, and the largest `magnitude` of one.
+        For each size `height`, `width`, the largest `difference` of two logits and the largest `magnitude` of one.
     """
     rows = []
     for height, width in sizes:
@@ -146,7 +146,7 @@ def _arguments(kind: type[AFTMixer]) -> set[str]:
 def _replace_mixers(
     model: nn.Module, make: Callable[[Any], AFTMixer], left_out: set[str], **arguments: Any
 ) -> AFTVisionTransformer:
-    # A copy with other mixers around the same projections, and the arguments that timm would rebuild it from.
+    # A copy with other mixers around the same projections, and with the arguments from which timm rebuilds it.
     copied: Any = copy.deepcopy(model)
     for block in copied.blocks:
         old = block.attn

@@ -1,4 +1,4 @@
-"""Models of images as sub-pixels in raster order, R, G, B inside a pixel (AFT Sec. 5.1, Tables 2 and 3)."""
+"""Models of images as sub-pixels in raster order, R, G, B within a pixel (AFT Sec. 5.1, Tables 2 and 3)."""
 
 import math
 from typing import Any
@@ -15,11 +15,11 @@ class PixelDecoder(AFTDecoder):
 
     Args:
         img_size: side in pixels, or (H, W).
-        context: 3 * H * W, or None; without img_size, that of a square image.
-        kwargs: of `AFTDecoder`.
+        context: 3 * H * W, or None; without img_size, the image is a square.
+        kwargs: passed to `AFTDecoder`.
 
     Raises:
-        ValueError: context is not that of such an image, or what `AFTDecoder` raises.
+        ValueError: context does not match img_size, or as `AFTDecoder`.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class PixelDecoder(AFTDecoder):
         self.img_size = (height, width)
 
     def check_images(self, images: Tensor) -> Tensor:
-        """The images, if the model is for such ones.
+        """Return the images if their shape and data type fit the model.
 
         Raises:
             ValueError: they are not (B, 3, H, W) uint8.
@@ -49,30 +49,30 @@ class PixelDecoder(AFTDecoder):
         return images
 
     def to_images(self, tokens: Tensor) -> Tensor:
-        """Images (B, 3, H, W) uint8 of their tokens (B, 3 * H * W)."""
+        """Convert tokens (B, 3 * H * W) to images (B, 3, H, W) uint8."""
         return tokens_to_images(tokens, self.img_size)
 
     def sample_images(self, num_samples: int = 1, **rules: Any) -> Tensor:
-        """Draw images, (num_samples, 3, H, W) uint8.
+        """Sample images, (num_samples, 3, H, W) uint8.
 
         Args:
-            rules: of `Session.complete`: temperature, top_k, top_p, seed, generator, progress.
+            rules: passed to `Session.complete`: temperature, top_k, top_p, seed, generator, progress.
         """
         return self.to_images(self.sample(num_samples, **rules))
 
     def complete_images(self, images: Tensor, mask: Tensor, num_samples: int = 1, **rules: Any) -> Tensor:
-        """Draw what is not given of images, in raster order (AFT Fig. 4).
+        """Sample the missing pixels of images, in raster order (AFT Fig. 4).
 
-        A drawn pixel sees all above it and to its left, given or drawn, and nothing that is given below it.
+        A sampled pixel sees all pixels before it in raster order, given or sampled, and none after it.
 
         Args:
             images: (P, 3, H, W) uint8.
             mask: (H, W), (P, H, W) or (P, 3, H, W) bool, True where a pixel or sub-pixel is given.
-            num_samples: drawings of each image.
-            rules: of `Session.complete`: temperature, top_k, top_p, seed, generator, progress.
+            num_samples: samples per image.
+            rules: passed to `Session.complete`: temperature, top_k, top_p, seed, generator, progress.
 
         Returns:
-            (P * num_samples, 3, H, W) uint8, those of one image next to each other.
+            (P * num_samples, 3, H, W) uint8, the samples of one image in consecutive rows.
 
         Raises:
             ValueError: a shape or another argument is out of range.
@@ -83,15 +83,15 @@ class PixelDecoder(AFTDecoder):
 
 
 def images_to_tokens(images: Tensor) -> Tensor:
-    """Tokens (B, 3 * H * W) int64 of images (B, 3, H, W) uint8: rows from the top, R, G, B inside a pixel."""
+    """Convert images (B, 3, H, W) uint8 to tokens (B, 3 * H * W) int64, in raster order, R, G, B within a pixel."""
     return images.permute(0, 2, 3, 1).flatten(1).long()
 
 
 def tokens_to_images(tokens: Tensor, img_size: tuple[int, int]) -> Tensor:
-    """Images (B, 3, H, W) uint8 of tokens (B, 3 * H * W).
+    """Convert tokens (B, 3 * H * W) to images (B, 3, H, W) uint8.
 
     Raises:
-        ValueError: the number of tokens is not that of such images.
+        ValueError: the number of tokens does not match the image size.
     """
     height, width = img_size
     if tokens.ndim != 2 or tokens.shape[1] != 3 * height * width:
@@ -102,7 +102,7 @@ def tokens_to_images(tokens: Tensor, img_size: tuple[int, int]) -> Tensor:
 
 
 def mask_to_tokens(mask: Tensor, batch: int, img_size: tuple[int, int]) -> Tensor:
-    """Which tokens are given, (B, 3 * H * W) bool, of a mask over pixels or sub-pixels.
+    """Convert a mask over pixels or sub-pixels to a mask over tokens, (B, 3 * H * W) bool.
 
     Raises:
         ValueError: mask is not a bool (H, W), (B, H, W) or (B, 3, H, W).
@@ -122,14 +122,14 @@ MASKS = ('top-half', 'bottom-half', 'left-half', 'right-half')
 
 
 def half_mask(name: str, img_size: tuple[int, int]) -> Tensor:
-    """A mask (H, W) bool that gives half of an image.
+    """Build a mask (H, W) bool that is True on half of an image.
 
     Args:
-        name: the half that is given: one of MASKS.
+        name: the half that is True: one of MASKS.
         img_size: (H, W) in pixels.
 
     Raises:
-        ValueError: there is no mask of that name.
+        ValueError: the name is unknown.
     """
     if name not in MASKS:
         raise ValueError(f'the mask must be one of {", ".join(MASKS)}, got {name!r}')

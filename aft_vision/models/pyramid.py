@@ -22,30 +22,30 @@ from aft_vision.models.aft_vit import AFTVisionTransformer
 
 
 class SimpleFeaturePyramid(nn.Module):
-    """Maps of several strides, each made of the one map of a plain backbone (ViTDet Sec. 3).
+    """Feature maps of several strides, all computed from the last map of a plain backbone (ViTDet Sec. 3).
 
-    Finer maps come from 2 x 2 deconvolutions, each of which halves the channels, with norm and GELU between them;
-    coarser ones from max pooling. A 1 x 1 and a 3 x 3 convolution with a norm behind each give all of them
+    Finer maps come from 2 x 2 deconvolutions, each of which halves the channels, with norm and GELU between them.
+    Coarser maps come from max pooling. A 1 x 1 and a 3 x 3 convolution, each followed by a norm, give every map
     `out_channels`.
 
-    It is a backbone of torchvision's detectors. Those whose default anchors are for five maps, as those of `FasterRCNN`
-    are, need `extra_level=True`. A detector pads its images to multiples of 32, so a stride that divides that, and a
-    backbone that takes any image size, fit.
+    It is a backbone for torchvision's detectors. Detectors whose default anchors are for five maps, such as
+    `FasterRCNN`, need `extra_level=True`. A detector pads its images to multiples of 32, so use strides that divide 32
+    and a backbone that takes any image size.
 
     Args:
         backbone: Made by `timm.create_model(..., features_only=True, out_indices=(-1,))`: one map (B, C, H / r, W / r),
             whose reduction r is a power of two and at least 4.
         out_channels: Channels of every map.
         strides: Pixels per position of the maps: powers of two, ascending.
-        extra_level: Add a map 'pool' with twice the last stride, every other position of the last map.
-        norm_layer: Makes the norms behind deconvolutions and convolutions from a number of channels.
+        extra_level: Add a map 'pool' with twice the last stride: every other position of the last map.
+        norm_layer: Builds the norms after deconvolutions and convolutions from a number of channels.
 
     Attributes:
         out_channels: As given; detectors read it.
-        strides: Of the maps in the order of the output, that of the extra level included.
+        strides: Strides of the maps in the order of the output, including the extra level.
 
     Raises:
-        ValueError: the backbone has more than one map, or a reduction or a stride is not as above.
+        ValueError: the backbone has more than one map, or a reduction or stride is out of range.
     """
 
     def __init__(
@@ -68,12 +68,11 @@ class SimpleFeaturePyramid(nn.Module):
         self.stages = nn.ModuleList(_stage(channels, out_channels, reduction, stride, norm_layer) for stride in strides)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> OrderedDict[str, Tensor]:
-        """Make the maps of a batch of images.
+        """Compute the maps of a batch of images.
 
         Args:
-            x: (B, 3, H, W) images of a size that the backbone takes; one made with `dynamic_img_pad=True` pads to whole
-                patches. Where H or W is no multiple of the last stride, the coarser maps leave out what does not fill a
-                position.
+            x: (B, 3, H, W) images of a size that the backbone takes; with `dynamic_img_pad=True` it pads to whole
+                patches. If H or W is not a multiple of the last stride, the coarser maps drop incomplete positions.
             attn_mask: (B, H / patch, W / patch) bool, True where a patch counts, as `padding_mask` makes it; for AFT
                 backbones.
 
@@ -81,7 +80,7 @@ class SimpleFeaturePyramid(nn.Module):
             '0', '1', ... in the order of the strides, then 'pool': (B, out_channels, H / stride, W / stride).
 
         Raises:
-            ValueError: attn_mask is given, and the backbone is no AFT model.
+            ValueError: attn_mask is given, and the backbone is not an AFT model.
         """
         features = self._features(x, attn_mask)
         maps = OrderedDict((str(level), stage(features)) for level, stage in enumerate(self.stages))
@@ -94,7 +93,7 @@ class SimpleFeaturePyramid(nn.Module):
         if attn_mask is None:
             (features,) = backbone(x)
         elif isinstance(getattr(backbone, 'model', None), AFTVisionTransformer):
-            # timm's wrapper passes nothing but the images.
+            # timm's wrapper passes only the images.
             (features,) = backbone.model.forward_intermediates(
                 x, indices=backbone.out_indices, norm=backbone.norm, intermediates_only=True, attn_mask=attn_mask
             )
@@ -113,13 +112,13 @@ def create_pyramid(
     extra_level: bool = False,
     **kwargs: Any,
 ) -> SimpleFeaturePyramid:
-    """Make a timm model and a simple feature pyramid on its last map.
+    """Build a timm model with a simple feature pyramid on its last map.
 
     Args:
-        model_name: Of timm; also `local-dir:DIR` for an exported folder.
+        model_name: Name in timm, or `local-dir:DIR` for an exported folder.
         pretrained: Load the model's weights.
-        out_channels: As of `SimpleFeaturePyramid`, and strides and extra_level too.
-        kwargs: Of the model. One of fixed input size, such as AFT-full or DeiT, needs `dynamic_img_size=True` to take
+        out_channels: As in `SimpleFeaturePyramid`, like strides and extra_level.
+        kwargs: Passed to the model. A fixed-size model, such as AFT-full or DeiT, needs `dynamic_img_size=True` to take
             the images of a detector.
     """
     kwargs = {'out_indices': (-1,), **kwargs}
@@ -133,9 +132,9 @@ def padding_mask(
     patch_size: int | tuple[int, int] = 16,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Tell the patches of images from those of the padding at their right and bottom.
+    """Build a mask over the patches of images that are padded at the right and at the bottom.
 
-    A patch that is padding in part holds pixels of the image, and counts.
+    A patch that is partly padding contains pixels of the image, so it counts.
 
     Args:
         image_sizes: (H, W) of each image in pixels.
@@ -162,7 +161,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _describe(backbone: nn.Module) -> tuple[int, int]:
-    # Reduction and channels of its only map.
+    # Return the reduction and channels of its only map.
     info: Any = getattr(backbone, 'feature_info', None)
     if not hasattr(info, 'reduction'):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Decoding as a session: steps, prompts, sampling and completion on the state of one batch of sequences."""
+"""Decoding sessions: steps, prompts, sampling and completion with the state of one batch of sequences."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,16 +10,16 @@ from tqdm import tqdm
 from aft_vision import ops
 from aft_vision.layers.causal import compile_decoder
 
-# Up to so many given tokens in a row take less time one by one than at once, where the whole window is read again.
+# Up to this many given tokens in a row are faster one by one than in parallel, which rereads the whole window.
 STEPPED_TOKENS = 8
 
 
 class DecoderState(NamedTuple):
-    """The state of a decoder after the tokens it has taken; steps update it in place.
+    """The state of a decoder after the tokens processed so far; steps update it in place.
 
     Attributes:
-        position: () int64, inputs taken: the start and the tokens.
-        layers: a state of each block.
+        position: () int64, inputs processed: the start and the tokens.
+        layers: the state of each block.
     """
 
     position: Tensor
@@ -27,35 +27,35 @@ class DecoderState(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """Number of sequences B."""
+        """Return the number of sequences B."""
         return self.layers[0][0].shape[0]
 
     def reorder(self, index: Tensor) -> 'DecoderState':
-        """Return a state with the batch rows picked by index (N,); rows may repeat."""
+        """Return a state with the batch rows selected by index (N,); rows may repeat."""
         return DecoderState(self.position.clone(), tuple(ops.reorder_state(layer, index) for layer in self.layers))
 
     def clone(self) -> 'DecoderState':
-        """Return a copy, which the steps of the original leave as it is."""
+        """Return a copy that steps of the original do not change."""
         return DecoderState(self.position.clone(), tuple(ops.clone_state(layer) for layer in self.layers))
 
     def num_bytes(self) -> int:
-        """Return the bytes of all tensors."""
+        """Return the size of all tensors in bytes."""
         return sum(x.nbytes for x in (self.position, *(x for layer in self.layers for x in layer)))
 
 
 class Session:
-    """Decoding of one batch of sequences, from `AFTDecoder.session`.
+    """A decoding session for one batch of sequences, made by `AFTDecoder.session`.
 
-    The session reads the parameters once, so neither the model nor the memory of the state may change while it lives.
-    In float32 on a CPU, outside autocast, it compiles the blocks and the head to one call a token; otherwise, and for
+    The session reads the parameters once. Do not change the model or move the state while the session is in use. In
+    float32 on a CPU, outside autocast, it compiles the blocks and the head to one call per token. Otherwise, and for
     modules with hooks or of other types, it calls the modules.
 
     Args:
         model: an `AFTDecoder` in evaluation mode.
-        state: what came before; updated in place.
+        state: the state to start from; updated in place.
 
     Attributes:
-        logits: (B, V) of the next token; None before the first step, and when there is no position left.
+        logits: (B, V) of the next token; None before the first step and when no position is left.
 
     Raises:
         ValueError: the model is in training mode.
@@ -73,13 +73,13 @@ class Session:
         """Take one token and predict the next.
 
         Args:
-            token: (B,) int64; only at the start of the sequence None.
+            token: (B,) int64; None only at the start of the sequence.
 
         Returns:
-            logits (B, V) of the next token. Nothing is differentiated.
+            logits (B, V) of the next token, without gradients.
 
         Raises:
-            ValueError: on a CPU, the token is outside the vocabulary, or there is no position left.
+            ValueError: no position is left, or, on a CPU, the token is outside the vocabulary.
         """
         model, state = self.model, self.state
         if may_look(state.position):
@@ -98,18 +98,18 @@ class Session:
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, all_logits: bool = False) -> Tensor:
-        """Take several tokens at once, as many steps would, the start of the sequence first if it is not taken yet.
+        """Take several tokens in parallel, equivalent to as many steps; begin the sequence if it has not begun.
 
         Args:
             tokens: (B, n) int64; n may be 0 at the start.
-            all_logits: also return the logits before the last.
+            all_logits: return the logits after every token, not only the last.
 
         Returns:
-            logits (B, V) of the token after these; with all_logits (B, n, V), one more if the start was taken. Nothing
-            is differentiated.
+            logits (B, V) of the next token; with all_logits (B, n, V), or (B, n + 1, V) if the call began the sequence.
+            They have no gradients.
 
         Raises:
-            ValueError: tokens are not (B, n), are outside the vocabulary, or there are too few positions left.
+            ValueError: tokens are not (B, n), are outside the vocabulary, or are more than the positions left.
         """
         model, state = self.model, self.state
         start = int(state.position)
@@ -133,11 +133,11 @@ class Session:
         return logits if all_logits else self.logits
 
     def sample(self, count: int, **rules: Any) -> Tensor:
-        """Draw the next tokens.
+        """Sample the next tokens.
 
         Args:
             count: number of tokens.
-            rules: of `complete`.
+            rules: passed to `complete`.
 
         Returns:
             (B, count) int64.
@@ -161,27 +161,27 @@ class Session:
         generator: torch.Generator | None = None,
         progress: bool = False,
     ) -> Tensor:
-        """Take the next tokens, and draw those that are not given, each given all before it.
+        """Take the next tokens, and sample those that are not given.
 
-        Tokens that are given in every sequence are taken in parallel, all others one at a time.
+        Runs of tokens that are given in every sequence are processed in parallel, all others one at a time.
 
         Args:
-            tokens: (B, n) int64; what stands in open places does not matter.
+            tokens: (B, n) int64; values at positions that are not given are ignored.
             given: (B, n) or (n,) bool, True where a token stays.
             temperature, top_k, top_p: as in `filter_logits`.
-            seed: of the sequences: theirs, or that of the first, which the others count up from.
-            generator: of random numbers for all of them, in place of seeds; None is torch's own.
+            seed: one seed per sequence, or the seed of the first, from which the others count up.
+            generator: random numbers for all sequences instead of seeds; None means torch's default generator.
             progress: show a progress bar with tokens/s over all sequences on standard error.
 
         Returns:
             (B, n) int64.
 
         Raises:
-            ValueError: a shape, a token or an argument is out of range, or the logits are not numbers.
+            ValueError: a shape, a token or an argument is out of range, or the logits are NaN.
         """
         check_rules(temperature, top_k, top_p)
         batch, count = self._check_open(tokens, given)
-        # By the place in the sequence, whatever other sequences of the batch have taken in parallel.
+        # Noise belongs to a position of the sequence, whatever runs of the batch were processed in parallel.
         start = 0 if seed is None else max(int(self.state.position) - 1, 0)
         noise = uniform_noise(batch, start + count, seed, generator)[:, start:].to(tokens.device)
         given = given.to(tokens.device).expand(tokens.shape)
@@ -203,13 +203,13 @@ class Session:
         return tokens
 
     def reorder(self, index: Tensor) -> 'Session':
-        """Return another session with the sequences picked by index (N,); they may repeat, as in beam search."""
+        """Return a new session with the sequences selected by index (N,), which may repeat, as in beam search."""
         session = Session(self.model, self.state.reorder(index))
         session.logits = None if self.logits is None else self.logits[index]
         return session
 
     def _take(self, tokens: Tensor) -> Tensor:
-        # Tokens (B, n) that may be none; the logits after them.
+        # Process tokens (B, n), n may be 0, and return the logits after them.
         if int(self.state.position) == 0 or tokens.shape[1] > STEPPED_TOKENS:
             return self.prefill(tokens)
         for place in range(tokens.shape[1]):
@@ -234,7 +234,7 @@ class Session:
         self.model.check_tokens(token)
 
     def _check_open(self, tokens: Tensor, given: Tensor) -> tuple[int, int]:
-        # The shape of tokens that may come next.
+        # Check the shape and number of the next tokens.
         check_given(given, tokens)
         batch, count = tokens.shape
         if batch != self.state.batch:
@@ -247,14 +247,14 @@ class Session:
 
 
 def may_look(x: Tensor) -> bool:
-    """Return whether values can be checked at no cost: an accelerator would synchronise, a graph cannot."""
+    """Return whether values can be checked cheaply: an accelerator would synchronise, and a graph cannot."""
     return x.device.type == 'cpu' and not torch.compiler.is_compiling()
 
 
 def uniform_noise(
     batch: int, count: int, seed: int | Sequence[int] | None, generator: torch.Generator | None
 ) -> Tensor:
-    """Return numbers from 0 to 1 of each token, (B, n) float64; those of a sequence depend on nothing but its seed."""
+    """Return uniform noise in [0, 1) for each token, (B, n) float64; a sequence's noise depends only on its seed."""
     if seed is None:
         device = None if generator is None else generator.device
         return torch.rand(batch, count, dtype=torch.float64, generator=generator, device=device)
@@ -268,10 +268,10 @@ def uniform_noise(
 
 
 def draw(logits: Tensor, noise: Tensor) -> Tensor:
-    """Return the tokens (B,) where the cumulative distribution of logits (B, V) exceeds noise (B,), from 0 to 1."""
+    """Return tokens (B,) by inverting the cumulative distribution of logits (B, V) at noise (B,)."""
     sums = logits.double().softmax(-1).cumsum(-1)
     if may_look(sums) and not bool(sums[:, -1].isfinite().all()):
-        raise ValueError('expected logits that are numbers, got NaN (are the weights finite?)')
+        raise ValueError('expected logits without NaN, got NaN; check that the weights are finite')
     return torch.searchsorted(sums, (noise * sums[:, -1]).unsqueeze(1), right=True).squeeze(1)
 
 
@@ -289,18 +289,18 @@ def check_given(given: Tensor, tokens: Tensor) -> None:
 def filter_logits(
     logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
-    """Return the logits of the distribution that is drawn from: minus infinity for tokens that are left out.
+    """Return the logits of the sampling distribution, minus infinity for excluded tokens.
 
-    The rules are applied one after the other, as in `transformers`: temperature, top-k, top-p.
+    The rules apply in the order of `transformers`: temperature, top-k, top-p.
 
     Args:
         logits: (..., V).
-        temperature: divides the logits; 0 leaves only the likeliest token.
-        top_k: keep this many of the likeliest tokens, and those as likely as the last of them.
-        top_p: keep the fewest of the likeliest tokens whose probabilities add up to this, in (0, 1].
+        temperature: divides the logits; 0 keeps only the most likely token.
+        top_k: keep this many of the most likely tokens, and any ties with the last of them.
+        top_p: keep the smallest set of most likely tokens with this total probability, in (0, 1].
 
     Returns:
-        (..., V), 0 for the likeliest; float32, or float64 if logits are.
+        (..., V), 0 for the most likely token; float32, or float64 if logits are.
 
     Raises:
         ValueError: an argument is out of range.
@@ -310,7 +310,7 @@ def filter_logits(
     if temperature == 0:
         best = logits.argmax(-1, keepdim=True)
         return torch.full_like(logits, float('-inf')).scatter(-1, best, 0.0)
-    # The largest less itself, so that no temperature makes infinities of several.
+    # Shift the maximum to 0, so that a small temperature cannot overflow several logits.
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if top_k is not None:
         least = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
@@ -318,7 +318,7 @@ def filter_logits(
     if top_p is not None and top_p < 1:
         ordered, places = logits.sort(stable=True, dim=-1, descending=True)
         chances = ordered.softmax(-1)
-        # What lies before a token, so that the one that reaches top_p stays.
+        # The total before each token, so that the token that reaches top_p is kept.
         left_out = chances.cumsum(-1) - chances >= top_p
         left_out[..., 0] = False
         logits = logits.masked_fill(torch.zeros_like(left_out).scatter(-1, places, left_out), float('-inf'))

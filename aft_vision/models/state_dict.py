@@ -1,4 +1,4 @@
-"""State dicts of other models and sizes: what does not fit, and position parameters at another grid."""
+"""Check of state dicts, and resampling of position parameters to another grid."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class StateDictError(ValueError, RuntimeError):
-    """A state dict of another architecture. A RuntimeError too, since that is what torch raises."""
+    """A state dict of another architecture. It is also a RuntimeError, which torch raises for it."""
 
 
 def check_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
@@ -39,15 +39,15 @@ def check_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
 
 
 def find_grid(model: Any, patches: Tensor | None, num_tokens: int) -> tuple[int, int] | None:
-    """The token grid (H, W) that a checkpoint was made for.
+    """Find the token grid (H, W) of a checkpoint.
 
     Args:
-        model: What is loaded into; its `pretrained_cfg` may say the checkpoint's `input_size`.
+        model: The model to load into; its `pretrained_cfg` may have the checkpoint's `input_size`.
         patches: The checkpoint's patch embedding, (C, channels, height, width) in pixels.
         num_tokens: Tokens of the grid.
 
     Returns:
-        What `pretrained_cfg` says if it fits, else the model's own grid if it fits, else a square, else None.
+        The grid of `pretrained_cfg` if it fits, else the model's grid if it fits, else a square, else None.
     """
     told = get_pretrained_grid_size(model, patches, num_tokens)
     height, width = told or model.patch_embed.grid_size
@@ -58,16 +58,16 @@ def find_grid(model: Any, patches: Tensor | None, num_tokens: int) -> tuple[int,
 
 
 def resample_rows(x: Tensor, model: Any, patches: Tensor | None, prefix: int) -> Tensor:
-    """Rows (T, n), one for each token of a checkpoint, at the model's own grid.
+    """Resample rows (T, n), one per token of a checkpoint, to the model's grid.
 
     Args:
         x: The rows of `prefix` tokens, which are kept, then those of the grid.
-        model: As of `find_grid`.
-        patches: As of `find_grid`.
+        model: As in `find_grid`.
+        patches: As in `find_grid`.
         prefix: Tokens before the grid.
 
     Raises:
-        ValueError: the grid of the checkpoint cannot be told.
+        ValueError: the grid of the checkpoint is unknown.
     """
     grid = find_grid(model, patches, x.shape[0] - prefix)
     if grid is None:
@@ -76,12 +76,12 @@ def resample_rows(x: Tensor, model: Any, patches: Tensor | None, prefix: int) ->
 
 
 def resample_grid(x: Tensor, model: Any, grid: tuple[int, int], prefix: int = 0) -> Tensor:
-    """Rows (T, n) of tokens on a grid (H, W) at the model's own, bicubically; `prefix` rows before them are kept."""
+    """Resample rows (T, n) from a grid (H, W) to the model's grid, bicubically; the first `prefix` rows are kept."""
     return resample_abs_pos_embed(x.unsqueeze(0), list(model.patch_embed.grid_size), list(grid), prefix).squeeze(0)
 
 
 def unknown_grid(num_tokens: int) -> ValueError:
-    """The error of a grid that `find_grid` cannot tell."""
+    """Build the error for a grid that `find_grid` cannot find."""
     return ValueError(
         f"the checkpoint's {num_tokens} positions are no square grid; give its size by "
         'pretrained_cfg_overlay=dict(input_size=(3, H, W))'

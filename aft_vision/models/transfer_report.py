@@ -1,4 +1,4 @@
-"""The fate of each tensor in a transfer of weights, and its sums."""
+"""Report of a weight transfer: the fate of each tensor, and totals."""
 
 import re
 from typing import Any, NamedTuple
@@ -31,8 +31,8 @@ class Fate(NamedTuple):
     Attributes:
         action: `copied`, `resampled` to another size, `merged` with another tensor, or `left out`.
         part: `q`, `k` or `v` of a fused projection, else empty.
-        numel: Elements in the source; 0 for layer scale that it does not have.
-        target: The key that it went to; empty if it was left out.
+        numel: Elements in the source; 0 for layer scale that the source lacks.
+        target: Key in the model; empty if it was left out.
         note: Why it was left out, or how it was changed.
     """
 
@@ -52,7 +52,7 @@ Report = dict[str, list[Fate]]
 
 
 class Row(NamedTuple):
-    """One line of the table of a transfer; a projection in a fused qkv counts as a tensor of its own."""
+    """One row of the table of a transfer; each projection of a fused qkv counts as one tensor."""
 
     action: str
     what: str
@@ -62,15 +62,15 @@ class Row(NamedTuple):
 
 
 def summarize_transfer(report: Report, model: nn.Module) -> list[Row]:
-    """Count what a transfer did, and what of the model it left as it was.
+    """Count the tensors that a transfer copied or left out, and those of the model that it did not set.
 
     Args:
-        report: Of `deit_to_aft`.
+        report: From `deit_to_aft`.
         model: The model that the weights are for.
 
     Returns:
-        Rows of the actions `copied`, `resampled`, `merged` and `left out`, whose parameters are those of the source,
-        and of `as initialised`, whose parameters are the model's.
+        Rows for the actions `copied`, `resampled`, `merged` and `left out`, which count parameters of the source, and
+        for `as initialised`, which counts parameters of the model.
     """
     sizes: dict[tuple[str, str, str], list[int]] = {}
     entries = [(key, fate) for key, fates in report.items() for fate in fates]
@@ -82,7 +82,7 @@ def summarize_transfer(report: Report, model: nn.Module) -> list[Row]:
 
 
 def describe_transfer(report: Report, model: nn.Module) -> str:
-    """One line: what was left out, and what of the model is as initialised."""
+    """Describe in one line what was left out, and what in the model is as initialised."""
     rows = summarize_transfer(report, model)
     left_out, initialised = (
         ', '.join(dict.fromkeys(row.what for row in rows if row.action == action)) or 'nothing'
@@ -107,7 +107,7 @@ def _untouched(report: Report, model: nn.Module) -> list[tuple[str, Fate]]:
 
 
 def projection_sizes(mixer: Any) -> dict[str, int]:
-    """Rows of queries, keys and values in the fused projection of an AFT mixer, in their order."""
+    """Return the rows of queries, keys and values in the fused projection of an AFT mixer, in order."""
     assert isinstance(mixer, AFTMixer)
     return dict(zip('qkv' if mixer.query_gate else 'kv', mixer.split_sizes, strict=True))
 
@@ -115,7 +115,7 @@ def projection_sizes(mixer: Any) -> dict[str, int]:
 def _part_name(key: str, part: str) -> str:
     if part:
         return PROJECTIONS[part]
-    # A wrapper's prefix may stand before the key of a source.
+    # The keys of a source may have the prefix of a wrapper.
     return next(
         (name for pattern, name in PARTS.items() if re.match(rf'((module|_orig_mod)\.)*{pattern}', key)), 'other'
     )

@@ -1,4 +1,4 @@
-"""Where the weights of a transfer come from: a model of timm, a file or an exported folder."""
+"""Sources of a weight transfer: a timm model, a file or an exported folder."""
 
 import difflib
 import pickle
@@ -20,18 +20,18 @@ from aft_vision.models.deit_transfer import unwrap_state_dict
 from aft_vision.models.weight_files import check_checksum, load_torch_file
 
 WEIGHT_FILES = ('.pth', '.pt', '.bin', '.tar', '.ckpt', '.safetensors')
-# What the hub calls the weights.
+# File names of weights on the hub.
 HUB_FILES = ('model.safetensors', 'pytorch_model.bin', 'open_clip_model.safetensors')
-# They leave no trace in a state dict of whether they norm before or after, so their classes tell it.
+# A state dict does not show whether a block norms before or after attention, so check the class.
 PRE_NORM_BLOCKS = (vision_transformer.Block, vision_transformer_relpos.RelPosBlock, beit.Block)
 PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct')
 
 
 class Source(NamedTuple):
-    """Weights, and what is known of the model that they are from.
+    """Weights with metadata of their model.
 
     Attributes:
-        state_dict: Its tensors, under the names that they have there.
+        state_dict: Tensors under the names of the source.
         class_names: In the order of the logits.
         data_config: `mean`, `std`, `interpolation` and `crop_pct`; None if unknown.
         grid: (H, W) of the position embedding in tokens.
@@ -44,17 +44,17 @@ class Source(NamedTuple):
 
 
 def load_source(source: str | Path) -> Source:
-    """Read weights, executing nothing that a file contains.
+    """Read weights without executing code from the file.
 
     Args:
-        source: A name of timm, whose weights are downloaded; a `.safetensors` file, or a file of `torch.save` with a
-            state dict, as it is or under `model` or `state_dict`, such as the trainer's best.pth and DeiT's own; the
-            folder of a run, which stands for its best.pth; or an exported folder. A moving average (`state_dict_ema`)
-            next to a state dict is not taken.
+        source: One of: a timm model name, whose weights are downloaded; a `.safetensors` file; a `torch.save` file of
+            a state dict, or of a dict with one under `model` or `state_dict`, such as the trainer's best.pth and
+            DeiT's files; the folder of a run, which means its best.pth; an exported folder. A moving average
+            (`state_dict_ema`) is ignored.
 
     Raises:
-        ValueError: there is no such model or file, it is damaged or holds more than weights, or the blocks of the
-            model do not norm before attention and MLP.
+        ValueError: the model or file does not exist, is damaged or contains more than weights, or the model's blocks
+            do not norm before attention and MLP.
     """
     path = find_checkpoint(source)
     if path.is_dir():
@@ -79,21 +79,21 @@ def load_source(source: str | Path) -> Source:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return the end of an error about a name: the nearest one, or '' where none is near."""
+    """Return the end of an error about an unknown name: the nearest name, or '' if none is near."""
     near = difflib.get_close_matches(name, list(names), n=1)
     return f'; did you mean {near[0]}?' if near else ''
 
 
 def load_pretrained(name: str, **kwargs: Any) -> nn.Module:
-    """Build a model of timm with its published weights.
+    """Build a timm model with its published weights.
 
     Args:
-        name: Of timm, `hf-hub:USER/NAME` or `local-dir:FOLDER`.
-        kwargs: Of `timm.create_model`, whose other errors are those of this function.
+        name: Name in timm, `hf-hub:USER/NAME` or `local-dir:FOLDER`.
+        kwargs: Passed to `timm.create_model`, whose other errors are passed on.
 
     Raises:
-        ConnectionError: the weights are not in the cache of the hub and cannot be fetched. If the hub does not answer,
-            this is said after 10 s at most, where timm would try for a minute.
+        ConnectionError: the weights are not in the hub's cache and cannot be downloaded. If the hub does not answer,
+            this takes at most 10 s, where timm would retry for a minute.
     """
     arguments = {'pretrained': True, **kwargs}
     overlay = arguments.get('pretrained_cfg_overlay') or {}
@@ -105,7 +105,7 @@ def load_pretrained(name: str, **kwargs: Any) -> nn.Module:
         if repository:
             _check_reachable(repository.split('@')[0], arguments.get('cache_dir'))
         return timm.create_model(name, **arguments)
-    # Those of the hub among them.
+    # The hub's errors are OSErrors too.
     except OSError as error:
         raise ConnectionError(
             f'expected the weights of {name} from the network or the cache of the hub, got: {_first_line(error)}'
@@ -113,7 +113,7 @@ def load_pretrained(name: str, **kwargs: Any) -> nn.Module:
 
 
 def _check_reachable(repository: str, cache: str | Path | None) -> None:
-    """Raise a ConnectionError if the hub does not answer and has left nothing in its cache; it retries for a minute."""
+    """Raise a ConnectionError if the hub does not answer and its cache has no file; timm would retry for a minute."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -122,9 +122,9 @@ def _check_reachable(repository: str, cache: str | Path | None) -> None:
     try:
         get_hf_file_metadata(hf_hub_url(repository, 'config.json'), timeout=10)
     except HfHubHTTPError:
-        # It answers, and timm says what is wrong with the name.
+        # The hub answers; timm reports what is wrong with the name.
         return
-    # Whatever the library that it connects with raises.
+    # Any error of the HTTP library.
     except Exception as error:
         raise ConnectionError(f'the hub does not answer ({_first_line(error)})') from error
 
@@ -134,9 +134,9 @@ def _load_folder(path: Path) -> nn.Module:
         check_checksum(path / 'model.safetensors')
     try:
         return timm.create_model(f'local-dir:{path}', pretrained=True)
-    # Besides damaged files, an unknown architecture, other arguments and weights of other shapes.
+    # Also for an unknown architecture, unknown arguments and weights of other shapes.
     except Exception as error:
-        # torch's own message advises to execute what the file contains.
+        # torch's message suggests to execute the file's code.
         unsafe = 'weights_only' in str(error) or 'weights only' in str(error).lower()
         reason = 'its file of weights holds more than tensors' if unsafe else _first_line(error)
         raise ValueError(f'expected an exported model that timm loads, got {path}: {reason}') from error
@@ -162,7 +162,7 @@ def _of_file(path: Path) -> Source:
         raise ValueError(f'expected a file with a state dict, got {path} with a {type(content).__name__}')
     if not isinstance(content.get('model_name'), str):
         return Source(unwrap_state_dict(content))
-    # A checkpoint of the trainer, which normalises images as the registered model asks.
+    # A checkpoint of the trainer, which normalises images by the registered model's mean and std.
     cfg = timm.get_pretrained_cfg(content['model_name'])
     config = {key: getattr(cfg, key) for key in PREPROCESSING} if cfg else {}
     config.update({key: value for key, value in (content.get('data_config') or {}).items() if key in PREPROCESSING})
@@ -172,7 +172,7 @@ def _of_file(path: Path) -> Source:
 
 
 def find_stated_grid(state_dict: Mapping[str, Tensor], model_kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The grid (H, W) in tokens that the `img_size` of a checkpoint's model makes, None if it states none."""
+    """Return the token grid (H, W) for the `img_size` of a checkpoint's model, None if it has none."""
     size, patches = model_kwargs.get('img_size'), state_dict.get('patch_embed.proj.weight')
     if size is None or patches is None:
         return None
@@ -190,7 +190,7 @@ def _read(path: Path) -> Any:
         others = _other_contents(path)
         if not others:
             raise ValueError(f'expected a whole file of weights, got {path}: {_first_line(error)}') from error
-        # timm lets this one through, which is a plain container.
+        # A plain container that timm accepts.
         way_out = (
             'torch.save(timm.models.load_state_dict(FILE, use_ema=False), NEW_FILE) keeps its weights alone'
             if others == ['argparse.Namespace']
@@ -200,7 +200,7 @@ def _read(path: Path) -> Any:
             f'expected a file of weights alone, got {path} with {", ".join(others)}, and nothing but tensors is read '
             f'from a file; {way_out}'
         ) from error
-    # Bytes of another kind make the unpickler raise almost anything.
+    # The unpickler raises almost any error on foreign bytes.
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f'expected a whole file of weights, got {path}: {_first_line(error)}') from error
 
@@ -208,7 +208,7 @@ def _read(path: Path) -> Any:
 def _other_contents(path: Path) -> list[str]:
     try:
         return list(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    # It reads zip files alone, the form of every torch since 1.6.
+    # Memory mapping needs zip files, the format of torch 1.6 and newer.
     except (RuntimeError, ValueError, pickle.UnpicklingError):
         return []
 

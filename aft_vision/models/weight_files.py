@@ -1,4 +1,4 @@
-"""Files of weights whose bytes are checked: a flipped bit would change a weight, and nothing else would notice."""
+"""Weight files with checksums: nothing else would detect a flipped bit."""
 
 import json
 import zipfile
@@ -8,17 +8,17 @@ from typing import IO, Any
 
 import torch
 
-# Bytes that are read at once.
+# Bytes per read.
 CHUNK = 2**22
 
 
 def load_torch_file(path: str | Path) -> Any:
-    """Read a file of `torch.save` onto the CPU, executing nothing that it contains.
+    """Read a `torch.save` file onto the CPU without executing code from it.
 
     Raises:
-        ValueError: its bytes are not those that were written; of other damage, whatever `torch.load` raises.
+        ValueError: a checksum is wrong. For other damage, the errors of `torch.load`.
     """
-    # Files of torch before 1.6 are no zip files, and have no checksums.
+    # Files of torch before 1.6 are not zip files and have no checksums.
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()
@@ -32,22 +32,22 @@ def add_checksum(path: str | Path) -> None:
     path = Path(path)
     with path.open('rb') as file:
         header = _read_header(file)
-        # transformers takes a file with metadata only if it says this.
+        # transformers accepts a file with metadata only with this entry.
         known = {'format': 'pt', **header.get('__metadata__', {})}
         header['__metadata__'] = {**known, 'crc32': f'{_checksum(file):08x}'}
         _read_header(file)
         tensors = file.read()
     encoded = json.dumps(header, separators=(',', ':')).encode()
-    # Its tensors begin at a multiple of eight bytes.
+    # Tensors begin at a multiple of eight bytes.
     encoded += b' ' * (-len(encoded) % 8)
     path.write_bytes(len(encoded).to_bytes(8, 'little') + encoded + tensors)
 
 
 def check_checksum(path: str | Path) -> None:
-    """Check a safetensors file that `add_checksum` has been given; others are taken as they are.
+    """Check a safetensors file written by `add_checksum`; accept files without a checksum.
 
     Raises:
-        ValueError: the file is cut, or its bytes are not those that were written.
+        ValueError: the file is truncated, or its checksum is wrong.
     """
     with Path(path).open('rb') as file:
         expected = _read_header(file).get('__metadata__', {}).get('crc32')
