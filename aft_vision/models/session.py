@@ -271,7 +271,7 @@ def draw(logits: Tensor, noise: Tensor) -> Tensor:
     """Return tokens (B,) by inverting the cumulative distribution of logits (B, V) at noise (B,)."""
     sums = logits.double().softmax(-1).cumsum(-1)
     if may_look(sums) and not bool(sums[:, -1].isfinite().all()):
-        raise ValueError('expected logits without NaN, got NaN; check that the weights are finite')
+        raise ValueError('expected logits that are numbers, got NaN (are the weights finite?)')
     return torch.searchsorted(sums, (noise * sums[:, -1]).unsqueeze(1), right=True).squeeze(1)
 
 
