@@ -8,7 +8,7 @@ from typing import NoReturn
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser with the description as it is written, with --debug, and with errors of one line."""
+    """A parser with an unformatted description, --debug, and one-line errors."""
 
     def __init__(self, description: str | None) -> None:
         module = getattr(sys.modules['__main__'], '__spec__', None)
@@ -24,7 +24,7 @@ def parse_args(description: str | None, example: str, argv: Sequence[str] | None
     """Parse the command line of a trainer.
 
     Args:
-        example: An experiment to name where none is given.
+        example: The config to suggest if none is given.
     """
     parser = CommandParser(description)
     parser.add_argument('--config', type=Path, help='the YAML experiment')

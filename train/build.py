@@ -1,4 +1,4 @@
-"""Makes the parts of a run from an experiment: loaders, model, and all that trains it."""
+"""Builders for the parts of a run: loaders, model and training state."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,10 +23,10 @@ from train.state import TrainState, create_state
 
 
 def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainState, dict[str, Any]]:
-    """Make the model and all that trains it, and what rebuilds the model from a checkpoint."""
+    """Build the model and its training state, and the description that rebuilds the model from a checkpoint."""
     class_names = loaders.class_names
     name, kwargs = model_arguments(config, num_classes=len(class_names))
-    # Before the seed, so that the first weights do not depend on the teacher.
+    # Before seeding, so that the initial weights do not depend on the teacher.
     teacher = None
     if config.distill.teacher is not None:
         teacher = load_teacher(config.distill, class_names, training_sizes(config))
@@ -45,10 +45,10 @@ def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainSt
 
 
 def build_evaluation(config: Config, run_dir: Path, world: World) -> tuple[nn.Module, Any]:
-    """Make the model that `--eval` is about, with its weights, and the validation loader of this process.
+    """Build the model for `--eval`, with its weights, and the validation loader of this process.
 
     Raises:
-        ValueError: no weights are to be had, or they are those of other classes or of another model.
+        ValueError: no weights are given, or they are for other classes or another model.
     """
     loader, class_names = create_eval_loader(
         config.data,
@@ -77,7 +77,7 @@ def build_evaluation(config: Config, run_dir: Path, world: World) -> tuple[nn.Mo
 
 
 def _check_pretrained_classes(config: Config, class_names: Sequence[str]) -> None:
-    # timm gives a model with another number of classes a new classifier without a word.
+    # timm silently replaces the classifier of a model with another number of classes.
     overlay = config.model.get('pretrained_cfg_overlay') or {}
     classes = overlay.get('num_classes', getattr(timm.get_pretrained_cfg(config.model['name']), 'num_classes', None))
     if classes not in (None, -1, len(class_names)):
@@ -85,13 +85,13 @@ def _check_pretrained_classes(config: Config, class_names: Sequence[str]) -> Non
 
 
 def training_sizes(config: Config) -> list[tuple[int, int]]:
-    """All sizes (H, W) that training images have, in pixels."""
+    """Return all sizes (H, W) of training images, in pixels."""
     schedule = config.size_schedule
     return [config.data.img_size] if schedule is None else list(schedule.sizes)
 
 
 def check_image_sizes(model: nn.Module, config: Config) -> None:
-    """Raise a ValueError unless a model takes all sizes that it will see."""
+    """Raise a ValueError unless a model supports all image sizes of the run."""
     training, evaluated = training_sizes(config), config.data.eval_img_size or config.data.img_size
     key = 'data.img_size' if config.data.train_sizes is None else 'data.train_sizes'
     for key, size in [*((key, each) for each in training), ('data.eval_img_size', evaluated)]:
@@ -108,10 +108,10 @@ def check_image_sizes(model: nn.Module, config: Config) -> None:
 
 
 def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, Any]]:
-    """Split the model section into the name and all keyword arguments that rebuild the model."""
+    """Return the name of the model and all keyword arguments that rebuild it."""
     kwargs = {'num_classes': num_classes, **config.model}
     name = kwargs.pop('name')
-    # As timm's own scripts: only a model of fixed input size is told the size.
+    # As in timm's scripts, only a fixed-size model gets the size.
     if getattr(timm.get_pretrained_cfg(name), 'fixed_input_size', False):
         kwargs.setdefault('img_size', list(config.data.img_size))
     return name, kwargs
@@ -121,11 +121,11 @@ def build_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
     """Create a registered model.
 
     Raises:
-        ValueError: it does not take an argument, or it cannot be built with a value, or has no weights.
+        ValueError: an argument is unknown, a value is not supported, or the model has no weights.
     """
     try:
         return (load_pretrained if kwargs.get('pretrained') else timm.create_model)(name, **kwargs)
-    # timm asserts, looks names up and divides; memory is not a matter of the arguments.
+    # Errors of timm's assertions, name look-ups and divisions; MemoryError is not about the arguments.
     except (TypeError, ValueError, AssertionError, LookupError, ArithmeticError, RuntimeError) as error:
         if is_user_error(error) and not isinstance(error, ValueError):
             raise
@@ -135,7 +135,7 @@ def build_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
 
 
 def build_loaders(config: Config, world: World) -> Loaders:
-    """Make the loaders of this process, normalised as the model expects."""
+    """Build the loaders of this process, with the normalisation of the model."""
     return create_loaders(
         config.data,
         config.size_schedule or config.data.img_size,
@@ -151,7 +151,7 @@ def build_loaders(config: Config, world: World) -> Loaders:
 
 
 def preprocessing_of(config: Config) -> Preprocessing:
-    """Return the preprocessing of the validation images, normalised as the model expects."""
+    """Return the preprocessing of the validation images, with the normalisation of the model."""
     cfg = timm.get_pretrained_cfg(config.model['name']) or PretrainedCfg()
     overlay = config.model.get('pretrained_cfg_overlay') or {}
     mean, std = overlay.get('mean', cfg.mean), overlay.get('std', cfg.std)

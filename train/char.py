@@ -5,15 +5,15 @@ torchrun --nproc-per-node 8 -m train.char --config FILE [section.key=value ...]
 
 FILE is a YAML experiment such as configs/char/aft_local_32_l24_d256.yaml; `section.key=value` changes one value of it,
 for example `data.file=/data/enwik8.zip run.dir=runs/first run.max_seconds=600`. data.file is enwik8, text8 (with
-data.vocabulary=text8) or any other file, as it is or as .zip or .xz; nothing is fetched. The first 90M, 5M and 5M bytes
-train, validate and test, or 90 %, 5 % and 5 % of a shorter file.
+data.vocabulary=text8) or any other file, plain, .zip or .xz; nothing is downloaded. The first 90M, 5M and 5M bytes, or
+90 %, 5 % and 5 % of a shorter file, are for training, validation and test.
 
-The folder of the run receives config.yaml (the resolved experiment, which reproduces the run), summary.csv and
-steps.csv, curves.png, result.json, tensorboard/, best.pth and last.pth. run.resume=auto goes on with a run that was
-interrupted, or begins it.
+A run writes into its folder config.yaml (the resolved experiment, which reproduces the run), summary.csv and steps.csv,
+curves.png, result.json, tensorboard/, best.pth and last.pth. run.resume=auto continues an interrupted run or starts a
+new one.
 
---eval trains nothing: it prints the bits per character of run.init_from, or of best.pth in the folder of the run, on
-data.eval_split. With data.eval_stride=N each character is predicted from data.context - N before it at least.
+--eval only evaluates: it prints the bits per character of run.init_from, or of best.pth in the folder of the run, on
+data.eval_split. With data.eval_stride=N each character is predicted from at least data.context - N characters.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from train.arguments import parse_args
 
 EXAMPLE = 'configs/smoke/char.yaml'
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
@@ -63,7 +63,7 @@ class CharSequences(SequenceData):
 
 
 def main(argv: Sequence[str] | None = None) -> TrainState | None:
-    """Train and print where the results are, or evaluate; as `run_sequences`."""
+    """Train or evaluate, as `run_sequences`."""
     return run_sequences(parse_args(__doc__, EXAMPLE, argv), CharConfig, CharSequences)
 
 

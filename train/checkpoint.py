@@ -23,22 +23,22 @@ from train.state import TrainState
 
 LOCK = '.lock'
 MOST_KEPT = 100
-# What a run leaves beside its checkpoints and its log.
+# Files of a run besides its checkpoints and its log.
 RESULTS = ('curves.png', 'result.json', 'steps.csv')
-# Keys whose change leaves every update what it was.
+# Keys that do not affect any update.
 HARMLESS = ('data.num_workers', 'data.eval_batch_size', 'data.download')
 
 _logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Writes the checkpoints of a run, in the first process alone.
+    """Writer of the checkpoints of a run, in the first process only.
 
     Args:
-        folder: Of the run.
-        description: What rebuilds the model: `model_name`, `model_kwargs`, `class_names`.
-        keep: Latest checkpoints that are kept: `last.pth`, `last-1.pth`, ...
-        minutes: Between checkpoints within an epoch; None for none but after each epoch.
+        folder: Folder of the run.
+        description: Entries that rebuild the model: `model_name`, `model_kwargs`, `class_names`.
+        keep: Number of latest checkpoints to keep: `last.pth`, `last-1.pth`, ...
+        minutes: Time between checkpoints within an epoch; None saves only after each epoch.
     """
 
     def __init__(self, folder: Path, description: dict[str, Any], keep: int, minutes: float | None) -> None:
@@ -47,11 +47,11 @@ class Saver:
         self.saved_at = time.monotonic()
 
     def is_due(self) -> bool:
-        """Return whether the latest checkpoint is older than wanted."""
+        """Return whether the latest checkpoint is older than `minutes`."""
         return time.monotonic() - self.saved_at >= self.interval
 
     def save_last(self, state: TrainState) -> None:
-        """Write the whole state; the checkpoint before it stays until `keep` newer ones exist."""
+        """Write the whole state; keep the `keep` latest checkpoints."""
         self.saved_at = time.monotonic()
         if not state.world.is_primary:
             return
@@ -59,7 +59,7 @@ class Saver:
         save_checkpoint(content, self.folder / LAST, keep=self.keep)
 
     def save_best(self, state: TrainState, weights: dict[str, torch.Tensor], averaged: bool) -> None:
-        """Write weights that are better than any before, without what only training needs."""
+        """Write the best weights so far, without the training state."""
         if not state.world.is_primary:
             return
         reached = state.progress
@@ -69,39 +69,39 @@ class Saver:
 
 
 def save_checkpoint(content: dict[str, Any], path: Path, keep: int = 1) -> None:
-    """Write `content` to `path`; whatever goes wrong, what was there before stays whole.
+    """Write `content` to `path`; an error leaves the existing file unchanged.
 
     Args:
-        content: Tensors and plain containers only, so that `torch.load(weights_only=True)` reads it.
-        keep: The files of this name that remain: `last.pth`, and before it `last-1.pth`, `last-2.pth`, ...
+        content: Only tensors and plain containers, so that `torch.load(weights_only=True)` reads it.
+        keep: Number of files of this name to keep: `last.pth`, and before it `last-1.pth`, `last-2.pth`, ...
 
     Raises:
-        OSError: the disk is full, or the file cannot be written for another reason.
+        OSError: the disk is full or the file cannot be written.
     """
     try:
         with replacing(path, keep) as written, written.open('wb') as file:
             torch.save(content, file)
     except (OSError, RuntimeError) as error:
-        # torch hides the reason behind a RuntimeError of its own.
+        # torch wraps the reason in a RuntimeError.
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise OSError(f'could not write {path}; what was there before is whole: {reason}') from reason
 
 
 def _latest(folder: Path) -> list[Path]:
-    """Every name that a latest checkpoint of a run may have, the newest first."""
+    """Return all latest checkpoints of a run, newest first."""
     return [older(folder / LAST, age) for age in range(MOST_KEPT)]
 
 
 def find_latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Read the newest whole checkpoint of a run; one that is damaged is named in a warning.
+    """Read the newest undamaged checkpoint of a run; warn about damaged ones.
 
     Returns:
-        Its path and content, or None where no checkpoint was ever written.
+        Its path and content, or None if there is no checkpoint.
 
     Raises:
-        ValueError: there are checkpoints, and none of them is whole.
+        ValueError: all checkpoints are damaged.
     """
-    # After an interruption between two renames, `last.pth` may be missing and `last-1.pth` the newest.
+    # After an interruption between two renames, `last.pth` may be missing and `last-1.pth` is the newest.
     present = [path for path in _latest(folder) if path.exists()]
     for path in present:
         try:
@@ -115,9 +115,9 @@ def find_latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Keep every other process from training in a folder, for as long as this one lives at most.
+    """Keep other processes from training in a folder until this one ends.
 
-    What a killed run was writing is removed.
+    Unfinished files of a killed run are removed.
 
     Raises:
         FileExistsError: another process trains there.
@@ -130,11 +130,11 @@ def lock_run(folder: Path) -> Iterator[None]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield
     finally:
-        # Before it is unlocked: whoever waits for this file finds that it has no name any more.
+        # Before unlocking: a process that waits for this file then finds that it was removed.
         (folder / LOCK).unlink(missing_ok=True)
         file.close()
         if is_new:
-            # A run that was refused leaves no folder; one that has begun has files in it.
+            # Remove the folder if it is empty: the run did not start.
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -143,7 +143,7 @@ def _open_locked(path: Path) -> IO[str]:
     while True:
         file = path.open('a+')
         try:
-            # Unlike those of flock, these locks are not inherited by loading processes, which outlive a killed run.
+            # Unlike flock's, these locks are not inherited by loading processes, which outlive a killed run.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
@@ -164,17 +164,17 @@ def _open_locked(path: Path) -> IO[str]:
             file.write(f'process {os.getpid()} of {socket.gethostname()}\n')
             file.flush()
             return file
-        # The run that held it has just ended.
+        # The run that held the lock has just ended.
         file.close()
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether a run has left a checkpoint in a folder."""
+    """Return whether a folder has a checkpoint of a run."""
     return any(path.exists() for path in (folder / BEST, *_latest(folder)))
 
 
 def remove_run(folder: Path) -> None:
-    """Remove what an earlier run left, so that nothing of it is taken for the new one's."""
+    """Remove the files of an earlier run, so that none is mistaken for a new one."""
     for path in (folder / BEST, *(folder / name for name in RESULTS), *_latest(folder)):
         path.unlink(missing_ok=True)
     for name in ('tensorboard', 'export'):
@@ -182,16 +182,16 @@ def remove_run(folder: Path) -> None:
 
 
 def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[str]) -> None:
-    """Go on from a checkpoint, and print from which and what differs from the run that wrote it.
+    """Resume from a checkpoint, and print its path and how this run differs from the one that wrote it.
 
     Args:
-        class_names: Of the data set, which must be those of the checkpoint.
-        folder: Of the run.
-        where: `auto` for the newest whole checkpoint in the folder, if there is one; or the path of one, or of a run,
-            which stands for its newest.
+        class_names: Classes of the data set, which must be those of the checkpoint.
+        folder: Folder of the run.
+        where: `auto` for the newest undamaged checkpoint in the folder, if there is one; or the path of a checkpoint,
+            or of a run for its newest checkpoint.
 
     Raises:
-        ValueError: the checkpoint is missing, damaged, of another model, without the optimizer, or of other data.
+        ValueError: the checkpoint is missing, damaged, without the optimizer, or of another model or other data.
     """
     place = folder if where == 'auto' else Path(where)
     found = find_latest(place) if where == 'auto' or place.is_dir() else (place, read_checkpoint(place))
@@ -205,7 +205,7 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
     if list(content['class_names']) != list(class_names):
         raise ValueError(f'expected a checkpoint of the classes {list(class_names)[:5]} ..., got {path} with others')
     state.load_state_dict(content, source=str(path))
-    # In another folder, the best weights are those from here on.
+    # If the folder is another one, the best weights are only those from now on.
     if not (folder / BEST).exists():
         state.progress.best = state.objective.worst
     if state.world.is_primary:
@@ -215,8 +215,8 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
 
 
 def _changes(content: dict[str, Any], config: Experiment, world_size: int) -> list[str]:
-    """Return what a run does otherwise than the one it goes on with."""
-    # A checkpoint of an earlier version lacks the newer sections, which then had no effect.
+    """Return the differences between a run and the one that it resumes."""
+    # A checkpoint of an earlier version lacks newer sections, which had no effect then.
     before = {**dataclasses.asdict(type(config)()), **content['config'], 'world_size': content['world_size']}
     now = {**dataclasses.asdict(config), 'world_size': world_size}
     found = []

@@ -1,4 +1,4 @@
-"""Experiments as typed documents: dataclasses <- `base:` file <- file <- `section.key=value`."""
+"""Typed experiments: dataclasses <- `base:` file <- file <- `section.key=value`."""
 
 import dataclasses
 import typing
@@ -38,17 +38,17 @@ def load_config(path: str | Path, overrides: Sequence[str], schema: type[Kind]) 
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[Any] = Config) -> Any:
     """Read, merge and check one experiment.
 
-    What does not go with a value of a later layer is changed, and said: a warm-up longer than the epochs, a least rate
-    above the peak, arguments of another model than the one that the command line names.
+    Values that contradict a later layer are changed with a note: a warm-up longer than the epochs, a minimal rate above
+    the peak, arguments of another model than the one on the command line.
 
     Args:
         path: YAML file; its `base:` names another one, relative to it, that it builds on.
-        overrides: `section.key=value`, the last word.
+        overrides: `section.key=value`, applied last.
         schema: The dataclass of the experiment; image classification by default.
 
     Raises:
-        ValueError: an unknown key, a value of the wrong type or range, or a file that cannot be read. The message
-            holds the file or `command line`, the key, the value and the nearest valid name.
+        ValueError: an unknown key, a value of the wrong type or range, or an unreadable file. The message names the
+            file or `command line`, the key, the value and the nearest valid name.
     """
     images = schema is Config
     layers = drop_foreign_arguments(read_layers(path, overrides), model_takes if images else decoder_takes)
@@ -59,13 +59,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
 
 
 def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterable[str], keys: Sequence[str]) -> Kind:
-    """Merge layers into an experiment, whose `model` section is not checked yet.
+    """Merge layers into an experiment; the `model` section is not checked.
 
     Args:
         layers: From `read_layers`.
         schema: The dataclass of the experiment.
-        optimizers: The names that optim.name may have.
-        keys: All keys that the experiment may have, for the nearest of one that is unknown.
+        optimizers: Valid values of optim.name.
+        keys: All valid keys, to suggest the nearest one.
 
     Raises:
         ValueError: an unknown key, or a value of the wrong type or range.
@@ -84,12 +84,12 @@ def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterab
 
 
 def save_config(config: Experiment, path: str | Path) -> None:
-    """Write the resolved experiment; `load_config` of the file gives it back."""
+    """Write the resolved experiment, which `load_config` reads."""
     Path(path).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def all_keys(schema: type, arguments: type) -> list[str]:
-    """List all keys of an experiment as `section.key`, those of `model` being the fields of a dataclass."""
+    """List all keys of an experiment as `section.key`; those of `model` are the fields of a dataclass."""
     keys = []
     for section in dataclasses.fields(schema):
         keys.append(section.name)

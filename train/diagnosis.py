@@ -1,4 +1,4 @@
-"""The cause of a loss that is not finite."""
+"""Diagnosis of a loss that is not finite."""
 
 import functools
 import json
@@ -18,23 +18,23 @@ from train.state import TrainState
 
 
 class NonFiniteLossError(FloatingPointError):
-    """The loss of an update is not finite, on any process; no weight has changed."""
+    """A loss that is not finite on some process; no weight has changed."""
 
 
 def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -> Path:
-    """Do the forward pass of the next update again, and write down where it went wrong.
+    """Repeat the forward pass of the next update and write a report of where it failed.
 
-    Because all that is random is a function of the update, the images are the same, and so is what happens to them.
+    Randomness is a function of the update, so the images and their random changes are the same.
 
     Args:
-        loader: The training loader. Of a streamed data set, whose images cannot be had again, only the weights and the
-            position biases are described.
-        loss: What was found.
+        loader: The training loader. A streamed data set cannot be read again, so only weights and position biases are
+            reported.
+        loss: The loss that was not finite.
 
     Returns:
         The JSON file: `images` or `windows` (indices into the data set), the first `layer` with an output that is not
-        finite ('' for the images themselves, `teacher...` for one of the teacher), `weights` that are not finite, and
-        the ranges of `keys` and position `biases`.
+        finite ('' for the images, `teacher...` for a layer of the teacher), `weights` that are not finite, and the
+        ranges of `keys` and position `biases`.
     """
     reached = state.progress
     world = state.world
@@ -59,7 +59,7 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
 
 
 def _collate(loader: Any, draws: Sequence[Draw], device: torch.device) -> Batch:
-    """The batch that a loader makes of these samples, on the device."""
+    """Build the batch of these samples on the device, as the loader does."""
     plain = loader.loader if isinstance(loader, PrefetchLoader) else loader
     inputs, targets = plain.collate_fn([loader.dataset[draw] for draw in draws])
     inputs = inputs.to(device)
@@ -70,7 +70,7 @@ def _collate(loader: Any, draws: Sequence[Draw], device: torch.device) -> Batch:
 
 @torch.no_grad()
 def _watch(state: TrainState, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
-    """Run the parts of an update, and note the first layer that goes wrong and the ranges of the keys."""
+    """Run the parts of an update, and record the first layer that fails and the ranges of the keys."""
     layers: list[str] = []
     keys: dict[str, list[float]] = {}
 
@@ -110,7 +110,7 @@ def _watch(state: TrainState, inputs: torch.Tensor, targets: torch.Tensor) -> di
 
 
 def _teachers(state: TrainState) -> list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]]:
-    """The teacher as it was built, and what makes images of the model its own; nothing where there is none."""
+    """Return the teacher and the function that converts the model's images for it, or nothing without a teacher."""
     task: Any = state.task
     if not hasattr(task, 'teacher'):
         return []

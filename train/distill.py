@@ -22,15 +22,15 @@ from aft_vision.models.transfer_source import load_pretrained
 from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.schema import DistillConfig
 
-# A logit beside zeros whose softmax is 1 in every precision; float16 holds it.
+# A logit whose softmax, next to zeros, is 1 in every precision; it fits into float16.
 CERTAIN = 1e4
 
 
 class HardTeacher(DistillationTeacher):
-    """A teacher that is certain of its choice.
+    """A teacher with one-hot predictions.
 
-    The Kullback-Leibler divergence from it is the cross-entropy with the class that it chooses, which makes timm's
-    distillation of logits DeiT's hard distillation of a student without a distillation token.
+    The Kullback-Leibler divergence from it is the cross-entropy with the teacher's class, so timm's logit distillation
+    becomes DeiT's hard distillation, for a student without a distillation token.
     """
 
     def forward(self, input: torch.Tensor, return_features: bool = False) -> torch.Tensor:
@@ -45,16 +45,16 @@ def create_task(
     device: torch.device,
     teacher: nn.Module | None = None,
 ) -> TrainingTask:
-    """Make timm's task that trains a model on labels and, where there is a teacher, on what that makes of the images.
+    """Build timm's task that trains a model on labels and, if there is a teacher, on its outputs.
 
     Args:
-        loss: Arguments of `timm.loss.create_classification_loss`, for the labels.
-        device: Where both models are put.
+        loss: Arguments of `timm.loss.create_classification_loss` for the labels.
+        device: Device of both models.
         teacher: The model that `distill.teacher` names; it is frozen and put in evaluation mode.
 
     Raises:
-        ValueError: there is a teacher and none was named, or the other way round; or the kind needs a distillation
-            head, and the model has none.
+        ValueError: a teacher is given but not named, or the reverse; or the kind needs a distillation head that the
+            model lacks.
     """
     if (teacher is None) != (distill.teacher is None):
         raise ValueError(f'expected a teacher where distill.teacher names one, got {distill.teacher!r} and {teacher}')
@@ -83,12 +83,12 @@ def load_teacher(distill: DistillConfig, class_names: Sequence[str], sizes: Sequ
     """Build the teacher with its weights, on the CPU, for the images of the student.
 
     Args:
-        class_names: Of the data set, which must be the teacher's unless its features alone are learned.
-        sizes: (H, W) in pixels, of all images; a teacher of fixed input size is resized where it can be.
+        class_names: Classes of the data set, which must be the teacher's unless only its features are learned.
+        sizes: (H, W) in pixels of all images; a fixed-size teacher is resized if possible.
 
     Raises:
-        ValueError: the teacher does not exist, has no weights or they cannot be fetched, has other classes than the
-            data set, or does not take images of these sizes.
+        ValueError: the teacher does not exist, its weights are missing or cannot be downloaded, its classes differ from
+            the data set's, or it does not support these image sizes.
     """
     assert distill.teacher is not None
     teacher: Any = _build(distill.teacher, distill.teacher_args).eval()
@@ -104,7 +104,7 @@ def load_teacher(distill: DistillConfig, class_names: Sequence[str], sizes: Sequ
             check_image_size(teacher, size)
             with torch.no_grad():
                 teacher(torch.zeros(1, 3, *size))
-    # Models refuse an image by errors of any kind.
+    # Models raise errors of any kind for an unsupported image.
     except Exception as error:
         raise ValueError(
             f'expected distill.teacher to take RGB images of {list(sizes)} pixels, got {distill.teacher}: {error}'
@@ -125,9 +125,9 @@ def _build(teacher: str, arguments: dict[str, Any]) -> nn.Module:
             f'which does not exist; the nearest model is {nearest}'
         )
     try:
-        # Without num_classes, for which timm would give the teacher a new classifier.
+        # Without num_classes, which would make timm replace the teacher's classifier.
         return load_pretrained(teacher, **arguments)
-    # There are no weights, no connection to fetch them, or arguments that the model does not take.
+    # No weights, no connection to download them, or unknown arguments.
     except Exception as error:
         raise ValueError(
             f'expected distill.teacher to be a model with weights, got {teacher} with {arguments}: {error}'

@@ -1,4 +1,4 @@
-"""The processes of a run: those that torchrun or SLURM started, or this one alone."""
+"""The processes of a run: those started by torchrun or SLURM, or a single one."""
 
 import contextlib
 import os
@@ -20,11 +20,11 @@ RENDEZVOUS = 'aft-vision'
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of the run.
+    """This process and its group.
 
     Attributes:
-        device: Where its model is.
-        rank: Its number; 0 writes and prints.
+        device: Device of its model.
+        rank: Its number; process 0 writes and prints.
         size: The number of processes.
     """
 
@@ -43,11 +43,11 @@ class World:
         return dist.is_available() and dist.is_initialized()
 
     def share(self, accumulate: int) -> Share:
-        """Return what this process has of every update, in so many parts, and of the data that are evaluated."""
+        """Return the share of this process in every update, in this many parts, and in the evaluation."""
         return Share(self.rank, self.size, accumulate)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """The mean over all processes, the same on each."""
+        """Return the mean over all processes, the same on each."""
         return reduce_tensor(values, self.size) if self.is_distributed else values
 
     def any(self, value: bool) -> bool:
@@ -60,11 +60,11 @@ class World:
 
 
 def _rendezvous_of_attempt(url: str, **options: Any) -> Iterator[tuple['dist.Store', int, int]]:
-    """That of the environment, apart from the one before torchrun restarted the processes of this node.
+    """Rendezvous through the environment, with a separate store for each restart by torchrun.
 
-    torchrun 2.15 gives a restarted group the store of the group before, whose addresses are still in it: without a
-    prefix of its own, about every second restart looks for processes that are no more. The agents of several nodes
-    count restarts each for itself, so there the store stays as it is.
+    torchrun 2.15 gives a restarted group the store of the previous group, which still has its addresses. Without a
+    separate prefix, about every second restart connects to processes that have ended. On several nodes each agent
+    counts restarts separately, so there the store is used without a prefix.
     """
     alone = os.environ.get('GROUP_WORLD_SIZE', '1') == '1'
     attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if alone else 'of_several_nodes'
@@ -78,12 +78,12 @@ if dist.is_available():
 
 @contextlib.contextmanager
 def join_world(config: Experiment) -> Iterator[World]:
-    """Set the threads of a run, join the process group that the environment describes, and leave it in the end.
+    """Set the number of threads, join the process group of the environment, and leave it at the end.
 
-    Of several processes each takes the device of its local rank.
+    Each of several processes uses the device of its local rank.
 
     Raises:
-        ValueError: the device does not exist here, or the processes cannot share out a batch evenly.
+        ValueError: the device does not exist, or a batch cannot be divided evenly among the processes.
     """
     if config.run.cpu_threads is not None:
         torch.set_num_threads(config.run.cpu_threads)

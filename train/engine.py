@@ -28,16 +28,14 @@ REMEDY = 'try a lower optim.lr or optim.clip_grad=1.0'
 
 
 def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
-    """Make one update and return the mean loss of its parts, over all processes; None if parts are missing.
+    """Make one update and return the mean loss of its parts over all processes, or None if parts are missing.
 
-    What `regularize` adds to the loss is part of the update and not of the loss that is returned, so that runs with and
-    without it compare.
-
-    All that is random in it follows from `run.seed`, the number of the update and that of the part.
+    The terms of `regularize` are part of the update, not of the returned loss, so that runs with and without them are
+    comparable. Randomness depends only on `run.seed`, the number of the update and the number of the part.
 
     Args:
         parts: `optim.accumulate` batches of the same size, of inputs and targets: images (B, 3, H, W) and class indices
-            (B,), or tokens (B, T) twice. If there are fewer, because a streamed data set has ended, no weight changes.
+            (B,), or tokens (B, T) twice. With fewer, at the end of a streamed data set, no weight changes.
 
     Raises:
         NonFiniteLossError: the loss or the gradient is not finite, on any process; no weight has changed.
@@ -51,11 +49,11 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
         done = part + 1
         random_seed(derive_seed(STEP, config.run.seed, state.progress.updates, world.rank * count + part))
         inputs, targets = state.augment(inputs.to(world.device), targets.to(world.device))
-        # Of several processes, only the last part waits for the gradients of the others.
+        # With several processes, only the last part synchronises gradients.
         with state.task.no_sync() if done < count else contextlib.nullcontext():
             with torch.autocast(world.device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):
                 loss = state.task(inputs, targets)['loss'] / count
-            # It depends on the weights alone, so one part of the update has all of it.
+            # It depends only on the weights, so it is added in one part of the update.
             penalty = state.regularization.penalty() if done == count else 0.0
             state.scaler.scale(loss + penalty).backward()
         total += loss.detach()
@@ -64,7 +62,7 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
     loss_value = world.mean(total).item()
     if not math.isfinite(loss_value):
         raise NonFiniteLossError(loss_value)
-    # A gradient may overflow where the loss does not. With float16 the scaler sees to that, and leaves the update out.
+    # A gradient may overflow even if the loss does not. With float16 the scaler detects this and skips the update.
     if config.optim.clip_grad is not None or not state.scaler.is_enabled():
         state.scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(state.task.get_clip_parameters(), config.optim.clip_grad or math.inf)
@@ -79,10 +77,10 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
 
 
 def skip_update(state: TrainState, loader: Any, loss: float, folder: Path) -> None:
-    """Leave out an update whose loss is not finite, and write down why it is not.
+    """Skip an update whose loss is not finite, and write a diagnosis.
 
     Raises:
-        NonFiniteLossError: `run.skip_nonfinite` updates have been left out before.
+        NonFiniteLossError: `run.skip_nonfinite` updates have already been skipped.
     """
     reached = state.progress
     diagnosis = write_diagnosis(state, loader, loss, folder)
@@ -91,7 +89,7 @@ def skip_update(state: TrainState, loader: Any, loss: float, folder: Path) -> No
         f'update {reached.updates + 1}; {diagnosis} says where'
     )
     if reached.skipped >= state.config.run.skip_nonfinite:
-        raise NonFiniteLossError(f'{message}; the weights are those of before; {REMEDY}')
+        raise NonFiniteLossError(f'{message}; the weights are unchanged; {REMEDY}')
     if state.world.is_primary:
         tqdm.write(f'skipped: {message}')
     reached.skipped += 1
@@ -107,22 +105,22 @@ def train_one_epoch(
     after_update: Callable[[], None] = lambda: None,
     folder: Path = Path(),
 ) -> dict[str, float]:
-    """Pass over the loader once, or over the rest of an epoch that was interrupted, or until the run is spent.
+    """Train for one epoch, for the rest of an interrupted one, or until the budget of the run is used up.
 
     Args:
-        loader: The batches of the updates that the epoch still lacks.
+        loader: The batches of the remaining updates of the epoch.
         after_update: Called after every update.
-        folder: Of the run; receives a diagnosis of each update whose loss is not finite.
+        folder: Folder of the run, for a diagnosis of each update whose loss is not finite.
 
     Returns:
-        `loss` (mean), `lr` (of the last update), `images_per_second` (loading included; or the unit of the objective),
-        `seconds`, `memory_mb`, the peak so far: of the device, or of the whole process on a CPU, and the figures of the
-        objective. Where kernels are kept sparse, also their entropies after the epoch, in nats: `kernel_entropy`, the
-        mean per head, and `kernel_entropy_NN` of each layer.
+        `loss` (mean), `lr` (of the last update), `images_per_second` (including loading; or the unit of the objective),
+        `seconds`, `memory_mb` (the peak so far, of the device, or of the process on a CPU), and the figures of the
+        objective. With kernel regularisation also entropies after the epoch in nats: `kernel_entropy`, the mean per
+        head, and `kernel_entropy_NN` of each layer.
 
     Raises:
         NonFiniteLossError: more updates than `run.skip_nonfinite` had a loss that is not finite.
-        ValueError: the loader gave no whole update.
+        ValueError: the loader had no complete update.
     """
     reached = state.progress
     state.model.train()
@@ -152,7 +150,7 @@ def train_one_epoch(
         after_update()
     if not reached.epoch_done:
         raise ValueError('expected a loader with a whole batch and a finite loss, got none')
-    # An epoch of a streamed data set may end early; the next one begins at its own place in the schedule all the same.
+    # An epoch of a streamed data set may end early; the next one still begins at its own position in the schedule.
     if not spent:
         reached.updates = (reached.epoch + 1) * reached.updates_per_epoch
     return _epoch_figures(state)
@@ -176,18 +174,18 @@ def _epoch_figures(state: TrainState) -> dict[str, float]:
 def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True) -> TrainState:
     """Train to the last epoch; write the log, `last.pth` after each epoch and `best.pth` after the best.
 
-    A state that was restored goes on where it was saved, within an epoch too, but for streamed data sets, which can
-    only be read from their start. On Ctrl-C, SIGTERM and SIGUSR1 the update is finished and the state saved; a
-    second Ctrl-C ends the run at once.
+    A restored state continues where it was saved, also within an epoch, except for streamed data sets, which can only
+    be read from their start. On Ctrl-C, SIGTERM and SIGUSR1 the update is finished and the state saved; a second Ctrl-C
+    ends the run immediately.
 
     Raises:
-        SystemExit: one of these signals came; the code is 128 and its number.
+        SystemExit: one of these signals was received; the code is 128 plus its number.
     """
     reached = state.progress
     schedule, run = state.config.schedule, state.config.run
     progress = progress and state.world.is_primary
     if not state.is_spent():
-        # What a run that now goes on had measured within its epoch when it was spent.
+        # A continued run that ended within an epoch has a row for this epoch already.
         reached.history = [row for row in reached.history if row['epoch'] < reached.epoch]
     with _until_signal(state, saver) as after_update, RunLog(saver.folder, state, run.tensorboard) as log:
         for epoch in range(reached.epoch, schedule.epochs):
@@ -215,7 +213,7 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
 
 
 def _is_complete(state: TrainState) -> bool:
-    """Return whether a run is spent, and what its last updates came to is in its history."""
+    """Return whether the budget of a run is used up and its last updates are in its history."""
     reached = state.progress
     measured = not reached.epoch_done or any(row['epoch'] == reached.epoch for row in reached.history)
     return state.is_spent() and measured
@@ -223,7 +221,7 @@ def _is_complete(state: TrainState) -> bool:
 
 @contextlib.contextmanager
 def _until_signal(state: TrainState, saver: Saver) -> Iterator[Callable[[], None]]:
-    """Give what is to be called after every update: it saves when it is time, and stops after a signal."""
+    """Yield the function to call after every update; it saves when due and stops after a signal."""
     with catch_signals() as received:
 
         def after_update() -> None:
@@ -238,7 +236,7 @@ def _until_signal(state: TrainState, saver: Saver) -> Iterator[Callable[[], None
 
 
 def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
-    """Evaluate the weights and their average; without a loader everything is NaN."""
+    """Evaluate the weights and their average; without a loader return NaN."""
     models = {'': state.model}
     if state.averaged_model is not None:
         models['ema_'] = state.averaged_model
@@ -261,24 +259,24 @@ def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
 
 
 def _rate(state: TrainState) -> float:
-    """The learning rate, of the fastest layer where they differ."""
+    """Return the learning rate, the largest if layers differ."""
     return max(group['lr'] for group in state.optimizer.param_groups)
 
 
 def _keep_best(state: TrainState, evaluated: dict[str, float], saver: Saver) -> None:
-    """Save the weights or their average, whichever is better than anything before."""
+    """Save the weights or their average if they are the best so far."""
     objective = state.objective
     value, average = evaluated[objective.best], evaluated.get(f'ema_{objective.best}', math.nan)
     averaged = state.averaged_model if objective.is_better(average, value) else None
     value = value if averaged is None else average
-    # NaN is better than nothing, so an epoch without an evaluation is never the best.
+    # NaN is never better, so an epoch without an evaluation is never the best.
     if objective.is_better(value, state.progress.best):
         state.progress.best = value
         saver.save_best(state, (averaged or state.model).state_dict(), averaged is not None)
 
 
 def _progress_bar(state: TrainState, progress: bool) -> tqdm:
-    """Go through the updates that the epoch still lacks."""
+    """Build the progress bar over the remaining updates of the epoch."""
     reached = state.progress
     return tqdm(
         range(reached.updates_of_epoch, reached.updates_per_epoch),
@@ -292,7 +290,7 @@ def _progress_bar(state: TrainState, progress: bool) -> tqdm:
 
 
 def _figures(state: TrainState, loss: float, lr: float) -> dict[str, str]:
-    """The figures of the progress bar; the time left is that of all epochs, evaluation apart."""
+    """Return the figures of the progress bar; the remaining time is for all epochs, without evaluation."""
     reached = state.progress
     seconds = reached.epoch_seconds / reached.epoch_done
     left = (state.total_updates - reached.updates) * seconds

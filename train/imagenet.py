@@ -7,12 +7,12 @@ FILE is a YAML experiment such as configs/smoke/clothing_demo.yaml; `section.key
 example `data.dir=/data/imagenet run.dir=runs/first optim.lr=1e-3`. data.dir is a folder or tar file with train/CLASS
 and val/CLASS; data.name is a data set of torchvision, Hugging Face, WebDataset or TensorFlow by timm's name.
 
-The folder of the run receives config.yaml (the resolved experiment, which reproduces the run), summary.csv, curves.png,
+A run writes into its folder config.yaml (the resolved experiment, which reproduces the run), summary.csv, curves.png,
 tensorboard/, best.pth, last.pth and export/, which `timm.create_model('local-dir:.../export', pretrained=True)` loads.
-run.resume=auto goes on with a run that was interrupted, or begins it.
+run.resume=auto continues an interrupted run or starts a new one.
 
---eval trains nothing: it prints the accuracy on the validation images of the weights of run.init_from, of those of
-model.pretrained=true, or of best.pth in the folder of the run.
+--eval only evaluates: it prints the validation accuracy of the weights of run.init_from, of model.pretrained=true, or
+of best.pth in the folder of the run.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from train.arguments import parse_args
 
 EXAMPLE = 'configs/smoke/clothing_demo.yaml'
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
@@ -44,15 +44,15 @@ from train.state import AMP_DTYPES, TrainState
 
 
 def main(argv: Sequence[str] | None = None) -> TrainState | None:
-    """Train and print where the results are, or evaluate.
+    """Train or evaluate.
 
     Returns:
-        The final state, with the figures of every epoch in `progress.history`; None where nothing was trained.
+        The final state, with the figures of every epoch in `progress.history`; None after an evaluation.
 
     Raises:
         ValueError: the experiment, the data set or the checkpoint to start from is not valid.
-        FileExistsError: the folder of the run already holds one.
-        SystemExit: the run was asked to stop by a signal, and its state is saved.
+        FileExistsError: the folder already has a run.
+        SystemExit: a signal stopped the run; its state is saved.
     """
     args = parse_args(__doc__, EXAMPLE, argv)
     if args.keys:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
 
 
 def evaluate_run(config: Config, run_dir: Path, world: World, progress: bool = True) -> dict[str, float]:
-    """Evaluate on the validation images, each of which counts once, and print the result."""
+    """Evaluate on the validation images, each counted once, and print the result."""
     model, loader = build_evaluation(config, run_dir, world)
     metrics = evaluate(
         model,
@@ -97,14 +97,14 @@ def evaluate_run(config: Config, run_dir: Path, world: World, progress: bool = T
 
 
 def finish(run_dir: Path, state: TrainState, description: dict[str, Any]) -> None:
-    """Export the best weights with their preprocessing, draw the curves, and print what is where."""
+    """Export the best weights with their preprocessing, draw the curves, and print the files of the run."""
     model = load_model(run_dir / BEST)
     export_model(model, run_dir / 'export', description['class_names'], description['data_config'])
     plot_history(state.progress.history, run_dir / 'curves.png')
     print(f'best top-1 {state.progress.best:.1f} %; in {run_dir}:')
     print('  best.pth, last.pth  checkpoints    export/     the best weights for timm.create_model')
-    print('  summary.csv         every epoch    curves.png  the same as a picture')
-    print('  config.yaml         repeats the run', end='')
+    print('  summary.csv         every epoch    curves.png  the figures as plots')
+    print('  config.yaml         to repeat the run', end='')
     print('    tensorboard/  for tensorboard --logdir' if state.config.run.tensorboard else '')
 
 

@@ -1,4 +1,4 @@
-"""The layers of an experiment: its `base:` files, the file, the command line; and which of them gave a value."""
+"""The layers of an experiment (`base:` files, the file, the command line), and the source of each value."""
 
 import contextlib
 import dataclasses
@@ -14,30 +14,30 @@ from omegaconf.errors import OmegaConfBaseException
 
 from train.suggest import unknown_key
 
-# What gave a part of an experiment, and that part; a later layer wins.
+# The source of a layer and its content; later layers win.
 Layer = tuple[str, Mapping[str, Any]]
 COMMAND_LINE = 'command line'
 YAML_WORDS = {'None': 'null', 'True': 'true', 'False': 'false'}
 
 
 def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
-    """Read a file with those that it builds on, the deepest first, and then the overrides.
+    """Read a file and its bases, the deepest first, and then the overrides.
 
     Raises:
-        ValueError: a file cannot be read, or an override is not one.
+        ValueError: a file cannot be read, or an override is malformed.
     """
     return [*_read_chain(Path(path)), *map(_read_override, overrides)]
 
 
 def value_at(layers: Sequence[Layer], key: str, level: int, default: Any) -> Any:
-    """Return what the layers up to a level give a key, as `section.key`; the default where they do not."""
+    """Return the value of `section.key` in the layers up to a level, or the default."""
     section, _, name = key.partition('.')
     given = [layer[section][name] for _, layer in layers[: level + 1] if key in _keys(layer)]
     return given[-1] if given else default
 
 
 def level_of(layers: Sequence[Layer], key: str) -> int:
-    """Return the place of the last layer that gives a key, as `section.key`: -1 for none, one for all overrides."""
+    """Return the index of the last layer that sets `section.key`; -1 for none; all overrides share one index."""
     levels = [
         len(layers) if source == COMMAND_LINE else index
         for index, (source, layer) in enumerate(layers)
@@ -48,7 +48,7 @@ def level_of(layers: Sequence[Layer], key: str) -> int:
 
 @contextlib.contextmanager
 def naming_sources(path: str | Path, layers: Sequence[Layer]) -> Iterator[None]:
-    """Say in a ValueError which layer gave the values that it names; the file where none did."""
+    """Add to a ValueError the layer of the values that it names, or the file if no layer sets them."""
     try:
         yield
     except ValueError as error:
@@ -58,14 +58,14 @@ def naming_sources(path: str | Path, layers: Sequence[Layer]) -> Iterator[None]:
 def merge_checked(
     config: Any, layers: Sequence[Mapping[str, Any]], schema: type, keys: Sequence[str], prefix: str = ''
 ) -> Any:
-    """Lay `layers` over `config`; errors name the key, the value and the nearest of `keys`."""
+    """Merge `layers` into `config`; errors name the key, the value and the nearest of `keys`."""
     for layer in layers:
         _reject_unknown(layer, schema, keys, prefix)
     layers = [_with_pairs(layer, schema) for layer in layers]
-    # A TypeError is a list in place of a section.
+    # OmegaConf raises a TypeError for a list instead of a section.
     with contextlib.suppress(OmegaConfBaseException, TypeError):
         return OmegaConf.merge(config, *layers)
-    # Now one value at a time, because OmegaConf's error for a tuple of the wrong length does not say whose it is.
+    # One value at a time, because OmegaConf's error for a tuple of the wrong length does not name the key.
     for layer in layers:
         for key, value in layer.items():
             leaves = value.items() if isinstance(value, Mapping) else [(None, value)]
@@ -96,7 +96,7 @@ def _reject_unknown(layer: Mapping[str, Any], schema: type, keys: Sequence[str],
 
 
 def _with_pairs(layer: Mapping[str, Any], schema: type) -> dict[str, Any]:
-    """Write one side in pixels as (H, W), wherever both are wanted."""
+    """Replace one side in pixels by (H, W) where a pair is expected."""
     written = dict(layer)
     for field_ in dataclasses.fields(schema):
         value = written.get(field_.name)
@@ -108,13 +108,13 @@ def _with_pairs(layer: Mapping[str, Any], schema: type) -> dict[str, Any]:
 
 
 def _source(message: str, layers: Sequence[Layer]) -> str | None:
-    """Return the last layer that gives a key of a message, and the key unless it is the first of the message."""
-    # What follows is advice.
+    """Return the last layer that sets a key of a message, and the key unless it is the first in the message."""
+    # The rest of the message is advice.
     said = message.split('; ')[0]
     found = []
     for level, (source, layer) in enumerate(layers):
         for key in _keys(layer):
-            # A model of transformers names its arguments without the section.
+            # Errors of transformers name arguments without the section.
             name = key.removeprefix('model.') if said.startswith('model: ') else key
             place = re.search(rf'(?<![\w.]){re.escape(name)}(?!\.?\w)', said)
             if place is not None:
@@ -133,7 +133,7 @@ def _keys(layer: Mapping[str, Any], prefix: str = '') -> Iterator[str]:
 
 
 def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
-    """Read the file and everything it builds on, the deepest base first."""
+    """Read the file and all its bases, the deepest first."""
     if not path.is_file():
         missing = 'is a folder' if path.is_dir() else 'does not exist'
         raise ValueError(f'expected a YAML file, got {path}, which {missing}')
@@ -163,7 +163,7 @@ def _read_override(override: str) -> Layer:
 
 
 def as_yaml(value: Any) -> str:
-    """Return a value as it is written on a command line."""
+    """Format a value for a command line."""
     if value is None or isinstance(value, bool):
         return YAML_WORDS[str(value)]
     if isinstance(value, (tuple, list)):

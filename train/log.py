@@ -15,24 +15,24 @@ STEP_COLUMNS = ('update', 'seconds', 'loss', 'lr')
 
 
 class RunLog:
-    """The log of one run, written by its first process; a context manager, so that nothing stays unwritten.
+    """The log of one run, written by its first process; a context manager that flushes at the end.
 
     Args:
-        folder: Of the run; receives summary.csv and, if wanted, steps.csv and tensorboard/.
-        state: Of the run. What an earlier process wrote about its unfinished epoch and later ones is dropped.
+        folder: Folder of the run, for summary.csv and optionally steps.csv and tensorboard/.
+        state: State of the run. Rows of an earlier process about its unfinished epoch and later ones are dropped.
 
     Raises:
-        ImportError: TensorBoard is wanted and not installed.
+        ImportError: TensorBoard is enabled and not installed.
     """
 
     def __init__(self, folder: Path, state: TrainState, tensorboard: bool = True) -> None:
         self.summary = str(folder / 'summary.csv')
         self.steps = folder / 'steps.csv' if state.objective.records_steps else None
-        # Columns that only a run with a moving average fills, and every run has.
+        # Columns of a moving average, which every run has.
         self.averages = [f'ema_{name}' for name in state.objective.metrics]
         self.is_primary = state.world.is_primary
         self.writer: Any = None
-        # Every row has the columns of all: those of the run so far, and those that it will have from here on.
+        # Every row has all columns: those of earlier rows and those of later ones.
         names = [
             *state.regularization.figures(),
             *(k.removeprefix('train_') for row in state.progress.history for k in row),
@@ -53,13 +53,13 @@ class RunLog:
             self.writer.close()
 
     def _rewrite(self, state: TrainState) -> None:
-        """Begin the file anew from the history, whose columns may have changed since."""
+        """Rewrite the file from the history, whose columns may have changed."""
         Path(self.summary).unlink(missing_ok=True)
         for row in state.progress.history:
             parts = {kind: {k.removeprefix(kind): v for k, v in row.items() if k.startswith(kind)} for kind in KINDS}
             self._append(int(row['epoch']), parts['train_'], parts['eval_'])
         if self.steps is not None:
-            # Without what came after the checkpoint, or was half-written.
+            # Drop rows after the checkpoint and incomplete rows.
             before = self.steps.read_text().splitlines()[1:] if self.steps.exists() and state.progress.updates else []
             cells = [row.split(',') for row in before]
             kept = [row for row in cells if len(row) == len(STEP_COLUMNS) and int(row[0]) <= state.progress.updates]
@@ -72,10 +72,10 @@ class RunLog:
     def log_step(
         self, update: int, loss: float, lr: float, seconds: float, entropies: Callable[[], Sequence[float]] = tuple
     ) -> None:
-        """Record one update in TensorBoard, with the entropy of each kernel, and in steps.csv where there is one.
+        """Record one update in TensorBoard, with the entropy of each kernel, and in steps.csv if the run has one.
 
         Args:
-            seconds: That all updates up to this one took.
+            seconds: Time of all updates up to this one.
         """
         if self.is_primary and self.steps is not None:
             with self.steps.open('a') as file:
@@ -87,7 +87,7 @@ class RunLog:
                 self.writer.add_scalar(f'kernel_entropy/layer_{layer:02d}', entropy, update)
 
     def log_epoch(self, epoch: int, trained: dict[str, float], evaluated: dict[str, float]) -> None:
-        """Append the row of one epoch, whose columns are the same in each; NaN where nothing was evaluated."""
+        """Append the row of one epoch, with NaN if there was no evaluation; all rows have the same columns."""
         if not self.is_primary:
             return
         self._append(epoch, trained, evaluated)

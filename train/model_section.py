@@ -1,4 +1,4 @@
-"""The `model` section of an experiment: which arguments a model takes, and what they may be."""
+"""The `model` section of an experiment: valid arguments of a model and their ranges."""
 
 import dataclasses
 import inspect
@@ -20,7 +20,7 @@ from train.layers import COMMAND_LINE, YAML_WORDS, Layer, merge_checked
 from train.suggest import unknown
 
 RESERVED_MODEL_KEYS = {
-    'num_classes': 'the data set decides how many classes there are',
+    'num_classes': 'the data set determines the number of classes',
     'in_chans': 'images have three channels',
     'device': 'run.device says where the model is',
     'dtype': 'run.amp says what it computes in',
@@ -32,21 +32,21 @@ RESERVED_DECODER_KEYS = {
     'dtype': 'run.amp says what it computes in',
 }
 VIT_MODULES = ('timm.models.vision_transformer', 'timm.models.deit')
-# Arguments of timm.create_model that say where the first weights come from; a checkpoint does not need them.
+# Arguments of timm.create_model about initial weights; a checkpoint does not need them.
 WEIGHT_KEYS = {'pretrained': bool, 'pretrained_cfg_overlay': Any}
 WEIGHT_MEANINGS = {
     'pretrained': "Whether training starts from timm's weights of that name.",
-    'pretrained_cfg_overlay': 'Changes to what timm says of those weights, such as `{file: FILE}`.',
+    'pretrained_cfg_overlay': "Changes to timm's configuration of those weights, such as `{file: FILE}`.",
 }
-# What `--keys` says of an argument whose default is of each model, and of one that timm does not describe.
+# The text of `--keys` for an argument whose default depends on the model, and for one without a description.
 OF_NAME, OF_TIMM = '(of model.name)', "As of timm's VisionTransformer."
-# Of a pixel or character model: the others every mixer has.
+# Arguments of pixel and character models that not every mixer has.
 ARGUMENTS_OF_A_MIXER = ('window', 'bias_dim', 'factorize_bias', 'num_heads')
 # An entry of the section `Args` or `Attributes` of a docstring.
 ENTRY = re.compile(
     r'^    (?P<names>[a-z0-9_]+(?:, [a-z0-9_]+)*): (?P<text>.*?)(?=^    \S|^\S|\Z)', re.MULTILINE | re.DOTALL
 )
-# What an argument of any model may be, by its name; the first that matches.
+# Ranges of arguments of any model by name; the first match counts.
 ARGUMENT_RANGES = [
     (r'(^|_)(rate|drop|dropout|prob)$', Range('[0, 1)')),
     (r'(^|_)(tau|ratio|eps|range|std)$', Range('(0, inf)')),
@@ -56,13 +56,13 @@ ARGUMENT_RANGES = [
 
 
 def check_model(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str, Any]:
-    """Check `{name: ..., **kwargs}` against the signature of the model, building nothing.
+    """Check `{name: ..., **kwargs}` against the signature of the model without building it.
 
-    The keyword arguments of an `aft_*` model are those of its class and of timm's VisionTransformer, and of a plain
-    ViT or DeiT those of the latter; another model is built without memory.
+    An `aft_*` model has the keyword arguments of its class and of timm's VisionTransformer, a plain ViT or DeiT those
+    of the latter. Any other model is built on the meta device.
 
     Args:
-        keys: Of the whole experiment, for the nearest of one that is unknown.
+        keys: All keys of the experiment, to suggest the nearest one.
 
     Raises:
         ValueError: the name is missing or not registered, or a keyword argument is unknown or of the wrong type or
@@ -86,7 +86,7 @@ def check_model(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str,
 
 
 def check_decoder(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str, Any]:
-    """Check the `model` section of a pixel or character model, as `check_model` does of a classifier."""
+    """Check the `model` section of a pixel or character model, as `check_model` does for a classifier."""
     kwargs = dict(model)
     name = kwargs.pop('name', None)
     if not isinstance(name, str):
@@ -111,7 +111,7 @@ def check_arguments(kwargs: Mapping[str, Any], schema: type, keys: Sequence[str]
 
 
 def check_numbers(kwargs: Mapping[str, Any]) -> None:
-    """Raise a ValueError for a number of a model that no model can have, by the name of its argument."""
+    """Raise a ValueError for a number outside the range of its argument's name."""
     for key, value in kwargs.items():
         allowed = allowed_range(key) or Range('(-inf, inf)')
         numbers = value if isinstance(value, (list, tuple)) else [value]
@@ -120,16 +120,16 @@ def check_numbers(kwargs: Mapping[str, Any]) -> None:
 
 
 def allowed_range(argument: str) -> Range | None:
-    """Return which numbers an argument of any model may be, by its name; None for all."""
+    """Return the range of an argument of any model by its name; None if it is unlimited."""
     return next((allowed for names, allowed in ARGUMENT_RANGES if re.search(names, argument)), None)
 
 
 def build_on_meta(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless timm can build a model with these keyword arguments; it has no memory."""
+    """Raise a ValueError unless timm can build a model with these keyword arguments, on the meta device."""
     try:
         with torch.device('meta'):
             timm.create_model(name, **kwargs)
-    # An argument that it does not take, or a value that one of its layers cannot have.
+    # An unknown argument, or a value that a layer does not support.
     except Exception as error:
         given = ', '.join(f'model.{key} = {value!r}' for key, value in kwargs.items())
         reason = str(error) or type(error).__name__
@@ -137,10 +137,10 @@ def build_on_meta(name: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def drop_foreign_arguments(layers: Sequence[Layer], takes: Callable[[str, str, Any], bool]) -> list[Layer]:
-    """Leave out what layers say of another model than the last one names, where that has no such argument.
+    """Drop arguments for another model than the one of the last layer, if that model does not have them.
 
     Args:
-        takes: Whether the model of a name takes an argument with a value.
+        takes: Returns whether a model takes an argument with a value, by name.
     """
     models = [layer['model'] if isinstance(layer.get('model'), Mapping) else {} for _, layer in layers]
     named = [index for index, model in enumerate(models) if isinstance(model.get('name'), str)]
@@ -159,7 +159,7 @@ def drop_foreign_arguments(layers: Sequence[Layer], takes: Callable[[str, str, A
 
 
 def model_takes(name: str, key: str, value: Any) -> bool:
-    """Return whether a registered model has a keyword argument; any that is not registered has."""
+    """Return whether a registered model has a keyword argument; True if the model is not registered."""
     if not timm.is_model(name):
         return True
     schema = _family_schema(name)
@@ -173,11 +173,11 @@ def model_takes(name: str, key: str, value: Any) -> bool:
 
 
 def decoder_takes(name: str, key: str, value: Any) -> bool:
-    """Return whether a pixel or character model has an argument; any that is none has."""
+    """Return whether a pixel or character model has an argument; True for any other name."""
     if name not in DECODERS or key not in ARGUMENTS_OF_A_MIXER:
         return True
     try:
-        # One head, or one of whatever it counts, goes with any width.
+        # The value 1 is valid for any width.
         create_decoder(name, **{'depth': 1, 'device': 'meta', key: value if isinstance(value, bool) else 1})
     except ValueError:
         return False
@@ -190,13 +190,13 @@ def _check_reserved(kwargs: Mapping[str, Any], reserved: Mapping[str, str]) -> N
 
 
 def _family_schema(name: str) -> type | None:
-    """Return the keyword arguments of a registered model, where they are those of a ViT or of ours."""
+    """Return the keyword arguments of a registered model if it is a ViT or an AFT model."""
     module = timm.models.model_entrypoint(name).__module__
     return model_schema(module) if module.startswith('aft_vision.') or module in VIT_MODULES else None
 
 
 def model_schema(module: str = 'aft_vision') -> type:
-    """Return the keyword arguments of the models of a module as a dataclass: a ViT's, or those and ours."""
+    """Return the keyword arguments of the models of a module as a dataclass: those of a ViT, plus AFT's for ours."""
     from timm.models.vision_transformer import VisionTransformer
 
     from aft_vision.models.aft_vit import AFTVisionTransformer
@@ -211,7 +211,7 @@ def decoder_schema() -> type:
 
 
 def _schema(classes: Sequence[type], more: Mapping[str, Any], reserved: Mapping[str, str]) -> type:
-    """Return the keyword arguments of classes, and more, as a dataclass; a type OmegaConf does not know becomes Any."""
+    """Return the keyword arguments of classes, and more, as a dataclass; types unknown to OmegaConf become Any."""
     arguments, meanings = dict(more), {**WEIGHT_MEANINGS, **meanings_of(*classes)}
     for cls in classes:
         hints = typing.get_type_hints(typing.cast(Any, cls).__init__)
@@ -230,7 +230,7 @@ def _schema(classes: Sequence[type], more: Mapping[str, Any], reserved: Mapping[
 
 
 def meanings_of(*classes: type) -> dict[str, str]:
-    """Collect what the docstrings of classes and their bases say of their attributes or arguments, in YAML's words."""
+    """Collect the descriptions of attributes and arguments from the docstrings of classes and their bases, for YAML."""
     found: dict[str, str] = {}
     bases = [base for cls in classes for base in reversed(cls.__mro__)]
     documented = [each for base in bases for each in (base, vars(base).get('__init__'))]
@@ -244,14 +244,14 @@ def meanings_of(*classes: type) -> dict[str, str]:
 
 
 def described(name: str, hint: Any, default: str, meaning: str) -> Any:
-    """Make the field of an argument of a model, None by default, with what `list_keys` says of it."""
+    """Make the field of a model argument, None by default, with its description for `list_keys`."""
     numeric = supported(hint) not in (bool | None, str | None)
     limits = str(allowed_range(name) or '') if numeric else ''
     return field(default=None, metadata={'default': default, 'limits': limits, 'meaning': meaning})
 
 
 def supported(hint: Any) -> Any:
-    """Return a type that OmegaConf knows, or None; Any for other types."""
+    """Return the type, or None, if OmegaConf supports it; otherwise Any."""
     scalars = {int, float, bool, str, type(None)}
     parts = set(typing.get_args(hint)) if typing.get_origin(hint) is not Literal else set()
     if hint in scalars or (parts and parts <= scalars):

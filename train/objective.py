@@ -1,4 +1,4 @@
-"""The task of a run, as far as the loop, the log and the checkpoints have to know."""
+"""The objective of a run: its metrics, for the loop, the log and the checkpoints."""
 
 import math
 from abc import ABC, abstractmethod
@@ -10,14 +10,14 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Objective(ABC):
-    """The figures of a run: what is counted, measured and shown, and which of two results is the better.
+    """The units and metrics of a run, and the comparison of two results.
 
     Attributes:
-        unit: What the speed counts, in the plural.
-        metrics: Of an evaluation, in the order of the log; the evaluator of the task gives them.
-        best: The metric that decides which weights are kept.
-        lower_is_better: Whether its low values are the good ones.
-        records_steps: Whether the log has steps.csv, with single updates, beside summary.csv.
+        unit: Unit of the speed, in the plural.
+        metrics: Metrics of an evaluation, in the order of the log; the evaluator of the task computes them.
+        best: The metric that selects the best weights.
+        lower_is_better: Whether lower values of it are better.
+        records_steps: Whether the log also has steps.csv, with single updates.
     """
 
     unit = 'images'
@@ -28,30 +28,30 @@ class Objective(ABC):
 
     @property
     def worst(self) -> float:
-        """Return what any result is better than."""
+        """Return a value that is worse than any result."""
         return math.inf if self.lower_is_better else -math.inf
 
     def is_better(self, value: float, other: float) -> bool:
-        """Return whether a value of `best` is better than another one; NaN is better than nothing."""
+        """Return whether a value of `best` is better than another one; NaN never is."""
         return value < other if self.lower_is_better else value > other
 
     def figures(self, loss: float, updates: int, seconds: float, updates_per_second: float) -> dict[str, float]:
-        """Further columns of the log, for the training of an epoch.
+        """Return further columns of the log for an epoch of training.
 
         Args:
-            loss: The mean of the epoch.
-            updates, seconds: Of the run so far.
-            updates_per_second: Of the epoch.
+            loss: Mean of the epoch.
+            updates, seconds: Totals of the run so far.
+            updates_per_second: Mean of the epoch.
         """
         return {}
 
     @abstractmethod
     def describe(self, row: Mapping[str, float]) -> str:
-        """Return what the line of an epoch says of its evaluation; nothing where there was none."""
+        """Return the part of an epoch's line about its evaluation; '' if there was none."""
 
     @abstractmethod
     def blank(self, count: int) -> Batch:
-        """A batch of so many samples that look like those of training."""
+        """Build a blank batch of this many samples with the shapes of training."""
 
 
 class Classification(Objective):

@@ -5,13 +5,13 @@ torchrun --nproc-per-node 8 -m train.pixel --config FILE [section.key=value ...]
 
 FILE is a YAML experiment such as configs/pixel/aft_local_256_l24_d256.yaml; `section.key=value` changes one value, for
 example `data.dir=/data/cifar10 run.dir=runs/first run.max_seconds=600`. data.dir is a folder with cifar-10-batches-py
-(torchvision's) or cifar-10-batches-bin, or an .npz with x_train and x_test; nothing is fetched.
+(torchvision's) or cifar-10-batches-bin, or an .npz with x_train and x_test; nothing is downloaded.
 
-The folder of the run receives config.yaml (the resolved experiment, which reproduces the run), summary.csv and
-steps.csv, curves.png, result.json, tensorboard/, best.pth and last.pth, which tools.sample_pixels and
-tools.complete_images load. run.resume=auto goes on with a run that was interrupted, or begins it.
+A run writes into its folder config.yaml (the resolved experiment, which reproduces the run), summary.csv and steps.csv,
+curves.png, result.json, tensorboard/, best.pth and last.pth, which tools.sample_pixels and tools.complete_images load.
+run.resume=auto continues an interrupted run or starts a new one.
 
---eval trains nothing: it prints the bits per dimension of run.init_from, or of best.pth in the folder of the run, on
+--eval only evaluates: it prints the bits per dimension of run.init_from, or of best.pth in the folder of the run, on
 all images of data.eval_split.
 """
 
@@ -21,7 +21,7 @@ from train.arguments import parse_args
 
 EXAMPLE = 'configs/smoke/pixel.yaml'
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
@@ -50,7 +50,7 @@ class PixelSequences(SequenceData):
 
 
 def main(argv: Sequence[str] | None = None) -> TrainState | None:
-    """Train and print where the results are, or evaluate; as `run_sequences`."""
+    """Train or evaluate, as `run_sequences`."""
     return run_sequences(parse_args(__doc__, EXAMPLE, argv), PixelConfig, PixelSequences)
 
 

@@ -12,13 +12,13 @@ class KernelRegularization:
     """The section `regularize` of an experiment, for the kernels of one model.
 
     Args:
-        model: As it was built, not its compiled or distributed wrapper: the entropy is computed outside autocast, and
-            its gradient is added to that of the loss before processes share it.
-        updates: Of the whole run.
+        model: The model itself, not its compiled or distributed wrapper: the entropy is computed outside autocast, and
+            its gradient is added before processes synchronise.
+        updates: Updates of the whole run.
 
     Raises:
-        ValueError: the entropy is to count and the model has no AFT-conv kernel, or a temperature is to change and
-            none is used.
+        ValueError: the entropy has a weight and the model has no AFT-conv kernel, or tau_end is set without
+            model.gumbel.
     """
 
     def __init__(self, model: nn.Module, config: RegularizeConfig, updates: int) -> None:
@@ -36,11 +36,11 @@ class KernelRegularization:
 
     @property
     def is_logged(self) -> bool:
-        """Return whether the entropies are of interest: they count, or the model keeps one offset a head."""
+        """Return whether entropies are logged: they have a weight, or the model keeps one offset per head."""
         return self.weight > 0 or bool(self.sampled)
 
     def penalty(self) -> torch.Tensor | float:
-        """Return what is added to the loss of an update."""
+        """Return the term that is added to the loss of an update."""
         return self.weight * kernel_entropy(self.model) if self.weight > 0 else 0.0
 
     def set_tau(self, update: int) -> None:
@@ -52,13 +52,13 @@ class KernelRegularization:
 
     @torch.no_grad()
     def entropies(self) -> list[float]:
-        """The mean over the heads of each layer, in nats; nothing where that is not of interest."""
+        """Return the mean over the heads of each layer in nats, or nothing if entropies are not logged."""
         if not self.is_logged:
             return []
         return torch.stack([entropy.mean() for entropy in layer_entropies(self.model)]).tolist()
 
     def figures(self) -> dict[str, float]:
-        """Columns of the log: `kernel_entropy`, the mean per head, and `kernel_entropy_NN` of each layer."""
+        """Return columns of the log: `kernel_entropy`, the mean per head, and `kernel_entropy_NN` of each layer."""
         layers = self.entropies()
         if not layers:
             return {}

@@ -1,4 +1,4 @@
-"""From the loaders and the first state of a run to its checkpoints, whatever is trained."""
+"""The run of any trainer, from its loaders and initial state to its checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from train.throughput import measure_throughput, settle_buckets
 
 
 def find_run_dir(config: Experiment, file: Path, root: Path = Path('runs')) -> Path:
-    """The folder of a run: `run.dir`, or below `root` the name of the file of the experiment.
+    """Return the folder of a run: `run.dir`, or a folder of `root` named after the config file.
 
-    The name of `config.yaml`, which a run leaves, is that of its folder.
+    For the `config.yaml` of a run, that is the name of its folder.
     """
     if config.run.dir is not None:
         return Path(config.run.dir)
@@ -24,7 +24,7 @@ def find_run_dir(config: Experiment, file: Path, root: Path = Path('runs')) -> P
 
 
 def check_run_dir(run_dir: Path, config: Experiment) -> None:
-    """Raise a FileExistsError for a folder that holds a run, unless that is to be resumed or overwritten."""
+    """Raise a FileExistsError for a folder with a run, unless run.resume or run.overwrite is set."""
     if holds_run(run_dir) and not (config.run.overwrite or config.run.resume):
         raise FileExistsError(
             f'expected a new folder, got {run_dir}, which holds a run; set run.dir, run.resume=auto to go on with it, '
@@ -35,14 +35,14 @@ def check_run_dir(run_dir: Path, config: Experiment) -> None:
 def train_run(
     state: TrainState, loaders: Loaders, description: dict[str, Any], run_dir: Path, progress: bool = True
 ) -> None:
-    """Resume where that is wanted, write the experiment down, say what limits the run, and train.
+    """Resume if requested, write the experiment, print what limits the run, and train.
 
     Args:
-        description: What rebuilds the model from a checkpoint.
+        description: Entries of a checkpoint that rebuild the model.
 
     Raises:
         ValueError: the checkpoint to resume from is not valid.
-        SystemExit: the run was asked to stop by a signal, and its state is saved.
+        SystemExit: a signal stopped the run; its state is saved.
     """
     run, world = state.config.run, state.world
     if run.resume is not None:
@@ -59,8 +59,8 @@ def train_run(
 
 
 def _begin(run_dir: Path, state: TrainState) -> None:
-    """Make the folder of the run, write the experiment into it, and print what is trained."""
-    # The curves are drawn in the end; what they need is better found missing now.
+    """Create the folder of the run, write the experiment into it, and print the model."""
+    # The curves are drawn at the end; report a missing package now.
     new_figure(1, 1)
     run_dir.mkdir(parents=True, exist_ok=True)
     if state.config.run.resume is None:

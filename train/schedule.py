@@ -1,4 +1,4 @@
-"""The learning rate by update or epoch: timm's schedules, as an experiment describes them."""
+"""Learning-rate schedules of an experiment, by timm."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from train.settle import check_warmup
 
 
 def create_schedule(optimizer: torch.optim.Optimizer, schedule: Any, updates_per_epoch: int) -> Scheduler:
-    """Make the schedule of a ScheduleConfig or a SequenceSchedule, and set the rate of the first update."""
+    """Build the schedule of a ScheduleConfig or SequenceSchedule, and set the rate of the first update."""
     if isinstance(schedule, ScheduleConfig):
         scheduler, _ = create_scheduler_v2(
             optimizer,
@@ -38,7 +38,7 @@ def _create_by_update(
     )
     if schedule.kind == 'cosine':
         return CosineLRScheduler(optimizer, t_initial=updates, **options)
-    # sqrt(warmup / update) behind the warm-up, as of the first Transformer; the end of the run plays no part in it.
-    # timm's has a decay in the end, which begins here when the run is over.
+    # sqrt(warmup / update) after the warm-up, as in the first Transformer; independent of the end of the run. timm's
+    # schedule ends with a decay, which here would begin after the run.
     stable = max(updates - warmup, 0) + 1
     return WSDLRScheduler(optimizer, t_initial=stable + 1, decay_t=1, stable_fn='rsqrt', **options)

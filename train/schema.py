@@ -6,23 +6,23 @@ from typing import Any, ClassVar, Literal
 from aft_vision.data import Augmentation, SizeSchedule, Source
 from aft_vision.data.ranges import check_ranges, is_finite, within
 
-# The images that a learning rate is meant for.
+# The batch size to which optim.lr refers.
 LR_BATCH_SIZE = 512
 
 
 @dataclass(frozen=True)
 class DataConfig(Source):
-    """Where the images are and how they are batched; `dir`, `name` and what else a Source has, and these.
+    """The images and their batches: the fields of Source, and these.
 
     Attributes:
         img_size: (H, W) in pixels.
         batch_size: Images per optimizer step, over all processes and parts of `optim.accumulate`.
-        eval_batch_size: Images per validation batch; None means the images that the model sees at once in training.
-        train_sizes: Sides in pixels of square training images, in place of `img_size`; each update has one of them.
-            None for `img_size` alone.
+        eval_batch_size: Images per validation batch; None means as many as the model processes at once in training.
+        train_sizes: Sides in pixels of square training images, instead of `img_size`; each update has one of them. None
+            for only `img_size`.
         train_size_schedule: `constant` draws each of these sizes equally often; `progressive` goes from the first to
             the last over the epochs of the run, as timm's schedule of this name.
-        eval_img_size: (H, W) in pixels of the validation images, if it is another.
+        eval_img_size: (H, W) in pixels of the validation images, if different.
         crop_pct: Side of the validation crop relative to the resized image.
         num_workers: Decoding processes per loader.
     """
@@ -50,15 +50,15 @@ class OptimizerConfig:
     """The optimizer.
 
     Attributes:
-        name: An optimizer of `timm.optim.list_optimizers()`; `nadamuon` and its kin leave what the model exempts from
-            decay to AdamW with `args: {fallback_no_weight_decay: true}`.
-        lr: Peak learning rate. Of an image classifier it is per 512 images, so that the rate used is
-            `lr * batch_size / 512`; of a pixel or character model it is the rate used.
-        weight_decay: Of parameters with two or more dimensions that the model does not exempt.
+        name: An optimizer of `timm.optim.list_optimizers()`; with `args: {fallback_no_weight_decay: true}`, `nadamuon`
+            and similar ones use AdamW for the parameters that the model exempts from decay.
+        lr: Peak learning rate. For an image classifier it is per 512 images: the rate used is `lr * batch_size / 512`.
+            For a pixel or character model it is the rate used.
+        weight_decay: Weight decay of parameters with two or more dimensions that the model does not exempt.
         layer_decay: Factor of the learning rate from each block to the one before it; None for the same rate.
         args: Further keyword arguments of the optimizer, as `{betas: [0.9, 0.95]}`.
-        accumulate: Parts that each process splits its share of a batch into; each goes forward and backward alone, one
-            update follows all.
+        accumulate: Parts that each process splits its share of a batch into; forward and backward run per part,
+            followed by one update.
         clip_grad: Largest gradient norm; None for no clipping.
     """
 
@@ -81,8 +81,8 @@ class OptimConfig(OptimizerConfig):
 
     Attributes:
         loss: Cross-entropy, or a binary cross-entropy for each class, averaged over them.
-        bce_target_thresh: With the latter, mixed targets above this value count as 1 and the others as 0; None takes
-            them as they are.
+        bce_target_thresh: With the latter, mixed targets above this value count as 1 and the others as 0; None leaves
+            them unchanged.
         label_smoothing: Share of the target spread over all classes.
     """
 
@@ -98,15 +98,16 @@ class OptimConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """Another model to learn from, beside the labels; the weights and the temperature are those of `timm.task`.
+    """A teacher to learn from in addition to the labels; weights and temperature are those of `timm.task`.
 
     Attributes:
-        teacher: A model of timm, with the weights that timm has for it, or a checkpoint or exported folder of the
-            trainer; None learns from the labels alone.
-        teacher_args: Keyword arguments of a teacher of timm, as `{pretrained_cfg_overlay: {file: FILE}}` for weights of
-            one's own.
-        kind: What the student learns: the teacher's choice (`hard`), its probabilities (`soft`) or its pooled features
-            (`feature`); `token_hard` and `token_soft` teach a student's distillation head, the labels its other one.
+        teacher: A model of timm with its weights, or a checkpoint or exported folder of the trainer; None learns only
+            from the labels.
+        teacher_args: Keyword arguments of a teacher of timm, such as `{pretrained_cfg_overlay: {file: FILE}}` for your
+            own weights.
+        kind: Target of the student: the teacher's class (`hard`), its probabilities (`soft`) or its pooled features
+            (`feature`); with `token_hard` and `token_soft` the student's distillation head learns it, and its other
+            head learns the labels.
         task_loss_weight: Factor of the loss of the labels; None for 1.
         distill_loss_weight: Factor of the loss of the teacher; None for `1 - task_loss_weight`, or 1 without that.
         temperature: Divides the logits of student and teacher in the soft kinds.
@@ -133,13 +134,13 @@ class DistillConfig:
 
 @dataclass(frozen=True)
 class RegularizeConfig:
-    """Options that keep the kernels of AFT-conv sparse.
+    """Options that make the kernels of AFT-conv sparse.
 
     Attributes:
         kernel_entropy: Weight of the entropy of the kernels in the loss, summed over heads and layers (AFT Eq. 9); 0
-            leaves it out. The paper has 0.001.
-        tau_end: Temperature of the Gumbel softmax at the last update (AFT Eq. 10), to which it goes from `model.tau`
-            by the same factor at each update; None keeps it.
+            leaves it out. The paper uses 0.001.
+        tau_end: Temperature of the Gumbel softmax at the last update (AFT Eq. 10), reached from `model.tau` by a
+            constant factor per update; None keeps it constant.
     """
 
     kernel_entropy: float = within('[0, inf)', 0.0)
@@ -151,7 +152,7 @@ class RegularizeConfig:
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """The moving average of the weights, evaluated beside them.
+    """The moving average of the weights, evaluated in addition to them.
 
     Attributes:
         decay: Weight of the past at each update; None for no average.
@@ -172,14 +173,14 @@ class ScheduleConfig:
 
     Attributes:
         epochs: Passes over the training images.
-        warmup_epochs: Those of them in which the rate rises.
+        warmup_epochs: Epochs of the warm-up, in which the rate rises.
         warmup_lr: Learning rate of the first step of the warm-up.
         min_lr: Learning rate at the end.
         step: When the rate changes: after each `update`, after each `epoch`, or as in DeiT's code (`deit`) after each
-            epoch but one epoch late, so that the first two train at `warmup_lr`.
+            epoch with a delay of one epoch, so that the first two epochs use `warmup_lr`.
     """
 
-    # No key: only the schedule of the sequence models has this end.
+    # Not a key: only the schedule of the sequence models has it.
     max_updates: ClassVar[int | None] = None
 
     epochs: int = within('[1, inf)', 300, 'epochs')
@@ -199,29 +200,29 @@ class RunConfig:
     """Options of the run itself.
 
     Attributes:
-        dir: Folder of the run; None means `runs/` and the name of the config file, of pixels `runs/pixel/` and of
-            characters `runs/char/`.
-        overwrite: Allow a folder that already holds a run.
-        resume: `auto` goes on with the run that the folder holds, from its newest whole checkpoint, or begins one; a
-            path goes on from that checkpoint. None begins a run.
-        keep: Latest checkpoints that are kept.
-        save_minutes: Time between checkpoints within an epoch; None saves after each epoch alone.
-        skip_nonfinite: Updates that are left out because their loss is not finite, before one ends the run.
-        init_from: A checkpoint or exported folder whose weights the run starts from; None for the model's own.
-        reset_head: Start with a new classifier in place of that of `init_from`.
-        seed: Of the weights, of the order of the images and of all that is random in training; in [0, 2**32).
-        device: `auto` takes CUDA when there is one.
-        cpu_threads: Threads of the model on a CPU, which the loading processes should not have to share; None leaves
-            torch's choice, one per core.
+        dir: Folder of the run; None means `runs/` and the name of the config file; `runs/pixel/` for pixels and
+            `runs/char/` for characters.
+        overwrite: Allow a folder that already has a run.
+        resume: `auto` continues the run of the folder from its newest undamaged checkpoint, or starts one; a path
+            continues from that checkpoint. None starts a run.
+        keep: Number of latest checkpoints to keep.
+        save_minutes: Time between checkpoints within an epoch; None saves only after each epoch.
+        skip_nonfinite: Number of updates with a loss that is not finite to skip; one more ends the run.
+        init_from: A checkpoint or exported folder with initial weights; None for the model's own.
+        reset_head: Start with a new classifier instead of the one of `init_from`.
+        seed: Seed of the weights, of the order of the images and of all randomness in training; in [0, 2**32).
+        device: `auto` uses CUDA if available.
+        cpu_threads: Threads of the model on a CPU; leave cores for the loading processes. None keeps torch's default,
+            one per core.
         amp: Autocast to bfloat16, or to float16 with a scaled loss, or none.
-        grad_checkpointing: Compute the activations of each block again in the backward pass, to save memory.
+        grad_checkpointing: Recompute the activations of each block in the backward pass, to save memory.
         compile: Compile the model with torch.compile for training; evaluation stays eager.
-        tensorboard: Write TensorBoard's event files beside summary.csv.
+        tensorboard: Also write TensorBoard's event files.
         eval_every: Epochs between evaluations; the last epoch is always evaluated.
-        max_seconds: Time spent in updates, loading included and evaluation not, after which the run ends as if it were
-            complete, within an epoch too; None for none. With more, `resume` goes on from there.
-        throughput_batches: Batches by which the loader alone, the model alone and both are timed before training, to
-            say which limits the run; 0 leaves it out, as streamed data sets do.
+        max_seconds: Time for updates, with loading and without evaluation, after which the run ends as if complete,
+            also within an epoch; None for no limit. With a larger value `resume` continues.
+        throughput_batches: Batches to time the loader, the model and both before training, to find which limits the
+            run; 0 skips this, as streamed data sets do.
     """
 
     dir: str | None = None
@@ -250,7 +251,7 @@ class RunConfig:
 
 
 class Experiment:
-    """The parts of every experiment; the base of the dataclasses that a file is read into."""
+    """The sections of every experiment; the base class of the schemas."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     model: dict[str, Any]
@@ -262,19 +263,19 @@ class Experiment:
 
     @property
     def peak_lr(self) -> float:
-        """The highest learning rate of the schedule."""
+        """Return the highest learning rate of the schedule."""
         return self.optim.lr
 
     @property
     def size_schedule(self) -> SizeSchedule | None:
-        """The image sizes that training goes through, if there are several."""
+        """Return the schedule of training image sizes, if there are several."""
         return None
 
     def check_parts(self, world_size: int) -> int:
-        """Give the samples that go through the model of one of so many processes at once.
+        """Return how many samples the model of one of this many processes processes at once.
 
         Raises:
-            ValueError: the batch cannot be shared out evenly.
+            ValueError: the batch cannot be divided evenly.
         """
         return self._check_multiple(world_size, 1, 'a multiple', '')
 
@@ -322,7 +323,7 @@ class Config(Experiment):
         return SizeSchedule(tuple((side, side) for side in sizes), self.data.train_size_schedule, self.schedule.epochs)
 
     def check_parts(self, world_size: int) -> int:
-        """Check the parts of an experiment whose images may be mixed."""
+        """Return the size of a part, which must be even if images are mixed."""
         if not self.augment.mixes:
             return super().check_parts(world_size)
         return self._check_multiple(

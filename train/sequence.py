@@ -1,4 +1,4 @@
-"""Runs of pixels and of characters: the task, the figures, and the run itself."""
+"""Training of pixel and character models: task, metrics and run."""
 
 import argparse
 import json
@@ -32,7 +32,7 @@ from train.state import AMP_DTYPES, TrainState, assemble_state
 
 
 class SequenceTask(ClassificationTask):
-    """timm's task with the mean cross-entropy of all tokens, in nats; it is evaluated in bits too."""
+    """timm's task with the mean cross-entropy of all tokens in nats, also evaluated in bits."""
 
     def __init__(self, model: AFTDecoder, device: torch.device) -> None:
         super().__init__(model.to(device), criterion=sequence_loss, device=device, verbose=False)
@@ -45,8 +45,8 @@ class Likelihood(Objective):
     """Sequences of tokens and their bits.
 
     Args:
-        unit: What a sequence is called, in the plural.
-        bits_unit: What is printed behind the bits.
+        unit: Name of a sequence, in the plural.
+        bits_unit: Unit that is printed after the bits.
         length: Tokens of a sequence.
     """
 
@@ -59,7 +59,7 @@ class Likelihood(Objective):
         self.unit, self.bits_unit, self.length = unit, bits_unit, length
 
     def figures(self, loss: float, updates: int, seconds: float, updates_per_second: float) -> dict[str, float]:
-        """`bits` of the loss, and `updates` and `total_seconds` of the run so far, evaluation apart."""
+        """Return `bits` of the loss, and `updates` and `total_seconds` of the run so far, without evaluation."""
         return {
             'bits': float(bits(loss)),
             'updates_per_second': updates_per_second,
@@ -81,15 +81,15 @@ class Likelihood(Objective):
 
 
 class SequenceData(ABC):
-    """The data of an experiment as loaders, for one of its processes.
+    """Loaders of an experiment's data, for one of its processes.
 
     Attributes:
-        name: Of the kind of data; the folder of a run is below it in `runs/`.
-        unit, bits_unit: As of Likelihood.
+        name: Name of the kind of data; runs are in this folder of `runs/`.
+        unit, bits_unit: As in Likelihood.
         length: Tokens of a sequence.
         vocab_size: V.
-        note: What is to be said of the data before the run; '' for nothing.
-        facts: What a checkpoint says of the data.
+        note: A line about the data to print before the run, or ''.
+        facts: Entries about the data in a checkpoint.
     """
 
     name: str
@@ -105,35 +105,35 @@ class SequenceData(ABC):
 
     @property
     def measure(self) -> str:
-        """Return what the bits of an evaluation are per, and all that they depend on beside the model and the split."""
+        """Return the unit of an evaluation's bits with its settings, such as the stride."""
         return self.bits_unit
 
     @property
     def objective(self) -> Likelihood:
-        """Return what is trained on them."""
+        """Return the objective."""
         return Likelihood(self.unit, self.bits_unit, self.length)
 
     @abstractmethod
     def train_loader(self) -> DataLoader:
-        """Training sequences, as tokens twice."""
+        """Build the loader of training sequences, as tokens twice."""
 
     @abstractmethod
     def eval_loader(self, split: str) -> DataLoader:
-        """The sequences of a split that this process evaluates."""
+        """Build the loader of this process's sequences of a split."""
 
     def options(self) -> dict[str, Any]:
-        """Arguments that all loaders have in common."""
+        """Return the arguments that all loaders share."""
         share = self.world.share(self.config.optim.accumulate)
         return {'share': share, 'num_workers': self.config.data.num_workers}
 
     def train_options(self) -> dict[str, Any]:
-        """Arguments of the training loader beside its data."""
+        """Return the arguments of the training loader except its data."""
         on_cuda = self.world.device.type == 'cuda'
         return {**self.options(), 'seed': self.config.run.seed, 'pin_memory': on_cuda}
 
     @property
     def eval_batch_size(self) -> int:
-        """Sequences in a batch of the evaluation."""
+        """Return the number of sequences in a batch of the evaluation."""
         return self.config.data.eval_batch_size or self.config.check_parts(self.world.size)
 
 
@@ -141,7 +141,7 @@ def build_sequence_model(config: SequenceExperiment, data: SequenceData, **more:
     """Create the model of an experiment for its data.
 
     Raises:
-        ValueError: the model does not take an argument of the experiment.
+        ValueError: the model does not have an argument of the experiment.
     """
     kwargs = {**config.model, 'context': data.length, 'vocab_size': data.vocab_size}
     name = kwargs.pop('name')
@@ -154,7 +154,7 @@ def build_sequence_model(config: SequenceExperiment, data: SequenceData, **more:
 def create_sequence_state(
     model: AFTDecoder, config: SequenceExperiment, updates_per_epoch: int, objective: Likelihood, world: World
 ) -> TrainState:
-    """Put a decoder on the device and make its optimizer, schedule, loss and moving average.
+    """Move a decoder to the device and build its optimizer, schedule, loss and moving average.
 
     Raises:
         ValueError: `optim.args` do not fit the optimizer.
@@ -166,7 +166,7 @@ def create_sequence_state(
 def build_sequence_state(
     config: SequenceExperiment, data: SequenceData, loaders: Loaders, world: World
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Make the model and all that trains it, and what a checkpoint says beside the weights.
+    """Build the model and its training state, and the entries of a checkpoint besides the weights.
 
     Raises:
         ValueError: the arguments of the model, or the weights to start from, do not fit.
@@ -178,7 +178,7 @@ def build_sequence_state(
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
     state = create_sequence_state(model, config, updates_per_epoch, data.objective, world)
     arguments: Any = model.model_args
-    # The first three as every checkpoint has them, the others as `load_decoder` reads them.
+    # The first three are in every checkpoint; `load_decoder` reads the others.
     description = {
         'model_name': arguments['name'],
         'model_kwargs': arguments['kwargs'],
@@ -191,20 +191,20 @@ def build_sequence_state(
 
 
 def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[SequenceData]) -> TrainState | None:
-    """Train and print where the results are, or evaluate, as a command line says.
+    """Train or evaluate, as the command line says.
 
     Args:
-        args: Of `train.arguments.parse_args`.
-        schema: Of the experiment.
-        data_type: Makes its data.
+        args: From `train.arguments.parse_args`.
+        schema: Dataclass of the experiment.
+        data_type: Class of its data.
 
     Returns:
-        The final state, with the figures of every epoch in `progress.history`; None where nothing was trained.
+        The final state, with the figures of every epoch in `progress.history`; None after an evaluation.
 
     Raises:
         ValueError: the experiment, the data or the checkpoint to start from is not valid.
-        FileExistsError: the folder of the run already holds one.
-        SystemExit: the run was asked to stop by a signal, and its state is saved.
+        FileExistsError: the folder already has a run.
+        SystemExit: a signal stopped the run; its state is saved.
     """
     if args.keys:
         print(format_keys(list_keys(schema, decoder_schema())))
@@ -230,10 +230,10 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
 
 
 def evaluate_split(checkpoint: str | Path, data: SequenceData, split: str, progress: bool = False) -> dict[str, float]:
-    """Evaluate a checkpoint on a split, every token of which counts once, and print the result.
+    """Evaluate a checkpoint on a split, each token counted once, and print the result.
 
     Raises:
-        ValueError: it is no checkpoint of a decoder, or one of other sequences.
+        ValueError: it is not a checkpoint of a decoder, or is one for other sequences.
     """
     model, world = load_decoder(checkpoint, data.world.device), data.world
     found, expected = (model.context, model.vocab_size), (data.length, data.vocab_size)
@@ -257,7 +257,7 @@ def evaluate_split(checkpoint: str | Path, data: SequenceData, split: str, progr
 
 
 def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool = False) -> None:
-    """Evaluate the best weights on the test split, draw the curves, write result.json, and print what is where."""
+    """Evaluate the best weights on the test split, draw the curves, write result.json, and print the files."""
     config, world = state.config, state.world
     # The first process may still be writing them.
     world.any(False)
@@ -280,9 +280,9 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
     (run_dir / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
     plot_bits({run_dir.name: run_dir}, run_dir / 'curves.png', data.bits_unit)
     print(f'best {state.progress.best:.4f} {data.bits_unit} ({split}); in {run_dir}:')
-    print('  best.pth, last.pth  checkpoints    result.json  what came out')
-    print('  summary.csv, steps.csv  every epoch, every tenth update    curves.png  the same as a picture')
-    print('  config.yaml         repeats the run', end='')
+    print('  best.pth, last.pth  checkpoints    result.json  the final figures')
+    print('  summary.csv, steps.csv  every epoch, every tenth update    curves.png  the figures as plots')
+    print('  config.yaml         to repeat the run', end='')
     print('    tensorboard/  for tensorboard --logdir' if config.run.tensorboard else '')
 
 

@@ -10,15 +10,15 @@ from train.schema import EmaConfig, Experiment, OptimizerConfig, RunConfig, requ
 
 @dataclass(frozen=True)
 class PixelData:
-    """Where the images of CIFAR10 are and how they are batched.
+    """The images of CIFAR10 and their batches.
 
     Attributes:
-        dir: A folder with `cifar-10-batches-py` or `cifar-10-batches-bin`, either of them, or an .npz with x_train and
-            x_test.
+        dir: A folder with `cifar-10-batches-py` or `cifar-10-batches-bin`, one of these folders, or an .npz with
+            x_train and x_test.
         batch_size: Images per optimizer step, over all processes and parts of `optim.accumulate`.
-        eval_batch_size: Images per batch of the evaluation; None means the images that the model sees at once in
+        eval_batch_size: Images per batch of the evaluation; None means as many as the model processes at once in
             training.
-        eval_split: Images that are evaluated: after each epoch, and by --eval.
+        eval_split: Images to evaluate after each epoch and with --eval.
         num_workers: Loading processes; 0 loads in the training process.
     """
 
@@ -34,18 +34,19 @@ class PixelData:
 
 @dataclass(frozen=True)
 class CharData:
-    """Where the text is and how it is batched.
+    """The text and its batches.
 
     Attributes:
-        file: enwik8, text8 or any other file of bytes: as it is, or as .zip or .xz.
+        file: enwik8, text8 or any other file of bytes, plain, .zip or .xz.
         vocabulary: `bytes`, which has 256 symbols, or `text8`, the letters a to z and the space.
         context: Characters in a window, T of the paper.
         batch_size: Windows per optimizer step, over all processes and parts of `optim.accumulate`.
-        eval_batch_size: Windows per batch of the evaluation; None means the windows that the model sees at once in
+        eval_batch_size: Windows per batch of the evaluation; None means as many as the model processes at once in
             training.
-        eval_stride: Characters from one window of the evaluation to the next. Each is predicted once, from
-            `context - eval_stride` characters before it at least; None for windows side by side, which is `context`.
-        eval_split: Text that is evaluated: after each epoch, and by --eval. A run ends with the test text in any case.
+        eval_stride: Characters from one window of the evaluation to the next. Each is predicted once, from at least
+            `context - eval_stride` characters before it. None means `context`: windows without overlap.
+        eval_split: Text to evaluate after each epoch and with --eval. A run always ends with an evaluation on the test
+            text.
         num_workers: Loading processes; 0 loads in the training process.
     """
 
@@ -61,7 +62,7 @@ class CharData:
     def __post_init__(self) -> None:
         check_ranges(self, 'data')
         stride = self.eval_stride is None or self.eval_stride <= self.context
-        wanted = f'at most data.context, which is {self.context}, or null for windows side by side'
+        wanted = f'at most data.context, which is {self.context}, or null for windows without overlap'
         require('data.eval_stride', self.eval_stride, stride, wanted)
 
 
@@ -70,13 +71,13 @@ class SequenceSchedule:
     """Linear warm-up, then the inverse square root of the update or a cosine; the rate changes at every update.
 
     Attributes:
-        epochs: Passes over the training data; of text, as many windows as it has characters for.
-        kind: `inverse_sqrt`: the rate falls from its peak as sqrt(warmup_updates / update), whatever the length of the
-            run. `cosine`: to `min_lr` at the last update.
+        epochs: Passes over the training data; for text, as many windows as fit without overlap.
+        kind: `inverse_sqrt`: the rate falls from its peak as sqrt(warmup_updates / update), independent of the length
+            of the run. `cosine`: it falls to `min_lr` at the last update.
         warmup_updates: Updates until the peak.
         warmup_lr: Learning rate of the first update.
         min_lr: Learning rate at the end of the cosine; the other kind ends above it.
-        max_updates: Updates of the whole run, where that is to end before its epochs; None for all of them.
+        max_updates: Updates of the whole run, to end it before `epochs`; None for all epochs.
     """
 
     epochs: int = within('[1, inf)', 200, 'epochs')
@@ -86,7 +87,7 @@ class SequenceSchedule:
     min_lr: float = within('[0, 1e4]', 0.0)
     max_updates: int | None = within('[1, inf)', None, 'updates')
 
-    # No key: what a schedule of images may have otherwise.
+    # Not a key: a schedule of images may have another value.
     step = 'update'
 
     def __post_init__(self) -> None:
@@ -101,14 +102,14 @@ class SequenceSchedule:
         require('schedule.min_lr', self.min_lr, constant, 'of the cosine alone, so 0 for inverse_sqrt')
 
     def total_updates(self, updates_per_epoch: int) -> int:
-        """Updates of the whole run."""
+        """Return the number of updates of the whole run."""
         updates = self.epochs * updates_per_epoch
         return min(updates, self.max_updates or updates)
 
 
 @dataclass(frozen=True)
 class SequenceExperiment(Experiment):
-    """The parts of every experiment with pixels or characters."""
+    """The sections of every experiment with pixels or characters."""
 
     def __post_init__(self) -> None:
         self.check_parts(1)

@@ -1,4 +1,4 @@
-"""Values of an experiment that follow from others, which a later layer has changed."""
+"""Adjustment of values that depend on values of a later layer."""
 
 import math
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from aft_vision.commandline import say
 from train.layers import Layer, as_yaml, level_of, value_at
 from train.schema import LR_BATCH_SIZE
 
-# The length of a run by that of its warm-up, where that would be longer.
+# The length of a run by the length of its warm-up, if the warm-up would be longer.
 RUN_BY_WARMUP = 5
 
 
 def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any]:
-    """Return what must change for a later layer's sake, by section and key, and say so.
+    """Return the values that a later layer forces to change, by section and key, with a note for each.
 
-    A value that comes from the same layer as what it does not go with, or from a later one, is left for the checks.
+    A value of the same layer as the one that it contradicts, or of a later layer, is left to the checks.
 
     Args:
         config: The merged layers, in their types.
-        defaults: What the experiment is without any layer.
+        defaults: The experiment without any layer.
     """
     settled: dict[str, dict[str, Any]] = {'schedule': {}, 'data': {}}
 
@@ -42,13 +42,13 @@ def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any
     ):
         why = f'to be within schedule.max_updates = {schedule.max_updates}'
         change('schedule', 'warmup_updates', _shorter(schedule.max_updates), why, 'schedule.max_updates')
-    # Of an image classifier the rate is per LR_BATCH_SIZE images.
+    # For an image classifier the rate is per LR_BATCH_SIZE images.
     by_batch = 'warmup_epochs' in schedule
     because = ('optim.lr', 'data.batch_size') if by_batch else ('optim.lr',)
     peak = config.optim.lr * (data.batch_size / LR_BATCH_SIZE if by_batch else 1)
     for key in ('warmup_lr', 'min_lr'):
         if key in schedule and schedule[key] > peak > 0:
-            # In proportion to the peak rate that it was given for.
+            # Scale it with the peak rate.
             level = level_of(layers, f'schedule.{key}')
             before = {name: value_at(layers, name, level, OmegaConf.select(defaults, name)) for name in because}
             share = schedule[key] / (math.prod(before.values()) / (LR_BATCH_SIZE if by_batch else 1))
@@ -63,7 +63,7 @@ def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any
 
 
 def check_warmup(warmup_updates: int, updates: int) -> None:
-    """Print a note where a run ends within its warm-up, before the peak rate."""
+    """Print a note if a run ends within its warm-up, before the peak rate."""
     if warmup_updates > updates:
         share = f'{100 * updates / warmup_updates:.2g} % of the peak rate'
         say(
@@ -73,5 +73,5 @@ def check_warmup(warmup_updates: int, updates: int) -> None:
 
 
 def _shorter(updates: int) -> int:
-    """Return a warm-up for a run of so many updates."""
+    """Return a warm-up for a run of this many updates."""
     return max(updates // RUN_BY_WARMUP, 1)

@@ -1,4 +1,4 @@
-"""Signals that end a run after an update, and the command that goes on with it."""
+"""Signals that stop a run after an update, and the command that resumes it."""
 
 import contextlib
 import os
@@ -13,13 +13,13 @@ from tqdm import tqdm
 
 from aft_vision.commandline import process_number, program_name
 
-# Ctrl-C, and what a scheduler sends before it takes the machine away.
+# Ctrl-C, and the signals that a scheduler sends before it stops a job.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """Collect the numbers of the stop signals that come meanwhile; a second Ctrl-C raises a KeyboardInterrupt."""
+    """Collect the numbers of stop signals; a second Ctrl-C raises a KeyboardInterrupt."""
     received: list[int] = []
 
     def receive(number: int, frame: object) -> None:
@@ -38,23 +38,23 @@ def catch_signals() -> Iterator[list[int]]:
 
 
 def stop_run(received: list[int], updates: int, config: Path) -> NoReturn:
-    """Print which command goes on with a run that is saved, and end the process.
+    """Print the command that resumes a saved run, and end the process.
 
     Args:
-        received: Signals that came to this process; none where another process was told to stop.
-        updates: How many have been made.
+        received: Signals received by this process; none if another process received one.
+        updates: Number of updates so far.
         config: The resolved experiment, in the folder of the run.
 
     Raises:
-        SystemExit: always; the code is 128 and the number of the signal.
+        SystemExit: always; the code is 128 plus the number of the signal.
     """
     if process_number() == 0:
-        tqdm.write(f'stopped after update {updates}, which is saved; go on with: {resume_command(config)}')
+        tqdm.write(f'stopped after update {updates}, which is saved; resume with: {resume_command(config)}')
     raise SystemExit(128 + (received or [signal.SIGTERM])[0])
 
 
 def resume_command(config: Path) -> str:
-    """Return what to type to go on with a run, with as many processes."""
+    """Return the command line that resumes a run with the same number of processes."""
     name = program_name()
     words = ['python', sys.argv[0]] if name is None else name.split()
     if 'TORCHELASTIC_RUN_ID' in os.environ:

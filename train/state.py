@@ -1,4 +1,4 @@
-"""The state of training: made from an experiment, saved and restored."""
+"""The state of training: built from an experiment, saved and restored."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,18 +25,18 @@ AMP_DTYPES = {'none': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16
 
 @dataclass
 class Progress:
-    """The progress of a run, which is saved next to weights and optimizer.
+    """The progress of a run, saved together with weights and optimizer.
 
     Attributes:
-        updates_per_epoch: Optimizer steps of a whole epoch.
-        best: Best result of an evaluation so far, by `objective.best`, of the weights or of their average.
+        updates_per_epoch: Optimizer steps per epoch.
+        best: Best evaluation so far, by `objective.best`, of the weights or their average.
         epoch: Finished epochs.
         updates: Optimizer steps so far.
-        epoch_done: Updates of the epoch that is not finished, without those that were left out.
+        epoch_done: Updates of the unfinished epoch, without skipped ones.
         epoch_loss: Sum of their losses.
-        epoch_seconds: Time that they took.
-        epoch_lr: Learning rate of the last of them.
-        skipped: Updates that were left out because their loss was not finite.
+        epoch_seconds: Their time.
+        epoch_lr: Learning rate of the last one.
+        skipped: Updates that were skipped because their loss was not finite.
         history: One row per epoch, with the columns of summary.csv.
     """
 
@@ -53,31 +53,31 @@ class Progress:
 
     @property
     def updates_of_epoch(self) -> int:
-        """Optimizer steps of the epoch that is not finished."""
+        """Return the optimizer steps of the unfinished epoch."""
         return self.updates - self.epoch * self.updates_per_epoch
 
     @property
     def seconds(self) -> float:
-        """Time that all updates took."""
+        """Return the time of all updates."""
         whole = (row['train_seconds'] for row in self.history if row['epoch'] < self.epoch)
         return sum(whole) + self.epoch_seconds
 
     def restart_epoch(self) -> None:
-        """Go to the start of the epoch that is not finished."""
+        """Return to the start of the unfinished epoch."""
         self.updates = self.epoch * self.updates_per_epoch
         self.epoch_done, self.epoch_loss, self.epoch_seconds = 0, 0.0, 0.0
 
 
 @dataclass
 class TrainState:
-    """The objects that a run trains and trains with, and its progress.
+    """The model, its training objects and the progress of a run.
 
     Attributes:
-        task: timm's: the model, compiled, distributed or not, its loss, its teacher if it has one, and the moving
+        task: timm's task: the model, possibly compiled or distributed, its loss, its teacher if any, and the moving
             average of its weights.
-        objective: What is trained, measured and shown.
-        augment: Makes a batch on the device what the task gets.
-        regularization: What is done to the kernels of AFT-conv.
+        objective: The metrics and units of the run.
+        augment: Augments a batch on the device.
+        regularization: Regularisation of the kernels of AFT-conv.
     """
 
     config: Experiment
@@ -93,22 +93,22 @@ class TrainState:
 
     @property
     def model(self) -> nn.Module:
-        """The model as it was built."""
+        """Return the model without wrappers."""
         return unwrap_model(self.task.get_eval_model())
 
     @property
     def averaged_model(self) -> nn.Module | None:
-        """The model with the moving average of the weights, if there is one."""
+        """Return the model with the moving average of the weights, if there is one."""
         return unwrap_model(self.task.get_eval_model(ema=True)) if self.task.has_ema() else None
 
     @property
     def amp_dtype(self) -> torch.dtype | None:
-        """Autocast data type."""
+        """Return the autocast data type."""
         return AMP_DTYPES[self.config.run.amp]
 
     @property
     def total_updates(self) -> int:
-        """Optimizer steps of the run, unless its time ends it."""
+        """Return the number of optimizer steps of the run, unless its time limit ends it earlier."""
         updates = self.config.schedule.epochs * self.progress.updates_per_epoch
         return min(updates, self.config.schedule.max_updates or updates)
 
@@ -120,11 +120,11 @@ class TrainState:
 
     @property
     def best_key(self) -> str:
-        """Return what a checkpoint calls the best result: `best_top1` of a classifier."""
+        """Return the name of the best result in a checkpoint: `best_top1` for a classifier."""
         return f'best_{self.objective.best}'
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later process needs to go on as if it were this one: tensors and plain containers."""
+        """Return all that another process needs to continue this run, as tensors and plain containers."""
         averaged, progress = self.averaged_model, dict(vars(self.progress))
         best = progress.pop('best')
         return {
@@ -141,14 +141,14 @@ class TrainState:
         }
 
     def load_state_dict(self, content: dict[str, Any], source: str) -> None:
-        """Go on from what `state_dict` gave; what is random follows from the number of the update.
+        """Continue from a `state_dict`; randomness is a function of the number of the update.
 
         Args:
-            source: What an error calls the checkpoint.
+            source: Name of the checkpoint in errors.
 
         Raises:
-            ValueError: the weights are those of another model or of another kind of distillation, or the epochs of the
-                other run have another number of updates.
+            ValueError: the weights are those of another model or kind of distillation, or the other run had another
+                number of updates per epoch.
         """
         same = {'updates_per_epoch': self.progress.updates_per_epoch, 'batch_size': self.config.data.batch_size}
         found = {**content, 'batch_size': content['config']['data']['batch_size']}
@@ -161,15 +161,15 @@ class TrainState:
         load_matching_state_dict(self.model, content['state_dict'], source)
         averaged = self.averaged_model
         if averaged is not None:
-            # A run that had no average yet starts it from its weights.
+            # A run without an average so far starts it from its weights.
             averaged.load_state_dict(content['ema_state_dict'] or content['state_dict'])
         self._load_task_state(content, source)
-        # The moments are the other run's, and the rates, decays and other settings those of this experiment.
+        # Keep the moments of the checkpoint, and the rates, decays and other settings of this experiment.
         settings = [{key: x for key, x in group.items() if key != 'params'} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(content['optimizer'])
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
-        # A run without float16 has no scale.
+        # Only runs with float16 have a scale.
         if content['scaler']:
             self.scaler.load_state_dict(content['scaler'])
         for name in vars(self.progress).keys() - {'best'}:
@@ -178,7 +178,7 @@ class TrainState:
         self.set_rate()
 
     def _load_task_state(self, content: dict[str, Any], source: str) -> None:
-        """Restore what is trained beside the model: the projection of its features onto a teacher's."""
+        """Restore what is trained besides the model: the projection of its features onto a teacher's."""
         saved = content.get('task_state') or {}
         expected, found = _shapes(self.task.get_task_state()), _shapes(saved)
         if found != expected:
@@ -191,7 +191,7 @@ class TrainState:
             self.task.load_task_state(content.get('ema_task_state') or saved, ema=True)
 
     def set_rate(self) -> None:
-        """Set the learning rate that the schedule has for the next update."""
+        """Set the learning rate of the next update."""
         progress, late = self.progress, self.config.schedule.step == 'deit'
         if progress.epoch > late:
             self.scheduler.step(progress.epoch - late)
@@ -207,7 +207,7 @@ def create_state(
     world: World,
     teacher: nn.Module | None = None,
 ) -> TrainState:
-    """Put a classifier on the device and make its optimizer, schedule, loss and moving average.
+    """Move a classifier to the device and build its optimizer, schedule, loss and moving average.
 
     Args:
         teacher: The model that `distill.teacher` names.
@@ -216,7 +216,7 @@ def create_state(
         ValueError: `optim.args` do not fit the optimizer, or `distill.kind` or `regularize` do not fit the model.
     """
     augment = BatchAugmentation(config.augment, num_classes, config.optim.label_smoothing, world.device)
-    # Mixed targets are smoothed as they are mixed.
+    # Mixing already smooths the targets.
     loss = {
         'loss_type': config.optim.loss,
         'bce_target_thresh': config.optim.bce_target_thresh,
@@ -239,13 +239,13 @@ def assemble_state(
     world: World,
     regularization: KernelRegularization | None = None,
 ) -> TrainState:
-    """Make the optimizer, the schedule and the moving average of a task whose model is on the device.
+    """Build the optimizer, schedule and moving average of a task whose model is on the device.
 
     Args:
-        regularization: Of the kernels of AFT-conv; none by default.
+        regularization: Regularisation of the kernels of AFT-conv; none by default.
 
     Raises:
-        ValueError: `optim.args` do not fit the optimizer, or the model cannot compute activations again.
+        ValueError: `optim.args` do not fit the optimizer, or the model does not support gradient checkpointing.
     """
     device = world.device
     if regularization is None:
@@ -268,7 +268,7 @@ def assemble_state(
 def _set_grad_checkpointing(model: Any) -> None:
     try:
         model.set_grad_checkpointing()
-    # A model without it, or one of timm's that refuses it.
+    # A model without checkpointing, or a timm model that rejects it.
     except (AttributeError, AssertionError) as error:
         raise ValueError(
             f'expected run.grad_checkpointing to be false for a {type(model).__name__}, got true: {error}'

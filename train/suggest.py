@@ -1,10 +1,10 @@
-"""The valid name that is meant by one that is not: by its meaning in other code, then by its spelling."""
+"""Suggestions for unknown names: by their meaning in other trainers, then by spelling."""
 
 import difflib
 from collections.abc import Iterable
 from typing import Any
 
-# Names that other trainers use, by what they are called here; the first that an experiment has is meant.
+# Names of other trainers, by our keys; the first key that the experiment has is suggested.
 _MEANINGS = {
     'optim.lr': 'learning_rate base_lr peak_lr max_lr blr',
     'optim.name': 'optimizer opt optim_name',
@@ -51,18 +51,18 @@ ALIASES = {alias: keys.split() for keys, names in _MEANINGS.items() for alias in
 
 
 def unknown(key: str, value: Any, valid: Iterable[str], kind: str) -> str:
-    """Return the message of an error: the value of a key is none of the valid names, and which is the nearest."""
+    """Return an error message for a value that is not a valid name, with the nearest one."""
     (nearest,) = difflib.get_close_matches(str(value), list(valid), n=1, cutoff=0)
     return f'{key} = {value!r} is not {kind}; the nearest is {nearest}'
 
 
 def unknown_key(key: str, value: Any, keys: Iterable[str]) -> str:
-    """Return the message of an error: there is no such key, and which of all keys, as `section.key`, is meant."""
+    """Return an error message for an unknown key, with the nearest `section.key`."""
     return f'{key} = {value!r} is not a key; the nearest is {nearest_key(key, list(keys))}'
 
 
 def nearest_key(key: str, keys: list[str]) -> str:
-    """Find the key that is meant: by its meaning, or it lies in another section, or it is spelt most alike."""
+    """Find the nearest key: by meaning, by name in another section, or by spelling."""
     last = key.rpartition('.')[2].lower().replace('-', '_')
     meant = [each for each in ALIASES.get(last, []) if each in keys][:1]
     elsewhere = [each for each in keys if each.rpartition('.')[2] == last]

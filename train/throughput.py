@@ -1,10 +1,10 @@
-"""Measure what limits a run, the loader or the model, and what the trainer adds to the step of the model.
+"""Measure whether the loader or the model limits a run, and the overhead of the trainer.
 
 python -m train.throughput --config FILE [--rounds N] [section.key=value ...]
 
-Measures a run without making it: images/s of the loader alone, of the model alone on a batch that stays where it is,
-and of both together; then the time of an update by the trainer over that of the bare one, forward, backward and
-optimizer, on the same batch: the median of the ratios of interleaved updates, and their quartiles.
+Nothing is trained. The command prints images/s of the loader, of the model on a batch that stays on the device, and of
+both together. Then it prints the time of an update by the trainer relative to a minimal one (forward, backward and
+optimizer) on the same batch: the median ratio of interleaved updates, and its quartiles.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -47,13 +47,13 @@ from train.state import TrainState
 
 @dataclass(frozen=True)
 class Throughput:
-    """Images/s, or whatever is trained, over all processes.
+    """Images/s, or sequences/s, over all processes.
 
     Attributes:
-        loader: Of the loader alone.
-        model: Of forward and backward passes on one batch, which also change the batch as in training.
-        both: Of these passes on the batches of the loader.
-        unit: What is counted.
+        loader: Rate of the loader alone.
+        model: Rate of forward and backward passes on one batch, with the augmentation of training.
+        both: Rate of these passes on the batches of the loader.
+        unit: Unit that is counted.
     """
 
     loader: float
@@ -68,12 +68,13 @@ class Throughput:
 
 
 def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Throughput:
-    """Time the loader, the model and both, and leave no trace in the state.
+    """Time the loader, the model and both without changing the state.
 
-    All images have the last of the sizes that training goes through.
+    All images have the last of the training sizes.
 
     Args:
-        batches: That are timed in each case, after those that the loader has read ahead; fewer if the epoch has fewer.
+        batches: Number of timed batches in each case, after those that the loader has prefetched; fewer if the epoch
+            has fewer.
 
     Raises:
         ValueError: the epoch has no second batch.
@@ -81,9 +82,9 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
     if len(loaders.train) < 2:
         raise ValueError(f'expected an epoch with at least 2 batches, got {len(loaders.train)}')
     config = state.config
-    # Two batches of each loading process may be there before they are asked for.
+    # Each loading process may have prefetched two batches.
     ahead = min(1 + 2 * config.data.num_workers, len(loaders.train) - 1)
-    # Of the whole epoch, whatever is left of it; training chooses its place itself.
+    # Use the whole epoch; training sets its own position later.
     schedule = config.size_schedule
     loaders.set_epoch(state.progress.epoch, size=None if schedule is None else len(schedule.sizes) - 1)
     resident: Batch = next(iter(loaders.train))
@@ -101,25 +102,25 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
 
 
 def settle_buckets(state: TrainState) -> None:
-    """Go forward and backward twice, on a blank batch, so that the sums over processes keep their order from here on.
+    """Run two passes on a blank batch, so that sums over processes keep their order from then on.
 
-    DistributedDataParallel lays its buckets of gradients out anew after the first pass. Three and more processes add
-    the elements of a bucket in an order that depends on their places, so without this the first update of a process
-    that was started again would round otherwise than that of one that was not.
+    DistributedDataParallel changes the layout of its gradient buckets after the first pass. Three or more processes add
+    the elements of a bucket in an order that depends on their positions. Without these passes, the first update of a
+    restarted process would round differently from that of one that was not restarted.
     """
     if not state.world.is_distributed:
         return
-    # As large as in training, so that a compiled model has its shapes once.
+    # As large as in training, so that a compiled model is compiled only once.
     blank = state.objective.blank(state.config.check_parts(state.world.size))
     with _without_trace(state):
-        # The layout is changed as the second pass begins.
+        # The layout changes at the beginning of the second pass.
         for _ in range(2):
             _pass(state, blank)
 
 
 @contextlib.contextmanager
 def _without_trace(state: TrainState) -> Iterator[None]:
-    """Put back what passes in training mode change, apart from the weights: running statistics and gradients."""
+    """Restore what passes in training mode change except the weights: running statistics and gradients."""
     state.model.train()
     buffers = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
     yield
