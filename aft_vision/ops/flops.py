@@ -1,15 +1,15 @@
 """Floating-point operations of every operator, for `torch.utils.flop_counter` and for fvcore.
 
-Counted as torch counts products and convolutions, two for a multiplication with its addition, in the algorithm of the
-paper, whichever form runs. A target weights the values and the keys of `window` sources one by one. Where all other
-sources count too (AFT Eq. 4, 5, 6), one sum over e^k v serves every target:
+The count follows torch's for products and convolutions: two per multiply-add of the paper's algorithm, whichever form
+runs. A target weights the values and keys of `window` sources individually. If all other sources count too
+(AFT Eq. 4, 5, 6), all targets share one sum over e^k v:
 
     forward  = 2 B T (window (D + h) + D)
     backward = 2 B T (window (D + h) (1, with a gradient of the bias 2) + 2 D)
 
 AFT-full has only the first term, AFT-simple only the second. `window` is T for AFT-full, the taps s s for AFT-conv, 1
 for AFT-onehot, and the width of the band for AFT-local, at most T. As in torch's count of a padded convolution and of
-causal attention, sources beyond the edges and in the future are included, and what is done element by element is not:
+causal attention, sources beyond the edges and in the future are included. Element-wise operations are not:
 exponentials, divisions, gates.
 """
 
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 Shape = Sequence[int]
 
-# Sources that a target weights one by one, from the shapes of v and of what follows it, the bias.
+# Number of sources with individual weights per target, from the shapes of v and of the bias after it.
 WINDOWS: dict[str, Callable[[Shape, Any], int]] = {
     'aft_full': lambda v, bias: v[1],
     'aft_simple': lambda v, _: 0,
@@ -38,11 +38,11 @@ def count_products(name: str, inputs: Sequence[Any]) -> tuple[int, int]:
     """Count the multiplications of an operator's forward.
 
     Args:
-        name: of the operator.
-        inputs: what it takes, in its order, with the shapes of tensors in their place.
+        name: name of the operator.
+        inputs: its inputs in order, with shapes instead of tensors.
 
     Returns:
-        Those by weights of single sources, and those of the sum that serves all targets.
+        The multiplications by weights of single sources, and those of the sum that all targets share.
     """
     k, v, bias = inputs[1:4]
     batch, tokens, dim = v
@@ -52,10 +52,10 @@ def count_products(name: str, inputs: Sequence[Any]) -> tuple[int, int]:
 
 
 def jit_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]:
-    """Return what fvcore needs to count the operators, by their names in a traced graph.
+    """Return handles for fvcore to count the operators, by their names in a traced graph.
 
-    `FlopCountAnalysis(model, images).set_op_handle(**jit_handles())`. As fvcore does, a handle counts a multiplication
-    with its addition as one.
+    `FlopCountAnalysis(model, images).set_op_handle(**jit_handles())`. As in fvcore, a handle counts a multiply-add as
+    one.
     """
     return {f'aft_vision::{name}': _jit_handle(name) for name in WINDOWS}
 

@@ -1,4 +1,4 @@
-"""The position biases as functions of their parameters (AFT Eq. 4, 7, 8, 9, 10), differentiated by autograd."""
+"""Position biases as functions of their parameters (AFT Eq. 4, 7, 8, 9, 10), differentiated by autograd."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from aft_vision.ops.local.band import block_length, unskew
 
 
 def local_bias(bias: Tensor, window: int, causal: bool = False) -> Tensor:
-    """The band of a whole position bias that AFT-local keeps (AFT Eq. 4).
+    """Return the band of a whole position bias that AFT-local keeps (AFT Eq. 4).
 
     Args:
         bias: (T, T) position bias.
         window: s, in tokens: pairs with |t - t'| < s keep their bias.
-        causal: keep the token and the s - 1 before it alone.
+        causal: keep only the token and the s - 1 tokens before it.
 
     Returns:
         (T, 2s - 1), or (T, s) if causal; zero where it points outside the sequence.
@@ -28,17 +28,17 @@ def local_bias(bias: Tensor, window: int, causal: bool = False) -> Tensor:
         raise ValueError(f'bias must be square, got shape {list(bias.shape)}')
     _check_window(window)
     after = 0 if causal else window - 1
-    # Row t of the padded bias begins window - 1 places before the sequence; its band begins t places further.
+    # Row t of the padded bias starts window - 1 places before the sequence; its band starts t places later.
     return unskew(F.pad(bias, (window - 1, after)))
 
 
 def factorized_bias(bias_u: Tensor, bias_v: Tensor, window: int | None = None, causal: bool = False) -> Tensor:
-    """The position bias w = u v^T, whole or its band alone (AFT Eq. 7).
+    """Compute the position bias w = u v^T, whole or only its band (AFT Eq. 7).
 
     Args:
         bias_u, bias_v: (T, d') factors of targets and of sources.
         window: s, in tokens: only the band with |t - t'| < s is computed, in O(T s) memory (AFT Eq. 4).
-        causal: with a window, the token and the s - 1 before it alone.
+        causal: with a window, only the token and the s - 1 tokens before it.
 
     Returns:
         (T, T); with a window (T, 2s - 1), or (T, s) if causal, zero where it points outside the sequence.
@@ -53,13 +53,13 @@ def factorized_bias(bias_u: Tensor, bias_v: Tensor, window: int | None = None, c
     if torch.jit.is_scripting():
         return _product(bias_u, bias_v, window, causal)
     else:  # TorchScript compiles neither this branch nor autocast
-        # A logit: autocast would round what is to be exponentiated.
+        # It will be exponentiated, so autocast must not round it.
         with without_autocast(bias_u.device.type):
             return _product(bias_u, bias_v, window, causal)
 
 
 def local_band_row(bias: Tensor, position: Tensor, window: int | None = None) -> Tensor:
-    """One row of the causal band of a whole position bias, for a decoding step.
+    """Return one row of the causal band of a whole position bias, for a decoding step.
 
     Args:
         bias: (T, T) position bias.
@@ -67,13 +67,13 @@ def local_band_row(bias: Tensor, position: Tensor, window: int | None = None) ->
         window: s, in tokens; None is T.
 
     Returns:
-        (s,): the row of `local_bias`, but for entries that point before the sequence, which have some value.
+        (s,): the row of `local_bias`; entries that point before the sequence are arbitrary.
     """
     return bias[position, _band_sources(position, window, bias.shape[0])]
 
 
 def factorized_band_row(bias_u: Tensor, bias_v: Tensor, position: Tensor, window: int | None = None) -> Tensor:
-    """One row of the causal band of the position bias w = u v^T, for a decoding step.
+    """Compute one row of the causal band of the position bias w = u v^T, for a decoding step.
 
     Args:
         bias_u, bias_v: (T, d') factors of targets and of sources.
@@ -81,14 +81,14 @@ def factorized_band_row(bias_u: Tensor, bias_v: Tensor, position: Tensor, window
         window: s, in tokens; None is T.
 
     Returns:
-        (s,): the row of `factorized_bias`, but for entries that point before the sequence, which have some value.
+        (s,): the row of `factorized_bias`; entries that point before the sequence are arbitrary.
     """
     with without_autocast(bias_u.device.type):
         return bias_v[_band_sources(position, window, bias_v.shape[0])] @ bias_u[position]
 
 
 def standardized_kernel(kernel: Tensor, gamma: Tensor, beta: Tensor, eps: float = 1e-8) -> Tensor:
-    """The kernel with zero mean and unit deviation per head, scaled and shifted (AFT Eq. 8).
+    """Standardise the kernel to zero mean and unit deviation per head, then scale and shift it (AFT Eq. 8).
 
     The deviation is the population's over the s x s entries of a head (divided by s * s, not by s * s - 1), with eps
     added to the variance. There are no running statistics.
@@ -116,33 +116,32 @@ def standardized_kernel(kernel: Tensor, gamma: Tensor, beta: Tensor, eps: float 
 
 
 def kernel_entropy(kernel: Tensor) -> Tensor:
-    """The entropy of the softmax of each head's kernel, which training may hold low (AFT Eq. 9).
+    """Compute the entropy of the softmax of each head's kernel, a regulariser of training (AFT Eq. 9).
 
     Args:
-        kernel: (h, s, s) position bias w, after AFT Eq. 8 where that is used.
+        kernel: (h, s, s) position bias w, after AFT Eq. 8 if that is used.
 
     Returns:
-        (h,) in nats, float64 for a float64 kernel, else float32: 0 where one offset has all the weight, log(s * s)
-        where all have the same. Its sum over the heads is the paper's reg(w).
+        (h,) in nats, float64 for a float64 kernel, else float32: 0 if one offset has all the weight, log(s * s) if all
+        have the same. Its sum over the heads is the paper's reg(w).
 
     Raises:
         ValueError: kernel is not (h, s, s).
     """
     if kernel.ndim != 3:
         raise ValueError(f'kernel must have shape (h, s, s), got {list(kernel.shape)}')
-    # Not p log p of a softmax p, which is 0 log 0 where an offset has lost its weight.
+    # Not p log p of a softmax p, which would be 0 log 0 for an underflowed weight.
     log_p = kernel.to(accumulate_dtype(kernel)).flatten(1).log_softmax(1)
     return -(log_p.exp() * log_p).sum(1)
 
 
 def gumbel_kernel(kernel: Tensor, tau: float = 0.5, straight_through: bool = False) -> Tensor:
-    """The kernel times a sample of its Gumbel softmax, as in training (AFT Eq. 10).
+    """Multiply the kernel by a sample of its Gumbel softmax, as in training (AFT Eq. 10).
 
     Args:
-        kernel: (h, s, s) position bias w, after AFT Eq. 8 where that is used.
+        kernel: (h, s, s) position bias w, after AFT Eq. 8 if that is used.
         tau: temperature, above 0.
-        straight_through: multiply by the sample's largest entry made 1 and all others 0, and differentiate as if by the
-            sample itself.
+        straight_through: multiply by the one-hot form of the sample, with the gradient of the sample.
 
     Returns:
         (h, s, s). Random: drawn from torch's generator of the kernel's device.
@@ -157,7 +156,7 @@ def gumbel_kernel(kernel: Tensor, tau: float = 0.5, straight_through: bool = Fal
 
 
 def onehot_kernel(kernel: Tensor) -> tuple[Tensor, Tensor]:
-    """The one entry per head that the hard maximum keeps, as in inference (AFT Eq. 10).
+    """Return the largest entry of each head, which inference keeps (AFT Eq. 10).
 
     Args:
         kernel: (h, s, s) position bias w.
@@ -171,7 +170,7 @@ def onehot_kernel(kernel: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hard_kernel(kernel: Tensor) -> Tensor:
-    """The kernel with all but the largest entry of each head set to 0: `onehot_kernel` as a kernel (AFT Eq. 10).
+    """Set all entries of each head except the largest to 0: `onehot_kernel` as a kernel (AFT Eq. 10).
 
     Args:
         kernel: (h, s, s) position bias w.
@@ -199,7 +198,7 @@ def _product(bias_u: Tensor, bias_v: Tensor, window: int | None, causal: bool) -
 
 
 def _band_sources(position: Tensor, window: int | None, tokens: int) -> Any:
-    # The sources of a target's causal band, oldest first: a slice where that is known on the host.
+    # The sources of a target's causal band, oldest first: a slice if the target is known on the host.
     window = tokens if window is None else min(window, tokens)
     if may_branch(position) and not torch.compiler.is_compiling() and int(position) >= window - 1:
         return slice(int(position) - window + 1, int(position) + 1)

@@ -1,6 +1,6 @@
 """Every equation term by term, in any dtype: the oracle of the tests.
 
-Shapes as in `aft_vision.ops`. These functions form the (B, T, S, D) weights and are for tests and pictures alone.
+Shapes as in `aft_vision.ops`. These functions form the (B, T, S, D) weights and are only for tests and pictures.
 """
 
 import torch
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def weighted_mean(q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:
-    """AFT Eq. 2 with a bias (T, S, D) per channel, minus infinity where a source may not be seen."""
+    """AFT Eq. 2 with a bias (T, S, D) per channel, minus infinity for sources that a target must not see."""
     logits = rearrange(k, 'b s d -> b 1 s d') + rearrange(bias, 't s d -> 1 t s d')
     if mask is not None:
         logits = logits.masked_fill(rearrange(~mask, 'b s -> b 1 s 1'), float('-inf'))
     peak = logits.amax(dim=2, keepdim=True)
-    empty = peak == float('-inf')  # nothing to attend: the result is 0
+    empty = peak == float('-inf')  # no visible source: the result is 0
     weight = torch.exp(logits - peak.masked_fill(empty, 0.0).detach())
     total = weight.sum(2, keepdim=True).masked_fill(empty, 1.0)
     y = (weight / total * rearrange(v, 'b s d -> b 1 s d')).sum(2)

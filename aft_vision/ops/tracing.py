@@ -1,4 +1,4 @@
-"""Arguments of the operators that differ in `torch.jit.trace`."""
+"""Arguments of the operators under `torch.jit.trace`."""
 
 import functools
 from collections.abc import Callable
@@ -8,18 +8,18 @@ from torch import Tensor
 
 
 def keeps_sums() -> bool:
-    """Tell an operator whether to return what its backward reuses.
+    """Return whether an operator saves tensors for its backward.
 
-    Not in a trace, which is checked, saved and run without gradients; a backward through it computes that again.
+    A trace does not save them: it is checked, saved and run without gradients. A backward through it recomputes them.
     """
     return torch.is_grad_enabled() and not torch.jit.is_tracing()
 
 
 def fix_grid(k: Tensor, grid: tuple[int, int]) -> tuple[Tensor, list[int]]:
-    """Return the keys and the grid (H, W) as an operator takes them.
+    """Return the keys and the grid (H, W) as arguments of an operator.
 
-    A trace turns sizes into tensors, which no operator takes in a list: it is for one grid, and its keys pass a check
-    that raises an error for another.
+    A trace turns sizes into tensors, which an operator does not accept in a list. So a trace is for one grid, and its
+    keys pass a check that raises an error for any other.
     """
     if torch.jit.is_scripting() or not torch.jit.is_tracing():
         return k, [grid[0], grid[1]]
@@ -36,7 +36,7 @@ def _fix_traced_grid(k: Tensor, grid: tuple[int, int]) -> tuple[Tensor, list[int
 
 @functools.cache
 def _grid_check() -> Callable[..., Tensor]:
-    # Scripted, since a trace has no branches of its own. Compiled by the first trace that needs it.
+    # Scripted, because a trace has no branches. Compiled by the first trace that needs it.
     return torch.jit.script(_check_grid)
 
 

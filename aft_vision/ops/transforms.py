@@ -1,7 +1,7 @@
 """Rules of the operators for dual tensors and the transforms of `torch.func`: forward mode, `grad`, `vmap`.
 
-`torch.library` gives an operator its reverse mode in ordinary calls and no more. Under a transform, and for dual
-tensors, it runs as a `torch.autograd.Function`, which has a rule for each. An ordinary call pays for one comparison.
+`torch.library` supports only reverse mode in ordinary calls. Under a transform, and for dual tensors, an operator runs
+as a `torch.autograd.Function`, which has a rule for each. This costs an ordinary call one comparison.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 from torch.library import CustomOpDef, Library, get_kernel
 
-# Kernels of the dispatcher, for the key through which every call under a transform of torch.func goes first.
+# Kernels for the dispatch key that every call under a transform of torch.func uses first.
 FRONT = 'FuncTorchDynamicLayerFrontMode'
 # Keys of the kernels that compute.
 DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
@@ -23,12 +23,12 @@ PER_SEQUENCE = {'grad', 'y', 'saved', 'q', 'k', 'v', 'mask'}
 
 
 class Rules(NamedTuple):
-    """The parts of the rules that differ between operators.
+    """The rules of one operator.
 
     Attributes:
         setup_context, backward, jvp: static methods of a `torch.autograd.Function`.
         body: computes the operator on the device of its tensors.
-        tell: gives a differentiated call its arguments.
+        tell: passes a differentiated call its arguments.
     """
 
     setup_context: Callable[..., None]
@@ -39,7 +39,7 @@ class Rules(NamedTuple):
 
 
 def second_derivative_error(operator: CustomOpDef) -> RuntimeError:
-    """Return the error of a second derivative, which says what has one."""
+    """Return the error for a second derivative, which names the form that supports it."""
     name = operator._name.removesuffix('_backward')
     remedy = (
         'take aft_vision.ops.aten.aft_full with a bias of minus infinity at sources in the future'
@@ -53,7 +53,7 @@ def second_derivative_error(operator: CustomOpDef) -> RuntimeError:
 
 
 def once_differentiable(operator: CustomOpDef, body: Callable[..., tuple[Tensor, ...]]) -> Rules:
-    """Return the rules of an operator without a derivative: a clear error instead of 0."""
+    """Return the rules of an operator without a derivative, which raise an error instead of returning 0."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
@@ -67,13 +67,13 @@ def once_differentiable(operator: CustomOpDef, body: Callable[..., tuple[Tensor,
 def register_transforms(
     library: Library, operator: CustomOpDef, names: Sequence[str], sums_sequences: Callable[..., bool], rules: Rules
 ) -> None:
-    """Give an operator its rules under the transforms of torch.func and for dual tensors.
+    """Register the rules of an operator for the transforms of torch.func and for dual tensors.
 
     Args:
-        library: that the kernels are registered in.
-        names: of the operator's arguments.
-        sums_sequences: says of the arguments whether a result is a sum over the batch, which vmap may not enlarge.
-        rules: of its `torch.autograd.Function`.
+        library: library to register the kernels in.
+        names: names of the operator's arguments.
+        sums_sequences: returns for arguments whether a result is a sum over the batch, which vmap must not enlarge.
+        rules: rules of its `torch.autograd.Function`.
     """
 
     def forward(*args: Any) -> tuple[Tensor, ...]:
@@ -96,7 +96,7 @@ def register_transforms(
         if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
             return function.apply(*args)
         if (keyset & torch._C._after_autograd_keyset).highestPriorityTypeId() in DEVICES:
-            # Nothing watches the call below autograd: no mode, fake tensor or compiler.
+            # Below autograd, no mode, fake tensor or compiler intercepts the call.
             if not torch.is_grad_enabled():
                 with torch._C._AutoDispatchBelowAutograd():
                     return rules.body(*args)
@@ -108,7 +108,7 @@ def register_transforms(
         if kinds[-1] == TransformType.Functionalize:
             return functionalize.call_boxed(keyset, *args)
         if kinds.count(TransformType.Jvp) > 1:
-            # torch would leave out what the inner derivative adds to the outer one.
+            # torch would drop the contribution of the inner derivative to the outer one.
             raise second_derivative_error(operator)
         return function.apply(*args)
 
@@ -120,8 +120,8 @@ def register_transforms(
 
 
 def _loop(operator: CustomOpDef, size: int, dims: list[int | None], args: tuple[Any, ...]) -> tuple[Any, Any]:
-    # A call for each: what they share or sum over, a bias or its gradient, belongs to only one.
-    if size == 0:  # one call on zeros has the shapes
+    # One call per slice: a shared or summed tensor, a bias or its gradient, belongs to only one call.
+    if size == 0:  # one call on zeros gives the shapes
         args = tuple(
             x if dim is None else x.new_zeros((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
             for x, dim in zip(args, dims, strict=True)
@@ -138,14 +138,14 @@ def _loop(operator: CustomOpDef, size: int, dims: list[int | None], args: tuple[
 def _fold(
     operator: CustomOpDef, names: Sequence[str], size: int, dims: list[int | None], args: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    # One call for all: the new dimension goes into the batch.
+    # One call for all: the new dimension is merged into the batch.
     folded, batch = list(args), 0
     for i, (name, dim, x) in enumerate(zip(names, dims, args, strict=True)):
         if name in PER_SEQUENCE and isinstance(x, Tensor) and x.ndim > 1:
             x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
             folded[i], batch = x.flatten(0, 1), x.shape[1]
     results = operator(*folded)
-    # What is left out, such as the gradient of q = None, is empty and has one dimension.
+    # Missing results, such as the gradient of q = None, are empty and have one dimension.
     whole = [x.ndim > 1 for x in results]
     found = tuple(x.unflatten(0, (size, batch)) if y else x for x, y in zip(results, whole, strict=True))
     return found, tuple(0 if y else None for y in whole)

@@ -1,4 +1,4 @@
-"""The biases of the causal operators, a block of targets at a time."""
+"""The biases of the causal operators, in blocks of targets."""
 
 from functools import cached_property
 from typing import Protocol
@@ -11,31 +11,31 @@ from aft_vision.ops.local.band import block_length, skew, unskew
 
 
 class CausalBias(Protocol):
-    """The bias of one causal operator, read and differentiated a block of targets at a time."""
+    """The bias of one causal operator, read and differentiated in blocks of targets."""
 
     step: int
 
     def low(self, start: int) -> int:
-        """The first source that the block of targets from `start` weights one by one."""
+        """Return the first source with an individual weight for the block of targets from `start`."""
 
     def span(self) -> float:
-        """Return how far biases lie apart, that of 0 for older sources included; this reads them on the host."""
+        """Return the range of the biases, including 0 for older sources; reads them on the host."""
 
     def logits(self, start: int, stop: int) -> Tensor:
-        """(stop - start, stop - low) bias, minus infinity in the future."""
+        """Return the bias, (stop - start, stop - low), minus infinity in the future."""
 
     def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
         """Add the gradient of `logits`."""
 
     def rows(self, target: Tensor) -> Tensor:
-        """(N, T) bias of single targets, minus infinity in the future."""
+        """Return the bias (N, T) of single targets, minus infinity in the future."""
 
     def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
         """Add the gradient of `rows`."""
 
 
 class FullBias:
-    """A whole (T, T) bias, of which the lower triangle is read."""
+    """A whole (T, T) bias; only the lower triangle is read."""
 
     step = 128
 
@@ -44,7 +44,7 @@ class FullBias:
 
     @cached_property
     def grad(self) -> Tensor:
-        """Gradient of the bias, (T, T)."""
+        """Return the gradient of the bias, (T, T)."""
         return torch.zeros(self.bias.shape, dtype=accumulate_dtype(self.bias), device=self.bias.device)
 
     def low(self, start: int) -> int:
@@ -76,7 +76,7 @@ class BandBias:
 
     @cached_property
     def grad(self) -> Tensor:
-        """Gradient of the band, (T, s)."""
+        """Return the gradient of the band, (T, s)."""
         return torch.zeros(self.band.shape, dtype=accumulate_dtype(self.band), device=self.band.device)
 
     def low(self, start: int) -> int:
@@ -112,7 +112,7 @@ class BandBias:
 
 
 class NoBias:
-    """AFT-simple: every visible source weighs exp(k)."""
+    """No bias, for AFT-simple: every visible source has the weight exp(k)."""
 
     step = 64
 
@@ -130,14 +130,14 @@ class NoBias:
         return _hide_future(self.zero.expand(stop - start, stop - start), 0)
 
     def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
-        """Nothing to learn."""
+        """Do nothing: there is no bias."""
 
     def rows(self, target: Tensor) -> Tensor:
         future = torch.arange(self.tokens, device=target.device) > target[:, None]
         return self.zero.expand(future.shape).masked_fill(future, float('-inf'))
 
     def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
-        """Nothing to learn."""
+        """Do nothing: there is no bias."""
 
 
 def _span(bias: Tensor) -> float:

@@ -1,12 +1,12 @@
-"""The masked forms (footnote 2): target t sums over the sources up to t.
+"""The causal forms in torch (footnote 2): target t sums over the sources up to t.
 
-No maximum over all positions may enter: one large future key would underflow the past. Blocks of targets are worked in
-order, each with a reference per channel of its own, max(largest key before the block, largest key of the block - 60):
-it never falls, so the running sums of what lies before the window are only ever scaled down, and keys of the block may
-exceed it by e^60 without overflow. Elements that a jump inside the block still underflows, or that may miss a weight
-which vanished under such a key, are computed again by a joint log-sum-exp over what they see.
+A maximum over all positions is not possible: one large future key would underflow the past. Blocks of targets are
+processed in order. Each has a reference per channel, max(largest key before the block, largest key of the block - 60).
+The reference never falls, so running sums of the sources before the window are only scaled down, and keys of the block
+may exceed it by 60 nats without overflow. Elements that still underflow because of a jump within the block, or that may
+miss a weight that vanished, are recomputed by a joint log-sum-exp over the sources that they see.
 
-No target depends on a later token, be its key or value infinite or not a number.
+No target depends on a later token, even if its key or value is infinite or NaN.
 """
 
 import functools
@@ -39,7 +39,7 @@ from aft_vision.ops.local.eager import LocalInputs
 
 # How far a key may exceed its reference, in nats.
 HEADROOM = 60.0
-# Values beyond these are scaled down: they and the inverse of a denominator meet in a product.
+# Larger values are scaled down, because they are multiplied by the inverse of a denominator.
 LARGEST = {torch.float32: 2.0**20, torch.float64: 2.0**400}
 
 _Form = TypeVar('_Form', bound=Callable[..., tuple[Tensor, ...]])
@@ -54,7 +54,7 @@ class Past(NamedTuple):
 
 
 class _Block(NamedTuple):
-    # One block of targets [start, stop) and all it needs; N = B * D.
+    # One block of targets [start, stop) with its inputs; N = B * D.
     start: int
     stop: int
     low: int
@@ -76,7 +76,7 @@ class _Sequence:
         self.values = masked_values(v.to(self.dtype), mask).transpose(0, 1).flatten(1)
         self.bias = bias
         tiny = torch.finfo(self.dtype).tiny
-        # Where no repair follows, nor a look at values, the limits are those of all.
+        # Without a repair and a check of values, all targets have the same limits.
         self.may_vanish = may_branch(k) and not bias.span() <= -math.log(tiny)
 
     def blocks(self) -> Iterator[_Block]:
@@ -101,7 +101,7 @@ class _Sequence:
             past, left = torch.maximum(past, peak), low
 
     def _limit(self, logits: Tensor, weight: Tensor, older: Tensor) -> Tensor:
-        # That of `UNDERFLOW`, or of `vanishing_limit` for a target with a weight that is no normal number.
+        # `UNDERFLOW`, or `vanishing_limit` for a target with a subnormal weight.
         limit = torch.full_like(older, UNDERFLOW[self.dtype])
         if not self.may_vanish:
             return limit
@@ -116,21 +116,21 @@ class _Sequence:
 
 
 def vanishing_limit(dtype: torch.dtype, tokens: int) -> float:
-    """Return the threshold of denominators of a target with a weight that may have vanished.
+    """Return the threshold of denominators for a target with a weight that may have vanished.
 
-    Below it, sources that exceed their reference by the headroom may have been dropped with a part of it that counts.
+    Below it, the lost part of sources that exceed their reference by the headroom may be significant.
     """
     info = torch.finfo(dtype)
     return tokens * info.tiny * math.exp(HEADROOM) / (100 * info.eps)
 
 
 def shield_forward(form: _Form) -> _Form:
-    """Keep what is not finite from the targets before it, in a forward (inputs, ...).
+    """Wrap a forward (inputs, ...) so that values that are not finite do not reach earlier targets.
 
-    A source with a key of minus infinity counts for nothing, whatever its value.
+    A source with a key of minus infinity has no weight, whatever its value.
 
     Args:
-        form: gives y, and more; its y is NaN from the first such source of a channel on.
+        form: returns y, and more; its y becomes NaN from the first such source of a channel on.
     """
 
     @functools.wraps(form)
@@ -150,10 +150,10 @@ def shield_forward(form: _Form) -> _Form:
 
 
 def shield_backward(form: _Form) -> _Form:
-    """Keep what is not finite from the targets before it, in a backward (grad, y, den, inputs, need_bias).
+    """Wrap a backward so that values that are not finite do not reach earlier targets.
 
     Args:
-        form: gives the gradients of q, k, v and more; those that a target with such a source reaches are NaN.
+        form: returns the gradients of q, k, v and more; gradients from a target with such a source are NaN.
     """
 
     @functools.wraps(form)
@@ -169,7 +169,7 @@ def shield_backward(form: _Form) -> _Form:
             v=v.masked_fill(tainted | (k == float('-inf')), 0.0),
         )
         dq, dk, dv, *d_bias = _scaled_backward(form, grad_, y, den, clean, need_bias)
-        spoilt = tainted & (grad != 0)  # a target that is NaN spoils all that has made it
+        spoilt = tainted & (grad != 0)  # a NaN target makes the gradients of all its inputs NaN
         if q is not None:
             dq = dq.masked_fill(spoilt, float('nan'))
         channels = spoilt.any(1, keepdim=True)
@@ -182,7 +182,7 @@ def shield_backward(form: _Form) -> _Form:
 
 
 def scaled_forward(form: _Form) -> _Form:
-    """Keep large values from overflow, in a forward (inputs, ...), by powers of two for each channel."""
+    """Wrap a forward (inputs, ...) to scale large values by powers of two per channel, against overflow."""
 
     @functools.wraps(form)
     def scaled(inputs: Any, *others: Any) -> tuple[Tensor, ...]:
@@ -204,8 +204,8 @@ def _scaled_backward(
     inputs: Any,
     need_bias: bool,
 ) -> tuple[Tensor, ...]:
-    # A backward of values as `scaled_forward` has them, and of a gradient near 1: the inverse of a denominator may be
-    # as small as e^-60. float16 has no exponents for that, and needs none.
+    # A backward with the values of `scaled_forward` and a gradient near 1: the inverse of a denominator may be as small
+    # as e^-60. float16 has no exponents for that and does not need them.
     v = inputs.v
     if not may_branch(v) or torch.float16 in (grad.dtype, inputs.k.dtype, v.dtype):
         return form(grad, y, den, inputs, need_bias)
@@ -233,7 +233,7 @@ def _value_scale(inputs: Inputs) -> Tensor | None:
 
 
 def _largest(x: Tensor) -> float:
-    # The largest absolute value; NaN where there is one.
+    # The largest absolute value; NaN if there is one.
     if not x.numel():
         return 0.0
     low, high = (float(end) for end in x.aminmax())
@@ -241,7 +241,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _is_finite(y: Tensor) -> bool:
-    # By the last target, which sees all sources.
+    # Use the last target, which sees all sources.
     return math.isfinite(float(y[:, -1].sum(dtype=accumulate_dtype(y))))
 
 
@@ -260,7 +260,7 @@ def mix_causal(inputs: Inputs, bias: CausalBias, past: Past | None, save: bool) 
     """Return y and the denominators (B, T, D), each at the reference of its block; 0 where they underflow.
 
     Args:
-        past: of sources that every target sees with no bias, next to those of the sequence.
+        past: sums over sources before the sequence, which every target sees without a bias.
     """
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     out, den = empty_output(q, v), empty_denominator(k, v, save)
@@ -271,7 +271,7 @@ def mix_causal(inputs: Inputs, bias: CausalBias, past: Past | None, save: bool) 
         state, reference = torch.cat([past.numerator.flatten(), past.denominator.flatten()]), past.reference.flatten()
     for block in sequence.blocks():
         if reference is not None:
-            # In two halves: the factor may underflow where the sums are large.
+            # In two steps, because the factor may underflow for large sums.
             half = torch.exp((reference - block.reference) / 2).repeat(2)
             state = state * half * half
         reference = block.reference
@@ -297,14 +297,14 @@ def mix_causal(inputs: Inputs, bias: CausalBias, past: Past | None, save: bool) 
 def causal_forward(
     q: Tensor | None, k: Tensor, v: Tensor, bias: CausalBias, past: Past | None, mask: Tensor | None, save: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return what `mix_causal` does, of single tensors."""
+    """Return the result of `mix_causal` for separate tensors."""
     return mix_causal(Qkv(q, k, v, mask), bias, past, save)
 
 
 def causal_backward(
     grad: Tensor, y: Tensor, den: Tensor, inputs: Inputs, bias: CausalBias, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; that of the bias is left in `bias`. A scan over the blocks, last to first."""
+    """Return the gradients of q, k and v by a scan over the blocks in reverse; `bias` accumulates its own gradient."""
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     sequence = _Sequence(inputs, bias)
     g, out = grad.to(sequence.dtype), y.to(sequence.dtype)
@@ -343,15 +343,15 @@ def causal_backward(
 
 
 def sees_keys(k: Tensor, mask: Tensor | None, past: Past | None = None) -> Tensor:
-    """Return (B, T, D) bool: targets that see a source that counts. The others are 0, and need no repair."""
+    """Return (B, T, D) bool, True for targets that see a source; the others are 0 and need no repair."""
     seen = (masked_keys(k, mask) > float('-inf')).cumsum(1, dtype=torch.int32) > 0
     return seen if past is None else seen | (past.denominator > 0).unsqueeze(1)
 
 
 def logits_grad(weight: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient (C, L) of a block's logits, from that of its sums (C, 2N) and its exponentials (L, 2N).
+    """Return the gradient (C, L) of a block's logits, from the gradients of its sums (C, 2N) and exponentials (L, 2N).
 
-    A future source, whose weight is 0, may lie e^60 above a small denominator and overflow.
+    A future source, whose weight is 0, may exceed a small denominator by e^60 and overflow.
     """
     grad = torch.where(weight > 0, (left @ right.t()).to(dtype) * weight, 0.0)
     if may_branch(weight) and not bool(grad.isfinite().all()):
@@ -363,13 +363,13 @@ def logits_grad(weight: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype)
 def repair_forward(
     ratio: Tensor, inputs: Inputs, bias: CausalBias, lost: Tensor, start: int, past: Past | None
 ) -> None:
-    """Compute the lost elements of a block's ratio (B, C, D) again; it begins with the target `start`."""
+    """Recompute the lost elements of the ratio (B, C, D) of the block from target `start`."""
     if not bool(lost.any()):
         return
     k, mask = inputs.k, inputs.mask
     v = masked_values(inputs.v, mask)
     if past is not None:
-        # One more source, which stands for all before the sequence; the mask is of a sequence without a past.
+        # One more source for all sources before the sequence; the mask has no past.
         older = past.reference.double() + past.denominator.double().log()
         k = torch.cat([older.unsqueeze(1), k.double()], 1)
         mean = past.numerator.double() / past.denominator.double().clamp_min(torch.finfo(torch.double).tiny)

@@ -1,7 +1,7 @@
 """AFT-local, causal, in Triton (AFT Eq. 4): all blocks of targets at once.
 
-Two short kernels find what each block needs of the tokens before it, so that not only sequences and channels but also
-blocks are worked side by side: a few long sequences fill a GPU.
+Two short kernels compute the sums before each block, so that blocks also run in parallel, and a few long sequences fill
+a GPU.
 """
 
 import torch
@@ -17,16 +17,16 @@ from aft_vision.ops.common.launch import as_bytes, launching, like, products, ro
 from aft_vision.ops.common.numerics import empty_denominator, empty_output
 from aft_vision.ops.local.eager import LocalInputs
 
-# Programs of the gradient of the band, about: some for each multiprocessor of a large GPU.
+# Approximate number of programs for the gradient of the band: several per multiprocessor of a large GPU.
 PROGRAMS = 512
-# With fewer, their tiles spill out of the registers, and a device sets memory aside for that.
+# With fewer, tiles spill out of the registers into device memory.
 REPAIR_WARPS = 8
-# A scan overwrites what it has read. Several warps would hold the same channels, and one might read too late.
+# A scan overwrites its input. Several warps would have the same channels, and one might read too late.
 SCAN_WARPS = 1
 
 
 class _Call:
-    """Sizes, tiles, the band's exponentials and the summaries of the past, which forward and backward share."""
+    """Sizes, tiles, the exponentials of the band and the sums of the past, shared by forward and backward."""
 
     def __init__(self, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> None:
         self.k, self.v, self.mask, self.band = rows(k), rows(v), as_bytes(mask), band.contiguous()
@@ -42,7 +42,7 @@ class _Call:
         self.tile = {'BC': self.BC, 'BD': self.BD}
         self.exp, self.older = self._exponentials()
         self.past = self._past()
-        # The first token of each sequence that counts: targets before it see nothing, which is no underflow.
+        # The first unmasked token of each sequence: targets before it see no source, which is not an underflow.
         self.first = None if mask is None else torch.where(mask.any(1), mask.int().argmax(1), self.T).int()
 
     @property
@@ -52,12 +52,12 @@ class _Call:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """T, D, s and the number of blocks."""
+        """Return T, D, s and the number of blocks."""
         return self.T, self.D, self.window, self.blocks
 
     @property
     def keys_and_values(self) -> tuple[Tensor | None, ...]:
-        """Return keys and values as the kernels take them."""
+        """Return keys and values in the layout of the kernels."""
         return self.k, self.v, self.mask
 
     def _exponentials(self) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class _Call:
         outside = torch.arange(self.window, device=self.band.device) < self.window - 1 - target[:, None]
         w = self.band.float().masked_fill(outside, float('-inf'))
         row = w.amax(1)
-        # A row of minus infinity sees nothing.
+        # A row of minus infinity sees no source.
         row = torch.where(target < self.window, row.clamp_min(FLOOR.value), row.clamp_min(0.0))
         return torch.exp(w - row[:, None]).to(self.product_dtype), torch.exp(-row.clamp_min(0.0))
 
@@ -85,7 +85,7 @@ class _Call:
         return past
 
     def lost(self) -> Tensor:
-        """Return an uninitialised buffer for whether a tile has elements that underflowed."""
+        """Return an uninitialised buffer of flags for tiles with underflowed elements."""
         return torch.empty((self.blocks, self.B, self.strips), dtype=torch.int32, device=self.v.device)
 
 
@@ -166,7 +166,7 @@ def local_causal_backward(
 
 
 def _band_grad(call: _Call, r: Tensor) -> Tensor:
-    """Gradient of the band (T, s)."""
+    """Return the gradient of the band (T, s)."""
     strips = call.B * call.strips
     splits = max(1, min(strips, PROGRAMS // (call.blocks * call.band_tiles)))
     grad = r.new_zeros((splits, call.T, call.window), dtype=torch.float32)

@@ -17,14 +17,14 @@ from aft_vision.ops.common.kernels import FLOOR
 from aft_vision.ops.common.launch import as_bytes, launching, like, rows, strides
 from aft_vision.ops.common.numerics import Qkv, empty_denominator, empty_output
 
-# Channels of a program that looks for the largest key of a group.
+# Channels of a program that finds the largest key of a group.
 GROUP_CHANNELS = 64
-# Sequences are cut into parts of so many tokens, or a multiple, while there are fewer programs than this of CHANNELS
-# channels: some for each multiprocessor of a large GPU. Every tile of tokens goes into such a part.
+# Sequences are cut into parts of a multiple of this many tokens, while there are fewer programs than this of CHANNELS
+# channels: several per multiprocessor of a large GPU. Every tile of tokens fits into a part.
 PART = 128
 PROGRAMS = 512
 CHANNELS = 32
-# The tile of what sums over a part.
+# The tile of the kernels that sum over a part.
 SUMMARY = {'BT': 32, 'BD': CHANNELS}
 
 
@@ -73,7 +73,7 @@ def simple_causal_backward(
 
 
 def _cut(v: Tensor) -> tuple[int, int]:
-    # The length of the parts of each sequence, and how many there are.
+    # The length and number of the parts of each sequence.
     B, T, D = v.shape
     wanted = max(1, PROGRAMS // (B * triton.cdiv(D, CHANNELS)))
     length = triton.cdiv(triton.cdiv(T, wanted), PART) * PART
@@ -81,12 +81,12 @@ def _cut(v: Tensor) -> tuple[int, int]:
 
 
 def _sums(v: Tensor, parts: int) -> Tensor | None:
-    # Room for what a part needs of others, (B, parts, 3, D); None if it is alone.
+    # A buffer (B, parts, 3, D) for the sums of other parts; None for a single part.
     B, _, D = v.shape
     return None if parts == 1 else torch.empty((B, parts, 3, D), dtype=torch.float32, device=v.device)
 
 
 def _scan(sums: Tensor, reverse: bool) -> None:
     B, parts, _, D = sums.shape
-    # One warp, of which each thread has a channel: it overwrites what it has read, and nobody else reads it.
+    # One warp with one channel per thread: it overwrites its input, which no other thread reads.
     scan_kernel[(B * triton.cdiv(D, CHANNELS),)](sums, D, parts, REVERSE=reverse, BD=CHANNELS, num_warps=1)

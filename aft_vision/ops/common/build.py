@@ -1,10 +1,10 @@
 """The build of the C++ kernels at first use. If it fails, one line is logged and the torch forms run.
 
-They include nothing of torch, so one call of the compiler is all: no headers, no ninja, and nothing that depends on the
-version of torch or of Python.
+The sources include no torch headers, so the build is one call of the compiler, without ninja, and does not depend on
+the version of torch or Python.
 
-A library is kept under the digest of its own bytes, which is compared before it is loaded, in a folder that no other
-user can write to.
+A library is named by the digest of its bytes, which is compared before it is loaded. Its folder is writable only by
+this user.
 """
 
 import contextlib
@@ -34,14 +34,15 @@ _logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 SOURCES = sorted(FOLDER.parent.glob('*/*.cpp'))
 HEADERS = sorted(FOLDER.parent.glob('*/*.h'))
-# Not -march=native: machines that differ may share the cache. Not -ffast-math: it would undo the rounding in exp.
+# Not -march=native, because different machines may share the cache. Not -ffast-math, which would undo the rounding in
+# exp.
 FLAGS = ['-O3', '-std=c++17', '-fopenmp', '-ffp-contract=fast', '-fno-math-errno']
-# Predictive commoning keeps sources of the next tap in registers that the sums need; without it the forward is faster.
-# Clang has no such thing, and refuses the flag.
+# Predictive commoning keeps sources of the next tap in registers that the sums need, so the forward is faster without
+# it. Clang does not have it and rejects the flag.
 GCC_FLAGS = ['-fno-predictive-commoning']
-# A new build takes the place of those of other versions that nobody has loaded for so long: 30 days.
+# A new build removes libraries of other versions that were not loaded for this long: 30 days.
 UNUSED_SECONDS = 30 * 24 * 3600
-# No build takes so long: one hour. An older unfinished one was killed, on this host or on another.
+# No build takes this long: one hour. An older unfinished one was killed, on this or another host.
 KILLED_SECONDS = 3600
 VECTOR_FLAGS = {
     'AVX2': ['-mavx2', '-mfma'],
@@ -49,16 +50,16 @@ VECTOR_FLAGS = {
 }
 
 
-# Of AVX512 machines that multiply bfloat16. GCC knows it from version 10 on.
+# For AVX-512 machines that multiply bfloat16; GCC 10 or newer.
 HALF_FLAG = '-mavx512bf16'
-# What a function of `guard.h` returns for std::bad_alloc, and for every other exception.
+# Return values of the functions of `guard.h` for std::bad_alloc and for every other exception.
 OUT_OF_MEMORY, FAILED = -1000, -1001
-# The beginning of the name of a folder that a build is made in.
+# Prefix of the names of build folders.
 UNFINISHED = 'unfinished_'
 
 
 class Kernels(ctypes.CDLL):
-    """The compiled functions, which raise a MemoryError or a RuntimeError for an exception of C++."""
+    """The compiled functions; a C++ exception becomes a MemoryError or a RuntimeError."""
 
     def __getitem__(self, name: Any) -> Any:
         function = super().__getitem__(name)
@@ -76,12 +77,12 @@ class Kernels(ctypes.CDLL):
 
 @functools.cache
 def library() -> Kernels | None:
-    """The compiled kernels; None, after one line in the log, where they cannot be built."""
+    """Return the compiled kernels; if they cannot be built, log one line and return None."""
     try:
         try:
             return _load(_build())
         except OSError:
-            # What was kept may belong to a system with other libraries.
+            # The cached library may be from a system with other libraries.
             return _load(_build(rebuild=True))
     except (OSError, RuntimeError) as error:
         _logger.warning(
@@ -93,7 +94,7 @@ def library() -> Kernels | None:
 
 
 def compiled() -> Kernels:
-    """The kernels where `library` has them."""
+    """Return the compiled kernels, which must exist."""
     found = library()
     assert found is not None
     return found
@@ -101,21 +102,21 @@ def compiled() -> Kernels:
 
 def _load(path: Path) -> Kernels:
     found = Kernels(str(path))
-    # The time of its last use. The folder may be one that others have filled.
+    # Record the time of the last use; the folder may not be writable.
     with contextlib.suppress(OSError):
         os.utime(path)
     return found
 
 
 def _build(rebuild: bool = False) -> Path:
-    """Return the path of the shared library, compiled unless it is kept.
+    """Return the path of the shared library; compile it unless it is cached.
 
     Args:
-        rebuild: whether to compile it although it is kept.
+        rebuild: compile it even if it is cached.
 
     Raises:
         OSError: the folder cannot be written.
-        RuntimeError: there is no compiler, it fails, or there is no folder of our own.
+        RuntimeError: there is no compiler, it fails, or there is no private folder.
     """
     if os.name != 'posix':
         raise RuntimeError(f'expected a POSIX system, got {platform.system()}')
@@ -142,7 +143,7 @@ def _build(rebuild: bool = False) -> Path:
         return kept
     with locked(folder / 'lock'):
         _remove_killed(folder)
-        # Another process may have built it meanwhile.
+        # Another process may have built it in the meantime.
         kept = None if rebuild else _kept(folder, name)
         if kept is not None:
             return kept
@@ -169,10 +170,10 @@ def _chosen_compiler() -> list[str]:
 
 
 def _folder() -> Path:
-    """Return the folder that libraries are kept in: where torch keeps extensions, or a private one.
+    """Return the folder of the libraries: that of torch's extensions, or a private one.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
         RuntimeError: other users can write to both.
     """
     root = os.environ.get('TORCH_EXTENSIONS_DIR') or Path.home() / '.cache' / 'torch_extensions'
@@ -182,7 +183,7 @@ def _folder() -> Path:
         _close_folder(usual)
     if not _others_write(usual):
         return usual
-    # Its name is known to all, and any user may have put something there before.
+    # Its name is predictable, so another user may have created it.
     _make_folder(private)
     if private.is_symlink() or _others_write(private):
         raise RuntimeError(f'other users can write to {usual} and to {private} (chown them, or chmod go-w)')
@@ -199,7 +200,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _close_folder(path: Path) -> None:
-    # As a umask of 002 leaves it. Others may have changed what is in it.
+    # Typical with a umask of 002. Other users may have changed its content.
     path.chmod(path.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
     for library in path.glob('kernels_*.so'):
         library.unlink(missing_ok=True)
@@ -213,7 +214,7 @@ def _others_write(path: Path) -> bool:
 
 
 def _kept(folder: Path, name: str) -> Path | None:
-    # The last used of the libraries of a name, which may be a pattern, that are as they were built.
+    # The most recently used undamaged library of a name, which may be a pattern.
     found = [x for x in folder.glob(f'{name}_*.so') if not _others_write(x) and x.stem.endswith(_digest_of(x))]
     return max(found, key=lambda x: x.stat().st_mtime, default=None)
 
@@ -223,7 +224,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _remove_killed(folder: Path) -> None:
-    # A build may be running on another host: where locks are local to a host, ours does not keep it out.
+    # A build may be running on another host, which a lock local to this host does not exclude.
     for left in folder.glob(f'{UNFINISHED}*'):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > KILLED_SECONDS:
@@ -234,14 +235,14 @@ def _compile(command: list[str], folder: Path, name: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix=UNFINISHED) as place:
         built = Path(place) / f'{name}.so'
         command = [*command, '-shared', '-fPIC', *map(str, SOURCES), '-o', str(built)]
-        # The compiler's own temporary files are then removed with ours.
+        # So that the compiler's temporary files are removed with ours.
         environment = {**os.environ, 'TMPDIR': place}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             raise RuntimeError(f'{Path(command[0]).name} failed: {_first_error(done.stderr)}')
         path = folder / f'{name}{_digest_of(built)}.so'
         built.chmod(built.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
-        # Its bytes are on the disk before its name is, whenever the machine stops.
+        # Sync the bytes before the rename, in case the machine stops.
         _write_through(built)
         os.replace(built, path)
         _write_through(folder)
@@ -264,20 +265,20 @@ def _remove_replaced(paths: Iterable[Path]) -> None:
 
 def _remove_unused(paths: Iterable[Path]) -> None:
     for path in paths:
-        # Another process may remove it too. One that has loaded it keeps what it has.
+        # Another process may remove it too. A process that has loaded it is not affected.
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > UNUSED_SECONDS:
                 path.unlink()
 
 
 def _first_error(output: str) -> str:
-    # What a compiler says before only leads to it.
+    # Lines before the first error only give context.
     lines = output.strip().splitlines()
     return next((line for line in lines if 'error:' in line), lines[0] if lines else 'it says nothing')
 
 
 def _identify(command: list[str]) -> bytes:
-    # By what it says of its name and version.
+    # Identify it by its name and version output.
     return subprocess.run([*command, '--version'], capture_output=True, check=False).stdout
 
 

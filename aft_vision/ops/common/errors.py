@@ -1,4 +1,4 @@
-"""An error in one line of the log."""
+"""Errors as one line."""
 
 
 def first_line(error: BaseException) -> str:

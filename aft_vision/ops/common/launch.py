@@ -1,4 +1,4 @@
-"""Where the Triton kernels run, and how they are launched; imports Triton only when a kernel is to run.
+"""Support and launch of the Triton kernels; imports Triton only when a kernel runs.
 
 Triton is optional. Its kernels take tensors of one CUDA device, or, for tests and debugging, CPU tensors in Triton's
 interpreter under TRITON_INTERPRET=1, which must be set before the first of them runs.
@@ -26,34 +26,34 @@ _logger = logging.getLogger(__name__)
 
 # Sums are float32 in all of them.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# A denominator below this has lost digits to underflow, as in the torch forms.
+# A denominator below this has lost precision by underflow, as in the torch forms.
 LIMIT = UNDERFLOW[torch.float32]
 # The oldest GPUs that Triton supports.
 CAPABILITY = (8, 0)
-# Sequences lie along a side of the grid of programs that is no longer than this.
+# The largest size of the grid dimension of the sequences.
 SEQUENCES = 65535
-# Offsets in a sequence and in a bias have 32 bits; half of what these count, for tiles that reach over the end.
+# Offsets in a sequence and in a bias are 32-bit integers; half of their range, because tiles extend beyond the end.
 ELEMENTS = 1 << 30
 
-# Held while kernels are launched: a tuner, and the interpreter, keep what belongs to one launch in themselves.
+# Held while kernels are launched: a tuner and the interpreter store the state of one launch.
 _lock = threading.RLock()
-# Why Triton does not run on a device, in one line, or None; of those where it was tried.
+# The reason why Triton does not run on a device, or None, for each device that was tried.
 _failures: dict[torch.device, str | None] = {}
-# Devices where it was said to fail.
+# Devices whose failure was logged.
 _logged: set[torch.device] = set()
 
 
 def can_run(inputs: Sequence[Any]) -> bool:
-    """Return whether the kernels support such inputs of an operator (q, k, v, ...), and run where these are.
+    """Return whether the kernels support these inputs of an operator (q, k, v, ...) and run on their device.
 
-    They do if all tensors are on one device where Triton runs, in its floating-point types, not empty, and not too
-    large for the kernels' offsets and grids, of which one warning says so.
+    All tensors must be on one device where Triton runs, in its floating-point types, not empty, and small enough for
+    the kernels' offsets and grids; larger ones give one warning.
     """
     return _covers(inputs) and failure(_device(inputs)) is None
 
 
 def check(inputs: Sequence[Any]) -> None:
-    """Raise a RuntimeError if the kernels take such inputs, and cannot run only because Triton fails to compile."""
+    """Raise a RuntimeError if the kernels support these inputs but Triton fails to compile."""
     device = _device(inputs)
     reason = failure(device) if _covers(inputs) else None
     if reason is not None:
@@ -77,10 +77,10 @@ def _device(inputs: Sequence[Any]) -> torch.device:
 
 
 def failure(device: torch.device) -> str | None:
-    """Return why Triton cannot compile for a CUDA device and run there, in one line; None where it can.
+    """Return why Triton cannot compile for and run on a CUDA device, in one line, or None if it can.
 
-    A kernel is tried once for each device, and its first failure is logged. While a CUDA graph is captured it is only
-    compiled, and tried once nothing is captured, also where it failed: the capture itself may have been the cause.
+    A kernel is tried once per device, and its first failure is logged. While a CUDA graph is captured it is only
+    compiled. It is tried after the capture, even if it failed, because the capture may have been the cause.
     """
     with _lock:
         if device.type != 'cuda' or device in _failures:
@@ -100,7 +100,7 @@ def failure(device: torch.device) -> str | None:
 def _find_failure(device: torch.device, attempt: Callable[[torch.device], None]) -> str | None:
     try:
         attempt(device)
-    # Without a C compiler, ptxas or a driver that fits it, each part of Triton fails in its own way.
+    # Parts of Triton raise different errors without a C compiler, ptxas or a matching driver.
     except Exception as error:
         return first_line(error)
     return None
@@ -124,15 +124,15 @@ def _try_kernel(device: torch.device) -> None:
 
 
 def interprets() -> bool:
-    """Return whether kernels that are first used now run in Triton's interpreter.
+    """Return whether kernels used for the first time now run in Triton's interpreter.
 
-    It is read each time: tests set it for a while.
+    The variable is read each time, because tests change it.
     """
     return os.environ.get('TRITON_INTERPRET') == '1'
 
 
 def supports(device: torch.device) -> bool:
-    """Return whether there is Triton for a device: on CUDA, or on a CPU in its interpreter."""
+    """Return whether Triton supports a device: CUDA, or a CPU in its interpreter."""
     if device.type == 'cpu':
         return interprets() and _has_triton()
     return device.type == 'cuda' and _has_triton() and torch.cuda.get_device_capability(device) >= CAPABILITY
@@ -148,7 +148,7 @@ def _fits(inputs: Sequence[Any]) -> bool:
 
 
 def _reach(x: Tensor, first: int) -> int:
-    # From the first element to the last in memory, over the dimensions from `first` on.
+    # The range of memory from the first element to the last, over the dimensions from `first` on.
     return sum((length - 1) * stride for length, stride in zip(x.shape[first:], x.stride()[first:], strict=True))
 
 
@@ -167,15 +167,15 @@ def _has_triton() -> bool:
 
 
 def tuned(key: list[str], interpreted: dict[str, int], *configs: tuple[dict[str, int], int]) -> Callable[[Any], Any]:
-    """Return a decorator above `triton.jit`: the fastest configuration for each value of the key is measured and kept.
+    """Return a decorator for `triton.jit` that measures and caches the fastest configuration for each key.
 
-    Lengths up to the same power of two share a choice, and each kind of device has its own. Triton keeps it on disk
-    too. While a CUDA graph is captured nothing can be measured: the first one runs, and stays.
+    Lengths up to the same power of two share a choice, separately for each kind of device. Triton also caches it on
+    disk. While a CUDA graph is captured nothing can be measured: the first configuration is chosen.
 
     Args:
-        key: arguments of the kernel, none of which changes with every batch.
-        interpreted: the constants in the interpreter: tiles so small that little tests have several.
-        configs: constants and number of warps, the most likely one first.
+        key: arguments of the kernel that do not change with every batch.
+        interpreted: the constants in the interpreter: tiles so small that small tests have several.
+        configs: constants and number of warps, the best guess first.
     """
     import triton
 
@@ -189,16 +189,16 @@ def tuned(key: list[str], interpreted: dict[str, int], *configs: tuple[dict[str,
 
 @contextmanager
 def launching(name: str, x: Tensor) -> Iterator[None]:
-    """Run kernels on the device of x, shown in profiles as aft_vision::name, one thread at a time."""
+    """Run kernels on the device of x, one thread at a time; profiles show them as aft_vision::name."""
     device = torch.cuda.device(x.device) if x.is_cuda else nullcontext()
     with record_function(f'aft_vision::{name}'), device, _lock:
         yield
 
 
 def product_type(v: Tensor) -> torch.dtype:
-    """Return the type of the operands of `tl.dot`: bfloat16 stays, all else is float32.
+    """Return the type of the operands of `tl.dot`: bfloat16 for bfloat16, else float32.
 
-    The interpreter knows no bfloat16.
+    The interpreter does not support bfloat16.
     """
     return torch.bfloat16 if v.dtype == torch.bfloat16 and not interprets() else torch.float32
 
@@ -206,7 +206,7 @@ def product_type(v: Tensor) -> torch.dtype:
 def products(v: Tensor) -> dict[str, Any]:
     """Return the constants PRODUCT, the type of the operands of `tl.dot`, and PRECISION, its input_precision.
 
-    float32 is multiplied in three products of TF32, where there are tensor cores for it.
+    float32 is multiplied in three TF32 products on tensor cores that support it.
     """
     import triton.language as tl
 
@@ -221,7 +221,7 @@ def rows(x: Tensor) -> Tensor: ...
 @overload
 def rows(x: None) -> None: ...
 def rows(x: Tensor | None) -> Tensor | None:
-    """Return the tensor, copied only if its channels are not contiguous; a part of a fused projection is not copied."""
+    """Return the tensor, copied only if its channels are not contiguous: slices of a fused projection are not."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -236,5 +236,5 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
 
 
 def like(x: Tensor) -> Tensor:
-    """Return an uninitialised buffer for the gradient of x: contiguous, in its type."""
+    """Return an uninitialised contiguous buffer for the gradient of x, in its data type."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

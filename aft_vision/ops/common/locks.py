@@ -13,9 +13,9 @@ _fcntl: Any = importlib.import_module('fcntl') if os.name == 'posix' else None
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file, which is made if it is missing, and yield True; False where there are no locks.
+    """Hold the lock of a file, created if missing, and yield True, or yield False if locks are not supported.
 
-    Not every system and network file system has them. The system releases a lock when its process ends.
+    Not every operating system and network file system supports them. A lock is released when its process ends.
     """
     with path.open('w') as file:
         held = False

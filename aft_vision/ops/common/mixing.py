@@ -1,6 +1,6 @@
 """One forward and one backward for every operator y = sigmoid(q) * (W (e^k v)) / (W e^k).
 
-`Weights` stands for W = exp(w - reference): what differs between the operators is only how W is applied.
+`Weights` represents W = exp(w - reference). The operators differ only in how W is applied.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from aft_vision.ops.common.numerics import (
 )
 from aft_vision.ops.common.repair import joint_softmax, lost_elements
 
-# Scratch of one batch chunk, in elements of the (token, batch, value and key) workspace: stays within the caches.
+# Workspace of one batch chunk, in elements of (token, batch, value and key); fits into the caches.
 CHUNK_ELEMENTS = 1 << 21
 
 
@@ -39,8 +39,8 @@ class Workspace(NamedTuple):
 class Weights(Protocol):
     """The non-negative position weights exp(w - reference) of one operator.
 
-    writes_to_spare: whether its products use the spare workspace; if not, none is made for them.
-    chunk_elements: of the workspace, that a CPU works at a time.
+    writes_to_spare: whether its products use the spare workspace; if not, none is allocated. chunk_elements: workspace
+    elements of one chunk on a CPU.
     """
 
     writes_to_spare: bool
@@ -49,19 +49,19 @@ class Weights(Protocol):
     def chunk_elements(self) -> int: ...
 
     def workspace(self, batch: int) -> Workspace:
-        """An uninitialised workspace for `batch` sequences."""
+        """Return an uninitialised workspace for `batch` sequences."""
 
     def apply(self, x: Workspace, spare: Workspace) -> Workspace:
-        """W x: sums over sources. `spare` may be written to and be the result."""
+        """Return W x, the sums over sources. `spare` may be overwritten and may be the result."""
 
     def apply_transpose(self, x: Workspace, spare: Workspace) -> Workspace:
-        """W^T x: sums over targets. `spare` may be written to and be the result."""
+        """Return W^T x, the sums over targets. `spare` may be overwritten and may be the result."""
 
     def add_grad(self, grad: Workspace, x: Workspace) -> None:
-        """Add the gradient of sum(grad * W x) to the weights' own."""
+        """Add the gradient of sum(grad * W x) to the gradient of the weights."""
 
     def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
-        """The rows w[target, :] of the bias itself, (N, T); minus infinity where a source may not be seen."""
+        """Return rows w[target, :] of the bias, (N, T); minus infinity for sources that the target must not see."""
 
     def add_bias_rows_grad(self, head: Tensor, target: Tensor, grad: Tensor) -> None:
         """Add the gradient (N, T) of `bias_rows`."""
@@ -83,7 +83,7 @@ def mix_backward(
     weights: Weights,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, empty for q = None; that of the bias is left in `weights`."""
+    """Return the gradients of q, k, v, empty for q = None; `weights` accumulates the gradient of the bias."""
     q, k, v = inputs.q, inputs.k, inputs.v
     found = Qkv(None if q is None else q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), None)
     buffers = _Buffers(weights, count=3)
@@ -95,7 +95,7 @@ def mix_backward(
 
 
 def _forward_chunk(inputs: Qkv, weights: Weights, spaces: list[Workspace], out: Tensor, den: Tensor) -> None:
-    # y and, unless den is empty, the denominators of b sequences, in two workspaces for as many.
+    # Compute y and, unless den is empty, the denominators of b sequences, with two workspaces of that size.
     q, k, v, mask = inputs
     x, spare = spaces
     v = _by_head(masked_values(v, mask), k.shape[2])
@@ -121,7 +121,7 @@ def _backward_chunk(
     spaces: list[Workspace],
     into: Qkv,
 ) -> None:
-    # The gradients of q, k and v of b sequences, in three workspaces for as many; adds to the weights'.
+    # Compute the gradients of q, k and v of b sequences with three workspaces; add to the gradient of the weights.
     q, k, v, mask = inputs
     dq, dk, dv, _ = into
     dtype, heads = accumulate_dtype(v), k.shape[2]
@@ -189,7 +189,7 @@ def _repair_backward(
 
 
 def _underflowed(bottom: Tensor) -> Tensor | None:
-    # On a CPU None when nothing underflowed, so that the common path pays for one minimum alone.
+    # On a CPU None if nothing underflowed, so that the common path costs only one minimum.
     limit = UNDERFLOW[bottom.dtype]
     if may_branch(bottom) and bool(bottom.amin() >= limit):
         return None
@@ -197,7 +197,7 @@ def _underflowed(bottom: Tensor) -> Tensor | None:
 
 
 class _Buffers:
-    # Workspaces that are written again for every chunk of the same length: fresh memory costs more than the sums.
+    # Workspaces reused for every chunk of the same length: new memory costs more than the sums.
     def __init__(self, weights: Weights, count: int = 2) -> None:
         self.weights, self.count = weights, count
         self.length, self.spaces = 0, list[Workspace]()
@@ -205,9 +205,9 @@ class _Buffers:
     def take(self, length: int) -> list[Workspace]:
         if length != self.length:
             own = self.count if self.weights.writes_to_spare else self.count - 1
-            self.length, self.spaces = length, []  # the old ones go first
+            self.length, self.spaces = length, []  # free the old ones first
             self.spaces = [self.weights.workspace(length) for _ in range(own)]
-            # In the place of a spare one that nobody writes to.
+            # Instead of a spare workspace that is never written.
             self.spaces += self.spaces[: self.count - own]
         return self.spaces
 

@@ -1,4 +1,4 @@
-"""Dtypes, validity of inputs, the gate and the shifted exponentials, which all torch forms share."""
+"""Data types, input checks, the gate and the shifted exponentials, shared by all torch forms."""
 
 import functools
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-# A weighted sum of exponentials below this has lost digits to underflow: its row is computed again, jointly.
+# A weighted sum of exponentials below this has lost precision by underflow; its row is recomputed by a joint softmax.
 UNDERFLOW = {torch.float32: 1e-30, torch.float64: 1e-290}
 
 
 class Inputs(Protocol):
-    """The inputs of any operator: those that lie along the tokens, and its own."""
+    """The inputs of any operator: q, k, v and mask, and its own."""
 
     @property
     def q(self) -> Tensor | None: ...
@@ -29,7 +29,7 @@ class Inputs(Protocol):
 
 
 class Qkv(NamedTuple):
-    """The inputs that lie along the tokens: all that `ops.aft_simple` has, or a part of an operator's."""
+    """The inputs per token: all of `ops.aft_simple`, and a part of any operator's."""
 
     q: Tensor | None
     k: Tensor
@@ -38,22 +38,22 @@ class Qkv(NamedTuple):
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[None]:
-    """Return a context in which nothing is cast down; devices without autocast, such as meta, need none."""
+    """Return a context without autocast; a null context for devices without it, such as meta."""
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of maxima, exponentials, divisions and sums: float64 stays, all else is float32."""
+    """Return the dtype of maxima, exponentials, divisions and sums: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of the operands of a matrix product.
 
-    bfloat16 stays where the device multiplies it: a CPU without such instructions is over ten times slower in it than
-    in float32. float16 is widened, since exp underflows in it.
+    bfloat16 is kept if the device multiplies it: a CPU without such instructions is over ten times slower in bfloat16
+    than in float32. float16 is widened, because exp underflows in it.
     """
     if x.dtype == torch.bfloat16 and (x.device.type != 'cpu' or _cpu_multiplies_bfloat16()):
         return torch.bfloat16
@@ -62,7 +62,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 @functools.cache
 def _cpu_multiplies_bfloat16() -> bool:
-    # oneDNN says that AVX-512 supports it, and without AVX512_BF16 emulates it, slower than a product in float32.
+    # oneDNN reports support with AVX-512, but without AVX512_BF16 emulates it, slower than float32.
     emulated = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and not emulated
 
@@ -106,12 +106,12 @@ def masked_keys(k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def masked_values(v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return values, 0 where the mask is False: not even NaN there may reach a result or a gradient."""
+    """Return values, 0 where the mask is False, so that even NaN there reaches no result or gradient."""
     return v if mask is None else v.masked_fill(~mask[..., None], 0.0)
 
 
 def shifted_exp(k: Tensor, mask: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Return exp(k - max over tokens), (B, T, h), also written to out; zero without a key that counts."""
+    """Return exp(k - max over tokens), (B, T, h), also written to out; zero if all tokens are masked."""
     k = masked_keys(k, mask)
     # Finite: exp(-inf - finite) = 0.
     peak = k.amax(dim=1, keepdim=True).clamp_min(torch.finfo(k.dtype).min)
@@ -134,10 +134,10 @@ def empty_output(q: Tensor | None, v: Tensor) -> Tensor:
 
 
 def empty_denominator(k: Tensor, v: Tensor, save: bool) -> Tensor:
-    """Return a buffer for the denominators (B, T, h) that the backward reuses, empty unless they are saved."""
+    """Return a buffer for the denominators (B, T, h) that the backward reuses, empty if they are not saved."""
     return k.new_empty(k.shape if save else 0, dtype=product_dtype(v))
 
 
 def may_branch(x: Tensor) -> bool:
-    """Return whether a branch on values costs nothing: on an accelerator it would synchronise every layer."""
+    """Return whether a branch on values is free: on an accelerator it would synchronise every layer."""
     return x.device.type == 'cpu'

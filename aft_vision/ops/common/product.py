@@ -1,4 +1,4 @@
-"""Weights as words, which the kernels around `product.h` share."""
+"""Weights packed as words, for the kernels that use `product.h`."""
 
 import functools
 
@@ -13,7 +13,7 @@ LEAST = UNDERFLOW[torch.float32]
 
 
 def multiplies_pairs(v: Tensor) -> bool:
-    """Return whether a word of an operand is a pair of bfloat16 terms, not a float32."""
+    """Return whether a word of an operand is a pair of bfloat16 terms instead of a float32."""
     return product_dtype(v) == torch.bfloat16 and bool(compiled().aft_has_pairs())
 
 
@@ -29,7 +29,7 @@ def whole_vectors(count: int) -> int:
 
 
 def pack_neighbours(weights: Tensor, pairs: bool) -> Tensor:
-    """Return weights (n, terms) as words: each of a term, or of a term and the next."""
+    """Return weights (n, terms) as words, each with one term, or with a term and the next."""
     if not pairs:
         return weights.contiguous()
     following = F.pad(weights[:, 1:], (0, 1))

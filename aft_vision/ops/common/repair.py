@@ -1,4 +1,4 @@
-"""Repair of underflowed elements: which they are, and their weights without underflow."""
+"""Repair of underflowed elements: their indices, and their weights by a joint softmax."""
 
 from collections.abc import Iterator
 
@@ -7,25 +7,25 @@ from torch import Tensor
 
 from aft_vision.ops.common.numerics import masked_keys
 
-# Scratch of the repair path, in elements.
+# Workspace of the repair, in elements.
 REPAIR_ELEMENTS = 1 << 20
 
 
 def lost_elements(lost: Tensor, elements_each: int) -> Iterator[tuple[Tensor, ...]]:
-    """Indices of the True elements of lost (B, T, h) as (batch, target, head), as many at a time as the scratch holds.
+    """Yield indices (batch, target, head) of the True elements of lost (B, T, h), in chunks that fit the workspace.
 
     Args:
         lost: (B, T, h) bool.
-        elements_each: scratch elements that one of them takes.
+        elements_each: workspace elements per lost element.
     """
     for index in lost.nonzero().split(max(1, REPAIR_ELEMENTS // elements_each)):
         yield index.unbind(1)
 
 
 def joint_softmax(k: Tensor, mask: Tensor | None, batch: Tensor, head: Tensor, bias_rows: Tensor) -> Tensor:
-    """softmax over sources of k[batch, :, head] + bias_rows, (N, T) in float64.
+    """Return the softmax over sources of k[batch, :, head] + bias_rows, (N, T) in float64.
 
-    The joint form never underflows. A row that sees nothing is zero.
+    The joint form never underflows. A row without visible sources is zero.
     """
     keys = masked_keys(k, mask).double().transpose(1, 2)[batch, head]  # (N, T)
     return torch.softmax(keys + bias_rows.double(), dim=1).nan_to_num_(nan=0.0)

@@ -1,7 +1,8 @@
 """The forward-mode derivative of every operator: the weights of its forward, applied to tangents.
 
 With p the normalised weights and m the mean of the values, dm = sum p (dv + v (dk + dw)) - m sum p (dk + dw).
-Without a tangent of the bias each sum is the operator itself, on other values. With one, blocks of targets form p.
+Without a tangent of the bias each sum is the operator itself on other values. With one, p is formed in blocks of
+targets.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,11 @@ BLOCK_ELEMENTS = 1 << 21
 
 
 class Places(NamedTuple):
-    """Places of the bias of some targets in its table, (1 or h, M): full (T T), band (T width), kernel (s s).
+    """Positions of the bias of some targets in its table, (1 or h, M): full (T T), band (T width), kernel (s s).
 
     Attributes:
         entry: (N, T) int64, the column of w[target, source].
-        biased: (N, T) or (h, N, T) bool, where there is a bias; it is 0 elsewhere.
+        biased: (N, T) or (h, N, T) bool, True where there is a bias; it is 0 elsewhere.
         seen: (N, T) bool, the sources that have a weight; None for all.
     """
 
@@ -35,30 +36,30 @@ FindPlaces = Callable[[Any, Tensor, Tensor], Places]
 
 
 def full_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
-    """Find the bias of `ops.aft_full`."""
+    """Return the positions of the bias of `ops.aft_full`."""
     entry = target * len(source) + source
     return Places(entry, torch.ones_like(entry, dtype=torch.bool))
 
 
 def full_causal_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
-    """Find the bias of `ops.aft_full_causal`."""
+    """Return the positions of the bias of `ops.aft_full_causal`."""
     return full_places(inputs, target, source)._replace(seen=source <= target)
 
 
 def local_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
-    """Find the bias of `ops.aft_local`."""
+    """Return the positions of the bias of `ops.aft_local`."""
     width = inputs.band.shape[1]
     return _band_places(width, width // 2, target, source)
 
 
 def local_causal_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
-    """Find the bias of `ops.aft_local_causal`."""
+    """Return the positions of the bias of `ops.aft_local_causal`."""
     width = inputs.band.shape[1]
     return _band_places(width, width - 1, target, source)._replace(seen=source <= target)
 
 
 def conv_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
-    """Find the bias of `ops.aft_conv`."""
+    """Return the positions of the bias of `ops.aft_conv`."""
     size, width = inputs.kernel.shape[-1], inputs.grid[1]
     row = source // width - target // width + size // 2
     column = source % width - target % width + size // 2
@@ -67,7 +68,7 @@ def conv_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
 
 
 def onehot_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
-    """Find the bias of `ops.aft_onehot`."""
+    """Return the positions of the bias of `ops.aft_onehot`."""
     width, offset = inputs.grid[1], inputs.offset[:, :, None, None]  # (h, 2, 1, 1)
     row, column = source // width - target // width, source % width - target % width
     return Places(torch.zeros_like(row), (row == offset[:, 0]) & (column == offset[:, 1]))
@@ -83,10 +84,11 @@ def forward_tangent(
     """Differentiate y along the tangents of q, k, v and the bias.
 
     Args:
-        operator: of the custom operators.
-        find_places: finds its bias; None for an operator without one.
-        inputs: of the operator.
-        tangents: by the names of q, k, v and the bias, in this order; None where there is none, but at least one.
+        operator: a custom operator.
+        find_places: returns the positions of its bias; None for an operator without a bias.
+        inputs: inputs of the operator.
+        tangents: tangents of q, k, v and the bias by name, in this order; None for a missing one, but at least one is
+            given.
         backend: the form that runs.
 
     Returns:
@@ -117,7 +119,7 @@ def _differentiate_by_operator(
     dv: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    # The mean of the values and its derivative, (B, T, D), where the bias has no tangent.
+    # The mean of the values and its derivative, (B, T, D), without a tangent of the bias.
     def average(values: Tensor) -> Tensor:
         return operator(*inputs._replace(q=None, v=values), torch.is_grad_enabled(), backend)[0]
 
@@ -158,8 +160,8 @@ def _differentiate_jointly(
 
 
 def _softmax(keys: Tensor, rows: Tensor, seen: Tensor | None) -> Tensor:
-    # The weights, 0 in a row that sees nothing. Keys and biases are taken relative to those of the source with the
-    # largest weight that the target sees: their sum would round away the small differences of large values.
+    # The weights, 0 in a row without visible sources. Keys and biases are relative to those of the source with the
+    # largest weight of the target: their sum would lose small differences of large values.
     logits = keys + rows
     if seen is not None:
         logits = logits.masked_fill(~seen, float('-inf'))
@@ -177,7 +179,7 @@ def _rows(bias: Tensor, places: Places) -> Tensor:
 
 
 def _band_places(width: int, own: int, target: Tensor, source: Tensor) -> Places:
-    # own: the place of the target itself in its row of the band.
+    # own: the position of the target itself in its row of the band.
     place = source - target + own
     biased = (place >= 0) & (place < width)
     return Places(target * width + place.where(biased, 0), biased)

@@ -1,4 +1,4 @@
-"""Tensors as the C++ kernels take them."""
+"""Tensors as arguments of the C++ kernels."""
 
 import ctypes
 from collections.abc import Sequence
@@ -10,29 +10,29 @@ from torch.profiler import record_function
 
 
 class Tokens(ctypes.Structure):
-    """A (B, T, D) float32 tensor whose channels are neighbours, and its strides over B and T; null without one."""
+    """A (B, T, D) float32 tensor with contiguous channels, and its strides over B and T; null for None."""
 
     _fields_ = [('data', ctypes.c_void_p), ('batch', ctypes.c_int64), ('token', ctypes.c_int64)]
 
 
 def tokens(x: Tensor | None) -> Tokens:
-    """Return a tensor as the kernels take it; it must outlive the call."""
+    """Return the argument for a tensor, which must outlive the call."""
     return Tokens(None, 0, 0) if x is None else Tokens(x.data_ptr(), x.stride(0), x.stride(1))
 
 
 class Stream(ctypes.Structure):
-    """A (B, T, D) tensor of float32 or bfloat16, its strides over B and T, and which of the two it is."""
+    """A (B, T, D) tensor of float32 or bfloat16, its strides over B and T, and its type."""
 
     _fields_ = [*Tokens._fields_, ('half', ctypes.c_int64)]
 
 
 def stream(x: Tensor | None) -> Stream:
-    """Return a tensor for the kernels that know both types; it must outlive the call."""
+    """Return the argument for kernels that support both types; the tensor must outlive the call."""
     return Stream(None, 0, 0, 0) if x is None else Stream(x.data_ptr(), *x.stride()[:2], x.dtype == torch.bfloat16)
 
 
 def pointer(x: Tensor | None) -> ctypes.c_void_p:
-    """Return the address of a contiguous tensor, null without one."""
+    """Return the address of a contiguous tensor, null for None."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
@@ -52,23 +52,23 @@ def profiled(name: str) -> AbstractContextManager[object]:
 
 
 def neighbours(x: Tensor | None) -> Tensor | None:
-    """Return float32 whose channels are neighbours in memory, as a part of a fused projection has them."""
+    """Return the tensor in float32 with contiguous channels; a slice of a fused projection is not copied."""
     return None if x is None else _neighbours(x.float())
 
 
 def narrow_neighbours(x: Tensor | None) -> Tensor | None:
-    """Return float32 or bfloat16 whose channels are neighbours in memory."""
+    """Return the tensor in float32 or bfloat16 with contiguous channels."""
     return None if x is None else _neighbours(x if x.dtype == torch.bfloat16 else x.float())
 
 
 def cast(found: Sequence[Tensor | None], like: Sequence[Tensor | None], k: Tensor) -> tuple[Tensor, ...]:
-    """Return gradients in the dtypes of their inputs, an empty one for a missing gradient."""
+    """Return gradients in the dtypes of their inputs, an empty tensor for a missing gradient."""
     pairs = zip(found, like, strict=True)
     return tuple(k.new_empty(0) if x is None or y is None else x.to(y.dtype) for x, y in pairs)
 
 
 def room(shape: Sequence[int]) -> Tensor:
-    """Return an uninitialised float32 tensor on the CPU, whatever torch's default type and device are."""
+    """Return an uninitialised float32 tensor on the CPU, independent of torch's default type and device."""
     return torch.empty(shape, dtype=torch.float32, device='cpu')
 
 

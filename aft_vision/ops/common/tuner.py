@@ -1,4 +1,4 @@
-"""Choosing the tiles of a kernel: Triton's tuner, for classes of lengths and for each kind of device."""
+"""Choice of a kernel's tiles: Triton's tuner, by classes of lengths and by kind of device."""
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
@@ -12,35 +12,35 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from aft_vision.ops.common.capture import is_capturing
 
-# Arguments of kernels that may change with every batch.
+# Kernel arguments that may change with every batch.
 LENGTHS = ('T', 'height', 'width')
 Key = tuple[Hashable, ...]
 
 
 class Tuner(Autotuner):
-    """Triton's tuner, whose choice serves all lengths up to the same power of two, on one kind of device only.
+    """Triton's tuner with one choice for all lengths up to the same power of two, per kind of device.
 
     While a CUDA graph is captured nothing can be measured: the first configuration runs.
 
     Attributes:
-        most: the largest number of configurations that a tuner chooses from.
+        most: the largest number of configurations of any tuner.
     """
 
     most = 0
-    # Which configuration every tuner runs in place of the fastest.
+    # The configuration that every tuner runs instead of the fastest.
     _choice: int | None = None
 
     def __init__(self, kernel: Any, configs: list[triton.Config], key: list[str]) -> None:
         super().__init__(kernel, kernel.arg_names, configs, key, None, None, cache_results=True)
         self.cache = _Choices(sum(name in LENGTHS for name in key))
-        # Lengths first: how many there are is all that the choices need to know.
+        # Lengths come first, so that their number identifies them.
         self.keys = sorted(key, key=lambda name: name not in LENGTHS)
         Tuner.most = max(Tuner.most, len(configs))
 
     @classmethod
     @contextmanager
     def choosing(cls, i: int) -> Iterator[None]:
-        """Run the i-th configuration of every tuner, or its last, while the context lasts; nothing is measured."""
+        """Run the i-th configuration of every tuner, or its last, inside the context; nothing is measured."""
         cls._choice = i
         try:
             yield
@@ -55,13 +55,13 @@ class Tuner(Autotuner):
         try:
             return self.fn.run(*args, **kwargs, **chosen.all_kwargs())
         except (OutOfResources, PTXASError):
-            # Such sizes are never chosen; without the first a capture fails.
+            # A configuration that fails is not chosen; during a capture the first one must work.
             if chosen is first:
                 raise
             return self.fn.run(*args, **kwargs, **first.all_kwargs())
 
     def prune_configs(self, kwargs: dict[str, Any]) -> list[triton.Config]:
-        """Return those that can be compared now."""
+        """Return the configurations that can be compared now."""
         if is_capturing():
             return self.configs[:1]
         return super().prune_configs(kwargs)
@@ -79,7 +79,7 @@ class _Choices(dict[Key, triton.Config]):
         self.lengths = lengths
 
     def find_class(self, key: Key) -> Key:
-        # That of a class is itself.
+        # The class of a class is itself.
         device = _current_device()
         lengths = (triton.next_power_of_2(length) for length in key[: self.lengths])
         return (*lengths, *(x for x in key[self.lengths :] if x != device), device)
@@ -95,7 +95,7 @@ class _Choices(dict[Key, triton.Config]):
 
 
 def _current_device() -> str:
-    # Kernels are launched with the device of their tensors as the current one.
+    # Kernels are launched on the device of their tensors.
     return _name_of(torch.cuda.current_device()) if torch.cuda.is_initialized() else 'none'
 
 

@@ -1,8 +1,7 @@
-"""Comparing each operator's kernels with its torch form on a device, once: what disagrees there is not used.
+"""One comparison of each operator's kernels with its torch form per device; kernels that disagree are not used.
 
-The result is kept next to what Triton has compiled, in a file for each source of the kernels, version of Triton and
-kind of device. A process decides once for each operator and the types of its inputs: a forward and its backward run in
-one form.
+The result is stored in Triton's cache, in a file for each source of the kernels, version of Triton and kind of device.
+A process decides once per operator and input types, so a forward and its backward run in the same form.
 """
 
 import contextlib
@@ -37,29 +36,29 @@ from aft_vision.ops.simple import eager as simple
 
 _logger = logging.getLogger(__name__)
 
-# Largest error, relative to the norm: of the result, and of gradients.
+# Largest error of the result and of gradients, relative to the norm.
 BOUNDS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-2, 2e-2), torch.float16: (4e-3, 4e-3)}
-# The spread of keys and biases that underflow in float32, not in float64, and the bound for them.
+# A spread of keys and biases that underflows in float32 but not in float64, and the error bound for it.
 WIDE, WIDE_BOUND = 30.0, 1e-4
-# A process may be stopped during a comparison, or be ended by it: after so many that never finished, it is a failure.
+# A process may end during a comparison; after this many unfinished ones, the comparison counts as failed.
 ATTEMPTS = 2
 UNFINISHED = f'{ATTEMPTS} comparisons with the torch form ended their processes'
 UNVERIFIED = (
     'it was first used while a graph was captured or traced; call it once before, or run python -m tools.verify_gpu'
 )
 
-# The types of q, k, v and the bias, None for a missing q; a single one if they are the same. Each combination compiles
-# to kernels of its own.
+# The types of q, k, v and the bias, None for a missing q; one type if all are equal. Each combination is compiled
+# separately.
 Types = tuple[torch.dtype | None, ...]
-# The failure of each operator and types that were compared, None without one, or {'attempts': n}.
+# The failure for each compared operator and types, None if there is none, or {'attempts': n}.
 Results = dict[str, Any]
 
-# Why the kernels of an operator are not used, or None: for each operator, types and device.
+# The reason why kernels are not used, or None, for each operator, types and device.
 _decisions: dict[tuple[str, Types, torch.device], str | None] = {}
 
 
 class Shape(NamedTuple):
-    """The size of a comparison: sequences, a grid of tokens, channels, channels of a head, and a window."""
+    """The size of a comparison: sequences, a grid of tokens, channels, channels per head, and a window."""
 
     B: int
     grid: tuple[int, int]
@@ -68,12 +67,12 @@ class Shape(NamedTuple):
     window: int
 
 
-# Several tiles of tokens and of channels; like the sizes of models, 16 divides D and not T.
+# Several tiles of tokens and of channels; as in models, 16 divides D but not T.
 SMALL = Shape(B=2, grid=(7, 10), D=48, channels=1, window=17)
 
 
 class Operator(NamedTuple):
-    """The torch form of an operator, and its inputs after q, k and v for a shape; `spread` scales the biases."""
+    """The torch form of an operator, and `others`, which makes its inputs after q, k, v for a shape and bias spread."""
 
     inputs: Callable[..., Any]
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -124,7 +123,7 @@ OPERATORS = {
 
 
 def check(name: str, inputs: Sequence[Any]) -> None:
-    """Raise a RuntimeError if the kernels of an operator fail or disagree with its torch form for such inputs."""
+    """Raise a RuntimeError if the kernels of an operator fail or disagree with its torch form for these inputs."""
     reason = failure(name, inputs)
     if reason not in (None, UNVERIFIED):
         raise RuntimeError(
@@ -134,10 +133,10 @@ def check(name: str, inputs: Sequence[Any]) -> None:
 
 
 def failure(name: str, inputs: Sequence[Any]) -> str | None:
-    """Return why the kernels of an operator of OPERATORS are not used for such inputs, in one line; None if they are.
+    """Return why the kernels of an operator of OPERATORS are not used for these inputs, in one line; None if they are.
 
-    The first call compares them on a kind of device that has no record, while other processes wait for it. Nothing is
-    compared during a capture or a trace: without a record, this process uses the torch form.
+    On a kind of device without a record, the first call compares them, and other processes wait. During a capture or
+    trace nothing is compared: without a record, this process uses the torch form.
     """
     types, device = find_types(inputs), inputs[2].device
     key = name, types, device
@@ -186,10 +185,10 @@ def _decide(name: str, types: Types, device: torch.device) -> str | None:
             found = read_record(device)
             if _is_finished(found, entry):
                 return found[entry]
-            # Nobody else compares now: an attempt that is recorded has ended with its process.
+            # No other process compares now: a recorded attempt has ended with its process.
             return UNFINISHED if _attempts(found, entry) >= ATTEMPTS else _verify(name, types, device)
     except OSError as error:
-        # Without a folder to write to, each process compares them.
+        # Without a writable folder, each process compares them.
         _logger.info('cannot keep that the Triton kernels were verified: %s', error)
         return find_failure(name, types, device)
 
@@ -204,11 +203,11 @@ def _attempts(results: Results, entry: str) -> int:
 
 
 def verify(name: str, types: Types, device: torch.device, *shapes: Shape) -> str | None:
-    """Compare the kernels of an operator with its torch form, and record and return the failure or None.
+    """Compare the kernels of an operator with its torch form; record and return the failure or None.
 
     Args:
-        types: those of q, k, v and the bias, or one for all.
-        shapes: SMALL if there are none.
+        types: types of q, k, v and the bias, or one for all.
+        shapes: SMALL by default.
 
     Raises:
         OSError: the record cannot be written.
@@ -219,7 +218,7 @@ def verify(name: str, types: Types, device: torch.device, *shapes: Shape) -> str
 
 def _verify(name: str, types: Types, device: torch.device, *shapes: Shape) -> str | None:
     before, entry = read_record(device), _entry(name, types)
-    # A fault on a device may end the process.
+    # A fault of the device may end the process.
     _write_record(device, before | {entry: {'attempts': _attempts(before, entry) + 1}})
     try:
         reason = find_failure(name, types, device, *shapes)
@@ -233,7 +232,7 @@ def _verify(name: str, types: Types, device: torch.device, *shapes: Shape) -> st
 def find_failure(name: str, types: Types, device: torch.device, *shapes: Shape) -> str | None:
     """Return how the kernels of an operator fail or disagree with its torch form in float64, in one line, or None.
 
-    Each of the sizes of tiles that a tuner chooses from is compared, on ordinary inputs and on such as underflow.
+    Every tile size of the tuner is compared, on normal inputs and on inputs that underflow.
     """
     try:
         kernels = _Kernels(name)
@@ -245,13 +244,13 @@ def find_failure(name: str, types: Types, device: torch.device, *shapes: Shape) 
                     with Tuner.choosing(choice):
                         found = _run(kernels, inputs)
                     _check(found, wanted, types, spread)
-    # Compilers, drivers and kernels fail each in their own way.
+    # Compilers, drivers and kernels raise errors of any kind.
     except Exception as error:
         return first_line(error)
     return None
 
 
-# Where the launches of each operation are.
+# The launch functions of each operation.
 MODULES = {
     'full': 'full.triton',
     'simple': 'simple.triton',
@@ -301,20 +300,21 @@ def _run(operator: Any, inputs: Any) -> tuple[Tensor, ...]:
 
 
 def _check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], types: Types, spread: float) -> None:
-    # Where weights choose one source, gradients of keys and biases are differences of terms as large as those of v.
+    # If weights select one source, gradients of keys and biases are differences of terms as large as the gradients of
+    # v.
     floor = 0.0 if spread == 1.0 else float(wanted[3].norm())
     for i, (name, x, expected) in enumerate(zip(('y', 'dq', 'dk', 'dv', 'dbias'), found, wanted, strict=False)):
         bound = max(BOUNDS[dtype][min(i, 1)] for dtype in types if dtype is not None)
         bound = bound if spread == 1.0 else max(bound, WIDE_BOUND)
         norm = max(float(expected.norm()), floor if i else 0.0)
         error = float((x.double() - expected).norm())
-        # Not error > bound: NaN is one too.
+        # Not `error > bound`, so that NaN fails too.
         if not error <= bound * norm:
             raise RuntimeError(f'{name} is off by {error:.1e} of {norm:.1e}, above {bound:.0e} of it')
 
 
 def read_record(device: torch.device) -> Results:
-    """Return the results of what was compared on devices of this kind."""
+    """Return the results of comparisons on this kind of device."""
     try:
         found = json.loads(record_path(device).read_text())
     except (OSError, ValueError):
@@ -323,7 +323,7 @@ def read_record(device: torch.device) -> Results:
 
 
 def record_path(device: torch.device) -> Path:
-    """Return where the record of a kind of device is kept: in the folder of Triton's cache."""
+    """Return the path of the record for a kind of device, in Triton's cache."""
     identity = '\n'.join((_source_digest(), triton.__version__, device_name(device)))
     folder = Path(triton.knobs.cache.dir) / 'aft_vision'
     return folder / f'verified_{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json'
@@ -358,7 +358,7 @@ def _write_record(device: torch.device, results: Results) -> None:
 
 @contextlib.contextmanager
 def _locked(device: torch.device) -> Iterator[bool]:
-    # Of processes that start together one compares, and the others wait.
+    # Of processes that start together, one compares and the others wait.
     path = record_path(device).with_suffix('.lock')
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path) as held:

@@ -1,7 +1,7 @@
-"""AFT-conv with a kernel, or one biased offset, per channel on a CPU: `depthwise.cpp`, with sums in float32.
+"""AFT-conv with one kernel, or one biased offset, per channel on a CPU: `depthwise.cpp`, with float32 sums.
 
-The depthwise form of `ops.conv.eager`, with its check of the digits that subtraction leaves: where they are lost, the
-whole call is done again by the torch form.
+This is the depthwise form of `ops.conv.eager` with its check of cancellation: if digits are lost, the whole call is
+repeated in the torch form.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from aft_vision.ops.conv import onehot
 from aft_vision.ops.conv.eager import ConvInputs
 from aft_vision.ops.conv.onehot import OnehotInputs
 
-# Channels of a vector, at least; a thread should have several blocks of them, so that threads end together.
+# The minimal number of channels of a vector; a thread should have several blocks of them, to balance the load.
 LANES = 8
 BLOCKS_PER_THREAD = 4
 
@@ -37,9 +37,9 @@ class _Taps:
     The reference is the larger of 0 and the largest bias of the channel.
 
     Attributes:
-        square: s s, or 1.
-        weights: (square + 1, D): e^(w - reference) minus what lies outside, then e^-reference, which every source has
-            without a bias; with `keep_exp` another (square, D), e^(w - reference).
+        square: s * s, or 1.
+        weights: (square + 1, D): e^(w - reference) minus the weight outside, then e^-reference, the weight of every
+            source without a bias; with `keep_exp` another (square, D), e^(w - reference).
     """
 
     def __init__(self, bias: Tensor, offset: Tensor | None = None, keep_exp: bool = False) -> None:
@@ -61,7 +61,7 @@ class _Taps:
 
     @property
     def exp(self) -> Tensor:
-        """e^(w - reference), (square, D)."""
+        """Return e^(w - reference), (square, D)."""
         return self.weights[self.square + 1 :]
 
     def sizes(self, v: Tensor, grid: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
@@ -69,7 +69,7 @@ class _Taps:
         return numbers((v.shape[0], grid[0], grid[1], v.shape[2], math.isqrt(self.square)))
 
     def pointers(self) -> list[ctypes.c_void_p]:
-        """Return the weights as the kernels take them."""
+        """Return the weights as kernel arguments."""
         return [self.taps, pointer(self.offset), self.outside]
 
 
@@ -107,7 +107,7 @@ def onehot_backward(
 
 
 def _forward(inputs: ConvInputs | OnehotInputs, taps: _Taps, den: Tensor | None = None) -> Tensor | None:
-    # y, with the denominators written into den; None where digits are lost.
+    # Compute y and write the denominators into den; return None if digits are lost.
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     out = empty_output(q, v)
     y = float_output(out)
@@ -137,7 +137,7 @@ def _backward(
     bias: Tensor,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    # Gradients of q, k, v and the bias, empty where there is no such input; None where digits are lost.
+    # Compute the gradients of q, k, v and the bias, empty for missing inputs; return None if digits are lost.
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     tensors = [neighbours(x) for x in (grad, y, den, q, k, v)]
     mask = None if mask is None else mask.contiguous()
@@ -164,6 +164,6 @@ def _backward(
 
 
 def _parts(v: Tensor) -> int:
-    # Into how many parts a batch is cut so that all threads have work.
+    # Return the number of parts of a batch, so that all threads have work.
     blocks = -(-v.shape[2] // LANES)
     return max(1, min(len(v), -(-BLOCKS_PER_THREAD * torch.get_num_threads() // blocks)))

@@ -1,9 +1,9 @@
 """AFT-conv: one s x s bias per head, shared over a 2-d grid (AFT Eq. 6).
 
-Two forms of the same product. The Toeplitz form multiplies by the expanded weights, one outside the window: all terms
-are positive, so nothing cancels; it is fastest for few heads. The depthwise form is the paper's: a global sum plus a
-convolution by exp(w) - 1. It loses digits where w is very negative at a dominating key, which is noticed and sent to
-the Toeplitz form, a few heads at a time.
+The product has two forms. The Toeplitz form multiplies by the expanded weights, which are one outside the window. All
+terms are positive, so nothing cancels; it is fastest for few heads. The depthwise form is the paper's: a global sum
+plus a convolution by exp(w) - 1. It loses digits if w is very negative at a dominating key. This is detected, and the
+call is repeated in the Toeplitz form, a few heads at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,11 +26,11 @@ from aft_vision.ops.common.numerics import (
     shifted_exp,
 )
 
-# The Toeplitz form is used up to this many heads, or with at most as many tokens as taps; it never holds more matrix
-# elements than this at once.
+# The Toeplitz form is used for up to this many heads, or if there are at most as many tokens as taps; it never has more
+# matrix elements than this at once.
 TOEPLITZ_HEADS = 64
 TOEPLITZ_ELEMENTS = 5_000_000
-# The depthwise form may lose this factor of a denominator to cancellation.
+# The depthwise form may lose at most this factor of a denominator by cancellation.
 CANCELLATION = {torch.bfloat16: 2.0, torch.float32: 16.0, torch.float64: 16.0}
 
 
@@ -47,7 +47,7 @@ class ConvInputs(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Channels of a head."""
+        """Return the number of channels per head."""
         return self.v.shape[2] // self.k.shape[2]
 
     def part(self, head: slice) -> 'ConvInputs':
@@ -58,7 +58,7 @@ class ConvInputs(NamedTuple):
 
 
 class ConvWeights:
-    """The parts that both forms share: exp(w - reference) with one reference per head, and the bias of single rows."""
+    """The base of both forms: exp(w - reference) with one reference per head, and the bias of single rows."""
 
     def __init__(self, inputs: ConvInputs) -> None:
         dtype, global_context = accumulate_dtype(inputs.v), inputs.global_context
@@ -72,12 +72,12 @@ class ConvWeights:
 
     @cached_property
     def grad_exp(self) -> Tensor:
-        """Gradient of `exp`."""
+        """Return the gradient of `exp`."""
         return torch.zeros_like(self.exp)
 
     @cached_property
     def grad_taps(self) -> Tensor:
-        """Gradient of the kernel through repaired rows."""
+        """Return the gradient of the kernel through repaired rows."""
         return torch.zeros_like(self.exp)
 
     def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class ConvWeights:
         self.grad_taps.add_(unshifted_kernel(shifts, self.kernel.shape[-1]))
 
     def bias_grad(self) -> Tensor:
-        """Gradient of the kernel, (h, s, s)."""
+        """Return the gradient of the kernel, (h, s, s)."""
         return torch.addcmul(self.grad_taps, self.grad_exp, self.exp).to(self.kernel.dtype)
 
     def _shift_index(self, target: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class ToeplitzWeights(ConvWeights):
         grid, kernel = self.grid, self.kernel
         height, width = grid
         shifts = shifted_kernel(self.exp, grid, self.outside).to(self.product_dtype)
-        # Row (y, x) is the window of the shifts that begins at (H - 1 - y, W - 1 - x): windows along W, then along H.
+        # Row (y, x) is the window of the shifts that starts at (H - 1 - y, W - 1 - x): windows along W, then along H.
         bands = torch.stack([shifts[:, :, width - 1 - x : 2 * width - 1 - x] for x in range(width)], 1)
         rows = [bands[:, :, height - 1 - y : 2 * height - 1 - y] for y in range(height)]  # (h, W, H, W) each
         self.matrix = torch.stack(rows, 1).view(len(kernel), height * width, height * width)
@@ -174,7 +174,7 @@ class DepthwiseWeights(ConvWeights):
         return y
 
     def keeps_digits(self, den: Tensor, total: Tensor) -> bool:
-        """Return whether no denominator (B, T, h) lies so far below the global sum (B, 1, h) that it lost digits."""
+        """Return whether no denominator (B, T, h) is so far below the global sum (B, 1, h) that digits are lost."""
         return bool((den * CANCELLATION[self.product_dtype] >= total * self.outside.flatten()).all())
 
     def apply_transpose(self, x: Workspace, spare: Workspace) -> Workspace:
@@ -270,7 +270,7 @@ def conv_backward(
 
 
 class _Overlap(NamedTuple):
-    # Where s taps around a centre meet 2n - 1 shifts: the same range, seen from both.
+    # The overlap of s taps and 2n - 1 shifts around the centre, as a range in both.
     tap: slice
     shift: slice
 
@@ -283,12 +283,12 @@ def _overlap(size: int, length: int) -> _Overlap:
 
 
 def shifted_kernel(kernel: Tensor, grid: tuple[int, int], outside: Tensor) -> Tensor:
-    """(h, s, s) to (h, 2H - 1, 2W - 1): entry (H - 1 + dy, W - 1 + dx) is that of a source dy, dx after its target.
+    """Expand (h, s, s) to (h, 2H - 1, 2W - 1); entry (H - 1 + dy, W - 1 + dx) is for a source at offset dy, dx.
 
     Args:
-        kernel: one entry per distance within reach of it.
+        kernel: one entry per offset of the window.
         grid: H, W.
-        outside: (h, 1, 1), the entries of all others.
+        outside: (h, 1, 1), the entries of all other offsets.
     """
     rows, columns = _overlap(kernel.shape[-1], grid[0]), _overlap(kernel.shape[-1], grid[1])
     shifts = outside.expand(-1, 2 * grid[0] - 1, 2 * grid[1] - 1).clone()
@@ -297,7 +297,7 @@ def shifted_kernel(kernel: Tensor, grid: tuple[int, int], outside: Tensor) -> Te
 
 
 def unshifted_kernel(shifts: Tensor, size: int) -> Tensor:
-    """The other way, (h, 2H - 1, 2W - 1) to (h, size, size); a tap that no distance on the grid reaches is 0."""
+    """Reduce (h, 2H - 1, 2W - 1) to (h, size, size); a tap beyond the grid is 0."""
     rows = _overlap(size, (shifts.shape[1] + 1) // 2)
     columns = _overlap(size, (shifts.shape[2] + 1) // 2)
     kernel = shifts.new_zeros(len(shifts), size, size)
@@ -306,15 +306,15 @@ def unshifted_kernel(shifts: Tensor, size: int) -> Tensor:
 
 
 def prefers_depthwise(k: Tensor, kernel: Tensor) -> bool:
-    """Return whether the depthwise form runs, where it keeps its digits."""
-    # Measured on a CPU (docs/reference/kernels.md). An accelerator always has the product that cannot cancel.
+    """Return whether the depthwise form is tried first."""
+    # Measured on a CPU (docs/reference/kernels.md). An accelerator always uses the form that cannot cancel.
     tokens, heads = k.shape[1:]
     many_heads = heads > TOEPLITZ_HEADS and tokens > kernel[0].numel()
     return may_branch(k) and (many_heads or heads * tokens * tokens > TOEPLITZ_ELEMENTS)
 
 
 def _head_groups(inputs: ConvInputs) -> Iterator[tuple[slice, slice]]:
-    # Slices of heads and of their channels, such that a group's Toeplitz matrices stay small.
+    # Yield slices of heads and of their channels, so that the Toeplitz matrices of a group stay small.
     tokens, heads = inputs.k.shape[1:]
     channels = inputs.channels
     step = min(heads, max(1, TOEPLITZ_ELEMENTS // (tokens * tokens)))

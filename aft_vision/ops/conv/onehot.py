@@ -1,10 +1,10 @@
 """AFT-conv with one biased offset per head (AFT Eq. 6 with the one-hot bias of AFT Eq. 10).
 
-What a target gets depends on nothing but the source o at its offset: the mean of all values, that of o with e^w times
-its weight. So a mean is made for every o, and one for offsets that leave the grid, and each target takes one of them.
+The result of a target depends only on the source o at its offset: the mean of all values, with the weight of o times
+e^w. So a mean is computed for every o, and one for offsets outside the grid, and each target selects one of them.
 
-den = sum e^k + (e^w - 1) e^k[o] cancels only where o is the largest key, w very negative and all other keys far below.
-These means come from a softmax instead, in which nothing cancels or underflows.
+den = sum e^k + (e^w - 1) e^k[o] cancels only if o is the largest key, w is very negative and all other keys are much
+smaller. These means come from a softmax instead, which neither cancels nor underflows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,48 +24,48 @@ from aft_vision.ops.common.numerics import (
     may_branch,
 )
 
-# Scratch of one batch chunk, in elements of its values: stays within the second cache.
+# Workspace of one batch chunk, in elements of its values; fits into the L2 cache.
 CHUNK_ELEMENTS = 1 << 18
-# The denominator may lose this factor to cancellation.
+# The denominator may lose at most this factor by cancellation.
 CANCELLATION = 16.0
-# A source this many nats above the largest key is the whole mean, in any dtype. A w up to it lifts no source that
-# underflows to where it counts.
+# A source this many nats above the largest key is the whole mean, in any dtype. A smaller w cannot make an underflowed
+# source significant.
 LARGEST_LOGIT = 60.0
 
 
 class _Sums:
-    """The weights of AFT Eq. 10 by shifted source, relative to the largest key, and the means that they give.
+    """The weights of AFT Eq. 10 by shifted source, relative to the largest key, and the resulting means.
 
-    branch: whether Python may look at values, to leave out what they do not need.
+    branch: whether Python may branch on values, to skip computations.
     """
 
     def __init__(self, k: Tensor, v: Tensor, weight: Tensor, mask: Tensor | None, branch: bool) -> None:
         keys = masked_keys(k, mask)
         self.weight = weight.to(keys.dtype)  # (h,)
         self.values = masked_values(v.to(keys.dtype), mask).unflatten(2, (k.shape[2], -1))  # (B, T, h, c)
-        # A row whose every token is masked has no finite key.
+        # A row with only masked tokens has no finite key.
         self.logits = keys - keys.amax(1, keepdim=True).clamp_min(torch.finfo(keys.dtype).min)
         self.exp = torch.exp(self.logits)  # (B, T, h)
-        # At least 1, the largest, unless no token counts.
+        # At least 1, the largest, unless all tokens are masked.
         self.total = self.exp.sum(1, keepdim=True).clamp_min(1.0)  # (B, 1, h)
         self.small = branch and bool((self.weight <= LARGEST_LOGIT).all())
         self.extra = self.exp * torch.expm1(self.weight) if self.small else self.biased() - self.exp
         self.den = self.total + self.extra  # (B, T, h)
         cancels = CANCELLATION * (self.total - 1.0 + torch.exp(self.weight)) < self.total  # (B, 1, h)
-        # Where the softmax is needed, (B, T, h): at the largest key, which stands alone then.
+        # Where the softmax is needed, (B, T, h): at the largest key, if it dominates.
         self.lost: Tensor | None = None
         if not branch or bool(cancels.any()):
             self.lost = cancels & (self.logits == 0)
             self.den = self.den.masked_fill(self.lost, float('inf'))
 
     def biased(self) -> Tensor:
-        """e^w times `exp`, (B, T, h)."""
+        """Return e^w times `exp`, (B, T, h)."""
         if self.small:
             return self.exp * torch.exp(self.weight)
         return torch.exp((self.logits + self.weight).clamp_max(LARGEST_LOGIT))
 
     def means(self) -> Tensor:
-        """For every shifted source, and last for none: (B, T + 1, h, c)."""
+        """Return the means for every shifted source, and last for no source, (B, T + 1, h, c)."""
         whole = (self.exp.unsqueeze(-1) * self.values).sum(1, keepdim=True) / self.total.unsqueeze(-1)
         means = torch.lerp(whole, self.values, (self.extra / self.den).unsqueeze(-1))
         if self.lost is not None:
@@ -73,7 +73,7 @@ class _Sums:
         return torch.cat([means, whole], 1)
 
     def lost_weights(self) -> Tensor:
-        """Return the weight of each source where the largest key is the shifted source, (B, T, h)."""
+        """Return the weight of each source if the largest key is the shifted source, (B, T, h)."""
         assert self.lost is not None
         logits = torch.where(self.lost, self.logits + self.weight, self.logits)
         return torch.softmax(logits.clamp_min(torch.finfo(logits.dtype).min), 1) * (logits > float('-inf'))
@@ -114,7 +114,7 @@ def check_onehot(inputs: OnehotInputs) -> None:
 def onehot_means(
     k: Tensor, v: Tensor, offset: Tensor, weight: Tensor, grid: tuple[int, int], mask: Tensor | None
 ) -> Tensor:
-    """Return the result without its gate, (B, T, D), in differentiable aten without a branch on values (AFT Eq. 10)."""
+    """Return the result before the gate, (B, T, D), in differentiable aten without branches on values (AFT Eq. 10)."""
     return _take(_Sums(k, v, weight, mask, False).means(), _sources(offset, grid)).reshape(v.shape)
 
 
@@ -142,7 +142,7 @@ def onehot_backward(
     dtype, heads = accumulate_dtype(v), k.shape[2]
     dq = k.new_empty(0) if q is None else torch.empty_like(q)
     dk, dv, dweight = torch.empty_like(k), torch.empty_like(v), torch.zeros_like(weight, dtype=dtype)
-    # Of each source the target whose offset leads to it, and the targets whose offset leaves the grid.
+    # For each source the target whose offset leads to it, and the targets whose offset leaves the grid.
     targets = _sources(-offset, (grid[0], grid[1]))
     outside = (_sources(offset, (grid[0], grid[1])) >= v.shape[1] * heads).view(-1, heads, 1).to(dtype)
     for part in _chunks(v):
@@ -159,7 +159,8 @@ def onehot_backward(
 
 
 def _chunk_backward(sums: _Sums, g: Tensor, targets: Tensor, outside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # Gradients of keys (b, T, h), values (b, T, h, c) and weight (h,) from those of each target's mean (b, T, h, c).
+    # Gradients of keys (b, T, h), values (b, T, h, c) and weight (h,) from the gradients of each target's mean (b, T,
+    # h, c).
     values, exp, extra = sums.values, sums.exp.unsqueeze(-1), sums.extra.unsqueeze(-1)
     means = sums.means()
     means, whole = means[:, :-1], means[:, -1:]
@@ -168,7 +169,7 @@ def _chunk_backward(sums: _Sums, g: Tensor, targets: Tensor, outside: Tensor) ->
     gone = (g * outside).sum(1, keepdim=True) / sums.total.unsqueeze(-1)
     dnum = top.sum(1, keepdim=True) + gone
     dden = _channel_sum(top * means).sum(1, keepdim=True) + _channel_sum(gone * whole)
-    # values - means, where that would cancel: the source at the offset may have nearly all of the weight.
+    # values - means without cancellation: the source at the offset may have nearly all of the weight.
     own = _channel_sum((values - whole).mul_(sums.total.unsqueeze(-1) / sums.den.unsqueeze(-1)).mul_(top))
     dv = (exp * dnum).addcmul_(extra, top)
     dk = _channel_sum(values * dnum).sub_(dden).mul_(exp).addcmul_(extra, own).squeeze(-1)

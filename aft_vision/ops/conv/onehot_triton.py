@@ -43,7 +43,7 @@ def onehot_backward(
     (B, T, D), grad, q, k, v = v.shape, rows(grad), rows(q), rows(k), rows(v)
     y, heads = y.contiguous(), k.shape[2]
     dq, dv = None if q is None else like(q), like(v)
-    # Of several channels a head, summed here.
+    # Sum over the channels of a head.
     dk = like(k) if heads == D else torch.empty(v.shape, dtype=torch.float32, device=v.device)
     dw = torch.empty((B, D), dtype=torch.float32, device=v.device)
     dy, dx = _offsets(offset, T)

@@ -1,8 +1,8 @@
 """AFT-conv in Triton (AFT Eq. 6): products by Toeplitz tiles that are built where they are used.
 
-A tile of the (T, T) weights of a head is gathered from its (2H - 1, 2W - 1) weights by shift, which the caches hold:
-the matrix itself is never in memory. A head per channel leaves two rows a sequence, so the batch fills the tiles: a
-depthwise sum would need fewer products, but tensor cores do over ten in the time of one.
+A tile of the (T, T) weights of a head is gathered from its (2H - 1, 2W - 1) weights by shift, which fit into caches;
+the matrix itself is never in memory. With one head per channel there are two rows per sequence, so the batch fills the
+tiles. A depthwise sum would need fewer products, but tensor cores compute over ten in the time of one.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from aft_vision.ops.conv import repair_kernels as repair
 from aft_vision.ops.conv.eager import ConvInputs
 from aft_vision.ops.conv.kernels import forward_kernel, rows_kernel, sources_kernel, table_kernel
 
-# With fewer channels a head than this, pieces of (B, T, D) tensors are shorter than what memory gives at once.
+# With fewer channels per head than this, contiguous pieces of (B, T, D) tensors are shorter than a memory transaction.
 NEIGHBOURS = 8
-# Programs of `table_kernel`, about: some for each multiprocessor of a large GPU.
+# Approximate number of programs of `table_kernel`: several per multiprocessor of a large GPU.
 PROGRAMS = 512
 # Tiles of tokens and channels of the repair.
 REPAIR = {'BT': 32, 'BD': 32}
@@ -34,23 +34,22 @@ class _Shifts:
 
     def __init__(self, kernel: Tensor, grid: Sequence[int], global_context: bool, constants: dict[str, Any]) -> None:
         self.margins = [length - 1 - kernel.shape[-1] // 2 for length in (grid[1], grid[1], grid[0], grid[0])]
-        # A negative margin takes off what no two tokens are apart.
+        # A negative margin removes shifts beyond the grid.
         self.bias = F.pad(kernel.float().contiguous(), self.margins, value=0.0 if global_context else float('-inf'))
-        # Where a head sees nothing, all of them are minus infinity.
+        # If a head sees no source, all of them are minus infinity.
         self.exp = torch.exp(self.bias - self.bias.amax(dim=(1, 2), keepdim=True).clamp_min(FLOOR.value))
         self.weights = self.exp.to(torch.float32 if constants['PRODUCT'] is tl.float32 else torch.bfloat16)
 
     def window(self) -> Tensor:
-        """Exponentials (h, s, s) of the kernel, 0 where no two tokens are that far apart."""
+        """Return the exponentials (h, s, s) of the kernel, 0 for shifts beyond the grid."""
         return F.pad(self.exp, [-margin for margin in self.margins])
 
 
 class _Layout:
     """The layout of a call's tensors in memory, and the tiles of channels and sequences.
 
-    group: rows of a sequence in a tile, of which the last is the key's: such that the fewest are computed in all.
-    parts: groups of a head.
-    constants: of the kernels that are tuned.
+    group: rows of a sequence in a tile, the last for the key, chosen to compute the fewest rows in total. parts: groups
+    per head. constants: constants of the tuned kernels.
     """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
@@ -62,24 +61,24 @@ class _Layout:
         self.constants = {'GROUP': self.group, 'ROWS': min(128, max(32, triton.next_power_of_2(self.B * self.group)))}
 
     def arrange(self, *tensors: Tensor | None) -> list[Tensor | None]:
-        """(B, T, D) tensors with channels, or where a head has few of them tokens, as neighbours in memory."""
+        """Return (B, T, D) tensors with contiguous channels, or contiguous tokens if a head has few channels."""
         if not self.by_channel:
             return [rows(x) for x in tensors]
         return [None if x is None else x.permute(2, 0, 1).contiguous().permute(1, 2, 0) for x in tensors]
 
     def like(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Room for a result (B, T, D)."""
+        """Return a buffer for a result (B, T, D)."""
         order = (2, 0, 1) if self.by_channel else (0, 1, 2)
         room = torch.empty([x.shape[dim] for dim in order], dtype=dtype, device=x.device)
         return room.permute(1, 2, 0) if self.by_channel else room
 
     def programs(self, tile: dict[str, int]) -> tuple[int, int]:
-        """Tiles of tokens and rows, heads."""
+        """Return the grid of programs: tiles of tokens and rows, heads."""
         rows = triton.cdiv(self.B, tile['BR'] // self.group) * self.parts
         return triton.cdiv(self.T, tile['BT']) * rows, self.heads
 
     def lost(self, x: Tensor) -> Tensor:
-        """Room for whether a head of a sequence has targets that underflowed: none has."""
+        """Return flags, all 0, for heads of sequences with underflowed targets."""
         return torch.zeros((self.B, self.heads), dtype=torch.int32, device=x.device)
 
 
@@ -155,9 +154,9 @@ def conv_backward(
 
 
 class _Lines:
-    """Sums over pairs of tokens by how many lines and columns of the grid they are apart, as far as the window reaches.
+    """Sums over pairs of tokens by their distance in lines and columns of the grid, within the window.
 
-    count: of distances in lines; wide: columns in a tile; pairs: of tiles with columns within reach of each other.
+    count: number of distances in lines; wide: columns in a tile; pairs: number of tile pairs with columns within reach.
     """
 
     def __init__(self, size: int, grid: Sequence[int], batch_rows: int) -> None:
@@ -191,7 +190,7 @@ class _Lines:
         return found.unflatten(0, (splits, heads)).sum(0)
 
     def window_grad(self, sums: Tensor) -> Tensor:
-        """Return the sums (h, s, s) over all targets, 0 where no two tokens are that far apart."""
+        """Return the sums (h, s, s) over all targets, 0 for shifts beyond the grid."""
         y, x = self.size // 2 - self.reach_y, self.size // 2 - self.reach_x
         return F.pad(sums.sum(2), [x, x, y, y])
 

@@ -1,4 +1,4 @@
-"""The part of a block that a compiled step reads: the parameters of its layers, and the state of its mixer."""
+"""The parameters and the mixer state of a block, as a compiled step reads them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,8 +12,8 @@ class Dense(NamedTuple):
     Attributes:
         weight: (n, C).
         bias: (n,).
-        norm_weight, norm_bias: (C,), of the layer norm.
-        eps: added to its variance.
+        norm_weight, norm_bias: (C,), parameters of the layer norm.
+        eps: added to the variance of the layer norm.
         gelu: whether there is a GELU.
     """
 
@@ -29,11 +29,11 @@ class Block(NamedTuple):
     """A block of a decoder for one token.
 
     Attributes:
-        qkv, proj, fc1, fc2: its layers; proj may be missing.
-        gated: whether the first layer gives queries besides keys and values.
-        state: of the mixer; updated in place.
+        qkv, proj, fc1, fc2: linear layers; proj may be missing.
+        gated: whether the first layer computes queries in addition to keys and values.
+        state: state of the mixer; updated in place.
         factors: (T, d') of the position bias, of targets and of sources; None if it is not factorised.
-        mix: the mixer, from what the first layer gives (B, n) to (B, C), where it is not compiled.
+        mix: the mixer as a function from the output (B, n) of the first layer to (B, C), if it is not compiled.
     """
 
     qkv: Dense

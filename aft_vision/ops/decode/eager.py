@@ -1,13 +1,13 @@
 """One token at a time, with a state of constant size that is updated in place (footnote 2).
 
-AFT-simple keeps sums of e^(k - reference) [v | 1]; the reference moves for a key far above it alone.
+AFT-simple keeps sums of e^(k - reference) [v | 1]; the reference changes only for a key far above it.
 
-AFT-local keeps such sums of what lies before the window, and the window as a ring of slots, where token t has slot
-t mod s. On a CPU a slot holds [e^(k - reference) v | e^(k - reference)], so that a step is one product with the
-position biases, without an exponential for each token of the window. Whatever that product could get wrong is noticed
-and done by a joint log-sum-exp: tokens are got back from their exponentials, and where the keys of a window lie too far
-apart for one reference, the ring holds [v | k] itself until they no longer do. On an accelerator, where a branch on
-values would synchronise every layer, it always holds [v | k].
+AFT-local keeps such sums for the tokens before the window, and the window as a ring buffer in which token t has slot
+t mod s. On a CPU a slot stores [e^(k - reference) v | e^(k - reference)], so that a step is one product with the
+position biases, without an exponential per token of the window. If this product could lose precision, the step uses a
+joint log-sum-exp, with tokens recovered from their exponentials. If the keys of a window are too far apart for one
+reference, the ring stores [v | k] until they no longer are. On an accelerator, where a branch on values would
+synchronise every layer, it always stores [v | k].
 """
 
 import math
@@ -19,11 +19,11 @@ from aft_vision.ops.common.numerics import may_branch, without_autocast
 
 # How far a key may exceed its reference, in nats: less than in the causal forms, whose values are scaled.
 HEADROOM = 40.0
-# How far an exponential in the ring may lie below its reference, in nats; above it, HEADROOM.
+# How far a key in the ring may be below its reference, in nats; HEADROOM is the limit above it.
 REACH = 80.0
-# A new reference lies this far below the largest key: what is left of HEADROOM is for the keys to come.
+# A new reference is this far below the largest key; the rest of HEADROOM is for later keys.
 MARGIN = 20.0
-# A denominator below this, or biases further apart than REACH, may have lost something to underflow.
+# A denominator below this, or biases further apart than REACH, may have lost precision by underflow.
 SMALLEST = 1e-28
 
 
@@ -44,12 +44,12 @@ def absorb_many(k: Tensor, v: Tensor, reference: Tensor, numerator: Tensor, deno
 
 
 def counted_values(k: Tensor, v: Tensor) -> Tensor:
-    """Return the values, 0 where a key of minus infinity counts for nothing: what stands there may be NaN."""
+    """Return the values, 0 for keys of minus infinity, where values may be NaN."""
     return v.masked_fill(k == float('-inf'), 0.0)
 
 
 def _raise(peak: Tensor, reference: Tensor, denominator: Tensor) -> Tensor:
-    # Move a reference to the largest new key where it must, and return the factor for the sums. Empty sums take any.
+    # Move a reference to the largest new key if necessary, and return the factor for the sums. Empty sums accept any.
     empty = (denominator == 0) & (peak > float('-inf'))
     moved = torch.where((peak > reference + HEADROOM) | empty, peak, reference)
     scale = torch.exp((reference - moved).clamp_max(0.0))
@@ -58,7 +58,7 @@ def _raise(peak: Tensor, reference: Tensor, denominator: Tensor) -> Tensor:
 
 
 def simple_step(k: Tensor, v: Tensor, reference: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The mean of the values up to the token (B, D), whose key and value are added to the sums in place."""
+    """Return the mean (B, D) of the values up to the token, and add its key and value to the sums in place."""
     shifted, v = k - reference, counted_values(k, v)
     if shifted.numel() and may_branch(k) and not torch.compiler.is_compiling() and float(shifted.max()) <= HEADROOM:
         weight = shifted.exp_()
@@ -79,12 +79,12 @@ def local_step(
     position: Tensor,
     holds_keys: Tensor,
 ) -> Tensor:
-    """The mean (B, D) for a token with its state updated in place, on a CPU.
+    """Return the mean (B, D) for a token and update the state in place, on a CPU.
 
     Args:
-        k, v: (B, D) of the token, in the state's dtype.
-        band_row: (s,) of the token.
-        reference, sums, ring, position, holds_keys: of `ops.LocalState`.
+        k, v: (B, D), key and value of the token in the state's dtype.
+        band_row: (s,), the token's row of the band.
+        reference, sums, ring, position, holds_keys: fields of `ops.LocalState`.
     """
     count, window, dim = tokens_seen(position), ring.shape[1], k.shape[1]
     used = min(count + 1, window)
@@ -101,7 +101,7 @@ def local_step(
     torch.mul(weight, v, out=entry[:, :dim])
     entry[:, dim:] = weight
     low, high = (float(x) for x in row.aminmax())
-    # What lies before the window has a bias of 0.
+    # Tokens before the window have a bias of 0.
     top, low = max(high, 0.0), min(low, 0.0)
     if top - low <= REACH:
         weights = torch.exp(row - top).expand(len(k), 1, -1)
@@ -128,7 +128,7 @@ def tokens_seen(position: Tensor) -> int:
 def held_mean(
     band_row: Tensor, reference: Tensor, sums: Tensor, ring: Tensor, position: Tensor, holds_keys: Tensor
 ) -> Tensor:
-    """The mean (B, D) for the last token that a state has taken, from exponentials however small."""
+    """Return the mean (B, D) for the last token of a state, exact for arbitrarily small exponentials."""
     count, window = int(position), ring.shape[1]
     used = min(count, window)
     row = _by_slot(band_row, (count - 1) % window, used)
@@ -144,11 +144,11 @@ def local_step_static(
     ring: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """`local_step` without a branch or a number on the host, for a ring that holds [v | k]."""
+    """Compute `local_step` without branches or values on the host, for a ring of [v | k]."""
     window, dim = ring.shape[1], k.shape[1]
     slot = (position % window).view(1)
     leaving = ring.index_select(1, slot).squeeze(1)
-    # An empty slot has a key of minus infinity, which adds nothing.
+    # An empty slot has a key of minus infinity and adds nothing.
     absorb(leaving[:, dim:], leaving[:, :dim], reference, sums[:, :dim], sums[:, dim:])
     ring.index_copy_(1, slot, torch.cat([counted_values(k, v), k], 1).unsqueeze(1))
     row = band_row[(torch.arange(window, device=k.device) - slot - 1) % window]
@@ -157,7 +157,7 @@ def local_step_static(
 
 
 def decode(reference: Tensor, ring: Tensor, holds_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (B, slots, D) of a ring; minus infinity and 0 in an empty slot."""
+    """Return keys and values (B, slots, D) of a ring; minus infinity and 0 in an empty slot."""
     values, keys = ring.chunk(2, dim=-1)
     if not may_branch(ring) or bool(holds_keys):
         return keys, values
@@ -166,7 +166,7 @@ def decode(reference: Tensor, ring: Tensor, holds_keys: Tensor) -> tuple[Tensor,
 
 
 def encode(keys: Tensor, values: Tensor, reference: Tensor, sums: Tensor, ring: Tensor, holds_keys: Tensor) -> None:
-    """Write keys and values (B, slots, D) to a ring, as exponentials where one reference can serve all."""
+    """Write keys and values (B, slots, D) to a ring, as exponentials if one reference is enough for all."""
     dim = keys.shape[2]
     if may_branch(keys):
         den = sums[:, dim:]
@@ -175,7 +175,7 @@ def encode(keys: Tensor, values: Tensor, reference: Tensor, sums: Tensor, ring: 
         lowest = torch.cat([keys, older.unsqueeze(1)], 1)
         lowest = lowest.masked_fill(lowest == float('-inf'), float('inf')).amin(1)
         if bool((lowest >= moved - REACH).all()):
-            # In two halves: the factor itself may overflow where the sums are small.
+            # In two steps, because the factor may overflow for small sums.
             half = torch.where(den > 0, torch.exp((reference - moved) / 2), 0.0).repeat(1, 2)
             sums.mul_(half).mul_(half)
             reference.copy_(moved)
@@ -190,13 +190,13 @@ def encode(keys: Tensor, values: Tensor, reference: Tensor, sums: Tensor, ring: 
 
 
 def _by_slot(band_row: Tensor, slot: int, used: int) -> Tensor:
-    # What stands in slot 0, 1, ... has these places in the band of the token in `slot`.
+    # The positions of slots 0, 1, ... in the band of the token in `slot`.
     first = len(band_row) - 1 - slot
     return torch.cat([band_row[first:], band_row[:first]])[:used]
 
 
 def _fits(shifted: Tensor) -> bool:
-    # Whether the exponential of a new key, less the reference, can stand in the ring.
+    # Whether the exponential of a new key, relative to the reference, fits into the ring.
     if not shifted.numel():
         return False
     low, high = (float(x) for x in shifted.aminmax())
@@ -230,7 +230,7 @@ def _joint_mean(keys: Tensor, values: Tensor, row: Tensor, reference: Tensor, su
     numerator, denominator = sums.chunk(2, dim=1)
     older = torch.where(denominator == 0, float('-inf'), reference)
     least = torch.finfo(keys.dtype).min / 4
-    # Keys first relative to the largest: a large key plus a bias would round the bias away.
+    # Subtract the largest key first: a large key plus a bias would lose the bias to rounding.
     base = torch.maximum(keys.amax(1), older).clamp_min(least)  # (B, D)
     logits, older = keys - base.unsqueeze(1) + row[:, None], older - base
     peak = torch.maximum(logits.amax(1), older).clamp_min(least)
@@ -240,5 +240,5 @@ def _joint_mean(keys: Tensor, values: Tensor, row: Tensor, reference: Tensor, su
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    # Of a token that sees nothing, 0.
+    # 0 for a token that sees no source.
     return torch.where(denominator == 0, 0.0, numerator / denominator)

@@ -1,7 +1,7 @@
-"""States of decoding: of constant size, whatever the number of tokens seen.
+"""Decoding states, of constant size for any number of tokens.
 
 States are NamedTuples of tensors of fixed shape, updated in place, so a step can be compiled, captured, copied and
-reordered. Nothing is differentiated through a state.
+reordered. A state has no gradients.
 """
 
 from typing import Any, NamedTuple, TypeVar
@@ -21,15 +21,15 @@ class SimpleState(NamedTuple):
 
 
 class LocalState(NamedTuple):
-    """The state of AFT-local: sums over the tokens before the window, and the window as a ring of slots.
+    """The state of AFT-local: sums over the tokens before the window, and the window as a ring buffer.
 
     Attributes:
-        reference: (B, D) that exponents are relative to.
+        reference: (B, D), subtracted from keys before the exponential.
         sums: (B, 2D), of e^(k - reference) v and of e^(k - reference), over the tokens before the window.
         ring: (B, s, 2D); token t is in slot t mod s, as [e^(k - reference) v | e^(k - reference)] or as [v | k].
         position: () int64, tokens seen.
-        holds_keys: () bool, whether the ring has values and keys themselves: always on an accelerator, on a CPU where
-            the keys of a window lie too far apart for one reference.
+        holds_keys: () bool, whether the ring stores values and keys themselves: always on an accelerator, and on a CPU
+            if the keys of a window are too far apart for one reference.
     """
 
     reference: Tensor
@@ -45,13 +45,13 @@ State = TypeVar('State', bound=tuple[Tensor, ...])
 def aft_simple_state(
     batch: int, dim: int, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> SimpleState:
-    """The state of AFT-simple before the first token.
+    """Return the state of AFT-simple before the first token.
 
     Args:
         batch: number of sequences B.
         dim: channels D.
-        dtype: of the sums: float32 or float64.
-        device: of the state.
+        dtype: dtype of the sums, float32 or float64.
+        device: device of the state.
 
     Raises:
         ValueError: dtype is not float32 or float64.
@@ -64,14 +64,14 @@ def aft_simple_state(
 def aft_local_state(
     batch: int, dim: int, window: int, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> LocalState:
-    """The state of AFT-local before the first token.
+    """Return the state of AFT-local before the first token.
 
     Args:
         batch: number of sequences B.
         dim: channels D.
-        window: tokens s with a position bias: the token itself and s - 1 before it.
-        dtype: of the sums: float32 or float64.
-        device: of the state.
+        window: s, tokens with a position bias: the token itself and the s - 1 tokens before it.
+        dtype: dtype of the sums, float32 or float64.
+        device: device of the state.
 
     Raises:
         ValueError: window is below 1, or dtype is not float32 or float64.
@@ -94,10 +94,10 @@ def aft_local_state(
 
 
 def reorder_state(state: State, index: Tensor) -> State:
-    """The state with its batch rows picked by index (N,), as beam search does; rows may repeat.
+    """Return the state with batch rows selected by index (N,), as in beam search; rows may repeat.
 
     Returns:
-        A state of its own: nothing in it is shared with the old one.
+        A new state that shares no memory with the old one.
 
     Raises:
         ValueError: index is not one-dimensional.
@@ -108,15 +108,15 @@ def reorder_state(state: State, index: Tensor) -> State:
 
 
 def clone_state(state: State) -> State:
-    """A copy of a state, which a step leaves as it is."""
+    """Return a copy that steps of the original do not change."""
     return type(state)(*(x.clone() for x in state))
 
 
 def check_simple_state(state: SimpleState) -> None:
-    """Check that the parts of a state match one another in shape, dtype and device.
+    """Check that the fields of a state match in shape, dtype and device.
 
     Raises:
-        ValueError: one of them does not.
+        ValueError: a field does not match.
     """
     if not isinstance(state, SimpleState):
         raise ValueError(f'state must be of ops.aft_simple_state, got a {type(state).__name__}')
@@ -127,10 +127,10 @@ def check_simple_state(state: SimpleState) -> None:
 
 
 def check_local_state(state: LocalState) -> None:
-    """Check that the parts of a state match one another in shape, dtype and device; the position is not read.
+    """Check that the fields of a state match in shape, dtype and device; the position is not read.
 
     Raises:
-        ValueError: one of them does not.
+        ValueError: a field does not match.
     """
     if not isinstance(state, LocalState):
         raise ValueError(f'state must be of ops.aft_local_state, got a {type(state).__name__}')
@@ -154,7 +154,7 @@ def check_local_state(state: LocalState) -> None:
 
 
 def _check_reference(reference: Tensor) -> torch.Size:
-    # Its shape, (B, D), which the shapes of the other parts follow from.
+    # Its shape (B, D) determines the shapes of the other fields.
     if reference.ndim != 2 or reference.dtype not in (torch.float32, torch.float64):
         got = f'{tuple(reference.shape)} {reference.dtype}'
         raise ValueError(f'state.reference must be (B, D), in torch.float32 or torch.float64, got {got}')
@@ -162,7 +162,7 @@ def _check_reference(reference: Tensor) -> torch.Size:
 
 
 def _mismatch(state: SimpleState | LocalState, expected: list[tuple[tuple[Any, ...], torch.dtype]]) -> ValueError:
-    # An error that names the first part that is not as expected.
+    # Raise an error for the first field that does not match.
     device = state[0].device
     name, x, shape, dtype = next(
         (name, x, shape, dtype)

@@ -1,4 +1,4 @@
-"""One token, or several, from a state (AFT Eq. 4, 5, causal; footnote 2). Nothing is differentiated."""
+"""Decoding of one or several tokens with a state, without gradients (AFT Eq. 4, 5, causal; footnote 2)."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,17 +15,17 @@ from aft_vision.ops.decode.state import LocalState, SimpleState, check_local_sta
 
 
 def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) -> tuple[Tensor, SimpleState]:
-    """One token of `aft_simple_causal` (AFT Eq. 5).
+    """Compute one token of `aft_simple_causal` (AFT Eq. 5).
 
     Args:
-        q, k, v: (B, D) of the token. q = None leaves the sigmoid gate out.
-        state: of the tokens before it; updated in place.
+        q, k, v: (B, D). q = None leaves out the sigmoid gate.
+        state: state after the tokens before it; updated in place.
 
     Returns:
-        y (B, D) in q's dtype, and the state with this token in it. Nothing is differentiated.
+        y (B, D) in q's dtype, and the state with this token, without gradients.
 
     Raises:
-        ValueError: q, k or v do not match the state, or its parts one another.
+        ValueError: q, k, v and the fields of the state do not match.
     """
     check_simple_state(state)
     _check_tokens(q, k, v, state.reference.shape)
@@ -41,19 +41,18 @@ def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) 
 def aft_local_step(
     q: Tensor | None, k: Tensor, v: Tensor, band_row: Tensor, state: LocalState
 ) -> tuple[Tensor, LocalState]:
-    """One token of `aft_local_causal` (AFT Eq. 4).
+    """Compute one token of `aft_local_causal` (AFT Eq. 4).
 
     Args:
-        q, k, v: (B, D) of the token. q = None leaves the sigmoid gate out.
+        q, k, v: (B, D). q = None leaves out the sigmoid gate.
         band_row: (s,), the token's row of the band.
-        state: of the tokens before it; updated in place.
+        state: state after the tokens before it; updated in place.
 
     Returns:
-        y (B, D) in q's dtype, and the state with this token in it. Nothing is differentiated.
+        y (B, D) in q's dtype, and the state with this token, without gradients.
 
     Raises:
-        ValueError: q, k, v or band_row do not match the state, its parts do not match one another, or, on a CPU, its
-            position is negative.
+        ValueError: q, k, v, band_row and the fields of the state do not match, or, on a CPU, its position is negative.
     """
     check_local_state(state)
     _check_tokens(q, k, v, state.reference.shape)
@@ -76,15 +75,15 @@ def aft_local_step(
 
 
 def compile_decoder(blocks: Sequence[Block], head: Dense, batch: int) -> Callable[[Tensor], Tensor] | None:
-    """Compile one call for a token through the blocks and the head of a decoder.
+    """Compile the blocks and the head of a decoder into one call per token.
 
     Args:
-        blocks: with their states; parameters and states must stay where they are.
+        blocks: blocks with their states; parameters and states must keep their memory.
         head: the layer after them.
         batch: number of sequences B.
 
     Returns:
-        A function of a token (B, C), which it overwrites, to (B, n); None where C++ does not support the blocks.
+        A function from a token (B, C), which it overwrites, to (B, n); None if C++ does not support the blocks.
     """
     kernels = operator.step_kernels([head.weight])
     if kernels is None or not kernels.covers_decoder(blocks, head, batch):
@@ -94,17 +93,17 @@ def compile_decoder(blocks: Sequence[Block], head: Dense, batch: int) -> Callabl
 
 @torch.no_grad()
 def aft_simple_prefill(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) -> tuple[Tensor, SimpleState]:
-    """Several tokens at once, with the results and the state of as many `aft_simple_step`.
+    """Compute several tokens at once, equivalent to repeated `aft_simple_step`.
 
     Args:
-        q, k, v: (B, n, D) of the tokens. q = None leaves the sigmoid gate out.
-        state: of the tokens before them; updated in place.
+        q, k, v: (B, n, D). q = None leaves out the sigmoid gate.
+        state: state after the tokens before them; updated in place.
 
     Returns:
-        y (B, n, D) in q's dtype, and the state with these tokens in it.
+        y (B, n, D) in q's dtype, and the state with these tokens.
 
     Raises:
-        ValueError: q, k or v do not match the state, or its parts one another.
+        ValueError: q, k, v and the fields of the state do not match.
     """
     check_simple_state(state)
     _check_chunk(q, k, v, state.reference)
@@ -120,19 +119,18 @@ def aft_simple_prefill(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleStat
 def aft_local_prefill(
     q: Tensor | None, k: Tensor, v: Tensor, band: Tensor, state: LocalState
 ) -> tuple[Tensor, LocalState]:
-    """Several tokens at once, with the results and the state of as many `aft_local_step`.
+    """Compute several tokens at once, equivalent to repeated `aft_local_step`.
 
     Args:
-        q, k, v: (B, n, D) of the tokens. q = None leaves the sigmoid gate out.
+        q, k, v: (B, n, D). q = None leaves out the sigmoid gate.
         band: (n, s), the tokens' rows of the band.
-        state: of the tokens before them; updated in place.
+        state: state after the tokens before them; updated in place.
 
     Returns:
-        y (B, n, D) in q's dtype, and the state with these tokens in it.
+        y (B, n, D) in q's dtype, and the state with these tokens.
 
     Raises:
-        ValueError: q, k, v or band do not match the state, its parts do not match one another, or its position is
-            negative.
+        ValueError: q, k, v, band and the fields of the state do not match, or its position is negative.
     """
     check_local_state(state)
     _check_chunk(q, k, v, state.reference)
@@ -140,7 +138,7 @@ def aft_local_prefill(
     if tuple(band.shape) != (tokens, window):
         raise ValueError(f'band must have shape ({tokens}, {window}) to match k and the state, got {tuple(band.shape)}')
     dtype = state.reference.dtype
-    # The tokens of the ring, oldest first, go before the new ones.
+    # Prepend the tokens of the ring, oldest first.
     count = decode.tokens_seen(state.position)
     before = min(count, window)
     slots = torch.arange(count - before, count, device=k.device) % window
@@ -162,7 +160,7 @@ def aft_local_prefill(
 
 
 def _empty_ring(state: LocalState) -> tuple[Tensor, Tensor]:
-    # Keys and values (B, s, D) of no tokens.
+    # Empty keys and values (B, s, D).
     values = torch.zeros_like(state.ring[..., : state.reference.shape[1]])
     return torch.full_like(values, float('-inf')), values
 

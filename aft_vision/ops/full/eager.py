@@ -1,4 +1,4 @@
-"""AFT-full without a mask over the future (AFT Eq. 2)."""
+"""AFT-full, not causal (AFT Eq. 2)."""
 
 from functools import cached_property
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from aft_vision.ops.common.numerics import (
     product_dtype,
 )
 
-# Workspace elements of a batch chunk, at least, at most and for each thread: they stay in the caches, and the peak of
-# memory near that of attention.
+# Workspace elements of a batch chunk, minimum, maximum and per thread: they fit into the caches, and the peak of memory
+# is near that of attention.
 LEAST_ELEMENTS, CHUNK_ELEMENTS, THREAD_ELEMENTS = 1 << 19, 1 << 20, 1 << 18
 
 
@@ -41,12 +41,12 @@ class FullWeights:
 
     @cached_property
     def grad_exp(self) -> Tensor:
-        """Gradient of `exp`."""
+        """Return the gradient of `exp`."""
         return torch.zeros_like(self.exp)
 
     @cached_property
     def grad_rows(self) -> Tensor:
-        """Gradient of the repaired rows of the bias."""
+        """Return the gradient of the repaired rows of the bias."""
         return torch.zeros_like(self.exp)
 
     def workspace(self, batch: int) -> Workspace:
@@ -73,11 +73,11 @@ class FullWeights:
         self.grad_rows.index_add_(0, target, grad.to(self.grad_rows.dtype))
 
     def bias_grad(self) -> Tensor:
-        """Gradient of the bias, (T, T). The reference cancels: no gradient runs through it."""
+        """Return the gradient of the bias, (T, T). The reference cancels and has no gradient."""
         return torch.addcmul(self.grad_rows, self.grad_exp, self.exp).to(self.bias.dtype)
 
     def _product(self, matrix: Tensor, x: Workspace, spare: Workspace) -> Workspace:
-        # A product for each sequence: torch would fold a 2-d matrix into a transposed copy.
+        # One product per sequence: torch would fold a 2-d matrix into a transposed copy.
         flat = x.buffer.flatten(0, 1)  # (2B, T, D)
         torch.bmm(matrix.expand(len(flat), -1, -1), flat, out=spare.buffer.flatten(0, 1))
         return spare

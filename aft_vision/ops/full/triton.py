@@ -13,10 +13,10 @@ from aft_vision.ops.common.numerics import empty_denominator, empty_output
 from aft_vision.ops.full.eager import FullInputs
 from aft_vision.ops.full.kernels import backward_kernel, bias_kernel, column_kernel, forward_kernel
 
-# Into as many parts is the gradient of the bias cut that this many tiles of the size below are worked at once.
+# The gradient of the bias is cut into parts, so that this many tiles of the size below run at once.
 BIAS_TILES = 1024
 BIAS_TILE = 64
-# Elements of a row of weights are padded to this.
+# Rows of weights are padded to a multiple of this.
 ROW_MULTIPLE = 16
 
 
@@ -79,8 +79,8 @@ def _bias_grad(inputs: tuple[Any, ...], v: Tensor, steps: tuple[int, ...], const
 
 
 def _weights(bias: Tensor, v: Tensor) -> Tensor:
-    # exp(w - row maximum), (T, T padded), in the type of the products. Rows begin where vectors are loaded from.
+    # exp(w - row maximum), (T, T padded), in the type of the products. Rows are aligned for vector loads.
     bias = bias.float()
-    # A row of minus infinity sees nothing.
+    # A row of minus infinity sees no source.
     weights = (bias - bias.amax(dim=1, keepdim=True).clamp_min(FLOOR.value)).exp_().to(product_type(v))
     return F.pad(weights, (0, -len(bias) % ROW_MULTIPLE))

@@ -1,7 +1,7 @@
-"""AFT-local without a mask over the future (AFT Eq. 2 with the bias of AFT Eq. 4).
+"""AFT-local, not causal (AFT Eq. 2 with the bias of AFT Eq. 4).
 
-Blocks of targets multiply the sources that any of them has in its window; all older and all newer sources, where w = 0,
-enter through running sums from both ends, so nothing is ever subtracted and no (T, T) matrix is formed.
+A block of targets multiplies the sources in the windows of its targets. All older and newer sources, where w = 0, enter
+through running sums from both ends, so nothing is subtracted and no (T, T) matrix is formed.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from aft_vision.ops.local.band import block_length, skew, unskew
 
 
 class _Block(NamedTuple):
-    # Targets [start, stop) and the sources [low, high) that lie in the window of any of them.
+    # Targets [start, stop) and the sources [low, high) in the window of any of them.
     start: int
     stop: int
     low: int
@@ -25,7 +25,7 @@ class _Block(NamedTuple):
 
 
 class LocalWeights:
-    """A band of 2s - 1 weights per target, one outside of it (both before the row's reference is taken off)."""
+    """A band of 2s - 1 weights per target, and weight one outside it (before the row's reference is subtracted)."""
 
     writes_to_spare = False
     chunk_elements = CHUNK_ELEMENTS
@@ -48,12 +48,12 @@ class LocalWeights:
 
     @cached_property
     def grad_exp(self) -> Tensor:
-        """Gradient of `exp`."""
+        """Return the gradient of `exp`."""
         return torch.zeros_like(self.exp)
 
     @cached_property
     def grad_band(self) -> Tensor:
-        """Gradient of the repaired rows of the band."""
+        """Return the gradient of the repaired rows of the band."""
         return torch.zeros_like(self.exp)
 
     def workspace(self, batch: int) -> Workspace:
@@ -111,7 +111,7 @@ class LocalWeights:
         self.grad_band.index_add_(0, target, rows)
 
     def bias_grad(self) -> Tensor:
-        """Gradient of the band, (T, 2s - 1); zero for entries outside the sequence."""
+        """Return the gradient of the band, (T, 2s - 1); zero for entries outside the sequence."""
         return torch.addcmul(self.grad_band, self.grad_exp, self.exp).to(self.band.dtype)
 
     def _blocks(self) -> Iterator[_Block]:
@@ -141,7 +141,7 @@ class LocalWeights:
 
 
 def _running_sums(x: Tensor, stops: list[int]) -> list[Tensor]:
-    # The sums of x[:stop] for ascending stops, each made from the one before.
+    # Yield the sums of x[:stop] for ascending stops, each computed from the one before.
     total, start, sums = torch.zeros(x.shape[1:], dtype=accumulate_dtype(x), device=x.device), 0, []
     for stop in stops:
         total = total + x[start:stop].sum(0, dtype=total.dtype)

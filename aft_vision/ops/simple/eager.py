@@ -1,4 +1,4 @@
-"""AFT-simple without a mask over the future (AFT Eq. 5)."""
+"""AFT-simple, not causal (AFT Eq. 5)."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from aft_vision.ops.common.numerics import Qkv, accumulate_dtype, gate, masked_k
 
 
 def empty_context(k: Tensor, v: Tensor, save: bool) -> Tensor:
-    """Return a buffer for the context (B, 1, D) that the backward reuses; empty when nothing will be differentiated."""
+    """Return a buffer for the context (B, 1, D) that the backward reuses; empty if it is not saved."""
     return torch.empty((v.shape[0], 1, v.shape[2]) if save else (0,), dtype=accumulate_dtype(v), device=v.device)
 
 
