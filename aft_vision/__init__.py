@@ -1,4 +1,4 @@
-"""Attention-free vision transformers for timm: importing the package registers the `aft_*` models."""
+"""Attention-free vision transformers for timm; importing the package registers the `aft_*` models."""
 
 from aft_vision import models as models
 

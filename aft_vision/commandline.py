@@ -1,4 +1,4 @@
-"""Errors of a command as one line."""
+"""One-line errors for commands."""
 
 import os
 import re
@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# A value out of range or a damaged file, a missing path, a package of an extra, a run that diverged. Whatever else is
-# raised, an AttributeError or a KeyError, is a fault of the program and keeps its traceback.
+# A value out of range or a damaged file, a missing path, a package of an extra, a run that diverged. Any other error,
+# such as an AttributeError or a KeyError, is a bug and keeps its traceback.
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 EXIT_CODE = 2
 # In seconds. torchrun ends the other processes within 0.1 s of the first that fails.
@@ -18,20 +18,20 @@ TURN_OF_RANK_0 = 2.0
 
 
 def program_name() -> str | None:
-    """Return the running command as it is typed, `python -m train.imagenet`; None for no module."""
+    """Return the running command, such as `python -m train.imagenet`, or None if it is not a module."""
     spec = getattr(sys.modules['__main__'], '__spec__', None)
     return None if spec is None else f'python -m {spec.name.removesuffix(".__main__")}'
 
 
 def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str] | None = None) -> None:
-    """Run a command, and print an error that its user can mend as one line `error: ...`.
+    """Run a command, and print an error that the user can fix as one line `error: ...`.
 
     Args:
-        main: Of the command; it takes the command line, and raises.
-        argv: The command line; that of the process by default. With --debug the traceback is printed too.
+        main: Function of the command; takes the command line and raises errors.
+        argv: The command line, by default that of the process. With --debug the traceback is printed too.
 
     Raises:
-        SystemExit: the command failed, and the code is 2; or it was ended, and the code is 128 and the signal's number.
+        SystemExit: the command failed, with code 2, or was stopped by a signal, with code 128 plus its number.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -41,7 +41,7 @@ def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str]
         print('interrupted', file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
     except BrokenPipeError:
-        # Whoever read the output has ended, such as `head`; Python would complain again when it flushes at its end.
+        # The reader of the output has ended, such as `head`; Python would raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
@@ -50,7 +50,7 @@ def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str]
         if '--debug' in argv:
             traceback.print_exc()
         if process_number() > 0:
-            # What every process meets is said once, by the first: torchrun ends this one meanwhile.
+            # An error of all processes is printed once, by the first: torchrun ends this one in the meantime.
             time.sleep(TURN_OF_RANK_0)
         where = f'process {process_number()}: ' if process_number() > 0 else ''
         print(f'error: {where}{one_line(error)}', file=sys.stderr, flush=True)
@@ -58,7 +58,7 @@ def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str]
 
 
 def say(line: str) -> None:
-    """Print a line next to the results of a command, to stderr, in the first process only."""
+    """Print a line to stderr, in the first process only."""
     if process_number() == 0:
         print(line, file=sys.stderr, flush=True)
 
@@ -69,7 +69,7 @@ def process_number() -> int:
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Return whether a user can mend the error, memory that does not suffice included."""
+    """Return whether a user can fix the error; running out of memory counts."""
     return isinstance(error, USER_ERRORS) or type(error).__name__ == 'OutOfMemoryError'
 
 
@@ -79,6 +79,6 @@ def one_line(error: BaseException) -> str:
         return f'{error.filename}: {error.strerror}'
     message = str(error) or type(error).__name__
     if 'Traceback (most recent call last)' in message:
-        # A loading process sends its traceback along; the message comes after the name of the last error in it.
+        # A loading process sends its traceback; the message follows the name of its last error.
         message = re.split(r'^[\w.]*(?:Error|Exception): ', message, flags=re.MULTILINE)[-1]
     return ' '.join(message.split())

@@ -1,4 +1,4 @@
-"""Accuracy of a classifier on a loader, and the model that a checkpoint holds."""
+"""Accuracy of a classifier on a loader, and loading of checkpoints."""
 
 import contextlib
 import logging
@@ -38,19 +38,19 @@ def evaluate(
     distributed: bool = False,
     progress: bool = False,
 ) -> dict[str, float]:
-    """Measure loss, accuracy and speed of a classifier; every sample counts exactly once.
+    """Measure loss, accuracy and speed of a classifier; every sample is counted exactly once.
 
     Args:
-        model: Maps images (B, 3, H, W) to logits; evaluated in eval mode and returned to the mode it came in.
+        model: Maps images (B, 3, H, W) to logits; evaluated in eval mode; its mode is restored afterwards.
         loader: Yields (images, class indices (B,)).
-        amp_dtype: Autocast data type; None runs in the model's own.
+        amp_dtype: Autocast data type; None keeps the model's data type.
         distributed: Sum over the processes of the default group, each of which has its share of the samples; speed is
             this process's.
         progress: Show a progress bar on standard error.
 
     Returns:
         `top1` and `top5` in percent, `loss` (mean cross-entropy), `samples`, and `images_per_second` of the forward
-        pass alone: without the loading, and without the first batch if there are others.
+        pass, without loading and without the first batch if there are others.
 
     Raises:
         ValueError: the loader is empty.
@@ -69,16 +69,16 @@ def evaluate_all(
     progress: bool = False,
     evaluator: Callable[[], Any] | None = None,
 ) -> list[dict[str, float]]:
-    """Evaluate several models in one pass over the loader; otherwise as `evaluate`.
+    """Evaluate several models in one pass over the loader, otherwise as `evaluate`.
 
     Args:
-        evaluator: Makes what measures the outputs of one model, in the manner of timm's evaluators; by default that of
+        evaluator: Builds the evaluator of one model's outputs, with the interface of timm's evaluators; by default for
             classifiers.
     """
     device = torch.device(device)
     meters = [_Meter(model, device, evaluator() if evaluator else ClassificationEvaluator(device)) for model in models]
     for images, targets in tqdm(loader, desc='evaluate', unit='batch', leave=False, disable=None if progress else True):
-        # All of its images were corrupt and skipped.
+        # All images of the batch were corrupt and skipped.
         if not len(images):
             continue
         images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
@@ -88,7 +88,7 @@ def evaluate_all(
 
 
 class _Meter:
-    """Counts what one model gets right, and the time that it takes."""
+    """A meter of one model's accuracy and time."""
 
     def __init__(self, model: nn.Module, device: torch.device, evaluator: Any) -> None:
         self.model, self.device, self.evaluator = model, device, evaluator
@@ -117,17 +117,18 @@ class _Meter:
 
 
 def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu') -> nn.Module:
-    """Rebuild the trained model that a checkpoint holds.
+    """Rebuild the trained model of a checkpoint.
 
     Args:
-        checkpoint: A file written by the trainer (`last.pth`, `best.pth`), the folder of a run, which stands for its
-            `best.pth`, or a directory exported with `timm.models.save_for_hf`.
+        checkpoint: A file of the trainer (`last.pth`, `best.pth`), the folder of a run, for its `best.pth`, or a
+            directory exported with `timm.models.save_for_hf`.
 
     Returns:
         The model in eval mode.
 
     Raises:
-        ValueError: the path does not exist, is no checkpoint or a damaged one, or its weights do not fit its model.
+        ValueError: the path does not exist, is not a checkpoint, is damaged, or has weights that do not match its
+            model.
     """
     checkpoint = find_checkpoint(checkpoint)
     if checkpoint.is_dir():
@@ -138,7 +139,7 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu') -> nn
     content = read_checkpoint(checkpoint)
     model = _create(content['model_name'], checkpoint, **content['model_kwargs'])
     load_matching_state_dict(model, content['state_dict'], source=str(checkpoint))
-    # As an export has them: the preprocessing, and the names of the classes.
+    # As in an export: the preprocessing and the class names.
     cfg: Any = model.pretrained_cfg
     cfg.update(content.get('data_config') or {})
     if content.get('class_names'):
@@ -149,23 +150,23 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu') -> nn
 def _create(name: str, checkpoint: Path, **kwargs: Any) -> nn.Module:
     try:
         return timm.create_model(name, **kwargs)
-    # An unknown model, arguments that it does not take, weights that are missing, cut or of another shape.
+    # An unknown model, unknown arguments, or weights that are missing, truncated or of another shape.
     except Exception as error:
         raise ValueError(f'expected a model that can be built, got {checkpoint}: {error}') from error
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read a trainer's checkpoint onto the CPU, executing nothing that it contains.
+    """Read a trainer's checkpoint onto the CPU without executing code from it.
 
     Raises:
-        ValueError: the file does not exist, is damaged, or is something else.
+        ValueError: the file does not exist, is damaged, or is not a checkpoint.
     """
     path = find_checkpoint(path)
     if not path.is_file():
         raise ValueError(f'expected a checkpoint file or an exported directory, got {path}, which does not exist')
     try:
         content = load_torch_file(path)
-    # Bytes of another kind make the unpickler raise almost anything.
+    # The unpickler raises almost any error on foreign bytes.
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
@@ -179,7 +180,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_matching_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str) -> None:
-    """Load weights that must fit exactly.
+    """Load weights that must match exactly.
 
     Raises:
         ValueError: names or shapes differ; the message lists the first differing keys of each kind.
@@ -192,13 +193,14 @@ def load_matching_state_dict(model: nn.Module, state_dict: dict[str, torch.Tenso
 
 
 def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool = False, transfer: bool = True) -> None:
-    """Start a model from the weights of a checkpoint; those that depend on the image size are resampled.
+    """Initialise a model from a checkpoint, and resample parameters that depend on the image size.
 
     Args:
-        checkpoint: As of `load_model`, of a model of the same architecture; for an AFT model also of a DeiT or ViT of
-            the same width and depth, whose weights are transferred (AFT Table 8). Its model's name tells which.
-        reset_head: Leave the model's classifier as it is.
-        transfer: False takes a checkpoint of the same architecture alone.
+        checkpoint: As in `load_model`, for a model of the same architecture. An AFT model also takes a DeiT or ViT of
+            the same width and depth, whose weights are transferred (AFT Table 8). The name of the checkpoint's model
+            decides.
+        reset_head: Keep the model's own classifier.
+        transfer: False accepts only the same architecture.
 
     Raises:
         ValueError: as `load_model`, or the checkpoint has another number of classes and the head is not reset.
@@ -208,7 +210,7 @@ def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool 
     classifiers = (cfg['classifier'],) if isinstance(cfg['classifier'], str) else cfg['classifier']
     own = model.state_dict()
     heads = {key: own[key] for name in classifiers for key in (f'{name}.weight', f'{name}.bias') if key in own}
-    # Before the filter, which gives a transfer the model's own head where the classes differ.
+    # Before the filter, because a transfer keeps the model's own head if the numbers of classes differ.
     for key, head in heads.items():
         if not reset_head and key in state_dict and state_dict[key].shape[0] != head.shape[0]:
             raise ValueError(
@@ -220,7 +222,7 @@ def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool 
         if _is_aft(model) and transfer and not of_aft:
             state_dict, report = deit_to_aft(state_dict, model, grid=grid)
             _logger.warning(describe_transfer(report, model))
-        # The filter of an AFT model takes other keys for those of a ViT.
+        # The filter of an AFT model treats other keys as those of a ViT.
         elif filter_function is not None and (state_dict.keys() == own.keys() or not _is_aft(model)):
             state_dict = filter_function(state_dict, model)
     except StateDictError as error:
@@ -229,9 +231,9 @@ def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool 
 
 
 def _read_start(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], bool, tuple[int, int] | None]:
-    """The weights of a checkpoint, whether they are of an AFT model, and their grid (H, W) in tokens if stated."""
+    """Return the weights of a checkpoint, whether they are of an AFT model, and their token grid (H, W) if known."""
     content = {} if find_checkpoint(checkpoint).is_dir() else read_checkpoint(checkpoint)
-    # Building the model for its class alone would cost time and random numbers.
+    # Building the model only to get its class would cost time and random numbers.
     if content and timm.is_model(content['model_name']):
         of_aft = timm.models.model_entrypoint(content['model_name']).__module__.startswith('aft_vision.')
         return content['state_dict'], of_aft, find_stated_grid(content['state_dict'], content['model_kwargs'])
@@ -245,7 +247,7 @@ def _is_aft(model: nn.Module) -> bool:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Find a device by its name; `auto` is CUDA where there is one.
+    """Return a device by name; `auto` means CUDA if available.
 
     Raises:
         ValueError: this machine has no such device.
@@ -257,7 +259,7 @@ def resolve_device(name: str) -> torch.device:
         if device.type == 'meta':
             raise RuntimeError('it holds no values')
         if device.type == 'cuda':
-            # Without touching it: of several processes each will use another one.
+            # Do not allocate on it: each of several processes uses another device.
             if (device.index or 0) >= torch.cuda.device_count():
                 raise RuntimeError(f'there are {torch.cuda.device_count()} CUDA devices')
         else:
@@ -269,7 +271,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def check_classes(model: nn.Module, class_names: Sequence[str], data: str) -> None:
-    """Raise a ValueError unless the data set has the classes that the model was trained on, in the same order."""
+    """Raise a ValueError unless the data set has the classes of the model, in the same order."""
     if len(class_names) != model.num_classes:
         raise ValueError(
             f'expected {model.num_classes} classes in {data}, as many as the model has, got {len(class_names)}'
@@ -277,14 +279,14 @@ def check_classes(model: nn.Module, class_names: Sequence[str], data: str) -> No
     cfg: Any = model.pretrained_cfg
     trained = cfg.get('label_names') or class_names
     differing = [(old, new) for old, new in zip(trained, class_names, strict=True) if old != new]
-    # Some data sets number their classes and do not name them.
+    # Some data sets have numbers instead of class names.
     numbered = [str(index) for index in range(len(class_names))]
     if differing and numbered not in (list(trained), list(class_names)):
         raise ValueError(f'expected the classes of the model in {data}, got {differing[0][1]} for {differing[0][0]}')
 
 
 def reset_peak_memory(device: torch.device | str) -> None:
-    """Start a new measurement of `peak_memory_mb`, where the system can: on CUDA, and on the CPU under Linux."""
+    """Start a new measurement of `peak_memory_mb`, if supported: on CUDA, and on the CPU under Linux."""
     if torch.device(device).type == 'cuda':
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -293,14 +295,14 @@ def reset_peak_memory(device: torch.device | str) -> None:
 
 
 def peak_memory_mb(device: torch.device | str) -> float:
-    """Peak allocation on the device, or the peak resident memory of this process on a CPU, in MB of 2**20 bytes."""
+    """Return the peak allocation on the device, or the peak resident memory of this process on a CPU, in MiB."""
     if torch.device(device).type == 'cuda':
         return torch.cuda.max_memory_allocated(device) / 2**20
     with contextlib.suppress(OSError):
         for line in Path('/proc/self/status').read_text().splitlines():
             if line.startswith('VmHWM:'):
                 return int(line.split()[1]) / 2**10
-    # Unix alone has it, so it is not imported with the module.
+    # Only Unix has it, so it is not imported with the module.
     import resource
 
     # macOS counts bytes, the others kilobytes.
@@ -308,7 +310,7 @@ def peak_memory_mb(device: torch.device | str) -> float:
 
 
 def _throughput(timings: list[tuple[int, float]]) -> float:
-    """Images per second, without the first batch, which pays for warming up; NaN without any."""
+    """Return images per second, without the first batch, which includes the warm-up; NaN without batches."""
     if not timings:
         return math.nan
     measured = timings[1:] or timings

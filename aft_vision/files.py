@@ -1,4 +1,4 @@
-"""Files of a run, and how a file is written whole or not at all."""
+"""Files of a run, and atomic writing of files."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ BEST, LAST = 'best.pth', 'last.pth'
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Return the best checkpoint of the folder of a run; any other path as it is."""
+    """Return the best checkpoint of a run's folder; return any other path unchanged."""
     path = Path(path)
     best = path / BEST
     # An exported folder has a config.json.
@@ -18,7 +18,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def check_folder(path: Path) -> None:
-    """Raise a ValueError unless a folder, which has no best.pth, holds an exported model."""
+    """Raise a ValueError unless a folder without best.pth has an exported model."""
     if not (path / 'config.json').is_file():
         raise ValueError(
             f'expected a run with best.pth or an exported model with config.json in {path}, got neither'
@@ -27,7 +27,7 @@ def check_folder(path: Path) -> None:
 
 
 def name_latest(folder: str | Path) -> str:
-    """Return the end of an error about a folder without best.pth: where the newest checkpoint of its run is, or ''."""
+    """Return the end of an error about a folder without best.pth: its newest checkpoint, or ''."""
     last = Path(folder) / LAST
     return f'; its newest checkpoint is {last}' if last.is_file() else ''
 
@@ -39,16 +39,16 @@ def older(path: Path, age: int) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: str | Path, keep: int = 1) -> Iterator[Path]:
-    """Give a path to write, and let the file take the place of `path` when it is whole; after an error nothing changes.
+    """Yield a path to write; the complete file then replaces `path`, and after an error nothing changes.
 
-    Its content reaches the disk before its name. A process that is killed leaves a folder `.NAME.*.tmp` next to it.
+    The content is synced before the rename. A killed process leaves a folder `.NAME.*.tmp` next to it.
 
     Args:
-        keep: The files of this name that remain: `last.pth`, and before it `last-1.pth`, `last-2.pth`, ...
+        keep: Number of files of this name to keep: `last.pth`, and before it `last-1.pth`, `last-2.pth`, ...
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The file has its name from the start, in a folder of its own: a .pt2 file holds its first name.
+    # The file has its final name from the start, in a temporary folder: a .pt2 file contains its first name.
     with tempfile.TemporaryDirectory(prefix=f'.{path.name}.', suffix='.tmp', dir=path.parent) as folder:
         written = Path(folder) / path.name
         yield written
@@ -62,7 +62,7 @@ def replacing(path: str | Path, keep: int = 1) -> Iterator[Path]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make a rename survive a power cut, where the system allows it."""
+    """Sync a directory so that a rename survives a power failure, if the system supports it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:

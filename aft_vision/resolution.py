@@ -1,4 +1,4 @@
-"""Classifiers at other image sizes than their training's: resized copies, averaged predictions, pictures."""
+"""Classifiers at other image sizes than in training: resized copies, averaged predictions, pictures."""
 
 import copy
 import math
@@ -19,11 +19,11 @@ Size = int | tuple[int, int]
 
 
 def check_size(model: nn.Module, size: Size, pad: bool = False) -> None:
-    """Check that `resized_copy` can make a model of that size, without making it.
+    """Check that `resized_copy` supports a size, without making the copy.
 
     Raises:
-        ValueError: the model has another fixed size and no `set_input_size`, or patches do not fill the image and it
-            is not padded.
+        ValueError: the model has another fixed size and no `set_input_size`, or the image is neither whole patches nor
+            padded.
     """
     check_resizable(model, to_2tuple(size))
     if not (pad and _can_pad(model)):
@@ -35,19 +35,19 @@ def _can_pad(model: nn.Module) -> bool:
 
 
 def resized_copy(model: nn.Module, size: Size, pad: bool = False) -> nn.Module:
-    """A copy of a model that takes images of one size; the model itself stays as it is.
+    """Copy a model for images of one size; the model itself is not modified.
 
-    A copy, because resizing position parameters from one size to the next would add up their errors. A model of fixed
-    input size is resized by timm's `set_input_size`.
+    It is a copy because repeated resizing of position parameters would accumulate errors. A fixed-size model is resized
+    by timm's `set_input_size`.
 
     Args:
         size: (H, W) in pixels, or the side of a square.
-        pad: Let the patch embedding pad images at the right and at the bottom to whole patches, with 0, which is the
-            mean of normalised images. Every padded patch holds pixels of the image, so all of them count, and no mask
-            could leave the padding out without them.
+        pad: Let the patch embedding pad images at the right and at the bottom to whole patches, with 0, the mean of
+            normalised images. Every padded patch contains pixels of the image, so all patches count and no mask is
+            used.
 
     Raises:
-        ValueError: as `check_size`.
+        ValueError: as in `check_size`.
     """
     check_size(model, size, pad)
     height, width = to_2tuple(size)
@@ -62,26 +62,26 @@ def resized_copy(model: nn.Module, size: Size, pad: bool = False) -> nn.Module:
 class AveragedPrediction(nn.Module):
     """A classifier that averages its predictions over image sizes, and over the image and its mirror image.
 
-    Probabilities are averaged, not logits, and their logarithm is returned: cross-entropy, top-k and `evaluate` take it
-    as logits, and its exponential sums to 1.
+    Probabilities are averaged, not logits, and their logarithm is returned. Cross-entropy, top-k and `evaluate` accept
+    it as logits, and its exponential sums to 1.
 
-    The smaller images are made of the given one by antialiased bicubic interpolation on its device, which costs no
-    second decoding. It differs from loading the file at that size by one more interpolation, and in that bicubic
-    overshoot is not clipped; the prediction at the largest size is exact.
+    The smaller images are computed from the given one by antialiased bicubic interpolation on its device, without
+    decoding again. Compared with loading the file at that size, there is one more interpolation, and bicubic overshoot
+    is not clipped. The prediction at the largest size is exact.
 
     Args:
-        model: Maps images (B, 3, H, W) to logits (B, classes). It is shared, not copied, if it takes any size; one of
-            fixed size, or padded, is copied as it is now.
-        sizes: (H, W) in pixels or sides of squares; none takes images as they come. A size of another aspect ratio
-            takes the centre of the image, and nothing is distorted.
-        flip: Average each size with the prediction for the mirror image too.
-        pad: As of `resized_copy`.
+        model: Maps images (B, 3, H, W) to logits (B, classes). It is shared if it takes any size; a fixed-size or
+            padded model is copied in its current state.
+        sizes: (H, W) in pixels or sides of squares; if empty, images keep their size. A size of another aspect ratio
+            uses the centre of the image without distortion.
+        flip: Also average over the image and its mirror image at each size.
+        pad: As in `resized_copy`.
 
     Attributes:
-        input_size: (H, W) of the images to give, the largest height and width of the sizes; None without sizes.
+        input_size: (H, W) of the input images, the largest height and width of the sizes; None without sizes.
 
     Raises:
-        ValueError: as `check_size`.
+        ValueError: as in `check_size`.
     """
 
     def __init__(self, model: nn.Module, sizes: Sequence[Size] = (), flip: bool = False, pad: bool = False) -> None:
@@ -105,7 +105,7 @@ class AveragedPrediction(nn.Module):
         return max(height for height, _ in self.sizes), max(width for _, width in self.sizes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Log-probabilities (B, classes) of images (B, 3, H, W), in float32 or better."""
+        """Compute log-probabilities (B, classes) of images (B, 3, H, W), in at least float32."""
         views = [resize_images(images, size) for size in self.sizes] or [images]
         predictions = []
         for model, view in zip(self.models, views, strict=True):
@@ -133,13 +133,13 @@ def resize_images(images: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def size_label(row: Mapping[str, Any]) -> str:
-    """The sizes of a row with `height` and `width`, or `scales`, in words: `224`, `384x256`, `192+224`."""
+    """Format the size of a row with `height` and `width`, or `scales`: `224`, `384x256`, `192+224`."""
     sizes = row.get('scales') or [(row['height'], row['width'])]
     return '+'.join(str(height) if height == width else f'{height}x{width}' for height, width in sizes)
 
 
 def distinct_names(paths: Sequence[str | Path]) -> list[str]:
-    """Return what tells paths apart: runs/a/best.pth and runs/b/best.pth are a and b."""
+    """Return the distinguishing parts of paths: runs/a/best.pth and runs/b/best.pth become a and b."""
     parts = [list(Path(path).resolve().parts) for path in paths]
     for end in (0, -1):
         while min(map(len, parts)) > 1 and len({part[end] for part in parts}) == 1:
@@ -152,7 +152,7 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     """Draw accuracy, throughput and memory of one model over the image size.
 
     Args:
-        rows: What `evaluate` returns for each size, with `peak_memory_mb` and what `size_label` reads; averaged sizes
+        rows: Results of `evaluate` for each size, with `peak_memory_mb` and the keys of `size_label`; averaged sizes
             come last.
         path: A PNG.
 
@@ -183,11 +183,11 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
 def plot_grid(tables: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     """Draw top-1 of several models at the same sizes as a heat map with the numbers in its cells.
 
-    The cells where a model has the size of its training are outlined.
+    The cell of each model's training size is outlined.
 
     Args:
-        tables: One per model: its `name`, its `train_size` (H, W) in pixels and its `sizes`, rows with `top1` and what
-            `size_label` reads.
+        tables: One per model: its `name`, its `train_size` (H, W) in pixels and its `sizes`, rows with `top1` and the
+            keys of `size_label`.
         path: A PNG.
 
     Raises:

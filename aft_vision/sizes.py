@@ -1,4 +1,4 @@
-"""Image sizes of models: which ones they are for and take, and how one of fixed size is changed."""
+"""Image sizes of models: default, training and supported sizes, and resizing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,17 +9,17 @@ from torch import nn
 
 
 def default_size(model: nn.Module) -> tuple[int, int]:
-    """(H, W) in pixels of the images that a model was made for, or resized to."""
+    """Return (H, W) in pixels of the images that a model was created for or resized to."""
     _, height, width = get_model_input_config(model)['input_size']
     return height, width
 
 
 def training_size(model: nn.Module, checkpoint: Mapping[str, Any] | None = None) -> tuple[int, int]:
-    """(H, W) in pixels of the images that a model was trained on.
+    """Return (H, W) in pixels of the images that a model was trained on.
 
     Args:
-        checkpoint: What `read_checkpoint` gives of its file. One of the trainer has the config of its run, and there it
-            is `data.img_size`; without, it is the input size that comes with the model.
+        checkpoint: Content of its file, from `read_checkpoint`. A trainer's checkpoint has the config with
+            `data.img_size`; without it, the model's default input size is returned.
     """
     of_run = (checkpoint or {}).get('config', {}).get('data', {}).get('img_size')
     height, width = of_run or resolve_model_data_config(model)['input_size'][-2:]
@@ -32,7 +32,7 @@ def has_fixed_input_size(model: nn.Module) -> bool:
 
 
 def check_image_size(model: nn.Module, size: Sequence[int]) -> None:
-    """Raise a ValueError unless a model takes images of that size, (H, W) in pixels, whole."""
+    """Raise a ValueError unless a model takes images of size (H, W) in pixels without padding."""
     patch_embed: Any = getattr(model, 'patch_embed', None)
     patch = getattr(patch_embed, 'patch_size', None)
     if not isinstance(patch, tuple) or getattr(patch_embed, 'dynamic_img_pad', False):
@@ -46,22 +46,23 @@ def check_image_size(model: nn.Module, size: Sequence[int]) -> None:
 
 
 def check_resizable(model: nn.Module, size: Sequence[int]) -> None:
-    """Raise a ValueError if a model has another fixed input size than (H, W) in pixels and no `set_input_size`."""
+    """Raise a ValueError if a model has a fixed input size other than (H, W) in pixels and no `set_input_size`."""
     if _is_made_for_another(model, size) and not hasattr(model, 'set_input_size'):
         raise ValueError(f'expected a model that can be resized, got a {type(model).__name__}, which cannot')
 
 
 def resize_model(model: nn.Module, size: Sequence[int] | None) -> Any:
-    """Change a model of another fixed input size by timm's `set_input_size`, in place; any other stays as it is.
+    """Resize a model of another fixed input size in place by timm's `set_input_size`; leave others unchanged.
 
     Args:
-        size: (H, W) in pixels; None keeps that of the model.
+        size: (H, W) in pixels; None keeps the model's size.
 
     Returns:
         The model itself.
 
     Raises:
-        ValueError: patches do not fill images of that size, or the model has another fixed size and cannot be resized.
+        ValueError: images of that size are not whole patches, or the model has another fixed size and cannot be
+            resized.
     """
     if size is None:
         return model

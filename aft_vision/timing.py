@@ -1,4 +1,4 @@
-"""Times of several calls side by side: interleaved in one process, compared round by round."""
+"""Interleaved timing of several calls in one process, compared round by round."""
 
 import math
 import statistics
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-# A call that takes less is repeated, or the clock and the first cache misses would be part of the time.
+# A shorter call is repeated, so that the clock and the first cache misses do not affect the time.
 LEAST_SECONDS = 0.02
 
 
@@ -29,7 +29,7 @@ class Latency(NamedTuple):
     # Of all calls, in seconds.
     median: float
     p99: float
-    # As of Timing.
+    # As in Timing.
     ratio: float
     quartiles: tuple[float, float]
 
@@ -43,11 +43,11 @@ def time_interleaved(
     least_seconds: float = LEAST_SECONDS,
     progress: bool = False,
 ) -> list[Timing]:
-    """Time calls, one after the other in every round, and compare them within the rounds.
+    """Time calls in turn in every round, and compare them within the rounds.
 
     Args:
-        calls: The first is compared to.
-        device: As the other arguments, of `time_rounds`.
+        calls: The others are compared with the first.
+        device: As in `time_rounds`, like the other arguments.
 
     Raises:
         ValueError: there is no call, no round or no warm-up.
@@ -65,17 +65,17 @@ def time_rounds(
     least_seconds: float = LEAST_SECONDS,
     progress: bool = False,
 ) -> list[list[float]]:
-    """Time calls, one after the other in every round.
+    """Time calls in turn in every round.
 
-    What disturbs a round disturbs all of its calls, so ratios are to be taken within a round. Every round begins with
-    another call, so that none always follows the same one.
+    A disturbance of a round affects all of its calls, so take ratios within a round. Every round starts with another
+    call, so that no call always follows the same one.
 
     Args:
-        calls: What is timed.
-        device: Where they work; an accelerator is waited for.
-        rounds: Each with one time of every call.
-        warmup: Times each is called before anything counts. One call more says how often it is repeated in a round.
-        least_seconds: A call is repeated within a round until about that time has passed.
+        calls: Functions to time.
+        device: Device of the calls; an accelerator is synchronised.
+        rounds: Number of rounds, each with one time of every call.
+        warmup: Warm-up calls of each. One more call determines its number of repetitions per round.
+        least_seconds: A call is repeated within a round for about this time.
         progress: Show a progress bar on standard error.
 
     Returns:
@@ -92,7 +92,7 @@ def time_rounds(
     for call in calls:
         for _ in range(warmup):
             call()
-        # The first calls may have compiled or tuned something, and say nothing of the next.
+        # The first calls may include compilation or tuning.
         repeats.append(max(1, math.ceil(least_seconds / max(_time(call, device, 1), 1e-9))))
     return _time_in_turns(calls, device, repeats, rounds, progress)
 
@@ -104,7 +104,7 @@ def compare_rounds(seconds: Sequence[float], first: Sequence[float]) -> Timing:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The first and the third quartile; of one value, that value."""
+    """Return the first and the third quartile; for a single value, that value twice."""
     # Quartiles need two values.
     low, _, high = statistics.quantiles(values if len(values) > 1 else [*values] * 2, n=4, method='inclusive')
     return low, high
@@ -113,12 +113,13 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 def time_latency(
     calls: Sequence[Callable[[], object]], device: torch.device, rounds: int, *, warmup: int = 3, progress: bool = False
 ) -> list[Latency]:
-    """Time single calls, interleaved as by `time_interleaved`, and give the slowest of a hundred too.
+    """Time single calls, interleaved as in `time_interleaved`, and also return the 99th percentile.
 
     Args:
-        calls: The first is compared to.
-        rounds: Each with one call of every kind; with fewer than a hundred, p99 is next to the slowest.
-        warmup: Times each is called before anything counts.
+        calls: The others are compared with the first.
+        rounds: Number of rounds, each with one call of every function; below a hundred, p99 is close to the slowest
+            call.
+        warmup: Warm-up calls of each.
 
     Raises:
         ValueError: there is no call, no round or no warm-up.
@@ -137,7 +138,7 @@ def time_latency(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has done its work."""
+    """Wait until an accelerator has finished its work."""
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
 
@@ -145,7 +146,7 @@ def synchronize(device: torch.device) -> None:
 def _time_in_turns(
     calls: Sequence[Callable[[], object]], device: torch.device, repeats: Sequence[int], rounds: int, progress: bool
 ) -> list[list[float]]:
-    """Seconds of every call in every round."""
+    """Return the seconds of every call in every round."""
     found: list[list[float]] = [[] for _ in calls]
     for turn in tqdm(range(rounds), desc='time', unit='round', leave=False, disable=None if progress else True):
         for place in range(len(calls)):

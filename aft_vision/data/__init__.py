@@ -1,4 +1,4 @@
-"""Data sets and their loaders: images built on timm.data, and sequences of sub-pixels and characters."""
+"""Data sets and loaders: images, built on timm.data, and sequences of sub-pixels and characters."""
 
 from aft_vision.data.augment import Augmentation, BatchAugmentation
 from aft_vision.data.bytes import VOCABULARIES, Text, read_text

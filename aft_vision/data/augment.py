@@ -22,15 +22,15 @@ class Augmentation:
     Attributes:
         scale: Smallest and largest area of the random crop, as a fraction of the image.
         hflip: Probability of a horizontal flip.
-        color_jitter: Strength of the colour jitter; timm leaves it out when `auto_augment` is set.
+        color_jitter: Strength of the colour jitter; timm ignores it if `auto_augment` is set.
         auto_augment: timm's RandAugment or AutoAugment policy; None for none.
-        repeats: How often an image occurs in an epoch that draws it, each time changed otherwise. An epoch keeps its
-            length, so it draws one image in `repeats` (repeated augmentation; DeiT's is 3).
+        repeats: Occurrences of an image in an epoch that draws it, each with other random changes. The length of an
+            epoch does not change, so it draws one image in `repeats` (repeated augmentation; DeiT uses 3).
         random_erasing: Probability of erasing a random rectangle with normal noise.
-        mixup: Parameter of the beta distribution of mixup's share; 0 for no mixup.
-        cutmix: The same of cutmix; with both, each batch takes one of them.
+        mixup: Parameter of the beta distribution of mixup; 0 for no mixup.
+        cutmix: Parameter of the beta distribution of cutmix; with both, each batch uses one of them.
         mix_prob: Probability that a batch is mixed at all.
-        mix_switch_prob: Probability of cutmix where both are possible.
+        mix_switch_prob: Probability of cutmix if both are set.
     """
 
     scale: tuple[float, float] = within('(0, 1]', (0.08, 1.0))
@@ -59,7 +59,7 @@ class Augmentation:
 
     @property
     def changes_colors(self) -> bool:
-        """Return whether an image is changed by more than a crop and a flip before it is batched."""
+        """Return whether images are changed by more than crop and flip before batching."""
         return self.auto_augment is not None or self.color_jitter > 0
 
     @property
@@ -69,14 +69,14 @@ class Augmentation:
 
 
 class BatchAugmentation:
-    """Random erasing, then mixup or cutmix, of a normalised batch where it lies; any loader's batches will do.
+    """Random erasing, then mixup or cutmix, of a normalised batch on its device, for any loader.
 
-    Takes its randomness from the global generators of `random`, numpy and torch.
+    Uses the global generators of `random`, numpy and torch.
 
     Args:
-        num_classes: Of the mixed targets.
-        label_smoothing: Of the mixed targets, in [0, 1); those that are not mixed are left to the loss.
-        device: Where the batches are.
+        num_classes: Classes of the mixed targets.
+        label_smoothing: Label smoothing of the mixed targets, in [0, 1); for unmixed targets the loss applies it.
+        device: Device of the batches.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class BatchAugmentation:
             )
 
     def __call__(self, images: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Change a batch in place.
+        """Augment a batch in place.
 
         Args:
-            images: (B, C, H, W), B even if batches are mixed.
+            images: (B, C, H, W); B must be even if batches are mixed.
             targets: (B,) class indices.
 
         Returns:
-            The images, and the targets: (B, num_classes), smoothed, if batches are mixed, as they came otherwise.
+            The images, and the targets: (B, num_classes), smoothed, if batches are mixed, else unchanged.
         """
         if self.erase is not None:
             images = self.erase(images)
@@ -118,24 +118,24 @@ class BatchAugmentation:
 def train_transform(
     img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float], std: Sequence[float]
 ) -> Any:
-    """Make timm's training transform, up to the uint8 tensor; what the batch gets later is left out."""
+    """Build timm's training transform up to the uint8 tensor, without the steps that act on the batch."""
     crop_and_flip, automatic, to_tensor = _train_stages(img_size, augment, mean, std)
-    # Some data sets of torchvision are grey.
+    # Some data sets of torchvision are greyscale.
     return Compose([RGB(), *crop_and_flip, *automatic, *to_tensor])
 
 
 def crop_and_flip_steps(img_size: tuple[int, int], augment: Augmentation) -> list[Any]:
-    """List what timm's training transform begins with: the random crop, and the flip if there is one."""
+    """Return the first steps of timm's training transform: the random crop, and the flip if enabled."""
     return _train_stages(img_size, augment, mean=(0.5,) * 3, std=(1.0,) * 3)[0]
 
 
 def automatic_steps(img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float]) -> list[Any]:
-    """List what timm's training transform does between flip and tensor: automatic augmentation and colour jitter."""
+    """Return the steps of timm's training transform between flip and tensor: automatic augmentation and jitter."""
     return _train_stages(img_size, augment, mean, std=(1.0,) * 3)[1]
 
 
 def _operations_of(step: Any) -> list[Any]:
-    """List timm's operations in a step of its automatic augmentation; any other step has none."""
+    """Return timm's operations in a step of its automatic augmentation; other steps have none."""
     return [*getattr(step, 'ops', ()), *chain.from_iterable(getattr(step, 'policy', ()))]
 
 
@@ -162,7 +162,7 @@ def _train_stages(
 
 
 def eval_transform(img_size: tuple[int, int], crop_pct: float) -> Any:
-    """Make DeiT's evaluation: the shorter side to int(size / crop_pct), bicubic, then the centre crop, uint8."""
+    """Build DeiT's evaluation transform: shorter side to int(size / crop_pct), bicubic, then centre crop, uint8."""
     if not 0 < crop_pct <= 1:
         raise ValueError(f'crop_pct must be in (0, 1], got {crop_pct}')
     transform = create_transform(
@@ -172,10 +172,10 @@ def eval_transform(img_size: tuple[int, int], crop_pct: float) -> Any:
 
 
 def _allow_posterize_to_no_bits(steps: list[Any]) -> None:
-    """Keep the Posterize of RandAugment and AutoAugment working with Pillow 13.
+    """Make the Posterize of RandAugment and AutoAugment work with Pillow 13.
 
-    At the largest magnitude timm keeps 0 bits. Pillow made such an image black up to version 12, as in the runs that
-    the published accuracies come from; version 13 raises.
+    At the largest magnitude timm keeps 0 bits. Up to version 12 Pillow made such an image black, as in the runs behind
+    the published accuracies; version 13 raises an error.
     """
     for op in chain.from_iterable(map(_operations_of, steps)):
         if op.name.startswith('Posterize'):

@@ -1,4 +1,4 @@
-"""Text as sequences of bytes: enwik8, text8 and other files, and their training, validation and test parts."""
+"""Text as sequences of bytes: enwik8, text8 and other files, split into training, validation and test."""
 
 import hashlib
 import lzma
@@ -23,7 +23,7 @@ class Text(NamedTuple):
     """A file of characters as tokens (n,) uint8, in three parts.
 
     Attributes:
-        note: How the parts were made where they are not the first 90M, 5M and 5M bytes; '' where they are.
+        note: How the parts were made; '' for the first 90M, 5M and 5M bytes.
     """
 
     train: np.ndarray
@@ -33,14 +33,15 @@ class Text(NamedTuple):
 
 
 def read_text(path: str | Path, vocabulary: str = 'bytes') -> Text:
-    """Read a file and divide it: the first 90M, 5M and 5M bytes, or 90 %, 5 % and 5 % of a shorter file.
+    """Read and split a file: the first 90M, 5M and 5M bytes, or 90 %, 5 % and 5 % of a shorter file.
 
     Args:
-        path: The file itself, a .zip with it alone or with a file of the archive's name, or an .xz; nothing is fetched.
+        path: The file, a .zip with only this file or with a file of the archive's name, or an .xz; nothing is
+            downloaded.
         vocabulary: `bytes`: a token is the value of a byte. `text8`: 0 is the space, 1 to 26 are a to z.
 
     Raises:
-        ValueError: the file is not there or damaged, has fewer than 20 bytes, or a byte is not in the vocabulary.
+        ValueError: the file is missing or damaged, has fewer than 20 bytes, or a byte is not in the vocabulary.
     """
     path = Path(path)
     if vocabulary not in VOCABULARIES:
@@ -54,7 +55,7 @@ def read_text(path: str | Path, vocabulary: str = 'bytes') -> Text:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file, unpacked where it is a .zip or .xz, and check it against the published sum of its name.
+    """Read a file, unpack a .zip or .xz, and check the published checksum for its name.
 
     Raises:
         ValueError: the file is damaged.
@@ -79,7 +80,7 @@ def encode(content: bytes, vocabulary: str, source: str = 'the text') -> np.ndar
     """Map bytes to tokens (n,) uint8.
 
     Args:
-        source: What an error calls the text.
+        source: Name of the text in errors.
 
     Raises:
         ValueError: a byte is not in the vocabulary.
@@ -87,7 +88,7 @@ def encode(content: bytes, vocabulary: str, source: str = 'the text') -> np.ndar
     values = np.frombuffer(content, dtype=np.uint8)
     if vocabulary == 'bytes':
         return values
-    # One above the largest token stands for what has none.
+    # One above the largest token marks bytes outside the vocabulary.
     table = np.full(256, len(TEXT8), dtype=np.uint8)
     table[list(TEXT8)] = range(len(TEXT8))
     tokens = table[values]
@@ -107,7 +108,7 @@ def decode(tokens: np.ndarray, vocabulary: str) -> bytes:
 
 
 def split_text(tokens: np.ndarray) -> Text:
-    """Divide tokens (n,) into the three parts, which are proportional where there are fewer than 100M."""
+    """Split tokens (n,) into the three parts, proportionally if there are fewer than 100M."""
     count, whole = len(tokens), sum(PARTS)
     note = ''
     train, valid = PARTS[0], PARTS[0] + PARTS[1]

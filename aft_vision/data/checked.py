@@ -1,4 +1,4 @@
-"""Data sets whose images may be damaged: one that cannot be decoded is named, or skipped."""
+"""Data sets that report or skip images that cannot be decoded."""
 
 import logging
 import tarfile
@@ -12,19 +12,20 @@ from torch.utils.data import Dataset
 
 from aft_vision.data.images import CorruptImageError, open_image
 
-# Skipping more images than this in a row means that the data set is broken, not an image.
+# If more images than this are skipped in a row, the data set is broken, not an image.
 MAX_SKIPPED_IN_A_ROW = 50
 
 _logger = logging.getLogger(__name__)
 
 
 class CheckedDataset(Dataset, ABC):
-    """A map-style data set whose images may be damaged; one that cannot be decoded is named.
+    """A map-style data set that names images that cannot be decoded.
 
-    A subclass has `_read`, which gives an image and its class or raises a CorruptImageError, `_name`, and `transform`.
+    A subclass has `_read`, which returns an image and its class or raises a CorruptImageError, `_name`, and
+    `transform`.
 
     Attributes:
-        on_corrupt: `raise` a CorruptImageError, `next`: take the next image instead, or `none`: give None.
+        on_corrupt: `raise`: raise a CorruptImageError; `next`: take the next image instead; `none`: return None.
     """
 
     on_corrupt = 'raise'
@@ -58,7 +59,7 @@ class CheckedDataset(Dataset, ABC):
 
 
 class CheckedImageDataset(CheckedDataset, ImageDataset):
-    """timm's ImageDataset, except that an image which cannot be decoded is named with its path."""
+    """timm's ImageDataset with the path in the error for an image that cannot be decoded."""
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -72,7 +73,7 @@ class CheckedImageDataset(CheckedDataset, ImageDataset):
             return open_image(file, self._name(index)), target
 
     def _name(self, index: int) -> str:
-        # An image that a data set of Hugging Face holds as bytes may have no path.
+        # An image that a Hugging Face data set stores as bytes may have no path.
         return self.filename(index, absolute=True) or f'the image with index {index}'
 
 
@@ -80,7 +81,7 @@ class PartOfDataset(CheckedDataset):
     """Some images of a map-style data set whose own transform is None.
 
     Args:
-        indices: Of these images in the data set.
+        indices: Indices of these images in the data set.
     """
 
     def __init__(self, dataset: Any, indices: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Opens the splits of a data set: folders, tar files, and whatever timm's readers and torchvision know by name."""
+"""Opening of the splits of a data set: folders, tar files, and named data sets of timm's readers and torchvision."""
 
 import os
 import tarfile
@@ -32,26 +32,27 @@ TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'eval
 
 @dataclass(frozen=True)
 class Source:
-    """Where the images are.
+    """The location and the splits of a data set.
 
     Attributes:
         dir: Without a `name`, a folder or tar file with a folder per split and a folder per class in it, or a folder
             with a tar file per split (`train.tar`) or an FFCV file per split (`train.beton`, see tools.write_ffcv).
             With a name, its root or cache folder; '' for the library's own.
-        name: A data set that timm's readers know: `torch/cifar10`, `hfds/NAME`, `wds/`, `tfds/NAME`; '' for `dir`.
+        name: A data set of timm's readers: `torch/cifar10`, `hfds/NAME`, `wds/`, `tfds/NAME`; '' for `dir`.
         train_split: Name of the training split.
-        eval_split: Name of the evaluation split; None takes the first of `val`, `validation`, `test` that is there,
-            or `validation` of a named data set.
-        val_share: Share of the training images, in (0, 1), that is held apart and evaluated in place of the validation
-            split, which stays untouched; the rest is trained on. It is drawn class by class. A folder or tar file of
-            class folders without any split is divided in the same way. None holds nothing apart.
-        val_seed: Of that draw, in [0, 2**32); apart from the seed of the run, so that runs share their images.
-        download: Fetch a named data set that is not there yet.
-        num_classes: For data sets that do not say how many classes they have; None otherwise.
-        input_key, target_key: Names of the image and of the class in data sets that have names for them (`hfds/`,
-            `wds/`, ...); None for those that timm expects.
-        on_corrupt_image: Whether an image that cannot be decoded ends the run, or is skipped with a warning: training
-            then takes the next one, evaluation leaves it out. Of named data sets only `hfds/` can skip.
+        eval_split: Name of the evaluation split; None takes the first of `val`, `validation`, `test` that exists, or
+            `validation` of a named data set.
+        val_share: Share of the training images, in (0, 1), to hold out for evaluation instead of the validation split;
+            the rest is for training. It is drawn class by class. A folder or tar file of class folders without splits
+            is divided in the same way. None holds out nothing.
+        val_seed: Seed of that draw, in [0, 2**32); separate from the seed of the run, so that runs have the same
+            images.
+        download: Download a named data set if it is missing.
+        num_classes: Number of classes, for data sets without this information; None otherwise.
+        input_key, target_key: Names of the image and of the class in data sets with such names (`hfds/`, `wds/`, ...);
+            None for timm's defaults.
+        on_corrupt_image: `raise` ends the run at an image that cannot be decoded; `skip` warns, and training takes the
+            next one, evaluation leaves it out. Of named data sets only `hfds/` can skip.
     """
 
     dir: str = ''
@@ -84,7 +85,7 @@ class Split:
 
     Attributes:
         is_beton: Whether the images come from an FFCV file, as arrays and not as PIL images.
-        ignored: Files that are no images, as `describe_ignored` gives them.
+        ignored: Files that are not images, as `describe_ignored` formats them.
     """
 
     dataset: Any
@@ -98,7 +99,7 @@ class Split:
         return isinstance(self.dataset, IterableDataset)
 
     def describe(self) -> str:
-        """Say how many images and classes there are."""
+        """Describe the number of images and classes."""
         if self.is_stream:
             return f'a stream of {len(self.class_names)} classes'
         targets = _targets(self.dataset)
@@ -110,7 +111,7 @@ def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:
     """Open the training split.
 
     Raises:
-        ValueError: the data set is missing or empty, or a class has no images; the message says where.
+        ValueError: the data set is missing or empty, or a class has no images; the message has the path.
     """
     split = _open(source, (source.train_split,), batch_size, seed, is_training=True)
     if source.val_share is not None:
@@ -121,7 +122,7 @@ def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:
 
 
 def open_eval_split(source: Source, batch_size: int) -> Split:
-    """Open the evaluation split; errors as `open_train_split`."""
+    """Open the evaluation split, with the errors of `open_train_split`."""
     if source.val_share is None:
         wanted = EVAL_SPLITS if source.eval_split is None else (source.eval_split,)
         split = _open(source, wanted, batch_size, seed=0, is_training=False)
@@ -134,13 +135,13 @@ def open_eval_split(source: Source, batch_size: int) -> Split:
 
 
 def _hold_apart(split: Split, source: Source, share: float, held: bool) -> Split:
-    """Return the images of a training split that `val_share` holds apart, or the others."""
+    """Return the images of a training split that `val_share` holds out, or the others."""
     if split.is_stream:
         raise ValueError(f'data.val_share must be null for {source.name}, which can only be read in its own order')
     targets = _targets(split.dataset)
     classes = np.zeros(len(split.dataset), int) if targets is None else np.unique(targets, return_inverse=True)[1]
     counts = np.bincount(classes)
-    # Rounded sums, not rounded counts: many small classes together give their share too. One image of each is trained.
+    # Round cumulative sums, not counts, so that many small classes contribute too. One image per class is for training.
     wanted = np.diff(np.round(share * np.cumsum(counts)), prepend=0).clip(max=counts - 1)
     if not wanted.any():
         raise ValueError(
@@ -156,7 +157,7 @@ def _hold_apart(split: Split, source: Source, share: float, held: bool) -> Split
 
 
 def _targets(dataset: Any) -> np.ndarray | None:
-    """Return the class of every image, or None for a named data set that does not list them."""
+    """Return the class of every image, or None for a named data set that does not list classes."""
     if isinstance(dataset, PartOfDataset):
         targets = _targets(dataset.dataset)
         return None if targets is None else targets[dataset.indices]
@@ -166,17 +167,17 @@ def _targets(dataset: Any) -> np.ndarray | None:
     # Hugging Face's.
     if getattr(reader, 'label_key', None) in getattr(getattr(reader, 'dataset', None), 'column_names', ()):
         return np.array(reader.dataset[reader.label_key])
-    # Of a tar file, of torchvision, of an FFCV file.
+    # Tar files, torchvision, FFCV files.
     for owner, name in ((reader, 'targets'), (dataset, 'targets'), (dataset, 'labels')):
         found = getattr(owner, name, None)
         if found is not None:
-            # numpy warns of a tensor.
+            # numpy warns about tensors.
             return np.array(found.tolist() if isinstance(found, torch.Tensor) else found)
     return None
 
 
 def check_same_classes(train: Sequence[str], evaluation: Sequence[str]) -> None:
-    """Raise a ValueError that lists the difference, unless both splits have the same classes."""
+    """Raise a ValueError with the differences unless both splits have the same classes."""
     if list(train) == list(evaluation):
         return
     only_train = sorted(set(train) - set(evaluation))
@@ -193,7 +194,7 @@ def _open(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_
     if source.name:
         return _open_named(source, wanted, batch_size, seed, is_training)
     root = Path(source.dir)
-    # Without any split, the class folders themselves are divided.
+    # Without splits, the class folders are divided.
     whole = (source.train_split, *EVAL_SPLITS) if source.val_share is not None else None
     if root.is_file() and root.suffix == '.tar':
         return _open_tar(root, wanted, whole)
@@ -274,10 +275,10 @@ def _open_folder(folder: Path) -> Split:
 
 
 def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[str] | None = None) -> Split:
-    """Open a tar file of class folders; with `wanted`, those in the first of these split folders that is there.
+    """Open a tar file of class folders; with `wanted`, those in the first of these split folders that exists.
 
     Args:
-        whole: Names of splits; without any of them, all class folders are opened. None for an error instead.
+        whole: Names of splits; if none exists, all class folders are opened. None raises an error instead.
     """
     dataset = _read_tar(path)
     reader = dataset.reader
@@ -296,7 +297,7 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
         others = f'; ignored: {describe_ignored(ignored)}' if ignored else ''
         raise ValueError(f'expected images in every class folder of {path}, got none in {_few(empty)}{others}')
     _check_names(used, path)
-    # The reader has them in the order that it gives the classes of a folder.
+    # The reader orders them like the classes of a folder.
     names = [name for name in reader.class_name_to_idx if name in used]
     class_to_idx = {name: index for index, name in enumerate(names)}
     reader.samples = reader.samples[chosen]
@@ -305,12 +306,12 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
 
 
 def _advice(wanted: Sequence[str]) -> str:
-    """Return advice for a split that is not there; none if one of another name was asked for."""
+    """Return advice for a missing split; '' if another name was requested."""
     return NO_SPLIT if tuple(wanted) in (EVAL_SPLITS, ('train',)) else ''
 
 
 def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str] | None) -> set[PurePosixPath]:
-    """Return the folders with class folders that belong to the first wanted split; without one, the outermost."""
+    """Return the folders of class folders of the first wanted split; without one, the outermost."""
     if wanted is None:
         depth = min(len(parent.parts) for parent in parents)
         return {parent for parent in parents if len(parent.parts) == depth}
@@ -325,7 +326,7 @@ def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str
 
 
 class _FolderReader(ReaderImageFolder):
-    """A reader of timm for images that were found already, as (path, class), with all suffixes that are read here."""
+    """A timm reader for known images, as (path, class), of all supported suffixes."""
 
     def __init__(self, root: Path, names: Sequence[str], labelled: Iterable[tuple[str, str]]) -> None:
         self.root, self.class_to_idx = str(root), {name: index for index, name in enumerate(names)}
@@ -334,11 +335,11 @@ class _FolderReader(ReaderImageFolder):
 
 
 class _TarReader(ReaderImageInTar):
-    """A reader of timm for images of all suffixes that are read here, without an index next to the file."""
+    """A timm reader for images of all supported suffixes, without an index file."""
 
     def __init__(self, path: Path) -> None:
         self.root, self.root_is_tar, self.cache_tarfiles = str(path), True, True
-        # timm would trust its index after the file has changed.
+        # timm would use a stale index after the file has changed.
         found = extract_tarinfos(self.root, cache_tarinfo=False, extensions=image_suffixes())
         self.samples, self.targets, self.class_name_to_idx, ((_, self.tar_state),) = found
 
@@ -346,7 +347,7 @@ class _TarReader(ReaderImageInTar):
 def _read_tar(path: Path) -> CheckedImageDataset:
     try:
         with path.open('rb') as file:
-            # What a whole tar file ends with; without it, a file cut between two members looks whole.
+            # The end marker of a tar file; without it, a file truncated between two members looks complete.
             file.seek(-1024, os.SEEK_END)
             if any(file.read()):
                 raise tarfile.ReadError('its end is missing')
@@ -361,13 +362,13 @@ def _read_tar(path: Path) -> CheckedImageDataset:
 
 
 def _close_tar(state: TarState) -> None:
-    # timm's reader opens the file at the first image, and leaves it open.
+    # timm's reader opens the file at the first image and keeps it open.
     if state.tf is not None:
         state.tf.close()
 
 
 def _look_through_tar(path: Path, splits: set[PurePosixPath]) -> tuple[set[str], Counter[str]]:
-    """Return the names of the class folders of some splits, and what else than images they hold, by suffix."""
+    """Return the names of the class folders of some splits, and the number of other files by suffix."""
     names: set[str] = set()
     ignored: Counter[str] = Counter()
     suffixes = {*image_suffixes(), '.tar'}
@@ -382,7 +383,7 @@ def _look_through_tar(path: Path, splits: set[PurePosixPath]) -> tuple[set[str],
 
 
 def _check_names(names: Iterable[str], place: Path) -> None:
-    """Reject class names whose order is not fixed: timm sorts them without regard to case."""
+    """Reject class names that differ only in case: timm's case-insensitive sort does not fix their order."""
     by_key: dict[str, str] = {}
     for name in names:
         if by_key.setdefault(name.lower(), name) != name:
@@ -392,11 +393,11 @@ def _check_names(names: Iterable[str], place: Path) -> None:
 
 
 def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_training: bool) -> Split:
-    """Open a data set that timm's readers know; one of images at random positions gets named errors too."""
+    """Open a data set of timm's readers; map-style image data sets also name damaged images."""
     if not source.name.lower().startswith(NAMED):
         raise ValueError(f'data.name must begin with one of {", ".join(NAMED)}, got {source.name!r}')
     name = wanted[0] if len(wanted) == 1 else 'validation'
-    # timm takes any other name of theirs for the test images.
+    # timm treats any other name as the test split.
     if source.name.lower().startswith('torch/') and name not in TORCH_SPLITS:
         raise ValueError(f'a split of {source.name} must be one of {", ".join(TORCH_SPLITS)}, got {name!r}')
     keys = {key: value for key in ('input_key', 'target_key') if (value := getattr(source, key)) is not None}
@@ -428,7 +429,7 @@ def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: in
 
 def _known_class_names(dataset: Any, source: Source) -> list[str]:
     class_to_idx = getattr(getattr(dataset, 'reader', None), 'class_to_idx', None) or {}
-    # torchvision's data sets have a list; its ImageNet has all names of each class.
+    # torchvision's data sets have a list of names; its ImageNet has several names per class.
     classes = getattr(dataset, 'classes', None) or sorted(class_to_idx, key=class_to_idx.__getitem__)
     if not classes:
         if source.num_classes is None:

@@ -1,4 +1,4 @@
-"""Loaders of labelled images: training with DeiT's augmentation, evaluation with its centre crop."""
+"""Loaders of labelled images, with DeiT's augmentation in training and centre crop in evaluation."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ class Loaders(NamedTuple):
     """The two loaders of a data set, and the class names in the order of their indices.
 
     Attributes:
-        description: How many images and classes each split has.
+        description: Number of images and classes of each split.
     """
 
     train: Any
@@ -36,13 +36,13 @@ class Loaders(NamedTuple):
         return isinstance(getattr(self.train, 'dataset', None), IterableDataset)
 
     def set_epoch(self, epoch: int, first_update: int = 0, size: int | None = None) -> None:
-        """Choose the order and the random changes of the next pass over the training images, and where it begins.
+        """Set the order, the random changes and the start of the next pass over the training images.
 
         Args:
-            size: Which of several image sizes the whole pass has; None for those of the schedule.
+            size: Index of the image size of the whole pass; None for the schedule.
 
         Raises:
-            ValueError: the pass is to begin within the epoch, and the data set can only be read from its start.
+            ValueError: the pass starts within the epoch, but the data set can only be read from its start.
         """
         sampler: Any = getattr(self.train, 'sampler', None)
         if isinstance(sampler, EpochSampler):
@@ -56,7 +56,7 @@ class Loaders(NamedTuple):
 
 
 class Preprocessing(NamedTuple):
-    """The preprocessing of images; resizing is bicubic, except that of FFCV files.
+    """The preprocessing of images; resizing is bicubic, except for FFCV files.
 
     Attributes:
         size: (H, W) in pixels.
@@ -83,32 +83,32 @@ def create_loaders(
     num_workers: int = 4,
     device: torch.device | str = 'cpu',
 ) -> Loaders:
-    """Make the training and validation loaders of a data set.
+    """Build the training and validation loaders of a data set.
 
-    Order and random changes of the training images depend on `seed`, the epoch of `Loaders.set_epoch` and the image
-    alone, not on `num_workers` or `share` (except for streamed data sets, whose readers decide).
+    Order and random changes of the training images depend only on `seed`, the epoch of `Loaders.set_epoch` and the
+    image, not on `num_workers` or `share` (except for streamed data sets, whose readers decide).
 
     Args:
-        source: A directory or tar file, or a Source with more to say.
-        train_size: (H, W) in pixels of the training images, or the sizes that the updates have in turn.
-        batch_size: Images per update, over all processes and accumulation steps; the last incomplete one of an epoch
+        source: A directory or tar file, or a Source for other options.
+        train_size: (H, W) in pixels of the training images, or a schedule of sizes.
+        batch_size: Images per update, over all processes and accumulation steps; the last incomplete batch of an epoch
             is dropped.
-        evaluation: Of the validation images; training images are normalised in the same way. By default they have the
-            last size of the training images, and ImageNet's mean and standard deviation.
-        eval_batch_size: Images per validation batch; those of a training batch by default.
-        augment: Random changes to the training images; DeiT's by default. Erasing, mixup and cutmix are left to
-            BatchAugmentation.
-        share: Of this process in every update and in the validation images; all of them by default.
+        evaluation: Preprocessing of the validation images; training images have the same normalisation. The default is
+            the last training size with ImageNet's mean and standard deviation.
+        eval_batch_size: Images per validation batch; as in training by default.
+        augment: Random changes to the training images; DeiT's by default. BatchAugmentation applies erasing, mixup and
+            cutmix.
+        share: Share of this process in every update and in the validation images; everything by default.
         num_workers: Decoding processes per loader; 0 decodes in this process.
-        device: Where the batches arrive, normalised.
+        device: Device of the normalised batches.
 
     Returns:
         Loaders of (image (B, 3, H, W), class index (B,)), B in training being batch_size / (accumulate * world_size).
 
     Raises:
         ValueError: the data set is missing or empty, a split or the images of a class are missing, the classes of the
-            splits differ, an update is larger than the training split or cannot be shared out evenly, or an option
-            does not suit the data set.
+            splits differ, an update is larger than the training split or cannot be divided evenly, or the data set does
+            not support an option.
     """
     source, share = as_source(source), share or Share()
     sizes = train_size if isinstance(train_size, SizeSchedule) else SizeSchedule((train_size,))
@@ -137,14 +137,13 @@ def create_eval_loader(
     num_workers: int = 4,
     device: torch.device | str = 'cpu',
 ) -> tuple[Any, list[str]]:
-    """Make the validation loader only; arguments and errors as `create_loaders`.
+    """Build only the validation loader, with the arguments and errors of `create_loaders`.
 
     Args:
-        preprocessing: Of the images; (H, W) stands for that of ImageNet models at this size.
+        preprocessing: Preprocessing of the images; (H, W) means that of ImageNet models at this size.
 
     Returns:
-        The loader, every image of this process once and in file order, and the class names in the order of their
-        indices.
+        The loader, with every image of this process once in file order, and the class names by index.
     """
     source, share = as_source(source), share or Share()
     split = open_eval_split(source, batch_size)
@@ -157,13 +156,13 @@ def create_eval_loader(
 
 
 def as_source(source: Source | str | Path) -> Source:
-    """Take a path for a Source with nothing else to say."""
+    """Convert a path to a Source."""
     return source if isinstance(source, Source) else Source(dir=str(source))
 
 
 def _warn(source: Source, *splits: Split) -> None:
     place = source.name or source.dir
-    # With a share held apart, both splits come from one folder.
+    # With held-out images, both splits come from one folder.
     for ignored in dict.fromkeys(split.ignored for split in splits if split.ignored):
         _logger.warning('ignored in %s, because they are no images: %s', place, ignored)
     if len(splits[0].class_names) == 1:
@@ -171,7 +170,7 @@ def _warn(source: Source, *splits: Split) -> None:
 
 
 class _Reading(NamedTuple):
-    """Options of reading images: normalised by the same figures in both loaders, and by as many processes."""
+    """Options shared by both loaders: normalisation and number of processes."""
 
     preprocessing: Preprocessing
     num_workers: int
@@ -255,14 +254,14 @@ def _loader(dataset: Dataset, batch_size: int, read: _Reading, **options: Any) -
 
 
 def leave_process_group(worker: int) -> None:
-    """Keep a signal to the group of the training process, as torchrun sends it, from ending its loading processes."""
+    """Keep a signal to the training process's group, as torchrun sends it, from ending the loading processes."""
     os.setpgrp()
 
 
 def _collate(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Batch uint8 images, without those that were skipped; a batch of nothing else is empty."""
+    """Batch uint8 images without skipped ones; the batch is empty if all were skipped."""
     kept = [sample for sample in samples if sample is not None]
     if not kept:
         return torch.zeros(0, 3, 1, 1, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
-    # torch's writes tensors where the other process will read them; timm's knows arrays.
+    # torch's collate writes tensors to shared memory; timm's supports arrays.
     return default_collate(kept) if isinstance(kept[0][0], torch.Tensor) else fast_collate(kept)

@@ -1,4 +1,4 @@
-"""Image files: which are found in a folder, and how one is read, wherever the project reads one."""
+"""Finding and reading of image files, for the whole project."""
 
 import os
 from collections import Counter
@@ -11,7 +11,7 @@ from PIL import ExifTags, Image
 from timm.data import get_img_extensions
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif', '.tif', '.tiff')
-# What turns an image upright, by the value of its EXIF orientation.
+# Transposition for each value of the EXIF orientation.
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -32,9 +32,9 @@ class FoundImages(NamedTuple):
     """The images below a folder.
 
     Attributes:
-        paths: Of the images, in no order.
-        folders: Directly in the folder, by name.
-        ignored: How many other files there are, by suffix; links to a folder above count as `LINK`.
+        paths: Paths of the images, unordered.
+        folders: Names of the direct subfolders.
+        ignored: Number of other files by suffix; links to a parent folder count as `LINK`.
     """
 
     paths: list[str]
@@ -43,20 +43,20 @@ class FoundImages(NamedTuple):
 
 
 def open_image(file: str | Path | IO[bytes], name: str | None = None) -> Image.Image:
-    """Read the first frame of an image as RGB, upright as its EXIF orientation says, 16 bits scaled to 8.
+    """Read the first frame of an image as RGB, rotated by its EXIF orientation, 16 bits scaled to 8.
 
     Args:
-        name: What an error calls it; its path by default.
+        name: Its name in errors; its path by default.
 
     Raises:
         CorruptImageError: it cannot be decoded, or has pixels of more than 16 bits.
     """
     try:
         with Image.open(file) as image:
-            # Before its orientation is looked at: Pillow turns a TIFF file itself.
+            # Before reading the orientation, because Pillow itself rotates TIFF files.
             image.load()
             turn, pixels = UPRIGHT.get(_orientation(image)), _to_rgb(image)
-    # Whatever a damaged file makes a decoder raise: OSError, SyntaxError, struct.error, DecompressionBombError.
+    # Decoders raise various errors for damaged files: OSError, SyntaxError, struct.error, DecompressionBombError.
     except Exception as error:
         raise CorruptImageError(f'expected an image that can be decoded, got {name or file}: {error}') from error
     return pixels if turn is None else pixels.transpose(turn)
@@ -65,7 +65,7 @@ def open_image(file: str | Path | IO[bytes], name: str | None = None) -> Image.I
 def _orientation(image: Image.Image) -> Any:
     try:
         return image.getexif().get(ExifTags.Base.Orientation)
-    # A damaged EXIF block, whose parser raises almost anything, belongs to pixels that are whole.
+    # A damaged EXIF block, whose parser raises almost any error, does not mean damaged pixels.
     except Exception:
         return None
 
@@ -75,20 +75,20 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         raise ValueError('expected pixels of 8 or 16 bits, got floating-point numbers')
     if not image.mode.startswith('I'):
         return image.convert('RGB')
-    # Pillow gives the 16 bits of some of these formats as 32; elsewhere nothing says what the largest value means.
+    # Pillow returns 16 bits of some of these formats as 32; for others the largest value is unknown.
     if image.mode == 'I' and image.format not in ('PNG', 'PPM'):
         raise ValueError('expected unsigned pixels of 8 or 16 bits, got 32 bits or signed numbers')
-    # Pillow clips these at 255.
+    # Pillow would clip these at 255.
     return Image.fromarray((np.asarray(image) // 256).astype(np.uint8)).convert('RGB')
 
 
 def image_suffixes() -> set[str]:
-    """Return the suffixes that files are taken for images by: ours, and those that were added to timm's."""
+    """Return the suffixes of image files: ours, and those added to timm's."""
     return {*SUFFIXES, *get_img_extensions()}
 
 
 def find_images(folder: str | Path) -> FoundImages:
-    """Find all images below a folder; links are followed, except to a folder that they lie in."""
+    """Find all images below a folder; links are followed except to a parent folder."""
     found, suffixes = FoundImages([], [], Counter()), image_suffixes()
     place = Path(folder).resolve()
     above = frozenset(map(str, (place, *place.parents)))
@@ -106,10 +106,10 @@ def find_images(folder: str | Path) -> FoundImages:
 
 
 def _walk(folder: str, above: frozenset[str]) -> Iterator[os.DirEntry[str]]:
-    """Yield everything below a folder, except the folders that are entered.
+    """Yield all entries below a folder except the folders themselves.
 
     Args:
-        above: The folder and those above it, without links.
+        above: The resolved folder and its parents.
     """
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -124,7 +124,7 @@ def _enters(entry: os.DirEntry[str], above: frozenset[str]) -> bool:
 
 
 def describe_ignored(ignored: Mapping[str, int]) -> str:
-    """Say how many files of which suffixes are ignored: `3 files (2 .txt, 1 .heic)`; '' for none."""
+    """Describe the ignored files by suffix: `3 files (2 .txt, 1 .heic)`; '' for none."""
     if not ignored:
         return ''
     kinds = ', '.join(f'{count} {suffix or "without a suffix"}' for suffix, count in sorted(ignored.items()))

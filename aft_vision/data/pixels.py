@@ -15,7 +15,7 @@ from aft_vision.data.ranges import check_ranges, within
 # (H, W, channels) of an image, and the sub-pixels of it.
 SHAPE = (32, 32, 3)
 TOKENS = 32 * 32 * 3
-# The binary version has the class of an image, then its red, green and blue plane.
+# The binary version has the class of an image, then its red, green and blue planes.
 RECORD, RECORDS = 1 + TOKENS, 10_000
 BINARY = {'train': [f'data_batch_{i}.bin' for i in range(1, 6)], 'test': ['test_batch.bin']}
 PYTHON_FOLDER, BINARY_FOLDER = CIFAR10.base_folder, 'cifar-10-batches-bin'
@@ -23,12 +23,12 @@ PYTHON_FOLDER, BINARY_FOLDER = CIFAR10.base_folder, 'cifar-10-batches-bin'
 
 @dataclass(frozen=True)
 class PixelAugmentation:
-    """Random changes to a training image, its sub-pixels being 0 to 255 (AFT Sec. 5.1).
+    """Random changes to a training image with sub-pixels from 0 to 255 (AFT Sec. 5.1).
 
     Attributes:
         hflip: Probability of a horizontal flip.
-        shift: One whole number, as likely each from -shift to shift, is added to all sub-pixels of an image, which are
-            then clipped to [0, 255].
+        shift: A uniform integer from -shift to shift is added to all sub-pixels of an image, which are then clipped to
+            [0, 255].
     """
 
     hflip: float = within('[0, 1]', 0.5)
@@ -38,7 +38,7 @@ class PixelAugmentation:
         check_ranges(self, 'augment')
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Change an image (H, W, 3) uint8; both are drawn whether they are wanted or not."""
+        """Augment an image (H, W, 3) uint8; both random numbers are always drawn."""
         flip, shift = rng.random(), rng.integers(-self.shift, self.shift, endpoint=True)
         if flip < self.hflip:
             image = image[:, ::-1]
@@ -46,12 +46,12 @@ class PixelAugmentation:
 
 
 def images_to_tokens(images: np.ndarray) -> np.ndarray:
-    """Put images (N, H, W, 3) in raster order, red, green and blue inside a pixel: (N, H * W * 3)."""
+    """Convert images (N, H, W, 3) to raster order (N, H * W * 3), red, green and blue within a pixel."""
     return images.reshape(len(images), -1)
 
 
 def read_cifar10(path: str | Path, split: str) -> np.ndarray:
-    """Read the images of CIFAR10, of whichever of its files are there; nothing is fetched.
+    """Read the images of CIFAR10 from any of its file formats; nothing is downloaded.
 
     Args:
         path: The folder `cifar-10-batches-py` (the Python version, which torchvision reads too),
@@ -63,8 +63,7 @@ def read_cifar10(path: str | Path, split: str) -> np.ndarray:
         (N, 32, 32, 3) uint8.
 
     Raises:
-        ValueError: there are no such files, one of them is damaged or of another length, or the images have another
-            shape.
+        ValueError: the files are missing, damaged or of another length, or the images have another shape.
     """
     path = Path(path)
     if split not in BINARY:
@@ -85,7 +84,7 @@ def read_cifar10(path: str | Path, split: str) -> np.ndarray:
 
 
 def _read_python(folder: Path, split: str) -> np.ndarray:
-    """Read the pickled batches; torchvision checks the same sums, and does not say which file is wrong."""
+    """Read the pickled batches; torchvision checks the same checksums but does not name the wrong file."""
     meta = (CIFAR10.meta['filename'], CIFAR10.meta['md5'])
     for name, expected in (*(CIFAR10.train_list if split == 'train' else CIFAR10.test_list), meta):
         if not (folder / name).is_file():
@@ -94,7 +93,7 @@ def _read_python(folder: Path, split: str) -> np.ndarray:
             raise damaged(folder / name, 'it is not the published file', 'md5', expected)
     try:
         images = CIFAR10(folder.parent, train=split == 'train', download=False).data
-    # torchvision looks at the sums of all files, those of the other split too.
+    # torchvision checks the checksums of all files, including the other split.
     except (RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(f'expected the whole CIFAR10 in {folder}, got: {error}') from error
     return _check_images(images, folder)
@@ -122,7 +121,7 @@ def _read_npz(path: Path, name: str) -> np.ndarray:
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, pickle.UnpicklingError) as error:
         raise damaged(path, error) from error
     except ValueError as error:
-        # numpy takes what is no archive for a pickle; it reads neither that nor arrays of objects.
+        # numpy treats other files as pickles; neither these nor arrays of objects are read.
         raise damaged(path, error if zipfile.is_zipfile(path) else 'it is no .npz') from error
     if images is None:
         raise ValueError(f'expected the array {name} in {path}, got {", ".join(names) or "none"}')

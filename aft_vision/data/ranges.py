@@ -1,4 +1,4 @@
-"""The ranges of an experiment's numbers, said once where the field of a dataclass is."""
+"""Ranges of an experiment's numbers, declared with the fields of its dataclasses."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Range:
-    """An interval as it is written: `[0, 1)` holds 0 and not 1, `[1, inf)` every number from 1 on but infinity."""
+    """An interval in the usual notation: `[0, 1)` includes 0 and not 1, `[1, inf)` all finite numbers from 1 on."""
 
     text: str
 
@@ -26,12 +26,12 @@ class Range:
 
 
 def within(interval: str, default: Any, unit: str = '') -> Any:
-    """Make the field of a number, of several, or of None for no number.
+    """Make the field of a number, of several numbers, or of an optional number.
 
     Args:
-        interval: As of Range: `check_ranges` holds every number of the field to it.
-        default: Of the field.
-        unit: What a number counts, such as `px`.
+        interval: As in Range; `check_ranges` checks every number of the field.
+        default: Default of the field.
+        unit: Unit of the number, such as `px`.
     """
     metadata = {'range': Range(interval), 'unit': unit}
     if isinstance(default, list):
@@ -40,7 +40,7 @@ def within(interval: str, default: Any, unit: str = '') -> Any:
 
 
 def check_ranges(section: Any, name: str) -> None:
-    """Raise a ValueError for the first number of a section, a dataclass called `name`, that is out of its range."""
+    """Raise a ValueError for the first number out of range in a section, a dataclass called `name`."""
     for field in dataclasses.fields(section):
         if 'range' in field.metadata:
             more = ', or null' if field.default is None else ''
@@ -48,10 +48,10 @@ def check_ranges(section: Any, name: str) -> None:
 
 
 def check_range(key: str, value: Any, allowed: Range, more: str = '') -> None:
-    """Raise a ValueError that names the key unless a number, or each of several, is in its range; None is.
+    """Raise a ValueError with the key unless a number, or each of several, is in its range; None passes.
 
     Args:
-        more: What else is expected, for the message.
+        more: Other accepted values, for the message.
     """
     numbers = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
     if not all(number in allowed for number in numbers):
@@ -60,7 +60,7 @@ def check_range(key: str, value: Any, allowed: Range, more: str = '') -> None:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether a value, and all that it contains, has no NaN and no infinity."""
+    """Return whether a value and everything in it is free of NaN and infinity."""
     if isinstance(value, dict):
         return all(map(is_finite, value.values()))
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Randomness of training as a function of seed, epoch, image and update, independent of processes and of history."""
+"""Randomness of training as a function of seed, epoch, image and update, independent of processes and history."""
 
 import contextlib
 import random
@@ -11,7 +11,7 @@ import torch
 from timm.data import ScheduledBatchSampler
 from torch.utils.data import Dataset, Sampler, SequentialSampler, Subset, get_worker_info
 
-# What a derived seed is for; keeps the streams of one run apart.
+# Purposes of derived seeds, which separate the streams of one run.
 ORDER, SAMPLE, STEP, SIZE, DIVISION = 1, 2, 3, 4, 5
 
 
@@ -29,7 +29,7 @@ def seed_generators(seed: int) -> None:
 
 
 class Draw(NamedTuple):
-    """One sample of an epoch: which image, which of its `repeats` occurrences, and which of the image sizes."""
+    """One sample of an epoch: indices of the image, of its occurrence among `repeats`, and of the image size."""
 
     epoch: int
     image: int
@@ -44,9 +44,9 @@ class SizeSchedule:
     Attributes:
         sizes: (H, W) in pixels, from the first to the last of a progressive schedule.
         kind: `constant` draws each size equally often; `progressive` goes from the first to the last.
-        epochs: Of the progressive schedule.
-        spread: How far around its place the progressive schedule draws, as a standard deviation in sizes.
-        random_mix: Share of the progressive schedule that is drawn as in the constant one.
+        epochs: Epochs of the progressive schedule.
+        spread: Standard deviation, in sizes, of the draw around the current position of the progressive schedule.
+        random_mix: Share of draws of the progressive schedule that are uniform, as in the constant one.
     """
 
     sizes: tuple[tuple[int, int], ...]
@@ -56,7 +56,7 @@ class SizeSchedule:
     random_mix: float = 0.1
 
     def choices(self, seed: int, epoch: int, updates: int) -> list[int]:
-        """Which of the sizes each update of an epoch has."""
+        """Return the index of the size of each update of an epoch."""
         if len(self.sizes) == 1:
             return [0] * updates
         schedule = ScheduledBatchSampler(
@@ -75,14 +75,14 @@ class SizeSchedule:
 
 @dataclass(frozen=True)
 class Share:
-    """The share that a process has in the batch of every update, and in the data that are evaluated.
+    """The share of a process in the batch of every update and in the evaluation.
 
-    A batch is dealt out to `parts` like cards, so that the repeats of an image come into different parts. The parts of
-    all processes and all accumulation steps make the batch, whatever their number.
+    A batch is dealt to `parts` in turn, so that the repeats of an image are in different parts. The parts of all
+    processes and accumulation steps together are the batch, for any number of them.
 
     Attributes:
         rank, world_size: This process and the number of them.
-        accumulate: Parts that each process makes of its share of an update.
+        accumulate: Parts of each process's share of an update.
     """
 
     rank: int = 0
@@ -95,11 +95,11 @@ class Share:
 
     @property
     def parts(self) -> int:
-        """Parts of a batch, over all processes."""
+        """Return the number of parts of a batch, over all processes."""
         return self.world_size * self.accumulate
 
     def part_size(self, batch_size: int) -> int:
-        """Return the samples of a part; raise a ValueError if the parts of a batch would differ in size."""
+        """Return the number of samples per part; raise a ValueError if the parts of a batch would differ in size."""
         if batch_size % self.parts:
             raise ValueError(
                 f'batch size must be a multiple of {self.parts}, which is accumulate * world_size, got {batch_size}'
@@ -107,20 +107,20 @@ class Share:
         return batch_size // self.parts
 
     def of_evaluation(self, dataset: Any) -> Any:
-        """Return what this process evaluates: nothing is padded, so the shares may differ by one sample."""
+        """Return the part of a data set that this process evaluates, unpadded: shares may differ by one sample."""
         return dataset if self.world_size == 1 else Subset(dataset, range(self.rank, len(dataset), self.world_size))
 
 
 class EpochSampler(Sampler[Draw]):
-    """Draws the samples of this process, in an order that depends on the seed and the epoch alone.
+    """A sampler for this process, in an order that depends only on the seed and the epoch.
 
     Args:
-        size: Images of the data set. An epoch is the size // batch_size whole batches.
-        batch_size: Images of an update, over all parts.
+        size: Images of the data set. An epoch has size // batch_size batches.
+        batch_size: Images per update, over all parts.
         seed: At least 0.
-        repeats: Occurrences in a row of each image that is drawn; an epoch draws one image in `repeats`.
-        share: What this process draws of each batch.
-        sizes: Which image sizes the updates have; None for one.
+        repeats: Consecutive occurrences of each drawn image; an epoch draws one image in `repeats`.
+        share: Share of this process in each batch.
+        sizes: Schedule of the image sizes; None for a single size.
 
     Raises:
         ValueError: the batch is larger than the data set, or the parts of a batch would differ in size.
@@ -146,19 +146,19 @@ class EpochSampler(Sampler[Draw]):
 
     @property
     def updates(self) -> int:
-        """Updates of a whole epoch."""
+        """Return the number of updates of a whole epoch."""
         return self.size // self.batch_size
 
     def set_epoch(self, epoch: int, first_update: int = 0, size: int | None = None) -> None:
-        """Choose the epoch of the next pass, the update of it (from 0) that the pass begins at, and its image size.
+        """Set the epoch of the next pass, its first update (from 0), and its image size.
 
         Args:
-            size: Which of the sizes all updates have; None for those of the schedule.
+            size: Index of the size of all updates; None for the schedule.
         """
         self.epoch, self.first_update, self.size_choice = epoch, first_update, size
 
     def draws(self, update: int) -> list[Draw]:
-        """The samples of this process in one update of the epoch, part by part."""
+        """Return the samples of this process in one update of the epoch, part by part."""
         return self._draws(self._order(), self._choices(), update)
 
     def __iter__(self) -> Iterator[Draw]:
@@ -187,7 +187,7 @@ class EpochSampler(Sampler[Draw]):
 
 
 class SeededDataset(Dataset):
-    """A data set indexed by Draw, whose random changes depend on the seed and the Draw alone.
+    """A data set indexed by Draw, whose random changes depend only on the seed and the Draw.
 
     Args:
         dataset: timm's ScheduledTransformDataset: indexed by image and size, with transforms that draw from `random`,
@@ -209,7 +209,7 @@ class SeededDataset(Dataset):
 
 @contextlib.contextmanager
 def _restored_generators() -> Iterator[None]:
-    """Put the global generators back; in a loading process nothing else uses them, so there it is left out."""
+    """Restore the global generators, except in a loading process, where nothing else uses them."""
     if get_worker_info() is not None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Loaders of sequences: images as sub-pixels, and windows of text; training is random, evaluation exact."""
+"""Loaders of sequences: images as sub-pixels, and windows of text; random in training, exact in evaluation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from aft_vision.data.imagenet import leave_process_group
 from aft_vision.data.pixels import PixelAugmentation, images_to_tokens
 from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Share, derive_seed
 
-# The target of a token that does not count, as torch's cross-entropy has it.
+# The target of a token that does not count, as in torch's cross-entropy.
 IGNORED = -100
 
 
 class PixelDataset(Dataset):
-    """Augmented images as tokens (3072,) uint8, indexed by Draw; what is random depends on the seed and the Draw alone.
+    """Augmented images as tokens (3072,) uint8, indexed by Draw; randomness depends only on the seed and the Draw.
 
     Args:
         images: (N, 32, 32, 3) uint8.
@@ -34,9 +34,9 @@ class PixelDataset(Dataset):
 
 
 class WindowDataset(Dataset):
-    """Windows of a text at random places, indexed by Draw; the place depends on the seed and the Draw alone.
+    """Windows of a text at random positions, indexed by Draw; the position depends only on the seed and the Draw.
 
-    It has as many windows as the text has room for side by side, so that an epoch is one pass over the text.
+    It has as many windows as fit into the text without overlap, so that an epoch is one pass over the text.
 
     Args:
         text: (n,) uint8.
@@ -62,11 +62,11 @@ class WindowDataset(Dataset):
 
 
 class EvalDataset(Dataset):
-    """Sequences to be evaluated, each with the place of its first token that counts.
+    """Sequences for evaluation, each with the position of its first token that counts.
 
     Args:
         tokens: (N, T) or, of windows, (n,) uint8.
-        windows: (start, first that counts) of each window of `context` tokens; None where `tokens` has rows.
+        windows: (start, first that counts) of each window of `context` tokens; None if `tokens` has rows.
     """
 
     def __init__(
@@ -85,27 +85,27 @@ class EvalDataset(Dataset):
 
 
 def sliding_windows(length: int, context: int, stride: int | None = None) -> list[tuple[int, int]]:
-    """Place windows over a text so that every character counts once, behind `context - stride` others at least.
+    """Place windows over a text so that every character counts once, after at least `context - stride` others.
 
-    The characters of the first window have fewer before them, because the text has no more.
+    The characters of the first window have fewer before them, because the text starts there.
 
     Args:
-        length: Of the text.
+        length: Length of the text.
         context: Characters in a window; a shorter text has one window of its own length.
-        stride: From one window to the next, in [1, context]; None for `context`.
+        stride: Distance between windows, in [1, context]; None for `context`.
 
     Returns:
-        Of each window its start in the text, and its first character that counts.
+        For each window its start in the text and its first character that counts.
 
     Raises:
-        ValueError: the stride is not in its range.
+        ValueError: the stride is out of range.
     """
     stride = context if stride is None else stride
     if not 1 <= stride <= context:
         raise ValueError(f'expected a stride in [1, {context}], {context} being the context, got {stride}')
     windows, done = [(0, 0)], min(context, length)
     while done < length:
-        # The last window ends with the text, so that all have the same length.
+        # The last window ends with the text, so that all windows have the same length.
         end = min(done + stride, length)
         windows.append((end - context, done - (end - context)))
         done = end
@@ -122,14 +122,14 @@ def pixel_train_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader:
-    """Make the loader of the training images: tokens (B, 3072) twice, as inputs and as targets, int64.
+    """Build the loader of the training images: tokens (B, 3072) twice, as inputs and as targets, int64.
 
     Args:
         images: (N, 32, 32, 3) uint8.
-        batch_size: Images per update, over all processes and accumulation steps; B is this by their number.
+        batch_size: Images per update, over all processes and accumulation steps; B is this divided by their number.
 
     Raises:
-        ValueError: there are fewer images than that, or they cannot be shared out evenly.
+        ValueError: there are fewer images than that, or they cannot be divided evenly.
     """
     dataset = PixelDataset(images, augment, seed)
     return _train_loader(dataset, batch_size, seed, share or Share(), num_workers, pin_memory)
@@ -145,10 +145,10 @@ def char_train_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader:
-    """Make the loader of windows of the training text (n,): tokens (B, context) twice; otherwise as of pixels.
+    """Build the loader of windows of the training text (n,): tokens (B, context) twice; otherwise as for pixels.
 
     Raises:
-        ValueError: the text has room for fewer windows than an update has, or they cannot be shared out evenly.
+        ValueError: the text has fewer windows than an update, or they cannot be divided evenly.
     """
     dataset = WindowDataset(text, context, seed)
     return _train_loader(dataset, batch_size, seed, share or Share(), num_workers, pin_memory)
@@ -157,7 +157,7 @@ def char_train_loader(
 def pixel_eval_loader(
     images: np.ndarray, batch_size: int, *, share: Share | None = None, num_workers: int = 0
 ) -> DataLoader:
-    """Make the loader of the images of this process, each once: tokens (B, 3072) twice."""
+    """Build the loader of the images of this process, each once: tokens (B, 3072) twice."""
     return _eval_loader(EvalDataset(images_to_tokens(images)), batch_size, share or Share(), num_workers)
 
 
@@ -170,9 +170,9 @@ def char_eval_loader(
     share: Share | None = None,
     num_workers: int = 0,
 ) -> DataLoader:
-    """Make the loader of the windows of this process, of a text (n,), as `sliding_windows` places them.
+    """Build the loader of this process's windows of a text (n,), placed by `sliding_windows`.
 
-    Targets that do not count, because another window has them, are -100.
+    Targets that another window counts are -100.
     """
     windows = sliding_windows(len(text), context, stride)
     return _eval_loader(EvalDataset(text, windows, context), batch_size, share or Share(), num_workers)

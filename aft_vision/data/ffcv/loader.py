@@ -1,7 +1,7 @@
 """Images from FFCV files (.beton), decoded and resized by FFCV's library.
 
-Of FFCV this takes the file format, the reader and the codecs. Its Loader is left alone: images are read by the
-processes of a DataLoader, in the order and with the random changes that a folder of the same images would get.
+This uses FFCV's file format, reader and codecs, but not its Loader. The processes of a DataLoader read the images, in
+the order and with the random changes of a folder of the same images.
 """
 
 import json
@@ -28,24 +28,24 @@ except (ImportError, OSError) as error:
         'FFCV files need FFCV: apt-get install libopencv-dev libturbojpeg0-dev pkg-config, then '
         f"pip install 'aft-vision[ffcv]' ({error})"
     ) from error
-# Importing FFCV gives torch a single thread.
+# Importing FFCV sets torch to a single thread.
 torch.set_num_threads(_threads)
 
 RAW = int(IMAGE_MODES['raw'])
 
 
 class BetonDataset(CheckedDataset):
-    """The images of an FFCV file, as uint8 arrays (H, W, 3), or what `transform` makes of them, and their classes.
+    """The images of an FFCV file, as uint8 arrays (H, W, 3) or transformed by `transform`, and their classes.
 
     Args:
-        num_classes: Of a file that was not written by `write_beton`, whose class names are unknown; None takes the
-            largest class for the last.
+        num_classes: Number of classes of a file that `write_beton` did not write, whose class names are unknown; None
+            means the largest class is the last.
 
     Attributes:
         class_names: In the order of their indices.
 
     Raises:
-        ValueError: the file is missing, cut or of another format, or its classes are not those that were expected.
+        ValueError: the file is missing, truncated or of another format, or its classes are not the expected ones.
     """
 
     def __init__(self, path: str | Path, num_classes: int | None = None) -> None:
@@ -66,11 +66,11 @@ class BetonDataset(CheckedDataset):
         return len(self.labels)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process maps the file itself; pickled, the mapping would be the whole file.
+        # Another process maps the file itself, because pickling the mapping would copy the whole file.
         return {**self.__dict__, '_bytes': None}
 
     def _find_sizes(self, allocations: np.ndarray) -> np.ndarray:
-        """The bytes of every image, after checking that all of them are in the file."""
+        """Return the sizes of all images in bytes, after checking that all are inside the file."""
         order = np.argsort(allocations['ptr'])
         starts = allocations['ptr'][order]
         places = np.searchsorted(starts, self.images['data_ptr']).clip(max=max(len(starts) - 1, 0))
@@ -105,7 +105,7 @@ class BetonDataset(CheckedDataset):
         return names
 
     def content(self, index: int) -> np.ndarray:
-        """The bytes of an image as they are in the file: JPEG or pixels."""
+        """Return the stored bytes of an image: JPEG or pixels."""
         if self._bytes is None:
             # A view of the mapping; numpy's memmap itself is slow to slice.
             self._bytes = np.asarray(np.memmap(self.path, np.uint8, mode='r'))
@@ -118,7 +118,7 @@ class BetonDataset(CheckedDataset):
         if mode == RAW:
             return content.reshape(height, width, 3), int(self.labels[index])
         image = np.empty((height, width, 3), np.uint8)
-        # FFCV's own loader does not look at what this returns.
+        # FFCV's own loader ignores this return value.
         if imdecode(content, image, height, width, height, width, 0, 0, 1, 1, False, False):
             raise CorruptImageError(f'expected an image that can be decoded, got {self._name(index)}')
         return image, int(self.labels[index])
@@ -132,7 +132,7 @@ def _read_header(path: Path) -> Reader:
         raise ValueError(f'expected a .beton file, got {path}, which is not one')
     try:
         reader = Reader(str(path))
-    # Whatever a file of another kind makes it raise.
+    # FFCV raises almost any error on foreign bytes.
     except Exception as error:
         raise ValueError(f'expected a whole .beton file, got {path}: {error or type(error).__name__}') from error
     if not len(reader.metadata) or len(reader.metadata) != reader.num_samples:
@@ -141,22 +141,22 @@ def _read_header(path: Path) -> Reader:
 
 
 class TrainTransform:
-    """The random crop, flip and automatic augmentation that timm's transform of the same seed draws.
+    """Random crop, flip and automatic augmentation with the draws of timm's transform for the same seed.
 
-    The crop is resized by FFCV, with OpenCV's INTER_AREA where timm's is bicubic.
+    FFCV resizes the crop with OpenCV's INTER_AREA, while timm's resizing is bicubic.
 
     Args:
         img_size: (H, W) in pixels.
-        mean: Of the pixels, per channel, in [0, 1]; the colour of what a rotation leaves empty.
+        mean: Mean pixel per channel, in [0, 1]; the fill colour of rotations.
     """
 
     def __init__(self, img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float]) -> None:
         self.crop, *self.flips = crop_and_flip_steps(img_size, augment)
-        # timm has a colour jitter of strength 0 too.
+        # timm also has a colour jitter of strength 0.
         self.steps = automatic_steps(img_size, augment, mean) if augment.changes_colors else []
 
     def __call__(self, image: np.ndarray) -> torch.Tensor:
-        """Change an image.
+        """Transform an image.
 
         Args:
             image: (H, W, 3), uint8.
@@ -164,7 +164,7 @@ class TrainTransform:
         Returns:
             (3, height, width), uint8.
         """
-        # Of an image, the draw of the crop looks at the size alone.
+        # Drawing the crop uses only the size of the image.
         shape = torch.empty((3, *image.shape[:2]), device='meta')
         top, left, height, width = self.crop.get_params(shape, self.crop.scale, self.crop.ratio)
         changed = _resize(image, (top, left, height, width), self.crop.size)
@@ -179,7 +179,7 @@ class TrainTransform:
 
 
 class EvalTransform:
-    """The centre of an image that DeiT's evaluation shows, resized by FFCV.
+    """The centre crop of DeiT's evaluation, resized by FFCV.
 
     Args:
         img_size: (H, W) in pixels.

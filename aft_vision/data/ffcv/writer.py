@@ -1,7 +1,7 @@
-"""Writes FFCV files (.beton) from any data set whose images can be had at random positions.
+"""Writer of FFCV files (.beton) for any map-style data set.
 
-Of FFCV this takes the format and the encoder. Its own writing processes are left alone, because it waits for ever where
-one of them fails: images are encoded by the processes of a DataLoader, which pass errors on.
+This uses FFCV's format and encoder, but not its writing processes, because FFCV waits forever if one of them fails. The
+processes of a DataLoader encode the images and pass errors on.
 """
 
 import json
@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-# First, because it guards the import of FFCV.
+# First, because it checks that FFCV can be imported.
 from aft_vision.data.ffcv.loader import BetonDataset  # isort: skip
 from ffcv.fields import IntField, RGBImageField
 from ffcv.memory_allocator import MemoryAllocator
@@ -24,7 +24,7 @@ from aft_vision.data.datasets import Split
 from aft_vision.data.sampling import SAMPLE, derive_seed
 from aft_vision.files import replacing
 
-# Images that are read back after writing.
+# Number of images to read back after writing.
 CHECKED = 256
 
 
@@ -33,10 +33,10 @@ class BetonOptions:
     """The format of stored images.
 
     Attributes:
-        max_resolution: Longest side in pixels; a larger image is made smaller (OpenCV's INTER_AREA). None keeps all.
+        max_resolution: Longest side in pixels; larger images are resized (OpenCV's INTER_AREA). None keeps all sizes.
         jpeg_quality: In [1, 100].
-        raw_share: Share of the images, drawn at random, that is stored as pixels: faster to read, and larger.
-        seed: Of that draw, in [0, 2**32).
+        raw_share: Share of the images, drawn at random, to store as pixels: faster to read, but larger.
+        seed: Seed of that draw, in [0, 2**32).
     """
 
     max_resolution: int | None = None
@@ -56,13 +56,13 @@ class BetonOptions:
 
     @property
     def page_size(self) -> int:
-        """Bytes of a page of the file, which an image does not cross: a power of two."""
+        """Return the bytes of a page of the file, a power of two; an image must fit into a page."""
         largest = 4 * MIN_PAGE_SIZE if self.max_resolution is None else 3 * self.max_resolution**2
         return max(MIN_PAGE_SIZE, 1 << (largest - 1).bit_length())
 
 
 class Encoded(NamedTuple):
-    """One encoded image: its metadata except the place, its bytes, its class, and its number."""
+    """One encoded image: its metadata without the position, its bytes, its class, and its number."""
 
     metadata: np.ndarray
     content: np.ndarray
@@ -73,21 +73,21 @@ class Encoded(NamedTuple):
 def write_beton(
     split: Split, path: str | Path, options: BetonOptions | None = None, num_workers: int = 4, progress: bool = True
 ) -> int:
-    """Write the images of a split to an FFCV file, and their class names to a JSON file beside it.
+    """Write the images of a split to an FFCV file, and their class names to a JSON file next to it.
 
-    The file is read back and checked before it takes its name, and is the same whatever `num_workers` is.
+    The file is read back and checked before it gets its name. It does not depend on `num_workers`.
 
     Args:
-        split: One that `open_train_split` or `open_eval_split` opens; its transform must be None.
+        split: From `open_train_split` or `open_eval_split`; its transform must be None.
         path: Ends in `.beton`.
 
     Returns:
-        The number of images; those that the split skips are left out.
+        The number of images, without those that the split skips.
 
     Raises:
         ValueError: the split is a stream or has no image, the path does not end in .beton, or an image is too large.
         CorruptImageError: an image cannot be decoded, and the split does not skip it.
-        OSError: the file cannot be written; what was there before is whole.
+        OSError: the file cannot be written; the previous file is unchanged.
     """
     path, options = Path(path), options or BetonOptions()
     if path.suffix != '.beton':
@@ -131,7 +131,7 @@ class _EncodedDataset(Dataset):
 
         try:
             field.encode(metadata, np.array(image.convert('RGB')), allocate)
-        # Whatever OpenCV and numpy make of an image whose sides FFCV cannot hold.
+        # OpenCV and numpy raise various errors for images whose sides FFCV cannot store.
         except Exception as error:
             raise ValueError(f'expected images that FFCV can store, got image {index}: {error}') from error
         if len(stored[0]) > self.options.page_size:
@@ -143,13 +143,13 @@ class _EncodedDataset(Dataset):
 
 
 def _write(dataset: _EncodedDataset, path: Path, num_workers: int, progress: bool) -> list[tuple[int, int]]:
-    """Write every image that is not skipped, and return which they were and their classes."""
+    """Write every image that is not skipped, and return their indices and classes."""
     page_size = dataset.options.page_size
     writer = DatasetWriter(str(path), {'image': RGBImageField(), 'label': IntField()}, page_size, num_workers=1)
     writer.num_samples = len(dataset)
     writer.prepare()
     written: list[tuple[int, int]] = []
-    # FFCV keeps the table of the images in memory that its processes would share.
+    # FFCV keeps the table of the images in shared memory.
     metadata = np.frombuffer(writer.metadata_sm.buf, writer.metadata_type)
     try:
         allocator = MemoryAllocator(str(path), writer.data_region_start, page_size)
@@ -181,10 +181,10 @@ def _encode(dataset: _EncodedDataset, num_workers: int, progress: bool, name: st
 
 
 def _check(path: Path, dataset: _EncodedDataset, written: list[tuple[int, int]], num_classes: int) -> None:
-    """Read the file back: all classes, the place of every image, and some images bit for bit.
+    """Read the file back and check all classes, the position of every image, and some images bit for bit.
 
     Raises:
-        ValueError: something is not what it was.
+        ValueError: something differs from what was written.
     """
     read = BetonDataset(path, num_classes)
     if read.labels.tolist() != [target for _, target in written]:
