@@ -11,7 +11,7 @@ DTYPES = ('float32', 'bfloat16', 'float16')
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser with the description as it is written, with --debug, and with errors of one line."""
+    """A parser with an unformatted description, --debug, and one-line errors."""
 
     def __init__(self, description: str | None) -> None:
         module = getattr(sys.modules['__main__'], '__spec__', None)
@@ -24,7 +24,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class KeyValues(argparse.Action):
-    """A dict of KEY=VALUE arguments, whose values are Python literals or else strings."""
+    """A dict of KEY=VALUE arguments with Python literals, or else strings, as values."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -41,52 +41,52 @@ class KeyValues(argparse.Action):
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
-    """Take --size, as (H, W) or None."""
+    """Add --size, parsed to (H, W) or None."""
     parser.add_argument('--size', type=parse_size, help='a side in pixels, or HEIGHTxWIDTH (default: as trained)')
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Take --device, for `resolve_device`."""
-    parser.add_argument('--device', default='auto', help='default: CUDA where there is one')
+    """Add --device, for `resolve_device`."""
+    parser.add_argument('--device', default='auto', help='default: CUDA if available')
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Take the options of `tools.data.create_data_loader`; --data may be missing where it is not required."""
+    """Add the options of `tools.data.create_data_loader`; --data may be optional."""
     add = parser.add_argument
     default = '' if required else ' (default: no images)'
     add('--data', required=required, help=f'a folder or tar file, or the root of the data set of --name{default}')
     add('--name', default='', help='a data set that timm reads, such as torch/cifar10 (default: none)')
     split = parser.add_mutually_exclusive_group().add_argument
-    split('--split', help='the split (default: val, validation or test, whichever is there)')
-    split('--val-share', type=float, help='the share of the training images that data.val_share held apart in training')
+    split('--split', help='the split (default: val, validation or test, the first that exists)')
+    split('--val-share', type=float, help='the share of the training images that data.val_share held out in training')
     add('--val-seed', type=int, default=0, help='data.val_seed of that training (default: 0)')
-    add('--num-classes', type=int, help='of a data set that does not say so itself')
+    add('--num-classes', type=int, help='number of classes, for a data set without this information')
     add('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded')
     add('--batch-size', type=int, default=64, help='images per batch (default: 64)')
-    add('--crop-pct', type=float, help='crop relative to the resized image (default: what the model was trained with)')
+    add('--crop-pct', type=float, help='crop relative to the resized image (default: as in training)')
     add('--workers', type=parse_count, default=2, help='decoding processes (default: 2)')
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Take the checkpoint and the rules of drawing."""
+    """Add the options for the checkpoint and the sampling rules."""
     add = parser.add_argument
     add('--checkpoint', type=Path, required=True, help='a checkpoint of the model')
-    add('--temperature', type=float, default=1.0, help='divides the logits; 0 takes the likeliest token (default: 1)')
-    add('--top-k', type=int, help='draw from this many of the likeliest tokens (default: all)')
-    add('--top-p', type=float, help='draw from the likeliest tokens that add up to this chance (default: all)')
-    add('--seed', type=int, default=0, help='of the first drawing, which the others count up from (default: 0)')
+    add('--temperature', type=float, default=1.0, help='divides the logits; 0 takes the most likely token (default: 1)')
+    add('--top-k', type=int, help='sample from this many most likely tokens (default: all)')
+    add('--top-p', type=float, help='sample from the most likely tokens with this total probability (default: all)')
+    add('--seed', type=int, default=0, help='seed of the first sample; the others count up from it (default: 0)')
     add_device(parser)
 
 
 def parse_count(text: str) -> int:
-    """Read a number that is not negative."""
+    """Parse a non-negative number."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f'expected a number from 0 on, got {text!r}')
     return int(text)
 
 
 def parse_sizes(text: str) -> list[tuple[int, int]]:
-    """Read `224`, `384x256`, or the range `192:384:16` with its end included, as a list of (H, W)."""
+    """Parse `224`, `384x256`, or the range `192:384:16`, end included, to a list of (H, W)."""
     if ':' not in text:
         return [parse_size(text)]
     parts = text.split(':')
@@ -99,7 +99,7 @@ def parse_sizes(text: str) -> list[tuple[int, int]]:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Read `224` or `384x256` as (H, W)."""
+    """Parse `224` or `384x256` to (H, W)."""
     parts = text.lower().split('x')
     if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(f'expected a size like 224 or 384x256, got {text!r}')
@@ -107,8 +107,8 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def check_out(out: Path, checkpoint: Path | None) -> None:
-    """Raise a ValueError if a result would be written over the checkpoint that it is made of."""
-    # The package takes seconds to import, and --help does not need it.
+    """Raise a ValueError if a result would overwrite its own checkpoint."""
+    # The package takes seconds to import, which --help does not need.
     from aft_vision.files import find_checkpoint
 
     if checkpoint is not None and out.resolve() in {checkpoint.resolve(), find_checkpoint(checkpoint).resolve()}:

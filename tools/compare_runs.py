@@ -2,10 +2,10 @@
 
 python -m tools.compare_runs RUN [RUN ...] [--names NAME ...] [--out DIR]
 
-RUN is the folder of a run, with its steps.csv, summary.csv and result.json. Prints a line for each, by test bits:
-parameters, bits on the training data (the mean of the last epoch, with dropout and augmentation) and on the test data,
-updates and their rate, seconds of training, and peak memory. Writes DIR/compare_runs.json with the same figures and
-DIR/compare_runs.png, the bits by update and by seconds of training.
+RUN is the folder of a run, with its steps.csv, summary.csv and result.json. Prints a line for each, sorted by test
+bits: parameters, bits on the training data (the mean of the last epoch, with dropout and augmentation) and on the test
+data, updates and their rate, seconds of training, and peak memory. Writes the same figures to DIR/compare_runs.json,
+and the bits by update and by seconds of training to DIR/compare_runs.png.
 """
 
 import argparse
@@ -24,14 +24,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
 from aft_vision.visualize import plot_bits
 
-# Of the table: title, format, and the key of result.json.
+# Columns of the table: title, format, and the key of result.json.
 COLUMNS = (
     ('parameters', ',d', 'parameters'),
     ('train bits', '.4f', 'train_bits_of_last_epoch'),
@@ -44,14 +44,14 @@ COLUMNS = (
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Print the table, and write it and the picture.
+    """Print the table, and write the table and the picture.
 
     Returns:
         The figures of each run, the best first.
 
     Raises:
-        ValueError: a folder holds no complete run, there are not as many names as runs, two runs have one name, or
-            their bits were not measured in the same way.
+        ValueError: a folder has no complete run, the number of names is not that of the runs, two runs have the same
+            name, or their bits were not measured in the same way.
     """
     args = parse_args(argv)
     runs = name_runs(args)

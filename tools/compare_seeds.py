@@ -2,10 +2,10 @@
 
 python -m tools.compare_seeds RUN [RUN ...] [--names NAME ...] [--metrics NAME ...] [--out DIR]
 
-RUN is the folder of a run, with its result.json. Prints a line for each, in the order given: the mean of each test
-metric over the seeds and its deviation in percent (of a loss in nats), seconds per epoch, peak memory and parameters.
-Writes DIR/compare_seeds.json with the same figures and DIR/compare_seeds.png, a panel for each metric with the mean
-of each run, its deviation, and a dot for each seed.
+RUN is the folder of a run, with its result.json. Prints a line for each, in the order given: mean and standard
+deviation over the seeds of each test metric in percent (of a loss in nats), seconds per epoch, peak memory and
+parameters. Writes the same figures to DIR/compare_seeds.json, and to DIR/compare_seeds.png a panel for each metric with
+mean and standard deviation of each run and a dot for each seed.
 """
 
 import argparse
@@ -23,13 +23,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(__doc__)
     add_runs(parser)
     parser.add_argument(
-        '--metrics', nargs='+', metavar='NAME', help='such as accuracy; all that the runs have in common'
+        '--metrics', nargs='+', metavar='NAME', help='such as accuracy (default: all that the runs share)'
     )
-    parser.add_argument('--title', default='', help='of the picture, such as the data set')
+    parser.add_argument('--title', default='', help='title of the picture, such as the data set')
     return parser.parse_args(argv)
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -38,14 +38,14 @@ from aft_vision.visualize import new_figure, save_figure
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Print the table, and write it and the picture.
+    """Print the table, and write the table and the picture.
 
     Returns:
         The figures of each run.
 
     Raises:
-        ValueError: a folder holds no complete run, there are not as many names as runs, two runs have one name, or the
-            runs have no such metric in common.
+        ValueError: a folder has no complete run, the number of names is not that of the runs, two runs have the same
+            name, or a metric is missing in a run.
     """
     args = parse_args(argv)
     rows = [{'name': name, **read_seeds(folder)} for name, folder in name_runs(args).items()]
@@ -58,14 +58,14 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 def read_seeds(folder: Path) -> dict[str, Any]:
-    """The figures of a run.
+    """Read the figures of a run.
 
     Returns:
         `metrics` (mean, std or None, and the values of the seeds, in [0, 1] or a loss in nats, by name),
         `seconds_per_epoch`, `memory_mb`, `parameters` and `seeds`.
 
     Raises:
-        ValueError: it has no result, or one of another kind.
+        ValueError: the result is missing or of another kind.
     """
     keys = ('seeds', 'runs', 'seconds_per_epoch', 'memory_mb', 'parameters')
     result = read_result(folder, keys, 'train.fastformer')
@@ -84,7 +84,7 @@ def read_seeds(folder: Path) -> dict[str, Any]:
 
 
 def choose_metrics(rows: Sequence[dict[str, Any]], chosen: Sequence[str] | None) -> list[str]:
-    """The metrics that all runs have, in the order of the first run; or those chosen, if all runs have them."""
+    """Return the metrics that all runs have, in the order of the first, or the chosen ones if all runs have them."""
     common = [name for name in rows[0]['metrics'] if all(name in row['metrics'] for row in rows)]
     unknown = [name for name in chosen or () if name not in common]
     if unknown or not common:
@@ -93,7 +93,7 @@ def choose_metrics(rows: Sequence[dict[str, Any]], chosen: Sequence[str] | None)
 
 
 def format_seeds(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> str:
-    """The table, metrics in percent, losses in nats."""
+    """Format the table, with metrics in percent and losses in nats."""
     cells = [
         [
             row['name'],
@@ -120,7 +120,7 @@ def _spread(name: str, metric: dict[str, Any]) -> str:
 
 
 def draw_seeds(rows: Sequence[dict[str, Any]], metrics: Sequence[str], title: str = '') -> Any:
-    """Draw a panel for each metric: the mean of each run, its deviation over the seeds, and their values."""
+    """Draw a panel for each metric with mean, standard deviation and the values of the seeds of each run."""
     figure = new_figure(1 + 3.6 * len(metrics), 3 + 0.3 * max(len(row['name']) for row in rows) / 4)
     for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
         found = [row['metrics'][metric] for row in rows]

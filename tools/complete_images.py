@@ -1,19 +1,19 @@
-"""Complete images of which a part is given, with a model of pixels (Fig. 4 of the AFT paper).
+"""Complete partly given images with a pixel model (Fig. 4 of the AFT paper).
 
 python -m tools.complete_images --checkpoint FILE --images A.png B.png --out completed.png
 python -m tools.complete_images --checkpoint FILE --data CIFAR10 --indices 0 1 2 3 --num-samples 3 --out completed.png
 python -m tools.complete_images --checkpoint FILE --images A.png --mask mask.png --out completed.png
 
-FILE is a checkpoint of train.pixel, or of `save_decoder`. Images are files of the size that the model was made for, or
-the test images of --data: CIFAR10 in any form that train.pixel reads. --mask says what is given: top-half, bottom-half,
-left-half, right-half, or an image file that is white where a pixel is given.
+FILE is a checkpoint of train.pixel or `save_decoder`. Images are files of the model's image size, or the test images of
+--data: CIFAR10 in any format of train.pixel. --mask selects the given part: top-half, bottom-half, left-half,
+right-half, or an image file that is white where a pixel is given.
 
-All other sub-pixels are drawn in raster order, each from those before it, so a model sees nothing of what is given
-further below. The sheet has a column for each image: what was given, grey where nothing was, the completions, and with
---originals the image itself.
+All other sub-pixels are sampled in raster order, each from the ones before it, so the model does not see given pixels
+further below. The sheet has a column for each image: the given part on grey, the completions, and with --originals the
+image itself.
 
-Completion i has the seed --seed plus i, whatever the batch. With --folder each is also written there, under its seed,
-and one that exists is not drawn again: after an interrupt the same command draws the others.
+Completion i has the seed --seed plus i, independent of the batch. With --folder each completion is also written there,
+named by its seed, and existing files are kept: after an interruption the same command samples the rest.
 """
 
 import argparse
@@ -30,15 +30,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument('--images', type=Path, nargs='+', help='image files')
-    source.add_argument('--data', type=Path, help='CIFAR10, in any form that train.pixel takes: its test images')
-    add('--indices', type=int, nargs='+', help='of the images of --data (default: the first 8)')
+    source.add_argument('--data', type=Path, help='CIFAR10 in any format of train.pixel, for its test images')
+    add('--indices', type=int, nargs='+', help='indices of the images of --data (default: the first 8)')
     halves = 'top-half, bottom-half, left-half, right-half'
     add('--mask', default='top-half', help=f'{halves}, or an image file (default: top-half)')
-    add('--num-samples', type=int, default=1, help='completions of each image (default: 1)')
-    add('--batch-size', type=int, default=16, help='completions drawn together (default: 16)')
+    add('--num-samples', type=int, default=1, help='completions per image (default: 1)')
+    add('--batch-size', type=int, default=16, help='completions per batch (default: 16)')
     add('--originals', action='store_true', help='add a row with the images themselves')
     add('--scale', type=int, default=4, help='enlargement of the sheet (default: 4)')
-    add('--folder', type=Path, help='also write each completion here, as SEED.png; those that exist are kept')
+    add('--folder', type=Path, help='also write each completion here, as SEED.png; existing files are kept')
     add('--out', type=Path, required=True, help='the PNG')
     args = parser.parse_args(argv)
     if args.num_samples < 1 or args.batch_size < 1:
@@ -46,7 +46,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
     """Complete the images and write the sheet.
 
     Returns:
-        (images * num_samples, 3, H, W) uint8, those of one image next to each other.
+        (images * num_samples, 3, H, W) uint8, the completions of one image in consecutive rows.
 
     Raises:
         ValueError: the checkpoint, an image, the mask, the device or another option is not valid.
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
 
 
 def read_images(args: argparse.Namespace, img_size: tuple[int, int]) -> torch.Tensor:
-    """The chosen images, (N, 3, H, W) uint8."""
+    """Read the chosen images, (N, 3, H, W) uint8."""
     if args.images is not None:
         return load_pixels(args.images, img_size)
     images = read_cifar10(args.data, 'test')
@@ -101,7 +101,7 @@ def read_images(args: argparse.Namespace, img_size: tuple[int, int]) -> torch.Te
 
 
 def read_mask(text: str, img_size: tuple[int, int]) -> torch.Tensor:
-    """The mask (H, W) of that name, or of an image file that is white where a pixel is given."""
+    """Read the mask (H, W) by name, or from an image file that is white where a pixel is given."""
     if text in MASKS or not Path(text).exists():
         return half_mask(text, img_size)
     mask = torch.from_numpy(np.array(open_image(text).convert('L'))) >= 128

@@ -1,13 +1,13 @@
-"""Continue text with a model of characters.
+"""Continue text with a character model.
 
 python -m tools.continue_text --checkpoint FILE --prompt 'The history of ' --length 500
 python -m tools.continue_text --checkpoint FILE --prompt-file start.txt --num-samples 4 --temperature 0.8 --top-p 0.95
 python -m tools.continue_text --checkpoint FILE --length 1000 --out text.json
 
-FILE is a checkpoint of train.char, or of `save_decoder`. --length counts bytes, those of the prompt included, up to the
-context of the model. Without a prompt, the text begins as the model likes. A model of 27 tokens is one of text8: a to z
-and the space. Bytes that are no UTF-8 are shown as U+FFFD;
---out writes JSON with the text, and with the bytes in hexadecimal digits.
+FILE is a checkpoint of train.char or `save_decoder`. --length is the number of bytes including the prompt, at most the
+context of the model. Without a prompt, the model also samples the beginning. A model of 27 tokens is a text8 model: a
+to z and the space. Bytes that are not UTF-8 are shown as U+FFFD; --out writes JSON with the text and with the bytes in
+hexadecimal.
 
 Text i has the seed --seed plus i.
 """
@@ -26,15 +26,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_sampling(parser)
     add = parser.add_argument
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument('--prompt', default='', help='how the text begins (default: nothing)')
-    prompt.add_argument('--prompt-file', type=Path, help='a file with it')
-    add('--length', type=int, help='bytes of the text, prompt included (default: the context of the model)')
-    add('--num-samples', type=int, default=1, help='texts (default: 1)')
+    prompt.add_argument('--prompt', default='', help='the beginning of the text (default: empty)')
+    prompt.add_argument('--prompt-file', type=Path, help='a file with the beginning of the text')
+    add('--length', type=int, help='bytes of the text, including the prompt (default: the context of the model)')
+    add('--num-samples', type=int, default=1, help='number of texts (default: 1)')
     add('--out', type=Path, help='also write the texts here, as JSON')
     return parser.parse_args(argv)
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> list[bytes]:
     """Print the texts.
 
     Returns:
-        The bytes of each, prompt included.
+        The bytes of each text, including the prompt.
 
     Raises:
         ValueError: the checkpoint, the prompt, the device or another option is not valid.
@@ -72,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> list[bytes]:
 
 
 def vocabulary_of(model: AFTDecoder) -> str:
-    """Return what the tokens of a model stand for, by their number.
+    """Return the vocabulary of a model, by its number of tokens.
 
     Raises:
-        ValueError: there is no such vocabulary.
+        ValueError: no vocabulary has this number of tokens.
     """
     for name, size in VOCABULARIES.items():
         if model.vocab_size == size:

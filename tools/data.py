@@ -1,4 +1,4 @@
-"""The images that a tool evaluates on: their options, and the loader that these make."""
+"""The evaluation loader of a tool, from its options."""
 
 import argparse
 from typing import Any
@@ -14,11 +14,11 @@ from aft_vision.evaluate import check_classes
 def create_data_loader(
     model: nn.Module, size: tuple[int, int], args: argparse.Namespace, device: torch.device
 ) -> tuple[Any, list[str]]:
-    """Make the evaluation loader of the command line, with the preprocessing that the model was trained with.
+    """Build the evaluation loader of the command line, with the preprocessing of the model's training.
 
     Args:
         size: (H, W) of the images in pixels.
-        args: With the options of `add_data_arguments`.
+        args: Parsed options of `add_data_arguments`.
 
     Returns:
         The loader and the class names, as `create_eval_loader`.

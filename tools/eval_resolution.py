@@ -6,14 +6,15 @@ python -m tools.eval_resolution --checkpoint A B C --data DIR --sizes 128:224:32
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; DIR is a folder or tar file with a val,
 validation or test split, or with --name the root of a data set of torchvision, Hugging Face or WebDataset by timm's
-name. A size is a side in pixels, HEIGHTxWIDTH, or START:STOP:STEP, which is every side from START to STOP, STOP
-included. A model of fixed input size is resized with its `set_input_size`.
+name. A size is a side in pixels, HEIGHTxWIDTH, or START:STOP:STEP for every side from START to STOP, including STOP. A
+fixed-size model is resized with its `set_input_size`.
 
---multi-scale adds a row for the mean of the predictions at these sizes; the images are loaded at the largest and
-resized from there. --flip averages every prediction with that for the mirror image. --pad takes sizes that whole
-patches do not fill.
+--multi-scale adds a row for the mean of the predictions at these sizes; the images are loaded at the largest size and
+resized to the others. --flip averages every prediction with the prediction for the mirror image. --pad accepts sizes
+that are not multiples of the patch size.
 
---per-class adds the top-1 accuracy of every class at each size, and to the JSON file its images and top-5.
+--per-class adds the top-1 accuracy of every class at each size, and writes its number of images and top-5 to the JSON
+file.
 
 Prints top-1, top-5, images/s of the forward pass and peak memory (of the device, or of the process on a CPU), and
 writes eval_resolution.json and eval_resolution.png (needs matplotlib). Several checkpoints make
@@ -39,9 +40,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_data_arguments(parser)
     add('--sizes', type=parse_sizes, nargs='+', required=True, help='sides in pixels, HEIGHTxWIDTH or START:STOP:STEP')
     add('--multi-scale', type=parse_sizes, nargs='+', default=[], help='two or more sizes to average over')
-    add('--flip', action='store_true', help='average each prediction with that for the mirror image')
+    add('--flip', action='store_true', help='average each prediction with the one for the mirror image')
     add('--pad', action='store_true', help='pad images at the right and at the bottom to whole patches')
-    add('--per-class', action='store_true', help='print the accuracy of every class too')
+    add('--per-class', action='store_true', help='also print the accuracy of every class')
     add_device(parser)
     add('--out', type=Path, help='folder of the results (default: next to the first checkpoint)')
     args = parser.parse_args(argv)
@@ -52,7 +53,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Print one line per checkpoint and image size.
 
     Returns:
-        The rows of the table, in ascending order of area, with the averaged sizes last; of several checkpoints one
+        The rows of the table, in ascending order of area, with the averaged sizes last; for several checkpoints one
         after the other, each row with the name of its checkpoint.
 
     Raises:
@@ -118,9 +119,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 def check_sizes(model: nn.Module, args: argparse.Namespace) -> None:
-    """Raise a ValueError if the model cannot be evaluated at one of the sizes."""
+    """Raise a ValueError if the model does not support one of the sizes."""
     for size in (*args.sizes, *args.multi_scale):
-        # What padding does not help against has its own message.
+        # Add the advice only if padding would help.
         check_size(model, size, pad=True)
         try:
             check_size(model, size, args.pad)
@@ -164,10 +165,10 @@ def print_classes(rows: Sequence[dict[str, Any]]) -> None:
 
 
 class ClassEvaluator(ClassificationEvaluator):
-    """timm's evaluator, which also counts by class.
+    """timm's evaluator with counts by class.
 
     Attributes:
-        by_class: (classes, 3): samples, and those right among the first and among the first five predictions.
+        by_class: (classes, 3): samples, and correct ones among the first and the first five predictions.
     """
 
     def __init__(self, device: torch.device, num_classes: int) -> None:
@@ -195,11 +196,11 @@ class ClassEvaluator(ClassificationEvaluator):
 def evaluate_at(
     model: nn.Module, sizes: Sequence[tuple[int, int]], args: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
-    """Evaluate a copy of the model at one size (H, W), or its mean prediction over several."""
+    """Evaluate a copy of the model at one size (H, W), or its mean prediction over several sizes."""
     averaged = AveragedPrediction(model, sizes, args.flip, args.pad)
     height, width = averaged.input_size or sizes[0]
     loader, class_names = create_data_loader(model, (height, width), args, device)
-    # Its plain model where there is nothing to average: of one size, it is the resized copy itself.
+    # Without averaging, use its model: the resized copy.
     evaluated = averaged if len(sizes) > 1 or args.flip else averaged.models[0]
     evaluated.to(device)
     reset_peak_memory(device)

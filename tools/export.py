@@ -1,31 +1,31 @@
-"""Write a model in a form that runs without its training code: ONNX, torch.export, a hub folder, or by timmx.
+"""Export a model to ONNX, torch.export, a hub folder, or a format of timmx.
 
 python -m tools.export --checkpoint FILE_OR_DIR --format onnx --out model.onnx
 python -m tools.export --checkpoint FILE_OR_DIR --format hf --out FOLDER
 python -m tools.export --model aft_conv_small_k11_h16 --format onnx --form matmul --fixed-size --out model.onnx
 
-FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; --model is a name of timm, with random
-weights unless --pretrained. Formats:
+FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; --model is a timm model name, with random
+weights unless --pretrained is given. Formats:
 
 onnx   input `images` (B, 3, H, W), output `logits`. Any batch; for AFT-conv also any height and width that are
        multiples of the patch size: one file for every grid. Models with a position embedding or AFT-full's bias have
-       the one size of --size. Plain operators; Eq. 8 and the exponentials of the bias are constants. Needs the export
+       the size of --size. Plain operators; Eq. 8 and the exponentials of the bias are constants. Needs the export
        extra.
-pt2    torch.export, with the same dynamic sizes. It holds AFT's custom operators, so whoever loads it needs
-       `import aft_vision`; with --aten it holds torch's own operators alone.
+pt2    torch.export, with the same dynamic sizes. It contains AFT's custom operators, so loading it needs
+       `import aft_vision`; with --aten it contains only torch's operators.
 hf     a folder for timm (`local-dir:FOLDER`), transformers and the Hugging Face hub, with a model card.
 others (coreai, coreml, executorch, litert, ncnn, openvino, tensorrt, torchscript) are written by timmx, at one size.
 
-Every onnx and pt2 file is compared with PyTorch on random images before it gets its name: at three sizes where sizes
-are dynamic. The largest difference is printed, relative to the largest logit; above --tolerance it is an error.
+Every onnx and pt2 file is compared with PyTorch on random images before it gets its name, at three sizes if sizes are
+dynamic. The largest difference is printed, relative to the largest logit; above --tolerance it is an error.
 
 --form matmul writes AFT-conv as one constant matrix per head and layer, heads x T x T floats for T tokens, at one size.
-It suits few heads, and loses no digits where the position bias is very negative.
+Use it for few heads; it loses no digits if the position bias is very negative.
 
 --latency then times the file in onnxruntime against DeiT of the same width and against AFT-conv's other forms, in
-turns in one process, at --size and a batch of 1 or --batch. Ratios are medians over the rounds of DeiT's time over the
-row's: above 1 is faster than DeiT. The rows go to OUT.latency.json. Attention and GELU are single operators from
---opset 23 on.
+turns in one process, at --size and a batch of 1 or --batch. Ratios are speeds relative to DeiT, medians over the
+rounds: above 1 is faster than DeiT. The rows are written to OUT.latency.json. Attention and GELU are single operators
+from --opset 23 on.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from typing import Any
 
 from tools.arguments import CommandParser, KeyValues, add_size, check_out
 
-# Of the package's own exporters, and of timmx.
+# Formats of this package, and of timmx.
 TIMMX_FORMATS = ('coreai', 'coreml', 'executorch', 'litert', 'ncnn', 'openvino', 'tensorrt', 'torchscript')
 FORMATS = ('onnx', 'pt2', 'hf', *TIMMX_FORMATS)
 
@@ -48,26 +48,26 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument('--checkpoint', type=Path, help='a checkpoint file, a run or an exported folder')
-    source.add_argument('--model', help='a name of timm')
+    source.add_argument('--model', help='a timm model name')
     parser.add_argument('--model-arg', nargs='+', action=KeyValues, default={}, metavar='KEY=VALUE', help='of --model')
-    parser.add_argument('--pretrained', action='store_true', help="load the weights of --model's name")
+    parser.add_argument('--pretrained', action='store_true', help='load the published weights of --model')
     parser.add_argument('--format', required=True, choices=FORMATS, metavar='FORMAT', help=', '.join(FORMATS))
-    parser.add_argument('--out', type=Path, required=True, help='the file, or the folder of hf')
+    parser.add_argument('--out', type=Path, required=True, help='the file, or the folder for hf')
     add_size(parser)
-    parser.add_argument('--fixed-size', action='store_true', help='take that size alone')
-    parser.add_argument('--batch', type=int, help='take that many images alone (default: any number)')
-    parser.add_argument('--form', choices=('conv', 'matmul'), help='of AFT-conv in onnx, or pt2 --aten (default: conv)')
-    parser.add_argument('--aten', action='store_true', help="pt2 of torch's own operators")
-    parser.add_argument('--opset', type=int, default=18, help='of onnx (default: 18)')
-    parser.add_argument('--tolerance', type=float, default=1e-5, help='of onnx and pt2 (default: 1e-5)')
-    parser.add_argument('--license', help="of the weights, for hf's model card (default: the architecture's)")
+    parser.add_argument('--fixed-size', action='store_true', help='fix the image size')
+    parser.add_argument('--batch', type=int, help='fix the batch size (default: any)')
+    parser.add_argument('--form', choices=('conv', 'matmul'), help='AFT-conv in onnx or pt2 --aten (default: conv)')
+    parser.add_argument('--aten', action='store_true', help="pt2 with only torch's operators")
+    parser.add_argument('--opset', type=int, default=18, help='ONNX operator set (default: 18)')
+    parser.add_argument('--tolerance', type=float, default=1e-5, help='for onnx and pt2 (default: 1e-5)')
+    parser.add_argument('--license', help="licence of the weights for hf's model card (default: the architecture's)")
     parser.add_argument(
         '--timmx-arg', nargs='+', action=KeyValues, default={}, metavar='KEY=VALUE', help='such as dynamic_batch=True'
     )
     parser.add_argument('--latency', action='store_true', help='time the onnx file')
-    parser.add_argument('--threads', type=int, default=1, help='of --latency (default: 1)')
-    parser.add_argument('--rounds', type=int, default=15, help='of --latency (default: 15)')
-    parser.add_argument('--allow-load', action='store_true', help='time although other processes use the machine')
+    parser.add_argument('--threads', type=int, default=1, help='threads for --latency (default: 1)')
+    parser.add_argument('--rounds', type=int, default=15, help='rounds of --latency (default: 15)')
+    parser.add_argument('--allow-load', action='store_true', help='time even if other processes use the machine')
     args = parser.parse_args(argv)
     for option, formats in (('latency', ['onnx']), ('form', ['onnx', 'pt2']), ('aten', ['pt2']), ('license', ['hf'])):
         if getattr(args, option) and args.format not in formats:
@@ -79,7 +79,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -106,10 +106,10 @@ def main(argv: Sequence[str] | None = None) -> Path:
     """Write the file or folder and return its path.
 
     Raises:
-        ValueError: the checkpoint, the model or an option is not valid, the file would differ from the model, or the
-            result would overwrite the checkpoint.
-        ImportError: what the format needs is not installed.
-        OSError: --latency, and other processes load the machine.
+        ValueError: the checkpoint, the model or an option is not valid, the file differs from the model, or the result
+            would overwrite the checkpoint.
+        ImportError: a package that the format needs is not installed.
+        OSError: --latency is given, and other processes use the machine.
     """
     args = parse_args(argv)
     check_out(args.out, args.checkpoint)
@@ -140,10 +140,10 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 
 def create(args: argparse.Namespace) -> Any:
-    """The model of --model.
+    """Create the model of --model.
 
     Raises:
-        ValueError: timm has none of that name, or it does not take the arguments.
+        ValueError: timm has no model of that name, or the model does not take the arguments.
     """
     try:
         return (load_pretrained if args.pretrained else timm.create_model)(args.model, **args.model_arg).eval()
@@ -152,7 +152,7 @@ def create(args: argparse.Namespace) -> Any:
 
 
 def describe(shape: Shape, file_format: str) -> str:
-    """Return what the file takes, for the eye."""
+    """Describe the inputs of the file."""
     if file_format not in ('onnx', 'pt2'):
         return ''
     sizes = f'{shape.size[0]} x {shape.size[1]} alone' if shape.fixed_size else 'any height and width'
@@ -160,7 +160,7 @@ def describe(shape: Shape, file_format: str) -> str:
 
 
 def time_file(model: Any, shape: Shape, form: str, args: argparse.Namespace) -> None:
-    """Print the latency of the file and of what it is compared with, and write it beside the file."""
+    """Print the latency of the file and its peers, and write it next to the file."""
     import onnxruntime
 
     with tempfile.TemporaryDirectory() as folder:

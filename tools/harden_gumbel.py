@@ -3,14 +3,14 @@
 python -m tools.harden_gumbel --checkpoint FILE_OR_DIR --out DIR [--data IMAGES]
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder, of a model with gumbel=true. DIR becomes
-an exported folder with the same classes and preprocessing: `timm.create_model('local-dir:DIR', pretrained=True)` loads
+an exported folder with the same classes and preprocessing. `timm.create_model('local-dir:DIR', pretrained=True)` loads
 it after `import aft_vision`, and so do tools.eval_resolution (--checkpoint DIR) and the trainer (run.init_from=DIR with
 model.mixer=onehot).
 
-Prints the parameters before and after; the largest difference of two logits on random images at several sizes, from the
-Gumbel model in evaluation, from the one-hot kernels as a convolution, and from the model without its offsets (w = 0),
-which says how much they matter; where the heads of each layer look; and with --data the accuracy before and after.
-DIR/harden_gumbel.json holds the same.
+Prints the parameters before and after; the largest difference of logits on random images at several sizes, to the
+Gumbel model in evaluation, to the one-hot kernels as a convolution, and to the model without offsets (w = 0), which
+shows their effect; the offsets of the heads of each layer; and with --data the accuracy before and after. Writes the
+same to DIR/harden_gumbel.json.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -57,10 +57,10 @@ from tools.data import create_data_loader
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Export the one-hot form, and print how it compares.
+    """Export the one-hot form, and print the comparison.
 
     Returns:
-        What harden_gumbel.json holds.
+        The content of harden_gumbel.json.
 
     Raises:
         ValueError: the checkpoint, the data set, the device or a size is not valid, the model was not trained with
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def default_sizes(model: Any) -> list[tuple[int, int]]:
-    """Sizes (H, W) of whole patches: of the training, half of it, twice its width, and a single patch."""
+    """Return sizes (H, W) of whole patches: the training size, half of it, twice its width, and a single patch."""
     patch = model.patch_embed.patch_size
     height, width = (max(side // step, 1) for side, step in zip(default_size(model), patch, strict=True))
     grids = [(1, 1), (max(height // 2, 1), max(width // 2, 1)), (height, width), (height, 2 * width)]
@@ -99,13 +99,13 @@ def default_sizes(model: Any) -> list[tuple[int, int]]:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """All parameters of a model; the offsets are no parameters."""
+    """Count the parameters of a model, without offsets, which are buffers."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 @torch.no_grad()
 def compare(model: nn.Module, onehot: nn.Module, sizes: Sequence[tuple[int, int]]) -> list[dict[str, float]]:
-    """One row per size: the differences of the one-hot form from others, and the largest logit."""
+    """Return one row per size: the differences of the one-hot form from other forms, and the largest logit."""
     simple: Any = copy.deepcopy(onehot)
     for block in simple.blocks:
         block.attn.weight.zero_()
@@ -120,14 +120,14 @@ def compare(model: nn.Module, onehot: nn.Module, sizes: Sequence[tuple[int, int]
 def compare_accuracy(
     model: nn.Module, onehot: nn.Module, args: argparse.Namespace, device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """Evaluate both models in one pass over the data set, at the size of the training."""
+    """Evaluate both models in one pass over the data set, at the training size."""
     loader, _ = create_data_loader(model, default_size(model), args, device)
     before, after = evaluate_all([model, onehot], loader, device, progress=sys.stderr.isatty())
     return {'gumbel': before, 'onehot': after}
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """Print what the JSON holds as tables."""
+    """Print the content of the JSON file as tables."""
     before, after = result['parameters']['gumbel'], result['parameters']['onehot']
     print(f'parameters: {before:,} before, {after:,} after ({100 * (after / before - 1):.1f} %)')
     print(f'\n{"":22}  largest difference of logits from')

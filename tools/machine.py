@@ -1,4 +1,4 @@
-"""The machine and the precision of a measurement, and whether the machine was idle."""
+"""The machine and the precision of a measurement, and a check that the machine is idle."""
 
 import contextlib
 import importlib.metadata
@@ -13,15 +13,15 @@ import torch
 
 from aft_vision.ops import operator
 
-# float32 alone, or autocast on it.
+# float32, or float32 with autocast.
 PRECISIONS = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-# Share of the available cores that other processes may use; above it times say nothing.
+# Largest share of the available cores that other processes may use; above it times are not reported.
 MOST_LOAD = 0.1
 SAMPLE_SECONDS = 1.0
 
 
 class _Sample(NamedTuple):
-    """Seconds on the clock, of the available cores at work, and of this process and its children."""
+    """Seconds of wall time, of busy time on the available cores, and of this process and its children."""
 
     clock: float
     busy: float
@@ -29,13 +29,13 @@ class _Sample(NamedTuple):
 
 
 class LoadMeter:
-    """Meters how much of the available cores other processes use, from when it is made."""
+    """A meter of the share of the available cores that other processes use, from its creation on."""
 
     def __init__(self) -> None:
         self._start = _sample()
 
     def load(self) -> float | None:
-        """Their share, 0 to 1, since the meter was made; None where the system does not tell (it is not Linux)."""
+        """Return the share, 0 to 1, since the meter was created; None if unknown (not Linux)."""
         now = _sample()
         if now is None or self._start is None:
             return None
@@ -44,7 +44,7 @@ class LoadMeter:
 
 
 def check_load() -> None:
-    """Watch the machine for a second, and raise an OSError where other processes use it."""
+    """Watch the machine for a second, and raise an OSError if other processes use it."""
     meter = LoadMeter()
     if meter.load() is not None:
         time.sleep(SAMPLE_SECONDS)
@@ -54,7 +54,7 @@ def check_load() -> None:
 
 
 def refuse_load(load: float | None) -> None:
-    """Raise an OSError where other processes use more than MOST_LOAD; None is unknown, and passes."""
+    """Raise an OSError if other processes use more than MOST_LOAD; None, for unknown, passes."""
     if load is not None and load > MOST_LOAD:
         raise OSError(
             f'expected other processes to use at most {MOST_LOAD:.0%} of the available cores, got {load:.0%}; wait, or '
@@ -63,7 +63,7 @@ def refuse_load(load: float | None) -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes that can still be allocated without swapping; None where the system does not tell."""
+    """Return the bytes that can be allocated without swapping; None if unknown."""
     path = Path('/proc/meminfo')
     lines = path.read_text().splitlines() if path.exists() else []
     found = [line.split()[1] for line in lines if line.startswith('MemAvailable:')]
@@ -71,32 +71,32 @@ def available_memory() -> int | None:
 
 
 def count_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(_cores()) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
 def has_bfloat16() -> bool:
-    """Return whether the processor multiplies bfloat16; elsewhere it is widened, and its times say nothing of it."""
+    """Return whether the processor multiplies bfloat16; otherwise it is widened, and its times mean little."""
     return bool({'avx512_bf16', 'amx_bf16', 'bf16'} & set(_cpu_info('flags', 'Features').split()))
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a device; None where the system does not tell."""
+    """Return the bytes that can be allocated on a device; None if unknown."""
     if device.type != 'cuda':
         return available_memory()
-    # What torch keeps of what was freed is free too.
+    # Memory that torch caches is free too.
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
 def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextManager[object]:
-    """Enter the precision of that name: a key of PRECISIONS."""
+    """Return the context of a precision, a key of PRECISIONS."""
     low = PRECISIONS[dtype]
     return contextlib.nullcontext() if low is None else torch.autocast(device.type, dtype=low)
 
 
 def describe_machine(device: torch.device | str, precision: str = 'float32') -> str:
-    """Name the processor or the accelerator, the threads, the precision, in words, and the versions, in one line."""
+    """Describe the processor or accelerator, the threads, the precision and the versions in one line."""
     place = torch.device(device)
     name = torch.cuda.get_device_name(place) if place.type == 'cuda' else _processor()
     threads = f'{os.cpu_count()} cores, {torch.get_num_threads()} threads'
@@ -105,7 +105,7 @@ def describe_machine(device: torch.device | str, precision: str = 'float32') -> 
 
 
 def describe_backends(device: torch.device | str) -> str:
-    """Name what computes on a device in one line: the libraries of torch, and the forms of our operators."""
+    """Describe the backends of a device in one line: torch's libraries, and the forms of our operators."""
     if torch.device(device).type == 'cuda':
         libraries = f'CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, TF32 ' + (
             'on' if torch.backends.cuda.matmul.allow_tf32 else 'off'
@@ -137,14 +137,14 @@ def _sample() -> _Sample | None:
 
 
 def _own_ticks() -> int:
-    # Of this process and all below it, such as those that load data or compile.
+    # This process and all its descendants, such as loading and compiling processes.
     parents, used = {}, {}
     for path in Path('/proc').glob('[0-9]*/stat'):
-        # A process may end meanwhile. Its name, in parentheses, may hold anything.
+        # A process may have ended. Its name, in parentheses, may contain any characters.
         with contextlib.suppress(OSError):
             fields = path.read_text().rpartition(')')[2].split()
             process = int(path.parent.name)
-            # Its own time, and that of its children that have ended, each in user and in system mode.
+            # Its own time and that of its ended children, each in user and in system mode.
             parents[process], used[process] = int(fields[1]), sum(map(int, fields[11:15]))
     ours = {os.getpid()}
     while more := {process for process, parent in parents.items() if parent in ours} - ours:
@@ -161,7 +161,7 @@ def _processor() -> str:
 
 
 def _cpu_info(*names: str) -> str:
-    """Return the value that Linux gives for one of these names, of the first core; elsewhere an empty string."""
+    """Return the value of one of these names in Linux's cpuinfo, for the first core, or ''."""
     path = Path('/proc/cpuinfo')
     fields = (line.partition(':') for line in (path.read_text().splitlines() if path.exists() else []))
     return next((value.strip() for name, _, value in fields if name.strip() in names), '')

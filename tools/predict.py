@@ -5,9 +5,9 @@ python -m tools.predict IMAGE ... --model NAME
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; NAME is a model of timm with published
 weights, or `local-dir:FOLDER`. An IMAGE is a file, or a folder that is searched for images. Each is resized and cropped
-as the model was trained, to the size that it was trained at or to --size: a side in pixels or HEIGHTxWIDTH.
+with the preprocessing of the model, to its training size or to --size: a side in pixels or HEIGHTxWIDTH.
 
-Prints the likeliest classes of each image with their probabilities in percent; with --json a list of
+Prints the most likely classes of each image with their probabilities in percent; with --json a list of
 {"image": ..., "classes": [{"class": ..., "probability": ...}, ...]} with probabilities in [0, 1].
 """
 
@@ -28,10 +28,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('images', type=Path, nargs='+', metavar='IMAGE', help='image files, or folders with images')
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument('--checkpoint', type=Path, help='a checkpoint file, a run or an exported folder')
-    source.add_argument('--model', help='a name of timm, whose published weights are loaded')
+    source.add_argument('--model', help='a timm model name, whose published weights are loaded')
     add_size(parser)
     parser.add_argument('--top', type=int, default=5, help='classes to print for each image (default: 5)')
-    parser.add_argument('--json', action='store_true', help='print JSON in place of a table')
+    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
     add_device(parser)
     args = parser.parse_args(argv)
     if args.top < 1:
@@ -39,7 +39,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Print the classes of each image.
 
     Returns:
-        For each image its path and its classes with probabilities in [0, 1], the likeliest first.
+        For each image its path and its classes with probabilities in [0, 1], the most likely first.
 
     Raises:
         ValueError: the model, the size, the device or an image is not valid.
@@ -87,13 +87,13 @@ def load_published(name: str) -> Any:
 
     Raises:
         ValueError: there is no such model, or no weights.
-        ConnectionError: the weights cannot be fetched.
+        ConnectionError: the weights cannot be downloaded.
     """
     try:
         return load_pretrained(name)
     except ConnectionError:
         raise
-    # An unknown name, or weights that are missing or do not fit, each of which raises another class.
+    # An unknown name and missing or mismatched weights raise errors of different types.
     except Exception as error:
         raise ValueError(f'expected a model of timm with weights, got {name}: {error}') from error
 

@@ -1,4 +1,4 @@
-"""Prune the position biases of an AFT-conv model, and show what accuracy and cost are left.
+"""Prune the position biases of an AFT-conv model, and print the resulting accuracy and cost.
 
 python -m tools.prune_bias --checkpoint FILE_OR_DIR --data DIR --thresholds 0.01 0.03 0.1 0.3
 python -m tools.prune_bias --checkpoint FILE_OR_DIR --data DIR --keep-fraction 0.5 0.2 0.1 --save 0.1
@@ -7,18 +7,18 @@ FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; D
 validation or test split, or with --name the root of a data set of torchvision, Hugging Face or WebDataset by timm's
 name. Nothing is trained.
 
-An entry of a kernel is pruned, w = 0, where |exp(w) - 1| is below a threshold: its source then has the weight that all
-sources have by the global sum. --keep-fraction finds the threshold that keeps that share of all entries. All are
-evaluated in one pass over the images, beside the model as it is. A model with one offset a head (gumbel=True) is pruned
-from there; one without global context (global_context=False) is refused, because there w = 0 is not neutral.
+A kernel entry is pruned, w = 0, where |exp(w) - 1| is below a threshold: its source then has the weight 1 of the global
+sum. --keep-fraction finds the threshold that keeps this share of all entries. All thresholds and the unpruned model are
+evaluated in one pass over the images. A model with one offset per head (gumbel=True) is pruned from these offsets. A
+model without global context (global_context=False) is an error, because there w = 0 is not neutral.
 
-Prints for each threshold the share of entries that are pruned, top-1, the offsets that a head keeps (mean, min, max),
-the smallest centred window that holds those of all layers, the multiply-adds of the kept offsets relative to the whole
-kernels', and the time of the operation with the cropped window relative to the whole one's, on the model's token grid
-and a batch of --batch-size (the two take turns; median). --rounds 0 leaves the time out, and so does a machine that
-other processes load, unless --allow-load is given. Writes prune_bias.json, which also has offsets, window and entropy
-of each layer, and prune_bias.png (needs matplotlib). --save THRESHOLD also writes the model pruned there, cropped to
-that window, as the folder pruned/ that `timm.create_model('local-dir:DIR/pruned', pretrained=True)` loads.
+Prints for each threshold the share of pruned entries, top-1, the offsets that a head keeps (mean, min, max), the
+smallest centred window with the offsets of all layers, the multiply-adds of the kept offsets relative to whole kernels,
+and the time of the operation with the cropped window relative to the whole kernel, on the model's token grid and a
+batch of --batch-size (the two take turns; median). The time is left out with --rounds 0, and on a busy machine unless
+--allow-load is given. Writes prune_bias.json, which also has offsets, window and entropy of each layer, and
+prune_bias.png (needs matplotlib). --save THRESHOLD also writes the model pruned at this threshold, cropped to that
+window, into the folder pruned/, which `timm.create_model('local-dir:DIR/pruned', pretrained=True)` loads.
 """
 
 import argparse
@@ -36,18 +36,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file, a run or an exported folder')
     add_data_arguments(parser)
-    parser.add_argument('--thresholds', type=float, nargs='+', help='of |exp(w) - 1| (default: 0.01 0.03 0.1 0.3)')
+    parser.add_argument('--thresholds', type=float, nargs='+', help='for |exp(w) - 1| (default: 0.01 0.03 0.1 0.3)')
     parser.add_argument('--keep-fraction', type=float, nargs='+', default=[], help='shares of all entries to keep')
-    parser.add_argument('--save', type=float, metavar='THRESHOLD', help='write the model pruned there')
+    parser.add_argument('--save', type=float, metavar='THRESHOLD', help='write the model pruned at this threshold')
     add_size(parser)
     parser.add_argument('--rounds', type=int, default=20, help='timings of the operation; 0 for none (default: 20)')
-    parser.add_argument('--allow-load', action='store_true', help='time although other processes use the machine')
+    parser.add_argument('--allow-load', action='store_true', help='time even if other processes use the machine')
     add_device(parser)
-    parser.add_argument('--out', type=Path, help='folder of the results (default: beside the checkpoint)')
+    parser.add_argument('--out', type=Path, help='folder of the results (default: next to the checkpoint)')
     return parser.parse_args(argv)
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -67,7 +67,7 @@ THRESHOLDS = [0.01, 0.03, 0.1, 0.3]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Print one line per threshold, from the model as it is to the sparsest.
+    """Print one line per threshold, from the unpruned model to the sparsest.
 
     Returns:
         The content of prune_bias.json.
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             model has no AFT-conv kernels that can be pruned.
     """
     args = parse_args(argv)
-    # Before the evaluation, which is a load of its own.
+    # Before the evaluation, which is load too.
     args.rounds = args.rounds if may_time(args) else 0
     device = resolve_device(args.device)
     model: Any = load_model(args.checkpoint, device)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def may_time(args: argparse.Namespace) -> bool:
-    """Return whether times would say something; if not although they are wanted, print why."""
+    """Return whether times can be measured; if they were requested and cannot, print why."""
     if args.allow_load or not args.rounds:
         return True
     try:
@@ -125,7 +125,7 @@ def may_time(args: argparse.Namespace) -> bool:
 
 
 def choose_thresholds(model: nn.Module, args: argparse.Namespace) -> list[float]:
-    """All thresholds of the command line in ascending order, after 0 for the model as it is."""
+    """Return the thresholds of the command line in ascending order, after 0 for the unpruned model."""
     chosen = args.thresholds or ([] if args.keep_fraction else THRESHOLDS)
     by_share = [threshold_that_keeps(model, share) for share in args.keep_fraction]
     return sorted({0.0, *chosen, *by_share, *([] if args.save is None else [args.save])})
@@ -134,7 +134,7 @@ def choose_thresholds(model: nn.Module, args: argparse.Namespace) -> list[float]
 def measure(
     model: nn.Module, loader: Any, thresholds: Sequence[float], grid: tuple[int, int], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Evaluate the model pruned at all thresholds in one pass, and count and time what is left of its kernels."""
+    """Evaluate the model pruned at all thresholds in one pass, and measure size and time of its kernels."""
     pruned = [prune(model, threshold) for threshold in thresholds]
     metrics = evaluate_all(pruned, loader, next(model.parameters()).device, progress=sys.stderr.isatty())
     figures = [sparsity_figures(each) for each in pruned]
@@ -162,7 +162,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw accuracy and the cost of the operation over the entries that are kept."""
+    """Draw accuracy and the cost of the operation over the share of kept entries."""
     figure = new_figure(10, 4)
     accuracy, cost = figure.subplots(1, 2)
     kept = [100 * (1 - row['sparsity']) for row in rows]
@@ -171,7 +171,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for x, row in list(zip(kept, rows, strict=True))[1:]:
         place = dict(xytext=(0, -8), textcoords='offset points', rotation=90, ha='center', va='top', fontsize=8)
         accuracy.annotate(f'{row["threshold"]:.2g}', (x, row['top1']), **place)
-    accuracy.set(ylabel='top-1 accuracy (%)', title='numbers: threshold of |exp(w) - 1|; dashed: as it is')
+    accuracy.set(ylabel='top-1 accuracy (%)', title='numbers: threshold of |exp(w) - 1|; dashed: unpruned')
     accuracy.title.set_fontsize(9)
     for name, label in (('madds_sparse', 'kept offsets'), ('madds_window', 'cropped window of each layer')):
         cost.plot(kept, [row[name] / row['madds_dense'] for row in rows], marker='o', label=f'multiply-adds, {label}')
@@ -186,7 +186,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     cost.set_ylabel('cost of the operation relative to whole kernels')
     cost.legend(fontsize=8)
     for axes in (accuracy, cost):
-        # With none, which a logarithm alone cannot show.
+        # The share may be 0, which a logarithmic axis cannot show.
         axes.set_xscale('symlog', linthresh=0.1)
         axes.set_xticks([100, 10, 1, 0.1, 0], ['100', '10', '1', '0.1', '0'])
         axes.set_xlim(150, 0.6 * min(kept) if min(kept) > 0.2 else -0.02)

@@ -6,8 +6,8 @@ python -m tools.rank_news --model FOLDER --news MIND --history N34700 --candidat
 python -m tools.rank_news --model FOLDER --news ml-100k --history 50 181 172 --top 10
 
 --news is a news.tsv of MIND or a folder with one, or a folder of MovieLens-100k, whose films have the numbers of
-u.item. --history names what was clicked, the oldest first. All other news are ranked, or --candidates. A line of the
-result is a score, the name of the news, and its text.
+u.item. --history lists the clicked news, the oldest first. All other news are ranked, or only --candidates. Each line
+of the result has a score, the name of a news item, and its text.
 """
 
 import argparse
@@ -23,15 +23,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add('--model', type=Path, required=True, help='a folder with a saved recommender and its tokenizer')
     add('--news', type=Path, required=True, help="MIND's news.tsv, or a folder of MIND or MovieLens-100k")
-    add('--text-columns', nargs='+', default=['title'], help='of MIND: what the model reads (default: title)')
-    add('--history', nargs='*', default=[], metavar='NAME', help='what the user clicked, the oldest first')
-    add('--candidates', nargs='+', metavar='NAME', help='what to rank (default: all other news)')
+    add('--text-columns', nargs='+', default=['title'], help='columns of MIND that the model reads (default: title)')
+    add('--history', nargs='*', default=[], metavar='NAME', help='clicked news, the oldest first')
+    add('--candidates', nargs='+', metavar='NAME', help='news to rank (default: all other news)')
     add('--top', type=int, default=10, help='lines to print (default: 10)')
     add_device(parser)
     return parser.parse_args(argv)
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[float, str]]:
     scores = ranker.score([news.texts[row] for row in history], [news.texts[row] for row in candidates])
     best = [(float(scores[i]), candidates[i]) for i in (-scores).argsort(kind='stable')[: args.top]]
     if not history:
-        print('nothing was clicked, so all scores are the same')
+        print('the history is empty, so all scores are equal')
     for row in history:
         print(f' clicked  {news.ids[row]}  {news.texts[row]}')
     for score, row in best:
@@ -73,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[float, str]]:
 
 
 def find(news: News, names: Sequence[str], source: Path) -> list[int]:
-    """The rows of news by their names.
+    """Return the rows of news by name.
 
     Raises:
-        ValueError: there is no such news.
+        ValueError: a name is unknown.
     """
     unknown = [name for name in names if name not in news.rows]
     if unknown:

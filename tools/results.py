@@ -1,4 +1,4 @@
-"""The runs that a tool compares: their folders, their results and the table of them."""
+"""Runs to compare: their folders, their results and a table."""
 
 import argparse
 import json
@@ -8,17 +8,21 @@ from typing import Any
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Take the folders of runs, their names, and where to write."""
+    """Add the options for the folders of runs, their names, and the output folder."""
     parser.add_argument('runs', nargs='+', type=Path, metavar='RUN', help='the folder of a run')
-    parser.add_argument('--names', nargs='+', metavar='NAME', help='of the runs; those of their folders by default')
-    parser.add_argument('--out', type=Path, default=Path(), metavar='DIR', help='where to write (default: here)')
+    parser.add_argument(
+        '--names', nargs='+', metavar='NAME', help='names of the runs (default: those of their folders)'
+    )
+    parser.add_argument(
+        '--out', type=Path, default=Path(), metavar='DIR', help='output folder (default: the current one)'
+    )
 
 
 def name_runs(args: argparse.Namespace) -> dict[str, Path]:
     """Return the folders of `add_runs` by name.
 
     Raises:
-        ValueError: there are not as many names as runs, or two runs have one name.
+        ValueError: the number of names is not that of the runs, or two runs have the same name.
     """
     names = args.names or [folder.resolve().name for folder in args.runs]
     if len(names) != len(args.runs):
@@ -29,7 +33,7 @@ def name_runs(args: argparse.Namespace) -> dict[str, Path]:
 
 
 def format_table(*lines: Sequence[str]) -> str:
-    """Return lines of cells as text: the first column on the left, the others on the right."""
+    """Format lines of cells as text: the first column left-aligned, the others right-aligned."""
     first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
     return '\n'.join(
         f'{line[0]:{first}}' + ''.join(f'  {cell:>{width}}' for cell, width in zip(line[1:], others, strict=True))
@@ -41,11 +45,11 @@ def read_result(folder: Path, keys: Sequence[str], command: str) -> dict[str, An
     """Read the result.json of a run.
 
     Args:
-        keys: It has these at least.
-        command: What left it, for the message of an error.
+        keys: Required keys.
+        command: Command that writes it, for the error message.
 
     Raises:
-        ValueError: there is none, or it is of another kind.
+        ValueError: the file is missing or of another kind.
     """
     path = folder / 'result.json'
     if not path.is_file():

@@ -1,15 +1,15 @@
-"""Draw images from a model of pixels.
+"""Sample images from a pixel model.
 
 python -m tools.sample_pixels --checkpoint FILE --out samples.png
 python -m tools.sample_pixels --checkpoint FILE --num-images 64 --batch-size 16 --top-p 0.95 --out samples.png
 python -m tools.sample_pixels --checkpoint FILE --num-images 64 --folder samples --out samples.png
 
-FILE is a checkpoint of train.pixel, or of `save_decoder`. The images are drawn sub-pixel by sub-pixel, in raster order,
-and stand in rows on one sheet, enlarged. A batch takes little longer than one image, so larger batches are faster per
-image until the processor is busy.
+FILE is a checkpoint of train.pixel or `save_decoder`. The images are sampled sub-pixel by sub-pixel in raster order and
+written to one enlarged sheet. A batch takes little longer than one image, so larger batches are faster per image until
+the processor is saturated.
 
-Image i has the seed --seed plus i, whatever the batch. With --folder each is also written there as it is, under its
-seed, and an image that exists is not drawn again: after an interrupt the same command draws the others.
+Image i has the seed --seed plus i, independent of the batch. With --folder each image is also written there, named by
+its seed, and existing files are kept: after an interruption the same command samples the rest.
 """
 
 import argparse
@@ -24,11 +24,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(__doc__)
     add_sampling(parser)
     add = parser.add_argument
-    add('--num-images', type=int, default=16, help='images to draw (default: 16)')
-    add('--batch-size', type=int, default=16, help='images drawn together (default: 16)')
-    add('--columns', type=int, help='images in a row of the sheet (default: as many as rows)')
+    add('--num-images', type=int, default=16, help='images to sample (default: 16)')
+    add('--batch-size', type=int, default=16, help='images per batch (default: 16)')
+    add('--columns', type=int, help='images per row of the sheet (default: as many as rows)')
     add('--scale', type=int, default=4, help='enlargement of the sheet (default: 4)')
-    add('--folder', type=Path, help='also write each image here, as SEED.png; those that exist are kept')
+    add('--folder', type=Path, help='also write each image here, as SEED.png; existing files are kept')
     add('--out', type=Path, required=True, help='the PNG')
     args = parser.parse_args(argv)
     if args.num_images < 1 or args.batch_size < 1:
@@ -36,7 +36,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -49,7 +49,7 @@ from tools.sampling import draw_images, load, rules
 
 
 def main(argv: Sequence[str] | None = None) -> torch.Tensor:
-    """Draw the images and write the sheet.
+    """Sample the images and write the sheet.
 
     Returns:
         (num_images, 3, H, W) uint8.

@@ -1,4 +1,4 @@
-"""Parts shared by the tools that draw from an autoregressive model."""
+"""Functions shared by the tools that sample from an autoregressive model."""
 
 import argparse
 import hashlib
@@ -17,7 +17,7 @@ from aft_vision.evaluate import resolve_device
 from aft_vision.files import replacing
 from aft_vision.models import AFTDecoder, load_decoder
 
-# The entry of a PNG that says how the image was drawn.
+# The PNG entry that records how the image was sampled.
 SETTINGS = 'aft_vision'
 
 
@@ -45,19 +45,19 @@ def draw_images(
     tensors: Sequence[Tensor],
     sources: Tensor | None = None,
 ) -> Tensor:
-    """Draw images in batches; with --folder each batch is written there, and an image that exists is not drawn again.
+    """Sample images in batches; with --folder write each batch there and keep existing images.
 
     Args:
-        draw: images (n, 3, H, W) uint8 with these numbers, each with the seed --seed plus its number.
+        draw: returns images (n, 3, H, W) uint8 with these numbers, each with the seed --seed plus its number.
         count: number of images.
-        tensors: the weights and whatever else decides all images, besides the options of drawing.
-        sources: (count, ...), what each image is drawn from.
+        tensors: the weights and all other inputs of every image, besides the sampling options.
+        sources: (count, ...), the input of each image.
 
     Returns:
         (count, 3, H, W) uint8.
 
     Raises:
-        ValueError: an image of the folder was drawn in another way.
+        ValueError: an image of the folder was sampled with other weights or options.
     """
     paths = [] if args.folder is None else [args.folder / f'{args.seed + i:04}.png' for i in range(count)]
     texts: list[str] = []
@@ -92,7 +92,7 @@ def read_drawn(path: Path, settings: str) -> Tensor:
 
 
 def write_drawn(image: Tensor, path: Path, settings: str) -> None:
-    """Write an image (3, H, W) uint8 and how it was drawn, whole or not at all."""
+    """Write an image (3, H, W) uint8 with its settings, atomically."""
     info = PngImagePlugin.PngInfo()
     info.add_text(SETTINGS, settings)
     with replacing(path) as part:

@@ -4,9 +4,9 @@ python -m tools.summarize --model runs/fastformer/small_bbc/seed_0/best article.
 python -m tools.summarize --model FOLDER --num-beams 5 --max-tokens 100 *.txt --out summaries.jsonl
 python -m tools.summarize --model FOLDER < article.txt
 
-FOLDER holds a model and its tokenizer, as train.fastformer leaves them in seed_N/best. Each file, in UTF-8, is one
-text; without files, or with -, standard input is one. What is longer than the texts of the training is cut off.
-Options left out are those that the model was saved with.
+FOLDER has a model and its tokenizer, as train.fastformer writes them to seed_N/best. Each file, in UTF-8, is one text;
+without files, or with -, standard input is one text. Longer texts than in training are truncated. The defaults of the
+options are those saved with the model.
 """
 
 import argparse
@@ -24,18 +24,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add('--model', type=Path, required=True, metavar='FOLDER', help='a saved model with its tokenizer')
     add('files', nargs='*', default=['-'], metavar='FILE', help='texts (default: standard input)')
-    add('--num-beams', type=int, help='beams of the search; 1 takes the likeliest token each time')
-    add('--max-tokens', type=int, help='of a summary, at most')
-    add('--min-tokens', type=int, dest='min_new_tokens', help='of a summary, at least')
+    add('--num-beams', type=int, help='beams of the search; 1 takes the most likely token each time')
+    add('--max-tokens', type=int, help='maximal length of a summary')
+    add('--min-tokens', type=int, dest='min_new_tokens', help='minimal length of a summary')
     add('--length-penalty', type=float, help='above 0 favours long summaries among the beams, below 0 short ones')
     add('--no-repeat', type=int, dest='no_repeat_ngram_size', metavar='N', help='no N tokens occur twice in a row')
-    add('--batch-size', type=int, default=8, help='texts at once (default: 8)')
+    add('--batch-size', type=int, default=8, help='texts per batch (default: 8)')
     add('--out', type=Path, help='also write the summaries here, as JSON lines')
     add_device(parser)
     return parser.parse_args(argv)
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -71,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
 
 
 def read_text(name: str) -> str:
-    """The text of a file, or of standard input for -.
+    """Read the text of a file, or standard input for -.
 
     Raises:
-        ValueError: it is not there, no UTF-8, or blank.
+        ValueError: it is missing, not UTF-8, or blank.
     """
     try:
         text = sys.stdin.read() if name == '-' else Path(name).read_text(encoding='utf-8')

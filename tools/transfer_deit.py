@@ -3,16 +3,16 @@
 python -m tools.transfer_deit --source deit_base_patch16_384 --model aft_conv_base_k25_h32_384 --out runs/from_deit
 python -m train.imagenet --config CONFIG run.init_from=runs/from_deit
 
-SOURCE is a name of timm, whose weights are downloaded; a file: DeiT's own .pth, a .safetensors, a checkpoint of
+SOURCE is a timm model name, whose weights are downloaded; a file: DeiT's own .pth, a .safetensors, a checkpoint of
 train.imagenet; the folder of a run; or an exported folder. The model must have its width and depth. Patch embedding,
 values, output projections, norms, MLPs and head are copied, and for AFT-full class token and position embedding too;
 queries and keys are left out. A patch embedding of another size and a position embedding on another grid are resampled.
-The result is meant to be fine-tuned: its queries, keys and position biases are new.
+Fine-tune the result: its queries, keys and position biases are new.
 
-Prints what was copied, resampled, merged or left out, and what of the model is as initialised, and writes a folder with
+Prints which tensors were copied, resampled, merged, left out or kept as initialised, and writes a folder with
 model.safetensors, config.json and transfer_report.json, for run.init_from, timm.create_model('local-dir:FOLDER',
-pretrained=True) and the other tools. Class names and preprocessing are those of the source where they are known. What
-a file contains is never executed.
+pretrained=True) and the other tools. Class names and preprocessing are those of the source if known. Code in a file is
+never executed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tools.arguments import CommandParser, KeyValues, parse_size
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
-    parser.add_argument('--source', required=True, help='a name of timm, a file, a run or an exported folder')
+    parser.add_argument('--source', required=True, help='a timm model name, a file, a run or an exported folder')
     parser.add_argument('--model', required=True, help='a registered aft_* model of the same width and depth')
     parser.add_argument(
         '--model-arg',
@@ -42,14 +42,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         '--copy-qk',
         action='store_true',
-        help='copy queries and keys too where the shapes allow it: an experiment that the paper did not make',
+        help='also copy queries and keys if the shapes allow it; not in the paper',
     )
-    parser.add_argument('--seed', type=int, default=0, help='of what the source lacks (default: 0)')
+    parser.add_argument('--seed', type=int, default=0, help='seed of tensors that the source lacks (default: 0)')
     parser.add_argument('--out', type=Path, required=True, help='folder to write')
     return parser.parse_args(argv)
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Write the folder and print the table.
 
     Returns:
-        What transfer_report.json holds.
+        The content of transfer_report.json.
 
     Raises:
         ValueError: there is no such source or model, or the weights do not fit the model.
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def create_target(args: argparse.Namespace, source: Source) -> nn.Module:
-    """Make the model that takes the weights, with the number of classes of the source unless told."""
+    """Create the target model, by default with the number of classes of the source."""
     names = timm.list_models('aft_*')
     if args.model not in names:
         hint = did_you_mean(args.model, names)
@@ -117,18 +117,18 @@ def create_target(args: argparse.Namespace, source: Source) -> nn.Module:
 
 
 def print_table(rows: Sequence[Row], report: Report, model: nn.Module) -> None:
-    """Print a line for each kind of tensor, and how many there are in all."""
+    """Print a line for each kind of tensor, and the totals."""
     print(f'{"":15}  {"what":20}  {"tensors":>7}  {"parameters":>11}')
     for row in rows:
         print(f'{row.action:15}  {row.what:20}  {row.tensors:>7}  {row.parameters:>11,}  {row.note}'.rstrip())
-    # Layer scale that the model alone has is no tensor of the source.
+    # Layer scale that only the model has is not a tensor of the source.
     given = [sum(fate.numel for fate in fates) for fates in report.values() if any(fate.numel for fate in fates)]
     own = sum(tensor.numel() for tensor in model.state_dict().values())
     print(f'the source has {sum(given):,} parameters in {len(given)} tensors, the model {own:,}')
 
 
 def describe(args: argparse.Namespace, rows: Sequence[Row], report: Report) -> dict[str, Any]:
-    """Return what transfer_report.json holds: the arguments, the table, and what became of each tensor."""
+    """Return the content of transfer_report.json: the arguments, the table, and the fate of each tensor."""
     arguments = {**vars(args), 'out': str(args.out)}
     tensors = {key: [fate._asdict() for fate in fates] for key, fates in report.items()}
     return {'arguments': arguments, 'table': [row._asdict() for row in rows], 'tensors': tensors}

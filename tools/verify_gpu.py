@@ -3,11 +3,10 @@
 python -m tools.verify_gpu
 python -m tools.verify_gpu --operators conv full --dtypes bfloat16
 
-Each operator runs at a small odd shape and at those of models, in each type, for half types also with the float32 bias
-that autocast leaves, with each of the sizes of tiles that its tuner chooses from, on ordinary inputs and on keys and
-biases that underflow, against the torch form in float64. Every first use of an operator on a kind of device that has no
-record makes the small comparison of these; this makes all of them before, replaces what is recorded, and says where. A
-kernel that disagrees is not used.
+Each operator is compared with its torch form in float64, at a small odd shape and at the shapes of models, in each type
+(half types also with the float32 bias of autocast), with each tile size of its tuner, on normal inputs and on keys and
+biases that underflow. Without a record for the kind of device, the first use of an operator makes only the small
+comparison. This command makes all of them in advance and replaces the record. A kernel that disagrees is not used.
 
 The exit status is 0 if all agree, 1 if any does not, and 2 after an error, such as no GPU that Triton supports.
 """
@@ -28,7 +27,7 @@ SHAPES = {
     'local_causal': [(*TEXT, 1, 32), (*TEXT, 1, 256)],
     'simple_causal': [(*TEXT, 1, 1)],
 }
-# Those with a position bias.
+# Operators with a position bias.
 BIASED = ('full', 'conv', 'onehot', 'local_causal')
 
 
@@ -36,11 +35,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
     parser.add_argument('--operators', nargs='+', choices=OPERATORS, default=[*OPERATORS], help='(default: all)')
-    parser.add_argument('--dtypes', nargs='+', choices=DTYPES, default=[*DTYPES], help='of q, k and v (default: all)')
+    parser.add_argument(
+        '--dtypes', nargs='+', choices=DTYPES, default=[*DTYPES], help='types of q, k and v (default: all)'
+    )
     return parser.parse_args(argv)
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for dtype in args.dtypes:
             for bias in find_bias_types(name, dtype):
                 types = [getattr(torch, x) for x in (dtype, dtype, dtype, bias)]
-                # One for all if they are the same.
+                # One type for all if they are equal.
                 found = verify.verify(name, tuple(types if bias != dtype else types[:1]), device, verify.SMALL, *shapes)
                 failures += found is not None
                 label = dtype if bias == dtype else f'{dtype}, {bias} bias'
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def find_bias_types(name: str, dtype: str) -> list[str]:
-    """Return the types of the bias to compare with such q, k and v."""
+    """Return the types of the bias to compare for a type of q, k and v."""
     return [dtype, 'float32'] if name in BIASED and dtype != 'float32' else [dtype]
 
 

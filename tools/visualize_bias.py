@@ -5,11 +5,11 @@ python -m tools.visualize_bias --checkpoint AFTER --before BEFORE --layers 1 3 5
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder. The picture shows exp(w) - 1, as Fig. 1
 of the AFT paper: for AFT-conv a row per layer and a column per head, for AFT-full and AFT-local a picture per layer.
-Red is above 0, blue below; each picture has its own scale, which is written below it, unless --same-scale is given.
---exponentiated draws exp(w), as Fig. 3. With --before, the biases of another checkpoint are on the left, such as those
+Red is above 0, blue below; each picture has its own scale, written below it, unless --same-scale is given.
+--exponentiated draws exp(w), as Fig. 3. --before adds the biases of another checkpoint on the left, such as the one
 before regularisation or pruning. Layers and heads count from 1.
 
-Writes position_biases.png beside the checkpoint (needs matplotlib).
+Writes position_biases.png next to the checkpoint (needs matplotlib).
 """
 
 import argparse
@@ -23,17 +23,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
     parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file, a run or an exported folder')
-    parser.add_argument('--before', type=Path, help='another one, whose biases go on the left')
-    parser.add_argument('--max-heads', type=int, default=16, help='heads per layer that are drawn (default: 16)')
-    parser.add_argument('--heads', type=int, nargs='+', help='these heads, in place of evenly spaced ones')
+    parser.add_argument('--before', type=Path, help='another checkpoint, with its biases on the left')
+    parser.add_argument('--max-heads', type=int, default=16, help='heads to draw per layer (default: 16)')
+    parser.add_argument('--heads', type=int, nargs='+', help='heads to draw (default: evenly spaced ones)')
     parser.add_argument('--layers', type=int, nargs='+', help='these layers (default: all)')
-    parser.add_argument('--exponentiated', action='store_true', help='draw exp(w) in place of exp(w) - 1')
+    parser.add_argument('--exponentiated', action='store_true', help='draw exp(w) instead of exp(w) - 1')
     parser.add_argument('--same-scale', action='store_true', help='one scale for all pictures')
-    parser.add_argument('--out', type=Path, help='the PNG (default: position_biases.png beside the checkpoint)')
+    parser.add_argument('--out', type=Path, help='the PNG (default: position_biases.png next to the checkpoint)')
     return parser.parse_args(argv)
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 

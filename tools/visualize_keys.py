@@ -1,12 +1,12 @@
-"""Draw the keys of an AFT model below a photograph, or what one of its tokens attends to.
+"""Draw the keys of an AFT model below a photograph, or the attention of one token.
 
 python -m tools.visualize_keys --checkpoint FILE_OR_DIR --image FILE --out keys.png
 python -m tools.visualize_keys --checkpoint FILE_OR_DIR --image FILE --query 4 5 --out attention.png
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder. The first picture shows the keys, as
-Fig. 9 to 12 of the AFT paper: a row per layer and a column per head, or per channel where a model has no heads. The
-second one shows the implicit attention of Eq. 3 over the photograph: the weights that the token in row 4 and column 5
-gives all tokens. Rows, columns, layers and heads count from 1. The likeliest classes stand beside the photograph (needs
+Fig. 9 to 12 of the AFT paper: a row per layer and a column per head, or per channel if the model has no heads. The
+second shows the implicit attention of Eq. 3 over the photograph: the weights of all tokens for the token in row 4 and
+column 5. Rows, columns, layers and heads count from 1. The most likely classes are next to the photograph (needs
 matplotlib).
 """
 
@@ -28,14 +28,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         '--query', type=int, nargs=2, metavar=('ROW', 'COL'), help='draw the attention of this token instead of keys'
     )
     parser.add_argument('--heads', type=int, nargs='+', help='heads or channels (default: evenly spaced ones)')
-    parser.add_argument('--max-heads', type=int, default=16, help='how many evenly spaced ones (default: 16)')
+    parser.add_argument('--max-heads', type=int, default=16, help='number of evenly spaced heads (default: 16)')
     parser.add_argument('--layers', type=int, nargs='+', help='layers (default: all)')
     add_device(parser)
     parser.add_argument('--out', type=Path, required=True, help='the PNG')
     return parser.parse_args(argv)
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 
 def from_one(numbers: Sequence[int] | None) -> list[int] | None:
-    """Indices from 0 of what counts from 1."""
+    """Convert numbers that count from 1 to indices."""
     return None if numbers is None else [number - 1 for number in numbers]
 
 

@@ -7,8 +7,8 @@ Each split becomes OUT/SPLIT.beton, with its class names in OUT/SPLIT.json. DATA
 train/CLASS and val/CLASS; with --name, a data set of torchvision or Hugging Face by timm's name. Needs FFCV:
 apt-get install libopencv-dev libturbojpeg0-dev pkg-config, then pip install 'aft-vision[ffcv]'.
 
-JPEG images are encoded anew, so a file is a little different from its source. --max-resolution is the longest side, so
-that the images of ImageNet at 500 keep a shorter side of about 375 pixels, enough for crops at 224.
+Images are encoded again as JPEG, so they differ slightly from their source. --max-resolution is the longest side:
+ImageNet's images at 500 have a shorter side of about 375 pixels, enough for crops at 224.
 """
 
 import argparse
@@ -26,26 +26,26 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--name', default='', help='torch/... or hfds/... data set')
     parser.add_argument('--out', type=Path, required=True, help='folder of the .beton files')
     parser.add_argument('--splits', nargs='+', default=['train', 'val'], help='splits to write (default: train val)')
-    parser.add_argument('--max-resolution', type=int, metavar='PX', help='longest side; larger images are made smaller')
+    parser.add_argument('--max-resolution', type=int, metavar='PX', help='longest side; larger images are resized')
     parser.add_argument('--jpeg-quality', type=int, default=90, metavar='1-100', help='(default: 90)')
     parser.add_argument(
         '--raw-share', type=float, default=0.0, metavar='0-1', help='share stored as pixels (default: 0)'
     )
-    parser.add_argument('--seed', type=int, default=0, help='of the draw of that share (default: 0)')
+    parser.add_argument('--seed', type=int, default=0, help='seed of the draw of that share (default: 0)')
     parser.add_argument(
         '--workers', type=int, default=os.cpu_count(), help='encoding processes (default: one per core)'
     )
     parser.add_argument('--input-key', help='column of the image, of a named data set')
     parser.add_argument('--target-key', help='column of the class')
-    parser.add_argument('--num-classes', type=int, help='of a named data set that does not say')
-    parser.add_argument('--download', action='store_true', help='fetch a named data set that is not there yet')
-    parser.add_argument('--skip-corrupt', action='store_true', help='leave images out that cannot be decoded')
-    parser.add_argument('--overwrite', action='store_true', help='replace files that are there')
+    parser.add_argument('--num-classes', type=int, help='number of classes, for a named data set without this')
+    parser.add_argument('--download', action='store_true', help='download a named data set if it is missing')
+    parser.add_argument('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded')
+    parser.add_argument('--overwrite', action='store_true', help='replace existing files')
     parser.add_argument('--quiet', action='store_true', help='no progress bar')
     return parser.parse_args(argv)
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 
@@ -54,15 +54,15 @@ from aft_vision.data.datasets import Source, Split, open_eval_split
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write one file per split, and print where it is.
+    """Write one file per split, and print its path.
 
     Raises:
-        ValueError: a split or an option is not valid, or what was written is not what was read.
-        FileExistsError: a file is there and is not to be replaced.
+        ValueError: a split or an option is not valid, or a written file differs from its source.
+        FileExistsError: a file exists and --overwrite is not given.
         CorruptImageError: an image cannot be decoded.
     """
     args = parse_args(argv)
-    # Here, so that --help works without FFCV.
+    # Imported here, so that --help works without FFCV.
     from aft_vision.data.ffcv.writer import BetonOptions, write_beton
 
     options = BetonOptions(args.max_resolution, args.jpeg_quality, args.raw_share, args.seed)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     present = [str(path) for path in paths.values() if path.exists()]
     if present and not args.overwrite:
         raise FileExistsError(f'expected new files, got {", ".join(present)}, which are there; give --overwrite')
-    # All of them first, so that nothing is written where one is missing.
+    # Open all splits first, so that nothing is written if one is missing.
     splits = {path: open_split(args, name) for name, path in paths.items()}
     for path, split in splits.items():
         images = write_beton(split, path, options, args.workers, progress=not args.quiet)
@@ -78,11 +78,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def open_split(args: argparse.Namespace, name: str) -> Split:
-    """Open any split as one to evaluate on, where an image that is skipped is left out and not replaced."""
+    """Open any split for evaluation, so that a skipped image is left out and not replaced."""
     source = Source(
         dir=args.data,
         name=args.name,
-        # `val` stands for whatever a data set calls it.
+        # `val` means the evaluation split of any name.
         eval_split=None if name == 'val' else name,
         download=args.download,
         num_classes=args.num_classes,
