@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[float, str]]:
     scores = ranker.score([news.texts[row] for row in history], [news.texts[row] for row in candidates])
     best = [(float(scores[i]), candidates[i]) for i in (-scores).argsort(kind='stable')[: args.top]]
     if not history:
-        print('the history is empty, so all scores are equal')
+        print('nothing was clicked, so all scores are equal')
     for row in history:
         print(f' clicked  {news.ids[row]}  {news.texts[row]}')
     for score, row in best:

@@ -1,4 +1,4 @@
-"""Trained models in forms that others load: a hub folder, torch.export, ONNX, and what timmx writes."""
+"""Export of trained models: a hub folder, torch.export, ONNX, and the formats of timmx."""
 
 from aft_vision.export.hub import export_hub_folder, export_model, model_card
 from aft_vision.export.latency import measure_latency, time_files

@@ -1,4 +1,4 @@
-"""The folder that timm and transformers load, and that the Hugging Face hub shows."""
+"""Export to a folder for timm, transformers and the Hugging Face hub."""
 
 import copy
 import json
@@ -59,9 +59,9 @@ def export_model(
     After `import aft_vision`, transformers' AutoModelForImageClassification loads the folder too.
 
     Args:
-        class_names: In the order of the logits.
+        class_names: Names in the order of the logits.
         data_config: The preprocessing to record: `input_size`, `crop_pct`, `mean`, `std`, `interpolation`.
-        card: Text of a README.md, as of `model_card`; None writes none.
+        card: Text of a README.md, such as from `model_card`; None writes none.
     """
     directory = Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -96,11 +96,11 @@ def export_hub_folder(
     """Write the folder of `export_model` with a model card, ready for the hub.
 
     Args:
-        model: Made by `timm.create_model`, with its preprocessing and the names of its classes in `pretrained_cfg`, as
-            `load_model` gives it.
-        size: (H, W) in pixels to record as its input size; a model of fixed input size is resized. None keeps its own.
+        model: Made by `timm.create_model`, with its preprocessing and class names in `pretrained_cfg`, as from
+            `load_model`.
+        size: (H, W) in pixels to record as its input size; a fixed-size model is resized. None keeps the model's size.
         checkpoint: Content of the trainer's checkpoint, whose accuracy the card reports.
-        license: Of the weights, see `model_card`.
+        license: Licence of the weights, see `model_card`.
     """
     cfg: Any = model.pretrained_cfg
     data_config = None
@@ -120,16 +120,16 @@ def model_card(
     license: str | None = None,
     size: tuple[int, int] | None = None,
 ) -> str:
-    """The README.md of a hub folder: what the model is, its results, how to load it, what to cite.
+    """Write the README.md of a hub folder: description, results, usage and citation.
 
     Args:
-        results: What was measured, and how: `{'Top-1 (validation, 100 epochs)': '74.8 %'}`.
-        license: Of the weights, by the hub's names (`mit`, `apache-2.0`); None is that of the architecture's
+        results: Metrics with their conditions: `{'Top-1 (validation, 100 epochs)': '74.8 %'}`.
+        license: Licence of the weights, by the hub's names (`mit`, `apache-2.0`); None takes that of the architecture's
             pretrained configuration, or `other`.
-        size: (H, W) in pixels of its input; None is what it was made for.
+        size: (H, W) in pixels of its input; None means the model's default.
 
     Returns:
-        Markdown with the header that the hub reads.
+        Markdown with the hub's metadata header.
     """
     cfg: Any = model.pretrained_cfg
     config = resolve_model_data_config(model)
@@ -159,7 +159,7 @@ def model_card(
 
 
 def _name_classes_once(config: Path) -> None:
-    # timm 1.0.31 writes num_classes among the model's arguments too, and transformers 5 would pass it twice.
+    # timm 1.0.31 also writes num_classes to the model's arguments, and transformers 5 would pass it twice.
     content = json.loads(config.read_text(encoding='utf-8'))
     content.get('model_args', {}).pop('num_classes', None)
     config.write_text(json.dumps(content, indent=2), encoding='utf-8')

@@ -1,4 +1,4 @@
-"""Latency of ONNX files in onnxruntime, against each other in one process."""
+"""Latency of ONNX files in onnxruntime, compared in one process."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -14,9 +14,9 @@ from aft_vision.export.verify import Shape, channels, onnx_runner
 from aft_vision.layers import AFTConv
 from aft_vision.timing import time_interleaved
 
-# DeiT by its width.
+# DeiT models by width.
 PEERS = {192: 'deit_tiny_patch16_224', 384: 'deit_small_patch16_224', 768: 'deit_base_patch16_224'}
-# Bytes of matrices above which the matrix form is not timed.
+# The matrix form is not timed if its matrices have more bytes than this.
 MOST_MATRICES = 2**30
 SECONDS_PER_TURN = 0.2
 
@@ -31,15 +31,15 @@ def time_files(
     """Time ONNX files on the same images in onnxruntime, in turns.
 
     Args:
-        files: Paths by name; the first is what the others are compared with.
+        files: Paths by name; the others are compared with the first.
         images: (B, 3, H, W) float32.
-        threads: Of each operator; 0 lets onnxruntime choose.
+        threads: Threads per operator; 0 lets onnxruntime choose.
         rounds: Turns of every file. A turn repeats the call for about 0.2 s.
         progress: Show a progress bar on standard error.
 
     Returns:
         For each file `name`, `milliseconds` of a call (median over the rounds), `ratio`, the median over the rounds of
-        the time of the first over its own (above 1 is faster than the first), and `ratio_range` of the middle half.
+        the speed relative to the first file, and its quartiles `ratio_range`.
 
     Raises:
         ValueError: there is no file or no round.
@@ -60,15 +60,15 @@ def time_files(
 
 
 def write_peers(model: nn.Module, folder: Path, shape: Shape, opset: int, form: str = 'conv') -> dict[str, Path]:
-    """Write what the latency of an exported model is compared with, at the shape's own size.
+    """Write the ONNX files that an exported model's latency is compared with, at the size of the shape.
 
     Args:
-        model: An exported model of DeiT's width.
-        form: The form that the model itself was exported in.
+        model: An exported model of the width of a DeiT.
+        form: The form of the exported model.
 
     Returns:
-        ONNX files by name: DeiT of the same width, depth, patch and classes with random weights, and for AFT-conv its
-        forms at this one size. A matrix form of more than 1 GiB is left out.
+        ONNX files by name: DeiT of the same width, depth, patch and classes with random weights, and the other forms of
+        an AFT-conv at this size. A matrix form of more than 1 GiB is left out.
 
     Raises:
         ValueError: there is no DeiT of that width.
@@ -113,8 +113,8 @@ def measure_latency(
     """Time an exported ONNX file against DeiT of the same width and against the model's other forms.
 
     Args:
-        path: The file that `export_onnx` wrote of the model in this shape and form.
-        folder: Where the files that it is compared with go.
+        path: The file from `export_onnx` for the model in this shape and form.
+        folder: Folder for the files to compare with.
 
     Returns:
         As `time_files`, DeiT first, then the file under the name of its form, then the other forms.

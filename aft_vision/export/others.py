@@ -1,4 +1,4 @@
-"""The formats that timmx writes: a thin call to it."""
+"""Export to the formats of timmx."""
 
 import copy
 import tempfile
@@ -11,30 +11,30 @@ from aft_vision.export.hub import export_model
 from aft_vision.export.verify import channels
 from aft_vision.sizes import resize_model
 
-# What `timmx.backends()` has beside ONNX and torch.export, of which this package writes its own.
+# The formats of `timmx.backends()` except ONNX and torch.export, which this package writes itself.
 TIMMX_FORMATS = ('coreai', 'coreml', 'executorch', 'litert', 'ncnn', 'openvino', 'tensorrt', 'torchscript')
 
 
 def export_with_timmx(
     model: nn.Module, path: str | Path, format: str, size: tuple[int, int] | None = None, **options: Any
 ) -> Path:
-    """Write a file by `timmx.export_model`, which compares it with PyTorch itself.
+    """Write a file by `timmx.export_model`, which compares it with PyTorch.
 
-    timmx builds its model by name, so it is given a hub folder of this one. It uses the exportable form of aten
-    operations, its position biases fused.
+    timmx builds its model by name, so it gets a hub folder of this one. It uses the exportable aten form with fused
+    position biases.
 
     Args:
         model: Made by `timm.create_model`.
         format: One of `TIMMX_FORMATS`.
-        size: (H, W) in pixels; None is what the model was made for. The file takes this size alone.
-        options: Of timmx: `dynamic_batch=True`, `normalize=True`, `mode='int8'`, ...
+        size: (H, W) in pixels; None means the model's default. The file takes only this size.
+        options: Options of timmx: `dynamic_batch=True`, `normalize=True`, `mode='int8'`, ...
 
     Returns:
         The path.
 
     Raises:
         ImportError: timmx is not installed.
-        ValueError: there is no such format.
+        ValueError: the format is unknown.
         timmx.TimmxError: an option is wrong, the conversion failed or its output differs; a package is missing.
     """
     if format not in TIMMX_FORMATS:

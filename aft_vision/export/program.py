@@ -1,4 +1,4 @@
-"""A model as a program for torch.export and for ONNX: its weights folded, its sizes dynamic where they can be."""
+"""Export to torch.export and ONNX, with folded weights and dynamic sizes if possible."""
 
 import copy
 import importlib.util
@@ -20,16 +20,16 @@ from aft_vision.models import AFTVisionTransformer
 from aft_vision.sizes import check_image_size, check_resizable, default_size, has_fixed_input_size, resize_model
 
 INPUT, OUTPUT = 'images', 'logits'
-# The largest difference of an exported file from PyTorch, relative to the largest logit.
+# Largest allowed difference of an exported file from PyTorch, relative to the largest logit.
 TOLERANCE = 1e-5
-# Bytes of constant matrices above which form='matmul' warns.
+# form='matmul' warns above this many bytes of constant matrices.
 LARGE_MATRICES = 2**28
-# Bytes of weights that fit into one ONNX file: protocol buffers end at 2 GiB.
+# Largest weights of one ONNX file in bytes: protocol buffers are limited to 2 GiB.
 LARGEST_ONNX = 2**31 - 2**27
 
 
 def takes_any_size(model: nn.Module) -> bool:
-    """Return whether one program of the model serves every height and width: no parameter of it belongs to a grid."""
+    """Return whether one program supports every height and width: no parameter depends on a grid."""
     mixers = [module for module in model.modules() if isinstance(module, AFTMixer)]
     tables = any(isinstance(module, FactorizedBias | PairwiseBias) for module in model.modules())
     positions = tables or getattr(model, 'pos_embed', None) is not None
@@ -39,16 +39,16 @@ def takes_any_size(model: nn.Module) -> bool:
 def choose_shape(
     model: nn.Module, size: Size | None = None, fixed_size: bool = False, batch: int | None = None, form: str = 'conv'
 ) -> Shape:
-    """The shape of an export, checked against the model.
+    """Choose the shape of an export, and check that the model supports it.
 
     Args:
-        size: (H, W) in pixels; None is what the model was made for.
-        fixed_size: Keep that size, though the model takes any.
-        batch: The one batch size; None takes any.
-        form: Of AFT-conv, 'conv' or 'matmul'.
+        size: (H, W) in pixels; None means the model's default.
+        fixed_size: Fix the size even if the model takes any.
+        batch: Fixed batch size; None allows any.
+        form: Form of AFT-conv, 'conv' or 'matmul'.
 
     Raises:
-        ValueError: the model does not take that size or form, or the form needs a fixed size.
+        ValueError: the model does not support the size or form, or the form needs a fixed size.
     """
     size = default_size(model) if size is None else size
     check_image_size(model, size)
@@ -66,7 +66,7 @@ def choose_shape(
 
 
 def matrix_bytes(model: nn.Module, size: Size) -> int:
-    """Bytes of the constant matrices that form='matmul' would hold, h T T floats a layer."""
+    """Return the bytes of the constant matrices of form='matmul', h T T floats per layer."""
     patch: Any = model.patch_embed
     tokens = (size[0] // patch.patch_size[0]) * (size[1] // patch.patch_size[1])
     heads = sum(len(module.kernel.weight) for module in model.modules() if isinstance(module, AFTConv))
@@ -74,10 +74,10 @@ def matrix_bytes(model: nn.Module, size: Size) -> int:
 
 
 def fold(model: nn.Module, shape: Shape, form: str = 'conv', aten: bool = True) -> nn.Module:
-    """A copy of the model on the CPU in eval mode for export, with what depends on parameters alone as constants.
+    """Copy the model to the CPU in eval mode for export, with results that depend only on parameters as constants.
 
     Args:
-        form: Of AFT-conv, 'conv' or 'matmul'.
+        form: Form of AFT-conv, 'conv' or 'matmul'.
         aten: Use plain aten operations; False keeps the custom operators.
     """
     model = resize_model(copy.deepcopy(model).cpu().eval(), shape.size)
@@ -109,17 +109,17 @@ def export_pt2(
     Args:
         model: A classifier of timm or of this package.
         path: Ends in .pt2.
-        shape: By `choose_shape`; None leaves all dynamic that can be.
-        aten: Use plain aten operations: whoever loads the file needs no `import aft_vision`, and the range is that of
-            `aft_vision.ops.aten`. Otherwise it holds the custom operators.
-        form: Of AFT-conv with aten=True, 'conv' or 'matmul'.
-        tolerance: Of the difference from PyTorch, see `Check`.
+        shape: From `choose_shape`; None makes everything dynamic that can be.
+        aten: Use plain aten operations: loading the file needs no `import aft_vision`, and the numeric range is that of
+            `aft_vision.ops.aten`. Otherwise the file contains the custom operators.
+        form: Form of AFT-conv with aten=True, 'conv' or 'matmul'.
+        tolerance: Limit of the difference from PyTorch, see `Check`.
 
     Returns:
-        What was compared before the file got its name.
+        The comparisons that were made before the file got its name.
 
     Raises:
-        ValueError: the arguments contradict each other, or the file would differ from the model by more than that.
+        ValueError: the arguments contradict each other, or the file differs from the model by more than the tolerance.
     """
     if form != 'conv' and not aten:
         raise ValueError(f'form={form!r} is made of aten operations: expected aten=True, got aten=False')
@@ -147,22 +147,22 @@ def export_onnx(
 ) -> list[Check]:
     """Write an ONNX file of plain operators; its input is `images`, (batch, 3, height, width), its output `logits`.
 
-    Where height and width are dynamic, the first node fails unless they are multiples of the patch.
+    If height and width are dynamic, the first node fails unless they are multiples of the patch size.
 
     Args:
         model: A classifier of timm or of this package.
         path: Ends in .onnx.
-        shape: By `choose_shape`; None leaves all dynamic that can be.
-        form: Of AFT-conv, 'conv' for every grid, or 'matmul' for one: a constant (T, T) matrix a head.
-        opset: Version of the operators.
-        tolerance: Of the difference from PyTorch in onnxruntime, see `Check`.
+        shape: From `choose_shape`; None makes everything dynamic that can be.
+        form: Form of AFT-conv, 'conv' for any grid, or 'matmul' for one: a constant (T, T) matrix per head.
+        opset: Version of the operator set.
+        tolerance: Limit of the difference from PyTorch in onnxruntime, see `Check`.
 
     Returns:
-        What was compared before the file got its name.
+        The comparisons that were made before the file got its name.
 
     Raises:
         ImportError: the `export` extra is not installed.
-        ValueError: the arguments contradict each other, or the file would differ from the model by more than that.
+        ValueError: the arguments contradict each other, or the file differs from the model by more than the tolerance.
     """
     require_onnx()
     shape = shape or choose_shape(model, form=form)
@@ -187,14 +187,14 @@ def export_onnx(
 
 
 def trace(model: nn.Module, shape: Shape) -> torch.export.ExportedProgram:
-    """The graph of a folded model with the dynamic sizes of a shape."""
+    """Export the graph of a folded model with the dynamic sizes of a shape."""
     patch = getattr(getattr(model, 'patch_embed', None), 'patch_size', (1, 1))
     height, width = shape.size
     sizes: dict[int, Any] = {}
     if shape.batch is None:
         sizes[0] = torch.export.Dim('batch', min=1)
     if not shape.fixed_size:
-        # torch.export makes a rule of a side of one token, and of a square example.
+        # torch.export specialises on a side of one token and on a square example.
         sizes[2] = patch[0] * torch.export.Dim('rows', min=2)
         sizes[3] = patch[1] * torch.export.Dim('columns', min=2)
         height, width = max(height, 2 * patch[0]), max(width, 2 * patch[1]) + patch[1]
@@ -203,13 +203,13 @@ def trace(model: nn.Module, shape: Shape) -> torch.export.ExportedProgram:
         program = torch.export.export(model, (example,), dynamic_shapes=(sizes,) if sizes else None)
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            # Of source files, with their paths on this machine.
+            # References to source files, with paths of this machine.
             node.meta.pop('stack_trace', None)
     return program
 
 
 def _describe_axes(program: Any, model: nn.Module, shape: Shape) -> None:
-    """Name the dynamic axes of an ONNX program, refuse sizes that are no multiples, and drop paths of this machine."""
+    """Name the dynamic axes of an ONNX program, reject sizes that are not multiples, and drop paths of this machine."""
     import onnx_ir as ir
 
     graph = program.graph
@@ -223,7 +223,7 @@ def _describe_axes(program: Any, model: nn.Module, shape: Shape) -> None:
     patch: Any = getattr(getattr(model, 'patch_embed', None), 'patch_size', (1, 1))
     if shape.fixed_size or tuple(patch) == (1, 1):
         return
-    # What is left of a patch would be cut off in silence: an image cannot be reshaped to whole patches if any is.
+    # A partial patch would be cut off silently; this reshape of the image to whole patches fails instead.
     step, kept = (ir.tensor(x, name=f'{INPUT}_{name}') for x, name in ((list(patch), 'patch'), ([0, 0], 'kept')))
     constant: Any
     for constant in (step, kept):
@@ -234,7 +234,7 @@ def _describe_axes(program: Any, model: nn.Module, shape: Shape) -> None:
     found = ir.node('Shape', [images], attributes={'start': 2})
     patches = ir.node('Div', [found.outputs[0], step])
     whole = ir.node('Mul', [patches.outputs[0], step])
-    # A side below one patch: 0 would stand for the side itself.
+    # For a side below one patch: 0 would mean the side itself.
     least = ir.node('Max', [whole.outputs[0], step])
     target = ir.node('Concat', [kept, least.outputs[0]], attributes={'axis': 0})
     name = f'height_and_width_must_be_multiples_of_{patch[0]}_and_{patch[1]}'
@@ -254,7 +254,7 @@ def require_onnx() -> None:
 
 
 def _metadata(model: nn.Module) -> dict[str, str]:
-    # What a runtime without timm needs for the preprocessing and for the names of the classes.
+    # Metadata for preprocessing and class names, for a runtime without timm.
     config = resolve_model_data_config(model)
     described = {name: config[name] for name in ('mean', 'std', 'interpolation', 'crop_pct')}
     cfg: Any = model.pretrained_cfg

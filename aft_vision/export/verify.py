@@ -22,9 +22,9 @@ class Shape:
     """The inputs of an exported program.
 
     Args:
-        size: (H, W) in pixels, of the example at least.
-        fixed_size: No other size than that.
-        batch: The one batch size; None takes any.
+        size: (H, W) in pixels, at least of the example.
+        fixed_size: Whether this is the only size.
+        batch: Fixed batch size; None allows any.
     """
 
     size: Size
@@ -38,8 +38,8 @@ class Check:
 
     Args:
         size: (H, W) of the images, in pixels.
-        batch: Their number.
-        difference: The largest of a logit, relative to the largest logit.
+        batch: Number of images.
+        difference: Largest difference of a logit, relative to the largest logit.
     """
 
     size: Size
@@ -48,12 +48,12 @@ class Check:
 
 
 def channels(model: nn.Module) -> int:
-    """Channels of its images."""
+    """Return the number of image channels."""
     return get_model_input_config(model)['input_size'][0]
 
 
 def onnx_runner(path: str | Path, threads: int = 0) -> Callable[[Tensor], Tensor]:
-    """An ONNX file as a function of images on onnxruntime's CPU.
+    """Load an ONNX file as a function of images, in onnxruntime on the CPU.
 
     Args:
         threads: 0 lets onnxruntime choose.
@@ -69,7 +69,7 @@ def onnx_runner(path: str | Path, threads: int = 0) -> Callable[[Tensor], Tensor
 
 @torch.no_grad()
 def verify(model: nn.Module, shape: Shape, program: Callable[[Tensor], Tensor], tolerance: float) -> list[Check]:
-    """Compare a program with the model that it was made from.
+    """Compare a program with its model.
 
     Raises:
         ValueError: they differ by more than the tolerance, or a value is not finite.
@@ -90,7 +90,7 @@ def verify(model: nn.Module, shape: Shape, program: Callable[[Tensor], Tensor], 
 
 
 def _cases(model: nn.Module, shape: Shape) -> list[tuple[int, Size]]:
-    # The own size; beside it, where sizes are dynamic, one that is not square, and one with more tokens than a kernel.
+    # The model's size and, if sizes are dynamic, a rectangle and a size with more tokens than the kernel.
     batches = (1, 3) if shape.batch is None else (shape.batch, shape.batch)
     if shape.fixed_size:
         return [(batch, shape.size) for batch in sorted(set(batches))]

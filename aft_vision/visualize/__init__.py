@@ -1,4 +1,4 @@
-"""Pictures: training curves, position biases, keys, attention, and a page with all of them (needs the extra `viz`)."""
+"""Pictures: training curves, position biases, keys, attention, and a page with all of them (needs extra `viz`)."""
 
 from aft_vision.visualize.attention import (
     attention_heads,

@@ -1,4 +1,4 @@
-"""Attention maps: AFT's implicit ones of a query, and averages by relative position of AFT and of ViT."""
+"""Attention maps: AFT's implicit attention of a query, and averages by relative position for AFT and ViT."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -32,20 +32,20 @@ HEAT = 'inferno'
 
 @torch.no_grad()
 def implicit_attention(inputs: MixerInputs, queries: Sequence[int] | Tensor, heads: Sequence[int] | Tensor) -> Tensor:
-    """The weights that AFT gives the sources of a target: softmax over the sources of k + w (AFT Eq. 3).
+    """Compute the weights of all sources for a target: the softmax of k + w over the sources (AFT Eq. 3).
 
-    The factor sigmoid(q) of AFT Eq. 3 is left out: it is the same for all sources of a target and channel.
+    The factor sigmoid(q) of AFT Eq. 3 is left out, because it is equal for all sources of a target and channel.
 
     Args:
-        inputs: Of one layer.
-        queries: Q targets, as indices of tokens, prefix tokens included.
+        inputs: Inputs of one layer.
+        queries: Q targets, as indices of tokens including prefix tokens.
         heads: n heads of AFT-conv, whose channels share their weights; channels of the other mixers.
 
     Returns:
-        (B, n, Q, S), at least float32, which sums to 1 over the S sources, prefix tokens included.
+        (B, n, Q, S), at least float32; sums to 1 over the S sources, including prefix tokens.
 
     Raises:
-        ValueError: the position bias of such a mixer is not known.
+        ValueError: the mixer is of an unknown kind.
     """
     keys = inputs.k.to(torch.promote_types(inputs.k.dtype, torch.float32))
     queries = torch.as_tensor(queries, device=keys.device)
@@ -60,15 +60,15 @@ def implicit_attention(inputs: MixerInputs, queries: Sequence[int] | Tensor, hea
 def relative_mean(attention: Tensor, grid: tuple[int, int]) -> Tensor:
     """Average attention by the offset from query to key (AFT Sec. 3.2, footnote 3).
 
-    At each offset, the mean over those queries whose key at that offset lies in the grid, so that far offsets, which
-    few queries have, do not fade.
+    At each offset, the mean over the queries whose key at that offset is in the grid, so that far offsets, which few
+    queries have, do not fade.
 
     Args:
         attention: (..., H * W, H * W), queries before keys, without prefix tokens.
         grid: (H, W).
 
     Returns:
-        (..., 2H - 1, 2W - 1); [H - 1 + dy, W - 1 + dx] is the weight of the key (dy, dx) away.
+        (..., 2H - 1, 2W - 1); [H - 1 + dy, W - 1 + dx] is the weight of the key at offset (dy, dx).
     """
     height, width = grid
     shape = (2 * height - 1, 2 * width - 1)
@@ -87,21 +87,21 @@ def relative_attention(
 ) -> Tensor:
     """Average attention maps by relative position, of a ViT or of AFT (AFT Fig. 1 left, Fig. 5).
 
-    The mean over images and query positions; attention to and from class and register tokens is left out, and what is
-    left is not scaled up to 1. One image's (n, T, T) attention of one layer is held at a time.
+    The mean over images and query positions. Attention to and from class and register tokens is left out, and the rest
+    is not rescaled. Only one image's (n, T, T) attention of one layer is in memory at a time.
 
     Args:
         model: A ViT with `timm.layers.Attention`, fused or not, or an `AFTVisionTransformer`, whose attention is the
             implicit one of AFT Eq. 3 without its gate.
         batches: Images (B, 3, H, W) of one size, normalised, or several such batches.
-        heads: n heads, or channels of an AFT mixer that has no heads; None is evenly spaced ones.
-        max_heads: How many of those.
+        heads: n heads, or channels of an AFT mixer without heads; None means evenly spaced ones.
+        max_heads: Number of evenly spaced heads.
 
     Returns:
         (layers, n, 2H - 1, 2W - 1) for a grid of (H, W) tokens, float64 on the CPU, as `relative_mean`.
 
     Raises:
-        ValueError: the model has no such mixer, there is no such head, or there are no images.
+        ValueError: the model has no such mixer, a head does not exist, or there are no images.
     """
     average = _Average(choose(attention_heads(model), max_heads) if heads is None else heads)
     for batch in [batches] if isinstance(batches, Tensor) else batches:
@@ -114,7 +114,7 @@ def relative_attention(
 
 
 def attention_heads(model: nn.Module) -> int:
-    """Return how many heads the first token mixer of a model has; of an AFT mixer without heads, how many channels.
+    """Return the number of heads of a model's first token mixer, or of channels for an AFT mixer without heads.
 
     Raises:
         ValueError: as `relative_attention`.
@@ -127,7 +127,7 @@ def _heads(mixer: Any) -> int:
 
 
 class _Average:
-    """Sums the relative attention of each layer over images."""
+    """A running sum of the relative attention of each layer over images."""
 
     def __init__(self, heads: Sequence[int]) -> None:
         self.heads = heads
@@ -149,7 +149,7 @@ def _attention(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int, heads:
     if isinstance(mixer, AFTMixer):
         inputs = mixer_inputs(mixer, x, grid, prefix)
         return implicit_attention(inputs, torch.arange(prefix, x.shape[1]), heads)[0, :, :, prefix:]
-    # timm's attention, of which the fused form gives no weights.
+    # timm's attention; its fused form returns no weights.
     q, k, _ = mixer.qkv(x[0]).unflatten(1, (3, mixer.num_heads, mixer.head_dim)).permute(1, 2, 0, 3)  # (h, T, D / h)
     q, k = mixer.q_norm(q)[list(heads)], mixer.k_norm(k)[list(heads)]
     logits = (q * mixer.scale) @ k.transpose(1, 2)
@@ -161,18 +161,18 @@ def draw_relative_attention(
     heads: Mapping[str, Sequence[int]] | None = None,
     layers: Sequence[int] | None = None,
 ) -> Any:
-    """Draw average relative attention maps, those of several models side by side (AFT Fig. 1, Fig. 5).
+    """Draw average relative attention maps, with several models side by side (AFT Fig. 1, Fig. 5).
 
     Args:
-        maps: Results of `relative_attention` by the name of their model.
-        heads: Which heads those are, by the same name; None numbers them from the first.
-        layers: Indices of layers; None is all.
+        maps: Results of `relative_attention` by model name.
+        heads: Indices of these heads by model name; None numbers them from the first.
+        layers: Indices of layers; None means all.
 
     Returns:
         A matplotlib Figure: a row per layer and a column per head.
 
     Raises:
-        ValueError: there is no such layer.
+        ValueError: a layer does not exist.
         ImportError: matplotlib is not installed.
     """
     blocks: list[Block] = []
@@ -204,22 +204,22 @@ def draw_implicit_attention(
     chosen_layers: Sequence[int] | None = None,
     text: str = '',
 ) -> Any:
-    """Draw over a photograph the weights that a token gives all others: AFT Eq. 3, a row per layer, a column per head.
+    """Draw a token's implicit attention over a photograph (AFT Eq. 3): a row per layer, a column per head.
 
     Args:
-        photograph: The image that was run.
-        layers: Of `capture_mixers`, batch 1.
+        photograph: The input image.
+        layers: From `capture_mixers` with a batch of 1.
         query: (row, column) of the token, from 0.
-        heads: Heads, or channels where there are none; None is evenly spaced ones.
-        max_heads: How many of those.
-        chosen_layers: Indices of layers; None is all.
-        text: Beside the photograph, lines separated by a line feed.
+        heads: Heads, or channels if there are none; None means evenly spaced ones.
+        max_heads: Number of evenly spaced heads.
+        chosen_layers: Indices of layers; None means all.
+        text: Lines next to the photograph, separated by line feeds.
 
     Returns:
         A matplotlib Figure.
 
     Raises:
-        ValueError: the query lies outside the grid, or there is no such head or layer.
+        ValueError: the query is outside the grid, or a head or layer does not exist.
         ImportError: matplotlib is not installed.
     """
     grid, prefix = layers[0].grid, layers[0].num_prefix_tokens
@@ -251,7 +251,7 @@ def draw_implicit_attention(
 
 
 def overlay(photograph: Photograph, weights: Tensor) -> Tensor:
-    """Colours (H, W, 3), uint8: the photograph in grey, darker, behind weights (H', W') in the colours of heat."""
+    """Return colours (H, W, 3), uint8: weights (H', W') as a heat map over the photograph in dark grey."""
     rows, columns = weights.shape
     step = max(1, 64 // max(rows, columns))
     size = (rows * step, columns * step)

@@ -1,4 +1,4 @@
-"""The position biases that a model has learned: their values, their pictures and how sparse they are."""
+"""Learned position biases: values, pictures and sparsity."""
 
 import math
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from aft_vision.visualize.figure import (
 
 @torch.no_grad()
 def mixer_bias(mixer: AFTMixer) -> Tensor | None:
-    """The position bias w of a mixer in evaluation, at its own grid.
+    """Return the position bias w of a mixer in evaluation, at its own grid.
 
     Returns:
-        AFT-conv and its one-hot form: (h, s, s), after AFT Eq. 8, and with one offset a head after AFT Eq. 10.
+        AFT-conv and its one-hot form: (h, s, s), after AFT Eq. 8, and with one offset per head after AFT Eq. 10.
         AFT-full: (1, T, T), AFT Eq. 7. AFT-local: (1, T, 2s - 1), or (1, T, s) if causal, AFT Eq. 4. AFT-simple: None.
 
     Raises:
@@ -45,7 +45,7 @@ def mixer_bias(mixer: AFTMixer) -> Tensor | None:
 
 
 def position_biases(model: nn.Module) -> list[Tensor]:
-    """Collect exp(w) - 1 of each mixer, from the first layer to the last, which AFT Fig. 1 shows.
+    """Return exp(w) - 1 of each mixer in the order of the layers, as shown in AFT Fig. 1.
 
     Returns:
         As `mixer_bias`, float32 on the CPU.
@@ -61,16 +61,16 @@ def position_biases(model: nn.Module) -> list[Tensor]:
 
 
 def bias_rows(mixer: AFTMixer, grid: tuple[int, int] | None, queries: Tensor, tokens: int) -> Tensor:
-    """Rows of the position bias as a whole (T, T) matrix, which AFT Eq. 2 has.
+    """Return rows of the position bias as the whole (T, T) matrix of AFT Eq. 2.
 
     Args:
-        mixer: In evaluation.
+        mixer: Mixer in evaluation mode.
         grid: (H, W) of the tokens after the prefix; None for a sequence.
-        queries: (Q,) targets, prefix tokens included.
-        tokens: Sources S.
+        queries: (Q,) targets, including prefix tokens.
+        tokens: Number of sources S.
 
     Returns:
-        (h, Q, S), or (1, Q, S) where all channels share a bias; minus infinity where a source has no weight.
+        (h, Q, S), or (1, Q, S) if all channels share a bias; minus infinity if a source has no weight.
 
     Raises:
         ValueError: as `mixer_bias`.
@@ -116,17 +116,17 @@ def _kernel_rows(kernel: Tensor, grid: tuple[int, int], queries: Tensor, outside
 
 @torch.no_grad()
 def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, float]]:
-    """Return how sparse the position biases are, layer by layer.
+    """Return the sparsity of the position biases by layer.
 
     Args:
-        threshold: A bias counts as none where |exp(w) - 1| is below.
+        threshold: A bias with |exp(w) - 1| below it counts as zero.
 
     Returns:
-        Per layer `entropy`, the mean over heads of the entropy of softmax(w) in nats, AFT Eq. 9: for AFT-conv over the
-        s * s entries of a head, before the choice of AFT Eq. 10; for AFT-full and AFT-local over the sources of a
-        target and averaged over targets; NaN for the one-hot form, whose other entries are gone. `uniform`, the entropy
-        of equal biases; of the biases that evaluation uses, `unbiased`, the fraction below the threshold, and
-        `largest`, the largest |exp(w) - 1|.
+        For each layer `entropy`, the mean over heads of the entropy of softmax(w) in nats, AFT Eq. 9: for AFT-conv over
+        the s * s entries of a head, before the choice of AFT Eq. 10; for AFT-full and AFT-local over the sources of a
+        target and averaged over targets; NaN for the one-hot form, which has no other entries. `uniform` is the entropy
+        of equal biases. For the biases of evaluation, `unbiased` is the fraction below the threshold, and `largest` the
+        largest |exp(w) - 1|.
 
     Raises:
         ValueError: as `position_biases`.
@@ -153,7 +153,7 @@ def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, 
 
 
 def _entropy(mixer: AFTMixer, bias: Tensor) -> float:
-    # Of (n, ...) biases, or of the kernel that one offset a head is chosen from.
+    # Compute the entropy of (n, ...) biases, or of the kernel from which one offset per head is chosen.
     if isinstance(mixer, AFTOnehot):
         return math.nan
     logits = mixer.kernel() if isinstance(mixer, AFTConv) else bias[:, None]
@@ -161,7 +161,7 @@ def _entropy(mixer: AFTMixer, bias: Tensor) -> float:
 
 
 def plot_position_biases(model: nn.Module, path: str | Path, max_heads: int = 16, **kwargs: Any) -> None:
-    """Write the picture of `draw_position_biases` as a PNG; arguments and errors as there."""
+    """Write the picture of `draw_position_biases` as a PNG, with its arguments and errors."""
     save_figure(draw_position_biases(model, max_heads, **kwargs), path)
 
 
@@ -175,15 +175,15 @@ def draw_position_biases(
     exponentiated: bool = False,
     same_scale: bool = False,
 ) -> Any:
-    """Draw exp(w) - 1 of a model: a row per layer and a column per head, or for one head a picture per layer.
+    """Draw exp(w) - 1 of a model: a row per layer and a column per head, or a picture per layer for a single head.
 
-    Red is above 0, where a token counts more than its key says, blue below. Each picture has its own scale, from minus
-    to plus the number below it.
+    Red is above 0, where the bias increases a token's weight, blue below. Each picture has its own scale, from minus to
+    plus the number below it.
 
     Args:
-        max_heads: Columns at most; evenly spaced heads of the layer are taken.
-        before: A model with as many layers and heads to draw on the left.
-        heads: Indices of heads, in place of evenly spaced ones.
+        max_heads: Maximal number of columns; heads are evenly spaced.
+        before: A model with the same layers and heads to draw on the left.
+        heads: Indices of heads; None means evenly spaced ones.
         layers: Indices of layers; None is all.
         exponentiated: Draw exp(w) from the smallest to the largest value, as AFT Fig. 3 does.
         same_scale: One scale for all pictures.
@@ -192,7 +192,7 @@ def draw_position_biases(
         A matplotlib Figure.
 
     Raises:
-        ValueError: a model has no position biases, the two do not match, or there is no such head or layer.
+        ValueError: a model has no position biases, the two do not match, or a head or layer does not exist.
         ImportError: matplotlib is not installed.
     """
     if max_heads < 1:
@@ -212,7 +212,7 @@ def draw_position_biases(
     blocks: list[Block] = []
     for title, each in biases.items():
         rows = (_head_rows if many else _layer_rows)(each, heads, layers, cell)
-        # The rows of both models are the same layers.
+        # The rows of both models show the same layers.
         blocks.append(Block(title, [('' if blocks else label, cells) for label, cells in rows]))
     ends: tuple[str, ...] = cell.ends
     if same_scale:
@@ -222,21 +222,21 @@ def draw_position_biases(
 
 
 class _CellMaker:
-    """Makes the picture of one head, with its own scale or a common one."""
+    """A function that makes the picture of one head, with its own scale or a common one."""
 
     def __init__(self, exponentiated: bool, shared: tuple[float, float] | None) -> None:
         self.exponentiated, self.shared = exponentiated, shared
         self.cmap = SEQUENTIAL if exponentiated else DIVERGING
         if exponentiated:
             self.title = 'Exponentiated position biases exp(w)'
-            self.note = 'A source counts exp(w) times as much as its key says.'
+            self.note = 'The bias multiplies the weight of a source by exp(w).'
             self.ends: tuple[str, ...] = ('smallest', 'largest')
             below = 'Below each picture: its smallest and largest value.'
         else:
             self.title = 'Position biases exp(w) - 1'
-            self.note = 'Red: a source counts more than its key says; blue: less; white: exactly as much.'
+            self.note = 'Red: the bias increases the weight of a source; blue: decreases it; white: no change.'
             self.ends = ('minus the number', '0', 'plus the number')
-            below = 'Each picture has the scale that is below it.'
+            below = 'Each picture has its own scale, given below it.'
         if shared is None:
             self.note += ' ' + below if exponentiated else f'\n{below}'
 

@@ -1,4 +1,4 @@
-"""The inputs of the token mixers of a model in one forward pass."""
+"""Capture of the inputs of a model's token mixers in one forward pass."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ class MixerInputs(NamedTuple):
         k: (B, T, D), or (B, T, h) for AFT-conv.
         v: (B, T, D).
         grid: (H, W) of the tokens after the prefix.
-        num_prefix_tokens: Class and register tokens in front, T - H * W.
+        num_prefix_tokens: Number of class and register tokens, T - H * W.
     """
 
     mixer: AFTMixer
@@ -32,14 +32,14 @@ class MixerInputs(NamedTuple):
 
 
 def capture_mixers(model: nn.Module, images: Tensor) -> tuple[Tensor, list[MixerInputs]]:
-    """Run a model once, in evaluation mode and without gradients, and keep what its AFT mixers see.
+    """Run a model once, in evaluation mode and without gradients, and return the inputs of its AFT mixers.
 
     Args:
-        model: Any `AFTVisionTransformer`, fused ones included.
-        images: (B, 3, H, W), normalised, of a size that the model takes.
+        model: Any `AFTVisionTransformer`, also a fused one.
+        images: (B, 3, H, W), normalised, of a size that the model supports.
 
     Returns:
-        The model's output, and one entry per layer, from the first to the last.
+        The model's output, and one entry per layer, in order.
 
     Raises:
         ValueError: the model has no AFT mixer.
@@ -53,7 +53,7 @@ def capture_mixers(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Mixer
 
 
 def mixer_inputs(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> MixerInputs:
-    """Queries, keys and values of an AFT mixer for the tokens (B, T, C) that it gets."""
+    """Compute queries, keys and values of an AFT mixer for its input tokens (B, T, C)."""
     parts = mixer.qkv(x).split(mixer.split_sizes, dim=-1)
     return MixerInputs(mixer, parts[0] if mixer.query_gate else None, parts[-2], parts[-1], grid, prefix)
 
@@ -65,17 +65,17 @@ def run_with_hooks(
     kind: type[nn.Module] | tuple[type[nn.Module], ...],
     callback: Callable[[Any, Tensor, tuple[int, int], int], None],
 ) -> Tensor:
-    """Run a model once in evaluation mode, and call back before each of its token mixers runs.
+    """Run a model once in evaluation mode, with a callback before each of its token mixers.
 
     Args:
-        kind: The mixers' classes.
-        callback: Gets the mixer, its tokens (B, T, C), their grid (H, W) and the number of prefix tokens.
+        kind: Classes of the mixers.
+        callback: Called with the mixer, its tokens (B, T, C), their grid (H, W) and the number of prefix tokens.
 
     Returns:
         The model's output.
 
     Raises:
-        ValueError: the model has none of these mixers, or its tokens are not a grid behind a prefix.
+        ValueError: the model has none of these mixers, or its tokens are not a prefix and a grid.
     """
     mixers = find_mixers(model, kind)
     patch_embed: Any = getattr(model, 'patch_embed', None)
@@ -99,7 +99,7 @@ def run_with_hooks(
 
 
 def find_mixers(model: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> list[nn.Module]:
-    """The modules of these classes, from the first layer to the last.
+    """Return the modules of these classes, in the order of the layers.
 
     Raises:
         ValueError: there is none.
@@ -114,7 +114,7 @@ def find_mixers(model: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module],
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode for a while."""
+    """Put a model into evaluation mode inside a context."""
     was_training = model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Figures that no window shows, and grids of small pictures in them."""
+"""Figures without a window, with grids of small pictures."""
 
 import io
 import math
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Of values around 0, and of values from small to large.
+# Colour maps of values around 0, and of values from small to large.
 DIVERGING, SEQUENTIAL = 'RdBu_r', 'viridis'
-# In inches, as all lengths below; a page shows 100 pixels per inch.
+# In inches, like all lengths below; a page shows 100 pixels per inch.
 MARGIN, LABEL, LINE, GAP, PHOTOGRAPH = 0.1, 0.62, 0.17, 0.05, 1.9
 COLOR_BAR = 2.6
 DPI = 150
@@ -26,10 +26,10 @@ class Cell(NamedTuple):
 
     Attributes:
         values: (H, W), or (H, W, 3) colours, uint8.
-        low, high: Values at both ends of the colour map.
-        title: Above it.
-        caption: Below it.
-        mark: A frame (y, x, height, width), in parts of the picture.
+        low, high: Values at the ends of the colour map.
+        title: Text above it.
+        caption: Text below it.
+        mark: A frame (y, x, height, width), as fractions of the picture.
     """
 
     values: Tensor
@@ -41,14 +41,14 @@ class Cell(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows of cells under one title, the first of each row behind its label."""
+    """Rows of cells under one title, each row with a label."""
 
     title: str
     rows: Sequence[tuple[str, Sequence[Cell]]]
 
 
 class Top(NamedTuple):
-    """The picture on top of a grid: (H, W, 3) uint8, the text beside it, and a frame as in a cell."""
+    """The picture on top of a grid: (H, W, 3) uint8, the text next to it, and a frame as in a cell."""
 
     pixels: Tensor
     text: str
@@ -56,7 +56,7 @@ class Top(NamedTuple):
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Make an empty matplotlib figure of that size in inches, which no window shows.
+    """Make an empty matplotlib figure of this size in inches, without a window.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -74,22 +74,22 @@ def save_figure(figure: Any, path: str | Path) -> None:
 
 
 def figure_png(figure: Any) -> bytes:
-    """The PNG of a figure."""
+    """Return a figure as PNG bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format='png', dpi=DPI, pil_kwargs={'compress_level': 9})
     return buffer.getvalue()
 
 
 def choose(count: int, at_most: int) -> list[int]:
-    """Indices of up to `at_most` of `count` things, evenly spaced, the first and the last among them."""
+    """Return up to `at_most` evenly spaced indices below `count`, including the first and the last."""
     return torch.linspace(0, count - 1, min(count, at_most)).round().long().tolist()
 
 
 def check_indices(kind: str, indices: Sequence[int] | None, count: int, at_most: int) -> list[int]:
-    """The chosen indices, or evenly spaced ones for None.
+    """Return the chosen indices, or evenly spaced ones for None.
 
     Raises:
-        ValueError: there is no such index.
+        ValueError: an index is out of range.
     """
     if indices is None:
         return choose(count, at_most)
@@ -100,14 +100,14 @@ def check_indices(kind: str, indices: Sequence[int] | None, count: int, at_most:
 
 
 def frame_of(token: tuple[int, int], grid: tuple[int, int]) -> Frame:
-    """The frame around a token (row, column) of a grid (H, W)."""
+    """Return the frame around a token (row, column) of a grid (H, W)."""
     return token[0] / grid[0], token[1] / grid[1], 1 / grid[0], 1 / grid[1]
 
 
 def layer_rows(
     layers: Sequence[int], heads: Sequence[int], cells: Callable[[int], Iterable[Cell]]
 ) -> list[tuple[str, list[Cell]]]:
-    """Rows of a Block, one per layer: the cells of its heads, titled in the first row."""
+    """Return the rows of a Block, one per layer, with the cells of its heads; the first row has titles."""
     rows = []
     for layer in layers:
         titles = [f'head {head + 1}' if layer == layers[0] else '' for head in heads]
@@ -129,13 +129,13 @@ def draw_grid(
     """Draw blocks of small pictures side by side, with a colour bar below.
 
     Args:
-        title: Of the figure.
-        note: What the captions and colours mean, below the title; lines separated by a line feed.
+        title: Title of the figure.
+        note: Explanation of captions and colours, below the title; lines separated by line feeds.
         scale: Labels of the colour bar, evenly spaced from end to end.
         cmap: Colour map, by matplotlib's name.
         side: Width of a cell, in inches.
         aspect: Height of a cell over its width.
-        photograph: On top.
+        photograph: Picture on top.
 
     Returns:
         A matplotlib Figure.
@@ -144,7 +144,7 @@ def draw_grid(
         ImportError: matplotlib is not installed.
     """
     size = (side, side * aspect)
-    # A title is as wide as its letters, about.
+    # Approximate width of a title.
     widths = [
         max(max(len(cells) for _, cells in block.rows) * (side + GAP), 0.08 * len(block.title)) for block in blocks
     ]
@@ -211,9 +211,9 @@ def _draw_photograph(page: '_Page', photograph: Top, top: float) -> None:
 
 
 class _Page:
-    """A figure drawn on in inches from its upper left corner.
+    """A figure with coordinates in inches from its upper left corner.
 
-    All pictures go into one raster of the size of the page: hundreds of axes or images would take half a minute.
+    All pictures are drawn into one raster of the size of the page: hundreds of axes or images would take half a minute.
     """
 
     def __init__(self, width: float, height: float) -> None:
@@ -235,7 +235,7 @@ class _Page:
             self.axes.text(x, y, text, fontsize=size, va='center', parse_math=False, **kwargs)
 
     def image(self, colors: Tensor, box: Box) -> None:
-        """Colours (H, W, 3), uint8, stretched to a box (x, y, width, height)."""
+        """Draw colours (H, W, 3), uint8, stretched to a box (x, y, width, height)."""
         left, top, right, bottom = (round(DPI * edge) for edge in (box[0], box[1], box[0] + box[2], box[1] + box[3]))
         rows = torch.arange(bottom - top) * colors.shape[0] // (bottom - top)
         columns = torch.arange(right - left) * colors.shape[1] // (right - left)
@@ -260,7 +260,7 @@ class _Page:
 
 
 def colorize(values: Tensor, cmap: str, low: float = 0.0, high: float = 1.0) -> Tensor:
-    """Values (H, W) as colours (H, W, 3), uint8, of a colour map of matplotlib from `low` to `high`."""
+    """Map values (H, W) to colours (H, W, 3), uint8, by a matplotlib colour map from `low` to `high`."""
     from matplotlib import colormaps
 
     share = ((values.detach().cpu().double() - low) / (high - low)).clamp(0, 1)
@@ -268,7 +268,7 @@ def colorize(values: Tensor, cmap: str, low: float = 0.0, high: float = 1.0) -> 
 
 
 def number(value: float) -> str:
-    """A number in two digits, without an exponent where it can be."""
+    """Format a number with two digits, without an exponent if possible."""
     if value == 0 or not math.isfinite(value):
         return f'{value:g}'
     digits = max(0, 1 - math.floor(math.log10(abs(value))))

@@ -1,4 +1,4 @@
-"""The curves of training runs."""
+"""Curves of training runs."""
 
 import csv
 import math
@@ -13,12 +13,12 @@ def read_history(path: str | Path) -> list[dict[str, float]]:
     """Read the summary.csv of a run: one mapping per epoch.
 
     Raises:
-        ValueError: the file is no such table.
+        ValueError: the file is not such a table.
     """
     with Path(path).open(newline='', encoding='utf-8') as file:
         try:
             rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-        # A cell that is no number, or a row that is too short or too long.
+        # A cell that is not a number, or a row of the wrong length.
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f'expected a table of numbers with a row per epoch, got {path}: {error}') from error
     if rows and 'epoch' not in rows[0]:
@@ -40,7 +40,7 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path) -> No
 
 
 def draw_history(history: Sequence[Mapping[str, float]]) -> Any:
-    """Draw what `plot_history` writes, and return the matplotlib Figure."""
+    """Return the matplotlib Figure that `plot_history` writes."""
     figure = new_figure(11, 3.2)
     loss, accuracy, rate = figure.subplots(1, 3)
     for axes, names in (
@@ -65,10 +65,10 @@ def draw_history(history: Sequence[Mapping[str, float]]) -> Any:
 
 
 def plot_bits(runs: Mapping[str, str | Path], path: str | Path, unit: str = 'bits per token') -> None:
-    """Draw the bits of runs of the pixel or character trainer, by update and by the time that the updates took.
+    """Draw the bits of runs of the pixel or character trainer, by update and by training time.
 
     Args:
-        runs: The folder of each run, by the name that the picture gives it.
+        runs: Folder of each run, by its name in the picture.
         path: A PNG.
         unit: Label of the bits.
 
@@ -80,7 +80,7 @@ def plot_bits(runs: Mapping[str, str | Path], path: str | Path, unit: str = 'bit
 
 
 def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> Any:
-    """Draw what `plot_bits` writes, and return the matplotlib Figure."""
+    """Return the matplotlib Figure that `plot_bits` writes."""
     figure = new_figure(11, 4)
     panels = figure.subplots(1, 2, sharey=True)
     curves = {name: _read_bits(Path(folder)) for name, folder in runs.items()}
@@ -101,7 +101,7 @@ def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> A
         axes.grid(alpha=0.3)
     ends = [row for steps, epochs in curves.values() for row in _ends(steps, epochs)]
     if ends:
-        # The first updates are far above, and would flatten all that follows.
+        # The first updates are much larger and would flatten the rest.
         low, high = min(ends), max(ends)
         panels[0].set_ylim(low - 0.1 * (high - low) - 0.02, high + 0.1 * (high - low) + 0.02)
     panels[0].set_ylabel(unit)
@@ -110,7 +110,7 @@ def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> A
 
 
 def _read_bits(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """The rows of steps.csv and of summary.csv."""
+    """Return the rows of steps.csv and of summary.csv."""
     for name in ('steps.csv', 'summary.csv'):
         if not (folder / name).is_file():
             raise ValueError(
@@ -122,7 +122,7 @@ def _read_bits(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, flo
 
 
 def _smoothed(values: Sequence[float], weight: float = 0.5) -> list[float]:
-    """The moving average of values, without the pull of a start at 0."""
+    """Return the moving average of values, corrected for its start at 0."""
     smooth, mean = [], 0.0
     for number, value in enumerate(values, start=1):
         mean = weight * mean + (1 - weight) * value
@@ -131,7 +131,7 @@ def _smoothed(values: Sequence[float], weight: float = 0.5) -> list[float]:
 
 
 def _ends(steps: Sequence[Mapping[str, float]], epochs: Sequence[Mapping[str, float]]) -> list[float]:
-    """Bits that a picture should show: those behind the first tenth of the updates, and all that were evaluated."""
+    """Return the bits that a picture should show: those after the first tenth of the updates, and all evaluations."""
     smooth = _smoothed([row['loss'] / math.log(2) for row in steps])[len(steps) // 10 :]
     evaluated = [row[key] for row in epochs for key in ('eval_bits', 'eval_ema_bits') if key in row]
     return [*smooth, *(value for value in evaluated if not math.isnan(value))]

@@ -11,13 +11,13 @@ from aft_vision.visualize.photographs import Photograph
 
 
 def key_maps(inputs: MixerInputs, heads: Sequence[int] | None = None) -> Tensor:
-    """The keys of one layer over the grid of tokens, prefix tokens left out (AFT Fig. 9).
+    """Return the keys of one layer over the grid of tokens, without prefix tokens (AFT Fig. 9).
 
-    The keys themselves, not exp(k): a constant added to all keys of a channel changes nothing in AFT, and a
-    difference of d means that one token counts exp(d) times as much as another.
+    These are keys, not exp(k). A constant added to all keys of a channel changes nothing in AFT, and a difference of d
+    means that one token has exp(d) times the weight of another.
 
     Args:
-        heads: Heads of AFT-conv, which has a key channel for each; channels of the other mixers. None is all.
+        heads: Heads of AFT-conv, which has one key channel per head; channels of the other mixers. None means all.
 
     Returns:
         (B, n, H, W).
@@ -38,13 +38,13 @@ def draw_key_maps(
     """Draw a photograph and the keys below it: a row per layer and a column per head (AFT Fig. 9 to 12).
 
     Args:
-        photograph, layers, heads, max_heads, chosen_layers, text: As of `draw_implicit_attention`.
+        photograph, layers, heads, max_heads, chosen_layers, text: As in `draw_implicit_attention`.
 
     Returns:
         A matplotlib Figure.
 
     Raises:
-        ValueError: there is no such head or layer.
+        ValueError: a head or layer does not exist.
         ImportError: matplotlib is not installed.
     """
     heads = check_indices('head', heads, layers[0].k.shape[2], max_heads)
@@ -59,8 +59,8 @@ def draw_key_maps(
     return draw_grid(
         [Block('', layer_rows(chosen, heads, cells))],
         'Keys',
-        'Bright tokens count more. Each picture has its own scale, from its smallest to its largest key.\n'
-        'Below each picture: the difference of the two; at a difference of d, the one counts exp(d) times as much.',
+        'Bright tokens have more weight. Each picture has its own scale, from its smallest to its largest key.\n'
+        'Below each picture: the difference of the two; a difference of d means exp(d) times the weight.',
         ('smallest key', 'largest key'),
         SEQUENTIAL,
         aspect=grid[0] / grid[1],

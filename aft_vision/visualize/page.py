@@ -1,4 +1,4 @@
-"""The parts of an HTML page that is complete in itself: no script, no style sheet, no request to anywhere."""
+"""The parts of a self-contained HTML page, without scripts, external style sheets and requests."""
 
 import base64
 import struct
@@ -8,7 +8,7 @@ from string import Template
 
 from aft_vision.visualize.figure import DPI
 
-# Pixels of the page per inch of a figure; the PNG is finer.
+# Page pixels per inch of a figure; the PNG has a higher resolution.
 PIXELS_PER_INCH = 100
 
 PAGE = Template("""<!DOCTYPE html>
@@ -67,11 +67,11 @@ $sections
 
 
 def render_page(title: str, sections: Sequence[tuple[str, str]]) -> str:
-    """A whole page.
+    """Build a whole page.
 
     Args:
-        title: As text.
-        sections: Title, as text, and content, as HTML, of each.
+        title: Plain text.
+        sections: Title (plain text) and content (HTML) of each.
     """
     links, parts = [], []
     for number, (name, content) in enumerate(sections, start=1):
@@ -81,17 +81,17 @@ def render_page(title: str, sections: Sequence[tuple[str, str]]) -> str:
 
 
 def paragraph(text: str) -> str:
-    """A paragraph of text."""
+    """Build a paragraph of text."""
     return f'<p>{escape(text)}</p>'
 
 
 def picture(png: bytes, alt: str, caption: str = '') -> str:
-    """A picture of a figure, inside the page; a wide one scrolls by itself.
+    """Build an embedded picture of a figure; a wide one scrolls separately.
 
     Args:
-        png: A PNG of `figure_png`.
-        alt: What it shows, for those who do not see it.
-        caption: Below it.
+        png: PNG from `figure_png`.
+        alt: Description for readers who cannot see it.
+        caption: Text below it.
     """
     width, height = (round(side * PIXELS_PER_INCH / DPI) for side in struct.unpack('>II', png[16:24]))
     data = base64.b64encode(png).decode()
@@ -104,12 +104,12 @@ def picture(png: bytes, alt: str, caption: str = '') -> str:
 
 
 def definitions(facts: Mapping[str, str]) -> str:
-    """A list of names and what they are."""
+    """Build a list of names and values."""
     return '<dl>' + ''.join(f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in facts.items()) + '</dl>'
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, whose first column names the rows."""
+    """Build a table whose first column names the rows."""
     head = ''.join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     body = ''.join(
         f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>\n'

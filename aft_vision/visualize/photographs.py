@@ -1,4 +1,4 @@
-"""Photographs for pictures: as a model sees them, and as a reader does."""
+"""Photographs as input of a model and for pictures."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +20,9 @@ class Photograph(NamedTuple):
     """One image.
 
     Attributes:
-        path: Of the file.
+        path: Path of the file.
         images: (1, 3, H, W), normalised, for the model.
-        pixels: (H', W', 3) uint8, the same part of it, finer.
+        pixels: (H', W', 3) uint8, the same crop in higher resolution.
     """
 
     path: Path
@@ -31,10 +31,10 @@ class Photograph(NamedTuple):
 
 
 def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
-    """The images below a folder, sorted by path; up to `at_most` of them, evenly spaced, so that classes mix.
+    """Return up to `at_most` images below a folder, evenly spaced over the sorted paths, so that classes mix.
 
     Raises:
-        ValueError: there is no image, or at_most is below 1.
+        ValueError: there are no images, or at_most is below 1.
     """
     if at_most < 1:
         raise ValueError(f'expected at least 1 image to take, got {at_most}')
@@ -45,10 +45,10 @@ def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
 
 
 def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | None = None) -> Photograph:
-    """Read an image as `evaluate` would: resized, cropped and normalised by the model's own preprocessing.
+    """Read an image as in evaluation: resized, cropped and normalised by the model's preprocessing.
 
     Args:
-        size: (H, W) in pixels; None is that of the model.
+        size: (H, W) in pixels; None means the model's size.
 
     Raises:
         CorruptImageError: the file cannot be decoded.
@@ -63,7 +63,7 @@ def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | No
 
 
 def class_names(model: Any) -> list[str]:
-    """Return the names of a model's classes: by its configuration, for ImageNet by timm, else their numbers."""
+    """Return the class names of a model: from its configuration, for ImageNet from timm, else numbers."""
     names = model.pretrained_cfg.get('label_names')
     if names:
         return list(names)
@@ -79,7 +79,7 @@ def class_names(model: Any) -> list[str]:
 
 @torch.no_grad()
 def predictions(model: Any, logits: Tensor, count: int = 5) -> list[tuple[str, float]]:
-    """The likeliest classes of one image and their probabilities.
+    """Return the most likely classes of one image with their probabilities.
 
     Args:
         logits: (1, classes).

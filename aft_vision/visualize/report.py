@@ -1,4 +1,4 @@
-"""The sections of a report on a model: what it is, what it has learned, and what it makes of some photographs."""
+"""The sections of a report on a model: description, training, position biases, and predictions on photographs."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ BATCH = 16
 
 
 class Section(NamedTuple):
-    """A section of the report: its title, and a function that gives its HTML."""
+    """A section of the report: its title, and a function that returns its HTML."""
 
     title: str
     build: Callable[[], str]
@@ -43,14 +43,14 @@ class Report:
     Args:
         model: An AFT model in evaluation mode.
         photographs: Images to show with their keys, attention and predictions.
-        averaged: Images that the average relative attention is taken over; none leaves it out.
-        size: (H, W) of the images in pixels; None is the model's own.
-        before: The same model before some change, such as regularisation; its position biases go on the left.
-        vit: A model whose attention goes beside the model's.
+        averaged: Images for the average relative attention; if empty, it is left out.
+        size: (H, W) of the images in pixels; None means the model's size.
+        before: The same model before some change, such as regularisation; its position biases are on the left.
+        vit: A ViT whose attention is shown next to the model's.
         history: Epochs of the training run, as `plot_history` takes them.
-        facts: More to say about the model, such as its accuracy.
-        query: (row, column) of the token whose attention is drawn; None is the centre.
-        max_heads: Heads of a layer that are drawn.
+        facts: Further facts about the model, such as its accuracy.
+        query: (row, column) of the token whose attention is drawn; None means the centre.
+        max_heads: Number of heads to draw per layer.
     """
 
     model: nn.Module
@@ -66,12 +66,12 @@ class Report:
 
     @property
     def name(self) -> str:
-        """The architecture of the model."""
+        """Return the architecture of the model."""
         return _name(self.model)
 
 
 def report_sections(report: Report) -> list[Section]:
-    """The sections of a page, of which each is made when its function is called.
+    """Return the sections of a page; each is built when its function is called.
 
     Raises:
         ValueError: the model has no AFT mixer.
@@ -91,7 +91,7 @@ def report_sections(report: Report) -> list[Section]:
 
 
 def model_facts(model: Any, size: tuple[int, int] | None = None) -> dict[str, str]:
-    """Describe an AFT model: its size, its mixer and its input, (H, W) in pixels if not its own."""
+    """Describe an AFT model: its size, its mixer and its input of (H, W) pixels, by default its own size."""
     mixers = _mixers(model)
     bias = mixer_bias(mixers[0])
     height, width = size or default_size(model)
@@ -147,7 +147,7 @@ def _bias_section(report: Report) -> str:
         '|exp(w)\u00a0-\u00a01|.'
     )
     words = paragraph(
-        'A position bias w multiplies the weight of a source by exp(w), whatever the image shows. The centre of an '
+        'A position bias w multiplies the weight of a source by exp(w), independent of the image. The centre of an '
         'AFT-conv kernel is the token itself.'
     )
     alt = f'Position biases of {len(rows)} layers: a picture of exp(w) - 1 for each layer and head drawn'
@@ -157,7 +157,7 @@ def _bias_section(report: Report) -> str:
 def _relative_section(report: Report) -> str:
     maps: dict[str, Tensor] = {}
     heads: dict[str, list[int]] = {}
-    # Together as wide as the other pictures.
+    # All together are as wide as the other pictures.
     left = report.max_heads
     for model, size in ((report.vit, None), (report.model, report.size)):
         if model is not None:

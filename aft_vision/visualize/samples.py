@@ -1,4 +1,4 @@
-"""Sheets of small images: samples, and completions below what was given of them (AFT Fig. 4)."""
+"""Sheets of small images: samples, and completions below their given parts (AFT Fig. 4)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,17 +11,17 @@ from torchvision.utils import make_grid
 
 from aft_vision.data.images import open_image
 
-# What stands where nothing is given, and between images.
+# Colours of missing pixels, and between images.
 HIDDEN, PAPER = 128, 255
 
 
 def image_sheet(images: Tensor, columns: int | None = None, scale: int = 4, margin: int | None = None) -> Image.Image:
-    """Images (N, 3, H, W) uint8 in rows, enlarged by whole pixels.
+    """Arrange images (N, 3, H, W) uint8 in rows, enlarged by an integer factor.
 
     Args:
-        columns: images in a row; None makes the sheet about square.
+        columns: images per row; None makes the sheet about square.
         scale: factor of enlargement.
-        margin: pixels between images; None is scale.
+        margin: pixels between images; None means scale.
 
     Raises:
         ValueError: there are no images, or columns or scale is below 1.
@@ -39,17 +39,17 @@ def image_sheet(images: Tensor, columns: int | None = None, scale: int = 4, marg
 def completion_sheet(
     images: Tensor, mask: Tensor, completed: Tensor, scale: int = 4, show_originals: bool = False
 ) -> Image.Image:
-    """Return what was given of each image on top, and its completions below, one column an image (AFT Fig. 4).
+    """Arrange given parts on top and completions below, with one column per image (AFT Fig. 4).
 
     Args:
         images: (P, 3, H, W) uint8.
-        mask: (H, W), (P, H, W) or (P, 3, H, W) bool, True where an image is given.
-        completed: (P * n, 3, H, W) uint8, those of one image next to each other.
+        mask: (H, W), (P, H, W) or (P, 3, H, W) bool, True where a pixel is given.
+        completed: (P * n, 3, H, W) uint8, the completions of one image in consecutive rows.
         scale: factor of enlargement.
-        show_originals: add a row with the images themselves.
+        show_originals: add a row with the original images.
 
     Raises:
-        ValueError: the number of completions is no multiple of that of images.
+        ValueError: the number of completions is not a multiple of the number of images.
     """
     if len(images) == 0 or len(completed) % len(images) != 0:
         raise ValueError(f'expected a multiple of {len(images)} completions, got {len(completed)}')
@@ -61,11 +61,11 @@ def completion_sheet(
 
 
 def load_pixels(paths: Sequence[str | Path], img_size: tuple[int, int]) -> Tensor:
-    """Image files as (N, 3, H, W) uint8, as they are.
+    """Read image files as (N, 3, H, W) uint8, unchanged.
 
     Raises:
-        CorruptImageError: a file is no image.
-        ValueError: one has another size.
+        CorruptImageError: a file is not an image.
+        ValueError: an image has another size.
     """
     pixels = []
     for path in paths:
