@@ -1,8 +1,8 @@
-"""Fastformer text models in Hugging Face's form; importing this makes them known to its Auto classes."""
+"""Fastformer text models for transformers; importing the package registers them with its Auto classes."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-# They register encoders and a tokeniser.
+# Imported to register encoders and a tokeniser.
 from . import baselines, tokenize
 from .config import PRESETS, FastformerConfig, Preset
 from .conversion import FastformerConversionConfig, FastformerForConversion

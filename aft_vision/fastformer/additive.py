@@ -1,7 +1,7 @@
 """Additive attention: masked softmax, pooling, and the Fastformer layer's mixing of tokens (Fastformer Eq. 3-6).
 
 Shapes: B batch, N tokens, C hidden size, h heads, d = C / h channels of a head. A mask (B, N) is True where a token
-counts; a text without such a token has zero weights, hence zero global vectors.
+counts; a text without such a token has zero weights and zero global vectors.
 """
 
 from typing import Any
@@ -19,16 +19,16 @@ from .interaction import create_interaction
 
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
-    """float64 for float64, else float32."""
+    """Return float64 for float64, else float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Softmax over the last dimension among the tokens that count; zero elsewhere, and where none counts.
+    """Compute the softmax over the tokens that count, in the last dimension; zero for other tokens.
 
     Args:
         scores: (B, h, N)
-        mask: (B, N) bool, or None: all count.
+        mask: (B, N) bool, or None if all tokens count.
 
     Returns:
         (B, h, N) in float32, or in float64 for float64.
@@ -37,13 +37,13 @@ def masked_softmax(scores: Tensor, mask: Tensor | None = None) -> Tensor:
     if mask is None:
         return scores.softmax(dim=-1)
     padding = ~mask[:, None]
-    # The least number, not minus infinity: an empty row would have a gradient of NaN.
+    # The lowest finite number, because minus infinity would give an empty row a NaN gradient.
     weights = scores.masked_fill(padding, torch.finfo(scores.dtype).min).softmax(dim=-1)
     return weights.masked_fill(padding, 0.0)
 
 
 def additive_pool(x: Tensor, direction: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Means of the tokens, weighted by the softmax of a linear score (Fastformer Eq. 3, Fastformer Eq. 4).
+    """Compute means of the tokens, weighted by the softmax of a linear score (Fastformer Eq. 3, Fastformer Eq. 4).
 
     Args:
         x: (B, N, C)
@@ -58,7 +58,7 @@ def additive_pool(x: Tensor, direction: Tensor, mask: Tensor | None = None) -> t
 
 
 class _AdditivePool(torch.autograd.Function):
-    """`additive_pool`, keeping x in its own dtype, and with one product for both ways to its gradient."""
+    """`additive_pool` that keeps x in its own dtype and computes both parts of its gradient in one product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, direction: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -79,10 +79,10 @@ class _AdditivePool(torch.autograd.Function):
 
 
 class AdditivePooling(nn.Module):
-    """One vector for a text: a mean of its tokens with weights from a tanh layer.
+    """Pooling of a text to one vector: a mean of its tokens with weights from a tanh layer.
 
     Args:
-        dim: width of the tokens; None: `config.hidden_size`.
+        dim: width of the tokens; None means `config.hidden_size`.
     """
 
     def __init__(self, config: FastformerConfig, dim: int | None = None) -> None:
@@ -102,15 +102,15 @@ class FastformerAttention(nn.Module):
     """Fastformer's mixing of tokens: O = R + Q, with R from values that met a global key (Fastformer Eq. 3-6).
 
     Queries, keys and values are affine in a token, and the pooled ones in the pooled token. So the global vectors
-    follow from two poolings of x, without a query or key of any token. In a text at least as long as x is wide, the
-    rest is composed too: given the global key, the output of a token is one product with a (C, C) matrix. Memory is
-    linear in N, and nothing of a token is kept for the backward pass but x and 2 h weights.
+    need two poolings of x and no queries and keys of tokens. In a text at least as long as x is wide, the rest is
+    composed too: given the global key, the output of a token is one product with a (C, C) matrix. Memory is linear in
+    N, and the backward pass stores only x and 2 h weights per token.
 
-    All of this reads the weights of the linear layers. Where one is wrapped, replaced or has hooks, as adapters,
-    quantisation and offloading do it, all are called with the tokens instead, and the equations computed as written.
+    The attention reads the weights of the linear layers. If a layer is wrapped, replaced or has hooks, as with
+    adapters, quantisation and offloading, all layers are called on the tokens, and the equations computed directly.
 
-    The paper's count of parameters, 3 h d^2 + 2 h d, takes d for the width of each head's input. With d = C / h they
-    are 3 C^2 + 2 C, biases aside, with shared queries and values; C^2 more without. The output projection adds C^2.
+    In the paper's parameter count, 3 h d^2 + 2 h d, d is the width of each head's input. With d = C / h the count is
+    3 C^2 + 2 C without biases, with shared queries and values, and C^2 more otherwise. The output projection adds C^2.
 
     Args:
         config: `score`, `interaction`, `share_query_value`, `share_heads` and `use_output_proj` of it are used.
@@ -129,7 +129,7 @@ class FastformerAttention(nn.Module):
         self.query = nn.Linear(dim, width)
         self.key = nn.Linear(dim, width)
         self.value = None if config.share_query_value else nn.Linear(dim, width)
-        # w_q and w_k: (h, d), or (h, h, d) where a head's score sees all heads. A bias would cancel in the softmax.
+        # w_q and w_k: (h, d), or (h, h, d) if a head's score uses all heads. A bias would cancel in the softmax.
         score_shape = (heads, heads, self.head_dim) if self.dense_score else (heads, self.head_dim)
         self.query_score = nn.Parameter(torch.empty(score_shape))
         self.key_score = nn.Parameter(torch.empty(score_shape))
@@ -140,8 +140,8 @@ class FastformerAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the vectors of the scores; the linear layers have drawn theirs."""
-        # A head scores the channels that it sees: its own, or those of all heads that are scored together.
+        """Initialise the vectors of the scores; the linear layers initialise themselves."""
+        # The fan-in of a head's score: its own channels, or those of all heads.
         fans = (self.query_score[0].numel(), len(self.query_score) if self.dense_score else 1)
         for score in (self.query_score, self.key_score):
             draw_weights(score, self.std, *fans)
@@ -167,7 +167,7 @@ class FastformerAttention(nn.Module):
         return torch.baddbmm(bias.to(x.dtype), x, weight.to(x.dtype).mT), alpha, beta
 
     def _forward_as_written(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """`forward` with a query, key and value of each token, each from one call of its linear layer."""
+        """Compute `forward` with the query, key and value of each token, each by one call of its linear layer."""
         q, v = self._queries_and_values(x)
         k = self._vectors(self.key, x)
         with maybe_autocast(x.device.type, enabled=False):
@@ -181,7 +181,7 @@ class FastformerAttention(nn.Module):
         return self._mix_token_wise(q, v, global_key), alpha, beta
 
     def _attend(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Alpha and beta (B, h, N), and the global key (B, h, d) (Fastformer Eq. 3-6)."""
+        """Compute alpha and beta (B, h, N), and the global key (B, h, d) (Fastformer Eq. 3-6)."""
         dtype = accumulate_dtype(x)
         query, query_bias = self._by_head(self.query, dtype)
         key, key_bias = self._by_head(self.key, dtype)
@@ -196,7 +196,7 @@ class FastformerAttention(nn.Module):
         return alpha, beta, self.key_interaction(global_query, mean_key)
 
     def _compose(self, global_key: Tensor) -> tuple[Tensor, Tensor]:
-        """The matrices (B, C, C) and biases (B, 1, C) that take a token to its output, given the global key."""
+        """Compose the matrices (B, C, C) and biases (B, 1, C) that map a token to its output, given the global key."""
         dtype = global_key.dtype
         query, query_bias = self._by_head(self.query, dtype)
         value, value_bias = (query, query_bias) if self.value is None else self._by_head(self.value, dtype)
@@ -211,39 +211,39 @@ class FastformerAttention(nn.Module):
         return weight.expand(global_key.shape[0], -1, -1), F.linear(mixed_bias, transform, query_bias)[:, None]
 
     def _mix_token_wise(self, q: Tensor, v: Tensor, global_key: Tensor) -> Tensor:
-        """The output (B, N, C) of the query and the value (B, N, h, d) of each token."""
+        """Compute the output (B, N, C) from the query and the value (B, N, h, d) of each token."""
         return self._combine(q, self.value_interaction(global_key[:, None].to(v.dtype), v))
 
     def _combine(self, q: Tensor, u: Tensor) -> Tensor:
-        """The output (B, N, C) of queries and of values that met the global key, both (B, N, h, d)."""
+        """Compute the output (B, N, C) from queries and from the products u of keys and values, both (B, N, h, d)."""
         y = self.transform(u.flatten(2)) + q.flatten(2)
         return y if self.proj is None else self.proj(y)
 
     def _queries_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Both (B, N, h, d)."""
+        """Return queries and values, both (B, N, h, d)."""
         q = self._vectors(self.query, x)
         return q, q if self.value is None else self._vectors(self.value, x)
 
     def _vectors(self, linear: nn.Module, x: Tensor) -> Tensor:
-        """Queries, keys or values (B, N, h, d); shared heads are repeated."""
+        """Compute queries, keys or values (B, N, h, d); shared heads are repeated."""
         y = linear(x).unflatten(-1, (-1, self.head_dim))
         return y.expand(-1, -1, self.num_heads, -1)
 
     def _linears(self) -> list[nn.Linear]:
-        """The linear layers that there are."""
+        """Return the linear layers of the attention."""
         named = (self.query, self.key, self.value, self.transform, self.proj)
         return [linear for linear in named if linear is not None]
 
     def _scaled(self, score: Tensor, dtype: torch.dtype) -> Tensor:
-        """w_q or w_k of every head, (h, d) or (h, h, d), divided by sqrt(d)."""
+        """Return w_q or w_k of every head, (h, d) or (h, h, d), divided by sqrt(d)."""
         return score.to(dtype).expand(self.num_heads, *score.shape[1:]) * self.head_dim**-0.5
 
     def _score(self, weight: Tensor, vectors: Tensor) -> Tensor:
-        """The scores (B, h, N) of vectors (B, N, h, d), with weight (h, d), or (h, h, d) where each head sees all."""
+        """Compute the scores (B, h, N) of vectors (B, N, h, d), with weight (h, d), or (h, h, d) for dense scores."""
         return torch.einsum('kjd,bnjd->bkn' if self.dense_score else 'hd,bnhd->bhn', weight, vectors)
 
     def _pull_back(self, score: Tensor, weight: Tensor) -> Tensor:
-        """A score of queries or keys as one of tokens (..., h, C).
+        """Convert a score of queries or keys to a score of tokens (..., h, C).
 
         Args:
             score: (..., h, d), or (..., h, h, d) where each head sees all.
@@ -252,16 +252,15 @@ class FastformerAttention(nn.Module):
         return torch.einsum('...khd,hdc->...kc' if self.dense_score else '...hd,hdc->...hc', score, weight)
 
     def _by_head(self, linear: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The weight (h, d, C) and bias (h, d) of queries, keys or values; shared heads are repeated."""
+        """Return the weight (h, d, C) and bias (h, d) of queries, keys or values; shared heads are repeated."""
         weight, bias = (p.to(dtype).unflatten(0, (-1, self.head_dim)) for p in (linear.weight, linear.bias))
         return weight.expand(self.num_heads, -1, -1), bias.expand(self.num_heads, -1)
 
 
 def _is_long(x: Tensor) -> bool:
-    """Return True if texts (B, N, C) have C tokens or more, for which the composed form is the cheaper one.
+    """Return True if texts (B, N, C) have at least C tokens, for which the composed form is cheaper.
 
-    In `torch.export` a length is long only where the export's range of lengths says so: both forms give the same, and
-    an exported program has one of them.
+    In `torch.export` the minimal length decides: both forms agree, and an exported program has one of them.
     """
     if torch.compiler.is_exporting():
         return statically_known_true(x.shape[1] >= x.shape[2])
@@ -269,11 +268,11 @@ def _is_long(x: Tensor) -> bool:
 
 
 def may_be_read(linear: nn.Module) -> bool:
-    """Return True if a linear layer is what its weight and bias say, and nobody waits for it to be called.
+    """Return True if a linear layer is fully described by its weight and bias and need not be called.
 
-    An adapter's or quantised layer, and a parametrised one, has another class; hooks see what goes in and comes out, or
-    fetch the weights; offloading replaces `forward` itself. torchao leaves the class and puts a tensor of its own in
-    the weight, which can be multiplied with but neither viewed nor indexed.
+    Adapters, quantised and parametrised layers have another class. Hooks see inputs and outputs, or load the weights.
+    Offloading replaces `forward`. torchao keeps the class and replaces the weight by its own tensor type, which can be
+    multiplied but neither viewed nor indexed.
     """
     hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
     if type(linear) is not nn.Linear or any(hooks) or 'forward' in linear.__dict__:
@@ -282,5 +281,5 @@ def may_be_read(linear: nn.Module) -> bool:
 
 
 def _project(weight: Tensor, mean: Tensor) -> Tensor:
-    """The pooled queries or keys (B, h, d) of pooled tokens (B, h, C)."""
+    """Project pooled tokens (B, h, C) to pooled queries or keys (B, h, d)."""
     return torch.einsum('hdc,bhc->bhd', weight, mean)

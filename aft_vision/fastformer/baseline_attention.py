@@ -1,7 +1,7 @@
-"""The attentions of the Transformers that Fastformer is compared with, as modules that take the place of BERT's.
+"""The attentions of the baseline Transformers, as modules that replace BERT's attention.
 
-Each is made with a config and the number of its layer, takes (B, N, C) and a mask (B, N), True where a token counts, or
-None, and returns (B, N, C) and its weights where there are any. Padding is at the end of a row.
+Each is built from a config and the number of its layer. It takes (B, N, C) and a mask (B, N), True where a token
+counts, or None, and returns (B, N, C) and its weights or None. Padding is at the end of a row.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ from .efficient_attention import (
     window_attention,
 )
 
-# What every attention returns: what each token receives (B, N, C), and the weights where there are any.
+# The result of every attention: the output (B, N, C), and the weights or None.
 Attended = tuple[Tensor, Tensor | None]
 
 
@@ -35,9 +35,9 @@ class FullAttention(BertSelfAttention):
 
     def __init__(self, config: FastformerConfig, index: int) -> None:
         super().__init__(bert_config(config), layer_idx=index)
-        # Outside of a model nobody has chosen yet.
+        # Outside a model no implementation is chosen.
         config._attn_implementation = attention_implementation(config)
-        # The model's own in place of BERT's: that alone is what `set_attn_implementation` changes.
+        # Use the model's config instead of BERT's, because `set_attn_implementation` changes only the former.
         self.config: Any = config
 
     def forward(  # type: ignore[override]
@@ -68,11 +68,11 @@ class LongformerAttention(LongformerSelfAttention):
     ) -> Attended:
         if attention_mask is None:
             attention_mask = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
-        # A score added to the lowest number must not become minus infinity, as in float16 it can.
+        # In float16 a score plus the lowest number could become minus infinity.
         hidden_states = hidden_states.masked_fill(~attention_mask[..., None], 0.0)
         first = torch.arange(attention_mask.shape[1], device=attention_mask.device) < self.num_global_tokens
         is_global = attention_mask & first
-        # What transformers' attention takes: below 0 where a token does not count, above where it is global.
+        # The mask of transformers' attention: below 0 for tokens that do not count, above 0 for global ones.
         signs = is_global.to(hidden_states.dtype) - (~attention_mask).to(hidden_states.dtype)
         (y,) = super().forward(
             hidden_states,
@@ -82,14 +82,14 @@ class LongformerAttention(LongformerSelfAttention):
             is_global_attn=bool(is_global.any()),
         )
         if not is_global.any() and torch.is_grad_enabled():
-            # Distributed training halts at a parameter that has no part in the loss.
+            # Distributed training fails with a parameter that is not part of the loss.
             unused = (self.query_global, self.key_global, self.value_global)
             y = y + sum(parameter.sum() for layer in unused for parameter in layer.parameters()) * 0
         return y, None
 
 
 class HeadAttention(nn.Module, ABC):
-    """Queries, keys and values by heads; a subclass has the attention itself."""
+    """Base of attentions on queries, keys and values by heads; a subclass defines the attention."""
 
     def __init__(self, config: FastformerConfig, index: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class HeadAttention(nn.Module, ABC):
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
 
     def split(self, x: Tensor) -> Tensor:
-        """(B, N, C) -> (B, h, N, C / h)."""
+        """Split (B, N, C) into heads (B, h, N, C / h)."""
         return x.unflatten(-1, (self.config.num_attention_heads, -1)).transpose(1, 2)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Attended:
@@ -107,7 +107,7 @@ class HeadAttention(nn.Module, ABC):
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """(B, h, N, C / h) and (B, N) -> (B, h, N, C / h)."""
+        """Attend: (B, h, N, C / h) and a mask (B, N) to (B, h, N, C / h)."""
 
 
 class BigBirdAttention(HeadAttention):
@@ -152,7 +152,7 @@ def _sum_positions(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 class PoolingformerAttention(HeadAttention):
-    """Poolingformer's attention: a window, then a wider one of pooled keys and values on what came out; both added."""
+    """Poolingformer's attention: a window, then a wider one of pooled keys and values on its output; both added."""
 
     def __init__(self, config: FastformerConfig, index: int) -> None:
         super().__init__(config, index)
@@ -164,7 +164,7 @@ class PoolingformerAttention(HeadAttention):
         first, _ = super().forward(hidden_states, attention_mask)
         kernel, stride = self.config.poolingformer_kernel, self.config.poolingformer_stride
         q = self.split(self.pooled_query(first))
-        # Pooled before they are projected, which is the same and less work.
+        # Pooling before the projection is equivalent and cheaper.
         pooled, mask = pool_tokens(first, kernel, stride, attention_mask)
         k, v = self.split(self.pooled_key(pooled)), self.split(self.pooled_value(pooled))
         return first + join_heads(window_attention(q, k, v, self.second_window, stride, mask)), None
@@ -174,7 +174,7 @@ class PoolingformerAttention(HeadAttention):
 
 
 def pooled_window(config: FastformerConfig) -> int:
-    """Pooled keys in the second window of Poolingformer.
+    """Return the number of pooled keys in the second window of Poolingformer.
 
     Raises:
         ValueError: it or the first window cannot be halved.
@@ -190,7 +190,7 @@ def pooled_window(config: FastformerConfig) -> int:
 
 
 def join_heads(x: Tensor) -> Tensor:
-    """(B, h, N, d) -> (B, N, h * d)."""
+    """Join heads (B, h, N, d) to (B, N, h * d)."""
     return x.transpose(1, 2).flatten(2)
 
 
@@ -202,7 +202,7 @@ def common_arguments(config: FastformerConfig) -> dict[str, Any]:
 
 
 def bert_config(config: FastformerConfig) -> BertConfig:
-    """The configuration of BERT's layer."""
+    """Return the configuration of BERT's layer."""
     bert: Any = BertConfig
     return bert(**common_arguments(config), attn_implementation=attention_implementation(config))
 

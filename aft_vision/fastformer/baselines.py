@@ -1,9 +1,9 @@
-"""The Transformers that Fastformer is compared with (Fastformer Tables 4 to 7), as encoders of the same model.
+"""The baseline Transformers (Fastformer Tables 4 to 7), as encoders of the same model.
 
-All have the layer of transformers' BERT and differ in its attention alone. The Transformer's and Longformer's are those
-of transformers. BigBird's is our own, with the parameters of transformers' under the same names: there the last block
-of the padded batch is global, so that a result depends on padding; evaluation has no random blocks; and every call
-makes an N x N tensor of weights. Linformer, Linear Transformer and Poolingformer are our own too.
+All have the layer of transformers' BERT and differ only in its attention. The attentions of the Transformer and of
+Longformer are those of transformers. BigBird's is our own, with the parameter names of transformers: there the last
+block of the padded batch is global, so that results depend on padding, evaluation has no random blocks, and every call
+allocates an N x N tensor of weights. Linformer, Linear Transformer and Poolingformer are our own too.
 """
 
 import math
@@ -49,8 +49,8 @@ class BaselineLayer(GradientCheckpointingLayer):
 class BaselineEncoder(nn.Module):
     """Layers with one kind of attention; the base of the encoders below.
 
-    Rows are padded to a whole number of windows or blocks on the way in, and cut on the way out. Padding is expected at
-    the end of a row. The Fastformer's own switches (sharing, interaction, ...) have no meaning here.
+    Rows are padded to a whole number of windows or blocks for the layers, and cut afterwards. Padding must be at the
+    end of a row. Options of Fastformer's layer (sharing, interaction, ...) have no effect.
     """
 
     attention_type: ClassVar[type[nn.Module]]
@@ -64,7 +64,7 @@ class BaselineEncoder(nn.Module):
 
     @classmethod
     def multiple(cls, config: FastformerConfig) -> int:
-        """Return the number whose multiples the tokens are padded to inside the layers."""
+        """Return the number to whose multiples tokens are padded inside the layers."""
         return 1
 
     def forward(
@@ -81,10 +81,10 @@ class BaselineEncoder(nn.Module):
             attention_mask: (B, N), True where a token counts; None where all do.
 
         Raises:
-            ValueError: weights are asked for where none are computed.
+            ValueError: attention weights are requested from an attention without them.
         """
         rows, tokens = hidden_states.shape[:2]
-        # An empty batch is one text of padding, because the attentions of others divide by its size.
+        # Replace an empty batch by one text of padding, because some attentions divide by the batch size.
         empty, multiple = int(rows == 0), self.multiple(self.config)
         more = -tokens % multiple if tokens else multiple
         if more or empty:

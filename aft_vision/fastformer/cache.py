@@ -1,4 +1,4 @@
-"""State of a decoder between the tokens that it generates, as a cache of transformers."""
+"""State of a decoder between generated tokens, as a cache of transformers."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 
 class StateLayer(CacheLayerMixin):
-    """Two tensors of one layer, rows of a batch first. Unlike the keys of others they do not grow: new ones replace."""
+    """Two tensors of one layer, batch dimension first. Unlike keys they do not grow: new ones replace them."""
 
     is_sliding = False
     is_compileable = False
@@ -23,12 +23,12 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Put two tensors in the place of those before.
+        """Replace the two tensors.
 
         Args:
             key_states: (B, ...)
             value_states: (B, ...)
-            tokens: how many more tokens they know of.
+            tokens: number of additional tokens that they include.
         """
         self.lazy_initialization(key_states, value_states)
         self.keys, self.values = key_states, value_states
@@ -36,27 +36,27 @@ class StateLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Tokens so far."""
+        """Return the number of tokens so far."""
         return self.cumulative_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of a mask over all tokens."""
+        """Return length and offset of a mask over all tokens."""
         return self.cumulative_length + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: any number of tokens fits."""
+        """Return -1, for an unlimited number of tokens."""
         return -1
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Drop all tokens."""
         self.keys = self.values = None
         self.is_initialized, self.cumulative_length = False, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Always refused.
+        """Raise an error, because tokens cannot be dropped.
 
         Raises:
-            ValueError: the layer does not know what it was before its last tokens.
+            ValueError: the layer does not store its earlier states.
         """
         raise ValueError(
             f'a Fastformer cache keeps sums over all tokens and cannot drop the last {tokens_to_remove}: assisted and '
@@ -65,32 +65,32 @@ class StateLayer(CacheLayerMixin):
 
 
 class FastformerCache(EncoderDecoderCache):
-    """The states of a decoder's layers, and what they project the source to."""
+    """The states of a decoder's layers, and the keys and values of the source."""
 
     def __init__(self) -> None:
         super().__init__(Cache(layer_class_to_replicate=StateLayer), Cache(layer_class_to_replicate=StateLayer))
-        # Its states until a first reordering, then a number for each row: the same for equal neighbours.
+        # The source until the first reordering, then a number for each row: equal for equal neighbours.
         self._source: Tensor | None = None
 
     def read(self, index: int) -> tuple[Tensor, Tensor] | None:
-        """The two tensors of a layer; None before the first token."""
+        """Return the two tensors of a layer; None before the first token."""
         return _read(self.self_attention_cache, index)
 
     def write(self, index: int, keys: Tensor, values: Tensor, tokens: int) -> None:
-        """Put two tensors in a layer, which know of so many more tokens."""
+        """Replace the two tensors of a layer, which include this many additional tokens."""
         self.self_attention_cache.update(keys, values, index, tokens)
 
     def read_source(self, index: int) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of the source; None before the first token."""
+        """Return keys and values of the source; None before the first token."""
         return _read(self.cross_attention_cache, index)
 
     def write_source(self, index: int, source: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Keep a layer's keys and values (B, h, S, d) of the source (B, S, C)."""
+        """Store a layer's keys and values (B, h, S, d) of the source (B, S, C)."""
         self.cross_attention_cache.update(keys, values, index, source.shape[1])
         self.is_updated[index], self._source = True, source
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row i becomes a copy of row beam_idx[i]; the source only where that makes a difference."""
+        """Replace row i by row beam_idx[i]; copy the source only if that changes it."""
         self.self_attention_cache.reorder_cache(beam_idx)
         if self._source is None:
             return
@@ -103,11 +103,11 @@ class FastformerCache(EncoderDecoderCache):
             self.cross_attention_cache.reorder_cache(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Always refused, with a ValueError: see `StateLayer`."""
+        """Raise a ValueError: see `StateLayer`."""
         StateLayer().crop(tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget all tokens and the source."""
+        """Drop all tokens and the source."""
         super().reset()
         self.is_updated.clear()
         self._source = None
@@ -121,6 +121,6 @@ def _read(cache: Cache, index: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _number_distinct(rows: Tensor) -> Tensor:
-    """Numbers (B,) of rows (B, ...), the same for neighbours that are equal."""
+    """Number rows (B, ...) as (B,), with equal numbers for equal neighbours."""
     differ = (rows[1:] != rows[:-1]).flatten(1).any(1)
     return torch.cat([differ.new_zeros(1), differ]).cumsum(0)

@@ -17,11 +17,11 @@ from .prefix import prefix_softmax_mean
 
 
 class AttentionState(NamedTuple):
-    """State of the tokens so far, for the next ones; no gradient has to flow through it.
+    """State after the tokens so far; it needs no gradients.
 
     Args:
         queries: (B, h, 1, d + 1), the state of the global query's `prefix_softmax_mean`.
-        keys: (B, h, 1, d + 1), that of the global key, or (B, h, P, d), the keys of all tokens.
+        keys: (B, h, 1, d + 1), the state of the global key, or (B, h, P, d), the keys of all tokens.
     """
 
     queries: Tensor
@@ -32,7 +32,7 @@ class PrefixAttention(FastformerAttention):
     """Base of a decoder's attentions: the global query of each prefix, and the output of each token."""
 
     def _prefix_queries(self, q: Tensor, mask: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The global query (B, N, h, d) up to each token, and the state behind them (Fastformer Eq. 3, Eq. 4)."""
+        """Compute the global query (B, N, h, d) up to each token, and the new state (Fastformer Eq. 3, Eq. 4)."""
         dtype = accumulate_dtype(q)
         q = q.to(dtype)
         scores = self._score(self._scaled(self.query_score, dtype), q)
@@ -40,10 +40,10 @@ class PrefixAttention(FastformerAttention):
         return means.transpose(1, 2), state
 
     def _meet(self, g: Tensor, keys: Tensor, allowed: Tensor | None, is_causal: bool = False) -> Tensor:
-        """The global key (B, N, h, d) of each token from keys that met its own global query (Fastformer Eq. 5, Eq. 6).
+        """Compute each token's global key (B, N, h, d) from keys and its global query (Fastformer Eq. 5, Eq. 6).
 
-        Since w . (g * k) = (w * g) . k, this is dot-product attention with the query w * g, where the keys are the
-        values too, and another product with g.
+        Since w . (g * k) = (w * g) . k, this is dot-product attention with the query w * g and the keys as values,
+        followed by a product with g.
 
         Args:
             g: (B, N, h, d), the global queries.
@@ -60,19 +60,19 @@ class PrefixAttention(FastformerAttention):
         return self.key_interaction(g, mean.transpose(1, 2).to(g.dtype))
 
     def _output(self, q: Tensor, x: Tensor, global_key: Tensor) -> Tensor:
-        """The output (B, N, C), given the global key (B, N, h, d) of each token."""
+        """Compute the output (B, N, C), given the global key (B, N, h, d) of each token."""
         v = q if self.value is None else self._vectors(self.value, x)
         return self._combine(q, self.value_interaction(global_key.to(q.dtype), v))
 
 
 class CausalFastformerAttention(PrefixAttention):
-    """Fastformer's mixing of tokens where a token sees those up to itself (Fastformer Eq. 3-6 for each prefix).
+    """Causal Fastformer attention: each token sees the tokens up to itself (Fastformer Eq. 3-6 for each prefix).
 
-    With `config.causal='exact'` a token's output is that of `FastformerAttention` on its prefix. The keys of a prefix
-    met its own global query, so that the time is quadratic in N. With 'streaming' a key stays as it met the global
-    query up to itself; time is linear, and what a token adds to the state has no length. The parameters are those of
-    `FastformerAttention`. Where the interaction is not the product, the weights of the keys do not depend on the
-    queries: then 'exact' is linear too.
+    With `config.causal='exact'` a token's output is that of `FastformerAttention` on its prefix. All keys of a prefix
+    interact with its global query, so the time is quadratic in N. With 'streaming' a key interacts only with the global
+    query up to itself. The time is linear and the state has a constant size. The parameters are those of
+    `FastformerAttention`. If the interaction is not the product, the weights of the keys do not depend on the queries,
+    and 'exact' is linear too.
     """
 
     def __init__(self, config: FastformerConfig) -> None:
@@ -87,10 +87,10 @@ class CausalFastformerAttention(PrefixAttention):
         Args:
             x: (B, N, C)
             mask: (B, P + N) bool, True where a token counts; None: all do.
-            state: of the P tokens before x; None: there are none.
+            state: state after the P tokens before x; None if there are none.
 
         Returns:
-            The output (B, N, C), and the state behind the last token.
+            The output (B, N, C), and the state after the last token.
         """
         q, k = self._vectors(self.query, x), self._vectors(self.key, x)
         with maybe_autocast(x.device.type, enabled=False):
@@ -111,23 +111,23 @@ class CausalFastformerAttention(PrefixAttention):
         return self._output(q, x, global_key), AttentionState(queries, keys)
 
     def _stream(self, g: Tensor, k: Tensor, mask: Tensor | None, state: AttentionState | None) -> tuple[Tensor, Tensor]:
-        """The global key (B, N, h, d) from keys that each met the global query up to itself, and its state."""
+        """Compute the global key (B, N, h, d), where each key uses the global query up to itself, and its state."""
         met = self.key_interaction(g, k.to(g.dtype))
         scores = self._score(self._scaled(self.key_score, g.dtype), met)
         mean, keys = prefix_softmax_mean(met.transpose(1, 2), scores, mask, None if state is None else state.keys)
         return mean.transpose(1, 2), keys
 
     def _key_scores(self, k: Tensor) -> Tensor:
-        """The scores (B, h, N) of keys (B, N, h, d), whose interaction adds the same to all."""
+        """Compute the scores (B, h, N) of keys (B, N, h, d) if the interaction adds a constant to all of them."""
         score = self._scaled(self.key_score, k.dtype)
         return self._score(self.key_interaction.pull_back(score, torch.zeros_like(score)), k)
 
 
 class AdditiveCrossAttention(PrefixAttention):
-    """Attention to the source through global vectors: its keys meet the global query up to each target token.
+    """Attention to the source by global vectors: its keys interact with the global query up to each target token.
 
-    The output is W (k * v) + q with queries and values of the target tokens, as in Fastformer's layer. Another
-    interaction than the product would give each source one vector, whatever the target is.
+    The output is W (k * v) + q with queries and values of the target tokens, as in Fastformer's layer. With any
+    interaction other than the product, the result would not depend on the target.
     """
 
     def project(self, source: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,13 +147,13 @@ class AdditiveCrossAttention(PrefixAttention):
 
         Args:
             x: (B, N, C) target tokens.
-            source: what `project` made of the source.
+            source: the output of `project`.
             source_mask: (B, S) bool, True where a source token counts; None: all do.
             mask: (B, P + N) bool, True where a target token counts; None: all do.
-            state: of the P tokens before x; None: there are none.
+            state: state after the P tokens before x; None if there are none.
 
         Returns:
-            The output (B, N, C), and the state behind the last token.
+            The output (B, N, C), and the state after the last token.
         """
         q = self._vectors(self.query, x)
         with maybe_autocast(x.device.type, enabled=False):
@@ -174,7 +174,7 @@ class DotProductCrossAttention(nn.Module):
         )
 
     def project(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, h, S, d) of the source (B, S, C)."""
+        """Compute keys and values (B, h, S, d) of the source (B, S, C)."""
         return self._heads(self.key(source)), self._heads(self.value(source))
 
     def forward(
@@ -185,7 +185,7 @@ class DotProductCrossAttention(nn.Module):
         mask: Tensor | None = None,
         state: AttentionState | None = None,
     ) -> tuple[Tensor, None]:
-        """Read the source; the arguments are those of `AdditiveCrossAttention`, the last two without effect."""
+        """Read the source, with the arguments of `AdditiveCrossAttention`; the last two have no effect."""
         allowed = None if source_mask is None else source_mask[:, None, None]
         y = attend(self._heads(self.query(x)), *source, allowed)
         return self.proj(y.transpose(1, 2).flatten(2)), None
@@ -202,7 +202,7 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Dot-product attention that gives zero where nothing is allowed.
+    """Compute dot-product attention, zero for queries without an allowed key.
 
     Args:
         query: (B, h, N, e)
@@ -210,7 +210,7 @@ def attend(
         value: (B, h, S, d)
         allowed: (B, 1, N or 1, S) bool; None: everywhere.
         is_causal: instead, token i sees those up to i.
-        scale: of the scores; None: 1 / sqrt(e).
+        scale: scale of the scores; None means 1 / sqrt(e).
     """
     if allowed is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
@@ -220,10 +220,10 @@ def attend(
 
 
 def _allowed(tokens: int, keys: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Which keys (B, h, P + N, d) each of N tokens sees, (B or 1, 1, N, P + N); None: all up to itself."""
+    """Return which keys (B, h, P + N, d) each of N tokens sees, (B or 1, 1, N, P + N); None for all up to itself."""
     total = keys.shape[2]
     if mask is None and tokens in (1, total):
-        # All keys for one token; for a whole text, attention has a causal form without a mask.
+        # One token sees all keys; for a whole text, attention has a causal form without a mask.
         return None
     causal = torch.ones(tokens, total, dtype=torch.bool, device=keys.device).tril(total - tokens)[None, None]
     return causal if mask is None else causal & mask[:, None, None]

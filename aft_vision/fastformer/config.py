@@ -12,7 +12,7 @@ INTERACTIONS = ('multiply', 'add', 'concat')
 CAUSAL = ('streaming', 'exact')
 CROSS_ATTENTION = ('dot_product', 'additive')
 ATTENTION_FIELDS = (*('score', 'interaction', 'share_query_value', 'share_layers', 'share_heads', 'use_output_proj'),)
-# Fields by the part that reads them, an `encoder_mixer` or the decoder; another part does not look at them.
+# Fields that only one `encoder_mixer` or the decoder reads.
 FIELDS_OF = {
     'fastformer': (*ATTENTION_FIELDS, 'use_residual', 'use_ffn'),
     'transformer': (),
@@ -28,9 +28,9 @@ FIELDS_OF = {
 
 
 class FastformerConfig(PreTrainedConfig):
-    """Fields of the Fastformer models; each has a default that works, and all are keyword-only.
+    """Configuration of the Fastformer models; all fields are keyword-only and have working defaults.
 
-    A field that is None by default takes its value in parentheses. `FIELDS_OF` lists what only some encoders, or the
+    A field with default None takes the value in parentheses. `FIELDS_OF` lists fields that only some encoders, or the
     decoder, read; the feed-forward network, norms and residuals of a baseline are those of BERT.
 
     Args:
@@ -40,55 +40,56 @@ class FastformerConfig(PreTrainedConfig):
         num_hidden_layers: depth.
         num_attention_heads: h.
         intermediate_size: width of the feed-forward network (hidden_size).
-        max_position_embeddings: the longest text in tokens, where there are position embeddings.
+        max_position_embeddings: the longest text in tokens, with position embeddings.
         hidden_act: activation of the feed-forward network, by its name in transformers.
         hidden_dropout_prob: dropout of embeddings and of every sub-layer's output, in [0, 1).
         layer_norm_eps: added to the variance.
-        initializer_range: standard deviation of the initial weights; None: of linear layers and scores Glorot's, by
-            their width, and of embeddings 0.02. So the global vectors have a share in the output at any width, which
-            a product of three maps with a small deviation takes from them.
+        initializer_range: standard deviation of the initial weights. None uses Glorot's initialisation by width for
+            linear layers and scores, and 0.02 for embeddings, so that the global vectors contribute to the output at
+            any width; with a small deviation, a product of three maps would almost vanish.
         pooling_hidden_size: width of the tanh layer in the additive pooling of a text.
-        score: what a head's scores see: 'per_head' its own channels (Fastformer Eq. 3, Eq. 5), 'dense' those of all
+        score: input of a head's scores: 'per_head' its own channels (Fastformer Eq. 3, Eq. 5), 'dense' those of all
             heads (the authors' code).
-        interaction: of a global vector with a token: 'multiply' (the paper), 'add' or 'concat' (Fastformer Fig. 3).
-        share_query_value: the values are the queries.
+        interaction: interaction of a global vector with a token: 'multiply' (the paper), 'add' or 'concat' (Fastformer
+            Fig. 3).
+        share_query_value: use the queries as values.
         share_layers: one layer, applied num_hidden_layers times.
         share_heads: every head has the same parameters, hence the same values (Fastformer Fig. 4).
-        use_output_proj: a linear layer behind the attention.
+        use_output_proj: a linear layer after the attention.
         use_residual: add the input to the output of attention and of the feed-forward network.
-        use_layer_norm: normalise the embeddings, and what attention and the feed-forward network return.
-        use_ffn: a feed-forward network behind the attention.
+        use_layer_norm: normalise the embeddings and the outputs of attention and of the feed-forward network.
+        use_ffn: a feed-forward network after the attention.
         use_position_embeddings: learned, absolute.
-        encoder_mixer: what mixes the tokens: 'fastformer' or another name of `encoder.ENCODERS`.
+        encoder_mixer: the encoder: 'fastformer' or another name in `encoder.ENCODERS`.
         attention_window: tokens that one token attends to in Longformer. (In BigBird it is three blocks.)
         num_global_tokens: first tokens that attend to all and are attended by all, in Longformer and BigBird.
         num_random_tokens: random tokens that one token attends to, in BigBird.
         block_size: tokens in a block of BigBird.
         linformer_dim: k, the rows that Linformer projects keys and values to.
-        poolingformer_window: tokens beside itself that one token attends to in Poolingformer's first level.
+        poolingformer_window: other tokens that one token attends to in Poolingformer's first level.
         poolingformer_second_window: tokens before pooling that it attends to in the second (4 * poolingformer_window).
         poolingformer_kernel: tokens pooled into one in the second level.
         poolingformer_stride: tokens between two pooled ones.
-        decoder_layers: depth of the decoder, in models that have one (num_hidden_layers).
-        causal: how a decoder's token sees those before it: 'streaming', in linear time, where each key has met the
-            global query up to itself, or 'exact', in quadratic time, as the encoder's layer on the prefix.
-        cross_attention: to the source: 'dot_product' or 'additive', through global vectors.
-        max_target_positions: the longest generated text in tokens, its beginning included (max_position_embeddings).
-        use_cache: keep what the tokens so far leave behind, in models that generate.
-        pad_token_id: its embedding is zero at first.
-        bos_token_id: begins a generated text.
-        eos_token_id: ends one.
+        decoder_layers: depth of the decoder, in models with a decoder (num_hidden_layers).
+        causal: causal attention of a decoder: 'streaming', in linear time, where each key interacts with the global
+            query up to itself, or 'exact', in quadratic time, equal to the encoder's layer on the prefix.
+        cross_attention: attention to the source: 'dot_product', or 'additive' by global vectors.
+        max_target_positions: the longest generated text in tokens, including its start (max_position_embeddings).
+        use_cache: keep the state of the tokens so far, in models that generate.
+        pad_token_id: padding; its initial embedding is zero.
+        bos_token_id: start of a generated text.
+        eos_token_id: end of a generated text.
         decoder_start_token_id: (bos_token_id)
-        tie_word_embeddings: of input and output, in models that have both.
-        kwargs: of `PreTrainedConfig`, `num_labels` and `problem_type` among them.
+        tie_word_embeddings: tie the embeddings of input and output, in models with both.
+        kwargs: passed to `PreTrainedConfig`, such as `num_labels` and `problem_type`.
 
     Raises:
-        ValueError: a field out of its range, or two that exclude each other.
+        ValueError: a field is out of range, or two fields contradict each other.
     """
 
     model_type = 'fastformer'
 
-    # Where None stands for another field's value, __post_init__ puts it.
+    # __post_init__ replaces None by the value of another field.
     vocab_size: int = 50_000
     embedding_size: int = None  # type: ignore[assignment]
     hidden_size: int = 256
@@ -151,7 +152,7 @@ class FastformerConfig(PreTrainedConfig):
 
     @property
     def output_attentions(self) -> bool:
-        """Return whether models give attention weights; the Transformer then keeps them in memory (`eager`)."""
+        """Return whether models return attention weights; the Transformer then stores them (`eager`)."""
         return bool(self._output_attentions)
 
     @output_attentions.setter
@@ -162,9 +163,9 @@ class FastformerConfig(PreTrainedConfig):
             self._output_attentions = value
 
     def validate(self) -> None:
-        """Check the fields as transformers does, which refuses output_attentions without attention of kind `eager`.
+        """Check the fields as transformers does, which allows output_attentions only with `eager` attention.
 
-        Only the Transformer among the encoders has an attention of a kind.
+        Of the encoders, only the Transformer has several attention implementations.
         """
         kind = self._attn_implementation
         try:
@@ -213,14 +214,14 @@ class Preset:
 
     Args:
         model: keyword arguments of `FastformerConfig`.
-        max_length: of a text, in tokens.
+        max_length: tokens of a text.
         batch_size: examples in an update.
         lr: learning rate.
-        epochs: at most.
-        transformer_max_length: of a text, in tokens, for the Transformer.
+        epochs: maximal number of epochs.
+        transformer_max_length: tokens of a text for the Transformer.
         max_behaviors: clicked news of a user.
-        lr_plm: learning rate where the news encoder is a pre-trained language model.
-        num_beams: of the beam search.
+        lr_plm: learning rate if the news encoder is a pre-trained language model.
+        num_beams: beams of the beam search.
     """
 
     model: Mapping[str, Any]
@@ -234,11 +235,11 @@ class Preset:
     num_beams: int | None = None
 
     def create_config(self, kind: type[FastformerConfig] = FastformerConfig, **kwargs: Any) -> Any:
-        """The configuration of this column.
+        """Create the configuration of this column.
 
         Args:
-            kind: Its class, such as `FastformerNewsConfig`; one that has `max_behaviors` takes those of the column.
-            kwargs: Fields, `vocab_size` at least, that complete and override the column.
+            kind: Its class, such as `FastformerNewsConfig`; a class with `max_behaviors` gets those of the column.
+            kwargs: Fields, at least `vocab_size`, that complete and override the column.
         """
         fields = {**self.model}
         if self.max_behaviors is not None and hasattr(kind, 'max_behaviors'):
@@ -250,7 +251,7 @@ class Preset:
 
 
 def _model(layers: int, tokens: int, window: int, block: int, linformer_dim: int, **kwargs: Any) -> dict[str, Any]:
-    """One number of tokens serves as global and random tokens and as the window of Longformer."""
+    """Build a column, with one number for global tokens, random tokens and the window of Longformer."""
     common = dict(embedding_size=300, hidden_size=256, num_attention_heads=16, hidden_dropout_prob=0.2)
     baselines = dict(
         attention_window=tokens,

@@ -1,8 +1,8 @@
 """Prediction of the user's response to an ad from earlier behaviours (Fastformer Table 8).
 
 One text encoder for ads and behaviours, an embedding of the behaviours' types, a user encoder over both, and a network
-of two layers on [user; ad; user * ad]. The paper says no more than that the hierarchy is that of news recommendation;
-the types and the network are ours. Positions and LayerNorm are on, which the authors found better here.
+of two layers on [user; ad; user * ad]. The paper only says that the hierarchy is that of news recommendation; the types
+and the network are ours. Positions and LayerNorm are on, which the authors found better for this task.
 
 Shapes: U texts of N tokens, B users, M behaviours of a user, K ads of a user, C hidden size.
 """
@@ -27,15 +27,16 @@ from .hierarchy import (
 
 
 class FastformerConversionConfig(FastformerHierarchyConfig):
-    """A text encoder, a user encoder and the network behind them; all fields are keyword-only.
+    """Configuration of text encoder, user encoder and head; all fields are keyword-only.
 
     Args:
-        behavior_types: names of what users do, such as `search`; a type is its place in this list (only `click`).
+        behavior_types: names of the types of behaviours, such as `search`; a type is its index in this list (only
+            `click`).
         head_hidden_size: width of the hidden layer on user and ad (hidden_size).
         kwargs: of `FastformerHierarchyConfig`.
 
     Raises:
-        ValueError: a field out of its range.
+        ValueError: a field is out of range.
     """
 
     model_type = 'fastformer_conversion'
@@ -65,13 +66,13 @@ class ConversionHead(nn.Module):
 
     def forward(self, user: Tensor, ad: Tensor) -> Tensor:  # (..., C), (..., C) -> (...,)
         x = self.dropout(self.act(self.fc1(torch.cat([user, ad, user * ad], -1))))
-        # Logits of bfloat16 have three digits, and many users would share one.
+        # bfloat16 logits have three digits, and many users would have the same one.
         with maybe_autocast(x.device.type, enabled=False):
             return self.fc2(x.to(self.fc2.weight.dtype)).squeeze(-1)
 
 
 class FastformerForConversion(FastformerHierarchyModel):
-    """The probability that a user acts upon an ad, as a logit."""
+    """A model of the probability, as a logit, that a user acts on an ad."""
 
     config_class = FastformerConversionConfig
     config: FastformerConversionConfig
@@ -94,22 +95,21 @@ class FastformerForConversion(FastformerHierarchyModel):
         behavior_types: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> SequenceClassifierOutput:
-        """Judge ads; `data.behaviors.BehaviorCollator` makes the arguments.
+        """Score ads; `data.behaviors.BehaviorCollator` builds the arguments.
 
         Args:
             input_ids: (U, N), every text of the batch once, ads and behaviours.
             attention_mask: (U, N), 1 or True where a token counts; None: all do.
-            ad: (B,) rows of input_ids, or (B, K) where a user has several ads; -1 for none.
+            ad: (B,) rows of input_ids, or (B, K) for several ads per user; -1 for none.
             behaviors: (B, M) rows of input_ids, the oldest behaviour first; -1 is padding, at the end.
-            behavior_types: (B, M) places in `config.behavior_types`; None: the first. Of padding it is not used.
-            labels: As ad, 0 or 1. Where there is no ad it is not used.
+            behavior_types: (B, M) indices in `config.behavior_types`; None means the first. Ignored for padding.
+            labels: Shaped as ad, 0 or 1; ignored where ad is -1.
 
         Returns:
-            logits, shaped as ad, the lowest number where there is none, and the mean binary cross-entropy of the ads
-            where there are labels.
+            logits, shaped as ad, the lowest number where ad is -1, and with labels the mean binary cross-entropy.
 
         Raises:
-            ValueError: shapes that do not fit together, or more behaviours than `config.max_behaviors`.
+            ValueError: shapes do not match, or there are more behaviours than `config.max_behaviors`.
         """
         vectors = self.text_encoder(input_ids, attention_mask)
         ads, shown = gather_vectors(vectors, ad)
@@ -127,7 +127,7 @@ class FastformerForConversion(FastformerHierarchyModel):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     def encode_users(self, vectors: Tensor, behaviors: Tensor, behavior_types: Tensor | None = None) -> Tensor:
-        """One vector (B, C) for each user, zero without a behaviour; vectors (U, C) are those of the texts."""
+        """Encode users to (B, C), zero for users without behaviours; vectors (U, C) are those of the texts."""
         if behavior_types is None:
             behavior_types = torch.zeros_like(behaviors)
         if behaviors.ndim != 2 or behavior_types.shape != behaviors.shape:
@@ -140,7 +140,7 @@ class FastformerForConversion(FastformerHierarchyModel):
         return self.user_encoder(behavior_vectors + types, mask)
 
     def score(self, users: Tensor, ads: Tensor) -> Tensor:
-        """Logits (B,) of users (B, C) and ads (B, C), or (B, K) of ads (B, K, C)."""
+        """Compute logits (B,) of users (B, C) and ads (B, C), or (B, K) of ads (B, K, C)."""
         if ads.ndim == 3:
             users = users[:, None].expand_as(ads)
         return self.head(users, ads)

@@ -1,4 +1,4 @@
-"""State dicts of the authors' notebook for `FastformerForSequenceClassification`."""
+"""Conversion of state dicts of the authors' notebook for `FastformerForSequenceClassification`."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from .config import FastformerConfig
 
 _LAYER = r'fastformer_model\.encoders\.(\d+)\.'
 _OURS = r'model.encoder.layers.\1.'
-# The notebook's names, as regular expressions, to ours; of None: parameters that cancel in a softmax.
+# The notebook's names, as regular expressions, to ours; None for parameters that cancel in a softmax.
 _NAMES: dict[str, str | None] = {
     r'word_embedding\.weight': 'model.embeddings.embed_tokens.weight',
     r'fastformer_model\.position_embeddings\.weight': 'model.embeddings.embed_positions.weight',
@@ -32,12 +32,12 @@ _NAMES: dict[str, str | None] = {
 def convert_notebook_state_dict(
     state_dict: Mapping[str, Tensor], config: FastformerConfig
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The parameters of the authors' classifier under our names.
+    """Rename the parameters of the authors' classifier.
 
-    The authors publish no trained weights, so this is for those whom training the notebook has given some. Its names
-    are written down here from the notebook's structure and have not been tried on a file that it wrote: word_embedding,
-    fastformer_model with encoders, position_embeddings, LayerNorm and poolers, and dense_linear. A name of another
-    form is refused, so nothing is lost in silence.
+    The authors publish no trained weights, so this is for weights that were trained with the notebook. The names follow
+    the notebook's structure and have not been tested with a file that it wrote: word_embedding, fastformer_model with
+    encoders, position_embeddings, LayerNorm and poolers, and dense_linear. Any other name is an error, so nothing is
+    lost silently.
 
     Args:
         state_dict: of the notebook's PyTorch model.
@@ -45,11 +45,11 @@ def convert_notebook_state_dict(
             output projection, residual, LayerNorm, feed-forward network, positions, shared queries and values.
 
     Returns:
-        The state dict, for `load_state_dict`, and a report that maps every name of the notebook to ours, or to why it
-        is left out: biases of scores, which cancel in the softmax.
+        The state dict, for `load_state_dict`, and a report that maps every name of the notebook to ours, or to the
+        reason why it is left out: biases of scores, which cancel in the softmax.
 
     Raises:
-        ValueError: a config of another structure, or a name that the notebook has not.
+        ValueError: the config has another structure, or a name is not in the notebook.
     """
     _check(config)
     converted: dict[str, Tensor] = {}
@@ -60,7 +60,7 @@ def convert_notebook_state_dict(
             report[name] = 'cancels in the softmax'
             continue
         if target.endswith('_score'):
-            # Row h of the notebook's matrix sees the channels of all heads, head after head.
+            # Row h of the notebook's matrix has the channels of all heads, head by head.
             value = value.unflatten(1, (config.num_attention_heads, -1))
         converted[target], report[name] = value, target
     return converted, report

@@ -19,7 +19,7 @@ CROSS_ATTENTIONS: dict[str, type[DotProductCrossAttention] | type[AdditiveCrossA
 
 
 class FastformerDecoderLayer(GradientCheckpointingLayer):
-    """Causal attention, attention to the source and a feed-forward network, each with residual and LayerNorm behind."""
+    """Causal attention, attention to the source and a feed-forward network, each followed by residual and LayerNorm."""
 
     def __init__(self, config: FastformerConfig) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class FastformerDecoderLayer(GradientCheckpointingLayer):
         state: AttentionState | None = None,
         cross_state: AttentionState | None = None,
     ) -> tuple[Tensor, AttentionState, AttentionState | None]:
-        """The output (B, N, C) and the states of both attentions; the arguments are theirs."""
+        """Compute the output (B, N, C) and the states of both attentions, with their arguments."""
         y, state = self.attn(x, mask, state)
         x = self.norm1(x + self.dropout(y))
         y, cross_state = self.cross_attn(x, source, source_mask, mask, cross_state)
@@ -61,7 +61,7 @@ class DecoderEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, inputs_embeds: Tensor, before: int = 0, mask: Tensor | None = None) -> Tensor:
-        """Hidden states (B, N, C) of token embeddings (B, N, embedding_size).
+        """Compute hidden states (B, N, C) of token embeddings (B, N, embedding_size).
 
         Args:
             inputs_embeds: (B, N, embedding_size)
@@ -85,7 +85,7 @@ class DecoderEmbeddings(nn.Module):
 
 
 class FastformerDecoder(nn.Module):
-    """Decoder layers behind embeddings; with `share_layers` one layer, applied `decoder_layers` times."""
+    """Embeddings and decoder layers; with `share_layers` one layer, applied `decoder_layers` times."""
 
     def __init__(self, config: FastformerConfig) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class FastformerDecoder(nn.Module):
                 all do.
             encoder_hidden_states: (B, S, C); not needed where past_key_values holds a source.
             encoder_attention_mask: (B, S), 1 or True where a source token counts; None: all do.
-            past_key_values: what earlier tokens left, which these are added to; None: nothing is kept.
+            past_key_values: state of the earlier tokens, updated with these; None keeps no state.
             output_hidden_states: also return the input of every layer, and the last output.
 
         Raises:
@@ -155,7 +155,7 @@ class FastformerDecoder(nn.Module):
         return projected
 
     def _read(self, cache: FastformerCache | None, index: int) -> list[AttentionState | None]:
-        """The states of a layer's two attentions."""
+        """Return the states of a layer's two attentions."""
         kept = [None, None] if cache is None else [cache.read(index), cache.read(self.depth + index)]
         return [None if pair is None else AttentionState(*pair) for pair in kept]
 

@@ -1,7 +1,7 @@
-"""The attention of the efficient Transformers that Fastformer is compared with, as functions of q, k and v.
+"""The attention of the efficient baseline Transformers, as functions of q, k and v.
 
 Shapes: q, k, v and the results are (B, h, N, d) for h heads of width d; `mask` is (B, N), True where a token counts, or
-None where all do. Padding is at the end of a row. What a position that does not count receives is finite and of no use.
+None if all do. Padding is at the end of a row. The output at positions that do not count is finite but meaningless.
 """
 
 import math
@@ -16,14 +16,14 @@ GOLDEN = 2654435761
 
 
 def full_mask(mask: Tensor | None) -> Tensor | None:
-    """The keys that may be attended to, (B, 1, 1, N); all of them in a row without a token, which has no softmax."""
+    """Return the allowed keys, (B, 1, 1, N); all of them in a row without tokens, whose softmax is undefined."""
     if mask is None:
         return None
     return (mask | ~mask.any(1, keepdim=True))[:, None, None, :]
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attention with the kernel elu(x) + 1 in place of the exponential of a product: the Linear Transformer."""
+    """Compute the Linear Transformer's attention, with the kernel elu(x) + 1 instead of the exponential."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         q, k, v_wide = F.elu(q.to(dtype)) + 1, F.elu(k.to(dtype)) + 1, v.to(dtype)
@@ -42,7 +42,7 @@ def projected_attention(
     project_v: Callable[[Tensor], Tensor],
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention to learned sums over all keys: Linformer.
+    """Compute Linformer's attention to learned sums over all keys.
 
     Args:
         project_k, project_v: from (B, h, N, d) to (B, h, slots, d), sums in which each position has its weight.
@@ -53,7 +53,7 @@ def projected_attention(
 
 
 def pool_tokens(x: Tensor, kernel: int, stride: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The means of overlapping groups of tokens, without those that do not count, and which groups have any.
+    """Compute means of overlapping groups of tokens that count, and the mask of groups with such tokens.
 
     Args:
         x: (B, N, D), N a multiple of stride.
@@ -74,7 +74,7 @@ def pool_tokens(x: Tensor, kernel: int, stride: int, mask: Tensor | None = None)
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, stride: int = 1, mask: Tensor | None = None
 ) -> Tensor:
-    """Attention within a window of keys around each query.
+    """Compute attention within a window of keys around each query.
 
     Query i attends to the keys j with |i // stride - j| <= window / 2.
 
@@ -108,7 +108,7 @@ def window_attention(
 def block_plan(
     lengths: Tensor, heads: int, blocks: int, num_global: int, num_random: int, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The blocks that each block of queries attends to: the first ones, itself, its neighbours and random ones.
+    """Return the blocks that each block of queries attends to: the first, itself, its neighbours and random ones.
 
     The random ones are fixed by head, block, seed and the length of the row, so that padding does not change them.
 
@@ -145,7 +145,7 @@ def block_attention(
     mask: Tensor | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Attention between blocks of tokens: BigBird.
+    """Compute BigBird's attention between blocks of tokens.
 
     The first blocks attend to all and all attend to them; another one attends to them, to itself, to its two neighbours
     and to a few random ones.

@@ -1,4 +1,4 @@
-"""The stack of layers between embeddings and heads, and the table of those to choose from."""
+"""The stack of layers between embeddings and heads, and the registry of encoders."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +11,14 @@ from transformers.modeling_outputs import BaseModelOutput
 from .additive import FastformerAttention
 from .config import FastformerConfig
 
-# An encoder is made with a config and called as `encoder(hidden_states, attention_mask, output_hidden_states=False,
+# An encoder is built from a config and called as `encoder(hidden_states, attention_mask, output_hidden_states=False,
 # output_attentions=False)`: hidden_states (B, N, C), attention_mask (B, N) bool, True where a token counts, or None.
-# It returns a BaseModelOutput. What padded tokens hold in it is of no account.
+# It returns a BaseModelOutput. Its values at padded tokens are ignored.
 ENCODERS: dict[str, Callable[[FastformerConfig], nn.Module]] = {}
 
 
 def register_encoder(name: str) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """A decorator that makes an encoder's class known as `encoder_mixer=name`."""
+    """Return a decorator that registers an encoder class as `encoder_mixer=name`."""
 
     def register(encoder: type[nn.Module]) -> type[nn.Module]:
         ENCODERS[name] = encoder
@@ -28,10 +28,10 @@ def register_encoder(name: str) -> Callable[[type[nn.Module]], type[nn.Module]]:
 
 
 def create_encoder(config: FastformerConfig) -> nn.Module:
-    """The encoder that `config.encoder_mixer` names.
+    """Create the encoder of `config.encoder_mixer`.
 
     Raises:
-        ValueError: no encoder has that name.
+        ValueError: the name is unknown.
     """
     if config.encoder_mixer not in ENCODERS:
         raise ValueError(f'encoder_mixer must be one of {sorted(ENCODERS)}, got {config.encoder_mixer!r}')
@@ -64,7 +64,7 @@ class FastformerLayer(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The output (B, N, C), and the weights alpha and beta (B, h, N)."""
+        """Compute the output (B, N, C), and the weights alpha and beta (B, h, N)."""
         y, alpha, beta = self.attn(x, mask)
         x = self.norm1(self._add(x, y))
         if self.mlp is not None and self.norm2 is not None:
@@ -77,7 +77,7 @@ class FastformerLayer(GradientCheckpointingLayer):
 
 
 def create_norm(config: FastformerConfig) -> nn.Module:
-    """A LayerNorm, or nothing where the config has none."""
+    """Create a LayerNorm, or the identity if the config has none."""
     return nn.LayerNorm(config.hidden_size, config.layer_norm_eps) if config.use_layer_norm else nn.Identity()
 
 

@@ -1,4 +1,4 @@
-"""Word embeddings from GloVe text files; words without one are drawn like the rest."""
+"""Word embeddings from GloVe text files; words without a vector are drawn at random."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from aft_vision.fastformer.data.files import read_lines, zip_members
 
-# Of the rows where fewer than two words are found, so that there is no covariance.
+# Standard deviation of the rows if fewer than two words are found, which have no covariance.
 DEFAULT_STD = 0.02
 
 

@@ -1,4 +1,4 @@
-"""Texts to vectors, and a user's texts to one vector of the user: what recommending news and predicting ads share.
+"""Encoders of texts and of users, shared by news recommendation and conversion prediction.
 
 Shapes: B users, M behaviours of a user (clicked news, say), N tokens of a text, C hidden size.
 """
@@ -18,10 +18,10 @@ from .modeling import FastformerModel, FastformerPreTrainedModel
 
 
 class FastformerHierarchyConfig(FastformerConfig):
-    """A text encoder and a user encoder, both as `FastformerConfig` says; all fields are keyword-only.
+    """Configuration of a text encoder and a user encoder, as in `FastformerConfig`; all fields are keyword-only.
 
     Args:
-        max_behaviors: texts of a user at most, the last ones.
+        max_behaviors: maximal number of texts of a user, the last ones.
         text_config: the configuration of a language model of transformers that encodes the texts, whole or as a dict
             with `model_type`; None: a Fastformer does.
         kwargs: of `FastformerConfig`; `max_position_embeddings` is of a text.
@@ -49,8 +49,8 @@ class FastformerHierarchyConfig(FastformerConfig):
 class LanguageModelEncoder(nn.Module):
     """A language model of transformers, additive pooling, and a projection to the hidden size.
 
-    Of a model with encoder and decoder, such as T5, it is the encoder. Its attention keeps its weights in memory where
-    that of the whole model does (`attn_implementation='eager'`).
+    For a model with encoder and decoder, such as T5, only the encoder is used. Its attention stores its weights if that
+    of the whole model does (`attn_implementation='eager'`).
     """
 
     def __init__(self, config: FastformerConfig, text_config: PreTrainedConfig) -> None:
@@ -96,29 +96,29 @@ class LanguageModelEncoder(nn.Module):
 
 
 class FastformerTextEncoder(FastformerModel):
-    """A Fastformer, or the encoder in its place, that gives the pooled text alone."""
+    """A Fastformer, or another encoder, that returns only the pooled text."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # (B, N) -> (B, C)
         return super().forward(input_ids, attention_mask, return_dict=True).pooler_output
 
 
 def create_text_encoder(config: FastformerHierarchyConfig) -> LanguageModelEncoder | FastformerTextEncoder:
-    """An encoder of texts, called with input_ids and attention_mask (B, N), that returns one vector each (B, C)."""
+    """Create a text encoder, called with input_ids and attention_mask (B, N), that returns (B, C)."""
     if config.text_config is not None:
         return LanguageModelEncoder(config, config.text_config)
     return FastformerTextEncoder(config)
 
 
 class UserEncoder(nn.Module):
-    """One vector for a user: the encoder of `config.encoder_mixer` over vectors of behaviours, and additive pooling.
+    """A user encoder: the encoder of `config.encoder_mixer` over vectors of behaviours, and additive pooling.
 
-    Positions and normalisation of the input are those of `config.use_position_embeddings` and `use_layer_norm`; where
-    there is no such thing, behaviours are encoded as they are, but for dropout.
+    `config.use_position_embeddings` and `use_layer_norm` enable positions and normalisation of the input; dropout is
+    always applied.
     """
 
     def __init__(self, config: FastformerHierarchyConfig) -> None:
         super().__init__()
-        # What has a length, as Linformer's projection does, has that of a user, not of a text.
+        # Lengths, as of Linformer's projection, are those of a user, not of a text.
         config = copy.copy(config)
         config.max_position_embeddings = config.max_behaviors
         self.max_behaviors = config.max_behaviors
@@ -159,10 +159,9 @@ class UserEncoder(nn.Module):
 
 
 class FastformerHierarchyModel(FastformerPreTrainedModel):
-    """Base of the models of users: their embedding of tokens is that of the text encoder.
+    """Base of the user models; their token embedding is that of the text encoder.
 
-    A subclass makes the encoders itself: the order in which they are made fixes the random first weights, which a seed
-    then gives again.
+    A subclass creates the encoders: the order of creation determines the random initial weights for a seed.
     """
 
     config_class = FastformerHierarchyConfig
@@ -171,16 +170,16 @@ class FastformerHierarchyModel(FastformerPreTrainedModel):
     user_encoder: UserEncoder
 
     def get_input_embeddings(self) -> nn.Module:
-        """The table of words."""
+        """Return the word embedding."""
         return self.text_encoder.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Put another table of words."""
+        """Replace the word embedding."""
         self.text_encoder.set_input_embeddings(value)
 
 
 def gather_vectors(vectors: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors by their row, where -1 stands for padding.
+    """Gather vectors by row, with -1 for padding.
 
     Args:
         vectors: (U, C)

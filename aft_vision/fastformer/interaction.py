@@ -1,8 +1,8 @@
 """Interactions of a global vector with the token vectors, head by head (Fastformer Eq. 5, Fastformer Fig. 3).
 
 Given the global vector g, each interaction is affine in the token's vector t, and so is t in the token's hidden state.
-`FastformerAttention` uses this to form no vector of a token but the last: it moves the interaction from the tokens to
-the weights. So an interaction has three forms. B batch, h heads, d channels of a head, C hidden size.
+`FastformerAttention` uses this to move the interaction from the tokens to the weights, so that only the last vector of
+a token is computed. So an interaction has three forms. B batch, h heads, d channels of a head, C hidden size.
 """
 
 from abc import ABC, abstractmethod
@@ -19,11 +19,11 @@ class Interaction(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, g: Tensor, t: Tensor) -> Tensor:
-        """The interaction itself; g and t (..., h, d) broadcast."""
+        """Compute the interaction; g and t (..., h, d) broadcast."""
 
     @abstractmethod
     def pull_back(self, weight: Tensor, g: Tensor) -> Tensor:
-        """The vector whose product with t is weight's product with the interaction, up to what does not depend on t.
+        """Return the vector whose product with t is weight's product with the interaction, up to terms without t.
 
         Args:
             weight: (..., h, d)
@@ -32,7 +32,7 @@ class Interaction(nn.Module, ABC):
 
     @abstractmethod
     def compose(self, g: Tensor, weight: Tensor) -> Tensor:
-        """The linear part of the interaction with t = weight @ x.
+        """Return the linear part of the interaction with t = weight @ x.
 
         Args:
             g: (B, h, d)
@@ -44,7 +44,7 @@ class Interaction(nn.Module, ABC):
 
 
 class Multiply(Interaction):
-    """g * t, channel by channel: the paper's choice."""
+    """The interaction g * t, channel by channel: the paper's choice."""
 
     def forward(self, g: Tensor, t: Tensor) -> Tensor:
         return g * t
@@ -57,7 +57,7 @@ class Multiply(Interaction):
 
 
 class Add(Interaction):
-    """g + t."""
+    """The interaction g + t."""
 
     def forward(self, g: Tensor, t: Tensor) -> Tensor:
         return g + t
@@ -70,7 +70,7 @@ class Add(Interaction):
 
 
 class Concat(Interaction):
-    """W [g; t], with one matrix (d, 2d) a head, which the paper does not mention: the widths demand one."""
+    """The interaction W [g; t], with one matrix (d, 2d) per head, which the paper omits but the widths require."""
 
     def __init__(self, config: FastformerConfig) -> None:
         super().__init__()
@@ -102,12 +102,12 @@ class Concat(Interaction):
 
 
 def _per_head(matrix: Tensor, t: Tensor) -> Tensor:
-    """The product of each head's matrix (h, d, d) and vector (..., h, d)."""
+    """Multiply each head's matrix (h, d, d) and vector (..., h, d)."""
     return torch.einsum('hde,...he->...hd', matrix, t)
 
 
 def create_interaction(config: FastformerConfig) -> Interaction:
-    """The interaction that `config.interaction` names."""
+    """Create the interaction of `config.interaction`."""
     if config.interaction == 'concat':
         return Concat(config)
     return Multiply() if config.interaction == 'multiply' else Add()

@@ -1,8 +1,8 @@
-"""Ranking of candidates within their impressions: AUC, MRR and nDCG as MIND's scorer has them, vectorised.
+"""Ranking metrics within impressions: AUC, MRR and nDCG as in MIND's scorer, vectorised.
 
-Every figure is that of one impression, and then a plain mean over the impressions. Impressions whose candidates are all
-clicked, or none, are passed over: they have no AUC. Candidates with equal scores count half in AUC; elsewhere they rank
-in their order in the file, while the published scorer's order of them depends on how its sort works.
+Every metric is computed per impression and then averaged. Impressions with only clicked or only unclicked candidates
+are skipped, because they have no AUC. Candidates with equal scores count half in AUC. Elsewhere they rank in their
+order in the file; in the published scorer their order depends on its sort.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 CUTOFFS = (5, 10)
-# As `ranking_metrics` returns them.
+# Keys of `ranking_metrics`.
 RANKING_METRICS = ('auc', 'mrr', *(f'ndcg{cutoff}' for cutoff in CUTOFFS))
 
 
@@ -24,12 +24,12 @@ class _Impressions(NamedTuple):
     sizes: np.ndarray
 
     def sum(self, values: np.ndarray) -> np.ndarray:
-        """Sums (I,) of values (n,) over each impression."""
+        """Return sums (I,) of values (n,) over each impression."""
         return np.bincount(self.group, values, len(self.sizes))
 
 
 def ranking_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> dict[str, float]:
-    """Group AUC, MRR, nDCG@5 and nDCG@10, in [0, 1].
+    """Compute group AUC, MRR, nDCG@5 and nDCG@10, in [0, 1].
 
     Args:
         scores: (n,), of the candidates of all impressions, one impression after another; the larger, the earlier.
@@ -60,9 +60,9 @@ def impression_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -
 
 
 def click_loss(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> float:
-    """The mean, over all clicks, of the cross-entropy of the click among it and what was not clicked beside it.
+    """Compute the mean cross-entropy of each click among itself and the unclicked candidates of its impression.
 
-    The arguments are those of `ranking_metrics`. Clicks without anything beside them have no part in it.
+    The arguments are those of `ranking_metrics`. Clicks without other candidates are skipped.
 
     Raises:
         ValueError: as `ranking_metrics`.
@@ -80,7 +80,7 @@ def click_loss(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> float:
 
 
 def rank_candidates(scores: ArrayLike, sizes: ArrayLike) -> np.ndarray:
-    """Ranks (n,) from 1 within each impression, of the largest score first; of equal ones, the earlier first."""
+    """Return ranks (n,) from 1 within each impression, by descending score; ties keep their order."""
     data = _check(scores, np.zeros(np.shape(scores)), sizes)
     order = np.lexsort((-data.scores, data.group))
     ranks = np.empty(len(order), dtype=np.int64)
@@ -100,7 +100,7 @@ def _all_metrics(data: _Impressions, clicked: np.ndarray) -> dict[str, np.ndarra
 
 
 def _auc(data: _Impressions, clicked: np.ndarray) -> np.ndarray:
-    """AUC (I,) by the sum of the ranks of what was clicked, where equal scores share the mean of their ranks."""
+    """Compute AUC (I,) from the sum of the ranks of clicks, where ties have their mean rank."""
     order = np.lexsort((data.scores, data.group))
     scores, group = data.scores[order], data.group[order]
     is_first = np.ones(len(order), dtype=bool)
@@ -114,7 +114,7 @@ def _auc(data: _Impressions, clicked: np.ndarray) -> np.ndarray:
 
 
 def _starts(data: _Impressions) -> np.ndarray:
-    """Where the impression of each candidate begins (n,)."""
+    """Return the start of each candidate's impression (n,)."""
     return np.repeat(np.cumsum(data.sizes) - data.sizes, data.sizes)
 
 

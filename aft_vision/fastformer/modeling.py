@@ -1,6 +1,6 @@
 """Fastformer as Hugging Face models: embeddings, an encoder, pooling and a head.
 
-All are known to the Auto classes once `aft_vision.fastformer` is imported.
+Importing `aft_vision.fastformer` registers them with the Auto classes.
 """
 
 from typing import Any
@@ -33,10 +33,10 @@ class FastformerEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, inputs_embeds: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Hidden states (B, N, C) of token embeddings (B, N, embedding_size).
+        """Compute hidden states (B, N, C) of token embeddings (B, N, embedding_size).
 
         Args:
-            inputs_embeds: rows of `embed_tokens`, or others in their place.
+            inputs_embeds: rows of `embed_tokens`, or other embeddings.
             position_ids: (B, N) or (1, N); None: 0, 1, 2 and so on.
 
         Raises:
@@ -67,7 +67,7 @@ def _check_positions(position_ids: Tensor, x: Tensor, limit: int) -> None:
         raise ValueError(
             f'position_ids must have shape {tuple(x.shape[:2])} or {(1, x.shape[1])}, got {tuple(position_ids.shape)}'
         )
-    # A graph has no values to look at.
+    # A graph has no values to check.
     if torch.compiler.is_compiling() or position_ids.numel() == 0:
         return
     first, last = (int(bound) for bound in position_ids.aminmax())
@@ -86,7 +86,7 @@ class FastformerPreTrainedModel(PreTrainedModel):
     base_model_prefix = 'model'
     main_input_name = 'input_ids'
     supports_gradient_checkpointing = True
-    # What full attention, as the Transformer among the encoders has it, is computed with.
+    # Implementations of full attention, for the Transformer encoder.
     _supports_sdpa = True
     _no_split_modules = ['FastformerLayer', 'BaselineLayer']  # noqa: RUF012
 
@@ -100,10 +100,10 @@ class FastformerPreTrainedModel(PreTrainedModel):
 
 
 class FastformerModel(FastformerPreTrainedModel):
-    """Embeddings, the encoder that `config.encoder_mixer` names, and additive pooling to one vector for a text.
+    """Embeddings, the encoder of `config.encoder_mixer`, and additive pooling of a text to one vector.
 
     Args:
-        config: what it is made of.
+        config: configuration of the model.
         use_pooling: False: no pooling, and a `pooler_output` of None.
     """
 
@@ -138,16 +138,16 @@ class FastformerModel(FastformerPreTrainedModel):
                 both (B, h, N).
 
         Returns:
-            last_hidden_state (B, N, C), where padded tokens hold nothing of use, and pooler_output (B, C), zero for a
-            text without a token.
+            last_hidden_state (B, N, C), meaningless at padded tokens, and pooler_output (B, C), zero for a text without
+            tokens.
 
         Raises:
-            ValueError: both or none of input_ids and inputs_embeds, or a mask of another shape.
+            ValueError: both or neither of input_ids and inputs_embeds are given, or the mask has another shape.
         """
         inputs_embeds = self._embed(input_ids, attention_mask, inputs_embeds)
         mask = _as_mask(attention_mask, inputs_embeds)
         if mask is not None:
-            # A weight of zero takes nothing from a number, but all from one that is not finite.
+            # A weight of zero times a value that is not finite would be NaN.
             inputs_embeds = inputs_embeds.masked_fill(~mask[..., None], 0.0)
         config = self.config
         encoded = self.encoder(
@@ -254,6 +254,6 @@ class FastformerForSequenceClassification(FastformerPreTrainedModel):
 
 
 def refuse_empty(labels: Tensor) -> None:
-    """Raise a ValueError if there are no labels, because the mean of no loss is not a number."""
+    """Raise a ValueError if there are no labels, because their mean loss is NaN."""
     if labels.numel() == 0:
         raise ValueError(f'expected labels of one text or more, got {tuple(labels.shape)}; skip an empty batch')

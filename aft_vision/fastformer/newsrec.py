@@ -30,17 +30,17 @@ class FastformerNewsConfig(FastformerHierarchyConfig):
 
 @dataclass
 class RankingOutput(ModelOutput):
-    """Scores (B, n) of the candidates, the lowest number where there is none, and the loss where there are labels."""
+    """Scores (B, n) of the candidates, the lowest number for missing ones, and the loss if there are labels."""
 
     loss: Tensor | None = None
     scores: Tensor | None = None
 
 
 class FastformerForNewsRecommendation(FastformerHierarchyModel):
-    """Encodes the texts of news, and users by the news they clicked; a score is the product of the two.
+    """A recommender: encoders of news and of users by their clicked news; a score is the product of the two.
 
-    With `config.text_config` the texts are encoded by that language model, and the users by Fastformer, or what
-    `config.encoder_mixer` names (Fastformer+PLM-NR).
+    With `config.text_config` that language model encodes the texts, and the encoder of `config.encoder_mixer` the users
+    (Fastformer+PLM-NR).
     """
 
     config_class = FastformerNewsConfig
@@ -54,7 +54,7 @@ class FastformerForNewsRecommendation(FastformerHierarchyModel):
 
     @classmethod
     def from_text_model(cls, source: str | Path, **kwargs: Any) -> Self:
-        """A model with a saved language model for its texts, and first weights for the rest.
+        """Create a model with a saved language model for its texts and initial weights for the rest.
 
         Args:
             source: A folder, or a name on the Hugging Face hub.
@@ -79,7 +79,7 @@ class FastformerForNewsRecommendation(FastformerHierarchyModel):
         candidates: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> RankingOutput:
-        """Score candidates for users; each news stands in the batch once.
+        """Score candidates for users; each news item is in the batch once.
 
         Args:
             input_ids: (U, N), the texts of the news.
@@ -105,11 +105,11 @@ class FastformerForNewsRecommendation(FastformerHierarchyModel):
         return RankingOutput(loss=None if labels is None else F.cross_entropy(scores, labels), scores=scores)
 
     def encode_news(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Vectors (U, C) of texts (U, N)."""
+        """Encode texts (U, N) to vectors (U, C)."""
         return self.text_encoder(input_ids, attention_mask)
 
     def encode_users(self, clicked: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Vectors (B, C) of users; zero for one without a click, which scores all news the same.
+        """Encode users to vectors (B, C); zero for a user without clicks, for whom all scores are equal.
 
         Args:
             clicked: (B, M, C), vectors of news, the oldest first.
@@ -118,7 +118,7 @@ class FastformerForNewsRecommendation(FastformerHierarchyModel):
         return self.user_encoder(clicked, mask)
 
     def score(self, users: Tensor, candidates: Tensor) -> Tensor:  # (B, C), (B, n, C) -> (B, n)
-        """Products of users and candidates, in float32 at least."""
+        """Compute products of users and candidates, in at least float32."""
         dtype = accumulate_dtype(users)
         with maybe_autocast(users.device.type, enabled=False):
             return torch.einsum('bc,bnc->bn', users.to(dtype), candidates.to(dtype))

@@ -4,15 +4,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 from sklearn.metrics import roc_auc_score
 
-# As `pooled_metrics` returns them.
+# Keys of `pooled_metrics`.
 POOLED_METRICS = ('auc', 'log_loss')
 
 
 def pooled_metrics(logits: ArrayLike, labels: ArrayLike) -> dict[str, float]:
-    """AUC over all requests, whoever's they are, in [0, 1], and the mean binary cross-entropy in nats.
+    """Compute AUC over all requests of all users, in [0, 1], and the mean binary cross-entropy in nats.
 
     Args:
-        logits: (n,), of the label 1.
+        logits: (n,), logits of label 1.
         labels: (n,), 0 or 1.
 
     Raises:

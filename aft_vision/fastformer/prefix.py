@@ -20,17 +20,17 @@ CHUNK = 16
 def prefix_softmax_mean(
     x: Tensor, scores: Tensor, mask: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Means of the vectors up to each token, weighted by the softmax of their scores (Fastformer Eq. 4, each prefix).
+    """Compute softmax-weighted means of the vectors up to each token (Fastformer Eq. 4, each prefix).
 
     Args:
         x: (B, h, N, d), in scores' dtype.
         scores: (B, h, N), float32 or float64; finite.
         mask: (B, N) bool, True where a token counts; None: all do. A prefix without such a token has a mean of zero.
-        state: what an earlier call returned, of the tokens before these; None: there are none.
+        state: state from an earlier call on the tokens before these; None if there are none.
 
     Returns:
-        The means (B, h, N, d), and the state (B, h, 1, d + 1) behind the last token: its mean, and the log of the sum
-        of the exponentials.
+        The means (B, h, N, d), and the state (B, h, 1, d + 1) after the last token: its mean, and the log of the sum of
+        the exponentials.
     """
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None], -torch.inf)
@@ -40,14 +40,14 @@ def prefix_softmax_mean(
         elif x.shape[2] == 1:
             means, log_sums = _step(x, scores, state)
         else:
-            # What came before acts as one vector, whose score is the log of its sum.
+            # The earlier tokens act as one vector, whose score is the log of their sum.
             x, scores = torch.cat([state[..., :-1], x], 2), torch.cat([state[..., -1], scores], 2)
             means, log_sums = (y[:, :, 1:] for y in _PrefixMean.apply(x, scores))
         return means, torch.cat([means[:, :, -1:], log_sums[:, :, -1:, None]], -1)
 
 
 def _step(x: Tensor, scores: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean (B, h, 1, d) and the log of the sum (B, h, 1) after one more token."""
+    """Compute the mean (B, h, 1, d) and the log of the sum (B, h, 1) after one more token."""
     before = state[..., -1]
     log_sums = torch.logaddexp(before, scores)
     # A difference of means, for one product.
@@ -60,7 +60,7 @@ class _PrefixMean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        # The least number, not minus infinity, before the first token that counts: differences stay defined.
+        # The lowest finite number before the first token that counts, so that differences are defined.
         log_sums = torch.logcumsumexp(scores, -1).clamp_min_(torch.finfo(scores.dtype).min)
         means = _sum_before(x, scores, log_sums)
         ctx.save_for_backward(x, scores, log_sums, means)
@@ -78,7 +78,7 @@ class _PrefixMean(torch.autograd.Function):
 
 
 def _sum_before(x: Tensor, scores: Tensor, log_sums: Tensor) -> Tensor:
-    """The sum over j <= i of exp(scores_j - log_sums_i) x_j, (..., N, d) of x (..., N, d) and scores (..., N)."""
+    """Compute the sum over j <= i of exp(scores_j - log_sums_i) x_j, with x (..., N, d) and scores (..., N)."""
     tokens = x.shape[-2]
     if tokens <= CHUNK:
         return _weights(scores, log_sums) @ x
@@ -92,7 +92,7 @@ def _sum_before(x: Tensor, scores: Tensor, log_sums: Tensor) -> Tensor:
 
 
 def _sum_after(y: Tensor, scores: Tensor, log_sums: Tensor) -> Tensor:
-    """The sum over i >= j of exp(scores_j - log_sums_i) y_i: `_sum_before`, transposed."""
+    """Compute the sum over i >= j of exp(scores_j - log_sums_i) y_i: `_sum_before`, transposed."""
     tokens = y.shape[-2]
     if tokens <= CHUNK:
         return _weights(scores, log_sums).mT @ y
@@ -107,15 +107,15 @@ def _sum_after(y: Tensor, scores: Tensor, log_sums: Tensor) -> Tensor:
 
 
 def _weights(scores: Tensor, log_sums: Tensor) -> Tensor:
-    """exp(scores_j - log_sums_i) at (i, j), zero where j > i."""
+    """Compute exp(scores_j - log_sums_i) at (i, j), zero where j > i."""
     length = scores.shape[-1]
     later = torch.full((length, length), -torch.inf, dtype=scores.dtype, device=scores.device).triu_(1)
-    # A later score is gone before the difference, which could overflow.
+    # Mask later scores before the difference, which could overflow.
     return (scores[..., None, :] + later).sub_(log_sums[..., None]).exp_()
 
 
 def _chunks(x: Tensor, scores: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Divide into chunks (..., N / CHUNK, CHUNK), filled up with tokens of no weight."""
+    """Divide into chunks (..., N / CHUNK, CHUNK), padded with tokens of zero weight."""
     more = -x.shape[-2] % CHUNK
     if more:
         x, scores = F.pad(x, (0, 0, 0, more)), F.pad(scores, (0, more), value=-torch.inf)

@@ -24,10 +24,10 @@ class NewsRanker:
 
     @classmethod
     def load(cls, folder: str | Path, device: str | torch.device = 'cpu') -> 'NewsRanker':
-        """The model of a folder, such as `best` of a run of `train.fastformer`.
+        """Load the model of a folder, such as `best` of a run of `train.fastformer`.
 
         Raises:
-            ValueError: there is no recommender.
+            ValueError: the folder has no recommender.
         """
         if not (Path(folder) / 'config.json').is_file():
             raise ValueError(f'expected a folder with a saved model, got {folder}')
@@ -39,20 +39,20 @@ class NewsRanker:
 
     @property
     def max_length(self) -> int | None:
-        """Where texts are cut off, in tokens; None where neither the tokenizer nor the model has a limit."""
+        """Return the length to which texts are truncated, in tokens; None without a limit of tokenizer or model."""
         config, limits = self.model.config, [self.tokenizer.model_max_length]
         if config.text_config is None:
             limits.append(config.max_position_embeddings)
-        # A tokenizer that knows no limit has a very large one.
+        # A tokenizer without a limit has a very large number.
         known = [limit for limit in limits if limit < LARGE_INTEGER]
         return min(known, default=None)
 
     def score(self, history: Sequence[str], candidates: Sequence[str]) -> np.ndarray:
-        """Scores (n,) of texts for a user; the larger, the better.
+        """Score texts (n,) for a user; larger is better.
 
         Args:
-            history: What the user clicked, the oldest first; of more than the model takes, the last count. With none,
-                all scores are 0.
+            history: Texts that the user clicked, the oldest first; only the last ones count if there are too many.
+                Without any, all scores are 0.
             candidates: n texts.
         """
         history = list(history)[-self.model.config.max_behaviors :]
@@ -66,14 +66,14 @@ class NewsRanker:
 def score_behaviors(
     model: FastformerForNewsRecommendation, behaviors: Behaviors, collator: NewsCollator, batch_size: int = 256
 ) -> np.ndarray:
-    """Score the candidates of all impressions; every news that they name is encoded once.
+    """Score the candidates of all impressions; every news item is encoded once.
 
     Args:
-        model: Is put into evaluation, and left as it was.
-        batch_size: News, and users, that are encoded at once.
+        model: Put into evaluation mode, which is undone afterwards.
+        batch_size: News, or users, per batch.
 
     Returns:
-        (n,) float32, as `behaviors.candidates.values` lie.
+        (n,) float32, in the order of `behaviors.candidates.values`.
     """
     was_training = model.training
     model.eval()
@@ -82,7 +82,7 @@ def score_behaviors(
         for rows in (behaviors.histories, behaviors.candidates):
             is_named[rows.values] = True
         vectors = _encode_all(model, collator, np.flatnonzero(is_named), batch_size)
-        # Where the vector of a news is.
+        # The row of each news item's vector.
         places = np.cumsum(is_named) - 1
         parts = [np.zeros(0, dtype=np.float32)]
         for first in range(0, len(behaviors), batch_size):
@@ -96,12 +96,12 @@ def score_behaviors(
 def _score_batch(
     model: FastformerForNewsRecommendation, behaviors: Behaviors, batch: range, vectors: Tensor, places: np.ndarray
 ) -> np.ndarray:
-    """Scores of some impressions, by the vectors (U, C) of the news."""
+    """Score some impressions by the vectors (U, C) of the news."""
     device = model.device
     clicked = pad_rows([places[behaviors.histories[i]] for i in batch], -1)
     users = model.encode_users(*gather_vectors(vectors, torch.from_numpy(clicked).to(device)))
     shown = [places[behaviors.candidates[i]] for i in batch]
-    # One candidate a row: impressions of all lengths without padding.
+    # One candidate per row, so that impressions need no padding.
     owner = np.repeat(np.arange(len(batch)), [len(row) for row in shown])
     owners, rows = (torch.from_numpy(x).to(device) for x in (owner, np.concatenate(shown)))
     return model.score(users[owners], vectors[rows][:, None])[:, 0].float().cpu().numpy()
@@ -110,7 +110,7 @@ def _score_batch(
 def _encode_all(
     model: FastformerForNewsRecommendation, collator: NewsCollator, news: np.ndarray, batch_size: int
 ) -> Tensor:
-    """Vectors (U, C) of news, in batches of about the same length."""
+    """Encode news to vectors (U, C), in batches of similar length."""
     order = np.argsort(collator.tokens.sizes[news], kind='stable')
     parts = [torch.zeros(0, model.config.hidden_size, device=model.device, dtype=model.dtype)]
     for first in range(0, len(news), batch_size):
@@ -123,7 +123,7 @@ def _encode_all(
 
 
 def mean_scores(scores: Sequence[np.ndarray]) -> np.ndarray:
-    """The scores of an ensemble: the mean of those of its models, all (n,).
+    """Return the scores of an ensemble: the mean over its models, all (n,).
 
     Raises:
         ValueError: there are none, or of different candidates.

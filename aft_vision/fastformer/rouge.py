@@ -1,4 +1,4 @@
-"""ROUGE of summaries, by the package rouge-score, and the first sentences of a text as the summary to beat."""
+"""ROUGE of summaries, by the package rouge-score, and lead sentences as a baseline."""
 
 import re
 import warnings
@@ -13,7 +13,7 @@ ROUGES = ('rouge1', 'rouge2', 'rougeL', 'rougeLsum')
 
 
 def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """The means of ROUGE-1, 2, L and Lsum over pairs of texts: F scores in [0, 1], of the stems of lower-case words.
+    """Compute mean ROUGE-1, 2, L and Lsum over pairs of texts: F scores in [0, 1] of stemmed lower-case words.
 
     `rougeLsum` compares sentence by sentence, so their order does not count. Lines are sentences; in a text of one
     line, `tokenize.split_sentences` finds them. Words are of the letters a to z and of digits; all else is passed over,
@@ -32,7 +32,7 @@ def rouge_of_each(predictions: Sequence[str], references: Sequence[str]) -> list
 
 
 def lead(text: str, sentences: int = 3) -> str:
-    """The first sentences of a text, one a line: lead-3, the summary that news are hard to summarise better than.
+    """Return the first sentences of a text, one per line: lead-3, a strong baseline for news.
 
     An end of a line ends a sentence.
 
@@ -64,7 +64,7 @@ def _score(predictions: Sequence[str], references: Sequence[str]) -> list[dict[s
 
 
 def _warn_of_other_letters(references: Sequence[str]) -> None:
-    """Warn where the words of references are nothing that rouge-score counts."""
+    """Warn about references without words that rouge-score counts."""
     others = [text for text in references if any(map(str.isalpha, text)) and not re.search('[a-z]', text.lower())]
     if others:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Fastformer that writes a text from a text: an encoder, a decoder and a head over the vocabulary (Fastformer Table 6).
+"""Fastformer for text generation: an encoder, a decoder and a head over the vocabulary (Fastformer Table 6).
 
 `generate` is that of transformers: greedy, beams, sampling.
 """
@@ -46,7 +46,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
     _no_split_modules = ['FastformerLayer', 'BaselineLayer', 'FastformerDecoderLayer']  # noqa: RUF012
     # What a classifier and a `FastformerModel` have after their encoder.
     _keys_to_ignore_on_load_unexpected = [r'^(model\.)?pooling\.', r'^classifier\.']  # noqa: RUF012
-    # What is kept of the tokens cannot forget the last ones: `generate` refuses an assistant.
+    # The state cannot drop its last tokens, so `generate` supports no assistant model.
     _is_stateful = True
     # `Trainer` then divides by the labels of a whole update, however many batches it has.
     accepts_loss_kwargs = True
@@ -87,15 +87,15 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
         return loaded
 
     def get_input_embeddings(self) -> nn.Module:
-        """The token embeddings of encoder and decoder."""
+        """Return the token embeddings of encoder and decoder."""
         return self.encoder.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace them."""
+        """Replace the token embeddings."""
         self.encoder.set_input_embeddings(value)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """The labels (B, N) one place to the right, behind the start token; what has no loss becomes padding.
+        """Shift the labels (B, N) to the right, after the start token; labels without a loss become padding.
 
         Raises:
             ValueError: the config has no start token, or no padding token.
@@ -171,7 +171,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
         )
 
     def _embed_target(self, ids: Tensor | None, embeds: Tensor | None, labels: Tensor | None) -> Tensor:
-        """Embeddings (B, N, embedding_size) of the target."""
+        """Return the embeddings (B, N, embedding_size) of the target."""
         if ids is not None and embeds is not None:
             raise ValueError('expected decoder_input_ids or decoder_inputs_embeds, got both')
         if embeds is not None:
@@ -194,14 +194,14 @@ def _holds_source(past_key_values: Cache | None) -> bool:
 
 
 def _loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """Cross-entropy of the tokens with a label, in float32 at least."""
+    """Compute the cross-entropy of the tokens with a label, in at least float32."""
     logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     count = torch.tensor(num_items_in_batch) if isinstance(num_items_in_batch, int) else num_items_in_batch
     return fixed_cross_entropy(logits, labels.flatten().to(logits.device), count, IGNORED)
 
 
 def _as_cache(past: Any) -> FastformerCache:
-    """The cache to add to: a new one where there is none, or an empty one of another kind, as `generate` makes it.
+    """Return the cache to update: a new one if there is none, or only an empty one of another type, from `generate`.
 
     Raises:
         ValueError: a cache of another kind that holds something, or one of a fixed length.

@@ -18,16 +18,16 @@ from transformers import (
 def load_summarizer(
     folder: str | Path, device: str | torch.device = 'cpu'
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A saved model that summarises, and its tokenizer.
+    """Load a model that summarises, and its tokenizer.
 
     Raises:
-        ValueError: the folder holds no model with an encoder and a decoder.
+        ValueError: the folder has no model with an encoder and a decoder.
     """
     folder = Path(folder)
     if not (folder / 'config.json').is_file():
         raise ValueError(f'expected a folder with a saved model, got {folder}, which has no config.json')
     config = AutoConfig.from_pretrained(folder)
-    # Transformers would give a model of another task new weights, and say so in many lines.
+    # transformers would initialise a model of another task at random, with a long warning.
     known: Any = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.get(type(config), None)
     saved = (config.architectures or ['none'])[0]
     if known is None or saved != known.__name__:
@@ -65,7 +65,7 @@ def summarize(
         raise ValueError(f'batch_size must be at least 1, got {batch_size}')
     _check_lengths(model, options)
     was_training = model.training
-    # transformers types the models that generate apart from all others.
+    # transformers has a separate type for models that generate.
     generate: Any = model.generate
     model.eval()
     summaries: list[str] = []
@@ -79,7 +79,7 @@ def summarize(
 
 
 def decode(sequences: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Texts of generated tokens, (B, T), without special tokens and space around them."""
+    """Decode generated tokens (B, T) to stripped texts without special tokens."""
     return [text.strip() for text in tokenizer.batch_decode(sequences, skip_special_tokens=True)]
 
 

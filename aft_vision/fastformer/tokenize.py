@@ -38,7 +38,7 @@ class TextTokenizer(PreTrainedTokenizerFast):
         return super()._convert_encoding(found, *args, **kwargs)
 
     def _encode_unknown(self, length: int) -> Encoding:
-        """One unknown token, padded to this length, or to the multiple that is asked for where the length is 0."""
+        """Encode one unknown token, padded to this length, or, if the length is 0, to the requested multiple."""
         # A template's tokens stand at (0, 0) of the text, of which they are no part.
         template = processors.TemplateProcessing(
             single=self.unk_token, special_tokens=[(self.unk_token, self.unk_token_id)]
@@ -174,7 +174,7 @@ def _make_backend(method: str, lowercase: bool) -> Tokenizer:
 
 
 def wordpunct_pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    r"""NLTK's wordpunct_tokenize, `\w+|[^\w\s]+`, in Rust, equal on every assigned character.
+    r"""Build NLTK's wordpunct_tokenize, `\w+|[^\w\s]+`, in Rust, equal on every assigned character.
 
     What Rust's engine calls a word character but NLTK's does not are six of Latin-1; the other way round, two joiners.
     """

@@ -4,15 +4,15 @@ python -m train.fastformer --config FILE [--eval] [section.key=value ...]
 torchrun --nproc-per-node 8 -m train.fastformer --config FILE [section.key=value ...]
 
 FILE is a YAML experiment such as configs/fastformer/imdb.yaml; `section.key=value` changes one value of it, for example
-`data.path=/data/imdb model.encoder_mixer=longformer run.seeds=[0,1,2]`. Nothing is fetched but by
-`data.kind=hub`, and by `cnn_dailymail` and `pubmed` where data.path names no file.
+`data.path=/data/imdb model.encoder_mixer=longformer run.seeds=[0,1,2]`. Data are downloaded only by `data.kind=hub`,
+and by `cnn_dailymail` and `pubmed` without data.path.
 
 Each of run.seeds is a run of its own on transformers' Trainer: the epoch that is best in validation is tested, once.
 The folder of the runs receives config.yaml (the resolved experiment), result.json (mean and standard deviation of all
 seeds) and, for each seed, seed_N with checkpoints, result.json and best/, a saved model with its tokenizer for the
-`from_pretrained` of transformers' Auto class. run.resume=auto goes on with runs that were interrupted.
+`from_pretrained` of transformers' Auto class. run.resume=auto continues interrupted runs.
 
---eval trains nothing: it prints the metrics of run.init_from, or of every seed's best/, on data.eval_split.
+--eval only evaluates: it prints the metrics of run.init_from, or of every seed's best/, on data.eval_split.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from train.arguments import parse_args
 
 EXAMPLE = 'configs/smoke/fastformer.yaml'
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
@@ -46,10 +46,10 @@ from train.fastformer.trainer import describe, describe_value
 from train.keys import format_keys, list_keys
 from train.run import find_run_dir
 
-# What may change where runs are resumed; of `run` all but RUN_KEYS may.
+# Keys that may change when runs are resumed; of `run` all except RUN_KEYS.
 FREE_DATA_KEYS = ('eval_batch_size', 'eval_split', 'num_workers')
 RUN_KEYS = ('init_from', 'amp', 'attention')
-# What decides which examples are trained on, in any task.
+# Keys that determine the training examples of any task.
 SPLIT_KEYS = (
     *('kind', 'hub_config', 'revision', 'drop_incomplete', 'drop_missing', 'max_texts', 'valid_path', 'test_path'),
     *('split_column', 'division', 'test_share', 'valid_share', 'split_seed'),
@@ -57,10 +57,10 @@ SPLIT_KEYS = (
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
-    """Train and print where the results are, or evaluate, as a command line says.
+    """Train or evaluate, as the command line says.
 
     Returns:
-        The summary of all seeds; None where nothing was trained.
+        The summary of all seeds; None after an evaluation.
 
     Raises:
         ValueError: the experiment, the data or the model to start from is not valid.
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
 
 
 def begin(run: TextRun) -> None:
-    """Make the folder of the runs, write the experiment into it, and print what is trained.
+    """Create the folder of the runs, write the experiment into it, and print the model.
 
     Raises:
         FileExistsError: it already holds runs, which are not to be resumed or overwritten.
@@ -128,12 +128,12 @@ def begin(run: TextRun) -> None:
 
 
 def described_model(config: TextConfig) -> str:
-    """The encoder's name, or the saved model that training starts from."""
+    """Return the encoder's name, or the saved model that training starts from."""
     return config.run.init_from or config.model.get('encoder_mixer') or 'fastformer'
 
 
 def check_files(config: TextConfig) -> None:
-    """Raise a ValueError unless the files that training begins with are there; what is read as data is not looked at.
+    """Raise a ValueError if a file that training starts from is missing; data files are not checked.
 
     A name that is no folder would be asked for on the hub, when the folder of the runs is already written.
     """
@@ -145,7 +145,7 @@ def check_files(config: TextConfig) -> None:
 
 
 def check_same(before: TextConfig, now: TextConfig, source: Path) -> None:
-    """Raise a ValueError unless two experiments give the same runs, apart from where their files are."""
+    """Raise a ValueError unless two experiments give the same runs, except for paths."""
     if before.task != now.task:
         raise ValueError(f'expected the task {before.task} as in {source}, which is to be resumed, got {now.task}')
     old, new = dataclasses.asdict(before), dataclasses.asdict(now)
@@ -161,7 +161,7 @@ def check_same(before: TextConfig, now: TextConfig, source: Path) -> None:
 
 
 def check_same_split(before: TextConfig, now: TextConfig, source: Path) -> None:
-    """Raise a ValueError if data are divided otherwise than for training, so that texts of training may be tested."""
+    """Raise a ValueError if the data are split differently than in training, which could evaluate training texts."""
     for key in SPLIT_KEYS:
         was, found = getattr(before.data, key, None), getattr(now.data, key, None)
         if differ(key, was, found):
@@ -179,7 +179,7 @@ def differ(key: str, was: Any, found: Any) -> bool:
 
 
 def evaluate(run: TextRun) -> dict[str, dict[str, float]]:
-    """The figures of `run.init_from`, or of every seed's best model, on `data.eval_split`.
+    """Evaluate `run.init_from`, or every seed's best model, on `data.eval_split`.
 
     Raises:
         ValueError: there is no such model, it is not one for this experiment, or it was trained with other splits.
@@ -198,7 +198,7 @@ def evaluate(run: TextRun) -> dict[str, dict[str, float]]:
 
 
 def finish(run: TextRun, summary: dict[str, Any]) -> None:
-    """Write the summary of the seeds, and print it and what is where."""
+    """Write and print the summary of the seeds, and list the files."""
     model = run.config.model if run.config.run.init_from is None else {'init_from': run.config.run.init_from}
     (run.folder / RESULT).write_text(json.dumps({**summary, 'model': model}, indent=2) + '\n')
     for metric in (name for name in run.metrics if f'test_{name}' in summary):

@@ -1,4 +1,4 @@
-"""The task of giving each text its class (Fastformer Table 4)."""
+"""Text classification (Fastformer Table 4)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -120,11 +120,11 @@ class ClassificationRun(TextRun):
 
     @property
     def class_names(self) -> list[str]:
-        """The classes in the order of their numbers."""
+        """Return the classes in the order of their numbers."""
         return self.splits['train'].features['label'].names
 
     def new_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-        """A model with its first weights, and GloVe's embeddings where the experiment names them."""
+        """Create a model with initial weights, and GloVe's embeddings if configured."""
         data = self.config.data
         config = text_model_config(
             self.config.model,
@@ -133,7 +133,7 @@ class ClassificationRun(TextRun):
             pad_token_id=tokenizer.pad_token_id,
             **label_maps(self.splits['train']),
         )
-        # Which form of full attention the baseline Transformer has.
+        # The implementation of full attention in the baseline Transformer.
         attention = self.config.run.attention
         return FastformerForSequenceClassification._from_config(config, attn_implementation=attention)
 
@@ -154,7 +154,7 @@ class ClassificationRun(TextRun):
 
 
 def classification_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Accuracy, and the mean of the classes' F scores, in [0, 1].
+    """Compute accuracy and macro-F, the mean F score of the classes, in [0, 1].
 
     The mean is over the classes that the texts have, whatever is predicted: a class that none has, as a part may lack
     a rare one, counts where it is wrongly predicted, by the recall of others, and not as another score of 0.
@@ -168,7 +168,7 @@ def classification_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def read_splits(data: ClassificationData) -> DatasetDict:
-    """The parts `train`, `validation` and `test`, with columns `text` and `label`.
+    """Read the parts `train`, `validation` and `test`, with columns `text` and `label`.
 
     Raises:
         ValueError: a file is not there, damaged or of another layout; a validation or test part that comes with the
@@ -194,7 +194,7 @@ def read_splits(data: ClassificationData) -> DatasetDict:
 
 
 def own_parts(data: ClassificationData) -> dict[str, tuple[str, dict[str, str]]]:
-    """The parts that texts of training are not drawn for: where they are, and what their reader takes."""
+    """Return the parts with their own data: their path, and the options of their reader."""
     if data.kind == 'acl_imdb':
         return {'test': (data.test_path or data.path, {'split': 'test'})}
     if data.kind != 'hub':
@@ -204,7 +204,7 @@ def own_parts(data: ClassificationData) -> dict[str, tuple[str, dict[str, str]]]
 
 
 def read_texts(data: ClassificationData, path: str, **options: Any) -> Dataset:
-    """One file, folder or data set as `data` says."""
+    """Read one file, folder or data set with the options of `data`."""
     chosen = {'text': data.text_columns, 'label': data.label_column, 'docs': data.bodies, 'config': data.hub_config}
     options |= {name: value for name, value in chosen.items() if value is not None}
     if data.revision is not None:

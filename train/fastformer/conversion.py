@@ -1,4 +1,4 @@
-"""The task of predicting whether a user acts upon an ad (Fastformer Table 8)."""
+"""Prediction of conversions: whether a user acts on an ad (Fastformer Table 8)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,9 +30,9 @@ READERS: dict[str, Any] = {
     'movielens': read_ratings,
     'alimama': read_alimama,
 }
-# Requests in memory at once while their texts are looked for.
+# Requests in memory at once while collecting their texts.
 BATCH = 10_000
-# Where `data.division` is not said.
+# Defaults of `data.division`.
 DEFAULT_DIVISION = {'json': 'random', 'mind': 'last', 'movielens': 'last', 'alimama': 'user'}
 RESERVED = RESERVED_KEYS | {
     'max_behaviors': 'data.max_behaviors says how many there are',
@@ -111,7 +111,7 @@ class ConversionRun(TextRun):
         return {name: len(split) for name, split in self.splits.items()}
 
     def texts(self) -> Sequence[str]:
-        """Every different text of the training requests, ads and behaviours, once."""
+        """Return every distinct text of the training requests, ads and behaviours."""
         texts = self.table.texts
         is_used = np.zeros(len(texts), dtype=bool)
         train = self.splits['train'].select_columns(['ad', 'behaviors']).with_format('numpy')
@@ -134,7 +134,7 @@ class ConversionRun(TextRun):
             max_behaviors=data.max_behaviors,
             behavior_types=self.table.types,
         )
-        # Which form of full attention the baseline Transformer has.
+        # The implementation of full attention in the baseline Transformer.
         return FastformerForConversion._from_config(config, attn_implementation=self.config.run.attention)
 
     def new_trainer(self, **options: Any) -> Trainer:
@@ -159,12 +159,12 @@ class ConversionRun(TextRun):
 
 
 def conversion_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Pooled AUC and log loss."""
+    """Compute pooled AUC and log loss."""
     return pooled_metrics(prediction.predictions, prediction.label_ids)
 
 
 def read_splits(data: ConversionData, table: BehaviorTable) -> DatasetDict:
-    """The parts `train`, `validation` and `test`.
+    """Read the parts `train`, `validation` and `test`.
 
     Raises:
         ValueError: a file is not there, damaged or of another layout, or a part has requests of one label alone.

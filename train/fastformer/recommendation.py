@@ -1,4 +1,4 @@
-"""The task of ranking news, or films, for a user by what was clicked before (Fastformer Table 5)."""
+"""Recommendation: ranking of news, or films, for a user by earlier clicks (Fastformer Table 5)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,9 +42,9 @@ class RecommendationConfig(TextConfig):
 
 
 class ClickOrder(Sampler):
-    """The numbers of samples at random, those of epoch e behind the ones of the epochs before it.
+    """Random sample numbers, offset by the samples of earlier epochs.
 
-    So a number says which negatives `ClickSamples` draws, and what is resumed is the same.
+    A number determines the negatives of `ClickSamples`, so a resumed run is the same.
     """
 
     def __init__(self, samples: int, seed: int) -> None:
@@ -58,7 +58,7 @@ class ClickOrder(Sampler):
         return self.samples
 
     def __iter__(self) -> Iterator[int]:
-        # Both numbers, not their sum, which the next seed has an epoch earlier.
+        # Both numbers, not their sum, which would repeat for the next seed.
         order = np.random.default_rng((self.seed, self.epoch)).permutation(self.samples)
         return iter((order + self.epoch * self.samples).tolist())
 
@@ -74,7 +74,7 @@ class RecommendationTrainer(Trainer):
         return ClickOrder(len(samples), self.args.seed)
 
     def scores(self, behaviors: Behaviors) -> np.ndarray:
-        """Scores (n,) of the candidates; each process ranks its share of the impressions, and all have the result."""
+        """Score the candidates (n,); each process ranks its share of the impressions, and all get the result."""
         rows = np.arange(self.args.process_index, len(behaviors), self.args.world_size)
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         batch_size = self.args.per_device_eval_batch_size
@@ -133,14 +133,14 @@ class RecommendationRun(TextRun):
         return self.splits[split]
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of `run.init_from` or of `model.text_model`, or one of the training texts."""
+        """Return the tokenizer of `run.init_from` or of `model.text_model`, or train one."""
         text_model = self.config.model.get('text_model')
         if self.config.run.init_from is not None or text_model is None:
             return super().make_tokenizer()
         return AutoTokenizer.from_pretrained(text_model, model_max_length=self.config.data.max_length)
 
     def new_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-        """A model with its first weights, and GloVe's embeddings where the experiment names them."""
+        """Create a model with initial weights, and GloVe's embeddings if configured."""
         data, fields = self.config.data, dict(self.config.model)
         text_model = fields.pop('text_model', None)
         text_config = None if text_model is None else AutoConfig.from_pretrained(text_model)
@@ -154,7 +154,7 @@ class RecommendationRun(TextRun):
             max_behaviors=data.max_behaviors,
             text_config=text_config,
         )
-        # Which form of full attention the baseline Transformer has.
+        # The implementation of full attention in the baseline Transformer.
         attention = self.config.run.attention
         model = FastformerForNewsRecommendation._from_config(config, attn_implementation=attention)
         if text_model is not None:
@@ -177,7 +177,7 @@ class RecommendationRun(TextRun):
         super().check_loaded(model, source)
 
     def stated_model(self) -> dict[str, Any]:
-        # Where the first weights came from is no field of the model.
+        # The source of the initial weights is not a field of the model.
         return {key: value for key, value in super().stated_model().items() if key != 'text_model'}
 
     def check_as_stated(self, model: PreTrainedModel, source: str | Path) -> None:
@@ -190,7 +190,7 @@ class RecommendationRun(TextRun):
             )
 
     def test(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, split: str, folder: Path) -> dict[str, float]:
-        """Measure a trainer's model on a split, as far as that has labels, and write how it ranks the candidates.
+        """Evaluate a trainer's model on a split if it has labels, and write its ranks of the candidates.
 
         Args:
             folder: Receives `prediction_SPLIT.zip`.
@@ -198,13 +198,13 @@ class RecommendationRun(TextRun):
         return self.write(self.scores_of(trainer, split), split, folder)
 
     def scores_of(self, trainer: Trainer, split: str) -> np.ndarray:
-        """Scores (n,) of the candidates of a split."""
+        """Score the candidates (n,) of a split."""
         if not isinstance(trainer, RecommendationTrainer):
             raise TypeError(f'expected a RecommendationTrainer, got a {type(trainer).__name__}')
         return trainer.scores(self.splits[split])
 
     def write(self, scores: np.ndarray, split: str, folder: Path) -> dict[str, float]:
-        """Write the ranks of a split's candidates in the leaderboard's format, and give the metrics of the scores."""
+        """Write the ranks of a split's candidates in the leaderboard's format, and return the metrics."""
         behaviors = self.splits[split]
         if PartialState().is_main_process:
             path = folder / PREDICTION.format(split=split)
@@ -212,7 +212,7 @@ class RecommendationRun(TextRun):
         return {} if behaviors.labels is None else measure(scores, behaviors)
 
     def evaluate_all(self, sources: Sequence[Path], split: str) -> dict[str, dict[str, float]]:
-        """The figures of saved models, and of all together where `data.ensemble` says so; writes how they rank."""
+        """Evaluate saved models, with `data.ensemble` also their ensemble, and write their ranks."""
         found, scores = {}, []
         for source in sources:
             trainer = self.load_trainer(source)
@@ -227,7 +227,7 @@ class RecommendationRun(TextRun):
 
 
 def measure(scores: np.ndarray, behaviors: Behaviors) -> dict[str, float]:
-    """The metrics, and the mean loss of a click among all candidates of its impression that were not clicked.
+    """Compute the metrics, and the mean loss of a click among the unclicked candidates of its impression.
 
     Raises:
         ValueError: the impressions have no labels.

@@ -1,4 +1,4 @@
-"""The data of the task of recommending: which impressions there are for training, validation and test."""
+"""Data of the recommendation task: impressions for training, validation and test."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -54,7 +54,7 @@ class RecommendationData(TextData):
 
 
 def read_parts(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
-    """All news, and the impressions for `train`, `validation` and `test`.
+    """Read all news, and the impressions for `train`, `validation` and `test`.
 
     Raises:
         ValueError: a file is not there, damaged or of another layout.

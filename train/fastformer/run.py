@@ -1,4 +1,4 @@
-"""The runs of an experiment on transformers' Trainer, a seed each, and what the seeds give together."""
+"""The runs of an experiment with transformers' Trainer, one per seed, and their summary."""
 
 import json
 import statistics
@@ -34,15 +34,15 @@ CONFIG, RESULT = 'config.yaml', 'result.json'
 
 @dataclass(frozen=True)
 class TextRun(ABC):
-    """An experiment with the data that it is for; every seed is a run of its own. A subclass is a task.
+    """An experiment with its data; every seed is a separate run. A subclass is a task.
 
     Attributes:
         folder: Receives a folder `seed_N` for each seed.
         quiet: No progress bars.
         schema: The dataclass of the task's experiments.
-        metrics: What is measured, in [0, 1] or a loss in nats, without the prefix `eval_` that Trainer gives it.
+        metrics: Names of the metrics, in [0, 1] or a loss in nats, without Trainer's prefix `eval_`.
         auto_model: The class of transformers that loads a saved model of the task.
-        limits: Which fields of a saved model's configuration limit which keys of `data`.
+        limits: Fields of a saved model's configuration that limit keys of `data`.
     """
 
     config: Any
@@ -56,18 +56,18 @@ class TextRun(ABC):
 
     @property
     def best_metric(self) -> str:
-        """Name what chooses the epoch that is tested: a metric of validation, or `loss`; here the first."""
+        """Return the metric that selects the tested epoch: a validation metric or `loss`; here the first."""
         return self.validation_metrics[0]
 
     @property
     def validation_metrics(self) -> tuple[str, ...]:
-        """Which of `metrics`, and `loss`, are measured each epoch; here all metrics."""
+        """Return which of `metrics` and `loss` are computed each epoch; here all metrics."""
         return self.metrics
 
     @classmethod
     @abstractmethod
     def read(cls, config: Any, folder: Path, quiet: bool = True) -> Self:
-        """The run of an experiment, with its data read.
+        """Build the run of an experiment and read its data.
 
         Raises:
             ValueError: a file is not there, damaged or of another layout.
@@ -79,40 +79,39 @@ class TextRun(ABC):
 
     @abstractmethod
     def texts(self) -> Sequence[str]:
-        """The training texts, which the vocabulary is of."""
+        """Return the training texts, for the vocabulary."""
 
     @abstractmethod
     def examples(self, split: str, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-        """A split as Trainer takes it, with a column `input_ids`."""
+        """Return a split for Trainer, with a column `input_ids`."""
 
     @abstractmethod
     def new_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-        """A model with its first weights."""
+        """Create a model with initial weights."""
 
     @abstractmethod
     def new_trainer(self, **options: Any) -> Trainer:
-        """The Trainer of the task, given what is the same for all tasks."""
+        """Create the Trainer of the task from the options common to all tasks."""
 
     def check_loaded(self, model: PreTrainedModel, source: str | Path) -> None:
-        """Raise a ValueError if a saved model is not one for this experiment; here if it takes shorter texts."""
+        """Raise a ValueError if a saved model does not fit this experiment; here if its texts are shorter."""
         for name, key in self.limits.items():
             length, longest = getattr(self.config.data, key), getattr(model.config, name, None)
             if longest is not None and longest < length:
                 raise ValueError(f'expected data.{key} of at most {longest}, as {source} takes, got {length}')
 
     def summarize_data(self) -> dict[str, Any]:
-        """Return what the result of a seed says of the data."""
+        """Return the entries about the data in the result of a seed."""
         return {'texts': self.counts()}
 
     def seed_dir(self, seed: int) -> Path:
-        """The folder of one seed."""
+        """Return the folder of one seed."""
         return self.folder / f'seed_{seed}'
 
     def train(self, seed: int) -> dict[str, Any]:
-        """Train with one seed, test the best epoch once, and give and write the result.
+        """Train with one seed, test the best epoch once, and write and return the result.
 
-        A seed whose result is there is not run again; an interrupted one goes on from its last checkpoint where
-        `run.resume` says so.
+        A seed with a result is not run again; with `run.resume` an interrupted one continues from its last checkpoint.
         """
         folder, run = self.seed_dir(seed), self.config.run
         if run.resume and (folder / RESULT).is_file():
@@ -128,7 +127,7 @@ class TextRun(ABC):
             found, drawn = self._coverage['found'], self._coverage['drawn']
             print(f'seed {seed}: GloVe has {found} of the {found + drawn} words of the vocabulary', flush=True)
         reset_peak_memory(arguments.device)
-        # The moment that torch's generators are set again: dropout depends on the seed, not on the vocabulary's size.
+        # Seed torch's generators again here, so that dropout depends on the seed and not on the size of the vocabulary.
         set_seed(seed)
         with catch_signals() as received:
             trainer.add_callback(StopAfterSignal(received, self.folder / CONFIG))
@@ -154,37 +153,37 @@ class TextRun(ABC):
         return self.test(trainer, trainer.processing_class, split, self.output_dir(source))
 
     def evaluate_all(self, sources: Sequence[Path], split: str) -> dict[str, dict[str, float]]:
-        """`evaluate` several saved models, by their names; a task may add what they give together."""
+        """Evaluate several saved models by name; a task may add their ensemble."""
         return {str(source): self.evaluate(source, split) for source in sources}
 
     def output_dir(self, source: str | Path) -> Path:
-        """Where the predictions of a saved model go: beside it, where it is of these runs, else in their folder."""
+        """Return the folder for predictions of a saved model: next to a model of these runs, else the runs' folder."""
         if self.config.run.init_from is None:
             return Path(source).parent
         self.folder.mkdir(parents=True, exist_ok=True)
         return self.folder
 
     def load_trainer(self, source: str | Path) -> Any:
-        """The Trainer of a saved model, to evaluate it; it has no examples of its own."""
+        """Create the Trainer of a saved model for evaluation, without examples."""
         arguments = self.arguments(self.folder, self.config.run.seeds[0])
         arguments.eval_strategy = IntervalStrategy.NO
         tokenizer = AutoTokenizer.from_pretrained(source)
         return self.make_trainer(self.load_model(source), tokenizer, arguments, (None, None))
 
     def test(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, split: str, folder: Path) -> dict[str, float]:
-        """Measure a trainer's model on a split.
+        """Evaluate a trainer's model on a split.
 
         Args:
-            folder: Where a task may write what the model predicts.
+            folder: Folder for the predictions of the model.
 
         Returns:
-            `metrics` by their names; those that cannot be measured are left out.
+            `metrics` by name, without those that cannot be computed.
         """
         tested = trainer.evaluate(self.examples(split, tokenizer), metric_key_prefix='test')
         return {name.removeprefix('test_'): value for name, value in tested.items()}
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of `run.init_from`, or one of the training texts."""
+        """Return the tokenizer of `run.init_from`, or train one."""
         run, data = self.config.run, self.config.data
         if run.init_from is not None:
             return AutoTokenizer.from_pretrained(run.init_from)
@@ -198,10 +197,10 @@ class TextRun(ABC):
         )
 
     def make_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-        """The model of `run.init_from`, or a new one.
+        """Return the model of `run.init_from`, or a new one.
 
         Raises:
-            ValueError: the experiment says otherwise of a model that is there already.
+            ValueError: the experiment contradicts the saved model.
         """
         source = self.config.run.init_from
         if source is None:
@@ -213,7 +212,7 @@ class TextRun(ABC):
         return model
 
     def fill_embeddings(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-        """Give a new model the vectors of `data.glove`, where the experiment names a file.
+        """Fill the embedding of a new model with the vectors of `data.glove`, if set.
 
         Raises:
             ValueError: it has no word of the vocabulary, is damaged or of another width.
@@ -228,18 +227,18 @@ class TextRun(ABC):
 
     @cached_property
     def _coverage(self) -> dict[str, int]:
-        """Rows of the embedding that are from GloVe, drawn, or of padding; the same for all seeds."""
+        """Return the number of embedding rows that are from GloVe, drawn, or padding; the same for all seeds."""
         return {}
 
     def load_model(self, source: str | Path) -> PreTrainedModel:
-        """Load a saved model that is one for this experiment, after a check of its bytes."""
+        """Load a saved model for this experiment, and check its bytes."""
         check_checksums(source)
         model = self.auto_model.from_pretrained(source, attn_implementation=self.config.run.attention)
         self.check_loaded(model, source)
         return model
 
     def check_as_stated(self, model: PreTrainedModel, source: str | Path) -> None:
-        """Raise a ValueError if the experiment states what the model of `run.init_from` is not."""
+        """Raise a ValueError if the experiment contradicts the model of `run.init_from`."""
         glove = self.config.data.glove
         if glove is not None:
             raise ValueError(f'expected data.glove=null, as run.init_from ({source}) has embeddings, got {glove!r}')
@@ -252,11 +251,11 @@ class TextRun(ABC):
                 )
 
     def stated_model(self) -> dict[str, Any]:
-        """The fields of the model's configuration that the experiment states."""
+        """Return the fields of the model's configuration that the experiment sets."""
         return stated_model(self.config.model)
 
     def arguments(self, folder: Path, seed: int) -> TrainingArguments:
-        """The experiment in the words of transformers' Trainer."""
+        """Convert the experiment to arguments of transformers' Trainer."""
         return training_arguments(self.config, folder, seed, self.best_metric, self.quiet)
 
     def make_trainer(
@@ -266,10 +265,10 @@ class TextRun(ABC):
         arguments: TrainingArguments,
         splits: Sequence[str | None] = ('train', 'validation'),
     ) -> Trainer:
-        """The Trainer of a model.
+        """Create the Trainer of a model.
 
         Args:
-            splits: What it trains on and measures each epoch; None for nothing.
+            splits: Data for training and for the evaluation of each epoch; None for none.
         """
         train, validation = (None if split is None else self.examples(split, tokenizer) for split in splits)
         trainer = self.new_trainer(
@@ -309,7 +308,7 @@ class TextRun(ABC):
         }
 
     def summarize_seeds(self, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Mean and standard deviation (of a sample, n - 1) of what the seeds gave; no deviation of a single one."""
+        """Return mean and standard deviation (n - 1) over the seeds; no deviation for a single seed."""
         measured = [f'test_{metric}' for metric in self.metrics]
         measured += [f'validation_{metric}' for metric in self.validation_metrics]
         names = [name for name in measured if all(name in result for result in results)]

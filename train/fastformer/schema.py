@@ -1,4 +1,4 @@
-"""The sections and keys that the experiments of all tasks share; each task adds keys to `data`."""
+"""The sections and keys shared by the experiments of all tasks; each task adds keys to `data`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
@@ -25,21 +25,22 @@ RESERVED_KEYS = {
 
 @dataclass(frozen=True)
 class TextData:
-    """Which examples there are, what becomes of their texts, and how they are batched; a task adds what it has more.
+    """The examples, the processing of their texts, and their batches; a task adds keys.
 
     Attributes:
-        kind: What `path` is; each task says which kinds it reads.
+        kind: Kind of the data at `path`; each task supports some kinds.
         path: A file or folder, or the name of a data set on the hub.
-        test_share, valid_share: Of the examples, where the data have no such part of their own.
-        split_seed: Of the random parts, and of what else is drawn of the data; the same for all `run.seeds`.
+        test_share, valid_share: Shares of the examples, if the data have no such part.
+        split_seed: Seed of the random parts and of other draws from the data; the same for all `run.seeds`.
         tokenizer: `nltk` or `wordpunct` words, or byte pairs.
-        vocab_size: Words at most, with the special ones.
-        min_frequency: Fewest times that a word occurs in the training texts.
+        vocab_size: Maximal size of the vocabulary, including special tokens.
+        min_frequency: Minimal count of a word in the training texts.
         lowercase: Whether case is ignored.
-        max_length: Tokens of a text, the rest of which is cut off.
-        glove: GloVe vectors for the words, as wide as the embedding; None for random ones.
+        max_length: Tokens of a text; longer texts are truncated.
+        glove: GloVe vectors for the words, of the width of the embedding; None for random ones.
         batch_size: Examples per optimizer step, over all processes and parts of `optim.accumulate`.
-        eval_batch_size: Examples per batch of the evaluation; None means those that the model sees at once in training.
+        eval_batch_size: Examples per batch of the evaluation; None means as many as the model processes at once in
+            training.
         eval_split: Examples that --eval evaluates.
         num_workers: Loading processes; 0 loads in the training process.
     """
@@ -73,8 +74,8 @@ class TextOptimizer:
     Attributes:
         name: An optimizer of transformers; `adamw_torch` without weight decay is Adam.
         lr: Peak learning rate.
-        weight_decay: Of all parameters but biases and those of normalisation.
-        beta1, beta2, eps: Of Adam and its kin.
+        weight_decay: Weight decay of all parameters except biases and those of normalisation.
+        beta1, beta2, eps: Parameters of Adam and similar optimizers.
         accumulate: Parts that each process splits its share of a batch into.
         clip_grad: Largest gradient norm; None for no clipping.
     """
@@ -99,8 +100,8 @@ class TextSchedule:
     Attributes:
         epochs: Passes over the training texts.
         kind: The rate after the warm-up: the same, or falling to 0 at the last update.
-        warmup_updates: Updates in which it rises from 0 to its peak.
-        max_updates: Updates of the whole run in place of `epochs`; None for those.
+        warmup_updates: Updates in which the rate rises from 0 to its peak.
+        max_updates: Updates of the whole run instead of `epochs`; None uses `epochs`.
     """
 
     epochs: int = within('[1, inf)', 3, 'epochs')
@@ -122,21 +123,21 @@ class TextRunConfig:
     Attributes:
         dir: Folder of the runs; None means `runs/fastformer/` and the name of the config file.
         overwrite: Allow a folder that already holds runs, which are removed.
-        resume: `auto` leaves seeds that are finished, goes on with an interrupted one from its last checkpoint, and
-            begins the others. None begins all.
-        seeds: One run for each: of the weights, the order of the texts and the dropout.
-        keep: Checkpoints that are kept: the latest and, of two or more, the best; 1 keeps both where they differ.
-        save_updates: Updates between checkpoints within an epoch; None saves after each epoch alone.
+        resume: `auto` keeps finished seeds, continues an interrupted one from its last checkpoint, and starts the
+            others. None starts all.
+        seeds: Seeds of the weights, the order of the texts and dropout; one run for each.
+        keep: Number of checkpoints to keep: the latest and, with two or more, the best; 1 keeps both if they differ.
+        save_updates: Updates between checkpoints within an epoch; None saves only after each epoch.
         log_updates: Updates between lines of the training loss.
-        init_from: A folder with a saved model and its tokenizer: where training starts, and what --eval evaluates.
-            What the `model` section states must be so, and `data.glove` null; the tokenizer is the saved one, whatever
-            `data` says of it.
-        device: `auto` takes an accelerator when there is one.
+        init_from: A folder with a saved model and its tokenizer, to start training from or for --eval. The `model`
+            section must agree with it, and `data.glove` must be null; the saved tokenizer is used, whatever `data`
+            sets.
+        device: `auto` uses an accelerator if available.
         cpu_threads: Threads of the model on a CPU; None leaves torch's choice, one per core.
-        attention: Of the Transformer, and of a language model that encodes texts: torch's fused attention, or one with
-            its weights in memory.
+        attention: Implementation in the Transformer, and in a language model that encodes texts: torch's fused
+            attention, or one that stores its weights.
         amp: Autocast to bfloat16, or to float16 with a scaled loss, or none.
-        grad_checkpointing: Compute the activations of each layer again in the backward pass, to save memory.
+        grad_checkpointing: Recompute the activations of each layer in the backward pass, to save memory.
         compile: Compile the model with torch.compile.
         tensorboard: Write TensorBoard's event files.
     """
@@ -251,7 +252,7 @@ def text_model_schema(kind: type[FastformerConfig] = FastformerConfig) -> type:
 
 
 def stated_model(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the `model` section on those of its preset of Table 9, if it names one."""
+    """Return the keys of the `model` section on top of its preset of Table 9, if any."""
     preset = model.get('preset')
     own = {key: value for key, value in model.items() if key != 'preset'}
     return {**({} if preset is None else PRESETS[preset].model), **own}
@@ -260,7 +261,7 @@ def stated_model(model: Mapping[str, Any]) -> dict[str, Any]:
 def text_model_config(
     model: Mapping[str, Any], max_length: int, kind: type[FastformerConfig] = FastformerConfig, **more: Any
 ) -> FastformerConfig:
-    """The FastformerConfig of the `model` section: its preset of Table 9, if it names one, changed by its other keys.
+    """Create the FastformerConfig of the `model` section: its preset of Table 9, if any, changed by its other keys.
 
     Args:
         max_length: Of a text, in tokens.

@@ -1,4 +1,4 @@
-"""Which texts and summaries an experiment has, and how summaries are generated."""
+"""Data of the summarisation task, and options of generation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,7 +100,7 @@ class Generation:
 
 
 def read_splits(data: SummarizationData) -> DatasetDict:
-    """The parts `train`, `validation` and `test`, with columns `text` and `summary`.
+    """Read the parts `train`, `validation` and `test`, with columns `text` and `summary`.
 
     Raises:
         ValueError: a file is not named, not there, damaged or of another layout.
@@ -119,7 +119,7 @@ def read_splits(data: SummarizationData) -> DatasetDict:
 
 
 def own_parts(data: SummarizationData) -> dict[str, tuple[str, dict[str, str]]]:
-    """The parts that texts of training are not drawn for: where they are, and what their reader takes."""
+    """Return the parts with their own data: their path, and the options of their reader."""
     if not data.has_splits:
         paths = {'validation': data.valid_path, 'test': data.test_path}
         return {split: (path, {}) for split, path in paths.items() if path is not None}
@@ -131,7 +131,7 @@ def own_parts(data: SummarizationData) -> dict[str, tuple[str, dict[str, str]]]:
 
 
 def read_texts(data: SummarizationData, path: str, **options: Any) -> Dataset:
-    """One file or part of a data set, as `data` says."""
+    """Read one file or part of a data set with the options of `data`."""
     options |= {'drop_incomplete': data.drop_incomplete, 'skip_lines': data.skip_lines}
     if data.kind in ('table', 'hub'):
         options |= {'text': list(data.text_columns), 'summary': data.summary_column}

@@ -1,4 +1,4 @@
-"""The task of summarising texts (Fastformer Table 6)."""
+"""Summarisation (Fastformer Table 6)."""
 
 import json
 from collections.abc import Sequence
@@ -103,7 +103,7 @@ class SummarizationRun(TextRun):
             eos_token_id=tokenizer.eos_token_id,
             decoder_start_token_id=tokenizer.bos_token_id,
         )
-        # Which form of full attention the baseline Transformer has.
+        # The implementation of full attention in the baseline Transformer.
         attention = self.config.run.attention
         return FastformerForConditionalGeneration._from_config(config, attn_implementation=attention)
 
@@ -159,7 +159,7 @@ class SummarizationRun(TextRun):
         return {'loss': output.metrics['test_loss'], **means}
 
     def lead_3(self, split: str) -> dict[str, float]:
-        """ROUGE of the first three sentences of each text."""
+        """Compute ROUGE of the first three sentences of each text."""
         if split not in self._leads:
             part = self.splits[split]
             self._leads[split] = rouge([lead(text) for text in part['text']], list(part['summary']))
@@ -176,7 +176,7 @@ class SummarizationRun(TextRun):
 def write_summaries(
     path: Path, references: Sequence[str], summaries: Sequence[str], scores: Sequence[dict[str, float]]
 ) -> None:
-    """Write JSON lines, one a text: its number, the reference, the summary and its ROUGE."""
+    """Write JSON lines, one per text: its number, the reference, the summary and its ROUGE."""
     lines = [
         json.dumps({'row': row, 'reference': reference, 'summary': summary, **score}, ensure_ascii=False)
         for row, (reference, summary, score) in enumerate(zip(references, summaries, scores, strict=True))

@@ -1,4 +1,4 @@
-"""The tasks that `task` names, and the experiment of a file with the keys of its task."""
+"""The tasks by name, and loading of their experiments."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ TASKS: dict[str, type[TextRun]] = {
 
 
 def load_text_config(path: str | Path, overrides: Sequence[str] = ()) -> TextConfig:
-    """Read, merge and check one experiment, as `train.config.load_config` does of images.
+    """Read, merge and check one experiment, as `train.config.load_config` does for images.
 
     Raises:
         ValueError: an unknown task or key, a value of the wrong type or range, or a file that cannot be read.

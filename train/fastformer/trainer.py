@@ -1,4 +1,4 @@
-"""transformers' Trainer as the tasks use it: its arguments, the order of texts, what it measures, its checkpoints."""
+"""transformers' Trainer for the tasks: arguments, order of texts, metrics and checkpoints."""
 
 import sys
 import time
@@ -24,7 +24,7 @@ from train.signals import stop_run
 
 # The weights of a checkpoint in one file, or the list of its files.
 WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-# Arguments of every run: an evaluation and a checkpoint an epoch, the best one at the end.
+# Arguments of every run: evaluation and checkpoint per epoch, and the best one at the end.
 EVERY_EPOCH: dict[str, Any] = dict(
     eval_strategy='epoch',
     save_strategy='epoch',
@@ -35,9 +35,9 @@ EVERY_EPOCH: dict[str, Any] = dict(
 
 
 class BucketSampler(LengthGroupedSampler):
-    """transformers' sampler of texts of about the same length, whose order depends on the seed and the epoch alone.
+    """transformers' sampler of texts of similar length, with an order that depends only on the seed and the epoch.
 
-    Theirs draws from torch's common generator, so that an epoch that is resumed half-way has another order.
+    transformers' sampler uses torch's global generator, so an epoch resumed half-way would have another order.
     """
 
     def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
@@ -46,12 +46,12 @@ class BucketSampler(LengthGroupedSampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of an epoch; Trainer calls this."""
+        """Set the epoch, which determines the order; called by Trainer."""
         self.generator.manual_seed(self.seed + epoch)
 
 
 class TextTrainer(Trainer):
-    """transformers' Trainer with batches of texts of about the same length that do not depend on interruptions."""
+    """transformers' Trainer with batches of texts of similar length that do not depend on interruptions."""
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
@@ -63,7 +63,7 @@ class TextTrainer(Trainer):
         return BucketSampler(batch_size, lengths, self.args.seed)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Say which weights a checkpoint lacks, but for those tied to weights that it has."""
+        """Warn about weights that a checkpoint lacks, except those tied to existing weights."""
         model: Any = self.model
         tied = model.all_tied_weights_keys
         missing = [key for key in load_result.missing_keys if key not in tied]
@@ -71,7 +71,7 @@ class TextTrainer(Trainer):
 
 
 class EpochMeter(TrainerCallback):
-    """Logs the seconds that the updates of each epoch took, evaluation apart, and the peak memory; prints evaluations.
+    """A callback that logs training time per epoch and peak memory, and prints evaluations.
 
     Args:
         save_updates: Updates between checkpoints within an epoch; None for none.
@@ -117,10 +117,10 @@ class EpochMeter(TrainerCallback):
 
 
 class StopAfterSignal(TrainerCallback):
-    """Saves and stops after the update, or the evaluation of the epoch, in which a signal came to any process.
+    """A callback that saves and stops after the update, or the evaluation, in which any process got a signal.
 
     Args:
-        received: Numbers of the signals that came to this process.
+        received: Numbers of the signals that this process received.
         config: The resolved experiment, in the folder of the runs.
     """
 
@@ -149,12 +149,12 @@ class StopAfterSignal(TrainerCallback):
 
 
 def describe(metrics: Mapping[str, float]) -> str:
-    """Metrics in percent, losses in nats."""
+    """Format metrics in percent and losses in nats."""
     return ', '.join(f'{name} {describe_value(name, value)}' for name, value in metrics.items())
 
 
 def describe_value(name: str, value: float, deviation: float | None = None) -> str:
-    """A metric in percent, a loss in nats, with its deviation where there is one."""
+    """Format a metric in percent or a loss in nats, with its standard deviation if there is one."""
     scale, digits, unit = (1, 4, 'nats') if name.endswith('loss') else (100, 2, '%')
     spread = '' if deviation is None else f' +- {scale * deviation:.{digits}f}'
     return f'{scale * value:.{digits}f}{spread} {unit}'
@@ -169,13 +169,13 @@ def training_arguments(
     kind: type[TrainingArguments] = TrainingArguments,
     **more: Any,
 ) -> TrainingArguments:
-    """The experiment in the words of transformers' Trainer.
+    """Convert the experiment to arguments of transformers' Trainer.
 
     Args:
         folder: Receives the checkpoints.
         best_metric: The metric that chooses the best epoch, or `loss`.
-        kind: A subclass of TrainingArguments for a Trainer of its own.
-        more: That subclass's arguments.
+        kind: A subclass of TrainingArguments, for another Trainer.
+        more: Further arguments of that subclass.
 
     Raises:
         ValueError: the batch cannot be shared out evenly, or one process has several GPUs.
@@ -220,9 +220,9 @@ def training_arguments(
 
 
 def _check_processes(arguments: TrainingArguments) -> None:
-    """Raise a ValueError unless there is a process for each GPU."""
+    """Raise a ValueError unless there is one process per GPU."""
     if arguments.n_gpu > 1:
-        # torch's DataParallel would give each GPU a whole batch, and divide what a batch shares among its examples.
+        # torch's DataParallel would give each GPU a whole batch, and split tensors that a batch shares.
         raise ValueError(
             f'expected a process for each GPU, got one for {arguments.n_gpu}: start with torchrun, or show it one '
             'GPU by CUDA_VISIBLE_DEVICES'
@@ -230,9 +230,9 @@ def _check_processes(arguments: TrainingArguments) -> None:
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """The newest whole checkpoint of transformers' Trainer in a folder, if there is one.
+    """Return the newest complete checkpoint of transformers' Trainer in a folder, or None.
 
-    A run that is killed while it writes a checkpoint leaves one without the state, which Trainer writes last.
+    A run that is killed while writing leaves a checkpoint without the state, which Trainer writes last.
     """
     whole = [path.parent for path in folder.glob(f'{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}')]
     whole = [path for path in whole if any((path / name).is_file() for name in WEIGHTS)]

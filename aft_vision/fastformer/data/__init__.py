@@ -18,7 +18,7 @@ from aft_vision.fastformer.data.summaries import (
 )
 from aft_vision.fastformer.data.table import from_dataset, label_maps, read_hub, read_table
 
-# Of texts with labels, by the name that an experiment gives a kind of data set: that of its function.
+# Readers of labelled texts by data.kind, the name of the function without `read_`.
 READERS = {
     'amazon': read_amazon,
     'jmars': read_jmars,

@@ -19,11 +19,11 @@ def tokenize_dataset(
 ) -> AnyDataset:
     """Replace the column `text` by `input_ids`; the other columns stay.
 
-    A text without a token becomes one unknown token, so that no row of a batch is padding alone.
+    A text without tokens becomes one unknown token, so that no row of a batch is only padding.
 
     Args:
-        max_length: Where texts are cut off, in tokens; None for nowhere.
-        num_proc: Processes to divide the work among, which pays with NLTK; None for this one.
+        max_length: Length to which texts are truncated, in tokens; None for no limit.
+        num_proc: Number of processes, useful with NLTK; None for this one.
     """
 
     def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -35,10 +35,10 @@ def tokenize_dataset(
 def token_ids(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
 ) -> list[list[int]]:
-    """The ids of the tokens of texts; a text without a token becomes one unknown token.
+    """Return the token ids of texts; a text without tokens becomes one unknown token.
 
     Args:
-        max_length: Where texts are cut off, in tokens; None for nowhere.
+        max_length: Length to which texts are truncated, in tokens; None for no limit.
     """
     if not texts:
         return []
@@ -49,10 +49,10 @@ def token_ids(
 
 
 def pad_rows(rows: Sequence[Sequence[int] | np.ndarray], fill: int, shortest: int = 0) -> np.ndarray:
-    """Rows of integers as one array (rows, longest) int64, filled at the end.
+    """Pad rows of integers at the end to one array (rows, longest) int64.
 
     Args:
-        shortest: Columns at least.
+        shortest: Minimal number of columns.
     """
     padded = np.full((len(rows), max([shortest, *map(len, rows)])), fill, dtype=np.int64)
     for number, row in enumerate(rows):

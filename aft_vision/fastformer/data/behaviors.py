@@ -1,7 +1,7 @@
 """Requests, each a user's earlier behaviours and the response to an ad: readers, parts, batches.
 
 A row of a data set is a request: `label` (0 or 1), `ad`, `behaviors`, `behavior_types`, `user` and `impression`. Texts
-and types are numbers of a `BehaviorTable`, because a text comes back in thousands of rows.
+and types are numbers of a `BehaviorTable`, because a text occurs in thousands of rows.
 """
 
 from array import array
@@ -48,10 +48,9 @@ class Request(NamedTuple):
     """An ad shown to a user.
 
     Args:
-        behaviors: Of the user before that, the oldest first.
-        user: Whose, for parts that have no user in common; empty where it is not known.
-        impression: A number that requests have in common whose ads were shown together, one after another; -1 for
-            none.
+        behaviors: Earlier behaviours of the user, the oldest first.
+        user: Name of the user, for parts without common users; '' if unknown.
+        impression: A number shared by consecutive requests whose ads were shown together; -1 for none.
     """
 
     label: int
@@ -71,22 +70,22 @@ class BehaviorTable:
 
     @property
     def texts(self) -> list[str]:
-        """Every text at its number."""
+        """Return the texts by number."""
         return list(self._texts)
 
     @property
     def types(self) -> list[str]:
-        """Every type of behaviour at its number."""
+        """Return the types of behaviours by number."""
         return list(self._types)
 
     def collect(self, requests: Iterable[Request], max_behaviors: int | None = None) -> Dataset:
-        """A data set of requests.
+        """Build a data set of requests.
 
         Args:
-            max_behaviors: The last so many of each request are kept, at least 1; None for all.
+            max_behaviors: Number of last behaviours to keep per request, at least 1; None for all.
 
         Raises:
-            ValueError: there is no request, or max_behaviors is below 1.
+            ValueError: there are no requests, or max_behaviors is below 1.
         """
         if max_behaviors is not None and max_behaviors < 1:
             raise ValueError(f'max_behaviors must be at least 1, or None, got {max_behaviors}')
@@ -100,7 +99,7 @@ class BehaviorTable:
         for label, ad, behaviors, user, impression in requests:
             labels.append(label)
             ads.append(self._texts.setdefault(ad, len(self._texts)))
-            # The ads of an impression have the very same behaviours.
+            # The ads of an impression have the same behaviours.
             if behaviors is not before:
                 kept = behaviors if max_behaviors is None else behaviors[-max_behaviors:]
                 numbers = [self._behaviors.get(behavior) or self._number(behavior) for behavior in kept]
@@ -112,7 +111,7 @@ class BehaviorTable:
             impressions.append(impression)
         if not users:
             raise ValueError('expected requests with an ad and a label, got none')
-        # Arrow's own arrays: `Dataset.from_dict` looks at every number in turn.
+        # Use Arrow's arrays: `Dataset.from_dict` checks every number in Python.
         offsets, behavior_texts, behavior_types = (pa.array(np.asarray(part)) for part in (ends, texts, types))
         lists = [pa.LargeListArray.from_arrays(offsets, part) for part in (behavior_texts, behavior_types)]
         columns = [np.asarray(labels, np.int64), np.asarray(ads), *lists, users, np.asarray(impressions)]
@@ -184,7 +183,7 @@ def check_labels(name: str, part: Dataset) -> None:
 
 
 class BehaviorCollator:
-    """Makes batches for `FastformerForConversion`: every text of a batch once, and behaviours padded at the end.
+    """A collator for `FastformerForConversion`, with every text of a batch once and behaviours padded at the end.
 
     Args:
         table: Of the data sets.
@@ -216,7 +215,7 @@ class BehaviorCollator:
             the numbers of ads and behaviours are rows of input_ids, and -1 is padding.
         """
         types = [[self.types[kind] for kind in row['behavior_types']] for row in rows]
-        # One place at least, so that every parameter has a gradient in every process.
+        # At least one position, so that every parameter has a gradient in every process.
         behaviors = torch.from_numpy(pad_rows([row['behaviors'] for row in rows], PADDING, 1))
         numbers = torch.cat([torch.tensor([[row['ad']] for row in rows]), behaviors], 1)
         texts, places = numbers.unique(return_inverse=True)
@@ -266,7 +265,7 @@ def _as_behaviors(place: str, values: Sequence[Any]) -> Iterator[Behavior]:
 
 
 def _ends(dataset: Dataset, fractions: Mapping[str, float]) -> list[int]:
-    """Where parts with these shares of the rows end, at the end of an impression."""
+    """Return the ends of parts with these shares of the rows, at the end of an impression."""
     impressions = np.asarray(dataset['impression'])
     is_within = np.append((impressions[1:] == impressions[:-1]) & (impressions[1:] >= 0), False)
     ends = []

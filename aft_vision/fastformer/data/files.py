@@ -1,4 +1,4 @@
-"""Lines and records of files, plain or compressed; whatever is damaged is named with its line and column.
+"""Lines and records of plain or compressed files; errors name line and column.
 
 Python's own csv and json read them: pandas fills short rows of a CSV silently and names no line of a damaged JSON file.
 """
@@ -131,7 +131,7 @@ def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
 
 
 def missing_columns(place: str, expected: Sequence[str], got: Sequence[str]) -> ValueError:
-    """The error for a row without a column."""
+    """Build the error for a row without a column."""
     found = ', '.join(got) or 'none'
     return ValueError(f'{place}: expected the columns {", ".join(expected):.200}, got {found:.200}')
 

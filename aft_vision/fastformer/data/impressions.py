@@ -1,6 +1,6 @@
 """Impressions: users with what they clicked, and candidates to rank; samples and batches of them for training.
 
-What a news is: a row of a list of texts. Here stand numbers of rows alone, which keeps millions of impressions small.
+A news item is a row of a list of texts. Impressions store only row numbers, which keeps millions of them small.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,20 +24,20 @@ class Ragged:
 
     @classmethod
     def from_sizes(cls, values: Any, sizes: Any) -> 'Ragged':
-        """Rows of the given lengths, which lie in values one after another."""
+        """Build rows of the given lengths from consecutive values."""
         starts = np.concatenate([[0], np.cumsum(np.asarray(sizes, dtype=np.int64))]).astype(np.int64)
         return cls(np.asarray(values, dtype=np.int32), starts)
 
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int] | np.ndarray]) -> 'Ragged':
-        """These rows."""
+        """Build an array of these rows."""
         arrays = [np.asarray(row, dtype=np.int32) for row in rows]
         values = np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32)
         return cls.from_sizes(values, [len(row) for row in arrays])
 
     @property
     def sizes(self) -> np.ndarray:
-        """The lengths of the rows."""
+        """Return the lengths of the rows."""
         return np.diff(self.starts)
 
     def __len__(self) -> int:
@@ -47,11 +47,11 @@ class Ragged:
         return self.values[self.starts[row] : self.starts[row + 1]]
 
     def select(self, rows: np.ndarray) -> 'Ragged':
-        """Some of the rows, in the order asked for."""
+        """Return selected rows in the given order."""
         return Ragged.from_sizes(self.values[self.places(rows)], self.sizes[rows])
 
     def places(self, rows: np.ndarray) -> np.ndarray:
-        """Where the values of some rows are, one row after another."""
+        """Return the positions of the values of selected rows, row by row."""
         sizes = self.sizes[rows]
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         return np.repeat(self.starts[:-1][rows], sizes) + within
@@ -81,7 +81,7 @@ class Behaviors:
         return len(self.impression_ids)
 
     def select(self, rows: np.ndarray) -> 'Behaviors':
-        """Some of the impressions, in the order asked for."""
+        """Return selected impressions in the given order."""
         labels = None if self.labels is None else self.labels[self.candidates.places(rows)]
         names = [self.impression_ids[row] for row in rows]
         users = None if self.users is None else [self.users[row] for row in rows]
@@ -104,10 +104,10 @@ def split_impressions(behaviors: Behaviors, shares: Sequence[float], seed: int =
 
 
 class ClickSamples(torch.utils.data.Dataset):
-    """One sample for each click: it, and other candidates of the same impression that were not clicked.
+    """Training samples: each click with candidates of the same impression that were not clicked.
 
-    Sample i + e * len(samples) is sample i with the negatives that it has in epoch e, so that the numbers alone say
-    what a batch holds, whatever came before. Impressions without a negative have no samples.
+    Sample i + e * len(samples) is sample i with its negatives of epoch e, so a batch is determined by its numbers,
+    independent of earlier batches. Impressions without a negative have no samples.
 
     Args:
         behaviors: With labels.
@@ -134,7 +134,7 @@ class ClickSamples(torch.utils.data.Dataset):
         return len(self.clicks)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """`history` (M,) and `candidates` (1 + K,), the clicked one first: rows of news."""
+        """Return `history` (M,) and `candidates` (1 + K,), the clicked one first, as rows of news."""
         epoch, sample = divmod(int(index), len(self))
         row, candidates = int(self.impressions[sample]), self.behaviors.candidates
         labels = np.asarray(self.behaviors.labels)[candidates.starts[row] : candidates.starts[row + 1]]
@@ -148,7 +148,7 @@ class ClickSamples(torch.utils.data.Dataset):
 
 @dataclass(frozen=True)
 class NewsCollator:
-    """Makes batches for `FastformerForNewsRecommendation`, in which each news stands once.
+    """A collator for `FastformerForNewsRecommendation`, with each news item once per batch.
 
     Args:
         tokens: The ids of the tokens of every news.
@@ -188,7 +188,7 @@ class NewsCollator:
         return batch | {'labels': torch.zeros(len(samples), dtype=torch.int64)}
 
     def texts(self, news: Sequence[int] | np.ndarray) -> dict[str, Tensor]:
-        """input_ids and attention_mask (U, N) of some news."""
+        """Return input_ids and attention_mask (U, N) of selected news."""
         rows = [self.tokens[int(row)] for row in news]
         input_ids = pad_rows(rows, self.pad_token_id)
         sizes = np.array([len(row) for row in rows])
@@ -197,9 +197,9 @@ class NewsCollator:
 
 
 def tokenize_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> Ragged:
-    """The ids of the tokens of texts; a text without a token becomes one unknown token.
+    """Return the token ids of texts; a text without tokens becomes one unknown token.
 
     Args:
-        max_length: Where texts are cut off, in tokens; None for nowhere.
+        max_length: Length to which texts are truncated, in tokens; None for no limit.
     """
     return Ragged.from_rows(token_ids(texts, tokenizer, max_length))

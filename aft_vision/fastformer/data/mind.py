@@ -1,4 +1,4 @@
-"""MIND: news with their texts, and impressions: what a user had clicked, was shown, and clicked then."""
+"""MIND: news with their texts, and impressions with history, candidates and clicks."""
 
 import sys
 from array import array
@@ -22,11 +22,11 @@ CLICKS = {'0': 0, '1': 1}
 
 @dataclass(frozen=True)
 class News:
-    """The news, and what the models read of them.
+    """The news and the texts that the models read.
 
     Attributes:
-        ids: Their names.
-        texts: Of each.
+        ids: Names of the news.
+        texts: Text of each.
     """
 
     ids: list[str]
@@ -37,7 +37,7 @@ class News:
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """The row of each news by its name."""
+        """Return the row of each news item by name."""
         return {name: row for row, name in enumerate(self.ids)}
 
 
@@ -108,7 +108,7 @@ def read_mind_behaviors(
 
 
 def _read_time(record: Record) -> int:
-    """Seconds since 1970, by the clock of the file."""
+    """Parse a time to seconds since 1970, in the time zone of the file."""
     try:
         time = datetime.strptime(record.values['time'], TIME)
     except ValueError as error:
@@ -132,7 +132,7 @@ class _Collected:
         self.is_labelled: bool | None = None
 
     def lookup(self, record: Record, column: str, names: Sequence[str]) -> list[int]:
-        """The rows of news."""
+        """Return the rows of news by name."""
         if self.drop_missing:
             return [self.rows[name] for name in names if name in self.rows]
         try:
@@ -144,7 +144,7 @@ class _Collected:
             ) from error
 
     def read_candidates(self, record: Record) -> list[int]:
-        """The rows of `N1-0 N2-1`, or of `N1 N2`; notes the labels."""
+        """Parse the rows of `N1-0 N2-1`, or of `N1 N2`, and record the labels."""
         parts = record.values['impressions'].split()
         if not parts:
             raise ValueError(f"{record.place}, column 'impressions': expected candidates, got none")

@@ -1,6 +1,6 @@
-"""MovieLens-100k as impressions: which film does a user watch next, after those watched before?
+"""MovieLens-100k as impressions: the next film of a user, given the films before it.
 
-A film is a 'news' whose text is title, year and genres. What a user rated, whatever the rating, counts as watched.
+A film is a news item whose text is title, year and genres. A rated film counts as watched, whatever the rating.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ def read_movielens(
     negatives: int = 99,
     seed: int = 0,
 ) -> tuple[News, dict[str, Behaviors]]:
-    """Read the films and, of each user, every film watched as an impression after those before it.
+    """Read the films, and every film watched by a user as an impression after the films before it.
 
     The last film of each user is for `test`, the last but one for `validation`, and the others, but the first, which
     has no history, for `train`. The other candidates of an impression are films that the user had not watched by then,
@@ -64,7 +64,7 @@ def open_ratings(folder: str | Path) -> Iterator[Record]:
 
 
 def read_rating(record: Record, rows: Mapping[str, int]) -> tuple[str, int, float]:
-    """The user, the row of the film and the seconds of a record of `open_ratings`.
+    """Return the user, the row of the film and the seconds of a record of `open_ratings`.
 
     Args:
         rows: `News.rows` of the films.
@@ -82,7 +82,7 @@ def read_rating(record: Record, rows: Mapping[str, int]) -> tuple[str, int, floa
 
 
 def read_films(folder: str | Path) -> News:
-    """Read the films alone, with title, year and genres as their texts.
+    """Read only the films, with title, year and genres as their texts.
 
     Raises:
         ValueError: as `read_movielens`.
@@ -115,7 +115,7 @@ def _atomic_text(record: Record) -> str:
 
 
 def _without_types(records: Iterator[Record]) -> Iterator[Record]:
-    """RecBole's columns have their types behind their names: `user_id:token`."""
+    """Remove the types from RecBole's column names, such as `user_id:token`."""
     for place, values in records:
         yield Record(place, {column.partition(':')[0]: value for column, value in values.items()})
 
@@ -127,7 +127,7 @@ def _field(record: Record, column: str) -> str:
 
 
 def _read_watched(records: Iterator[Record], rows: dict[str, int]) -> dict[str, list[int]]:
-    """The films of each user in the order of time."""
+    """Return the films of each user in the order of time."""
     watched: dict[str, list[tuple[float, int]]] = {}
     for record in records:
         user, film, time = read_rating(record, rows)

@@ -94,7 +94,7 @@ def read_acl_imdb(folder: str | Path, split: str = 'train', label: str = 'sentim
 
 
 def _peek(path: Path) -> tuple[Record, Iterator[Record]]:
-    """The first record of a JSON file, and all of them."""
+    """Return the first record of a JSON file, and an iterator over all."""
     records = read_json(path)
     first = next(records, None)
     if first is None:

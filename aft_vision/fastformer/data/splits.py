@@ -45,6 +45,6 @@ def split_dataset(
 
 
 def _strata(labels: np.ndarray) -> np.ndarray:
-    """The labels, but for the classes of which an earlier part left one member: these join the largest class."""
+    """Return the labels, with classes that have one member left merged into the largest class."""
     counts = np.bincount(labels)
     return np.where(counts[labels] == 1, counts.argmax(), labels)

@@ -217,7 +217,7 @@ def tokenize_summaries(
 
 
 def _equal_rows(dataset: Dataset) -> np.ndarray:
-    """A number for each row, which those share that have the same text or summary, or are joined by others that do."""
+    """Return a group number for each row; rows with the same text or summary, also indirectly, share one."""
     columns = [[' '.join(value.split()) for value in dataset[name]] for name in ('text', 'summary')]
     numbers = before = pd.Series(range(len(dataset)))
     while True:

@@ -155,13 +155,13 @@ def collect(
 
 
 def label_maps(dataset: Dataset) -> dict[str, Any]:
-    """`num_labels`, `id2label` and `label2id` of a data set, as the configuration of a model takes them."""
+    """Return `num_labels`, `id2label` and `label2id` of a data set, for the configuration of a model."""
     names = dataset.features['label'].names
     return dict(num_labels=len(names), id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)})
 
 
 def check_text(place: str, column: str, value: Any) -> str:
-    """Give a value back if it is a text.
+    """Return a value if it is a text.
 
     Raises:
         ValueError: it is something else; names place and column.
@@ -233,7 +233,7 @@ def _name_by_value(label_names: LabelNames | None) -> dict[str, str] | None:
 
 
 def as_label(value: Any) -> str | None:
-    """Write a label as text, 5.0 like 5; None for what is no label."""
+    """Format a label as text, 5.0 as 5; None if it is not a label."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value).strip() if isinstance(value, (str, int, float)) and value == value else None
