@@ -215,7 +215,7 @@ class FastformerAttention(nn.Module):
         return self._combine(q, self.value_interaction(global_key[:, None].to(v.dtype), v))
 
     def _combine(self, q: Tensor, u: Tensor) -> Tensor:
-        """Compute the output (B, N, C) from queries and from the products u of keys and values, both (B, N, h, d)."""
+        """Compute the output (B, N, C) from q and u = global key * value, both (B, N, h, d)."""
         y = self.transform(u.flatten(2)) + q.flatten(2)
         return y if self.proj is None else self.proj(y)
 
