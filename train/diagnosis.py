@@ -22,7 +22,7 @@ class NonFiniteLossError(FloatingPointError):
 
 
 def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -> Path:
-    """Repeat the forward pass of the next update and write a report of where it failed.
+    """Run the forward pass of the next update again, and write a report of where it failed.
 
     Randomness is a function of the update, so the images and their random changes are the same.
 

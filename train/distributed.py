@@ -60,7 +60,7 @@ class World:
 
 
 def _rendezvous_of_attempt(url: str, **options: Any) -> Iterator[tuple['dist.Store', int, int]]:
-    """Rendezvous through the environment, with a separate store for each restart by torchrun.
+    """Join the processes through the environment, with a separate store for each restart by torchrun.
 
     torchrun 2.15 gives a restarted group the store of the previous group, which still has its addresses. Without a
     separate prefix, about every second restart connects to processes that have ended. On several nodes each agent

@@ -171,7 +171,7 @@ def _pass(state: TrainState, batch: Batch) -> None:
 def _time(
     state: TrainState, source: Iterable[Batch], work: Callable[[TrainState, Batch], None], untimed: int
 ) -> tuple[float, int]:
-    """Seconds for all batches but the first ones, and how many these are."""
+    """Return the seconds for all batches except the first ones, and their number."""
     start, count = time.perf_counter(), 0
     for count, batch in enumerate(source, start=1 - untimed):
         work(state, batch)

@@ -80,8 +80,8 @@ def window_attention(
 
     Args:
         q: (B, h, N, d), N a multiple of stride * window / 2.
-        k, v: (B, h, N / stride, d): one for each group of so many queries.
-        window: Keys beside that of the group itself; even.
+        k, v: (B, h, N / stride, d): one for each group of `stride` queries.
+        window: Keys besides the key of the group itself; even.
         mask: (B, N / stride), of keys.
     """
     half = window // 2

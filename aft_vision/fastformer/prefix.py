@@ -1,8 +1,8 @@
 """The softmax-weighted mean of every prefix of a text (Fastformer Eq. 4 and Eq. 6 up to each token), in linear time.
 
 With L_i the log of the sum of exp(s_j) over j <= i, the mean up to i is the sum of exp(s_j - L_i) x_j. No exponent is
-positive, whatever the scores are, and nothing in it depends on a later token. Chunks of tokens are summed by a
-triangular product each; their ends are such a sequence again, and a shorter one.
+positive for any scores, and no later token contributes. Chunks of tokens are summed by a triangular product each; their
+ends are such a sequence again, and a shorter one.
 
 Shapes: B batch, N tokens, h heads, d channels of a head.
 """

@@ -136,7 +136,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
             token_type_ids: Not used; tokenisers return them.
             decoder_input_ids, decoder_inputs_embeds: (B, N) target from its start token; None: the labels, shifted.
             decoder_attention_mask: (B, P + N), P tokens being in past_key_values.
-            encoder_outputs: Output of `encoder`, in place of the source.
+            encoder_outputs: Output of `encoder`, instead of the source.
             past_key_values: Cache of the tokens so far, without labels; those of this call are added in place.
             labels: (B, N), the token after each of decoder_input_ids; -100 where there is no loss.
             use_cache: Return past_key_values; None: `config.use_cache`, outside training.

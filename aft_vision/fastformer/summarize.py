@@ -51,7 +51,7 @@ def summarize(
         model: With an encoder and a decoder; what `generation_config` of it says holds where `options` does not.
         texts: Of any length; what exceeds the longest text of the model, its `max_position_embeddings`, is cut off.
         batch_size: Texts that are summarised at once.
-        options: Of `generate`, such as `num_beams`, `max_new_tokens`, `min_new_tokens`, `no_repeat_ngram_size`.
+        options: Passed to `generate`, such as `num_beams`, `max_new_tokens`, `min_new_tokens`, `no_repeat_ngram_size`.
 
     Returns:
         A summary for each text, without the special tokens.

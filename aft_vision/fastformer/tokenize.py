@@ -97,7 +97,7 @@ def train_tokenizer(
         max_length: Where texts are cut off, in tokens, unless `truncation=False`; None for nowhere.
 
     Raises:
-        ValueError: no such method, the size leaves no room, or the texts hold no word.
+        ValueError: the method is unknown, the size is too small, or the texts have no words.
     """
     if isinstance(texts, str):
         raise ValueError('expected texts, such as a list of them, got one text')

@@ -37,27 +37,27 @@ KINDS_OF_KEY = {
 
 @dataclass(frozen=True)
 class ClassificationData(TextData):
-    """Texts with their classes; what `TextData` has, and these.
+    """Texts with their classes: the fields of `TextData`, and these.
 
     Attributes:
         kind: A name of `READERS`: `amazon` (JSON lines of reviews), `jmars` (the IMDB of 10 classes), `acl_imdb` (that
             of 2), `mind_topic` (MIND's news.tsv), `ag_news` (CSV as published), `table` (any CSV, TSV, JSON or parquet
             file with a header or keys), or `hub` (a data set of the Hugging Face hub).
-        path: The file or folder, or the name of a data set on the hub. Of `mind_topic` also the folder that holds
-            those of train, dev and test.
-        test_path: The file of the test texts, where they have one of their own; not of `hub`. None: those of
-            `acl_imdb`, and of a `hub` that has them, come with the data set, others are split off.
-        hub_config: Of `hub`: its configuration, where it has several.
-        revision: Of `hub`: such as `refs/convert/parquet`.
-        bodies: Of `mind_topic`: docs.tsv with the bodies of the news; None for title and abstract.
-        text_columns: Of `table`, `hub`, `jmars` and `mind_topic`; several are joined. None: text, text, review, and
-            what `bodies` says.
-        label_column: Of `table`, `hub`, `jmars` and `acl_imdb`. None: label, label, rating, sentiment.
+        path: The file or folder, or the name of a data set on the hub. For `mind_topic` also the parent folder of
+            train, dev and test.
+        test_path: A separate file of test texts; not for `hub`. None uses the test texts of `acl_imdb`, or of a `hub`
+            data set that has them, and splits off others.
+        hub_config: For `hub`: the configuration, if there are several.
+        revision: For `hub`: such as `refs/convert/parquet`.
+        bodies: For `mind_topic`: docs.tsv with the bodies of the news; None for title and abstract.
+        text_columns: Columns of `table`, `hub`, `jmars` and `mind_topic`; several are joined. None means text, text,
+            review, and title and abstract or `bodies`.
+        label_column: Column of `table`, `hub`, `jmars` and `acl_imdb`. None means label, label, rating, sentiment.
         drop_incomplete: Leave out rows without a text or a label, which are errors otherwise.
-        max_texts: So many texts of `path`, drawn by `split_seed`, in place of all; None for all.
-        test_share, valid_share: Of the texts, and of those of every class, where the data set has no such part. A
-            data set of the hub may have both.
-        bucket: Batches of texts of about the same length, which need less padding.
+        max_texts: Number of texts of `path` to draw by `split_seed`; None for all.
+        test_share, valid_share: Shares of the texts, stratified by class, if the data set has no such part. A data set
+            of the hub may have both.
+        bucket: Batch texts of similar length, which need less padding.
     """
 
     kind: Literal['amazon', 'jmars', 'acl_imdb', 'mind_topic', 'ag_news', 'table', 'hub'] = 'table'

@@ -43,20 +43,20 @@ RESERVED = RESERVED_KEYS | {
 
 @dataclass(frozen=True)
 class ConversionData(TextData):
-    """Requests with their ads and behaviours; what `TextData` has, and these.
+    """Requests with their ads and behaviours: the fields of `TextData`, and these.
 
     Attributes:
         kind: `json` (JSON lines of label, ad and typed behaviours, see docs/guide/fastformer_conversion.md), `mind` (a
             folder with its news.tsv and behaviors.tsv), `movielens` (the folder of MovieLens-100k) or `alimama` (the
             CSV of 267 columns).
-        drop_missing: Of `mind`: leave out news without a text, as in an excerpt.
-        valid_path, test_path: Of the validation and of the test requests, where they have one of their own.
-        division: How the parts that have no path are split off: `random` requests, the `last` of the file, or those
-            of random users, all of a `user` in one part. None: random for `json`, last for `mind` and `movielens`,
-            which are in the order of time, user for `alimama`.
-        test_share, valid_share: Of the requests, or of the users.
-        max_behaviors: The last so many of a user are kept.
-        min_frequency: In how many of the different training texts a word occurs at least.
+        drop_missing: For `mind`: leave out news without a text, as in an excerpt.
+        valid_path, test_path: Separate files of validation and test requests.
+        division: Split of the parts without a path: `random` requests, the `last` of the file, or random users, with
+            all requests of a `user` in one part. None means random for `json`, last for `mind` and `movielens`, which
+            are in the order of time, and user for `alimama`.
+        test_share, valid_share: Shares of the requests, or of the users.
+        max_behaviors: Number of last behaviours of a user to keep.
+        min_frequency: Minimal number of distinct training texts with a word.
     """
 
     kind: Literal['json', 'mind', 'movielens', 'alimama'] = 'json'

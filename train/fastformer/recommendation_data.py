@@ -20,18 +20,18 @@ class RecommendationData(TextData):
     Attributes:
         kind: `mind` (news.tsv and behaviors.tsv), or `movielens` (MovieLens-100k: the next film of a user).
         path: The folder of the training impressions, or of MovieLens.
-        valid_path, test_path: Of `mind`: the folders of those parts; None splits them off. The test part may be without
-            labels, as MIND's is: then it is ranked, but not measured.
-        drop_missing: Of `mind`: leave out clicks and candidates that are none of the news, as in an excerpt.
-        text_columns: Of `mind`: what is read of a news: `title`, `abstract`, `category`, `subcategory`.
-        negatives: K, the candidates that were not clicked beside one that was, in a training sample.
-        shown: Of `movielens`: candidates of an impression beside the watched film.
-        max_impressions: So many training impressions, drawn by `split_seed`, in place of all; None for all.
-        test_share, valid_share: Of the impressions of `mind`, where these parts are split off.
-        tokenizer: With `model.text_model` it is that model's own.
-        max_behaviors: Clicks of a user, the last ones.
-        eval_batch_size: News, and users, encoded at once in the evaluation; None means as many as clicks in training.
-        ensemble: --eval also ranks by the mean of the scores of all seeds.
+        valid_path, test_path: For `mind`: folders of these parts; None splits them off. The test part may have no
+            labels, as in MIND: it is then ranked without metrics.
+        drop_missing: For `mind`: leave out clicks and candidates that are not in the news, as in an excerpt.
+        text_columns: For `mind`: columns of the news to read: `title`, `abstract`, `category`, `subcategory`.
+        negatives: K, unclicked candidates per click in a training sample.
+        shown: For `movielens`: candidates of an impression besides the watched film.
+        max_impressions: Number of training impressions to draw by `split_seed`; None for all.
+        test_share, valid_share: Shares of the impressions of `mind`, for parts that are split off.
+        tokenizer: Ignored with `model.text_model`, which has its own.
+        max_behaviors: Number of last clicks of a user to use.
+        eval_batch_size: News, or users, per batch of the evaluation; None means as many as clicks in training.
+        ensemble: With --eval, also rank by the mean scores of all seeds.
     """
 
     kind: Literal['mind', 'movielens'] = 'mind'

@@ -14,27 +14,27 @@ from train.schema import require
 
 @dataclass(frozen=True)
 class SummarizationData(TextData):
-    """Texts with their summaries; what `TextData` has, and these.
+    """Texts with their summaries: the fields of `TextData`, and these.
 
     Attributes:
         kind: `cnn_dailymail` or `pubmed`, from the hub or, with `path`, from a file; `table` (any CSV, TSV, JSON or
             parquet file with a header or keys); or `hub` (a data set of the Hugging Face hub).
         path: The file, or the name of a data set on the hub.
-        valid_path, test_path: Files of the validation and test texts, where they have their own.
-        split_column: Of a file: says whether a row is one of `train`, `validation` or `test`. Without it, and without
-            files of their own, the parts are drawn from `path`, equal texts or summaries into one, and so are those
-            that a data set of the hub does not come with.
-        text_columns: Of `table` and `hub`; several are joined.
-        summary_column: Of `table` and `hub`.
-        hub_config: Of `hub`: its configuration, where it has several.
-        revision: Of the hub: such as `refs/convert/parquet`.
+        valid_path, test_path: Separate files of the validation and test texts.
+        split_column: For a file: the column with `train`, `validation` or `test`. Without it and without separate
+            files, the parts are drawn from `path`, with equal texts or summaries in the same part. This also applies to
+            parts that a data set of the hub lacks.
+        text_columns: Columns of `table` and `hub`; several are joined.
+        summary_column: Column of `table` and `hub`.
+        hub_config: For `hub`: the configuration, if there are several.
+        revision: For the hub: such as `refs/convert/parquet`.
         drop_incomplete: Leave out rows with a blank text or summary, which are errors otherwise.
-        skip_lines: Leading lines of each text that are no part of it, such as a headline; blank ones do not count.
-        max_texts: So many texts of training, drawn by `split_seed`, in place of all; before parts are drawn.
-        tokenizer: `nltk` or `wordpunct` words, or byte pairs, which alone keep spaces and the ends of lines.
-        vocab_size: Words at most, with the special ones, of texts and summaries.
-        max_summary_length: Tokens of a summary, the end token included.
-        bucket: Batches of texts of about the same length, which need less padding.
+        skip_lines: Leading lines to remove from each text, such as a headline; blank lines do not count.
+        max_texts: Number of training texts to draw by `split_seed`, before parts are drawn; None for all.
+        tokenizer: `nltk` or `wordpunct` words, or byte pairs; only byte pairs keep spaces and line ends.
+        vocab_size: Maximal size of the vocabulary, including special tokens, for texts and summaries.
+        max_summary_length: Tokens of a summary, including the end token.
+        bucket: Batch texts of similar length, which need less padding.
     """
 
     kind: Literal['cnn_dailymail', 'pubmed', 'table', 'hub'] = 'table'
@@ -79,7 +79,7 @@ class Generation:
     """Options of `generate` for summaries; what else transformers' `generate` takes keeps its default.
 
     Attributes:
-        num_beams: Beams of the search; 1 takes the likeliest token each time.
+        num_beams: Beams of the search; 1 takes the most likely token each time.
         length_penalty: Above 0 favours long summaries among the beams, below 0 short ones; 1 where there is one beam.
         no_repeat_ngram_size: So many tokens in a row occur once in a summary; 0 for no such rule.
         min_length: Fewest tokens of a summary, fewer than `data.max_summary_length`; the end token is not counted.

@@ -130,12 +130,12 @@ def read_behaviors(path: str | Path, table: BehaviorTable, max_behaviors: int | 
     """Read requests from JSON lines, or a JSON list: `{"label": 0, "ad": "...", "behaviors": [...]}`.
 
     A behaviour is `{"type": "...", "text": "..."}`, the oldest first; the list may be empty. A key `user`, a text or a
-    whole number, may name the user. Other keys are passed over.
+    whole number, may name the user. Other keys are ignored.
 
     Args:
         path: May end in .gz, .xz, .bz2 or .zip.
-        table: Takes the texts and types.
-        max_behaviors: The last so many of each request are kept; None for all.
+        table: Table to which texts and types are added.
+        max_behaviors: Number of last behaviours to keep per request; None for all.
 
     Raises:
         ValueError: the file is damaged or of another layout; names line and key.

@@ -59,15 +59,15 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Behaviors:
-    """Impressions, one a row.
+    """Impressions, one per row.
 
     Attributes:
-        impression_ids: Their names in the file.
-        histories: What the user had clicked before, the oldest first.
-        candidates: What was shown.
-        labels: Of `candidates.values`: 1 where it was clicked, else 0; None where that is not known.
-        users: Whose they are; None where that is not known.
-        seconds: When they were, since 1970 in the time zone of the file; None where that is not known.
+        impression_ids: Names in the file.
+        histories: News that the user clicked before, the oldest first.
+        candidates: News that were shown.
+        labels: For `candidates.values`: 1 if clicked, else 0; None if unknown.
+        users: Names of the users; None if unknown.
+        seconds: Times in seconds since 1970, in the time zone of the file; None if unknown.
     """
 
     impression_ids: list[str]
@@ -90,7 +90,7 @@ class Behaviors:
 
 
 def split_impressions(behaviors: Behaviors, shares: Sequence[float], seed: int = 0) -> list[Behaviors]:
-    """Divide impressions at random into parts with these shares; the last part takes what the rounding leaves.
+    """Divide impressions at random into parts with these shares; the last part gets the rest.
 
     Raises:
         ValueError: a part would be empty.
@@ -110,9 +110,9 @@ class ClickSamples(torch.utils.data.Dataset):
     independent of earlier batches. Impressions without a negative have no samples.
 
     Args:
-        behaviors: With labels.
-        negatives: K, drawn without replacement; with it only what is missing where an impression has fewer.
-        seed: Of the draws.
+        behaviors: Impressions with labels.
+        negatives: K, drawn without replacement, then with replacement if an impression has fewer.
+        seed: Seed of the draws.
 
     Raises:
         ValueError: there are no labels, or no impression has both a click and a negative.

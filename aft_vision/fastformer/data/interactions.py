@@ -18,7 +18,7 @@ from aft_vision.fastformer.data.movielens import open_ratings, read_films, read_
 
 LIKED = 4
 STARS = ('1', '2', '3', '4', '5')
-# The behaviours of a row of Alimama: so many columns each of type, category, brand, and two masks.
+# The behaviours of a row of Alimama: this many columns each for type, category, brand, and two masks.
 SLOTS = 50
 PROFILE_COLUMNS = (
     *('user', 'cms_segid', 'cms_group_id', 'final_gender_code', 'age_level', 'pvalue_level', 'shopping_level'),
@@ -46,12 +46,12 @@ def read_ratings(folder: str | Path, table: BehaviorTable, max_behaviors: int | 
 
     Title, year and genres of a film are its text, 4 and 5 stars are the label 1, and a behaviour's type is `rated 1`
     to `rated 5`. Rows are in the order of time, so that the last of them make a test part. Behaviours of a row are
-    what the user has rated in earlier seconds; many films are rated in the same one, and these stay apart.
+    the ratings of the user in earlier seconds; films rated in the same second are not behaviours of each other.
 
     Args:
         folder: As `movielens.read_movielens` takes it.
-        table: Takes the texts and types.
-        max_behaviors: The last so many of each request are kept; None for all.
+        table: Table to which texts and types are added.
+        max_behaviors: Number of last behaviours to keep per request; None for all.
 
     Raises:
         ValueError: there are no such files, or one is damaged or of another layout; names line and column.
@@ -76,10 +76,10 @@ def read_mind_clicks(
 
     Args:
         folder: With `news.tsv` and `behaviors.tsv` with labels, or several such.
-        table: Takes the texts and types.
-        max_behaviors: The last so many clicks of each user are kept; None for all.
+        table: Table to which texts and types are added.
+        max_behaviors: Number of last clicks to keep per user; None for all.
         text: Columns of the news, as `mind.read_mind_news` takes them.
-        drop_missing: Leave out clicks and candidates that are none of the news, as in an excerpt of MIND.
+        drop_missing: Leave out clicks and candidates that are not in the news, as in an excerpt of MIND.
 
     Raises:
         ValueError: a file is not there, damaged or of another layout, or has no labels; names line and column.
@@ -93,14 +93,14 @@ def read_mind_clicks(
 def read_alimama(path: str | Path, table: BehaviorTable, max_behaviors: int | None = None) -> Dataset:
     """Read clicks on Alimama's display ads with the behaviours before, in the 267 columns that the DMR model reads.
 
-    The file has numbers alone, and so the texts are words made of them: `category4281 brand49293` of a behaviour,
+    The file has only numbers, so the texts are words made from them: `category4281 brand49293` of a behaviour,
     `ad375015 category4281 brand49293` of an ad; brand 0 is none. Types are the file's own codes, `type 1` to `type 4`.
     The user's profile, campaign, customer, price and place of the ad are not used.
 
     Args:
         path: A CSV without header.
-        table: Takes the texts and types.
-        max_behaviors: The last so many of the 50 are kept; None for all.
+        table: Table to which texts and types are added.
+        max_behaviors: Number of last behaviours, of 50, to keep; None for all.
 
     Raises:
         ValueError: the file is damaged or of another layout; names line and column.

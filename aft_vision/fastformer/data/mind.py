@@ -47,7 +47,7 @@ def read_mind_news(news: str | Path | Sequence[str | Path], text: Sequence[str] 
     Args:
         news: A `news.tsv` as published (8 columns, no header), a folder with one, or several of either; a news that
             is in several counts once.
-        text: Columns to join by a space: `title`, `abstract`, `category`, `subcategory`; empty ones are passed over.
+        text: Columns to join by a space: `title`, `abstract`, `category`, `subcategory`; empty ones are skipped.
 
     Raises:
         ValueError: a file is damaged or of another layout; names line and column.
@@ -71,7 +71,7 @@ def read_mind_behaviors(
     Args:
         path: A `behaviors.tsv` as published (5 columns, no header), or a folder with one.
         rows: The row of each news by its name: `News.rows`.
-        max_behaviors: Clicks of a history that are kept, the last ones; at least 1.
+        max_behaviors: Number of last clicks of a history to keep, at least 1.
         drop_missing: Leave out clicks and candidates that are none of the news, as in an excerpt of MIND, before
             anything is counted; else they are errors.
 

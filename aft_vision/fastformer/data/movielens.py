@@ -30,16 +30,16 @@ def read_movielens(
 ) -> tuple[News, dict[str, Behaviors]]:
     """Read the films, and every film watched by a user as an impression after the films before it.
 
-    The last film of each user is for `test`, the last but one for `validation`, and the others, but the first, which
+    The last film of each user is for `test`, the second last for `validation`, and the others, except the first, which
     has no history, for `train`. The other candidates of an impression are films that the user had not watched by then,
-    drawn without replacement; the watched one stands among them at a random place.
+    drawn without replacement; the watched film is at a random position among them.
 
     Args:
         folder: With `u.data` and `u.item` as GroupLens published them, or `ml-100k.inter` and `ml-100k.item`, the same
             with headers, as RecBole has them.
-        max_behaviors: Films of a history, the last ones. Films of the same second keep their order in the file.
-        negatives: Candidates beside the watched film, or fewer where a user has watched nearly everything.
-        seed: Of the draws.
+        max_behaviors: Number of last films of a history. Films of the same second keep their order in the file.
+        negatives: Candidates besides the watched film, or fewer if a user has watched nearly everything.
+        seed: Seed of the draws.
 
     Raises:
         ValueError: a file is damaged or of another layout, or a film is unknown; names line and column.
@@ -143,7 +143,7 @@ def _make_impressions(
         unseen = np.ones(films, dtype=bool)
         unseen[order[:1]] = False
         for place in range(1, len(order)):
-            # Films that are watched later may be shown: leaving them out would tell which ones are tested.
+            # Films watched later may be shown: leaving them out would reveal the tested films.
             unseen[order[place]] = False
             others = np.flatnonzero(unseen)
             left = len(order) - 1 - place

@@ -48,7 +48,7 @@ def read_mind_topic(
 def read_ag_news(path: str | Path, **options: Any) -> Dataset:
     """Read AG News as published: a CSV without header of class (1 to 4), title and description.
 
-    A `classes.txt` beside it names the classes. `table.read_hub('fancyzhx/ag_news')` gives the same texts.
+    A `classes.txt` next to it names the classes. `table.read_hub('fancyzhx/ag_news')` gives the same texts.
 
     Args:
         options: `sample` and `seed`, as `table.collect` takes them.

@@ -120,12 +120,12 @@ def collect_summaries(
     """Make a data set of records; only the two columns, and the sample, are kept in memory.
 
     Args:
-        text: Columns whose texts are joined by a space; empty ones are passed over.
+        text: Columns whose texts are joined by a space; empty ones are skipped.
         summary: The column of the summary.
-        sample: How many rows to draw at random, in the order of the file; None, or more than there are, for all.
-        seed: Of that draw.
+        sample: Number of rows to draw at random, in the order of the file; None, or more rows than exist, for all.
+        seed: Seed of that draw.
         drop_incomplete: Leave out rows where text or summary is absent, null or blank; else they are errors.
-        skip_lines: Leading lines of each text that are no part of it, such as a headline; blank ones do not count.
+        skip_lines: Leading lines to remove from each text, such as a headline; blank lines do not count.
 
     Raises:
         ValueError: a column is missing, with drop_incomplete in every row, a text is no text or blank, there is no row,
@@ -157,7 +157,7 @@ def split_summaries(dataset: Dataset, seed: int = 0, fractions: Mapping[str, flo
         raise ValueError(f'expected fractions above 0 that add up to 1, got {dict(fractions)}')
     order = np.random.default_rng(seed).permutation(len(dataset))
     group = pd.factorize(_equal_rows(dataset)[order])[0]
-    # Where a group ends once the rows of each are side by side.
+    # Ends of the groups after sorting the rows by group.
     ends = np.append(0, np.bincount(group).cumsum())
     wanted = [round(share * len(dataset)) for share in np.cumsum(list(fractions.values()))[:-1]]
     bounds = [int(ends[np.abs(ends - bound).argmin()]) for bound in wanted]
@@ -177,19 +177,18 @@ def tokenize_summaries(
     max_summary_length: int | None = None,
     num_proc: int | None = None,
 ) -> AnyDataset:
-    """Replace `text` by `input_ids`, and `summary` by `labels`, which the end token closes; other columns stay.
+    """Replace `text` by `input_ids`, and `summary` by `labels` with an end token; other columns stay.
 
-    A decoder reads the labels behind its start token, as its `prepare_decoder_input_ids_from_labels` or transformers'
-    collator arranges. A text
-    without a token becomes one unknown token.
+    A decoder reads the labels after its start token, by its `prepare_decoder_input_ids_from_labels` or transformers'
+    collator. A text without tokens becomes one unknown token.
 
     Args:
-        max_length: Where texts are cut off, in tokens; None for nowhere.
-        max_summary_length: Likewise of summaries, the end token included.
-        num_proc: Processes to divide the work among.
+        max_length: Length to which texts are truncated, in tokens; None for no limit.
+        max_summary_length: The same for summaries, including the end token.
+        num_proc: Number of processes.
 
     Raises:
-        ValueError: max_summary_length leaves no room for a word, or the tokenizer has no end token.
+        ValueError: max_summary_length is below 2, or the tokenizer has no end token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError('expected a tokenizer with an end token (eos_token), got one without')

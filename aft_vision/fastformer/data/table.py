@@ -18,7 +18,7 @@ from aft_vision.fastformer.data.files import (
 )
 
 TABLES = ('.csv', '.tsv', '.json', '.jsonl', '.ndjson', '.parquet')
-# The names of the classes in their order, or the name for each value of the label's column.
+# Names of the classes in order, or a name for each value of the label column.
 LabelNames = Sequence[str] | Mapping[Any, str]
 Row = TypeVar('Row')
 
@@ -34,12 +34,12 @@ def read_table(
     """Read labelled texts from a CSV, TSV, JSON lines, JSON list or parquet file.
 
     Args:
-        path: Its ending says the format: .csv, .tsv, .json, .jsonl, .ndjson or .parquet; all but the last may have
-            .gz, .xz, .bz2 or .zip behind it. CSV and TSV begin with the names of the columns.
+        path: The suffix determines the format: .csv, .tsv, .json, .jsonl, .ndjson or .parquet; all except the last may
+            be compressed as .gz, .xz, .bz2 or .zip. CSV and TSV start with the column names.
         text: The column of the text, or several, joined by a space.
         label: The column of the class: words or numbers.
         label_names: The classes in their order, or the name for each value; None for the values found, in order.
-        quoted: Whether quotes may surround a field of a CSV or TSV; None: of a CSV, not of a TSV.
+        quoted: Whether fields of a CSV or TSV may be quoted; None means yes for CSV and no for TSV.
         options: `sample`, `seed` and `drop_incomplete`, as `collect` takes them.
 
     Raises:
@@ -53,10 +53,10 @@ def read_records(path: str | Path, columns: Sequence[str], quoted: bool | None =
     """Stream the rows of a table, whose format `read_table` explains.
 
     Args:
-        columns: Those that are read from a parquet file; of another, all are.
+        columns: Columns to read from a parquet file; other files are read completely.
 
     Raises:
-        ValueError: the path has another ending.
+        ValueError: the path has another suffix.
     """
     path = Path(path)
     suffixes = [suffix for suffix in path.suffixes if suffix not in (*OPENERS, '.zip')]
@@ -129,18 +129,18 @@ def collect(
     """Make a data set of records; only the columns asked for, and the sample, are kept in memory.
 
     Args:
-        text: Columns whose texts are joined by a space; empty ones are passed over.
+        text: Columns whose texts are joined by a space; empty ones are skipped.
         label: The column of the class.
         label_names: The classes in their order, or the name for each value; None for the values found: sorted as
             numbers if all are, else by the alphabet.
-        sample: How many rows to draw at random, in the order of the file; None, or more than there are, for all.
-        seed: Of that draw.
-        drop_incomplete: Leave out rows without a text or a label: absent, null, or, of a label, empty; else they are
+        sample: Number of rows to draw at random, in the order of the file; None, or more rows than exist, for all.
+        seed: Seed of that draw.
+        drop_incomplete: Leave out rows with a missing or null text or label, or an empty label; otherwise they are
             errors.
 
     Raises:
-        ValueError: a column is missing, with drop_incomplete in every row, a text is no text, a label is none of the
-            names, or there is no row.
+        ValueError: a column is missing (with drop_incomplete in every row), a text is not a string, a label is unknown,
+            or there are no rows.
     """
     names = _name_by_value(label_names)
     rows = _labelled_rows(records, text, label, names, drop_incomplete)
@@ -179,7 +179,7 @@ def drop_missing_values(records: Iterable[Record], columns: Sequence[str]) -> It
     """Leave out records in which a column is absent or null.
 
     Raises:
-        ValueError: a column is in no record at all, as where its name is misspelt; the message names the first record.
+        ValueError: a column is in no record, for example because it is misspelt; the message names the first record.
     """
     first: Record | None = None
     unseen = set(columns)
