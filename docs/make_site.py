@@ -1,8 +1,8 @@
 """Build the site of README.md and docs/ into build/site: python docs/make_site.py
 
-The pages are copied to build/pages, with the keys of configs, the commands and the Python API made from the code, and
-links to other files of the checkout as plain text, because the site has only pages. Zensical makes the site of them, as
-zensical.toml says; a link or an anchor that leads nowhere is an error. Needs the extra `docs`.
+The pages are copied to build/pages. The pages with config keys, commands and the Python API are generated from the code.
+Links to other files of the checkout become plain text, because the site has only pages. Zensical builds the site with
+zensical.toml; a broken link or anchor is an error. Needs the extra `docs`.
 """
 
 import importlib
@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / 'build' / 'pages'
 BLOCK = re.compile(r'(^```.*?^```)', re.DOTALL | re.MULTILINE)
 LINK = re.compile(r'(!?)\[([^\]]*)\]\(([^)\s]+)\)')
-# A name of an argument and what it is, in a docstring.
+# An entry of the arguments in a docstring.
 ENTRY = re.compile(r'^    (\*{0,2}\w[^:\n]*): ', re.MULTILINE)
-# The modules of types, which a signature does without.
+# Modules of types, which are removed from signatures.
 MODULE = re.compile(r'\b(?:(?:torch\.)?nn\.modules\.\w+|torch|pathlib|collections\.abc|typing)\.')
 PACKAGES = ('ops', 'layers', 'models', 'data', 'visualize', 'export', 'fastformer', 'fastformer.data')
 MODULES = (
@@ -33,7 +33,7 @@ MODULES = (
 
 
 def site_paths() -> dict[Path, str]:
-    """Return what each file of the checkout is called on the site."""
+    """Return the path on the site of each file of the checkout."""
     paths = {ROOT / name: new for name, new in (('README.md', 'index.md'), ('CHANGELOG.md', 'changelog.md'))}
     paths[ROOT / 'CONTRIBUTING.md'] = 'contributing.md'
     for path in sorted((ROOT / 'docs').rglob('*')):
@@ -43,7 +43,7 @@ def site_paths() -> dict[Path, str]:
 
 
 def rewrite_links(text: str, path: Path, paths: dict[Path, str]) -> str:
-    """Return the text of a page with links as they are on the site; to other files only their words stay."""
+    """Return the text of a page with its links rewritten for the site; links to other files become text."""
 
     def rewrite(link: re.Match[str]) -> str:
         file, _, heading = link[3].partition('#')
@@ -68,18 +68,18 @@ def commands_page() -> str:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         helps = list(pool.map(lambda name: run_module(name, '--help'), names))
     sections = [f'## {name}\n\n```text\n{text.strip()}\n```' for name, text in zip(names, helps, strict=True)]
-    return '\n\n'.join(['# Commands', 'What `--help` of each command prints.', *sections]) + '\n'
+    return '\n\n'.join(['# Commands', 'The `--help` of every command.', *sections]) + '\n'
 
 
 def run_module(*words: str) -> str:
-    """Return what `python -m WORDS` prints."""
+    """Return the output of `python -m WORDS`."""
     environment = {**os.environ, 'COLUMNS': '100'}
     command = [sys.executable, '-m', *words]
     return subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
 
 
 def api_page() -> str:
-    """Return the signatures and docstrings of what users of the package call, as a page."""
+    """Return a page with the signatures and docstrings of the public API."""
     sections = [
         '# Python API',
         'Signatures and docstrings, module by module. The models are `timm.create_model` names.',
@@ -101,7 +101,7 @@ def public_names(module: ModuleType) -> list[tuple[str, Callable[..., object]]]:
 
 
 def signature(name: str, value: Callable[..., object]) -> str:
-    """Return a signature, an argument a line where it is long."""
+    """Return a signature, with one argument per line if it is long."""
     if inspect.isclass(value) and issubclass(value, Exception):
         return f'class {name}'
     found = inspect.signature(value)
@@ -113,13 +113,13 @@ def signature(name: str, value: Callable[..., object]) -> str:
 
 
 def tidy_types(text: str) -> str:
-    """Return a signature with types and functions by their names, and without addresses."""
+    """Return a signature with short names of types and functions, and without addresses."""
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r'\1', text)
     return MODULE.sub('', re.sub(r'<function .*? at 0x\w+>', '...', text))
 
 
 def format_docstring(value: object) -> str:
-    """Return a docstring as Markdown: the arguments and their like as lists."""
+    """Return a docstring as Markdown, with its sections as lists."""
     text = inspect.getdoc(value) or ''
     head, *sections = re.split(r'^(Args|Attributes|Returns|Raises|Yields):\n', text, flags=re.MULTILINE)
     parts = [head]
@@ -131,7 +131,7 @@ def format_docstring(value: object) -> str:
     return '\n\n'.join(part.strip('\n') for part in parts)
 
 
-# What has no file in the checkout, by its name on the site.
+# Generated pages by their names on the site.
 GENERATED = {
     'reference/api.md': api_page,
     'reference/commands.md': commands_page,

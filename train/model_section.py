@@ -39,7 +39,7 @@ WEIGHT_MEANINGS = {
     'pretrained_cfg_overlay': "Changes to timm's configuration of those weights, such as `{file: FILE}`.",
 }
 # The text of `--keys` for an argument whose default depends on the model, and for one without a description.
-OF_NAME, OF_TIMM = '(of model.name)', "As of timm's VisionTransformer."
+OF_NAME, OF_TIMM = '(of model.name)', "As in timm's VisionTransformer."
 # Arguments of pixel and character models that not every mixer has.
 ARGUMENTS_OF_A_MIXER = ('window', 'bias_dim', 'factorize_bias', 'num_heads')
 # An entry of the section `Args` or `Attributes` of a docstring.
