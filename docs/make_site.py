@@ -1,6 +1,6 @@
 """Build the site of README.md and docs/ into build/site: python docs/make_site.py
 
-The pages are copied to build/pages. The pages with config keys, commands and the Python API are generated from the code.
+The pages are copied to build/pages. The pages with config keys, commands and the Python API are generated from code.
 Links to other files of the checkout become plain text, because the site has only pages. Zensical builds the site with
 zensical.toml; a broken link or anchor is an error. Needs the extra `docs`.
 """
