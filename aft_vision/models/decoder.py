@@ -166,6 +166,8 @@ class AFTDecoder(nn.Module):
         """Compute the negative log-likelihood of each token given the tokens before it, (B, T) float32, in nats."""
         return F.cross_entropy(self(tokens).float().transpose(1, 2), tokens.long(), reduction='none')
 
+    # A state that is made in inference mode could not be updated outside it.
+    @torch.inference_mode(False)
     def session(self, batch: int) -> Session:
         """Start decoding a batch of sequences; the model must not change while the session is in use.
 

@@ -1,6 +1,7 @@
 """Decoding sessions: steps, prompts, sampling and completion with the state of one batch of sequences."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from operator import index as as_int
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +31,13 @@ class DecoderState(NamedTuple):
         """Return the number of sequences B."""
         return self.layers[0][0].shape[0]
 
+    # Tensors that are made in inference mode could not be updated outside it.
+    @torch.inference_mode(False)
     def reorder(self, index: Tensor) -> 'DecoderState':
         """Return a state with the batch rows selected by index (N,); rows may repeat."""
         return DecoderState(self.position.clone(), tuple(ops.reorder_state(layer, index) for layer in self.layers))
 
+    @torch.inference_mode(False)
     def clone(self) -> 'DecoderState':
         """Return a copy that steps of the original do not change."""
         return DecoderState(self.position.clone(), tuple(ops.clone_state(layer) for layer in self.layers))
@@ -46,13 +50,15 @@ class DecoderState(NamedTuple):
 class Session:
     """A decoding session for one batch of sequences, made by `AFTDecoder.session`.
 
-    The session reads the parameters once. Do not change the model or move the state while the session is in use. In
-    float32 on a CPU, outside autocast, it compiles the blocks and the head to one call per token. Otherwise, and for
-    modules with hooks or of other types, it calls the modules.
+    The session reads the parameters of the blocks and the head once; the embeddings and `prefill` read the live model.
+    Nothing is checked per token: do not change the model or move the state while the session is in use.
+    In float32 on a CPU, outside autocast, the blocks and the head are compiled to one call per token. Otherwise, and
+    for modules with hooks or of other types, the modules are called.
 
     Args:
         model: an `AFTDecoder` in evaluation mode.
         state: the state to start from; updated in place.
+        logits: (B, V) of the next token, for a state that has taken tokens; `sample` and `complete` draw from them.
 
     Attributes:
         logits: (B, V) of the next token; None before the first step and when no position is left.
@@ -61,11 +67,10 @@ class Session:
         ValueError: the model is in training mode.
     """
 
-    def __init__(self, model: Any, state: DecoderState) -> None:
+    def __init__(self, model: Any, state: DecoderState, logits: Tensor | None = None) -> None:
         if model.training:
             raise ValueError('expected a model in evaluation mode for decoding, got one in training mode (call eval())')
-        self.model, self.state = model, state
-        self.logits: Tensor | None = None
+        self.model, self.state, self.logits = model, state, logits
         self._compiled = compile_decoder(model.blocks, model.norm, model.head, state.layers)
 
     @torch.no_grad()
@@ -79,11 +84,13 @@ class Session:
             logits (B, V) of the next token, without gradients.
 
         Raises:
-            ValueError: no position is left, or, on a CPU, the token is outside the vocabulary.
+            ValueError: the token is not (B,).
+            IndexError: on a CPU, the token is outside the vocabulary, or no position is left.
         """
         model, state = self.model, self.state
-        if may_look(state.position):
-            self._check_step(token)
+        # The compiled blocks read as many rows as the state has.
+        if token is not None and tuple(token.shape) != (state.batch,):
+            raise ValueError(f'token must have shape ({state.batch},) to match the state, got {tuple(token.shape)}')
         x = model.start_embed.expand(state.batch, -1) if token is None else model.token_embed(token)
         x = model.embed_drop(x + model.pos_embed.index_select(0, state.position.view(1)))
         if torch.compiler.is_compiling() or self._compiled is None:
@@ -118,7 +125,7 @@ class Session:
             raise ValueError(f'tokens must have shape ({state.batch}, n), got {tuple(tokens.shape)}')
         if start + inputs > model.context:
             raise ValueError(
-                f'expected a prompt of at most {model.context - max(start, 1)} tokens, which leaves one of the '
+                f'expected a prompt of at most {max(model.context - max(start, 1), 0)} tokens, which leaves one of the '
                 f'{model.context} positions to predict, got {tokens.shape[1]}'
             )
         x = model.token_embed(model.check_tokens(tokens))
@@ -157,7 +164,7 @@ class Session:
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        seed: int | Sequence[int] | None = None,
+        seed: int | Iterable[int] | None = None,
         generator: torch.Generator | None = None,
         progress: bool = False,
     ) -> Tensor:
@@ -199,14 +206,17 @@ class Session:
         if rest.shape[1]:
             self._take(rest)
         if taken + rest.shape[1] < count:
+            self.state.position.add_(1)
             self.logits = None
         return tokens
 
+    def clone(self) -> 'Session':
+        """Return a new session that continues from a copy of the state."""
+        return Session(self.model, self.state.clone(), self.logits)
+
     def reorder(self, index: Tensor) -> 'Session':
         """Return a new session with the sequences selected by index (N,), which may repeat, as in beam search."""
-        session = Session(self.model, self.state.reorder(index))
-        session.logits = None if self.logits is None else self.logits[index]
-        return session
+        return Session(self.model, self.state.reorder(index), None if self.logits is None else self.logits[index])
 
     def _take(self, tokens: Tensor) -> Tensor:
         # Process tokens (B, n), n may be 0, and return the logits after them.
@@ -217,22 +227,6 @@ class Session:
         assert self.logits is not None
         return self.logits
 
-    def _check_step(self, token: Tensor | None) -> None:
-        position, context = int(self.state.position), self.model.context
-        if position >= context:
-            raise ValueError(f'expected at most {context} steps, the positions of the model, got one more')
-        if (token is None) != (position == 0):
-            raise ValueError(
-                f'token must be None in the first step and there alone, got {token} in step {position + 1}'
-            )
-        if token is None:
-            return
-        if tuple(token.shape) != (self.state.batch,):
-            raise ValueError(
-                f'token must have shape ({self.state.batch},) to match the state, got {tuple(token.shape)}'
-            )
-        self.model.check_tokens(token)
-
     def _check_open(self, tokens: Tensor, given: Tensor) -> tuple[int, int]:
         # Check the shape and number of the next tokens.
         check_given(given, tokens)
@@ -240,9 +234,14 @@ class Session:
         if batch != self.state.batch:
             raise ValueError(f'tokens must have shape ({self.state.batch}, n), got {tuple(tokens.shape)}')
         position = int(self.state.position)
-        left = self.model.context - max(position - 1, 0) if position == 0 or self.logits is not None else 0
+        left = self.model.context - max(position - 1, 0)
         if count > left:
             raise ValueError(f'expected at most {left} tokens, the positions that are left, got {count}')
+        if position and self.logits is None:
+            raise ValueError(
+                'expected the logits of the next token, got a session on a used state without them: take '
+                'session.clone() in place of Session(model, state), or step first'
+            )
         return batch, count
 
 
@@ -252,7 +251,7 @@ def may_look(x: Tensor) -> bool:
 
 
 def uniform_noise(
-    batch: int, count: int, seed: int | Sequence[int] | None, generator: torch.Generator | None
+    batch: int, count: int, seed: int | Iterable[int] | None, generator: torch.Generator | None
 ) -> Tensor:
     """Return uniform noise in [0, 1) for each token, (B, n) float64; a sequence's noise depends only on its seed."""
     if seed is None:
@@ -260,7 +259,8 @@ def uniform_noise(
         return torch.rand(batch, count, dtype=torch.float64, generator=generator, device=device)
     if generator is not None:
         raise ValueError('expected a generator or a seed, got both')
-    seeds = range(seed, seed + batch) if isinstance(seed, int) else seed
+    # Integers of numpy are as good as Python's.
+    seeds = [as_int(each) for each in (seed if isinstance(seed, Iterable) else range(seed, seed + batch))]
     if len(seeds) != batch:
         raise ValueError(f'expected a seed for each of {batch} sequences, got {len(seeds)}')
     generators = [torch.Generator().manual_seed(each) for each in seeds]

@@ -3,19 +3,21 @@
 import itertools
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from helpers import assert_close, generator, pretend_terminal, randn
 from small_decoders import FORMS, create, draw_tokens
 from torch import Tensor
 
-from aft_vision.models import AFTDecoder, filter_logits
+from aft_vision.models import AFTDecoder, Session, filter_logits
 
 RULES = [dict(), dict(temperature=0.5), dict(top_k=2), dict(top_p=0.7), dict(temperature=1.5, top_k=3, top_p=0.8)]
 
 
-@pytest.mark.parametrize('top_p', [None, 0.1, 0.7, 1.0])
-@pytest.mark.parametrize('top_k', [None, 1, 5, 99])
+@pytest.mark.parametrize(
+    ('top_k', 'top_p'), [(None, None), (None, 0.7), (None, 1.0), (1, None), (5, None), (5, 0.7), (99, 0.1)]
+)
 @pytest.mark.parametrize('temperature', [1.0, 0.5, 2.0])
 def test_filtered_logits_are_those_of_transformers(temperature: float, top_k: int | None, top_p: float | None):
     transformers = pytest.importorskip('transformers')
@@ -52,8 +54,11 @@ def exact_chances(model: AFTDecoder, length: int, given: dict[int, int], rules: 
     return chances.prod(1)
 
 
-@pytest.mark.parametrize('rules', RULES, ids=str)
-@pytest.mark.parametrize('given', [{}, {0: 2}, {1: 3}])
+@pytest.mark.parametrize(
+    ('given', 'rules'),
+    [*(({}, rules) for rules in RULES), *((given, RULES[-1]) for given in ({0: 2}, {1: 3}))],
+    ids=str,
+)
 def test_sequences_are_drawn_with_their_probability(given: dict[int, int], rules: dict[str, Any]):
     model = create('local', context=3, vocab_size=4, window=2)
     model.head.weight.data *= 3
@@ -87,6 +92,8 @@ def test_a_seed_decides_a_sequence_whatever_its_batch():
     assert torch.equal(model.sample(3, seed=5), first)
     assert torch.equal(model.sample(2, seed=6), first[1:])
     assert torch.equal(model.sample(2, seed=[7, 5]), first[[2, 0]])
+    assert torch.equal(model.sample(3, seed=numpy.int64(5)), first)
+    assert torch.equal(model.sample(3, seed=numpy.arange(5, 8)), first)
     assert len({tuple(row) for row in first.tolist()}) == 3
 
 
@@ -123,6 +130,24 @@ def test_a_session_goes_on_from_what_it_has_drawn(name: str):
     assert torch.equal(torch.cat([tokens[:, :3], *parts], 1), model.sample(prompt=tokens[:, :3], temperature=0.0))
     with pytest.raises(ValueError, match='expected at most 0 tokens, the positions that are left, got 1'):
         session.sample(1)
+
+
+def test_a_used_state_draws_from_the_logits_that_it_is_given():
+    model, tokens = create(), draw_tokens()
+    session = model.session(2)
+    session.prefill(tokens[:, :3])
+    bare = Session(model, session.state.clone())
+    with pytest.raises(ValueError, match=r'expected the logits of the next token, .* take session\.clone\(\)'):
+        bare.sample(2)
+    assert torch.equal(
+        Session(model, session.state.clone(), session.logits).sample(5, seed=1), session.clone().sample(5, seed=1)
+    )
+    bare.step(tokens[:, 3])
+    assert bare.sample(20, seed=1).shape == (2, 20)
+    with pytest.raises(ValueError, match='expected at most 0 tokens, the positions that are left, got 1'):
+        bare.sample(1)
+    with pytest.raises(ValueError, match='a prompt of at most 0 tokens'):
+        bare.prefill(tokens[:, :1])
 
 
 def test_samples_of_several_prompts_begin_with_them():
