@@ -106,27 +106,16 @@ class AFTVisionTransformer(VisionTransformer):
     ) -> None:
         on_grid = mixer in GRID_MIXERS
         class_token = (not on_grid) if class_token is None else class_token
-        mixer_args: dict[str, Any] = {
-            'mixer': mixer,
-            'query_gate': query_gate,
-            'num_heads': num_heads if on_grid else None,
-            'kernel_size': kernel_size,
-            'standardize_kernel': standardize_kernel,
-            'global_context': global_context,
-            'gumbel': gumbel,
-            'tau': tau,
-            'straight_through': straight_through,
-            'window_size': window_size,
-            'factorize_bias': factorize_bias,
-            'bias_dim': bias_dim,
-        }
         _check_arguments(mixer, num_heads, class_token, dynamic_img_size, kwargs)
+        conv_args = dict(kernel_size=kernel_size, standardize_kernel=standardize_kernel, global_context=global_context)
+        gumbel_args = dict(gumbel=gumbel, tau=tau, straight_through=straight_through)
+        bias_args = dict(window_size=window_size, factorize_bias=factorize_bias, bias_dim=bias_dim)
+        given: dict[str, Any] = {'num_heads': num_heads if on_grid else None, **conv_args, **gumbel_args, **bias_args}
+        mixer_args = {name: value for name, value in given.items() if value is not None}
         if mixer in ('full', 'local'):
             grid = tuple(size // patch for size, patch in zip(to_2tuple(img_size), to_2tuple(patch_size), strict=True))
             prefix = int(class_token) + kwargs.get('reg_tokens', 0)
             mixer_args.update(num_tokens=grid[0] * grid[1] + prefix, grid=grid)
-        # timm passes the arguments of attention to a block; add those of the mixer.
-        block_args = {name: value for name, value in mixer_args.items() if value is not None}
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
@@ -137,7 +126,8 @@ class AFTVisionTransformer(VisionTransformer):
             pos_embed=('none' if on_grid else 'learn') if pos_embed is None else pos_embed,
             fc_norm=False if on_grid and fc_norm is None else fc_norm,
             dynamic_img_size=on_grid or dynamic_img_size,
-            block_fn=_BlockFactory(block_args),  # type: ignore[arg-type]
+            # timm names a block's arguments by attention; the mixer's own go in beside them.
+            block_fn=_BlockFactory({'mixer': mixer, 'query_gate': query_gate, **mixer_args}),  # type: ignore[arg-type]
             **{'embed_layer': AFTPatchEmbed, **kwargs},
         )
         # A fixed grid is not passed, so that a fixed model's graph has constant position biases.
