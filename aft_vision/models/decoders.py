@@ -70,10 +70,7 @@ def load_decoder(path: str | Path, device: torch.device | str = 'cpu') -> AFTDec
     path = find_checkpoint(path)
     if not path.is_file():
         raise ValueError(f'expected a checkpoint, got {path}, which is not a file{name_latest(path)}')
-    try:
-        data = load_torch_file(path)
-    except Exception as error:
-        raise ValueError(f'expected a checkpoint of plain tensors in {path}, got: {error}') from error
+    data = load_torch_file(path)
     wanted = {'state_dict', 'model_args', 'task'}
     if not isinstance(data, dict) or not wanted <= data.keys():
         found = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__

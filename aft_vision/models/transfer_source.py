@@ -1,13 +1,11 @@
 """Sources of a weight transfer: a timm model, a file or an exported folder."""
 
 import difflib
-import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.data import resolve_model_data_config
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 
 from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.models.deit_transfer import unwrap_state_dict
-from aft_vision.models.weight_files import check_checksum, load_torch_file
+from aft_vision.models.weight_files import check_checksum, first_line, load_torch_file
 
 WEIGHT_FILES = ('.pth', '.pt', '.bin', '.tar', '.ckpt', '.safetensors')
 # File names of weights on the hub.
@@ -108,7 +106,7 @@ def load_pretrained(name: str, **kwargs: Any) -> nn.Module:
     # The hub's errors are OSErrors too.
     except OSError as error:
         raise ConnectionError(
-            f'expected the weights of {name} from the network or the cache of the hub, got: {_first_line(error)}'
+            f'expected the weights of {name} from the network or the cache of the hub, got: {first_line(error)}'
         ) from error
 
 
@@ -126,7 +124,7 @@ def _check_reachable(repository: str, cache: str | Path | None) -> None:
         return
     # Any error of the HTTP library.
     except Exception as error:
-        raise ConnectionError(f'the hub does not answer ({_first_line(error)})') from error
+        raise ConnectionError(f'the hub does not answer ({first_line(error)})') from error
 
 
 def _load_folder(path: Path) -> nn.Module:
@@ -138,7 +136,7 @@ def _load_folder(path: Path) -> nn.Module:
     except Exception as error:
         # torch's message suggests to execute the file's code.
         unsafe = 'weights_only' in str(error) or 'weights only' in str(error).lower()
-        reason = 'its file of weights holds more than tensors' if unsafe else _first_line(error)
+        reason = 'its file of weights holds more than tensors' if unsafe else first_line(error)
         raise ValueError(f'expected an exported model that timm loads, got {path}: {reason}') from error
 
 
@@ -181,37 +179,10 @@ def find_stated_grid(state_dict: Mapping[str, Tensor], model_kwargs: Mapping[str
 
 
 def _read(path: Path) -> Any:
-    try:
-        if path.suffix == '.safetensors':
-            check_checksum(path)
-            return load_file(path)
+    if path.suffix != '.safetensors':
         return load_torch_file(path)
-    except pickle.UnpicklingError as error:
-        others = _other_contents(path)
-        if not others:
-            raise ValueError(f'expected a whole file of weights, got {path}: {_first_line(error)}') from error
-        # A plain container that timm accepts.
-        way_out = (
-            'torch.save(timm.models.load_state_dict(FILE, use_ema=False), NEW_FILE) keeps its weights alone'
-            if others == ['argparse.Namespace']
-            else 'save its weights alone'
-        )
-        raise ValueError(
-            f'expected a file of weights alone, got {path} with {", ".join(others)}, and nothing but tensors is read '
-            f'from a file; {way_out}'
-        ) from error
-    # The unpickler raises almost any error on foreign bytes.
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(f'expected a whole file of weights, got {path}: {_first_line(error)}') from error
-
-
-def _other_contents(path: Path) -> list[str]:
+    check_checksum(path)
     try:
-        return list(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    # Memory mapping needs zip files, the format of torch 1.6 and newer.
-    except (RuntimeError, ValueError, pickle.UnpicklingError):
-        return []
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f'expected a whole file of weights, got {path}: {first_line(error)}') from error

@@ -1,6 +1,7 @@
 """Weight files with checksums: nothing else would detect a flipped bit."""
 
 import json
+import pickle
 import zipfile
 import zlib
 from pathlib import Path
@@ -16,15 +17,47 @@ def load_torch_file(path: str | Path) -> Any:
     """Read a `torch.save` file onto the CPU without executing code from it.
 
     Raises:
-        ValueError: a checksum is wrong. For other damage, the errors of `torch.load`.
+        ValueError: it is damaged, of another kind, or holds more than tensors and plain containers.
     """
-    # Files of torch before 1.6 are not zip files and have no checksums.
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()
-        if damaged is not None:
-            raise ValueError(f'the checksum of {damaged} in it is wrong')
-    return torch.load(path, map_location='cpu', weights_only=True)
+    try:
+        # Files of torch before 1.6 are no zip files, and have no checksums.
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as file:
+                damaged = file.testzip()
+            if damaged is not None:
+                raise ValueError(f'the checksum of {damaged} in it is wrong')
+        return torch.load(path, map_location='cpu', weights_only=True)
+    # Bytes of another kind make the unpickler raise almost anything.
+    except Exception as error:
+        others = _other_contents(path) if isinstance(error, pickle.UnpicklingError) else []
+        if not others:
+            raise ValueError(
+                f'expected a whole file of weights, got {path}, which is damaged or of another kind: '
+                f'{first_line(error)}'
+            ) from error
+        # timm lets this one through, which is a plain container.
+        way_out = (
+            'torch.save(timm.models.load_state_dict(FILE, use_ema=False), NEW_FILE) keeps its weights alone'
+            if others == ['argparse.Namespace']
+            else 'save its weights alone'
+        )
+        raise ValueError(
+            f'expected a file of weights alone, got {path} with {", ".join(others)}, and nothing but tensors is read '
+            f'from a file; {way_out}'
+        ) from error
+
+
+def _other_contents(path: str | Path) -> list[str]:
+    try:
+        return list(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    # It reads zip files alone, the form of every torch since 1.6.
+    except (RuntimeError, ValueError, pickle.UnpicklingError):
+        return []
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the error's name if it has none."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def add_checksum(path: str | Path) -> None:
