@@ -94,7 +94,7 @@ def test_one_offset_a_channel_equals_float64(grid, D: int, masked: bool, dtype: 
     assert_matches_reference(ops.aft_onehot, reference.aft_onehot, make_onehot_inputs(grid, D) | {'mask': mask}, dtype)
 
 
-@pytest.mark.parametrize('weight', [-5.0, -50.0, -1e4, 50.0, 200.0])
+@pytest.mark.parametrize('weight', [-50.0, -1e4, 200.0])
 @pytest.mark.parametrize('keys', list(nasty_keys(torch.zeros(1, 3, 1))))
 def test_one_offset_survives_nasty_inputs(keys: str, weight: float):
     inputs = make_onehot_inputs((6, 5), 66)

@@ -59,8 +59,7 @@ def make_decoder(
 @pytest.mark.parametrize(
     ('dim', 'hidden', 'projected'), [(64, 128, 192), (19, 53, 45), (3, 5, 2)], ids=['even', 'odd', 'few']
 )
-@pytest.mark.parametrize('bias', [True, False], ids=['bias', 'no bias'])
-@pytest.mark.parametrize('proj', [True, False], ids=['proj', 'no proj'])
+@pytest.mark.parametrize(('bias', 'proj'), [(True, True), (False, False)], ids=['with biases', 'without'])
 def test_they_are_those_of_torch(batch: int, dim: int, hidden: int, projected: int, bias: bool, proj: bool):
     qkv, out, fc1, fc2 = layers = make_block(dim, hidden, projected, bias, proj)
     # Rows with a mean far from 0 and of different sizes.
