@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from helpers import CLOTHING, digest, losses
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 ROOT = Path(__file__).parents[1]
 # Everything random at once: each image three times an epoch, erasing, mixup and cutmix, drop path, moving average.
@@ -36,7 +37,7 @@ class Interruption:
     """When a process sends itself a signal: at that call of that function, counted from its start.
 
     Attributes:
-        rank: Of the process, counted from behind as in a list: -1 is the last one; None for all.
+        rank: Of the process, in `run` counted from behind as in a list: -1 is the last one; None for all.
     """
 
     function: str
@@ -73,6 +74,27 @@ def run(
         process.join()
     assert not hanging, f'{len(hanging)} of {processes} processes did not end'
     return [process.exitcode for process in started]
+
+
+def run_restarted(arguments: list[str], interruption: Interruption, log: Path) -> int | None:
+    """Train in two processes of torchrun's agent, which restarts both after one is killed; its exit code."""
+    agent = _processes.Process(target=_supervise, args=(arguments, interruption, log))
+    agent.start()
+    agent.join(timeout=180)
+    assert not agent.is_alive()
+    return agent.exitcode
+
+
+def _supervise(arguments: list[str], interruption: Interruption, log: Path) -> None:
+    # As torchrun starts it, but for processes that are forked: they need not import anything.
+    options = dict(rdzv_backend='c10d', rdzv_endpoint='localhost:0', start_method='fork', monitor_interval=0.05)
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, **options)
+    elastic_launch(config, _train_again)(arguments, interruption, log)
+
+
+def _train_again(arguments: list[str], interruption: Interruption, log: Path) -> None:
+    is_chosen = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and int(os.environ['RANK']) == interruption.rank
+    _train(arguments, {}, interruption if is_chosen else None, 'train.imagenet', log)
 
 
 def _train(

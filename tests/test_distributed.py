@@ -1,21 +1,18 @@
 """Several processes train as one does."""
 
 import csv
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from helpers import link_photographs, make_beton, require_ffcv
-from small_runs import run
+from small_runs import PART, Interruption, run, run_restarted
+
+from train import imagenet
 
 ROOT = Path(__file__).parents[1]
-TORCHRUN = ['torch.distributed.run', '--standalone', '--nproc-per-node']
 # Two epochs of three updates at 32 px, each image changed otherwise every time, and no sum over parts of a batch.
 PLAIN = [
     *('--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml'), 'data.batch_size=60'),
@@ -31,10 +28,6 @@ MIXED = ['augment.random_erasing=0.25', 'augment.mixup=0.8', 'augment.cutmix=1',
 def train(plain: list[str], run_dir: Path, *arguments: str, processes: int = 1, log: Path | None = None) -> None:
     arguments = (*plain, *arguments, 'run.cpu_threads=1', f'run.dir={run_dir}')
     assert run([*arguments], processes, log=log) == [0] * processes
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
 
 
 def load(run_dir: Path) -> dict[str, object]:
@@ -110,16 +103,16 @@ def test_two_processes_train_as_one_from_ffcv_files_and_with_several_sizes(plain
     require_ffcv()
     folder = make_beton(tmp_path / 'images', photographs)
     sizes = 'data.train_sizes=[32,48]'
-    train(plain, tmp_path / 'one', 'optim.accumulate=1', f'data.dir={folder}', sizes)
+    # In this process, which has imported FFCV: that takes seconds.
+    more = ['optim.accumulate=1', f'data.dir={folder}', sizes, 'run.cpu_threads=1', f'run.dir={tmp_path / "one"}']
+    imagenet.main([*plain, *more])
     train(plain, tmp_path / 'two', 'optim.accumulate=1', f'data.dir={folder}', sizes, 'data.num_workers=1', processes=2)
     assert_same_training(tmp_path / 'two', tmp_path / 'one')
 
 
 @pytest.mark.slow
-def test_two_processes_distil_and_regularize_as_one(plain, tmp_path):
-    # A narrower teacher, so that a projection of the features is trained with the student.
-    train(plain, tmp_path / 'teacher', 'model.embed_dim=16')
-    distilled = [f'distill.teacher={tmp_path / "teacher" / "best.pth"}', 'distill.kind=feature', 'optim.accumulate=1']
+def test_two_processes_distil_and_regularize_as_one(plain, one, tmp_path):
+    distilled = [f'distill.teacher={write_teacher(tmp_path, one)}', 'distill.kind=feature', 'optim.accumulate=1']
     # Little enough that twice the gradient of the entropy would be another training.
     distilled += ['regularize.kernel_entropy=0.05']
     train(plain, tmp_path / 'one', *distilled)
@@ -127,6 +120,16 @@ def test_two_processes_distil_and_regularize_as_one(plain, tmp_path):
     assert_same_training(tmp_path / 'two', tmp_path / 'one')
     projections = [load(tmp_path / name)['task_state']['projection'] for name in ('two', 'one')]
     torch.testing.assert_close(*projections, rtol=1e-4, atol=1e-4)
+
+
+def write_teacher(folder: Path, run_dir: Path) -> Path:
+    """A checkpoint of a narrower model than that of a run: a projection of the features is trained with the student."""
+    content = torch.load(run_dir / 'best.pth', weights_only=True)
+    kwargs = {**content['model_kwargs'], 'embed_dim': 16}
+    torch.manual_seed(0)
+    weights = timm.create_model(content['model_name'], **kwargs).state_dict()
+    torch.save({**content, 'model_kwargs': kwargs, 'state_dict': weights}, folder / 'teacher.pth')
+    return folder / 'teacher.pth'
 
 
 @pytest.mark.slow
@@ -141,29 +144,13 @@ def test_a_run_of_one_process_goes_on_with_two(plain, one, tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_process_was_killed(plain, two, tmp_path):
-    resumed = ['optim.accumulate=1', 'run.save_minutes=1e-9', 'run.resume=auto']
-    command = [sys.executable, '-m', *TORCHRUN, '2', '--max-restarts', '1', '-m', 'train.imagenet', *plain, *resumed]
-    run_dir = tmp_path / 'killed'
-    process = subprocess.Popen([*command, f'run.dir={run_dir}'], cwd=ROOT, env=environment())
-    while not (run_dir / 'last.pth').exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.kill(rank_1_of(process.pid), signal.SIGKILL)
-    assert process.wait(timeout=300) == 0
+    resumed = ['optim.accumulate=1', 'run.save_minutes=1e-9', 'run.resume=auto', 'run.cpu_threads=1']
+    # In the second update, when there is a checkpoint of the first.
+    run_dir, log = tmp_path / 'run', tmp_path / 'log'
+    assert run_restarted([*plain, *resumed, f'run.dir={run_dir}'], Interruption(PART, 2, rank=1), log) == 0
+    assert log.read_text().count('resumed from') == 1
     for kind in ('state_dict', 'ema_state_dict'):
         torch.testing.assert_close(load(run_dir)[kind], load(two)[kind], rtol=0, atol=0)
-
-
-def rank_1_of(launcher: int) -> int:
-    """The process that torchrun started with rank 1."""
-    for path in Path('/proc').glob('[0-9]*'):
-        try:
-            parent = int((path / 'stat').read_text().rsplit(')', 1)[1].split()[1])
-            if parent == launcher and b'\0RANK=1\0' in b'\0' + (path / 'environ').read_bytes():
-                return int(path.name)
-        except (OSError, IndexError):
-            continue
-    raise AssertionError('torchrun has no process of rank 1')
 
 
 def test_a_batch_that_the_processes_cannot_share_is_rejected(plain, tmp_path):

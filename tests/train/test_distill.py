@@ -218,7 +218,7 @@ def test_the_teacher_computes_in_the_precision_of_the_run():
 
 
 def test_a_compiled_task_trains_as_an_eager_one(monkeypatch):
-    # The graphs and their gradients; that their code can be generated is shown by the engine's test.
+    # The graphs and their gradients; that their code can be generated is shown by a test of the model.
     graphs, compile_ = CompileCounterWithBackend('aot_eager'), torch.compile
     monkeypatch.setattr(torch, 'compile', lambda module, **kwargs: compile_(module, backend=graphs))
     torch._dynamo.reset()
@@ -388,7 +388,7 @@ def test_a_teacher_without_weights_is_rejected(tmp_path, monkeypatch):
 
 
 def test_a_teacher_that_does_not_exist_is_rejected_with_the_nearest_name_before_a_folder_is_made(recipe, tmp_path):
-    with pytest.raises(ValueError, match=r"got 'regnety_16', which does not exist; the nearest model is regnety_160"):
+    with pytest.raises(ValueError, match=r"got 'regnety_16', which does not exist; did you mean regnety_160"):
         load('regnety_16')
     with pytest.raises(ValueError, match=r"got '.*/none\.pth', which does not exist"):
         main(distilled(recipe, 'hard', tmp_path / 'none.pth', tmp_path / 'run'))

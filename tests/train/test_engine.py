@@ -292,8 +292,10 @@ def test_the_decay_of_the_average_warms_up():
     assert moved < 1.5 * abs(states[1].model[1].weight).sum().item()
 
 
-@pytest.mark.slow
-def test_a_compiled_model_trains_as_an_eager_one():
+def test_a_compiled_model_trains_as_an_eager_one(monkeypatch):
+    # Graphs and gradients are those of inductor, whose kernels take half a minute to compile.
+    compile_module = torch.compile
+    monkeypatch.setattr(torch, 'compile', lambda module, **_: compile_module(module, backend='aot_eager'))
     losses = []
     for compiled in (False, True):
         state = make_state(make_vit(), ema=EmaConfig(decay=0.5), run=RunConfig(compile=compiled, tensorboard=False))
