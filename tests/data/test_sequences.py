@@ -116,6 +116,12 @@ def test_processes_share_the_windows_and_count_each_character_once():
     assert sorted(found) == sorted(text.tolist())
 
 
+def test_processes_share_the_images_of_an_evaluation():
+    loaders = [pixel_eval_loader(IMAGES[:7], 2, share=Share(rank, 3)) for rank in range(3)]
+    found = torch.cat([tokens for loader in loaders for tokens, _ in loader])
+    assert sorted(found.tolist()) == sorted(images_to_tokens(IMAGES[:7]).tolist())
+
+
 def test_a_text_shorter_than_a_window_and_a_batch_larger_than_the_data_are_rejected():
     with pytest.raises(ValueError, match=r'at least 16 characters to train on, .*, got 15'):
         char_train_loader(TEXT[:15], 16, 1)

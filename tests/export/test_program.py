@@ -109,16 +109,26 @@ def test_aft_full_keeps_its_bias_as_a_constant_of_the_chosen_size(tmp_path):
     assert_equal(model, onnx_runner(path), 3, (32, 48))
 
 
-@pytest.mark.parametrize(('kwargs', 'aten'), [({}, False), ({'gumbel': True}, True)], ids=['operators', 'gumbel-aten'])
-def test_one_pt2_file_serves_every_size_and_batch(tmp_path, kwargs, aten):
-    model, path = make(**kwargs), tmp_path / 'model.pt2'
-    export_pt2(model, path, aten=aten)
-    program = torch.export.load(path)
+# A program of the operators, and in aten that of a model whose kernels are sampled in training.
+EXPORTED = {'operators': {}, 'aten': {'gumbel': True}}
+
+
+@pytest.fixture(scope='module')
+def pt2_files(tmp_path_factory) -> dict[str, Path]:
+    files = {name: tmp_path_factory.mktemp('exported') / f'{name}.pt2' for name in EXPORTED}
+    for name, path in files.items():
+        export_pt2(make(**EXPORTED[name]), path, aten=name == 'aten')
+    return files
+
+
+@pytest.mark.parametrize('name', EXPORTED)
+def test_one_pt2_file_serves_every_size_and_batch(pt2_files, name):
+    program = torch.export.load(pt2_files[name])
     found = {str(node.target).partition('.')[0] for node in program.graph.nodes if node.op == 'call_function'}
-    assert ('aft_vision' in found) is not aten
+    assert ('aft_vision' in found) is (name == 'operators')
     run = program.module()
     for batch, size in zip((1, 3, 2), SIZES, strict=True):
-        assert_equal(model, run, batch, size)
+        assert_equal(make(**EXPORTED[name]), run, batch, size)
 
 
 def test_a_pt2_file_of_any_size_is_verified_at_two_patch_rows_at_least(tmp_path):
@@ -140,13 +150,12 @@ def test_a_program_of_fixed_size_takes_any_batch_and_has_no_alias_which_core_ml_
     assert 'aten.alias.default' not in operators
 
 
-def test_the_aten_form_loads_without_aft_vision(tmp_path):
-    model, x = make(), images(2, 24, 40)
-    export_pt2(model, tmp_path / 'model.pt2', aten=True)
+def test_the_aten_form_loads_without_aft_vision(pt2_files, tmp_path):
+    model, x = make(**EXPORTED['aten']), images(2, 24, 40)
     torch.save(x, tmp_path / 'x.pt')
     code = (
         'import sys, torch\n'
-        "y = torch.export.load('model.pt2').module()(torch.load('x.pt'))\n"
+        f"y = torch.export.load({str(pt2_files['aten'])!r}).module()(torch.load('x.pt'))\n"
         "assert 'aft_vision' not in sys.modules and 'timm' not in sys.modules\n"
         "torch.save(y, 'y.pt')\n"
     )
@@ -257,14 +266,13 @@ def local_paths() -> list[bytes]:
     return [str(folder).encode() for folder in folders]
 
 
-@pytest.mark.parametrize('aten', [False, True])
-def test_a_pt2_file_holds_no_paths_of_this_machine(tmp_path, aten):
-    export_pt2(make(), tmp_path / 'model.pt2', aten=aten)
-    with zipfile.ZipFile(tmp_path / 'model.pt2') as file:
-        entries = {name: file.read(name) for name in file.namelist()}
-    assert {name.split('/')[0] for name in entries} == {'model'}
-    assert not [(name, path) for name, content in entries.items() for path in local_paths() if path in content]
-    assert str(tmp_path).encode() not in b''.join(entries.values())
+@pytest.mark.parametrize('name', EXPORTED)
+def test_a_pt2_file_holds_no_paths_of_this_machine(pt2_files, name):
+    with zipfile.ZipFile(pt2_files[name]) as file:
+        entries = {entry: file.read(entry) for entry in file.namelist()}
+    assert {entry.split('/')[0] for entry in entries} == {name}
+    assert not [(entry, path) for entry, content in entries.items() for path in local_paths() if path in content]
+    assert str(pt2_files[name].parent).encode() not in b''.join(entries.values())
 
 
 def test_an_onnx_file_holds_no_paths_of_this_machine(onnx_file):
