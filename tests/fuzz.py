@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -26,7 +27,9 @@ from aft_vision import ops
 from aft_vision.ops import operator
 
 INFINITY = float('inf')
-GRIDS = ('aft_conv', 'aft_onehot')
+GRIDS = ('aft_conv', 'aft_onehot', 'aft_axial')
+# Their compiled kernels are for a head per channel, more than 64 of them.
+DEPTHWISE = ('aft_conv', 'aft_onehot')
 DECODERS = ('aft_local_step', 'aft_local_prefill', 'aft_simple_step', 'aft_simple_prefill')
 BACKENDS = {
     'aft_full': ('eager', 'cpp', 'triton'),
@@ -34,6 +37,7 @@ BACKENDS = {
     'aft_local': ('eager',),
     'aft_conv': ('eager', 'cpp', 'triton'),
     'aft_onehot': ('eager', 'cpp', 'triton'),
+    'aft_axial': ('eager', 'cpp'),
     'aft_full_causal': ('eager',),
     'aft_local_causal': ('eager', 'cpp', 'triton'),
     'aft_simple_causal': ('eager', 'cpp', 'triton'),
@@ -142,8 +146,7 @@ def cases(operator: str, backend: str) -> st.SearchStrategy[Case]:
     if operator in GRIDS:
         side = st.integers(1, 4 if interpreted else 9)
         grids, channels = st.tuples(side, side), st.integers(1, 3)
-        # The compiled kernels of a grid are for a head per channel, more than 64 of them.
-        if backend == 'cpp':
+        if backend == 'cpp' and operator in DEPTHWISE:
             heads, channels = st.sampled_from([65, 72, 80]), st.just(1)
     windows = st.sampled_from([1, 2, 3, 5, 9, 17] if interpreted else [1, 2, 3, 5, 9, 31, 32, 33, 40, 64, 65, 100])
     if operator in GRIDS:
@@ -188,7 +191,7 @@ def _within_reach(case: Case) -> Case:
     most = max(1, WEIGHTS // case.tokens**2)
     batch = max(1, min(case.batch, most // (case.heads * case.channels)))
     channels = max(1, min(case.channels, most // case.heads))
-    heads = case.heads if case.backend == 'cpp' and case.operator in GRIDS else min(case.heads, most)
+    heads = case.heads if case.backend == 'cpp' and case.operator in DEPTHWISE else min(case.heads, most)
     # The smallest float16 is 6e-8.
     grad_scale = 1.0 if case.dtype == 'float16' else case.grad_scale
     return replace(case, grad_scale=grad_scale, batch=batch, channels=channels, heads=heads)
@@ -208,7 +211,7 @@ class Inputs:
 
         k, v = draw_keys(case, g), draw_values(case, shape, g)
         q = torch.randn(shape, generator=g, dtype=torch.float64) * 2
-        bias = draw_bias(case, g)
+        biases = {name: draw_bias(case, g) for name in _bias_names(case)}
         self.mask = draw_mask(case, g)
         grad = torch.randn(shape, generator=g, dtype=torch.float64) * case.grad_scale
         grad = place(grad, case.grad_layout, dtype)
@@ -217,9 +220,8 @@ class Inputs:
             self.mask = place(self.mask, case.layout, torch.bool)
         self.grad = grad
         self.arguments: dict[str, Any] = {'q': q if case.gated else None, 'k': k, 'v': v}
-        if bias is not None:
-            wide = case.wide_bias and dtype != torch.float64
-            self.arguments[_bias_name(case)] = place(bias, case.layout, torch.float32 if wide else dtype)
+        wide = torch.float32 if case.wide_bias and dtype != torch.float64 else dtype
+        self.arguments |= {name: place(bias, case.layout, wide) for name, bias in biases.items()}
         if case.operator in GRIDS:
             self.arguments['grid'] = case.grid
         if case.operator == 'aft_onehot':
@@ -229,8 +231,10 @@ class Inputs:
 
     def expected(self, case: Case) -> dict[str, oracle.Term]:
         """By the names of the arguments, and 'y'."""
-        bias, tokens = _bias_name(case), case.tokens
+        names, tokens = _bias_names(case), case.tokens
         match case.operator:
+            case 'aft_axial':
+                table = oracle.axial_table(case.grid, case.heads, (2 * case.window - 1,) * 2)
             case 'aft_conv':
                 table = oracle.conv_table(case.grid, case.heads, 2 * case.window - 1, case.global_context)
             case 'aft_onehot':
@@ -241,20 +245,29 @@ class Inputs:
                 table = oracle.local_table(tokens, self.arguments['band'].shape[1], case.causal)
             case _:
                 table = oracle.full_table(tokens, case.causal)
-        inputs = [self.arguments.get(name) for name in ('q', 'k', 'v', bias)]
+        arrays = [None if x is None else _array(x) for x in (self.arguments[name] for name in 'qkv')]
+        biases = [_array(self.arguments[name]) for name in names]
         mask = None if self.mask is None else self.mask.cpu().numpy()
-        arrays = [None if x is None else _array(x) for x in inputs]
-        found = oracle.evaluate(oracle.Inputs(*arrays, mask, _array(self.grad)), table)
-        return {bias if name == 'bias' else name: term for name, term in found.items()}
+        bias = np.concatenate([x.ravel() for x in biases]) if biases else None
+        found = oracle.evaluate(oracle.Inputs(*arrays, bias, mask, _array(self.grad)), table)
+        return {name: term for name, term in found.items() if name != 'bias'} | _split_bias(names, biases, found)
 
 
 def _array(x: Tensor) -> Any:
     return x.detach().cpu().double().numpy()
 
 
-def _bias_name(case: Case) -> str:
-    names = {'full': 'bias', 'local': 'band', 'conv': 'kernel', 'onehot': 'weight'}
-    return names.get(case.operator.split('_')[1], '')
+def _bias_names(case: Case) -> list[str]:
+    names = {'full': ['bias'], 'local': ['band'], 'conv': ['kernel'], 'onehot': ['weight']}
+    return (names | {'axial': ['row_bias', 'column_bias']}).get(case.operator.split('_')[1], [])
+
+
+def _split_bias(names: list[str], biases: list[Any], found: dict[str, oracle.Term]) -> dict[str, oracle.Term]:
+    # The gradients of biases that the oracle sees one after the other.
+    ends = np.cumsum([x.size for x in biases])[:-1]
+    parts = zip(*(np.split(x, ends) for x in found['bias']), strict=True) if biases else ()
+    terms = ([x.reshape(bias.shape) for x in part] for part, bias in zip(parts, biases, strict=True))
+    return dict(zip(names, (oracle.Term(*term) for term in terms), strict=True))
 
 
 def _borders(case: Case, count: int, g: torch.Generator) -> Tensor:
@@ -299,13 +312,12 @@ def draw_keys(case: Case, g: torch.Generator) -> Tensor:
     return make_holes(k, case.key_holes, g)
 
 
-def draw_bias(case: Case, g: torch.Generator) -> Tensor | None:
-    """In the shape that the operator takes, float64; None if it takes none."""
+def draw_bias(case: Case, g: torch.Generator) -> Tensor:
+    """In the shape that the operator takes, float64."""
     side, name = 2 * case.window - 1, case.operator.split('_')[1]
-    if name == 'simple':
-        return None
     band = (case.tokens, case.window if case.causal else side)
     shapes = {'full': (case.tokens, case.tokens), 'local': band, 'conv': (case.heads, side, side)}
+    shapes['axial'] = (case.heads, side)
     shape, reach = shapes.get(name, (case.heads,)), float(case.bias_range)
     noise = torch.randn(shape, generator=g, dtype=torch.float64)
     uniform = torch.rand(shape, generator=g, dtype=torch.float64)

@@ -1,7 +1,8 @@
 """A joint log-sum-exp in float64 and numpy, in value and in every gradient, that shares no code with the operators.
 
 Every operator of AFT is one sum: the logit of source s for target t in channel c is k[s, c] plus either an entry of the
-position bias or 0, and a source that may not be seen has none. So an operator is described by a table of integers.
+position bias or 0, and a source that may not be seen has none. So an operator is described by a table of integers, or
+by several whose entries add up.
 """
 
 from typing import NamedTuple
@@ -66,6 +67,17 @@ def onehot_table(grid: tuple[int, int], offset: Array) -> Array:
     return np.stack([np.where((dy == y) & (dx == x), i, PLAIN) for i, (y, x) in enumerate(offset)], -1)
 
 
+def axial_table(grid: tuple[int, int], heads: int, widths: tuple[int, int]) -> Array:
+    """(2, T, T, h): the entries of (h, width) biases along rows and along columns, the second after the first."""
+    start, tables = 0, []
+    for offset, width in zip(_offsets(grid), widths, strict=True):
+        place = offset + width // 2
+        inside = (place >= 0) & (place < width)
+        tables.append(np.stack([np.where(inside, start + i * width + place, PLAIN) for i in range(heads)], -1))
+        start += heads * width
+    return np.stack(tables)
+
+
 def evaluate(inputs: Inputs, table: Array) -> dict[str, Term]:
     """The result y and the gradients of q, k, v and bias of sum(y * grad), by the formulas of a softmax."""
     q, k, v, bias, mask, grad = inputs
@@ -73,9 +85,9 @@ def evaluate(inputs: Inputs, table: Array) -> dict[str, Term]:
     if mask is not None:
         k, v = np.where(mask[..., None], k, -np.inf), np.where(mask[..., None], v, 0.0)
     each = v.shape[2] // heads
-    table = np.broadcast_to(table, (*table.shape[:2], heads))
+    tables = np.broadcast_to(table, (*table.shape[:-1], heads)).reshape(-1, *table.shape[-3:-1], heads)
     entries = np.append(0.0 if bias is None else bias.ravel(), (-np.inf, 0.0))  # [HIDDEN], [PLAIN]
-    weight = np.repeat(_softmax(k[:, None] + entries[table]), each, -1)  # (B, T, S, D)
+    weight = np.repeat(_softmax(k[:, None] + entries[tables].sum(0)), each, -1)  # (B, T, S, D)
     gate = np.ones_like(v) if q is None else 1 / (1 + np.exp(-q))
     mean, size = (np.einsum('btsd,bsd->btd', weight, x) for x in (v, np.abs(v)))
     a = (grad * gate)[:, :, None]  # (B, T, 1, D)
@@ -94,7 +106,8 @@ def evaluate(inputs: Inputs, table: Array) -> dict[str, Term]:
         slope = gate * (1 - gate)
         found['q'] = Term(grad * mean * slope, np.abs(grad) * size * slope)
     if bias is not None:
-        found['bias'] = Term(*(_scatter(x.sum(0).reshape(*table.shape, each).sum(-1), table, bias) for x in logit))
+        by_head = (x.sum(0).reshape(*tables.shape[1:], each).sum(-1) for x in logit)
+        found['bias'] = Term(*(_scatter(np.broadcast_to(x, tables.shape), tables, bias) for x in by_head))
     return found
 
 

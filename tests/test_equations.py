@@ -18,7 +18,7 @@ DOTTED_NAME = re.compile(r'`((?:\w+\.)+\w+)`')
 
 EQUATIONS = (2, 4, 5, 6, 7, 8, 9, 10)
 TWINS = (
-    *('aft_full', 'aft_local', 'aft_simple', 'aft_conv', 'aft_onehot'),
+    *('aft_full', 'aft_local', 'aft_simple', 'aft_conv', 'aft_onehot', 'aft_axial'),
     *('aft_full_causal', 'aft_local_causal', 'aft_simple_causal'),
 )
 EQUATIONS_WITH_TWIN = (2, 4, 5, 6, 7, 8, 9, 10)

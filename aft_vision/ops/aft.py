@@ -1,4 +1,4 @@
-"""The AFT operations over whole sequences (AFT Eq. 2, 4, 5, 6, 10).
+"""The AFT operations over whole sequences (AFT Eq. 2, 4, 5, 6, 10), and one of ours, AFT-axial.
 
 Each is one custom operator with an explicit backward: O(B T D) memory besides the bias. On a CPU, and in the Triton
 kernels, any finite key and bias is exact. In the torch forms on an accelerator an element underflows to 0 where w and k
@@ -154,3 +154,41 @@ def aft_onehot(
         return ATEN['aft_onehot'](q, k, v, offset, weight, grid, mask)
     k, sizes = fix_grid(k, grid)
     return torch.ops.aft_vision.aft_onehot(q, k, v, offset, weight, sizes, mask, keeps_sums(), backend)[0]
+
+
+def aft_axial(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    row_bias: Tensor,
+    column_bias: Tensor,
+    grid: tuple[int, int],
+    mask: Tensor | None = None,
+    backend: str = 'auto',
+) -> Tensor:
+    """Mix a grid of tokens with a position bias that is a sum over rows and columns (AFT Eq. 2, structured).
+
+    Ours, not the paper's: next to its factorised bias (Eq. 7) and its kernel (Eq. 6), the bias of the source (y', x')
+    for the target (y, x) is row_bias[y' - y] + column_bias[x' - x]. Its exponential is a Kronecker product, so every
+    pair of tokens has a learned weight in O(T (H + W)) time for each channel, and no weight is negative.
+
+    Args:
+        q, v: (B, H * W, D). q = None leaves the sigmoid gate out.
+        k: (B, H * W, h), one channel per head; head i owns the channels [i * D / h, (i + 1) * D / h).
+        row_bias: (h, 2a - 1): row_bias[i, a - 1 + dy] weights sources dy rows below; 0 beyond. Any a: it may exceed H.
+        column_bias: (h, 2b - 1), likewise along columns.
+        grid: (H, W), in tokens.
+        mask: (B, H * W) bool, True where a source counts; a target with no source gives 0.
+        backend: 'auto', 'eager', or 'cpp': the compiled kernel for a CPU.
+
+    Returns:
+        (B, H * W, D) in q's dtype. Memory is O(B * T * D + h * (H * H + W * W)).
+
+    Raises:
+        ValueError: shapes do not match, a bias has an even width, h does not divide D, H * W is not the number of
+            tokens, mask is not a bool (B, H * W), or the backend is unknown.
+    """
+    if not torch.jit.is_scripting() and backend == 'aten':
+        return ATEN['aft_axial'](q, k, v, row_bias, column_bias, grid, mask)
+    k, sizes = fix_grid(k, grid)
+    return torch.ops.aft_vision.aft_axial(q, k, v, row_bias, column_bias, sizes, mask, keeps_sums(), backend)[0]

@@ -7,10 +7,10 @@ runs. A target weights the values and keys of `window` sources individually. If 
     forward  = 2 B T (window (D + h) + D)
     backward = 2 B T (window (D + h) (1, with a gradient of the bias 2) + 2 D)
 
-AFT-full has only the first term, AFT-simple only the second. `window` is T for AFT-full, the taps s s for AFT-conv, 1
-for AFT-onehot, and the width of the band for AFT-local, at most T. As in torch's count of a padded convolution and of
-causal attention, sources beyond the edges and in the future are included. Element-wise operations are not:
-exponentials, divisions, gates.
+AFT-full and AFT-axial have only the first term, AFT-simple only the second. `window` is T for AFT-full, H + W for
+AFT-axial, the taps s s for AFT-conv, 1 for AFT-onehot, and the width of the band for AFT-local, at most T. As in
+torch's count of a padded convolution and of causal attention, sources beyond the edges and in the future are included,
+and what is done element by element is not: exponentials, divisions, gates.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,16 +21,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 Shape = Sequence[int]
 
-# Number of sources with individual weights per target, from the shapes of v and of the bias after it.
-WINDOWS: dict[str, Callable[[Shape, Any], int]] = {
-    'aft_full': lambda v, bias: v[1],
-    'aft_simple': lambda v, _: 0,
-    'aft_local': lambda v, band: min(v[1], band[1]),
-    'aft_conv': lambda v, kernel: kernel[1] * kernel[2],
-    'aft_onehot': lambda v, _: 1,
-    'aft_full_causal': lambda v, bias: v[1],
-    'aft_local_causal': lambda v, band: min(v[1], band[1]),
-    'aft_simple_causal': lambda v, _: 0,
+# Sources that a target weights one by one, from the shapes of v and of what follows it, the bias first.
+WINDOWS: dict[str, Callable[..., int]] = {
+    'aft_full': lambda v, *_: v[1],
+    'aft_simple': lambda v, *_: 0,
+    'aft_local': lambda v, band, *_: min(v[1], band[1]),
+    'aft_conv': lambda v, kernel, *_: kernel[1] * kernel[2],
+    'aft_onehot': lambda v, *_: 1,
+    'aft_axial': lambda v, row_bias, column_bias, grid, *_: grid[0] + grid[1],
+    'aft_full_causal': lambda v, *_: v[1],
+    'aft_local_causal': lambda v, band, *_: min(v[1], band[1]),
+    'aft_simple_causal': lambda v, *_: 0,
 }
 
 
@@ -44,10 +45,10 @@ def count_products(name: str, inputs: Sequence[Any]) -> tuple[int, int]:
     Returns:
         The multiplications by weights of single sources, and those of the sum that all targets share.
     """
-    k, v, bias = inputs[1:4]
+    k, v = inputs[1:3]
     batch, tokens, dim = v
-    has_sum = inputs[6] if name == 'aft_conv' else not name.startswith('aft_full')
-    each = WINDOWS[name](v, bias) * (dim + k[2])
+    has_sum = inputs[6] if name == 'aft_conv' else not name.startswith(('aft_full', 'aft_axial'))
+    each = WINDOWS[name](*inputs[2:]) * (dim + k[2])
     return batch * tokens * each, batch * tokens * dim * has_sum
 
 

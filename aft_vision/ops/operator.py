@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 from aft_vision.ops import aten
+from aft_vision.ops.axial import eager as axial
 from aft_vision.ops.causal import eager as causal
 from aft_vision.ops.common import tangent
 from aft_vision.ops.common.numerics import (
@@ -36,8 +37,8 @@ from aft_vision.ops.simple import eager as simple
 from aft_vision.ops.transforms import Rules, once_differentiable, register_transforms
 
 BACKENDS = ('auto', 'eager', 'cpp', 'triton')
-# Inputs that receive a gradient, besides q, k, v: the position bias of each operator.
-BIAS_NAMES = ('bias', 'band', 'kernel', 'weight')
+# Inputs that receive a gradient, besides q, k, v: the position biases of each operator.
+BIAS_NAMES = ('bias', 'band', 'kernel', 'weight', 'row_bias', 'column_bias')
 
 
 class _Form:
@@ -143,6 +144,10 @@ FORMS = {
         _Form('cpp', 'conv.depthwise', 'onehot', _runs_depthwise),
         _Form('eager', 'conv.onehot', 'onehot'),
     ),
+    'aft_axial': (
+        _Form('cpp', 'axial.cpp', 'axial', _runs_compiled),
+        _Form('eager', 'axial.eager', 'axial'),
+    ),
     'aft_full_causal': (_Form('eager', 'causal.eager', 'full_causal'),),
     'aft_local_causal': (
         _triton('causal.local_triton', 'local_causal'),
@@ -162,6 +167,7 @@ ATEN: dict[str, Callable[..., Tensor]] = {
     'aft_local': aten.aft_local,
     'aft_conv': aten.aft_conv,
     'aft_onehot': aten.aft_onehot,
+    'aft_axial': aten.aft_axial,
 }
 
 
@@ -184,7 +190,7 @@ class _Operator:
 
     Attributes:
         names: of the inputs.
-        gradients: the names that the backward returns gradients of, in its order: q, k, v, then the bias if any.
+        gradients: the names that the backward returns gradients of, in its order: q, k, v, then the biases if any.
         places: of `gradients` in `names`.
         forward_operator, backward_operator: the two, from `register`.
     """
@@ -204,8 +210,8 @@ class _Operator:
         self.forms, self.find_places = FORMS[name], find_places
         self.told = {form.told: form for form in self.forms}
         self.names = list(inputs._fields)
-        self.bias = next((field for field in self.names if field in BIAS_NAMES), None)
-        self.gradients = ['q', 'k', 'v'] + ([self.bias] if self.bias else [])
+        self.biases = [field for field in self.names if field in BIAS_NAMES]
+        self.gradients = ['q', 'k', 'v', *self.biases]
         self.places = [self.names.index(field) for field in self.gradients]
         self.register()
 
@@ -268,10 +274,8 @@ class _Operator:
     def backward_fake(self, grad: Tensor, y: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
         inputs, need_bias = self.inputs._make(args[:-2]), args[-2]
         q, k, v = inputs[:3]
-        found = (_fake_grad(q, k), _fake_grad(k, k), _fake_grad(v, k))
-        if self.bias is None:
-            return found
-        return *found, _fake_grad(getattr(inputs, self.bias) if need_bias else None, k)
+        biases = [getattr(inputs, field) if need_bias else None for field in self.biases]
+        return tuple(_fake_grad(x, k) for x in (q, k, v, *biases))
 
     def register(self) -> None:
         """Register both operators with their fakes and derivatives; the backward has an error for a second one."""
@@ -322,7 +326,7 @@ class _Operator:
         y, saved, inputs = _restored(ctx)
         if self.empty_saved is not None and not saved.numel() and y.numel():  # captured while gradients were off
             _, saved = self.forward_operator(*inputs, True, ctx.backend)
-        need_bias = self.bias is not None and ctx.needs_input_grad[self.places[3]]
+        need_bias = any(ctx.needs_input_grad[place] for place in self.places[3:])
         results = self.backward_operator(grad, y, saved, *inputs, need_bias, ctx.backend)
         for place, result in zip(self.places, results, strict=True):
             if ctx.needs_input_grad[place]:
@@ -373,6 +377,7 @@ _Operator('aft_simple', Qkv, check_qkv, simple.empty_context)
 _Operator('aft_local', local.LocalInputs, local.check_local, find_places=tangent.local_places)
 _Operator('aft_conv', conv.ConvInputs, conv.check_conv, find_places=tangent.conv_places)
 _Operator('aft_onehot', onehot.OnehotInputs, onehot.check_onehot, None, tangent.onehot_places)
+_Operator('aft_axial', axial.AxialInputs, axial.check_axial, find_places=tangent.axial_places)
 _Operator('aft_full_causal', full.FullInputs, full.check_full, find_places=tangent.full_causal_places)
 _Operator('aft_local_causal', local.LocalInputs, causal.check_local_causal, find_places=tangent.local_causal_places)
 _Operator('aft_simple_causal', Qkv, check_qkv)

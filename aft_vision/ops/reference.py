@@ -99,6 +99,40 @@ def aft_onehot(
     return aft_conv(q, k, v, kernel.unflatten(1, (size, size)), grid, mask)
 
 
+def axis_to_bias(bias: Tensor, length: int) -> Tensor:
+    """(L, L, h) with w[y, y + d, i] = bias[i, s - 1 + d], 0 beyond."""
+    centre = bias.shape[1] // 2
+    found = bias.new_zeros(length, length, len(bias))
+    for d in range(max(-centre, 1 - length), min(centre, length - 1) + 1):
+        target = torch.arange(max(0, -d), min(length, length - d))
+        found = found.index_put((target, target + d), bias[:, centre + d].expand(len(target), -1))
+    return found
+
+
+def axial_to_bias(row_bias: Tensor, column_bias: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(T, T, h) with w[(y, x), (y', x'), i] = row_bias[i, y' - y] + column_bias[i, x' - x]."""
+    rows, columns = axis_to_bias(row_bias, grid[0]), axis_to_bias(column_bias, grid[1])
+    bias = rearrange(rows, 'y s h -> y 1 s 1 h') + rearrange(columns, 'x r h -> 1 x 1 r h')
+    return rearrange(bias, 'y x s r h -> (y x) (s r) h')
+
+
+def aft_axial(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    row_bias: Tensor,
+    column_bias: Tensor,
+    grid: tuple[int, int],
+    mask: Tensor | None = None,
+) -> Tensor:
+    """AFT Eq. 2 with a bias that is a sum over rows and columns, term by term."""
+    channels = v.shape[2] // k.shape[2]
+    bias = axial_to_bias(row_bias, column_bias, grid)
+    return weighted_mean(
+        q, repeat(k, 'b t h -> b t (h c)', c=channels), v, repeat(bias, 't s h -> t s (h c)', c=channels), mask
+    )
+
+
 def aft_full_causal(q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:
     """AFT Eq. 2 with the sums up to t (footnote 2), term by term."""
     return aft_full(q, k, v, bias + causal_mask(k.shape[1]).to(bias), mask)

@@ -68,6 +68,12 @@ def onehot_inputs(grid: tuple[int, int], D: int, h: int) -> dict[str, object]:
     return {'q': q, 'k': k, 'v': v, 'offset': offset, 'weight': randn(h, seed=8), 'grid': grid}
 
 
+def axial_inputs(grid: tuple[int, int], D: int, h: int, s: tuple[int, int]) -> dict[str, object]:
+    q, k, v = make_qkv(T=grid[0] * grid[1], D=D, heads=h)
+    biases = {'row_bias': randn(h, 2 * s[0] - 1, seed=8), 'column_bias': randn(h, 2 * s[1] - 1, seed=9)}
+    return {'q': q, 'k': k, 'v': v, **biases, 'grid': grid}
+
+
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
 @pytest.mark.parametrize('T', [5, 70])
@@ -118,6 +124,20 @@ def test_aft_conv_equals_float64(grid, D, h, s, masked: bool, global_context: bo
     assert_matches_reference(torch_form('aft_conv'), reference.aft_conv, conv_inputs(grid, D, h, s) | extra, dtype)
 
 
+# h = d and h = 1 limits; biases that end within the grid and reach beyond it.
+AXIAL_CASES = [((3, 4), 8, 8, (3, 4)), ((7, 5), 8, 2, (3, 9)), ((5, 7), 6, 1, (2, 3))]
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('form', ['eager', 'aten'])
+@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
+@pytest.mark.parametrize(('grid', 'D', 'h', 's'), AXIAL_CASES)
+def test_aft_axial_equals_float64(grid, D: int, h: int, s, masked: bool, form: str, dtype: torch.dtype):
+    mask = make_mask(2, grid[0] * grid[1]) if masked else None
+    op = functools.partial(ops.aft_axial, backend=form)
+    assert_matches_reference(op, reference.aft_axial, axial_inputs(grid, D, h, s) | {'mask': mask}, dtype)
+
+
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
 @pytest.mark.parametrize(('grid', 'D', 'h'), [((3, 4), 8, 8), ((7, 5), 8, 2)])
@@ -127,7 +147,7 @@ def test_aft_onehot_equals_float64(grid, D: int, h: int, masked: bool, dtype: to
 
 
 @pytest.mark.parametrize('form', ['eager', 'auto', 'aten'])
-@pytest.mark.parametrize('name', ['aft_full', 'aft_simple', 'aft_local', 'aft_conv', 'aft_onehot'])
+@pytest.mark.parametrize('name', ['aft_full', 'aft_simple', 'aft_local', 'aft_conv', 'aft_onehot', 'aft_axial'])
 def test_masked_tokens_may_be_anything(name: str, form: str):
     inputs = {
         'aft_full': full_inputs(15),
@@ -135,6 +155,7 @@ def test_masked_tokens_may_be_anything(name: str, form: str):
         'aft_local': local_inputs(15, 4),
         'aft_conv': conv_inputs((3, 5), 66, 66, 3),
         'aft_onehot': onehot_inputs((3, 5), 66, 66),
+        'aft_axial': axial_inputs((3, 5), 6, 2, (2, 9)),
     }[name]
     op, others = getattr(ops, name), {'backend': form}
     assert_masked_tokens_have_no_effect(lambda **x: op(**x, **others), inputs, make_mask(2, 15))
@@ -155,8 +176,9 @@ def test_masked_tokens_may_be_anything(name: str, form: str):
         ('aft_conv', conv_inputs((3, 5), 66, 66, 3)),
         ('aft_onehot', onehot_inputs((3, 5), 6, 2)),
         ('aft_onehot', onehot_inputs((3, 5), 66, 66)),
+        ('aft_axial', axial_inputs((3, 5), 6, 2, (2, 9))),
     ],
-    ids=['full', 'simple', 'local', 'toeplitz', 'depthwise', 'onehot', 'onehot, a head per channel'],
+    ids=['full', 'simple', 'local', 'toeplitz', 'depthwise', 'onehot', 'onehot, a head per channel', 'axial'],
 )
 def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(name: str, inputs, form: str, dtype: torch.dtype):
     op, others = getattr(ops, name), {'backend': form}
@@ -243,7 +265,7 @@ def test_aft_full_is_right_where_both_maxima_miss_each_other():
     assert_matches_reference(ops.aft_full, reference.aft_full, {'q': q, 'k': k, 'v': v, 'bias': bias}, nasty=True)
 
 
-@pytest.mark.parametrize('name', ['aft_full', 'aft_simple', 'aft_local', 'aft_conv', 'aft_onehot'])
+@pytest.mark.parametrize('name', ['aft_full', 'aft_simple', 'aft_local', 'aft_conv', 'aft_onehot', 'aft_axial'])
 def test_one_token_returns_its_gated_value(name: str):
     inputs = {
         'aft_full': full_inputs(1),
@@ -251,13 +273,14 @@ def test_one_token_returns_its_gated_value(name: str):
         'aft_local': local_inputs(1, 3),
         'aft_conv': conv_inputs((1, 1), 6, 3, 5),
         'aft_onehot': onehot_inputs((1, 1), 6, 3),
+        'aft_axial': axial_inputs((1, 1), 6, 3, (1, 4)),
     }[name]
     q, v = inputs['q'], inputs['v']
     assert_close(getattr(ops, name)(**inputs), torch.sigmoid(q) * v, 1e-12)
     assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs, nasty=True)
 
 
-@pytest.mark.parametrize('name', ['aft_full', 'aft_local', 'aft_simple', 'aft_conv', 'aft_onehot'])
+@pytest.mark.parametrize('name', ['aft_full', 'aft_local', 'aft_simple', 'aft_conv', 'aft_onehot', 'aft_axial'])
 def test_no_query_leaves_the_gate_out(name: str):
     inputs = {
         'aft_full': full_inputs(12),
@@ -265,6 +288,7 @@ def test_no_query_leaves_the_gate_out(name: str):
         'aft_local': local_inputs(12, 3),
         'aft_conv': conv_inputs((3, 4), 6, 3, 5),
         'aft_onehot': onehot_inputs((3, 4), 6, 3),
+        'aft_axial': axial_inputs((3, 4), 6, 3, (3, 2)),
     }[name] | {'q': None}
     assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs)
 
@@ -440,6 +464,7 @@ OPERATIONS = {
     'aft_local': lambda: local_inputs(40, 5),
     'aft_conv': lambda: conv_inputs((8, 5), 66, 66, 5),
     'aft_onehot': lambda: onehot_inputs((8, 5), 6, 3),
+    'aft_axial': lambda: axial_inputs((8, 5), 6, 3, (8, 4)),
     'aft_full_causal': lambda: full_inputs(40),
     'aft_simple_causal': lambda: simple_inputs(40),
     'aft_local_causal': lambda: simple_inputs(40) | {'band': randn(40, 5, seed=7)},
@@ -516,14 +541,15 @@ def test_padding_a_sequence_behind_a_mask_changes_nothing(name: str):
     assert_close(getattr(ops, name)(**long, mask=mask)[:, :T], getattr(ops, name)(**short), 1e-12)
 
 
-def test_padding_a_grid_behind_a_mask_changes_nothing():
-    inputs = conv_inputs((6, 7), 6, 3, 5)
+@pytest.mark.parametrize('name', ['aft_conv', 'aft_axial'])
+def test_padding_a_grid_behind_a_mask_changes_nothing(name: str):
+    inputs = conv_inputs((6, 7), 6, 3, 5) if name == 'aft_conv' else axial_inputs((6, 7), 6, 3, (6, 7))
     inside = torch.zeros(6, 7, dtype=torch.bool)
     inside[:4, :5] = True
     mask = inside.flatten()
     part = {name: x[:, mask] if name in 'qkv' else x for name, x in inputs.items()} | {'grid': (4, 5)}
-    got = ops.aft_conv(**inputs, mask=mask.expand(2, -1))[:, mask]
-    assert_close(got, ops.aft_conv(**part), 1e-12)
+    got = getattr(ops, name)(**inputs, mask=mask.expand(2, -1))[:, mask]
+    assert_close(got, getattr(ops, name)(**part), 1e-12)
 
 
 def test_a_row_with_nothing_to_attend_is_zero_with_zero_gradients():
@@ -545,7 +571,7 @@ def test_a_window_without_tokens_gives_zero_in_the_degenerate_variant():
     assert not y[:, 3:].any()
 
 
-@pytest.mark.parametrize('name', ['aft_full', 'aft_local', 'aft_simple', 'aft_conv', 'aft_onehot'])
+@pytest.mark.parametrize('name', ['aft_full', 'aft_local', 'aft_simple', 'aft_conv', 'aft_onehot', 'aft_axial'])
 def test_autocast_leaves_the_sums_in_float32(name: str):
     inputs = {
         'aft_full': full_inputs(12),
@@ -553,6 +579,7 @@ def test_autocast_leaves_the_sums_in_float32(name: str):
         'aft_local': local_inputs(12, 3),
         'aft_conv': conv_inputs((3, 4), 6, 3, 5),
         'aft_onehot': onehot_inputs((3, 4), 6, 3),
+        'aft_axial': axial_inputs((3, 4), 6, 3, (3, 2)),
     }[name]
     low = {key: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in inputs.items()}
     op = getattr(ops, name)
@@ -561,7 +588,9 @@ def test_autocast_leaves_the_sums_in_float32(name: str):
     assert torch.equal(y, op(**low))
 
 
-@pytest.mark.parametrize('name', ['aft_full', 'aft_conv', 'depthwise', 'aft_local', 'aft_simple', 'aft_onehot'])
+@pytest.mark.parametrize(
+    'name', ['aft_full', 'aft_conv', 'depthwise', 'aft_local', 'aft_simple', 'aft_onehot', 'aft_axial']
+)
 def test_an_operator_passes_torch_opcheck(name: str):
     inputs = {
         'aft_full': full_inputs(12),
@@ -570,6 +599,7 @@ def test_an_operator_passes_torch_opcheck(name: str):
         'aft_conv': conv_inputs((3, 4), 6, 3, 5),
         'depthwise': conv_inputs((5, 6), 66, 66, 5),
         'aft_onehot': onehot_inputs((3, 4), 6, 3),
+        'aft_axial': axial_inputs((3, 4), 6, 3, (3, 2)),
     }[name]
     conv = name in ('aft_conv', 'depthwise')
     assert_passes_opcheck('aft_conv' if conv else name, inputs, [None, True] if conv else [None])
@@ -603,19 +633,22 @@ def test_no_tensor_of_the_size_of_the_weights_is_made(batch: int, one_thread: No
     assert largest_allocation('aft_local', band) <= 2 * workspace
     kernel = {'q': q, 'k': randn(batch, T, D), 'v': v, 'kernel': randn(D, 11, 11), 'grid': (16, 32)}
     assert largest_allocation('aft_conv', kernel) <= max(workspace, 4 * D * T * T)
+    axial = {'q': q, 'k': randn(batch, T, D), 'v': v, 'row_bias': randn(D, 31), 'column_bias': randn(D, 63)}
+    assert largest_allocation('aft_axial', axial | {'grid': (16, 32)}) <= 2 * workspace
 
 
 def empty_inputs(name: str, B: int, D: int) -> dict[str, object]:
-    """Inputs of any operator for 12 tokens; in `aft_conv` and `aft_onehot` of two heads."""
+    """Inputs of any operator for 12 tokens; of two heads in those on a grid."""
     q, k, v = torch.zeros(3, B, 12, D)
     inputs: dict[str, object] = {'q': q, 'k': k, 'v': v}
-    if name in ('aft_conv', 'aft_onehot'):
+    if name in ('aft_conv', 'aft_onehot', 'aft_axial'):
         inputs |= {'k': torch.zeros(B, 12, 2), 'grid': (3, 4)}
     biases = {
         'aft_full': {'bias': torch.zeros(12, 12)},
         'aft_local': {'band': torch.zeros(12, 5)},
         'aft_conv': {'kernel': torch.zeros(2, 3, 3)},
         'aft_onehot': {'offset': torch.zeros(2, 2, dtype=torch.int64), 'weight': torch.zeros(2)},
+        'aft_axial': {'row_bias': torch.zeros(2, 5), 'column_bias': torch.zeros(2, 3)},
         'aft_full_causal': {'bias': torch.zeros(12, 12)},
         'aft_local_causal': {'band': torch.zeros(12, 3)},
     }
@@ -632,6 +665,7 @@ def empty_inputs(name: str, B: int, D: int) -> dict[str, object]:
         'aft_simple',
         'aft_conv',
         'aft_onehot',
+        'aft_axial',
         'aft_full_causal',
         'aft_local_causal',
         'aft_simple_causal',
@@ -666,6 +700,8 @@ def hidden_bias(shape: tuple[int, ...]) -> Tensor:
         ('aft_conv', conv_inputs((3, 4), 6, 3, 3) | {'global_context': False}, 'kernel'),
         ('aft_conv', conv_inputs((3, 4), 6, 6, 11), 'kernel'),
         ('aft_conv', conv_inputs((6, 8), 80, 80, 3), 'kernel'),
+        ('aft_axial', axial_inputs((3, 4), 6, 3, (3, 2)), 'row_bias'),
+        ('aft_axial', axial_inputs((3, 4), 6, 3, (3, 4)), 'column_bias'),
         ('aft_onehot', onehot_inputs((3, 4), 6, 3), 'weight'),
         ('aft_onehot', onehot_inputs((1, 1), 6, 3) | {'offset': torch.zeros(3, 2, dtype=torch.int64)}, 'weight'),
     ],
@@ -677,12 +713,13 @@ def test_a_bias_of_minus_infinity_hides_a_source(name: str, inputs, bias: str, b
     assert_matches_reference(lambda **x: operator(**x, backend=backend), getattr(reference, name), inputs, nasty=True)
 
 
-@pytest.mark.parametrize('name', ['aft_full', 'aft_simple', 'aft_onehot'])
+@pytest.mark.parametrize('name', ['aft_full', 'aft_simple', 'aft_onehot', 'aft_axial'])
 def test_a_result_computed_without_gradients_can_be_differentiated_when_captured(name: str):
     inputs = {
         'aft_full': full_inputs(12),
         'aft_simple': simple_inputs(12),
         'aft_onehot': onehot_inputs((3, 4), 6, 3),
+        'aft_axial': axial_inputs((3, 4), 6, 3, (3, 2)),
     }[name]
     low = {
         key: x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in inputs.items()
@@ -707,6 +744,14 @@ REJECTED = [
     (lambda: ops.aft_onehot(**onehot_inputs((2, 3), 6, 3) | {'offset': torch.zeros(3, 2)}), r'offset must be int64'),
     (lambda: ops.aft_onehot(**onehot_inputs((2, 3), 6, 3) | {'offset': torch.zeros(0, 2).long()}), r'h of at least 1'),
     (lambda: ops.aft_onehot(**onehot_inputs((2, 3), 6, 3) | {'weight': randn(2)}), r'weight must have shape \(3,\)'),
+    (
+        lambda: ops.aft_axial(**axial_inputs((2, 3), 6, 3, (2, 3)) | {'row_bias': randn(3, 4)}),
+        r'row_bias must have shape',
+    ),
+    (lambda: ops.aft_axial(**axial_inputs((2, 3), 6, 3, (2, 3)) | {'column_bias': randn(2, 5)}), r'the 3 heads of row'),
+    (lambda: ops.aft_axial(**axial_inputs((2, 3), 6, 3, (2, 3)) | {'row_bias': randn(0, 3)}), r'h of at least 1'),
+    (lambda: ops.aft_axial(**axial_inputs((2, 3), 7, 1, (2, 3)) | {'k': randn(2, 6, 2)}), r'k must have shape'),
+    (lambda: ops.aft_axial(**axial_inputs((2, 3), 6, 3, (2, 3)) | {'grid': (2, 4)}), r'grid must be \(H, W\)'),
     (lambda: ops.aft_simple(**simple_inputs(5) | {'k': randn(2, 5, 6).float()}), 'must both be float64 or neither'),
     (lambda: ops.aft_simple(None, *torch.ones(2, 2, 5, 6).long()), 'must be floating-point tensors'),
     (lambda: ops.aft_simple(**simple_inputs(5) | {'v': randn(5, 6)}), r'v must have shape \(B, T, D\)'),

@@ -11,14 +11,16 @@ from aft_vision import ops
 
 B, T, D, GRID = 2, 12, 6, (3, 4)
 HEADS, OFFSET = 3, torch.zeros(3, 2, dtype=torch.int64)
-# name -> (shape of the bias, the channels of k, further arguments, forward, backward without and with the bias).
-# By hand: 144 tokens and channels in all. A target weights 12 sources, in a band of 5 five, in a 3 x 3 kernel nine.
+# name -> (shape of the bias, or of two, the channels of k, further arguments, forward, backward without and with the
+# bias). By hand: 144 tokens and channels in all. A target weights 12 sources, in a band of 5 five, in a 3 x 3 kernel
+# nine, on the axes of the grid seven.
 CASES = {
     'aft_full': ((12, 12), 6, (), 2 * 144 * 12 * 2, (6912, 13824)),
     'aft_simple': (None, 6, (), 2 * 144, (576, 576)),
     'aft_local': ((12, 5), 6, (), 2 * 144 * (5 * 2 + 1), (2880 + 576, 5760 + 576)),
     'aft_conv': ((3, 3, 3), 3, (GRID,), 2 * 24 * 9 * (6 + 3) + 288, (3888 + 576, 7776 + 576)),
     'aft_onehot': ((3,), 3, (GRID,), 2 * 24 * (6 + 3) + 288, (432 + 576, 864 + 576)),
+    'aft_axial': (((3, 5), (3, 3)), 3, (GRID,), 2 * 24 * 7 * (6 + 3), (3024, 6048)),
     'aft_full_causal': ((12, 12), 6, (), 6912, (6912, 13824)),
     'aft_local_causal': ((12, 3), 6, (), 2 * 144 * (3 * 2 + 1), (1728 + 576, 3456 + 576)),
     'aft_simple_causal': (None, 6, (), 288, (576, 576)),
@@ -30,8 +32,9 @@ def call(name: str, need_bias: bool, backend: str = 'auto') -> torch.Tensor:
     q, v = torch.randn(2, B, T, D).requires_grad_()
     k = torch.randn(B, T, heads)
     offset = [OFFSET] if name == 'aft_onehot' else []
-    table = [torch.randn(bias).requires_grad_(need_bias)] if bias else []
-    return getattr(ops, name)(q, k, v, *offset, *table, *others, backend=backend)
+    shapes = bias if name == 'aft_axial' else [bias] if bias else []
+    tables = [torch.randn(shape).requires_grad_(need_bias) for shape in shapes]
+    return getattr(ops, name)(q, k, v, *offset, *tables, *others, backend=backend)
 
 
 @pytest.mark.parametrize('backend', ['auto', 'eager'])

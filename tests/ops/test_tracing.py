@@ -12,6 +12,8 @@ from aft_vision import ops
 
 Q, K, V = make_qkv(T=15, D=6)
 OFFSET = torch.tensor([[0, 1], [-1, 0], [9, 9]])
+SQUARE, BAND, PAST, KERNEL, WEIGHT = randn(15, 15), randn(15, 5), randn(15, 3), randn(3, 3, 3), randn(3)
+AXIS = randn(3, 5)
 
 
 class Grid(nn.Module):
@@ -20,23 +22,25 @@ class Grid(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.bias = nn.Parameter(randn(3, 3, 3) if name == 'aft_conv' else randn(3))
+        self.bias = nn.Parameter({'aft_conv': KERNEL, 'aft_onehot': WEIGHT, 'aft_axial': AXIS}[name])
 
     def forward(self, maps: Tensor) -> Tensor:
         v = maps.flatten(2).transpose(1, 2)
         k, grid = v[..., :3], (maps.shape[2], maps.shape[3])
         if self.name == 'aft_conv':
             return ops.aft_conv(v, k, v, self.bias, grid)
+        if self.name == 'aft_axial':
+            return ops.aft_axial(v, k, v, self.bias, self.bias, grid)
         return ops.aft_onehot(v, k, v, OFFSET, self.bias, grid)
 
 
-SQUARE, BAND, PAST, KERNEL, WEIGHT = randn(15, 15), randn(15, 5), randn(15, 3), randn(3, 3, 3), randn(3)
 CALLS = {
     'aft_full': lambda q, k, v: ops.aft_full(q, k, v, SQUARE),
     'aft_simple': ops.aft_simple,
     'aft_local': lambda q, k, v: ops.aft_local(q, k, v, BAND),
     'aft_conv': lambda q, k, v: ops.aft_conv(q, k[..., :3], v, KERNEL, (3, 5)),
     'aft_onehot': lambda q, k, v: ops.aft_onehot(q, k[..., :3], v, OFFSET, WEIGHT, (3, 5)),
+    'aft_axial': lambda q, k, v: ops.aft_axial(q, k[..., :3], v, AXIS, AXIS, (3, 5)),
     'aft_full_causal': lambda q, k, v: ops.aft_full_causal(q, k, v, SQUARE),
     'aft_local_causal': lambda q, k, v: ops.aft_local_causal(q, k, v, PAST),
     'aft_simple_causal': ops.aft_simple_causal,
@@ -61,7 +65,7 @@ def test_a_trace_is_one_node_with_the_result_and_the_gradient(name: str, gradien
         assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize('name', ['aft_conv', 'aft_onehot'])
+@pytest.mark.parametrize('name', ['aft_conv', 'aft_onehot', 'aft_axial'])
 def test_a_trace_that_was_saved_has_the_grid_it_was_made_for(name: str):
     module, maps = Grid(name), randn(2, 6, 3, 5)
     with pytest.warns(TracerWarning, match='Python integer'):

@@ -40,6 +40,10 @@ CASES = {
         grid_inputs(3) | {'kernel': randn(3, 3, 3, seed=8), 'grid': (3, 5), 'global_context': False},
     ),
     'aft_onehot': ('aft_onehot', grid_inputs(3) | {'offset': OFFSETS, 'weight': randn(3, seed=8), 'grid': (3, 5)}),
+    'aft_axial': (
+        'aft_axial',
+        grid_inputs(3) | {'row_bias': randn(3, 3, seed=8), 'column_bias': randn(3, 9, seed=9), 'grid': (3, 5)},
+    ),
     'aft_full_causal': ('aft_full_causal', sequence_inputs() | {'bias': randn(12, 12, seed=7)}),
     'aft_local_causal': ('aft_local_causal', sequence_inputs() | {'band': randn(12, 3, seed=7)}),
     'aft_simple_causal': ('aft_simple_causal', sequence_inputs()),
@@ -117,7 +121,7 @@ def test_what_stands_under_a_mask_reaches_no_tangent():
 
 
 @pytest.mark.parametrize('moving_bias', [True, False])
-@pytest.mark.parametrize('case', ['aft_full', 'aft_local', 'aft_onehot'])
+@pytest.mark.parametrize('case', ['aft_full', 'aft_local', 'aft_onehot', 'aft_axial'])
 def test_forward_mode_survives_weights_that_underflow(case: str, moving_bias: bool):
     # The largest key and the largest bias of a target may not meet: a product of their exponentials is 0.
     name, inputs = CASES[case]
@@ -242,7 +246,7 @@ def test_the_transforms_of_torch_func_equal_autograd(case: str):
             assert_close(x, expected[n], 1e-12, f'{transform} {n}')
 
 
-@pytest.mark.parametrize('case', ['aft_full', 'aft_conv', 'aft_onehot', 'aft_simple_causal'])
+@pytest.mark.parametrize('case', ['aft_full', 'aft_conv', 'aft_onehot', 'aft_axial', 'aft_simple_causal'])
 def test_jacobians_forward_and_in_reverse_agree(case: str):
     name, inputs = CASES[case]
     moving, fixed = split(inputs, torch.float64)
@@ -354,7 +358,7 @@ def test_a_second_derivative_is_an_error(case: str, way: str):
         SECOND_DERIVATIVES[way](lambda k: getattr(ops, name)(k=k, **rest), inputs['k'])
 
 
-@pytest.mark.parametrize('case', ['aft_full', 'aft_simple', 'aft_conv', 'aft_onehot', 'aft_local'])
+@pytest.mark.parametrize('case', ['aft_full', 'aft_simple', 'aft_conv', 'aft_onehot', 'aft_axial', 'aft_local'])
 def test_the_aten_forms_have_second_derivatives(case: str):
     name, inputs = CASES[case]
     rest = {n: x for n, x in inputs.items() if n != 'v'}

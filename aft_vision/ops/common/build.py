@@ -86,8 +86,8 @@ def library() -> Kernels | None:
             return _load(_build(rebuild=True))
     except (OSError, RuntimeError) as error:
         _logger.warning(
-            'the C++ kernels cannot be built, so AFT-full, AFT-conv, AFT with one offset a channel, the causal '
-            'operations and decoding use the slower torch forms: %s',
+            'the C++ kernels cannot be built, so AFT-full, AFT-conv, AFT-axial, AFT with one offset a channel, the '
+            'causal operations and decoding use the slower torch forms: %s',
             first_line(error),
         )
         return None

@@ -29,11 +29,17 @@ class Workspace(NamedTuple):
     """A buffer in the layout that an operator multiplies fastest, and two views into it.
 
     values: (B, T, h, D / h), key-weighted values; keys: (B, T, h, 1), key weights.
+    targets: the values and keys of targets in the same buffer; None where they lie as those of sources.
     """
 
     buffer: Tensor
     values: Tensor
     keys: Tensor
+    targets: tuple[Tensor, Tensor] | None = None
+
+    def of_targets(self) -> 'Workspace':
+        """Return the same buffer with the views of targets."""
+        return self if self.targets is None else Workspace(self.buffer, *self.targets)
 
 
 class Weights(Protocol):
@@ -58,7 +64,7 @@ class Weights(Protocol):
         """Return W^T x, the sums over targets. `spare` may be overwritten and may be the result."""
 
     def add_grad(self, grad: Workspace, x: Workspace) -> None:
-        """Add the gradient of sum(grad * W x) to the gradient of the weights."""
+        """Add the gradient of sum(grad * W x) to the weights' own; W^T grad was the last product."""
 
     def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
         """Return rows w[target, :] of the bias, (N, T); minus infinity for sources that the target must not see."""
@@ -135,6 +141,7 @@ def _backward_chunk(
     lost = _underflowed(bottom)
     a = _by_head(g if s is None else g * s, heads)  # (b, T, h, c)
     r, x, spare = spaces
+    r = r.of_targets()
     top = 1 / (bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))
     if lost is not None:
         top = top.masked_fill(lost, 0.0)

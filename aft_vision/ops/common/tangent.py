@@ -21,8 +21,8 @@ class Places(NamedTuple):
     """Positions of the bias of some targets in its table, (1 or h, M): full (T T), band (T width), kernel (s s).
 
     Attributes:
-        entry: (N, T) int64, the column of w[target, source].
-        biased: (N, T) or (h, N, T) bool, True where there is a bias; it is 0 elsewhere.
+        entry: (N, T) int64, the column of w[target, source]; (n, N, T) where w is a sum of n entries.
+        biased: (N, T), (h, N, T) or as entry, bool, where there is a bias; it is 0 elsewhere.
         seen: (N, T) bool, the sources that have a weight; None for all.
     """
 
@@ -74,6 +74,15 @@ def onehot_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
     return Places(torch.zeros_like(row), (row == offset[:, 0]) & (column == offset[:, 1]))
 
 
+def axial_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
+    """Find the biases of `ops.aft_axial`, those of columns behind those of rows in the table."""
+    width, rows, columns = inputs.grid[1], inputs.row_bias.shape[1], inputs.column_bias.shape[1]
+    row = source // width - target // width + rows // 2
+    column = source % width - target % width + columns // 2
+    biased = torch.stack([(row >= 0) & (row < rows), (column >= 0) & (column < columns)])
+    return Places(torch.stack([row, column + rows]).where(biased, 0), biased)
+
+
 def forward_tangent(
     operator: Callable[..., tuple[Tensor, Tensor]],
     find_places: FindPlaces | None,
@@ -81,14 +90,13 @@ def forward_tangent(
     tangents: dict[str, Tensor | None],
     backend: str,
 ) -> Tensor:
-    """Differentiate y along the tangents of q, k, v and the bias.
+    """Differentiate y along the tangents of q, k, v and the biases.
 
     Args:
-        operator: a custom operator.
-        find_places: returns the positions of its bias; None for an operator without a bias.
-        inputs: inputs of the operator.
-        tangents: tangents of q, k, v and the bias by name, in this order; None for a missing one, but at least one is
-            given.
+        operator: of the custom operators.
+        find_places: finds its bias; None for an operator without one.
+        inputs: of the operator.
+        tangents: by the names of q, k, v and the biases, in this order; None where there is none, but at least one.
         backend: the form that runs.
 
     Returns:
@@ -100,11 +108,12 @@ def forward_tangent(
     wide = wide._replace(v=masked_values(wide.v, mask))
     dq, dk, dv, *dbias = (None if x is None else x.to(dtype) for x in tangents.values())
     dk, dv = (None if x is None else masked_values(x, mask) for x in (dk, dv))
-    if find_places is None or dbias[0] is None:
+    if find_places is None or all(x is None for x in dbias):
         mean, slope = _differentiate_by_operator(operator, wide, heads, dk, dv, backend)
     else:
-        bias = getattr(wide, list(tangents)[3])
-        mean, slope = _differentiate_jointly(find_places, wide, heads, dk, dv, bias, dbias[0])
+        biases = [getattr(wide, name) for name in list(tangents)[3:]]
+        along = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(biases, dbias, strict=True)]
+        mean, slope = _differentiate_jointly(find_places, wide, heads, dk, dv, _table(biases), _table(along))
     s = gate(inputs.q, dtype)
     if s is not None:
         slope = s * slope if dq is None else s * (slope + mean * (1 - s) * dq)
@@ -138,10 +147,10 @@ def _differentiate_jointly(
     heads: int,
     dk: Tensor | None,
     dv: Tensor | None,
-    bias: Tensor,
-    dbias: Tensor,
+    table: Tensor,
+    dtable: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    # The same with a tangent of the bias. The joint softmax never underflows.
+    # The same with a tangent of the bias, in tables. The joint softmax never underflows.
     v, mask = inputs.v, inputs.mask
     keys = masked_keys(inputs.k, mask).transpose(1, 2).unsqueeze(2)  # (B, h, 1, T)
     values = _by_head(v, heads).transpose(1, 2)  # (B, h, T, c)
@@ -149,8 +158,8 @@ def _differentiate_jointly(
     means, slopes = [], []
     for target in source.unsqueeze(1).split(max(1, BLOCK_ELEMENTS // max(1, keys.numel()))):
         places = find_places(inputs, target, source)
-        p = _softmax(keys, _rows(bias, places), places.seen)  # (B, h, N, T)
-        dp = p * (_rows(dbias, places) if dk is None else _rows(dbias, places) + dk.transpose(1, 2).unsqueeze(2))
+        p = _softmax(keys, _rows(table, places), places.seen)  # (B, h, N, T)
+        dp = p * (_rows(dtable, places) if dk is None else _rows(dtable, places) + dk.transpose(1, 2).unsqueeze(2))
         mean = p @ values
         slope = dp @ values - mean * dp.sum(3, keepdim=True)
         means.append(mean)
@@ -172,10 +181,17 @@ def _softmax(keys: Tensor, rows: Tensor, seen: Tensor | None) -> Tensor:
     return torch.softmax(logits, 3).masked_fill(hidden, 0.0)
 
 
-def _rows(bias: Tensor, places: Places) -> Tensor:
-    # (1 or h, N, T): w of the targets, 0 where there is none. One table serves all channels, or each head has its own.
-    table = bias.reshape(1 if bias.ndim == 2 else len(bias), -1)
-    return table[:, places.entry].where(places.biased, 0.0)
+def _table(biases: list[Tensor]) -> Tensor:
+    # (1 or h, M). One table serves all channels, or each head has its own; several biases are next to each other.
+    if len(biases) > 1:
+        return torch.cat(biases, 1)
+    return biases[0].reshape(1 if biases[0].ndim == 2 else len(biases[0]), -1)
+
+
+def _rows(table: Tensor, places: Places) -> Tensor:
+    # (1 or h, N, T): w of the targets, 0 where there is none.
+    rows = table[:, places.entry].where(places.biased, 0.0)
+    return rows.sum(1) if places.entry.ndim == 3 else rows
 
 
 def _band_places(width: int, own: int, target: Tensor, source: Tensor) -> Places:

@@ -58,6 +58,7 @@ def operator_inputs(D: int) -> dict[str, tuple[tuple[Any, ...], tuple[Any, ...],
     return {
         'aft_full': ((randn(15, 15, seed=7).float(),), (), D),
         'aft_conv': ((randn(heads, 5, 5, seed=7).float(), (3, 5)), (True,), heads),
+        'aft_axial': ((randn(heads, 3, seed=7).float(), randn(heads, 11, seed=8).float(), (3, 5)), (), heads),
         'aft_local_causal': ((randn(15, 4, seed=7).float(),), (), D),
         'aft_simple_causal': ((), (), D),
     } | (
@@ -231,6 +232,8 @@ def test_a_failed_allocation_is_an_error_of_python_wherever_it_happens(tmp_path:
     done = subprocess.run([sys.executable, '-c', code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == {
+        'aft_axial_backward',
+        'aft_axial_forward',
         'aft_conv_backward',
         'aft_conv_forward',
         'aft_decode',

@@ -1,0 +1,1 @@
+"""AFT-axial: a position bias over rows and columns."""
