@@ -19,16 +19,20 @@ from aft_vision.export import export_model
 
 # Parameters with and without biases on q, k and v (the columns #Params of AFT Table 7, exact). AFT-full is DeiT plus
 # 12 * 2 * 197 * 128 factors of its bias, so base is 86,567,656 + 605,184; AFT-simple has the parameters of DeiT.
+# AFT-axial has h (27 + 27) biases and h * 4 gains and shifts a block where AFT-conv of as many heads has h (121 + 2).
 # The nano models have 6 blocks of width 128 on 12 x 12 patches of 8 pixels.
 PARAMETERS = {
     'aft_full_nano': (1_585_000, 1_582_696),
     'aft_simple_nano': (1_362_280, 1_359_976),
+    'aft_axial_nano': (1_261_704, 1_260_072),
     'aft_conv_nano': (1_438_056, 1_435_752),
     'aft_full_tiny': (6_322_600, 6_315_688),
     'aft_full_small': (22_655_848, 22_642_024),
     'aft_full_base': (87_172_840, 87_145_192),
     'aft_simple_tiny': (5_717_416, 5_710_504),
     'aft_simple_small': (22_050_664, 22_036_840),
+    'aft_axial_tiny': (5_331_112, 5_326_120),
+    'aft_axial_small': (20_285_608, 20_276_200),
     'aft_conv_tiny': (5_962_792, 5_955_880),
     'aft_conv_tiny_k11_h32': (5_356_072, 5_351_080),
     'aft_conv_small': (22_541_416, 22_527_592),
@@ -38,7 +42,7 @@ PARAMETERS = {
 }
 # The one-hot form has no registered name.
 ONEHOT = 'aft_conv_tiny onehot'
-ONE_OF_EACH = ['aft_conv_tiny', 'aft_full_tiny', 'aft_simple_tiny', ONEHOT]
+ONE_OF_EACH = ['aft_conv_tiny', 'aft_full_tiny', 'aft_simple_tiny', 'aft_axial_tiny', ONEHOT]
 all_models = pytest.mark.parametrize('name', list(PARAMETERS))
 all_models_and_onehot = pytest.mark.parametrize('name', [*PARAMETERS, ONEHOT])
 one_of_each = pytest.mark.parametrize('name', ONE_OF_EACH)
@@ -117,7 +121,7 @@ def test_default_config_is_that_of_the_paper(name):
     size = next((size for end, size in (('_384', 384), ('_nano', 96)) if name.endswith(end)), 224)
     assert (cfg.architecture, cfg.num_classes, cfg.input_size) == (name, 1000, (3, size, size))
     assert cfg.crop_pct == 0.875
-    assert cfg.fixed_input_size is not name.startswith('aft_conv')
+    assert cfg.fixed_input_size is not name.startswith(('aft_conv', 'aft_axial'))
     assert not any([cfg.url, cfg.file, cfg.hf_hub_id])
 
 
@@ -209,6 +213,8 @@ def test_the_state_dict_holds_all_that_matters(name):
         ('aft_conv_tiny', 'aft_conv_small', {}),
         ('aft_conv_tiny', 'deit_tiny_patch16_224', {}),
         ('aft_conv_tiny', ONEHOT, {}),
+        ('aft_axial_tiny', 'aft_conv_tiny_k11_h32', {}),
+        ('aft_axial_tiny', 'aft_axial_tiny', dict(attention_blocks=[1])),
         (ONEHOT, 'aft_conv_tiny', {}),
         (ONEHOT, ONEHOT, dict(num_heads=32)),
     ],
@@ -242,6 +248,7 @@ def test_a_headless_checkpoint_with_sorted_keys_passes_the_filter_unchanged(name
     [
         ('aft_conv_tiny', dict(kernel_size=7, num_heads=6), (96, 160)),
         (ONEHOT, dict(num_heads=6), (96, 160)),
+        ('aft_axial_tiny', dict(window_size=(3, 5), attention_blocks=[1], local_conv=True), (96, 160)),
         ('aft_full_tiny', dict(img_size=(96, 160)), (96, 160)),
         ('aft_simple_tiny', dict(query_gate=False), (224, 224)),
     ],

@@ -12,7 +12,7 @@ from timm.utils import random_seed, unwrap_model
 from torch import nn
 
 from aft_vision.data import STEP, Draw, derive_seed
-from aft_vision.layers import AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot
+from aft_vision.layers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot
 from train.objective import Batch
 from train.state import TrainState
 
@@ -119,12 +119,12 @@ def _teachers(state: TrainState) -> list[tuple[nn.Module, Callable[[torch.Tensor
 
 
 def _has_bias(module: nn.Module) -> bool:
-    return isinstance(module, AFTConv | AFTFull | AFTLocal | AFTOnehot)
+    return isinstance(module, AFTAxial | AFTConv | AFTFull | AFTLocal | AFTOnehot)
 
 
 @torch.no_grad()
 def _bias(module: Any) -> torch.Tensor:
-    return module.kernel() if isinstance(module, AFTConv | AFTOnehot) else module.position_bias()
+    return module.kernel() if isinstance(module, AFTAxial | AFTConv | AFTOnehot) else module.position_bias()
 
 
 def _range(x: torch.Tensor) -> list[float]:

@@ -3,7 +3,7 @@
 from aft_vision.layers.base import AFTMixer
 from aft_vision.layers.block import AFTBlock
 from aft_vision.layers.causal import CausalAttention, CausalBlock, CausalFull, CausalLocal, CausalSimple, KeyValueState
-from aft_vision.layers.mixers import AFTConv, AFTFull, AFTLocal, AFTSimple, create_mixer
+from aft_vision.layers.mixers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTSimple, create_mixer
 from aft_vision.layers.onehot import AFTOnehot
 from aft_vision.layers.patch_embed import AFTPatchEmbed
-from aft_vision.layers.position_bias import FactorizedBias, PairwiseBias, StandardizedKernel
+from aft_vision.layers.position_bias import AxisBias, FactorizedBias, PairwiseBias, StandardizedKernel

@@ -1,9 +1,9 @@
 """The base class of the token mixers."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from timm.layers import is_exportable, trunc_normal_
+from timm.layers import is_exportable, register_notrace_function, trunc_normal_
 from torch import Tensor, nn
 
 from aft_vision.layers.position_bias import FactorizedBias, FusedModule, PairwiseBias
@@ -88,6 +88,55 @@ class AFTMixer(nn.Module):
         if self.query_gate:
             return parts[0], parts[1], parts[2]
         return None, parts[0], parts[1]
+
+
+class GridMixer(AFTMixer):
+    """A token mixer on a grid of any size, with one key for each head.
+
+    Args:
+        dim: channels C.
+        num_heads: h, which divides dim. None is one head per channel.
+        local_conv: add a 3 x 3 depthwise convolution of the values to the mean, behind the gate; not in the paper.
+        kwargs: of `AFTMixer`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int | None = None,
+        local_conv: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dim, resolve_num_heads(dim, num_heads), device=device, dtype=dtype, **kwargs)
+        self.local_conv = (
+            nn.Conv2d(dim, dim, kernel_size=3, padding=1, groups=dim, device=device, dtype=dtype)
+            if local_conv
+            else None
+        )
+
+    def init_weights(self) -> None:
+        if self.local_conv is not None:
+            trunc_normal_(self.local_conv.weight, std=0.02)
+            if self.local_conv.bias is not None:
+                nn.init.zeros_(self.local_conv.bias)
+
+    def _output(self, y: Tensor, v: Tensor, grid: tuple[int, int], mask: Tensor | None) -> Tensor:
+        # (B, T, C) behind the operation, from its result and its values.
+        if self.local_conv is not None:
+            y = y + self.local_conv(tokens_to_maps(v, grid, mask)).flatten(2).transpose(1, 2)
+        return self.proj_drop(self.proj(y))
+
+
+# A leaf for FX, which cannot branch on whether a traced mask is None.
+@torch.fx.wrap
+@register_notrace_function
+def tokens_to_maps(x: Tensor, grid: tuple[int, int], mask: Tensor | None) -> Tensor:
+    """Return tokens (B, H * W, C) as maps (B, C, H, W), 0 where the mask (B, H * W) is False."""
+    if mask is not None:
+        x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
+    return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], grid[0], grid[1])
 
 
 def resolve_num_heads(dim: int, num_heads: int | None) -> int:

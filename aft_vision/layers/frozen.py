@@ -6,7 +6,9 @@ Eq. 8 and the exponentials of the bias are computed once, in float64, and stored
 import torch
 from torch import Tensor, nn
 
-from aft_vision.layers.mixers import AFTConv, AFTFull, AFTLocal, AFTMixer
+from aft_vision.layers.base import tokens_to_maps
+from aft_vision.layers.mixers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer
+from aft_vision.layers.position_bias import resample_axis
 from aft_vision.ops import aten
 
 FORMS = ('conv', 'matmul')
@@ -22,6 +24,7 @@ class FrozenMixer(nn.Module):
     def __init__(self, mixer: AFTMixer) -> None:
         super().__init__()
         self.split_sizes, self.qkv, self.proj = mixer.split_sizes, mixer.qkv, mixer.proj
+        self.local_conv = getattr(mixer, 'local_conv', None)
 
     def _keep(self, name: str, weights: Tensor) -> None:
         dtype = torch.float64 if self.qkv.weight.dtype == torch.float64 else torch.float32
@@ -29,8 +32,12 @@ class FrozenMixer(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         parts = self.qkv(x).split(self.split_sizes, dim=-1)
-        q = parts[0] if len(parts) == 3 else None
-        return self.proj(self.mix(q, parts[-2], parts[-1], grid, mask))
+        q, v = parts[0] if len(parts) == 3 else None, parts[-1]
+        y = self.mix(q, parts[-2], v, grid, mask)
+        if self.local_conv is not None:
+            assert grid is not None
+            y = y + self.local_conv(tokens_to_maps(v, grid, mask)).flatten(2).transpose(1, 2)
+        return self.proj(y)
 
     def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
         """Return the result of the operation between the projections, (B, T, C)."""
@@ -65,6 +72,26 @@ class FrozenMatmul(FrozenMixer):
 
     def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
         return aten.mix_matmul(q, k, v, self.matrix, mask)
+
+
+class FrozenAxial(FrozenMixer):
+    """AFT-axial as one product along columns and one along rows, for every grid."""
+
+    rows: Tensor
+    columns: Tensor
+
+    def __init__(self, mixer: AFTAxial) -> None:
+        super().__init__(mixer)
+        self.resample = mixer.row_bias.resample
+        self._keep('rows', mixer.row_bias.double().compute())
+        self._keep('columns', mixer.column_bias.double().compute())
+
+    def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
+        assert grid is not None
+        rows, columns = self.rows, self.columns
+        if self.resample:
+            rows, columns = resample_axis(rows, grid[0]), resample_axis(columns, grid[1])
+        return aten.aft_axial(q, k, v, rows, columns, grid, mask)
 
 
 class FrozenFull(FrozenMixer):
@@ -104,6 +131,8 @@ def freeze(mixer: AFTMixer, grid: tuple[int, int] | None, form: str = 'conv') ->
         if grid is None:
             raise ValueError("form='matmul' needs the token grid (H, W), got None")
         return FrozenMatmul(mixer, grid)
+    if isinstance(mixer, AFTAxial):
+        return FrozenAxial(mixer)
     if isinstance(mixer, AFTFull | AFTLocal):
         return FrozenFull(mixer, grid)
     # AFT-simple has no position weights.

@@ -8,12 +8,14 @@ custom operators; the causal mixers have no aten form.
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
+from timm.layers import to_2tuple
 from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.layers.base import AFTMixer, resolve_num_heads
+from aft_vision.layers.base import AFTMixer, GridMixer
 from aft_vision.layers.onehot import AFTOnehot
-from aft_vision.layers.position_bias import FactorizedBias, PairwiseBias, StandardizedKernel
+from aft_vision.layers.position_bias import AxisBias, FactorizedBias, PairwiseBias, StandardizedKernel
 
 
 class AFTFull(AFTMixer):
@@ -139,7 +141,7 @@ class AFTSimple(AFTMixer):
         return self.proj_drop(self.proj(y))
 
 
-class AFTConv(AFTMixer):
+class AFTConv(GridMixer):
     """AFT-conv token mixer: relative position biases shared over the grid (AFT Eq. 6, AFT Eq. 8).
 
     Args:
@@ -148,11 +150,10 @@ class AFTConv(AFTMixer):
         kernel_size: s, in tokens, odd; may exceed the grid.
         standardize_kernel: False trains the raw kernel (Table 10).
         global_context: False gives tokens outside the window no weight (the degenerate variant of Sec. 5.3).
-        gumbel: one biased offset per head: sampled in training, the one with the largest bias in evaluation (AFT Eq.
-            10).
-        tau: temperature of that sample; may change during training.
-        straight_through: in training too, bias only the offset with the largest entry, with the gradient of the sample.
-        kwargs: of `AFTMixer`.
+        gumbel: one biased offset per head: sampled in training, the largest in evaluation (AFT Eq. 10).
+        tau: temperature of that sample; may be set while training.
+        straight_through: bias the one offset of its largest entry in training too, with the gradient of the sample.
+        kwargs: of `GridMixer`.
     """
 
     gumbel: Final[bool]
@@ -173,7 +174,6 @@ class AFTConv(AFTMixer):
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        num_heads = resolve_num_heads(dim, num_heads)
         if gumbel and not global_context:
             raise ValueError('gumbel=True needs global_context=True, got global_context=False')
         if straight_through and not gumbel:
@@ -183,10 +183,12 @@ class AFTConv(AFTMixer):
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.gumbel, self.straight_through, self.tau = gumbel, straight_through, tau
         self.global_context = global_context
+        num_heads = self.split_sizes[-2]
         self.kernel = StandardizedKernel(num_heads, kernel_size, standardize_kernel, device=device, dtype=dtype)
         self.reset_parameters()
 
     def init_weights(self) -> None:
+        super().init_weights()
         self.kernel.reset_parameters()
 
     def evaluated_kernel(self) -> Tensor:
@@ -209,7 +211,62 @@ class AFTConv(AFTMixer):
                 else:
                     kernel = ops.hard_kernel(kernel)
             y = ops.aft_conv(q, k, v, kernel, grid, mask, self.global_context, self._backend())
-        return self.proj_drop(self.proj(y))
+        return self._output(y, v, grid, mask)
+
+
+class AFTAxial(GridMixer):
+    """AFT-axial token mixer: position biases that are a sum over rows and columns (AFT Eq. 2, structured; ours).
+
+    Args:
+        dim: channels C.
+        num_heads: h, which divides dim; keys and biases have one channel per head. None is one head per channel.
+        window_size: s of both axes, or (rows, columns), in tokens: distances below s have a bias, those beyond none.
+        standardize_kernel: False trains the raw biases; else those of each axis are standardised (AFT Eq. 8).
+        resample_bias: stretch the biases over all distances of a grid of another size.
+        kwargs: of `GridMixer`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int | None = None,
+        window_size: int | tuple[int, int] = 14,
+        standardize_kernel: bool = True,
+        resample_bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        self.row_bias, self.column_bias = (
+            AxisBias(self.split_sizes[-2], size, standardize_kernel, resample_bias, device=device, dtype=dtype)
+            for size in to_2tuple(window_size)
+        )
+        self.reset_parameters()
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        self.row_bias.reset_parameters()
+        self.column_bias.reset_parameters()
+
+    @torch.jit.ignore
+    def kernel(self, grid: tuple[int, int] | None = None) -> Tensor:
+        """Return the bias of every offset of a grid (H, W), (h, 2H - 1, 2W - 1); without one, of those learned."""
+        axes = (self.row_bias, self.column_bias)
+        sizes = grid or tuple((axis.weight.shape[1] + 1) // 2 for axis in axes)
+        biases = (axis(size) for axis, size in zip(axes, sizes, strict=True))
+        rows, columns = (
+            F.pad(bias, [size - (bias.shape[1] + 1) // 2] * 2) for bias, size in zip(biases, sizes, strict=True)
+        )
+        return rows[:, :, None] + columns[:, None, :]
+
+    def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
+        if grid is None:
+            raise ValueError('AFTAxial needs the token grid (H, W), got None')
+        q, k, v = self._project(x)
+        rows, columns = self.row_bias(grid[0]), self.column_bias(grid[1])
+        y = ops.aft_axial(q, k, v, rows, columns, grid, mask, self._backend())
+        return self._output(y, v, grid, mask)
 
 
 MIXERS: dict[str, type[AFTMixer]] = {
@@ -218,6 +275,7 @@ MIXERS: dict[str, type[AFTMixer]] = {
     'simple': AFTSimple,
     'conv': AFTConv,
     'onehot': AFTOnehot,
+    'axial': AFTAxial,
 }
 
 
@@ -225,7 +283,7 @@ def create_mixer(name: str, dim: int, **kwargs: Any) -> AFTMixer:
     """Build a mixer by name.
 
     Args:
-        name: 'full', 'local', 'simple', 'conv' or 'onehot'.
+        name: 'full', 'local', 'simple', 'conv', 'onehot' or 'axial'.
         dim: channels C.
         kwargs: of the mixer.
 

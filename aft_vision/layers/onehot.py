@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from aft_vision import ops
-from aft_vision.layers.base import AFTMixer, resolve_num_heads
+from aft_vision.layers.base import GridMixer
 from aft_vision.layers.position_bias import check_kernel_size
 
 
-class AFTOnehot(AFTMixer):
+class AFTOnehot(GridMixer):
     """AFT-conv with one biased offset per head: a global sum and one token of the grid (AFT Eq. 10).
 
     `aft_vision.models.harden` builds it from a trained AFT-conv. `weight` (h,), the bias w at the offset, is a
@@ -19,9 +19,9 @@ class AFTOnehot(AFTMixer):
 
     Args:
         dim: channels C.
-        num_heads: h, which divides dim; keys have one channel per head. None means one head per channel.
-        kernel_size: s of the original AFT-conv, in tokens, odd; the size of `kernel()`, without effect on the output.
-        kwargs: of `AFTMixer`.
+        num_heads: h, which divides dim; keys have one channel per head. None is one head per channel.
+        kernel_size: s of the AFT-conv that it was, in tokens, odd; frames `kernel()` and changes no output.
+        kwargs: of `GridMixer`.
     """
 
     offset: Tensor
@@ -35,16 +35,16 @@ class AFTOnehot(AFTMixer):
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        num_heads = resolve_num_heads(dim, num_heads)
         if kernel_size is not None:
             check_kernel_size(kernel_size)
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
-        self.kernel_size = kernel_size
+        self.kernel_size, num_heads = kernel_size, self.split_sizes[-2]
         self.weight = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
         self.register_buffer('offset', torch.empty(num_heads, 2, device=device, dtype=torch.int64))
         self.reset_parameters()
 
     def init_weights(self) -> None:
+        super().init_weights()
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.offset)
 
@@ -62,4 +62,4 @@ class AFTOnehot(AFTMixer):
             raise ValueError('AFTOnehot needs the token grid (H, W), got None')
         q, k, v = self._project(x)
         y = ops.aft_onehot(q, k, v, self.offset, self.weight, grid, mask, self._backend())
-        return self.proj_drop(self.proj(y))
+        return self._output(y, v, grid, mask)

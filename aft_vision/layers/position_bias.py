@@ -6,9 +6,10 @@ A write through `.data` is not detected: call `fuse()` again. Compiled graphs al
 scripted graphs hold it as a constant: after writing parameters in place, fuse before exporting.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from timm.layers import register_notrace_module, resample_abs_pos_embed
 from torch import Tensor, nn
 
@@ -286,6 +287,64 @@ class StandardizedKernel(FusedModule):
     def forward(self) -> Tensor:
         """Return the kernel, (h, s, s)."""
         return self.value()
+
+
+@register_notrace_module
+class AxisBias(FusedModule):
+    """The position bias of AFT-axial along one axis, each head standardised as AFT Eq. 8 does its kernel.
+
+    Args:
+        num_heads: h.
+        window_size: s, in tokens along the axis: distances below s have a bias.
+        standardize: False leaves gamma and beta out and gives the raw bias.
+        resample: stretch the bias over all distances of an axis of another length; False gives those from s on none.
+        std: deviation of the truncated normal distribution that the raw bias starts from.
+    """
+
+    resample: Final[bool]
+
+    def __init__(
+        self,
+        num_heads: int,
+        window_size: int,
+        standardize: bool = True,
+        resample: bool = False,
+        std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if window_size < 1:
+            raise ValueError(f'window_size must be at least 1, got {window_size}')
+        self.resample, self.std = resample, std
+        self.weight = nn.Parameter(torch.empty(num_heads, 2 * window_size - 1, device=device, dtype=dtype))
+        self.gamma = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if standardize else None
+        self.beta = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if standardize else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the raw bias again; gamma and beta start at 0, which makes AFT-axial an AFT-simple."""
+        nn.init.trunc_normal_(self.weight, std=self.std)
+        if self.gamma is not None and self.beta is not None:
+            nn.init.zeros_(self.gamma)
+            nn.init.zeros_(self.beta)
+
+    def compute(self) -> Tensor:
+        gamma, beta = self.gamma, self.beta
+        if gamma is None or beta is None:
+            return self.weight
+        return standardized_kernel(self.weight.unsqueeze(1), gamma, beta).squeeze(1)
+
+    def forward(self, length: int) -> Tensor:
+        """The bias for an axis of so many tokens: (h, 2s - 1), or with `resample` (h, 2 * length - 1)."""
+        bias = self.value()
+        return resample_axis(bias, length) if self.resample else bias
+
+
+def resample_axis(bias: Tensor, length: int) -> Tensor:
+    """Stretch a bias (h, 2s - 1) over all distances of an axis of so many tokens, (h, 2 * length - 1), linearly."""
+    # The distance 0 stays in the middle, and the longest one at the end.
+    return F.interpolate(bias.unsqueeze(0), size=2 * length - 1, mode='linear', align_corners=True).squeeze(0)
 
 
 def check_kernel_size(kernel_size: int) -> None:

@@ -13,7 +13,7 @@ position embedding, feature extraction, checkpointing) is timm's. Importing this
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +30,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from aft_vision.layers import AFTBlock, AFTMixer, AFTPatchEmbed
+from aft_vision.models.attention_block import AttentionBlock
 from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
 from aft_vision.models.state_dict import StateDictError as StateDictError
 from aft_vision.models.state_dict import check_state_dict, resample_rows
@@ -37,39 +38,44 @@ from aft_vision.models.transfer_report import Report, describe_transfer
 
 _logger = logging.getLogger(__name__)
 
-# Mixers on a grid of any size, without class token and position embedding.
-GRID_MIXERS = ('conv', 'onehot')
+# The mixers that live on a grid of any size, without class token and position embedding.
+GRID_MIXERS = ('conv', 'onehot', 'axial')
 
 
 class AFTVisionTransformer(VisionTransformer):
     """A vision transformer with AFT token mixers (AFT Sec. 5.3).
 
-    With mixer='conv' or 'onehot' it is fully convolutional: no class token, no position embedding, average pooling
-    after the final norm, any input size. The other mixers keep DeiT's class token, position embedding and fixed size;
-    `dynamic_img_size=True` resamples position embedding and position biases at run time, `set_input_size` once.
+    With mixer='conv', 'onehot' or 'axial', those of a grid, it takes any input size: no class token, no position
+    embedding, average pooling after the final norm. The others keep DeiT's class token and position embedding and a
+    fixed size; `dynamic_img_size=True` resamples position embedding and position biases at run time, `set_input_size`
+    once.
 
     Args:
-        img_size: input size in pixels, one number or (H, W); only nominal for 'conv' and 'onehot'.
+        img_size: input size in pixels, one number or (H, W); for mixers of a grid only the nominal one.
         patch_size: patch size in pixels.
-        global_pool: as in timm; None means 'token' with a class token, else 'avg'.
-        num_heads: heads h of AFT-conv and its one-hot form, a divisor of embed_dim; None means one per channel. The
-            other mixers share one bias between all channels and accept only 1.
-        mixer: 'conv', 'full', 'local', 'simple' or 'onehot', which `aft_vision.models.harden` builds from a
-            Gumbel-trained 'conv'.
-        class_token: None means False with mixer='conv' and 'onehot', which do not support it, else True.
-        pos_embed: as in timm; None means 'none' with mixer='conv' and 'onehot', else 'learn'.
-        fc_norm: as in timm; None means False with mixer='conv' and 'onehot' (the final norm comes before pooling), else
-            timm's rule.
+        global_pool: as timm; None is 'token' with a class token, else 'avg'.
+        num_heads: heads h of the mixers of a grid, which divide embed_dim; None is one per channel. The other mixers
+            have one bias for all channels, and take no other number than 1.
+        mixer: 'conv', 'full', 'local', 'simple', 'axial' (ours) or 'onehot', which `aft_vision.models.harden` makes of
+            a Gumbel-trained 'conv'.
+        class_token: None is False with mixers of a grid, where it is not possible, else True.
+        pos_embed: as timm; None is 'none' with mixers of a grid, else 'learn'.
+        fc_norm: as timm; None is False with mixers of a grid (the final norm comes before pooling), else timm's rule.
         query_gate: False removes W_q and the sigmoid (Table 12).
-        kernel_size: s of AFT-conv, in tokens, odd; 11 by default. The one-hot form uses it only for pictures.
-        standardize_kernel: False trains AFT-conv's raw kernel (Table 10).
-        global_context: False removes AFT-conv's context outside the window (Sec. 5.3).
+        kernel_size: s of AFT-conv, in tokens, odd; 11 by default. The one-hot form remembers it for pictures alone.
+        standardize_kernel: False trains AFT-conv's raw kernel (Table 10), or AFT-axial's raw biases.
+        global_context: False gives AFT-conv no context outside the window (Sec. 5.3).
         gumbel: True keeps one offset per head of AFT-conv (AFT Eq. 10).
         tau: temperature of its Gumbel softmax; 0.5 by default.
         straight_through: True samples one offset per head in training, with the gradient of the Gumbel softmax.
-        window_size: s of AFT-local, in tokens along the sequence.
-        factorize_bias: False stores the whole bias of AFT-full or AFT-local (Table 9).
+        window_size: s of AFT-local, in tokens along the sequence; of AFT-axial along both axes, or (rows, columns), 14
+            by default.
+        factorize_bias: False stores AFT-full's or AFT-local's whole bias (Table 9).
         bias_dim: width d' of their factors; 128 by default.
+        resample_bias: True stretches AFT-axial's biases over a grid of another size; else distances from s on have no
+            bias.
+        local_conv: True adds a 3 x 3 depthwise convolution of the values to the result of a mixer of a grid.
+        attention_blocks: indices of blocks with timm's softmax attention, embed_dim / 64 heads, in place of the mixer.
         kwargs: of timm's VisionTransformer.
 
     Raises:
@@ -99,19 +105,34 @@ class AFTVisionTransformer(VisionTransformer):
         gumbel: bool | None = None,
         tau: float | None = None,
         straight_through: bool | None = None,
-        window_size: int | None = None,
+        window_size: int | tuple[int, int] | None = None,
         factorize_bias: bool | None = None,
         bias_dim: int | None = None,
+        resample_bias: bool | None = None,
+        local_conv: bool | None = None,
+        attention_blocks: Sequence[int] = (),
         **kwargs: Any,
     ) -> None:
         on_grid = mixer in GRID_MIXERS
         class_token = (not on_grid) if class_token is None else class_token
+        mixer_args: dict[str, Any] = {
+            'mixer': mixer,
+            'query_gate': query_gate,
+            'num_heads': num_heads if on_grid else None,
+            'kernel_size': kernel_size,
+            'standardize_kernel': standardize_kernel,
+            'global_context': global_context,
+            'gumbel': gumbel,
+            'tau': tau,
+            'straight_through': straight_through,
+            'window_size': window_size,
+            'factorize_bias': factorize_bias,
+            'bias_dim': bias_dim,
+            'resample_bias': resample_bias,
+            'local_conv': local_conv,
+        }
         _check_arguments(mixer, num_heads, class_token, dynamic_img_size, kwargs)
-        conv_args = dict(kernel_size=kernel_size, standardize_kernel=standardize_kernel, global_context=global_context)
-        gumbel_args = dict(gumbel=gumbel, tau=tau, straight_through=straight_through)
-        bias_args = dict(window_size=window_size, factorize_bias=factorize_bias, bias_dim=bias_dim)
-        given: dict[str, Any] = {'num_heads': num_heads if on_grid else None, **conv_args, **gumbel_args, **bias_args}
-        mixer_args = {name: value for name, value in given.items() if value is not None}
+        _check_blocks(attention_blocks, kwargs.get('depth', 12))
         if mixer in ('full', 'local'):
             grid = tuple(size // patch for size, patch in zip(to_2tuple(img_size), to_2tuple(patch_size), strict=True))
             prefix = int(class_token) + kwargs.get('reg_tokens', 0)
@@ -121,13 +142,12 @@ class AFTVisionTransformer(VisionTransformer):
             patch_size=patch_size,
             global_pool=('token' if class_token else 'avg') if global_pool is None else global_pool,  # type: ignore[arg-type]
             embed_dim=embed_dim,
-            num_heads=max(1, embed_dim // 64),  # only for attention pooling
+            num_heads=max(1, embed_dim // 64),  # of attention pooling and attention blocks
             class_token=class_token,
             pos_embed=('none' if on_grid else 'learn') if pos_embed is None else pos_embed,
             fc_norm=False if on_grid and fc_norm is None else fc_norm,
             dynamic_img_size=on_grid or dynamic_img_size,
-            # timm names a block's arguments by attention; the mixer's own go in beside them.
-            block_fn=_BlockFactory({'mixer': mixer, 'query_gate': query_gate, **mixer_args}),  # type: ignore[arg-type]
+            block_fn=_BlockFactory(block_args, attention_blocks),  # type: ignore[arg-type]
             **{'embed_layer': AFTPatchEmbed, **kwargs},
         )
         # A fixed grid is not passed, so that a fixed model's graph has constant position biases.
@@ -140,6 +160,8 @@ class AFTVisionTransformer(VisionTransformer):
             *super().no_weight_decay(),
             'blocks.*.attn.position_bias.*',
             'blocks.*.attn.kernel.*',
+            'blocks.*.attn.row_bias.*',
+            'blocks.*.attn.column_bias.*',
             'blocks.*.attn.weight',
         }
 
@@ -318,7 +340,7 @@ def _pool(x: Tensor, mask: Tensor | None, pool_type: str, num_prefix_tokens: int
 
 
 class _BlockFactory:
-    """Builds AFTBlocks from the arguments that timm's VisionTransformer gives its attention blocks."""
+    """Builds AFTBlocks and attention blocks from the arguments that timm's VisionTransformer gives its blocks."""
 
     # Arguments that only attention has; AFT accepts only their default values.
     attention_only: ClassVar[dict[str, Any]] = {
@@ -328,12 +350,14 @@ class _BlockFactory:
         'attn_drop': 0.0,
     }
 
-    def __init__(self, block_args: dict[str, Any]) -> None:
-        self.block_args = block_args
+    def __init__(self, block_args: dict[str, Any], attention_blocks: Sequence[int]) -> None:
+        self.block_args, self.attention_blocks = block_args, attention_blocks
 
-    def __call__(self, num_heads: int, attn_layer: Any, depth: int, **kwargs: Any) -> AFTBlock:
+    def __call__(self, num_heads: int, attn_layer: Any, depth: int, **kwargs: Any) -> AFTBlock | AttentionBlock:
+        if depth in self.attention_blocks:
+            return AttentionBlock(num_heads=num_heads, attn_layer=attn_layer, depth=depth, **kwargs)
         for name, default in self.attention_only.items():
-            if kwargs.pop(name) != default:
+            if kwargs.pop(name) != default and not self.attention_blocks:
                 raise TypeError(f'{name} is an argument of attention, which AFT does not have')
         return AFTBlock(**kwargs, **self.block_args)
 
@@ -356,6 +380,12 @@ def _check_arguments(
         )
     if mixer != 'simple' and kwargs.get('patch_drop_rate', 0.0):
         raise ValueError(f'mixer={mixer!r} needs the whole grid: patch_drop_rate must be 0')
+
+
+def _check_blocks(attention_blocks: Sequence[int], depth: int) -> None:
+    unknown = [block for block in attention_blocks if block not in range(depth)]
+    if unknown:
+        raise ValueError(f'attention_blocks must be indices of the {depth} blocks, 0 to {depth - 1}, got {unknown}')
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: AFTVisionTransformer) -> dict[str, Any]:
@@ -435,6 +465,9 @@ default_cfgs = generate_default_cfgs(
         'aft_simple_nano': _cfg(fixed_input_size=True, size=96),
         'aft_simple_tiny': _cfg(fixed_input_size=True),
         'aft_simple_small': _cfg(fixed_input_size=True),
+        'aft_axial_nano': _cfg(fixed_input_size=False, size=96),
+        'aft_axial_tiny': _cfg(fixed_input_size=False),
+        'aft_axial_small': _cfg(fixed_input_size=False),
         'aft_conv_nano': _cfg(fixed_input_size=False, size=96),
         'aft_conv_tiny': _cfg(fixed_input_size=False),
         'aft_conv_tiny_k11_h32': _cfg(fixed_input_size=False),
@@ -496,6 +529,27 @@ def aft_simple_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransf
     """AFT-simple at DeiT-small's width (AFT Eq. 5); not in Table 7."""
     model_args = dict(embed_dim=384, mixer='simple')
     return _create_aft('aft_simple_small', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def aft_axial_nano(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-axial nano for 96 pixels, patch 8, 6 blocks of width 128, 16 heads: 1.3M parameters; ours."""
+    model_args = dict(_NANO, mixer='axial', num_heads=16, window_size=12)
+    return _create_aft('aft_axial_nano', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def aft_axial_tiny(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-axial at DeiT-tiny's width, 32 heads: 5.3M parameters; ours."""
+    model_args = dict(embed_dim=192, mixer='axial', num_heads=32, window_size=14)
+    return _create_aft('aft_axial_tiny', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def aft_axial_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """AFT-axial at DeiT-small's width, 16 heads: 20.3M parameters; ours."""
+    model_args = dict(embed_dim=384, mixer='axial', num_heads=16, window_size=14)
+    return _create_aft('aft_axial_small', pretrained, **dict(model_args, **kwargs))
 
 
 @register_model

@@ -13,7 +13,7 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers import resample_patch_embed
+from timm.layers import Attention, resample_patch_embed
 from timm.models import adapt_input_conv, clean_state_dict
 from torch import Tensor, nn
 
@@ -29,8 +29,8 @@ LAYER_SCALE = re.compile(r'(blocks\.\d+)\.ls([12])\.gamma')
 CORE = re.compile(
     r'patch_embed\.proj\.weight|blocks\.\d+\.(norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.weight'
 )
-# Position biases of AFT; no ViT has such keys.
-AFT_ONLY = ('.attn.kernel.', '.attn.position_bias.', '.attn.offset')
+# What AFT has in place of attention weights; no ViT has such keys.
+AFT_ONLY = ('.attn.kernel.', '.attn.position_bias.', '.attn.offset', '.attn.row_bias.')
 PREFIX_TOKENS = ('cls_token', 'dist_token', 'reg_token')
 REASONS = {
     r'cls_token': 'the model has no class token',
@@ -71,6 +71,7 @@ def deit_to_aft(
     * Layer scale that the model does not have is folded into the projection before it, which changes no output. If
       only the model has it, it is set to 1, because its small initial value would suppress the copied branches.
     * A head for another number of classes is left out.
+    * Blocks of softmax attention (`attention_blocks`) get queries and keys too.
 
     Args:
         state_dict: State dict of a `deit*` or `vit_*` model of timm, or a dict with it under `model` or `state_dict`.
@@ -213,15 +214,19 @@ class _Transfer:
             raise StateDictError(f'expected {target} of {3 * dim} rows, three projections, got {value.shape[0]}')
         sizes = projection_sizes(self.model.get_submodule(block))
         names = 'qkv' if part is None else part
-        return [self._place_rows(name, rows, target, sizes) for name, rows in zip(names, value.split(dim), strict=True)]
+        copy_qk = self.copy_qk or isinstance(self.model.get_submodule(block), Attention)
+        return [
+            self._place_rows(name, rows, target, sizes, copy_qk)
+            for name, rows in zip(names, value.split(dim), strict=True)
+        ]
 
-    def _place_rows(self, part: str, rows: Tensor, target: str, sizes: dict[str, int]) -> Fate:
+    def _place_rows(self, part: str, rows: Tensor, target: str, sizes: dict[str, int], copy_qk: bool) -> Fate:
         note = ''
         if part not in sizes:
             note = 'the model has no queries (query_gate=False)'
         elif target not in self.own:
             note = 'the model has no such biases (qkv_bias=False)'
-        elif part != 'v' and not self.copy_qk:
+        elif part != 'v' and not copy_qk:
             note = 'as in the paper'
         elif sizes[part] != rows.shape[0]:
             note = f'the model has {sizes[part]} channels of them, the source {rows.shape[0]}'

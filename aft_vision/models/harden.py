@@ -122,7 +122,7 @@ def compare_logits(
 def _mixers(model: nn.Module, wanted: str) -> list[AFTMixer]:
     if not isinstance(model, AFTVisionTransformer):
         raise ValueError(f'expected {wanted}, got {type(model).__name__}, which is no AFT model')
-    return [block.attn for block in model.blocks]  # type: ignore[misc]
+    return [module for module in model.modules() if isinstance(module, AFTMixer)]
 
 
 def _onehot_mixers(model: nn.Module) -> list[AFTOnehot]:
@@ -150,9 +150,11 @@ def _replace_mixers(
     copied: Any = copy.deepcopy(model)
     for block in copied.blocks:
         old = block.attn
+        if not isinstance(old, AFTMixer):
+            continue
         block.attn = make(old)
         block.attn.qkv, block.attn.proj, block.attn.proj_drop = old.qkv, old.proj, old.proj_drop
-        block.attn.exportable = old.exportable
+        block.attn.local_conv, block.attn.exportable = old.local_conv, old.exportable
         block.attn.train(old.training)
     kept = {name: value for name, value in getattr(model, '_model_args', {}).items() if name not in left_out}
     copied._model_args = kept | arguments
@@ -175,10 +177,11 @@ def _convolution_of(onehot: AFTOnehot, size: int) -> AFTConv:
     return mixer
 
 
-def _shared_arguments(mixer: AFTMixer) -> dict[str, Any]:
+def _shared_arguments(mixer: AFTConv | AFTOnehot) -> dict[str, Any]:
     # On the meta device, because the projections are replaced.
     dim, heads = mixer.split_sizes[-1], mixer.split_sizes[-2]
-    return {'dim': dim, 'num_heads': heads, 'query_gate': mixer.query_gate, 'device': 'meta'}
+    shared = {'query_gate': mixer.query_gate, 'local_conv': mixer.local_conv is not None}
+    return {'dim': dim, 'num_heads': heads, 'device': 'meta', **shared}
 
 
 def _parameter_like(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:

@@ -3,6 +3,7 @@
 import re
 from typing import Any, NamedTuple
 
+from timm.layers import Attention
 from torch import nn
 
 from aft_vision.layers import AFTMixer
@@ -16,7 +17,8 @@ PARTS = {
     r'reg_token': 'register tokens',
     r'(blocks\.\d+\.norm\d|norm|fc_norm|norm_pre)\.': 'norms',
     r'blocks\.\d+\.attn\.proj\.': 'output projections',
-    r'blocks\.\d+\.attn\.(kernel|position_bias)\.': 'position biases',
+    r'blocks\.\d+\.attn\.(kernel|position_bias|row_bias|column_bias)\.': 'position biases',
+    r'blocks\.\d+\.attn\.local_conv\.': 'local convolutions',
     r'blocks\.\d+\.mlp\.': 'MLPs',
     r'blocks\.\d+\.(ls\d\.gamma|gamma_\d)': 'layer scale',
     r'head\.': 'head',
@@ -107,7 +109,9 @@ def _untouched(report: Report, model: nn.Module) -> list[tuple[str, Fate]]:
 
 
 def projection_sizes(mixer: Any) -> dict[str, int]:
-    """Return the rows of queries, keys and values in the fused projection of an AFT mixer, in order."""
+    """Rows of queries, keys and values in the fused projection of a mixer, in their order."""
+    if isinstance(mixer, Attention):
+        return dict.fromkeys('qkv', mixer.attn_dim)
     assert isinstance(mixer, AFTMixer)
     return dict(zip('qkv' if mixer.query_gate else 'kv', mixer.split_sizes, strict=True))
 

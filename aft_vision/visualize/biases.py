@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aft_vision import ops
-from aft_vision.layers import AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot, AFTSimple
+from aft_vision.layers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot, AFTSimple
 from aft_vision.visualize.figure import (
     DIVERGING,
     SEQUENTIAL,
@@ -27,15 +27,16 @@ def mixer_bias(mixer: AFTMixer) -> Tensor | None:
     """Return the position bias w of a mixer in evaluation, at its own grid.
 
     Returns:
-        AFT-conv and its one-hot form: (h, s, s), after AFT Eq. 8, and with one offset per head after AFT Eq. 10.
-        AFT-full: (1, T, T), AFT Eq. 7. AFT-local: (1, T, 2s - 1), or (1, T, s) if causal, AFT Eq. 4. AFT-simple: None.
+        AFT-conv and its one-hot form: (h, s, s), after AFT Eq. 8, and with one offset a head after AFT Eq. 10.
+        AFT-axial: (h, 2a - 1, 2b - 1), the sums of its biases. AFT-full: (1, T, T), AFT Eq. 7. AFT-local:
+        (1, T, 2s - 1), or (1, T, s) if causal, AFT Eq. 4. AFT-simple: None.
 
     Raises:
         ValueError: a mixer of another kind.
     """
     if isinstance(mixer, AFTConv):
         return mixer.evaluated_kernel()
-    if isinstance(mixer, AFTOnehot):
+    if isinstance(mixer, AFTOnehot | AFTAxial):
         return mixer.kernel()
     if isinstance(mixer, AFTFull | AFTLocal):
         return mixer.position_bias()[None]
@@ -82,7 +83,8 @@ def bias_rows(mixer: AFTMixer, grid: tuple[int, int] | None, queries: Tensor, to
             bias = _whole_rows(bias, queries, tokens, mixer.causal)
         rows = bias[None, :, :tokens]
     else:
-        kernel = mixer_bias(mixer)
+        # Beyond its window along one axis, AFT-axial has a bias along the other.
+        kernel = mixer.kernel(grid) if isinstance(mixer, AFTAxial) else mixer_bias(mixer)
         if kernel is None:
             rows = mixer.qkv.weight.new_zeros(1, len(queries), tokens)
         else:
@@ -104,13 +106,13 @@ def _whole_rows(band: Tensor, queries: Tensor, tokens: int, causal: bool) -> Ten
 
 
 def _kernel_rows(kernel: Tensor, grid: tuple[int, int], queries: Tensor, outside: float) -> Tensor:
-    # (h, Q, H * W) with w[(y, x), (y + dy, x + dx)] = kernel[s // 2 + dy, s // 2 + dx].
-    size, width = kernel.shape[-1], grid[1]
+    # (h, Q, H * W) with w[(y, x), (y + dy, x + dx)] = kernel[rows // 2 + dy, columns // 2 + dx].
+    (rows, columns), width = kernel.shape[1:], grid[1]
     sources = torch.arange(grid[0] * grid[1], device=kernel.device)
-    dy = sources // width - (queries // width)[:, None] + size // 2  # (Q, H * W)
-    dx = sources % width - (queries % width)[:, None] + size // 2
-    inside = (dy >= 0) & (dy < size) & (dx >= 0) & (dx < size)
-    taps = kernel[:, dy.clamp(0, size - 1), dx.clamp(0, size - 1)]
+    dy = sources // width - (queries // width)[:, None] + rows // 2  # (Q, H * W)
+    dx = sources % width - (queries % width)[:, None] + columns // 2
+    inside = (dy >= 0) & (dy < rows) & (dx >= 0) & (dx < columns)
+    taps = kernel[:, dy.clamp(0, rows - 1), dx.clamp(0, columns - 1)]
     return torch.where(inside, taps, taps.new_tensor(outside))
 
 
@@ -122,11 +124,11 @@ def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, 
         threshold: A bias with |exp(w) - 1| below it counts as zero.
 
     Returns:
-        For each layer `entropy`, the mean over heads of the entropy of softmax(w) in nats, AFT Eq. 9: for AFT-conv over
-        the s * s entries of a head, before the choice of AFT Eq. 10; for AFT-full and AFT-local over the sources of a
-        target and averaged over targets; NaN for the one-hot form, which has no other entries. `uniform` is the entropy
-        of equal biases. For the biases of evaluation, `unbiased` is the fraction below the threshold, and `largest` the
-        largest |exp(w) - 1|.
+        Per layer `entropy`, the mean over heads of the entropy of softmax(w) in nats, AFT Eq. 9: for AFT-conv and
+        AFT-axial over all entries of a head, before the choice of AFT Eq. 10; for AFT-full and AFT-local over the
+        sources of a target and averaged over targets; NaN for the one-hot form, whose other entries are gone.
+        `uniform`, the entropy of equal biases; of the biases that evaluation uses, `unbiased`, the fraction below the
+        threshold, and `largest`, the largest |exp(w) - 1|.
 
     Raises:
         ValueError: as `position_biases`.
@@ -156,7 +158,7 @@ def _entropy(mixer: AFTMixer, bias: Tensor) -> float:
     # Compute the entropy of (n, ...) biases, or of the kernel from which one offset per head is chosen.
     if isinstance(mixer, AFTOnehot):
         return math.nan
-    logits = mixer.kernel() if isinstance(mixer, AFTConv) else bias[:, None]
+    logits = mixer.kernel() if isinstance(mixer, AFTConv | AFTAxial) else bias[:, None]
     return ops.kernel_entropy(logits.cpu().double()).mean().item()
 
 

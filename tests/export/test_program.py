@@ -21,7 +21,7 @@ SIZES = ((32, 32), (16, 56), (72, 64))
 
 def make(name: str = 'aft_conv_tiny', **kwargs: Any) -> nn.Module:
     torch.manual_seed(0)
-    conv = dict(num_heads=8, kernel_size=5) if 'conv' in name else {}
+    conv = dict(num_heads=8, kernel_size=5) if 'conv' in name else dict(num_heads=8) if 'axial' in name else {}
     model = timm.create_model(name, **{**TINY, **conv, **kwargs}).eval()
     # As the trainer records it.
     model.pretrained_cfg['input_size'] = (3, 32, 32)
@@ -109,21 +109,20 @@ def test_aft_full_keeps_its_bias_as_a_constant_of_the_chosen_size(tmp_path):
     assert_equal(model, onnx_runner(path), 3, (32, 48))
 
 
-# A program of the operators, and in aten that of a model whose kernels are sampled in training.
-EXPORTED = {'operators': {}, 'aten': {'gumbel': True}}
-
-
-@pytest.fixture(scope='module')
-def pt2_files(tmp_path_factory) -> dict[str, Path]:
-    files = {name: tmp_path_factory.mktemp('exported') / f'{name}.pt2' for name in EXPORTED}
-    for name, path in files.items():
-        export_pt2(make(**EXPORTED[name]), path, aten=name == 'aten')
-    return files
-
-
-@pytest.mark.parametrize('name', EXPORTED)
-def test_one_pt2_file_serves_every_size_and_batch(pt2_files, name):
-    program = torch.export.load(pt2_files[name])
+@pytest.mark.parametrize(
+    ('kwargs', 'aten'),
+    [
+        ({}, False),
+        ({'gumbel': True}, True),
+        ({'name': 'aft_axial_tiny', 'window_size': 3}, True),
+        ({'name': 'aft_axial_tiny', 'resample_bias': True, 'local_conv': True}, True),
+    ],
+    ids=['operators', 'gumbel-aten', 'axial-aten', 'axial-resampled-aten'],
+)
+def test_one_pt2_file_serves_every_size_and_batch(tmp_path, kwargs, aten):
+    model, path = make(**kwargs), tmp_path / 'model.pt2'
+    export_pt2(model, path, aten=aten)
+    program = torch.export.load(path)
     found = {str(node.target).partition('.')[0] for node in program.graph.nodes if node.op == 'call_function'}
     assert ('aft_vision' in found) is (name == 'operators')
     run = program.module()

@@ -8,7 +8,7 @@ import torch
 from helpers import assert_close, randn
 from torch import nn
 
-from aft_vision.layers import AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
+from aft_vision.layers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
 from aft_vision.layers.frozen import freeze
 from aft_vision.ops import aten, reference
 
@@ -25,6 +25,9 @@ MAKERS: dict[str, Callable[[], AFTMixer]] = {
     'conv_raw': lambda: AFTConv(8, num_heads=2, kernel_size=3, standardize_kernel=False),
     'conv_gumbel': lambda: AFTConv(8, num_heads=2, kernel_size=5, gumbel=True),
     'conv_window': lambda: AFTConv(8, num_heads=2, kernel_size=5, global_context=False),
+    'conv_local': lambda: AFTConv(8, num_heads=2, kernel_size=5, local_conv=True),
+    'axial': lambda: AFTAxial(8, num_heads=2, window_size=(3, 2)),
+    'axial_resampled': lambda: AFTAxial(8, num_heads=2, window_size=7, resample_bias=True, local_conv=True),
     'conv_no_query': lambda: AFTConv(8, num_heads=2, kernel_size=5, query_gate=False),
 }
 
@@ -52,9 +55,10 @@ def test_a_frozen_mixer_keeps_its_constants_in_float32():
     assert [name for name in frozen.state_dict() if 'kernel' in name] == []
 
 
+@pytest.mark.parametrize('name', ['conv', 'axial', 'axial_resampled'])
 @torch.no_grad()
-def test_the_convolution_form_serves_another_grid():
-    mixer = randomized(AFTConv(8, num_heads=2, kernel_size=5)).double()
+def test_a_form_for_every_grid_serves_another_one(name: str):
+    mixer = randomized(MAKERS[name]()).double()
     frozen = freeze(copy.deepcopy(mixer), GRID)
     assert_close(frozen(randn(2, 35, 8), (5, 7)), mixer(randn(2, 35, 8), (5, 7)), 1e-12)
 

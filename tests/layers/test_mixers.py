@@ -9,7 +9,18 @@ from helpers import BOUNDS, assert_close, generator, randn
 from torch import Tensor, nn
 
 from aft_vision import ops
-from aft_vision.layers import AFTBlock, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot, AFTSimple, create_mixer
+from aft_vision.layers import (
+    AFTAxial,
+    AFTBlock,
+    AFTConv,
+    AFTFull,
+    AFTLocal,
+    AFTMixer,
+    AFTOnehot,
+    AFTSimple,
+    AxisBias,
+    create_mixer,
+)
 from aft_vision.ops import reference
 
 GRID = (3, 4)
@@ -26,6 +37,12 @@ MAKERS: dict[str, Callable[..., AFTMixer]] = {
     'conv_raw': lambda **kw: AFTConv(8, num_heads=2, kernel_size=5, standardize_kernel=False, **kw),
     'conv_gumbel': lambda **kw: AFTConv(8, num_heads=2, kernel_size=5, gumbel=True, **kw),
     'onehot': lambda **kw: AFTOnehot(8, num_heads=2, **kw),
+    'conv_local': lambda **kw: AFTConv(8, num_heads=2, kernel_size=5, local_conv=True, **kw),
+    'onehot_local': lambda **kw: AFTOnehot(8, num_heads=2, local_conv=True, **kw),
+    'axial': lambda **kw: AFTAxial(8, num_heads=2, window_size=(2, 4), **kw),
+    'axial_raw': lambda **kw: AFTAxial(8, num_heads=2, window_size=3, standardize_kernel=False, **kw),
+    'axial_resampled': lambda **kw: AFTAxial(8, num_heads=2, window_size=6, resample_bias=True, **kw),
+    'axial_local': lambda **kw: AFTAxial(8, num_heads=2, window_size=(2, 4), local_conv=True, **kw),
     'conv_straight_through': lambda **kw: AFTConv(
         8, num_heads=2, kernel_size=5, gumbel=True, straight_through=True, **kw
     ),
@@ -43,7 +60,17 @@ def randomized(mixer: nn.Module, scale: float = 0.5) -> nn.Module:
 
 
 def call(mixer: nn.Module, x: Tensor) -> Tensor:
-    return mixer(x, GRID if isinstance(mixer, AFTConv | AFTOnehot) else None)
+    return mixer(x, GRID if isinstance(mixer, AFTConv | AFTOnehot | AFTAxial) else None)
+
+
+def fused_module(mixer: AFTMixer) -> nn.Module:
+    if isinstance(mixer, AFTAxial):
+        return mixer.column_bias
+    return mixer.kernel if isinstance(mixer, AFTConv) else mixer.position_bias
+
+
+def bias_of(module: nn.Module) -> Tensor:
+    return module(4) if isinstance(module, AxisBias) else module()
 
 
 @pytest.mark.parametrize('name', MAKERS)
@@ -85,9 +112,58 @@ def test_aft_conv_standardizes_its_kernel():
     assert_close(mixer(x, GRID), mixer.proj(ops.aft_conv(q, k, v, kernel, GRID)), 1e-12)
 
 
-@pytest.mark.parametrize('kind', [AFTConv, AFTOnehot])
+def test_aft_axial_standardizes_each_bias():
+    mixer = randomized(MAKERS['axial'](dtype=torch.float64))
+    x = randn(2, 12, 8)
+    q, k, v = mixer.qkv(x).split([8, 2, 8], dim=-1)
+    rows, columns = (
+        ops.standardized_kernel(axis.weight[:, None], axis.gamma, axis.beta)[:, 0]
+        for axis in (mixer.row_bias, mixer.column_bias)
+    )
+    assert_close(mixer(x, GRID), mixer.proj(ops.aft_axial(q, k, v, rows, columns, GRID)), 1e-12)
+
+
+@pytest.mark.parametrize('name', ['axial', 'axial_resampled'])
+def test_the_kernel_of_aft_axial_is_its_bias_at_every_offset(name: str):
+    mixer = randomized(MAKERS[name](dtype=torch.float64))
+    conv = randomized(AFTConv(8, num_heads=2, kernel_size=7, standardize_kernel=False, dtype=torch.float64))
+    conv.qkv, conv.proj = mixer.qkv, mixer.proj
+    # A square of offsets, of which the grid has some.
+    conv.kernel.weight.data.copy_(nn.functional.pad(mixer.kernel(GRID), [0, 0, 1, 1]))
+    x = randn(2, 12, 8)
+    assert_close(mixer(x, GRID), conv(x, GRID), 1e-12)
+
+
+def test_a_resampled_axis_keeps_its_middle_and_its_ends():
+    axis = randomized(AxisBias(2, 4, standardize=False, resample=True, dtype=torch.float64))
+    for length in (2, 4, 9):
+        bias = axis(length)
+        assert bias.shape == (2, 2 * length - 1)
+        for place in (0, length - 1, -1):
+            assert_close(bias[:, place], axis.weight[:, 3 if place == length - 1 else place], 1e-12)
+    assert_close(axis(4), axis.weight, 1e-12)
+
+
+@pytest.mark.parametrize('name', ['conv_local', 'onehot_local', 'axial_local'])
+def test_a_local_convolution_adds_to_the_result_behind_the_gate(name: str):
+    mixer = randomized(MAKERS[name](dtype=torch.float64))
+    plain = MAKERS[name.removesuffix('_local')](dtype=torch.float64)
+    plain.load_state_dict({key: x for key, x in mixer.state_dict().items() if 'local_conv' not in key})
+    mask = torch.arange(12).expand(2, -1) < 7
+    x = randn(2, 12, 8)
+    v = mixer.qkv(x)[..., -8:].masked_fill(~mask[..., None], 0.0)
+    maps = nn.functional.pad(v.transpose(1, 2).unflatten(2, GRID), [1, 1, 1, 1])
+    taps, near = mixer.local_conv.weight, torch.zeros(2, 8, *GRID, dtype=torch.float64)
+    for dy in range(3):
+        for dx in range(3):
+            near += taps[:, 0, dy, dx, None, None] * maps[:, :, dy : dy + GRID[0], dx : dx + GRID[1]]
+    near = (near + mixer.local_conv.bias[:, None, None]).flatten(2).transpose(1, 2)
+    assert_close(mixer(x, GRID, mask), plain(x, GRID, mask) + near @ mixer.proj.weight.T, 1e-12)
+
+
+@pytest.mark.parametrize('kind', [AFTConv, AFTOnehot, AFTAxial])
 def test_a_fresh_aft_conv_is_aft_simple(kind: type[AFTMixer]):
-    conv, simple = kind(8, kernel_size=5, dtype=torch.float64), AFTSimple(8, dtype=torch.float64)
+    conv, simple = kind(8, dtype=torch.float64), AFTSimple(8, dtype=torch.float64)
     simple.qkv, simple.proj = conv.qkv, conv.proj
     x = randn(2, 12, 8)
     assert_close(conv(x, GRID), simple(x), 1e-12)
@@ -229,8 +305,7 @@ def test_a_fused_mixer_gives_the_same_and_reads_its_cache(name: str):
     assert mixer.fuse() is mixer
     with torch.no_grad():
         assert torch.equal(call(mixer, x), expected)
-        module = mixer.kernel if isinstance(mixer, AFTConv) else mixer.position_bias
-        module.fused.zero_()
+        fused_module(mixer).fused.zero_()
         assert not torch.equal(call(mixer, x), expected)
 
 
@@ -254,8 +329,7 @@ def test_training_drops_the_cache_and_gradients_pass_it_by(name: str):
     call(mixer, randn(2, 12, 8)).sum().backward()  # in evaluation mode, as some fine-tune
     assert all(p.grad is not None for p in mixer.parameters())
     mixer.train()
-    module = mixer.kernel if isinstance(mixer, AFTConv) else mixer.position_bias
-    assert module.fused is None
+    assert fused_module(mixer).fused is None
 
 
 @pytest.mark.parametrize('name', FUSED)
@@ -277,7 +351,9 @@ def test_reset_parameters_restores_a_poisoned_mixer(name: str):
     assert not any(buffer.any() for buffer in mixer.buffers())
 
 
-@pytest.mark.parametrize('name', ['full', 'local', 'simple', 'conv', 'conv_gumbel', 'onehot'])
+@pytest.mark.parametrize(
+    'name', ['full', 'local', 'simple', 'conv', 'conv_gumbel', 'conv_local', 'onehot', 'axial', 'axial_resampled']
+)
 def test_the_exportable_form_gives_the_same(name: str):
     mixer = randomized(MAKERS[name](dtype=torch.float64)).eval()
     with timm.layers.set_exportable(True):
@@ -290,7 +366,7 @@ def test_the_exportable_form_gives_the_same(name: str):
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize('name', ['full', 'local', 'simple', 'conv', 'onehot'])
+@pytest.mark.parametrize('name', ['full', 'local', 'simple', 'conv', 'onehot', 'axial'])
 def test_the_exportable_form_keeps_its_exponentials_in_float32(name: str, dtype: torch.dtype):
     mixer = randomized(MAKERS[name](dtype=torch.float64), scale=1.5).eval()
     with timm.layers.set_exportable(True):
@@ -304,13 +380,13 @@ def test_the_exportable_form_keeps_its_exponentials_in_float32(name: str, dtype:
 @pytest.mark.parametrize('name', FUSED)
 def test_autocast_rounds_no_position_bias(name: str):
     mixer = randomized(MAKERS[name]()).eval()
-    module = mixer.kernel if isinstance(mixer, AFTConv) else mixer.position_bias
-    expected = module()
+    module = fused_module(mixer)
+    expected = bias_of(module)
     with torch.autocast('cpu', torch.bfloat16):
-        assert torch.equal(module(), expected)
+        assert torch.equal(bias_of(module), expected)
         mixer.fuse()
     with torch.no_grad():
-        assert torch.equal(module(), expected)
+        assert torch.equal(bias_of(module), expected)
 
 
 def test_fusing_in_inference_mode_keeps_an_ordinary_tensor():
@@ -346,6 +422,10 @@ def test_a_block_is_two_residual_branches():
 
 
 REJECTED = [
+    (ValueError, lambda: AFTAxial(8, num_heads=3), 'num_heads must divide dim = 8, got 3'),
+    (ValueError, lambda: AFTAxial(8, window_size=0), 'window_size must be at least 1, got 0'),
+    (ValueError, lambda: AFTAxial(8)(randn(1, 12, 8).float()), r'AFTAxial needs the token grid \(H, W\)'),
+    (TypeError, lambda: create_mixer('simple', 8, local_conv=True), 'local_conv'),
     (ValueError, lambda: AFTConv(8, num_heads=3), 'num_heads must divide dim = 8, got 3'),
     (ValueError, lambda: AFTConv(8, kernel_size=4), 'kernel_size must be odd and positive, got 4'),
     (ValueError, lambda: AFTConv(8, gumbel=True, global_context=False), 'needs global_context=True'),

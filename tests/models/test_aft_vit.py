@@ -22,8 +22,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     'aft_full_tiny': dict(bias_dim=16),
     'aft_simple_tiny': {},
     'aft_conv_tiny onehot': dict(num_heads=4, mixer='onehot'),
+    'aft_axial_tiny': dict(num_heads=4, window_size=(3, 5)),
+    'aft_axial_tiny hybrid': dict(num_heads=4, window_size=4, local_conv=True, attention_blocks=[0]),
 }
-ON_GRID = [name for name in FAMILIES if 'conv' in name]
+GRID_MODELS = ('aft_conv', 'aft_axial')
+ON_GRID = [name for name in FAMILIES if name.startswith(GRID_MODELS)]
 SIZES = [
     (224, 224),
     (192, 192),
@@ -52,7 +55,7 @@ def make(name: str, **kwargs: Any) -> nn.Module:
 
 
 def dynamic(name: str) -> dict[str, Any]:
-    return {} if 'conv' in name else {'dynamic_img_size': True}
+    return {} if name.startswith(GRID_MODELS) else {'dynamic_img_size': True}
 
 
 def images(*size: int, batch: int = 2) -> Tensor:
@@ -137,13 +140,15 @@ VARIANTS = [
     dict(global_context=False),
     dict(gumbel=True),
     dict(gumbel=True, straight_through=True),
+    dict(local_conv=True),
+    dict(name='aft_axial_tiny', window_size=3, resample_bias=True),
 ]
 
 
 @pytest.mark.parametrize('kwargs', VARIANTS, ids=str)
-def test_variants_of_aft_conv_script_and_compile(kwargs: dict[str, Any]):
+def test_variants_of_the_mixers_script_and_compile(kwargs: dict[str, Any]):
     torch._dynamo.reset()
-    model = make('aft_conv_tiny', depth=1, **kwargs)
+    model = make(**{'name': 'aft_conv_tiny', 'depth': 1, **kwargs})
     x = images(64, 96)
     with torch.no_grad():
         assert_close(torch.jit.script(model)(x), model(x), 1e-6)
@@ -355,8 +360,8 @@ def test_an_odd_image_can_be_padded():
     assert features[-1].shape == (2, 48, 4, 5)
 
 
-# That of AFT-conv is in tests/export.
-def test_an_onnx_file_of_the_one_hot_form_serves_another_size(tmp_path):
+@pytest.mark.parametrize('name', ['aft_conv_tiny', 'aft_conv_tiny onehot', 'aft_axial_tiny', 'aft_axial_tiny hybrid'])
+def test_onnx_export_serves_another_size(tmp_path, name: str):
     runtime = pytest.importorskip('onnxruntime')
     pytest.importorskip('onnxscript')
     model = make('aft_conv_tiny onehot', exportable=True, depth=1)
@@ -393,6 +398,35 @@ def test_a_moving_average_copies_the_offsets_of_the_one_hot_form():
     assert_close(averaged.weight, (before + 1) / 2, 1e-6)
 
 
+ATTENTION: dict[str, dict[str, Any]] = {
+    name: FAMILIES[name] | {'attention_blocks': [1]} for name in ('aft_conv_tiny', 'aft_full_tiny', 'aft_simple_tiny')
+}
+
+
+@pytest.mark.parametrize('name', ATTENTION)
+def test_an_attention_block_is_that_of_a_vit(name: str):
+    model = make(name, embed_dim=128, img_size=64, **ATTENTION[name] | ({'num_heads': 4} if 'conv' in name else {}))
+    vit = timm.create_model('vit_tiny_patch16_224', embed_dim=128, depth=2, num_heads=2).eval()
+    block = vit.blocks[1]
+    block.load_state_dict(model.blocks[1].state_dict())
+    x = randn(2, 17, 128, dtype=torch.float32)
+    mask = torch.arange(17).expand(2, -1) < 9
+    assert_close(model.blocks[1](x, (4, 4), None), block(x), 1e-6)
+    assert_close(model.blocks[1](x, (4, 4), mask)[:, :9], block(x[:, :9]), 1e-5)
+
+
+def test_an_attention_block_takes_the_arguments_of_attention():
+    model = timm.create_model('aft_conv_tiny', **SMALL, num_heads=4, attention_blocks=(1,), qk_norm=True)
+    assert isinstance(model.blocks[1].attn.q_norm, nn.LayerNorm)
+    assert model(images(64, 64)).shape == (2, 7)
+
+
+def test_a_batch_without_patches_passes_an_attention_block():
+    model = make('aft_conv_tiny', num_heads=4, attention_blocks=[1])
+    logits = model(images(64, 64), attn_mask=torch.zeros(2, 4, 4, dtype=torch.bool))
+    assert_close(logits[0], model.head.bias, 1e-6)
+
+
 def state_of(name: str, **kwargs: Any) -> dict[str, Tensor]:
     return timm.create_model(name, depth=1, **kwargs).state_dict()
 
@@ -411,6 +445,10 @@ REJECTED = [
     (TypeError, lambda: timm.create_model('aft_conv_tiny', factorize_bias=False), 'factorize_bias'),
     (TypeError, lambda: timm.create_model('aft_conv_tiny', qk_norm=True), 'qk_norm is an argument of attention'),
     (TypeError, lambda: timm.create_model('aft_conv_tiny', kernel=3), 'kernel'),
+    (TypeError, lambda: timm.create_model('aft_axial_tiny', kernel_size=3), 'kernel_size'),
+    (TypeError, lambda: timm.create_model('aft_full_tiny', local_conv=True), 'local_conv'),
+    (ValueError, lambda: timm.create_model('aft_axial_tiny', reg_tokens=1), "mixer='axial' lives on a grid"),
+    (ValueError, lambda: timm.create_model('aft_conv_tiny', attention_blocks=[12]), r'0 to 11, got \[12\]'),
     (ValueError, lambda: timm.create_model('aft_conv_tiny', mixer='onehot', reg_tokens=1), "mixer='onehot' lives on a"),
     (
         ValueError,

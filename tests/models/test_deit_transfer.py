@@ -47,6 +47,15 @@ COUNTS: dict[str, tuple[dict[str, tuple[int, int]], ...]] = {
             'position biases': (36, 12 * 32 * (121 + 2)),
         },
     ),
+    'aft_axial_tiny': (
+        COPIED,
+        {**TOKENS, **ATTENTION},
+        {
+            'queries': (24, PROJECTION),
+            'keys': (24, 12 * (192 * 32 + 32)),
+            'position biases': (72, 12 * 32 * (27 + 2) * 2),
+        },
+    ),
     'aft_full_tiny': (
         {**COPIED, **TOKENS},
         ATTENTION,
@@ -101,6 +110,20 @@ def test_a_deit_tiny_is_copied_tensor_by_tensor(deit_tiny: nn.Module, name: str)
         assert torch.equal(new[key], before[key])
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
     model.load_state_dict(new)
+
+
+def test_attention_blocks_get_queries_and_keys_too():
+    vit = make_vit()
+    model = make_aft('aft_conv_tiny', attention_blocks=[1], local_conv=True)
+    new, report = deit_to_aft(vit.state_dict(), model)
+    key = 'blocks.1.attn.qkv.weight'
+    assert torch.equal(new[key], vit.state_dict()[key])
+    assert [fate.action for fate in report[key]] == ['copied'] * 3
+    assert [fate.action for fate in report['blocks.0.attn.qkv.weight']] == [*OUT_OUT_IN]
+    model.load_state_dict(new)
+    rows = {(row.action, row.what): row.tensors for row in summarize_transfer(report, model)}
+    assert rows['copied', 'queries'] == rows['copied', 'keys'] == rows['as initialised', 'keys'] == 2
+    assert rows['as initialised', 'local convolutions'] == 2
 
 
 @pytest.mark.parametrize('name', COUNTS)

@@ -70,6 +70,17 @@ def test_the_one_hot_form_equals_the_evaluated_gumbel_model_at_every_size(kwargs
             assert not torch.allclose(without_offsets(x), model(x), rtol=1e-3)
 
 
+@torch.no_grad()
+def test_attention_blocks_and_local_convolutions_stay_as_they_are():
+    model = make(attention_blocks=[0], local_conv=True)
+    hard = harden(model)
+    assert isinstance(hard.blocks[1].attn, AFTOnehot)
+    for size in SIZES[1:4]:
+        x = images(*size)
+        assert_close(hard(x), model(x), 1e-6)
+        assert_close(convolution_form(hard)(x), model(x), 1e-5)
+
+
 @pytest.mark.parametrize(('dtype', 'bound'), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)], ids=str)
 @torch.no_grad()
 def test_the_one_hot_form_of_another_precision_equals_the_gumbel_model(dtype: torch.dtype, bound: float):

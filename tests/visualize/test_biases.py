@@ -23,6 +23,7 @@ MODELS = {
     'conv': ('aft_conv_tiny', dict(num_heads=4, kernel_size=5)),
     'onehot': ('aft_conv_tiny', dict(mixer='onehot', num_heads=4, kernel_size=5)),
     'one head': ('aft_conv_tiny', dict(num_heads=1, kernel_size=5)),
+    'axial': ('aft_axial_tiny', dict(num_heads=4, window_size=(3, 4))),
     'full': ('aft_full_tiny', {}),
     'pairwise': ('aft_full_tiny', dict(factorize_bias=False)),
     'local': ('aft_full_tiny', dict(mixer='local', window_size=3)),
@@ -44,6 +45,7 @@ def make_model(kind: str) -> torch.nn.Module:
         ('conv', (4, 5, 5)),
         ('onehot', (4, 5, 5)),
         ('one head', (1, 5, 5)),
+        ('axial', (4, 5, 7)),
         ('full', (1, 17, 17)),
         ('pairwise', (1, 17, 17)),
         ('local', (1, 17, 5)),
@@ -105,6 +107,16 @@ def test_rows_of_a_kernel_are_those_of_the_expanded_bias(global_context):
     torch.nn.init.normal_(mixer.kernel.gamma)
     outside = 0.0 if global_context else -math.inf
     expected = reference.kernel_to_bias(mixer.kernel(), (3, 4), outside).permute(2, 0, 1)
+    queries = torch.tensor([0, 5, 11])
+    torch.testing.assert_close(bias_rows(mixer, (3, 4), queries, 12), expected[:, queries])
+
+
+@pytest.mark.parametrize('resample', [False, True])
+def test_rows_of_two_biases_are_those_of_the_expanded_bias(resample):
+    mixer = create_mixer('axial', 8, num_heads=2, window_size=(2, 6), resample_bias=resample).double()
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter)
+    expected = reference.axial_to_bias(mixer.row_bias(3), mixer.column_bias(4), (3, 4)).permute(2, 0, 1)
     queries = torch.tensor([0, 5, 11])
     torch.testing.assert_close(bias_rows(mixer, (3, 4), queries, 12), expected[:, queries])
 

@@ -1,0 +1,30 @@
+"""timm's block with softmax attention, called as an AFT block."""
+
+import torch
+from timm.layers import register_notrace_function
+from timm.models.vision_transformer import Block
+from torch import Tensor
+
+
+class AttentionBlock(Block):
+    """timm's block with multi-head softmax attention among AFT blocks; arguments as there."""
+
+    # The grid is for AFT mixers: attention has no position bias.
+    def forward(  # type: ignore[override]
+        self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attention_mask(mask))))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+# A leaf for FX, which cannot branch on whether a traced mask is None.
+@torch.fx.wrap
+@register_notrace_function
+def attention_mask(mask: Tensor | None) -> Tensor | None:
+    """Return a mask (B, T) over sources for attention, (B, 1, 1, T).
+
+    A sequence in which nothing counts attends to all of it: no result is NaN, and pooling leaves them out.
+    """
+    if mask is None:
+        return None
+    return (mask | ~mask.any(1, keepdim=True))[:, None, None, :]
