@@ -115,24 +115,14 @@ class AFTVisionTransformer(VisionTransformer):
     ) -> None:
         on_grid = mixer in GRID_MIXERS
         class_token = (not on_grid) if class_token is None else class_token
-        mixer_args: dict[str, Any] = {
-            'mixer': mixer,
-            'query_gate': query_gate,
-            'num_heads': num_heads if on_grid else None,
-            'kernel_size': kernel_size,
-            'standardize_kernel': standardize_kernel,
-            'global_context': global_context,
-            'gumbel': gumbel,
-            'tau': tau,
-            'straight_through': straight_through,
-            'window_size': window_size,
-            'factorize_bias': factorize_bias,
-            'bias_dim': bias_dim,
-            'resample_bias': resample_bias,
-            'local_conv': local_conv,
-        }
         _check_arguments(mixer, num_heads, class_token, dynamic_img_size, kwargs)
         _check_blocks(attention_blocks, kwargs.get('depth', 12))
+        conv_args = dict(kernel_size=kernel_size, standardize_kernel=standardize_kernel, global_context=global_context)
+        gumbel_args = dict(gumbel=gumbel, tau=tau, straight_through=straight_through)
+        bias_args = dict(window_size=window_size, factorize_bias=factorize_bias, bias_dim=bias_dim)
+        grid_args = dict(resample_bias=resample_bias, local_conv=local_conv, num_heads=num_heads if on_grid else None)
+        given: dict[str, Any] = {**grid_args, **conv_args, **gumbel_args, **bias_args}
+        mixer_args = {name: value for name, value in given.items() if value is not None}
         if mixer in ('full', 'local'):
             grid = tuple(size // patch for size, patch in zip(to_2tuple(img_size), to_2tuple(patch_size), strict=True))
             prefix = int(class_token) + kwargs.get('reg_tokens', 0)
@@ -147,7 +137,8 @@ class AFTVisionTransformer(VisionTransformer):
             pos_embed=('none' if on_grid else 'learn') if pos_embed is None else pos_embed,
             fc_norm=False if on_grid and fc_norm is None else fc_norm,
             dynamic_img_size=on_grid or dynamic_img_size,
-            block_fn=_BlockFactory(block_args, attention_blocks),  # type: ignore[arg-type]
+            # timm passes the arguments of attention to a block; add those of the mixer.
+            block_fn=_BlockFactory({'mixer': mixer, 'query_gate': query_gate, **mixer_args}, attention_blocks),  # type: ignore[arg-type]
             **{'embed_layer': AFTPatchEmbed, **kwargs},
         )
         # A fixed grid is not passed, so that a fixed model's graph has constant position biases.

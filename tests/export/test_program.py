@@ -109,20 +109,26 @@ def test_aft_full_keeps_its_bias_as_a_constant_of_the_chosen_size(tmp_path):
     assert_equal(model, onnx_runner(path), 3, (32, 48))
 
 
-@pytest.mark.parametrize(
-    ('kwargs', 'aten'),
-    [
-        ({}, False),
-        ({'gumbel': True}, True),
-        ({'name': 'aft_axial_tiny', 'window_size': 3}, True),
-        ({'name': 'aft_axial_tiny', 'resample_bias': True, 'local_conv': True}, True),
-    ],
-    ids=['operators', 'gumbel-aten', 'axial-aten', 'axial-resampled-aten'],
-)
-def test_one_pt2_file_serves_every_size_and_batch(tmp_path, kwargs, aten):
-    model, path = make(**kwargs), tmp_path / 'model.pt2'
-    export_pt2(model, path, aten=aten)
-    program = torch.export.load(path)
+# A program of the operators; in aten models whose kernels are sampled in training, and whose biases sum over the axes.
+EXPORTED: dict[str, dict[str, Any]] = {
+    'operators': {},
+    'aten': {'gumbel': True},
+    'aten-axial': {'name': 'aft_axial_tiny', 'window_size': 3},
+    'aten-axial-resampled': {'name': 'aft_axial_tiny', 'resample_bias': True, 'local_conv': True},
+}
+
+
+@pytest.fixture(scope='module')
+def pt2_files(tmp_path_factory) -> dict[str, Path]:
+    files = {name: tmp_path_factory.mktemp('exported') / f'{name}.pt2' for name in EXPORTED}
+    for name, path in files.items():
+        export_pt2(make(**EXPORTED[name]), path, aten=name.startswith('aten'))
+    return files
+
+
+@pytest.mark.parametrize('name', EXPORTED)
+def test_one_pt2_file_serves_every_size_and_batch(pt2_files, name):
+    program = torch.export.load(pt2_files[name])
     found = {str(node.target).partition('.')[0] for node in program.graph.nodes if node.op == 'call_function'}
     assert ('aft_vision' in found) is (name == 'operators')
     run = program.module()
