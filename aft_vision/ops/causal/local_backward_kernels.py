@@ -1,4 +1,4 @@
-"""The backward of causal AFT-local: see `local_causal` for the blocks and what PAST has."""
+"""The backward of causal AFT-local; see `local_kernels` for the blocks and the layout of PAST."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from aft_vision.ops.common.launch import tuned
 
 @triton.jit
 def scale_used(grad, by):
-    """Return the product, 0 where the gradient is: the other factor is NaN after a source that is not finite."""
+    """Return the product, 0 where the gradient is 0: the other factor is NaN after a source that is not finite."""
     return tl.where(grad == 0.0, 0.0, grad * by)
 
 
@@ -36,10 +36,10 @@ def rows_kernel(
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """The gradient of q, that of sums and denominators as R (2, B, T, D), and what it gives to the older sums.
+    """Compute the gradient of q, of sums and denominators as R (2, B, T, D), and its part for the older sums.
 
-    Nothing passes through elements that underflowed; LOST says which tiles have any. Where G is 0 all of them are 0,
-    although y and the denominator are NaN after a source that is not finite.
+    Underflowed elements pass no gradient; LOST marks their tiles. Where G is 0 all of them are 0, although y and the
+    denominator are NaN after a source that is not finite.
     """
     j, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -68,7 +68,7 @@ def rows_kernel(
 
 @triton.jit
 def reverse_kernel(PAST, DPAST, D, blocks, BD: tl.constexpr):
-    """Sums of DPAST over a block and those after it, at its reference."""
+    """Sum DPAST over a block and the blocks after it, at its reference."""
     b = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BD + tl.arange(0, BD)
     d_num = tl.zeros([BD], tl.float32)
@@ -111,13 +111,13 @@ def sources_kernel(
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """The gradients of k and v."""
+    """Compute the gradients of k and v."""
     i, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BD + tl.arange(0, BD)
     s = i * BC + tl.arange(0, BC)
     k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)
     v = load_values(V, MASK, b, s, c, v_strides[0], v_strides[1], T, D)
-    # Later blocks have the source among the older sums.
+    # For later blocks the source is part of the older sums.
     leaves = (s + window - 1) // BC + 1
     place = ((b * blocks + leaves) * 2 * D)[:, None] + c[None, :]
     inside = (leaves < blocks)[:, None] & (c < D)[None, :]
@@ -166,12 +166,12 @@ def band_kernel(
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """The gradient of a tile of the band, summed over some of the B * strips tiles of channels of all sequences."""
+    """Compute the gradient of a tile of the band, summed over some of the B * strips tiles of channels."""
     j = tl.program_id(0)
     low = find_low(j, window, BC)
     t = j * BC + tl.arange(0, BC)
     s = (low // BC + tl.program_id(1)) * BC + tl.arange(0, BC)
-    # Tiles after the block are not worked: their keys may be far above its reference.
+    # Tiles after the block are skipped: their keys may be far above its reference.
     s = tl.where(s < j * BC + BC, s, T)
     first = tl.program_id(2) * strips_each
     sums = tl.zeros([BC, BC], tl.float32)
@@ -186,7 +186,7 @@ def band_kernel(
         sums = tl.dot(r_num, tl.trans((ek * v).to(PRODUCT)), sums, input_precision=PRECISION)
         sums = tl.dot(r_den, tl.trans(ek.to(PRODUCT)), sums, input_precision=PRECISION)
     weight = load_weights(E, OLDER, t[:, None], s[None, :], low, T, window)
-    # What the future gives may have overflowed.
+    # Terms of the future may have overflowed.
     grad = tl.where(weight > 0.0, sums * weight, 0.0)
     place = s[None, :] - t[:, None] + window - 1
     inside = (t < T)[:, None] & (s < T)[None, :] & (place >= 0) & (place < window)

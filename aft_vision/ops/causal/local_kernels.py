@@ -1,14 +1,14 @@
 """AFT-local, causal (AFT Eq. 4, footnote 2): blocks of BC targets, all at once, and tiles of BD channels.
 
-PAST (B, blocks, ROWS, D) has what a block knows of the tokens before it: its reference, then the largest key and the
-sums of e^(k - that) v and e^(k - that) over the sources before its window. Block j weights the sources from low(j), its
-first target's window, up to its end one by one: by E (T, s), the exponential of the band, inside the window of a target
-and by OLDER (T) before it. References never fall along a sequence, and no key of a block exceeds its own by more than
-HEADROOM.
+PAST (B, blocks, ROWS, D) summarises the tokens before a block: its reference, then the largest key and the sums of e^(k
+- that) v and e^(k - that) over the sources before its window. Block j weights the sources from low(j), the start of its
+first target's window, to its end individually: by E (T, s), the exponential of the band, inside the window of a target
+and by OLDER (T) before it. References never fall along a sequence, and no key of a block exceeds its reference by more
+than HEADROOM.
 
-A source whose key is NaN or plus infinity, or whose value is not finite, is not finite: its channel is NaN from its
-token on, and it reaches no earlier target. The last row of PAST is for the scan, which makes the references after such
-a source NaN.
+A source is not finite if its key is NaN or plus infinity, or its value is not finite. Its channel is NaN from its token
+on, and it reaches no earlier target. The last row of PAST is for the scan, which sets the references after such a
+source to NaN.
 """
 
 import triton
@@ -23,19 +23,19 @@ HEADROOM = tl.constexpr(_HEADROOM)
 LIMIT = tl.constexpr(_LIMIT)
 # Rows of PAST of a block.
 ROWS = tl.constexpr(5)
-# All blocks are alike: neither the length nor the batch decides.
+# All blocks have the same size, so the choice depends neither on the length nor on the batch.
 KEY = ['D', 'window']
 
 
 @triton.jit
 def find_low(j, window, BC: tl.constexpr):
-    """The first source that block j weights one by one."""
+    """Return the first source that block j weights individually."""
     return tl.maximum(j * BC - window + 1, 0)
 
 
 @triton.jit
 def load_weights(E, OLDER, t, s, low, T, window):
-    """Weights of sources s from low on for targets t, which stand along different axes; 0 in the future."""
+    """Load weights of sources s from low on for targets t, along different axes; 0 in the future."""
     place = s - t + window - 1
     known = (t < T) & (s >= low)
     weight = tl.load(E + t * window + place, mask=known & (place >= 0) & (place < window), other=0.0).to(tl.float32)
@@ -44,13 +44,13 @@ def load_weights(E, OLDER, t, s, low, T, window):
 
 @triton.jit
 def load_past(PAST, b, j, i, c, blocks, D):
-    """Row i of PAST of a block, or of several along the first axis."""
+    """Load row i of PAST of a block, or of several along the first axis."""
     return tl.load(PAST + ((b * blocks + j) * ROWS + i) * D + c, mask=c < D, other=0.0)
 
 
 @triton.jit
 def load_sources(K, V, MASK, b, s, c, k_strides, v_strides, T, D):
-    """Load keys, NaN for sources that are not finite, and values, 0 for those."""
+    """Load keys, NaN for sources that are not finite, and values, 0 for these sources."""
     k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)
     v = load_values(V, MASK, b, s, c, v_strides[0], v_strides[1], T, D)
     finite = (k < float('inf')) & (tl.abs(v) < float('inf'))
@@ -65,7 +65,7 @@ def larger(a, b):
 
 @triton.jit
 def find_peak(k):
-    """Return the largest finite key of each channel twice, the second NaN where a source is not finite."""
+    """Return the largest finite key of each channel twice, the second one NaN if a source is not finite."""
     peak = tl.max(tl.where(k != k, float('-inf'), k), 0)
     return peak, tl.where(tl.max((k != k).to(tl.int32), 0) > 0, float('nan'), peak)
 
@@ -77,9 +77,9 @@ def find_lost(
 ):  # fmt: skip
     """Return whether elements of targets, whose keys these are, may have lost digits to underflow.
 
-    Only targets that see a source can. Each of the BC + window weights may lack up to the smallest normal float, times
-    the largest exponential up to the target: so what is missing is within 1e-8 of a denominator that is not lost. No
-    later key enters.
+    Only targets that see a source can. Each of the BC + window weights may be off by up to the smallest normal float,
+    times the largest exponential up to the target, so the error of a denominator that is not lost is below 1e-8. No
+    later key is used.
     """
     past = (tl.arange(0, BC)[:, None] >= tl.arange(0, BC)[None, :]).to(PRODUCT)
     ek = tl.exp(tl.where(k != k, float('-inf'), k) - reference[None, :])
@@ -136,7 +136,7 @@ def summary_kernel(
 
 @triton.jit
 def scan_kernel(K, MASK, PAST, T, D, blocks, k_strides, BD: tl.constexpr):
-    """From the summaries of single blocks to what PAST says."""
+    """Scan the summaries of single blocks to the final content of PAST."""
     b = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BD + tl.arange(0, BD)
     first = load_keys(K, MASK, b, tl.arange(0, 1), c, k_strides[0], k_strides[1], T, D)
@@ -187,9 +187,9 @@ def forward_kernel(
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """y, the denominators at the reference of their block if DEN is given, and whether any of a tile underflowed.
+    """Compute y, the denominators at their block's reference if DEN is given, and flags for underflowed tiles.
 
-    Elements that underflowed have y = NaN and the denominator 0.
+    Underflowed elements have y = NaN and the denominator 0.
     """
     j, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BD + tl.arange(0, BD)

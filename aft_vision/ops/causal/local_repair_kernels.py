@@ -1,7 +1,8 @@
-"""Causal AFT-local where a jump of the keys inside a block underflowed: exact, one source at a time, and rarely needed.
+"""Repair of causal AFT-local after a jump of the keys inside a block: exact, one source at a time, and rarely needed.
 
-LOST (blocks, B, strips) says which tiles have such elements; programs that meet none end at once. The terms of a target
-are relative to the largest of them: its key and its bias apart, so that no digits of a large key are lost.
+LOST (blocks, B, strips) marks tiles with such elements; programs without any return immediately. The terms of a target
+are relative to the largest one, with its key and its bias subtracted separately, so that no digits of a large key are
+lost.
 """
 
 import triton
@@ -13,7 +14,7 @@ from aft_vision.ops.common.kernels import load_keys, load_tile, load_values, sto
 
 @triton.jit
 def has_lost(LOST, first, count, stride):
-    """Return whether any of `count` tiles is marked, from the first on and every `stride`."""
+    """Return whether any of `count` tiles is marked, starting at `first` with step `stride`."""
     found = 0
     for start in range(0, count, 128):
         i = start + tl.arange(0, 128)
@@ -23,7 +24,7 @@ def has_lost(LOST, first, count, stride):
 
 @triton.jit
 def load_bias(BAND, t, s, T, window):
-    """The bias of sources s for targets t, which stand along different axes; minus infinity in the future."""
+    """Load the bias of sources s for targets t, along different axes; minus infinity in the future."""
     place = s - t + window - 1
     inside = (t < T) & (place >= 0) & (place < window)
     return tl.where(s > t, float('-inf'), tl.load(BAND + t * window + place, mask=inside, other=0.0).to(tl.float32))
@@ -48,7 +49,7 @@ def find_sums(
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """For each element of a tile the key and the bias of its largest term, and its two sums relative to that."""
+    """Return for each element of a tile key and bias of its largest term, and its two sums relative to it."""
     t = j * BC + tl.arange(0, BC)
     zero = tl.zeros([BC, BD], tl.float32)
     base = zero + load_past(PAST, b, j, 1, c, blocks, D)[None, :]
@@ -72,7 +73,7 @@ def find_sums(
 
 @triton.jit
 def load_rows(G, Y, DEN, Q, sums, b, t, c, g_strides, y_strides, q_strides, T, D):
-    """The gradients of the two sums, relative as `sums` are; 0 for elements that did not underflow."""
+    """Load the gradients of the two sums, relative like `sums`; 0 for elements that did not underflow."""
     g = load_tile(G, b, t, c, g_strides[0], g_strides[1], T, D)
     gy = g * load_tile(Y, b, t, c, y_strides[0], y_strides[1], T, D)
     if Q is not None:
@@ -84,7 +85,7 @@ def load_rows(G, Y, DEN, Q, sums, b, t, c, g_strides, y_strides, q_strides, T, D
 
 @triton.jit
 def pick(x, i, axis: tl.constexpr):
-    """Row or column i of a tile."""
+    """Return row or column i of a tile."""
     here = tl.expand_dims(tl.arange(0, x.shape[axis]) == i, 1 - axis)
     return tl.sum(tl.where(here, x, 0.0), axis)
 
@@ -109,7 +110,7 @@ def forward_kernel(
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """y of what underflowed, NaN until now, in tiles that are marked."""
+    """Compute y of underflowed elements, which is NaN so far, in marked tiles."""
     j, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     if tl.load(LOST + (j * tl.num_programs(2) + b) * tl.num_programs(1) + tl.program_id(1)) > 0:
         c = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -119,7 +120,7 @@ def forward_kernel(
         if Q is not None:
             y = y * tl.sigmoid(load_tile(Q, b, t, c, q_strides[0], q_strides[1], T, D))
         found = load_tile(Y, b, t, c, T * D, D, T, D)
-        # Several threads may hold an element: all have read it before one writes it.
+        # Several threads may have the same element: all must read it before one writes it.
         tl.debug_barrier()
         store_tile(Y, tl.where(found != found, y, found), b, t, c, T, D)
 
@@ -150,7 +151,7 @@ def sources_kernel(
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Adds to the gradients of k and v."""
+    """Add to the gradients of k and v."""
     i, b, tiles = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.num_programs(1) * tl.num_programs(2)
     LOST += b * tl.num_programs(1) + tl.program_id(1)
     if has_lost(LOST, i * tiles, blocks - i, tiles):
@@ -174,7 +175,7 @@ def sources_kernel(
                     row_num = pick(r_num, row, 0)[None, :]
                     dv += p * row_num
                     dk += p * (row_num * v + pick(r_den, row, 0)[None, :])
-        # Several threads may hold an element: all have read it before one writes it.
+        # Several threads may have the same element: all must read it before one writes it.
         tl.debug_barrier()
         store_tile(DK, dk, b, s, c, T, D)
         store_tile(DV, dv, b, s, c, T, D)
@@ -207,7 +208,7 @@ def band_kernel(
     BC: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Adds to the gradient of a tile of the band."""
+    """Add to the gradient of a tile of the band."""
     j = tl.program_id(0)
     t = j * BC + tl.arange(0, BC)
     s = (find_low(j, window, BC) // BC + tl.program_id(1)) * BC + tl.arange(0, BC)

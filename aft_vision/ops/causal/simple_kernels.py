@@ -1,11 +1,12 @@
 """AFT-simple up to each token (AFT Eq. 5, footnote 2): a scan over T for each sequence and tile of channels.
 
-Partial sums carry the largest of their own keys as reference and are merged at the larger one. So nothing overflows or
-is lost, however far keys jump, and no later key enters an earlier token. A saved denominator is relative to the largest
-key up to its token: it lies between 1 and T, or is 0 where no token was seen.
+Partial sums have their largest key as reference and are merged at the larger reference. So nothing overflows or is lost
+for any jump of the keys, and no later key affects an earlier token. A saved denominator is relative to the largest key
+up to its token: it is between 1 and T, or 0 if no token was seen.
 
-Where there are few sequences, each is cut into parts of `length` tokens, whole tiles, that programs scan side by side:
-PAST (B, parts, 3, D) has the sums before each part, NEXT the gradients of sums behind it. Without it there is one part.
+If there are few sequences, each is cut into parts of `length` tokens, whole tiles, which programs scan in parallel:
+PAST (B, parts, 3, D) has the sums before each part, NEXT the gradients of the sums after it. Without it there is one
+part.
 """
 
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 from aft_vision.ops.common.kernels import FLOOR, load_keys, load_row, load_tile, load_values, store_tile
 from aft_vision.ops.common.launch import tuned
 
-# Tokens whose largest key is found at once, before the backward; its blocks hold whole groups.
+# Tokens of a group with a common largest key for the backward, whose blocks have whole groups.
 GROUP = tl.constexpr(16)
 TILES = ({'BT': 16, 'BD': 32}, 1), ({'BT': 32, 'BD': 32}, 4), ({'BT': 32, 'BD': 64}, 4), ({'BT': 64, 'BD': 32}, 4)
 LITTLE = {'BT': 16, 'BD': 4}
@@ -22,7 +23,7 @@ LITTLE = {'BT': 16, 'BD': 4}
 
 @triton.jit
 def merge(peak_a, den_a, num_a, peak_b, den_b, num_b):
-    """Sums over two runs of tokens, at the larger reference."""
+    """Merge the sums over two runs of tokens, at the larger reference."""
     peak = tl.maximum(peak_a, peak_b)
     scale_a, scale_b = tl.exp(peak_a - peak), tl.exp(peak_b - peak)
     return peak, den_a * scale_a + den_b * scale_b, num_a * scale_a + num_b * scale_b
@@ -30,7 +31,7 @@ def merge(peak_a, den_a, num_a, peak_b, den_b, num_b):
 
 @triton.jit
 def merge_gradients(peak_a, d_den_a, d_num_a, peak_b, d_den_b, d_num_b):
-    """Gradients from two runs of targets, at the smaller reference: that of the first target."""
+    """Merge gradients from two runs of targets, at the smaller reference, which is that of the first target."""
     peak = tl.minimum(peak_a, peak_b)
     scale_a, scale_b = tl.exp(peak - peak_a), tl.exp(peak - peak_b)
     return peak, d_den_a * scale_a + d_den_b * scale_b, d_num_a * scale_a + d_num_b * scale_b
@@ -44,13 +45,13 @@ def larger(a, b):
 
 @triton.jit
 def row(x, i, BT: tl.constexpr):
-    """Row i of a tile."""
+    """Return row i of a tile."""
     return tl.sum(tl.where((tl.arange(0, BT) == i)[:, None], x, 0.0), 0)
 
 
 @triton.jit
 def find_part(T, D, length, BD: tl.constexpr):
-    """Sequence, part, channels, first token and the end of the part, of a program of a grid over all three."""
+    """Return sequence, part, channels, first token and end of the part of a program in a grid over the first three."""
     tiles, parts = tl.cdiv(D, BD), tl.cdiv(T, length)
     part = tl.program_id(0) // tiles % parts
     b = (tl.program_id(0) // (tiles * parts)).to(tl.int64)
@@ -60,7 +61,7 @@ def find_part(T, D, length, BD: tl.constexpr):
 
 @triton.jit
 def load_sums(SUMS, b, part, c, parts, D):
-    """Reference and two sums of a part."""
+    """Load the reference and the two sums of a part."""
     place = SUMS + (b * parts + part) * 3 * D + c
     reference = tl.load(place, mask=c < D, other=0.0)
     return reference, tl.load(place + D, mask=c < D, other=0.0), tl.load(place + 2 * D, mask=c < D, other=0.0)
@@ -68,7 +69,7 @@ def load_sums(SUMS, b, part, c, parts, D):
 
 @triton.jit
 def store_sums(SUMS, reference, den, num, b, part, c, parts, D):
-    """Write what `load_sums` reads."""
+    """Store the reference and the two sums of a part."""
     place = SUMS + (b * parts + part) * 3 * D + c
     tl.store(place, reference, mask=c < D)
     tl.store(place + D, den, mask=c < D)
@@ -77,7 +78,7 @@ def store_sums(SUMS, reference, den, num, b, part, c, parts, D):
 
 @triton.jit
 def summary_kernel(K, V, MASK, PAST, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):
-    """Store the largest key and the sums of each part by itself; strides are those of q, k and v."""
+    """Store the largest key and the sums of each part; strides are those of q, k and v."""
     b, part, c, first, end = find_part(T, D, length, BD)
     peak = tl.full([BD], FLOOR, tl.float32)
     num = tl.zeros([BD], tl.float32)
@@ -97,7 +98,7 @@ def summary_kernel(K, V, MASK, PAST, T, D, length, strides, BT: tl.constexpr, BD
 
 @triton.jit
 def scan_kernel(SUMS, D, parts, REVERSE: tl.constexpr, BD: tl.constexpr):
-    """From the sums of each part alone to those of the parts before it, or behind it for gradients."""
+    """Scan the sums of each part to the sums of the parts before it, or after it for gradients."""
     tiles = tl.cdiv(D, BD)
     b = (tl.program_id(0) // tiles).to(tl.int64)
     c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
@@ -117,7 +118,7 @@ def scan_kernel(SUMS, D, parts, REVERSE: tl.constexpr, BD: tl.constexpr):
 @tuned(['T', 'D'], LITTLE, *TILES)
 @triton.jit
 def forward_kernel(Q, K, V, MASK, PAST, Y, DEN, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):
-    """y, and the denominators if there is room for them; strides of q, k and v."""
+    """Compute y, and the denominators if DEN is given; strides of q, k and v."""
     b, part, c, first, end = find_part(T, D, length, BD)
     past_peak = tl.full([BD], FLOOR, tl.float32)
     past_den = tl.zeros([BD], tl.float32)
@@ -143,7 +144,7 @@ def forward_kernel(Q, K, V, MASK, PAST, Y, DEN, T, D, length, strides, BT: tl.co
 
 @triton.jit
 def group_kernel(K, MASK, PEAKS, T, D, k_batch, k_token, BD: tl.constexpr):
-    """The largest key of every group of tokens, (B, 1 + groups, D); the first stays."""
+    """Find the largest key of every group of tokens, (B, 1 + groups, D); the first row is not written."""
     groups, tiles = tl.cdiv(T, GROUP), tl.cdiv(D, BD)
     group = tl.program_id(0) // tiles % groups
     b = (tl.program_id(0) // (tiles * groups)).to(tl.int64)
@@ -154,7 +155,7 @@ def group_kernel(K, MASK, PEAKS, T, D, k_batch, k_token, BD: tl.constexpr):
 
 @triton.jit
 def load_gradients(G, Y, DEN, Q, K, MASK, PEAKS, b, start, t, c, T, D, strides):
-    """Load of a tile of targets keys, the largest up to each, the gradients of both sums, and that of q."""
+    """Load for a tile of targets the keys, the largest up to each, the gradients of both sums, and that of q."""
     k = load_keys(K, MASK, b, t, c, strides[4], strides[5], T, D)
     g = load_tile(G, b, t, c, strides[0], strides[1], T, D)
     gy = g * load_tile(Y, b, t, c, T * D, D, T, D)
@@ -165,7 +166,7 @@ def load_gradients(G, Y, DEN, Q, K, MASK, PEAKS, b, start, t, c, T, D, strides):
         g *= s
     past = load_row(PEAKS, b, start // GROUP, c, (tl.cdiv(T, GROUP) + 1) * D, D, D, FLOOR)
     peak = tl.maximum(tl.associative_scan(k, 0, larger), past[None, :])
-    # What lies behind the sequence must not lower the reference.
+    # Tokens beyond the sequence must not lower the reference.
     peak = tl.where((t < T)[:, None], peak, -FLOOR)
     den = load_tile(DEN, b, t, c, T * D, D, T, D)
     top = tl.where(den == 0.0, 0.0, 1.0 / tl.where(den == 0.0, 1.0, den))
@@ -176,7 +177,7 @@ def load_gradients(G, Y, DEN, Q, K, MASK, PEAKS, b, start, t, c, T, D, strides):
 def gradient_summary_kernel(
     G, Y, DEN, Q, K, MASK, PEAKS, NEXT, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """The gradients of the sums of each part alone, relative to the largest key up to its first token."""
+    """Compute the gradients of the sums of each part, relative to the largest key up to its first token."""
     b, part, c, first, end = find_part(T, D, length, BD)
     reference = tl.full([BD], -FLOOR, tl.float32)
     d_den = tl.zeros([BD], tl.float32)
@@ -196,7 +197,7 @@ def gradient_summary_kernel(
 def backward_kernel(
     G, Y, DEN, Q, K, V, MASK, PEAKS, NEXT, DQ, DK, DV, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """Gradients of q, k and v, last block of tokens first; strides of the gradient, q, k and v.
+    """Compute the gradients of q, k and v, last block of tokens first; strides of the gradient, q, k and v.
 
     PEAKS: (B, 1 + groups, D), the largest key before every group.
     """

@@ -6,9 +6,9 @@ import triton.language as tl
 
 from aft_vision.ops.common import launch
 
-# Below every key; finite, so that no difference of references is NaN.
+# Below every key, but finite, so that no difference of references is NaN.
 FLOOR = tl.constexpr(torch.finfo(torch.float32).min)
-# A denominator below this has lost digits to underflow: what it divides is computed again, jointly.
+# A denominator below this has lost precision by underflow; its elements are recomputed by a joint softmax.
 LIMIT = tl.constexpr(launch.LIMIT)
 
 
@@ -23,21 +23,21 @@ def find_seen(MASK, b, t, c, T, D):
 
 @triton.jit
 def load_keys(K, MASK, b, t, c, k_batch, k_token, T, D):
-    """Keys (t, c) of sequence b in float32, minus infinity at masked tokens and outside the sequence."""
+    """Load keys (t, c) of sequence b in float32, minus infinity at masked tokens and outside the sequence."""
     seen = find_seen(MASK, b, t, c, T, D)
     return tl.load(K + b * k_batch + t[:, None] * k_token + c[None, :], mask=seen, other=float('-inf')).to(tl.float32)
 
 
 @triton.jit
 def load_values(V, MASK, b, t, c, v_batch, v_token, T, D):
-    """Values (t, c) of sequence b in float32, 0 at masked tokens, whatever stands there, and outside the sequence."""
+    """Load values (t, c) of sequence b in float32, 0 at masked tokens, even if NaN, and outside the sequence."""
     seen = find_seen(MASK, b, t, c, T, D)
     return tl.load(V + b * v_batch + t[:, None] * v_token + c[None, :], mask=seen, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_tile(X, b, t, c, x_batch, x_token, T, D):
-    """Elements (t, c) of sequence b in float32, 0 outside the sequence."""
+    """Load elements (t, c) of sequence b in float32, 0 outside the sequence."""
     inside = (t < T)[:, None] & (c < D)[None, :]
     return tl.load(X + b * x_batch + t[:, None] * x_token + c[None, :], mask=inside, other=0.0).to(tl.float32)
 
@@ -51,5 +51,5 @@ def store_tile(X, x, b, t, c, T, D):
 
 @triton.jit
 def load_row(X, b, t, c, x_batch, x_token, D, other):
-    """Elements of token t of sequence b in float32, `other` outside."""
+    """Load elements of token t of sequence b in float32, `other` outside."""
     return tl.load(X + b * x_batch + t * x_token + c, mask=c < D, other=other).to(tl.float32)

@@ -1,8 +1,8 @@
 """AFT-conv (AFT Eq. 6): products of rows by Toeplitz tiles.
 
-A tile of rows is BR / GROUP sequences of GROUP rows each: GROUP - 1 channels of a head, weighted by the exponentials of
-its keys, and these exponentials. One of columns is BT tokens. C is the number of channels of a head. ROWS stands for
-the size of a batch in what chooses tiles: it is the same for all but the smallest.
+A tile of rows has BR / GROUP sequences of GROUP rows each: GROUP - 1 channels of a head, weighted by the exponentials
+of its keys, and these exponentials. A tile of columns has BT tokens. C is the number of channels of a head. ROWS is a
+class of batch sizes for the choice of tiles: the same for all except the smallest.
 """
 
 import triton
@@ -26,7 +26,7 @@ LITTLE = {'BR': 32, 'BT': 32, 'BS': 32}
 
 @triton.jit
 def load_keys(K, MASK, strides, b, t, B, T):
-    """Keys (b, t) in float32, minus infinity at masked tokens and outside the sequences."""
+    """Load keys (b, t) in float32, minus infinity at masked tokens and outside the sequences."""
     seen = (b < B)[:, None] & (t < T)[None, :]
     if MASK is not None:
         seen = seen & (tl.load(MASK + b[:, None] * T + t[None, :], mask=seen, other=0) != 0)
@@ -46,7 +46,7 @@ def find_peak(K, MASK, strides, b, B, T, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_rows(X, MASK, strides, b, c, t, B, C, T, other):
-    """Elements (b, c, t) in float32, `other` at masked tokens, whatever stands there, and outside."""
+    """Load elements (b, c, t) in float32, `other` at masked tokens, even if NaN, and outside."""
     seen = (b < B)[:, None] & (t < T)[None, :]
     if MASK is not None:
         seen = seen & (tl.load(MASK + b[:, None] * T + t[None, :], mask=seen, other=0) != 0)
@@ -65,7 +65,7 @@ def store_rows(X, x, strides, b, c, t, B, C, T):
 
 @triton.jit
 def find_channels(part, C, GROUP: tl.constexpr):
-    """The channels of the rows of a group; for the last row, the key's, one beyond all of them."""
+    """Return the channels of the rows of a group; the last row, of the key, has an index beyond all of them."""
     row = tl.arange(0, GROUP)
     return tl.where(row < GROUP - 1, part * (GROUP - 1) + row, C).to(tl.int64)
 
@@ -81,20 +81,20 @@ def find_tile(T, C, GROUP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def find_place(t, T, width):
-    """Return a place: find_place(source) - find_place(target) + find_middle() is that of their shift in the table."""
+    """Return a position: find_place(source) - find_place(target) + find_middle() is the table index of their shift."""
     t = tl.minimum(t, T - 1)
     return t // width * (2 * width - 1) + t % width
 
 
 @triton.jit
 def find_middle(T, width):
-    """The place of the shift (0, 0) in the (2H - 1, 2W - 1) table."""
+    """Return the position of the shift (0, 0) in the (2H - 1, 2W - 1) table."""
     return 2 * T - width - T // width
 
 
 @triton.jit
 def mark_lost(LOST, den, peak, b, head, t, B, T, heads):
-    """Write 1 for sequences with a target that underflowed, although it may see a source."""
+    """Write 1 for sequences with an underflowed target that may see a source."""
     lost = (den < LIMIT) & (t < T)[None, :] & (peak > FLOOR)[:, None]
     found = tl.max(lost.to(tl.int32), 1)
     tl.store(LOST + b * heads + head, found, mask=(b < B) & (found > 0))
@@ -128,7 +128,7 @@ def forward_kernel(
     BT: tl.constexpr,
     BS: tl.constexpr,
 ):
-    """y, and the denominators if there is room for them."""
+    """Compute y, and the denominators if DEN is given."""
     part, head, first, first_token = find_tile(T, C, GROUP, BR, BT)
     b = (first + tl.arange(0, BR // GROUP)).to(tl.int64)
     c = find_channels(part, C, GROUP)
@@ -153,7 +153,7 @@ def forward_kernel(
         y = y * tl.sigmoid(load_rows(Q + head * C * q_strides[2], None, q_strides, b, c, t, B, C, T, 0.0))
     store_rows(Y + head * C * y_strides[2], y, y_strides, b, c, t, B, C, T)
     if DEN is not None:
-        # The same from every part of a head.
+        # Every part of a head writes the same values.
         inside = (b < B)[:, None] & (t < T)[None, :]
         tl.store(DEN + (b[:, None] * T + t[None, :]) * heads + head, den, mask=inside)
 
@@ -188,7 +188,7 @@ def rows_kernel(
     BR: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """The gradient of q, that of sums and denominators as rows R, and the rows X that were summed if there is room."""
+    """Compute the gradient of q, of sums and denominators as rows R, and the summed rows X if X is given."""
     parts = tl.cdiv(C, GROUP - 1)
     part, head, first, first_token = find_tile(T, C, GROUP, BR, BT)
     b = (first + tl.arange(0, BR // GROUP)).to(tl.int64)
@@ -245,7 +245,7 @@ def sources_kernel(
     BT: tl.constexpr,
     BS: tl.constexpr,
 ):
-    """The gradients of v and, as far as the channels of a group go, of k."""
+    """Compute the gradients of v and, for the channels of a group, of k."""
     parts = tl.cdiv(C, GROUP - 1)
     part, head, first, first_token = find_tile(T, C, GROUP, BR, BT)
     b = (first + tl.arange(0, BR // GROUP)).to(tl.int64)
@@ -314,7 +314,7 @@ def table_kernel(
     PRECISION: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Sums over rows and over y of R[y, .] (x) X[y + dy, .] for SHIFTS values of dy and BW columns of the grid."""
+    """Sum over rows and over y R[y, .] (x) X[y + dy, .] for SHIFTS values of dy and BW columns of the grid."""
     steps, head = tl.cdiv(2 * reach_y + 1, SHIFTS), tl.program_id(1).to(tl.int64)
     pairs = tl.cdiv(width, BW) * find_near(width, reach_x, BW)
     split, first = tl.program_id(0) // pairs // steps, tl.program_id(0) // pairs % steps * SHIFTS - reach_y
@@ -336,6 +336,6 @@ def table_kernel(
             x = tl.load(X + row[:, None] * row_length + ((y + dy) * width + source)[None, :], mask=inside, other=0.0)
             sums = tl.dot(tl.trans(r), x, sums, input_precision=PRECISION)
     line = (split * heads + head) * (2 * reach_y + 1) + dy + reach_y
-    # Distances behind the last have no line: none of their columns is inside.
+    # Distances beyond the last have no line: none of their columns is inside.
     source = tl.where(dy <= reach_y, source, width)
     store_band(OUT, sums, line[None, :], target[:, None], source[None, :], width, reach_x)

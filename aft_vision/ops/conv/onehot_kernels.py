@@ -1,9 +1,9 @@
 """AFT-conv with one biased offset per head (AFT Eq. 10): sums over all tokens, and one shifted source a target.
 
-den = sum e^k + (e^w - 1) e^k[o] cancels where o is the largest key, w very negative and all other keys far below.
-So the sums leave out the largest key, the top, and are relative to the second largest: nothing is ever subtracted from
-them but a source other than the top, which leaves at least the top. Every weight is relative to its own largest term,
-so no w overflows.
+den = sum e^k + (e^w - 1) e^k[o] cancels if o is the largest key, w is very negative and all other keys are much
+smaller. So the sums leave out the largest key, the top, and are relative to the second largest. Only sources other than
+the top are subtracted from them, which leaves at least the top. Every weight is relative to its largest term, so no w
+overflows.
 """
 
 import triton
@@ -13,20 +13,20 @@ from aft_vision.ops.common.kernels import FLOOR, load_keys, load_tile, load_valu
 from aft_vision.ops.common.launch import tuned
 
 TILES = ({'BT': 32, 'BD': 32}, 4), ({'BT': 64, 'BD': 32}, 4), ({'BT': 32, 'BD': 64}, 4), ({'BT': 64, 'BD': 64}, 8)
-# Of the backward, which holds more: fewer warps spill out of their registers.
+# For the backward, which needs more registers: with fewer warps tiles spill.
 BACKWARD_TILES = ({'BT': 32, 'BD': 32}, 4), ({'BT': 64, 'BD': 32}, 8), ({'BT': 32, 'BD': 64}, 8)
 LITTLE = {'BT': 8, 'BD': 8}
 
 
 @triton.jit
 def load_heads(K, MASK, b, t, c, strides, CHANNELS, T, D):
-    """Keys of tokens t for channels c, each that of its head; minus infinity where no token counts."""
+    """Load the keys of tokens t for channels c, each from its head; minus infinity if no token counts."""
     return load_keys(K, MASK, b, t, tl.where(c < D, c // CHANNELS, D), strides[0], strides[1], T, D)
 
 
 @triton.jit
 def gather(X, MASK, b, t, inside, c, x_batch, x_token, T, other):
-    """Elements (t, c) of sequence b in float32 for tokens t (BT, BD), `other` outside or where the mask is 0."""
+    """Gather elements (t, c) of sequence b in float32 for tokens t (BT, BD), `other` outside or where the mask is 0."""
     if MASK is not None:
         inside = inside & (tl.load(MASK + b * T + t, mask=inside, other=0) != 0)
     return tl.load(X + b * x_batch + t * x_token + c[None, :], mask=inside, other=other).to(tl.float32)
@@ -34,7 +34,7 @@ def gather(X, MASK, b, t, inside, c, x_batch, x_token, T, other):
 
 @triton.jit
 def shift(t, dy, dx, c, H, W, D):
-    """The token at an offset (dy, dx) of each channel from tokens t, (BT, BD), and whether it is in the grid."""
+    """Return the token at an offset (dy, dx) of each channel from tokens t, (BT, BD), and whether it is in the grid."""
     y, x = (t // W)[:, None] + dy[None, :], (t % W)[:, None] + dx[None, :]
     inside = (y >= 0) & (y < H) & (x >= 0) & (x < W) & (t < H * W)[:, None] & (c < D)[None, :]
     return y * W + x, inside
@@ -42,7 +42,7 @@ def shift(t, dy, dx, c, H, W, D):
 
 @triton.jit
 def pool(K, V, MASK, b, c, strides, CHANNELS, T, D, BT: tl.constexpr, BD: tl.constexpr):
-    """The top's key and place; relative to it the second largest key; the top's value, and the sums without the top."""
+    """Find the top's key and position, the second largest key relative to it, the top's value, and the other sums."""
     top = tl.full([BD], FLOOR, tl.float32)
     second = tl.full([BD], FLOOR, tl.float32)
     place = tl.full([BD], -1, tl.int32)
@@ -72,7 +72,7 @@ def pool(K, V, MASK, b, c, strides, CHANNELS, T, D, BT: tl.constexpr, BD: tl.con
 
 @triton.jit
 def weigh(k, v, w, is_top, second, value, den, num):
-    """Return of targets with source (k, v) the mean, v - mean, the source's share and 1 / den at the others' reference.
+    """Return for targets with source (k, v) the mean, v - mean, the source's share, and 1 / den at the others' scale.
 
     Keys are relative to the top. The others' reference is 0, or the second largest key where the source is the top.
     """
@@ -80,13 +80,13 @@ def weigh(k, v, w, is_top, second, value, den, num):
     biased = k + w[None, :]
     peak = tl.maximum(biased, reference)
     own, scale = tl.exp(biased - peak), tl.exp(reference - peak)
-    # The top counts 1 among the others, so what rounding leaves of a subtracted source is small beside them.
+    # The top has weight 1 among the others, so the rounding error of a subtracted source is small.
     ek, scaled = tl.where(is_top, 0.0, tl.exp(k)), tl.exp(second)[None, :]
     others = tl.where(is_top, den[None, :], 1.0 + tl.maximum(den[None, :] * scaled - ek, 0.0))
     others_num = tl.where(is_top, num[None, :], value[None, :] + num[None, :] * scaled - ek * v)
     total = own + scale * others
     share, inverse = own / total, scale / total
-    # v - mean would cancel where the source has nearly all of the weight.
+    # v - mean would cancel if the source has nearly all of the weight.
     return share * v + inverse * others_num, inverse * (others * v - others_num), share, inverse
 
 
@@ -95,7 +95,7 @@ def weigh(k, v, w, is_top, second, value, den, num):
 def forward_kernel(
     Q, K, V, MASK, DY, DX, WEIGHT, Y, T, D, H, W, CHANNELS, strides, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """y; strides of k, v and q."""
+    """Compute y; strides of k, v and q."""
     tiles = tl.cdiv(D, BD)
     b = (tl.program_id(0) // tiles).to(tl.int64)
     c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
@@ -116,7 +116,7 @@ def forward_kernel(
 
 @triton.jit
 def load_source(G, Q, K, V, MASK, b, t, dy, dx, c, top, strides, T, D, H, W, CHANNELS):
-    """Load of sources t the keys relative to the top, the values, and the gradient of the mean of each target."""
+    """Load for sources t the keys relative to the top, the values, and the gradient of the mean of each target."""
     k = load_heads(K, MASK, b, t, c, strides, CHANNELS, T, D) - top[None, :]
     v = load_values(V, MASK, b, t, c, strides[2], strides[3], T, D)
     target, inside = shift(t, -dy, -dx, c, H, W, D)
@@ -132,9 +132,9 @@ def backward_kernel(
     G, Y, Q, K, V, MASK, DY, DX, WEIGHT, DQ, DK, DV, DW, T, D, H, W, CHANNELS, strides,
     BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q and v, of k for every channel, (B, T, D), and of w for every sequence and channel, (B, D).
+    """Compute the gradients of q and v, of k per channel, (B, T, D), and of w per sequence and channel, (B, D).
 
-    strides: of k, v, the gradient and q.
+    strides: strides of k, v, the gradient and q.
     """
     tiles = tl.cdiv(D, BD)
     b = (tl.program_id(0) // tiles).to(tl.int64)
@@ -145,7 +145,7 @@ def backward_kernel(
     top, place, second, value, den, num = pool(K, V, MASK, b, c, strides, CHANNELS, T, D, BT, BD)
     all_den = 1.0 + den * tl.exp(second)
     whole = (value + num * tl.exp(second)) / all_den
-    # Over targets: a / den and a * mean / den, of the one whose source is the top apart, at a reference of its own.
+    # Sums over targets: a / den and a * mean / den; the target whose source is the top has its own reference.
     d_num, d_den = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     top_num, top_den = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     dw = tl.zeros([BD], tl.float32)

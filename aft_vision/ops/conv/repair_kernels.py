@@ -1,7 +1,7 @@
-"""AFT-conv where all that a target sees underflowed: exact, by the terms themselves, and rarely needed.
+"""Repair of AFT-conv for targets whose sources all underflowed: exact, term by term, and rarely needed.
 
-LOST (B, heads) says where there are such targets; programs that meet none end at once. The terms of a target are
-relative to the largest of them: its key and its bias apart, so that no digits of a large key are lost.
+LOST (B, heads) marks such targets; programs without any return immediately. The terms of a target are relative to the
+largest one, with its key and its bias subtracted separately, so that no digits of a large key are lost.
 """
 
 import triton
@@ -13,14 +13,14 @@ from aft_vision.ops.conv.kernels import LIMIT, find_columns, find_middle, find_n
 
 @triton.jit
 def load_tokens(X, MASK, strides, b, head, t, c, T, C):
-    """Elements (t, c) of a head of a sequence in float32, 0 at masked tokens and outside."""
+    """Load elements (t, c) of a head of a sequence in float32, 0 at masked tokens and outside."""
     place = b * strides[0] + t[:, None] * strides[1] + (head * C + c)[None, :] * strides[2]
     return tl.load(X + place, mask=find_seen(MASK, b, t, c, T, C), other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width):
-    """Keys (1, s), minus infinity where there is none, and biases (t, s) of a head."""
+    """Load keys (1, s), minus infinity for missing ones, and biases (t, s) of a head."""
     k = load_keys(K + head * strides[2], MASK, strides, b + tl.arange(0, 1), s, B, T)
     middle = find_middle(T, width)
     place = middle + find_place(s, T, width)[None, :] - find_place(t, T, width)[:, None]
@@ -29,7 +29,7 @@ def load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width):
 
 @triton.jit
 def find_terms(K, MASK, BIAS, strides, b, head, t, B, T, width, BS: tl.constexpr):
-    """For each target the key and the bias of its largest term, and the sum of terms relative to that."""
+    """Return for each target key and bias of its largest term, and the sum of terms relative to it."""
     base = tl.full([t.shape[0]], FLOOR, tl.float32)
     bias = tl.zeros([t.shape[0]], tl.float32)
     for start in range(0, T, BS):
@@ -48,7 +48,7 @@ def find_terms(K, MASK, BIAS, strides, b, head, t, B, T, width, BS: tl.constexpr
 
 @triton.jit
 def find_lost(DEN, sums, b, head, t, T, heads):
-    """Return 1 / sums of targets that underflowed, 0 for others and for those that see nothing."""
+    """Return 1 / sums of underflowed targets, 0 for others and for those that see no source."""
     den = tl.load(DEN + (b * T + t) * heads + head, mask=t < T, other=1.0).to(tl.float32)
     lost = (den < LIMIT) & (sums > 0.0)
     return tl.where(lost, 1.0 / tl.where(lost, sums, 1.0), 0.0)
@@ -56,7 +56,7 @@ def find_lost(DEN, sums, b, head, t, T, heads):
 
 @triton.jit
 def find_shares(K, MASK, BIAS, DEN, strides, b, head, t, s, B, T, width, heads, BS: tl.constexpr):
-    """Return the shares of sources s in the means of targets t that underflowed; 0 for other targets."""
+    """Return the shares of sources s in the means of underflowed targets t; 0 for other targets."""
     base, bias, den = find_terms(K, MASK, BIAS, strides, b, head, t, B, T, width, BS)
     k, w = load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width)
     top = find_lost(DEN, den, b, head, t, T, heads)[:, None]
@@ -65,7 +65,7 @@ def find_shares(K, MASK, BIAS, DEN, strides, b, head, t, s, B, T, width, heads, 
 
 @triton.jit
 def find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD: tl.constexpr, PRECISION: tl.constexpr):
-    """The gradient of the terms (t, s), relative to their sum. strides: of G, Y, Q and V."""
+    """Compute the gradient of the terms (t, s), relative to their sum; strides of G, Y, Q and V."""
     slopes = tl.zeros([t.shape[0], s.shape[0]], tl.float32)
     for start in range(0, C, BD):
         c = start + tl.arange(0, BD)
@@ -100,7 +100,7 @@ def forward_kernel(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """y of sequences and heads that are marked."""
+    """Compute y of marked sequences and heads."""
     b, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     if tl.load(LOST + b * heads + head) > 0:
         t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -146,7 +146,7 @@ def sources_kernel(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Adds to the gradients of k and v."""
+    """Add to the gradients of k and v."""
     b, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     if tl.load(LOST + b * heads + head) > 0:
         s = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -155,7 +155,7 @@ def sources_kernel(
             t = first + tl.arange(0, BT)
             p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, B, T, width, heads, BT)
             dk += tl.sum(p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION), 0)
-        # Summed over all targets before it is rounded to the type of v.
+        # Sum over all targets before rounding to the type of v.
         for start in range(0, C, BD):
             c = start + tl.arange(0, BD)
             place = b * dv_strides[0] + s[:, None] * dv_strides[1] + (head * C + c)[None, :] * dv_strides[2]
@@ -168,7 +168,7 @@ def sources_kernel(
                 if Q is not None:
                     g = g * tl.sigmoid(load_tokens(Q, None, strides[2], b, head, t, c, T, C))
                 dv = tl.dot(tl.trans(p), g, dv, input_precision=PRECISION)
-            # Several threads may hold an element: all have read it before one writes it.
+            # Several threads may have the same element: all must read it before one writes it.
             tl.debug_barrier()
             tl.store(DV + place, dv, mask=inside)
         place = (b * T + s) * heads + head
@@ -202,7 +202,7 @@ def table_kernel(
     BW: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Gradients of the biases of the targets of a line of the grid and the sources dy lines below, over all lines."""
+    """Compute the gradients of the biases between targets of a grid line and sources dy lines below, over all lines."""
     pairs, head = tl.cdiv(width, BW) * find_near(width, reach_x, BW), tl.program_id(1).to(tl.int64)
     dy = tl.program_id(0) // pairs - reach_y
     target, source = find_columns(tl.program_id(0) % pairs, width, reach_x, BW)

@@ -1,7 +1,7 @@
-"""AFT-full (AFT Eq. 2): products of exp(w - row maximum) with tiles of e^k v and e^k that are made on the fly.
+"""AFT-full (AFT Eq. 2): products of exp(w - row maximum) with tiles of e^k v and e^k that are computed on the fly.
 
-The two maxima need not meet, so a denominator may underflow where w and k both spread over more than 69 nats. Each
-program looks at its own denominators after its products and computes such elements again by a joint log-sum-exp over
+The two maxima can be at different sources, so a denominator may underflow if w and k both spread over more than 69
+nats. Each program checks its denominators after its products and recomputes such elements by a joint log-sum-exp over
 the sources, in a branch that otherwise costs one reduction.
 """
 
@@ -11,13 +11,13 @@ import triton.language as tl
 from aft_vision.ops.common.kernels import FLOOR, LIMIT, load_keys, load_row, load_tile, load_values, store_tile
 from aft_vision.ops.common.launch import tuned
 
-# Sources that a repair reads at once: few, so that it takes no registers from the products.
+# Sources per step of a repair: few, so that the repair takes no registers from the products.
 REPAIR = tl.constexpr(8)
 
 
 @triton.jit
 def joint_sums(K, V, MASK, BIAS, b, t, c, strides, T, D, BS: tl.constexpr, BD: tl.constexpr):
-    """Return of target t the largest logit k + w in float64, the sum of weights relative to it, and the mean value."""
+    """Return for target t the largest logit k + w in float64, the sum of weights relative to it, and the mean value."""
     peak = tl.full([BD], -1e38, tl.float64)
     den = tl.zeros([BD], tl.float32)
     num = tl.zeros([BD], tl.float32)
@@ -37,7 +37,7 @@ def joint_sums(K, V, MASK, BIAS, b, t, c, strides, T, D, BS: tl.constexpr, BD: t
 
 @triton.jit
 def load_logits(K, MASK, BIAS, b, t, s, c, strides, T, D):
-    """k + w of target t for sources s, in float64, in which large terms that cancel leave digits."""
+    """Load k + w of target t for sources s, in float64, because large terms may cancel."""
     w = tl.load(BIAS + t * T + s, mask=s < T, other=0.0)
     k = load_keys(K, MASK, b, s, c, strides[0], strides[1], T, D)
     return k.to(tl.float64) + w.to(tl.float64)[:, None]
@@ -45,13 +45,13 @@ def load_logits(K, MASK, BIAS, b, t, s, c, strides, T, D):
 
 @triton.jit
 def load_weights(WEIGHTS, w_row, t, s, T):
-    """exp(w - row maximum) of targets t and sources s. Rows are padded by zeros to a multiple of 16 elements."""
+    """Load exp(w - row maximum) of targets t and sources s. Rows are padded by zeros to a multiple of 16 elements."""
     return tl.load(WEIGHTS + t[:, None] * w_row + s[None, :], mask=(t < T)[:, None] & (s < w_row)[None, :], other=0.0)
 
 
 @triton.jit
 def load_rows(G, Y, DEN, Q, b, t, c, strides, T, D):
-    """Gradients of the two sums of targets t: of num and of den, 0 where the denominator is lost; and (g, y, s)."""
+    """Load the gradients of num and den of targets t, 0 where the denominator is lost, and (g, y, s)."""
     g = load_tile(G, b, t, c, strides[4], strides[5], T, D)
     y = load_tile(Y, b, t, c, T * D, D, T, D)
     den = load_tile(DEN, b, t, c, T * D, D, T, D)
@@ -64,7 +64,7 @@ def load_rows(G, Y, DEN, Q, b, t, c, strides, T, D):
 
 @triton.jit
 def lost_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BD: tl.constexpr):
-    """Return the part of the gradients of v and of the logits of sources s that target t with lost sums adds."""
+    """Return the part of target t, with lost sums, in the gradients of v and of the logits of sources s."""
     lost = load_row(DEN, b, t, c, T * D, D, D, 1.0) < LIMIT
     a = load_row(G, b, t, c, strides[4], strides[5], D, 0.0)
     if Q is not None:
@@ -88,7 +88,7 @@ def forward_kernel(
     Q, K, V, MASK, WEIGHTS, w_row, BIAS, Y, DEN, T, D, strides,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """y, and the denominators if there is room for them; strides of k, v and q.
+    """Compute y, and the denominators if DEN is given; strides of k, v and q.
 
     The denominator of a sequence without a token is 1.
     """
@@ -161,7 +161,7 @@ def backward_kernel(
     G, Y, DEN, Q, K, V, MASK, WEIGHTS, w_row, BIAS, PEAK, LOWEST, DQ, DK, DV, T, D, strides,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q, k and v; strides of k, v, the gradient and q."""
+    """Compute the gradients of q, k and v; strides of k, v, the gradient and q."""
     row_tiles, tiles = tl.cdiv(T, BS), tl.cdiv(D, BD)
     row = tl.program_id(0) % row_tiles
     c = (tl.program_id(0) // row_tiles % tiles) * BD + tl.arange(0, BD)
@@ -206,7 +206,7 @@ def bias_kernel(
     G, Y, DEN, Q, K, V, MASK, WEIGHTS, w_row, BIAS, PEAK, LOWEST, PARTS, B, T, D, strides,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the bias, (splits, T, T): each from every splits-th pair of a sequence and a tile of channels."""
+    """Compute the gradient of the bias, (splits, T, T), each from every splits-th pair of sequence and channel tile."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     s = tl.program_id(1) * BS + tl.arange(0, BS)
     split, tiles = tl.program_id(2), tl.cdiv(D, BD)

@@ -16,7 +16,7 @@ LITTLE = {'BT': 8, 'BD': 16}
 @tuned(['T', 'D'], LITTLE, *TILES)
 @triton.jit
 def forward_kernel(Q, K, V, MASK, Y, CONTEXT, T, D, strides, BT: tl.constexpr, BD: tl.constexpr):
-    """y, and the context that every target shares if there is room for it; strides of q, k and v."""
+    """Compute y, and the context that all targets share if CONTEXT is given; strides of q, k and v."""
     tiles = tl.cdiv(D, BD)
     b = (tl.program_id(0) // tiles).to(tl.int64)
     c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
@@ -47,7 +47,7 @@ def forward_kernel(Q, K, V, MASK, Y, CONTEXT, T, D, strides, BT: tl.constexpr, B
 @tuned(['T', 'D'], LITTLE, *TILES)
 @triton.jit
 def backward_kernel(G, CONTEXT, Q, K, V, MASK, DQ, DK, DV, T, D, strides, BT: tl.constexpr, BD: tl.constexpr):
-    """Gradients of q, k and v; strides of the gradient, q, k and v."""
+    """Compute the gradients of q, k and v; strides of the gradient, q, k and v."""
     tiles = tl.cdiv(D, BD)
     b = (tl.program_id(0) // tiles).to(tl.int64)
     c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
