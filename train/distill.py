@@ -1,6 +1,5 @@
 """Distillation: the teacher of a run, and the task of timm that learns from it."""
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from timm.task import (
 from torch import nn
 
 from aft_vision.evaluate import check_classes, load_model
-from aft_vision.models.transfer_source import load_pretrained
+from aft_vision.models.transfer_source import did_you_mean, load_pretrained
 from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.schema import DistillConfig
 
@@ -119,10 +118,9 @@ def _build(teacher: str, arguments: dict[str, Any]) -> nn.Module:
             raise ValueError(f'expected distill.teacher_args to be empty for the checkpoint {teacher}, got {arguments}')
         return load_model(path)
     if not timm.is_model(teacher):
-        nearest = difflib.get_close_matches(teacher, timm.list_models(), n=1, cutoff=0)[0]
         raise ValueError(
             f'expected distill.teacher to be a checkpoint, an exported folder or a model of timm, got {teacher!r}, '
-            f'which does not exist; the nearest model is {nearest}'
+            f'which does not exist{did_you_mean(teacher, timm.list_models())}'
         )
     try:
         # Without num_classes, which would make timm replace the teacher's classifier.

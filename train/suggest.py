@@ -4,7 +4,9 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-# Names of other trainers, by our keys; the first key that the experiment has is suggested.
+from aft_vision.models.transfer_source import did_you_mean
+
+# Names that other trainers use, by what they are called here; the first that an experiment has is meant.
 _MEANINGS = {
     'optim.lr': 'learning_rate base_lr peak_lr max_lr blr',
     'optim.name': 'optimizer opt optim_name',
@@ -51,9 +53,8 @@ ALIASES = {alias: keys.split() for keys, names in _MEANINGS.items() for alias in
 
 
 def unknown(key: str, value: Any, valid: Iterable[str], kind: str) -> str:
-    """Return an error message for a value that is not a valid name, with the nearest one."""
-    (nearest,) = difflib.get_close_matches(str(value), list(valid), n=1, cutoff=0)
-    return f'{key} = {value!r} is not {kind}; the nearest is {nearest}'
+    """Return the message of an error: the value of a key is none of the valid names, and which is meant."""
+    return f'{key} = {value!r} is not {kind}{did_you_mean(str(value), valid)}'
 
 
 def unknown_key(key: str, value: Any, keys: Iterable[str]) -> str:

@@ -73,7 +73,7 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('data=3', r'expected data to be a section of keys, got 3'),
         ('model=3', r'expected model to be a section of keys, got 3'),
         ('model.name=null', r'expected model\.name, .* got None'),
-        ('model.name=vit_tny_patch16_224', r'the nearest is vit_tiny_patch16_224'),
+        ('model.name=vit_tny_patch16_224', r'did you mean vit_tiny_patch16_224'),
         ('optim.lr=-1', r'expected optim\.lr to be in \(0, 1e4\], got -1'),
         ('optim.clip_grad=0', r'expected optim\.clip_grad to be above 0, or null, got 0'),
         ('optim.label_smoothing=1', r'expected optim\.label_smoothing to be in \[0, 1\), got 1'),
@@ -84,7 +84,7 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('run.cpu_threads=0', r'expected run\.cpu_threads to be in \[1, 4096\], or null, got 0'),
         ('optim.weight_decay=-1', r'expected optim\.weight_decay to be in \[0, 1e4\], got -1'),
         ('optim.layer_decay=0', r'expected optim\.layer_decay to be in \(0, 1\], or null, got 0'),
-        ('optim.name=adamww', r"optim\.name = 'adamww' is not an optimizer; the nearest is adamw"),
+        ('optim.name=adamww', r"optim\.name = 'adamww' is not an optimizer; did you mean adamw"),
         ('optim.accumulate=0', r'expected optim\.accumulate to be at least 1, got 0'),
         (
             'optim.accumulate=3',

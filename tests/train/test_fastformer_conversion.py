@@ -147,7 +147,7 @@ def test_a_model_for_other_behaviours_is_an_error(trained, requests, tmp_path):
 @pytest.mark.parametrize(
     ('override', 'message'),
     [
-        ('task=convert', "task = 'convert' is not a task; the nearest is conversion"),
+        ('task=convert', "task = 'convert' is not a task; did you mean conversion"),
         ('data.kind=mnid', r'data\.kind'),
         ('data.drop_missing=true', r'data\.drop_missing to be false but for mind, got True'),
         ('data.max_behaviors=0', r'data\.max_behaviors to be at least 1, got 0'),

@@ -306,7 +306,7 @@ def test_glove_fills_the_embedding_that_encoder_decoder_and_head_share(first_wor
         ('generate.min_length=8', r'generate\.min_length to be below data\.max_summary_length \(8\), got 8'),
         ('generate.beams=3', r'generate\.beams = 3 is not a key; the nearest is generate\.num_beams'),
         ('model.max_target_positions=9', r'is not for an experiment: data\.max_summary_length says'),
-        ('task=sumarization', r"task = 'sumarization' is not a task; the nearest is summarization"),
+        ('task=sumarization', r"task = 'sumarization' is not a task; did you mean summarization"),
     ],
 )
 def test_what_is_wrong_with_an_experiment_is_named(override, message):
