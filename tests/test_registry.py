@@ -4,6 +4,7 @@ import copy
 import fnmatch
 import importlib
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import timm
@@ -40,6 +41,8 @@ PARAMETERS = {
     'aft_conv_small_k15_h384': (23_020_648, 23_006_824),
     'aft_conv_base_k25_h32_384': (79_864_552, 79_845_736),
 }
+# Of images, in pixels: every model takes 224 in tests/models.
+SIZE = 64
 # The one-hot form has no registered name.
 ONEHOT = 'aft_conv_tiny onehot'
 ONE_OF_EACH = ['aft_conv_tiny', 'aft_full_tiny', 'aft_simple_tiny', 'aft_axial_tiny', ONEHOT]
@@ -54,9 +57,20 @@ def create_model(name: str, **kwargs) -> nn.Module:
     return timm.create_model(name, **({'mixer': mixer[0]} if mixer else {}), **kwargs)
 
 
+@cache
+def describe(name: str) -> nn.Module:
+    """A whole model without values, which no test changes."""
+    return create_model(name, device='meta')
+
+
+def create_small(name: str, **kwargs) -> nn.Module:
+    """A model of two blocks for small images."""
+    return create_model(name, **{'depth': 2, 'img_size': SIZE, **kwargs})
+
+
 def make_model(name: str, **kwargs) -> nn.Module:
     """A model of two blocks whose every parameter is random: as made, gamma = beta = 0 would hide the kernel."""
-    model = create_model(name, depth=2, num_classes=5, **kwargs).eval()
+    model = create_small(name, num_classes=5, **kwargs).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -67,7 +81,7 @@ def make_model(name: str, **kwargs) -> nn.Module:
 
 
 def make_images(*size: int) -> Tensor:
-    return torch.randn(2, 3, *(size or (224, 224)), generator=torch.Generator().manual_seed(1))
+    return torch.randn(2, 3, *(size or (SIZE, SIZE)), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
@@ -76,7 +90,7 @@ def run(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def assert_same_outputs(actual: nn.Module, expected: nn.Module, images: Tensor | None = None) -> None:
-    """Equal logits, within float32 rounding, on two images (224 x 224 pixels)."""
+    """Equal logits, within float32 rounding, on two images."""
     images = make_images() if images is None else images
     torch.testing.assert_close(run(actual, images), run(expected, images), rtol=1e-4, atol=1e-5)
 
@@ -97,18 +111,14 @@ def test_the_models_of_the_paper_are_registered():
 
 @all_models
 def test_parameter_counts_are_exact(name):
-    counts = (count_parameters(name), count_parameters(name, qkv_bias=False))
-    assert counts == PARAMETERS[name]
-
-
-def count_parameters(name: str, **kwargs) -> int:
-    return sum(p.numel() for p in timm.create_model(name, device='meta', **kwargs).parameters())
+    models = describe(name), create_model(name, qkv_bias=False, device='meta')
+    assert tuple(sum(p.numel() for p in model.parameters()) for model in models) == PARAMETERS[name]
 
 
 @all_models
 def test_pretrained_says_that_there_are_no_weights(name):
     with pytest.raises(RuntimeError, match=r'(?i)no (pretrained )?weights'):
-        timm.create_model(name, pretrained=True, device='meta')
+        timm.create_model(name, pretrained=True, device='meta', depth=1)
 
 
 def test_no_model_claims_to_have_weights():
@@ -127,7 +137,7 @@ def test_default_config_is_that_of_the_paper(name):
 
 @all_models_and_onehot
 def test_no_weight_decay_names_parameters_of_the_model(name):
-    model = create_model(name, device='meta')
+    model = describe(name)
     parameters = [n for n, _ in model.named_parameters()]
     unused = [pattern for pattern in model.no_weight_decay() if not fnmatch.filter(parameters, pattern)]
     # timm allows an optional parameter that this model does not have.
@@ -136,7 +146,7 @@ def test_no_weight_decay_names_parameters_of_the_model(name):
 
 @all_models_and_onehot
 def test_only_the_weights_of_linear_and_convolution_layers_decay(name):
-    model = create_model(name, device='meta')
+    model = describe(name)
     no_decay, decay = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
     assert (no_decay['weight_decay'], decay['weight_decay']) == (0.0, 0.05)
     layers = {f'{n}.weight' for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
@@ -146,7 +156,7 @@ def test_only_the_weights_of_linear_and_convolution_layers_decay(name):
 
 @all_models_and_onehot
 def test_group_matcher_gives_each_block_a_group_of_its_own(name):
-    model = create_model(name, device='meta')
+    model = describe(name)
     group_of = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
     groups = [
         {group_of[f'blocks.{i}.{n}'] for n, _ in block.named_parameters()} for i, block in enumerate(model.blocks)
@@ -164,8 +174,8 @@ def test_an_unknown_argument_is_a_type_error(name):
 
 @one_of_each
 def test_init_weights_restores_every_tensor_after_to_empty(name):
-    fresh = create_model(name, depth=2)
-    model = create_model(name, depth=2, device='meta').to_empty(device='cpu')
+    fresh = create_small(name)
+    model = create_small(name, device='meta').to_empty(device='cpu')
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.fill_(float('nan') if tensor.is_floating_point() else -1)
@@ -199,7 +209,7 @@ def test_the_state_dict_holds_all_that_matters(name):
     run(model, make_images())
     model.train()(make_images()).sum().backward()
     assert set(model.state_dict()) == keys == {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
-    restored = create_model(name, depth=2, num_classes=5).eval()
+    restored = create_small(name, num_classes=5).eval()
     restored.load_state_dict(model.state_dict())
     assert_same_outputs(restored, model.eval())
 
@@ -238,7 +248,7 @@ def test_a_headless_checkpoint_with_sorted_keys_passes_the_filter_unchanged(name
     model = make_model(name)
     model.reset_classifier(0)
     filter_fn = importlib.import_module(type(model).__module__).checkpoint_filter_fn
-    restored = create_model(name, depth=2, num_classes=0).eval()
+    restored = create_small(name, num_classes=0).eval()
     restored.load_state_dict(filter_fn(dict(sorted(model.state_dict().items())), restored))
     assert_same_outputs(restored, model)
 
@@ -250,7 +260,7 @@ def test_a_headless_checkpoint_with_sorted_keys_passes_the_filter_unchanged(name
         (ONEHOT, dict(num_heads=6), (96, 160)),
         ('aft_axial_tiny', dict(window_size=(3, 5), attention_blocks=[1], local_conv=True), (96, 160)),
         ('aft_full_tiny', dict(img_size=(96, 160)), (96, 160)),
-        ('aft_simple_tiny', dict(query_gate=False), (224, 224)),
+        ('aft_simple_tiny', dict(query_gate=False), (SIZE, SIZE)),
     ],
 )
 def test_a_saved_folder_gives_the_same_model(name, kwargs, size, tmp_path):
@@ -313,8 +323,8 @@ def test_a_model_that_torch_jit_traced_gives_the_same_output(name):
 
 @one_of_each
 def test_features_only_gives_the_maps_of_the_last_three_blocks(name):
-    model = create_model(name, depth=4, features_only=True).eval()
-    assert shapes(model(make_images())) == [(2, 192, 14, 14)] * 3
+    model = create_small(name, depth=4, features_only=True).eval()
+    assert shapes(model(make_images())) == [(2, 192, SIZE // 16, SIZE // 16)] * 3
 
 
 def shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
