@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_runs import run
-from text_files import write_behaviors, write_mind, write_mind_behaviors
+from text_files import write_mind, write_mind_behaviors
 
 from train.fastformer import __main__ as fastformer
 
@@ -94,8 +94,6 @@ def write_data(task: str, folder: Path) -> Path:
     if task == 'recommendation':
         write_mind(folder)
         return write_mind_behaviors(folder, rows=95)
-    if task == 'conversion':
-        return write_behaviors(folder / 'behaviors.jsonl', rows=150)
     draw, lines = random.Random(0), []
     for _ in range(150):
         words = [f'w{draw.randint(0, 20)}' for _ in range(draw.randint(4, 20))]
@@ -107,7 +105,7 @@ def write_data(task: str, folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:NLTK has no punkt_tab')
-@pytest.mark.parametrize('task', ['conversion', 'recommendation', 'summarization'])
+@pytest.mark.parametrize('task', ['recommendation', 'summarization'])
 def test_two_processes_test_every_example_of_a_task_once(task: str, tmp_path: Path):
     plain = ['--quiet', '--config', str(ROOT / 'configs' / 'smoke' / f'{task}.yaml'), 'run.seeds=[3]']
     plain += ['model.hidden_dropout_prob=0', 'run.cpu_threads=1', 'data.eval_batch_size=8', 'schedule.max_updates=6']
