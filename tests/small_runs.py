@@ -76,6 +76,18 @@ def run(
     return [process.exitcode for process in started]
 
 
+def start_group(arguments: list[str]) -> multiprocessing.process.BaseProcess:
+    """Start to train in a process that leads a group, of which are the processes that load its data."""
+    process = _processes.Process(target=_lead, args=(arguments,))
+    process.start()
+    return process
+
+
+def _lead(arguments: list[str]) -> None:
+    os.setpgrp()
+    _train(arguments, {}, None, 'train.imagenet', None)
+
+
 def run_restarted(arguments: list[str], interruption: Interruption, log: Path) -> int | None:
     """Train in two processes of torchrun's agent, which restarts both after one is killed; its exit code."""
     agent = _processes.Process(target=_supervise, args=(arguments, interruption, log))

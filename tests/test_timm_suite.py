@@ -12,6 +12,8 @@ from tests import run_timm_suite, timm_suite_plugin
 pytest_plugins = ['pytester']
 
 VIT = timm_suite_plugin.NATIVE_MODEL
+# Passing tests of each model in the miniature, which are enough for it.
+FEW = 2
 HEADER = """
 import pytest
 from timm import list_models
@@ -29,9 +31,14 @@ def test_{name}(model_name):
 """
 
 
+@pytest.fixture(autouse=True)
+def few_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timm_suite_plugin, 'MIN_TESTS_PER_MODEL', FEW)
+
+
 def run_mini_suite(pytester: pytest.Pytester, *tests: dict[str, str]) -> pytest.RunResult:
-    """Run ten passing tests of every model and the given ones (name, arguments, body) on aft_conv_tiny."""
-    cases = [dict(name=f'passes_{i}', arguments='', body='pass') for i in range(10)] + list(tests)
+    """Run FEW passing tests of every model and the given ones (name, arguments, body) on aft_conv_tiny."""
+    cases = [dict(name=f'passes_{i}', arguments='', body='pass') for i in range(FEW)] + list(tests)
     pytester.makepyfile(test_models=HEADER + ''.join(TEST.format(**case) for case in cases))
     plugin = ['-p', 'tests.timm_suite_plugin', '--import-mode=importlib']
     return pytester.runpytest_inprocess(*plugin, '--aft-models=aft_conv_tiny')
@@ -62,7 +69,8 @@ def test_the_wrapped_list_holds_no_model_with_weights():
 
 def test_the_suite_selects_the_tests_of_the_chosen_model(pytester):
     result = run_mini_suite(pytester, dict(name='vit', arguments='VITS, include_tags=True', body='pass'))
-    result.assert_outcomes(passed=11, deselected=1 + 11 * len(timm.list_models('aft_*')) + count_tags())
+    deselected = 1 + (FEW + 1) * len(timm.list_models('aft_*')) + count_tags()
+    result.assert_outcomes(passed=FEW + 1, deselected=deselected)
     assert result.ret == 0
 
 
@@ -73,7 +81,7 @@ def count_tags() -> int:
 
 def test_the_suite_fails_when_a_test_fails(pytester):
     result = run_mini_suite(pytester, dict(name='fails', arguments='', body='assert False'))
-    result.assert_outcomes(passed=10, failed=1, deselected=None)
+    result.assert_outcomes(passed=FEW, failed=1, deselected=None)
     assert result.ret != 0
 
 
@@ -84,10 +92,10 @@ def test_the_suite_fails_when_a_vit_has_a_test_that_the_aft_model_lacks(pytester
 
 
 def test_the_suite_fails_when_too_few_tests_are_collected(pytester, monkeypatch):
-    monkeypatch.setattr(timm_suite_plugin, 'MIN_TESTS_PER_MODEL', 11)
+    monkeypatch.setattr(timm_suite_plugin, 'MIN_TESTS_PER_MODEL', FEW + 1)
     result = run_mini_suite(pytester)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(['*expected 11 tests*'])
+    result.stderr.fnmatch_lines([f'*expected {FEW + 1} tests*'])
 
 
 def test_the_suite_accepts_a_size_skip_and_names_it(pytester):

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import aten, reference
-from aft_vision.ops.conv.eager import prefers_depthwise
 from aft_vision.ops.conv.onehot import CANCELLATION, _Sums
 from tools.benchmark.memory import peak_memory
 
@@ -424,22 +423,6 @@ def test_without_branches_aft_onehot_survives_nasty_inputs(keys: str, weight: fl
 def test_an_offset_outside_the_grid_makes_aft_onehot_a_global_mean(offset: list[int]):
     inputs = onehot_inputs((6, 5), 6, 6) | {'offset': torch.tensor([offset] * 6)}
     assert_matches_reference(ops.aft_onehot, lambda q, k, v, **_: reference.aft_simple(q, k, v), inputs)
-
-
-@pytest.mark.parametrize(
-    ('heads', 'grid', 'size', 'depthwise'),
-    [
-        (64, (14, 14), 11, False),
-        (65, (14, 14), 11, True),
-        (192, (8, 8), 11, False),
-        (192, (11, 11), 11, False),
-        (192, (12, 11), 11, True),
-        (16, (25, 25), 27, True),
-    ],
-)
-def test_many_heads_or_elements_and_more_tokens_than_taps_take_the_depthwise_form(heads, grid, size, depthwise):
-    k, kernel = torch.zeros(1, grid[0] * grid[1], heads), torch.zeros(heads, size, size)
-    assert prefers_depthwise(k, kernel) is depthwise
 
 
 def test_the_toeplitz_and_depthwise_forms_agree(monkeypatch: pytest.MonkeyPatch):

@@ -479,7 +479,6 @@ def long_inputs(name: str, s: int, keys: str) -> tuple[dict[str, Tensor], Tensor
     [
         *((NAMES[1], 256, 'jumping', dtype, bound) for dtype, bound in LONG_BOUNDS.items()),
         *((NAMES[2], 0, 'jumping', dtype, bound) for dtype, bound in LONG_BOUNDS.items()),
-        (NAMES[1], 3072, 'jumping', torch.float64, LONG_BOUNDS[torch.float64]),
         (NAMES[1], 3072, 'jumping', torch.float32, LONG_BOUNDS[torch.float32]),
         (NAMES[1], 256, 'ordinary', torch.float32, LONG_BOUNDS[torch.float32]),
         (NAMES[2], 0, 'ordinary', torch.float32, LONG_BOUNDS[torch.float32]),

@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 FULL = {'aft_vision::full_forward', 'aft_vision::full_backward'}
 CONV = {'aft_vision::conv_forward', 'aft_vision::conv_backward'}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PAIRS = [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True), (torch.float16, False)]
 # Heads, channels and grid: less than a vector, more than one of tokens, of heads and of channels, whole ones, a head
 # wider than a strip, and a row that is more than one piece, of which a kernel of 5 covers a part.
 CASES = [(2, 6, (1, 5)), (7, 70, (3, 4)), (18, 36, (5, 7)), (16, 32, (4, 8)), (2, 90, (6, 3)), (3, 12, (4, 43))]
@@ -60,16 +61,14 @@ def single(inputs: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[s
     return inputs | {name: x.to(dtype).requires_grad_() for name, x in floats.items()}
 
 
-@pytest.mark.parametrize('dtype', DTYPES, ids=str)
-@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
+@pytest.mark.parametrize(('dtype', 'masked'), PAIRS, ids=str)
 @pytest.mark.parametrize(('heads', 'D', 'grid'), CASES)
 def test_aft_conv_equals_float64(heads: int, D: int, grid: tuple[int, int], masked: bool, dtype: torch.dtype):
     inputs = conv_inputs(heads, D, grid, masked)
     assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs, dtype)
 
 
-@pytest.mark.parametrize('dtype', DTYPES, ids=str)
-@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
+@pytest.mark.parametrize(('dtype', 'masked'), PAIRS, ids=str)
 @pytest.mark.parametrize(('T', 'D'), [(8, 5), (20, 40), (17, 64), (61, 33)])
 def test_aft_full_equals_float64(T: int, D: int, masked: bool, dtype: torch.dtype):
     assert_matches_reference(ops.aft_full, reference.aft_full, full_inputs(T, D, masked), dtype)
