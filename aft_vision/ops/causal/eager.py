@@ -294,13 +294,6 @@ def mix_causal(inputs: Inputs, bias: CausalBias, past: Past | None, save: bool) 
     return out, den
 
 
-def causal_forward(
-    q: Tensor | None, k: Tensor, v: Tensor, bias: CausalBias, past: Past | None, mask: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the result of `mix_causal` for separate tensors."""
-    return mix_causal(Qkv(q, k, v, mask), bias, past, save)
-
-
 def causal_backward(
     grad: Tensor, y: Tensor, den: Tensor, inputs: Inputs, bias: CausalBias, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from aft_vision.ops import operator
 from aft_vision.ops.causal.bias import BandBias, NoBias
-from aft_vision.ops.causal.eager import Past, causal_forward
-from aft_vision.ops.common.numerics import may_branch, without_autocast
+from aft_vision.ops.causal.eager import Past, mix_causal
+from aft_vision.ops.common.numerics import Qkv, may_branch, without_autocast
 from aft_vision.ops.decode import eager as decode
 from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import LocalState, SimpleState, check_local_state, check_simple_state
@@ -110,7 +110,7 @@ def aft_simple_prefill(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleStat
     dtype = state.reference.dtype
     keys, values = k.to(dtype), decode.counted_values(k, v.to(dtype))
     with without_autocast(k.device.type):
-        y = causal_forward(q, keys, values, NoBias(values), Past(*state), None, False)[0]
+        y = mix_causal(Qkv(q, keys, values, None), NoBias(values), Past(*state), False)[0]
     decode.absorb_many(keys, values, *state)
     return y.to(v.dtype if q is None else q.dtype), state
 
@@ -147,7 +147,7 @@ def aft_local_prefill(
     rows = torch.cat([band.new_zeros(before, window), band])
     past = Past(state.reference, state.sums[:, :dim], state.sums[:, dim:])
     with without_autocast(k.device.type):
-        mean = causal_forward(None, keys, values, BandBias(rows), past if count else None, None, False)[0][:, before:]
+        mean = mix_causal(Qkv(None, keys, values, None), BandBias(rows), past if count else None, False)[0][:, before:]
     leaving = max(0, before + tokens - window)
     if leaving > 0:
         decode.absorb_many(keys[:, :leaving], values[:, :leaving], *past)
