@@ -10,13 +10,13 @@ second derivative is a RuntimeError, except in reverse over forward; `aten` has 
 Backends: 'eager' is torch operations and takes any inputs; 'cpp' a kernel compiled for the CPU; 'triton' kernels for
 CUDA devices, in float32, bfloat16 and float16 with sums in float32, a RuntimeError where Triton is installed and cannot
 compile; 'auto' the fastest of these that supports the inputs and works; 'aten' the plain graphs of `aten`, without a
-custom operator, for exporters.
+custom operator, for exporters. The causal operations have no such graph, and TorchScript cannot ask for one.
 """
 
 import torch
 from torch import Tensor
 
-from aft_vision.ops.operator import ATEN
+from aft_vision.ops.operator import OPERATORS
 from aft_vision.ops.tracing import fix_grid, keeps_sums
 
 
@@ -29,7 +29,7 @@ def aft_full(
         q, k, v: (B, T, D). q = None leaves the sigmoid gate out (Table 12).
         bias: (T, T) position bias w; bias[t, s] weights source s for target t.
         mask: (B, T) bool, True where a source counts; a target with no source gives 0.
-        backend: 'auto', 'eager', or 'triton'.
+        backend: 'auto', 'eager', 'cpp', 'triton' or 'aten'.
 
     Returns:
         (B, T, D) in q's dtype. Memory is O(B * T * D + T * T); the (T, T, D) weights are never formed.
@@ -37,8 +37,8 @@ def aft_full(
     Raises:
         ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
     """
-    if not torch.jit.is_scripting() and backend == 'aten':
-        return ATEN['aft_full'](q, k, v, bias, mask)
+    if not torch.jit.is_scripting():
+        return OPERATORS['aft_full'](q, k, v, bias, mask, backend)
     return torch.ops.aft_vision.aft_full(q, k, v, bias, mask, keeps_sums(), backend)[0]
 
 
@@ -51,7 +51,7 @@ def aft_local(
         q, k, v: (B, T, D). q = None leaves the sigmoid gate out.
         band: (T, 2s - 1): band[t, j] is w[t, t + j - (s - 1)]; entries outside the sequence are ignored.
         mask: (B, T) bool, True where a source counts; a target with no source gives 0.
-        backend: 'auto' or 'eager'.
+        backend: 'auto', 'eager' or 'aten'.
 
     Returns:
         (B, T, D) in q's dtype. Memory is O(B * T * D + T * s); no (T, T) matrix is formed.
@@ -59,8 +59,8 @@ def aft_local(
     Raises:
         ValueError: shapes do not match, the band's width is even, mask is not a bool (B, T), or the backend is unknown.
     """
-    if not torch.jit.is_scripting() and backend == 'aten':
-        return ATEN['aft_local'](q, k, v, band, mask)
+    if not torch.jit.is_scripting():
+        return OPERATORS['aft_local'](q, k, v, band, mask, backend)
     return torch.ops.aft_vision.aft_local(q, k, v, band, mask, keeps_sums(), backend)[0]
 
 
@@ -70,7 +70,7 @@ def aft_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = Non
     Args:
         q, k, v: (B, T, D). q = None leaves the sigmoid gate out.
         mask: (B, T) bool, True where a source counts; a batch row with no source gives 0.
-        backend: 'auto', 'eager', or 'triton'.
+        backend: 'auto', 'eager', 'triton' or 'aten'.
 
     Returns:
         (B, T, D) in q's dtype.
@@ -78,8 +78,8 @@ def aft_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = Non
     Raises:
         ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
     """
-    if not torch.jit.is_scripting() and backend == 'aten':
-        return ATEN['aft_simple'](q, k, v, mask)
+    if not torch.jit.is_scripting():
+        return OPERATORS['aft_simple'](q, k, v, mask, backend)
     return torch.ops.aft_vision.aft_simple(q, k, v, mask, keeps_sums(), backend)[0]
 
 
@@ -105,7 +105,7 @@ def aft_conv(
         grid: (H, W), in tokens.
         mask: (B, H * W) bool, True where a source counts; a target with no source gives 0.
         global_context: False gives sources outside the window no weight (the degenerate variant of Sec. 5.3).
-        backend: 'auto', 'eager', 'triton', or 'cpp': the compiled kernel for a head per channel on a CPU.
+        backend: 'auto', 'eager', 'cpp', 'triton' or 'aten'.
 
     Returns:
         (B, H * W, D) in q's dtype.
@@ -114,8 +114,8 @@ def aft_conv(
         ValueError: shapes do not match, s is even, h does not divide D, H * W is not the number of tokens, mask is not
             a bool (B, H * W), or the backend is unknown.
     """
-    if not torch.jit.is_scripting() and backend == 'aten':
-        return ATEN['aft_conv'](q, k, v, kernel, grid, mask, global_context)
+    if not torch.jit.is_scripting():
+        return OPERATORS['aft_conv'](q, k, v, kernel, grid, mask, global_context, backend)
     k, sizes = fix_grid(k, grid)
     return torch.ops.aft_vision.aft_conv(q, k, v, kernel, sizes, mask, global_context, keeps_sums(), backend)[0]
 
@@ -141,7 +141,7 @@ def aft_onehot(
         weight: (h,) the bias w at that offset.
         grid: (H, W), in tokens.
         mask: (B, H * W) bool, True where a source counts; a batch row with no source gives 0.
-        backend: 'auto', 'eager', 'triton', or 'cpp': the compiled kernel for a head per channel on a CPU.
+        backend: 'auto', 'eager', 'cpp', 'triton' or 'aten'.
 
     Returns:
         (B, H * W, D) in q's dtype.
@@ -150,8 +150,8 @@ def aft_onehot(
         ValueError: shapes do not match, offset is not int64, h does not divide D, H * W is not the number of tokens,
             mask is not a bool (B, H * W), or the backend is unknown.
     """
-    if not torch.jit.is_scripting() and backend == 'aten':
-        return ATEN['aft_onehot'](q, k, v, offset, weight, grid, mask)
+    if not torch.jit.is_scripting():
+        return OPERATORS['aft_onehot'](q, k, v, offset, weight, grid, mask, backend)
     k, sizes = fix_grid(k, grid)
     return torch.ops.aft_vision.aft_onehot(q, k, v, offset, weight, sizes, mask, keeps_sums(), backend)[0]
 

@@ -1,8 +1,8 @@
 """The custom operators `torch.ops.aft_vision.*`, every form of each, and the one place that chooses what runs.
 
 An operator is one node for autograd, `torch.compile`, `torch.export`, FX and TorchScript. Its forward returns the
-result and what its backward reuses; the backward is an operator too. A call tests once which form supports its inputs,
-and tells its backward. In a graph, which may run elsewhere, forward and backward are two calls.
+result and what its backward reuses; the backward is an operator too. In a graph, which may run elsewhere, each chooses
+its form. An ordinary call, which nothing watches, goes straight to its form, and its backward to the same one.
 `transforms` has forward mode and `torch.func`.
 """
 
@@ -20,6 +20,7 @@ from aft_vision.ops import aten
 from aft_vision.ops.axial import eager as axial
 from aft_vision.ops.causal import eager as causal
 from aft_vision.ops.common import tangent
+from aft_vision.ops.common.capture import is_watched
 from aft_vision.ops.common.numerics import (
     Qkv,
     accumulate_dtype,
@@ -34,6 +35,7 @@ from aft_vision.ops.decode import eager as decode
 from aft_vision.ops.full import eager as full
 from aft_vision.ops.local import eager as local
 from aft_vision.ops.simple import eager as simple
+from aft_vision.ops.tracing import fix_grid, keeps_sums
 from aft_vision.ops.transforms import Rules, once_differentiable, register_transforms
 
 BACKENDS = ('auto', 'eager', 'cpp', 'triton')
@@ -49,7 +51,6 @@ class _Form:
         module: below `aft_vision.ops`, with NAME_forward and NAME_backward; imported when first asked for.
         supports: returns whether it takes such inputs, and can run here.
         check: raises an error where it should run for such inputs, and something on this machine is broken.
-        told: takes the place of the backend in the call of a backward whose forward ran in this form.
     """
 
     def __init__(
@@ -61,25 +62,34 @@ class _Form:
         check: Callable[[Any], None] = lambda inputs: None,
     ) -> None:
         self.backend, self.module, self.name, self.supports, self.check = backend, module, name, supports, check
-        self.told = f'form {module}'
 
-    @functools.cached_property
-    def _functions(self) -> Any:
-        return importlib.import_module(f'aft_vision.ops.{self.module}')
-
-    def forward(self, inputs: Any, save: bool) -> tuple[Tensor, Tensor]:
-        return getattr(self._functions, f'{self.name}_forward')(inputs, save)
+    def forward(self, inputs: Any, save: bool) -> tuple[Tensor, Tensor | None]:
+        """Return y and what the backward reuses; that may be None unless it is saved."""
+        return self._run('forward', inputs.v.device, inputs, save)
 
     def backward(self, grad: Tensor, y: Tensor, saved: Tensor, inputs: Any, need_bias: bool) -> tuple[Tensor, ...]:
-        return getattr(self._functions, f'{self.name}_backward')(grad, y, saved, inputs, need_bias)
+        return self._run('backward', grad.device, grad, y, saved, inputs, need_bias)
+
+    def _run(self, direction: str, device: torch.device, *args: Any) -> Any:
+        function = getattr(_module(self.module), f'{self.name}_{direction}')
+        if not torch._C._is_any_autocast_enabled():
+            return function(*args)
+        with without_autocast(device.type):
+            return function(*args)
+
+
+@functools.cache
+def _module(name: str) -> Any:
+    # When it is first needed: a machine may lack what it imports.
+    return importlib.import_module(f'aft_vision.ops.{name}')
 
 
 def _runs_compiled(inputs: Any) -> bool:
     # On a CPU, with sums in float32, where the kernels have been built.
     for x in inputs:
-        if isinstance(x, Tensor) and x.device.type != 'cpu':
+        if isinstance(x, Tensor) and not x.is_cpu:
             return False
-    return accumulate_dtype(inputs.v) == torch.float32 and _build().library() is not None
+    return accumulate_dtype(inputs.v) == torch.float32 and _module('common.build').library() is not None
 
 
 def _runs_compiled_local_causal(inputs: local.LocalInputs) -> bool:
@@ -94,38 +104,28 @@ def _runs_depthwise(inputs: conv.ConvInputs | onehot.OnehotInputs) -> bool:
     return _runs_compiled(inputs)
 
 
-@functools.cache
-def _build() -> Any:
-    return importlib.import_module('aft_vision.ops.common.build')
-
-
 def _triton(module: str, name: str) -> _Form:
     # It runs where Triton does, and where its kernels agree with the torch form.
     def supports(inputs: Any) -> bool:
-        return _launch().can_run(inputs) and _verify().failure(name, inputs) is None
+        launch = _module('common.launch')
+        if inputs.v.is_cpu and not launch.interprets():
+            return False
+        return launch.can_run(inputs) and _module('common.verify').failure(name, inputs) is None
 
     def check(inputs: Any) -> None:
-        _launch().check(inputs)
-        if _launch().can_run(inputs):
-            _verify().check(name, inputs)
+        _module('common.launch').check(inputs)
+        if _module('common.launch').can_run(inputs):
+            _module('common.verify').check(name, inputs)
 
     return _Form('triton', module, name, supports, check)
 
 
-@functools.cache
-def _launch() -> Any:
-    return importlib.import_module('aft_vision.ops.common.launch')
-
-
-def _verify() -> Any:
-    return importlib.import_module('aft_vision.ops.common.verify')
-
-
-# The forms of each operator, the fastest first. The last one, in torch operations, takes any inputs.
+# The forms of each operator: for a CPU, for a GPU, and last, in torch operations, for any inputs. Of two for one device
+# the faster is first.
 FORMS = {
     'aft_full': (
-        _triton('full.triton', 'full'),
         _Form('cpp', 'full.cpp', 'full', _runs_compiled),
+        _triton('full.triton', 'full'),
         _Form('eager', 'full.eager', 'full'),
     ),
     'aft_simple': (
@@ -134,14 +134,14 @@ FORMS = {
     ),
     'aft_local': (_Form('eager', 'local.eager', 'local'),),
     'aft_conv': (
-        _triton('conv.triton', 'conv'),
         _Form('cpp', 'conv.depthwise', 'conv', _runs_depthwise),
         _Form('cpp', 'conv.cpp', 'conv', _runs_compiled),
+        _triton('conv.triton', 'conv'),
         _Form('eager', 'conv.eager', 'conv'),
     ),
     'aft_onehot': (
-        _triton('conv.onehot_triton', 'onehot'),
         _Form('cpp', 'conv.depthwise', 'onehot', _runs_depthwise),
+        _triton('conv.onehot_triton', 'onehot'),
         _Form('eager', 'conv.onehot', 'onehot'),
     ),
     'aft_axial': (
@@ -150,13 +150,13 @@ FORMS = {
     ),
     'aft_full_causal': (_Form('eager', 'causal.eager', 'full_causal'),),
     'aft_local_causal': (
-        _triton('causal.local_triton', 'local_causal'),
         _Form('cpp', 'causal.local_cpp', 'local_causal', _runs_compiled_local_causal),
+        _triton('causal.local_triton', 'local_causal'),
         _Form('eager', 'causal.eager', 'local_causal'),
     ),
     'aft_simple_causal': (
-        _triton('causal.simple_triton', 'simple_causal'),
         _Form('cpp', 'causal.simple_cpp', 'simple_causal', _runs_compiled),
+        _triton('causal.simple_triton', 'simple_causal'),
         _Form('eager', 'causal.eager', 'simple_causal'),
     ),
 }
@@ -169,6 +169,10 @@ ATEN: dict[str, Callable[..., Tensor]] = {
     'aft_onehot': aten.aft_onehot,
     'aft_axial': aten.aft_axial,
 }
+
+
+# By name; `_Operator` enters itself.
+OPERATORS: dict[str, '_Operator'] = {}
 
 
 @functools.cache
@@ -193,10 +197,12 @@ class _Operator:
         gradients: the names that the backward returns gradients of, in its order: q, k, v, then the biases if any.
         places: of `gradients` in `names`.
         forward_operator, backward_operator: the two, from `register`.
+        recorded: the `torch.autograd.Function` of an ordinary call (*inputs, save, form).
     """
 
     forward_operator: CustomOpDef
     backward_operator: CustomOpDef
+    recorded: Any
 
     def __init__(
         self,
@@ -207,27 +213,54 @@ class _Operator:
         find_places: tangent.FindPlaces | None = None,
     ) -> None:
         self.name, self.inputs, self.check, self.empty_saved = name, inputs, check, empty_saved
-        self.forms, self.find_places = FORMS[name], find_places
-        self.told = {form.told: form for form in self.forms}
+        self.forms, self.aten, self.find_places = FORMS[name], ATEN.get(name), find_places
         self.names = list(inputs._fields)
         self.biases = [field for field in self.names if field in BIAS_NAMES]
         self.gradients = ['q', 'k', 'v', *self.biases]
         self.places = [self.names.index(field) for field in self.gradients]
         self.register()
+        OPERATORS[name] = self
+
+    def __call__(self, *args: Any) -> Tensor:
+        """Compute the operation of (*inputs, backend): what a function of `ops` does outside TorchScript."""
+        backend = args[-1]
+        if backend == 'aten' and self.aten is not None:
+            # A trace has no sizes to check, nor has a graph of torch.fx.
+            if isinstance(args[2], Tensor) and not torch.jit.is_tracing():
+                self.check(self.inputs(*args[:-1]))
+            return self.aten(*args[:-1])
+        if is_watched(args):
+            return self.dispatch(*args)
+        inputs = self.inputs._make(args[:-1])
+        form = self.choose(backend, inputs)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            return self.recorded.apply(*inputs, True, form)[0]
+        if not inputs.v.numel():
+            return empty_output(inputs.q, inputs.v)
+        return form.forward(inputs, False)[0].contiguous()
+
+    def dispatch(self, *args: Any) -> Tensor:
+        """Call the operator with (*inputs, backend)."""
+        inputs = list(args[:-1])
+        if 'grid' in self.names:
+            place = self.names.index('grid')
+            inputs[1], inputs[place] = fix_grid(inputs[1], inputs[place])
+        return getattr(torch.ops.aft_vision, self.name)(*inputs, keeps_sums(), args[-1])[0]
 
     def choose(self, backend: str, inputs: Any) -> _Form:
-        """Choose the form that runs: 'auto' is the fastest one that supports the inputs.
+        """Check the inputs and choose the form that runs: 'auto' is the fastest one that supports them.
 
         A backend that was asked for and does not support them is replaced by 'eager', and one warning per operator
         says so.
 
         Raises:
-            ValueError: there is no such backend.
+            ValueError: shapes do not match, or there is no such backend.
             RuntimeError: 'triton' was asked for, is installed, and cannot compile.
         """
-        if backend in self.told:
-            return self.told[backend]
         self.check_backend(backend)
+        self.check(inputs)
+        if not inputs.v.numel():
+            return self.forms[-1]
         for form in self.forms:
             if backend in ('auto', form.backend) and form.supports(inputs):
                 return form
@@ -239,37 +272,74 @@ class _Operator:
 
     def check_backend(self, backend: str) -> None:
         """Raise a ValueError if there is no such backend."""
-        if backend not in BACKENDS and backend not in self.told:
-            raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {backend!r}')
+        if backend not in BACKENDS:
+            names = BACKENDS if self.aten is None else (*BACKENDS, 'aten')
+            raise ValueError(f'backend must be one of {", ".join(names)}, got {backend!r}')
 
-    def tell(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of a forward with the chosen form in the place of its backend."""
-        inputs = self.inputs._make(args[:-2])
-        self.check(inputs)
-        return (*args[:-1], self.choose(args[-1], inputs).told) if inputs.v.numel() else args
+    def run(self, form: _Form, inputs: Any, save: bool) -> tuple[Tensor, Tensor]:
+        """Run a form, unless there is nothing to compute; in the layout that the fakes promise to the compiler."""
+        if not inputs.v.numel():
+            return self.empty(inputs, save)
+        y, saved = form.forward(inputs, save)
+        return y.contiguous(), self.empty_kept(inputs, save) if saved is None else saved.contiguous()
+
+    def empty(self, inputs: Any, save: bool) -> tuple[Tensor, Tensor]:
+        """Return buffers for the results."""
+        return empty_output(inputs.q, inputs.v), self.empty_kept(inputs, save)
+
+    def empty_kept(self, inputs: Any, save: bool) -> Tensor:
+        """Return a buffer for what the backward reuses."""
+        k, v = inputs.k, inputs.v
+        return k.new_empty(0) if self.empty_saved is None else self.empty_saved(k, v, save)
 
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
         inputs, save, backend = self.inputs._make(args[:-2]), args[-2], args[-1]
-        self.check(inputs)
-        if not inputs.v.numel():
-            return self.forward_fake(*args)
-        with without_autocast(inputs.k.device.type):
-            return _contiguous(self.choose(backend, inputs).forward(inputs, save))
+        return self.run(self.choose(backend, inputs), inputs, save)
 
     def forward_fake(self, *args: Any) -> tuple[Tensor, Tensor]:
         inputs, save, backend = self.inputs._make(args[:-2]), args[-2], args[-1]
         self.check_backend(backend)
         self.check(inputs)
-        q, k, v = inputs[:3]
-        return empty_output(q, v), k.new_empty(0) if self.empty_saved is None else self.empty_saved(k, v, save)
+        return self.empty(inputs, save)
+
+    def record(self, *args: Any) -> tuple[Tensor, ...]:
+        """Compute (*inputs, save, backend) while gradients are on and nothing but autograd watches."""
+        inputs, save, backend = self.inputs._make(args[:-2]), args[-2], args[-1]
+        form = self.choose(backend, inputs)
+        if torch._C._any_requires_grad(*inputs):
+            return self.recorded.apply(*inputs, save, form)
+        return self.run(form, inputs, save)
+
+    def record_forward(self, ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        found = self.run(args[-1], self.inputs._make(args[:-2]), args[-2])
+        self.setup_context(ctx, args, found)
+        ctx.mark_non_differentiable(found[1])
+        return found
 
     def backward(self, *args: Any) -> tuple[Tensor, ...]:
         (grad, y, saved, *kept), need_bias, backend = args[:-2], args[-2], args[-1]
-        if not grad.numel():
-            return tuple(x.zero_() for x in self.backward_fake(*args))
         inputs = self.inputs._make(kept)
-        with without_autocast(grad.device.type):
-            return _contiguous(self.choose(backend, inputs).backward(grad, y, saved, inputs, need_bias))
+        form = self.choose(backend, inputs)
+        self.check_results(grad, y, saved, inputs)
+        return self.run_backward(form, grad, y, saved, inputs, need_bias)
+
+    def run_backward(
+        self, form: _Form, grad: Tensor, y: Tensor, saved: Tensor, inputs: Any, need_bias: bool
+    ) -> tuple[Tensor, ...]:
+        """Run the backward of a form; nothing to compute gives zeros."""
+        if grad.numel():
+            return tuple([x.contiguous() for x in form.backward(grad, y, saved, inputs, need_bias)])
+        return tuple(x.zero_() for x in self.backward_fake(grad, y, saved, *inputs, need_bias, form.backend))
+
+    def check_results(self, grad: Tensor, y: Tensor, saved: Tensor, inputs: Any) -> None:
+        """Raise a ValueError unless grad, y and saved are as the forward of these inputs gives them."""
+        out, kept = self.empty(inputs._make(x.to('meta') if isinstance(x, Tensor) else x for x in inputs), True)
+        for name, x, like in (('grad', grad, out), ('y', y, out), ('saved', saved, kept)):
+            if x.shape != like.shape or x.device != inputs.v.device:
+                raise ValueError(
+                    f'{name} must have shape {tuple(like.shape)} on {inputs.v.device} to match the inputs, '
+                    f'got {tuple(x.shape)} on {x.device}'
+                )
 
     def backward_fake(self, grad: Tensor, y: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
         inputs, need_bias = self.inputs._make(args[:-2]), args[-2]
@@ -298,7 +368,9 @@ class _Operator:
         self.backward_operator.register_fake(self.backward_fake)
 
         self.forward_operator.register_autograd(self.differentiate, setup_context=self.setup_context)
-        rules = Rules(self.setup_both, self.differentiate, self.differentiate_forward, self.forward, self.tell)
+        methods = {'forward': staticmethod(self.record_forward), 'backward': staticmethod(self.differentiate)}
+        self.recorded = type(self.name, (torch.autograd.Function,), methods)
+        rules = Rules(self.setup_both, self.differentiate, self.differentiate_forward, self.forward, self.record)
         names = [*self.names, 'save', 'backend']
         register_transforms(_LIBRARY, self.forward_operator, names, lambda *_: False, rules)
 
@@ -312,7 +384,7 @@ class _Operator:
         kept = inputs[: len(self.names)]
         ctx.save_for_backward(*output, *(x if isinstance(x, Tensor) else None for x in kept))
         ctx.constants = [None if isinstance(x, Tensor) else x for x in kept]
-        ctx.backend = inputs[-1]
+        ctx.how = inputs[-1]
 
     def setup_both(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         self.setup_context(ctx, inputs, output)
@@ -324,10 +396,15 @@ class _Operator:
         if grad is None:
             return tuple(found)
         y, saved, inputs = _restored(ctx)
+        # The form of an ordinary call, or the backend of one in a graph.
+        form, backend = (ctx.how, ctx.how.backend) if isinstance(ctx.how, _Form) else (None, ctx.how)
         if self.empty_saved is not None and not saved.numel() and y.numel():  # captured while gradients were off
-            _, saved = self.forward_operator(*inputs, True, ctx.backend)
-        need_bias = any(ctx.needs_input_grad[place] for place in self.places[3:])
-        results = self.backward_operator(grad, y, saved, *inputs, need_bias, ctx.backend)
+            _, saved = self.forward_operator(*inputs, True, backend)
+        need_bias = self.bias is not None and ctx.needs_input_grad[self.places[3]]
+        if form is None or torch.is_grad_enabled() or is_watched((grad, y, saved, *inputs)):
+            results = self.backward_operator(grad, y, saved, *inputs, need_bias, backend)
+        else:
+            results = self.run_backward(form, grad, y, saved, self.inputs._make(inputs), need_bias)
         for place, result in zip(self.places, results, strict=True):
             if ctx.needs_input_grad[place]:
                 found[place] = result
@@ -337,7 +414,7 @@ class _Operator:
         inputs = self.inputs._make(_restored(ctx)[2])
         along = {field: tangents[place] for field, place in zip(self.gradients, self.places, strict=True)}
         with without_autocast(inputs.k.device.type):
-            return tangent.forward_tangent(self.forward_operator, self.find_places, inputs, along, ctx.backend), None
+            return tangent.forward_tangent(self.forward_operator, self.find_places, inputs, along, ctx.how), None
 
 
 def _restored(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
@@ -350,11 +427,6 @@ _LIBRARY = torch.library.Library('aft_vision', 'FRAGMENT')
 _SCHEMA_TYPES = {Tensor: 'Tensor', Tensor | None: 'Tensor?', bool: 'bool'}
 
 
-def _contiguous(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    # In the layout that the fakes promise to the compiler.
-    return tuple([x.contiguous() for x in outputs])
-
-
 def _fake_grad(x: Tensor | None, k: Tensor) -> Tensor:
     return k.new_empty(0) if x is None else x.new_empty(x.shape)
 
@@ -363,13 +435,8 @@ def step_kernels(state: Sequence[Tensor], *inputs: Tensor | None) -> Any | None:
     """Return the module with the compiled steps of decoding, where they cover the state and no graph is captured."""
     if torch.compiler.is_compiling() or state[0].device.type != 'cpu' or state[0].dtype != torch.float32:
         return None
-    kernels = _step_module()
+    kernels = _module('decode.step_cpp')
     return kernels if kernels.covers_step(state, *inputs) else None
-
-
-@functools.cache
-def _step_module() -> Any:
-    return importlib.import_module('aft_vision.ops.decode.step_cpp')
 
 
 _Operator('aft_full', full.FullInputs, full.check_full, find_places=tangent.full_places)

@@ -28,14 +28,14 @@ class Rules(NamedTuple):
     Attributes:
         setup_context, backward, jvp: static methods of a `torch.autograd.Function`.
         body: computes the operator on the device of its tensors.
-        tell: passes a differentiated call its arguments.
+        record: computes it and records its gradient, where nothing watches; None leaves that to torch.
     """
 
     setup_context: Callable[..., None]
     backward: Callable[..., Any]
     jvp: Callable[..., Any]
     body: Callable[..., tuple[Tensor, ...]]
-    tell: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda args: args
+    record: Callable[..., tuple[Tensor, ...]] | None = None
 
 
 def second_derivative_error(operator: CustomOpDef) -> RuntimeError:
@@ -100,7 +100,8 @@ def register_transforms(
             if not torch.is_grad_enabled():
                 with torch._C._AutoDispatchBelowAutograd():
                     return rules.body(*args)
-            args = rules.tell(args)
+            if rules.record is not None:
+                return rules.record(*args)
         return reverse(keyset, *args)
 
     def front_kernel(keyset: Any, *args: Any) -> tuple[Tensor, ...]:

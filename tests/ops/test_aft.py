@@ -723,6 +723,7 @@ REJECTED = [
     (lambda: ops.aft_conv(**conv_inputs((2, 3), 6, 3, 3) | {'kernel': randn(3, 4, 4)}), r's odd'),
     (lambda: ops.aft_conv(**conv_inputs((2, 3), 6, 3, 3) | {'kernel': randn(4, 3, 3)}), r'must divide the 6 channels'),
     (lambda: ops.aft_conv(**conv_inputs((2, 3), 6, 3, 3) | {'grid': (2, 4)}), r'grid must be \(H, W\)'),
+    (lambda: ops.aft_conv(**conv_inputs((2, 3), 6, 3, 3) | {'grid': (-2, -3)}), r'grid must be \(H, W\)'),
     (lambda: ops.aft_conv(**conv_inputs((2, 3), 6, 3, 3) | {'kernel': randn(0, 3, 3)}), r'h of at least 1'),
     (lambda: ops.aft_onehot(**onehot_inputs((2, 3), 6, 3) | {'offset': torch.zeros(3, 2)}), r'offset must be int64'),
     (lambda: ops.aft_onehot(**onehot_inputs((2, 3), 6, 3) | {'offset': torch.zeros(0, 2).long()}), r'h of at least 1'),
@@ -738,6 +739,16 @@ REJECTED = [
     (lambda: ops.aft_simple(**simple_inputs(5) | {'k': randn(2, 5, 6).float()}), 'must both be float64 or neither'),
     (lambda: ops.aft_simple(None, *torch.ones(2, 2, 5, 6).long()), 'must be floating-point tensors'),
     (lambda: ops.aft_simple(**simple_inputs(5) | {'v': randn(5, 6)}), r'v must have shape \(B, T, D\)'),
+]
+
+
+# What the plain graphs refuse as the operators do.
+REJECTED += [
+    (lambda: ops.aft_full(**full_inputs(5) | {'bias': randn(5, 1)}, backend='aten'), r'bias must have shape \(5, 5\)'),
+    (lambda: ops.aft_simple(**simple_inputs(5) | {'k': randn(2, 5, 1)}, backend='aten'), r'k must have shape'),
+    (lambda: ops.aft_local(**local_inputs(5, 2) | {'band': randn(5, 4)}, backend='aten'), r'band must have shape'),
+    (lambda: ops.aft_conv(**conv_inputs((2, 3), 6, 3, 3) | {'grid': (3, 3)}, backend='aten'), r'grid must be \(H, W\)'),
+    (lambda: ops.aft_onehot(**onehot_inputs((2, 3), 6, 3) | {'weight': randn(1)}, backend='aten'), r'weight must have'),
 ]
 
 

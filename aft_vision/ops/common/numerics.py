@@ -81,9 +81,10 @@ def check_qkv(inputs: Inputs, heads: int | None = None) -> None:
         raise ValueError(f'k must have shape {(batch, tokens, width)} to match v, got {tuple(k.shape)}')
     if tokens == 0:
         raise ValueError(f'the sequence must not be empty, got v of shape {tuple(shape)}')
+    dtype = v.dtype
     for name, x in (('k', k), ('q', q)):
-        if x is not None and x.dtype != v.dtype and accumulate_dtype(x) != accumulate_dtype(v):
-            raise ValueError(f'{name} and v must both be float64 or neither, got {x.dtype} and {v.dtype}')
+        if x is not None and x.dtype != dtype and accumulate_dtype(x) != accumulate_dtype(v):
+            raise ValueError(f'{name} and v must both be float64 or neither, got {x.dtype} and {dtype}')
     if not (v.is_floating_point() and k.is_floating_point()):
         raise ValueError(f'q, k and v must be floating-point tensors, got k {k.dtype} and v {v.dtype}')
     if mask is not None and (mask.shape != (batch, tokens) or mask.dtype != torch.bool):
@@ -95,7 +96,7 @@ def check_qkv(inputs: Inputs, heads: int | None = None) -> None:
 
 def check_grid(tokens: int, grid: Sequence[int]) -> None:
     """Raise ValueError unless grid is (H, W) with H * W tokens."""
-    if len(grid) != 2 or grid[0] * grid[1] != tokens:
+    if len(grid) != 2 or grid[0] * grid[1] != tokens or grid[0] < 1:
         raise ValueError(f'grid must be (H, W) with H * W = {tokens} tokens, got {tuple(grid)}')
 
 
@@ -130,7 +131,7 @@ def gate(q: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def empty_output(q: Tensor | None, v: Tensor) -> Tensor:
     """Return a buffer for the result, (B, T, D) in the dtype of q, or of v without a query."""
-    return v.new_empty(v.shape, dtype=v.dtype if q is None else q.dtype)
+    return torch.empty_like(v if q is None else q, memory_format=torch.contiguous_format)
 
 
 def empty_denominator(k: Tensor, v: Tensor, save: bool) -> Tensor:

@@ -1,0 +1,172 @@
+"""The call of an operation: straight to a form where nothing watches, and one operator where something does."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from helpers import make_qkv, randn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aft_vision import ops
+
+OFFSET = torch.tensor([[0, 1], [-1, 0], [9, 9]])
+Q, K, V = (x.float() for x in make_qkv(T=15, D=6))
+# name -> (its inputs after q, k, v; the width of k)
+OTHERS: dict[str, tuple[tuple[Any, ...], int]] = {
+    'aft_full': ((randn(15, 15, seed=7).float(),), 6),
+    'aft_simple': ((), 6),
+    'aft_local': ((randn(15, 5, seed=7).float(),), 6),
+    'aft_conv': ((randn(3, 3, 3, seed=7).float(), (3, 5)), 3),
+    'aft_onehot': ((OFFSET, randn(3, seed=7).float(), (3, 5)), 3),
+    'aft_full_causal': ((randn(15, 15, seed=7).float(),), 6),
+    'aft_local_causal': ((randn(15, 3, seed=7).float(),), 6),
+    'aft_simple_causal': ((), 6),
+}
+each_name = pytest.mark.parametrize('name', OTHERS)
+
+
+def inputs_of(name: str) -> list[Any]:
+    """Inputs of an operation, of which the floating-point ones want gradients."""
+    others, heads = OTHERS[name]
+    inputs = [Q, K[..., :heads], V, *others]
+    return [x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
+
+
+def call_operator(name: str, inputs: list[Any], save: bool) -> Tensor:
+    more = (None, True) if name == 'aft_conv' else (None,)
+    return getattr(torch.ops.aft_vision, name)(*inputs, *more, save, 'auto')[0]
+
+
+def leaves_of(inputs: list[Any]) -> list[Tensor]:
+    return [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+
+
+@each_name
+def test_a_call_has_the_bits_and_the_gradients_of_its_operator(name: str):
+    inputs = inputs_of(name)
+    y, expected = getattr(ops, name)(*inputs), call_operator(name, inputs, True)
+    assert torch.equal(y, expected)
+    grads = (torch.autograd.grad(x.square().sum(), leaves_of(inputs)) for x in (y, expected))
+    for got, wanted in zip(*grads, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@each_name
+@pytest.mark.parametrize('context', [torch.no_grad, torch.inference_mode])
+def test_without_gradients_a_call_has_the_same_bits(name: str, context: Callable[[], Any]):
+    inputs = inputs_of(name)
+    with context():
+        y = getattr(ops, name)(*inputs)
+        assert not y.requires_grad
+        assert torch.equal(y, call_operator(name, inputs, False))
+    assert torch.equal(y, getattr(ops, name)(*inputs))
+
+
+def name_of(function: Any) -> str:
+    return getattr(function, '__name__', '').partition('.')[0]
+
+
+class DispatchWatch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(name_of(func))
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionWatch(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(name_of(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(Tensor):
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(name_of(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@each_name
+def test_a_dispatch_mode_sees_one_operator_forward_and_one_backward(name: str):
+    inputs = inputs_of(name)
+    y = getattr(ops, name)(*inputs)
+    with DispatchWatch() as watch:
+        watched = getattr(ops, name)(*inputs)
+        torch.autograd.grad(y, leaves_of(inputs), torch.ones_like(y))
+    assert torch.equal(watched, y)
+    assert [x for x in watch.seen if x.startswith('aft')] == [name, f'{name}_backward']
+
+
+@each_name
+def test_function_modes_subclasses_and_profiles_see_one_operator(name: str):
+    inputs = inputs_of(name)
+    expected = getattr(ops, name)(*inputs)
+    with FunctionWatch() as watch:
+        assert torch.equal(getattr(ops, name)(*inputs), expected)
+    assert watch.seen.count(name) == 1
+    Watched.seen.clear()
+    y = getattr(ops, name)(inputs[0], inputs[1], inputs[2].as_subclass(Watched), *inputs[3:])
+    assert isinstance(y, Watched)
+    assert Watched.seen.count(name) == 1
+    with torch.profiler.profile() as profile, torch.no_grad():
+        getattr(ops, name)(*inputs)
+    assert [event.name for event in profile.events()].count(f'aft_vision::{name}') == 1
+
+
+@each_name
+def test_a_tensor_whose_memory_has_other_signs_is_read_as_it_is(name: str):
+    inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs_of(name)]
+    expected = getattr(ops, name)(*inputs)
+    v = torch.complex(torch.zeros_like(inputs[2]), -inputs[2]).conj().imag
+    assert v.is_neg()
+    assert torch.equal(getattr(ops, name)(inputs[0], inputs[1], v, *inputs[3:]), expected)
+
+
+@each_name
+def test_a_backward_through_the_operator_has_the_same_gradients_as_a_straight_one(name: str):
+    inputs = inputs_of(name)
+    y = getattr(ops, name)(*inputs)
+    straight = torch.autograd.grad(y.sum(), leaves_of(inputs), retain_graph=True)
+    with DispatchWatch():
+        watched = torch.autograd.grad(y.sum(), leaves_of(inputs), retain_graph=True)
+    through_graph = torch.autograd.grad(y.sum(), leaves_of(inputs), create_graph=True)
+    for each in (watched, through_graph):
+        assert all(map(torch.equal, each, straight))
+
+
+@pytest.mark.parametrize('backend', ['form full.cpp', 'cuda', ''])
+def test_an_unknown_backend_reaches_no_form(backend: str):
+    q, k, v, bias = (x.detach() for x in inputs_of('aft_full'))
+    message = r'backend must be one of auto, eager, cpp, triton, aten, got'
+    y, saved = torch.ops.aft_vision.aft_full(q, k, v, bias, None, True, 'auto')
+    for call in (
+        lambda: ops.aft_full(q, k, v, bias, backend=backend),
+        lambda: torch.ops.aft_vision.aft_full(q, k, v, bias, None, True, backend),
+        lambda: torch.ops.aft_vision.aft_full_backward(y, y, saved, q, k, v, bias, None, True, backend),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@each_name
+@pytest.mark.parametrize('wrong', ['grad', 'y', 'saved'])
+def test_a_backward_refuses_results_of_other_shapes(name: str, wrong: str):
+    inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs_of(name)]
+    more = (None, True) if name == 'aft_conv' else (None,)
+    y, saved = getattr(torch.ops.aft_vision, name)(*inputs, *more, True, 'auto')
+    results = {'grad': torch.ones_like(y), 'y': y, 'saved': saved}
+    results[wrong] = results[wrong].new_zeros(1, 2, 3)
+    with pytest.raises(ValueError, match=f'{wrong} must have shape'):
+        getattr(torch.ops.aft_vision, f'{name}_backward')(*results.values(), *inputs, *more, True, 'auto')
