@@ -124,21 +124,24 @@ int forward(const Source &source, const float *band, Stream q, Stream out, Strea
   return good;
 }
 
+struct ForwardCall {
+  Call call;
+  Stream out, den;
+};
+
 }  // namespace
 
 extern "C" {
 
 // y and, unless den is null, the denominators, each relative to the reference of its block, or 0 where it is below its
-// limit. `sizes` are B, T, D, s, the targets of a block, and whether products may be of bfloat16; `band` is (T, s); q and
-// mask may be null. No key exceeds its reference by more than `headroom`, in nats. Returns 0 where a denominator that
-// should not be is below its limit: its result may be wrong.
-int aft_local_causal_forward(const int64_t *sizes, Stream q, Stream k, Stream v, const bool *mask, const float *band,
-                             Stream out, Stream den, float headroom, Limits limits, int threads) {
+// limit. No key exceeds its reference by more than `headroom`, in nats. Returns 0 where a denominator that should not be is
+// below its limit: its result may be wrong.
+int aft_local_causal_forward(const ForwardCall *packed, float headroom, Limits limits, int threads) {
   return guarded([&] {
-    const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
-    const Source source{s, k, v, mask, headroom};
-    return with_products(sizes[5], [&](auto products) {
-      return forward<decltype(products)>(source, band, q, out, den, limits, threads);
+    const Call &call = packed->call;
+    const Source source{call.s, call.k, call.v, call.mask, headroom};
+    return with_products(call.halves, [&](auto products) {
+      return forward<decltype(products)>(source, call.band, call.q, packed->out, packed->den, limits, threads);
     });
   });
 }

@@ -38,6 +38,15 @@ struct Limits {
   float underflow, vanishing;
 };
 
+// The inputs of a call, as Python packs them; q and mask may be null.
+struct Call {
+  Shape s;
+  int64_t halves;  // whether products may be of bfloat16
+  const float *band;  // (T, s)
+  Stream q, k, v;
+  const bool *mask;
+};
+
 // exp(w - reference of its row) of a band (T, s) for the targets of a block: left of the window of a target the weight
 // of a source before it, right of it zeros for the future.
 template <class P>

@@ -261,21 +261,27 @@ int backward(Backward<P> block, int threads) {
   return good;
 }
 
+struct BackwardCall {
+  Call call;
+  Stream grad, y, den, dq, dk, dv;
+  float *dband;
+};
+
 }  // namespace
 
 extern "C" {
 
-// The gradients of q, k, v and, unless `dband` is null, of the band, (T, s). The other arguments are those of the
-// forward pass. Targets with a denominator below `underflow` count for nothing: returns 0 where there are any.
-int aft_local_causal_backward(const int64_t *sizes, Stream grad, Stream y, Stream den, Stream q, Stream k, Stream v,
-                              const bool *mask, const float *band, Stream dq, Stream dk, Stream dv, float *dband,
-                              float headroom, float underflow, int threads) {
+// The gradients of q, k, v and, unless `dband` is null, of the band, (T, s). Targets with a denominator below `underflow`
+// count for nothing: returns 0 where there are any.
+int aft_local_causal_backward(const BackwardCall *packed, float headroom, float underflow, int threads) {
   return guarded([&] {
-    const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
-    const Source source{s, k, v, mask, headroom};
-    return with_products(sizes[5], [&](auto products) {
+    const BackwardCall &x = *packed;
+    const Call &call = x.call;
+    const Source source{call.s, call.k, call.v, call.mask, headroom};
+    return with_products(call.halves, [&](auto products) {
       using P = decltype(products);
-      return backward<P>({s, source, {s, band}, grad, y, den, q, dq, dk, dv, dband, underflow}, threads);
+      return backward<P>({call.s, source, {call.s, call.band}, x.grad, x.y, x.den, call.q, x.dq, x.dk, x.dv, x.dband,
+                          underflow}, threads);
     });
   });
 }

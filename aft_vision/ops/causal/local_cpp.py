@@ -21,28 +21,23 @@ from aft_vision.ops.causal.eager import (
     vanishing_limit,
 )
 from aft_vision.ops.common.build import compiled
-from aft_vision.ops.common.numerics import (
-    UNDERFLOW,
-    empty_denominator,
-    empty_output,
-    gate,
-    product_dtype,
-)
+from aft_vision.ops.common.numerics import empty_denominator, empty_output, gate, product_dtype
+from aft_vision.ops.common.product import LEAST
 from aft_vision.ops.common.tensors import (
+    address,
     cast,
     float_output,
-    narrow_neighbours,
+    floats,
+    narrow_like,
     narrow_output,
     number,
-    numbers,
-    pointer,
+    pack,
     profiled,
     room,
     stream,
 )
+from aft_vision.ops.local.band import block_length
 from aft_vision.ops.local.eager import LocalInputs
-
-LEAST = UNDERFLOW[torch.float32]
 
 
 class _Limits(ctypes.Structure):
@@ -72,28 +67,24 @@ def local_causal_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v and band. A scan over the blocks, last to first."""
     q, k, v, band, mask = inputs
-    bias, weights = BandBias(band), _contiguous(band.float())
-    tensors, given_mask = [narrow_neighbours(x) for x in (grad, y, den, q, k, v)], _contiguous(mask)
-    dq, dk, dv = None if q is None else _room_like(q), _room_like(k), _room_like(v)
+    bias = BandBias(band)
+    dq, dk, dv = narrow_like(q), narrow_like(k), narrow_like(v)
     d_band = room(band.shape) if need_bias else None
+    held: list[Tensor] = []
+    fields = _call(inputs, held)
+    for x in (grad, y, den, dq, dk, dv):
+        fields += stream(x, held)
+    fields += (address(d_band, held),)
     with profiled('aft_vision::local_backward'):
-        good = compiled().aft_local_causal_backward(
-            _sizes(v, bias),
-            *map(stream, tensors),
-            pointer(given_mask),
-            pointer(weights),
-            *map(stream, (dq, dk, dv)),
-            pointer(d_band),
-            number(HEADROOM),
-            number(LEAST),
-            torch.get_num_threads(),
-        )
+        good = compiled().aft_local_causal_backward(pack(*fields), number(HEADROOM), LEAST, torch.get_num_threads())
     if d_band is not None:
         bias.grad = d_band
     if not good:
         # As the kernel compares: in bfloat16 the limit itself would be rounded.
-        lost, s = (den.float() < LEAST) & sees_keys(k, mask), gate(q, torch.float32)
+        lost, s = (den.float() < LEAST.value) & sees_keys(k, mask), gate(q, torch.float32)
         a = grad.float() if s is None else grad.float() * s
+        assert dk is not None
+        assert dv is not None
         dk, dv = dk.float(), dv.float()
         repair_backward(a, inputs, bias, lost, dk, dv, need_bias)
     return cast((dq, dk, dv, d_band), (q, k, v, band), k)
@@ -101,17 +92,13 @@ def local_causal_backward(
 
 def _forward(inputs: LocalInputs, y: Tensor, den: Tensor | None) -> bool:
     # Whether y and den are right everywhere.
-    q, k, v, band, mask = inputs
-    tensors, mask, weights = [narrow_neighbours(x) for x in (q, k, v)], _contiguous(mask), _contiguous(band.float())
+    held: list[Tensor] = []
+    fields = *_call(inputs, held), *stream(y, held), *stream(den, held)
     with profiled('aft_vision::local_forward'):
         good = compiled().aft_local_causal_forward(
-            _sizes(v, BandBias(band)),
-            *map(stream, tensors),
-            pointer(mask),
-            pointer(weights),
-            *map(stream, (y, den)),
+            pack(*fields),
             number(HEADROOM),
-            _Limits(LEAST, vanishing_limit(torch.float32, v.shape[1])),
+            _Limits(LEAST, vanishing_limit(torch.float32, y.shape[1])),
             torch.get_num_threads(),
         )
     return bool(good)
@@ -119,21 +106,16 @@ def _forward(inputs: LocalInputs, y: Tensor, den: Tensor | None) -> bool:
 
 def _repair(y: Tensor, den: Tensor, inputs: LocalInputs) -> None:
     # Compute again what has underflowed in y.
-    lost = (den < LEAST) & sees_keys(inputs.k, inputs.mask)
+    lost = (den < LEAST.value) & sees_keys(inputs.k, inputs.mask)
     ratio = torch.zeros_like(y)
     repair_forward(ratio, inputs, BandBias(inputs.band), lost, 0, None)
     s = gate(inputs.q, y.dtype)
     y.copy_(torch.where(lost, ratio if s is None else ratio * s, y))
 
 
-def _sizes(v: Tensor, bias: BandBias) -> ctypes.Array[ctypes.c_int64]:
-    # B, T, D, s, the targets of a block, and whether products are of bfloat16.
-    return numbers([*v.shape, bias.band.shape[1], bias.step, product_dtype(v) == torch.bfloat16])
-
-
-def _room_like(x: Tensor) -> Tensor:
-    return narrow_output(x.new_empty(x.shape))
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
+def _call(inputs: LocalInputs, held: list[Tensor]) -> tuple[int, ...]:
+    # The fields of `Call` in C++; `held` gets the tensors that must outlive the call.
+    q, k, v, band, mask = inputs
+    window, halves = band.shape[1], product_dtype(v) == torch.bfloat16
+    sizes = *v.shape, window, block_length(window), halves, floats(band, held)
+    return *sizes, *stream(q, held), *stream(k, held), *stream(v, held), address(mask, held)

@@ -255,27 +255,44 @@ void for_each_strip(const Shape &s, Tokens k, const bool *mask, int threads, F f
   region.finish();
 }
 
+// The inputs of a call, as Python packs them; q and mask may be null.
+struct Call {
+  Shape s;
+  Tokens q, k, v;
+  const bool *mask;
+};
+
+struct ForwardCall {
+  Call call;
+  Tokens out, den;
+};
+
+struct BackwardCall {
+  Call call;
+  Tokens grad, y, den, dq, dk, dv;
+};
+
 }  // namespace
 
 extern "C" {
 
-// y and, unless den is null, the denominators, each relative to the reference of its token. `sizes` are B, T and D; q
-// and mask may be null.
-int aft_simple_causal_forward(const int64_t *sizes, Tokens q, Tokens k, Tokens v, const bool *mask, Tokens out,
-                              Tokens den, int threads) {
+// y and, unless den is null, the denominators, each relative to the reference of its token.
+int aft_simple_causal_forward(const ForwardCall *packed, int threads) {
   return guarded([&] {
-    const Shape s{sizes[0], sizes[1], sizes[2]};
-    for_each_strip(s, k, mask, threads, [&](const Strip &strip) { Forward(strip, q, v, out, den).run(); });
+    const Call &x = packed->call;
+    for_each_strip(x.s, x.k, x.mask, threads,
+                   [&](const Strip &strip) { Forward(strip, x.q, x.v, packed->out, packed->den).run(); });
   });
 }
 
 // Gradients of q, unless it is null, k and v.
-int aft_simple_causal_backward(const int64_t *sizes, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens k, Tokens v,
-                               const bool *mask, Tokens dq, Tokens dk, Tokens dv, int threads) {
+int aft_simple_causal_backward(const BackwardCall *packed, int threads) {
   return guarded([&] {
-    const Shape s{sizes[0], sizes[1], sizes[2]};
-    for_each_strip(s, k, mask, threads,
-                   [&](const Strip &strip) { Backward(strip, grad, y, den, q, v, dq, dk, dv).run(); });
+    const BackwardCall &own = *packed;
+    const Call &x = own.call;
+    for_each_strip(x.s, x.k, x.mask, threads, [&](const Strip &strip) {
+      Backward(strip, own.grad, own.y, own.den, x.q, x.v, own.dq, own.dk, own.dv).run();
+    });
   });
 }
 }

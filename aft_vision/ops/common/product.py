@@ -1,15 +1,16 @@
-"""Weights packed as words, for the kernels that use `product.h`."""
+"""Sizes and numbers that the kernels around `product.h` share."""
 
+import ctypes
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from aft_vision.ops.common.build import compiled
 from aft_vision.ops.common.numerics import UNDERFLOW, product_dtype
 
-LEAST = UNDERFLOW[torch.float32]
+# A denominator below this has lost digits.
+LEAST = ctypes.c_float(UNDERFLOW[torch.float32])
 
 
 def multiplies_pairs(v: Tensor) -> bool:
@@ -23,14 +24,12 @@ def lanes() -> int:
     return compiled().aft_lanes()
 
 
+@functools.cache
+def rows() -> int:
+    """Return the number of rows of a product."""
+    return compiled().aft_rows()
+
+
 def whole_vectors(count: int) -> int:
     """Round up to whole vectors."""
     return -(-count // lanes()) * lanes()
-
-
-def pack_neighbours(weights: Tensor, pairs: bool) -> Tensor:
-    """Return weights (n, terms) as words, each with one term, or with a term and the next."""
-    if not pairs:
-        return weights.contiguous()
-    following = F.pad(weights[:, 1:], (0, 1))
-    return torch.stack([weights, following], -1).to(torch.bfloat16)

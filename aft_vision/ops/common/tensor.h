@@ -48,6 +48,21 @@ float total(Vec x) {
   return part[0];
 }
 
+// The larger of two; NaN stays.
+template <typename T>
+T larger(T x, T y) {
+  return (x > y) | (x != x) ? x : y;
+}
+
+// The largest lane; NaN stays.
+float largest(Vec x) {
+  float part[LANES];
+  store(part, x, LANES);
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) part[i] = larger(part[i + width], part[i]);
+  return part[0];
+}
+
 bool any(IntVec lanes) {
   int32_t found = 0;
   for (int i = 0; i < LANES; ++i) found |= lanes[i];

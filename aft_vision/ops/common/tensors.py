@@ -1,6 +1,11 @@
-"""Tensors as arguments of the C++ kernels."""
+"""Tensors as the C++ kernels take them.
+
+A call gives its kernel one block of numbers and addresses, eight bytes each, in the order of a struct in C++.
+"""
 
 import ctypes
+import functools
+import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,20 +20,59 @@ class Tokens(ctypes.Structure):
     _fields_ = [('data', ctypes.c_void_p), ('batch', ctypes.c_int64), ('token', ctypes.c_int64)]
 
 
-def tokens(x: Tensor | None) -> Tokens:
-    """Return the argument for a tensor, which must outlive the call."""
-    return Tokens(None, 0, 0) if x is None else Tokens(x.data_ptr(), x.stride(0), x.stride(1))
+def pack(*fields: int) -> bytes:
+    """Pack the fields of a struct; every tensor whose address is among them must outlive the call."""
+    return _layout(len(fields)).pack(*fields)
 
 
-class Stream(ctypes.Structure):
-    """A (B, T, D) tensor of float32 or bfloat16, its strides over B and T, and its type."""
+@functools.cache
+def _layout(count: int) -> struct.Struct:
+    return struct.Struct(f'{count}q')
 
-    _fields_ = [*Tokens._fields_, ('half', ctypes.c_int64)]
+
+def address(x: Tensor | None, held: list[Tensor]) -> int:
+    """Return the address of a contiguous tensor, 0 without one; a copy is kept in `held`, for as long as the call."""
+    if x is None:
+        return 0
+    if not x.is_contiguous():
+        x = x.contiguous()
+        held.append(x)
+    return x.data_ptr()
 
 
-def stream(x: Tensor | None) -> Stream:
-    """Return the argument for kernels that support both types; the tensor must outlive the call."""
-    return Stream(None, 0, 0, 0) if x is None else Stream(x.data_ptr(), *x.stride()[:2], x.dtype == torch.bfloat16)
+def floats(x: Tensor, held: list[Tensor]) -> int:
+    """Return the address of a contiguous tensor in float32, as `address` does."""
+    if x.dtype is not torch.float32:
+        x = x.float()
+        held.append(x)
+    return address(x, held)
+
+
+def tokens(x: Tensor | None, held: list[Tensor]) -> tuple[int, int, int]:
+    """Return the fields of `Tokens` for a tensor (B, T, D), zeros without one.
+
+    It is read where it is if it is float32 and its channels are neighbours, as in a part of a fused projection; else a
+    copy is kept in `held`, for as long as the call.
+    """
+    if x is None:
+        return 0, 0, 0
+    batch, token, channel = x.stride()
+    if channel != 1 or x.dtype is not torch.float32:
+        x = x.float().contiguous()
+        held.append(x)
+        batch, token, _ = x.stride()
+    return x.data_ptr(), batch, token
+
+
+def stream(x: Tensor | None, held: list[Tensor]) -> tuple[int, int, int, bool]:
+    """Return the fields of `Stream`: those of `Tokens`, and whether the tensor is bfloat16, which is read as it is."""
+    if x is None or x.dtype is not torch.bfloat16:
+        return *tokens(x, held), False
+    if x.stride()[2] != 1:
+        x = x.contiguous()
+        held.append(x)
+    batch, token, _ = x.stride()
+    return x.data_ptr(), batch, token, True
 
 
 def pointer(x: Tensor | None) -> ctypes.c_void_p:
@@ -51,24 +95,14 @@ def profiled(name: str) -> AbstractContextManager[object]:
     return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
-def neighbours(x: Tensor | None) -> Tensor | None:
-    """Return the tensor in float32 with contiguous channels; a slice of a fused projection is not copied."""
-    return None if x is None else _neighbours(x.float())
-
-
-def narrow_neighbours(x: Tensor | None) -> Tensor | None:
-    """Return the tensor in float32 or bfloat16 with contiguous channels."""
-    return None if x is None else _neighbours(x if x.dtype == torch.bfloat16 else x.float())
-
-
 def cast(found: Sequence[Tensor | None], like: Sequence[Tensor | None], k: Tensor) -> tuple[Tensor, ...]:
     """Return gradients in the dtypes of their inputs, an empty tensor for a missing gradient."""
     pairs = zip(found, like, strict=True)
     return tuple(k.new_empty(0) if x is None or y is None else x.to(y.dtype) for x, y in pairs)
 
 
-def room(shape: Sequence[int]) -> Tensor:
-    """Return an uninitialised float32 tensor on the CPU, independent of torch's default type and device."""
+def room(shape: Sequence[int] | int) -> Tensor:
+    """Return an uninitialised float32 tensor on the CPU, whatever torch's default type and device are."""
     return torch.empty(shape, dtype=torch.float32, device='cpu')
 
 
@@ -82,5 +116,6 @@ def narrow_output(x: Tensor) -> Tensor:
     return x if x.dtype == torch.bfloat16 else float_output(x)
 
 
-def _neighbours(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()
+def narrow_like(x: Tensor | None) -> Tensor | None:
+    """Return a contiguous buffer of the shape of x, in bfloat16 if x is and else in float32; None without one."""
+    return None if x is None else narrow_output(x.new_empty(x.shape))

@@ -18,15 +18,79 @@ namespace {
 // How many tokens earlier memory that is not read in its order is fetched, a line at a time between other work: where that
 // is little, and where it is more.
 constexpr int64_t FAR = 14, NEAR = 4;
+// With fewer weights than this, starting threads costs more than they save.
+constexpr int64_t FEW_WEIGHTS = 1 << 12;
 
-template <typename Op>
-struct Table {
-  const typename Op::Word *words;
-  const float *outside;
-  int64_t stride;  // of a head
+// The position bias (h, s, s), and whether sources beyond it count.
+struct Kernel {
+  int64_t heads;
+  const float *data;
+  int64_t size, global;
+
+  // Biases of a head from a tap on, of which `count` are asked for; those after them may be others.
+  Vec read(int64_t i, int64_t tap, int count) const {
+    const int64_t start = i * size * size + tap;
+    return load(data + start, start + LANES <= heads * size * size ? LANES : count);
+  }
+
+  // What the weights of a head are relative to: its largest bias, or that of 0 beyond it. NaN stays.
+  float reference(int64_t i) const {
+    const int64_t taps = size * size, last = std::max<int64_t>(0, taps - LANES);
+    const int count = rest(taps, last);
+    const Vec least = splat(global ? 0.0f : -std::numeric_limits<float>::max());
+    Vec peak = below(count) ? larger(read(i, last, count), least) : least;
+    for (int64_t tap = 0; tap < last; tap += LANES) peak = larger(read(i, tap, LANES), peak);
+    return largest(peak);
+  }
+
+  // `f` is given some neighbouring taps of a row that reach from a token of the grid to another, how many, and their place
+  // in a table (2H - 1, 2W - 1) of distances.
+  template <typename F>
+  void each_run(const Shape &s, F f) const {
+    const int64_t half = size / 2, y = std::min(half, s.height - 1), x = std::min(half, s.width - 1);
+    for (int64_t dy = -y; dy <= y; ++dy)
+      for (int64_t dx = -x; dx <= x; dx += LANES)
+        f((half + dy) * size + half + dx, rest(x + 1, dx), (s.height - 1 + dy) * (2 * s.width - 1) + s.width - 1 + dx);
+  }
 };
 
-// `e` is room for e^(k - peak), (B, T, h).
+// The weights e^(w - reference) of every head by the distance from target to source, and the one beyond the kernel.
+template <typename Op>
+struct Table {
+  typename Op::Word *words;
+  float *outside;
+  int64_t stride;  // of a head: (2H - 1, 2W - 1) words, and zeros for more than a vector; pairs are those of neighbours
+
+  // Fills it; by the distance from a source to its targets if it is `turned`.
+  void fill(const Shape &s, const Kernel &kernel, bool turned, int threads) const {
+    const int64_t distances = (2 * s.height - 1) * (2 * s.width - 1);
+    Region region;
+#pragma omp parallel num_threads(s.heads * distances > FEW_WEIGHTS ? threads : 1)
+    {
+      std::vector<float> row;
+      region.run([&] { row.resize(stride + LANES); });
+#pragma omp for schedule(static)
+      for (int64_t head = 0; head < s.heads; ++head) region.run([&] {
+        const Vec reference = splat(kernel.reference(head));
+        outside[head] = kernel.global ? exp_(-reference)[0] : 0.0f;
+        std::fill_n(row.begin(), distances, outside[head]);
+        kernel.each_run(s, [&](int64_t tap, int count, int64_t place) {
+          float *to = row.data() + place;
+          store(to, below(count) ? exp_(kernel.read(head, tap, count) - reference) : load(to, LANES), LANES);
+        });
+        if (turned) std::reverse(row.begin(), row.begin() + distances);
+        for (int64_t i = 0; i < stride; i += LANES) {
+          Vec x[Op::DEPTH];
+          for (int j = 0; j < Op::DEPTH; ++j) x[j] = load(row.data() + i + j, LANES);
+          store_words<Op>(words + head * stride + i, Op::pack(x));
+        }
+      });
+    }
+    region.finish();
+  }
+};
+
+// `e` is scratch for e^(k - peak), (B, T, h).
 template <typename Op>
 struct Inputs {
   const Shape &s;
@@ -311,45 +375,90 @@ int each_group(const Inputs<Op> &in, int threads, F make) {
   return good;
 }
 
-Shape shape_of(const int64_t *sizes) {
-  return {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5] / 2, sizes[3] / sizes[4]};
+// The gradient of the kernel from those of its tables, a part (h, stride) of each thread.
+void kernel_grad(const Shape &s, const Kernel &kernel, const float *parts, int64_t stride, int threads, float *out) {
+  for (int64_t head = 0; head < s.heads; ++head) {
+    float *found = out + head * kernel.size * kernel.size;
+    const Vec reference = splat(kernel.reference(head));
+    std::fill_n(found, kernel.size * kernel.size, 0.0f);
+    kernel.each_run(s, [&](int64_t tap, int count, int64_t place) {
+      Vec sum{};
+      for (int i = 0; i < threads; ++i) sum += load(parts + (i * s.heads + head) * stride + place, count);
+      store(found + tap, sum * exp_(kernel.read(head, tap, count) - reference), count);
+    });
+  }
 }
+
+// The inputs of a call, as Python packs them; q and mask may be null. `scratch` is for h tables of `words`, the weight
+// beyond each, and (B, T, h) exponentials; words are pairs or not.
+struct Call {
+  int64_t batch, height, width, channels;
+  Kernel kernel;
+  int64_t pairs, words;
+  float *scratch;
+  Stream q, k, v;
+  const bool *mask;
+
+  Shape shape() const { return {batch, height, width, channels, kernel.heads, kernel.size / 2, channels / kernel.heads}; }
+
+  // Calls `f` with what the kernels take, its table filled.
+  template <typename F>
+  int with_inputs(const Shape &s, bool turned, float underflow, int threads, F f) const {
+    return with_words(pairs, scratch, [&](auto op, const auto *) {
+      typedef decltype(op) Op;
+      float *outside = scratch + kernel.heads * words;
+      const Table<Op> table{reinterpret_cast<typename Op::Word *>(scratch), outside, words};
+      table.fill(s, kernel, turned, threads);
+      return f(Inputs<Op>{s, table, q, k, v, {mask, s.tokens()}, outside + kernel.heads, underflow}, op);
+    });
+  }
+};
+
+struct ForwardCall {
+  Call call;
+  Stream out, den;
+};
+
+struct BackwardCall {
+  Call call;
+  Stream grad, y, den, dq, dk, dv;
+  float *d_table, *d_kernel;
+};
 
 }  // namespace
 
 extern "C" {
 
-// y and, unless den is null, the denominators; q and mask may be null. `sizes` are B, H, W, D, h, s, whether words are
-// pairs, and the words of a head's table, (2H - 1, 2W - 1) distances with room for a vector behind, pairs those of
-// neighbours. `outside` (h) is the weight beyond the kernel; e (B, T, h) is room. Returns 0 where a denominator is below
-// `underflow`, or NaN.
-int aft_conv_forward(const int64_t *sizes, const void *table, const float *outside, Stream q, Stream k, Stream v,
-                     const bool *mask, float *e, Stream out, Stream den, float underflow, int threads) {
+// y and, unless den is null, the denominators. Returns 0 where a denominator is below `underflow`, or NaN.
+int aft_conv_forward(const ForwardCall *packed, float underflow, int threads) {
   return guarded([&] {
-    const Shape s = shape_of(sizes);
-    return with_words(sizes[6], table, [&](auto op, const auto *words) {
-      typedef decltype(op) Op;
-      const Inputs<Op> in{s, {words, outside, sizes[7]}, q, k, v, {mask, s.tokens()}, e, underflow};
-      return each_group(in, threads, [&](const Cut &cut, int) { return std::make_unique<Forward<Op>>(in, cut, out, den); });
+    const Call &call = packed->call;
+    const Shape s = call.shape();
+    return call.with_inputs(s, false, underflow, threads, [&](const auto &in, auto op) {
+      typedef Forward<decltype(op)> Worker;
+      return each_group(in, threads,
+                        [&](const Cut &cut, int) { return std::make_unique<Worker>(in, cut, packed->out, packed->den); });
     });
   });
 }
 
-// The gradients of q, unless it is null, k, v and, unless d_table is null, those of the tables: for each thread a part
-// (h, words), which begins with zeros. `table` has the distances from a source to its targets. Returns 0 as above.
-int aft_conv_backward(const int64_t *sizes, const void *table, const float *outside, Stream grad, Stream y, Stream den,
-                      Stream q, Stream k, Stream v, const bool *mask, float *e, Stream dq, Stream dk, Stream dv,
-                      float *d_table, float underflow, int threads) {
+// The gradients of q, unless it is null, k, v and, unless d_kernel is null, the kernel; d_table is then, for each thread, a
+// part (h, words) of zeros, and else null. Returns 0 as above.
+int aft_conv_backward(const BackwardCall *packed, float underflow, int threads) {
   return guarded([&] {
-    const Shape s = shape_of(sizes);
-    return with_words(sizes[6], table, [&](auto op, const auto *words) {
-      typedef decltype(op) Op;
-      const Inputs<Op> in{s, {words, outside, sizes[7]}, q, k, v, {mask, s.tokens()}, e, underflow};
+    const BackwardCall &given = *packed;
+    const Call &call = given.call;
+    const Shape s = call.shape();
+    const int64_t own = call.kernel.heads * call.words;
+    const int good = call.with_inputs(s, true, underflow, threads, [&](const auto &in, auto op) {
+      typedef Backward<decltype(op)> Worker;
       return each_group(in, threads, [&](const Cut &cut, int thread) {
-        float *own = d_table ? d_table + thread * s.heads * sizes[7] : nullptr;
-        return std::make_unique<Backward<Op>>(in, cut, grad, y, den, dq, dk, dv, own);
+        return std::make_unique<Worker>(in, cut, given.grad, given.y, given.den, given.dq, given.dk, given.dv,
+                                        given.d_table ? given.d_table + thread * own : nullptr);
       });
     });
+    if (good && given.d_kernel) kernel_grad(s, call.kernel, given.d_table, call.words, threads, given.d_kernel);
+    return good;
   });
 }
 }

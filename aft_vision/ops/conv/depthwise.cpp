@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "../common/guard.h"
-#include "../common/vector.h"
+#include "../common/product.h"
 
 namespace {
 
@@ -210,11 +210,10 @@ struct DigitLimits {
   float cancellation, underflow;
 };
 
-// Whether a sum of positive terms that was found by subtraction still has its digits.
-bool keeps_digits(Vec den, Vec total, Vec outside, DigitLimits limits, int lanes) {
-  for (int i = 0; i < lanes; ++i)
-    if (!(den[i] * limits.cancellation >= total[i] * outside[i] && den[i] >= limits.underflow)) return false;
-  return true;
+// Which lanes of a sum of positive terms that was found by subtraction have lost digits, or are NaN; `least` is the weight of
+// all sources without a bias.
+IntVec loses_digits(Vec den, Vec least, DigitLimits limits) {
+  return ~((den * limits.cancellation >= least) & (den >= splat(limits.underflow)));
 }
 
 template <typename Taps>
@@ -238,13 +237,15 @@ int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, cons
         std::fill(bottom.begin(), bottom.end(), block.outside * block.key_sum);
         block.taps.mix(block.values.data(), num.data());
         block.taps.mix(block.keys.data(), bottom.data());
+        IntVec lost{};
         for (int64_t t = 0; t < s.tokens(); ++t) {
-          good = good && keeps_digits(bottom[t], block.key_sum, block.outside, limits, block.lanes);
+          lost |= loses_digits(bottom[t], block.key_sum * block.outside, limits);
           Vec y = num[t] / bottom[t];
           if (q.data) y *= sigmoid(load(block.at(q, b, t), block.lanes));
           store(block.at(out, b, t), y, block.lanes);
           if (den.data) store(block.at(den, b, t), bottom[t], block.lanes);
         }
+        good = good && !any(lost & below(block.lanes));
       }
     });
   }
@@ -280,9 +281,10 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
             block.taps.mix(block.keys.data(), bottoms.data());
           }
           Sum top_sum, low_sum;
+          IntVec lost{};
           for (int64_t t = 0; t < s.tokens(); ++t) {
             const Vec bottom = den.data ? load(block.at(den, b, t), block.lanes) : bottoms[t];
-            good = good && keeps_digits(bottom, block.key_sum, block.outside, limits, block.lanes);
+            lost |= loses_digits(bottom, block.key_sum * block.outside, limits);
             const Vec g = load(block.at(grad, b, t), block.lanes);
             const Vec go = g * load(block.at(y, b, t), block.lanes);
             Vec a = g;
@@ -296,6 +298,7 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
             top_sum.add(top[place] = a / bottom);
             low_sum.add(low[place] = -go / bottom);
           }
+          good = good && !any(lost & below(block.lanes));
           std::fill(d_values.begin(), d_values.end(), block.outside * top_sum.value());
           std::fill(d_keys.begin(), d_keys.end(), block.outside * low_sum.value());
           block.taps.mix_transposed(top.data(), d_values.data());
@@ -332,70 +335,145 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
   return good;
 }
 
-Shape shape_of(const int64_t *sizes) { return {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]}; }
-
 // With fewer weights than this, starting threads costs more than they save.
 constexpr int64_t FEW_WEIGHTS = 1 << 12;
 
-// The weights of LANES channels from `first` on, of which each has `square` in a row of `bias`.
-void weigh_taps(const float *bias, int64_t channels, int64_t square, int64_t first, float *taps, float *outside, float *exps) {
-  const int lanes = std::min<int64_t>(LANES, channels - first);
-  const auto read = [&](int64_t i) {
-    float x[LANES] = {};
-    for (int lane = 0; lane < lanes; ++lane) x[lane] = bias[(first + lane) * square + i];
-    return load(x, LANES);
-  };
-  Vec peak{};
-  for (int64_t i = 0; i < square; ++i) {
-    const Vec x = read(i);
-    // NaN stays.
-    peak = (x > peak) | (x != x) ? x : peak;
+// A position bias (D, side, side), of which the `size` x `size` in the middle reach from a token of the grid to another.
+struct Bias {
+  int64_t channels;
+  const float *data;
+  int64_t side, size;
+
+  // Biases of a channel from place i on, of which `count` are asked for; those after them may be others.
+  Vec read(int64_t channel, int64_t i, int count) const {
+    const int64_t start = channel * side * side + i;
+    return load(data + start, start + LANES <= channels * side * side ? LANES : count);
   }
-  const Vec beyond = exp_(-peak);
-  store(outside + first, beyond, lanes);
-  for (int64_t i = 0; i < square; ++i) {
-    const Vec e = exp_(read(i) - peak);
-    store(taps + i * channels + first, e - beyond, lanes);
-    if (exps) store(exps + i * channels + first, e, lanes);
+
+  // What the weights of LANES channels are relative to: the larger of 0 and the largest bias of each. NaN stays.
+  Vec reference(int64_t first, int lanes) const {
+    const int64_t taps = side * side, last = std::max<int64_t>(0, taps - LANES);
+    Tile tile;
+    for (int lane = 0; lane < lanes; ++lane) {
+      const int64_t channel = first + lane;
+      Vec peak = only(read(channel, last, rest(taps, last)), rest(taps, last));
+      for (int64_t i = 0; i < last; i += LANES) peak = larger(read(channel, i, LANES), peak);
+      tile.row[lane] = peak;
+    }
+    tile.transpose();
+    Vec peak{};
+    for (const Vec &x : tile.row) peak = larger(x, peak);
+    return peak;
+  }
+
+  // `f` is given each tap in the middle, and the biases of LANES channels there.
+  template <typename F>
+  void each_tap(int64_t first, int lanes, F f) const {
+    const bool whole = size == side;
+    const int64_t rows = whole ? 1 : size, length = whole ? size * size : size, edge = (side - size) / 2;
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t start = 0; start < length; start += LANES) {
+        Tile tile;
+        const int count = rest(length, start);
+        for (int lane = 0; lane < lanes; ++lane)
+          tile.row[lane] = read(first + lane, (edge + row) * side + edge + start, count);
+        tile.transpose();
+        for (int i = 0; i < count; ++i) f(row * length + start + i, tile.row[i]);
+      }
+  }
+};
+
+// The weights of a bias: taps (size, size, D), e^(w - reference) - outside, and outside (D), e^-reference, which every source
+// has without a bias. Unless exps is null, e^(w - reference) too, (size, size, D).
+void weigh_taps(const Bias &bias, float *taps, float *outside, float *exps, int threads) {
+  const int64_t channels = bias.channels;
+#pragma omp parallel for num_threads(channels * bias.size * bias.size > FEW_WEIGHTS ? threads : 1) schedule(static)
+  for (int64_t first = 0; first < channels; first += LANES) {
+    const int lanes = rest(channels, first);
+    const Vec peak = bias.reference(first, lanes), beyond = exp_(-peak);
+    store(outside + first, beyond, lanes);
+    bias.each_tap(first, lanes, [&](int64_t i, Vec x) {
+      const Vec e = exp_(x - peak);
+      store(taps + i * channels + first, e - beyond, lanes);
+      if (exps) store(exps + i * channels + first, e, lanes);
+    });
   }
 }
+
+// The gradient (D, side, side) of a bias from those of its taps, (parts, size, size, D), and their e^(w - reference).
+void bias_grad(const Bias &bias, const float *grad_taps, int64_t parts, const float *exps, float *out, int threads) {
+  const int64_t channels = bias.channels, taps = bias.size * bias.size, edge = (bias.side - bias.size) / 2;
+  std::fill_n(out, channels * bias.side * bias.side, 0.0f);
+#pragma omp parallel for num_threads(channels * taps > FEW_WEIGHTS ? threads : 1) schedule(static)
+  for (int64_t i = 0; i < taps; ++i) {
+    float *to = out + (edge + i / bias.size) * bias.side + edge + i % bias.size;
+    for (int64_t c = 0; c < channels; c += LANES) {
+      const int lanes = rest(channels, c);
+      Vec sum{};
+      for (int64_t part = 0; part < parts; ++part) sum += load(grad_taps + (part * taps + i) * channels + c, lanes);
+      sum *= load(exps + i * channels + c, lanes);
+      for (int lane = 0; lane < lanes; ++lane) to[(c + lane) * bias.side * bias.side] = sum[lane];
+    }
+  }
+}
+
+// The inputs of a call, as Python packs them; q, mask and offset may be null. With offsets, (D, 2), there is one tap, which
+// belongs to the source at the offset. `weights` is scratch for the taps (size, size, D), and the weights outside, (D).
+struct Call {
+  int64_t batch, height, width;
+  Bias bias;
+  const int64_t *offset;
+  float *weights;
+  Tokens q, k, v;
+  const bool *mask;
+
+  Shape shape() const { return {batch, height, width, bias.channels, bias.size}; }
+  int64_t taps() const { return bias.size * bias.size * bias.channels; }
+  float *outside() const { return weights + taps(); }
+};
+
+struct ForwardCall {
+  Call call;
+  Tokens out, den;
+};
+
+// `grad_taps` is scratch for the gradients of the taps, (parts, size, size, D), and in `weights` there is some for
+// (size, size, D) more; null if nobody asks for the gradient of the bias.
+struct BackwardCall {
+  Call call;
+  Tokens grad, y, den, dq, dk, dv;
+  int64_t parts;
+  float *grad_taps, *grad_bias;
+};
 
 }  // namespace
 
 extern "C" {
 
-// The weights of a bias (D, square) as the functions below take them: taps (square, D), e^(bias - reference) - outside,
-// and outside (D), e^-reference, with the larger of 0 and the largest bias of a channel as its reference. Unless exps is
-// null, e^(bias - reference) too, (square, D).
-int aft_depthwise_taps(const float *bias, int64_t channels, int64_t square, float *taps, float *outside, float *exps,
-                       int threads) {
+// y and, unless den is null, the denominators, at the references of the keys and of the bias. Returns 0 where a denominator
+// has lost digits: the result is to be thrown away.
+int aft_depthwise_forward(const ForwardCall *packed, DigitLimits limits, int threads) {
   return guarded([&] {
-#pragma omp parallel for num_threads(threads) schedule(static) if (channels * square > FEW_WEIGHTS)
-    for (int64_t first = 0; first < channels; first += LANES)
-      weigh_taps(bias, channels, square, first, taps, outside, exps);
+    const Call &call = packed->call;
+    weigh_taps(call.bias, call.weights, call.outside(), nullptr, threads);
+    return (call.offset ? forward<OneOffset> : forward<Window>)(call.shape(), call.q, call.k, call.v, call.mask,
+                                                                call.weights, call.offset, call.outside(), packed->out,
+                                                                packed->den, limits, threads);
   });
 }
 
-// y and the denominators, at the references of the keys and of the kernel. `sizes` are B, H, W, D and s; `taps`, (s, s,
-// D), are exp(w) - outside. With offsets, (D, 2), there is one tap, s = 1, and it belongs to the source at the offset.
-// q, mask, offset and den may be null. Returns 0 where a denominator has lost digits: the result is to be thrown away.
-int aft_depthwise_forward(const int64_t *sizes, Tokens q, Tokens k, Tokens v, const bool *mask, const float *taps,
-                          const int64_t *offset, const float *outside, Tokens out, Tokens den, DigitLimits limits,
-                          int threads) {
+// Gradients of q, k, v, and, unless grad_bias is null, of the bias; each of `parts` sums its share of the batch. Without
+// `den`, it is computed again. Returns 0 as the forward does.
+int aft_depthwise_backward(const BackwardCall *packed, DigitLimits limits, int threads) {
   return guarded([&] {
-    return (offset ? forward<OneOffset> : forward<Window>)(shape_of(sizes), q, k, v, mask, taps, offset, outside, out,
-                                                           den, limits, threads);
-  });
-}
-
-// Gradients of q, k, v, and, unless grad_taps is null, of the taps, (parts, s, s, D): each part has its share of the
-// batch. Without `den`, it is computed again. Returns 0 as the forward does.
-int aft_depthwise_backward(const int64_t *sizes, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens k, Tokens v,
-                           const bool *mask, const float *taps, const int64_t *offset, const float *outside, Tokens dq,
-                           Tokens dk, Tokens dv, float *grad_taps, int64_t parts, DigitLimits limits, int threads) {
-  return guarded([&] {
-    return (offset ? backward<OneOffset> : backward<Window>)(shape_of(sizes), grad, y, den, q, k, v, mask, taps, offset,
-                                                             outside, dq, dk, dv, grad_taps, parts, limits, threads);
+    const auto &[call, grad, y, den, dq, dk, dv, parts, grad_taps, grad_bias] = *packed;
+    float *exps = grad_bias ? call.outside() + call.bias.channels : nullptr;
+    weigh_taps(call.bias, call.weights, call.outside(), exps, threads);
+    const int good = (call.offset ? backward<OneOffset> : backward<Window>)(
+        call.shape(), grad, y, den, call.q, call.k, call.v, call.mask, call.weights, call.offset, call.outside(), dq, dk, dv,
+        grad_taps, parts, limits, threads);
+    if (good && grad_bias) bias_grad(call.bias, grad_taps, parts, exps, grad_bias, threads);
+    return good;
   });
 }
 }

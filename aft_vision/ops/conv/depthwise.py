@@ -5,7 +5,6 @@ repeated in the torch form.
 """
 
 import ctypes
-import math
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from aft_vision.ops.common.build import compiled
 from aft_vision.ops.common.numerics import UNDERFLOW, empty_denominator, empty_output
-from aft_vision.ops.common.tensors import cast, float_output, neighbours, numbers, pointer, profiled, room, tokens
+from aft_vision.ops.common.tensors import address, cast, float_output, floats, pack, profiled, room, tokens
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv import onehot
 from aft_vision.ops.conv.eager import ConvInputs
@@ -31,69 +30,30 @@ class _DigitLimits(ctypes.Structure):
 LIMITS = _DigitLimits(conv.CANCELLATION[torch.float32], UNDERFLOW[torch.float32])
 
 
-class _Taps:
-    """A position bias (D, s, s), or (D,) with offsets (D, 2), as weights relative to a reference of each channel.
-
-    The reference is the larger of 0 and the largest bias of the channel.
-
-    Attributes:
-        square: s * s, or 1.
-        weights: (square + 1, D): e^(w - reference) minus the weight outside, then e^-reference, the weight of every
-            source without a bias; with `keep_exp` another (square, D), e^(w - reference).
-    """
-
-    def __init__(self, bias: Tensor, offset: Tensor | None = None, keep_exp: bool = False) -> None:
-        channels = bias.shape[0]
-        self.square = bias.numel() // channels
-        self.weights = room(((2 if keep_exp else 1) * self.square + 1, channels))
-        self.offset = None if offset is None else offset.contiguous()
-        bias, start, row = bias.float().contiguous(), self.weights.data_ptr(), 4 * channels
-        self.taps, self.outside = ctypes.c_void_p(start), ctypes.c_void_p(start + self.square * row)
-        compiled().aft_depthwise_taps(
-            pointer(bias),
-            ctypes.c_int64(channels),
-            ctypes.c_int64(self.square),
-            self.taps,
-            self.outside,
-            ctypes.c_void_p(start + (self.square + 1) * row if keep_exp else None),
-            torch.get_num_threads(),
-        )
-
-    @property
-    def exp(self) -> Tensor:
-        """Return e^(w - reference), (square, D)."""
-        return self.weights[self.square + 1 :]
-
-    def sizes(self, v: Tensor, grid: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-        """Return B, H, W, D and s."""
-        return numbers((v.shape[0], grid[0], grid[1], v.shape[2], math.isqrt(self.square)))
-
-    def pointers(self) -> list[ctypes.c_void_p]:
-        """Return the weights as kernel arguments."""
-        return [self.taps, pointer(self.offset), self.outside]
-
-
-def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
+def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor | None]:
     """Return y and the denominators (AFT Eq. 6)."""
+    if not save:
+        y = _forward(inputs, inputs.kernel, None, None)
+        return conv.conv_forward(inputs, save) if y is None else (y, None)
     den = empty_denominator(inputs.k, inputs.v, save)
     bottom = float_output(den)
-    y = _forward(inputs, _Taps(inputs.kernel), bottom if save else None)
+    y = _forward(inputs, inputs.kernel, None, bottom)
     if y is None:
         return conv.conv_forward(inputs, save)
     return y, den if bottom is den else den.copy_(bottom)
 
 
-def onehot_forward(inputs: OnehotInputs, save: bool) -> tuple[Tensor, Tensor]:
+def onehot_forward(inputs: OnehotInputs, save: bool) -> tuple[Tensor, Tensor | None]:
     """Return y, and nothing saved (AFT Eq. 10)."""
-    y = _forward(inputs, _Taps(inputs.weight, inputs.offset))
-    return onehot.onehot_forward(inputs, save) if y is None else (y, y.new_empty(0))
+    y = _forward(inputs, inputs.weight, inputs.offset, None)
+    return onehot.onehot_forward(inputs, save) if y is None else (y, None)
 
 
 def conv_backward(
     grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and kernel."""
-    found = _backward(grad, y, den, inputs, _Taps(inputs.kernel, keep_exp=need_bias), inputs.kernel, need_bias)
+    found = _backward((grad, y, den), inputs, inputs.kernel, None, need_bias)
     return found or conv.conv_backward(grad, y, den, inputs, need_bias)
 
 
@@ -101,66 +61,68 @@ def onehot_backward(
     grad: Tensor, y: Tensor, den: Tensor, inputs: OnehotInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and weight."""
-    taps = _Taps(inputs.weight, inputs.offset, keep_exp=need_bias)
-    found = _backward(grad, y, None, inputs, taps, inputs.weight, need_bias)
+    found = _backward((grad, y, None), inputs, inputs.weight, inputs.offset, need_bias)
     return found or onehot.onehot_backward(grad, y, den, inputs, need_bias)
 
 
-def _forward(inputs: ConvInputs | OnehotInputs, taps: _Taps, den: Tensor | None = None) -> Tensor | None:
-    # Compute y and write the denominators into den; return None if digits are lost.
-    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
-    out = empty_output(q, v)
-    y = float_output(out)
-    tensors, mask = [neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
+def _forward(
+    inputs: ConvInputs | OnehotInputs, bias: Tensor, offset: Tensor | None, den: Tensor | None
+) -> Tensor | None:
+    # y, with the denominators written into den; None where digits are lost.
+    out = empty_output(inputs.q, inputs.v)
+    y, held = float_output(out), list[Tensor]()
+    fields = *_call(inputs, bias, offset, False, held), *tokens(y, held), *tokens(den, held)
     with profiled('aft_vision::depthwise_forward'):
-        keeps_digits = compiled().aft_depthwise_forward(
-            taps.sizes(v, inputs.grid),
-            *map(tokens, tensors),
-            pointer(mask),
-            *taps.pointers(),
-            tokens(y),
-            tokens(den),
-            LIMITS,
-            torch.get_num_threads(),
-        )
+        keeps_digits = compiled().aft_depthwise_forward(pack(*fields), LIMITS, torch.get_num_threads())
     if not keeps_digits:
         return None
     return out if y is out else out.copy_(y)
 
 
 def _backward(
-    grad: Tensor,
-    y: Tensor,
-    den: Tensor | None,
+    results: Sequence[Tensor | None],
     inputs: ConvInputs | OnehotInputs,
-    taps: _Taps,
     bias: Tensor,
+    offset: Tensor | None,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    # Compute the gradients of q, k, v and the bias, empty for missing inputs; return None if digits are lost.
-    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
-    tensors = [neighbours(x) for x in (grad, y, den, q, k, v)]
-    mask = None if mask is None else mask.contiguous()
+    # Gradients of q, k, v and the bias from grad, y and the denominators, if these are kept; empty ones where there is
+    # no such input. None where digits are lost.
+    q, k, v = inputs.q, inputs.k, inputs.v
     dq, dk, dv = (None if x is None else room(x.shape) for x in (q, k, v))
-    parts = _parts(v)
-    d_taps = room((parts, taps.square, v.shape[2])) if need_bias else None
+    parts, d_taps, d_bias = _parts(v), None, None
+    if need_bias:
+        d_taps, d_bias = room(parts * _window_size(bias, inputs.grid) ** 2 * v.shape[2]), room(bias.shape)
+    held: list[Tensor] = []
+    fields = _call(inputs, bias, offset, need_bias, held)
+    for x in (*results, dq, dk, dv):
+        fields += tokens(x, held)
+    fields += parts, address(d_taps, held), address(d_bias, held)
     with profiled('aft_vision::depthwise_backward'):
-        keeps_digits = compiled().aft_depthwise_backward(
-            taps.sizes(v, inputs.grid),
-            *map(tokens, tensors),
-            pointer(mask),
-            *taps.pointers(),
-            *map(tokens, (dq, dk, dv)),
-            pointer(d_taps),
-            ctypes.c_int64(parts),
-            LIMITS,
-            torch.get_num_threads(),
-        )
+        keeps_digits = compiled().aft_depthwise_backward(pack(*fields), LIMITS, torch.get_num_threads())
     if not keeps_digits:
         return None
-    d_bias = None if d_taps is None else (d_taps.sum(0) * taps.exp).t().reshape(bias.shape)
     found = cast((dq, dk, dv, d_bias), (q, k, v, bias), k)
     return found[0], found[1], found[2], found[3]
+
+
+def _call(
+    inputs: ConvInputs | OnehotInputs, bias: Tensor, offset: Tensor | None, keep_exp: bool, held: list[Tensor]
+) -> tuple[int, ...]:
+    # The fields of `Call` in C++ for a position bias (D, s, s), or (D,) with offsets (D, 2); `held` gets the tensors
+    # that must outlive the call.
+    (batch, _, channels), (height, width) = inputs.v.shape, inputs.grid
+    side, size = 1 if offset is not None else bias.shape[1], _window_size(bias, inputs.grid)
+    weights = room(((2 if keep_exp else 1) * size * size + 1) * channels)
+    held.append(weights)
+    sizes = batch, height, width, channels, floats(bias, held), side, size, address(offset, held), weights.data_ptr()
+    streams = *tokens(inputs.q, held), *tokens(inputs.k, held), *tokens(inputs.v, held)
+    return *sizes, *streams, address(inputs.mask, held)
+
+
+def _window_size(bias: Tensor, grid: Sequence[int]) -> int:
+    # The side of the part of a kernel that leads from one token to another; 1 with offsets.
+    return 1 if bias.ndim == 1 else min(bias.shape[1], 2 * max(grid) - 1)
 
 
 def _parts(v: Tensor) -> int:

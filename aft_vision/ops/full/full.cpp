@@ -332,7 +332,12 @@ int backward(const Gradients &call, const typename Op::Word *weights, int thread
   return good;
 }
 
-// Fills (T / ROWS, words, ROWS): the weights of ROWS targets by their sources, or of ROWS sources by their targets.
+// The largest bias of a target, which its weights are relative to.
+float peak_of(const float *row, int64_t tokens) { return *std::max_element(row, row + tokens); }
+
+// Fills (T / ROWS, words, ROWS) with the weights e^(bias - peak) of a bias (T, T), words of terms for a tile of rows after
+// another: of ROWS targets by their sources, or of ROWS sources by their targets. What is beyond the last row is left as it
+// was.
 template <typename Op>
 void tile_weights(const float *bias, int64_t tokens, bool by_source, typename Op::Word *out, int threads) {
   const int64_t words = (tokens + Op::DEPTH - 1) / Op::DEPTH, vectors = (tokens + LANES - 1) / LANES;
@@ -347,7 +352,7 @@ void tile_weights(const float *bias, int64_t tokens, bool by_source, typename Op
     std::vector<typename Op::Word> row;
     region.run([&] { row.resize(vectors * LANES); });
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < tokens; ++t) peaks[t] = *std::max_element(bias + t * tokens, bias + (t + 1) * tokens);
+    for (int64_t t = 0; t < tokens; ++t) peaks[t] = peak_of(bias + t * tokens, tokens);
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < (by_source ? 0 : (tokens + ROWS - 1) / ROWS * ROWS); ++t) region.run([&] {
       for (int64_t s = 0; s < tokens; s += LANES) store_row(row.data() + s / Op::DEPTH, weight(t, peaks[t], s));
@@ -368,6 +373,54 @@ void tile_weights(const float *bias, int64_t tokens, bool by_source, typename Op
   region.finish();
 }
 
+// The gradient (T, T) of the bias from those of its weights, a part (T, T in whole vectors) of each thread.
+void bias_grad(const float *bias, int64_t tokens, const float *parts, int threads, float *out) {
+  const int64_t width = (tokens + LANES - 1) / LANES * LANES;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t t = 0; t < tokens; ++t) {
+    const float *row = bias + t * tokens, peak = peak_of(row, tokens);
+    for (int64_t s = 0; s < tokens; s += LANES) {
+      const int lanes = rest(tokens, s);
+      Vec sum{};
+      for (int i = 0; i < threads; ++i) sum += load(parts + (i * tokens + t) * width + s, LANES);
+      store(out + t * tokens + s, sum * exp_(load(row + s, lanes) - peak), lanes);
+    }
+  }
+}
+
+// The inputs of a call, as Python packs them; q and mask may be null. `weights` is scratch for `tile_weights`, of words
+// that are pairs or not.
+struct Call {
+  int64_t batch, tokens, channels, pairs;
+  const float *bias;
+  void *weights;
+  Stream q, k, v;
+  const bool *mask;
+
+  Shape shape() const { return {batch, tokens, channels}; }
+
+  // Calls `f` with the way to multiply and the weights.
+  template <typename F>
+  int with_weights(bool by_source, int threads, F f) const {
+    return with_words(pairs, weights, [&](auto op, const auto *words) {
+      typedef decltype(op) Op;
+      tile_weights<Op>(bias, tokens, by_source, static_cast<typename Op::Word *>(weights), threads);
+      return f(op, words);
+    });
+  }
+};
+
+struct ForwardCall {
+  Call call;
+  Stream out, den;
+};
+
+struct BackwardCall {
+  Call call;
+  Stream grad, y, den, dq, dk, dv;
+  float *d_weights, *d_bias;
+};
+
 }  // namespace
 
 extern "C" {
@@ -379,40 +432,29 @@ int aft_rows() { return ROWS; }
 // Whether words of two bfloat16 can be multiplied.
 int aft_has_pairs() { return MULTIPLIES_BFLOAT16; }
 
-// The weights e^(bias - largest of a row) of a bias (T, T) as the functions below take them, words of terms for a tile of rows
-// after another: (T / ROWS, T / DEPTH, ROWS). What is beyond the last row is left as it was.
-int aft_full_weights(const float *bias, int64_t tokens, int by_source, int pairs, void *out, int threads) {
+// y and, unless den is null, the denominators. Returns 0 where a denominator is below `underflow`, or NaN.
+int aft_full_forward(const ForwardCall *packed, float underflow, int threads) {
   return guarded([&] {
-    with_words(pairs, out, [&](auto op, const auto *) {
-      typedef decltype(op) Op;
-      tile_weights<Op>(bias, tokens, by_source, static_cast<typename Op::Word *>(out), threads);
+    const auto &[call, out, den] = *packed;
+    const Forward found{call.shape(), call.q, call.k, call.v, {call.mask, call.tokens}, out, den, underflow};
+    return call.with_weights(false, threads, [&](auto op, const auto *words) {
+      return forward<decltype(op)>(found, words, threads);
     });
   });
 }
 
-// y and, unless den is null, the denominators; q and mask may be null. `sizes` are B, T, D and whether words are pairs.
-// `weights` are by target. Returns 0 where a denominator
-// is below `underflow`, or NaN.
-int aft_full_forward(const int64_t *sizes, const void *weights, Stream q, Stream k, Stream v, const bool *mask, Stream out,
-                     Stream den, float underflow, int threads) {
+// The gradients of q, unless it is null, k, v and, unless d_bias is null, the bias; d_weights is then, for each thread, a
+// part (T, T in whole vectors) of zeros, and else null. Returns 0 as above.
+int aft_full_backward(const BackwardCall *packed, float underflow, int threads) {
   return guarded([&] {
-    const Shape s{sizes[0], sizes[1], sizes[2]};
-    return with_words(sizes[3], weights, [&](auto op, const auto *words) {
-      return forward<decltype(op)>({s, q, k, v, {mask, s.tokens}, out, den, underflow}, words, threads);
+    const auto &[call, grad, y, den, dq, dk, dv, d_weights, d_bias] = *packed;
+    const Gradients found{call.shape(), grad, y, den, call.q, call.k, call.v, {call.mask, call.tokens},
+                          dq, dk, dv, underflow, d_weights};
+    const int good = call.with_weights(true, threads, [&](auto op, const auto *words) {
+      return backward<decltype(op)>(found, words, threads);
     });
-  });
-}
-
-// The gradients of q, unless it is null, k, v and, unless d_weights is null, those of the weights: for each thread a part
-// (T, T in whole vectors), which begins with zeros. `weights` are by source. Returns 0 as above.
-int aft_full_backward(const int64_t *sizes, const void *weights, Stream grad, Stream y, Stream den, Stream q, Stream k, Stream v,
-                      const bool *mask, Stream dq, Stream dk, Stream dv, float *d_weights, float underflow, int threads) {
-  return guarded([&] {
-    const Shape s{sizes[0], sizes[1], sizes[2]};
-    return with_words(sizes[3], weights, [&](auto op, const auto *words) {
-      return backward<decltype(op)>({s, grad, y, den, q, k, v, {mask, s.tokens}, dq, dk, dv, underflow, d_weights}, words,
-                                    threads);
-    });
+    if (good && d_bias) bias_grad(call.bias, call.tokens, d_weights, threads, d_bias);
+    return good;
   });
 }
 }
