@@ -1,7 +1,8 @@
 // AFT-axial: the exponentials of keys and values mixed along columns, then along rows, a block of channels at a time.
 //
 // A block is as many neighbouring channels as a vector has lanes, each with the weights of its head, so nothing is
-// transposed, whatever the number of heads. The denominators are those of blocks of heads.
+// transposed, whatever the number of heads. The denominators are those of blocks of heads. Distances without a bias
+// have one weight, which multiplies the sums of their tokens: nothing is subtracted.
 
 #include <algorithm>
 #include <cstdint>
@@ -15,10 +16,12 @@
 
 namespace {
 
+// Targets, or sources, of an axis and lines next to each other whose sums the registers hold.
+constexpr int ALONG = 4;
 #if defined(__AVX512F__)
-constexpr int TILE = 28;
+constexpr int ACROSS = 6;
 #else
-constexpr int TILE = 14;
+constexpr int ACROSS = 2;
 #endif
 
 struct Shape {
@@ -37,19 +40,19 @@ struct Shape {
 };
 
 // f(integral_constant n) for an n that is known at run time.
-template <int N = TILE, typename F>
+template <int N, typename F>
 void with_size(int64_t n, F f) {
   if (n == N) return f(std::integral_constant<int, N>{});
   if constexpr (N > 1) with_size<N - 1>(n, f);
 }
 
-// Cut a length into pieces of nearly equal size, none above TILE: f(first, integral_constant size).
-template <typename F>
+// Cut a length into pieces of nearly equal size, none above MOST: f(first, integral_constant size).
+template <int MOST, typename F>
 void in_tiles(int64_t length, F f) {
-  const int64_t count = (length + TILE - 1) / TILE;
+  const int64_t count = (length + MOST - 1) / MOST;
   for (int64_t i = 0, first = 0; i < count; ++i) {
     const int64_t size = (length - first + count - i - 1) / (count - i);
-    with_size(size, [&](auto n) { f(first, n); });
+    with_size<MOST>(size, [&](auto n) { f(first, n); });
     first += size;
   }
 }
@@ -60,12 +63,13 @@ struct Bias {
   int64_t heads, reach, length;
 
   float at(int64_t head, int64_t distance) const {
-    return head < heads && distance > -reach && distance < reach ? data[head * (2 * reach - 1) + reach - 1 + distance] : 0.0f;
+    const bool learned = head < heads && distance > -reach && distance < reach;
+    return learned ? data[head * (2 * reach - 1) + reach - 1 + distance] : 0.0f;
   }
 
   // e^(w - largest of the head), (2L - 1, padded heads), by the distance from target to source.
   std::vector<float> weigh(int64_t padded_heads) const {
-    std::vector<float> table((2 * length - 1) * padded_heads);
+    std::vector<float> table((2 * length - 1) * padded_heads + LANES);
     for (int64_t first = 0; first < padded_heads; first += LANES) {
       const auto read = [&](int64_t i) {
         float x[LANES];
@@ -84,6 +88,12 @@ struct Bias {
   }
 };
 
+// The weights of all heads along both axes, (2L - 1, padded heads), and the s of their biases.
+struct Tables {
+  std::vector<float> rows, columns;
+  int64_t row_reach, column_reach;
+};
+
 // Of each lane of a block of channels, the head.
 struct Heads {
   int64_t first;
@@ -94,73 +104,157 @@ struct Heads {
     for (int lane = 0; lane < LANES; ++lane) head[lane] = std::min((channel + lane) / each, heads - 1);
   }
 
-  // From numbers of all heads.
+  // From numbers of all heads, after which LANES others may be read.
   Vec read(const float *x) const {
     if (same) return load(x + first, LANES);
     if (head[0] == head[LANES - 1]) return splat(x[head[0]]);
+#if defined(__clang__)
     Vec found;
     for (int lane = 0; lane < LANES; ++lane) found[lane] = x[head[lane]];
     return found;
+#else
+    IntVec place;
+    std::memcpy(&place, head, sizeof place);
+    return __builtin_shuffle(load(x + head[0], LANES), place - head[0]);
+#endif
   }
 
   void add(float *x, Vec y, int lanes) const {
     if (same) return store(x + first, load(x + first, lanes) + y, lanes);
-    for (int lane = 0; lane < lanes; ++lane) x[head[lane]] += y[lane];
+    float part[LANES];
+    store(part, y, LANES);
+    for (int lane = 0; lane < lanes;) {
+      const int32_t own = head[lane];
+      float sum = 0;
+      for (; lane < lanes && head[lane] == own; ++lane) sum += part[lane];
+      x[own] += sum;
+    }
   }
 };
 
-// The weights of the lanes of a block along both axes, and products with them.
+// The lines of maps (H, W) along one axis: tokens of a line, and the lines, are so far apart.
+struct Lines {
+  int64_t length, step, count, apart;
+};
+
+// The weights of the lanes of a block along one axis, by the distance from target to source, and from source to target.
+struct Axis {
+  Lines lines;
+  int64_t reach;  // distances from it on have the same weight
+  std::vector<Vec> table, turned;
+
+  Axis(const Lines &lines, int64_t reach, const Heads &heads, const std::vector<float> &weights, int64_t padded_heads)
+      : lines(lines), reach(std::min(reach, lines.length)), table(2 * lines.length - 1) {
+    for (size_t i = 0; i < table.size(); ++i) table[i] = heads.read(&weights[i * padded_heads]);
+    turned.assign(table.rbegin(), table.rend());
+  }
+
+  // Sources that any of some targets has within reach.
+  int64_t low(int64_t target) const { return std::max<int64_t>(0, target - reach + 1); }
+  int64_t high(int64_t target, int64_t count) const { return std::min(lines.length, target + count - 1 + reach); }
+
+  // The weighted sum over the sources of each target, by the table or by the turned one.
+  void mix(const Vec *x, const std::vector<Vec> &weights, Vec *out) const {
+    std::vector<Vec> after;
+    in_tiles<ACROSS>(lines.count, [&](int64_t line, auto count) {
+      mix_lines<decltype(count)::value>(x + line * lines.apart, weights, after, out + line * lines.apart);
+    });
+  }
+
+  // grad[L - 1 + source - target] += the sum over lines of g[target] * x[source], for distances within reach at least.
+  void add_table_grad(const Vec *g, const Vec *x, Vec *grad) const {
+    in_tiles<ALONG>(lines.length, [&](int64_t source, auto sources) {
+      constexpr int M = decltype(sources)::value;
+      const int64_t first = low(source);
+      in_tiles<ACROSS>(high(source, M) - first, [&](int64_t place, auto targets) {
+        constexpr int N = decltype(targets)::value;
+        const int64_t target = first + place;
+        Vec *own = grad + lines.length - 1 + source - target;
+        add_tile_grad<M, N>(g + target * lines.step, x + source * lines.step, own);
+      });
+    });
+  }
+
+ private:
+  // N neighbouring lines from x on. `after` keeps, for each tile, the sum of the sources after those within reach.
+  template <int N>
+  void mix_lines(const Vec *x, const std::vector<Vec> &weights, std::vector<Vec> &after, Vec *out) const {
+    const int64_t tiles = (lines.length + ALONG - 1) / ALONG;
+    const bool whole = reach == lines.length;
+    Vec before[N] = {}, last[N] = {};
+    if (!whole) {
+      after.resize(tiles * N);
+      for (int64_t tile = tiles - 1, end = lines.length; tile >= 0; --tile) {
+        add_sources<N>(x, high(tile * ALONG, ALONG), end, last);
+        end = high(tile * ALONG, ALONG);
+        std::copy_n(last, N, &after[tile * N]);
+      }
+    }
+    for (int64_t tile = 0, seen = 0; tile < tiles; ++tile) {
+      const int64_t target = tile * ALONG;
+      Vec beyond[N] = {};
+      if (!whole) {
+        add_sources<N>(x, seen, low(target), before);
+        seen = low(target);
+        for (int i = 0; i < N; ++i) beyond[i] = table[0] * (before[i] + after[tile * N + i]);
+      }
+      with_size<ALONG>(std::min<int64_t>(ALONG, lines.length - target), [&](auto targets) {
+        constexpr int M = decltype(targets)::value;
+        const Vec *tap = &weights[lines.length - 1 - target];
+        mix_tile<M, N>(x, tap, low(target), high(target, ALONG), beyond, out + target * lines.step);
+      });
+    }
+  }
+
+  template <int N>
+  void add_sources(const Vec *x, int64_t first, int64_t last, Vec *sum) const {
+    for (int64_t source = first; source < last; ++source)
+      for (int i = 0; i < N; ++i) sum[i] += x[source * lines.step + i * lines.apart];
+  }
+
+  template <int M, int N>
+  void mix_tile(const Vec *x, const Vec *tap, int64_t first, int64_t last, const Vec *beyond, Vec *out) const {
+    const int64_t step = lines.step, apart = lines.apart;
+    Vec sum[M][N];
+    for (int j = 0; j < M; ++j)
+      for (int i = 0; i < N; ++i) sum[j][i] = beyond[i];
+    for (int64_t source = first; source < last; ++source)
+      for (int i = 0; i < N; ++i) {
+        const Vec value = x[source * step + i * apart];
+        for (int j = 0; j < M; ++j) sum[j][i] += tap[source - j] * value;
+      }
+    for (int j = 0; j < M; ++j)
+      for (int i = 0; i < N; ++i) out[j * step + i * apart] = sum[j][i];
+  }
+
+  template <int M, int N>
+  void add_tile_grad(const Vec *g, const Vec *x, Vec *grad) const {
+    const int64_t step = lines.step, apart = lines.apart;
+    Vec sum[M][N] = {};
+    for (int64_t line = 0; line < lines.count; ++line)
+      for (int i = 0; i < N; ++i) {
+        const Vec value = g[i * step + line * apart];
+        for (int j = 0; j < M; ++j) sum[j][i] += value * x[j * step + line * apart];
+      }
+    for (int j = 0; j < M; ++j)
+      for (int i = 0; i < N; ++i) grad[j - i] += sum[j][i];
+  }
+};
+
+// Both axes of the lanes of a block.
 struct Weights {
-  const Shape &s;
-  // By the distance from target to source, and from source to target.
-  std::vector<Vec> rows, columns, turned_rows, turned_columns;
+  Axis rows, columns;
 
-  Weights(const Shape &shape, const Heads &heads, const std::vector<float> &row_table, const std::vector<float> &column_table)
-      : s(shape), rows(expand(heads, row_table)), columns(expand(heads, column_table)) {
-    turned_rows.assign(rows.rbegin(), rows.rend());
-    turned_columns.assign(columns.rbegin(), columns.rend());
-  }
+  Weights(const Shape &s, const Heads &heads, const Tables &tables)
+      : rows({s.height, s.width, s.width, 1}, tables.row_reach, heads, tables.rows, s.padded_heads()),
+        columns({s.width, 1, s.height, s.width}, tables.column_reach, heads, tables.columns, s.padded_heads()) {}
 
-  std::vector<Vec> expand(const Heads &heads, const std::vector<float> &table) const {
-    std::vector<Vec> found(table.size() / s.padded_heads());
-    for (size_t i = 0; i < found.size(); ++i) found[i] = heads.read(&table[i * s.padded_heads()]);
-    return found;
-  }
-
-  // A line (W) along columns.
-  void along_columns(const Vec *x, const std::vector<Vec> &table, Vec *out) const {
-    in_tiles(s.width, [&](int64_t first, auto n) {
-      Vec sum[n] = {};
-      const Vec *tap = &table[s.width - 1 - first];
-      for (int64_t source = 0; source < s.width; ++source)
-        for (int i = 0; i < n; ++i) sum[i] += tap[source - i] * x[source];
-      for (int i = 0; i < n; ++i) out[first + i] = sum[i];
-    });
-  }
-
-  // The row y of what maps (H, W) are along rows: f(token, sum).
-  template <typename F>
-  void along_rows(const Vec *x, const std::vector<Vec> &table, int64_t y, F f) const {
-    const Vec *tap = &table[s.height - 1 - y];
-    in_tiles(s.width, [&](int64_t first, auto n) {
-      Vec sum[n] = {};
-      for (int64_t source = 0; source < s.height; ++source)
-        for (int i = 0; i < n; ++i) sum[i] += tap[source] * x[source * s.width + first + i];
-      for (int i = 0; i < n; ++i) f(y * s.width + first + i, sum[i]);
-    });
+  // The weighted sum over the sources of each target takes their place.
+  void mix(Vec *maps, Vec *half) const {
+    columns.mix(maps, columns.table, half);
+    rows.mix(half, rows.table, maps);
   }
 };
-
-// grad[L - 1 + source - target] += the sum over lines of g[target] * x[source], on an axis whose tokens are `step` apart.
-void add_table_grad(const Vec *g, const Vec *x, int64_t length, int64_t step, int64_t lines, int64_t line, Vec *grad) {
-  for (int64_t source = 0; source < length; ++source)
-    in_tiles(length, [&](int64_t first, auto n) {
-      Vec sum[n] = {};
-      for (int64_t i = 0; i < lines; ++i)
-        for (int j = 0; j < n; ++j) sum[j] += g[(first + j) * step + i * line] * x[source * step + i * line];
-      for (int j = 0; j < n; ++j) grad[length - 1 + source - first - j] += sum[j];
-    });
-}
 
 // e^(k - largest of the sequence) of a block of heads, 0 where the mask is, (T).
 void exponentials(const Shape &s, const Stream &k, const Mask &mask, int64_t b, int64_t first, Vec *e) {
@@ -179,62 +273,55 @@ struct Inputs {
   Shape s;
   Stream q, k, v;
   Mask mask;
-  std::vector<float> rows, columns;
+  Tables tables;
 };
 
 int forward(const Inputs &in, const Stream &out, const Stream &den, float least, int threads) {
   const Shape &s = in.s;
   const int64_t padded = s.padded_heads(), tokens = s.tokens();
   // Of e^k, and of the inverse denominators, (B, T, padded heads).
-  std::vector<float> keys(s.batch * tokens * padded), inverse(keys.size());
+  std::vector<float> keys(s.batch * tokens * padded + LANES), inverse(keys.size());
   int good = 1;
   Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
-    std::vector<Vec> e, half, line;
+    std::vector<Vec> maps, half;
     region.run([&] {
-      e.resize(tokens);
+      maps.resize(tokens);
       half.resize(tokens);
-      line.resize(s.width);
     });
 #pragma omp for collapse(2)
     for (int64_t b = 0; b < s.batch; ++b)
       for (int64_t block = 0; block < s.head_blocks(); ++block) region.run([&] {
         const int64_t first = block * LANES;
         const int lanes = rest(s.heads, first);
-        const Weights weights(s, Heads(first, 1, s.heads), in.rows, in.columns);
-        exponentials(s, in.k, in.mask, b, first, e.data());
-        for (int64_t y = 0; y < s.height; ++y)
-          weights.along_columns(&e[y * s.width], weights.columns, &half[y * s.width]);
+        const Weights weights(s, Heads(first, 1, s.heads), in.tables);
+        exponentials(s, in.k, in.mask, b, first, maps.data());
+        for (int64_t t = 0; t < tokens; ++t) store(&keys[(b * tokens + t) * padded + first], maps[t], LANES);
+        weights.mix(maps.data(), half.data());
         const float fill = in.mask.fill(b);
-        for (int64_t y = 0; y < s.height; ++y)
-          weights.along_rows(half.data(), weights.rows, y, [&](int64_t t, Vec bottom) {
-            bottom += fill;
-            good = good && !any(lost_lanes(bottom, lanes, least));
-            const int64_t at = (b * tokens + t) * padded + first;
-            store(&keys[at], e[t], LANES);
-            store(&inverse[at], only(1.0f / bottom, lanes), LANES);
-            if (den.data) Place{b, t, first, lanes}.write(den, bottom);
-          });
+        for (int64_t t = 0; t < tokens; ++t) {
+          const Vec bottom = maps[t] + fill;
+          good = good && !any(lost_lanes(bottom, lanes, least));
+          store(&inverse[(b * tokens + t) * padded + first], only(1.0f / bottom, lanes), LANES);
+          if (den.data) Place{b, t, first, lanes}.write(den, bottom);
+        }
       });
 #pragma omp for collapse(2)
     for (int64_t b = 0; b < s.batch; ++b)
       for (int64_t block = 0; block < s.blocks(); ++block) region.run([&] {
         const Place start{b, 0, block * LANES, rest(s.channels, block * LANES)};
         const Heads heads(start.channel, s.each(), s.heads);
-        const Weights weights(s, heads, in.rows, in.columns);
-        for (int64_t y = 0; y < s.height; ++y) {
-          for (int64_t x = 0; x < s.width; ++x) {
-            const int64_t t = y * s.width + x;
-            line[x] = in.mask.counts(b, t) ? heads.read(&keys[(b * tokens + t) * padded]) * start.later(t).read(in.v) : Vec{};
-          }
-          weights.along_columns(line.data(), weights.columns, &half[y * s.width]);
+        const Weights weights(s, heads, in.tables);
+        for (int64_t t = 0; t < tokens; ++t) {
+          const Vec key = heads.read(&keys[(b * tokens + t) * padded]);
+          maps[t] = in.mask.counts(b, t) ? key * start.later(t).read(in.v) : Vec{};
         }
-        for (int64_t y = 0; y < s.height; ++y)
-          weights.along_rows(half.data(), weights.rows, y, [&](int64_t t, Vec num) {
-            const Place at = start.later(t);
-            at.write(out, gated(at, in.q, num * heads.read(&inverse[(b * tokens + t) * padded])));
-          });
+        weights.mix(maps.data(), half.data());
+        for (int64_t t = 0; t < tokens; ++t) {
+          const Place at = start.later(t);
+          at.write(out, gated(at, in.q, maps[t] * heads.read(&inverse[(b * tokens + t) * padded])));
+        }
       });
   }
   region.finish();
@@ -250,11 +337,20 @@ struct Shared {
 
 class Backward {
  public:
-  Backward(const Inputs &inputs, const Stream &grad, const Stream &y, const Stream &den, const Stream &dq, const Stream &dk,
-           const Stream &dv, int64_t parts, bool need_bias)
-      : in(inputs), s(inputs.s), grad(grad), y(y), den(den), dq(dq), dk(dk), dv(dv), parts(parts), need_bias(need_bias) {
+  Backward(const Inputs &inputs, const Stream &grad, const Stream &y, const Stream &den, const Stream &dq,
+           const Stream &dk, const Stream &dv, int64_t parts, bool need_bias)
+      : in(inputs),
+        s(inputs.s),
+        grad(grad),
+        y(y),
+        den(den),
+        dq(dq),
+        dk(dk),
+        dv(dv),
+        parts(parts),
+        need_bias(need_bias) {
     const int64_t padded = s.padded_heads();
-    shared.keys.resize(s.batch * s.tokens() * padded);
+    shared.keys.resize(s.batch * s.tokens() * padded + LANES);
     shared.d_keys.resize(shared.keys.size());
     shared.targets.resize(s.batch * s.tokens() * s.padded_channels());
     shared.d_rows.resize(need_bias ? parts * (2 * s.height - 1) * padded : 0);
@@ -270,14 +366,16 @@ class Backward {
       std::vector<float> inverse;
       region.run([&] {
         for (auto &x : maps) x.resize(s.tokens());
-        inverse.resize(s.padded_heads());
+        inverse.resize(s.padded_heads() + LANES);
       });
 #pragma omp for collapse(2)
       for (int64_t b = 0; b < s.batch; ++b)
-        for (int64_t t = 0; t < s.tokens(); ++t) region.run([&] { good = good && spread(b, t, least, inverse.data()); });
+        for (int64_t t = 0; t < s.tokens(); ++t)
+          region.run([&] { good = good && spread(b, t, least, inverse.data()); });
 #pragma omp for collapse(2)
       for (int64_t part = 0; part < parts; ++part)
-        for (int64_t block = 0; block < s.head_blocks(); ++block) region.run([&] { mix_keys(part, block * LANES, maps); });
+        for (int64_t block = 0; block < s.head_blocks(); ++block)
+          region.run([&] { mix_keys(part, block * LANES, maps); });
 #pragma omp for collapse(2)
       for (int64_t part = 0; part < parts; ++part)
         for (int64_t unit = 0; unit < s.units(); ++unit) region.run([&] { mix_values(part, unit * s.unit(), maps); });
@@ -287,7 +385,8 @@ class Backward {
   }
 
   // Of a bias (h, 2s - 1), from that of its table and the table.
-  void write_bias_grad(const std::vector<float> &d_table, const std::vector<float> &table, const Bias &bias, float *out) const {
+  void write_bias_grad(const std::vector<float> &d_table, const std::vector<float> &table, const Bias &bias,
+                       float *out) const {
     const int64_t padded = s.padded_heads(), rows = 2 * bias.length - 1;
     for (int64_t head = 0; head < s.heads; ++head)
       for (int64_t i = 0; i < 2 * bias.reach - 1; ++i) {
@@ -327,7 +426,7 @@ class Backward {
   // What the sequences of a part and a block of heads get through the denominators.
   void mix_keys(int64_t part, int64_t first, std::vector<Vec> *maps) {
     Vec *e = maps[0].data(), *target = maps[1].data(), *d_key = maps[4].data();
-    const Weights weights(s, Heads(first, 1, s.heads), in.rows, in.columns);
+    const Weights weights(s, Heads(first, 1, s.heads), in.tables);
     TableGrads grads(*this);
     for (int64_t b = part * s.batch / parts; b < (part + 1) * s.batch / parts; ++b) {
       exponentials(s, in.k, in.mask, b, first, e);
@@ -348,7 +447,7 @@ class Backward {
     const int64_t last_head = std::min(s.heads, first_head + s.unit());
     for (int64_t first = first_head * s.each(); first < last_head * s.each(); first += LANES) {
       const Heads heads(first, s.each(), s.heads);
-      const Weights weights(s, heads, in.rows, in.columns);
+      const Weights weights(s, heads, in.tables);
       TableGrads grads(*this);
       for (int64_t b = part * s.batch / parts; b < (part + 1) * s.batch / parts; ++b)
         mix_block(b, first, heads, weights, grads, maps);
@@ -408,16 +507,12 @@ class Backward {
   // d_source = W^T target, and the gradients of the tables at `source`.
   void transpose(const Weights &weights, const Vec *target, const Vec *source, Vec *half, Vec *mixed, Vec *d_source,
                  TableGrads &grads) const {
-    for (int64_t y = 0; y < s.height; ++y)
-      weights.along_rows(target, weights.turned_rows, y, [&](int64_t t, Vec sum) { half[t] = sum; });
-    for (int64_t y = 0; y < s.height; ++y) {
-      const int64_t row = y * s.width;
-      weights.along_columns(half + row, weights.turned_columns, d_source + row);
-      if (need_bias) weights.along_columns(source + row, weights.columns, mixed + row);
-    }
+    weights.rows.mix(target, weights.rows.turned, half);
+    weights.columns.mix(half, weights.columns.turned, d_source);
     if (!need_bias) return;
-    add_table_grad(half, source, s.width, 1, s.height, s.width, grads.columns.data());
-    add_table_grad(target, mixed, s.height, s.width, s.width, 1, grads.rows.data());
+    weights.columns.mix(source, weights.columns.table, mixed);
+    weights.columns.add_table_grad(half, source, grads.columns.data());
+    weights.rows.add_table_grad(target, mixed, grads.rows.data());
   }
 
   const Inputs &in;
@@ -437,7 +532,12 @@ struct Call {
       : s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]},
         row_bias{rows, s.heads, sizes[5], s.height},
         column_bias{columns, s.heads, sizes[6], s.width},
-        in{s, q, k, v, {mask, s.tokens()}, row_bias.weigh(s.padded_heads()), column_bias.weigh(s.padded_heads())} {}
+        in{s,
+           q,
+           k,
+           v,
+           {mask, s.tokens()},
+           {row_bias.weigh(s.padded_heads()), column_bias.weigh(s.padded_heads()), sizes[5], sizes[6]}} {}
 };
 
 }  // namespace
@@ -447,8 +547,8 @@ extern "C" {
 // y and, unless den has no data, the denominators, at the references of keys and biases. `sizes` are B, H, W, D, h, and
 // the s of the biases (h, 2s - 1). q and mask may be null. Returns 0 where a denominator has lost digits: the result is
 // to be thrown away.
-int aft_axial_forward(const int64_t *sizes, const float *row_bias, const float *column_bias, Stream q, Stream k, Stream v,
-                      const bool *mask, Stream out, Stream den, float least, int threads) {
+int aft_axial_forward(const int64_t *sizes, const float *row_bias, const float *column_bias, Stream q, Stream k,
+                      Stream v, const bool *mask, Stream out, Stream den, float least, int threads) {
   return guarded([&] {
     const Call call(sizes, row_bias, column_bias, q, k, v, mask);
     return forward(call.in, out, den, least, threads);
@@ -466,8 +566,8 @@ int aft_axial_backward(const int64_t *sizes, const float *row_bias, const float 
     Backward backward(call.in, grad, y, den, dq, dk, dv, parts, d_row_bias);
     const int good = backward.run(least, threads);
     if (d_row_bias) {
-      backward.write_bias_grad(backward.shared.d_rows, call.in.rows, call.row_bias, d_row_bias);
-      backward.write_bias_grad(backward.shared.d_columns, call.in.columns, call.column_bias, d_column_bias);
+      backward.write_bias_grad(backward.shared.d_rows, call.in.tables.rows, call.row_bias, d_row_bias);
+      backward.write_bias_grad(backward.shared.d_columns, call.in.tables.columns, call.column_bias, d_column_bias);
     }
     return good;
   });
