@@ -179,7 +179,7 @@ def aft_axial(
         column_bias: (h, 2b - 1), likewise along columns.
         grid: (H, W), in tokens.
         mask: (B, H * W) bool, True where a source counts; a target with no source gives 0.
-        backend: 'auto', 'eager', or 'cpp': the compiled kernel for a CPU.
+        backend: 'auto', 'eager', 'cpp', 'triton' or 'aten'.
 
     Returns:
         (B, H * W, D) in q's dtype. Memory is O(B * T * D + h * (H * H + W * W)).
@@ -188,7 +188,7 @@ def aft_axial(
         ValueError: shapes do not match, a bias has an even width, h does not divide D, H * W is not the number of
             tokens, mask is not a bool (B, H * W), or the backend is unknown.
     """
-    if not torch.jit.is_scripting() and backend == 'aten':
-        return ATEN['aft_axial'](q, k, v, row_bias, column_bias, grid, mask)
+    if not torch.jit.is_scripting():
+        return OPERATORS['aft_axial'](q, k, v, row_bias, column_bias, grid, mask, backend)
     k, sizes = fix_grid(k, grid)
     return torch.ops.aft_vision.aft_axial(q, k, v, row_bias, column_bias, sizes, mask, keeps_sums(), backend)[0]

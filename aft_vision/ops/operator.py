@@ -400,7 +400,7 @@ class _Operator:
         form, backend = (ctx.how, ctx.how.backend) if isinstance(ctx.how, _Form) else (None, ctx.how)
         if self.empty_saved is not None and not saved.numel() and y.numel():  # captured while gradients were off
             _, saved = self.forward_operator(*inputs, True, backend)
-        need_bias = self.bias is not None and ctx.needs_input_grad[self.places[3]]
+        need_bias = any(ctx.needs_input_grad[place] for place in self.places[3:])
         if form is None or torch.is_grad_enabled() or is_watched((grad, y, saved, *inputs)):
             results = self.backward_operator(grad, y, saved, *inputs, need_bias, backend)
         else:

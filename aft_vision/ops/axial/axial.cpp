@@ -523,44 +523,57 @@ class Backward {
 };
 
 // Sizes as Python gives them: B, H, W, D, h, and the s of both biases.
+// The inputs of a call, as Python packs them: s of the biases (h, 2s - 1), and q and mask, which may be null.
+struct Packed {
+  int64_t batch, height, width, channels, heads, row_reach, column_reach;
+  const float *row_bias, *column_bias;
+  Stream q, k, v;
+  const bool *mask;
+};
+
+struct ForwardCall {
+  Packed packed;
+  Stream out, den;
+};
+
+struct BackwardCall {
+  Packed packed;
+  Stream grad, y, den, dq, dk, dv;
+  float *d_row_bias, *d_column_bias;
+};
+
 struct Call {
   Shape s;
   Bias row_bias, column_bias;
   Inputs in;
 
-  Call(const int64_t *sizes, const float *rows, const float *columns, Stream q, Stream k, Stream v, const bool *mask)
-      : s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]},
-        row_bias{rows, s.heads, sizes[5], s.height},
-        column_bias{columns, s.heads, sizes[6], s.width},
+  explicit Call(const Packed &p)
+      : s{p.batch, p.height, p.width, p.channels, p.heads},
+        row_bias{p.row_bias, s.heads, p.row_reach, s.height},
+        column_bias{p.column_bias, s.heads, p.column_reach, s.width},
         in{s,
-           q,
-           k,
-           v,
-           {mask, s.tokens()},
-           {row_bias.weigh(s.padded_heads()), column_bias.weigh(s.padded_heads()), sizes[5], sizes[6]}} {}
+           p.q,
+           p.k,
+           p.v,
+           {p.mask, s.tokens()},
+           {row_bias.weigh(s.padded_heads()), column_bias.weigh(s.padded_heads()), p.row_reach, p.column_reach}} {}
 };
 
 }  // namespace
 
 extern "C" {
 
-// y and, unless den has no data, the denominators, at the references of keys and biases. `sizes` are B, H, W, D, h, and
-// the s of the biases (h, 2s - 1). q and mask may be null. Returns 0 where a denominator has lost digits: the result is
-// to be thrown away.
-int aft_axial_forward(const int64_t *sizes, const float *row_bias, const float *column_bias, Stream q, Stream k,
-                      Stream v, const bool *mask, Stream out, Stream den, float least, int threads) {
-  return guarded([&] {
-    const Call call(sizes, row_bias, column_bias, q, k, v, mask);
-    return forward(call.in, out, den, least, threads);
-  });
+// y and, unless den has no data, the denominators, at the references of keys and biases. Returns 0 where a denominator
+// has lost digits: the result is to be thrown away.
+int aft_axial_forward(const ForwardCall *packed, float least, int threads) {
+  return guarded([&] { return forward(Call(packed->packed).in, packed->out, packed->den, least, threads); });
 }
 
 // Gradients of q, k, v and, unless they are null, of both biases. Returns 0 as the forward does.
-int aft_axial_backward(const int64_t *sizes, const float *row_bias, const float *column_bias, Stream grad, Stream y,
-                       Stream den, Stream q, Stream k, Stream v, const bool *mask, Stream dq, Stream dk, Stream dv,
-                       float *d_row_bias, float *d_column_bias, float least, int threads) {
+int aft_axial_backward(const BackwardCall *packed, float least, int threads) {
   return guarded([&] {
-    const Call call(sizes, row_bias, column_bias, q, k, v, mask);
+    const auto &[inputs, grad, y, den, dq, dk, dv, d_row_bias, d_column_bias] = *packed;
+    const Call call(inputs);
     // So many that threads end together.
     const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(call.s.batch, (4 * threads - 1) / call.s.units() + 1));
     Backward backward(call.in, grad, y, den, dq, dk, dv, parts, d_row_bias);

@@ -1,9 +1,7 @@
 """AFT-axial on a CPU: `axial.cpp`, with sums in float32.
 
-A call with a denominator that underflows is done again by the torch form, which repairs it.
+A call with a denominator that underflows is repeated by the torch form, which repairs it.
 """
-
-import ctypes
 
 import torch
 from torch import Tensor
@@ -14,36 +12,26 @@ from aft_vision.ops.common.build import compiled
 from aft_vision.ops.common.numerics import empty_denominator, empty_output
 from aft_vision.ops.common.product import LEAST
 from aft_vision.ops.common.tensors import (
+    address,
     cast,
-    narrow_neighbours,
+    floats,
+    narrow_like,
     narrow_output,
-    number,
-    numbers,
-    pointer,
+    pack,
     profiled,
     room,
     stream,
 )
 
 
-def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor]:
+def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor | None]:
     """Return y and the denominators."""
-    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
-    out, den = empty_output(q, v), empty_denominator(k, v, save)
-    y = narrow_output(out)
-    tensors, mask = [narrow_neighbours(x) for x in (q, k, v)], None if mask is None else mask.contiguous()
-    biases = _biases(inputs)
+    q, k, v = inputs[:3]
+    out, den = empty_output(q, v), empty_denominator(k, v, save) if save else None
+    y, held = narrow_output(out), list[Tensor]()
+    fields = *_call(inputs, held), *stream(y, held), *stream(den, held)
     with profiled('aft_vision::axial_forward'):
-        good = compiled().aft_axial_forward(
-            _sizes(inputs),
-            *map(pointer, biases),
-            *map(stream, tensors),
-            pointer(mask),
-            stream(y),
-            stream(den if save else None),
-            number(LEAST),
-            torch.get_num_threads(),
-        )
+        good = compiled().aft_axial_forward(pack(*fields), LEAST, torch.get_num_threads())
     if not good:
         return eager.axial_forward(inputs, save)
     return out if y is out else out.copy_(y), den
@@ -53,34 +41,26 @@ def axial_backward(
     grad: Tensor, y: Tensor, den: Tensor, inputs: AxialInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and both biases."""
-    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
-    tensors = [narrow_neighbours(x) for x in (grad, y, den, q, k, v)]
-    mask = None if mask is None else mask.contiguous()
-    dq, dk, dv = (None if x is None else narrow_output(x.new_empty(x.shape)) for x in (q, k, v))
-    biases = _biases(inputs)
+    q, k, v, *biases = inputs[:5]
+    dq, dk, dv = narrow_like(q), narrow_like(k), narrow_like(v)
     d_biases = [room(x.shape) if need_bias else None for x in biases]
+    held: list[Tensor] = []
+    fields = _call(inputs, held)
+    for x in (grad, y, den, dq, dk, dv):
+        fields += stream(x, held)
+    fields += address(d_biases[0], held), address(d_biases[1], held)
     with profiled('aft_vision::axial_backward'):
-        good = compiled().aft_axial_backward(
-            _sizes(inputs),
-            *map(pointer, biases),
-            *map(stream, tensors),
-            pointer(mask),
-            *map(stream, (dq, dk, dv)),
-            *map(pointer, d_biases),
-            number(LEAST),
-            torch.get_num_threads(),
-        )
+        good = compiled().aft_axial_backward(pack(*fields), LEAST, torch.get_num_threads())
     if not good:
         return eager.axial_backward(grad, y, den, inputs, need_bias)
-    found = cast((dq, dk, dv, *d_biases), (q, k, v, inputs.row_bias, inputs.column_bias), k)
+    found = cast((dq, dk, dv, *d_biases), (q, k, v, *biases), k)
     return found[0], found[1], found[2], found[3], found[4]
 
 
-def _biases(inputs: AxialInputs) -> list[Tensor]:
-    return [x.float().contiguous() for x in (inputs.row_bias, inputs.column_bias)]
-
-
-def _sizes(inputs: AxialInputs) -> ctypes.Array[ctypes.c_int64]:
-    # B, H, W, D, h, and the s of both biases.
-    v, reaches = inputs.v, [(x.shape[1] + 1) // 2 for x in (inputs.row_bias, inputs.column_bias)]
-    return numbers((len(v), *inputs.grid, v.shape[2], inputs.k.shape[2], *reaches))
+def _call(inputs: AxialInputs, held: list[Tensor]) -> tuple[int, ...]:
+    # The fields of `Packed` in C++; `held` gets the tensors that must outlive the call.
+    q, k, v, row_bias, column_bias, grid, mask = inputs
+    reaches = (row_bias.shape[1] + 1) // 2, (column_bias.shape[1] + 1) // 2
+    sizes = len(v), *grid, v.shape[2], k.shape[2], *reaches
+    streams = *stream(q, held), *stream(k, held), *stream(v, held)
+    return *sizes, floats(row_bias, held), floats(column_bias, held), *streams, address(mask, held)
