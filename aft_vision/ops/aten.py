@@ -88,14 +88,17 @@ def mix_conv(
     mask: Tensor | None = None,
 ) -> Tensor:
     """`aft_conv` from its weights: taps (h, s, s) of the convolution, outside (h,) of the global sum."""
-    heads, size = taps.shape[0], taps.shape[1]
-    x = _weighted(k, v, heads, mask)  # (B, T, h, c + 1)
-    channels = x.shape[3]
-    maps = x.flatten(2).transpose(1, 2).unflatten(2, (grid[0], grid[1]))  # (B, h (c + 1), H, W)
-    taps = taps.to(x.dtype).repeat_interleave(channels, dim=0).unsqueeze(1)
-    y = F.conv2d(maps, taps, padding=size // 2, groups=heads * channels)
-    y = y.flatten(2).transpose(1, 2).unflatten(2, (heads, channels))
-    return _mixed(q, v, y + outside.to(x.dtype).view(heads, 1) * x.sum(1, keepdim=True))
+    heads = len(taps)
+    ek = _shifted_exp(k, mask).transpose(1, 2)  # (B, h, T)
+    weighted = ek.unsqueeze(2) * masked_values(v, mask).transpose(1, 2).unflatten(1, (heads, -1))  # (B, h, c, T)
+    taps, outside = taps.to(ek.dtype).unsqueeze(1), outside.to(ek.dtype).view(heads, 1)
+
+    # Two convolutions, with one map an output, need no transpose between them and are what runtimes are fast at.
+    channels = weighted.shape[2]
+    num = _convolve(weighted.flatten(1, 2), taps.repeat_interleave(channels, dim=0), grid)
+    num = num.unflatten(1, (heads, channels)) + outside.unsqueeze(2) * weighted.sum(3, keepdim=True)
+    den = _convolve(ek, taps, grid) + outside * ek.sum(2, keepdim=True)
+    return _gated(q, v, _ratio(num, den.unsqueeze(2)).flatten(1, 2).transpose(1, 2))
 
 
 def aft_conv_matmul(
@@ -228,6 +231,12 @@ def _weighted(k: Tensor, v: Tensor, heads: int, mask: Tensor | None) -> Tensor:
     # e^k v and e^k of each head, (B, T, h, c + 1).
     ek = _shifted_exp(k, mask).unsqueeze(-1)
     return torch.cat([ek * masked_values(v, mask).unflatten(2, (heads, -1)), ek], -1)
+
+
+def _convolve(x: Tensor, taps: Tensor, grid: tuple[int, int]) -> Tensor:
+    # Each map of x (B, n, T) with its own taps (n, 1, s, s).
+    maps = x.unflatten(2, (grid[0], grid[1]))
+    return F.conv2d(maps, taps, padding=taps.shape[-1] // 2, groups=len(taps)).flatten(2)
 
 
 def _mixed(q: Tensor | None, v: Tensor, y: Tensor) -> Tensor:
