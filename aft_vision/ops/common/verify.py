@@ -205,6 +205,8 @@ def _attempts(results: Results, entry: str) -> int:
 def verify(name: str, types: Types, device: torch.device, *shapes: Shape) -> str | None:
     """Compare the kernels of an operator with its torch form; record and return the failure or None.
 
+    Others may use the record meanwhile, and several processes may compare different operators.
+
     Args:
         types: types of q, k, v and the bias, or one for all.
         shapes: SMALL by default.
@@ -212,35 +214,45 @@ def verify(name: str, types: Types, device: torch.device, *shapes: Shape) -> str
     Raises:
         OSError: the record cannot be written.
     """
-    with _locked(device):
-        return _verify(name, types, device, *shapes)
+    return _verify(name, types, device, *shapes, lock=_locked)
 
 
-def _verify(name: str, types: Types, device: torch.device, *shapes: Shape) -> str | None:
-    before, entry = read_record(device), _entry(name, types)
-    # A fault of the device may end the process.
-    _write_record(device, before | {entry: {'attempts': _attempts(before, entry) + 1}})
+def _verify(
+    name: str, types: Types, device: torch.device, *shapes: Shape, lock: Callable[..., Any] = contextlib.nullcontext
+) -> str | None:
+    entry = _entry(name, types)
+    with lock(device):
+        before = read_record(device)
+        # A fault on a device may end the process.
+        _write_record(device, before | {entry: {'attempts': _attempts(before, entry) + 1}})
+    found = {entry: before[entry]} if entry in before else {}
     try:
-        reason = find_failure(name, types, device, *shapes)
-    except BaseException:
-        _write_record(device, before)
-        raise
-    _write_record(device, before | {entry: reason})
-    return reason
+        found = {entry: find_failure(name, types, device, *shapes)}
+        return found[entry]
+    finally:
+        with lock(device):
+            others = {key: value for key, value in read_record(device).items() if key != entry}
+            _write_record(device, others | found)
 
 
-def find_failure(name: str, types: Types, device: torch.device, *shapes: Shape) -> str | None:
+def find_failure(
+    name: str, types: Types, device: torch.device, *shapes: Shape, choices: int | None = None
+) -> str | None:
     """Return how the kernels of an operator fail or disagree with its torch form in float64, in one line, or None.
 
-    Every tile size of the tuner is compared, on normal inputs and on inputs that underflow.
+    Each of the sizes of tiles that a tuner chooses from is compared, on ordinary inputs and on such as underflow.
+
+    Args:
+        types, shapes: as of `verify`.
+        choices: how many sizes of tiles; None is all.
     """
     try:
         kernels = _Kernels(name)
         for shape in shapes or (SMALL,):
             for spread in (1.0, WIDE):
-                inputs = _inputs(name, shape, spread, types, device)
+                inputs = draw_inputs(name, shape, types, device, spread)
                 wanted = _run(OPERATORS[name], inputs._make(map(_double, inputs)))
-                for choice in range(Tuner.most):
+                for choice in range(Tuner.most if choices is None else choices):
                     with Tuner.choosing(choice):
                         found = _run(kernels, inputs)
                     _check(found, wanted, types, spread)
@@ -268,7 +280,8 @@ class _Kernels:
         self.backward = getattr(kernels, f'{name}_backward')
 
 
-def _inputs(name: str, shape: Shape, spread: float, types: Types, device: torch.device) -> Any:
+def draw_inputs(name: str, shape: Shape, types: Types, device: torch.device, spread: float = 1.0) -> Any:
+    """Return the NamedTuple of the inputs of an operator: random, with a mask; `spread` scales keys and biases."""
     T = _tokens(shape)
     mask = torch.arange(T) % 7 != 3
     width = shape.D // shape.channels if name in ('conv', 'onehot') else shape.D

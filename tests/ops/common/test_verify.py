@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -152,6 +153,24 @@ def test_of_several_processes_one_compares_and_the_others_wait(
         found = list(pool.map(lambda _: verify._decide('simple', (torch.float32,), inputs[0].device), range(3)))
     assert found == ['wrong'] * 3
     assert len(compared) == 1
+
+
+def test_processes_that_compare_different_operators_keep_the_results_of_each_other(
+    verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    device, both = inputs[0].device, threading.Barrier(2, timeout=10)
+    verify._write_record(device, {'conv float32': None})
+
+    def compare(name: str, *_: object) -> str:
+        # Both are at it.
+        both.wait()
+        return f'{name} is wrong'
+
+    monkeypatch.setattr(verify, 'find_failure', compare)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda name: verify.verify(name, (torch.float32,), device), ('full', 'simple')))
+    wrong = {f'{name} float32': f'{name} is wrong' for name in ('full', 'simple')}
+    assert verify.read_record(device) == {'conv float32': None, **wrong}
 
 
 def stop_once(verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
