@@ -43,6 +43,7 @@ TRITON_MODULES = tuple(
             'common.trial_kernel',
             'common.tuner',
             'common.verify',
+            'common.targets',
         ),
     )
 )

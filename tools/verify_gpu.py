@@ -1,22 +1,33 @@
 """Compare the Triton kernels with the torch forms on the GPU, in value and in every gradient, and record the result.
 
 python -m tools.verify_gpu
-python -m tools.verify_gpu --operators conv full --dtypes bfloat16
+python -m tools.verify_gpu --operators conv full --dtypes bfloat16 --thorough --json FILE
+python -m tools.verify_gpu --compile 8.0 9.0 12.0
 
 Each operator is compared with its torch form in float64, at a small odd shape and at the shapes of models, in each type
 (half types also with the float32 bias of autocast), with each tile size of its tuner, on normal inputs and on keys and
 biases that underflow. Without a record for the kind of device, the first use of an operator makes only the small
 comparison. This command makes all of them in advance and replaces the record. A kernel that disagrees is not used.
 
+--thorough adds further shapes (one sequence, odd sizes, long sequences), and checks that a second call gives the same
+bits, and so do a captured CUDA graph and torch.compile(fullgraph=True); of these nothing is recorded.
+--compile only compiles, at the shapes of models, for GPUs of these compute capabilities; it needs no GPU.
+--dry-run does all but graphs on tiny shapes on a CPU, in Triton's interpreter; it needs TRITON_INTERPRET=1.
+
 The exit status is 0 if all agree, 1 if any does not, and 2 after an error, such as no GPU that Triton supports.
 """
 
 import argparse
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from tools.arguments import DTYPES, CommandParser
 
 OPERATORS = ('full', 'simple', 'conv', 'onehot', 'local_causal', 'simple_causal')
+CAPABILITIES = ('8.0', '8.6', '8.9', '9.0', '10.0', '12.0')
 # (B, grid, D, channels of a head, window) of vision models, and of text.
 IMAGE, TEXT = (8, (14, 14), 384), (2, (1, 3072), 256)
 SHAPES = {
@@ -27,7 +38,18 @@ SHAPES = {
     'local_causal': [(*TEXT, 1, 32), (*TEXT, 1, 256)],
     'simple_causal': [(*TEXT, 1, 1)],
 }
-# Operators with a position bias.
+# One sequence, sizes that nothing divides, and long sequences.
+FURTHER = {
+    'full': [(1, (1, 197), 192, 1, 1), (3, (1, 131), 50, 1, 1), (2, (1, 2048), 64, 1, 1)],
+    'simple': [(1, (14, 14), 192, 1, 1), (3, (9, 15), 50, 1, 1), (2, (128, 256), 64, 1, 1)],
+    'conv': [(1, (14, 14), 192, 1, 11), (3, (9, 15), 50, 5, 7), (2, (48, 64), 32, 1, 11)],
+    'onehot': [(1, (14, 14), 192, 1, 11), (3, (9, 15), 50, 5, 7), (2, (48, 64), 32, 1, 11)],
+    'local_causal': [(1, (1, 1024), 256, 1, 32), (3, (1, 333), 50, 1, 77), (2, (1, 16384), 64, 1, 256)],
+    'simple_causal': [(1, (1, 1024), 256, 1, 1), (3, (1, 333), 50, 1, 1), (2, (1, 65536), 64, 1, 1)],
+}
+# Those of a dry run.
+TINY = [(1, (2, 3), 2, 1, 3)]
+# Those with a position bias.
 BIASED = ('full', 'conv', 'onehot', 'local_causal')
 
 
@@ -35,9 +57,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
     parser.add_argument('--operators', nargs='+', choices=OPERATORS, default=[*OPERATORS], help='(default: all)')
-    parser.add_argument(
-        '--dtypes', nargs='+', choices=DTYPES, default=[*DTYPES], help='types of q, k and v (default: all)'
-    )
+    parser.add_argument('--dtypes', nargs='+', choices=DTYPES, default=[*DTYPES], help='of q, k and v (default: all)')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='write what was found after each check')
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument('--thorough', action='store_true', help='further shapes, repetition, graphs and compilation')
+    kind.add_argument('--compile', nargs='+', choices=CAPABILITIES, metavar='CAPABILITY', help='; '.join(CAPABILITIES))
+    parser.add_argument('--choices', type=int, metavar='N', help='sizes of tiles that --compile takes (default: all)')
+    parser.add_argument('--dry-run', action='store_true', help="tiny shapes on a CPU, in Triton's interpreter")
     return parser.parse_args(argv)
 
 
@@ -46,38 +72,158 @@ if __name__ == '__main__':
     parse_args()
 
 import torch
+from torch import Tensor
 
+from aft_vision import ops
 from aft_vision.commandline import run_command
+
+# Of a step.
+PARTS = ('y', 'dq', 'dk', 'dv', 'dbias')
+# The check whose failure is recorded.
+FLOAT64 = 'float64'
+# The failure of a check in one line, or None.
+Check = Callable[[], str | None]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a line for each operator and type.
+    """Print a line for each operator, type and check.
 
     Raises:
         ValueError: no kernel can run here.
         SystemExit: a kernel does not agree; the code is 1.
     """
     args = parse_args(argv)
-    reason = find_obstacle()
+    device = torch.device('cpu' if args.dry_run or args.compile else 'cuda')
+    reason = None if args.compile else find_obstacle(device)
     if reason is not None:
         raise ValueError(f'nothing was verified: {reason}')
     from aft_vision.ops.common import verify
 
-    device = torch.device('cuda', torch.cuda.current_device())
-    failures = 0
+    if device.type == 'cuda':
+        device = torch.device('cuda', torch.cuda.current_device())
+    rows: list[dict[str, Any]] = []
     for name in args.operators:
-        shapes = [verify.Shape(*shape) for shape in SHAPES[name]]
         for dtype in args.dtypes:
             for bias in find_bias_types(name, dtype):
-                types = [getattr(torch, x) for x in (dtype, dtype, dtype, bias)]
-                # One type for all if they are equal.
-                found = verify.verify(name, tuple(types if bias != dtype else types[:1]), device, verify.SMALL, *shapes)
-                failures += found is not None
                 label = dtype if bias == dtype else f'{dtype}, {bias} bias'
-                print(f'{name:14} {label:23} {"agrees" if found is None else f"not used: {found}"}', flush=True)
-    print(f'recorded for {verify.device_name(device)} in {verify.record_path(device)}')
-    if failures:
+                checks = compilations if args.compile else comparisons
+                for what, check in checks(name, find_types(dtype, bias), device, args).items():
+                    rows.append({'operator': name, 'type': label, 'check': what, **run_check(check)})
+                    show(rows, args.json)
+    if not args.compile:
+        print(f'recorded for {verify.device_name(device)} in {verify.record_path(device)}')
+    if any(row['failure'] for row in rows):
         raise SystemExit(1)
+
+
+def comparisons(
+    name: str, types: tuple[torch.dtype, ...], device: torch.device, args: argparse.Namespace
+) -> dict[str, Check]:
+    """Return the checks that run an operator, by name."""
+    from aft_vision.ops.common import verify
+
+    shapes, further = ([verify.Shape(*x) for x in (TINY if args.dry_run else all_[name])] for all_ in (SHAPES, FURTHER))
+    compared = shapes if args.dry_run else [verify.SMALL, *shapes]
+    found: dict[str, Check] = {FLOAT64: lambda: verify.verify(name, types, device, *compared)}
+    if not args.thorough:
+        return found
+
+    function = getattr(ops, f'aft_{name}')
+
+    def repeat(again: Callable[[Callable[..., Tensor], list[Any]], list[Tensor]]) -> str | None:
+        inputs = verify.draw_inputs(name, shapes[0], types, device)
+        leaves = [_leaf(x) for x in inputs]
+
+        def operate(*values: Any) -> Tensor:
+            return function(**dict(zip(inputs._fields, values, strict=True)), backend='triton')
+
+        pairs = zip(PARTS, step(operate, leaves), again(operate, leaves), strict=False)
+        changed = [part for part, x, other in pairs if not torch.equal(x, other)]
+        return f'other bits in {", ".join(changed)}' if changed else None
+
+    found |= {
+        'further shapes': lambda: verify.find_failure(name, types, device, *further, choices=1),
+        'a second call': lambda: repeat(step),
+        'torch.compile': lambda: repeat(lambda operate, leaves: step(compiled(operate, device), leaves)),
+    }
+    return found | ({'CUDA graph': lambda: repeat(replay)} if device.type == 'cuda' else {})
+
+
+def step(operate: Callable[..., Tensor], leaves: list[Any]) -> list[Tensor]:
+    """Return the result of an operator, and the gradients of what it has gradients of."""
+    y = operate(*leaves)
+    wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y, wanted, torch.ones_like(y))]
+
+
+def replay(operate: Callable[..., Tensor], leaves: list[Any]) -> list[Tensor]:
+    """Return the same from a CUDA graph, whose results are overwritten before it is replayed."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(operate, leaves)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(operate, leaves)
+    for x in found:
+        x.fill_(float('nan'))
+    graph.replay()
+    torch.cuda.synchronize()
+    return found
+
+
+def compiled(operate: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
+    """Return the operator under torch.compile, whole; on a CPU without generated code, which takes a compiler."""
+    torch.compiler.reset()
+    return torch.compile(
+        operate, fullgraph=True, dynamic=False, backend='inductor' if device.type == 'cuda' else 'aot_eager'
+    )
+
+
+def compilations(
+    name: str, types: tuple[torch.dtype, ...], device: torch.device, args: argparse.Namespace
+) -> dict[str, Check]:
+    """Return the checks that compile an operator for each capability, by name."""
+    from aft_vision.ops.common import targets, verify
+
+    shapes = [verify.Shape(*shape) for shape in SHAPES[name]]
+
+    def check(capability: str) -> str | None:
+        found = targets.compile_kernels(name, types, capability, *shapes, choices=args.choices)
+        print(f'{found.binaries} binaries of {len(found.kernels)} kernels, {found.too_large} too large')
+        return found.failure
+
+    return {f'capability {x}': lambda x=x: check(x) for x in args.compile}  # type: ignore[misc]
+
+
+def run_check(check: Check) -> dict[str, Any]:
+    """Return the `failure` of a check, an error too, and its `seconds`."""
+    from aft_vision.ops.common.errors import first_line
+
+    start = time.perf_counter()
+    try:
+        failure = check()
+    # Whatever it is: the other checks are made all the same.
+    except Exception as error:
+        failure = first_line(error)
+    return {'failure': failure, 'seconds': time.perf_counter() - start}
+
+
+def show(rows: list[dict[str, Any]], path: Path | None) -> None:
+    """Print the last row, and write all of them."""
+    row = rows[-1]
+    result = 'compiles' if row['check'].startswith('capability') else 'agrees'
+    if row['failure'] is not None:
+        result = f'{"not used" if row["check"] == FLOAT64 else "fails"}: {row["failure"]}'
+    print(f'{row["operator"]:14} {row["type"]:23} {row["check"]:16} {row["seconds"]:6.1f} s  {result}', flush=True)
+    if path is not None:
+        path.write_text(json.dumps({'rows': rows}, indent=2) + '\n')
+
+
+def find_types(dtype: str, bias: str) -> tuple[torch.dtype, ...]:
+    """Return the types of q, k, v and the bias: one for all if they are the same."""
+    return tuple(getattr(torch, x) for x in ([dtype] if bias == dtype else [dtype] * 3 + [bias]))
 
 
 def find_bias_types(name: str, dtype: str) -> list[str]:
@@ -85,15 +231,21 @@ def find_bias_types(name: str, dtype: str) -> list[str]:
     return [dtype, 'float32'] if name in BIASED and dtype != 'float32' else [dtype]
 
 
-def find_obstacle() -> str | None:
+def find_obstacle(device: torch.device) -> str | None:
     """Return why no kernel can run here, or None."""
     from aft_vision.ops.common import launch
 
+    if device.type == 'cpu':
+        return None if launch.supports(device) else 'expected Triton (pip install triton) and TRITON_INTERPRET=1'
     if not torch.cuda.is_available():
         return 'there is no GPU that torch can use'
     if not launch.supports(torch.device('cuda', torch.cuda.current_device())):
         return f'expected Triton (pip install triton) and a GPU of capability {launch.CAPABILITY} or later'
     return launch.failure(torch.device('cuda', torch.cuda.current_device()))
+
+
+def _leaf(x: Any) -> Any:
+    return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 if __name__ == '__main__':
