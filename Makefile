@@ -11,6 +11,8 @@ JOBS ?= 2
 # How long `make fuzz` runs, and for what: make fuzz SECONDS=60 FUZZ_ARGS='--operator aft_full --backend cpp'
 SECONDS ?= 600
 FUZZ_ARGS ?=
+# What `make gpu` gets: make gpu GPU_ARGS='--data imagenette.tar --pieces a b'
+GPU_ARGS ?=
 # make package EMPTY=1 downloads every dependency of the wheel, of which PyTorch alone is gigabytes
 EMPTY ?=
 
@@ -19,7 +21,7 @@ FFCV_LIBRARIES := libopencv-dev libturbojpeg0-dev pkg-config
 FFCV_STAMP := $(VENV)/.ffcv
 SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: install ffcv test sanitize fuzz lint timm-suite demo docs package clean
+.PHONY: install ffcv test sanitize fuzz lint gpu timm-suite demo docs package clean
 
 install: $(STAMP)
 
@@ -55,6 +57,10 @@ lint: $(STAMP)
 # Drawn inputs of every operator and backend, against float64
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --seconds $(SECONDS) $(FUZZ_ARGS)
+
+# All that is open on a GPU, in pieces that go on where they were stopped; the report is in build/gpu
+gpu: ffcv
+	$(PY) -m tools.gpu_report $(GPU_ARGS)
 
 # timm's own tests/test_models.py on our models
 timm-suite: $(STAMP)

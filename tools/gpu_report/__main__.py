@@ -1,0 +1,227 @@
+"""Measure all that is open on a GPU, in pieces, and write a report as Markdown and JSON.
+
+python -m tools.gpu_report --out build/gpu --data IMAGENETTE.tar
+python -m tools.gpu_report --out build/gpu --pieces a b.speed
+
+a  every kernel against float64: model, odd and long shapes, one sequence, all types, values and gradients; the same
+   bits again, from a CUDA graph, and under torch.compile (tools.verify_gpu --thorough)
+b  rows 17 and 18 of the goals; FlexAttention and, where it is installed, flash-linear-attention
+c  whole models against DeiT, compiled too: images/s for 1, 64 and 256 images of 224, 384 and 512 px; training
+d  AFT-conv and DeiT trained on --data, a folder or tar file with train/CLASS and val/CLASS, while a piece may last
+e  AFT Tables 7, 2 and 4: speed and memory
+
+A piece is a process with a time limit, so that none stops another; those of `a` run side by side, the others one by
+one. OUT receives report.md and report.json, anew after each piece; NAME.json of each piece with its figures, or a
+part of them if it was stopped; NAME.txt and NAME.err, what it printed. What is done is skipped when the command runs
+again, unless the sources, the machine or its command have changed. What cannot run here, as without a package, is
+open, and says why.
+
+--dry-run makes all of it tiny, on a CPU, with the kernels in Triton's interpreter.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.arguments import CommandParser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = CommandParser(__doc__)
+    add = parser.add_argument
+    add('--out', type=Path, default=Path('build/gpu'), help='folder of the report (default: build/gpu)')
+    add('--pieces', nargs='+', metavar='PIECE', help='groups, or names that --list shows (default: all)')
+    add('--data', metavar='IMAGES', help='to train on, such as a tar file of Imagenette (default: no training)')
+    add('--limit', type=float, default=480.0, metavar='S', help='seconds of a piece (default: 480)')
+    add(
+        '--minutes', type=float, default=float('inf'), metavar='M', help='of all; then the rest is open (default: none)'
+    )
+    add('--jobs', type=int, metavar='N', help='pieces of `a` at a time (default: one per core)')
+    add('--again', action='store_true', help='run what is done too')
+    add('--dry-run', action='store_true', help='tiny, on a CPU')
+    add('--list', action='store_true', help='print the commands, and run nothing')
+    return parser.parse_args(argv)
+
+
+# Before the imports that take seconds: --help and a mistyped option are answered at once.
+if __name__ == '__main__':
+    parse_args()
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from aft_vision.commandline import EXIT_CODE, run_command
+from tools.gpu_report.pieces import make_pieces
+from tools.machine import count_cores, describe_backends, describe_machine
+
+PACKAGES = ('triton', 'fla', 'ffcv', 'omegaconf')
+# What figures depend on.
+SOURCES = [f'{folder}/**/*.{kind}' for folder in ('aft_vision', 'tools', 'train') for kind in ('py', 'cpp', 'h')]
+# They end with 1 when all was measured, and a kernel or a figure is not as it should be.
+VERDICTS = ('tools.verify_gpu', 'tools.benchmark')
+# Seconds that a piece has to end, once it is asked to.
+GRACE = 10
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the chosen pieces, and print a line for each.
+
+    Raises:
+        ValueError: there is no GPU, or no such piece.
+        SystemExit: a piece is not done, or found what is not as it should be; the code is 1.
+    """
+    args = parse_args(argv)
+    commands = make_pieces(args)
+    chosen = choose([*commands], args.pieces)
+    if args.list:
+        print(*(f'{name:24} {" ".join(commands[name])}' for name in chosen), sep='\n')
+        return
+    if not args.dry_run and not torch.cuda.is_available():
+        raise ValueError('nothing was measured: there is no GPU that torch can use; --dry-run needs none')
+    args.out.mkdir(parents=True, exist_ok=True)
+    report = Report(args, commands)
+    with ThreadPoolExecutor(args.jobs or count_cores()) as pool:
+        list(pool.map(report.add, (name for name in chosen if name.startswith('a.'))))
+    for name in (name for name in chosen if not name.startswith('a.')):
+        report.add(name)
+    if any(report.content['pieces'][name]['code'] != 0 for name in chosen):
+        raise SystemExit(1)
+
+
+def choose(pieces: Sequence[str], names: Sequence[str] | None) -> list[str]:
+    """Return the pieces of these names, or of groups whose names begin so.
+
+    Raises:
+        ValueError: there is no such piece.
+    """
+    found = {name: [piece for piece in pieces if f'{piece}.'.startswith(f'{name}.')] for name in names or ()}
+    for name in (name for name, own in found.items() if not own):
+        raise ValueError(f'expected a piece such as a or b.speed, got {name!r}; --list shows all')
+    return [piece for piece in pieces if names is None or any(piece in own for own in found.values())]
+
+
+class Report:
+    """The report, written anew after each piece.
+
+    Args:
+        commands: The words after `python -m` of all pieces, by name.
+    """
+
+    def __init__(self, args: argparse.Namespace, commands: dict[str, list[str]]) -> None:
+        self.args, self.commands, self.end = args, commands, time.monotonic() + 60 * args.minutes
+        device, sources, self._lock = 'cpu' if args.dry_run else 'cuda', hashlib.sha256(), threading.Lock()
+        for path in sorted(path for pattern in SOURCES for path in Path().glob(pattern)):
+            sources.update(str(path).encode() + path.read_bytes())
+        self.key = {'machine': describe_machine(device, 'bfloat16'), 'sources': sources.hexdigest()[:12]}
+        self.content: dict[str, Any] = {
+            **self.key,
+            'backends': describe_backends(device),
+            'commit': read_commit(),
+            'packages': {name: importlib.util.find_spec(name) is not None for name in PACKAGES},
+            'pieces': {name: entry for name in commands if (entry := self.read(name))},
+        }
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Return what a piece has left on this machine with these sources, or nothing."""
+        path = self.args.out / f'{name}.json'
+        entry = json.loads(path.read_text()) if path.exists() else {}
+        return entry if entry.get('key') == self.key else {}
+
+    def add(self, name: str) -> None:
+        """Run a piece unless it is done, and write the report."""
+        entry, words = self.read(name), self.commands[name]
+        if self.args.again or entry.get('status') != 'done' or entry['words'] != words:
+            entry = {'key': self.key, 'words': words, **self.run(name, words)}
+            (self.args.out / f'{name}.json').write_text(json.dumps(entry, indent=2) + '\n')
+        with self._lock:
+            known = self.content['pieces'] | {name: entry}
+            self.content['pieces'] = {each: known[each] for each in self.commands if each in known}
+            (self.args.out / 'report.json').write_text(json.dumps(self.content, indent=2) + '\n')
+            (self.args.out / 'report.md').write_text(format_report(self.content))
+            print(f'{name:24} {entry["seconds"]:6.1f} s  {entry["status"]}  {entry["reason"]}'.rstrip(), flush=True)
+
+    def run(self, name: str, words: list[str]) -> dict[str, Any]:
+        """Run a piece within its limit, and return what came of it."""
+        limit = min(self.args.limit, self.end - time.monotonic())
+        if limit <= 0:
+            return {'status': 'open', 'reason': 'no time was left', 'code': None, 'seconds': 0.0}
+        figures, printed, errors = (self.args.out / f'{name}.{kind}' for kind in ('figures', 'txt', 'err'))
+        figures.unlink(missing_ok=True)
+        # Models on a CPU are not for the interpreter.
+        interprets = self.args.dry_run and name.startswith('a.')
+        more = {'TRITON_INTERPRET': '1', 'TRITON_CACHE_DIR': str(self.args.out / 'triton')} if interprets else {}
+        start = time.monotonic()
+        with printed.open('w') as out, errors.open('w') as err:
+            command = [sys.executable, '-m', *words, '--json', str(figures)]
+            code = run_within(limit, command, stdout=out, stderr=err, env=os.environ | more)
+        found = json.loads(figures.read_text()) if figures.exists() else None
+        is_done = found is not None and (code == 0 or (code == 1 and words[0] in VERDICTS))
+        status = 'done' if is_done else 'open' if code == EXIT_CODE else 'failed' if found is None else 'in part'
+        last = errors.read_text(errors='replace').strip().rpartition('\n')[2]
+        reason = f'stopped after {limit:.0f} s' if code is None else f'exit status {code}: {last}'
+        if is_done:
+            reason = 'not all as it should be' if code else ''
+        result = {'status': status, 'reason': reason, 'code': code, 'seconds': time.monotonic() - start}
+        return {**result, 'printed': printed.read_text(errors='replace'), 'figures': found}
+
+
+def run_within(seconds: float, command: Sequence[str], **options: Any) -> int | None:
+    """Run a command and return its exit status; None if it had to be stopped, with all that it started."""
+    # A group of its own, which can be ended as a whole.
+    process = subprocess.Popen(command, process_group=0, **options)
+    try:
+        return process.wait(seconds)
+    except BaseException as error:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(GRACE)
+        if isinstance(error, subprocess.TimeoutExpired):
+            return None
+        raise
+
+
+def read_commit() -> str:
+    """Return the commit that is checked out, or 'unknown' without git or its folder."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(
+            ['git', 'rev-parse', '--short=12', 'HEAD'], text=True, stderr=subprocess.DEVNULL
+        ).strip()
+    return 'unknown'
+
+
+def format_report(content: dict[str, Any]) -> str:
+    """Return the report as Markdown: what ran, and what each piece printed."""
+    absent = [name for name, there in content['packages'].items() if not there]
+    lines = ['# GPU report', '', *(f'* {content[key]}' for key in ('machine', 'backends'))]
+    lines += [f'* commit {content["commit"]}, sources {content["sources"]}']
+    lines += [
+        f'* not installed: {", ".join(absent) or "nothing that is used"}',
+        '',
+        '| piece | | s | |',
+        '|---|---|---|---|',
+    ]
+    for name, entry in content['pieces'].items():
+        lines.append(f'| {name} | {entry["status"]} | {entry["seconds"]:.0f} | {entry["reason"].replace("|", "/")} |')
+    for name, entry in content['pieces'].items():
+        if entry.get('printed'):
+            lines += ['', f'## {name}', '', '```sh', f'python -m {" ".join(entry["words"])}', '```']
+            lines += ['', '```text', entry['printed'].rstrip(), '```']
+    return '\n'.join(lines) + '\n'
+
+
+if __name__ == '__main__':
+    run_command(main)

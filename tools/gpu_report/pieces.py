@@ -1,0 +1,55 @@
+"""The pieces of the report: the commands that make them, without the file of their figures, the most valuable first."""
+
+import argparse
+
+OPERATORS = ('conv', 'full', 'local_causal', 'simple', 'onehot', 'simple_causal')
+MODELS = '--baseline deit_small_patch16_224 --models aft_conv_small aft_conv_small_k11_h16 aft_full_small --compile'
+TINY_MODELS = '--baseline deit_tiny_patch16_224 --models aft_conv_tiny --sizes 32 --batch-size 1 --rounds 1'
+# What other processes used is in the figures.
+CUDA = '--device cuda --dtype bfloat16 --allow-load'
+# Seconds that a training keeps of its limit, for its last evaluation.
+MARGIN = 30
+
+
+def make_pieces(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the words after `python -m` of each piece, by its name; before the first point is its group."""
+    commands = dry_commands() if args.dry_run else commands_of_all()
+    commands['d.imagenette'] = f'tools.gpu_report.training --seconds {args.limit - MARGIN:.0f}'
+    found = {name: command.split() for name, command in commands.items()}
+    found['d.imagenette'] += ['--out', str(args.out / 'runs'), *(['--data', args.data] if args.data else [])]
+    if args.dry_run:
+        for name in ('b.peers', 'd.imagenette'):
+            found[name].append('--dry-run')
+    return dict(sorted(found.items(), key=lambda item: item[0][0]))
+
+
+def commands_of_all() -> dict[str, str]:
+    """Return the commands on a GPU."""
+    kernels = 'tools.verify_gpu --thorough'
+    pairs = [(operator, dtype) for dtype in ('bfloat16', 'float32', 'float16') for operator in OPERATORS]
+    sizes = [(size, batch) for size in (224, 384, 512) for batch in (256, 64, 1)]
+    models, table = f'tools.benchmark models {CUDA} {MODELS}', f'tools.benchmark table {CUDA}'
+    return {
+        **{f'a.{name}.{dtype}': f'{kernels} --operators {name} --dtypes {dtype}' for name, dtype in pairs},
+        'b.speed': 'tools.benchmark goals --rows 17 --allow-load',
+        'b.roofline': 'tools.benchmark goals --rows 18 --allow-load',
+        'b.peers': 'tools.gpu_report.peers',
+        **{f'c.{size}px.{batch}': f'{models} --sizes {size} --batch-size {batch}' for size, batch in sizes},
+        'c.training': f'{models} --sizes 224 --batch-size 128 --training',
+        # Images or sequences of a batch on one of the paper's GPUs.
+        'e.table7': f'{table} 7 --batch-size 256',
+        'e.table2': f'{table} 2 --batch-size 4',
+        'e.table4': f'{table} 4 --batch-size 16',
+    }
+
+
+def dry_commands() -> dict[str, str]:
+    """Return the commands of a dry run."""
+    kernels = 'tools.verify_gpu --thorough --dry-run --dtypes float32 --operators'
+    return {
+        **{f'a.{name}.float32': f'{kernels} {name}' for name in OPERATORS},
+        'b.speed': 'tools.benchmark goals --rows 17 18 --allow-load',
+        'b.peers': 'tools.gpu_report.peers --rounds 1',
+        'c.32px.1': f'tools.benchmark models {TINY_MODELS} --training --allow-load',
+        'e.table4': 'tools.benchmark table 4 --depth 1 --batch-size 1 --rounds 1 --allow-load',
+    }
