@@ -23,17 +23,6 @@ class Timing(NamedTuple):
     quartiles: tuple[float, float]
 
 
-class Latency(NamedTuple):
-    """The times of single calls, compared with those of the first."""
-
-    # Of all calls, in seconds.
-    median: float
-    p99: float
-    # As in Timing.
-    ratio: float
-    quartiles: tuple[float, float]
-
-
 def time_interleaved(
     calls: Sequence[Callable[[], object]],
     device: torch.device,
@@ -110,33 +99,6 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def time_latency(
-    calls: Sequence[Callable[[], object]], device: torch.device, rounds: int, *, warmup: int = 3, progress: bool = False
-) -> list[Latency]:
-    """Time single calls, interleaved as in `time_interleaved`, and also return the 99th percentile.
-
-    Args:
-        calls: The others are compared with the first.
-        rounds: Number of rounds, each with one call of every function; below a hundred, p99 is close to the slowest
-            call.
-        warmup: Warm-up calls of each.
-
-    Raises:
-        ValueError: there is no call, no round or no warm-up.
-    """
-    if not calls or rounds < 1 or warmup < 1:
-        raise ValueError(
-            f'expected at least 1 call, 1 round and 1 warm-up, got {len(calls)} calls, {rounds} rounds and {warmup}'
-        )
-    for call in calls:
-        for _ in range(warmup):
-            _time(call, device, 1)
-    found = _time_in_turns(calls, device, [1] * len(calls), rounds, progress)
-    timings = [compare_rounds(seconds, found[0]) for seconds in found]
-    slowest = [_percentile(seconds, 99) for seconds in found]
-    return [Latency(timing.seconds, slow, *timing[1:]) for timing, slow in zip(timings, slowest, strict=True)]
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has finished its work."""
     if device.type == 'cuda':
@@ -153,10 +115,6 @@ def _time_in_turns(
             index = (turn + place) % len(calls)
             found[index].append(_time(calls[index], device, repeats[index]))
     return found
-
-
-def _percentile(values: Sequence[float], percent: int) -> float:
-    return statistics.quantiles(values if len(values) > 1 else [*values] * 2, n=100, method='inclusive')[percent - 1]
 
 
 def _time(call: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -83,6 +83,8 @@ RULES = {  # the longest matching prefix decides
     'train': Rule(('train', 'aft_vision', 'timm', 'omegaconf')),
     'train.fastformer': Rule(('train', 'aft_vision', 'accelerate', *TEXT)),
     'tools': Rule(('tools', 'aft_vision', 'timm', 'matplotlib')),
+    # FFCV's own Loader is measured next to ours.
+    'tools.benchmark.loader': Rule(('tools', 'aft_vision', 'timm'), lazily=('ffcv',)),
 }
 # Modules with few readers: the oracle of the tests, and the kernels, whose compilers a machine may lack.
 READERS: dict[str, tuple[str, ...]] = {'aft_vision.ops.reference': ('tests', 'tools.visualize_bias')}

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from aft_vision import timing
-from aft_vision.timing import compare_rounds, time_interleaved, time_latency, time_rounds
+from aft_vision.timing import compare_rounds, time_interleaved, time_rounds
 
 CPU = torch.device('cpu')
 
@@ -66,32 +66,16 @@ def test_rounds_are_compared_one_by_one():
     assert compare_rounds([1.0, 3.0, 0.5], [2.0, 3.0, 2.0]) == (1.0, 2.0, (1.5, 3.0))
 
 
-def test_the_time_that_a_call_is_repeated_for_may_be_chosen(clock):
-    time_interleaved([clock.call('a', 0.5)], CPU, rounds=2, least_seconds=1.0)
-    assert len(clock.log) == 2 + 2 * 2
+@pytest.mark.parametrize(('least_seconds', 'repeats'), [(1.0, 2), (0.0, 1)])
+def test_the_time_that_a_call_is_repeated_for_may_be_chosen(clock, least_seconds, repeats):
+    time_interleaved([clock.call('a', 0.5)], CPU, rounds=2, least_seconds=least_seconds)
+    assert len(clock.log) == 2 + 2 * repeats
 
 
-def test_a_latency_is_that_of_single_calls_with_the_slowest_of_a_hundred(clock):
-    # The first call is the warm-up; then 1 to 101 in turn, so that the 100th of them is at 99 %.
-    steady, other = clock.call('a', 2**-10), clock.call('b', 7.0, *map(float, range(1, 102)))
-    first, second = time_latency([steady, other], CPU, rounds=101, warmup=1)
-    assert first == (2**-10, 2**-10, 1.0, (1.0, 1.0))
-    assert (second.median, second.p99) == (51.0, 100.0)
-    assert second.ratio == 2**-10 / 51
-    assert ''.join(clock.log[:6]) == 'ab' + 'ab' + 'ba'
-    assert len(clock.log) == 2 + 2 * 101
-
-
-def test_the_latency_of_one_round_is_its_own_percentile(clock):
-    (found,) = time_latency([clock.call('a', 3.0)], CPU, rounds=1)
-    assert (found.median, found.p99) == (3.0, 3.0)
-
-
-@pytest.mark.parametrize('time_calls', [time_interleaved, time_latency])
 @pytest.mark.parametrize(('calls', 'rounds', 'warmup'), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_nothing_to_time_is_rejected(time_calls, calls, rounds, warmup):
+def test_nothing_to_time_is_rejected(calls, rounds, warmup):
     with pytest.raises(ValueError, match=f'got {calls} calls, {rounds} rounds and {warmup}'):
-        time_calls([int] * calls, CPU, rounds, warmup=warmup)
+        time_interleaved([int] * calls, CPU, rounds, warmup=warmup)
 
 
 @pytest.mark.gpu

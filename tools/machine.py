@@ -75,9 +75,38 @@ def count_cores() -> int:
     return len(_cores()) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
+def cpu_seconds() -> float:
+    """Return the seconds of all cores that this process and those below it have used, such as those that load data."""
+    parents, used, own = {}, {}, os.getpid()
+    for path in Path('/proc').glob('[0-9]*/stat'):
+        # A process may end meanwhile. Its name, in parentheses, may hold anything.
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(')')[2].split()
+            process = int(path.parent.name)
+            # Its own time, which is counted finer for this process, and that of its children that have ended, each in
+            # user and in system mode.
+            parents[process], used[process] = int(fields[1]), sum(map(int, fields[13 if process == own else 11 : 15]))
+    below = {own}
+    while more := {process for process, parent in parents.items() if parent in below} - below:
+        below |= more
+    ticks = os.sysconf('SC_CLK_TCK') if used else 1
+    return time.process_time() + sum(used.get(process, 0) for process in below) / ticks
+
+
 def has_bfloat16() -> bool:
-    """Return whether the processor multiplies bfloat16; otherwise it is widened, and its times mean little."""
-    return bool({'avx512_bf16', 'amx_bf16', 'bf16'} & set(_cpu_info('flags', 'Features').split()))
+    """Return whether the processor multiplies bfloat16; elsewhere it is widened, and its times say nothing of it."""
+    return bool({'avx512_bf16', 'amx_bf16', 'bf16'} & _cpu_flags())
+
+
+def describe_processor(device: torch.device | str = 'cpu') -> str:
+    """Name the processor and the widest vector instructions that our kernels may use on it, or the accelerator."""
+    place = torch.device(device)
+    if place.type == 'cuda':
+        return torch.cuda.get_device_name(place)
+    flags = _cpu_flags()
+    known = {'avx512_bf16': 'AVX-512 with bfloat16', 'avx512f': 'AVX-512', 'avx2': 'AVX2', 'asimd': 'NEON'}
+    vectors = next((words for flag, words in known.items() if flag in flags), 'no vector instructions known')
+    return f'{_processor()}, {vectors}'
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -133,27 +162,15 @@ def _sample() -> _Sample | None:
             # user, nice, system, idle, iowait, irq, softirq, steal; guests are part of user.
             numbers = [int(field) for field in fields[:8]]
             busy += sum(numbers) - sum(numbers[3:5])
-    return _Sample(time.monotonic(), busy / ticks, _own_ticks() / ticks)
-
-
-def _own_ticks() -> int:
-    # This process and all its descendants, such as loading and compiling processes.
-    parents, used = {}, {}
-    for path in Path('/proc').glob('[0-9]*/stat'):
-        # A process may have ended. Its name, in parentheses, may contain any characters.
-        with contextlib.suppress(OSError):
-            fields = path.read_text().rpartition(')')[2].split()
-            process = int(path.parent.name)
-            # Its own time and that of its ended children, each in user and in system mode.
-            parents[process], used[process] = int(fields[1]), sum(map(int, fields[11:15]))
-    ours = {os.getpid()}
-    while more := {process for process, parent in parents.items() if parent in ours} - ours:
-        ours |= more
-    return sum(used[process] for process in ours)
+    return _Sample(time.monotonic(), busy / ticks, cpu_seconds())
 
 
 def _cores() -> set[int]:
     return os.sched_getaffinity(0)
+
+
+def _cpu_flags() -> set[str]:
+    return set(_cpu_info('flags', 'Features').split())
 
 
 def _processor() -> str:

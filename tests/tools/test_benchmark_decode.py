@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aft_vision import layers
 from aft_vision.models import Session, create_decoder
 from tools.benchmark import decode
 
@@ -39,14 +38,13 @@ def test_every_model_is_measured_at_every_position(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Session, 'step', recorded)
     monkeypatch.setattr(decode, 'create_decoder', create)
     rows = decode.measure_decode(torch.device('cpu'), 1, (1, 2), (0, 20, 47), **SMALL)
-    assert [(row['batch_size'], row['model']) for row in rows] == [(b, name) for b in (1, 2) for name in decode.MODELS]
+    assert [(row['batch_size'], row['name']) for row in rows] == [(b, name) for b in (1, 2) for name in decode.MODELS]
     assert {place for _, place in taken} == {0, 20, 47}
     for row in rows:
         assert list(row['token_ms']) == [0, 20, 47]
         assert row['image_seconds'] > 0
         assert row['flatness'] is None
-        assert (row['form'], row['error']) == ('eager', None)
-    assert [row['ratio'] for row in rows if row['model'] == 'transformer_pixel'] == [1.0, 1.0]
+    assert [row['ratio'] for row in rows if row['name'] == 'transformer_pixel'] == [1.0, 1.0]
     cache, local, simple = (row['state_bytes'] for row in rows[:3])
     assert cache == pytest.approx(2 * 2 * 48 * 8 * 4, abs=100)
     assert local == pytest.approx(2 * (2 * 5 + 1) * 8 * 4, abs=100)
@@ -86,44 +84,6 @@ def test_every_model_pays_for_as_many_resets():
         counts[name] = fills.count
         assert {int(x) for x in decode.positions_of(state)} == {5}
     assert set(counts.values()) == {4}
-
-
-def test_a_step_that_cannot_be_compiled_is_named_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch):
-    def compile_most(step, **kwargs):
-        if isinstance(step.__self__.model.blocks[0].attn, layers.CausalAttention):
-            raise RuntimeError('no compiler here\nand more of that')
-        return step
-
-    monkeypatch.setattr(torch, 'compile', compile_most)
-    monkeypatch.setattr(decode, 'MODELS', ('transformer_pixel', 'aft_simple_pixel'))
-    small = dict(img_size=(4, 4), dim=8, depth=1)
-    rows = decode.measure_decode(torch.device('cpu'), 1, (1,), (0, 47), compiled=True, **small)
-    assert [(row['form'], row['error']) for row in rows] == [
-        ('eager', None),
-        ('eager', None),
-        ('compiled', 'RuntimeError: no compiler here'),
-        ('compiled', None),
-    ]
-    assert rows[3]['ratio'] is None
-
-
-@pytest.mark.parametrize(('position', 'slots'), [(0, 4), (3, 4), (4, 8), (47, 48)])
-def test_the_transformer_is_given_the_filled_part_of_its_cache(
-    monkeypatch: pytest.MonkeyPatch, position: int, slots: int
-):
-    monkeypatch.setattr(decode, 'SLOTS', 4)
-    model = create_decoder('transformer_pixel', **SMALL).eval()
-    whole = model.session(2).state
-    decode.fill_state(whole)
-    part = decode.filled_part(whole, position)
-    assert {layer.keys.shape[2] for layer in part.layers} == {slots}
-    token = torch.zeros(2, dtype=torch.int64)
-    copy = whole.clone()
-    eager = decode.take_token(Session(model, copy).step, token, copy, position)
-    # The branch of an accelerator, which masks the slots that are not filled.
-    monkeypatch.setattr('torch.compiler.is_compiling', lambda: True)
-    for state in (part, whole):
-        torch.testing.assert_close(decode.take_token(Session(model, state).step, token, state, position), eager)
 
 
 def test_the_time_of_an_image_is_the_trapezoid_sum():

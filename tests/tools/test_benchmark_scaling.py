@@ -7,17 +7,14 @@ import timm
 import torch
 
 from aft_vision.visualize import new_figure
-from tools.benchmark import ops, pixels, scaling, times
+from tools.benchmark import compare, models, ops, pixels, printer, scaling
 from tools.benchmark.__main__ import main
-from tools.benchmark.compare import Candidate
+from tools.benchmark.compare import PAPER_BASELINE, Candidate
 from tools.benchmark.models import create_dense
-from tools.benchmark.ops import measure_tokens
-from tools.benchmark.pixels import fit_pixels, measure_pixels
-from tools.benchmark.printer import draw_curves
-from tools.benchmark.scaling import Limit, Shape, fit_exponent, fit_rows, measure_until
+from tools.benchmark.pixels import measure_pixels
+from tools.benchmark.scaling import Shape, fit_exponent, measure_until, report_fits, shapes_of
 
 CPU = torch.device('cpu')
-NO_LIMIT = Limit(60.0, 2**32)
 
 
 @pytest.mark.parametrize('power', [0.5, 1.0, 2.0])
@@ -32,33 +29,36 @@ def test_the_exponent_is_that_of_the_upper_half_of_the_range(power):
     assert fit_exponent([128, 512, 2048], [0.0, 0.0, 0.0]) is None
 
 
-def test_an_operation_stops_where_it_could_take_more_than_the_limits():
-    assert Limit(4.0, 2**32).reason(4.0, 2**32) is None
-    assert Limit(3.9, 2**32).reason(4.0, 2**32) == 'a call could take 4 s, the limit is 3.9 s'
-    assert Limit(4.0, 2**31).reason(4.0, 2**32) == 'a call could take 4 GiB, the limit is 2 GiB'
-
-
-def test_a_candidate_that_stopped_or_failed_stays_out_and_says_why(monkeypatch):
+@pytest.mark.parametrize(
+    ('free', 'reason'),
+    [(2**40, 'a call could take 4 s, the limit is 1.5 s'), (2**31, 'a call could take 1.2 GiB, the limit is 1 GiB')],
+)
+def test_a_candidate_that_stopped_or_failed_stays_out_and_says_why(monkeypatch, free, reason):
+    milliseconds = 1e3 if 's,' in reason else 1.0
     figures = iter(
         [
-            {'a': {'milliseconds': 1e3}, 'b': {'milliseconds': 1.0}, 'c': {'error': 'RuntimeError: no'}},
+            {'a': {'milliseconds': milliseconds}, 'b': {'milliseconds': 1.0}, 'c': {'error': 'RuntimeError: no'}},
             {'b': {'milliseconds': 2.0}},
             {'b': {'milliseconds': 4.0}},
         ]
     )
 
-    def compare(candidates, device, rounds, directions, **kwargs):
+    def measure(candidates, device, rounds, directions, **kwargs):
         found = next(figures)
         assert [each.name for each in candidates] == list(found)
         assert {each.baseline for each in candidates} == {'a'}
-        return [{'name': name, 'direction': directions[0], 'peak_bytes': 0, **each} for name, each in found.items()]
+        sizes = {'a': 0.3 * 2**30, 'b': 0, 'c': 0}
+        return [
+            {'name': name, 'direction': directions[0], 'peak_bytes': sizes[name], **each}
+            for name, each in found.items()
+        ]
 
-    monkeypatch.setattr(scaling, 'compare', compare)
+    monkeypatch.setattr(scaling, 'compare', measure)
+    monkeypatch.setattr(compare, 'free_memory', lambda device: free)
     candidates = [Candidate(name, lambda training: None) for name in 'abc']
     shapes = [Shape(1, tokens) for tokens in (8, 16, 32)]
-    rows = measure_until(lambda shape: candidates, shapes, Limit(1.5, 1e9), CPU, 1)
+    rows = measure_until(lambda shape: candidates, shapes, 1.5, CPU, 1)
     found = [(row['tokens'], row['name'], row.get('refused') or row.get('error')) for row in rows]
-    reason = 'a call could take 4 s, the limit is 1.5 s'
     assert found == [
         (8, 'a', None),
         (8, 'b', None),
@@ -67,66 +67,51 @@ def test_a_candidate_that_stopped_or_failed_stays_out_and_says_why(monkeypatch):
         (16, 'b', None),
         (32, 'b', None),
     ]
-    assert fit_rows(rows, 'tokens', ['milliseconds'])[1]['exponent'] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(('directions', 'gib'), [(('forward',), 32), (('training',), 64)])
-def test_the_first_length_is_not_tried_where_its_matrices_could_not_fit(monkeypatch, directions, gib: int):
-    tried = []
-
-    def compare(candidates, *args, **kwargs):
-        tried.append([each.name for each in candidates])
-        return []
-
-    monkeypatch.setattr(scaling, 'compare', compare)
-    paper = "SDPA math, the paper's baseline"
-    # 8 matrices of 4 GiB each at 32768 tokens, and one in AFT-full; twice as many in training.
-    for limit, left_out in ((gib, []), (gib - 1, [paper]), (0.1, [paper, 'AFT-full'])):
-        tried.clear()
-        rows = measure_tokens([2**15, 2**15 + 1], Limit(60.0, limit * 2**30), CPU, 'float32', 1, directions)
-        assert [row['name'] for row in rows if row['tokens'] == 2**15] == left_out
-        assert not {*left_out} & {*tried[0]}
-    assert f'a call could take {gib} GiB, the limit is 0.1 GiB' in {row['refused'] for row in rows}
+    assert report_fits(rows, 'tokens', '').fits[1]['exponent'] == pytest.approx(1.0)
 
 
 def test_every_operation_is_measured_drawn_and_written(tmp_path, capsys, monkeypatch):
     # The meter takes a quarter of a second a call; a test below has the true one.
-    monkeypatch.setattr(times, 'peak_memory', lambda call, device: 2**20)
+    monkeypatch.setattr(compare, 'peak_memory', lambda call, device: 2**20)
     files = ['--png', str(tmp_path / 'scaling.png'), '--json', str(tmp_path / 'scaling.json')]
     main(['ops', '--tokens', '16', '32', '--training', '--rounds', '1', '--allow-load', *files])
     written = json.loads((tmp_path / 'scaling.json').read_text())
     assert (tmp_path / 'scaling.png').stat().st_size > 10_000
-    names = [each.name for each in ops.token_candidates(16, torch.float32, CPU)]
+    names = [each.name for each in ops.token_candidates(Shape(1, 16), torch.float32, CPU)]
     assert [row['name'] for row in written['rows']] == 2 * names
     assert [fit['name'] for fit in written['fits']] == 2 * names
+    assert {row['direction'] for row in written['rows']} == {'training'}
     found = {row['name']: row for row in written['rows'] if row['tokens'] == 32}
     for name, row in found.items():
-        first = found['SDPA causal' if name.startswith('AFT') and 'causal' in name else 'SDPA']
+        first = found['SDPA causal' if 'causal' in name else 'SDPA']
         # One round: the ratio is that of the two times.
         assert row['ratio'] == pytest.approx(first['milliseconds'] / row['milliseconds'])
     shown = capsys.readouterr().out
     assert all(name in shown for name in names)
 
 
-def test_the_memory_of_materialised_attention_is_quadratic_and_that_of_fused_attention_is_not(monkeypatch):
-    make, kept = ops.token_candidates, ('SDPA', "SDPA math, the paper's baseline", 'AFT-simple causal')
-    monkeypatch.setattr(ops, 'token_candidates', lambda *args: [each for each in make(*args) if each.name in kept])
-    rows = measure_tokens([128, 256, 512], NO_LIMIT, CPU, 'float32', 1)
-    exponents = {fit['name']: fit['exponent'] for fit in fit_rows(rows, 'tokens', ['peak_bytes'])}
-    assert exponents['SDPA'] < 1.2
-    assert exponents['AFT-simple causal'] < 1.2
-    assert exponents["SDPA math, the paper's baseline"] > 1.7
+def test_the_memory_of_materialised_attention_is_quadratic_and_that_of_fused_attention_is_not():
+    paper, kept = f'SDPA math, {PAPER_BASELINE}', ('SDPA', 'AFT-simple causal')
+
+    def make(shape: Shape) -> list[Candidate]:
+        return [each for each in ops.token_candidates(shape, torch.float32, CPU) if each.name in (*kept, paper)]
+
+    rows = measure_until(make, shapes_of([128, 256, 512]), 60.0, CPU, 1)
+    exponents = {fit['name']: fit['exponent'] for fit in report_fits(rows, 'tokens', '', ['peak_bytes']).fits}
+    assert max(exponents[name] for name in kept) < 1.2
+    assert exponents[paper] > 1.7
 
 
-def test_a_curve_that_lies_on_another_is_seen():
+def test_a_curve_that_lies_on_another_is_seen(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(printer, 'new_figure', lambda *size: figures.append(new_figure(*size)) or figures[0])
     rows = [
         {'direction': 'forward', 'name': name, 'tokens': tokens, 'peak_bytes': tokens * 2**20}
         for name in ('SDPA', 'SDPA causal')
         for tokens in (8, 16, 32)
     ]
-    axes = new_figure(4, 4).subplots()
-    draw_curves(axes, rows, fit_rows(rows, 'tokens', ['peak_bytes']), 'tokens')
-    first, second = axes.get_lines()
+    report_fits(rows, 'tokens', 'head', ['peak_bytes']).draw(tmp_path / 'curves.png')
+    first, second = figures[0].axes[0].get_lines()
     assert list(first.get_ydata()) == list(second.get_ydata()) == [8, 16, 32]
     assert first.get_linestyle() != second.get_linestyle()
     assert second.get_label() == 'SDPA causal: exponent 1.00'
@@ -134,7 +119,9 @@ def test_a_curve_that_lies_on_another_is_seen():
 
 def test_one_size_has_no_curve():
     with pytest.raises(ValueError, match=r'at least 2 lengths from 1 token, got \[64, 64\]'):
-        measure_tokens([64, 64], NO_LIMIT, CPU, 'float32', 1)
+        shapes_of([64, 64])
+    with pytest.raises(ValueError, match='at least 1 token in a batch, got 0'):
+        shapes_of([16, 32], 0)
     with pytest.raises(ValueError, match='at least 2 image sizes of different area'):
         measure_pixels(['aft_conv_tiny'], [(64, 32), (32, 64)])
 
@@ -143,7 +130,7 @@ def test_one_size_has_no_curve():
 def shallow(monkeypatch):
     """Feature extractors of two blocks."""
     kwargs = dict(features_only=True, out_indices=[0, 1], dynamic_img_size=True, dynamic_img_pad=True)
-    monkeypatch.setattr(pixels, 'create_dense', lambda name, device: timm.create_model(name, **kwargs).to(device))
+    monkeypatch.setattr(models, 'create_dense', lambda name: timm.create_model(name, **kwargs))
 
 
 @pytest.mark.usefixtures('shallow')
@@ -154,9 +141,7 @@ def test_memory_of_aft_conv_is_linear_in_pixels_and_materialised_attention_is_no
     options = ['--models', *names, '--sizes', '384', '224', '256x384', '--png', str(tmp_path / 'memory.png')]
     result = main(['memory', *options])
     conv, fused, materialised = result['fits']
-    assert [fit['name'] for fit in (fused, materialised)] == [
-        f'{names[1]}, {kind}' for kind in ('fused', 'materialised')
-    ]
+    assert [fit['name'] for fit in (fused, materialised)] == [names[1], f'{names[1]}, materialised, {PAPER_BASELINE}']
     assert 0.85 < conv['exponent'] <= 1.05
     assert 0.9 < fused['exponent'] <= 1.05
     assert materialised['exponent'] > 1.4
@@ -174,35 +159,36 @@ def test_memory_of_aft_conv_is_linear_in_pixels_and_materialised_attention_is_no
 def test_training_keeps_the_attention_weights_that_are_materialised():
     rows = measure_pixels(['deit_tiny_patch16_224'], [(64, 64), (128, 64)], batch_size=2, training=True)
     forward, training = ([row for row in rows if row['direction'] == each] for each in ('forward', 'training'))
-    assert [row['pixels'] for row in training] == [2 * 64 * 64, 2 * 128 * 64] * 2
+    assert [row['pixels'] for row in training] == [2 * 64 * 64] * 2 + [2 * 128 * 64] * 2
     for less, more in zip(forward, training, strict=True):
         assert less['peak_bytes'] < more['saved_bytes'] < more['peak_bytes']
-    more = training[3]['saved_bytes'] - training[1]['saved_bytes']
+    more = training[3]['saved_bytes'] - training[2]['saved_bytes']
     # In 2 blocks of 3 heads, of 2 images with 32 patches and a class token; fused attention keeps a number per row.
     assert more == pytest.approx(2 * 2 * 3 * (33**2 - 33) * 4, rel=0.01)
 
 
-def test_fits_find_exponent_and_slope():
+def test_slopes_are_those_of_lines_and_compared_with_fused_attention():
     kinds = (
-        ('line', None, lambda x: 40 * x + 1000),
-        ('power', True, lambda x: 3 * x**1.5),
-        ('half', None, lambda x: 20 * x),
+        ('line', lambda x: 40 * x + 1000),
+        ('power', lambda x: 3 * x**1.5),
+        (f'power, materialised, {PAPER_BASELINE}', lambda x: 20 * x),
     )
     rows = [
-        dict(name=name, fused=fused, pixels=x, direction='forward', peak_bytes=value(x))
-        for name, fused, value in kinds
+        dict(name=name, pixels=x, direction='forward', peak_bytes=value(x))
+        for name, value in kinds
         for x in (10_000, 40_000, 90_000)
     ]
-    line, power, half = fit_pixels(rows)
+    fits = report_fits(rows, 'pixels', '', ['peak_bytes'], upper=False).fits
+    pixels.add_slopes(rows, fits)
+    line, power, paper = fits
     assert line['bytes_per_pixel'] == pytest.approx(40)
     assert line['exponent'] == pytest.approx(1.0, abs=0.01)
     assert power['exponent'] == pytest.approx(1.5)
-    assert (half['exponent'], half['bytes_per_pixel']) == pytest.approx((1.0, 20))
     assert power['slope_ratio'] == 1.0
-    assert half['slope_ratio'] == pytest.approx(20 / power['bytes_per_pixel'])
+    assert paper['slope_ratio'] == pytest.approx(20 / power['bytes_per_pixel'])
 
 
 def test_a_feature_extractor_takes_any_size():
     for name in ('aft_full_tiny', 'deit_tiny_patch16_224', 'resnet18'):
-        maps = create_dense(name, CPU)(torch.zeros(1, 3, 64, 43))
+        maps = create_dense(name)(torch.zeros(1, 3, 64, 43))
         assert maps[-1].shape[-2:] == ((2, 2) if name == 'resnet18' else (4, 3))

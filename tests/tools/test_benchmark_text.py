@@ -6,14 +6,13 @@ import sys
 import pytest
 import torch
 
-from tools.benchmark import scaling, text, times
+from tools.benchmark import compare, text
 from tools.benchmark.__main__ import main
-from tools.benchmark.scaling import Limit, fit_rows
+from tools.benchmark.scaling import report_fits, shapes_of
 from tools.benchmark.text import (
     BASELINE,
     FORMS,
     MATERIALISED,
-    Size,
     choose,
     create_classifier,
     create_predictor,
@@ -23,16 +22,20 @@ from tools.benchmark.text import (
 )
 
 CPU = torch.device('cpu')
-SMALL = Size(dim=16, heads=2, depth=1, ads=2, text_tokens=4)
-NO_LIMIT = Limit(60.0, 2**32)
 NAMES = [BASELINE, MATERIALISED, 'fastformer']
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """The smallest encoders and requests."""
+    for name, value in (('DIM', 16), ('HEADS', 2), ('ADS', 2), ('TEXT_TOKENS', 4)):
+        monkeypatch.setattr(text, name, value)
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """The smallest encoders, and no meter, which takes a quarter of a second a call."""
-    monkeypatch.setattr(times, 'peak_memory', lambda call, device: 2**20)
-    monkeypatch.setattr(text, 'Size', lambda depth: SMALL)
+    """No meter, which takes a quarter of a second a call."""
+    monkeypatch.setattr(compare, 'peak_memory', lambda call, device: 2**20)
 
 
 @pytest.mark.usefixtures('quick')
@@ -56,10 +59,10 @@ def test_every_encoder_is_measured_at_lengths_drawn_and_written(tmp_path, capsys
 
 
 def test_no_memory_but_that_of_materialised_attention_is_quadratic():
-    rows = measure_tokens([128, 256, 512], 128, NO_LIMIT, CPU, 'float32', 1, NAMES, SMALL)
+    rows = measure_tokens(shapes_of([128, 256, 512], 128), 60.0, CPU, 'float32', 1, NAMES)
     for direction in ('forward', 'training'):
         own = [row for row in rows if row['direction'] == direction]
-        exponents = {fit['name']: fit['exponent'] for fit in fit_rows(own, 'tokens', ['peak_bytes'])}
+        exponents = {fit['name']: fit['exponent'] for fit in report_fits(own, 'tokens', '', ['peak_bytes']).fits}
         assert exponents[MATERIALISED] > 1.5
         assert 0.8 < exponents[BASELINE] < 1.1
         assert 0.8 < exponents['fastformer'] < 1.1
@@ -67,28 +70,8 @@ def test_no_memory_but_that_of_materialised_attention_is_quadratic():
     assert all(more['peak_bytes'] > less['peak_bytes'] for less, more in zip(forward, training, strict=True))
 
 
-def test_an_encoder_stops_before_a_first_batch_of_which_a_part_takes_too_much(monkeypatch):
-    def compare(candidates, device, rounds, directions, **kwargs):
-        seconds = {BASELINE: 0.1, 'fastformer': 0.01}
-        return [
-            {'name': name, 'direction': directions[0], 'milliseconds': 1e3 * seconds[name], 'peak_bytes': 1}
-            for name in (each.name for each in candidates)
-        ]
-
-    monkeypatch.setattr(scaling, 'compare', compare)
-    rows = measure_tokens([2, 4], 64, Limit(1.0, 2**30), CPU, 'float32', 1, [BASELINE, 'fastformer'], SMALL)
-    reason = 'a call could take 1.6 s, the limit is 1 s'
-    for own in (rows[:3], rows[3:]):
-        assert [(row['name'], row['tokens'], row['batch_size'], row.get('refused')) for row in own] == [
-            (BASELINE, 2, 32, reason),
-            ('fastformer', 2, 32, None),
-            ('fastformer', 4, 16, None),
-        ]
-        assert [row['milliseconds'] for row in own[1:]] == [10 / 32, 10 / 16]
-
-
 def test_the_two_transformers_differ_in_the_form_of_their_attention_only():
-    fused, written_out = (create_classifier(name, 8, SMALL).eval() for name in (BASELINE, MATERIALISED))
+    fused, written_out = (create_classifier(name, 8).eval() for name in (BASELINE, MATERIALISED))
     written_out.load_state_dict(fused.state_dict())
     embeds = torch.randn(2, 8, fused.config.embedding_size, generator=torch.Generator().manual_seed(0))
     results = [model(inputs_embeds=embeds).logits for model in (fused, written_out)]
@@ -114,7 +97,7 @@ def test_every_encoder_is_measured_in_all_forms_of_a_request(tmp_path, capsys):
 
 
 def test_no_request_but_that_of_materialised_attention_takes_memory_with_the_square_of_the_behaviours():
-    rows = measure_conversion([128, 512], SMALL, CPU, 'float32', 1, NAMES)
+    rows = measure_conversion([128, 512], CPU, 'float32', 1, NAMES)
 
     def peaks(form: str, behaviors: int) -> dict[str, int]:
         kept = [row for row in rows if (row['what'], row['behaviors']) == (FORMS[form], behaviors)]
@@ -127,15 +110,15 @@ def test_no_request_but_that_of_materialised_attention_takes_memory_with_the_squ
 
 
 def test_the_two_forms_are_the_same_request(monkeypatch):
-    model = create_predictor('fastformer', 5, SMALL)
+    model = create_predictor('fastformer', 5)
     with torch.no_grad():
-        whole = make_request(model, 5, SMALL, CPU)['whole'].forward()
+        whole = make_request(model, 5, CPU)['whole'].forward()
         draw = torch.Generator().manual_seed(0)
         ids = torch.randint(1, text.VOCAB, (7, 4), generator=draw)
         texts = model.text_encoder(ids, torch.ones_like(ids))
         # In place of the random vectors those of the texts.
         monkeypatch.setattr(torch, 'randn', lambda *shape, generator: texts)
-        kept = make_request(model, 5, SMALL, CPU)['kept vectors'].forward()
+        kept = make_request(model, 5, CPU)['kept vectors'].forward()
     assert whole.shape == (1, 2)
     torch.testing.assert_close(kept, whole)
 

@@ -1,34 +1,40 @@
-"""Measurements of each kind of figure of the table of goals; every call returns a function of the rounds."""
+"""Measurements of each kind of figure of the table of goals; each returns a function of the rounds."""
 
 import math
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from timm.layers import Attention
-from timm.utils import reparameterize_model
-from torch import Tensor, nn
+from PIL import Image
 
-from aft_vision.layers import AFTConv
-from aft_vision.timing import quartiles, time_interleaved, time_rounds
+from aft_vision.timing import quartiles
 from tools.benchmark import gpu
-from tools.benchmark.compare import compare, materialised, too_large, with_backward
-from tools.benchmark.decode import measure_decode
-from tools.benchmark.memory import peak_memory, saved_memory
-from tools.benchmark.models import create_classifier, runtime_candidate
-from tools.benchmark.ops import CPU, KERNEL_SIZE, Operation, draw, onehot_group
-from tools.benchmark.times import Call
-from tools.machine import autocast, free_memory
+from tools.benchmark.compare import Candidate, Prepared, compare
+from tools.benchmark.loader import Options, measure_loaders
+from tools.benchmark.memory import saved_memory
+from tools.benchmark.models import runtime_candidate
+from tools.benchmark.ops import CPU, Operation, candidates_of, draw
+from tools.machine import autocast
 
-# The paper's baseline is shown, not promised.
-PAPER_ROUNDS = 3
-# The times of kernels hardly vary.
-KERNEL_ROUNDS = 5
+# Photographs of the loaders' row: so many, (width, height).
+PHOTOGRAPHS, PHOTOGRAPH_SIZE = 256, (400, 300)
+# The trainer's row: what it trains, on a batch that stays where it is.
+STEP = (
+    '--config configs/smoke/one_epoch.yaml model.depth=12 model.embed_dim=192 model.num_heads=192 model.kernel_size=11 '
+    'model.patch_size=16 data.img_size=[224,224] data.batch_size=16 optim.clip_grad=null ema.decay=null '
+    'ema.warmup=false'
+)
 
 
 class Figure(NamedTuple):
@@ -36,16 +42,12 @@ class Figure(NamedTuple):
 
     Args:
         ratio_quartiles: Over the rounds, where it is a time.
-        paper: The same against materialised attention, the paper's baseline, where that was measured.
         milliseconds_pair: Of a call of what is compared with, and of ours, on a GPU.
-        kernel_milliseconds_pair: Of the kernels in them, without what the host adds, where they could be told.
     """
 
     value: float
     ratio_quartiles: tuple[float, float] | None = None
-    paper: float | None = None
     milliseconds_pair: tuple[float, float] | None = None
-    kernel_milliseconds_pair: tuple[float, float] | None = None
 
 
 Measure = Callable[[int], Figure]
@@ -58,95 +60,61 @@ def deferred(function: Callable[..., Figure]) -> Callable[..., Measure]:
 
 @deferred
 def speed(
-    operation: Operation,
-    dtype: torch.dtype = torch.float32,
-    training: bool = False,
+    make: Callable[[], Sequence[Candidate]],
+    direction: str = 'forward',
+    dtype: str = 'float32',
     device: torch.device = CPU,
     *,
     rounds: int,
 ) -> Figure:
-    """Measure the time of attention over that of the operation."""
-    batch, tokens, _ = operation.shape
-    free = free_memory(device)
-    with_paper = free is None or not too_large(batch, operation.heads, tokens, 1 + training, free)
-    attend, operate, *paper = operation.calls(dtype, training, device, with_paper)
-    return _faster(attend, operate, rounds, paper[0] if paper else None, device)
+    """Measure the time of the first candidate over that of the last.
+
+    Args:
+        dtype: Key of PRECISIONS, of autocast around all calls, which then casts the weights once.
+    """
+    with autocast(device, dtype):
+        baseline, own = _rows(make(), rounds, direction, device=device, memory=False)
+    # Absolute times of a processor say nothing of another.
+    pair = (baseline['milliseconds'], own['milliseconds']) if device.type == 'cuda' else None
+    return Figure(own['ratio'], own['ratio_quartiles'], pair)
 
 
 @deferred
-def call_cost(operation: Operation, *, rounds: int) -> Figure:
-    """Measure the time of the operation in inference over that of F.scaled_dot_product_attention, its heads split."""
-    inputs = draw(operation.shape, torch.float32, False, CPU)
-    q, k, v = (x.unflatten(2, (operation.heads, -1)).transpose(1, 2) for x in inputs)
-    with torch.inference_mode():
-        return _faster(operation.own().forward, lambda: F.scaled_dot_product_attention(q, k, v), rounds)
-
-
-@deferred
-def memory(operation: Operation, *, rounds: int) -> Figure:
-    """Measure the peak of the forward over that of attention."""
-    theirs, own, paper = (peak_memory(call, CPU) for call in operation.calls())
-    return Figure(own / theirs, paper=own / paper)
+def memory(make: Callable[[], Sequence[Candidate]], direction: str = 'forward', *, rounds: int) -> Figure:
+    """Measure the peak of the last candidate over that of the first."""
+    baseline, own = _rows(make(), 0, direction)
+    return Figure(own['peak_bytes'] / baseline['peak_bytes'])
 
 
 @deferred
 def kept(operation: Operation, *, rounds: int) -> Figure:
     """Measure the bytes kept for the backward over those of attention."""
-    attention, own = operation.attention(training=True), operation.own(training=True)
+    attention, own = (each.prepare(True) for each in against_attention(operation)())
     # q, k and v count: attention and the operation are given the same. The position bias is a weight.
-    found = saved_memory(own.forward, own.leaves[3:])
-    theirs, paper = (saved_memory(each) for each in (attention.forward, materialised(attention.forward)))
-    return Figure(found / theirs, paper=found / paper)
+    return Figure(saved_memory(own.forward, own.leaves[3:]) / saved_memory(attention.forward))
 
 
 @deferred
-def layer_speed(dim: int, heads: int, batch: int, training: bool, *, rounds: int) -> Figure:
-    """Measure the time of a multi-head layer over that of AFT-conv, kernel 11, on a 14 x 14 grid."""
-    grid = (14, 14)
-    x = torch.randn(batch, grid[0] * grid[1], dim)
-    attention = Attention(dim, dim // 64, qkv_bias=True)
-    conv = AFTConv(dim, num_heads=heads, kernel_size=KERNEL_SIZE)
-    attend: Callable[[], Tensor] = partial(attention, x)
-    mix: Callable[[], Tensor] = partial(conv, x, grid)
-    if training:
-        x.requires_grad_()
-        theirs = with_backward(attend, [x, *attention.parameters()])
-        paper = with_backward(materialised(attend), [x, *attention.parameters()])
-        return _faster(theirs, with_backward(mix, [x, *conv.parameters()]), rounds, paper)
-    reparameterize_model(conv.eval(), inplace=True)
-    with torch.inference_mode():
-        return _faster(attend, mix, rounds, materialised(attend))
+def memory_exponent(make: Callable[[int], Operation], lengths: tuple[int, int], *, rounds: int) -> Figure:
+    """Measure the power of the tokens that the peak of the forward grows with; 1 is linear."""
+    short, long = (_rows(candidates_of({'own': make(length)}), 0, 'forward')[1] for length in lengths)
+    return Figure(math.log(long['peak_bytes'] / short['peak_bytes']) / math.log(lengths[1] / lengths[0]))
 
 
-@deferred
-def model_speed(
-    name: str,
-    baseline: str,
-    batch: int,
-    dtype: str = 'float32',
-    training: bool = False,
-    size: int = 224,
-    *,
-    rounds: int,
-) -> Figure:
-    """Measure the time of a model of timm over that of one of ours, at a side in pixels."""
-    theirs, ours, paper = _three_models(name, baseline, training, size)
-    images = torch.randn(batch, 3, size, size)
-    if training:
-        steps = [_training_step(model, images) for model in (theirs, ours, paper)]
-        return _faster(steps[0], steps[1], rounds, steps[2])
-    with torch.inference_mode(), autocast(CPU, dtype):
-        return _faster(lambda: theirs(images), lambda: ours(images), rounds, lambda: paper(images))
+def against_attention(operation: Operation, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Any:
+    """Return a function that makes fused attention and an operation."""
+    return lambda: _ends(candidates_of({'own': operation}, dtype, device))
 
 
-@deferred
-def model_memory(name: str, baseline: str, batch: int, *, rounds: int) -> Figure:
-    """Measure the peak of a training step of one of our models over that of one of timm."""
-    images = torch.randn(batch, 3, 224, 224)
-    theirs, own, paper = (
-        peak_memory(_training_step(model, images), CPU) for model in _three_models(name, baseline, True, 224)
-    )
-    return Figure(own / theirs, paper=own / paper)
+def call_candidates(operation: Operation) -> list[Candidate]:
+    """Return an operation, and `F.scaled_dot_product_attention` with its heads split before."""
+
+    def attend(training: bool) -> Prepared:
+        inputs = draw(operation.shape, torch.float32, CPU, training)
+        q, k, v = (x.unflatten(2, (operation.heads, -1)).transpose(1, 2) for x in inputs)
+        return Prepared(lambda: F.scaled_dot_product_attention(q, k, v))
+
+    return [Candidate('AFT', partial(operation.own, torch.float32, CPU)), Candidate('SDPA', attend)]
 
 
 @deferred
@@ -156,122 +124,98 @@ def runtime_speed(name: str, baseline: str, size: int, runtime: str, *, rounds: 
     torch.set_num_threads(1)
     try:
         with TemporaryDirectory() as folder:
-            theirs, ours = (
-                runtime_candidate(each, (1, 3, size, size), runtime, Path(folder)).prepare(False).forward
-                for each in (baseline, name)
-            )
-            return _faster(theirs, ours, rounds)
+            shape = (1, 3, size, size)
+            models = [runtime_candidate(each, shape, runtime, Path(folder)) for each in (baseline, name)]
+            return speed(lambda: models)(rounds)
     finally:
         torch.set_num_threads(threads)
 
 
 @deferred
-def growth(operation: Callable[[int], Operation], tokens: int, *, rounds: int) -> Figure:
-    """Measure the time of twice the tokens over that of the tokens."""
-    return _faster(operation(2 * tokens).calls()[1], operation(tokens).calls()[1], rounds)
-
-
-@deferred
-def memory_exponent(operation: Callable[[int], Operation], lengths: Sequence[int], *, rounds: int) -> Figure:
-    """Measure the power of the tokens that the peak of the forward grows with; 1 is linear."""
-    peaks = [math.log(peak_memory(operation(length).calls()[1], CPU)) for length in lengths]
-    return Figure((peaks[-1] - peaks[0]) / math.log(lengths[-1] / lengths[0]))
-
-
-@deferred
-def onehot_speed(direction: str, *, rounds: int) -> Figure:
-    """Measure the time of AFT-conv over that of the operation with one offset a head."""
-    candidates = onehot_group((8, 196, 384), 384, (14, 14)).candidates[:2]
-    row = compare(candidates, CPU, rounds, directions=[direction])[1]
-    if 'error' in row:
-        raise RuntimeError(row['error'])
-    return Figure(row['ratio'], row['ratio_quartiles'])
-
-
-@deferred
-def roofline_share(
-    operation: Operation,
-    dtype: torch.dtype,
-    device: torch.device,
-    side: int = gpu.MATRIX_SIDE,
-    size: int = gpu.COPY_BYTES,
-    *,
-    rounds: int,
+def decoding(
+    measured: Callable[[int], list[dict[str, Any]]], name: str, batch: int, key: str, *, rounds: int
 ) -> Figure:
-    """Measure the shortest time that a device could take for a forward over that of its kernels.
+    """Return a figure of `measure_decode`, `ratio` or `flatness`, of its rows for a number of rounds."""
+    row = next(row for row in measured(rounds) if (row['name'], row['batch_size']) == (name, batch))
+    return Figure(row[key], row[f'{key}_quartiles'])
 
-    Where the kernels cannot be told from the rest, as on a CPU, it is the time of the call.
+
+@deferred
+def loader_cost(kind: str, *, rounds: int) -> Figure:
+    """Measure the CPU time of an image of our loader over that of the one that it replaces.
 
     Args:
-        side, size: Of the matrices and of the copy whose rates are taken for what the device does at best.
+        kind: 'folder' (timm's loader) or 'ffcv' (FFCV's own).
     """
-    flops, bandwidth = gpu.device_rates(dtype, device, rounds, side, size)
+    with TemporaryDirectory() as folder:
+        for split, count in (('train', PHOTOGRAPHS), ('val', 2)):
+            _write_photographs(Path(folder) / 'images' / split, count)
+        source = Path(folder) / 'images'
+        if kind == 'ffcv':
+            from tools.write_ffcv import main as write_ffcv
+
+            source = Path(folder) / 'ffcv'
+            with redirect_stdout(StringIO()):
+                write_ffcv(['--data', f'{folder}/images', '--out', str(source), '--workers', '0', '--quiet'])
+        # In this process, whose time is counted finest.
+        row = measure_loaders([str(source)], Options(224, 64, 0), rounds)[0]
+        return Figure(row['cpu_ratio'], row['cpu_quartiles'])
+
+
+@deferred
+def step_cost(*, rounds: int) -> Figure:
+    """Measure the time of an update by our trainer over that of a written-out one of timm's task, on one batch."""
+    command = [sys.executable, '-m', 'train.throughput', *STEP.split(), '--rounds', str(max(rounds, 2))]
+    # The trainer is a program of its own: tools import nothing of it.
+    done = subprocess.run(
+        [*command, f'run.cpu_threads={torch.get_num_threads()}'], capture_output=True, text=True, check=False
+    )
+    found = re.search(r'bare update: ([\d.]+), quartiles ([\d.]+) to ([\d.]+)', done.stdout)
+    if found is None:
+        raise RuntimeError(f'expected the ratio of updates from train.throughput, got {done.stderr or done.stdout}')
+    value, low, high = map(float, found.groups())
+    return Figure(value, (low, high))
+
+
+@deferred
+def roofline_share(operation: Operation, dtype: torch.dtype, device: torch.device, *, rounds: int) -> Figure:
+    """Measure the shortest time that a GPU could take for a forward over that of its kernels."""
+    flops, bandwidth = gpu.device_rates(dtype, device, rounds)
     least = max(gpu.count_flops(operation) / flops, gpu.count_bytes(operation, dtype) / bandwidth)
-    call = operation.calls(dtype, device=device, with_paper=False)[1]
-    (whole,) = time_rounds([call], device, rounds, warmup=3)
-    found = gpu.time_kernels([call], device, rounds)
-    kernels = whole if found is None else found[0]
+    with torch.inference_mode():
+        kernels = gpu.time_kernels(operation.own(dtype, device, False).forward, device, rounds)
     shares = [least / seconds for seconds in kernels]
-    return Figure(
-        median(shares),
-        quartiles(shares),
-        milliseconds_pair=(1e3 * least, 1e3 * median(whole)),
-        kernel_milliseconds_pair=None if found is None else (1e3 * least, 1e3 * median(kernels)),
-    )
+    return Figure(median(shares), quartiles(shares), (1e3 * least, 1e3 * median(kernels)))
 
 
-class Decoding:
-    """The figures of decoding, which come from one measurement of a number of rounds, made when first asked for."""
-
-    def __init__(self, **model_args: Any) -> None:
-        self.model_args = model_args
-        self._rows: dict[int, list[dict[str, Any]] | Exception] = {}
-
-    def figure(self, name: str, batch: int, key: str) -> Measure:
-        """Return a measure of a figure of `measure_decode`: `ratio` or `flatness`."""
-
-        def measure(rounds: int) -> Figure:
-            row = next(row for row in self._measured(rounds) if (row['model'], row['batch_size']) == (name, batch))
-            return Figure(row[key], row[f'{key}_quartiles'])
-
-        return measure
-
-    def _measured(self, rounds: int) -> list[dict[str, Any]]:
-        if rounds not in self._rows:
-            try:
-                self._rows[rounds] = measure_decode(CPU, rounds, **self.model_args)
-            # It would fail for every figure again, after minutes.
-            except Exception as error:
-                self._rows[rounds] = error
-        found = self._rows[rounds]
-        if isinstance(found, Exception):
-            raise found
-        return found
+def _ends(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [candidates[0], candidates[-1]]
 
 
-def _three_models(name: str, baseline: str, training: bool, size: int) -> list[nn.Module]:
-    """Return a model of timm, one of ours, and that of timm with materialised attention."""
-    kinds = ((baseline, False), (name, False), (baseline, True))
-    return [create_classifier(each, (size, size), CPU, written_out, training) for each, written_out in kinds]
+def _rows(
+    candidates: Sequence[Candidate], rounds: int, direction: str, *, device: torch.device = CPU, **options: Any
+) -> list[dict[str, Any]]:
+    """Return the rows of the first and the last candidate.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    first, last = _ends(candidates)
+    rows = compare([first, last._replace(baseline=first.name)], device, rounds, directions=[direction], **options)
+    for row in rows:
+        if 'error' in row:
+            raise RuntimeError(f'{row["name"]}: {row["error"]}')
+    return rows
 
 
-def _training_step(model: nn.Module, images: Tensor) -> Call:
-    return with_backward(lambda: model(images), [x for x in model.parameters() if x.requires_grad])
-
-
-def _faster(
-    baseline: Call, candidate: Call, rounds: int, paper: Call | None = None, device: torch.device = CPU
-) -> Figure:
-    first, own = time_interleaved([baseline, candidate], device, rounds)
-    figure = Figure(own.ratio, own.quartiles)
-    if paper is not None:
-        ratio = time_interleaved([paper, candidate], device, min(rounds, PAPER_ROUNDS))[1].ratio
-        figure = figure._replace(paper=ratio)
-    if device.type != 'cuda':
-        # Absolute times of a processor say nothing of another.
-        return figure
-    kernels = gpu.time_kernels([baseline, candidate], device, min(rounds, KERNEL_ROUNDS))
-    return figure._replace(
-        milliseconds_pair=(1e3 * first.seconds, 1e3 * own.seconds),
-        kernel_milliseconds_pair=None if kernels is None else (1e3 * median(kernels[0]), 1e3 * median(kernels[1])),
-    )
+def _write_photographs(folder: Path, count: int) -> None:
+    """Write JPEG files of two classes, with colours that change slowly and some noise, as in photographs."""
+    generator = np.random.default_rng(0)
+    width, height = PHOTOGRAPH_SIZE
+    for index in range(count):
+        coarse = Image.fromarray(generator.integers(0, 256, (9, 12, 3), np.uint8))
+        smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float32)
+        noisy = smooth + generator.normal(0, 4, smooth.shape)
+        path = folder / f'class_{index % 2}' / f'{index}.jpg'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=90)

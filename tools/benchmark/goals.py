@@ -4,22 +4,25 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from tools.benchmark import figures, gpu
-from tools.benchmark.figures import Figure, Measure
-from tools.benchmark.ops import Operation
+from tools.benchmark.compare import Candidate, describe_error, show_progress
+from tools.benchmark.decode import measure_decode
+from tools.benchmark.figures import Figure, Measure, against_attention
+from tools.benchmark.models import classifier
+from tools.benchmark.ops import CPU, Operation, onehot_candidates, planar_layers
 from tools.benchmark.printer import Report, format_rows
-from tools.benchmark.times import describe_error, show_progress
-from tools.machine import has_bfloat16
+from tools.machine import describe_processor, has_bfloat16
 
-TINY, SMALL = 'deit_tiny_patch16_224', 'deit_small_patch16_224'
+TINY, SMALL, PEER = 'deit_tiny_patch16_224', 'deit_small_patch16_224', 'cpubone_b0_bfrobust'
 FEW = 'aft_conv_tiny_k11_h32'
-# Rows of other runtimes are measured only when --rows names them.
-ASKED_ROWS = (22, 23)
+# Rows of other runtimes, of peers, of loaders and of the trainer are measured only when --rows names them.
+ASKED_ROWS = (22, 23, 24, 25, 26)
 
 
 class Goal(NamedTuple):
@@ -27,16 +30,18 @@ class Goal(NamedTuple):
 
     Args:
         row: Of the table of goals; figures of one row belong together.
+        floor, goal: Bounds of the figure; None where it is only reported.
         measure: Makes the figure, of a number of rounds.
         at_most: Whether less is better.
         most_rounds: Rounds that are enough for it; None is as many as are wanted.
-        needs: What it is measured on: 'cpu', 'bfloat16' (a CPU with its instructions), 'cuda', or a runtime's package.
+        needs: What it is measured on: 'cpu', 'bfloat16' (a CPU with its instructions), 'cuda', or the package of a
+            runtime or a loader.
     """
 
     row: int
     what: str
-    floor: float
-    goal: float
+    floor: float | None
+    goal: float | None
     measure: Measure
     at_most: bool = False
     most_rounds: int | None = None
@@ -48,13 +53,13 @@ class Goal(NamedTuple):
         return not available(self.needs)
 
     def verdict(self, figure: Figure | None) -> str:
-        """Return `goal`, `floor`, `below`, or `open` where nothing was measured."""
+        """Return `goal`, `floor` or `below`, `reported` without a floor, or `open` where nothing was measured."""
         if figure is None:
             return 'open'
         for name, bound in (('goal', self.goal), ('floor', self.floor)):
-            if (figure.value <= bound) if self.at_most else (figure.value >= bound):
+            if bound is not None and ((figure.value <= bound) if self.at_most else (figure.value >= bound)):
                 return name
-        return 'below'
+        return 'reported' if self.floor is None else 'below'
 
 
 def available(needs: str) -> bool:
@@ -64,12 +69,8 @@ def available(needs: str) -> bool:
 
 
 def run(args: argparse.Namespace, device: torch.device) -> Report:
-    """Measure the chosen goals, each on its own device; each is on standard error as it comes."""
-
-    def show(row: dict[str, Any]) -> None:
-        tqdm.write(format_rows([row]).splitlines()[-1], file=sys.stderr)
-
-    rows = measure_goals(choose(args.rows), args.rounds, show)
+    """Measure the chosen goals, each on its own device."""
+    rows = measure_goals(choose(args.rows), args.rounds)
     return Report(rows, 'time of the alternative over ours; at most: ours over its')
 
 
@@ -93,22 +94,17 @@ def devices(rows: Sequence[int] | None) -> list[torch.device]:
     return [torch.device(name) for name in names or ('cpu',)]
 
 
-def measure_goals(
-    goals: Sequence[Goal], rounds: int, show: Callable[[dict[str, Any]], None] = lambda row: None
-) -> list[dict[str, Any]]:
-    """Measure every goal; one that fails ends nothing.
-
-    Args:
-        show: Gets every row as it comes.
+def measure_goals(goals: Sequence[Goal], rounds: int) -> list[dict[str, Any]]:
+    """Measure every goal, and write each to standard error as it comes; one that fails ends nothing.
 
     Returns:
         A row for each: `row`, `what`, `floor`, `goal`, `at_most`, the fields of its Figure (`measured` is the value),
-        `error` (why it failed), and `verdict`: that of the goal, or `failed`.
+        `error` (why it failed), and `verdict`: that of the goal, or `failed`, with the `processor` that it is of.
     """
     rows = []
     for goal in tqdm(goals, desc='goals', leave=False, disable=None if show_progress() else True):
         rows.append(_measure(goal, rounds))
-        show(rows[-1])
+        tqdm.write(format_rows(rows[-1:]).splitlines()[-1], file=sys.stderr)
     return rows
 
 
@@ -122,137 +118,178 @@ def _measure(goal: Goal, rounds: int) -> dict[str, Any]:
     # Whatever it is: the others are measured all the same.
     except Exception as problem:
         return {**row, 'error': describe_error(problem), 'verdict': 'failed'}
-    return {**row, 'measured': figure.value, **figure._asdict(), 'verdict': goal.verdict(figure)}
+    processor = describe_processor('cuda' if goal.needs == 'cuda' else 'cpu')
+    found = {'measured': figure.value, **figure._asdict()}
+    return {**row, **found, 'verdict': goal.verdict(figure), 'processor': processor}
 
 
 def make_goals() -> list[Goal]:
     """Return the table of goals."""
-    parts = (_operations, _layers, _causal, _decoding, _models, _gpu, _single_images, _calls, _runtimes)
+    parts = (_operations, _layers, _causal, _decoding, _models, _gpu, _single_images, _calls, _runtimes, _peers, _costs)
     return [goal for part in parts for goal in part()]
 
 
 def _operations() -> Iterator[Goal]:
-    half, what = torch.bfloat16, 'AFT-full op, T=197, against SDPA'
-    full = Operation('aft_full', (32, 197, 384), 6, (197, 197))
-    yield Goal(1, f'{what}: forward', 1.05, 1.35, figures.speed(full))
-    yield Goal(1, f'{what}: forward, bfloat16', 1.7, 2.3, figures.speed(full, half), needs='bfloat16')
-    yield Goal(2, f'{what}: training', 0.95, 1.2, figures.speed(full, training=True))
-    yield Goal(2, f'{what}: training, bfloat16', 2.2, 2.7, figures.speed(full, half, training=True), needs='bfloat16')
-    yield Goal(3, 'its peak memory, forward, over that of SDPA', 2.0, 1.5, figures.memory(full), True)
+    what, full = 'AFT-full op, T=197, against SDPA', Operation('aft_full', (32, 197, 384), 6, (197, 197))
+    for row, direction, bounds, half_bounds in (
+        (1, 'forward', (1.05, 1.35), (1.7, 2.3)),
+        (2, 'training', (0.95, 1.2), (2.2, 2.7)),
+    ):
+        yield Goal(row, f'{what}: {direction}', *bounds, figures.speed(against_attention(full), direction))
+        half = figures.speed(against_attention(full, torch.bfloat16), direction)
+        yield Goal(row, f'{what}: {direction}, bfloat16', *half_bounds, half, needs='bfloat16')
+    peak = figures.memory(against_attention(full))
+    yield Goal(3, 'its peak memory, forward, over that of SDPA', 2.0, 1.5, peak, True)
     yield Goal(3, 'its bytes kept for the backward over those of SDPA', 1.3, 1.0, figures.kept(full), True)
 
 
 def _layers() -> Iterator[Goal]:
-    layer = 'AFT-conv layer, k11, against attention'
-    for dim, heads in ((192, 32), (384, 16)):
-        what = f'{layer}, d={dim}, h={heads}'
-        yield Goal(4, f'{what}: forward', 1.2, 1.5, figures.layer_speed(dim, heads, 32, training=False))
-        yield Goal(4, f'{what}: training', 1.2, 1.45, figures.layer_speed(dim, heads, 32, training=True))
-    yield Goal(5, f'{layer}, h=d=384: forward', 0.9, 1.6, figures.layer_speed(384, 384, 8, training=False))
-    yield Goal(5, f'{layer}, h=d=384: training', 0.95, 1.3, figures.layer_speed(384, 384, 8, training=True))
+    for row, batch, dim, heads, forward, training in (
+        (4, 32, 192, 32, (1.2, 1.5), (1.2, 1.45)),
+        (4, 32, 384, 16, (1.2, 1.5), (1.2, 1.45)),
+        (5, 8, 384, 384, (0.9, 1.6), (0.95, 1.3)),
+    ):
+        make = partial(planar_layers, (batch, 196, dim), (heads,))
+        what = f'AFT-conv layer, k11, against attention, d={dim}, h={heads}'
+        yield Goal(row, f'{what}: forward', *forward, figures.speed(make))
+        yield Goal(row, f'{what}: training', *training, figures.speed(make, 'training'))
 
 
 def _causal() -> Iterator[Goal]:
-    what, three, half = 'AFT-local causal op, T=3072, s=256', _local(3072), torch.bfloat16
-    simple = Operation('aft_simple_causal', (2, 3072, 256), 2)
-    exponent = figures.memory_exponent(_local1, (3072, 12288))
+    what, three, half = 'AFT-local causal op, T=3072, s=256', against_attention(_local(3072)), torch.bfloat16
+    low = against_attention(_local(3072), half)
+    simple = against_attention(Operation('aft_simple_causal', (2, 3072, 256), 2))
     yield Goal(6, f'{what}, against causal SDPA: forward', 2.5, 3.5, figures.speed(three))
-    yield Goal(6, f'{what}, against causal SDPA: training', 2.5, 3.2, figures.speed(three, training=True))
-    yield Goal(7, f'{what}: forward, bfloat16', 3.5, 4.5, figures.speed(three, half), needs='bfloat16')
-    learning = figures.speed(three, half, training=True)
-    yield Goal(7, f'{what}: training, bfloat16', 3.5, 4.5, learning, needs='bfloat16')
-    yield Goal(7, 'AFT-local causal op, T=16384, s=256: forward', 5, 8, figures.speed(_local1(16384)))
-    growth = figures.growth(_local1, 3072)
+    yield Goal(6, f'{what}, against causal SDPA: training', 2.5, 3.2, figures.speed(three, 'training'))
+    yield Goal(7, f'{what}: forward, bfloat16', 3.5, 4.5, figures.speed(low), needs='bfloat16')
+    yield Goal(7, f'{what}: training, bfloat16', 3.5, 4.5, figures.speed(low, 'training'), needs='bfloat16')
+    long = figures.speed(against_attention(_local(16384, 1)))
+    yield Goal(7, 'AFT-local causal op, T=16384, s=256: forward', 5, 8, long)
+    growth = figures.speed(_twice_the_tokens)
     yield Goal(8, 'AFT-local causal: time of 6144 tokens over that of 3072', 2.2, 2.05, growth, True, most_rounds=5)
+    exponent = figures.memory_exponent(partial(_local, batch=1), (3072, 12288))
     yield Goal(8, 'its memory as a power of T', 1.1, 1.0, exponent, True)
     yield Goal(9, 'AFT-simple causal op, T=3072: forward', 3.5, 5, figures.speed(simple))
-    yield Goal(9, 'AFT-simple causal op, T=3072: training', 7, 9, figures.speed(simple, training=True))
+    yield Goal(9, 'AFT-simple causal op, T=3072: training', 7, 9, figures.speed(simple, 'training'))
 
 
 def _decoding() -> Iterator[Goal]:
-    local, simple, what = 'aft_local_pixel', 'aft_simple_pixel', 'decoding 3,072 tokens against a KV cache'
-    decoding = figures.Decoding()
+    # It takes minutes: once for all of its figures.
+    measured, local, simple = cache(partial(measure_decode, CPU)), 'aft_local_pixel', 'aft_simple_pixel'
     for batch, name, floor, goal in ((1, local, 1.5, 2.5), (16, local, 4, 5), (16, simple, 7, 9)):
-        kind = name.split('_')[1]
-        yield Goal(10, f'{what}: {kind}, B={batch}', floor, goal, decoding.figure(name, batch, 'ratio'), most_rounds=5)
+        what = f'decoding 3,072 tokens against a KV cache: {name.split("_")[1]}, B={batch}'
+        yield Goal(10, what, floor, goal, figures.decoding(measured, name, batch, 'ratio'), most_rounds=5)
     for batch, name in ((1, local), (1, simple), (16, local), (16, simple)):
-        text = f'decoding, time of a token at t=3071 over t=300: {name.split("_")[1]}, B={batch}'
-        flatness = decoding.figure(name, batch, 'flatness')
-        yield Goal(11, text, 1.15, 1.02, flatness, True, most_rounds=5)
+        what = f'decoding, time of a token at t=3071 over t=300: {name.split("_")[1]}, B={batch}'
+        flatness = figures.decoding(measured, name, batch, 'flatness')
+        yield Goal(11, what, 1.15, 1.02, flatness, True, most_rounds=5)
 
 
 def _models() -> Iterator[Goal]:
-    speed, memory = figures.model_speed, figures.model_memory
-    half = speed('aft_full_tiny', TINY, 16, 'bfloat16')
-    yield Goal(12, 'aft_full_tiny against DeiT, inference', 0.97, 1.05, speed('aft_full_tiny', TINY, 16))
-    yield Goal(12, 'the same, bfloat16', 1.1, 1.2, half, needs='bfloat16')
-    yield Goal(13, f'{FEW}, inference', 1.08, 1.2, speed(FEW, TINY, 16))
-    yield Goal(13, 'the same, bfloat16', 1.25, 1.4, speed(FEW, TINY, 16, 'bfloat16'), needs='bfloat16')
-    yield Goal(13, 'the same, training', 1.08, 1.15, speed(FEW, TINY, 16, training=True))
-    yield Goal(14, 'aft_conv_small (h=384), inference', 0.95, 1.25, speed('aft_conv_small', SMALL, 8))
-    yield Goal(14, 'the same, training', 0.75, 1.1, speed('aft_conv_small', SMALL, 8, training=True))
+    for row, name, baseline, batch, forward, half, training in (
+        (12, 'aft_full_tiny', TINY, 16, (0.97, 1.05), (1.1, 1.2), None),
+        (13, FEW, TINY, 16, (1.08, 1.2), (1.25, 1.4), (1.08, 1.15)),
+        (14, 'aft_conv_small', SMALL, 8, (0.95, 1.25), None, (0.75, 1.1)),
+    ):
+        make, what = against(name, baseline, 224, batch), f'{name} against DeiT'
+        yield Goal(row, f'{what}, inference', *forward, figures.speed(make))
+        if half:
+            low = figures.speed(make, dtype='bfloat16')
+            yield Goal(row, f'{what}, inference, bfloat16', *half, low, needs='bfloat16')
+        if training:
+            yield Goal(row, f'{what}, training', *training, figures.speed(make, 'training'))
     for name in ('aft_full_tiny', 'aft_conv_tiny'):
-        yield Goal(15, f'training memory of {name} over DeiT', 1.25, 1.0, memory(name, TINY, 16), True)
-    yield Goal(16, 'one-hot op against the convolution: forward', 1.7, 3, figures.onehot_speed('forward'))
-    yield Goal(16, 'one-hot op against the convolution: training', 1.7, 3, figures.onehot_speed('training'))
+        memory = figures.memory(against(name, TINY, 224, 16), 'training')
+        yield Goal(15, f'training memory of {name} over DeiT', 1.25, 1.0, memory, True)
+    onehot = partial(_one_offset, (8, 196, 384))
+    for direction in ('forward', 'training'):
+        speed = figures.speed(onehot, direction)
+        yield Goal(16, f'one-hot op against the convolution: {direction}', 1.7, 3, speed)
 
 
 def _gpu() -> Iterator[Goal]:
     for name, goal, operation in gpu.OPERATIONS:
-        for training in (False, True):
-            what = f'GPU, B={gpu.BATCH}, bfloat16: {name}, {"training" if training else "forward"}'
-            measure = figures.speed(operation, gpu.HALF, training, gpu.CUDA)
-            yield Goal(17, what, 1.0, goal, measure, needs='cuda')
+        make = against_attention(operation, gpu.HALF, gpu.CUDA)
+        for direction in ('forward', 'training'):
+            what = f'GPU, B={gpu.BATCH}, bfloat16: {name}, {direction}'
+            yield Goal(17, what, 1.0, goal, figures.speed(make, direction, device=gpu.CUDA), needs='cuda')
     for name, _, operation in gpu.OPERATIONS:
         share = figures.roofline_share(operation, gpu.HALF, gpu.CUDA)
         yield Goal(18, f'GPU, share of the roofline: {name}, forward', 0.4, 0.7, share, needs='cuda')
 
 
 def _single_images() -> Iterator[Goal]:
-    speed = figures.model_speed
     peers = {'aft_conv_tiny': TINY, FEW: TINY, 'aft_full_tiny': TINY}
     peers |= {'aft_conv_small': SMALL, 'aft_conv_small_k11_h16': SMALL}
     for name, peer in peers.items():
-        yield Goal(19, f'one image, 224 px, {name} against DeiT', 1.0, 1.2, speed(name, peer, 1))
-    bounds = {384: (1.2, 1.4), 512: (1.6, 1.9)}
+        yield Goal(19, f'one image, 224 px, {name} against DeiT', 1.0, 1.2, figures.speed(against(name, peer, 224)))
     for name in ('aft_conv_tiny', 'aft_conv_small', 'aft_full_tiny'):
-        for size, (floor, goal) in bounds.items():
-            low, high = (1.0, 1.15) if name == 'aft_full_tiny' else (floor, goal)
-            measure = speed(name, peers[name], 1, size=size)
-            yield Goal(20, f'one image, {size} px, {name} against DeiT', low, high, measure)
+        for size, bounds in ((384, (1.2, 1.4)), (512, (1.6, 1.9))):
+            floor, goal = (1.0, 1.15) if name == 'aft_full_tiny' else bounds
+            measure = figures.speed(against(name, peers[name], size))
+            yield Goal(20, f'one image, {size} px, {name} against DeiT', floor, goal, measure)
 
 
 def _calls() -> Iterator[Goal]:
     shape, kernel = (1, 4, 192), (11, 11)
-    operations = {
+    for name, operation in {
         'AFT-full': Operation('aft_full', shape, 3, (4, 4)),
         'AFT-conv, h=32': Operation('aft_conv', shape, 3, (32, *kernel), (2, 2), 32),
         'AFT-conv, h=d=192': Operation('aft_conv', shape, 3, (192, *kernel), (2, 2)),
-    }
-    for name, operation in operations.items():
-        yield Goal(21, f'a call, T=4, inference, {name}, over SDPA', 4, 2, figures.call_cost(operation), True)
+    }.items():
+        cost = figures.speed(partial(figures.call_candidates, operation))
+        yield Goal(21, f'a call, T=4, inference, {name}, over SDPA', 4, 2, cost, True)
 
 
 def _runtimes() -> Iterator[Goal]:
-    # (px, floor and goal of 192 heads, floor and goal of 32 heads)
-    onnx = (
-        (224, 0.85, 1.0, 1.0, 1.15),
-        (384, 1.1, 1.25, 1.3, 1.5),
-        (512, 1.4, 1.7, 1.7, 2.0),
-        (1024, 3.3, 4.0, 4.0, 5.0),
-    )
-    openvino = ((224, 0.85, 1.0, 1.05, 1.2), (512, 1.2, 1.4, 1.6, 1.8))
-    for row, runtime, bounds in ((22, 'onnxruntime', onnx), (23, 'openvino', openvino)):
-        for size, *pairs in bounds:
-            for name, (floor, goal) in zip(('aft_conv_tiny', FEW), (pairs[:2], pairs[2:]), strict=True):
-                what = f'{runtime}, one thread, one image, {size} px, {name} against DeiT'
-                measure = figures.runtime_speed(name, TINY, size, runtime)
-                yield Goal(row, what, floor, goal, measure, needs=runtime)
+    # By runtime and px: floor and goal of 192 heads, floor and goal of 32 heads.
+    for row, runtime, size, *bounds in (
+        (22, 'onnxruntime', 224, (0.85, 1.0), (1.0, 1.15)),
+        (22, 'onnxruntime', 384, (1.1, 1.25), (1.3, 1.5)),
+        (22, 'onnxruntime', 512, (1.4, 1.7), (1.7, 2.0)),
+        (22, 'onnxruntime', 1024, (3.3, 4.0), (4.0, 5.0)),
+        (23, 'openvino', 224, (0.85, 1.0), (1.05, 1.2)),
+        (23, 'openvino', 512, (1.2, 1.4), (1.6, 1.8)),
+    ):
+        for name, pair in zip(('aft_conv_tiny', FEW), bounds, strict=True):
+            what = f'{runtime}, one thread, one image, {size} px, {name} against DeiT'
+            yield Goal(row, what, *pair, figures.runtime_speed(name, TINY, size, runtime), needs=runtime)
+
+
+def _peers() -> Iterator[Goal]:
+    for size in (224, 384, 512, 1024):
+        speed = figures.speed(against(PEER, TINY, size))
+        yield Goal(24, f'one image, {size} px, {PEER} against DeiT', None, None, speed)
+        runtime = figures.runtime_speed(PEER, TINY, size, 'onnxruntime')
+        what = f'onnxruntime, one thread, one image, {size} px, {PEER} against DeiT'
+        yield Goal(24, what, None, None, runtime, needs='onnxruntime')
+    for size in (512, 1024):
+        what = f'one image, {size} px, aft_conv_tiny against {PEER}'
+        yield Goal(24, what, None, 1.0, figures.speed(against('aft_conv_tiny', PEER, size)))
+
+
+def _costs() -> Iterator[Goal]:
+    ffcv, folder = (figures.loader_cost(kind) for kind in ('ffcv', 'folder'))
+    what = 'CPU time of an image of our loader over'
+    yield Goal(25, f"{what} FFCV's own Loader", 1.1, 1.0, ffcv, True, most_rounds=5, needs='ffcv')
+    yield Goal(25, f"{what} timm's, of a folder", 1.1, 1.0, folder, True, most_rounds=5)
+    yield Goal(26, "time of our update over that of timm's task, one batch", 1.03, 1.01, figures.step_cost(), True)
+
+
+def against(name: str, baseline: str, size: int, batch: int = 1) -> Callable[[], list[Candidate]]:
+    """Return a function that makes a model of timm and one of ours on images of a side in pixels."""
+    return lambda: [classifier(each, (batch, 3, size, size), CPU) for each in (baseline, name)]
 
 
 def _local(tokens: int, batch: int = 2) -> Operation:
     return Operation('aft_local_causal', (batch, tokens, 256), 2, (tokens, 256))
 
 
-def _local1(tokens: int) -> Operation:
-    return _local(tokens, batch=1)
+def _twice_the_tokens() -> list[Candidate]:
+    """Return twice the tokens first: the figure is the time of the first over that of the last."""
+    lengths = {name: _local(tokens, 1) for name, tokens in (('twice', 6144), ('once', 3072))}
+    return [Candidate(name, partial(each.own, torch.float32, CPU)) for name, each in lengths.items()]
+
+
+def _one_offset(shape: tuple[int, int, int]) -> list[Candidate]:
+    return onehot_candidates(shape, shape[2], (14, 14))[:2]

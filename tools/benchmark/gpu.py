@@ -1,6 +1,6 @@
 """Measurements of a GPU: the time of kernels alone, and what the device could do at best."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch.autograd import DeviceType
@@ -24,15 +24,13 @@ OPERATIONS = (
 )
 
 
-def device_rates(
-    dtype: torch.dtype, device: torch.device, rounds: int, side: int = MATRIX_SIDE, size: int = COPY_BYTES
-) -> tuple[float, float]:
+def device_rates(dtype: torch.dtype, device: torch.device, rounds: int) -> tuple[float, float]:
     """Return floating-point operations a second of a matrix product, and bytes read and written a second of a copy."""
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    a, b = (torch.randn(MATRIX_SIDE, MATRIX_SIDE, device=device).to(dtype) for _ in range(2))
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     product, copy = time_interleaved([lambda: a @ b, lambda: target.copy_(source)], device, rounds, warmup=3)
-    return 2 * side**3 / product.seconds, 2 * size / copy.seconds
+    return 2 * MATRIX_SIDE**3 / product.seconds, 2 * COPY_BYTES / copy.seconds
 
 
 def count_flops(operation: Operation) -> int:
@@ -42,11 +40,10 @@ def count_flops(operation: Operation) -> int:
     AFT-local multiplies blocks of 64 targets with the sources of their windows.
     """
     batch, tokens, dim = operation.shape
-    sums = dim + (operation.key_heads or dim)
-    if operation.name == 'aft_local_causal':
-        assert operation.bias is not None
-        return 2 * batch * tokens * min(tokens, operation.bias[1] + 64) * sums
-    return 2 * batch * tokens**2 * sums
+    sources = tokens
+    if operation.name == 'aft_local_causal' and operation.bias is not None:
+        sources = min(tokens, operation.bias[1] + 64)
+    return 2 * batch * tokens * sources * (dim + (operation.key_heads or dim))
 
 
 def count_bytes(operation: Operation, dtype: torch.dtype) -> int:
@@ -55,31 +52,24 @@ def count_bytes(operation: Operation, dtype: torch.dtype) -> int:
     return batch * tokens * (3 * dim + (operation.key_heads or dim)) * dtype.itemsize
 
 
-def time_kernels(calls: Sequence[Callable[[], object]], device: torch.device, rounds: int) -> list[list[float]] | None:
-    """Sum the times of the kernels of each call, one call after the other in every round.
+def time_kernels(call: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
+    """Return the seconds of the kernels of a call in every round, each with CALLS of it after one that is not counted.
 
-    Args:
-        calls: On one stream, warm.
-        rounds: Each with CALLS of every call.
-
-    Returns:
-        For each call its seconds in every round; None on a CPU, or where the profiler sees no kernels.
+    Raises:
+        RuntimeError: the profiler sees no kernels.
     """
-    if device.type != 'cuda':
-        return None
-    found: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, seconds in zip(calls, found, strict=True):
-            seconds.append(_kernel_seconds(call, device))
-    return found if all(map(all, found)) else None
-
-
-def _kernel_seconds(call: Callable[[], object], device: torch.device) -> float:
     silence_profiler()
-    synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        for _ in range(CALLS):
-            call()
+    call()
+    seconds = []
+    for _ in range(rounds):
         synchronize(device)
-    kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    return sum(event.time_range.elapsed_us() for event in kernels if not event.is_user_annotation) / 1e6 / CALLS
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            for _ in range(CALLS):
+                call()
+            synchronize(device)
+        kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+        spent = [event.time_range.elapsed_us() for event in kernels if not event.is_user_annotation]
+        seconds.append(sum(spent) / 1e6 / CALLS)
+    if not all(seconds):
+        raise RuntimeError(f'expected kernels on {device}, got none from the profiler')
+    return seconds

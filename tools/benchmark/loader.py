@@ -1,82 +1,148 @@
-"""Loaders of training images next to each other."""
+"""Loaders of training images next to each other, and next to those that they replace: timm's and FFCV's own."""
 
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from timm.data import create_dataset, create_loader
 
 from aft_vision.data import Augmentation, create_loaders
-from aft_vision.timing import compare_rounds, synchronize
+from aft_vision.timing import compare_rounds
 from tools.benchmark.printer import Report
+from tools.machine import cpu_seconds
 
-# What a loader does to an image; erasing, mixup and cutmix come after any loader and are left out.
-AUGMENTATIONS = {
-    'crop': Augmentation(auto_augment=None, color_jitter=0.0, repeats=1, random_erasing=0.0, mixup=0.0, cutmix=0.0),
-    'deit': Augmentation(repeats=1, random_erasing=0.0, mixup=0.0, cutmix=0.0),
-}
+# A random crop and a flip: what all of the loaders can do to an image.
+CROP = Augmentation(auto_augment=None, color_jitter=0.0, repeats=1, random_erasing=0.0, mixup=0.0, cutmix=0.0)
+
+
+class Options(NamedTuple):
+    """Options of every loader: the side of the images in pixels, images of a batch, and loading processes."""
+
+    img_size: int
+    batch_size: int
+    workers: int
 
 
 def run(args: argparse.Namespace, device: torch.device) -> Report:
     """Measure the loaders of data sets."""
     workers = os.cpu_count() or 1 if args.workers is None else args.workers
-    rows = measure_loaders(args.data, args.augment, args.img_size, args.batch_size, workers, str(device), args.rounds)
-    return Report(rows, 'images/s of reading uint8 batches, and of batches ready on the device; ratios to the first')
+    rows = measure_loaders(args.data, Options(args.img_size, args.batch_size, workers), args.rounds)
+    head = 'images/s of uint8 batches, ratios to the first; CPU time of an image, and over that of the loader that ours'
+    return Report(rows, f'{head} replaces')
 
 
-def measure_loaders(
-    sources: Sequence[str],
-    augment: str,
-    img_size: int,
-    batch_size: int,
-    workers: int,
-    device: str,
-    rounds: int,
-) -> list[dict[str, Any]]:
-    """Time passes over the training images of data sets, interleaved.
+def measure_loaders(sources: Sequence[str], options: Options, rounds: int) -> list[dict[str, Any]]:
+    """Time passes over the training images of data sets, interleaved, by our loaders and by those that they replace.
 
     Args:
-        augment: Key of AUGMENTATIONS.
-        img_size: Side in pixels.
-        device: Where the batches arrive, normalised.
         rounds: Passes over each, after one that is not counted.
 
     Returns:
-        Two rows for each data set, `what` is 'read' (uint8 batches, as the loading processes give them) and 'ready' (on
-        the device, normalised): `name`, `per_second` images, and `ratio` to the first data set in the same round with
-        `ratio_quartiles`.
+        A row for each loader: `name`, `per_second` images of uint8 batches, `ratio` to the first in the same round with
+        `ratio_quartiles`, `cpu_milliseconds` of an image in all processes, and, where ours replaces another,
+        `cpu_ratio` of that to the other's with `cpu_quartiles`.
 
     Raises:
         ValueError: there is no round, or a data set is not valid.
     """
     if rounds < 1:
         raise ValueError(f'expected at least 1 round, got {rounds}')
-    options: dict[str, Any] = dict(augment=AUGMENTATIONS[augment], num_workers=workers, device=device)
-    loaders = [create_loaders(source, (img_size, img_size), batch_size, **options) for source in sources]
-    stages = {'read': [each.train.loader for each in loaders], 'ready': [each.train for each in loaders]}
-    # Seconds of an image in every round.
-    seconds: dict[str, list[list[float]]] = {stage: [[] for _ in sources] for stage in stages}
+    passes = {name: batches for source in sources for name, batches in find_loaders(source, options).items()}
+    # Seconds, and seconds of the cores, of an image in every round.
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in passes}
     for turn in range(rounds + 1):
-        for index, each in enumerate(loaders):
-            each.set_epoch(turn)
-            for stage, passes in stages.items():
-                once = _seconds_of_an_image(passes[index], torch.device(device))
-                seconds[stage][index] += [once] if turn else []
+        for name, batches in passes.items():
+            once = _time_pass(batches(turn))
+            found[name] += [once] if turn else []
+    first = [seconds for seconds, _ in next(iter(found.values()))]
     rows = []
-    for stage, found in seconds.items():
-        for source, own in zip(sources, found, strict=True):
-            timing = compare_rounds(own, found[0])
-            figures = {'per_second': 1 / median(own), 'ratio': timing.ratio, 'ratio_quartiles': timing.quartiles}
-            rows.append({'what': stage, 'name': source, **figures})
+    for name, own in found.items():
+        seconds, cores = zip(*own, strict=True)
+        timing = compare_rounds(seconds, first)
+        row = {'name': name, 'per_second': 1 / median(seconds), 'ratio': timing.ratio}
+        row |= {'ratio_quartiles': timing.quartiles, 'cpu_milliseconds': 1e3 * median(cores)}
+        for replaced in (other for other in found if other.startswith(f'{name}, ')):
+            # Ours over theirs: less is better.
+            cost = compare_rounds([each for _, each in found[replaced]], cores)
+            row |= {'cpu_ratio': cost.ratio, 'cpu_quartiles': cost.quartiles}
+        rows.append(row)
     return rows
 
 
-def _seconds_of_an_image(loader: Any, device: torch.device) -> float:
-    start, count = time.perf_counter(), 0
-    for _, targets in loader:
+def find_loaders(source: str, options: Options) -> dict[str, Callable[[int], Iterable[Any]]]:
+    """Return the uint8 batches of an epoch by our loader, and by timm's or FFCV's own where it is of their kind.
+
+    Raises:
+        ValueError: the data set is not valid.
+    """
+    size = (options.img_size, options.img_size)
+    loaders = create_loaders(source, size, options.batch_size, augment=CROP, num_workers=options.workers)
+
+    def ours(epoch: int) -> Iterable[Any]:
+        loaders.set_epoch(epoch)
+        return loaders.train.loader
+
+    found: dict[str, Callable[[int], Iterable[Any]]] = {source: ours}
+    place = Path(source) / 'train'
+    if place.is_dir():
+        theirs = _timm_loader(source, options)
+        found[f"{source}, timm's loader"] = lambda epoch: theirs
+    elif place.with_suffix('.beton').is_file():
+        found[f"{source}, FFCV's Loader"] = _ffcv_loader(place.with_suffix('.beton'), options)
+    return found
+
+
+def _timm_loader(source: str, options: Options) -> Any:
+    """Return timm's loader of uint8 batches."""
+    dataset = create_dataset('', source, split='train', is_training=True)
+    loader = create_loader(
+        dataset,
+        (3, options.img_size, options.img_size),
+        options.batch_size,
+        is_training=True,
+        color_jitter=0.0,
+        interpolation='bicubic',
+        num_workers=options.workers,
+        persistent_workers=options.workers > 0,
+        device=torch.device('cpu'),
+    )
+    return loader.loader
+
+
+def _ffcv_loader(path: Path, options: Options) -> Callable[[int], Iterable[Any]]:
+    """Return the uint8 batches of an epoch by FFCV's own Loader, which compiles its steps in the first one."""
+    from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import RandomHorizontalFlip, ToTensor, ToTorchImage
+
+    threads, size = torch.get_num_threads(), options.img_size
+    image = [RandomResizedCropRGBImageDecoder((size, size)), RandomHorizontalFlip(), ToTensor(), ToTorchImage()]
+    loader = Loader(
+        str(path),
+        options.batch_size,
+        num_workers=max(1, options.workers),
+        order=OrderOption.RANDOM,
+        pipelines={'image': image, 'label': [IntDecoder(), ToTensor()]},
+    )
+
+    def batches(epoch: int) -> Iterable[Any]:
+        try:
+            yield from loader
+        finally:
+            # FFCV gives torch as many threads as it has itself.
+            torch.set_num_threads(threads)
+
+    return batches
+
+
+def _time_pass(batches: Iterable[Any]) -> tuple[float, float]:
+    """Return the seconds, and the seconds of the cores, of an image in a pass."""
+    start, used, count = time.perf_counter(), cpu_seconds(), 0
+    for _, targets in batches:
         count += len(targets)
-    synchronize(device)
-    return (time.perf_counter() - start) / count
+    return (time.perf_counter() - start) / count, (cpu_seconds() - used) / count

@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,8 @@ from torch import Tensor, nn
 
 from aft_vision.export import Shape, export_onnx
 from aft_vision.export.verify import onnx_runner
-from tools.benchmark.compare import DIRECTIONS, PAPER_BASELINE, Candidate, Prepared, compare, most_bytes, too_large
+from tools.benchmark.compare import DIRECTIONS, PAPER_BASELINE, Candidate, Prepared, check_weights, compare
 from tools.benchmark.printer import Report
-from tools.benchmark.times import describe_error
-from tools.machine import autocast
 
 # Files of timm, and ours, whose models take `img_size`, `dynamic_img_size` and `dynamic_img_pad`.
 VIT_FILES = ('aft_vit', 'deit', 'vision_transformer')
@@ -35,8 +34,10 @@ MODELS = (
     'xcit_small_12_p16_224',
 )
 SIZES = ((224, 224), (384, 384), (512, 512), (1024, 1024))
-# Of the largest logit: whether a runtime computes the same model, not how exact it is.
+# Relative to the largest logit: whether a runtime computes the same model, not how exact it is.
 EXPORT_TOLERANCE = 1e-3
+# (B, 3, H, W)
+Images = tuple[int, int, int, int]
 
 
 def run(args: argparse.Namespace, device: torch.device) -> Report:
@@ -45,57 +46,31 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
     for name in names:
         check_model(name)
     rows: list[dict[str, Any]] = []
-    directions, runtimes = DIRECTIONS[: 1 + args.training], args.runtimes or ['torch']
     for size in args.sizes or SIZES:
         shape = (args.batch_size, 3, *size)
-        if 'torch' in runtimes:
-            limit = most_bytes(args.most_gib, device)
-            rows += measure_classifiers(names, shape, device, args.dtype, args.rounds, directions, args.compile, limit)
-        for runtime in runtimes:
-            if runtime != 'torch':
+        for runtime in args.runtimes or ['torch']:
+            if runtime == 'torch':
+                rows += measure_classifiers(names, shape, device, args)
+            else:
                 rows += measure_runtime(names, shape, runtime, args.rounds)
-    head = f'classifiers, batch of {args.batch_size}; ratios to {args.baseline} of that size and form'
-    return Report(rows, head)
+    return Report(rows, f'classifiers, batch of {args.batch_size}; ratios to {args.baseline} of that size and form')
 
 
 def measure_classifiers(
-    names: Sequence[str],
-    shape: tuple[int, int, int, int],
-    device: torch.device,
-    dtype: str,
-    rounds: int,
-    directions: Sequence[str] = ('forward',),
-    compiled: bool = False,
-    most: float = math.inf,
+    names: Sequence[str], shape: Images, device: torch.device, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Measure models on images of one size, interleaved, and the first, the baseline, with materialised attention too.
 
     Args:
-        shape: (B, 3, H, W).
-        dtype: Key of PRECISIONS.
-        most: Bytes; materialised attention that takes more is refused.
+        args: Options of the section: `training`, `rounds`, `dtype` and `compile`.
 
     Returns:
-        The rows of `compare` with `size` and `per_second`, images. A model that does not take such images has
-        `refused`, the reason, and one that fails otherwise when it is first tried `error`.
+        The rows of `compare` with `size` and `per_second`, images.
     """
-    place = {'size': shape[2:]}
-    rows: list[dict[str, Any]] = []
-    candidates: list[Candidate] = []
-    for name in names:
-        if why := probe(name, shape, device, dtype):
-            rows.append({**place, 'name': name, **why})
-            continue
-        candidates.append(classifier(name, shape, device, baseline=names[0]))
-        if name == names[0]:
-            paper = classifier(name, shape, device, materialised=True, baseline=names[0])
-            model = create(name, shape[2:])
-            if reason := attention_too_large(model, shape[0], 'training' in directions, most):
-                rows.append({**place, 'name': paper.name, 'refused': reason})
-            elif has_fused_attention(model):
-                candidates.append(paper)
-    found = compare(candidates, device, rounds, dtype=dtype, directions=directions, compiled=compiled)
-    return [{**place, **with_rate(row, shape[0])} for row in found] + rows
+    candidates = [*with_paper(names[0], shape, device), *(classifier(name, shape, device) for name in names[1:])]
+    directions = DIRECTIONS[: 1 + args.training]
+    rows = compare(candidates, device, args.rounds, dtype=args.dtype, directions=directions, compiled=args.compile)
+    return [{'size': shape[2:], **with_rate(row, shape[0])} for row in rows]
 
 
 def with_rate(row: dict[str, Any], count: int) -> dict[str, Any]:
@@ -103,56 +78,44 @@ def with_rate(row: dict[str, Any], count: int) -> dict[str, Any]:
     return row | ({'per_second': 1e3 * count / row['milliseconds']} if 'milliseconds' in row else {})
 
 
-def attention_too_large(model: Any, batch: int, learns: bool, most: float) -> str | None:
-    """Return why a vision transformer with materialised attention cannot be measured, or None."""
-    if not has_fused_attention(model) or not hasattr(model, 'num_prefix_tokens'):
-        return None
-    tokens = model.patch_embed.num_patches + model.num_prefix_tokens
-    return too_large(batch, model.blocks[0].attn.num_heads, tokens, len(model.blocks) if learns else 1, most)
-
-
-@torch.inference_mode()
-def probe(name: str, shape: tuple[int, ...], device: torch.device, dtype: str = 'float32') -> dict[str, str]:
-    """Try a model on images as they are measured, which tunes the kernels of a GPU for them.
-
-    Returns:
-        `refused`, why it does not take such images; `error`, what else went wrong; or nothing.
-    """
-    try:
-        model = create_classifier(name, shape[2:], device)
-        with autocast(device, dtype):
-            model(torch.zeros(shape, device=device))
-    except (ValueError, AssertionError) as error:
-        return {'refused': describe_error(error)}
-    # A lack of memory, or a bug: the others are measured all the same.
-    except Exception as error:
-        return {'error': describe_error(error)}
-    return {}
+def with_paper(name: str, shape: Images, device: torch.device, dense: bool = False) -> list[Candidate]:
+    """Return a model, and with materialised attention, the paper's baseline, if it has fused attention."""
+    own = classifier(name, shape, device, dense=dense)
+    if not has_fused_attention(name):
+        return [own]
+    return [own, classifier(name, shape, device, materialised=True, dense=dense)]
 
 
 def classifier(
-    name: str, shape: tuple[int, ...], device: torch.device, materialised: bool = False, baseline: str | None = None
+    name: str, shape: Images, device: torch.device, *, materialised: bool = False, dense: bool = False
 ) -> Candidate:
-    """Return a model on images of a shape (B, 3, H, W): as it is deployed, or in training.
+    """Return a model on images of a shape: as it is deployed, or in training.
 
     Args:
         materialised: Its attention forms its weights, by timm's own code, which is what DeiT had.
+        dense: It gives features, the last three maps, of images of any size, in place of logits.
     """
 
     def prepare(training: bool) -> Prepared:
-        model = create_classifier(name, shape[2:], device, materialised=materialised, training=training)
+        model = create_dense(name) if dense else create(name, shape[2:])
+        model = model.to(device).train(training)
+        if materialised:
+            materialise_attention(model, shape, device, training)
+        if not (training or dense):
+            model = reparameterize_model(model, inplace=True)
         images = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
-        return Prepared(
-            lambda: model(images), [each for each in model.parameters() if training], [images, *model.buffers()]
-        )
+        leaves = [each for each in model.parameters() if training]
+        return Prepared(lambda: model(images), leaves, [images, *model.buffers()], _learn_maps if dense else None)
 
     title = f'{name}, materialised, {PAPER_BASELINE}' if materialised else name
-    return Candidate(title, prepare, compiles=not materialised, baseline=baseline)
+    return Candidate(title, prepare, compiles=not materialised)
 
 
-def measure_runtime(
-    names: Sequence[str], shape: tuple[int, int, int, int], runtime: str, rounds: int
-) -> list[dict[str, Any]]:
+def _learn_maps(maps: Sequence[Tensor]) -> None:
+    sum(features.float().mean() for features in maps).backward()  # type: ignore[union-attr]
+
+
+def measure_runtime(names: Sequence[str], shape: Images, runtime: str, rounds: int) -> list[dict[str, Any]]:
     """Measure the exported ONNX files of models in a runtime of RUNTIMES, with as many threads as torch has.
 
     Returns:
@@ -163,20 +126,18 @@ def measure_runtime(
         return [{'size': shape[2:], 'form': runtime, 'verdict': 'open', 'refused': f'{runtime} is not installed'}]
     with tempfile.TemporaryDirectory() as folder:
         candidates = [runtime_candidate(name, shape, runtime, Path(folder)) for name in names]
-        rows = compare(candidates, torch.device('cpu'), rounds, directions=('forward',))
-    kept = [{key: value for key, value in row.items() if not key.startswith('peak')} for row in rows]
-    return [{'size': shape[2:], **with_rate(row, shape[0]), 'form': runtime} for row in kept]
+        rows = compare(candidates, torch.device('cpu'), rounds, directions=('forward',), memory=False)
+    return [{'size': shape[2:], **with_rate(row, shape[0]), 'form': runtime} for row in rows]
 
 
-def runtime_candidate(name: str, shape: tuple[int, int, int, int], runtime: str, folder: Path) -> Candidate:
-    """Return a model on images of a shape (B, 3, H, W), exported for that shape into a folder."""
+def runtime_candidate(name: str, shape: Images, runtime: str, folder: Path) -> Candidate:
+    """Return a model on images of a shape, exported for that shape into a folder."""
 
     def prepare(training: bool) -> Prepared:
         path, size = folder / f'{name}.onnx', (shape[2], shape[3])
         # torch.export does not trace tensors of inference mode.
         with torch.inference_mode(False):
-            model = create(name, size)
-            export_onnx(model, path, Shape(size, True, shape[0]), tolerance=EXPORT_TOLERANCE)
+            export_onnx(create(name, size), path, Shape(size, True, shape[0]), tolerance=EXPORT_TOLERANCE)
         run = RUNTIMES[runtime](path, torch.get_num_threads())
         images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         return Prepared(lambda: run(images))
@@ -200,33 +161,17 @@ RUNTIMES: dict[str, Callable[[Path, int], Callable[[Tensor], Tensor]]] = {
 
 
 def create(name: str, img_size: Sequence[int]) -> nn.Module:
-    """Build a classifier in eval mode, not fused."""
+    """Build a classifier in eval mode, not fused, for images of a height and a width in pixels."""
     kwargs: dict[str, Any] = {'img_size': img_size} if is_model_in_modules(name, VIT_FILES) else {}
     return timm.create_model(name, **kwargs).eval()
 
 
-def create_classifier(
-    name: str, img_size: Sequence[int], device: torch.device, materialised: bool = False, training: bool = False
-) -> nn.Module:
-    """Build a classifier as it is deployed, in eval mode and fused, or as it is trained.
-
-    Args:
-        img_size: Height and width in pixels.
-        materialised: See `materialise_attention`.
-    """
-    model = create(name, img_size).to(device).train(training)
-    if materialised:
-        materialise_attention(model)
-    return model if training else reparameterize_model(model, inplace=True)
-
-
-def create_dense(name: str, device: torch.device) -> nn.Module:
+def create_dense(name: str) -> nn.Module:
     """Build a feature extractor, `features_only`, that takes images of any size."""
-    check_model(name)
     kwargs: dict[str, Any] = {}
     if is_model_in_modules(name, VIT_FILES):
         kwargs = dict(dynamic_img_size=True, dynamic_img_pad=True)
-    return timm.create_model(name, features_only=True, **kwargs).to(device)
+    return timm.create_model(name, features_only=True, **kwargs)
 
 
 def check_model(name: str) -> None:
@@ -236,19 +181,24 @@ def check_model(name: str) -> None:
         raise ValueError(f'expected the name of a model that timm has, such as {close}, got {name!r}')
 
 
-def has_fused_attention(model: nn.Module) -> bool:
-    """Return whether attention in the model is `F.scaled_dot_product_attention`."""
-    return any(getattr(module, 'fused_attn', False) for module in model.modules())
+@cache
+def has_fused_attention(name: str) -> bool:
+    """Return whether attention in a model of timm is `F.scaled_dot_product_attention`."""
+    return any(getattr(module, 'fused_attn', False) for module in timm.create_model(name).modules())
 
 
-def materialise_attention(model: nn.Module) -> None:
+def materialise_attention(model: nn.Module, shape: Images, device: torch.device, training: bool) -> None:
     """Make attention form its (h, T, T) weights, as every attention did when the AFT paper was written.
 
     Raises:
         ValueError: the model has no fused attention.
+        MemoryError: its weights would take more than a call may.
     """
-    if not has_fused_attention(model):
+    attentions: list[Any] = [module for module in model.modules() if getattr(module, 'fused_attn', False)]
+    if not attentions:
         raise ValueError(f'expected a model with fused attention, got a {type(model).__name__} without')
-    attentions: list[Any] = [module for module in model.modules() if hasattr(module, 'fused_attn')]
+    patch: Any = next((module.patch_size for module in model.modules() if hasattr(module, 'patch_size')), (16, 16))
+    tokens = math.prod(-(-side // step) for side, step in zip(shape[2:], patch, strict=True)) + 1
+    check_weights(shape[0], attentions[0].num_heads, tokens, len(attentions) if training else 1, device)
     for attention in attentions:
         attention.fused_attn = False

@@ -52,26 +52,20 @@ def plot_curves(rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], 
     panels = list(dict.fromkeys((fit['direction'], fit['quantity']) for fit in fits))
     figure = new_figure(7 * len(panels), 5.5)
     for axes, (direction, quantity) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        unit = 2**20 if quantity.endswith('bytes') else 1
         own = [fit for fit in fits if (fit['direction'], fit['quantity']) == (direction, quantity)]
-        draw_curves(axes, [row for row in rows if row['direction'] == direction], own, x)
-        axes.set_title(direction)
+        for place, fit in enumerate(own):
+            kept = [row for row in rows if (row['name'], row['direction']) == (fit['name'], direction)]
+            points = [(row[x], row[quantity] / unit) for row in kept if row.get(quantity)]
+            exponent = 'no exponent' if fit['exponent'] is None else f'exponent {fit["exponent"]:.2f}'
+            # Every other line is dashed, so that one that lies on another does not hide it.
+            style, label = '--' if place % 2 else '-', f'{fit["name"]}: {exponent}'
+            axes.plot(*zip(*points, strict=True), linestyle=style, marker='o', markersize=4, label=label)
+        axes.set(xlabel=COLUMNS[x][0], ylabel=COLUMNS[quantity][0], xscale='log', yscale='log', title=direction)
+        axes.grid(alpha=0.3, which='both')
+        axes.legend(fontsize=8)
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
-
-
-def draw_curves(axes: Any, rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], x: str) -> None:
-    """Draw the quantity of the fits over `x`, a curve for each of them, with its exponent in the legend."""
-    unit = 2**20 if fits[0]['quantity'].endswith('bytes') else 1
-    for place, fit in enumerate(fits):
-        own = [row for row in rows if row['name'] == fit['name'] and row.get(fit['quantity'])]
-        exponent = 'no exponent' if fit['exponent'] is None else f'exponent {fit["exponent"]:.2f}'
-        # Every other line is dashed, so that one that lies on another does not hide it.
-        style, label = '--' if place % 2 else '-', f'{fit["name"]}: {exponent}'
-        points = [row[x] for row in own], [row[fit['quantity']] / unit for row in own]
-        axes.plot(*points, linestyle=style, marker='o', markersize=4, label=label)
-    axes.set(xlabel=COLUMNS[x][0], ylabel=COLUMNS[fits[0]['quantity']][0], xscale='log', yscale='log')
-    axes.grid(alpha=0.3, which='both')
-    axes.legend(fontsize=8)
 
 
 def _show(row: dict[str, Any], key: str) -> str:
@@ -111,14 +105,6 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     'name': ('', str),
     'form': ('', lambda form: '' if form == 'eager' else form),
     # The paper's figures.
-    'depth': ('L', str),
-    'dim': ('d', str),
-    'kernel': ('kernel', str),
-    'heads': ('h', str),
-    'top1': ('top-1', _number('.1f')),
-    'train_bits': ('train', _number('g')),
-    'test_bits': ('test', _number('g')),
-    'paper_parameters': ('params, M', _number('.1f')),
     'paper_speed': ('paper /s', _number('g')),
     'paper_ratio': ('ratio', _number('.2f')),
     'paper_memory_gb': ('GB', _number('.1f')),
@@ -131,23 +117,22 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     'per_second': ('/s', _number('.4g')),
     'milliseconds': ('ms', _number('.3f')),
     'p99_milliseconds': ('p99 ms', _number('.3f')),
+    'cpu_milliseconds': ('CPU ms', _number('.3f')),
+    'cpu_ratio': ('CPU ratio', _number('.2f')),
     'at_most': ('', lambda at_most: 'at most' if at_most else ''),
     'floor': ('floor', _number('g')),
     'goal': ('goal', _number('g')),
     'measured': ('measured', _number('.2f')),
     'ratio': ('ratio', _number('.2f')),
     'ratio_quartiles': ('quartiles', _QUARTILES),
-    'paper': ("paper's", _number('.2f')),
     'peak_bytes': ('peak MiB', _mib),
     'peak_ratio': ('to first', _number('.2f')),
     'saved_bytes': ('kept MiB', _mib),
     'state_bytes': ('state KiB', lambda value: f'{value / 1024:.0f}'),
-    'compile_seconds': ('compiling s', _number('.1f')),
-    'difference': ('differs', _number('.0e')),
     'exponent': ('exponent', _number('.2f')),
     'bytes_per_pixel': ('bytes/pixel', _number('.1f')),
     'slope_ratio': ('slope', _number('.2f')),
     'milliseconds_pair': ('ms', _MS_PAIR),
-    'kernel_milliseconds_pair': ('kernels ms', _MS_PAIR),
     'verdict': ('', str),
+    'processor': ('on', str),
 }

@@ -2,97 +2,93 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from tools.benchmark.compare import Candidate, compare
+from tools.benchmark.compare import Candidate, compare, most_bytes
+from tools.benchmark.printer import Report, plot_curves
 
 TOKENS = tuple(2**power for power in range(7, 17))
+QUANTITIES = ('milliseconds', 'peak_bytes')
 
 
 class Shape(NamedTuple):
-    """The inputs of a call: texts of a batch, and tokens of each."""
+    """The inputs of a call: sequences of a batch, and tokens of each."""
 
     batch: int
     tokens: int
 
 
-class Limit(NamedTuple):
-    """The most that a call may take: a candidate stops before a length at which it could take more."""
-
-    seconds: float
-    bytes: float
-
-    def reason(self, seconds: float, size: float) -> str | None:
-        """Return why a call that could take so much is not tried, or None."""
-        if seconds > self.seconds:
-            return f'a call could take {seconds:.3g} s, the limit is {self.seconds:g} s'
-        if size > self.bytes:
-            return f'a call could take {size / 2**30:.3g} GiB, the limit is {self.bytes / 2**30:.3g} GiB'
-        return None
-
-
-def ascending_lengths(tokens: Sequence[int]) -> list[int]:
-    """Return the lengths sorted and each once.
+def shapes_of(tokens: Sequence[int], total_tokens: int = 1) -> list[Shape]:
+    """Return the shapes of lengths, sorted and each once, with at least one sequence in a batch of `total_tokens`.
 
     Raises:
-        ValueError: there are fewer than two lengths to fit a line through, or one is below 1.
+        ValueError: there are fewer than two lengths to fit a line through, one is below 1, or no token in a batch.
     """
     lengths = sorted(set(tokens))
     if len(lengths) < 2 or lengths[0] < 1:
         raise ValueError(f'expected at least 2 lengths from 1 token, got {list(tokens)}')
-    return lengths
+    if total_tokens < 1:
+        raise ValueError(f'expected at least 1 token in a batch, got {total_tokens}')
+    return [Shape(max(1, total_tokens // length), length) for length in lengths]
 
 
 def measure_until(
     make: Callable[[Shape], list[Candidate]],
     shapes: Sequence[Shape],
-    limit: Limit,
+    most_seconds: float,
     device: torch.device,
     rounds: int,
     *,
     dtype: str = 'float32',
     directions: Sequence[str] = ('forward',),
-    guess: Callable[[str, Shape], float] = lambda name, shape: 0.0,
 ) -> list[dict[str, Any]]:
     """Measure candidates at one shape after the other, each until a call could take more than a limit.
 
     Args:
         make: Makes the candidates of a shape.
-        guess: Bytes that the first call of a name takes at least.
+        most_seconds: Limit of a call; that of its memory is half of what is free.
 
     Returns:
         The rows of `compare` with `tokens` and `batch_size`. A candidate that stops has one row more with `refused`,
         the reason; one that fails stops too.
     """
     rows: list[dict[str, Any]] = []
+    most = most_bytes(device)
     for direction in directions:
-        spent: dict[str, tuple[float, float]] = {}
-        stopped: set[str] = set()
-        for place, shape in enumerate(shapes):
+        last: dict[str, dict[str, Any]] = {}
+        before = shapes[0]
+        for shape in shapes:
             label = {'tokens': shape.tokens, 'batch_size': shape.batch}
             # No call grows faster than this.
-            growth = float(shape.batch * shape.tokens**2)
-            growth /= shapes[place - 1].batch * shapes[place - 1].tokens ** 2 if place else growth
-            running = []
-            candidates = make(shape)
+            growth = shape.batch * shape.tokens**2 / (before.batch * before.tokens**2)
+            candidates, running, before = make(shape), [], shape
             for each in candidates:
-                seconds, size = spent.get(each.name, (0.0, guess(each.name, shape)))
-                if each.name not in stopped and (reason := limit.reason(seconds * growth, size * growth)):
-                    stopped.add(each.name)
+                reason = _reason(last.get(each.name), growth, most_seconds, most)
+                if reason:
+                    last[each.name] = {'error': reason}
                     rows.append({**label, 'direction': direction, 'name': each.name, 'refused': reason})
-                if each.name not in stopped:
+                elif 'error' not in last.get(each.name, {}):
                     running.append(each._replace(baseline=each.baseline or candidates[0].name))
-            if running:
-                for row in compare(running, device, rounds, dtype=dtype, directions=[direction]):
-                    rows.append({**label, **row})
-                    if 'error' in row:
-                        stopped.add(row['name'])
-                    else:
-                        spent[row['name']] = row['milliseconds'] / 1e3, row['peak_bytes']
+            found = compare(running, device, rounds, dtype=dtype, directions=[direction]) if running else []
+            rows += [{**label, **row} for row in found]
+            last |= {row['name']: row for row in found}
     return rows
+
+
+def _reason(last: dict[str, Any] | None, growth: float, most_seconds: float, most: float) -> str | None:
+    """Return why a call is not tried that could take `growth` times what the last one took, or None."""
+    if last is None or 'error' in last:
+        return None
+    seconds, size = (growth * last[key] for key in QUANTITIES)
+    if seconds > 1e3 * most_seconds:
+        return f'a call could take {seconds / 1e3:.3g} s, the limit is {most_seconds:g} s'
+    if size > most:
+        return f'a call could take {size / 2**30:.3g} GiB, the limit is {most / 2**30:.3g} GiB'
+    return None
 
 
 def fit_exponent(x: Sequence[float], values: Sequence[float], upper: bool = True) -> float | None:
@@ -114,10 +110,10 @@ def fit_exponent(x: Sequence[float], values: Sequence[float], upper: bool = True
     return float(np.polyfit(logarithms[:, 0], logarithms[:, 1], 1)[0])
 
 
-def fit_rows(
-    rows: Sequence[dict[str, Any]], x: str, quantities: Sequence[str], upper: bool = True
-) -> list[dict[str, Any]]:
-    """Return a fit for each direction, quantity and name: the `exponent` of the quantity as a power of `x`."""
+def report_fits(
+    rows: list[dict[str, Any]], x: str, head: str, quantities: Sequence[str] = QUANTITIES, upper: bool = True
+) -> Report:
+    """Return a report with a fit for each direction, quantity and name: its `exponent` as a power of `x`."""
     fits = []
     for direction in dict.fromkeys(row['direction'] for row in rows):
         for quantity in quantities:
@@ -126,4 +122,4 @@ def fit_rows(
                 points = [(row[x], row[quantity]) for row in own if row['name'] == name]
                 exponent = fit_exponent([a for a, _ in points], [b for _, b in points], upper)
                 fits.append({'direction': direction, 'quantity': quantity, 'name': name, 'exponent': exponent})
-    return fits
+    return Report(rows, head, fits, partial(plot_curves, rows, fits, x, head))

@@ -1,149 +1,155 @@
-"""AFT Tables 2, 4, 7 and 8: the paper's figures next to those of this machine."""
+"""AFT Tables 2, 4, 7 and 8: the paper's speed and memory next to those of this machine."""
 
 import argparse
-import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import timm
 import torch
+import yaml
 
 from aft_vision.models import AFTDecoder, create_decoder
-from tools.benchmark.compare import PAPER_BASELINE, Candidate, Prepared, compare, most_bytes, too_large, written_out
-from tools.benchmark.models import attention_too_large, classifier, create, has_fused_attention, with_rate
-from tools.benchmark.paper import TABLES, PaperRow
+from tools.benchmark.compare import Candidate, Prepared, check_weights, compare, written_out
+from tools.benchmark.models import classifier, with_paper, with_rate
 from tools.benchmark.printer import Report
 
 VOCABULARY = 256
+CONFIGS = Path(__file__).parents[2] / 'configs'
+
+
+class PaperTable(NamedTuple):
+    """A table of the paper.
+
+    Args:
+        measured_on: The paper's device and batch.
+        size: Side of the images in pixels, or tokens of a sequence.
+        folder: Place of the recipes below configs/, for sequences.
+        groups: Rows that are compared with the first of their group: a model of timm or a recipe, with its images or
+            iterations/s and its GB.
+    """
+
+    measured_on: str
+    size: int
+    folder: str | None
+    groups: Sequence[dict[str, tuple[float, float]]]
+
+
+TABLES = {
+    2: PaperTable(
+        *('eight V100, batch of 32', 3072, 'pixel'),
+        groups=(
+            {'transformer_l12_d512': (1.35, 30.6), 'aft_local_256_l12_d512': (1.68, 11.4)},
+            {
+                'transformer_l24_d256': (1.36, 30.4),
+                'aft_local_256_l24_d256': (1.67, 12.8),
+                'aft_simple_l24_d256': (2.15, 9.5),
+            },
+        ),
+    ),
+    4: PaperTable(
+        *('eight V100, batch of 128', 1024, 'char'),
+        groups=(
+            {'transformer_l12_d512': (1.42, 29.4), 'aft_local_32_l12_d512': (1.85, 11.3)},
+            {
+                'transformer_l24_d256': (1.57, 28.3),
+                'aft_local_32_l24_d256': (2.04, 11.2),
+                'aft_simple_l24_d256': (2.61, 9.6),
+            },
+        ),
+    ),
+    7: PaperTable(
+        *('V100, batch of 256', 224, None),
+        groups=(
+            {
+                'deit_tiny_patch16_224': (2507, 1.9),
+                'aft_full_tiny': (2523, 1.8),
+                'aft_conv_tiny_k11_h32': (2359, 1.8),
+                'aft_conv_tiny': (2365, 2.2),
+            },
+            {
+                'deit_small_patch16_224': (1010, 2.9),
+                'resnet50': (1257, 6.5),
+                'aft_full_small': (1011, 2.6),
+                'aft_conv_small_k11_h16': (989, 2.5),
+                'aft_conv_small': (936, 3.2),
+                'aft_conv_small_k15_h384': (936, 3.2),
+            },
+        ),
+    ),
+    8: PaperTable(
+        *('device and batch not stated', 384, None),
+        groups=({'deit_base_patch16_384': (89.6, 13.6), 'aft_conv_base_k25_h32_384': (98.5, 8.9)},),
+    ),
+}
 
 
 def run(args: argparse.Namespace, device: torch.device) -> Report:
-    """Measure a table: training iterations of sequences, or inference of images."""
+    """Measure a table: training iterations of sequences, or inference of images.
+
+    Raises:
+        ValueError: an option is for the other kind of tables.
+    """
     table = TABLES[args.number]
     is_sequence = table.folder is not None
-    for option, unused in (('img_size', is_sequence), ('depth', not is_sequence)):
-        if unused and getattr(args, option) is not None:
-            numbers = '7 and 8' if is_sequence else '2 and 4'
-            raise ValueError(f'--{option.replace("_", "-")} is for tables {numbers}, got table {args.number}')
-    batch, size = args.batch_size or (1 if is_sequence else 32), args.img_size or table.size
-    sizes = dict(img_size=size, depth=args.depth, most=most_bytes(args.most_gib, device), compiled=args.compile)
-    rows = measure_table(args.number, batch, device, args.dtype, args.rounds, **sizes)
-    what = f'training iterations, T = {table.size}' if is_sequence else f'inference at {size} px'
+    for value, option, numbers in ((args.img_size, '--img-size', (7, 8)), (args.depth, '--depth', (2, 4))):
+        if value is not None and args.number not in numbers:
+            raise ValueError(f'{option} is for tables {numbers[0]} and {numbers[1]}, got table {args.number}')
+    table = table._replace(size=args.img_size or table.size)
+    batch = args.batch_size or (1 if is_sequence else 32)
+    changes = {} if args.depth is None else {'depth': args.depth}
+    rows = measure_table(table, batch, device, args.dtype, args.rounds, args.compile, **changes)
+    what = f'training iterations, T = {table.size}' if is_sequence else f'inference at {table.size} px'
     cut = '' if args.depth is None else f', every model cut to {args.depth} block{"s" * (args.depth > 1)}'
     return Report(rows, f'AFT Table {args.number}: {what}, batch of {batch}{cut}; the paper: {table.measured_on}')
 
 
 def measure_table(
-    number: int,
+    table: PaperTable,
     batch: int,
     device: torch.device,
     dtype: str,
     rounds: int,
-    *,
-    img_size: int = 224,
-    depth: int | None = None,
-    most: float = math.inf,
     compiled: bool = False,
     **model_args: Any,
 ) -> list[dict[str, Any]]:
-    """Measure the models of a table, those with one baseline interleaved.
+    """Measure the models of a table, those of a group interleaved.
 
     Args:
-        number: Key of TABLES.
-        img_size: Side in pixels, of Tables 7 and 8.
-        depth: Blocks of each model, of Tables 2 and 4; None is the row's.
-        most: Bytes; materialised attention that takes more is left out.
-        model_args: Replace those of the rows of Tables 2 and 4.
+        model_args: Replace those of the recipes of Tables 2 and 4.
 
     Returns:
-        The rows of the table: the printed figures (`paper_...`) with those of `compare`, `parameters` and `per_second`
-        (iterations or images); one more for each baseline with materialised attention, or why it was left out, and for
-        each compiled form.
+        The rows of `compare`, the paper's baseline of each group among them, with `parameters`, `per_second`
+        (iterations or images) and the paper's figures: `paper_speed`, `paper_memory_gb`, and their ratios to the first
+        of the group, `paper_ratio` and `paper_memory_ratio`.
     """
-    table = TABLES[number]
-    measure = partial(compare, device=device, rounds=rounds, dtype=dtype, compiled=compiled)
-    shortened = model_args if depth is None else {**model_args, 'depth': depth}
-    found: dict[int, list[dict[str, Any]]] = {}
-    ours = [place for place, row in enumerate(table.rows) if row.model]
-    for first in dict.fromkeys(table.rows[place].baseline for place in ours):
-        assert first is not None
-        group = {place: table.rows[place] for place in [first, *(place for place in ours if place != first)]}
-        group = {place: row for place, row in group.items() if row.baseline == first}
-        if table.folder is None:
-            measured = _images(group, (batch, 3, img_size, img_size), device, most, measure)
-        else:
-            measured = _sequences(group, batch, device, most, measure, shortened)
-        found |= measured
     rows = []
-    for place, row in enumerate(table.rows):
-        own, *others = found.get(place, [{}])
-        base = None if row.baseline is None else table.rows[row.baseline].printed
-        rows.append({**own, 'name': row.name, 'model': row.model, **_printed(row.printed, base)})
-        rows += [{**other, 'name': f'{row.name}{other["name"].partition("@")[2]}'} for other in others]
+    for group in table.groups:
+        models = {name: _create(table, name, model_args) for name in group}
+        first, *others = group
+        if table.folder is None:
+            shape = (batch, 3, table.size, table.size)
+            candidates = [*with_paper(first, shape, device), *(classifier(name, shape, device) for name in others)]
+        else:
+            candidates = _iterations(models, batch, device)
+        directions = ['forward' if table.folder is None else 'training']
+        found = compare(candidates, device, rounds, dtype=dtype, directions=directions, compiled=compiled)
+        for row in found:
+            name = row['name']
+            parameters = sum(each.numel() for each in models.get(name, models[first]).parameters())
+            rows.append({**with_rate(row, batch if table.folder is None else 1), 'parameters': parameters})
+            if name in group:
+                speed, memory_gb = group[name]
+                rows[-1] |= {'paper_speed': speed, 'paper_ratio': speed / group[first][0]}
+                rows[-1] |= {'paper_memory_gb': memory_gb, 'paper_memory_ratio': memory_gb / group[first][1]}
     return rows
 
 
-def _printed(printed: dict[str, float], base: dict[str, float] | None) -> dict[str, Any]:
-    paper = {'parameters', 'speed', 'memory_gb'}
-    found = {f'paper_{key}' if key in paper else key: value for key, value in printed.items()}
-    if base is not None and 'speed' in printed:
-        found['paper_ratio'] = printed['speed'] / base['speed']
-        found['paper_memory_ratio'] = printed['memory_gb'] / base['memory_gb']
-    return found
-
-
-def _images(
-    group: dict[int, PaperRow],
-    shape: tuple[int, int, int, int],
-    device: torch.device,
-    most: float,
-    measure: Callable[..., list[dict[str, Any]]],
-) -> dict[int, list[dict[str, Any]]]:
-    candidates, parameters, refused = [], {}, {}
-    for place, row in group.items():
-        model = create(str(row.model), shape[2:])
-        parameters[place] = sum(parameter.numel() for parameter in model.parameters())
-        candidates.append(classifier(str(row.model), shape, device)._replace(name=str(place)))
-        if has_fused_attention(model):
-            paper = classifier(str(row.model), shape, device, materialised=True)
-            if reason := attention_too_large(model, shape[0], False, most):
-                refused[place] = reason
-            else:
-                candidates.append(paper._replace(name=f'{place}@, {PAPER_BASELINE}'))
-    rows = measure(candidates, directions=('forward',))
-    return _by_place([with_rate(row, shape[0]) for row in rows], parameters, refused)
-
-
-def _sequences(
-    group: dict[int, PaperRow],
-    batch: int,
-    device: torch.device,
-    most: float,
-    measure: Callable[..., list[dict[str, Any]]],
-    model_args: dict[str, Any],
-) -> dict[int, list[dict[str, Any]]]:
-    first = next(iter(group))
-    models = {
-        place: create_decoder(str(row.model), **{**(row.arguments or {}), **model_args}).to(device).train()
-        for place, row in group.items()
-    }
-    candidates = [iteration(str(place), model, batch, device) for place, model in models.items()]
-    refused = {}
-    baseline, heads = models[first], int(group[first].printed['heads'])
-    if reason := too_large(batch, heads, baseline.context, len(baseline.blocks), most):
-        refused[first] = reason
-    else:
-        paper = written_out(iteration(str(first), baseline, batch, device))
-        candidates.append(paper._replace(name=f'{first}@, {PAPER_BASELINE}'))
-    rows = measure(candidates, directions=('training',))
-    parameters = {place: sum(each.numel() for each in model.parameters()) for place, model in models.items()}
-    return _by_place([with_rate(row, 1) for row in rows], parameters, refused)
-
-
-def iteration(name: str, model: AFTDecoder, batch: int, device: torch.device) -> Candidate:
+def iteration(name: str, model: AFTDecoder, batch: int) -> Candidate:
     """Return a training iteration: loss of random tokens, gradients, and an update of AdamW."""
 
     def prepare(training: bool) -> Prepared:
+        device = next(model.parameters()).device
         tokens = torch.randint(VOCABULARY, (batch, model.context), device=device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -157,13 +163,22 @@ def iteration(name: str, model: AFTDecoder, batch: int, device: torch.device) ->
     return Candidate(name, prepare)
 
 
-def _by_place(
-    rows: list[dict[str, Any]], parameters: dict[int, int], refused: dict[int, str]
-) -> dict[int, list[dict[str, Any]]]:
-    found: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        place = int(row['name'].partition('@')[0])
-        found.setdefault(place, []).append({**row, 'parameters': parameters[place]})
-    for place, reason in refused.items():
-        found[place].append({'name': f'@, {PAPER_BASELINE}', 'refused': reason})
-    return found
+def _iterations(models: dict[str, AFTDecoder], batch: int, device: torch.device) -> list[Candidate]:
+    """Return training iterations of models, the paper's baseline of the first one behind it."""
+    first, *others = (iteration(name, model.to(device).train(), batch) for name, model in models.items())
+    baseline, paper = models[first.name], written_out(first)
+    attention: Any = baseline.blocks[0].attn
+
+    def prepare(training: bool) -> Prepared:
+        check_weights(batch, attention.num_heads, baseline.context, len(baseline.blocks), device)
+        return paper.prepare(training)
+
+    return [first, paper._replace(prepare=prepare), *others]
+
+
+def _create(table: PaperTable, name: str, model_args: dict[str, Any]) -> Any:
+    """Build a model of a table: one of timm, without its weights, or that of a recipe."""
+    if table.folder is None:
+        return timm.create_model(name, device='meta')
+    recipe = yaml.safe_load((CONFIGS / table.folder / f'{name}.yaml').read_text())['model']
+    return create_decoder(**{**recipe, **model_args})

@@ -3,22 +3,23 @@
 import argparse
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tools.benchmark import scaling
-from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, most_bytes
-from tools.benchmark.printer import Report, plot_curves
+from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare
+from tools.benchmark.printer import Report
+from tools.benchmark.scaling import QUANTITIES, TOKENS, Shape, measure_until, report_fits, shapes_of
 
 BASELINE = 'transformer'
 MATERIALISED = 'transformer materialised'
 # MIND's topics.
 LABELS = 18
-# Before the first length a part of its batch tells what the whole could take.
-PROBE = 16
+# Width and heads of the encoders, ads that are judged for a user, and tokens of each text of a request.
+DIM, HEADS, ADS, TEXT_TOKENS = 256, 16, 20, 16
 BEHAVIORS = (50, 100, 200, 500, 1000)
+TOTAL_TOKENS, MOST_SECONDS = 65536, 30.0
 # The table of words is not part of what is compared.
 VOCAB = 1000
 TYPES = ['search', 'page', 'ad']
@@ -32,38 +33,20 @@ FORMS = {
 TRAINING_ROUNDS = 0.1
 
 
-class Size(NamedTuple):
-    """The size of the encoders, and of a request.
-
-    Args:
-        depth: Layers of the classifier; None is the paper's, 2, and 1 for each encoder of the conversions.
-        ads: That are judged for a user.
-        text_tokens: Of each text of a request.
-    """
-
-    dim: int = 256
-    heads: int = 16
-    depth: int | None = None
-    ads: int = 20
-    text_tokens: int = 16
-
-
 def run(args: argparse.Namespace, device: torch.device) -> Report:
     """Measure the classifier of MIND at lengths, or with --behaviors the predictor of conversions."""
     names = choose(args.models)
-    size = Size(depth=args.depth)
     if args.behaviors is not None:
-        rounds = 100 if args.rounds is None else args.rounds
-        rows = measure_conversion(args.behaviors or BEHAVIORS, size, device, args.dtype, rounds, names)
-        head = f'one user with {size.ads} ads, {size.text_tokens} tokens a text; ratios to the first encoder'
+        rows = measure_conversion(args.behaviors or BEHAVIORS, device, args.dtype, args.rounds or 100, names)
+        head = f'one user with {ADS} ads, {TEXT_TOKENS} tokens a text; ratios to the first encoder'
         return Report(rows, head)
-    limit = scaling.Limit(args.most_seconds, most_bytes(args.most_gib, device))
-    rounds = 3 if args.rounds is None else args.rounds
-    lengths = args.tokens or scaling.TOKENS
-    rows = measure_tokens(lengths, args.total_tokens, limit, device, args.dtype, rounds, names, size)
-    fits = scaling.fit_rows(rows, 'tokens', ('milliseconds', 'peak_bytes'))
-    head = f'{args.total_tokens} tokens in a batch; figures of one text of it, exponents of the upper half'
-    return Report(rows, head, fits, partial(plot_curves, rows, fits, 'tokens', head))
+    total = TOTAL_TOKENS if args.total_tokens is None else args.total_tokens
+    shapes = shapes_of(args.tokens or TOKENS, total)
+    limit = args.most_seconds or MOST_SECONDS
+    rows = measure_tokens(shapes, limit, device, args.dtype, args.rounds or 3, names)
+    return report_fits(
+        rows, 'tokens', f'{total} tokens in a batch; figures of one text of it, exponents of the upper half'
+    )
 
 
 def choose(models: Sequence[str] | None) -> list[str]:
@@ -95,43 +78,32 @@ def library() -> Any:
 
 
 def measure_tokens(
-    tokens: Sequence[int],
-    total_tokens: int,
-    limit: scaling.Limit,
+    shapes: Sequence[Shape],
+    most_seconds: float,
     device: torch.device,
     dtype: str,
     rounds: int,
     names: Sequence[str],
-    size: Size,
 ) -> list[dict[str, Any]]:
     """Measure the classifier of MIND with encoders at lengths, those of one length interleaved.
 
     Args:
-        total_tokens: In a batch; it has at least one text.
-        limit: Of a call, which takes the whole batch.
+        most_seconds: Limit of a call, which takes the whole batch.
 
     Returns:
         The rows of `measure_until`. Time and memory are of one text: those of the batch are `batch_milliseconds` and
         `batch_peak_bytes`.
-
-    Raises:
-        ValueError: there are fewer than two lengths, or no token in a batch.
     """
-    if total_tokens < 1:
-        raise ValueError(f'expected at least 1 token in a batch, got {total_tokens}')
-    shapes = [scaling.Shape(max(1, total_tokens // each), each) for each in scaling.ascending_lengths(tokens)]
-    few = scaling.Shape(max(1, shapes[0].batch // PROBE), shapes[0].tokens)
-    probes = [] if few in shapes else [few]
 
     # The encoders of a shape share what they get.
     @lru_cache(maxsize=1)
-    def inputs(shape: scaling.Shape, width: int) -> tuple[Tensor, Tensor]:
+    def inputs(shape: Shape, width: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(0)
         embeds = torch.randn(*shape, width, generator=generator)
         return embeds.to(device), torch.randint(LABELS, (shape.batch,), generator=generator).to(device)
 
-    def prepare(name: str, shape: scaling.Shape, training: bool) -> Prepared:
-        model: Any = create_classifier(name, shape.tokens, size).to(device).train(training)
+    def prepare(name: str, shape: Shape, training: bool) -> Prepared:
+        model: Any = create_classifier(name, shape.tokens).to(device).train(training)
         embeds, labels = inputs(shape, model.config.embedding_size)
         # The gradients of the weights are there before a call, and are added to.
         return Prepared(
@@ -141,15 +113,17 @@ def measure_tokens(
             learn=Tensor.backward,
         )
 
-    def make(shape: scaling.Shape) -> list[Candidate]:
+    def make(shape: Shape) -> list[Candidate]:
         return [Candidate(name, partial(prepare, name, shape)) for name in names]
 
-    rows = scaling.measure_until(make, [*probes, *shapes], limit, device, rounds, dtype=dtype, directions=DIRECTIONS)
-    tried = {(probe.batch, probe.tokens) for probe in probes}
-    return [_of_a_text(row) for row in rows if 'name' in row and _is_kept(row, tried)]
+    rows = measure_until(make, shapes, most_seconds, device, rounds, dtype=dtype, directions=DIRECTIONS)
+    for row in rows:
+        for key in (key for key in QUANTITIES if key in row):
+            row[f'batch_{key}'], row[key] = row[key], row[key] / row['batch_size']
+    return rows
 
 
-def create_classifier(name: str, tokens: int, size: Size) -> nn.Module:
+def create_classifier(name: str, tokens: int) -> nn.Module:
     """Build the classifier of MIND with an encoder, for texts of so many tokens; its table of words is not used."""
     config = (
         library()
@@ -157,10 +131,10 @@ def create_classifier(name: str, tokens: int, size: Size) -> nn.Module:
         .create_config(
             encoder_mixer=BASELINE if name == MATERIALISED else name,
             attn_implementation='eager' if name == MATERIALISED else 'sdpa',
-            hidden_size=size.dim,
-            intermediate_size=size.dim,
-            num_attention_heads=size.heads,
-            num_hidden_layers=2 if size.depth is None else size.depth,
+            hidden_size=DIM,
+            intermediate_size=DIM,
+            num_attention_heads=HEADS,
+            num_hidden_layers=2,
             max_position_embeddings=tokens,
             vocab_size=8,
             num_labels=LABELS,
@@ -171,7 +145,6 @@ def create_classifier(name: str, tokens: int, size: Size) -> nn.Module:
 
 def measure_conversion(
     behaviors: Sequence[int],
-    size: Size,
     device: torch.device,
     dtype: str,
     rounds: int,
@@ -195,7 +168,7 @@ def measure_conversion(
         raise ValueError(f'expected numbers of behaviours from 1, got {list(behaviors)}')
     rows: list[dict[str, Any]] = []
     for length in lengths:
-        requests = {name: make_request(create_predictor(name, length, size), length, size, device) for name in names}
+        requests = {name: make_request(create_predictor(name, length), length, device) for name in names}
         for form, words in FORMS.items():
             candidates = [
                 Candidate(name, lambda training, found=request[form]: found)  # type: ignore[misc]
@@ -209,17 +182,17 @@ def measure_conversion(
     return rows
 
 
-def create_predictor(name: str, behaviors: int, size: Size) -> nn.Module:
+def create_predictor(name: str, behaviors: int) -> nn.Module:
     """Build the predictor of conversions with an encoder, for so many behaviours, with random weights."""
     config = library().FastformerConversionConfig(
         encoder_mixer=BASELINE if name == MATERIALISED else name,
         vocab_size=VOCAB,
         embedding_size=300,
-        hidden_size=size.dim,
-        intermediate_size=size.dim,
-        num_attention_heads=size.heads,
-        num_hidden_layers=1 if size.depth is None else size.depth,
-        max_position_embeddings=size.text_tokens,
+        hidden_size=DIM,
+        intermediate_size=DIM,
+        num_attention_heads=HEADS,
+        num_hidden_layers=1,
+        max_position_embeddings=TEXT_TOKENS,
         max_behaviors=behaviors,
         behavior_types=TYPES,
     )
@@ -227,15 +200,15 @@ def create_predictor(name: str, behaviors: int, size: Size) -> nn.Module:
     return library().FastformerForConversion._from_config(config, attn_implementation=attention)
 
 
-def make_request(model: Any, behaviors: int, size: Size, device: torch.device) -> dict[str, Prepared]:
+def make_request(model: Any, behaviors: int, device: torch.device) -> dict[str, Prepared]:
     """Return the forms of one request, in which the texts of behaviours come before those of the ads."""
     draw = torch.Generator().manual_seed(0)
-    texts = behaviors + size.ads
+    texts = behaviors + ADS
     # Id 0 is padding.
-    input_ids = torch.randint(1, VOCAB, (texts, size.text_tokens), generator=draw).to(device)
+    input_ids = torch.randint(1, VOCAB, (texts, TEXT_TOKENS), generator=draw).to(device)
     types = torch.randint(len(TYPES), (1, behaviors), generator=draw).to(device)
     rows = torch.arange(texts, device=device)[None]
-    vectors = torch.randn(texts, size.dim, generator=draw).to(device)
+    vectors = torch.randn(texts, DIM, generator=draw).to(device)
     done, ads = rows[:, :behaviors], rows[:, behaviors:]
     request = (input_ids, torch.ones_like(input_ids), ads, done, types)
     labels = torch.zeros(ads.shape, device=device)
@@ -247,17 +220,3 @@ def make_request(model: Any, behaviors: int, size: Size, device: torch.device) -
     }
     # The gradients of the weights are there before a call, and are added to.
     return {form: Prepared(call, list(model.parameters()), learn=Tensor.backward) for form, call in forms.items()}
-
-
-def _is_kept(row: dict[str, Any], probes: set[tuple[int, int]]) -> bool:
-    # Of a probe only why an encoder stopped.
-    return 'refused' in row or 'error' in row or (row['batch_size'], row['tokens']) not in probes
-
-
-def _of_a_text(row: dict[str, Any]) -> dict[str, Any]:
-    whole = {key: row[key] for key in ('milliseconds', 'peak_bytes') if key in row}
-    return {
-        **row,
-        **{key: value / row['batch_size'] for key, value in whole.items()},
-        **{f'batch_{key}': value for key, value in whole.items()},
-    }
