@@ -148,13 +148,14 @@ def distinct_names(paths: Sequence[str | Path]) -> list[str]:
     return [str(Path(*part)) for part in parts]
 
 
-def plot_sizes(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+def plot_sizes(rows: Sequence[Mapping[str, Any]], path: str | Path, train_size: Sequence[int] | None = None) -> None:
     """Draw accuracy, throughput and memory of one model over the image size.
 
     Args:
         rows: Results of `evaluate` for each size, with `peak_memory_mb` and the keys of `size_label`; averaged sizes
             come last.
         path: A PNG.
+        train_size: (H, W) in pixels that the model was trained at, which is marked; None marks none.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -165,9 +166,14 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     accuracy, speed, memory = figure.subplots(1, 3)
     for key, name in (('top1', 'top-1'), ('top5', 'top-5')):
         points = [row[key] for row in rows]
-        (line,) = accuracy.plot(labels[:single], points[:single], marker='o', label=name)
-        accuracy.plot(labels[single:], points[single:], marker='D', linestyle='none', color=line.get_color())
-    accuracy.set(xlabel='image size (pixels)', ylabel='accuracy (%)')
+        errors = [math.sqrt(row[key] * (100 - row[key]) / row['samples']) for row in rows]
+        line = accuracy.errorbar(labels[:single], points[:single], errors[:single], fmt='o-', capsize=3, label=name)[0]
+        rest = labels[single:], points[single:], errors[single:]
+        accuracy.errorbar(*rest, fmt='D', capsize=3, color=line.get_color())
+    trained = train_size and size_label({'scales': [train_size]})
+    if trained in labels[:single]:
+        accuracy.axvline(labels.index(trained), color='0.5', linestyle=':', label='size of training')
+    accuracy.set(xlabel='image size (pixels)', ylabel='accuracy and standard error (%)')
     accuracy.set_ylim(bottom=0)
     accuracy.legend()
     speed.bar(labels, [row['images_per_second'] for row in rows])

@@ -102,9 +102,10 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     out.mkdir(parents=True, exist_ok=True)
     settings = {'data': args.name or args.data, 'device': str(device), 'flip': args.flip, 'pad': args.pad}
     if len(args.checkpoint) == 1:
-        rows = evaluate_checkpoint(first, args, device)['sizes']
-        result, name = {'checkpoint': str(first), **settings, 'sizes': rows}, 'eval_resolution'
-        plot_sizes(rows, out / f'{name}.png')
+        table = evaluate_checkpoint(first, args, device)
+        rows, name = table['sizes'], 'eval_resolution'
+        result = {**settings, **table}
+        plot_sizes(rows, out / f'{name}.png', table['train_size'])
     else:
         tables = []
         for title, checkpoint in zip(distinct_names(args.checkpoint), args.checkpoint, strict=True):
