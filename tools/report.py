@@ -3,15 +3,19 @@
 python -m tools.report --checkpoint FILE_OR_DIR --images FOLDER --out DIR/report.html
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; FOLDER is searched for images, of which
---max-images are shown, evenly spaced over the sorted paths. The page has the position biases (AFT Fig. 1, 3, 6 to 8)
-and how sparse they are, the average relative attention (Fig. 5), and for each photograph the prediction, the keys
-(Fig. 9 to 12) and the implicit attention (Eq. 3) of one token. With --before, the biases of an earlier checkpoint stand
-beside them; with --vit, the attention of a ViT. The curves of training are on it if summary.csv lies beside the
-checkpoint. The page is one file and asks nothing of a network (needs matplotlib).
+--max-images are shown, evenly spaced over the sorted paths. Where their folders are named after classes, the page has
+the accuracy by class and by size of the files, and right and wrong answers. It has the position biases (AFT Fig. 1, 3,
+6 to 8) and how sparse they are, the average relative attention (Fig. 5), and for each photograph the prediction, the
+keys (Fig. 9 to 12) and the implicit attention (Eq. 3) of one token. With --before, the biases of an earlier checkpoint
+are next to them; with --vit, the attention of a ViT. The curves of training are on it where summary.csv is next to
+the checkpoint. The page is one file and asks nothing of a network (needs matplotlib).
 """
 
 import argparse
+import shlex
+import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         '--average-images', type=int, default=256, help='images that attention is averaged over (default: 256)'
     )
+    parser.add_argument(
+        '--accuracy-images', type=int, default=2000, help='images that accuracy is measured on (default: 2000)'
+    )
     add_size(parser)
     parser.add_argument(
         '--query', type=int, nargs=2, metavar=('ROW', 'COL'), help='token whose attention is drawn (default: centre)'
@@ -44,15 +51,25 @@ if __name__ == '__main__':
     parse_args()
 
 import timm
+import torch
+import yaml
 from torch import nn
 from tqdm import tqdm
 
+from aft_vision import __version__
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import load_model, read_checkpoint, resolve_device
 from aft_vision.files import find_checkpoint
 from aft_vision.models.transfer_source import load_pretrained
 from aft_vision.sizes import resize_model
-from aft_vision.visualize import Report, find_photographs, read_history, render_page, report_sections
+from aft_vision.visualize import (
+    Report,
+    describe_targets,
+    find_photographs,
+    read_history,
+    render_page,
+    report_sections,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -64,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args = parse_args(argv)
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
     out = args.out or folder / 'report.html'
-    report = collect(args, folder)
+    words = sys.argv[1:] if argv is None else argv
+    report = collect(args, folder, shlex.join(['python', '-m', 'tools.report', *words]))
     sections = report_sections(report)
     parts = []
     with tqdm(sections, unit='section', disable=None) as progress:
@@ -77,20 +95,24 @@ def main(argv: Sequence[str] | None = None) -> Path:
     return out
 
 
-def collect(args: argparse.Namespace, folder: Path) -> Report:
+def collect(args: argparse.Namespace, folder: Path, command: str) -> Report:
     """Load all that the report is made of."""
     device = resolve_device(args.device)
     model = resize_model(load_model(args.checkpoint, device), args.size)
     summary = next((path for path in (folder / 'summary.csv', folder.parent / 'summary.csv') if path.is_file()), None)
+    config = summary and summary.parent / 'config.yaml'
+    targets = describe_targets(yaml.safe_load(config.read_text())) if config and config.is_file() else ''
     return Report(
         model=model,
         photographs=find_photographs(args.images, args.max_images),
         averaged=find_photographs(args.images, args.average_images),
+        labelled=find_photographs(args.images, args.accuracy_images),
         size=args.size,
         before=load_model(args.before, device) if args.before else None,
         vit=resize_model(load_vit(args.vit, device), args.size) if args.vit else None,
         history=read_history(summary) if summary else (),
-        facts=recorded_facts(args.checkpoint),
+        targets=targets,
+        facts={**recorded_facts(args.checkpoint), **origin(command)},
         query=(args.query[0] - 1, args.query[1] - 1) if args.query else None,
         max_heads=args.max_heads,
     )
@@ -106,6 +128,12 @@ def load_vit(source: str, device: Any) -> nn.Module:
         return load_pretrained(source).to(device).eval()
     except RuntimeError as error:
         raise ValueError(f'expected a model of timm with weights, got {source}: {error}') from error
+
+
+def origin(command: str) -> dict[str, str]:
+    """Return what made the page: the command, the versions and the date."""
+    versions = f'aft_vision {__version__}, timm {timm.__version__}, torch {torch.__version__}'
+    return {'Command': command, 'Versions': versions, 'Date': f'{datetime.now(UTC):%Y-%m-%d %H:%M} UTC'}
 
 
 def recorded_facts(checkpoint: Path) -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""Pictures: training curves, position biases, keys, attention, and a page with all of them (needs extra `viz`)."""
+"""Pictures of training, accuracy, position biases, keys and attention, and a page of them (needs the extra `viz`)."""
 
+from aft_vision.visualize.accuracy import Judged, judge
 from aft_vision.visualize.attention import (
     attention_heads,
     draw_implicit_attention,
@@ -18,11 +19,19 @@ from aft_vision.visualize.biases import (
 )
 from aft_vision.visualize.capture import MixerInputs, capture_mixers
 from aft_vision.visualize.figure import choose, figure_png, new_figure, save_figure
-from aft_vision.visualize.history import draw_bits, draw_history, plot_bits, plot_history, read_history
+from aft_vision.visualize.history import (
+    describe_targets,
+    draw_bits,
+    draw_history,
+    plot_bits,
+    plot_history,
+    read_history,
+)
 from aft_vision.visualize.keys import draw_key_maps, key_maps
 from aft_vision.visualize.page import render_page
 from aft_vision.visualize.photographs import (
     Photograph,
+    class_labels,
     class_names,
     find_photographs,
     load_photograph,

@@ -26,25 +26,42 @@ def read_history(path: str | Path) -> list[dict[str, float]]:
     return rows
 
 
-def plot_history(history: Sequence[Mapping[str, float]], path: str | Path) -> None:
+def plot_history(history: Sequence[Mapping[str, float]], path: str | Path, targets: str = '') -> None:
     """Draw loss, accuracy and learning rate by epoch.
 
     Args:
         history: One mapping per epoch, with the columns of the trainer's summary.csv.
         path: A PNG.
+        targets: Words for the targets of the training loss, of `describe_targets`; '' are those of the validation.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    draw_history(history).savefig(path, dpi=150)
+    draw_history(history, targets).savefig(path, dpi=150)
 
 
-def draw_history(history: Sequence[Mapping[str, float]]) -> Any:
-    """Return the matplotlib Figure that `plot_history` writes."""
+def describe_targets(config: Mapping[str, Any]) -> str:
+    """Return words for the targets of the training loss that differ from those of the validation.
+
+    Args:
+        config: Sections of an experiment, as in the config.yaml of a run: `label_smoothing` of `optim`, and `mixup`,
+            `cutmix` and `mix_prob` of `augment`.
+    """
+    optim, augment = config.get('optim') or {}, config.get('augment') or {}
+    smoothing = optim.get('label_smoothing') or 0.0
+    words = [f'labels smoothed by {smoothing:g}'] if smoothing else []
+    if augment.get('mix_prob', 1.0) and (augment.get('mixup') or augment.get('cutmix')):
+        words.append('mixed images')
+    return ', '.join(words)
+
+
+def draw_history(history: Sequence[Mapping[str, float]], targets: str = '') -> Any:
+    """Draw what `plot_history` writes, and return the matplotlib Figure."""
+    training = f'training ({targets})' if targets else 'training'
     figure = new_figure(11, 3.2)
     loss, accuracy, rate = figure.subplots(1, 3)
     for axes, names in (
-        (loss, {'train_loss': 'training', 'eval_loss': 'validation', 'eval_ema_loss': 'validation, averaged weights'}),
+        (loss, {'train_loss': training, 'eval_loss': 'validation', 'eval_ema_loss': 'validation, averaged weights'}),
         (accuracy, {'eval_top1': 'top-1', 'eval_top5': 'top-5', 'eval_ema_top1': 'top-1, averaged weights'}),
         (rate, {'train_lr': 'learning rate'}),
     ):
@@ -88,7 +105,14 @@ def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> A
         for number, (name, (steps, epochs)) in enumerate(curves.items()):
             color = f'C{number}'
             smooth = _smoothed([row['loss'] / math.log(2) for row in steps])
-            axes.plot([row[column] for row in steps], smooth, color=color, lw=0.8, alpha=0.6, label=f'{name}, training')
+            axes.plot(
+                [row[column] for row in steps],
+                smooth,
+                color=color,
+                lw=0.8,
+                alpha=0.6,
+                label=f'{name}, training (moving average)',
+            )
             for key, style, what in (
                 ('eval_bits', 'o-', 'evaluated'),
                 ('eval_ema_bits', 's--', 'evaluated, averaged weights'),

@@ -1,6 +1,7 @@
 """Photographs as input of a model and for pictures."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from aft_vision.sizes import default_size
 from aft_vision.visualize.figure import choose
 
 DISPLAY = 448
+BATCH = 16
 
 
 class Photograph(NamedTuple):
@@ -62,19 +64,42 @@ def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | No
     return Photograph(Path(path), ((seen / 255 - mean) / std)[None], shown.permute(1, 2, 0))
 
 
-def class_names(model: Any) -> list[str]:
-    """Return the class names of a model: from its configuration, for ImageNet from timm, else numbers."""
-    names = model.pretrained_cfg.get('label_names')
-    if names:
-        return list(names)
-    numbers = [f'class {index}' for index in range(model.num_classes)]
+def load_batches(paths: Sequence[Path], model: nn.Module, size: Sequence[int] | None = None) -> Iterator[Tensor]:
+    """Yield images (B, 3, H, W) as by `load_photograph`, on the device of the model, BATCH at a time."""
+    device = next(model.parameters()).device
+    for start in range(0, len(paths), BATCH):
+        batch = [load_photograph(path, model, size).images for path in paths[start : start + BATCH]]
+        yield torch.cat(batch).to(device)
+
+
+def class_labels(model: Any) -> list[str]:
+    """Return the labels of a model's classes: of its configuration, for ImageNet identifiers, else their numbers."""
+    labels = model.pretrained_cfg.get('label_names')
+    if labels:
+        return list(labels)
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
     subset = infer_imagenet_subset(model)
-    if subset is None:
-        return numbers
-    info = ImageNetInfo(subset)
-    return [info.index_to_description(index) for index in range(model.num_classes)]
+    return (
+        [f'class {index}' for index in range(model.num_classes)]
+        if subset is None
+        else ImageNetInfo(subset).label_names()
+    )
+
+
+def class_names(model: Any) -> list[str]:
+    """Return the names of a model's classes: its labels, and for identifiers of WordNet such as n01440764 their words.
+
+    Of several words for a class the first is taken; one that is that of two classes is followed by the identifier.
+    """
+    labels = class_labels(model)
+    if not all(re.fullmatch(r'n\d{8}', label) for label in labels):
+        return labels
+    from timm.data import ImageNetInfo
+
+    info = ImageNetInfo()
+    words = [info.label_name_to_description(label).partition(',')[0] for label in labels]
+    return [word if words.count(word) == 1 else f'{word} ({label})' for word, label in zip(words, labels, strict=True)]
 
 
 @torch.no_grad()

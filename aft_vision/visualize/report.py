@@ -1,7 +1,7 @@
 """The sections of a report on a model: description, training, position biases, and predictions on photographs."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from aft_vision.layers import AFTMixer
 from aft_vision.sizes import default_size
+from aft_vision.visualize.accuracy import by_class, by_size, draw_examples, draw_groups, judge, standard_error
 from aft_vision.visualize.attention import (
     attention_heads,
     draw_implicit_attention,
@@ -24,9 +25,7 @@ from aft_vision.visualize.figure import choose, figure_png
 from aft_vision.visualize.history import draw_history
 from aft_vision.visualize.keys import draw_key_maps
 from aft_vision.visualize.page import definitions, paragraph, picture, table
-from aft_vision.visualize.photographs import load_photograph, predictions
-
-BATCH = 16
+from aft_vision.visualize.photographs import class_labels, class_names, load_batches, load_photograph, predictions
 
 
 class Section(NamedTuple):
@@ -43,23 +42,27 @@ class Report:
     Args:
         model: An AFT model in evaluation mode.
         photographs: Images to show with their keys, attention and predictions.
-        averaged: Images for the average relative attention; if empty, it is left out.
-        size: (H, W) of the images in pixels; None means the model's size.
-        before: The same model before some change, such as regularisation; its position biases are on the left.
-        vit: A ViT whose attention is shown next to the model's.
+        averaged: Images that the average relative attention is taken over; none leaves it out.
+        labelled: Images that accuracy is measured on; those whose folders are named after no class are left out.
+        size: (H, W) of the images in pixels; None is the model's own.
+        before: The same model before some change, such as regularisation; its position biases go on the left.
+        vit: A model whose attention goes beside the model's.
         history: Epochs of the training run, as `plot_history` takes them.
-        facts: Further facts about the model, such as its accuracy.
-        query: (row, column) of the token whose attention is drawn; None means the centre.
-        max_heads: Number of heads to draw per layer.
+        targets: Words for the targets of the training loss, as `plot_history` takes them.
+        facts: More to say about the model, such as its accuracy.
+        query: (row, column) of the token whose attention is drawn; None is the centre.
+        max_heads: Heads of a layer that are drawn.
     """
 
     model: nn.Module
     photographs: Sequence[Path]
     averaged: Sequence[Path] = ()
+    labelled: Sequence[Path] = ()
     size: tuple[int, int] | None = None
     before: nn.Module | None = None
     vit: nn.Module | None = None
     history: Sequence[Mapping[str, float]] = ()
+    targets: str = ''
     facts: Mapping[str, str] = field(default_factory=dict)
     query: tuple[int, int] | None = None
     max_heads: int = 16
@@ -81,12 +84,15 @@ def report_sections(report: Report) -> list[Section]:
     sections = [Section('Model', partial(_model_section, report))]
     if report.history:
         sections.append(Section('Training', partial(_training_section, report)))
+    if {path.parent.name for path in report.labelled} & {*class_labels(report.model)}:
+        sections.append(Section('Accuracy', partial(_accuracy_section, report)))
     if any(mixer_bias(mixer) is not None for mixer in _mixers(report.model)):
         sections.append(Section('Position biases', partial(_bias_section, report)))
     if report.averaged:
         sections.append(Section('Average relative attention', partial(_relative_section, report)))
     for path in report.photographs:
-        sections.append(Section(f'{path.parent.name}/{path.name}', partial(_photograph_section, report, path)))
+        title = f'{_truth(report.model, path) or path.parent.name}/{path.name}'
+        sections.append(Section(title, partial(_photograph_section, report, path)))
     return sections
 
 
@@ -117,7 +123,36 @@ def _model_section(report: Report) -> str:
 def _training_section(report: Report) -> str:
     last = report.history[-1]
     alt = f'Curves of loss, accuracy and learning rate over {int(last["epoch"]) + 1} epochs'
-    return picture(figure_png(draw_history(report.history)), alt)
+    return picture(figure_png(draw_history(report.history, report.targets)), alt)
+
+
+def _accuracy_section(report: Report) -> str:
+    names, judged = class_names(report.model), judge(report.model, report.labelled, report.size)
+    right = sum(each.is_right for each in judged)
+    share, error = right / len(judged), standard_error(right, len(judged))
+    height, width = report.size or default_size(report.model)
+    trained = default_size(report.model)
+    as_trained = (
+        ', as in training' if (height, width) == tuple(trained) else f'; trained at {trained[0]} \u00d7 {trained[1]}'
+    )
+    parts = [
+        paragraph(
+            f'Top-1 {100 * share:.1f}% with a standard error of {100 * error:.1f}, on {len(judged)} images whose '
+            f'folders are named after classes. The model sees all at {height} \u00d7 {width} pixels{as_trained}. '
+            'Points in the pictures have intervals of 95 % (Wilson), and the number of images is in brackets.'
+        )
+    ]
+    sizes, classes = by_size(judged), by_class(judged, names)
+    for groups, label, kind in ((sizes, 'shorter side of the file (px)', 'size'), (classes, 'class', 'class')):
+        if len(groups) > 1:
+            alt = f'Top-1 by {kind}, with intervals of 95 %: {len(groups)} groups of images'
+            parts.append(picture(figure_png(draw_groups(groups, label, share)), alt))
+    if len(sizes) == 1:
+        parts.append(paragraph(f'The shorter sides of all files are in one range: {next(iter(sizes))} pixels.'))
+    alt = f'Right predictions above, wrong ones below, with the class of each image, of {len(judged)} images'
+    caption = 'Evenly spaced over the right answers (above) and the wrong ones (below); percent is the probability.'
+    parts.append(picture(figure_png(draw_examples(judged, names, report.model)), alt, caption))
+    return ''.join(parts)
 
 
 def _decimals(value: float) -> str:
@@ -163,7 +198,7 @@ def _relative_section(report: Report) -> str:
         if model is not None:
             name = _name(model) if _name(model) not in maps else f'{_name(model)} (this one)'
             heads[name] = choose(attention_heads(model), max(1, left if model is report.model else left // 2))
-            maps[name] = relative_attention(model, _batches(report.averaged, model, size), heads[name])
+            maps[name] = relative_attention(model, load_batches(report.averaged, model, size), heads[name])
             left -= len(heads[name])
     words = paragraph(
         f'Mean over {len(report.averaged)} images and all query positions. The implicit attention of AFT is softmax('
@@ -182,8 +217,13 @@ def _photograph_section(report: Report, path: Path) -> str:
     keys = draw_key_maps(photograph, layers, max_heads=report.max_heads)
     weights = draw_implicit_attention(photograph, layers, query, max_heads=report.max_heads)
     place = f'row {query[0] + 1}, column {query[1] + 1}'
+    truth = _truth(report.model, path)
     return (
-        table('Prediction', ['class', 'probability'], [[name, f'{100 * chance:.1f}%'] for name, chance in top])
+        table(
+            f'Prediction, truth: {truth}' if truth else 'Prediction',
+            ['class', 'probability'],
+            [[name, f'{100 * chance:.1f}%'] for name, chance in top],
+        )
         + picture(figure_png(keys), f'{path.name}, and below it the keys of each layer and head drawn')
         + picture(
             figure_png(weights),
@@ -193,10 +233,9 @@ def _photograph_section(report: Report, path: Path) -> str:
     )
 
 
-def _batches(paths: Sequence[Path], model: nn.Module, size: tuple[int, int] | None) -> Iterator[Tensor]:
-    for start in range(0, len(paths), BATCH):
-        batch = [load_photograph(path, model, size).images for path in paths[start : start + BATCH]]
-        yield torch.cat(batch).to(_device(model))
+def _truth(model: nn.Module, path: Path) -> str | None:
+    """Return the name of the class that the folder of a photograph is named after, or None."""
+    return dict(zip(class_labels(model), class_names(model), strict=True)).get(path.parent.name)
 
 
 def _mixers(model: nn.Module) -> list[AFTMixer]:

@@ -57,7 +57,7 @@ def test_the_curves_have_their_bits_by_update_and_by_seconds(tmp_path):
         panels, ([10, 20, 30, 40], [5, 10, 15, 20]), ([20, 40], [10, 20]), strict=True
     ):
         lines = {line.get_label(): line.get_xydata() for line in axes.lines}
-        assert lines['run, training'] == pytest.approx(np.array([[x, 3.0] for x in training]))
+        assert lines['run, training (moving average)'] == pytest.approx(np.array([[x, 3.0] for x in training]))
         assert lines['run, evaluated'].tolist() == [[x, y] for x, y in zip(evaluated, (4.0, 3.0), strict=True)]
 
 

@@ -3,6 +3,8 @@ import io
 import re
 import shutil
 import subprocess
+from datetime import UTC, datetime
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 from helpers import make_folder, photographs
 from PIL import Image, ImageChops
 
+from aft_vision import __version__
 from tools.report import load_vit, main, recorded_facts
 
 CHROMIUM = next(
@@ -61,9 +64,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = save(folder / 'before.pth', 'aft_conv_tiny', CONV)
     vit = save(folder / 'vit.pth', 'vit_tiny_patch16_224', VIT)
     (folder / 'summary.csv').write_text('epoch,train_loss,eval_top1\n0,2.0,30.0\n1,1.5,41.25\n')
-    for index, image in enumerate(photographs(2, (48, 40))):
-        (folder / 'images').mkdir(exist_ok=True)
-        image.save(folder / 'images' / f'{index} & co.png')
+    (folder / 'config.yaml').write_text('optim: {label_smoothing: 0.1}\naugment: {mixup: 0.0, cutmix: 0.0}\n')
+    for name, image in zip(('shoe', 'shirt', 'shirt'), photographs(3, (48, 40)), strict=True):
+        (folder / 'images' / name).mkdir(exist_ok=True, parents=True)
+        image.save(folder / 'images' / name / f'{len(list((folder / "images" / name).iterdir()))} & co.png')
     arguments = {'checkpoint': after, 'before': before, 'vit': vit, 'images': folder / 'images', 'max-images': 1}
     arguments |= {'out': folder / 'page' / 'report.html', 'query': 3}
     return main([str(x) for name, value in arguments.items() for x in (f'--{name}', value)] + ['4'])
@@ -73,7 +77,7 @@ def test_the_page_is_well_formed_and_has_every_section(report):
     text = report.read_text()
     page = Page(text)
     assert not page.open
-    titles = ['Model', 'Training', 'Position biases', 'Average relative attention', 'images/0 &amp; co.png']
+    titles = ['Model', 'Training', 'Accuracy', 'Position biases', 'Average relative attention', 'shirt/0 &amp; co.png']
     assert [title for title in titles if f'<h2>{title}</h2>' not in text] == []
     assert len(page.all('h1')) == 1
     identifiers = {f'#{section["id"]}' for section in page.all('section')}
@@ -92,8 +96,8 @@ def test_the_page_asks_for_nothing_and_runs_nothing(report):
 
 def test_every_picture_decodes_and_says_what_it_shows(report):
     pictures = Page(report.read_text()).all('img')
-    # Curves, biases, relative attention, and keys and implicit attention of a photograph.
-    assert len(pictures) == 5
+    # Curves, accuracy by class, examples, biases, relative attention, and keys and implicit attention of a photograph.
+    assert len(pictures) == 7
     for picture in pictures:
         image = Image.open(io.BytesIO(base64.b64decode(picture['src'].partition('base64,')[2])))
         image.load()
@@ -111,6 +115,17 @@ def test_the_page_says_what_the_checkpoint_knows(report):
     assert '<hat>' not in text
     assert 'row 3, column 4 of 4 × 4' in text
     assert 'before: entropy' in text
+    assert re.search(r'Top-1 \d+\.\d% with a standard error of \d+\.\d, on 3 images', text)
+    assert 'at 32 × 32 pixels, as in training' in text
+    assert 'The shorter sides of all files are in one range: below 64 pixels.' in text
+    assert 'Prediction, truth: shirt' in text
+
+
+def test_the_page_says_how_it_was_made(report):
+    text = unescape(report.read_text())
+    assert f'python -m tools.report --checkpoint {report.parents[1] / "best.pth"} ' in text
+    assert f'aft_vision {__version__}, timm {timm.__version__}, torch {torch.__version__}' in text
+    assert f'{datetime.now(UTC):%Y-}' in text
 
 
 def test_another_model_of_the_same_name_is_told_apart(tmp_path):

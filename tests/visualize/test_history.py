@@ -4,7 +4,7 @@ import sys
 import pytest
 from PIL import Image
 
-from aft_vision.visualize import plot_history, read_history
+from aft_vision.visualize import describe_targets, plot_history, read_history
 
 
 def test_curves_are_drawn_without_the_epochs_that_were_not_evaluated(tmp_path, monkeypatch):
@@ -22,6 +22,26 @@ def test_curves_are_drawn_without_the_epochs_that_were_not_evaluated(tmp_path, m
         'learning rate': ((1, 2), (0.1, 0.1)),
     }
     assert Image.open(tmp_path / 'curves.png').size[0] > 500
+
+
+@pytest.mark.parametrize(
+    ('optim', 'augment', 'words'),
+    [
+        ({'label_smoothing': 0.1}, {'mixup': 0.8, 'cutmix': 0.0}, 'labels smoothed by 0.1, mixed images'),
+        ({'label_smoothing': 0.1}, {'mixup': 0.8, 'cutmix': 1.0, 'mix_prob': 0.0}, 'labels smoothed by 0.1'),
+        ({'label_smoothing': 0.0}, {'mixup': 0.0, 'cutmix': 1.0}, 'mixed images'),
+        ({'label_smoothing': 0.0}, {'mixup': 0.0, 'cutmix': 0.0}, ''),
+    ],
+)
+def test_the_curve_of_training_says_what_its_targets_are(tmp_path, monkeypatch, optim, augment, words):
+    labels = []
+    monkeypatch.setattr('matplotlib.axes.Axes.plot', lambda self, x, y, label, **k: labels.append(label))
+    monkeypatch.setattr('matplotlib.axes.Axes.legend', lambda self, **k: None)
+    targets = describe_targets({'optim': optim, 'augment': augment})
+    assert targets == words
+    history = [{'epoch': 0, 'train_loss': 2.0, 'eval_loss': 1.5}]
+    plot_history(history, tmp_path / 'curves.png', targets)
+    assert labels == [f'training ({words})' if words else 'training', 'validation']
 
 
 def test_a_missing_matplotlib_is_named(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from PIL import Image
 from aft_vision.data import CorruptImageError, Preprocessing, create_eval_loader
 from aft_vision.visualize import (
     capture_mixers,
+    class_labels,
     class_names,
     draw_key_maps,
     find_photographs,
@@ -62,7 +63,13 @@ def test_classes_have_the_names_of_the_checkpoint_of_imagenet_or_numbers():
     assert class_names(model) == ['class 0', 'class 1', 'class 2']
     model.pretrained_cfg['label_names'] = ['hat', 'shoe', 'shirt']
     assert class_names(model) == ['hat', 'shoe', 'shirt']
-    assert class_names(timm.create_model('aft_conv_tiny', **TINY | {'num_classes': 1000}))[0].startswith('tench')
+    imagenet = timm.create_model('aft_conv_tiny', **TINY | {'num_classes': 1000})
+    assert (class_labels(imagenet)[0], class_names(imagenet)[0]) == ('n01440764', 'tench')
+    # A crane is a bird or a machine.
+    assert {'crane (n02012849)', 'crane (n03126707)'} <= {*class_names(imagenet)}
+    assert len({*class_names(imagenet)}) == 1000
+    model.pretrained_cfg['label_names'] = ['n03445777', 'n03888257', 'n01440764']
+    assert class_names(model) == ['golf ball', 'parachute', 'tench']
 
 
 def test_predictions_are_the_likeliest_classes():

@@ -1,0 +1,156 @@
+"""Accuracy on labelled photographs: by the size of their files, by class, and some right and wrong answers."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+
+from aft_vision.visualize.figure import choose, new_figure
+from aft_vision.visualize.photographs import class_labels, load_batches, load_photograph
+
+# Shorter sides of files, in pixels, that separate the bins.
+EDGES = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
+MOST_CLASSES = 40
+# Of a two-sided interval of 95 %.
+NORMAL = 1.96
+
+
+class Judged(NamedTuple):
+    """A photograph whose class is known, and what a model takes it for.
+
+    Attributes:
+        short_side: Shorter side of the file in pixels.
+        truth, prediction: Indices of classes.
+        probability: Share that the model gives its prediction, in [0, 1].
+    """
+
+    path: Path
+    short_side: int
+    truth: int
+    prediction: int
+    probability: float
+
+    @property
+    def is_right(self) -> bool:
+        """Return whether the prediction is the truth."""
+        return self.truth == self.prediction
+
+
+@torch.no_grad()
+def judge(model: Any, paths: Sequence[Path], size: tuple[int, int] | None = None) -> list[Judged]:
+    """Classify photographs whose folders are named after classes of the model, and leave out the others.
+
+    Args:
+        size: (H, W) in pixels that the model sees; None is its own.
+    """
+    index = {name: place for place, name in enumerate(class_labels(model))}
+    labelled = [path for path in paths if path.parent.name in index]
+    logits = [model(batch) for batch in load_batches(labelled, model, size)]
+    if not logits:
+        return []
+    probability, prediction = torch.cat(logits).float().softmax(1).max(1)
+    sides = []
+    for path in labelled:
+        with Image.open(path) as image:
+            sides.append(min(image.size))
+    truths = [index[path.parent.name] for path in labelled]
+    found = zip(labelled, sides, truths, prediction.tolist(), probability.tolist(), strict=True)
+    return [Judged(*each) for each in found]
+
+
+def interval(right: int, count: int) -> tuple[float, float]:
+    """Return the Wilson interval of 95 % of a share, of `right` of `count`, in [0, 1]."""
+    share, spread = right / count, NORMAL**2 / count
+    centre = (share + spread / 2) / (1 + spread)
+    half = NORMAL / (1 + spread) * math.sqrt(share * (1 - share) / count + spread / (4 * count))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def standard_error(right: int, count: int) -> float:
+    """Return the standard error of a share, of `right` of `count`, in [0, 1]."""
+    share = right / count
+    return math.sqrt(share * (1 - share) / count)
+
+
+def by_size(judged: Sequence[Judged]) -> dict[str, list[Judged]]:
+    """Return photographs by the bin of EDGES that the shorter side of their file is in, small ones first."""
+    bounds = [0, *EDGES, math.inf]
+    groups = {}
+    for low, high in pairwise(bounds):
+        name = f'below {high}' if low == 0 else f'{low} and more' if high == math.inf else f'{low} to {int(high) - 1}'
+        groups[name] = [each for each in judged if low <= each.short_side < high]
+    return {name: group for name, group in groups.items() if group}
+
+
+def by_class(judged: Sequence[Judged], names: Sequence[str]) -> dict[str, list[Judged]]:
+    """Return photographs by the name of their class, the most accurate class last.
+
+    Of more than MOST_CLASSES classes, those at both ends are returned.
+    """
+    groups: dict[str, list[Judged]] = {}
+    for each in judged:
+        groups.setdefault(names[each.truth], []).append(each)
+    order = sorted(groups, key=lambda name: (_share(groups[name]), name))
+    if len(order) > MOST_CLASSES:
+        order = order[: MOST_CLASSES // 2] + order[-MOST_CLASSES // 2 :]
+    return {name: groups[name] for name in order}
+
+
+def draw_groups(groups: dict[str, list[Judged]], label: str, total: float) -> Any:
+    """Draw the accuracy of groups of photographs as points with intervals of 95 %, and that of all as a line.
+
+    Args:
+        label: What the groups are.
+        total: Accuracy of all photographs, in [0, 1].
+
+    Returns:
+        A matplotlib Figure.
+    """
+    figure = new_figure(7.5, 1.3 + 0.28 * len(groups))
+    axes = figure.subplots()
+    for place, group in enumerate(groups.values()):
+        low, high = interval(sum(each.is_right for each in group), len(group))
+        axes.plot([100 * low, 100 * high], [place, place], color='C0', linewidth=1.5)
+        axes.plot(100 * _share(group), place, 'o', color='C0')
+    axes.axvline(100 * total, color='0.5', linestyle=':', label=f'all: {100 * total:.1f}%')
+    axes.set_yticks(range(len(groups)), [f'{name} ({len(group)})' for name, group in groups.items()])
+    axes.set(xlim=(0, 100), ylim=(-0.6, len(groups) - 0.4), xlabel='top-1 (%), interval of 95 %', ylabel=label)
+    axes.grid(axis='x', alpha=0.3)
+    axes.legend(loc='lower right', bbox_to_anchor=(1, 1), fontsize='small', frameon=False)
+    return figure
+
+
+def draw_examples(judged: Sequence[Judged], names: Sequence[str], model: Any, most: int = 6) -> Any:
+    """Draw photographs with their class above and the prediction below, a row of right ones and a row of wrong ones.
+
+    Args:
+        judged: At least one photograph.
+        most: Photographs of a row, evenly spaced.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    rows = []
+    for is_right in (True, False):
+        group = [each for each in judged if each.is_right == is_right]
+        if group:
+            rows.append([group[place] for place in choose(len(group), most)])
+    figure = new_figure(1.8 * most, 2.6 * len(rows))
+    for row, panels in zip(rows, figure.subplots(len(rows), most, squeeze=False), strict=True):
+        for axes in panels:
+            axes.set_axis_off()
+        color = 'C2' if row[0].is_right else 'C3'
+        for axes, each in zip(panels, row, strict=False):
+            axes.imshow(load_photograph(each.path, model).pixels.numpy())
+            axes.set_title(f'truth: {names[each.truth]}', fontsize=9, parse_math=False)
+            words = f'prediction ({100 * each.probability:.0f}%):\n{names[each.prediction]}'
+            axes.text(0.5, -0.04, words, transform=axes.transAxes, ha='center', va='top', fontsize=9, color=color)
+    return figure
+
+
+def _share(group: Sequence[Judged]) -> float:
+    return sum(each.is_right for each in group) / len(group)

@@ -1,0 +1,89 @@
+import math
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from helpers import photographs
+
+from aft_vision.visualize.accuracy import (
+    Judged,
+    by_class,
+    by_size,
+    draw_examples,
+    draw_groups,
+    interval,
+    judge,
+    standard_error,
+)
+
+NAMES = ['hat', 'shoe', 'shirt']
+
+
+def judged(truth: int, prediction: int, side: int = 200) -> Judged:
+    return Judged(Path('any.png'), side, truth, prediction, 0.5)
+
+
+@pytest.mark.parametrize(
+    # Agresti and Coull (1998): 0 of 10 and 5 of 10; and many.
+    ('right', 'count', 'low', 'high'),
+    [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1.0), (5000, 10_000, 0.4902, 0.5098)],
+)
+def test_the_interval_is_that_of_wilson(right, count, low, high):
+    assert interval(right, count) == pytest.approx((low, high), abs=1e-3)
+
+
+def test_the_standard_error_of_200_images_at_a_third_is_3_3_points():
+    assert standard_error(67, 201) == pytest.approx(math.sqrt(2 / 9 / 201))
+
+
+def test_images_are_grouped_by_the_shorter_side_of_their_file():
+    found = by_size([judged(0, 0, side) for side in (2000, 63, 64, 128, 150, 191)])
+    assert {name: [each.short_side for each in group] for name, group in found.items()} == {
+        'below 64': [63],
+        '64 to 95': [64],
+        '128 to 191': [128, 150, 191],
+        '1024 and more': [2000],
+    }
+
+
+def test_classes_are_sorted_by_their_accuracy_and_of_many_the_ends_are_kept(monkeypatch):
+    answers = [judged(0, 1), judged(0, 0), judged(1, 1), judged(2, 0)]
+    assert list(by_class(answers, NAMES)) == ['shirt', 'hat', 'shoe']
+    monkeypatch.setattr('aft_vision.visualize.accuracy.MOST_CLASSES', 2)
+    assert list(by_class(answers, NAMES)) == ['shirt', 'shoe']
+
+
+def test_points_have_their_intervals_and_class_names():
+    groups = by_class([judged(0, 1), judged(0, 0), judged(1, 1)], NAMES)
+    axes = draw_groups(groups, 'class', 2 / 3).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ['hat (2)', 'shoe (1)']
+    spread, point, *_, line = axes.get_lines()
+    low, high = interval(1, 2)
+    assert list(spread.get_xdata()) == pytest.approx([100 * low, 100 * high])
+    assert list(point.get_xdata()) == [50.0]
+    assert line.get_label() == 'all: 66.7%'
+    # From zero, so that a small difference looks small.
+    assert axes.get_xlim() == (0, 100)
+
+
+def test_photographs_of_named_folders_are_judged_as_the_model_sees_them(tmp_path):
+    model = timm.create_model('aft_conv_tiny', depth=1, embed_dim=8, num_heads=4, patch_size=8, num_classes=3).eval()
+    model.pretrained_cfg.update(label_names=NAMES, input_size=(3, 32, 32), crop_pct=1.0)
+    torch.nn.init.zeros_(model.head.weight)
+    with torch.no_grad():
+        model.head.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))
+    paths = []
+    for folder, image in zip(('shoe', 'hat', 'glove'), photographs(3, (48, 40)), strict=True):
+        paths.append(tmp_path / folder / 'a.png')
+        paths[-1].parent.mkdir()
+        image.save(paths[-1])
+    shoe, hat = judge(model, paths)
+    assert (shoe.is_right, hat.is_right) == (True, False)
+    assert shoe.short_side == 40
+    assert hat.probability == pytest.approx(math.e / (math.e + 2))
+    assert judge(model, paths[2:]) == []
+    figure = draw_examples([shoe, hat], NAMES, model, most=2)
+    shown = [(axes.get_title(), *(text.get_text() for text in axes.texts)) for axes in figure.axes if axes.get_title()]
+    said = 'prediction (58%):\nshoe'
+    assert shown == [('truth: shoe', said), ('truth: hat', said)]
