@@ -72,7 +72,7 @@ def test_masked_tokens_may_be_anything(jump: float, device: str):
     assert_masked_tokens_have_no_effect(local_causal, inputs, mask, device)
 
 
-@pytest.mark.parametrize('keys', ['first_at_-120', 'last_at_200', 'plus_minus_1e4', 'climbing', 'falling'])
+@pytest.mark.parametrize('keys', ['first_at_-120', 'plus_minus_1e4', 'climbing'])
 def test_it_survives_nasty_keys(keys: str, device: str):
     inputs = make_inputs(40, 4, D=2, B=1)
     inputs['k'] = nasty_keys(inputs['k'])[keys]
