@@ -247,7 +247,7 @@ def test_aft_conv_survives_nasty_inputs(
         *((ops.aft_onehot, weight) for weight in (0.0, -5.0, -50.0, -1e4, 50.0, 200.0)),
         *((aten.aft_onehot, weight) for weight in (-50.0, 200.0)),
     ],
-    ids=str,
+    ids=lambda value: value.__module__ if callable(value) else str(value),
 )
 @pytest.mark.parametrize('keys', NASTY_KEYS)
 def test_aft_onehot_survives_nasty_inputs(keys: str, weight: float, form):
