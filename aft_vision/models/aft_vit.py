@@ -110,12 +110,13 @@ class AFTVisionTransformer(VisionTransformer):
         bias_dim: int | None = None,
         resample_bias: bool | None = None,
         local_conv: bool | None = None,
-        attention_blocks: Sequence[int] = (),
+        attention_blocks: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
         on_grid = mixer in GRID_MIXERS
         class_token = (not on_grid) if class_token is None else class_token
         _check_arguments(mixer, num_heads, class_token, dynamic_img_size, kwargs)
+        attention_blocks = attention_blocks or ()
         _check_blocks(attention_blocks, kwargs.get('depth', 12))
         conv_args = dict(kernel_size=kernel_size, standardize_kernel=standardize_kernel, global_context=global_context)
         gumbel_args = dict(gumbel=gumbel, tau=tau, straight_through=straight_through)

@@ -47,6 +47,13 @@ def test_model_arguments_of_base_and_file_are_joined(tmp_path):
     assert load_config(tmp_path / 'file.yaml').model == expected
 
 
+def test_blocks_of_attention_are_a_list(tmp_path):
+    (tmp_path / 'file.yaml').write_text('model: {name: aft_axial_tiny, window_size: [3, 5]}\n')
+    config = load_config(tmp_path / 'file.yaml', ['model.attention_blocks=[10,11]', 'model.local_conv=true'])
+    expected = {'name': 'aft_axial_tiny', 'window_size': [3, 5], 'attention_blocks': [10, 11], 'local_conv': True}
+    assert config.model == expected
+
+
 def test_the_resolved_file_gives_the_same_experiment(tmp_path, vit_file):
     config = load_config(vit_file, ['augment.scale=[0.5,1]', 'model.depth=2', 'augment.auto_augment=null'])
     save_config(config, tmp_path / 'resolved.yaml')
