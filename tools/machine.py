@@ -79,7 +79,7 @@ def cpu_seconds() -> float:
     """Return the seconds of all cores that this process and those below it have used, such as those that load data."""
     parents, used, own = {}, {}, os.getpid()
     for path in Path('/proc').glob('[0-9]*/stat'):
-        # A process may end meanwhile. Its name, in parentheses, may hold anything.
+        # A process may have ended. Its name, in parentheses, may contain any characters.
         with contextlib.suppress(OSError):
             fields = path.read_text().rpartition(')')[2].split()
             process = int(path.parent.name)
@@ -94,7 +94,7 @@ def cpu_seconds() -> float:
 
 
 def has_bfloat16() -> bool:
-    """Return whether the processor multiplies bfloat16; elsewhere it is widened, and its times say nothing of it."""
+    """Return whether the processor multiplies bfloat16; otherwise it is widened, and its times mean little."""
     return bool({'avx512_bf16', 'amx_bf16', 'bf16'} & _cpu_flags())
 
 

@@ -49,7 +49,7 @@ FURTHER = {
 }
 # Those of a dry run.
 TINY = [(1, (2, 3), 2, 1, 3)]
-# Those with a position bias.
+# Operators with a position bias.
 BIASED = ('full', 'conv', 'onehot', 'local_causal')
 
 
@@ -57,7 +57,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
     parser.add_argument('--operators', nargs='+', choices=OPERATORS, default=[*OPERATORS], help='(default: all)')
-    parser.add_argument('--dtypes', nargs='+', choices=DTYPES, default=[*DTYPES], help='of q, k and v (default: all)')
+    parser.add_argument('--dtypes', nargs='+', choices=DTYPES, default=[*DTYPES], help='type of q, k, v (default: all)')
     parser.add_argument('--json', type=Path, metavar='FILE', help='write what was found after each check')
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument('--thorough', action='store_true', help='further shapes, repetition, graphs and compilation')

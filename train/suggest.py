@@ -6,7 +6,7 @@ from typing import Any
 
 from aft_vision.models.transfer_source import did_you_mean
 
-# Names that other trainers use, by what they are called here; the first that an experiment has is meant.
+# Names of other trainers, by our keys; the first key that the experiment has is suggested.
 _MEANINGS = {
     'optim.lr': 'learning_rate base_lr peak_lr max_lr blr',
     'optim.name': 'optimizer opt optim_name',

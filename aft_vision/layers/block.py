@@ -17,9 +17,9 @@ class AFTBlock(nn.Module):
     Args:
         dim: channels C.
         mixer: 'full', 'local', 'simple', 'conv', 'onehot' or 'axial'; or a class of mixers.
-        mlp_ratio: hidden width of the MLP over C.
-        proj_drop: dropout rate behind the mixer and in the MLP.
-        init_values: start of layer scale; None leaves it out.
+        mlp_ratio: hidden width of the MLP divided by C.
+        proj_drop: dropout rate after the mixer and in the MLP.
+        init_values: initial value of layer scale; None leaves it out.
         drop_path: stochastic-depth rate of both branches.
         kwargs: passed to the mixer.
     """

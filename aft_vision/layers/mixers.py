@@ -150,9 +150,10 @@ class AFTConv(GridMixer):
         kernel_size: s, in tokens, odd; may exceed the grid.
         standardize_kernel: False trains the raw kernel (Table 10).
         global_context: False gives tokens outside the window no weight (the degenerate variant of Sec. 5.3).
-        gumbel: one biased offset per head: sampled in training, the largest in evaluation (AFT Eq. 10).
-        tau: temperature of that sample; may be set while training.
-        straight_through: bias the one offset of its largest entry in training too, with the gradient of the sample.
+        gumbel: one biased offset per head: sampled in training, the one with the largest bias in evaluation (AFT Eq.
+            10).
+        tau: temperature of that sample; may change during training.
+        straight_through: in training too, bias only the offset with the largest entry, with the gradient of the sample.
         kwargs: of `GridMixer`.
     """
 

@@ -19,8 +19,8 @@ class AFTOnehot(GridMixer):
 
     Args:
         dim: channels C.
-        num_heads: h, which divides dim; keys have one channel per head. None is one head per channel.
-        kernel_size: s of the AFT-conv that it was, in tokens, odd; frames `kernel()` and changes no output.
+        num_heads: h, which divides dim; keys have one channel per head. None means one head per channel.
+        kernel_size: s of the original AFT-conv, in tokens, odd; the size of `kernel()`, without effect on the output.
         kwargs: of `GridMixer`.
     """
 

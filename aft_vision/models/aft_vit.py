@@ -38,7 +38,7 @@ from aft_vision.models.transfer_report import Report, describe_transfer
 
 _logger = logging.getLogger(__name__)
 
-# The mixers that live on a grid of any size, without class token and position embedding.
+# Mixers on a grid of any size, without class token and position embedding.
 GRID_MIXERS = ('conv', 'onehot', 'axial')
 
 
@@ -53,7 +53,7 @@ class AFTVisionTransformer(VisionTransformer):
     Args:
         img_size: input size in pixels, one number or (H, W); for mixers of a grid only the nominal one.
         patch_size: patch size in pixels.
-        global_pool: as timm; None is 'token' with a class token, else 'avg'.
+        global_pool: as in timm; None means 'token' with a class token, else 'avg'.
         num_heads: heads h of the mixers of a grid, which divide embed_dim; None is one per channel. The other mixers
             have one bias for all channels, and take no other number than 1.
         mixer: 'conv', 'full', 'local', 'simple', 'axial' (ours) or 'onehot', which `aft_vision.models.harden` makes of
@@ -62,15 +62,15 @@ class AFTVisionTransformer(VisionTransformer):
         pos_embed: as timm; None is 'none' with mixers of a grid, else 'learn'.
         fc_norm: as timm; None is False with mixers of a grid (the final norm comes before pooling), else timm's rule.
         query_gate: False removes W_q and the sigmoid (Table 12).
-        kernel_size: s of AFT-conv, in tokens, odd; 11 by default. The one-hot form remembers it for pictures alone.
+        kernel_size: s of AFT-conv, in tokens, odd; 11 by default. The one-hot form uses it only for pictures.
         standardize_kernel: False trains AFT-conv's raw kernel (Table 10), or AFT-axial's raw biases.
-        global_context: False gives AFT-conv no context outside the window (Sec. 5.3).
+        global_context: False removes AFT-conv's context outside the window (Sec. 5.3).
         gumbel: True keeps one offset per head of AFT-conv (AFT Eq. 10).
         tau: temperature of its Gumbel softmax; 0.5 by default.
         straight_through: True samples one offset per head in training, with the gradient of the Gumbel softmax.
         window_size: s of AFT-local, in tokens along the sequence; of AFT-axial along both axes, or (rows, columns), 14
             by default.
-        factorize_bias: False stores AFT-full's or AFT-local's whole bias (Table 9).
+        factorize_bias: False stores the whole bias of AFT-full or AFT-local (Table 9).
         bias_dim: width d' of their factors; 128 by default.
         resample_bias: True stretches AFT-axial's biases over a grid of another size; else distances from s on have no
             bias.

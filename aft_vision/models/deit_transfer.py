@@ -29,7 +29,7 @@ LAYER_SCALE = re.compile(r'(blocks\.\d+)\.ls([12])\.gamma')
 CORE = re.compile(
     r'patch_embed\.proj\.weight|blocks\.\d+\.(norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.weight'
 )
-# What AFT has in place of attention weights; no ViT has such keys.
+# Position biases of AFT; no ViT has such keys.
 AFT_ONLY = ('.attn.kernel.', '.attn.position_bias.', '.attn.offset', '.attn.row_bias.')
 PREFIX_TOKENS = ('cls_token', 'dist_token', 'reg_token')
 REASONS = {

@@ -20,7 +20,7 @@ def load_torch_file(path: str | Path) -> Any:
         ValueError: it is damaged, of another kind, or holds more than tensors and plain containers.
     """
     try:
-        # Files of torch before 1.6 are no zip files, and have no checksums.
+        # Files of torch before 1.6 are not zip files and have no checksums.
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as file:
                 damaged = file.testzip()

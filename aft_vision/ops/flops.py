@@ -9,8 +9,8 @@ runs. A target weights the values and keys of `window` sources individually. If 
 
 AFT-full and AFT-axial have only the first term, AFT-simple only the second. `window` is T for AFT-full, H + W for
 AFT-axial, the taps s s for AFT-conv, 1 for AFT-onehot, and the width of the band for AFT-local, at most T. As in
-torch's count of a padded convolution and of causal attention, sources beyond the edges and in the future are included,
-and what is done element by element is not: exponentials, divisions, gates.
+torch's count of a padded convolution and of causal attention, sources beyond the edges and in the future are included.
+Element-wise operations are not: exponentials, divisions, gates.
 """
 
 from collections.abc import Callable, Sequence

@@ -27,7 +27,7 @@ def mixer_bias(mixer: AFTMixer) -> Tensor | None:
     """Return the position bias w of a mixer in evaluation, at its own grid.
 
     Returns:
-        AFT-conv and its one-hot form: (h, s, s), after AFT Eq. 8, and with one offset a head after AFT Eq. 10.
+        AFT-conv and its one-hot form: (h, s, s), after AFT Eq. 8, and with one offset per head after AFT Eq. 10.
         AFT-axial: (h, 2a - 1, 2b - 1), the sums of its biases. AFT-full: (1, T, T), AFT Eq. 7. AFT-local:
         (1, T, 2s - 1), or (1, T, s) if causal, AFT Eq. 4. AFT-simple: None.
 

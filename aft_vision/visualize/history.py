@@ -56,7 +56,7 @@ def describe_targets(config: Mapping[str, Any]) -> str:
 
 
 def draw_history(history: Sequence[Mapping[str, float]], targets: str = '') -> Any:
-    """Draw what `plot_history` writes, and return the matplotlib Figure."""
+    """Return the matplotlib Figure that `plot_history` writes."""
     training = f'training ({targets})' if targets else 'training'
     figure = new_figure(11, 3.2)
     loss, accuracy, rate = figure.subplots(1, 3)

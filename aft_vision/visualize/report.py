@@ -42,16 +42,16 @@ class Report:
     Args:
         model: An AFT model in evaluation mode.
         photographs: Images to show with their keys, attention and predictions.
-        averaged: Images that the average relative attention is taken over; none leaves it out.
+        averaged: Images for the average relative attention; if empty, it is left out.
         labelled: Images that accuracy is measured on; those whose folders are named after no class are left out.
-        size: (H, W) of the images in pixels; None is the model's own.
-        before: The same model before some change, such as regularisation; its position biases go on the left.
-        vit: A model whose attention goes beside the model's.
+        size: (H, W) of the images in pixels; None means the model's size.
+        before: The same model before some change, such as regularisation; its position biases are on the left.
+        vit: A ViT whose attention is shown next to the model's.
         history: Epochs of the training run, as `plot_history` takes them.
         targets: Words for the targets of the training loss, as `plot_history` takes them.
-        facts: More to say about the model, such as its accuracy.
-        query: (row, column) of the token whose attention is drawn; None is the centre.
-        max_heads: Heads of a layer that are drawn.
+        facts: Further facts about the model, such as its accuracy.
+        query: (row, column) of the token whose attention is drawn; None means the centre.
+        max_heads: Number of heads to draw per layer.
     """
 
     model: nn.Module

@@ -93,9 +93,9 @@ def forward_tangent(
     """Differentiate y along the tangents of q, k, v and the biases.
 
     Args:
-        operator: of the custom operators.
-        find_places: finds its bias; None for an operator without one.
-        inputs: of the operator.
+        operator: a custom operator.
+        find_places: returns the positions of its bias; None for an operator without a bias.
+        inputs: inputs of the operator.
         tangents: by the names of q, k, v and the biases, in this order; None where there is none, but at least one.
         backend: the form that runs.
 

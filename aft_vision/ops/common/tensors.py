@@ -1,4 +1,4 @@
-"""Tensors as the C++ kernels take them.
+"""Tensors as arguments of the C++ kernels.
 
 A call gives its kernel one block of numbers and addresses, eight bytes each, in the order of a struct in C++.
 """
@@ -102,7 +102,7 @@ def cast(found: Sequence[Tensor | None], like: Sequence[Tensor | None], k: Tenso
 
 
 def room(shape: Sequence[int] | int) -> Tensor:
-    """Return an uninitialised float32 tensor on the CPU, whatever torch's default type and device are."""
+    """Return an uninitialised float32 tensor on the CPU, independent of torch's default type and device."""
     return torch.empty(shape, dtype=torch.float32, device='cpu')
 
 

@@ -223,7 +223,7 @@ def _verify(
     entry = _entry(name, types)
     with lock(device):
         before = read_record(device)
-        # A fault on a device may end the process.
+        # A fault of the device may end the process.
         _write_record(device, before | {entry: {'attempts': _attempts(before, entry) + 1}})
     found = {entry: before[entry]} if entry in before else {}
     try:
@@ -240,7 +240,7 @@ def find_failure(
 ) -> str | None:
     """Return how the kernels of an operator fail or disagree with its torch form in float64, in one line, or None.
 
-    Each of the sizes of tiles that a tuner chooses from is compared, on ordinary inputs and on such as underflow.
+    Every tile size of the tuner is compared, on normal inputs and on inputs that underflow.
 
     Args:
         types, shapes: as of `verify`.

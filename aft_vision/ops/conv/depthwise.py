@@ -68,7 +68,7 @@ def onehot_backward(
 def _forward(
     inputs: ConvInputs | OnehotInputs, bias: Tensor, offset: Tensor | None, den: Tensor | None
 ) -> Tensor | None:
-    # y, with the denominators written into den; None where digits are lost.
+    # Compute y and write the denominators into den; return None if digits are lost.
     out = empty_output(inputs.q, inputs.v)
     y, held = float_output(out), list[Tensor]()
     fields = *_call(inputs, bias, offset, False, held), *tokens(y, held), *tokens(den, held)
