@@ -71,8 +71,8 @@ def test_eq_8_and_the_exponentials_of_the_bias_are_folded(onnx_file):
     graph = onnx.load(onnx_file[0]).graph
     constants = {x.name: x for x in graph.initializer}
     weights = [node.input[1] for node in graph.node if node.op_type == 'Conv']
-    # Patches, and the taps of 8 heads with 4 channels and a denominator each.
-    assert [list(constants[name].dims) for name in weights] == [[32, 3, 8, 8], [40, 1, 5, 5]]
+    # Patches, and the taps of 8 heads, for 4 channels each and for the denominators.
+    assert [list(constants[name].dims) for name in weights] == [[32, 3, 8, 8], [32, 1, 5, 5], [8, 1, 5, 5]]
     # Of the keys alone; and no standardisation, which would take a deviation.
     count = [node.op_type for node in graph.node].count
     assert (count('Exp'), count('Sqrt'), count('Pow')) == (1, 0, 0)

@@ -52,7 +52,11 @@ def test_a_padded_sequence_gives_what_it_gives_without_padding(name: str):
     [
         (dict(mixer='conv'), ValueError, "mixer must be one of local, simple, full, attention, got 'conv'"),
         (dict(mixer='attention', num_tokens=9, num_heads=3), ValueError, 'num_heads must divide dim = 8, got 3'),
-        (dict(mixer='attention', num_tokens=9, num_heads=2, query_gate=False), TypeError, 'needs its queries'),
+        (
+            dict(mixer='attention', num_tokens=9, num_heads=2, query_gate=False),
+            TypeError,
+            'attention has no query gate',
+        ),
         (dict(mixer='simple', window_size=3), TypeError, 'window_size'),
     ],
     ids=['name', 'heads', 'gate', 'argument'],

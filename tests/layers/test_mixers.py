@@ -429,7 +429,7 @@ REJECTED = [
     (ValueError, lambda: AFTConv(8, num_heads=3), 'num_heads must divide dim = 8, got 3'),
     (ValueError, lambda: AFTConv(8, kernel_size=4), 'kernel_size must be odd and positive, got 4'),
     (ValueError, lambda: AFTConv(8, gumbel=True, global_context=False), 'needs global_context=True'),
-    (ValueError, lambda: AFTConv(8, straight_through=True), 'a way to train with gumbel=True, got gumbel=False'),
+    (ValueError, lambda: AFTConv(8, straight_through=True), 'needs gumbel=True, got gumbel=False'),
     (ValueError, lambda: AFTConv(8)(randn(1, 12, 8).float()), r'needs the token grid \(H, W\)'),
     (ValueError, lambda: AFTConv(8)(randn(1, 12, 8).float(), (3, 5)), r'grid must be \(H, W\) with H \* W = 12'),
     (

@@ -434,7 +434,7 @@ def state_of(name: str, **kwargs: Any) -> dict[str, Tensor]:
 REJECTED = [
     (ValueError, lambda: make('aft_conv_tiny')(images(70, 64)), 'multiples of the patch size 16 x 16, got 70 x 64'),
     (ValueError, lambda: make('aft_full_tiny')(images(64, 64)), 'takes images of 224 x 224 pixels, got 64 x 64'),
-    (ValueError, lambda: timm.create_model('aft_conv_tiny', class_token=True), 'takes no class_token'),
+    (ValueError, lambda: timm.create_model('aft_conv_tiny', class_token=True), 'does not support class_token'),
     (ValueError, lambda: timm.create_model('aft_conv_tiny', num_heads=5), 'num_heads must divide dim = 192, got 5'),
     (ValueError, lambda: timm.create_model('aft_conv_tiny', kernel_size=8), 'kernel_size must be odd'),
     (ValueError, lambda: timm.create_model('aft_full_tiny', num_heads=3), 'num_heads must be 1, got 3'),
@@ -447,9 +447,13 @@ REJECTED = [
     (TypeError, lambda: timm.create_model('aft_conv_tiny', kernel=3), 'kernel'),
     (TypeError, lambda: timm.create_model('aft_axial_tiny', kernel_size=3), 'kernel_size'),
     (TypeError, lambda: timm.create_model('aft_full_tiny', local_conv=True), 'local_conv'),
-    (ValueError, lambda: timm.create_model('aft_axial_tiny', reg_tokens=1), "mixer='axial' lives on a grid"),
+    (ValueError, lambda: timm.create_model('aft_axial_tiny', reg_tokens=1), "mixer='axial' works on a grid"),
     (ValueError, lambda: timm.create_model('aft_conv_tiny', attention_blocks=[12]), r'0 to 11, got \[12\]'),
-    (ValueError, lambda: timm.create_model('aft_conv_tiny', mixer='onehot', reg_tokens=1), "mixer='onehot' lives on a"),
+    (
+        ValueError,
+        lambda: timm.create_model('aft_conv_tiny', mixer='onehot', reg_tokens=1),
+        "mixer='onehot' works on a grid",
+    ),
     (
         ValueError,
         lambda: timm.create_model('aft_conv_tiny', mixer='onehot', num_heads=5),

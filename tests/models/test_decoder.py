@@ -290,5 +290,5 @@ def test_a_session_made_in_inference_mode_goes_on_outside_it(name: str, dtype: t
 
 
 def test_attention_needs_its_query():
-    with pytest.raises(TypeError, match='attention needs its queries'):
+    with pytest.raises(TypeError, match='attention has no query gate'):
         create('attention', query_gate=False)

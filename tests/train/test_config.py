@@ -123,7 +123,7 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('regularize.entropy=1', r'regularize\.entropy = 1 is not a key; the nearest is regularize\.kernel_entropy'),
         ('ema.warmup=true', r'expected ema\.warmup to be false without ema\.decay, got True'),
         ('model.kernel_sise=3', r'model\.kernel_sise = 3 is not a key; the nearest is model\.'),
-        ('model.num_classes=5', r'model\.num_classes = 5 is not for an experiment: the data set decides'),
+        ('model.num_classes=5', r'model\.num_classes = 5 is not for an experiment: the data set determines'),
         ('model.in_chans=1', r'model\.in_chans = 1 is not for an experiment: images have three channels'),
         ('run.reset_head=true', r'expected run\.reset_head to be false without run\.init_from, got True'),
         ('optim.lr', r"expected an override like section\.key=value, got 'optim\.lr'"),

@@ -10,7 +10,7 @@ TINY = dict(depth=2, embed_dim=16, patch_size=8, num_classes=3)
 
 def test_every_registered_model_gives_its_inputs():
     for name in timm.list_models('aft_*'):
-        heads = {} if '_conv_' not in name else {'num_heads': 4}
+        heads = {'num_heads': 4} if '_conv_' in name or '_axial_' in name else {}
         model = timm.create_model(name, **TINY, **heads, img_size=32)
         logits, layers = capture_mixers(model, torch.zeros(2, 3, 32, 32))
         assert logits.shape == (2, 3)
