@@ -34,10 +34,10 @@ def set_values(notebook: nbformat.NotebookNode, values: dict[str, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize('size', [128, 256])
 def test_the_notebook_trains_a_model_and_writes_its_report(size, tmp_path):
-    images = link_photographs(tmp_path / 'images', {'train': 8, 'validation': 2})
+    images = link_photographs(tmp_path / 'images', {'train': 4, 'validation': 1})
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     paths = {'IMAGES': repr(str(images)), 'RUN': repr(str(tmp_path / 'run'))}
-    set_values(notebook, {'SIZE': str(size), 'EPOCHS': '3', **paths})
+    set_values(notebook, {'SIZE': str(size), 'EPOCHS': '2', **paths})
     NotebookClient(notebook, timeout=600, resources={'metadata': {'path': str(NOTEBOOK.parent)}}).execute()
     report = (tmp_path / 'run' / 'report.html').read_text()
     assert all(f'<h2>{title}</h2>' in report for title in ('Model', 'Training', 'Position biases'))

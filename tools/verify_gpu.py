@@ -76,6 +76,7 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.commandline import run_command
+from aft_vision.files import replacing
 
 # Of a step.
 PARTS = ('y', 'dq', 'dk', 'dv', 'dbias')
@@ -110,6 +111,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for what, check in checks(name, find_types(dtype, bias), device, args).items():
                     rows.append({'operator': name, 'type': label, 'check': what, **run_check(check)})
                     show(rows, args.json)
+    if args.json is not None:
+        write_rows(rows, args.json, complete=True)
     if not args.compile:
         print(f'recorded for {verify.device_name(device)} in {verify.record_path(device)}')
     if any(row['failure'] for row in rows):
@@ -218,7 +221,13 @@ def show(rows: list[dict[str, Any]], path: Path | None) -> None:
         result = f'{"not used" if row["check"] == FLOAT64 else "fails"}: {row["failure"]}'
     print(f'{row["operator"]:14} {row["type"]:23} {row["check"]:16} {row["seconds"]:6.1f} s  {result}', flush=True)
     if path is not None:
-        path.write_text(json.dumps({'rows': rows}, indent=2) + '\n')
+        write_rows(rows, path, complete=False)
+
+
+def write_rows(rows: list[dict[str, Any]], path: Path, complete: bool) -> None:
+    """Write the rows as JSON, and whether they are all."""
+    with replacing(path) as file:
+        file.write_text(json.dumps({'complete': complete, 'rows': rows}, indent=2) + '\n')
 
 
 def find_types(dtype: str, bias: str) -> tuple[torch.dtype, ...]:

@@ -1,6 +1,7 @@
 """Token mixers with constant position weights, for files that other runtimes load.
 
-Eq. 8 and the exponentials of the bias are computed once, in float64, and stored as constants.
+Eq. 8 and the exponentials of the bias are computed once, in float64, and stored as constants. AFT-axial stores its
+biases, whose exponentials depend on the grid.
 """
 
 import torch

@@ -117,7 +117,7 @@ class AFTVisionTransformer(VisionTransformer):
         class_token = (not on_grid) if class_token is None else class_token
         _check_arguments(mixer, num_heads, class_token, dynamic_img_size, kwargs)
         attention_blocks = attention_blocks or ()
-        _check_blocks(attention_blocks, kwargs.get('depth', 12))
+        _check_blocks(attention_blocks, kwargs.get('depth', 12), embed_dim)
         conv_args = dict(kernel_size=kernel_size, standardize_kernel=standardize_kernel, global_context=global_context)
         gumbel_args = dict(gumbel=gumbel, tau=tau, straight_through=straight_through)
         bias_args = dict(window_size=window_size, factorize_bias=factorize_bias, bias_dim=bias_dim)
@@ -374,10 +374,13 @@ def _check_arguments(
         raise ValueError(f'mixer={mixer!r} needs the whole grid: patch_drop_rate must be 0')
 
 
-def _check_blocks(attention_blocks: Sequence[int], depth: int) -> None:
+def _check_blocks(attention_blocks: Sequence[int], depth: int, embed_dim: int) -> None:
     unknown = [block for block in attention_blocks if block not in range(depth)]
     if unknown:
         raise ValueError(f'attention_blocks must be indices of the {depth} blocks, 0 to {depth - 1}, got {unknown}')
+    heads = max(1, embed_dim // 64)
+    if attention_blocks and embed_dim % heads:
+        raise ValueError(f'attention_blocks have {heads} heads, which must divide embed_dim, got {embed_dim}')
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: AFTVisionTransformer) -> dict[str, Any]:

@@ -71,8 +71,9 @@ def describe_offsets(model: nn.Module) -> list[dict[str, float]]:
     """Summarise the offsets of a model in the one-hot form by layer.
 
     Returns:
-        For each layer its number `layer` from 1, `heads`, heads `at_centre` (the token itself), `distinct_offsets`, the
-        `mean_distance` and `largest_distance` of the offsets in tokens, Euclidean, and `mean_bias`, w.
+        For each AFT block its number `layer` among them from 1, `heads`, heads `at_centre` (the token itself),
+        `distinct_offsets`, the `mean_distance` and `largest_distance` of the offsets in tokens, Euclidean, and
+        `mean_bias`, w.
 
     Raises:
         ValueError: the model is not in the one-hot form.

@@ -27,6 +27,8 @@ def load_torch_file(path: str | Path) -> Any:
             if damaged is not None:
                 raise ValueError(f'the checksum of {damaged} in it is wrong')
         return torch.load(path, map_location='cpu', weights_only=True)
+    except (MemoryError, PermissionError):
+        raise
     # Bytes of another kind make the unpickler raise almost anything.
     except Exception as error:
         others = _other_contents(path) if isinstance(error, pickle.UnpicklingError) else []

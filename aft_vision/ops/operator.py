@@ -314,6 +314,7 @@ class _Operator:
         found = self.run(args[-1], self.inputs._make(args[:-2]), args[-2])
         self.setup_context(ctx, args, found)
         ctx.mark_non_differentiable(found[1])
+        ctx.shapes = _shapes(*found, *args[: len(self.names)])
         return found
 
     def backward(self, *args: Any) -> tuple[Tensor, ...]:
@@ -383,7 +384,8 @@ class _Operator:
         ctx.set_materialize_grads(False)
         kept = inputs[: len(self.names)]
         ctx.save_for_backward(*output, *(x if isinstance(x, Tensor) else None for x in kept))
-        ctx.constants = [None if isinstance(x, Tensor) else x for x in kept]
+        # A copy: the caller may change a list.
+        ctx.constants = [tuple(x) if isinstance(x, list) else None if isinstance(x, Tensor) else x for x in kept]
         ctx.how = inputs[-1]
 
     def setup_both(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -398,9 +400,13 @@ class _Operator:
         y, saved, inputs = _restored(ctx)
         # The form of an ordinary call, or the backend of one in a graph.
         form, backend = (ctx.how, ctx.how.backend) if isinstance(ctx.how, _Form) else (None, ctx.how)
-        if self.empty_saved is not None and not saved.numel() and y.numel():  # captured while gradients were off
+        # The call was captured while gradients were off.
+        if self.empty_saved is not None and not saved.numel() and y.numel():
             _, saved = self.forward_operator(*inputs, True, backend)
         need_bias = any(ctx.needs_input_grad[place] for place in self.places[3:])
+        # Hooks of saved tensors may give back others, which the operator refuses.
+        if form is not None and _shapes(y, saved, *inputs) != ctx.shapes:
+            form = None
         if form is None or torch.is_grad_enabled() or is_watched((grad, y, saved, *inputs)):
             results = self.backward_operator(grad, y, saved, *inputs, need_bias, backend)
         else:
@@ -415,6 +421,10 @@ class _Operator:
         along = {field: tangents[place] for field, place in zip(self.gradients, self.places, strict=True)}
         with without_autocast(inputs.k.device.type):
             return tangent.forward_tangent(self.forward_operator, self.find_places, inputs, along, ctx.how), None
+
+
+def _shapes(*values: Any) -> list[torch.Size | None]:
+    return [x.shape if isinstance(x, Tensor) else None for x in values]
 
 
 def _restored(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:

@@ -131,19 +131,17 @@ def _accuracy_section(report: Report) -> str:
     right = sum(each.is_right for each in judged)
     share, error = right / len(judged), standard_error(right, len(judged))
     height, width = report.size or default_size(report.model)
-    trained = default_size(report.model)
-    as_trained = (
-        ', as in training' if (height, width) == tuple(trained) else f'; trained at {trained[0]} \u00d7 {trained[1]}'
-    )
     parts = [
         paragraph(
             f'Top-1 {100 * share:.1f}% with a standard error of {100 * error:.1f}, on {len(judged)} images whose '
-            f'folders are named after classes. The model sees all at {height} \u00d7 {width} pixels{as_trained}. '
+            f'folders are named after classes. The model sees all at {height} \u00d7 {width} pixels. '
             'Points in the pictures have intervals of 95 % (Wilson), and the number of images is in brackets.'
         )
     ]
     sizes, classes = by_size(judged), by_class(judged, names)
-    for groups, label, kind in ((sizes, 'shorter side of the file (px)', 'size'), (classes, 'class', 'class')):
+    count = len({each.truth for each in judged})
+    by = 'class' if len(classes) == count else f'class: the {len(classes)} lowest and highest of {count}'
+    for groups, label, kind in ((sizes, 'shorter side of the file (px)', 'size'), (classes, by, by)):
         if len(groups) > 1:
             alt = f'Top-1 by {kind}, with intervals of 95 %: {len(groups)} groups of images'
             parts.append(picture(figure_png(draw_groups(groups, label, share)), alt))

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aft_vision import ops
+from aft_vision.ops.operator import OPERATORS
 
 OFFSET = torch.tensor([[0, 1], [-1, 0], [9, 9]])
 Q, K, V = (x.float() for x in make_qkv(T=15, D=6))
@@ -21,11 +22,12 @@ OTHERS: dict[str, tuple[tuple[Any, ...], int]] = {
     'aft_local': ((randn(15, 5, seed=7).float(),), 6),
     'aft_conv': ((randn(3, 3, 3, seed=7).float(), (3, 5)), 3),
     'aft_onehot': ((OFFSET, randn(3, seed=7).float(), (3, 5)), 3),
+    'aft_axial': ((randn(3, 5, seed=7).float(), randn(3, 9, seed=8).float(), (3, 5)), 3),
     'aft_full_causal': ((randn(15, 15, seed=7).float(),), 6),
     'aft_local_causal': ((randn(15, 3, seed=7).float(),), 6),
     'aft_simple_causal': ((), 6),
 }
-each_name = pytest.mark.parametrize('name', OTHERS)
+each_name = pytest.mark.parametrize('name', OPERATORS)
 
 
 def inputs_of(name: str) -> list[Any]:
@@ -170,3 +172,23 @@ def test_a_backward_refuses_results_of_other_shapes(name: str, wrong: str):
     results[wrong] = results[wrong].new_zeros(1, 2, 3)
     with pytest.raises(ValueError, match=f'{wrong} must have shape'):
         getattr(torch.ops.aft_vision, f'{name}_backward')(*results.values(), *inputs, *more, True, 'auto')
+
+
+@pytest.mark.parametrize('name', ['aft_conv', 'aft_onehot', 'aft_axial'])
+def test_a_grid_that_is_changed_after_the_call_does_not_change_the_gradients(name: str):
+    inputs = inputs_of(name)
+    expected = torch.autograd.grad(getattr(ops, name)(*inputs).square().sum(), leaves_of(inputs))
+    grid = list(inputs[-1])
+    y = getattr(ops, name)(*inputs[:-1], grid)
+    grid[:] = [30, 50]
+    for got, wanted in zip(torch.autograd.grad(y.square().sum(), leaves_of(inputs)), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@each_name
+def test_saved_tensors_of_another_shape_are_refused(name: str):
+    inputs = inputs_of(name)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x[:, :1] if x.dim() == 3 else x):
+        y = getattr(ops, name)(*inputs)
+    with pytest.raises(ValueError, match='must'):
+        torch.autograd.grad(y, leaves_of(inputs), torch.ones_like(y))

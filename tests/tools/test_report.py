@@ -116,7 +116,7 @@ def test_the_page_says_what_the_checkpoint_knows(report):
     assert 'row 3, column 4 of 4 × 4' in text
     assert 'before: entropy' in text
     assert re.search(r'Top-1 \d+\.\d% with a standard error of \d+\.\d, on 3 images', text)
-    assert 'at 32 × 32 pixels, as in training' in text
+    assert 'at 32 × 32 pixels.' in text
     assert 'The shorter sides of all files are in one range: below 64 pixels.' in text
     assert 'Prediction, truth: shirt' in text
 

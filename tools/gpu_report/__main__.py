@@ -11,8 +11,9 @@ d  AFT-conv and DeiT trained on --data, a folder or tar file with train/CLASS an
 e  AFT Tables 7, 2 and 4: speed and memory
 
 A piece is a process with a time limit, so that none stops another; those of `a` run side by side, the others one by
-one. OUT receives report.md and report.json, anew after each piece; NAME.json of each piece with its figures, or a
-part of them if it was stopped; NAME.txt and NAME.err, what it printed. What is done is skipped when the command runs
+one. OUT receives report.md and report.json, rewritten after each piece; NAME.json of each piece with its figures
+(verification and training keep a part of them if they are stopped, goals the lines that they printed); NAME.txt and
+NAME.err, what it printed. What is done is skipped when the command runs
 again, unless the sources, the machine or its command have changed. What cannot run here, as without a package, is
 open, and says why.
 
@@ -37,14 +38,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         '--minutes', type=float, default=float('inf'), metavar='M', help='of all; then the rest is open (default: none)'
     )
-    add('--jobs', type=int, metavar='N', help='pieces of `a` at a time (default: one per core)')
+    add('--jobs', type=int, metavar='N', help='pieces of `a` at a time (default: one per core, at most 4)')
     add('--again', action='store_true', help='run what is done too')
     add('--dry-run', action='store_true', help='tiny, on a CPU')
     add('--list', action='store_true', help='print the commands, and run nothing')
     return parser.parse_args(argv)
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
+# Before the slow imports, so that --help and a mistyped option are answered at once.
 if __name__ == '__main__':
     parse_args()
 
@@ -64,12 +65,14 @@ from typing import Any
 import torch
 
 from aft_vision.commandline import EXIT_CODE, run_command
-from tools.gpu_report.pieces import make_pieces
+from aft_vision.files import replacing
+from tools.gpu_report.pieces import MARGIN, make_pieces
 from tools.machine import count_cores, describe_backends, describe_machine
 
 PACKAGES = ('triton', 'fla', 'ffcv', 'omegaconf')
 # What figures depend on.
 SOURCES = [f'{folder}/**/*.{kind}' for folder in ('aft_vision', 'tools', 'train') for kind in ('py', 'cpp', 'h')]
+SOURCES.append('configs/**/*.yaml')
 # They end with 1 when all was measured, and a kernel or a figure is not as it should be.
 VERDICTS = ('tools.verify_gpu', 'tools.benchmark')
 # Seconds that a piece has to end, once it is asked to.
@@ -91,11 +94,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if not args.dry_run and not torch.cuda.is_available():
         raise ValueError('nothing was measured: there is no GPU that torch can use; --dry-run needs none')
+    # A stopped report ends its piece, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     args.out.mkdir(parents=True, exist_ok=True)
     report = Report(args, commands)
-    with ThreadPoolExecutor(args.jobs or count_cores()) as pool:
-        list(pool.map(report.add, (name for name in chosen if name.startswith('a.'))))
-    for name in (name for name in chosen if not name.startswith('a.')):
+    # What failed or was stopped comes after what was never tried, whose turn would else never come.
+    ordered = sorted(chosen, key=lambda name: report.read(name) != {})
+    with ThreadPoolExecutor(args.jobs or min(count_cores(), 4)) as pool:
+        list(pool.map(report.add, (name for name in ordered if name.startswith('a.'))))
+    for name in (name for name in ordered if not name.startswith('a.')):
         report.add(name)
     if any(report.content['pieces'][name]['code'] != 0 for name in chosen):
         raise SystemExit(1)
@@ -114,7 +121,7 @@ def choose(pieces: Sequence[str], names: Sequence[str] | None) -> list[str]:
 
 
 class Report:
-    """The report, written anew after each piece.
+    """The report, rewritten after each piece.
 
     Args:
         commands: The words after `python -m` of all pieces, by name.
@@ -137,7 +144,7 @@ class Report:
     def read(self, name: str) -> dict[str, Any]:
         """Return what a piece has left on this machine with these sources, or nothing."""
         path = self.args.out / f'{name}.json'
-        entry = json.loads(path.read_text()) if path.exists() else {}
+        entry = read_json(path) or {}
         return entry if entry.get('key') == self.key else {}
 
     def add(self, name: str) -> None:
@@ -145,12 +152,15 @@ class Report:
         entry, words = self.read(name), self.commands[name]
         if self.args.again or entry.get('status') != 'done' or entry['words'] != words:
             entry = {'key': self.key, 'words': words, **self.run(name, words)}
-            (self.args.out / f'{name}.json').write_text(json.dumps(entry, indent=2) + '\n')
+            with replacing(self.args.out / f'{name}.json') as file:
+                file.write_text(json.dumps(entry, indent=2) + '\n')
         with self._lock:
             known = self.content['pieces'] | {name: entry}
             self.content['pieces'] = {each: known[each] for each in self.commands if each in known}
-            (self.args.out / 'report.json').write_text(json.dumps(self.content, indent=2) + '\n')
-            (self.args.out / 'report.md').write_text(format_report(self.content))
+            with replacing(self.args.out / 'report.json') as file:
+                file.write_text(json.dumps(self.content, indent=2) + '\n')
+            with replacing(self.args.out / 'report.md') as file:
+                file.write_text(format_report(self.content))
             print(f'{name:24} {entry["seconds"]:6.1f} s  {entry["status"]}  {entry["reason"]}'.rstrip(), flush=True)
 
     def run(self, name: str, words: list[str]) -> dict[str, Any]:
@@ -163,19 +173,30 @@ class Report:
         # Models on a CPU are not for the interpreter.
         interprets = self.args.dry_run and name.startswith('a.')
         more = {'TRITON_INTERPRET': '1', 'TRITON_CACHE_DIR': str(self.args.out / 'triton')} if interprets else {}
+        if self.args.dry_run:
+            more['CUDA_VISIBLE_DEVICES'] = ''
+        if '--seconds' in words:
+            place = words.index('--seconds') + 1
+            words = [*words[:place], f'{limit - MARGIN:.0f}', *words[place + 1 :]]
         start = time.monotonic()
         with printed.open('w') as out, errors.open('w') as err:
             command = [sys.executable, '-m', *words, '--json', str(figures)]
             code = run_within(limit, command, stdout=out, stderr=err, env=os.environ | more)
-        found = json.loads(figures.read_text()) if figures.exists() else None
-        is_done = found is not None and (code == 0 or (code == 1 and words[0] in VERDICTS))
+        found = read_json(figures)
+        # A traceback ends with 1 as well, but leaves its figures incomplete.
+        is_whole = found is not None and found.get('complete', True)
+        is_done = is_whole and (code == 0 or (code == 1 and words[0] in VERDICTS))
         status = 'done' if is_done else 'open' if code == EXIT_CODE else 'failed' if found is None else 'in part'
         last = errors.read_text(errors='replace').strip().rpartition('\n')[2]
         reason = f'stopped after {limit:.0f} s' if code is None else f'exit status {code}: {last}'
         if is_done:
             reason = 'not all as it should be' if code else ''
+        text = printed.read_text(errors='replace')
+        if not is_done:
+            # A benchmark shows each goal there as it is measured.
+            text += errors.read_text(errors='replace')
         result = {'status': status, 'reason': reason, 'code': code, 'seconds': time.monotonic() - start}
-        return {**result, 'printed': printed.read_text(errors='replace'), 'figures': found}
+        return {**result, 'printed': text, 'figures': found}
 
 
 def run_within(seconds: float, command: Sequence[str], **options: Any) -> int | None:
@@ -192,6 +213,13 @@ def run_within(seconds: float, command: Sequence[str], **options: Any) -> int | 
         if isinstance(error, subprocess.TimeoutExpired):
             return None
         raise
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the content of a JSON file; None if it is missing or was cut short."""
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        return json.loads(path.read_text())
+    return None
 
 
 def read_commit() -> str:

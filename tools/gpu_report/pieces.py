@@ -48,7 +48,7 @@ def dry_commands() -> dict[str, str]:
     kernels = 'tools.verify_gpu --thorough --dry-run --dtypes float32 --operators'
     return {
         **{f'a.{name}.float32': f'{kernels} {name}' for name in OPERATORS},
-        'b.speed': 'tools.benchmark goals --rows 17 18 --allow-load',
+        'b.speed': 'tools.benchmark goals --rows 17 18 --rounds 1 --allow-load',
         'b.peers': 'tools.gpu_report.peers --rounds 1',
         'c.32px.1': f'tools.benchmark models {TINY_MODELS} --training --allow-load',
         'e.table4': 'tools.benchmark table 4 --depth 1 --batch-size 1 --rounds 1 --allow-load',

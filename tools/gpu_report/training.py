@@ -9,6 +9,7 @@ the weights after the last epoch: with so few epochs they compare the two models
 
 import argparse
 import csv
+import hashlib
 import importlib.util
 import json
 import os
@@ -96,7 +97,7 @@ def plan_epochs(trials: Sequence[dict[str, Any]], seconds: float) -> int:
 def find_data(args: argparse.Namespace) -> None:
     """Write the images as FFCV files, which are then those to train on, where FFCV is installed."""
     if args.data and importlib.util.find_spec('ffcv') is not None:
-        folder = args.out / 'ffcv'
+        folder = args.out / f'ffcv-{hashlib.sha256(str(args.data).encode()).hexdigest()[:8]}'
         if not (folder / 'val.json').exists():
             start(['tools.write_ffcv', '--data', args.data, '--out', str(folder), '--overwrite', '--quiet'])
         args.data = str(folder)

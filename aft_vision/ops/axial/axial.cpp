@@ -522,7 +522,6 @@ class Backward {
   const bool need_bias;
 };
 
-// Sizes as Python gives them: B, H, W, D, h, and the s of both biases.
 // The inputs of a call, as Python packs them: s of the biases (h, 2s - 1), and q and mask, which may be null.
 struct Packed {
   int64_t batch, height, width, channels, heads, row_reach, column_reach;

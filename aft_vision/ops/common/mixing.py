@@ -45,8 +45,9 @@ class Workspace(NamedTuple):
 class Weights(Protocol):
     """The non-negative position weights exp(w - reference) of one operator.
 
-    writes_to_spare: whether its products use the spare workspace; if not, none is allocated. chunk_elements: workspace
-    elements of one chunk on a CPU.
+    Attributes:
+        writes_to_spare: whether its products use the spare workspace; if not, none is allocated.
+        chunk_elements: workspace elements of one chunk on a CPU.
     """
 
     writes_to_spare: bool
