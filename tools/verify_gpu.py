@@ -9,8 +9,9 @@ Each operator is compared with its torch form in float64, at a small odd shape a
 biases that underflow. Without a record for the kind of device, the first use of an operator makes only the small
 comparison. This command makes all of them in advance and replaces the record. A kernel that disagrees is not used.
 
---thorough adds further shapes (one sequence, odd sizes, long sequences), and checks that a second call gives the same
-bits, and so do a captured CUDA graph and torch.compile(fullgraph=True); of these nothing is recorded.
+--thorough adds further shapes (one sequence, odd sizes, long sequences), where a kernel that disagrees is not used
+either, and checks that a second call gives the same bits, and so do a captured CUDA graph and
+torch.compile(fullgraph=True); of these nothing is recorded.
 --compile only compiles, at the shapes of models, for GPUs of these compute capabilities; it needs no GPU.
 --dry-run does all but graphs on tiny shapes on a CPU, in Triton's interpreter; it needs TRITON_INTERPRET=1.
 
@@ -80,8 +81,9 @@ from aft_vision.files import replacing
 
 # Of a step.
 PARTS = ('y', 'dq', 'dk', 'dv', 'dbias')
-# The check whose failure is recorded.
-FLOAT64 = 'float64'
+FLOAT64, FURTHER_SHAPES = 'float64', 'further shapes'
+# Checks whose failure is recorded, so that the kernel is not used.
+RECORDED = (FLOAT64, FURTHER_SHAPES)
 # The failure of a check in one line, or None.
 Check = Callable[[], str | None]
 
@@ -144,8 +146,14 @@ def comparisons(
         changed = [part for part, x, other in pairs if not torch.equal(x, other)]
         return f'other bits in {", ".join(changed)}' if changed else None
 
+    def check_further() -> str | None:
+        failure = verify.find_failure(name, types, device, *further, choices=1)
+        if failure is not None:
+            verify.record_failure(name, types, device, failure)
+        return failure
+
     found |= {
-        'further shapes': lambda: verify.find_failure(name, types, device, *further, choices=1),
+        FURTHER_SHAPES: check_further,
         'a second call': lambda: repeat(step),
         'torch.compile': lambda: repeat(lambda operate, leaves: step(compiled(operate, device), leaves)),
     }
@@ -218,7 +226,7 @@ def show(rows: list[dict[str, Any]], path: Path | None) -> None:
     row = rows[-1]
     result = 'compiles' if row['check'].startswith('capability') else 'agrees'
     if row['failure'] is not None:
-        result = f'{"not used" if row["check"] == FLOAT64 else "fails"}: {row["failure"]}'
+        result = f'{"not used" if row["check"] in RECORDED else "fails"}: {row["failure"]}'
     print(f'{row["operator"]:14} {row["type"]:23} {row["check"]:16} {row["seconds"]:6.1f} s  {result}', flush=True)
     if path is not None:
         write_rows(rows, path, complete=False)

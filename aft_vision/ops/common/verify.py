@@ -187,6 +187,9 @@ def _decide(name: str, types: Types, device: torch.device) -> str | None:
                 return found[entry]
             # No other process compares now: a recorded attempt has ended with its process.
             return UNFINISHED if _attempts(found, entry) >= ATTEMPTS else _verify(name, types, device)
+    except torch.OutOfMemoryError as error:
+        # Other processes may hold the memory: this process uses the torch form, and the next one compares again.
+        return first_line(error)
     except OSError as error:
         # Without a writable folder, each process compares them.
         _logger.info('cannot keep that the Triton kernels were verified: %s', error)
@@ -235,6 +238,16 @@ def _verify(
             _write_record(device, others | found)
 
 
+def record_failure(name: str, types: Types, device: torch.device, reason: str) -> None:
+    """Record that the kernels of an operator failed a further check, so that they are not used.
+
+    Raises:
+        OSError: the record cannot be written.
+    """
+    with _locked(device):
+        _write_record(device, read_record(device) | {_entry(name, types): reason})
+
+
 def find_failure(
     name: str, types: Types, device: torch.device, *shapes: Shape, choices: int | None = None
 ) -> str | None:
@@ -245,6 +258,9 @@ def find_failure(
     Args:
         types, shapes: as of `verify`.
         choices: how many sizes of tiles; None is all.
+
+    Raises:
+        OutOfMemoryError: the device has not enough free memory, which says nothing about the kernels.
     """
     try:
         kernels = _Kernels(name)
@@ -256,6 +272,8 @@ def find_failure(
                     with Tuner.choosing(choice):
                         found = _run(kernels, inputs)
                     _check(found, wanted, types, spread)
+    except torch.OutOfMemoryError:
+        raise
     # Compilers, drivers and kernels raise errors of any kind.
     except Exception as error:
         return first_line(error)

@@ -305,3 +305,28 @@ def test_without_a_folder_to_write_to_each_process_compares(
         compared = start_process(verify, monkeypatch)
         assert 'aft_vision::simple_forward' in kernels_run(lambda: ops.aft_simple(*inputs))
         assert 'simple' in compared
+
+
+def test_a_lack_of_memory_is_not_recorded_and_the_next_process_compares_again(
+    verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    def run_out(*args: object) -> None:
+        raise torch.OutOfMemoryError('CUDA out of memory')
+
+    device = inputs[0].device
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, 'draw_inputs', run_out)
+        assert verify.failure('simple', inputs) == 'CUDA out of memory'
+    assert verify.read_record(device) == {}
+    compared = start_process(verify, monkeypatch)
+    assert verify.failure('simple', inputs) is None
+    assert compared == ['simple']
+
+
+def test_a_failure_of_a_further_check_is_kept(
+    verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    assert verify.failure('simple', inputs) is None
+    verify.record_failure('simple', (torch.float32,), inputs[0].device, 'dv is off')
+    start_process(verify, monkeypatch)
+    assert verify.failure('simple', inputs) == 'dv is off'
