@@ -21,7 +21,7 @@ open, and says why.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tools.arguments import CommandParser
@@ -94,18 +94,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if not args.dry_run and not torch.cuda.is_available():
         raise ValueError('nothing was measured: there is no GPU that torch can use; --dry-run needs none')
-    # A stopped report ends its piece, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     args.out.mkdir(parents=True, exist_ok=True)
     report = Report(args, commands)
+    with interrupted_by_sigterm():
+        run_pieces(report, chosen, args.jobs or min(count_cores(), 4))
+    if any(report.content['pieces'][name]['code'] != 0 for name in chosen):
+        raise SystemExit(1)
+
+
+@contextlib.contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """End the running pieces at SIGTERM, as at Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_pieces(report: 'Report', names: Sequence[str], jobs: int) -> None:
+    """Run pieces: those of `a` side by side, the others one by one."""
     # What failed or was stopped comes after what was never tried, whose turn would else never come.
-    ordered = sorted(chosen, key=lambda name: report.read(name) != {})
-    with ThreadPoolExecutor(args.jobs or min(count_cores(), 4)) as pool:
+    ordered = sorted(names, key=lambda name: report.read(name) != {})
+    with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(report.add, (name for name in ordered if name.startswith('a.'))))
     for name in (name for name in ordered if not name.startswith('a.')):
         report.add(name)
-    if any(report.content['pieces'][name]['code'] != 0 for name in chosen):
-        raise SystemExit(1)
 
 
 def choose(pieces: Sequence[str], names: Sequence[str] | None) -> list[str]:
