@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -226,11 +225,6 @@ def photographs(count: int, size: tuple[int, int]) -> list[Image.Image]:
     folders = sorted((CLOTHING / 'train').iterdir())
     files = chain.from_iterable(zip(*(sorted(folder.iterdir()) for folder in folders), strict=True))
     return [Image.open(path).convert('RGB').resize(size) for path in islice(files, count)]
-
-
-def as_batch(images: Sequence[Image.Image]) -> Tensor:
-    """(B, 3, H, W) uint8."""
-    return torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images])
 
 
 def make_folder(root: Path, splits: dict[str, list[str]], images: int = 2, size: tuple[int, int] = (40, 30)) -> Path:

@@ -336,13 +336,13 @@ class AxisBias(FusedModule):
         return standardized_kernel(self.weight.unsqueeze(1), gamma, beta).squeeze(1)
 
     def forward(self, length: int) -> Tensor:
-        """The bias for an axis of so many tokens: (h, 2s - 1), or with `resample` (h, 2 * length - 1)."""
+        """Return the bias of an axis of `length` tokens: (h, 2s - 1), or with `resample` (h, 2 * length - 1)."""
         bias = self.value()
         return resample_axis(bias, length) if self.resample else bias
 
 
 def resample_axis(bias: Tensor, length: int) -> Tensor:
-    """Stretch a bias (h, 2s - 1) over all distances of an axis of so many tokens, (h, 2 * length - 1), linearly."""
+    """Stretch a bias (h, 2s - 1) linearly over all distances of an axis of `length` tokens, (h, 2 * length - 1)."""
     # The distance 0 stays in the middle, and the longest one at the end.
     return F.interpolate(bias.unsqueeze(0), size=2 * length - 1, mode='linear', align_corners=True).squeeze(0)
 

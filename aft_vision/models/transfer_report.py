@@ -109,7 +109,7 @@ def _untouched(report: Report, model: nn.Module) -> list[tuple[str, Fate]]:
 
 
 def projection_sizes(mixer: Any) -> dict[str, int]:
-    """Rows of queries, keys and values in the fused projection of a mixer, in their order."""
+    """Return the rows of queries, keys and values in the fused projection of a mixer, in their order."""
     if isinstance(mixer, Attention):
         return dict.fromkeys('qkv', mixer.attn_dim)
     assert isinstance(mixer, AFTMixer)

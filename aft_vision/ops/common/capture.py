@@ -1,4 +1,4 @@
-"""What sees the operators of a call besides autograd, and what records the launches of a CUDA device."""
+"""Observers of a call besides autograd, and captures of the launches of a CUDA device."""
 
 from collections.abc import Sequence
 from typing import Any

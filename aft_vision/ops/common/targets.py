@@ -21,9 +21,9 @@ SHARED_MEMORY = {'8.0': 163, '8.6': 99, '8.9': 99, '9.0': 227, '10.0': 227, '12.
 
 
 class Compiled(NamedTuple):
-    """What was compiled of an operator.
+    """The compiled kernels of an operator.
 
-    Args:
+    Attributes:
         kernels: Names of the kernels.
         binaries: How many there are of all sizes of tiles and shapes.
         too_large: How many of them need more shared memory than there is; a tuner leaves those sizes out.
