@@ -25,7 +25,7 @@ ONEHOT = ['ops', '--groups', 'onehot', '--rounds', '1']
 
 def test_loaders_are_compared_with_the_first_and_with_those_that_they_replace(tmp_path, capsys):
     splits = {'train': ['a', 'b'], 'val': ['a', 'b']}
-    folders = [str(make_folder(tmp_path / str(side), splits, 8, (side, side))) for side in (16, 800)]
+    folders = [str(make_folder(tmp_path / str(side), splits, 8, (side, side))) for side in (16, 1600)]
     options = ['--img-size', '16', '--batch-size', '8', '--workers', '0', '--allow-load']
     main(['loader', *folders, *options, '--rounds', '1', '--json', str(tmp_path / 'figures.json')])
     rows = json.loads((tmp_path / 'figures.json').read_text())['rows']
