@@ -14,12 +14,12 @@ from aft_vision.ops.common.product import LEAST
 from aft_vision.ops.common.tensors import (
     address,
     cast,
+    float_buffer,
     floats,
     narrow_like,
     narrow_output,
     pack,
     profiled,
-    room,
     stream,
 )
 
@@ -43,7 +43,7 @@ def axial_backward(
     """Return the gradients of q, k, v and both biases."""
     q, k, v, *biases = inputs[:5]
     dq, dk, dv = narrow_like(q), narrow_like(k), narrow_like(v)
-    d_biases = [room(x.shape) if need_bias else None for x in biases]
+    d_biases = [float_buffer(x.shape) if need_bias else None for x in biases]
     held: list[Tensor] = []
     fields = _call(inputs, held)
     for x in (grad, y, den, dq, dk, dv):

@@ -26,6 +26,7 @@ from aft_vision.ops.common.product import LEAST
 from aft_vision.ops.common.tensors import (
     address,
     cast,
+    float_buffer,
     float_output,
     floats,
     narrow_like,
@@ -33,7 +34,6 @@ from aft_vision.ops.common.tensors import (
     number,
     pack,
     profiled,
-    room,
     stream,
 )
 from aft_vision.ops.local.band import block_length
@@ -53,7 +53,7 @@ def local_causal_forward(inputs: LocalInputs, save: bool) -> tuple[Tensor, Tenso
     y, bottom = narrow_output(out), narrow_output(den)
     if not _forward(inputs, y, bottom if save else None):
         # With denominators as the kernel compares them.
-        y, bottom = float_output(out), room(v.shape)
+        y, bottom = float_output(out), float_buffer(v.shape)
         _forward(inputs, y, bottom)
         _repair(y, bottom, inputs)
     if save and bottom is not den:
@@ -69,7 +69,7 @@ def local_causal_backward(
     q, k, v, band, mask = inputs
     bias = BandBias(band)
     dq, dk, dv = narrow_like(q), narrow_like(k), narrow_like(v)
-    d_band = room(band.shape) if need_bias else None
+    d_band = float_buffer(band.shape) if need_bias else None
     held: list[Tensor] = []
     fields = _call(inputs, held)
     for x in (grad, y, den, dq, dk, dv):

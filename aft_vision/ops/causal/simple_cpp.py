@@ -6,7 +6,7 @@ from torch import Tensor
 from aft_vision.ops.causal.eager import shield_backward, shield_forward
 from aft_vision.ops.common.build import compiled
 from aft_vision.ops.common.numerics import Qkv, empty_denominator, empty_output
-from aft_vision.ops.common.tensors import address, cast, float_output, pack, profiled, room, tokens
+from aft_vision.ops.common.tensors import address, cast, float_buffer, float_output, pack, profiled, tokens
 
 
 @shield_forward
@@ -25,7 +25,7 @@ def simple_causal_forward(inputs: Qkv, save: bool) -> tuple[Tensor, Tensor]:
 def simple_causal_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: Qkv, need_bias: bool) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v."""
     q, k, v, _ = inputs
-    found = [None if x is None else room(x.shape) for x in (q, k, v)]
+    found = [None if x is None else float_buffer(x.shape) for x in (q, k, v)]
     held: list[Tensor] = []
     fields = _call(inputs, held)
     for x in (grad, y, den, *found):

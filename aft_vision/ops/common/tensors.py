@@ -101,14 +101,14 @@ def cast(found: Sequence[Tensor | None], like: Sequence[Tensor | None], k: Tenso
     return tuple(k.new_empty(0) if x is None or y is None else x.to(y.dtype) for x, y in pairs)
 
 
-def room(shape: Sequence[int] | int) -> Tensor:
+def float_buffer(shape: Sequence[int] | int) -> Tensor:
     """Return an uninitialised float32 tensor on the CPU, independent of torch's default type and device."""
     return torch.empty(shape, dtype=torch.float32, device='cpu')
 
 
 def float_output(x: Tensor) -> Tensor:
     """Return a float32 buffer for a result that is copied to x, or x itself if it is float32."""
-    return x if x.dtype == torch.float32 else room(x.shape)
+    return x if x.dtype == torch.float32 else float_buffer(x.shape)
 
 
 def narrow_output(x: Tensor) -> Tensor:

@@ -14,12 +14,12 @@ from aft_vision.ops.common.product import LEAST, lanes, multiplies_pairs, whole_
 from aft_vision.ops.common.tensors import (
     address,
     cast,
+    float_buffer,
     floats,
     narrow_like,
     narrow_output,
     pack,
     profiled,
-    room,
     stream,
 )
 from aft_vision.ops.conv import eager as conv
@@ -48,7 +48,7 @@ def conv_backward(
     threads, d_table, d_kernel = torch.get_num_threads(), None, None
     if need_bias:
         parts = (threads, len(kernel), _words(inputs.grid))
-        d_table, d_kernel = torch.zeros(parts, dtype=torch.float32, device='cpu'), room(kernel.shape)
+        d_table, d_kernel = torch.zeros(parts, dtype=torch.float32, device='cpu'), float_buffer(kernel.shape)
     held: list[Tensor] = []
     fields = _call(inputs, held)
     for x in (grad, y, den, dq, dk, dv):
@@ -67,7 +67,7 @@ def _call(inputs: ConvInputs, held: list[Tensor]) -> tuple[int, ...]:
     q, k, v, kernel, (height, width), mask, global_context = inputs
     (batch, _, channels), (heads, size, _) = v.shape, kernel.shape
     pairs, words = multiplies_pairs(v), _words((height, width))
-    scratch = room(heads * (words + 1) + k.numel())
+    scratch = float_buffer(heads * (words + 1) + k.numel())
     held.append(scratch)
     sizes = batch, height, width, channels, heads, floats(kernel, held), size, global_context, pairs, words
     streams = *stream(q, held), *stream(k, held), *stream(v, held)

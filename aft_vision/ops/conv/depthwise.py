@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aft_vision.ops.common.build import compiled
 from aft_vision.ops.common.numerics import UNDERFLOW, empty_denominator, empty_output
-from aft_vision.ops.common.tensors import address, cast, float_output, floats, pack, profiled, room, tokens
+from aft_vision.ops.common.tensors import address, cast, float_buffer, float_output, floats, pack, profiled, tokens
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv import onehot
 from aft_vision.ops.conv.eager import ConvInputs
@@ -89,10 +89,11 @@ def _backward(
     # Gradients of q, k, v and the bias from grad, y and the denominators, if these are kept; empty ones where there is
     # no such input. None where digits are lost.
     q, k, v = inputs.q, inputs.k, inputs.v
-    dq, dk, dv = (None if x is None else room(x.shape) for x in (q, k, v))
+    dq, dk, dv = (None if x is None else float_buffer(x.shape) for x in (q, k, v))
     parts, d_taps, d_bias = _parts(v), None, None
     if need_bias:
-        d_taps, d_bias = room(parts * _window_size(bias, inputs.grid) ** 2 * v.shape[2]), room(bias.shape)
+        d_taps = float_buffer(parts * _window_size(bias, inputs.grid) ** 2 * v.shape[2])
+        d_bias = float_buffer(bias.shape)
     held: list[Tensor] = []
     fields = _call(inputs, bias, offset, need_bias, held)
     for x in (*results, dq, dk, dv):
@@ -113,7 +114,7 @@ def _call(
     # that must outlive the call.
     (batch, _, channels), (height, width) = inputs.v.shape, inputs.grid
     side, size = 1 if offset is not None else bias.shape[1], _window_size(bias, inputs.grid)
-    weights = room(((2 if keep_exp else 1) * size * size + 1) * channels)
+    weights = float_buffer(((2 if keep_exp else 1) * size * size + 1) * channels)
     held.append(weights)
     sizes = batch, height, width, channels, floats(bias, held), side, size, address(offset, held), weights.data_ptr()
     streams = *tokens(inputs.q, held), *tokens(inputs.k, held), *tokens(inputs.v, held)

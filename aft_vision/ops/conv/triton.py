@@ -69,8 +69,8 @@ class _Layout:
     def like(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a buffer for a result (B, T, D)."""
         order = (2, 0, 1) if self.by_channel else (0, 1, 2)
-        room = torch.empty([x.shape[dim] for dim in order], dtype=dtype, device=x.device)
-        return room.permute(1, 2, 0) if self.by_channel else room
+        buffer = torch.empty([x.shape[dim] for dim in order], dtype=dtype, device=x.device)
+        return buffer.permute(1, 2, 0) if self.by_channel else buffer
 
     def programs(self, tile: dict[str, int]) -> tuple[int, int]:
         """Return the grid of programs: tiles of tokens and rows, heads."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.common.build import compiled, library
-from aft_vision.ops.common.tensors import Tokens, number, numbers, pointer, room
+from aft_vision.ops.common.tensors import Tokens, float_buffer, number, numbers, pointer
 from aft_vision.ops.decode import eager as decode
 from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import LocalState, SimpleState
@@ -136,9 +136,9 @@ class CompiledDecoder:
         self._held = blocks, head
         self._outputs, channels = head.weight.shape
         window = max(block.state[2].shape[1] if _mixer(block) == LOCAL else 0 for block in blocks)
-        self._row = room((window,))
+        self._row = float_buffer((window,))
         widths = max(len(block.qkv.weight) for block in blocks), max(len(block.fc1.weight) for block in blocks)
-        self._workspace = [room((batch, width)) for width in (widths[0], channels, channels, widths[1])]
+        self._workspace = [float_buffer((batch, width)) for width in (widths[0], channels, channels, widths[1])]
         self._blocks = (_Block * len(blocks))(*(_block(block, self._row) for block in blocks))
         address = ctypes.addressof(self._blocks)
         self._decoder = _Decoder(address, len(blocks), batch, _layer(head), *map(pointer, self._workspace))
@@ -152,7 +152,7 @@ class CompiledDecoder:
             ValueError: the position of a state is negative.
         """
         x, place, mixed = x.float().contiguous(), ctypes.c_int64(0), None
-        out = room((len(x), self._outputs))
+        out = float_buffer((len(x), self._outputs))
         decoder, where = ctypes.byref(self._decoder), ctypes.byref(place)
         decode_token, threads = compiled().aft_decode, torch.get_num_threads()
         while found := decode_token(decoder, where, pointer(x), pointer(mixed), pointer(out), LIMITS, threads):

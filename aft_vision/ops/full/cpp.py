@@ -14,12 +14,12 @@ from aft_vision.ops.common.product import LEAST, multiplies_pairs, rows, whole_v
 from aft_vision.ops.common.tensors import (
     address,
     cast,
+    float_buffer,
     floats,
     narrow_like,
     narrow_output,
     pack,
     profiled,
-    room,
     stream,
 )
 from aft_vision.ops.full import eager as full
@@ -53,7 +53,7 @@ def full_backward(
         return full.full_backward(grad, y, den, inputs, need_bias)
     dq, dk, dv = narrow_like(q), narrow_like(k), narrow_like(v)
     d_weights = torch.zeros(parts, dtype=torch.float32, device='cpu') if need_bias else None
-    d_bias = room(bias.shape) if need_bias else None
+    d_bias = float_buffer(bias.shape) if need_bias else None
     held: list[Tensor] = []
     fields = _call(inputs, held)
     for x in (grad, y, den, dq, dk, dv):
@@ -73,7 +73,7 @@ def _call(inputs: FullInputs, held: list[Tensor]) -> tuple[int, ...]:
     shape, pairs, tile = v.shape, multiplies_pairs(v), rows()
     tokens = shape[1]
     # A word for each row of a tile, for the terms of each tile.
-    weights = room(-(-tokens // tile) * tile * -(-tokens // (1 + pairs)))
+    weights = float_buffer(-(-tokens // tile) * tile * -(-tokens // (1 + pairs)))
     held.append(weights)
     streams = *stream(q, held), *stream(k, held), *stream(v, held)
     return *shape, pairs, floats(bias, held), weights.data_ptr(), *streams, address(mask, held)
