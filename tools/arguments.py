@@ -13,10 +13,11 @@ DTYPES = ('float32', 'bfloat16', 'float16')
 class CommandParser(argparse.ArgumentParser):
     """A parser with an unformatted description, --debug, and one-line errors."""
 
-    def __init__(self, description: str | None) -> None:
+    def __init__(self, description: str | None, prog: str | None = None) -> None:
         module = getattr(sys.modules['__main__'], '__spec__', None)
-        command = None if module is None else f'python -m {module.name.removesuffix(".__main__")}'
-        super().__init__(command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if prog is None and module is not None:
+            prog = f'python -m {module.name.removesuffix(".__main__")}'
+        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument('--debug', action='store_true', help='show the traceback of an error')
 
     def error(self, message: str) -> NoReturn:

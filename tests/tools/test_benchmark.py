@@ -6,17 +6,16 @@ import pytest
 from helpers import make_folder
 
 from tools import machine
-from tools.benchmark import compare, ops
+from tools.benchmark import ops
 from tools.benchmark.__main__ import main, parse_args
 from tools.benchmark.printer import format_rows
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    """A group of one small shape, and no meter, which takes a quarter of a second a call."""
+def quick(monkeypatch, unmetered):
+    """A group of one small shape, and no meters."""
     group = 'onehot', (1, 4, 8), ops.onehot_candidates((1, 4, 8), 4, (2, 2))
     monkeypatch.setattr(ops, 'make_groups', lambda *args: [group])
-    monkeypatch.setattr(compare, 'peak_memory', lambda call, device: 2**20)
     monkeypatch.setattr(machine, 'SAMPLE_SECONDS', 0.0)
 
 

@@ -23,13 +23,7 @@ CPU = torch.device('cpu')
 DEIT = 'deit_tiny_patch16_224'
 PAPER_DEIT = f'{DEIT}, materialised, {PAPER_BASELINE}'
 CONFIGS = Path(__file__).parents[2] / 'configs'
-ROWS = [(number, name, *row) for number in TABLES for group in TABLES[number].groups for name, row in group.items()]
-
-
-@pytest.fixture
-def unmetered(monkeypatch):
-    """No meter, which takes a quarter of a second a call."""
-    monkeypatch.setattr(compare, 'peak_memory', lambda call, device: 2**20)
+ROWS = [(number, name, *row) for number in TABLES for name, row in TABLES[number].rows.items()]
 
 
 @pytest.fixture
@@ -219,7 +213,7 @@ def test_the_models_of_the_docs_are_known_and_others_are_rejected_with_close_nam
     for name in ('deit_small_patch16_224', *models.MODELS):
         models.check_model(name)
     for section in ('models', 'memory'):
-        with pytest.raises(ValueError, match=r"such as aft_conv_tiny, .*got 'aft_conv_tinny'"):
+        with pytest.raises(ValueError, match='got aft_conv_tinny; did you mean aft_conv_tiny'):
             main([section, '--models', 'aft_conv_tinny', '--sizes', '32', '64', '--allow-load'])
 
 
@@ -237,8 +231,7 @@ def test_a_runtime_is_given_the_exported_model_and_is_open_where_it_is_absent(mo
     monkeypatch.setattr(models.importlib.util, 'find_spec', lambda name: openvino)
     first, row = models.measure_runtime(['test_vit', 'test_byobnet'], (2, 3, 160, 160), 'openvino', 1)
     assert exported[0] == ('VisionTransformer', 'test_vit.onnx', models.Shape((160, 160), True, 2))
-    assert (first['ratio'], row['form'], row['size']) == (1.0, 'openvino', (160, 160))
-    assert row['per_second'] == pytest.approx(2e3 / row['milliseconds'])
+    assert (first['ratio'], row['form']) == (1.0, 'openvino')
     # What it allocates is not seen.
     assert 'peak_bytes' not in row
     path, device, config = asked[0]
@@ -260,8 +253,6 @@ def test_materialised_attention_gives_the_same_result():
         with torch.no_grad():
             results.append(prepare(False).forward())
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match='a model with fused attention, got a AFTVisionTransformer without'):
-        models.classifier('aft_conv_tiny', (1, 3, 32, 32), CPU, materialised=True).prepare(False)
 
 
 @pytest.mark.parametrize(('number', 'name', 'speed', 'memory_gb'), ROWS)
@@ -284,7 +275,6 @@ def test_iterations_are_measured_next_to_the_papers(monkeypatch):
     monkeypatch.setattr(compare, 'free_memory', lambda device: 2**31)
     sizes = dict(depth=1, context=24, dim=32)
     rows = measure_table(TABLES[4], 2, CPU, 'float32', 1, **sizes)
-    first, paper, *_, simple = rows[2:]
     assert [row['name'] for row in rows[:3]] == [
         'transformer_l12_d512',
         f'transformer_l12_d512 math, {PAPER_BASELINE}',
@@ -315,9 +305,9 @@ def test_an_iteration_changes_the_weights_and_needs_the_same_memory_each_time():
     assert 0 < first == second
 
 
-def test_a_measured_table_has_the_papers_figures_beside_ours(monkeypatch, capsys):
-    group = {DEIT: (2507, 1.9), 'aft_conv_tiny_k11_h32': (2359, 1.8)}
-    monkeypatch.setitem(TABLES, 7, TABLES[7]._replace(groups=(group,)))
+def test_a_measured_table_has_the_papers_figures_next_to_ours(monkeypatch, capsys):
+    chosen = {name: TABLES[7].rows[name] for name in (DEIT, 'aft_conv_tiny_k11_h32')}
+    monkeypatch.setitem(TABLES, 7, TABLES[7]._replace(rows=chosen))
     command = ['table', '7', '--batch-size', '1', '--img-size', '32', '--rounds', '1', '--allow-load']
     deit, paper, conv = main(command)['rows']
     assert (deit['name'], paper['name'], conv['name']) == (DEIT, PAPER_DEIT, 'aft_conv_tiny_k11_h32')

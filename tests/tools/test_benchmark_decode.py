@@ -3,21 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from aft_vision.models import Session, create_decoder
 from tools.benchmark import decode
-
-
-class Fills(TorchDispatchMode):
-    """Counts the tensors that are filled."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 'fill_' in func.name()
-        return func(*args, **(kwargs or {}))
-
 
 SMALL = dict(img_size=(4, 4), dim=8, depth=2, num_heads=2)
 
@@ -69,28 +57,6 @@ def test_the_figures_of_an_image_are_taken_within_the_rounds(monkeypatch: pytest
     assert (first['flatness'], first['flatness_quartiles']) == (3.0, (3.0, 4.0))
     assert (simple['flatness'], simple['flatness_quartiles']) == (1.0, (1.0, 1.5))
     assert simple['token_ms'] == {0: 1e3, 47: 2e3}
-
-
-def test_every_model_pays_for_as_many_resets():
-    counts = {}
-    for name in decode.MODELS:
-        model = create_decoder(
-            name, img_size=(4, 4), dim=8, depth=3, **(dict(window=4) if 'local' in name else {})
-        ).eval()
-        state = model.session(1).state
-        decode.fill_state(state)
-        with Fills() as fills:
-            decode.take_token(lambda *args: [None], torch.zeros(1, dtype=torch.int64), state, 5, resets=4)
-        counts[name] = fills.count
-        assert {int(x) for x in decode.positions_of(state)} == {5}
-    assert set(counts.values()) == {4}
-
-
-def test_the_time_of_an_image_is_the_trapezoid_sum():
-    assert decode.integrate([0, 9], [2.0, 2.0]) == pytest.approx(20.0)
-    assert decode.integrate([0, 3, 9], [0.0, 3.0, 9.0]) == pytest.approx(40.5 * 10 / 9)
-    with pytest.raises(ValueError, match=r'expected ascending positions from 0, two or more, got \[1, 2\]'):
-        decode.integrate([1, 2], [1.0, 1.0])
 
 
 @pytest.mark.parametrize('name', decode.MODELS)

@@ -42,11 +42,11 @@ def table(monkeypatch):
 )
 def test_a_figure_reaches_its_goal_or_its_floor_or_neither(value: float, at_most: bool, verdict: str):
     floor, goal = (1.5, 1.0) if at_most else (1.0, 1.5)
-    assert Goal(1, 'speed', floor, goal, Figure, at_most).verdict(Figure(value)) == verdict
+    assert Goal(1, 'speed', floor, goal, Figure, at_most).verdict(value) == verdict
     # Without a floor nothing can fall below it.
-    assert Goal(1, 'speed', None, None, Figure, at_most).verdict(Figure(value)) == 'reported'
+    assert Goal(1, 'speed', None, None, Figure, at_most).verdict(value) == 'reported'
     only_goal = 'goal' if verdict == 'goal' else 'reported'
-    assert Goal(1, 'speed', None, goal, Figure, at_most).verdict(Figure(value)) == only_goal
+    assert Goal(1, 'speed', None, goal, Figure, at_most).verdict(value) == only_goal
 
 
 def test_a_figure_without_what_it_needs_is_open_and_fails_nothing(table, monkeypatch, capsys):
@@ -141,14 +141,6 @@ def test_the_table_has_every_row_and_a_goal_is_at_least_as_hard_as_its_floor():
     assert {goal.row for goal in goals.choose([22, 26])} == {22, 26}
 
 
-def test_a_slow_figure_takes_fewer_rounds():
-    taken: list[int] = []
-    goal = Goal(1, 'any', 1.0, 2.0, lambda rounds: taken.append(rounds) or Figure(1.0))
-    measure_goals([goal, goal._replace(most_rounds=5)], rounds=15)
-    measure_goals([goal._replace(most_rounds=5)], rounds=2)
-    assert taken == [15, 5, 2]
-
-
 def test_decoding_is_measured_once_for_all_its_figures(monkeypatch):
     calls: list[int] = []
 
@@ -187,14 +179,14 @@ def timed(monkeypatch):
 def test_a_speed_is_the_time_of_the_first_candidate_over_that_of_the_last(timed):
     names = ('attention', 'between', 'ours')
     made = [Candidate(name, lambda training, name=name: Prepared(lambda: name)) for name in names]
-    assert figures.speed(lambda: made)(3) == Figure(2.0, (2.0, 2.0))
+    assert figures.speed(lambda: made, rounds=3) == Figure(2.0, (2.0, 2.0))
     assert timed == [['attention', 'ours']]
 
     def fail(training):
         raise RuntimeError('no kernel')
 
     with pytest.raises(RuntimeError, match='ours: RuntimeError: no kernel'):
-        figures.speed(lambda: [made[0], Candidate('ours', fail)])(3)
+        figures.speed(lambda: [made[0], Candidate('ours', fail)], rounds=3)
 
 
 @pytest.mark.parametrize('operation', [FULL, LOCAL, CONV], ids=lambda operation: operation.name)
@@ -213,7 +205,7 @@ def test_operations_are_compared_with_attention_of_the_same_result(operation: Op
 
 
 def test_the_cost_of_a_call_is_that_of_the_operation_over_that_of_attention(timed):
-    assert figures.speed(lambda: figures.call_candidates(CONV))(3).value == 2.0
+    assert figures.speed(lambda: figures.call_candidates(CONV), rounds=3).value == 2.0
     ((own, heads),) = timed
     attention, _, expected = (each.prepare(False).forward() for each in ops.candidates_of({'own': CONV}))
     torch.testing.assert_close(own, expected)
@@ -228,7 +220,7 @@ def test_an_exported_model_has_one_thread_and_one_image(monkeypatch, timed):
         return Candidate(name, lambda training: Prepared(lambda: torch.ones(len(name))))
 
     monkeypatch.setattr(figures, 'runtime_candidate', candidate)
-    assert figures.runtime_speed('ours', 'deit', 512, 'openvino')(1).value == 2.0
+    assert figures.runtime_speed('ours', 'deit', 512, 'openvino', rounds=1).value == 2.0
     assert asked == [(name, (1, 3, 512, 512), 'openvino', 1) for name in ('deit', 'ours')]
     assert torch.get_num_threads() == threads
 
@@ -236,19 +228,19 @@ def test_an_exported_model_has_one_thread_and_one_image(monkeypatch, timed):
 @pytest.mark.parametrize(('row', 'shapes'), [(8, [(1, 6144, 256), (1, 3072, 256)]), (16, [(8, 196, 384)] * 2)])
 def test_a_row_compares_what_it_says(timed, row, shapes):
     goal = next(goal for goal in make_goals() if goal.row == row)
-    assert goal.measure(1).value == 2.0
+    assert goal.measure(rounds=1).value == 2.0
     assert [tuple(result.shape) for result in timed[0]] == shapes
 
 
 def test_memory_is_measured():
     full = figures.against_attention(FULL)
-    assert figures.memory(full)(1).value > 0
+    assert figures.memory(full, rounds=1).value > 0
     # q, k, v and y of both, and the denominators of AFT-full.
-    assert 1.0 < figures.kept(FULL)(1).value < 2.0
+    assert 1.0 < figures.kept(FULL, rounds=1).value < 2.0
     # The scratch of one block is constant, so short sequences grow by less than their length.
-    assert 0.5 < figures.memory_exponent(local, (512, 2048))(1).value <= 1.05
+    assert 0.5 < figures.memory_exponent(local, (512, 2048), rounds=1).value <= 1.05
     models = goals.against('aft_conv_tiny', 'deit_tiny_patch16_224', 32)
-    assert 0.5 < figures.memory(models, 'training')(1).value < 3
+    assert 0.5 < figures.memory(models, 'training', rounds=1).value < 3
 
 
 def test_the_free_memory_of_a_gpu_counts_what_torch_keeps(monkeypatch):
@@ -268,7 +260,7 @@ def small_photographs(monkeypatch) -> None:
 
 def test_our_loader_is_compared_with_that_of_timm(monkeypatch):
     small_photographs(monkeypatch)
-    figure = figures.loader_cost('folder')(1)
+    figure = figures.loader_cost('folder', rounds=1)
     assert 0.2 < figure.value < 5
 
 
@@ -279,7 +271,7 @@ def test_our_loader_is_compared_with_that_of_ffcv(monkeypatch):
     require_ffcv()
     small_photographs(monkeypatch)
     threads = torch.get_num_threads()
-    figure = figures.loader_cost('ffcv')(1)
+    figure = figures.loader_cost('ffcv', rounds=1)
     assert 0.1 < figure.value < 10
     assert torch.get_num_threads() == threads
 
@@ -288,12 +280,12 @@ def test_our_loader_is_compared_with_that_of_ffcv(monkeypatch):
 @pytest.mark.slow
 def test_our_update_is_compared_with_that_of_timms_task(monkeypatch):
     monkeypatch.setattr(figures, 'STEP', '--config configs/smoke/one_epoch.yaml data.batch_size=10')
-    figure = figures.step_cost()(2)
+    figure = figures.step_cost(rounds=2)
     low, high = figure.ratio_quartiles
     assert 0.1 < low <= figure.value <= high < 10
     monkeypatch.setattr(figures, 'STEP', '--config absent.yaml')
     with pytest.raises(RuntimeError, match=r'ratio of updates from train\.throughput, got .*absent\.yaml'):
-        figures.step_cost()(2)
+        figures.step_cost(rounds=2)
 
 
 def test_the_kernels_of_a_call_are_summed_and_nothing_else(monkeypatch):
@@ -324,7 +316,7 @@ def test_the_roofline_counts_what_must_be_done(monkeypatch):
     rates = gpu.count_flops(FULL), 2 * gpu.count_bytes(FULL, torch.float32)
     monkeypatch.setattr(gpu, 'device_rates', lambda *args: rates)
     monkeypatch.setattr(gpu, 'time_kernels', lambda *args: [2.0, 4.0])
-    figure = figures.roofline_share(FULL, torch.float32, CPU)(2)
+    figure = figures.roofline_share(FULL, torch.float32, CPU, rounds=2)
     assert (figure.value, figure.milliseconds_pair) == (0.375, (1000.0, 3000.0))
 
 
@@ -333,8 +325,8 @@ def test_the_roofline_counts_what_must_be_done(monkeypatch):
 @pytest.mark.parametrize('operation', [FULL, LOCAL, CONV], ids=lambda operation: operation.name)
 def test_figures_are_measured_on_a_cuda_device(operation: Operation):
     make = figures.against_attention(operation, torch.bfloat16, gpu.CUDA)
-    share = figures.roofline_share(operation, torch.bfloat16, gpu.CUDA)(2)
-    speeds = [figures.speed(make, direction, device=gpu.CUDA)(2) for direction in compare.DIRECTIONS]
+    share = figures.roofline_share(operation, torch.bfloat16, gpu.CUDA, rounds=2)
+    speeds = [figures.speed(make, direction, device=gpu.CUDA, rounds=2) for direction in compare.DIRECTIONS]
     for figure in (share, *speeds):
         assert figure.value > 0
         assert min(figure.milliseconds_pair) > 0

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tools.benchmark import compare, text
+from tools.benchmark import text
 from tools.benchmark.__main__ import main
 from tools.benchmark.scaling import report_fits, shapes_of
 from tools.benchmark.text import (
@@ -32,13 +32,7 @@ def small(monkeypatch):
         monkeypatch.setattr(text, name, value)
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """No meter, which takes a quarter of a second a call."""
-    monkeypatch.setattr(compare, 'peak_memory', lambda call, device: 2**20)
-
-
-@pytest.mark.usefixtures('quick')
+@pytest.mark.usefixtures('unmetered')
 def test_every_encoder_is_measured_at_lengths_drawn_and_written(tmp_path, capsys):
     files = ['--png', str(tmp_path / 'curves.png'), '--json', str(tmp_path / 'figures.json')]
     main(['text', '--tokens', '32', '16', '--total-tokens', '32', '--rounds', '1', '--allow-load', *files])
@@ -79,7 +73,7 @@ def test_the_two_transformers_differ_in_the_form_of_their_attention_only():
     assert [model.config._attn_implementation for model in (fused, written_out)] == ['sdpa', 'eager']
 
 
-@pytest.mark.usefixtures('quick')
+@pytest.mark.usefixtures('unmetered')
 def test_every_encoder_is_measured_in_all_forms_of_a_request(tmp_path, capsys):
     options = ['--rounds', '2', '--allow-load', '--json', str(tmp_path / 'figures.json')]
     main(['text', '--behaviors', '9', '5', *options])
@@ -139,5 +133,6 @@ def test_what_cannot_be_measured_is_refused(options, message):
 def test_the_extra_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 'aft_vision.fastformer', None)
     monkeypatch.delattr('aft_vision.fastformer', raising=False)
+    monkeypatch.delitem(sys.modules, 'tools.benchmark.text')
     with pytest.raises(ImportError, match=r"text encoders need transformers: pip install 'aft-vision\[text\]'"):
-        choose(None)
+        main(['text', '--allow-load'])

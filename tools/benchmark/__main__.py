@@ -37,24 +37,20 @@ SECTIONS = {
     'text': ('text', 'models tokens total-tokens most-seconds png behaviors rounds dtype=float32'),
     'loader': ('loader', 'data batch-size=64 img-size=224 workers rounds=5'),
     'goals': ('goals', 'rows rounds=15'),
-    'table': ('tables', 'number batch-size img-size depth rounds=3 dtype=float32 compile'),
-    'memory': ('pixels', 'models sizes batch-size=1 training dtype=float32 png'),
+    'table': ('tables', 'number batch-size img-size depth rounds=3 dtype=float32'),
+    'memory': ('scaling', 'models sizes batch-size=1 training dtype=float32 png'),
 }
-# Options that go only with another one of a section, or only without it.
-ONLY_WITH = {'ops': ('tokens', ('training', 'most_seconds', 'png'))}
-ONLY_WITHOUT = {
-    'ops': ('tokens', ('groups', 'batch_size', 'compile')),
-    'text': ('behaviors', ('tokens', 'total_tokens', 'most_seconds', 'png')),
+# For an option of a section the others that go only with it, and those that go only without it.
+SWITCHES = {
+    'ops': ('tokens', ('training', 'most_seconds', 'png'), ('groups', 'batch_size', 'compile')),
+    'text': ('behaviors', (), ('tokens', 'total_tokens', 'most_seconds', 'png')),
 }
-POSITIONAL = ('data', 'number')
-_FLAG: dict[str, Any] = dict(action='store_true')
+GROUPS = ('full', 'conv', 'causal', 'layers', 'causal_layers', 'onehot')
 # Every option of the sections, and how it is read.
 OPTIONS: dict[str, dict[str, Any]] = {
     'data': dict(nargs='+', metavar='DATA', help='data sets'),
     'number': dict(type=int, choices=(2, 4, 7, 8), help='of the table'),
-    'groups': dict(
-        nargs='+', choices=('full', 'conv', 'causal', 'layers', 'causal_layers', 'onehot'), help='(default: all)'
-    ),
+    'groups': dict(nargs='+', choices=GROUPS, help='(default: all)'),
     'tokens': dict(type=int, nargs='*', metavar='T', help='lengths; without a number 128 to 65536'),
     'behaviors': dict(type=int, nargs='*', metavar='M', help='of a user; without a number 50 to 1000'),
     'models': dict(nargs='+', metavar='NAME', help='models of timm, or text encoders (default: those of the docs)'),
@@ -67,21 +63,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     'total-tokens': dict(type=int, metavar='N', help='tokens of a batch (default: 65536)'),
     'workers': dict(type=int, help='loading processes (default: one per core)'),
     'rows': dict(type=int, nargs='+', metavar='N', help='(default: 1 to 21)'),
-    'training': dict(_FLAG, help='forward and backward'),
-    'compile': dict(_FLAG, help='every row under torch.compile too'),
+    'training': dict(action='store_true', help='forward and backward'),
+    'compile': dict(action='store_true', help='every row under torch.compile too'),
     'most-seconds': dict(type=float, metavar='S', help='a call may take (default: 5, of text 30)'),
     'rounds': dict(type=int, help='(default: %(default)s; None is 3 for --tokens, 100 for --behaviors)'),
     'dtype': dict(choices=DTYPES, help='q, k and v of operations, autocast of all else (default: float32)'),
     'png': dict(type=Path, metavar='FILE', help='draw the curves (needs matplotlib)'),
 }
-
-
-class SectionParser(CommandParser):
-    """The parser of a section."""
-
-    def __init__(self, prog: str, description: str) -> None:
-        super().__init__(description)
-        self.prog = prog
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -90,25 +78,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if '--goals' in argv:
         argv = ['goals', *(word for word in argv if word != '--goals')]
     parser = CommandParser(__doc__)
-    sections = parser.add_subparsers(dest='section', required=True, metavar='SECTION', parser_class=SectionParser)
+    sections = parser.add_subparsers(dest='section', required=True, metavar='SECTION', parser_class=CommandParser)
     for name, (_, options) in SECTIONS.items():
         section = sections.add_parser(name, description=f'The section {name} of the following.\n\n{__doc__}')
-        for option, _, default in (word.partition('=') for word in options.split()):
-            flag = option if option in POSITIONAL else f'--{option}'
-            given: dict[str, Any] = {'default': default} if default else {}
-            section.add_argument(flag, **OPTIONS[option], **given)
         add = section.add_argument
+        for option, _, default in (word.partition('=') for word in options.split()):
+            given: dict[str, Any] = {'default': default} if default else {}
+            add(option if option in ('data', 'number') else f'--{option}', **OPTIONS[option], **given)
         if name not in ('decode', 'goals', 'loader'):
             add('--device', default='cpu', help='where to measure; auto is CUDA where there is one (default: cpu)')
         add('--threads', type=int, help="of torch on the CPU (default: 2 for goals, else torch's own choice)")
         add('--allow-load', action='store_true', help='report although other processes use the machine')
         add('--json', type=Path, metavar='FILE', help='also write the figures here')
     args = parser.parse_args(argv)
-    for table, word in ((ONLY_WITH, 'with'), (ONLY_WITHOUT, 'without')):
-        switch, others = table.get(args.section, ('', ()))
-        wrong = [name for name in others if getattr(args, name) not in (None, False)]
-        if wrong and (getattr(args, switch) is None) == (word == 'with'):
-            parser.error(f'--{wrong[0].replace("_", "-")} of {args.section} goes only {word} --{switch}')
+    switch, only_with, only_without = SWITCHES.get(args.section, ('section', (), ()))
+    word, others = ('with', only_with) if getattr(args, switch) is None else ('without', only_without)
+    if wrong := [name for name in others if getattr(args, name) not in (None, False)]:
+        parser.error(f'--{wrong[0].replace("_", "-")} of {args.section} goes only {word} --{switch}')
     return args
 
 
@@ -145,9 +131,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     finally:
         # A caller from Python goes on with the threads of before.
         torch.set_num_threads(threads)
-    print(report.head, format_rows(report.rows), sep='\n')
-    if report.fits:
-        print('', format_rows(report.fits), sep='\n')
+    print(report.head, format_rows(report.rows), *(['', format_rows(report.fits)] if report.fits else []), sep='\n')
     if args.section != 'memory' and found['load'] is not None:
         print(f'other processes used {found["load"]:.1%} of the cores')
     if getattr(args, 'png', None) is not None and report.draw is not None:
@@ -166,17 +150,18 @@ def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], Report]:
     Returns:
         `machine`, `backends` and `load`; and the report.
     """
-    device = resolve_device(getattr(args, 'device', 'cpu'))
     if args.threads is not None and args.threads < 1:
         raise ValueError(f'expected --threads to be at least 1, got {args.threads}')
+    device, precision = resolve_device(getattr(args, 'device', 'cpu')), getattr(args, 'dtype', 'float32')
+    places = [device]
+    if args.section == 'goals':
+        places, precision = goals.devices(args.rows), 'float32, or bfloat16 where the row says so'
+        args.threads = args.threads or min(2, count_cores())
     must_be_idle = args.section != 'memory' and not args.allow_load
     if must_be_idle:
         check_load()
-    is_goals = args.section == 'goals'
-    if is_goals or args.threads is not None:
-        torch.set_num_threads(args.threads or min(2, count_cores()))
-    places = goals.devices(args.rows) if is_goals else [device]
-    precision = 'float32, or bfloat16 where the row says so' if is_goals else getattr(args, 'dtype', 'float32')
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     machine = '\n'.join(describe_machine(place, precision) for place in places)
     backends = '\n'.join(map(describe_backends, places))
     print(f'{machine}\n{backends}')

@@ -2,9 +2,8 @@
 
 import contextlib
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,6 @@ from aft_vision.timing import compare_rounds, time_rounds
 from tools.benchmark.memory import peak_memory, saved_memory
 from tools.machine import autocast, free_memory
 
-Call = Callable[[], object]
-# The name of a candidate, and its form.
-Key = tuple[str, str]
 DIRECTIONS, FORMS = ('forward', 'training'), ('eager', 'compiled')
 # Attention that forms its (h, T, T) weights, as every attention did when the AFT paper was written.
 PAPER_BASELINE = "the paper's baseline"
@@ -43,7 +39,7 @@ class Prepared(NamedTuple):
     given: Sequence[Tensor] = ()
     learn: Callable[[Any], object] | None = None
 
-    def call(self, learns: bool) -> Call:
+    def call(self, learns: bool) -> Callable[[], object]:
         """Return the call that is measured: the forward, in training with what follows."""
         forward, learn, leaves = self.forward, self.learn, self.leaves
         if not learns:
@@ -67,6 +63,62 @@ class Candidate(NamedTuple):
     prepare: Callable[[bool], Prepared]
     compiles: bool = True
     baseline: str | None = None
+
+
+class _Run:
+    """A candidate in one of FORMS; after its first error nothing of it is called."""
+
+    def __init__(self, name: str, form: str, baseline: str) -> None:
+        self.name, self.form, self.baseline = name, form, baseline
+        self.prepared: Prepared | None = None
+        self.call: Callable[[], object] = lambda: None
+        self.seconds: Sequence[float] = ()
+        self.figures: dict[str, Any] = {}
+        self.error: str | None = None
+
+    def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function; its error, whatever it is, is kept, and the others are measured all the same."""
+
+        def run(*args: Any) -> Any:
+            if self.error is None:
+                try:
+                    return function(*args)
+                except Exception as error:
+                    self.error = describe_error(error)
+            return None
+
+        return run
+
+    def prepare(self, make: Callable[[], Prepared], learns: bool, context: Callable[[], Any]) -> None:
+        """Make the call that is measured; the context is entered in every forward, so that autocast casts each time."""
+        prepared = make()
+        forward = torch.compile(prepared.forward, dynamic=False) if self.form == 'compiled' else prepared.forward
+        self.prepared = prepared._replace(forward=_within(context, forward))
+        self.call = self.guard(self.prepared.call(learns))
+
+    def measure_memory(self, learns: bool, device: torch.device) -> None:
+        """Measure the peak of the call, and in training what autograd keeps."""
+        self.figures['peak_bytes'] = peak_memory(self.call, device)
+        if learns and self.form == 'eager' and self.prepared is not None:
+            kept = [*self.prepared.leaves, *self.prepared.given]
+            self.figures['saved_bytes'] = saved_memory(self.prepared.forward, kept)
+
+    def row(self, first: '_Run | None', single: bool) -> dict[str, Any]:
+        """Return the figures, with ratios to a baseline, or the error."""
+        if self.error is not None:
+            return {'error': self.error}
+        first = None if first is None or first.error is not None else first
+        row = dict(self.figures)
+        if self.seconds:
+            timing = first and compare_rounds(self.seconds, first.seconds)
+            row |= {'milliseconds': 1e3 * statistics.median(self.seconds)}
+            row |= {'ratio': timing and timing.ratio, 'ratio_quartiles': timing and timing.quartiles}
+            if single:
+                row['p99_milliseconds'] = 1e3 * torch.tensor(self.seconds, dtype=torch.float64).quantile(0.99).item()
+        if 'peak_bytes' in row:
+            peak = first and first.figures['peak_bytes']
+            row['peak_ratio'] = row['peak_bytes'] / peak if peak else None
+        return row
 
 
 def compare(
@@ -98,18 +150,26 @@ def compare(
         baseline. One that failed has only `error`.
     """
     rows = []
-    baselines = {each.name: each.baseline or candidates[0].name for each in candidates}
     for direction in directions:
         learns = direction == 'training'
         mode = contextlib.nullcontext() if learns else torch.inference_mode()
         with mode, fresh_compiler() if compiled else contextlib.nullcontext():
-            ready, failed = _prepare(candidates, learns, partial(autocast, device, dtype), compiled)
-            options: dict[str, Any] = dict(learns=learns, device=device, rounds=rounds, single=single, memory=memory)
-            figures = _measure(ready, failed, partial(_figures, **options))
-        for name, form in ((name, form) for name in baselines for form in FORMS):
-            if (name, form) in {**ready, **failed}:
-                row = failed.get((name, form)) or _with_ratios(figures, (name, form), (baselines[name], form))
-                rows.append({'direction': direction, 'name': name, 'form': form, **row})
+            runs = {}
+            for each in candidates:
+                make = cache(partial(each.prepare, learns))
+                for form in FORMS[: 1 + (compiled and each.compiles)]:
+                    run = runs[each.name, form] = _Run(each.name, form, each.baseline or candidates[0].name)
+                    run.guard(run.prepare)(make, learns, partial(autocast, device, dtype))
+            if rounds:
+                options: dict[str, Any] = {'least_seconds': 0.0} if single else {}
+                times = time_rounds([run.call for run in runs.values()], device, rounds, progress=True, **options)
+                for run, seconds in zip(runs.values(), times, strict=True):
+                    run.seconds = seconds
+            for run in runs.values() if memory else ():
+                run.guard(run.measure_memory)(learns, device)
+        for run in runs.values():
+            row = run.row(runs.get((run.baseline, run.form)), single)
+            rows.append({'direction': direction, 'name': run.name, 'form': run.form, **row})
     return rows
 
 
@@ -163,15 +223,15 @@ def most_bytes(device: torch.device) -> float:
     return MOST_MEMORY * (free_memory(device) or 8 * 2**30)
 
 
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal random numbers of a shape on the CPU, the same in every call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def describe_error(error: Exception) -> str:
     """Return the kind of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f'{type(error).__name__}: {lines[0]}' if lines else type(error).__name__
-
-
-def show_progress() -> bool:
-    """Return whether standard error is a terminal."""
-    return sys.stderr.isatty()
 
 
 def _within(context: Callable[[], Any], forward: Callable[[], Any]) -> Callable[[], Any]:
@@ -182,105 +242,3 @@ def _within(context: Callable[[], Any], forward: Callable[[], Any]) -> Callable[
             return forward()
 
     return run
-
-
-def _prepare(
-    candidates: Sequence[Candidate], learns: bool, low: Callable[[], Any], compiled: bool
-) -> tuple[dict[Key, tuple[Prepared, Call]], dict[Key, dict[str, Any]]]:
-    """Return what is ready, by candidate and form, and `error` of what is not."""
-    ready: dict[Key, tuple[Prepared, Call]] = {}
-    failed: dict[Key, dict[str, Any]] = {}
-    for each in candidates:
-        prepared = None
-        for form in FORMS[: 1 + (compiled and each.compiles)]:
-            try:
-                prepared = prepared or each.prepare(learns)
-                ready[each.name, form] = _make_call(prepared, learns, low, form)
-            # Whatever it is: the others are measured all the same.
-            except Exception as error:
-                failed[each.name, form] = {'error': describe_error(error)}
-                break
-    return ready, failed
-
-
-def _make_call(prepared: Prepared, learns: bool, low: Callable[[], Any], form: str) -> tuple[Prepared, Call]:
-    """Return a candidate in one of FORMS, and the call that is measured.
-
-    Args:
-        low: Makes the context of the precision; it is entered in every forward, so that it casts the weights each time,
-            as in use.
-    """
-    forward = torch.compile(prepared.forward, dynamic=False) if form == 'compiled' else prepared.forward
-    prepared = prepared._replace(forward=_within(low, forward))
-    return prepared, prepared.call(learns)
-
-
-def _measure(
-    ready: Mapping[Key, tuple[Prepared, Call]],
-    failed: dict[Key, dict[str, Any]],
-    measure: Callable[..., dict[Key, dict[str, Any]]],
-) -> dict[Key, dict[str, Any]]:
-    """Return the figures of what is ready; what fails is added to `failed`, and the others are measured again."""
-    while True:
-        # An error belongs to the call that began last; a GPU raises it when it is waited for, before the next call.
-        begun: list[Key] = []
-        running = {key: each for key, each in ready.items() if key not in failed}
-        try:
-            return measure(running, begun) if running else {}
-        # As above.
-        except Exception as error:
-            if not begun:
-                raise
-            failed[begun[0]] = {'error': describe_error(error)}
-
-
-def _figures(
-    running: Mapping[Key, tuple[Prepared, Call]],
-    begun: list[Key],
-    *,
-    learns: bool,
-    device: torch.device,
-    rounds: int,
-    single: bool,
-    memory: bool,
-) -> dict[Key, dict[str, Any]]:
-    """Return the figures of calls, with the `seconds` of every round; `begun` has the call that began last."""
-
-    def noting(key: Key, call: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            begun[:] = [key]
-            return call()
-
-        return run
-
-    calls = {key: noting(key, call) for key, (_, call) in running.items()}
-    found: dict[Key, dict[str, Any]] = {key: {} for key in running}
-    if rounds:
-        options: dict[str, Any] = {'least_seconds': 0.0} if single else {}
-        times = time_rounds(list(calls.values()), device, rounds, progress=show_progress(), **options)
-        for figures, seconds in zip(found.values(), times, strict=True):
-            figures |= {'seconds': seconds, 'milliseconds': 1e3 * statistics.median(seconds)}
-            if single:
-                figures['p99_milliseconds'] = 1e3 * _percentile(seconds, 99)
-    for key, figures in found.items() if memory else ():
-        figures['peak_bytes'] = peak_memory(calls[key], device)
-        if learns and key[1] == 'eager':
-            prepared = running[key][0]
-            kept = [*prepared.leaves, *prepared.given]
-            figures['saved_bytes'] = saved_memory(noting(key, prepared.forward), kept)
-    return found
-
-
-def _with_ratios(figures: Mapping[Key, dict[str, Any]], key: Key, baseline: Key) -> dict[str, Any]:
-    own, first = dict(figures[key]), figures.get(baseline, {})
-    if 'seconds' in own:
-        timing = compare_rounds(own['seconds'], first['seconds']) if first else None
-        own |= {'ratio': timing and timing.ratio, 'ratio_quartiles': timing and timing.quartiles}
-        del own['seconds']
-    if 'peak_bytes' in own:
-        own['peak_ratio'] = own['peak_bytes'] / first['peak_bytes'] if first.get('peak_bytes') else None
-    return own
-
-
-def _percentile(values: Sequence[float], percent: int) -> float:
-    return statistics.quantiles(values if len(values) > 1 else [*values] * 2, n=100, method='inclusive')[percent - 1]

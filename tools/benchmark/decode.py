@@ -13,7 +13,6 @@ from aft_vision import ops
 from aft_vision.layers import KeyValueState
 from aft_vision.models import DecoderState, Session, create_decoder
 from aft_vision.timing import compare_rounds, time_rounds
-from tools.benchmark.compare import show_progress
 from tools.benchmark.printer import Report
 
 # The Transformer, which the others are compared to, comes first.
@@ -42,8 +41,8 @@ def measure_decode(
     Args:
         rounds: In each, every model takes a token at every position.
         batch_sizes: Images decoded together.
-        positions: Places in the sequence, ascending, the first and the last of it included for the time of an image.
-        model_args: Of the models, beside the paper's L = 24 and d = 256.
+        positions: Places in the sequence, ascending, from its first to its last.
+        model_args: Of the models, besides the paper's L = 24 and d = 256.
 
     Returns:
         A row for each batch size and model: `name`; `token_ms` by position; `image_seconds`, the trapezoid sum of that
@@ -53,60 +52,43 @@ def measure_decode(
         with them.
     """
     models = {name: create_decoder(name, **model_args).to(device).eval() for name in MODELS}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for batch in batch_sizes:
         states = {name: model.session(batch).state for name, model in models.items()}
         tokens = torch.zeros(batch, dtype=torch.int64, device=device)
-        # Every model pays for as many resets, however many positions its state has.
-        resets = max(len(positions_of(state)) for state in states.values())
-        calls: dict[tuple[str, int], Callable[[], object]] = {}
+        calls: list[Callable[[], object]] = []
         for name, state in states.items():
             fill_state(state)
             step = Session(models[name], state).step
-            calls |= {(name, place): partial(take_token, step, tokens, state, place, resets) for place in positions}
-        seconds = time_rounds(list(calls.values()), device, rounds, progress=show_progress())
-        found = dict(zip(calls, seconds, strict=True))
-        by_model = {name: {place: found[name, place] for place in positions} for name in models}
-        first = _image_rounds(by_model[MODELS[0]])
-        for name, token in by_model.items():
-            size = states[name].num_bytes() // batch
-            rows.append({'batch_size': batch, 'name': name, 'state_bytes': size, **_figures(token, first)})
+            calls += [partial(take_token, step, tokens, state, place) for place in positions]
+        found = torch.tensor(time_rounds(calls, device, rounds, progress=True), dtype=torch.float64)
+        seconds = found.view(len(models), len(positions), rounds)
+        # A sequence has a token more than steps between its first and its last position.
+        tokens_per_step = (positions[-1] + 1) / positions[-1]
+        images = (tokens_per_step * torch.trapezoid(seconds, torch.tensor(positions), dim=1)).tolist()
+        for (name, state), token, image in zip(states.items(), seconds.tolist(), images, strict=True):
+            by_position = dict(zip(positions, token, strict=True))
+            ratio = compare_rounds(image, images[0])
+            flat = compare_rounds(*(by_position[place] for place in FLAT)) if set(FLAT) <= set(positions) else None
+            rows.append(
+                {
+                    'batch_size': batch,
+                    'name': name,
+                    'state_bytes': state.num_bytes() // batch,
+                    'token_ms': {place: 1e3 * median(each) for place, each in by_position.items()},
+                    'image_seconds': median(image),
+                    'ratio': ratio.ratio,
+                    'ratio_quartiles': ratio.quartiles,
+                    'flatness': flat and flat.ratio,
+                    'flatness_quartiles': flat and flat.quartiles,
+                }
+            )
     return rows
 
 
-def _image_rounds(token: dict[int, list[float]]) -> list[float]:
-    """Return the seconds of an image in every round, from those of a token by position."""
-    return [integrate(list(token), each) for each in zip(*token.values(), strict=True)]
-
-
-def _figures(token: dict[int, list[float]], first: list[float]) -> dict[str, Any]:
-    """Return the figures of a model.
-
-    Args:
-        token: Seconds in every round of a token, by position.
-        first: Seconds in every round of an image with the Transformer.
-    """
-    images = _image_rounds(token)
-    ratio = compare_rounds(images, first)
-    flat = compare_rounds(token[FLAT[0]], token[FLAT[1]]) if set(FLAT) <= set(token) else None
-    return {
-        'token_ms': {place: 1e3 * median(each) for place, each in token.items()},
-        'image_seconds': median(images),
-        'ratio': ratio.ratio,
-        'ratio_quartiles': ratio.quartiles,
-        'flatness': flat and flat.ratio,
-        'flatness_quartiles': flat and flat.quartiles,
-    }
-
-
-def take_token(step: Callable[..., Any], tokens: Tensor, state: DecoderState, position: int, resets: int = 0) -> Tensor:
-    """Take one token at a position of the sequence, whatever has been taken before.
-
-    Args:
-        resets: Tensors that are set to the position at least, those of the state first.
-    """
-    places = positions_of(state)
-    for place in (*places, *[places[0]] * (resets - len(places))):
+def take_token(step: Callable[..., Any], tokens: Tensor, state: DecoderState, position: int) -> Tensor:
+    """Take one token at a position of the sequence, whatever has been taken before."""
+    for place in positions_of(state):
         place.fill_(position)
     return step(tokens if position else None)
 
@@ -132,16 +114,3 @@ def fill_state(state: DecoderState) -> None:
         else:
             k, v = torch.randn(2, *layer.reference.shape, dtype=layer.reference.dtype, device=layer.reference.device)
             ops.aft_simple_step(None, k, v, layer)
-
-
-def integrate(positions: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return the time of all tokens, from that of some, by trapezoids; that at both ends of the sequence must be known.
-
-    Raises:
-        ValueError: there are fewer than two positions, or they do not ascend from 0.
-    """
-    if len(positions) < 2 or positions[0] != 0 or sorted(set(positions)) != list(positions):
-        raise ValueError(f'expected ascending positions from 0, two or more, got {list(positions)}')
-    y, x = torch.tensor(seconds, dtype=torch.float64), torch.tensor(positions, dtype=torch.float64)
-    # A sequence has a token more than steps between its first and its last position.
-    return torch.trapezoid(y, x).item() * (positions[-1] + 1) / positions[-1]

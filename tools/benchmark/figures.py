@@ -1,4 +1,4 @@
-"""Measurements of each kind of figure of the table of goals; each returns a function of the rounds."""
+"""Measurements of each kind of figure of the table of goals."""
 
 import math
 import re
@@ -24,9 +24,11 @@ from tools.benchmark.compare import Candidate, Prepared, compare
 from tools.benchmark.loader import Options, measure_loaders
 from tools.benchmark.memory import saved_memory
 from tools.benchmark.models import runtime_candidate
-from tools.benchmark.ops import CPU, Operation, candidates_of, draw
+from tools.benchmark.ops import CPU, Operation, candidates_of, draw_qkv
 from tools.machine import autocast
 
+# Rounds that are enough for what takes minutes.
+SLOW_ROUNDS = 5
 # Photographs of the loaders' row: so many, (width, height).
 PHOTOGRAPHS, PHOTOGRAPH_SIZE = 256, (400, 300)
 # The trainer's row: what it trains, on a batch that stays where it is.
@@ -50,15 +52,6 @@ class Figure(NamedTuple):
     milliseconds_pair: tuple[float, float] | None = None
 
 
-Measure = Callable[[int], Figure]
-
-
-def deferred(function: Callable[..., Figure]) -> Callable[..., Measure]:
-    """Return the function without `rounds`, which its result takes."""
-    return lambda *args, **kwargs: lambda rounds: function(*args, rounds=rounds, **kwargs)
-
-
-@deferred
 def speed(
     make: Callable[[], Sequence[Candidate]],
     direction: str = 'forward',
@@ -79,14 +72,12 @@ def speed(
     return Figure(own['ratio'], own['ratio_quartiles'], pair)
 
 
-@deferred
 def memory(make: Callable[[], Sequence[Candidate]], direction: str = 'forward', *, rounds: int) -> Figure:
     """Measure the peak of the last candidate over that of the first."""
     baseline, own = _rows(make(), 0, direction)
     return Figure(own['peak_bytes'] / baseline['peak_bytes'])
 
 
-@deferred
 def kept(operation: Operation, *, rounds: int) -> Figure:
     """Measure the bytes kept for the backward over those of attention."""
     attention, own = (each.prepare(True) for each in against_attention(operation)())
@@ -94,7 +85,6 @@ def kept(operation: Operation, *, rounds: int) -> Figure:
     return Figure(saved_memory(own.forward, own.leaves[3:]) / saved_memory(attention.forward))
 
 
-@deferred
 def memory_exponent(make: Callable[[int], Operation], lengths: tuple[int, int], *, rounds: int) -> Figure:
     """Measure the power of the tokens that the peak of the forward grows with; 1 is linear."""
     short, long = (_rows(candidates_of({'own': make(length)}), 0, 'forward')[1] for length in lengths)
@@ -103,21 +93,20 @@ def memory_exponent(make: Callable[[int], Operation], lengths: tuple[int, int], 
 
 def against_attention(operation: Operation, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Any:
     """Return a function that makes fused attention and an operation."""
-    return lambda: _ends(candidates_of({'own': operation}, dtype, device))
+    return lambda: candidates_of({'own': operation}, dtype, device)[::2]
 
 
 def call_candidates(operation: Operation) -> list[Candidate]:
     """Return an operation, and `F.scaled_dot_product_attention` with its heads split before."""
 
     def attend(training: bool) -> Prepared:
-        inputs = draw(operation.shape, torch.float32, CPU, training)
+        inputs = draw_qkv(operation.shape, torch.float32, CPU, training)
         q, k, v = (x.unflatten(2, (operation.heads, -1)).transpose(1, 2) for x in inputs)
         return Prepared(lambda: F.scaled_dot_product_attention(q, k, v))
 
     return [Candidate('AFT', partial(operation.own, torch.float32, CPU)), Candidate('SDPA', attend)]
 
 
-@deferred
 def runtime_speed(name: str, baseline: str, size: int, runtime: str, *, rounds: int) -> Figure:
     """Measure the time of a model of timm over that of ours, exported, one thread and one image."""
     threads = torch.get_num_threads()
@@ -126,21 +115,20 @@ def runtime_speed(name: str, baseline: str, size: int, runtime: str, *, rounds: 
         with TemporaryDirectory() as folder:
             shape = (1, 3, size, size)
             models = [runtime_candidate(each, shape, runtime, Path(folder)) for each in (baseline, name)]
-            return speed(lambda: models)(rounds)
+            return speed(lambda: models, rounds=rounds)
     finally:
         torch.set_num_threads(threads)
 
 
-@deferred
 def decoding(
     measured: Callable[[int], list[dict[str, Any]]], name: str, batch: int, key: str, *, rounds: int
 ) -> Figure:
     """Return a figure of `measure_decode`, `ratio` or `flatness`, of its rows for a number of rounds."""
-    row = next(row for row in measured(rounds) if (row['name'], row['batch_size']) == (name, batch))
+    rows = measured(min(rounds, SLOW_ROUNDS))
+    row = next(row for row in rows if (row['name'], row['batch_size']) == (name, batch))
     return Figure(row[key], row[f'{key}_quartiles'])
 
 
-@deferred
 def loader_cost(kind: str, *, rounds: int) -> Figure:
     """Measure the CPU time of an image of our loader over that of the one that it replaces.
 
@@ -148,21 +136,20 @@ def loader_cost(kind: str, *, rounds: int) -> Figure:
         kind: 'folder' (timm's loader) or 'ffcv' (FFCV's own).
     """
     with TemporaryDirectory() as folder:
-        for split, count in (('train', PHOTOGRAPHS), ('val', 2)):
-            _write_photographs(Path(folder) / 'images' / split, count)
         source = Path(folder) / 'images'
+        for split, count in (('train', PHOTOGRAPHS), ('val', 2)):
+            _write_photographs(source / split, count)
         if kind == 'ffcv':
             from tools.write_ffcv import main as write_ffcv
 
-            source = Path(folder) / 'ffcv'
+            images, source = source, Path(folder) / 'ffcv'
             with redirect_stdout(StringIO()):
-                write_ffcv(['--data', f'{folder}/images', '--out', str(source), '--workers', '0', '--quiet'])
+                write_ffcv(['--data', str(images), '--out', str(source), '--workers', '0', '--quiet'])
         # In this process, whose time is counted finest.
-        row = measure_loaders([str(source)], Options(224, 64, 0), rounds)[0]
+        row = measure_loaders([str(source)], Options(224, 64, 0), min(rounds, SLOW_ROUNDS))[0]
         return Figure(row['cpu_ratio'], row['cpu_quartiles'])
 
 
-@deferred
 def step_cost(*, rounds: int) -> Figure:
     """Measure the time of an update by our trainer over that of a written-out one of timm's task, on one batch."""
     command = [sys.executable, '-m', 'train.throughput', *STEP.split(), '--rounds', str(max(rounds, 2))]
@@ -177,19 +164,14 @@ def step_cost(*, rounds: int) -> Figure:
     return Figure(value, (low, high))
 
 
-@deferred
 def roofline_share(operation: Operation, dtype: torch.dtype, device: torch.device, *, rounds: int) -> Figure:
     """Measure the shortest time that a GPU could take for a forward over that of its kernels."""
     flops, bandwidth = gpu.device_rates(dtype, device, rounds)
-    least = max(gpu.count_flops(operation) / flops, gpu.count_bytes(operation, dtype) / bandwidth)
+    shortest = max(gpu.count_flops(operation) / flops, gpu.count_bytes(operation, dtype) / bandwidth)
     with torch.inference_mode():
         kernels = gpu.time_kernels(operation.own(dtype, device, False).forward, device, rounds)
-    shares = [least / seconds for seconds in kernels]
-    return Figure(median(shares), quartiles(shares), (1e3 * least, 1e3 * median(kernels)))
-
-
-def _ends(candidates: Sequence[Candidate]) -> list[Candidate]:
-    return [candidates[0], candidates[-1]]
+    shares = [shortest / seconds for seconds in kernels]
+    return Figure(median(shares), quartiles(shares), (1e3 * shortest, 1e3 * median(kernels)))
 
 
 def _rows(
@@ -200,7 +182,7 @@ def _rows(
     Raises:
         RuntimeError: one of them failed.
     """
-    first, last = _ends(candidates)
+    first, last = candidates[0], candidates[-1]
     rows = compare([first, last._replace(baseline=first.name)], device, rounds, directions=[direction], **options)
     for row in rows:
         if 'error' in row:

@@ -11,9 +11,9 @@ import torch
 from tqdm import tqdm
 
 from tools.benchmark import figures, gpu
-from tools.benchmark.compare import Candidate, describe_error, show_progress
+from tools.benchmark.compare import DIRECTIONS, Candidate, describe_error
 from tools.benchmark.decode import measure_decode
-from tools.benchmark.figures import Figure, Measure, against_attention
+from tools.benchmark.figures import Figure, against_attention, speed
 from tools.benchmark.models import classifier
 from tools.benchmark.ops import CPU, Operation, onehot_candidates, planar_layers
 from tools.benchmark.printer import Report, format_rows
@@ -21,6 +21,7 @@ from tools.machine import describe_processor, has_bfloat16
 
 TINY, SMALL, PEER = 'deit_tiny_patch16_224', 'deit_small_patch16_224', 'cpubone_b0_bfrobust'
 FEW = 'aft_conv_tiny_k11_h32'
+HALF = torch.bfloat16
 # Rows of other runtimes, of peers, of loaders and of the trainer are measured only when --rows names them.
 ASKED_ROWS = (22, 23, 24, 25, 26)
 
@@ -31,9 +32,8 @@ class Goal(NamedTuple):
     Args:
         row: Of the table of goals; figures of one row belong together.
         floor, goal: Bounds of the figure; None where it is only reported.
-        measure: Makes the figure, of a number of rounds.
+        measure: Makes the figure, of a number of `rounds`.
         at_most: Whether less is better.
-        most_rounds: Rounds that are enough for it; None is as many as are wanted.
         needs: What it is measured on: 'cpu', 'bfloat16' (a CPU with its instructions), 'cuda', or the package of a
             runtime or a loader.
     """
@@ -42,30 +42,27 @@ class Goal(NamedTuple):
     what: str
     floor: float | None
     goal: float | None
-    measure: Measure
+    measure: Callable[..., Figure]
     at_most: bool = False
-    most_rounds: int | None = None
     needs: str = 'cpu'
 
     @property
     def is_open(self) -> bool:
         """Return whether what it is measured on is absent."""
-        return not available(self.needs)
+        known = {'cpu': lambda: True, 'bfloat16': has_bfloat16, 'cuda': torch.cuda.is_available}
+        return not (known[self.needs]() if self.needs in known else importlib.util.find_spec(self.needs))
 
-    def verdict(self, figure: Figure | None) -> str:
-        """Return `goal`, `floor` or `below`, `reported` without a floor, or `open` where nothing was measured."""
-        if figure is None:
-            return 'open'
+    @property
+    def device(self) -> str:
+        """Return the kind of the device that it is measured on."""
+        return 'cuda' if self.needs == 'cuda' else 'cpu'
+
+    def verdict(self, value: float) -> str:
+        """Return `goal`, `floor` or `below`, or `reported` without a floor."""
         for name, bound in (('goal', self.goal), ('floor', self.floor)):
-            if bound is not None and ((figure.value <= bound) if self.at_most else (figure.value >= bound)):
+            if bound is not None and ((value <= bound) if self.at_most else (value >= bound)):
                 return name
         return 'reported' if self.floor is None else 'below'
-
-
-def available(needs: str) -> bool:
-    """Return whether there is a device, an instruction or a package that a goal needs."""
-    known = {'cpu': lambda: True, 'bfloat16': has_bfloat16, 'cuda': torch.cuda.is_available}
-    return known[needs]() if needs in known else importlib.util.find_spec(needs) is not None
 
 
 def run(args: argparse.Namespace, device: torch.device) -> Report:
@@ -89,8 +86,7 @@ def choose(rows: Sequence[int] | None) -> list[Goal]:
 
 def devices(rows: Sequence[int] | None) -> list[torch.device]:
     """Return the devices that the chosen goals are measured on; the CPU where all are open."""
-    chosen = [goal for goal in choose(rows) if not goal.is_open]
-    names = dict.fromkeys('cuda' if goal.needs == 'cuda' else 'cpu' for goal in chosen)
+    names = dict.fromkeys(goal.device for goal in choose(rows) if not goal.is_open)
     return [torch.device(name) for name in names or ('cpu',)]
 
 
@@ -99,90 +95,98 @@ def measure_goals(goals: Sequence[Goal], rounds: int) -> list[dict[str, Any]]:
 
     Returns:
         A row for each: `row`, `what`, `floor`, `goal`, `at_most`, the fields of its Figure (`measured` is the value),
-        `error` (why it failed), and `verdict`: that of the goal, or `failed`, with the `processor` that it is of.
+        the `processor`, `error` (why it failed), and `verdict`: that of the goal, `failed`, or `open` where what it
+        needs is absent.
     """
     rows = []
-    for goal in tqdm(goals, desc='goals', leave=False, disable=None if show_progress() else True):
-        rows.append(_measure(goal, rounds))
+    for goal in tqdm(goals, desc='goals', leave=False, disable=None):
+        row: dict[str, Any] = {name: getattr(goal, name) for name in ('row', 'what', 'floor', 'goal', 'at_most')}
+        try:
+            if goal.is_open:
+                row['verdict'] = 'open'
+            else:
+                figure = goal.measure(rounds=rounds)
+                row |= {'measured': figure.value, **figure._asdict(), 'verdict': goal.verdict(figure.value)}
+                row['processor'] = describe_processor(goal.device)
+        # Whatever it is: the others are measured all the same.
+        except Exception as problem:
+            row |= {'error': describe_error(problem), 'verdict': 'failed'}
+        rows.append(row)
         tqdm.write(format_rows(rows[-1:]).splitlines()[-1], file=sys.stderr)
     return rows
 
 
-def _measure(goal: Goal, rounds: int) -> dict[str, Any]:
-    turns = rounds if goal.most_rounds is None else min(rounds, goal.most_rounds)
-    row: dict[str, Any] = {name: getattr(goal, name) for name in ('row', 'what', 'floor', 'goal', 'at_most')}
-    if goal.is_open:
-        return {**row, 'verdict': goal.verdict(None)}
-    try:
-        figure = goal.measure(turns)
-    # Whatever it is: the others are measured all the same.
-    except Exception as problem:
-        return {**row, 'error': describe_error(problem), 'verdict': 'failed'}
-    processor = describe_processor('cuda' if goal.needs == 'cuda' else 'cpu')
-    found = {'measured': figure.value, **figure._asdict()}
-    return {**row, **found, 'verdict': goal.verdict(figure), 'processor': processor}
-
-
 def make_goals() -> list[Goal]:
     """Return the table of goals."""
-    parts = (_operations, _layers, _causal, _decoding, _models, _gpu, _single_images, _calls, _runtimes, _peers, _costs)
-    return [goal for part in parts for goal in part()]
+    parts = (_operations, _layers, _causal, _decoding, _models, _gpu, _single_images, _runtimes, _peers, _costs)
+    return sorted((goal for part in parts for goal in part()), key=lambda goal: goal.row)
 
 
 def _operations() -> Iterator[Goal]:
-    what, full = 'AFT-full op, T=197, against SDPA', Operation('aft_full', (32, 197, 384), 6, (197, 197))
+    full = Operation('aft_full', (32, 197, 384), 6, (197, 197))
+    float32, bfloat16 = against_attention(full), against_attention(full, HALF)
     for row, direction, bounds, half_bounds in (
         (1, 'forward', (1.05, 1.35), (1.7, 2.3)),
         (2, 'training', (0.95, 1.2), (2.2, 2.7)),
     ):
-        yield Goal(row, f'{what}: {direction}', *bounds, figures.speed(against_attention(full), direction))
-        half = figures.speed(against_attention(full, torch.bfloat16), direction)
-        yield Goal(row, f'{what}: {direction}, bfloat16', *half_bounds, half, needs='bfloat16')
-    peak = figures.memory(against_attention(full))
-    yield Goal(3, 'its peak memory, forward, over that of SDPA', 2.0, 1.5, peak, True)
-    yield Goal(3, 'its bytes kept for the backward over those of SDPA', 1.3, 1.0, figures.kept(full), True)
+        what = f'AFT-full op, T=197, against SDPA: {direction}'
+        yield Goal(row, what, *bounds, partial(speed, float32, direction))
+        yield Goal(row, f'{what}, bfloat16', *half_bounds, partial(speed, bfloat16, direction), needs='bfloat16')
+    yield Goal(3, 'its peak memory, forward, over that of SDPA', 2.0, 1.5, partial(figures.memory, float32), True)
+    yield Goal(3, 'its bytes kept for the backward over those of SDPA', 1.3, 1.0, partial(figures.kept, full), True)
+    for direction in DIRECTIONS:
+        what = f'one-hot op against the convolution: {direction}'
+        yield Goal(
+            16, what, 1.7, 3, partial(speed, lambda: onehot_candidates((8, 196, 384), 384, (14, 14))[:2], direction)
+        )
+    shape, kernel = (1, 4, 192), (11, 11)
+    for name, operation in {
+        'AFT-full': Operation('aft_full', shape, 3, (4, 4)),
+        'AFT-conv, h=32': Operation('aft_conv', shape, 3, (32, *kernel), (2, 2), 32),
+        'AFT-conv, h=d=192': Operation('aft_conv', shape, 3, (192, *kernel), (2, 2)),
+    }.items():
+        cost = partial(speed, partial(figures.call_candidates, operation))
+        yield Goal(21, f'a call, T=4, inference, {name}, over SDPA', 4, 2, cost, True)
 
 
 def _layers() -> Iterator[Goal]:
-    for row, batch, dim, heads, forward, training in (
+    for row, batch, dim, heads, *bounds in (
         (4, 32, 192, 32, (1.2, 1.5), (1.2, 1.45)),
         (4, 32, 384, 16, (1.2, 1.5), (1.2, 1.45)),
         (5, 8, 384, 384, (0.9, 1.6), (0.95, 1.3)),
     ):
         make = partial(planar_layers, (batch, 196, dim), (heads,))
-        what = f'AFT-conv layer, k11, against attention, d={dim}, h={heads}'
-        yield Goal(row, f'{what}: forward', *forward, figures.speed(make))
-        yield Goal(row, f'{what}: training', *training, figures.speed(make, 'training'))
+        for direction, pair in zip(DIRECTIONS, bounds, strict=True):
+            what = f'AFT-conv layer, k11, against attention, d={dim}, h={heads}: {direction}'
+            yield Goal(row, what, *pair, partial(speed, make, direction))
 
 
 def _causal() -> Iterator[Goal]:
-    what, three, half = 'AFT-local causal op, T=3072, s=256', against_attention(_local(3072)), torch.bfloat16
-    low = against_attention(_local(3072), half)
+    what, simple_what = 'AFT-local causal op, T=3072, s=256', 'AFT-simple causal op, T=3072'
+    local, low = against_attention(_local(3072)), against_attention(_local(3072), HALF)
     simple = against_attention(Operation('aft_simple_causal', (2, 3072, 256), 2))
-    yield Goal(6, f'{what}, against causal SDPA: forward', 2.5, 3.5, figures.speed(three))
-    yield Goal(6, f'{what}, against causal SDPA: training', 2.5, 3.2, figures.speed(three, 'training'))
-    yield Goal(7, f'{what}: forward, bfloat16', 3.5, 4.5, figures.speed(low), needs='bfloat16')
-    yield Goal(7, f'{what}: training, bfloat16', 3.5, 4.5, figures.speed(low, 'training'), needs='bfloat16')
-    long = figures.speed(against_attention(_local(16384, 1)))
+    for direction, goal, simple_bounds in (('forward', 3.5, (3.5, 5)), ('training', 3.2, (7, 9))):
+        yield Goal(6, f'{what}, against causal SDPA: {direction}', 2.5, goal, partial(speed, local, direction))
+        yield Goal(7, f'{what}: {direction}, bfloat16', 3.5, 4.5, partial(speed, low, direction), needs='bfloat16')
+        yield Goal(9, f'{simple_what}: {direction}', *simple_bounds, partial(speed, simple, direction))
+    long = partial(speed, against_attention(_local(16384, 1)))
     yield Goal(7, 'AFT-local causal op, T=16384, s=256: forward', 5, 8, long)
-    growth = figures.speed(_twice_the_tokens)
-    yield Goal(8, 'AFT-local causal: time of 6144 tokens over that of 3072', 2.2, 2.05, growth, True, most_rounds=5)
-    exponent = figures.memory_exponent(partial(_local, batch=1), (3072, 12288))
+    growth = partial(speed, _twice_the_tokens)
+    yield Goal(8, 'AFT-local causal: time of 6144 tokens over that of 3072', 2.2, 2.05, growth, True)
+    exponent = partial(figures.memory_exponent, partial(_local, batch=1), (3072, 12288))
     yield Goal(8, 'its memory as a power of T', 1.1, 1.0, exponent, True)
-    yield Goal(9, 'AFT-simple causal op, T=3072: forward', 3.5, 5, figures.speed(simple))
-    yield Goal(9, 'AFT-simple causal op, T=3072: training', 7, 9, figures.speed(simple, 'training'))
 
 
 def _decoding() -> Iterator[Goal]:
     # It takes minutes: once for all of its figures.
-    measured, local, simple = cache(partial(measure_decode, CPU)), 'aft_local_pixel', 'aft_simple_pixel'
+    figure = partial(figures.decoding, cache(partial(measure_decode, CPU)))
+    local, simple = 'aft_local_pixel', 'aft_simple_pixel'
     for batch, name, floor, goal in ((1, local, 1.5, 2.5), (16, local, 4, 5), (16, simple, 7, 9)):
         what = f'decoding 3,072 tokens against a KV cache: {name.split("_")[1]}, B={batch}'
-        yield Goal(10, what, floor, goal, figures.decoding(measured, name, batch, 'ratio'), most_rounds=5)
+        yield Goal(10, what, floor, goal, partial(figure, name, batch, 'ratio'))
     for batch, name in ((1, local), (1, simple), (16, local), (16, simple)):
         what = f'decoding, time of a token at t=3071 over t=300: {name.split("_")[1]}, B={batch}'
-        flatness = figures.decoding(measured, name, batch, 'flatness')
-        yield Goal(11, what, 1.15, 1.02, flatness, True, most_rounds=5)
+        yield Goal(11, what, 1.15, 1.02, partial(figure, name, batch, 'flatness'), True)
 
 
 def _models() -> Iterator[Goal]:
@@ -192,53 +196,37 @@ def _models() -> Iterator[Goal]:
         (14, 'aft_conv_small', SMALL, 8, (0.95, 1.25), None, (0.75, 1.1)),
     ):
         make, what = against(name, baseline, 224, batch), f'{name} against DeiT'
-        yield Goal(row, f'{what}, inference', *forward, figures.speed(make))
+        yield Goal(row, f'{what}, inference', *forward, partial(speed, make))
         if half:
-            low = figures.speed(make, dtype='bfloat16')
+            low = partial(speed, make, dtype='bfloat16')
             yield Goal(row, f'{what}, inference, bfloat16', *half, low, needs='bfloat16')
         if training:
-            yield Goal(row, f'{what}, training', *training, figures.speed(make, 'training'))
+            yield Goal(row, f'{what}, training', *training, partial(speed, make, 'training'))
     for name in ('aft_full_tiny', 'aft_conv_tiny'):
-        memory = figures.memory(against(name, TINY, 224, 16), 'training')
+        memory = partial(figures.memory, against(name, TINY, 224, 16), 'training')
         yield Goal(15, f'training memory of {name} over DeiT', 1.25, 1.0, memory, True)
-    onehot = partial(_one_offset, (8, 196, 384))
-    for direction in ('forward', 'training'):
-        speed = figures.speed(onehot, direction)
-        yield Goal(16, f'one-hot op against the convolution: {direction}', 1.7, 3, speed)
 
 
 def _gpu() -> Iterator[Goal]:
     for name, goal, operation in gpu.OPERATIONS:
-        make = against_attention(operation, gpu.HALF, gpu.CUDA)
-        for direction in ('forward', 'training'):
+        make = against_attention(operation, HALF, gpu.CUDA)
+        for direction in DIRECTIONS:
             what = f'GPU, B={gpu.BATCH}, bfloat16: {name}, {direction}'
-            yield Goal(17, what, 1.0, goal, figures.speed(make, direction, device=gpu.CUDA), needs='cuda')
-    for name, _, operation in gpu.OPERATIONS:
-        share = figures.roofline_share(operation, gpu.HALF, gpu.CUDA)
+            yield Goal(17, what, 1.0, goal, partial(speed, make, direction, device=gpu.CUDA), needs='cuda')
+        share = partial(figures.roofline_share, operation, HALF, gpu.CUDA)
         yield Goal(18, f'GPU, share of the roofline: {name}, forward', 0.4, 0.7, share, needs='cuda')
 
 
 def _single_images() -> Iterator[Goal]:
     peers = {'aft_conv_tiny': TINY, FEW: TINY, 'aft_full_tiny': TINY}
     peers |= {'aft_conv_small': SMALL, 'aft_conv_small_k11_h16': SMALL}
-    for name, peer in peers.items():
-        yield Goal(19, f'one image, 224 px, {name} against DeiT', 1.0, 1.2, figures.speed(against(name, peer, 224)))
-    for name in ('aft_conv_tiny', 'aft_conv_small', 'aft_full_tiny'):
-        for size, bounds in ((384, (1.2, 1.4)), (512, (1.6, 1.9))):
-            floor, goal = (1.0, 1.15) if name == 'aft_full_tiny' else bounds
-            measure = figures.speed(against(name, peers[name], size))
-            yield Goal(20, f'one image, {size} px, {name} against DeiT', floor, goal, measure)
-
-
-def _calls() -> Iterator[Goal]:
-    shape, kernel = (1, 4, 192), (11, 11)
-    for name, operation in {
-        'AFT-full': Operation('aft_full', shape, 3, (4, 4)),
-        'AFT-conv, h=32': Operation('aft_conv', shape, 3, (32, *kernel), (2, 2), 32),
-        'AFT-conv, h=d=192': Operation('aft_conv', shape, 3, (192, *kernel), (2, 2)),
-    }.items():
-        cost = figures.speed(partial(figures.call_candidates, operation))
-        yield Goal(21, f'a call, T=4, inference, {name}, over SDPA', 4, 2, cost, True)
+    sizes = {(name, 224): (1.0, 1.2) for name in peers}
+    sizes |= {(name, 384): (1.2, 1.4) for name in ('aft_conv_tiny', 'aft_conv_small')}
+    sizes |= {(name, 512): (1.6, 1.9) for name in ('aft_conv_tiny', 'aft_conv_small')}
+    sizes |= {('aft_full_tiny', 384): (1.0, 1.15), ('aft_full_tiny', 512): (1.0, 1.15)}
+    for (name, size), bounds in sizes.items():
+        what = f'one image, {size} px, {name} against DeiT'
+        yield Goal(19 if size == 224 else 20, what, *bounds, partial(speed, against(name, peers[name], size)))
 
 
 def _runtimes() -> Iterator[Goal]:
@@ -253,27 +241,25 @@ def _runtimes() -> Iterator[Goal]:
     ):
         for name, pair in zip(('aft_conv_tiny', FEW), bounds, strict=True):
             what = f'{runtime}, one thread, one image, {size} px, {name} against DeiT'
-            yield Goal(row, what, *pair, figures.runtime_speed(name, TINY, size, runtime), needs=runtime)
+            yield Goal(row, what, *pair, partial(figures.runtime_speed, name, TINY, size, runtime), needs=runtime)
 
 
 def _peers() -> Iterator[Goal]:
     for size in (224, 384, 512, 1024):
-        speed = figures.speed(against(PEER, TINY, size))
-        yield Goal(24, f'one image, {size} px, {PEER} against DeiT', None, None, speed)
-        runtime = figures.runtime_speed(PEER, TINY, size, 'onnxruntime')
-        what = f'onnxruntime, one thread, one image, {size} px, {PEER} against DeiT'
-        yield Goal(24, what, None, None, runtime, needs='onnxruntime')
+        what = f'one image, {size} px, {PEER} against DeiT'
+        yield Goal(24, what, None, None, partial(speed, against(PEER, TINY, size)))
+        runtime = partial(figures.runtime_speed, PEER, TINY, size, 'onnxruntime')
+        yield Goal(24, f'onnxruntime, one thread, {what}', None, None, runtime, needs='onnxruntime')
     for size in (512, 1024):
         what = f'one image, {size} px, aft_conv_tiny against {PEER}'
-        yield Goal(24, what, None, 1.0, figures.speed(against('aft_conv_tiny', PEER, size)))
+        yield Goal(24, what, None, 1.0, partial(speed, against('aft_conv_tiny', PEER, size)))
 
 
 def _costs() -> Iterator[Goal]:
-    ffcv, folder = (figures.loader_cost(kind) for kind in ('ffcv', 'folder'))
     what = 'CPU time of an image of our loader over'
-    yield Goal(25, f"{what} FFCV's own Loader", 1.1, 1.0, ffcv, True, most_rounds=5, needs='ffcv')
-    yield Goal(25, f"{what} timm's, of a folder", 1.1, 1.0, folder, True, most_rounds=5)
-    yield Goal(26, "time of our update over that of timm's task, one batch", 1.03, 1.01, figures.step_cost(), True)
+    yield Goal(25, f"{what} FFCV's own Loader", 1.1, 1.0, partial(figures.loader_cost, 'ffcv'), True, 'ffcv')
+    yield Goal(25, f"{what} timm's, of a folder", 1.1, 1.0, partial(figures.loader_cost, 'folder'), True)
+    yield Goal(26, "time of our update over that of timm's task, one batch", 1.03, 1.01, figures.step_cost, True)
 
 
 def against(name: str, baseline: str, size: int, batch: int = 1) -> Callable[[], list[Candidate]]:
@@ -289,7 +275,3 @@ def _twice_the_tokens() -> list[Candidate]:
     """Return twice the tokens first: the figure is the time of the first over that of the last."""
     lengths = {name: _local(tokens, 1) for name, tokens in (('twice', 6144), ('once', 3072))}
     return [Candidate(name, partial(each.own, torch.float32, CPU)) for name, each in lengths.items()]
-
-
-def _one_offset(shape: tuple[int, int, int]) -> list[Candidate]:
-    return onehot_candidates(shape, shape[2], (14, 14))[:2]

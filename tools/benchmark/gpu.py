@@ -1,4 +1,4 @@
-"""Measurements of a GPU: the time of kernels alone, and what the device could do at best."""
+"""Measurements of a GPU: the time of its kernels, and what the device could do at best."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from tools.benchmark.memory import silence_profiler
 from tools.benchmark.ops import Operation
 
 BATCH, HALF, CUDA = 256, torch.bfloat16, torch.device('cuda')
-# Calls whose mean is the time of a round: a kernel of a few microseconds alone says little.
+# Calls whose mean is the time of a round: one kernel of a few microseconds says little.
 CALLS = 10
 # A matrix product and a copy that are large enough to show what a device does at best.
 MATRIX_SIDE, COPY_BYTES = 8192, 2**30

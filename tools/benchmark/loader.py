@@ -18,6 +18,8 @@ from tools.machine import cpu_seconds
 
 # A random crop and a flip: what all of the loaders can do to an image.
 CROP = Augmentation(auto_augment=None, color_jitter=0.0, repeats=1, random_erasing=0.0, mixup=0.0, cutmix=0.0)
+# The batches of an epoch.
+Epoch = Callable[[int], Iterable[Any]]
 
 
 class Options(NamedTuple):
@@ -59,22 +61,21 @@ def measure_loaders(sources: Sequence[str], options: Options, rounds: int) -> li
         for name, batches in passes.items():
             once = _time_pass(batches(turn))
             found[name] += [once] if turn else []
-    first = [seconds for seconds, _ in next(iter(found.values()))]
+    seconds, cores = ({name: [each[i] for each in own] for name, own in found.items()} for i in range(2))
     rows = []
-    for name, own in found.items():
-        seconds, cores = zip(*own, strict=True)
-        timing = compare_rounds(seconds, first)
-        row = {'name': name, 'per_second': 1 / median(seconds), 'ratio': timing.ratio}
-        row |= {'ratio_quartiles': timing.quartiles, 'cpu_milliseconds': 1e3 * median(cores)}
-        for replaced in (other for other in found if other.startswith(f'{name}, ')):
+    for name in passes:
+        timing = compare_rounds(seconds[name], seconds[next(iter(passes))])
+        row = {'name': name, 'per_second': 1 / timing.seconds, 'ratio': timing.ratio}
+        row |= {'ratio_quartiles': timing.quartiles, 'cpu_milliseconds': 1e3 * median(cores[name])}
+        for replaced in (other for other in passes if other.startswith(f'{name}, ')):
             # Ours over theirs: less is better.
-            cost = compare_rounds([each for _, each in found[replaced]], cores)
+            cost = compare_rounds(cores[replaced], cores[name])
             row |= {'cpu_ratio': cost.ratio, 'cpu_quartiles': cost.quartiles}
         rows.append(row)
     return rows
 
 
-def find_loaders(source: str, options: Options) -> dict[str, Callable[[int], Iterable[Any]]]:
+def find_loaders(source: str, options: Options) -> dict[str, Epoch]:
     """Return the uint8 batches of an epoch by our loader, and by timm's or FFCV's own where it is of their kind.
 
     Raises:
@@ -87,21 +88,19 @@ def find_loaders(source: str, options: Options) -> dict[str, Callable[[int], Ite
         loaders.set_epoch(epoch)
         return loaders.train.loader
 
-    found: dict[str, Callable[[int], Iterable[Any]]] = {source: ours}
+    found: dict[str, Epoch] = {source: ours}
     place = Path(source) / 'train'
     if place.is_dir():
-        theirs = _timm_loader(source, options)
-        found[f"{source}, timm's loader"] = lambda epoch: theirs
+        found[f"{source}, timm's loader"] = _timm_loader(source, options)
     elif place.with_suffix('.beton').is_file():
         found[f"{source}, FFCV's Loader"] = _ffcv_loader(place.with_suffix('.beton'), options)
     return found
 
 
-def _timm_loader(source: str, options: Options) -> Any:
+def _timm_loader(source: str, options: Options) -> Epoch:
     """Return timm's loader of uint8 batches."""
-    dataset = create_dataset('', source, split='train', is_training=True)
     loader = create_loader(
-        dataset,
+        create_dataset('', source, split='train', is_training=True),
         (3, options.img_size, options.img_size),
         options.batch_size,
         is_training=True,
@@ -111,11 +110,11 @@ def _timm_loader(source: str, options: Options) -> Any:
         persistent_workers=options.workers > 0,
         device=torch.device('cpu'),
     )
-    return loader.loader
+    return lambda epoch: loader.loader
 
 
-def _ffcv_loader(path: Path, options: Options) -> Callable[[int], Iterable[Any]]:
-    """Return the uint8 batches of an epoch by FFCV's own Loader, which compiles its steps in the first one."""
+def _ffcv_loader(path: Path, options: Options) -> Epoch:
+    """Return FFCV's own Loader, which compiles its steps in the first epoch."""
     from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
     from ffcv.loader import Loader, OrderOption
     from ffcv.transforms import RandomHorizontalFlip, ToTensor, ToTorchImage

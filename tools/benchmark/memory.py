@@ -4,14 +4,12 @@ On a CPU every allocation of torch counts. The scratch that oneDNN and MKL alloc
 torch's allocator, and is not counted.
 """
 
-import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 def peak_memory(call: Callable[[], object], device: torch.device) -> int:
     """Measure what a call has allocated at most, in bytes, beyond what there was before it.
 
-    The call is made once before, so weights, their gradients and the caches of the libraries are there already.
+    The call is made once before, so weights, their gradients and the caches of the libraries exist already.
     """
     call()
     if device.type == 'cuda':
@@ -31,13 +29,13 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     living: dict[int, int] = {}
     total = peak = 0
-    for event in _allocations(call):
-        if event['Bytes'] > 0:
-            living[event['Addr']] = event['Bytes']
-            total += event['Bytes']
+    for size, address in _allocations(call):
+        if size > 0:
+            living[address] = size
+            total += size
         else:
             # What was allocated before the call is not subtracted when it is freed.
-            total -= living.pop(event['Addr'], 0)
+            total -= living.pop(address, 0)
         peak = max(peak, total)
     return peak
 
@@ -72,16 +70,15 @@ def silence_profiler() -> None:
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')
 
 
-def _allocations(call: Callable[[], object]) -> list[dict[str, Any]]:
-    # In the order of time: the bytes (negative when freed) and the address of each.
+def _allocations(call: Callable[[], object]) -> list[tuple[int, int]]:
+    """Return the bytes (negative when freed) and the address of each allocation on the CPU, in the order of time."""
     silence_profiler()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         call()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / 'trace.json'
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())['traceEvents']
-    found = [event for event in events if event.get('name') == '[memory]']
-    return [
-        event['args'] for event in sorted(found, key=lambda event: event['ts']) if event['args']['Device Type'] == 0
-    ]
+    events: list[Any] = profiler.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
+    # The list grows by the children of each event.
+    for event in events:
+        events += event.children
+    found = [event for event in events if event.tag == _EventType.Allocation]
+    found.sort(key=lambda event: event.start_time_ns)
+    return [(x.alloc_size, x.ptr) for x in (event.extra_fields for event in found) if x.device.type == 'cpu']

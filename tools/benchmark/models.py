@@ -5,7 +5,6 @@ import importlib.util
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 
 from aft_vision.export import Shape, export_onnx
 from aft_vision.export.verify import onnx_runner
-from tools.benchmark.compare import DIRECTIONS, PAPER_BASELINE, Candidate, Prepared, check_weights, compare
+from aft_vision.models.transfer_source import did_you_mean
+from tools.benchmark.compare import DIRECTIONS, PAPER_BASELINE, Candidate, Prepared, check_weights, compare, draw
 from tools.benchmark.printer import Report
 
 # Files of timm, and ours, whose models take `img_size`, `dynamic_img_size` and `dynamic_img_pad`.
@@ -41,7 +41,7 @@ Images = tuple[int, int, int, int]
 
 
 def run(args: argparse.Namespace, device: torch.device) -> Report:
-    """Measure models and the baseline on images of each size and in each runtime."""
+    """Measure models and the baseline on images of each size and in each runtime, with materialised attention too."""
     names = list(dict.fromkeys([args.baseline, *(args.models or MODELS)]))
     for name in names:
         check_model(name)
@@ -50,27 +50,18 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
         shape = (args.batch_size, 3, *size)
         for runtime in args.runtimes or ['torch']:
             if runtime == 'torch':
-                rows += measure_classifiers(names, shape, device, args)
+                classifiers = [
+                    *with_paper(names[0], shape, device),
+                    *(classifier(each, shape, device) for each in names[1:]),
+                ]
+                directions = DIRECTIONS[: 1 + args.training]
+                found = compare(
+                    classifiers, device, args.rounds, dtype=args.dtype, directions=directions, compiled=args.compile
+                )
             else:
-                rows += measure_runtime(names, shape, runtime, args.rounds)
+                found = measure_runtime(names, shape, runtime, args.rounds)
+            rows += [{'size': size, **with_rate(row, args.batch_size)} for row in found]
     return Report(rows, f'classifiers, batch of {args.batch_size}; ratios to {args.baseline} of that size and form')
-
-
-def measure_classifiers(
-    names: Sequence[str], shape: Images, device: torch.device, args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Measure models on images of one size, interleaved, and the first, the baseline, with materialised attention too.
-
-    Args:
-        args: Options of the section: `training`, `rounds`, `dtype` and `compile`.
-
-    Returns:
-        The rows of `compare` with `size` and `per_second`, images.
-    """
-    candidates = [*with_paper(names[0], shape, device), *(classifier(name, shape, device) for name in names[1:])]
-    directions = DIRECTIONS[: 1 + args.training]
-    rows = compare(candidates, device, args.rounds, dtype=args.dtype, directions=directions, compiled=args.compile)
-    return [{'size': shape[2:], **with_rate(row, shape[0])} for row in rows]
 
 
 def with_rate(row: dict[str, Any], count: int) -> dict[str, Any]:
@@ -80,10 +71,8 @@ def with_rate(row: dict[str, Any], count: int) -> dict[str, Any]:
 
 def with_paper(name: str, shape: Images, device: torch.device, dense: bool = False) -> list[Candidate]:
     """Return a model, and with materialised attention, the paper's baseline, if it has fused attention."""
-    own = classifier(name, shape, device, dense=dense)
-    if not has_fused_attention(name):
-        return [own]
-    return [own, classifier(name, shape, device, materialised=True, dense=dense)]
+    forms = (False, True) if has_fused_attention(name) else (False,)
+    return [classifier(name, shape, device, materialised=form, dense=dense) for form in forms]
 
 
 def classifier(
@@ -97,13 +86,12 @@ def classifier(
     """
 
     def prepare(training: bool) -> Prepared:
-        model = create_dense(name) if dense else create(name, shape[2:])
-        model = model.to(device).train(training)
+        model = create(name, shape[2:], dense).to(device).train(training)
         if materialised:
             materialise_attention(model, shape, device, training)
         if not (training or dense):
             model = reparameterize_model(model, inplace=True)
-        images = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+        images = draw(*shape).to(device)
         leaves = [each for each in model.parameters() if training]
         return Prepared(lambda: model(images), leaves, [images, *model.buffers()], _learn_maps if dense else None)
 
@@ -119,15 +107,15 @@ def measure_runtime(names: Sequence[str], shape: Images, runtime: str, rounds: i
     """Measure the exported ONNX files of models in a runtime of RUNTIMES, with as many threads as torch has.
 
     Returns:
-        The rows of `compare` with `size`, `per_second` and the runtime as `form`, without the memory, which torch does
-        not see. Where the package is absent, one row with the verdict `open`.
+        The rows of `compare` with the runtime as `form`, without the memory, which torch does not see. Where the
+        package is absent, one row with the verdict `open`.
     """
     if importlib.util.find_spec(runtime) is None:
-        return [{'size': shape[2:], 'form': runtime, 'verdict': 'open', 'refused': f'{runtime} is not installed'}]
+        return [{'form': runtime, 'verdict': 'open', 'refused': f'{runtime} is not installed'}]
     with tempfile.TemporaryDirectory() as folder:
         candidates = [runtime_candidate(name, shape, runtime, Path(folder)) for name in names]
         rows = compare(candidates, torch.device('cpu'), rounds, directions=('forward',), memory=False)
-    return [{'size': shape[2:], **with_rate(row, shape[0]), 'form': runtime} for row in rows]
+    return [{**row, 'form': runtime} for row in rows]
 
 
 def runtime_candidate(name: str, shape: Images, runtime: str, folder: Path) -> Candidate:
@@ -138,8 +126,7 @@ def runtime_candidate(name: str, shape: Images, runtime: str, folder: Path) -> C
         # torch.export does not trace tensors of inference mode.
         with torch.inference_mode(False):
             export_onnx(create(name, size), path, Shape(size, True, shape[0]), tolerance=EXPORT_TOLERANCE)
-        run = RUNTIMES[runtime](path, torch.get_num_threads())
-        images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        run, images = RUNTIMES[runtime](path, torch.get_num_threads()), draw(*shape)
         return Prepared(lambda: run(images))
 
     return Candidate(name, prepare, compiles=False)
@@ -160,45 +147,43 @@ RUNTIMES: dict[str, Callable[[Path, int], Callable[[Tensor], Tensor]]] = {
 }
 
 
-def create(name: str, img_size: Sequence[int]) -> nn.Module:
-    """Build a classifier in eval mode, not fused, for images of a height and a width in pixels."""
-    kwargs: dict[str, Any] = {'img_size': img_size} if is_model_in_modules(name, VIT_FILES) else {}
+def create(name: str, img_size: Sequence[int], dense: bool = False) -> nn.Module:
+    """Build a classifier in eval mode, not fused, for images of a height and a width in pixels.
+
+    Args:
+        dense: Build a feature extractor, `features_only`, that takes images of any size.
+    """
+    kwargs: dict[str, Any] = {'features_only': True} if dense else {}
+    if is_model_in_modules(name, VIT_FILES):
+        kwargs |= dict(dynamic_img_size=True, dynamic_img_pad=True) if dense else {'img_size': img_size}
     return timm.create_model(name, **kwargs).eval()
 
 
-def create_dense(name: str) -> nn.Module:
-    """Build a feature extractor, `features_only`, that takes images of any size."""
-    kwargs: dict[str, Any] = {}
-    if is_model_in_modules(name, VIT_FILES):
-        kwargs = dict(dynamic_img_size=True, dynamic_img_pad=True)
-    return timm.create_model(name, features_only=True, **kwargs)
-
-
 def check_model(name: str) -> None:
-    """Raise a ValueError, with names that are close, if timm has no model of that name."""
+    """Raise a ValueError, with a name that is close, if timm has no model of that name."""
     if not timm.is_model(name):
-        close = ', '.join(get_close_matches(name, timm.list_models(), n=3, cutoff=0.0))
-        raise ValueError(f'expected the name of a model that timm has, such as {close}, got {name!r}')
+        raise ValueError(f'expected a model of timm, got {name}{did_you_mean(name, timm.list_models())}')
 
 
 @cache
 def has_fused_attention(name: str) -> bool:
     """Return whether attention in a model of timm is `F.scaled_dot_product_attention`."""
-    return any(getattr(module, 'fused_attn', False) for module in timm.create_model(name).modules())
+    return bool(_fused_attentions(timm.create_model(name)))
 
 
 def materialise_attention(model: nn.Module, shape: Images, device: torch.device, training: bool) -> None:
     """Make attention form its (h, T, T) weights, as every attention did when the AFT paper was written.
 
     Raises:
-        ValueError: the model has no fused attention.
         MemoryError: its weights would take more than a call may.
     """
-    attentions: list[Any] = [module for module in model.modules() if getattr(module, 'fused_attn', False)]
-    if not attentions:
-        raise ValueError(f'expected a model with fused attention, got a {type(model).__name__} without')
+    attentions = _fused_attentions(model)
     patch: Any = next((module.patch_size for module in model.modules() if hasattr(module, 'patch_size')), (16, 16))
     tokens = math.prod(-(-side // step) for side, step in zip(shape[2:], patch, strict=True)) + 1
     check_weights(shape[0], attentions[0].num_heads, tokens, len(attentions) if training else 1, device)
     for attention in attentions:
         attention.fused_attn = False
+
+
+def _fused_attentions(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if getattr(module, 'fused_attn', False)]

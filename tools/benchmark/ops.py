@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from aft_vision import ops
 from aft_vision.layers import AFTConv, AFTFull, AFTSimple, CausalAttention, CausalLocal, CausalSimple
-from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, written_out
+from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, draw, written_out
 from tools.benchmark.printer import Report
 from tools.benchmark.scaling import TOKENS, Shape, measure_until, report_fits, shapes_of
 from tools.machine import PRECISIONS
@@ -51,22 +51,21 @@ class Operation(NamedTuple):
 
     def own(self, dtype: torch.dtype, device: torch.device, training: bool) -> Prepared:
         """Return the operation."""
-        inputs = draw(self.shape, dtype, device, training, self.key_heads)
+        inputs = draw_qkv(self.shape, dtype, device, training, self.key_heads)
         operate, rest = getattr(ops, self.name), [] if self.grid is None else [self.grid]
         if self.bias is None:
             return Prepared(lambda: operate(*inputs), inputs)
         shapes = [self.bias] if self.bias_dim is None else [(self.bias[0], self.bias_dim)] * 2
-        biases = [0.1 * torch.randn(shape, generator=seeded(place + 1)) for place, shape in enumerate(shapes)]
+        biases = [0.1 * draw(*shape, seed=seed) for seed, shape in enumerate(shapes, start=3)]
         biases = [x.to(device).requires_grad_(training) for x in biases]
-        if self.bias_dim is None:
-            return Prepared(lambda: operate(*inputs, *biases, *rest), [*inputs, *biases])
-        (u, w), window = biases, self.bias[1] if 'local' in self.name else None
-        is_causal = window is not None
-        return Prepared(lambda: operate(*inputs, ops.factorized_bias(u, w, window, causal=is_causal)), [*inputs, u, w])
+        make, window = lambda *biases: biases, self.bias[1] if 'local' in self.name else None
+        if self.bias_dim is not None:
+            make = lambda u, w: [ops.factorized_bias(u, w, window, causal=window is not None)]  # noqa: E731
+        return Prepared(lambda: operate(*inputs, *make(*biases), *rest), [*inputs, *biases])
 
     def attention(self, dtype: torch.dtype, device: torch.device, training: bool) -> Prepared:
         """Return fused attention, with the heads taken from the channels and put back."""
-        inputs, is_causal = draw(self.shape, dtype, device, training), self.name.endswith('causal')
+        inputs, is_causal = draw_qkv(self.shape, dtype, device, training), self.name.endswith('causal')
 
         def attend() -> Tensor:
             q, k, v = (x.unflatten(2, (self.heads, -1)).transpose(1, 2) for x in inputs)
@@ -93,37 +92,28 @@ def candidates_of(
     return [*attention, written_out(attention[0]), *own]
 
 
-def seeded(seed: int) -> torch.Generator:
-    """Return a generator of random numbers on the CPU."""
-    return torch.Generator().manual_seed(seed)
-
-
-def draw(
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    training: bool,
-    key_heads: int | None = None,
+def draw_qkv(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, training: bool, key_heads: int | None = None
 ) -> list[Tensor]:
     """Return q, k and v of a shape (B, T, D); k has `key_heads` channels if that is given."""
-    batch, tokens, dim = shape
-    generator = seeded(0)
-    inputs = [torch.randn(batch, tokens, width, generator=generator) for width in (dim, key_heads or dim, dim)]
-    return [x.to(device, dtype).requires_grad_(training) for x in inputs]
+    widths = (shape[2], key_heads or shape[2], shape[2])
+    return [
+        draw(*shape[:2], width, seed=seed).to(device, dtype).requires_grad_(training)
+        for seed, width in enumerate(widths)
+    ]
 
 
 def run(args: argparse.Namespace, device: torch.device) -> Report:
     """Measure the groups of --groups, or with --tokens the operations at lengths."""
     dtype = PRECISIONS[args.dtype] or torch.float32
     if args.tokens is not None:
-        shapes = shapes_of(args.tokens or TOKENS)
-        make = partial(token_candidates, dtype=dtype, device=device)
         limit, directions = args.most_seconds or MOST_SECONDS, DIRECTIONS[args.training :][:1]
+        make, shapes = partial(token_candidates, dtype=dtype, device=device), shapes_of(args.tokens or TOKENS)
         rows = measure_until(make, shapes, limit, device, args.rounds, directions=directions)
         return report_fits(rows, 'tokens', 'batch of 1, d = 256, 4 heads of attention; exponents of the upper half')
-    groups, rows = make_groups(args.batch_size, dtype, device), []
-    for name in args.groups or dict.fromkeys(name for name, *_ in groups):
-        for shape, candidates in ((shape, found) for kind, shape, found in groups if kind == name):
+    rows = []
+    for name, shape, candidates in make_groups(args.batch_size, dtype, device):
+        if args.groups is None or name in args.groups:
             # The layers cast; the operations are given q, k and v of the data type.
             autocast = args.dtype if 'layers' in name else 'float32'
             found = compare(candidates, device, args.rounds, dtype=autocast, compiled=args.compile)
@@ -133,41 +123,38 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
 
 def make_groups(
     batch: int | None, dtype: torch.dtype, device: torch.device, tokens: int = 3072
-) -> list[tuple[str, tuple[int, int, int], list[Candidate]]]:
-    """Return the groups: name, shape of the inputs (B, T, D), and candidates.
+) -> Iterator[tuple[str, tuple[int, int, int], list[Candidate]]]:
+    """Yield the groups: name, shape of the inputs (B, T, D), and candidates.
 
     Args:
         batch: B of every group; None is its own.
         tokens: T of the causal groups.
     """
     whole, planar, causal = (batch or 32, 197, 384), (batch or 8, 196, 384), (batch or 2, tokens, 256)
-    local = f'AFT-local causal, s={min(256, tokens)}'
-    operations = {
-        'full': {'AFT-full': Operation('aft_full', whole, 6, (197, 197))},
-        'conv': {
-            'AFT-conv, h=16': Operation('aft_conv', planar, 6, (16, 11, 11), (14, 14), 16),
-            'AFT-conv, h=d=384': Operation('aft_conv', planar, 6, (384, 11, 11), (14, 14)),
-            'AFT-simple': Operation('aft_simple', planar, 6),
-        },
-        'causal': {
-            local: Operation('aft_local_causal', causal, 2, (tokens, min(256, tokens))),
-            'AFT-simple causal': Operation('aft_simple_causal', causal, 2),
-        },
+    window = min(256, tokens)
+    local = f'AFT-local causal, s={window}'
+    yield 'full', whole, candidates_of({'AFT-full': Operation('aft_full', whole, 6, (197, 197))}, dtype, device)
+    conv = {
+        'AFT-conv, h=16': Operation('aft_conv', planar, 6, (16, 11, 11), (14, 14), 16),
+        'AFT-conv, h=d=384': Operation('aft_conv', planar, 6, (384, 11, 11), (14, 14)),
+        'AFT-simple': Operation('aft_simple', planar, 6),
     }
-    groups = [
-        (name, next(iter(each.values())).shape, candidates_of(each, dtype, device)) for name, each in operations.items()
-    ]
-    causal_layers: dict[str, Callable[[], nn.Module]] = {
+    yield 'conv', planar, candidates_of(conv, dtype, device)
+    operations = {
+        local: Operation('aft_local_causal', causal, 2, (tokens, window)),
+        'AFT-simple causal': Operation('aft_simple_causal', causal, 2),
+    }
+    yield 'causal', causal, candidates_of(operations, dtype, device)
+    yield 'layers', planar, planar_layers(planar, (16, 384), device)
+    layers: dict[str, Callable[[], nn.Module]] = {
         'causal attention': lambda: CausalAttention(256, tokens, 2),
-        local: lambda: CausalLocal(256, tokens, min(256, tokens), bias_dim=64),
+        local: lambda: CausalLocal(256, tokens, window, bias_dim=64),
         'AFT-simple causal': lambda: CausalSimple(256),
     }
-    groups.append(('layers', planar, planar_layers(planar, (16, 384), device)))
-    groups.append(('causal_layers', causal, layer_candidates(causal_layers, causal, device)))
+    yield 'causal_layers', causal, layer_candidates(layers, causal, device)
     for size, heads in [(8, 384), (8, 16), (32, 384), (1, 384)] if batch is None else [(batch, 384)]:
         shape = (size, 196, 384)
-        groups.append(('onehot', shape, onehot_candidates(shape, heads, (14, 14), dtype, device)))
-    return groups
+        yield 'onehot', shape, onehot_candidates(shape, heads, (14, 14), dtype, device)
 
 
 def token_candidates(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Candidate]:
@@ -186,7 +173,7 @@ def token_candidates(shape: Shape, dtype: torch.dtype, device: torch.device) -> 
 
 
 def planar_layers(shape: tuple[int, int, int], heads: tuple[int, ...], device: torch.device = CPU) -> list[Candidate]:
-    """Return attention, AFT-full, AFT-conv with numbers of heads and AFT-simple as layers on a square grid."""
+    """Return attention, AFT-full, AFT-simple and AFT-conv with numbers of heads as layers on a square grid."""
     dim = shape[2]
     layers: dict[str, Callable[[], nn.Module]] = {
         'attention': lambda: Attention(dim, dim // 64, qkv_bias=True),
@@ -202,11 +189,11 @@ def planar_layers(shape: tuple[int, int, int], heads: tuple[int, ...], device: t
 def layer_candidates(
     layers: dict[str, Callable[[], nn.Module]], shape: tuple[int, int, int], device: torch.device
 ) -> list[Candidate]:
-    """Return layers as candidates, the paper's baseline of the first one behind it."""
+    """Return layers as candidates, the paper's baseline of the first one after it."""
 
     def prepare(name: str, training: bool) -> Prepared:
         layer = layers[name]().to(device).train(training)
-        x = torch.randn(shape, generator=seeded(0)).to(device).requires_grad_(training)
+        x = draw(*shape).to(device).requires_grad_(training)
         if not training:
             layer = reparameterize_model(layer, inplace=True)
         side = math.isqrt(shape[1])
@@ -227,8 +214,8 @@ def onehot_candidates(
     """Return AFT-conv with one entry a head in its kernel, `aft_onehot` (AFT Eq. 10) with the same, and AFT-simple."""
 
     def prepare(form: str, training: bool) -> Prepared:
-        q, k, v = draw(shape, dtype, device, training, None if form == 'AFT-simple' else heads)
-        raw = torch.randn(heads, KERNEL_SIZE, KERNEL_SIZE, generator=seeded(1)).to(device)
+        q, k, v = draw_qkv(shape, dtype, device, training, None if form == 'AFT-simple' else heads)
+        raw = draw(heads, KERNEL_SIZE, KERNEL_SIZE, seed=3).to(device)
         kernel, (offset, weight) = ops.hard_kernel(raw).requires_grad_(training), ops.onehot_kernel(raw)
         weight.requires_grad_(training)
         if form == 'AFT-simple':

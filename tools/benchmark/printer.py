@@ -1,7 +1,6 @@
 """Rows of figures as text and as pictures: one table printer and one plot for every section."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,11 +68,10 @@ def plot_curves(rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], 
 
 
 def _show(row: dict[str, Any], key: str) -> str:
-    return '' if row.get(key) is None else COLUMNS[key][1](row[key])
-
-
-def _number(layout: str) -> Callable[[Any], str]:
-    return lambda value: format(value, layout)
+    value, layout = row.get(key), COLUMNS[key][1]
+    if value is None:
+        return ''
+    return layout(value) if callable(layout) else format(value, layout)
 
 
 def _mib(value: float) -> str:
@@ -84,55 +82,50 @@ def _size(value: Sequence[int]) -> str:
     return 'x'.join(map(str, value))
 
 
-def _pair(layout: str, between: str, pair: tuple[float, float]) -> str:
-    return between.join(format(value, layout) for value in pair)
-
-
-_QUARTILES, _MS_PAIR = partial(_pair, '.2f', ' - '), partial(_pair, '.4f', ' / ')
-# The title of each figure and its form; columns come in this order.
-COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    'row': ('row', str),
-    'group': ('group', str),
+# The title of each figure, and its layout for `format` or a function; columns come in this order.
+COLUMNS: dict[str, tuple[str, str | Callable[[Any], str]]] = {
+    'row': ('row', ''),
+    'group': ('group', ''),
     'size': ('size', _size),
     'shape': ('shape', _size),
-    'direction': ('', str),
+    'direction': ('', ''),
     'quantity': ('fit of', lambda key: COLUMNS[key][0]),
-    'what': ('', str),
-    'tokens': ('T', str),
-    'behaviors': ('behaviours', str),
-    'pixels': ('pixels', str),
-    'batch_size': ('batch', str),
-    'name': ('', str),
+    'what': ('', ''),
+    'tokens': ('T', ''),
+    'behaviors': ('behaviours', ''),
+    'pixels': ('pixels', ''),
+    'batch_size': ('batch', ''),
+    'name': ('', ''),
     'form': ('', lambda form: '' if form == 'eager' else form),
     # The paper's figures.
-    'paper_speed': ('paper /s', _number('g')),
-    'paper_ratio': ('ratio', _number('.2f')),
-    'paper_memory_gb': ('GB', _number('.1f')),
-    'paper_memory_ratio': ('ratio', _number('.2f')),
+    'paper_speed': ('paper /s', 'g'),
+    'paper_ratio': ('ratio', '.2f'),
+    'paper_memory_gb': ('GB', '.1f'),
+    'paper_memory_ratio': ('ratio', '.2f'),
     # Ours.
-    'parameters': ('params', _number(',')),
+    'parameters': ('params', ','),
     'token_ms': ('ms of a token by position', lambda by: ' '.join(f'{place}: {ms:.2f}' for place, ms in by.items())),
-    'flatness': ('last/300', _number('.3f')),
-    'image_seconds': ('image s', _number('.1f')),
-    'per_second': ('/s', _number('.4g')),
-    'milliseconds': ('ms', _number('.3f')),
-    'p99_milliseconds': ('p99 ms', _number('.3f')),
-    'cpu_milliseconds': ('CPU ms', _number('.3f')),
-    'cpu_ratio': ('CPU ratio', _number('.2f')),
+    'flatness': ('last/300', '.3f'),
+    'image_seconds': ('image s', '.1f'),
+    'per_second': ('/s', '.4g'),
+    'milliseconds': ('ms', '.3f'),
+    'p99_milliseconds': ('p99 ms', '.3f'),
+    'cpu_milliseconds': ('CPU ms', '.3f'),
+    'cpu_ratio': ('CPU ratio', '.2f'),
     'at_most': ('', lambda at_most: 'at most' if at_most else ''),
-    'floor': ('floor', _number('g')),
-    'goal': ('goal', _number('g')),
-    'measured': ('measured', _number('.2f')),
-    'ratio': ('ratio', _number('.2f')),
-    'ratio_quartiles': ('quartiles', _QUARTILES),
+    'floor': ('floor', 'g'),
+    'goal': ('goal', 'g'),
+    'measured': ('measured', '.2f'),
+    'ratio': ('ratio', '.2f'),
+    'ratio_quartiles': ('quartiles', lambda pair: f'{pair[0]:.2f} - {pair[1]:.2f}'),
     'peak_bytes': ('peak MiB', _mib),
-    'peak_ratio': ('to first', _number('.2f')),
+    'peak_ratio': ('to first', '.2f'),
     'saved_bytes': ('kept MiB', _mib),
     'state_bytes': ('state KiB', lambda value: f'{value / 1024:.0f}'),
-    'exponent': ('exponent', _number('.2f')),
-    'bytes_per_pixel': ('bytes/pixel', _number('.1f')),
-    'slope_ratio': ('slope', _number('.2f')),
-    'milliseconds_pair': ('ms', _MS_PAIR),
-    'verdict': ('', str),
-    'processor': ('on', str),
+    'exponent': ('exponent', '.2f'),
+    'bytes_per_pixel': ('bytes/pixel', '.1f'),
+    'slope_ratio': ('slope', '.2f'),
+    'milliseconds_pair': ('ms', lambda pair: f'{pair[0]:.4f} / {pair[1]:.4f}'),
+    'verdict': ('', ''),
+    'processor': ('on', ''),
 }

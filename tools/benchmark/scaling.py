@@ -1,5 +1,6 @@
-"""Time and memory against the size of the inputs: measuring until a limit, and exponents."""
+"""Time and memory against the size of the inputs: measuring until a limit, fits, and the section memory."""
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,11 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tools.benchmark.compare import Candidate, compare, most_bytes
+from tools.benchmark.compare import DIRECTIONS, Candidate, compare, most_bytes
+from tools.benchmark.models import check_model, with_paper
 from tools.benchmark.printer import Report, plot_curves
 
 TOKENS = tuple(2**power for power in range(7, 17))
 QUANTITIES = ('milliseconds', 'peak_bytes')
+# Of the section memory.
+MODELS = ('deit_tiny_patch16_224', 'aft_conv_tiny', 'aft_full_tiny')
+SIZES = ((224, 224), (384, 384), (512, 512), (512, 683), (768, 768), (1024, 768), (1024, 1024))
 
 
 class Shape(NamedTuple):
@@ -57,37 +62,39 @@ def measure_until(
         the reason; one that fails stops too.
     """
     rows: list[dict[str, Any]] = []
-    most = most_bytes(device)
+    limits = {'milliseconds': (1e3 * most_seconds, 1e3, 's'), 'peak_bytes': (most_bytes(device), 2**30, 'GiB')}
     for direction in directions:
-        last: dict[str, dict[str, Any]] = {}
+        # The last row of each candidate that goes on; None before the first shape.
+        last: dict[str, dict[str, Any]] | None = None
         before = shapes[0]
         for shape in shapes:
             label = {'tokens': shape.tokens, 'batch_size': shape.batch}
             # No call grows faster than this.
             growth = shape.batch * shape.tokens**2 / (before.batch * before.tokens**2)
-            candidates, running, before = make(shape), [], shape
-            for each in candidates:
-                reason = _reason(last.get(each.name), growth, most_seconds, most)
-                if reason:
-                    last[each.name] = {'error': reason}
-                    rows.append({**label, 'direction': direction, 'name': each.name, 'refused': reason})
-                elif 'error' not in last.get(each.name, {}):
-                    running.append(each._replace(baseline=each.baseline or candidates[0].name))
+            candidates, before = make(shape), shape
+            reasons = {name: _excess(row, growth, limits) for name, row in (last or {}).items()}
+            refused = {name: reason for name, reason in reasons.items() if reason}
+            rows += [{**label, 'direction': direction, 'name': name, 'refused': refused[name]} for name in refused]
+            running = [
+                each._replace(baseline=each.baseline or candidates[0].name)
+                for each in candidates
+                if last is None or (each.name in last and each.name not in refused)
+            ]
             found = compare(running, device, rounds, dtype=dtype, directions=[direction]) if running else []
             rows += [{**label, **row} for row in found]
-            last |= {row['name']: row for row in found}
+            last = {row['name']: row for row in found if 'error' not in row}
     return rows
 
 
-def _reason(last: dict[str, Any] | None, growth: float, most_seconds: float, most: float) -> str | None:
-    """Return why a call is not tried that could take `growth` times what the last one took, or None."""
-    if last is None or 'error' in last:
-        return None
-    seconds, size = (growth * last[key] for key in QUANTITIES)
-    if seconds > 1e3 * most_seconds:
-        return f'a call could take {seconds / 1e3:.3g} s, the limit is {most_seconds:g} s'
-    if size > most:
-        return f'a call could take {size / 2**30:.3g} GiB, the limit is {most / 2**30:.3g} GiB'
+def _excess(row: dict[str, Any], growth: float, limits: dict[str, tuple[float, float, str]]) -> str | None:
+    """Return why a call is not tried that could take `growth` times the figures of a row, or None.
+
+    Args:
+        limits: For each figure its limit, and the number and the name of the unit that it is told in.
+    """
+    for key, (most, unit, name) in limits.items():
+        if growth * row[key] > most:
+            return f'a call could take {growth * row[key] / unit:.3g} {name}, the limit is {most / unit:.3g} {name}'
     return None
 
 
@@ -113,13 +120,45 @@ def fit_exponent(x: Sequence[float], values: Sequence[float], upper: bool = True
 def report_fits(
     rows: list[dict[str, Any]], x: str, head: str, quantities: Sequence[str] = QUANTITIES, upper: bool = True
 ) -> Report:
-    """Return a report with a fit for each direction, quantity and name: its `exponent` as a power of `x`."""
-    fits = []
+    """Return a report with a fit for each direction, quantity and name: its `exponent` as a power of `x`.
+
+    Of pixels a fit has `bytes_per_pixel` too, the slope of the least-squares line, and its ratio to the first model's.
+    """
+    fits: list[dict[str, Any]] = []
     for direction in dict.fromkeys(row['direction'] for row in rows):
         for quantity in quantities:
             own = [row for row in rows if row['direction'] == direction and row.get(quantity) is not None]
+            first = None
             for name in dict.fromkeys(row['name'] for row in own):
                 points = [(row[x], row[quantity]) for row in own if row['name'] == name]
-                exponent = fit_exponent([a for a, _ in points], [b for _, b in points], upper)
-                fits.append({'direction': direction, 'quantity': quantity, 'name': name, 'exponent': exponent})
+                sizes, values = zip(*points, strict=True)
+                fit = {'direction': direction, 'quantity': quantity, 'name': name}
+                fits.append({**fit, 'exponent': fit_exponent(sizes, values, upper)})
+                if x == 'pixels':
+                    slope = float(np.polyfit(sizes, values, 1)[0])
+                    first = first or slope
+                    fits[-1] |= {'bytes_per_pixel': slope, 'slope_ratio': slope / first}
     return Report(rows, head, fits, partial(plot_curves, rows, fits, x, head))
+
+
+def run(args: argparse.Namespace, device: torch.device) -> Report:
+    """Measure the memory of dense features (`features_only`, the last three maps) at image sizes.
+
+    The rows are those of `compare` with `size` (H, W), padded to whole patches, and `pixels` of the batch, and without
+    times. A model with fused attention is measured with materialised attention too.
+
+    Raises:
+        ValueError: there are fewer than two sizes to fit a line through, or timm has no such model.
+    """
+    sizes = sorted(args.sizes or SIZES, key=math.prod)
+    if math.prod(sizes[0]) == math.prod(sizes[-1]):
+        raise ValueError(f'expected at least 2 image sizes of different area, got {sizes}')
+    rows = []
+    for name in args.models or MODELS:
+        check_model(name)
+        for size in sizes:
+            candidates = with_paper(name, (args.batch_size, 3, *size), device, dense=True)
+            found = compare(candidates, device, 0, dtype=args.dtype, directions=DIRECTIONS[: 1 + args.training])
+            rows += [{**row, 'size': size, 'pixels': args.batch_size * math.prod(size)} for row in found]
+    head = f'dense features, batch of {args.batch_size}, beyond weights and images; slopes to the first model'
+    return report_fits(rows, 'pixels', head, ('peak_bytes', 'saved_bytes'), upper=False)

@@ -1,7 +1,6 @@
 """AFT Tables 2, 4, 7 and 8: the paper's speed and memory next to those of this machine."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,62 +24,57 @@ class PaperTable(NamedTuple):
         measured_on: The paper's device and batch.
         size: Side of the images in pixels, or tokens of a sequence.
         folder: Place of the recipes below configs/, for sequences.
-        groups: Rows that are compared with the first of their group: a model of timm or a recipe, with its images or
-            iterations/s and its GB.
+        rows: A model of timm or a recipe, with its images or iterations/s and its GB. They are compared with the last
+            attention above them.
     """
 
     measured_on: str
     size: int
     folder: str | None
-    groups: Sequence[dict[str, tuple[float, float]]]
+    rows: dict[str, tuple[float, float]]
+
+    def groups(self) -> list[list[str]]:
+        """Return the names of the rows, those that are compared with one another together."""
+        groups: list[list[str]] = []
+        for name in self.rows:
+            if name.startswith(('transformer', 'deit')):
+                groups.append([])
+            groups[-1].append(name)
+        return groups
 
 
+PIXELS = {
+    'transformer_l12_d512': (1.35, 30.6),
+    'aft_local_256_l12_d512': (1.68, 11.4),
+    'transformer_l24_d256': (1.36, 30.4),
+    'aft_local_256_l24_d256': (1.67, 12.8),
+    'aft_simple_l24_d256': (2.15, 9.5),
+}
+CHARACTERS = {
+    'transformer_l12_d512': (1.42, 29.4),
+    'aft_local_32_l12_d512': (1.85, 11.3),
+    'transformer_l24_d256': (1.57, 28.3),
+    'aft_local_32_l24_d256': (2.04, 11.2),
+    'aft_simple_l24_d256': (2.61, 9.6),
+}
+IMAGES: dict[str, tuple[float, float]] = {
+    'deit_tiny_patch16_224': (2507, 1.9),
+    'aft_full_tiny': (2523, 1.8),
+    'aft_conv_tiny_k11_h32': (2359, 1.8),
+    'aft_conv_tiny': (2365, 2.2),
+    'deit_small_patch16_224': (1010, 2.9),
+    'resnet50': (1257, 6.5),
+    'aft_full_small': (1011, 2.6),
+    'aft_conv_small_k11_h16': (989, 2.5),
+    'aft_conv_small': (936, 3.2),
+    'aft_conv_small_k15_h384': (936, 3.2),
+}
+FINE_TUNED = {'deit_base_patch16_384': (89.6, 13.6), 'aft_conv_base_k25_h32_384': (98.5, 8.9)}
 TABLES = {
-    2: PaperTable(
-        *('eight V100, batch of 32', 3072, 'pixel'),
-        groups=(
-            {'transformer_l12_d512': (1.35, 30.6), 'aft_local_256_l12_d512': (1.68, 11.4)},
-            {
-                'transformer_l24_d256': (1.36, 30.4),
-                'aft_local_256_l24_d256': (1.67, 12.8),
-                'aft_simple_l24_d256': (2.15, 9.5),
-            },
-        ),
-    ),
-    4: PaperTable(
-        *('eight V100, batch of 128', 1024, 'char'),
-        groups=(
-            {'transformer_l12_d512': (1.42, 29.4), 'aft_local_32_l12_d512': (1.85, 11.3)},
-            {
-                'transformer_l24_d256': (1.57, 28.3),
-                'aft_local_32_l24_d256': (2.04, 11.2),
-                'aft_simple_l24_d256': (2.61, 9.6),
-            },
-        ),
-    ),
-    7: PaperTable(
-        *('V100, batch of 256', 224, None),
-        groups=(
-            {
-                'deit_tiny_patch16_224': (2507, 1.9),
-                'aft_full_tiny': (2523, 1.8),
-                'aft_conv_tiny_k11_h32': (2359, 1.8),
-                'aft_conv_tiny': (2365, 2.2),
-            },
-            {
-                'deit_small_patch16_224': (1010, 2.9),
-                'resnet50': (1257, 6.5),
-                'aft_full_small': (1011, 2.6),
-                'aft_conv_small_k11_h16': (989, 2.5),
-                'aft_conv_small': (936, 3.2),
-                'aft_conv_small_k15_h384': (936, 3.2),
-            },
-        ),
-    ),
-    8: PaperTable(
-        *('device and batch not stated', 384, None),
-        groups=({'deit_base_patch16_384': (89.6, 13.6), 'aft_conv_base_k25_h32_384': (98.5, 8.9)},),
-    ),
+    2: PaperTable('eight V100, batch of 32', 3072, 'pixel', PIXELS),
+    4: PaperTable('eight V100, batch of 128', 1024, 'char', CHARACTERS),
+    7: PaperTable('V100, batch of 256', 224, None, IMAGES),
+    8: PaperTable('device and batch not stated', 384, None, FINE_TUNED),
 }
 
 
@@ -98,9 +92,9 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
     table = table._replace(size=args.img_size or table.size)
     batch = args.batch_size or (1 if is_sequence else 32)
     changes = {} if args.depth is None else {'depth': args.depth}
-    rows = measure_table(table, batch, device, args.dtype, args.rounds, args.compile, **changes)
+    rows = measure_table(table, batch, device, args.dtype, args.rounds, **changes)
     what = f'training iterations, T = {table.size}' if is_sequence else f'inference at {table.size} px'
-    cut = '' if args.depth is None else f', every model cut to {args.depth} block{"s" * (args.depth > 1)}'
+    cut = '' if args.depth is None else f', every model cut to a depth of {args.depth}'
     return Report(rows, f'AFT Table {args.number}: {what}, batch of {batch}{cut}; the paper: {table.measured_on}')
 
 
@@ -110,7 +104,6 @@ def measure_table(
     device: torch.device,
     dtype: str,
     rounds: int,
-    compiled: bool = False,
     **model_args: Any,
 ) -> list[dict[str, Any]]:
     """Measure the models of a table, those of a group interleaved.
@@ -124,24 +117,22 @@ def measure_table(
         of the group, `paper_ratio` and `paper_memory_ratio`.
     """
     rows = []
-    for group in table.groups:
-        models = {name: _create(table, name, model_args) for name in group}
-        first, *others = group
+    for first, *others in table.groups():
+        models = {name: _create(table, name, model_args) for name in (first, *others)}
         if table.folder is None:
             shape = (batch, 3, table.size, table.size)
             candidates = [*with_paper(first, shape, device), *(classifier(name, shape, device) for name in others)]
+            direction, count = 'forward', batch
         else:
             candidates = _iterations(models, batch, device)
-        directions = ['forward' if table.folder is None else 'training']
-        found = compare(candidates, device, rounds, dtype=dtype, directions=directions, compiled=compiled)
-        for row in found:
-            name = row['name']
-            parameters = sum(each.numel() for each in models.get(name, models[first]).parameters())
-            rows.append({**with_rate(row, batch if table.folder is None else 1), 'parameters': parameters})
-            if name in group:
-                speed, memory_gb = group[name]
-                rows[-1] |= {'paper_speed': speed, 'paper_ratio': speed / group[first][0]}
-                rows[-1] |= {'paper_memory_gb': memory_gb, 'paper_memory_ratio': memory_gb / group[first][1]}
+            direction, count = 'training', 1
+        for row in compare(candidates, device, rounds, dtype=dtype, directions=[direction]):
+            parameters = sum(each.numel() for each in models.get(row['name'], models[first]).parameters())
+            rows.append({**with_rate(row, count), 'parameters': parameters})
+            if row['name'] in models:
+                (speed, memory_gb), (first_speed, first_gb) = table.rows[row['name']], table.rows[first]
+                rows[-1] |= {'paper_speed': speed, 'paper_ratio': speed / first_speed}
+                rows[-1] |= {'paper_memory_gb': memory_gb, 'paper_memory_ratio': memory_gb / first_gb}
     return rows
 
 
@@ -149,8 +140,7 @@ def iteration(name: str, model: AFTDecoder, batch: int) -> Candidate:
     """Return a training iteration: loss of random tokens, gradients, and an update of AdamW."""
 
     def prepare(training: bool) -> Prepared:
-        device = next(model.parameters()).device
-        tokens = torch.randint(VOCABULARY, (batch, model.context), device=device)
+        tokens = torch.randint(VOCABULARY, (batch, model.context), device=next(model.parameters()).device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
         def learn(loss: torch.Tensor) -> None:
@@ -164,7 +154,7 @@ def iteration(name: str, model: AFTDecoder, batch: int) -> Candidate:
 
 
 def _iterations(models: dict[str, AFTDecoder], batch: int, device: torch.device) -> list[Candidate]:
-    """Return training iterations of models, the paper's baseline of the first one behind it."""
+    """Return training iterations of models, the paper's baseline of the first one after it."""
     first, *others = (iteration(name, model.to(device).train(), batch) for name, model in models.items())
     baseline, paper = models[first.name], written_out(first)
     attention: Any = baseline.blocks[0].attn

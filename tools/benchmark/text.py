@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare
+try:
+    from aft_vision import fastformer
+except ImportError as error:
+    raise ImportError(f"text encoders need transformers: pip install 'aft-vision[text]' ({error})") from error
+from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, draw
 from tools.benchmark.printer import Report
 from tools.benchmark.scaling import QUANTITIES, TOKENS, Shape, measure_until, report_fits, shapes_of
 
-BASELINE = 'transformer'
-MATERIALISED = 'transformer materialised'
+BASELINE, MATERIALISED = 'transformer', 'transformer materialised'
 # MIND's topics.
 LABELS = 18
 # Width and heads of the encoders, ads that are judged for a user, and tokens of each text of a request.
@@ -38,15 +41,12 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
     names = choose(args.models)
     if args.behaviors is not None:
         rows = measure_conversion(args.behaviors or BEHAVIORS, device, args.dtype, args.rounds or 100, names)
-        head = f'one user with {ADS} ads, {TEXT_TOKENS} tokens a text; ratios to the first encoder'
-        return Report(rows, head)
+        return Report(rows, f'one user with {ADS} ads, {TEXT_TOKENS} tokens a text; ratios to the first encoder')
     total = TOTAL_TOKENS if args.total_tokens is None else args.total_tokens
-    shapes = shapes_of(args.tokens or TOKENS, total)
-    limit = args.most_seconds or MOST_SECONDS
+    shapes, limit = shapes_of(args.tokens or TOKENS, total), args.most_seconds or MOST_SECONDS
     rows = measure_tokens(shapes, limit, device, args.dtype, args.rounds or 3, names)
-    return report_fits(
-        rows, 'tokens', f'{total} tokens in a batch; figures of one text of it, exponents of the upper half'
-    )
+    head = f'{total} tokens in a batch; figures of one text of it, exponents of the upper half'
+    return report_fits(rows, 'tokens', head)
 
 
 def choose(models: Sequence[str] | None) -> list[str]:
@@ -58,23 +58,10 @@ def choose(models: Sequence[str] | None) -> list[str]:
     Raises:
         ValueError: an encoder is not known.
     """
-    known = [BASELINE, MATERIALISED, *(name for name in library().ENCODERS if name != BASELINE)]
+    known = [BASELINE, MATERIALISED, *(name for name in fastformer.ENCODERS if name != BASELINE)]
     if models is not None and set(models) - set(known):
         raise ValueError(f'expected names among {known}, got {list(models)}')
     return [name for name in known if models is None or name in models]
-
-
-def library() -> Any:
-    """Import and return `aft_vision.fastformer`.
-
-    Raises:
-        ImportError: transformers is not installed.
-    """
-    try:
-        from aft_vision import fastformer
-    except ImportError as error:
-        raise ImportError(f"text encoders need transformers: pip install 'aft-vision[text]' ({error})") from error
-    return fastformer
 
 
 def measure_tokens(
@@ -98,20 +85,14 @@ def measure_tokens(
     # The encoders of a shape share what they get.
     @lru_cache(maxsize=1)
     def inputs(shape: Shape, width: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        embeds = torch.randn(*shape, width, generator=generator)
-        return embeds.to(device), torch.randint(LABELS, (shape.batch,), generator=generator).to(device)
+        return draw(*shape, width).to(device), torch.arange(shape.batch, device=device) % LABELS
 
     def prepare(name: str, shape: Shape, training: bool) -> Prepared:
         model: Any = create_classifier(name, shape.tokens).to(device).train(training)
         embeds, labels = inputs(shape, model.config.embedding_size)
-        # The gradients of the weights are there before a call, and are added to.
-        return Prepared(
-            lambda: model(inputs_embeds=embeds, labels=labels).loss,
-            list(model.parameters()),
-            [embeds, labels],
-            learn=Tensor.backward,
-        )
+        # The gradients of the weights exist before a call, which adds to them.
+        loss = lambda: model(inputs_embeds=embeds, labels=labels).loss  # noqa: E731
+        return Prepared(loss, list(model.parameters()), [embeds, labels], learn=Tensor.backward)
 
     def make(shape: Shape) -> list[Candidate]:
         return [Candidate(name, partial(prepare, name, shape)) for name in names]
@@ -123,24 +104,34 @@ def measure_tokens(
     return rows
 
 
+def encoder_args(name: str, layers: int) -> dict[str, Any]:
+    """Return the settings of an encoder that both models share."""
+    return dict(
+        encoder_mixer=BASELINE if name == MATERIALISED else name,
+        hidden_size=DIM,
+        intermediate_size=DIM,
+        num_attention_heads=HEADS,
+        num_hidden_layers=layers,
+    )
+
+
+def build(model_class: Any, config: Any, name: str) -> nn.Module:
+    """Build a model of transformers with random weights, its attention fused or materialised."""
+    return model_class._from_config(config, attn_implementation='eager' if name == MATERIALISED else 'sdpa')
+
+
 def create_classifier(name: str, tokens: int) -> nn.Module:
     """Build the classifier of MIND with an encoder, for texts of so many tokens; its table of words is not used."""
-    config = (
-        library()
-        .PRESETS['mind_topic']
-        .create_config(
-            encoder_mixer=BASELINE if name == MATERIALISED else name,
-            attn_implementation='eager' if name == MATERIALISED else 'sdpa',
-            hidden_size=DIM,
-            intermediate_size=DIM,
-            num_attention_heads=HEADS,
-            num_hidden_layers=2,
-            max_position_embeddings=tokens,
-            vocab_size=8,
-            num_labels=LABELS,
-        )
-    )
-    return library().FastformerForSequenceClassification(config)
+    sizes = dict(max_position_embeddings=tokens, vocab_size=8, num_labels=LABELS)
+    config = fastformer.PRESETS['mind_topic'].create_config(**encoder_args(name, 2), **sizes)
+    return build(fastformer.FastformerForSequenceClassification, config, name)
+
+
+def create_predictor(name: str, behaviors: int) -> nn.Module:
+    """Build the predictor of conversions with an encoder, for so many behaviours."""
+    sizes = dict(vocab_size=VOCAB, embedding_size=300, max_position_embeddings=TEXT_TOKENS, max_behaviors=behaviors)
+    config = fastformer.FastformerConversionConfig(**encoder_args(name, 1), **sizes, behavior_types=TYPES)
+    return build(fastformer.FastformerForConversion, config, name)
 
 
 def measure_conversion(
@@ -163,15 +154,14 @@ def measure_conversion(
     Raises:
         ValueError: a number is below 1.
     """
-    lengths = sorted(set(behaviors))
-    if min(lengths) < 1:
+    if min(behaviors) < 1:
         raise ValueError(f'expected numbers of behaviours from 1, got {list(behaviors)}')
     rows: list[dict[str, Any]] = []
-    for length in lengths:
+    for length in sorted(set(behaviors)):
         requests = {name: make_request(create_predictor(name, length), length, device) for name in names}
         for form, words in FORMS.items():
             candidates = [
-                Candidate(name, lambda training, found=request[form]: found)  # type: ignore[misc]
+                Candidate(name, lambda training, ready=request[form]: ready)  # type: ignore[misc]
                 for name, request in requests.items()
             ]
             learns = form == 'training'
@@ -182,33 +172,15 @@ def measure_conversion(
     return rows
 
 
-def create_predictor(name: str, behaviors: int) -> nn.Module:
-    """Build the predictor of conversions with an encoder, for so many behaviours, with random weights."""
-    config = library().FastformerConversionConfig(
-        encoder_mixer=BASELINE if name == MATERIALISED else name,
-        vocab_size=VOCAB,
-        embedding_size=300,
-        hidden_size=DIM,
-        intermediate_size=DIM,
-        num_attention_heads=HEADS,
-        num_hidden_layers=1,
-        max_position_embeddings=TEXT_TOKENS,
-        max_behaviors=behaviors,
-        behavior_types=TYPES,
-    )
-    attention = 'eager' if name == MATERIALISED else 'sdpa'
-    return library().FastformerForConversion._from_config(config, attn_implementation=attention)
-
-
 def make_request(model: Any, behaviors: int, device: torch.device) -> dict[str, Prepared]:
     """Return the forms of one request, in which the texts of behaviours come before those of the ads."""
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     texts = behaviors + ADS
     # Id 0 is padding.
-    input_ids = torch.randint(1, VOCAB, (texts, TEXT_TOKENS), generator=draw).to(device)
-    types = torch.randint(len(TYPES), (1, behaviors), generator=draw).to(device)
+    input_ids = torch.randint(1, VOCAB, (texts, TEXT_TOKENS), generator=generator).to(device)
+    types = torch.arange(behaviors, device=device)[None] % len(TYPES)
     rows = torch.arange(texts, device=device)[None]
-    vectors = torch.randn(texts, DIM, generator=draw).to(device)
+    vectors = draw(texts, DIM).to(device)
     done, ads = rows[:, :behaviors], rows[:, behaviors:]
     request = (input_ids, torch.ones_like(input_ids), ads, done, types)
     labels = torch.zeros(ads.shape, device=device)
@@ -218,5 +190,5 @@ def make_request(model: Any, behaviors: int, device: torch.device) -> dict[str, 
         'kept vectors': lambda: model.score(model.encode_users(vectors, done, types), vectors[ads]),
         'training': lambda: model.train()(*request, labels=labels).loss,
     }
-    # The gradients of the weights are there before a call, and are added to.
+    # The gradients of the weights exist before a call, which adds to them.
     return {form: Prepared(call, list(model.parameters()), learn=Tensor.backward) for form, call in forms.items()}
