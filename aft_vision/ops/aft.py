@@ -132,7 +132,7 @@ def aft_onehot(
 ) -> Tensor:
     """Mix a grid of tokens with one biased offset per head: global pooling plus an index (AFT Eq. 10).
 
-    AFT-conv whose kernel is zero but for one entry per head, what Gumbel softmax leaves at inference.
+    AFT-conv whose kernel is zero except for one entry per head, what Gumbel softmax leaves at inference.
 
     Args:
         q, v: (B, H * W, D). q = None leaves the sigmoid gate out.

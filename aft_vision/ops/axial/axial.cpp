@@ -39,14 +39,14 @@ struct Shape {
   int64_t units() const { return (heads + unit() - 1) / unit(); }
 };
 
-// f(integral_constant n) for an n that is known at run time.
+// Call f(integral_constant n) for an n that is known at run time.
 template <int N, typename F>
 void with_size(int64_t n, F f) {
   if (n == N) return f(std::integral_constant<int, N>{});
   if constexpr (N > 1) with_size<N - 1>(n, f);
 }
 
-// Cut a length into pieces of nearly equal size, none above MOST: f(first, integral_constant size).
+// Cut a length into pieces of nearly equal size, none above MOST, and call f(first, integral_constant size) for each.
 template <int MOST, typename F>
 void in_tiles(int64_t length, F f) {
   const int64_t count = (length + MOST - 1) / MOST;
@@ -94,7 +94,7 @@ struct Tables {
   int64_t row_reach, column_reach;
 };
 
-// Of each lane of a block of channels, the head.
+// The head of each lane of a block of channels.
 struct Heads {
   int64_t first;
   bool same;  // a head for each channel
@@ -104,7 +104,7 @@ struct Heads {
     for (int lane = 0; lane < LANES; ++lane) head[lane] = std::min((channel + lane) / each, heads - 1);
   }
 
-  // From numbers of all heads, after which LANES others may be read.
+  // Gather the lanes' numbers from those of all heads, after which LANES others may be read.
   Vec read(const float *x) const {
     if (same) return load(x + first, LANES);
     if (head[0] == head[LANES - 1]) return splat(x[head[0]]);
@@ -132,7 +132,7 @@ struct Heads {
   }
 };
 
-// The lines of maps (H, W) along one axis: tokens of a line, and the lines, are so far apart.
+// The lines of maps (H, W) along one axis: the distances between the tokens of a line, and between lines.
 struct Lines {
   int64_t length, step, count, apart;
 };
@@ -140,7 +140,7 @@ struct Lines {
 // The weights of the lanes of a block along one axis, by the distance from target to source, and from source to target.
 struct Axis {
   Lines lines;
-  int64_t reach;  // distances from it on have the same weight
+  int64_t reach;  // all distances from this one on have the same weight
   std::vector<Vec> table, turned;
 
   Axis(const Lines &lines, int64_t reach, const Heads &heads, const std::vector<float> &weights, int64_t padded_heads)
@@ -149,7 +149,7 @@ struct Axis {
     turned.assign(table.rbegin(), table.rend());
   }
 
-  // Sources that any of some targets has within reach.
+  // The sources within reach of any of some targets.
   int64_t low(int64_t target) const { return std::max<int64_t>(0, target - reach + 1); }
   int64_t high(int64_t target, int64_t count) const { return std::min(lines.length, target + count - 1 + reach); }
 
@@ -241,7 +241,7 @@ struct Axis {
   }
 };
 
-// Both axes of the lanes of a block.
+// The weights of both axes for the lanes of a block.
 struct Weights {
   Axis rows, columns;
 
@@ -279,7 +279,7 @@ struct Inputs {
 int forward(const Inputs &in, const Stream &out, const Stream &den, float least, int threads) {
   const Shape &s = in.s;
   const int64_t padded = s.padded_heads(), tokens = s.tokens();
-  // Of e^k, and of the inverse denominators, (B, T, padded heads).
+  // Strides of e^k and of the inverse denominators, (B, T, padded heads).
   std::vector<float> keys(s.batch * tokens * padded + LANES), inverse(keys.size());
   int good = 1;
   Region region;
@@ -329,10 +329,10 @@ int forward(const Inputs &in, const Stream &out, const Stream &den, float least,
 }
 
 
-// Where the backward keeps what its phases share: for each token and head (padded), and for each token and channel.
+// Buffers that the phases of the backward share: for each token and head (padded), and for each token and channel.
 struct Shared {
-  std::vector<float> keys, d_keys, targets;  // e^k; the gradient at keys, and of e^k behind them; at values
-  std::vector<float> d_rows, d_columns;      // of the tables, (parts, 2L - 1, padded heads)
+  std::vector<float> keys, d_keys, targets;  // e^k; the gradient at keys, then of e^k; at values
+  std::vector<float> d_rows, d_columns;      // gradients of the tables, (parts, 2L - 1, padded heads)
 };
 
 class Backward {
@@ -384,7 +384,7 @@ class Backward {
     return good;
   }
 
-  // Of a bias (h, 2s - 1), from that of its table and the table.
+  // The gradient of a bias (h, 2s - 1), from its table and the gradient of that.
   void write_bias_grad(const std::vector<float> &d_table, const std::vector<float> &table, const Bias &bias,
                        float *out) const {
     const int64_t padded = s.padded_heads(), rows = 2 * bias.length - 1;
@@ -423,7 +423,7 @@ class Backward {
     return good;
   }
 
-  // What the sequences of a part and a block of heads get through the denominators.
+  // The gradients that the sequences of a part and a block of heads get through the denominators.
   void mix_keys(int64_t part, int64_t first, std::vector<Vec> *maps) {
     Vec *e = maps[0].data(), *target = maps[1].data(), *d_key = maps[4].data();
     const Weights weights(s, Heads(first, 1, s.heads), in.tables);
@@ -494,7 +494,7 @@ class Backward {
       columns.resize(2 * all.s.width - 1);
     }
 
-    // To those of the heads of a part, which no other thread has.
+    // Add them to those of the heads of a part, which no other thread has.
     void add_to(int64_t part, const Heads &heads, int lanes) const {
       const int64_t padded = all.s.padded_heads();
       for (size_t i = 0; i < rows.size(); ++i)
@@ -563,7 +563,7 @@ struct Call {
 extern "C" {
 
 // y and, unless den has no data, the denominators, at the references of keys and biases. Returns 0 where a denominator
-// has lost digits: the result is to be thrown away.
+// has lost digits: discard the result.
 int aft_axial_forward(const ForwardCall *packed, float least, int threads) {
   return guarded([&] { return forward(Call(packed->packed).in, packed->out, packed->den, least, threads); });
 }
@@ -573,7 +573,7 @@ int aft_axial_backward(const BackwardCall *packed, float least, int threads) {
   return guarded([&] {
     const auto &[inputs, grad, y, den, dq, dk, dv, d_row_bias, d_column_bias] = *packed;
     const Call call(inputs);
-    // So many that threads end together.
+    // Enough parts that the threads end together.
     const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(call.s.batch, (4 * threads - 1) / call.s.units() + 1));
     Backward backward(call.in, grad, y, den, dq, dk, dv, parts, d_row_bias);
     const int good = backward.run(least, threads);

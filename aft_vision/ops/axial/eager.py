@@ -132,7 +132,7 @@ class AxialWeights:
         return spare
 
     def add_grad(self, grad: Workspace, x: Workspace) -> None:
-        # What `apply_transpose` left halfway is the gradient behind the product along columns.
+        # What `apply_transpose` left halfway is the gradient after the product along columns.
         self.columns.grad_exp += torch.bmm(self._halfway_by_column(), self._sources(x))
         self._apply_columns(x)
         self.rows.grad_exp += torch.bmm(self._targets(grad), self._halfway_by_row())

@@ -14,7 +14,7 @@ struct Forward {
   IntVec first;
   Reference reference;
   IntVec lost;         // whether a denominator is below its limit
-  Pair state, part;    // sums over what no window of the block and of the next targets has
+  Pair state, part;    // sums over the sources that no window of the block and of the next targets has
   int64_t base, left;  // the first source of the map, and the first of the vectors that have not left the window
   std::vector<Pair> map;
 
@@ -46,7 +46,7 @@ struct Forward {
     }
   }
 
-  // What comes before a source leaves the window.
+  // Remove the sources before this one from the window.
   void leave(int64_t source) {
     for (; base + left * P::TERMS < source; ++left) part += P::sum(map[left]);
   }
@@ -60,7 +60,7 @@ struct Forward {
     packed.mix(tile, map.data() + left, sums);
   }
 
-  // To the windows of the next block.
+  // Move to the windows of the next block.
   void advance(int64_t source) {
     leave(source);
     state += part;

@@ -1,4 +1,4 @@
-// What both passes of the causal AFT-local share: the weights of a band, the tokens, and their references.
+// Shared by both passes of the causal AFT-local: the weights of a band, the tokens, and their references.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace {
 
-// Weights beside the window that a piece of a product may read.
+// Weights next to the window that a piece of a product may read.
 constexpr int64_t EDGE = 16;
 static_assert(ROWS + 1 < EDGE);
 // How far a new reference lies above the keys before it, in nats, so that it stays while they grow.
@@ -60,7 +60,7 @@ class Weights {
         data_((s.step + 1) * width_),
         vanishes_(s.step + 1) {}
 
-  // To the block from `start` on, whose targets are then to be filled, and the one after it.
+  // Move to the block from `start` on, whose targets must then be filled, and the one after it.
   void move(int64_t start) { start_ = start; }
 
   void fill(int64_t t) {
@@ -68,7 +68,7 @@ class Weights {
     std::fill_n(out, width_, Number{});
     if (t == tokens_) return;
     const float *in = band_ + t * window_;
-    // Of the window's places, those from `first` on are in the sequence.
+    // Only the places of the window from `first` on are in the sequence.
     const int64_t first = std::max<int64_t>(0, window_ - 1 - t);
     // Finite, so that a row of minus infinity has no weights.
     const float most = std::numeric_limits<float>::max();
@@ -101,7 +101,7 @@ class Weights {
 
   float older(int64_t target) const { return P::value(row(target)[-1]); }
 
-  // Of the window's sources.
+  // Their number in the window.
   const typename P::Number *row(int64_t target) const { return data_.data() + (target - start_) * width_ + EDGE; }
 
  private:
@@ -124,7 +124,7 @@ struct Packed {
   std::vector<Tile> tiles;
   std::vector<float> weights;
 
-  // Rows [first, stop) in pieces of nearly equal size; `reach` gives the terms of a piece.
+  // Multiply rows [first, stop) in pieces of nearly equal size; `reach` gives the terms of a piece.
   template <typename R>
   void plan(int64_t first, int64_t stop, R reach) {
     tiles.clear();
@@ -140,7 +140,7 @@ struct Packed {
     weights.resize(offset);
   }
 
-  // `weight` gives those of a row and of the terms of a vector.
+  // `weight` returns the weights of a row and of the terms of a vector.
   template <typename W>
   void fill(const Tile &tile, W weight) {
     float *next = weights.data() + tile.offset;
@@ -208,7 +208,7 @@ struct Reference {
     value = past;
   }
 
-  // To the block of targets [start, stop).
+  // Move to the block of targets [start, stop).
   void move(const Source &source, const Item &item, int64_t start, int64_t stop) {
     Vec peak = splat(-std::numeric_limits<float>::infinity());
     for (int64_t t = start; t < stop; ++t)
@@ -221,7 +221,7 @@ struct Reference {
   static Vec larger(Vec x, Vec y) { return x > y ? x : y; }
 };
 
-// Calls `pass` with the products: those of bfloat16 if `half`, where the CPU has them.
+// Call `pass` with the products: of bfloat16 if `half` and the CPU has them, else of float32.
 template <class F>
 int with_products(bool half, F pass) {
 #if defined(__AVX512BF16__)

@@ -59,7 +59,7 @@ struct Walk {
   }
 };
 
-// What a thread knows of an item's block: the gradients of its targets' sums, and sums of them from each target on, as
+// The state of a thread for an item's block: the gradients of its targets' sums, and sums of them from each target on, as
 // sources before the window have them.
 struct Scratch {
   std::vector<Pair> terms, later;
@@ -77,7 +77,7 @@ struct Backward {
   float underflow;
   // The block, the first source of its windows and of those of the block after it.
   int64_t start = 0, stop = 0, low = 0, after = 0;
-  int64_t ring = 0, row = 0;  // a row of `rows` and `entries` has so many vectors
+  int64_t ring = 0, row = 0;  // vectors of a row of `rows` and `entries`
   Packed<P> packed = {};
   std::vector<Vec> rows = {}, entries = {};  // (step, row) and, a ring, (sources, row): [values | keys] of all items
 
@@ -150,7 +150,7 @@ struct Backward {
     return good;
   }
 
-  // Move to the block's reference, and let the sources come that the block after it had before its windows.
+  // Move to the block's reference, and add the sources that the block after it had before its windows.
   void enter(Walk &x, int64_t index) {
     const Vec moved = x.references[start / s.step];
     const bool again = any(moved != x.reference);
@@ -184,7 +184,7 @@ struct Backward {
     }
   }
 
-  // The gradient of the band for TARGETS targets; `products` has room for them and their sources.
+  // The gradient of the band for TARGETS targets; `products` is a buffer for them and their sources.
   void multiply(int64_t target, std::vector<float> &products) const {
     const int64_t begin = std::max<int64_t>(0, target - s.window + 1) / SOURCES * SOURCES;
     const int64_t last = std::min(target + TARGETS, stop) - 1, stride = ring + SOURCES;
@@ -192,7 +192,7 @@ struct Backward {
     for (int64_t j = begin; j <= last; j += SOURCES)
       multiply_rows<P>(x, &entries[j % ring * row], row - 1, row, &products[j - begin], stride);
     for (int64_t t = target; t <= last; ++t) {
-      // Of the window's places the first that is in the sequence, and its source.
+      // The first place of the window that is in the sequence, and its source.
       const int64_t first = std::max<int64_t>(0, s.window - 1 - t), source = t - s.window + 1 + first;
       const typename P::Number *weights = w.row(t);
       const float *found = &products[(t - target) * stride + source - begin];

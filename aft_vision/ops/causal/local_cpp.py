@@ -1,6 +1,6 @@
 """AFT-local with the future masked on a CPU: `local.cpp` and `local_backward.cpp`, with sums in float32.
 
-The blocks and repairs are those of `ops.causal.eager`, in whose place it comes. Unlike there a reference lies up to
+The blocks and repairs are those of `ops.causal.eager`, in whose place it comes. Unlike in it a reference lies up to
 8 nats above the keys before its block, and stays until one of them exceeds it, or one of the block by the headroom.
 """
 

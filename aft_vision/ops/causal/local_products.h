@@ -39,8 +39,8 @@ Pair operator*(float weight, const Pair &x) { return {weight * x.values, weight 
 // Products in float32: each term by itself.
 struct Single {
   using Number = float;
-  static constexpr int TERMS = 1;    // that a vector of a map has
-  static constexpr int VECTORS = 2;  // of a row's pair
+  static constexpr int TERMS = 1;    // in a vector of a map
+  static constexpr int VECTORS = 2;  // in a row's pair
 
   static Number number(float x) { return x; }
   static float value(Number x) { return x; }
@@ -108,7 +108,7 @@ int64_t round_down(int64_t x) {
   return x & -P::TERMS;
 }
 
-// The sums of `mix_rows` for an N that is known at run time, a piece of the terms after the other.
+// The sums of `mix_rows` for an N that is known at run time, one piece of the terms after the other.
 template <class P, int N = ROWS>
 void mix(int64_t n, const Pair *x, const float *weights, int64_t length, Pair *out) {
   if (n == N) {

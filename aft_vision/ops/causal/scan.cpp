@@ -12,7 +12,7 @@
 
 namespace {
 
-// How far a key may exceed its reference, in nats. It is less than float32 has room for, so that the inverse of a
+// How far a key may exceed its reference, in nats. It is less than float32 allows, so that the inverse of a
 // denominator leaves a small gradient its digits.
 constexpr float HEADROOM = 20.0f;
 // Tokens that are added up by themselves first, as in `Sum`.
@@ -72,7 +72,7 @@ struct Strip {
     return false;
   }
 
-  // What the reference is from this token on.
+  // The reference from this token on.
   Vec raised(int64_t t, int64_t i) const {
     if (!counts(t)) return reference[i];
     const Vec key = read(k, t, i);
@@ -128,7 +128,7 @@ struct Forward : Strip {
     }
   }
 
-  // Not inlined: a token gives the same bits alone and among others.
+  // Not inlined: a token must give the same bits by itself and among others.
   __attribute__((noinline)) void scan(int64_t start, int64_t stop) {
     for (int64_t t = start; t < stop; ++t)
       for (int64_t i = 0; i < last - first; ++i) {

@@ -1,4 +1,4 @@
-// bfloat16 beside float32: vectors of it, tensors of either, and products of pairs where the CPU has them.
+// bfloat16 next to float32: vectors of it, tensors of either, and products of pairs where the CPU has them.
 
 #pragma once
 
@@ -31,7 +31,7 @@ Bits round_half(Vec x) {
   return x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
 }
 
-// Both as bfloat16 in the halves of each lane.
+// Pack two vectors as bfloat16 into the halves of each lane.
 Vec join(Vec low, Vec high) { return vec_of(round_half(low) >> 16 | (round_half(high) & 0xffff0000)); }
 
 Vec low_half(Vec joined) { return vec_of(bits_of(joined) << 16); }
@@ -78,7 +78,7 @@ struct Stream {
       reinterpret_cast<uint16_t *>(data)[at] = narrow(splat(y))[0];
   }
 
-  // Fetches what will be read; does nothing where nothing is.
+  // Prefetch a token's channels; does nothing outside the tensor.
   void prefetch(int64_t at) const { __builtin_prefetch(data + at * (half ? 2 : 4)); }
 
  private:
@@ -93,7 +93,7 @@ struct Stream {
 #if defined(__AVX512BF16__)
 constexpr bool MULTIPLIES_BFLOAT16 = true;
 
-// sum + x y for both halves of each lane.
+// Return sum + x y over both halves of each lane.
 Vec add_products(Vec sum, Vec x, Vec y) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y); }
 #else
 constexpr bool MULTIPLIES_BFLOAT16 = false;

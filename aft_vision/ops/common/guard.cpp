@@ -1,4 +1,4 @@
-// What Python asks for after a function has failed.
+// The error message that Python reads after a function has failed.
 
 #include "guard.h"
 

@@ -9,16 +9,16 @@
 
 extern "C" {
 
-// Keeps why a function of this thread has failed, for Python to ask for; returns the code.
+// Keep the error of a function of this thread for Python, and return its code.
 int aft_report(int code, const char *reason) noexcept;
 }
 
 namespace {
 
-// What a function returns that has failed. `build.py` makes Python's errors of them.
+// The codes of failed functions. `build.py` makes Python's errors of them.
 constexpr int OUT_OF_MEMORY = -1000, FAILED = -1001;
 
-// A function that Python calls: what `f` returns, 0 if that is nothing, or how it has failed.
+// Run a function that Python calls: return what `f` returns, 0 if that is nothing, or a code of failure.
 template <typename F>
 int guarded(F f) noexcept {
   try {
@@ -36,10 +36,10 @@ int guarded(F f) noexcept {
   }
 }
 
-// Keeps the first exception of a parallel region, all of whose threads must go on to its loops, until it has ended.
+// The first exception of a parallel region, kept until its end, because all threads must reach its loops.
 class Region {
  public:
-  // f(), or nothing after an exception.
+  // Call f, unless there was an exception.
   template <typename F>
   void run(F f) noexcept {
     if (failed_.load(std::memory_order_relaxed)) return;
@@ -50,7 +50,7 @@ class Region {
     }
   }
 
-  // To be called after the region.
+  // Call it after the region.
   void finish() const {
     if (error_) std::rethrow_exception(error_);
   }

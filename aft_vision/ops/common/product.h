@@ -1,4 +1,4 @@
-// Products of position weights with what stands at tokens, in registers: out[row] = start + sum of weight[row, i] x[i].
+// Products of position weights with values at tokens, in registers: out[row] = start + sum of weight[row, i] x[i].
 //
 // The columns of x are cut into strips of a vector. Within a strip term follows term, so that a product reads memory in
 // its order, and a strip of one sequence stays in the nearest cache for all rows.
@@ -42,7 +42,7 @@ struct Pair {
 };
 #endif
 
-// Calls `f` with the way to multiply and the words.
+// Call `f` with the way to multiply and the words.
 template <typename F>
 auto with_words(bool pairs, const void *words, F f) {
 #if defined(__AVX512BF16__)
@@ -111,7 +111,7 @@ void multiply(const Product<Op> &p, int rows) {
     multiply<Op, ROW, N, R - 1>(p, rows);
 }
 
-// All of `strips`, two at a time.
+// Multiply all of `strips`, two at a time.
 template <typename Op, int ROW>
 void multiply_strips(Product<Op> p, int rows, int64_t strips) {
   for (; strips >= STRIPS; strips -= STRIPS) {
@@ -123,10 +123,10 @@ void multiply_strips(Product<Op> p, int rows, int64_t strips) {
   if (strips) multiply<Op, ROW, 1>(p, rows);
 }
 
-// So many terms are added up by themselves: one sum of more would lose digits.
+// Terms of one partial sum: a longer running sum would lose digits.
 constexpr int64_t SPAN = 512;
 
-// The same in spans of whole runs, or of a part of the only run. `part` is room like that for `out`.
+// Multiply in spans of whole runs, or of a part of the only run. `part` is a buffer of the size of `out`.
 template <typename Op, int ROW>
 void multiply_spans(Product<Op> p, int rows, int64_t strips, float *part) {
   const float zero[STRIPS * LANES] = {};
@@ -178,7 +178,7 @@ struct Tile {
     }
   }
 
-  // Writes the columns, words of neighbouring ones, as terms of a strip.
+  // Write the columns, words of neighbouring ones, as terms of a strip.
   template <typename Op>
   void store_terms(typename Op::Word *to) {
     transpose();
@@ -188,15 +188,15 @@ struct Tile {
 
 // Uninitialised memory that begins where a line of the caches does.
 template <typename T>
-class Room {
+class Buffer {
  public:
-  Room(int64_t count) : data_(new T[count + LINE / sizeof(T)]) {
+  Buffer(int64_t count) : data_(new T[count + LINE / sizeof(T)]) {
     const uintptr_t start = reinterpret_cast<uintptr_t>(data_);
     aligned_ = reinterpret_cast<T *>((start + LINE - 1) / LINE * LINE);
   }
-  Room(const Room &) = delete;
-  Room &operator=(const Room &) = delete;
-  ~Room() { delete[] data_; }
+  Buffer(const Buffer &) = delete;
+  Buffer &operator=(const Buffer &) = delete;
+  ~Buffer() { delete[] data_; }
 
   T *data() const { return aligned_; }
 

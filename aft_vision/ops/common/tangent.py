@@ -75,7 +75,7 @@ def onehot_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
 
 
 def axial_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
-    """Find the biases of `ops.aft_axial`, those of columns behind those of rows in the table."""
+    """Find the biases of `ops.aft_axial`, those of columns after those of rows in the table."""
     width, rows, columns = inputs.grid[1], inputs.row_bias.shape[1], inputs.column_bias.shape[1]
     row = source // width - target // width + rows // 2
     column = source % width - target % width + columns // 2

@@ -1,4 +1,4 @@
-// Places in tensors, of which a vector of channels is read and written at a time, and what is done there.
+// Positions in tensors, where a vector of channels is read and written at a time, and the gate at each.
 
 #pragma once
 
@@ -83,7 +83,7 @@ struct Mask {
   float fill(int64_t b) const { return data && !std::memchr(data + b * tokens, true, tokens) ? 1.0f : 0.0f; }
 };
 
-// The ratio behind the gate. One division for both would overflow before the ratio does.
+// The ratio after the gate. One division for both would overflow before the ratio does.
 Vec gated(const Place &at, const Stream &q, Vec ratio) {
   if (!q.data) return ratio;
   const Vec most = splat(87.0f), negated = -at.read(q);

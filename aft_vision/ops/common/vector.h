@@ -1,4 +1,4 @@
-// What the kernels share: a vector of channels, its exponential, and the tensors that they are given.
+// Shared by the kernels: a vector of channels, its exponential, and the tensors of a call.
 //
 // GCC's and Clang's vector extensions, no intrinsics.
 
@@ -32,13 +32,13 @@ constexpr int place(int group, int half, int lane) {
   return part % 2 * LANES + part / 2 * group + half * (group / 2) + lane % (group / 2);
 }
 
-// The halves of every GROUP lanes added, those of x and of y by turns.
+// Add the halves of every GROUP lanes, those of x and of y by turns.
 template <int GROUP, int... LANE>
 Vec fold(Vec x, Vec y, std::integer_sequence<int, LANE...>) {
   return SHUFFLE(x, y, place(GROUP, 0, LANE)...) + SHUFFLE(x, y, place(GROUP, 1, LANE)...);
 }
 
-// The sum of each of LANES vectors, in a lane.
+// Return the sum of each of LANES vectors in a lane of its own.
 template <int COUNT = LANES>
 Vec sums(Vec *x) {
   if constexpr (COUNT > 1) {

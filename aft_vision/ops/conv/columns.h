@@ -1,4 +1,4 @@
-// How AFT-conv with heads of several channels is laid out in `conv.cpp`: what is worked together, the strips that a
+// The layout of AFT-conv with heads of several channels in `conv.cpp`: the groups of a pass, the strips that a
 // product takes, and those that the gradient of the weights is made of.
 
 #pragma once
@@ -9,8 +9,8 @@
 
 namespace {
 
-// A head's columns fill strips better the more sequences stand side by side, and the channels of heads that are worked
-// together fill vectors.
+// A head's columns fill strips better the more sequences lie next to each other, and the channels of several heads fill
+// vectors.
 constexpr int64_t MOST_COLUMNS = 160, MOST_BYTES = 3200 << 10, LEAST_CHANNELS = 3 * LANES;
 constexpr double MOSTLY = 0.75;
 
@@ -23,12 +23,12 @@ struct Shape {
 
   int64_t tokens() const { return height * width; }
 
-  // Of the grid, that a kernel over `row` covers.
+  // The rows of the grid that a kernel over `row` reaches.
   int64_t first(int64_t row) const { return std::max<int64_t>(0, row - reach); }
   int64_t stop(int64_t row) const { return std::min(height, row + reach + 1); }
 };
 
-// How work is cut: so many sequences, and heads, at a time.
+// The sequences and heads of a group, which is processed at a time.
 struct Cut {
   int64_t images, heads;
 
@@ -42,11 +42,11 @@ struct Cut {
 
   int64_t count(const Shape &s) const { return parts_of(s.batch, images) * parts_of(s.heads, heads); }
 
-  // Of a head.
+  // The columns of a head.
   int64_t columns(const Shape &s) const { return images * (s.per_head + 1); }
 
  private:
-  // What part of the strips columns fill.
+  // The share of the strips that columns fill.
   static double full(const Shape &s, int64_t images) {
     const int64_t columns = images * (s.per_head + 1);
     return double(columns) / (parts_of(columns, LANES) * LANES);
@@ -80,7 +80,7 @@ struct Group {
   int64_t columns() const { return images * (s.per_head + 1); }
   int64_t strips() const { return parts_of(columns(), LANES); }
 
-  // `f` is given a place, and an index into the channels of the group, for each vector of a token's.
+  // Call `f` with a place and an index into the channels of the group for each vector of a token.
   template <typename F>
   void vectors(int64_t image, int64_t t, F f) const {
     for (int64_t c = 0; c < width(); c += LANES) f(Place{b + image, t, first() + c, rest(width(), c)}, c);
@@ -90,15 +90,15 @@ struct Group {
 // Rows of columns, or of channels, over whose end a vector of zeros, and then another, may be written.
 class Rows {
  public:
-  Rows(int64_t count, int64_t width) : width_(width + 2 * LANES), room_(count * width_) {}
+  Rows(int64_t count, int64_t width) : width_(width + 2 * LANES), buffer_(count * width_) {}
 
   int64_t width() const { return width_; }
 
-  float *operator[](int64_t row) const { return room_.data() + row * width_; }
+  float *operator[](int64_t row) const { return buffer_.data() + row * width_; }
 
  private:
   int64_t width_;
-  Room<float> room_;
+  Buffer<float> buffer_;
 };
 
 // Neighbouring targets of a grid row, as many as a product has sums of, and the words of the sources within their reach.
@@ -119,7 +119,7 @@ std::vector<Piece> pieces_of(const Shape &s, int depth) {
   return found;
 }
 
-// What a product over the tokens of a grid takes of each head: strips of words, with a grid row in whole words, the sums of
+// The operands of a product over the tokens of a grid, for each head: strips of words, with a grid row in whole words, the sums of
 // the rows before and after each one, and of what is aside from a piece in each row.
 template <typename Op>
 class Sources {
@@ -130,7 +130,7 @@ class Sources {
         strips_(parts_of(cut.columns(s), LANES)),
         pieces_(pieces_of(s, Op::DEPTH)),
         clipped_(pieces_[0].stop - pieces_[0].first < words_),
-        room_(cut.heads * strips_ * strip()),
+        buffer_(cut.heads * strips_ * strip()),
         before_(cut.heads * sums()),
         after_(cut.heads * sums()),
         aside_(clipped_ ? pieces() * cut.heads * sums() : 0) {}
@@ -139,10 +139,10 @@ class Sources {
   int64_t strip() const { return s_.height * row(); }
   const Piece &piece(int64_t i) const { return pieces_[i]; }
   const typename Op::Word *data(int64_t head, int64_t row_, int64_t word) const {
-    return room_.data() + head * strips_ * strip() + (row_ * words_ + word) * LANES;
+    return buffer_.data() + head * strips_ * strip() + (row_ * words_ + word) * LANES;
   }
 
-  // `f` is given the row and the word of some tokens, the first of them and how many.
+  // Call `f` with the row and the word of some tokens, the first of them and how many.
   template <typename F>
   void each_word(F f) const {
     for (int64_t row = 0; row < s_.height; ++row)
@@ -150,7 +150,7 @@ class Sources {
         f(row, word, row * s_.width + word * Op::DEPTH, std::min<int64_t>(Op::DEPTH, s_.width - word * Op::DEPTH));
   }
 
-  // `f` is given the row and the index of a piece, the first token and how many.
+  // Call `f` with the row and the index of a piece, the first token and how many.
   template <typename F>
   void each_piece(F f) const {
     for (int64_t row = 0; row < s_.height; ++row)
@@ -162,7 +162,7 @@ class Sources {
     for (int64_t i = 0; i < strips; ++i) {
       Vec x[Op::DEPTH];
       for (int j = 0; j < Op::DEPTH; ++j) x[j] = j < count ? load(columns[j] + i * LANES, LANES) : Vec{};
-      store_words<Op>(room_.data() + head * strips_ * strip() + i * strip() + (row * words_ + word) * LANES, Op::pack(x));
+      store_words<Op>(buffer_.data() + head * strips_ * strip() + i * strip() + (row * words_ + word) * LANES, Op::pack(x));
       for (int j = 1; j < Op::DEPTH; ++j) x[0] += x[j];
       accumulate(sum_of(before_, head, row + 1, i), word, x[0]);
       for (int64_t j = 0; clipped_ && j < pieces(); ++j) {
@@ -172,12 +172,12 @@ class Sources {
     }
   }
 
-  // After all have been set.
+  // Call it after all columns have been set.
   void finish(int64_t heads, int64_t strips) {
     for (int64_t head = 0; head < heads; ++head) sum_rows(head, strips);
   }
 
-  // The sum over the tokens that no kernel over a piece of a row covers.
+  // The sum over the tokens that no kernel over a piece of a row reaches.
   Vec beyond(int64_t head, int64_t row, int64_t piece, int64_t strip) const {
     Vec sum = load(sum_of(before_, head, s_.first(row), strip), LANES) +
               load(sum_of(after_, head, s_.stop(row), strip), LANES);
@@ -189,7 +189,7 @@ class Sources {
  private:
   int64_t pieces() const { return pieces_.size(); }
 
-  // From the sums of single rows, which stand behind each row.
+  // Made from the sums of single rows, which lie after each row.
   void sum_rows(int64_t head, int64_t strips) {
     for (int64_t i = 0; i < strips; ++i) {
       store(sum_of(after_, head, s_.height, i), Vec{}, LANES);
@@ -206,7 +206,7 @@ class Sources {
   static void accumulate(float *sum, int64_t index, Vec x) { store(sum, index ? load(sum, LANES) + x : x, LANES); }
 
   int64_t sums() const { return (s_.height + 1) * strips_ * LANES; }
-  float *sum_of(const Room<float> &x, int64_t head, int64_t row, int64_t strip) const {
+  float *sum_of(const Buffer<float> &x, int64_t head, int64_t row, int64_t strip) const {
     return x.data() + head * sums() + (row * strips_ + strip) * LANES;
   }
 
@@ -214,8 +214,8 @@ class Sources {
   int64_t words_, strips_;
   const std::vector<Piece> pieces_;
   bool clipped_;
-  Room<typename Op::Word> room_;
-  Room<float> before_, after_, aside_;
+  Buffer<typename Op::Word> buffer_;
+  Buffer<float> before_, after_, aside_;
 };
 
 // The gradient of a head's table: rows of targets, whose terms are columns, times strips of the sources of grid rows.
@@ -231,7 +231,7 @@ class Outer {
         found_(ROWS * s.height * LANES),
         pieces_(pieces_of(s, 1)) {}
 
-  // `f` is given the row and the index of LANES columns of the grid, the first token and how many.
+  // Call `f` with the row and the index of LANES columns of the grid, the first token and how many.
   template <typename F>
   void each_strip(F f) const {
     for (int64_t row = 0; row < s_.height; ++row)
@@ -251,7 +251,7 @@ class Outer {
     }
   }
 
-  // Adds to (2H - 1, 2W - 1) of a head; what lies behind it may be written over with what it was.
+  // Add to (2H - 1, 2W - 1) of a head; numbers after it may be written again with their own values.
   void add(int64_t head, float *table, int64_t strips) {
     for (int64_t row = 0; row < s_.height; ++row)
       for (const Piece &piece : pieces_) {
@@ -285,8 +285,8 @@ class Outer {
 
   const Shape &s_;
   int64_t strips_, words_;
-  Room<typename Op::Word> targets_, sources_;
-  Room<float> found_;
+  Buffer<typename Op::Word> targets_, sources_;
+  Buffer<float> found_;
   const std::vector<Piece> pieces_;
 };
 

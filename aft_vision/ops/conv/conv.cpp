@@ -1,7 +1,7 @@
 // AFT-conv with heads of several channels (AFT Eq. 6): the columns of a head, e^(k - peak) [v | 1] of some sequences side
 // by side, are cut into strips, which the head's weights multiply.
 //
-// A weight depends on the distance alone, so all that a head has of them is a table (2H - 1, 2W - 1) of distances, small
+// A weight depends only on the distance, so the weights of a head are a table (2H - 1, 2W - 1) of distances, small
 // enough for the nearest cache: the targets of a piece of a grid row are neighbours in it. Only what is within reach of
 // the kernel is multiplied; all else has one weight, which multiplies its sum. All terms are positive.
 
@@ -33,7 +33,7 @@ struct Kernel {
     return load(data + start, start + LANES <= heads * size * size ? LANES : count);
   }
 
-  // What the weights of a head are relative to: its largest bias, or that of 0 beyond it. NaN stays.
+  // The reference of the weights of a head: its largest bias, or the 0 beyond the kernel. NaN stays.
   float reference(int64_t i) const {
     const int64_t taps = size * size, last = std::max<int64_t>(0, taps - LANES);
     const int count = rest(taps, last);
@@ -43,7 +43,7 @@ struct Kernel {
     return largest(peak);
   }
 
-  // `f` is given some neighbouring taps of a row that reach from a token of the grid to another, how many, and their place
+  // Call `f` with some neighbouring taps of a row that reach from a token of the grid to another, how many, and their place
   // in a table (2H - 1, 2W - 1) of distances.
   template <typename F>
   void each_run(const Shape &s, F f) const {
@@ -61,7 +61,7 @@ struct Table {
   float *outside;
   int64_t stride;  // of a head: (2H - 1, 2W - 1) words, and zeros for more than a vector; pairs are those of neighbours
 
-  // Fills it; by the distance from a source to its targets if it is `turned`.
+  // Fill it, by the distance from a source to its targets if it is `turned`.
   void fill(const Shape &s, const Kernel &kernel, bool turned, int threads) const {
     const int64_t distances = (2 * s.height - 1) * (2 * s.width - 1);
     Region region;
@@ -99,7 +99,7 @@ struct Inputs {
   Mask mask;
   float *e, underflow;
 
-  // Those of a head of a group at a token, from its first sequence on.
+  // The exponentials of a head of a group at a token, from its first sequence on.
   const float *weights(const Group &g, int64_t head, int64_t t) const {
     return e + (g.b * s.tokens() + t) * s.heads + g.head + head;
   }
@@ -128,7 +128,7 @@ void weigh(const Inputs<Op> &in, int threads) {
     }
 }
 
-// `f` is given a head of the group, a token of a piece of a row, and its sums.
+// Call `f` with a head of the group, a token of a piece of a row, and its sums.
 template <typename Op, typename F>
 void sum_piece(const Group &g, const Table<Op> &table, const Sources<Op> &x, int64_t row, int64_t piece, float *start,
                float *sums, F f) {
@@ -188,7 +188,7 @@ void enter(const Inputs<Op> &in, const Group &g, int64_t head, int64_t t, float 
   store(columns, Vec{}, LANES);
 }
 
-// What a thread works with.
+// The buffers of a thread.
 template <typename Op>
 struct Forward {
   const Inputs<Op> &in;
@@ -305,7 +305,7 @@ struct Backward {
     return good;
   }
 
-  // What the gate makes of a token's gradients, kept as the i'th.
+  // A token's gradients after the gate, kept as the i'th.
   void spread(const Group &g, int64_t t, int64_t i) {
     for (int64_t image = 0; image < g.images; ++image)
       g.vectors(image, t, [&](const Place &at, int64_t c) {
@@ -356,7 +356,7 @@ struct Backward {
   }
 };
 
-// Calls what `make` makes, a pointer, for each thread with every group; returns whether nothing is lost.
+// Call what `make` makes, a pointer, for each thread with every group; return whether nothing is lost.
 template <typename Op, typename F>
 int each_group(const Inputs<Op> &in, int threads, F make) {
   const Cut cut(in.s, threads);
@@ -401,7 +401,7 @@ struct Call {
 
   Shape shape() const { return {batch, height, width, channels, kernel.heads, kernel.size / 2, channels / kernel.heads}; }
 
-  // Calls `f` with what the kernels take, its table filled.
+  // Call `f` with the arguments of the kernels, the table filled.
   template <typename F>
   int with_inputs(const Shape &s, bool turned, float underflow, int threads, F f) const {
     return with_words(pairs, scratch, [&](auto op, const auto *) {

@@ -75,5 +75,5 @@ def _call(inputs: ConvInputs, held: list[Tensor]) -> tuple[int, ...]:
 
 
 def _words(grid: Sequence[int]) -> int:
-    # Of a head's table of distances, with a vector of zeros behind it; whole vectors.
+    # The length of a head's table of distances and a vector of zeros after it, in whole vectors.
     return whole_vectors((2 * grid[0] - 1) * (2 * grid[1] - 1)) + lanes()

@@ -24,7 +24,7 @@ struct Shape {
 
   int64_t reach() const { return size / 2; }
   int64_t padded() const { return width + size - 1; }
-  int64_t map() const { return height * padded() + 1; }  // behind it a zero
+  int64_t map() const { return height * padded() + 1; }  // a zero after it
   int64_t tokens() const { return height * width; }
   int64_t blocks() const { return (channels + LANES - 1) / LANES; }
 };
@@ -57,7 +57,7 @@ void tap_grad_tile(const Vec *g, const Vec *map, const Shape &s, int64_t dy, int
   }
 }
 
-// f<N> for an N that is known at run time.
+// Call f<N> for an N that is known at run time.
 template <int N = TILE>
 void mix_row(int64_t n, const Vec *map, const Vec *taps, const Shape &s, int64_t y, int64_t x, Vec *out) {
   if (n == N) return mix_tile<N>(map, taps, s, y, x, out);
@@ -70,7 +70,7 @@ void tap_grad_row(int64_t n, const Vec *g, const Vec *map, const Shape &s, int64
   if constexpr (N > 1) tap_grad_row<N - 1>(n, g, map, s, dy, first, grad);
 }
 
-// Cut a length into pieces of nearly equal size, none above TILE: f(first, size).
+// Cut a length into pieces of nearly equal size, none above TILE, and call f(first, size) for each.
 template <typename F>
 void in_tiles(int64_t length, F f) {
   const int64_t count = (length + TILE - 1) / TILE;
@@ -111,8 +111,8 @@ struct Window {
   }
 };
 
-// The same for one source of each target, at an offset of its own for every channel. Its maps are not padded, but have a
-// zero behind their tokens.
+// The weights of one source of each target, at an offset of its own for every channel. Its maps are not padded, but have
+// a zero after their tokens.
 struct OneOffset {
   static constexpr bool ONE_SOURCE = true;
   const Shape &s;
@@ -350,7 +350,7 @@ struct Bias {
     return load(data + start, start + LANES <= channels * side * side ? LANES : count);
   }
 
-  // What the weights of LANES channels are relative to: the larger of 0 and the largest bias of each. NaN stays.
+  // The reference of the weights of LANES channels: the larger of 0 and the largest bias of each. NaN stays.
   Vec reference(int64_t first, int lanes) const {
     const int64_t taps = side * side, last = std::max<int64_t>(0, taps - LANES);
     Tile tile;
@@ -366,7 +366,7 @@ struct Bias {
     return peak;
   }
 
-  // `f` is given each tap in the middle, and the biases of LANES channels there.
+  // Call `f` with each tap in the middle, and its biases of LANES channels.
   template <typename F>
   void each_tap(int64_t first, int lanes, F f) const {
     const bool whole = size == side;
@@ -451,7 +451,7 @@ struct BackwardCall {
 extern "C" {
 
 // y and, unless den is null, the denominators, at the references of the keys and of the bias. Returns 0 where a denominator
-// has lost digits: the result is to be thrown away.
+// has lost digits: discard the result.
 int aft_depthwise_forward(const ForwardCall *packed, DigitLimits limits, int threads) {
   return guarded([&] {
     const Call &call = packed->call;

@@ -1,9 +1,9 @@
-// Linear layers for the few rows of a step of decoding, with the layer norm before and the GELU or the sum behind.
+// Linear layers for the few rows of a step of decoding, with the layer norm before and the GELU or the sum after.
 //
-// Their time is that of reading the weights once, in the order of memory: rows of a matrix that are read side by side
-// would each look like a stream of their own, too short to be noticed. Where the batch makes that worth while all the
-// same, they are fetched in order, some way ahead. What is fetched again for every few rows of the batch is there
-// already, or had been dropped.
+// Their time is that of reading the weights once, in the order of memory: rows of a matrix that are read in parallel
+// would each look like a stream of their own, too short for the hardware's prefetch. Where the batch makes parallel reads
+// worth while all the same, the rows are prefetched in order, some way ahead. A repeated prefetch, for every few rows of
+// the batch, finds its line in the cache or loads it again.
 
 #include <omp.h>
 
@@ -19,7 +19,7 @@ namespace {
 
 // Rows of the batch for which the weights are read in order.
 constexpr int IN_ORDER = 2;
-// Numbers between a weight that is read and one that is fetched.
+// Numbers between a weight that is read and one that is prefetched.
 constexpr int64_t AHEAD = 4096;
 
 // erf(x), with an error of 1e-7 at most. Minimax polynomials, near 0 of erf(x) / x, elsewhere of log(1 - erf(x)).
@@ -93,7 +93,7 @@ void rows(const float *x, const float *weight, int64_t n, int64_t count, float *
   for (; r < count; ++r) products<B, 1>(x, weight + r * n, n, out + r, width);
 }
 
-// norm(x) of rows.
+// Normalise rows: norm(x).
 void normalise(const Layer &layer, const float *x, int64_t batch, float *y) {
   const int64_t n = layer.inputs;
   const auto mean = [&](auto value) {
@@ -112,7 +112,7 @@ void normalise(const Layer &layer, const float *x, int64_t batch, float *y) {
   }
 }
 
-// What a thread of several does of layers one after the other, each of which takes what all have made of that before.
+// The share of one thread in consecutive layers, each of which reads the whole result of the layer before.
 class Worker {
  public:
   Worker(int64_t batch, Region &region) : batch_(batch), region_(region) {}
@@ -144,7 +144,7 @@ class Worker {
     }
   }
 
-  // What stands behind the product, for some outputs.
+  // Apply the bias and what follows the product to some outputs.
   void finish(const Layer &layer, int64_t start, int lanes, const float *residual, float *out) const {
     const Vec bias = layer.bias ? load(layer.bias + start, lanes) : Vec{};
     for (int64_t b = 0; b < batch_; ++b) {

@@ -1,14 +1,14 @@
-// What `dense.cpp` gives to other files.
+// The interface of `dense.cpp`.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-// Numbers that a thread is worth its start for.
+// Numbers to read from which on starting a thread pays.
 constexpr int64_t THREAD_NUMBERS = 16384;
 
-// How many of the threads that may be taken to take for reading some numbers.
+// The number of threads for reading some numbers, of those that are allowed.
 inline int threads_for(int64_t numbers, int threads) {
   return std::clamp<int64_t>(numbers / THREAD_NUMBERS, 1, std::max(threads, 1));
 }
@@ -24,13 +24,13 @@ struct Layer {
 
 extern "C" {
 
-// Both return 0, or how they have failed.
+// Both return 0, or a code of failure.
 
 // out (batch, outputs) = layer(x), of x (batch, inputs).
 int aft_dense(const Layer *layer, int64_t batch, const float *x, float *out, int threads);
 
-// What a block does behind its mixer, of layers proj, fc1, fc2: x += proj(y), or x += y where proj has no weight, then
-// out = x + fc2(fc1(x)). `sum` has room for x, `hidden` for the outputs of fc1.
+// The part of a block after its mixer, of layers proj, fc1, fc2: x += proj(y), or x += y where proj has no weight, then
+// out = x + fc2(fc1(x)). `sum` is a buffer for x, `hidden` for the outputs of fc1.
 int aft_dense_block(const Layer *layers, int64_t batch, const float *x, const float *y, float *sum, float *hidden,
                     float *out, int threads);
 }

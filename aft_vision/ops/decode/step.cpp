@@ -1,4 +1,4 @@
-// One token of AFT-simple and of AFT-local (AFT Eq. 5, 4, causal) with its state, alone and inside a block.
+// One token of AFT-simple and of AFT-local (AFT Eq. 5, 4, causal) with its state, as an operation and inside a block.
 
 #include <algorithm>
 #include <limits>
@@ -24,7 +24,7 @@ struct Band {
   int64_t tokens, width;
 };
 
-// Who mixes the tokens of a block: one of the operations here, or the caller.
+// The mixer of a block: one of the operations here, or the caller.
 enum Mixer : int64_t { SIMPLE, LOCAL, CALLER };
 
 // A block, and the state of its mixer: of AFT-simple `sums` and `ring` are numerator and denominator.
@@ -46,12 +46,12 @@ struct Decoder {
   float *projected, *mixed, *sum, *hidden;
 };
 
-// The numbers of `ops.decode.eager` by these names, in nats but for `smallest`.
+// The numbers of `ops.decode.eager` by these names, in nats except for `smallest`.
 struct Limits {
   float headroom, reach, smallest;
 };
 
-// f(i, lanes) of every vector of n numbers.
+// Call f(i, lanes) for every vector of n numbers.
 template <typename F>
 void for_each_vector(int64_t n, F f) {
   for (int64_t i = 0; i < n; i += LANES) f(i, static_cast<int>(std::min<int64_t>(LANES, n - i)));
@@ -59,10 +59,10 @@ void for_each_vector(int64_t n, F f) {
 
 Vec exp_of(float x) { return exp_(splat(x)); }
 
-// Values, 0 where a key of minus infinity counts for nothing: what stands there may be NaN.
+// Return the values, 0 where the key is minus infinity: the value may be NaN.
 Vec counted(Vec key, Vec value) { return key == splat(-std::numeric_limits<float>::infinity()) ? Vec{} : value; }
 
-// Whether the exponential of every key, less its reference, can stand in the ring.
+// Return whether the exponential of every key, less its reference, can be stored in the ring.
 bool fits(const Shape &s, Tokens k, const float *reference, Limits limits) {
   for (int64_t b = 0; b < s.batch; ++b)
     for (int64_t d = 0; d < s.channels; ++d) {
@@ -73,7 +73,7 @@ bool fits(const Shape &s, Tokens k, const float *reference, Limits limits) {
   return true;
 }
 
-// What a token of a ring is multiplied by, slot by slot; `top` is the largest bias, with that of 0 before the window.
+// The weights of the tokens of a ring, slot by slot; `top` is the largest bias, with that of 0 before the window.
 struct Row {
   std::vector<float> weights;
   float top = 0.0f, low = 0.0f;
@@ -118,7 +118,7 @@ void band_row(const Band &band, int64_t t, int64_t size, int threads) {
   }
 }
 
-// What `aft_local_step` does.
+// The operation of `aft_local_step`.
 int local_step(const Shape &s, Tokens q, Tokens k, Tokens v, Band band, const float *reference, float *sums, float *ring,
                int64_t *position, const bool *holds_keys, float *out, Limits limits, int threads) {
   const int64_t count = *position, slot = count % s.window, width = 2 * s.channels;
@@ -205,7 +205,7 @@ int aft_simple_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, float *r
 }
 
 // y (B, D) of a token, which goes into a ring of exponentials. q may be null; `sizes` are B, D and s. Returns 0; 1 if a
-// key does not fit, or the ring holds keys, where nothing has been done but for the row of the band; 2 if y has
+// key is out of range, or the ring holds keys, where only the row of the band has been written; 2 if y has
 // underflowed, where the state is that after the token; 3 if the bias has no row for it; 4 if the position is negative.
 int aft_local_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, Band band, const float *reference, float *sums,
                    float *ring, int64_t *position, const bool *holds_keys, float *out, Limits limits, int threads) {
@@ -219,7 +219,7 @@ int aft_local_step(const int64_t *sizes, Tokens q, Tokens k, Tokens v, Band band
 
 namespace {
 
-// The mixer of a block between its layers. Returns what `aft_local_step` does, or 5 if the caller has to mix.
+// The mixer of a block between its layers. Returns what `aft_local_step` does, or 5 if the caller must mix.
 int mix(const Decoder &decoder, const Block &block, Limits limits, int threads) {
   if (block.mixer == CALLER) return 5;
   const int64_t width = block.layers[0].outputs, channels = block.layers[0].inputs;
@@ -237,8 +237,8 @@ int mix(const Decoder &decoder, const Block &block, Limits limits, int threads) 
 extern "C" {
 
 // Takes a token x (B, C), which is overwritten, through the blocks from *place on and through the head, to out (B, n).
-// Returns 0; or, with *place at a block that the caller has to mix, what `aft_local_step` does, or 5: the call is then
-// to be made again, with `mixed` (B, C) of that block, which is null otherwise.
+// Returns 0; or, with *place at a block that the caller must mix, what `aft_local_step` does, or 5: call it
+// again then, with `mixed` (B, C) of that block, which is null otherwise.
 int aft_decode(const Decoder *decoder, int64_t *place, float *x, const float *mixed, float *out, Limits limits,
                int threads) {
   const Decoder &d = *decoder;

@@ -13,8 +13,8 @@
 
 namespace {
 
-// Blocks of channels that are worked together for a tile of rows, so that weights which fit no cache near by are read
-// once for all of them.
+// Blocks of channels that are processed together for a tile of rows, so that weights larger than the nearest cache are
+// read once for all of them.
 constexpr int64_t NEAR_BYTES = 2 << 20, BLOCKS = 6;
 
 // Some blocks of channels of a sequence, a vector each.
@@ -37,7 +37,7 @@ struct Shape {
     return std::max<int64_t>(1, std::min({BLOCKS, blocks(), batch * blocks() / threads}));
   }
 
-  // In an order that leaves a thread with a sequence.
+  // Ordered so that a thread stays with a sequence.
   int64_t groups(int64_t together) const { return (blocks() + together - 1) / together; }
 
   Group group(int64_t item, int64_t together) const {
@@ -61,7 +61,7 @@ struct Keys {
     }
   }
 
-  // A token's weight and weighted value: nothing where it does not count or is beyond the sequence.
+  // A token's weight and weighted value: 0 where it is masked or beyond the sequence.
   void weigh(const Place &at, Vec &top, Vec &bottom) const {
     top = bottom = Vec{};
     if (at.t >= mask.tokens || !mask.counts(at.b, at.t)) return;
@@ -75,16 +75,16 @@ template <typename Op>
 class Strips {
  public:
   Strips(int64_t tokens, int64_t blocks)
-      : words_((tokens + Op::DEPTH - 1) / Op::DEPTH), room_(blocks * STRIPS * words_ * LANES) {}
+      : words_((tokens + Op::DEPTH - 1) / Op::DEPTH), buffer_(blocks * STRIPS * words_ * LANES) {}
 
   int64_t words() const { return words_; }
   int64_t strip() const { return words_ * LANES; }
-  const typename Op::Word *data(int64_t block) const { return room_.data() + block * STRIPS * strip(); }
+  const typename Op::Word *data(int64_t block) const { return buffer_.data() + block * STRIPS * strip(); }
 
-  // `f` is given a token and writes its value and its key.
+  // `f` gets a token and writes its value and its key.
   template <typename F>
   void fill(int64_t block, F f) {
-    typename Op::Word *to = room_.data() + block * STRIPS * strip();
+    typename Op::Word *to = buffer_.data() + block * STRIPS * strip();
     for (int64_t i = 0; i < words_; ++i, to += LANES) {
       Vec top[Op::DEPTH], bottom[Op::DEPTH];
       for (int j = 0; j < Op::DEPTH; ++j) f(i * Op::DEPTH + j, top[j], bottom[j]);
@@ -95,10 +95,10 @@ class Strips {
 
  private:
   int64_t words_;
-  Room<typename Op::Word> room_;
+  Buffer<typename Op::Word> buffer_;
 };
 
-// Sums over terms by the weights (T / ROWS, words, ROWS) of their rows. `f` is given a block, a row and its two sums;
+// Sums over terms by the weights (T / ROWS, words, ROWS) of their rows. `f` gets a block, a row and its two sums;
 // `ahead` a block and a row, before.
 template <typename Op, typename Ahead, typename F>
 void each_sum(const typename Op::Word *weights, int64_t tokens, int64_t blocks, const Strips<Op> &x, Ahead ahead, F f) {
@@ -149,7 +149,7 @@ int forward(const Forward &call, const typename Op::Word *weights, int threads) 
       each_sum<Op>(
           weights, s.tokens, g.count, x,
           [&](int64_t i, int64_t t) {
-            // The products leave time to fetch what comes next.
+            // The products leave time to prefetch the next operands.
             if (call.q.data) g.place(i, t).prefetch(call.q);
             if (!more) return;
             const Place next = g.place(i + g.count, t);
@@ -170,7 +170,7 @@ int forward(const Forward &call, const typename Op::Word *weights, int threads) 
   return good;
 }
 
-// What the gradient of the weights is made of: rows of targets, and strips of sources whose terms are channels.
+// The operands of the gradient of the weights: rows of targets, and strips of sources whose terms are channels.
 template <typename Op>
 class Outer {
  public:
@@ -223,7 +223,7 @@ class Outer {
   }
 
   int64_t tokens_, strips_, terms_;
-  Room<typename Op::Word> targets_, sources_;
+  Buffer<typename Op::Word> targets_, sources_;
 };
 
 // The inputs and outputs of a backward; q, dq, the mask's elements and d_weights may be null.
@@ -234,7 +234,7 @@ struct Gradients {
   Stream dq, dk, dv;
   float underflow, *d_weights;
 
-  // Those of a thread, which has d_weights of its own.
+  // The inputs and outputs of a thread, which has d_weights of its own.
   Gradients of_thread(int thread) const {
     Gradients own = *this;
     if (d_weights) own.d_weights += thread * s.tokens * ((s.tokens + LANES - 1) / LANES * LANES);
@@ -247,7 +247,7 @@ template <typename Op>
 struct Backward : Gradients {
   Strips<Op> r;
   Outer<Op> outer;
-  Room<float> kept;
+  Buffer<float> kept;
 
   Backward(const Gradients &call, int64_t together)
       : Gradients(call),
@@ -335,9 +335,9 @@ int backward(const Gradients &call, const typename Op::Word *weights, int thread
 // The largest bias of a target, which its weights are relative to.
 float peak_of(const float *row, int64_t tokens) { return *std::max_element(row, row + tokens); }
 
-// Fills (T / ROWS, words, ROWS) with the weights e^(bias - peak) of a bias (T, T), words of terms for a tile of rows after
-// another: of ROWS targets by their sources, or of ROWS sources by their targets. What is beyond the last row is left as it
-// was.
+// Fill (T / ROWS, words, ROWS) with the weights e^(bias - peak) of a bias (T, T), words of terms for a tile of rows after
+// another: of ROWS targets by their sources, or of ROWS sources by their targets. Rows after the last are not
+// written.
 template <typename Op>
 void tile_weights(const float *bias, int64_t tokens, bool by_source, typename Op::Word *out, int threads) {
   const int64_t words = (tokens + Op::DEPTH - 1) / Op::DEPTH, vectors = (tokens + LANES - 1) / LANES;
@@ -399,7 +399,7 @@ struct Call {
 
   Shape shape() const { return {batch, tokens, channels}; }
 
-  // Calls `f` with the way to multiply and the weights.
+  // Call `f` with the way to multiply and the weights.
   template <typename F>
   int with_weights(bool by_source, int threads, F f) const {
     return with_words(pairs, weights, [&](auto op, const auto *words) {
