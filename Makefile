@@ -13,7 +13,7 @@ SECONDS ?= 600
 FUZZ_ARGS ?=
 # What `make gpu` gets: make gpu GPU_ARGS='--data imagenette.tar --pieces a b'
 GPU_ARGS ?=
-# make package EMPTY=1 downloads every dependency of the wheel, of which PyTorch alone is gigabytes
+# make package EMPTY=1 downloads every dependency of the wheel, of which PyTorch is gigabytes
 EMPTY ?=
 
 # What FFCV is built with, by Debian's names
@@ -43,7 +43,7 @@ test: ffcv
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # The C++ kernels, built for AddressSanitizer and UndefinedBehaviorSanitizer, and their tests. torch throws exceptions of
-# its own, for which the library of C++ must be there as early as the sanitizer; Python never frees all its memory.
+# its own, for which the library of C++ must be loaded as early as the sanitizer; Python never frees all its memory.
 sanitize: $(STAMP)
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.cache/sanitize CXX='$(CXX) $(SANITIZE)' ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \

@@ -155,7 +155,7 @@ def describe(shape: Shape, file_format: str) -> str:
     """Describe the inputs of the file."""
     if file_format not in ('onnx', 'pt2'):
         return ''
-    sizes = f'{shape.size[0]} x {shape.size[1]} alone' if shape.fixed_size else 'any height and width'
+    sizes = f'{shape.size[0]} x {shape.size[1]} only' if shape.fixed_size else 'any height and width'
     return f': it takes {sizes}, {"any batch" if shape.batch is None else f"a batch of {shape.batch}"}'
 
 

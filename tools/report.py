@@ -42,7 +42,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument('--max-heads', type=int, default=16, help='heads per layer that are drawn (default: 16)')
     add_device(parser)
-    parser.add_argument('--out', type=Path, help='the page (default: report.html beside the checkpoint)')
+    parser.add_argument('--out', type=Path, help='the page (default: report.html next to the checkpoint)')
     return parser.parse_args(argv)
 
 

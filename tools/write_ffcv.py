@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     paths = {name: args.out / f'{name}.beton' for name in args.splits}
     present = [str(path) for path in paths.values() if path.exists()]
     if present and not args.overwrite:
-        raise FileExistsError(f'expected new files, got {", ".join(present)}, which are there; give --overwrite')
+        raise FileExistsError(f'expected new files, got {", ".join(present)}, which exist; give --overwrite')
     # Open all splits first, so that nothing is written if one is missing.
     splits = {path: open_split(args, name) for name, path in paths.items()}
     for path, split in splits.items():

@@ -84,7 +84,7 @@ def save_checkpoint(content: dict[str, Any], path: Path, keep: int = 1) -> None:
     except (OSError, RuntimeError) as error:
         # torch wraps the reason in a RuntimeError.
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
-        raise OSError(f'could not write {path}; what was there before is whole: {reason}') from reason
+        raise OSError(f'could not write {path}; the files from before are whole: {reason}') from reason
 
 
 def _latest(folder: Path) -> list[Path]:

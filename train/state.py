@@ -183,8 +183,8 @@ class TrainState:
         expected, found = _shapes(self.task.get_task_state()), _shapes(saved)
         if found != expected:
             raise ValueError(
-                f'expected a checkpoint of a run that trains {expected or "nothing"} beside the model, as distill.kind '
-                f'and distill.teacher of this one say, got {source} with {found or "nothing"}'
+                f'expected a checkpoint of a run that trains {expected or "nothing"} next to the model, as '
+                f'distill.kind and distill.teacher of this one say, got {source} with {found or "nothing"}'
             )
         self.task.load_task_state(saved)
         if self.task.has_ema():

@@ -50,7 +50,7 @@ class Throughput:
     """Images/s, or sequences/s, over all processes.
 
     Attributes:
-        loader: Rate of the loader alone.
+        loader: Rate of the loader without the model.
         model: Rate of forward and backward passes on one batch, with the augmentation of training.
         both: Rate of these passes on the batches of the loader.
         unit: Unit that is counted.

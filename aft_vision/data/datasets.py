@@ -261,7 +261,7 @@ def _open_folder(folder: Path) -> Split:
         raise ValueError(f'expected images in the class folders of {folder}, got none{others}')
     astray = [path for path in paths if Path(path).parent.parent != folder]
     if astray:
-        raise ValueError(f'expected images in the class folders of {folder} alone, got {min(astray)}')
+        raise ValueError(f'expected images only in the class folders of {folder}, got {min(astray)}')
     labels = [os.path.basename(os.path.dirname(path)) for path in paths]
     without_images = sorted(set(class_folders) - set(labels))
     if without_images:
@@ -289,7 +289,7 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     chosen = [i for i, folder in enumerate(folders) if folder.parent in splits]
     for sample, folder in zip(reader.samples, folders, strict=True):
         if folder.parent not in splits and splits & {folder, *folder.parents}:
-            raise ValueError(f'expected images in the class folders of {path} alone, got {sample[0].name} in it')
+            raise ValueError(f'expected images only in the class folders of {path}, got {sample[0].name} in it')
     used = {folders[i].name for i in chosen}
     present, ignored = _look_through_tar(path, splits)
     empty = sorted(present - used)

@@ -135,7 +135,7 @@ def model_card(
     config = resolve_model_data_config(model)
     is_aft = isinstance(model, AFTVisionTransformer)
     height, width = size or default_size(model)
-    sizes = 'this size alone' if has_fixed_input_size(model) else 'any other that is a multiple of the patch size'
+    sizes = 'only this size' if has_fixed_input_size(model) else 'any other that is a multiple of the patch size'
     details = {
         'Architecture': cfg['architecture'],
         'Parameters': f'{sum(x.numel() for x in model.parameters()):,}',

@@ -48,7 +48,7 @@ def ranking_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> d
 def impression_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> dict[str, np.ndarray]:
     """Return the metrics of each impression with both labels, in order; `ranking_metrics` gives their means.
 
-    MRR is the mean of 1 / rank over all clicked candidates, not of the first alone. nDCG has gains 2^label - 1 and
+    MRR is the mean of 1 / rank over all clicked candidates, not only of the first. nDCG has gains 2^label - 1 and
     discounts log2(1 + rank).
     """
     data = _check(scores, labels, sizes)

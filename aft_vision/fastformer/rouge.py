@@ -68,7 +68,7 @@ def _warn_of_other_letters(references: Sequence[str]) -> None:
     others = [text for text in references if any(map(str.isalpha, text)) and not re.search('[a-z]', text.lower())]
     if others:
         warnings.warn(
-            f'ROUGE counts the letters a to z and digits alone: {len(others)} of {len(references)} references have '
+            f'ROUGE counts only the letters a to z and digits: {len(others)} of {len(references)} references have '
             f'other letters only, such as {others[0]!r:.80}, and their scores say nothing of their words',
             # Whoever called a public function, of which each calls _score.
             stacklevel=4,

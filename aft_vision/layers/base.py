@@ -96,7 +96,7 @@ class GridMixer(AFTMixer):
     Args:
         dim: channels C.
         num_heads: h, which divides dim. None is one head per channel.
-        local_conv: add a 3 x 3 depthwise convolution of the values to the mean, behind the gate; not in the paper.
+        local_conv: add a 3 x 3 depthwise convolution of the values to the mean, after the gate; not in the paper.
         kwargs: of `AFTMixer`.
     """
 
@@ -123,7 +123,7 @@ class GridMixer(AFTMixer):
                 nn.init.zeros_(self.local_conv.bias)
 
     def _output(self, y: Tensor, v: Tensor, grid: tuple[int, int], mask: Tensor | None) -> Tensor:
-        # (B, T, C) behind the operation, from its result and its values.
+        # (B, T, C) after the operation, from its result and its values.
         if self.local_conv is not None:
             y = y + self.local_conv(tokens_to_maps(v, grid, mask)).flatten(2).transpose(1, 2)
         return self.proj_drop(self.proj(y))

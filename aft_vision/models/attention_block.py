@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class AttentionBlock(Block):
-    """timm's block with multi-head softmax attention among AFT blocks; arguments as there."""
+    """timm's block with multi-head softmax attention among AFT blocks; its arguments are timm's."""
 
     # The grid is for AFT mixers: attention has no position bias.
     def forward(  # type: ignore[override]

@@ -39,12 +39,12 @@ def load_torch_file(path: str | Path) -> Any:
             ) from error
         # timm lets this one through, which is a plain container.
         way_out = (
-            'torch.save(timm.models.load_state_dict(FILE, use_ema=False), NEW_FILE) keeps its weights alone'
+            'torch.save(timm.models.load_state_dict(FILE, use_ema=False), NEW_FILE) keeps only its weights'
             if others == ['argparse.Namespace']
-            else 'save its weights alone'
+            else 'save only its weights'
         )
         raise ValueError(
-            f'expected a file of weights alone, got {path} with {", ".join(others)}, and nothing but tensors is read '
+            f'expected a file of only weights, got {path} with {", ".join(others)}, and nothing but tensors is read '
             f'from a file; {way_out}'
         ) from error
 
@@ -52,7 +52,7 @@ def load_torch_file(path: str | Path) -> Any:
 def _other_contents(path: str | Path) -> list[str]:
     try:
         return list(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    # It reads zip files alone, the form of every torch since 1.6.
+    # It reads only zip files, the form of every torch since 1.6.
     except (RuntimeError, ValueError, pickle.UnpicklingError):
         return []
 

@@ -368,7 +368,7 @@ def test_an_image_outside_the_class_folders_is_named(tmp_path, place, as_tar):
     (folder / place).parent.mkdir(exist_ok=True)
     Image.new('RGB', (4, 4)).save(folder / place)
     path = make_tar(tmp_path / 'all.tar', folder) if as_tar else folder
-    with pytest.raises(ValueError, match=rf'in the class folders of .* alone, got .*{place}'):
+    with pytest.raises(ValueError, match=rf'only in the class folders of .*, got .*{place}'):
         open_train_split(Source(dir=str(path)), 1)
 
 

@@ -90,7 +90,7 @@ def test_the_card_of_another_model_does_not_speak_of_aft(tmp_path):
     model = timm.create_model('vit_tiny_patch16_224', **TINY_VIT)
     export_hub_folder(model, tmp_path / 'hub', (32, 24))
     card = (tmp_path / 'hub' / 'README.md').read_text()
-    assert '32 x 24 pixels; takes this size alone' in card
+    assert '32 x 24 pixels; takes only this size' in card
     assert 'aft_vision' not in card
     assert 'zhai2021attention' not in card
     loaded = timm.create_model(f'local-dir:{tmp_path / "hub"}', pretrained=True).eval()

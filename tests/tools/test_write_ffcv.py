@@ -31,7 +31,7 @@ def test_a_file_that_is_there_is_kept_unless_it_is_to_be_replaced(tmp_path):
     folder = make_folder(tmp_path / 'images', {'val': ['a']})
     arguments = ['--data', str(folder), '--out', str(tmp_path), '--splits', 'val', '--workers', '0', '--quiet']
     main(arguments)
-    with pytest.raises(FileExistsError, match=r'got .*val\.beton, which are there; give --overwrite'):
+    with pytest.raises(FileExistsError, match=r'got .*val\.beton, which exist; give --overwrite'):
         main(arguments)
     main([*arguments, '--overwrite'])
 

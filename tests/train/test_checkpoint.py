@@ -38,7 +38,7 @@ def full_disk() -> Iterator[None]:
 
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path, full_disk):
     save_checkpoint({'epoch': 1}, tmp_path / 'last.pth')
-    with pytest.raises(OSError, match=r'could not write .*last\.pth; what was there before is whole: .*too large'):
+    with pytest.raises(OSError, match=r'could not write .*last\.pth; the files from before are whole: .*too large'):
         save_checkpoint({'epoch': 2, 'state_dict': {'a': torch.zeros(100_000)}}, tmp_path / 'last.pth')
     assert torch.load(tmp_path / 'last.pth', weights_only=True) == {'epoch': 1}
     assert [path.name for path in tmp_path.iterdir()] == ['last.pth']

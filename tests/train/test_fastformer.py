@@ -499,7 +499,7 @@ def test_buckets_depend_on_the_seed_and_the_epoch_alone():
         ('optim.name=adamw_torhc', r"optim\.name = 'adamw_torhc' is not an optimizer; did you mean adamw_torch"),
         ('run.seeds=[1,1]', r'run\.seeds to be one seed or several different ones, got \[1, 1\]'),
         ('data.valid_share=0.95', r'data\.test_share \+ data\.valid_share to be below 1'),
-        ('data.bodies=docs.tsv', r"data\.bodies to be null but for mind_topic, got 'docs\.tsv'"),
+        ('data.bodies=docs.tsv', r"data\.bodies to be null except for mind_topic, got 'docs\.tsv'"),
         ('data.kind=mind', r"data\.kind = 'mind': .* expected one of .'amazon', 'jmars', 'acl_imdb', 'mind_topic'"),
         ('data.text_columns=[]', r'data\.text_columns to be one column or several, or null, got \[\]'),
         ('task=clasification', r"task = 'clasification' is not a task; did you mean classification\?$"),
@@ -520,7 +520,7 @@ def test_test_texts_of_another_data_set_than_that_of_the_hub_are_refused(smoke):
 
 @pytest.mark.parametrize('override', ['data.text_columns=[title]', 'data.label_column=topic'])
 def test_columns_that_a_kind_of_data_has_not_are_named(override):
-    with pytest.raises(ValueError, match=rf'{override.partition("=")[0]} to be null but for table, hub, jmars, '):
+    with pytest.raises(ValueError, match=rf'{override.partition("=")[0]} to be null except for table, hub, jmars, '):
         load_text_config(SMOKE, ['data.kind=ag_news', override])
 
 
@@ -590,5 +590,5 @@ def test_a_configuration_of_the_hub_is_named(tmp_path, monkeypatch):
     assert text_run(folder, tmp_path, 'data.kind=hub', 'data.hub_config=b').counts()['train'] == 32
     with pytest.raises(ValueError, match=r"Please pick one among the available configs: \['a', 'b'\]"):
         text_run(folder, tmp_path, 'data.kind=hub')
-    with pytest.raises(ValueError, match=r"data\.hub_config to be null but for hub, got 'b'"):
+    with pytest.raises(ValueError, match=r"data\.hub_config to be null except for hub, got 'b'"):
         load_text_config(SMOKE, ['data.hub_config=b'])

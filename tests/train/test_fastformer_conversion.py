@@ -149,7 +149,7 @@ def test_a_model_for_other_behaviours_is_an_error(trained, requests, tmp_path):
     [
         ('task=convert', "task = 'convert' is not a task; did you mean conversion"),
         ('data.kind=mnid', r'data\.kind'),
-        ('data.drop_missing=true', r'data\.drop_missing to be false but for mind, got True'),
+        ('data.drop_missing=true', r'data\.drop_missing to be false except for mind, got True'),
         ('data.max_behaviors=0', r'data\.max_behaviors to be at least 1, got 0'),
         ('model.max_behaviors=9', r'model\.max_behaviors = 9 is not for an experiment: data\.max_behaviors says'),
         ('model.behavior_types=[a]', r'not for an experiment: the data decide'),

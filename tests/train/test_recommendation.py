@@ -256,7 +256,7 @@ def test_what_is_wrong_with_an_experiment_is_named(override, message):
 
 
 def test_parts_that_exclude_each_other_are_named():
-    with pytest.raises(ValueError, match=r'data\.valid_path to be null but for mind'):
+    with pytest.raises(ValueError, match=r'data\.valid_path to be null except for mind'):
         load_text_config(SMOKE, ['data.kind=movielens', 'data.valid_path=x'])
     with pytest.raises(ValueError, match=r'expected data\.glove to be null with model\.text_model'):
         load_text_config(SMOKE, ['data.glove=x', 'model.text_model=y'])

@@ -80,7 +80,7 @@ class ClassificationData(TextData):
         require('data.test_path', self.test_path, own, 'null for a data set of the hub')
         for name, kinds in KINDS_OF_KEY.items():
             value = getattr(self, name)
-            require(f'data.{name}', value, value is None or self.kind in kinds, f'null but for {", ".join(kinds)}')
+            require(f'data.{name}', value, value is None or self.kind in kinds, f'null except for {", ".join(kinds)}')
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def read_splits(data: ClassificationData) -> DatasetDict:
     """Read the parts `train`, `validation` and `test`, with columns `text` and `label`.
 
     Raises:
-        ValueError: a file is not there, damaged or of another layout; a validation or test part that comes with the
+        ValueError: a file is missing, damaged or of another layout; a validation or test part that comes with the
             data set, or has a file of its own, has other classes than the training texts.
     """
     train = read_texts(data, data.path, sample=data.max_texts, seed=data.split_seed)

@@ -69,9 +69,8 @@ class ConversionData(TextData):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            'data.drop_missing', self.drop_missing, not self.drop_missing or self.kind == 'mind', 'false but for mind'
-        )
+        is_allowed = not self.drop_missing or self.kind == 'mind'
+        require('data.drop_missing', self.drop_missing, is_allowed, 'false except for mind')
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def read_splits(data: ConversionData, table: BehaviorTable) -> DatasetDict:
     """Read the parts `train`, `validation` and `test`.
 
     Raises:
-        ValueError: a file is not there, damaged or of another layout, or a part has requests of one label alone.
+        ValueError: a file is missing, damaged or of another layout, or a part has requests of only one label.
     """
 
     def read(path: str) -> Dataset:

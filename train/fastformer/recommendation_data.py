@@ -50,14 +50,14 @@ class RecommendationData(TextData):
         super().__post_init__()
         for name in ('valid_path', 'test_path'):
             path = getattr(self, name)
-            require(f'data.{name}', path, path is None or self.kind == 'mind', 'null but for mind')
+            require(f'data.{name}', path, path is None or self.kind == 'mind', 'null except for mind')
 
 
 def read_parts(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
     """Read all news, and the impressions for `train`, `validation` and `test`.
 
     Raises:
-        ValueError: a file is not there, damaged or of another layout.
+        ValueError: a file is missing, damaged or of another layout.
     """
     if data.kind == 'movielens':
         news, parts = read_movielens(data.path, data.max_behaviors, data.shown, data.split_seed)

@@ -70,7 +70,7 @@ class TextRun(ABC):
         """Build the run of an experiment and read its data.
 
         Raises:
-            ValueError: a file is not there, damaged or of another layout.
+            ValueError: a file is missing, damaged or of another layout.
         """
 
     @abstractmethod

@@ -103,7 +103,7 @@ def read_splits(data: SummarizationData) -> DatasetDict:
     """Read the parts `train`, `validation` and `test`, with columns `text` and `summary`.
 
     Raises:
-        ValueError: a file is not named, not there, damaged or of another layout.
+        ValueError: a file is not named, missing, damaged or of another layout.
     """
     source = {'table': 'a file', 'hub': 'the name of a data set'}.get(data.kind)
     require('data.path', data.path, source is None or bool(data.path), f'{source} where data.kind is {data.kind}')

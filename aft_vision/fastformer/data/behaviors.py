@@ -156,7 +156,7 @@ def split_behaviors(
         fractions: Share of each part, of rows or of users; they add up to 1.
 
     Raises:
-        ValueError: no such division, rows without a user, or a part has rows of one label alone.
+        ValueError: no such division, rows without a user, or a part has rows of only one label.
     """
     if division == 'random':
         parts = split_dataset(dataset, seed, fractions)

@@ -34,7 +34,7 @@ def read_lines(path: str | Path, member: str | None = None) -> Iterator[tuple[in
         member: Which file of a .zip; needed where it holds several.
 
     Raises:
-        ValueError: the file is not there or damaged.
+        ValueError: the file is missing or damaged.
     """
     path = Path(path)
     if not path.is_file():
@@ -113,7 +113,7 @@ def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
     """Stream some columns of a parquet file; a place counts rows from 1.
 
     Raises:
-        ValueError: the file is not there or damaged, or lacks a column.
+        ValueError: the file is missing or damaged, or lacks a column.
     """
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile

@@ -165,7 +165,7 @@ class NewsCollator:
         if self.pad_token_id is None:
             raise ValueError(
                 'expected a tokenizer with a padding token, got one without; set tokenizer.pad_token, to its eos_token '
-                'for example, and save it beside the model'
+                'for example, and save it next to the model'
             )
 
     def __call__(self, samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Tensor]:

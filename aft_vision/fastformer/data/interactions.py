@@ -71,7 +71,7 @@ def read_mind_clicks(
 ) -> Dataset:
     """Read MIND's impressions as requests: each candidate asks whether it is clicked, given the clicks before.
 
-    The behaviours are clicks alone, so there is one type, `click`. Rows are in the order of time, so that the last of
+    The behaviours are only clicks, so there is one type, `click`. Rows are in the order of time, so that the last of
     them make a test part, and those of an impression have its number.
 
     Args:
@@ -82,7 +82,7 @@ def read_mind_clicks(
         drop_missing: Leave out clicks and candidates that are not in the news, as in an excerpt of MIND.
 
     Raises:
-        ValueError: a file is not there, damaged or of another layout, or has no labels; names line and column.
+        ValueError: a file is missing, damaged or of another layout, or has no labels; names line and column.
     """
     folders = [folder] if isinstance(folder, (str, Path)) else list(folder)
     news = read_mind_news(folders, text)
