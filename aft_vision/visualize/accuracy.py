@@ -15,6 +15,8 @@ from aft_vision.visualize.photographs import class_labels, load_batches, load_ph
 # Shorter sides of files, in pixels, that separate the bins.
 EDGES = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MOST_CLASSES = 40
+# Of fewer images the interval of 95 % is wider than 40 points, and ten equal classes look like 20 to 90 %.
+FEWEST_IMAGES = 20
 # Of a two-sided interval of 95 %.
 NORMAL = 1.96
 
@@ -77,23 +79,27 @@ def standard_error(right: int, count: int) -> float:
 
 
 def by_size(judged: Sequence[Judged]) -> dict[str, list[Judged]]:
-    """Return photographs by the bin of EDGES that the shorter side of their file is in, small ones first."""
+    """Return photographs by the bin of EDGES that the shorter side of their file is in, small ones first.
+
+    Bins of fewer than FEWEST_IMAGES are left out.
+    """
     bounds = [0, *EDGES, math.inf]
     groups = {}
     for low, high in pairwise(bounds):
         name = f'below {high}' if low == 0 else f'{low} and more' if high == math.inf else f'{low} to {int(high) - 1}'
         groups[name] = [each for each in judged if low <= each.short_side < high]
-    return {name: group for name, group in groups.items() if group}
+    return {name: group for name, group in groups.items() if len(group) >= FEWEST_IMAGES}
 
 
 def by_class(judged: Sequence[Judged], names: Sequence[str]) -> dict[str, list[Judged]]:
     """Return photographs by the name of their class, the most accurate class last.
 
-    Of more than MOST_CLASSES classes, those at both ends are returned.
+    Classes of fewer than FEWEST_IMAGES are left out. Of more than MOST_CLASSES, those at both ends are returned.
     """
     groups: dict[str, list[Judged]] = {}
     for each in judged:
         groups.setdefault(names[each.truth], []).append(each)
+    groups = {name: group for name, group in groups.items() if len(group) >= FEWEST_IMAGES}
     order = sorted(groups, key=lambda name: (_share(groups[name]), name))
     if len(order) > MOST_CLASSES:
         order = order[: MOST_CLASSES // 2] + order[-MOST_CLASSES // 2 :]

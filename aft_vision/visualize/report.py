@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from aft_vision.layers import AFTMixer
 from aft_vision.sizes import default_size
-from aft_vision.visualize.accuracy import by_class, by_size, draw_examples, draw_groups, judge, standard_error
+from aft_vision.visualize.accuracy import (
+    FEWEST_IMAGES,
+    MOST_CLASSES,
+    by_class,
+    by_size,
+    draw_examples,
+    draw_groups,
+    judge,
+    standard_error,
+)
 from aft_vision.visualize.attention import (
     attention_heads,
     draw_implicit_attention,
@@ -135,18 +144,17 @@ def _accuracy_section(report: Report) -> str:
         paragraph(
             f'Top-1 {100 * share:.1f}% with a standard error of {100 * error:.1f}, on {len(judged)} images whose '
             f'folders are named after classes. The model sees all at {height} \u00d7 {width} pixels. '
-            'Points in the pictures have intervals of 95 % (Wilson), and the number of images is in brackets.'
+            'Points in the pictures have intervals of 95 % (Wilson), and the number of images is in brackets. '
+            f'Classes and ranges of file sizes with fewer than {FEWEST_IMAGES} images are left out.'
         )
     ]
     sizes, classes = by_size(judged), by_class(judged, names)
     count = len({each.truth for each in judged})
-    by = 'class' if len(classes) == count else f'class: the {len(classes)} lowest and highest of {count}'
+    by = f'class: the {MOST_CLASSES} lowest and highest of {count}' if len(classes) == MOST_CLASSES < count else 'class'
     for groups, label, kind in ((sizes, 'shorter side of the file (px)', 'size'), (classes, by, by)):
         if len(groups) > 1:
             alt = f'Top-1 by {kind}, with intervals of 95 %: {len(groups)} groups of images'
             parts.append(picture(figure_png(draw_groups(groups, label, share)), alt))
-    if len(sizes) == 1:
-        parts.append(paragraph(f'The shorter sides of all files are in one range: {next(iter(sizes))} pixels.'))
     alt = f'Right predictions above, wrong ones below, with the class of each image, of {len(judged)} images'
     caption = 'Evenly spaced over the right answers (above) and the wrong ones (below); percent is the probability.'
     parts.append(picture(figure_png(draw_examples(judged, names, report.model)), alt, caption))

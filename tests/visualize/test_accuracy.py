@@ -37,6 +37,13 @@ def test_the_standard_error_of_200_images_at_a_third_is_3_3_points():
     assert standard_error(67, 201) == pytest.approx(math.sqrt(2 / 9 / 201))
 
 
+@pytest.fixture
+def few(monkeypatch):
+    """Groups of a single image count."""
+    monkeypatch.setattr('aft_vision.visualize.accuracy.FEWEST_IMAGES', 1)
+
+
+@pytest.mark.usefixtures('few')
 def test_images_are_grouped_by_the_shorter_side_of_their_file():
     found = by_size([judged(0, 0, side) for side in (2000, 63, 64, 128, 150, 191)])
     assert {name: [each.short_side for each in group] for name, group in found.items()} == {
@@ -47,6 +54,7 @@ def test_images_are_grouped_by_the_shorter_side_of_their_file():
     }
 
 
+@pytest.mark.usefixtures('few')
 def test_classes_are_sorted_by_their_accuracy_and_of_many_the_ends_are_kept(monkeypatch):
     answers = [judged(0, 1), judged(0, 0), judged(1, 1), judged(2, 0)]
     assert list(by_class(answers, NAMES)) == ['shirt', 'hat', 'shoe']
@@ -54,6 +62,13 @@ def test_classes_are_sorted_by_their_accuracy_and_of_many_the_ends_are_kept(monk
     assert list(by_class(answers, NAMES)) == ['shirt', 'shoe']
 
 
+def test_groups_of_fewer_than_20_images_are_left_out():
+    answers = [judged(0, 0, 100)] * 20 + [judged(1, 1, 300)] * 19
+    assert list(by_class(answers, NAMES)) == ['hat']
+    assert list(by_size(answers)) == ['96 to 127']
+
+
+@pytest.mark.usefixtures('few')
 def test_points_have_their_intervals_and_class_names():
     groups = by_class([judged(0, 1), judged(0, 0), judged(1, 1)], NAMES)
     axes = draw_groups(groups, 'class', 2 / 3).axes[0]
