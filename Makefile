@@ -1,22 +1,22 @@
-# Each target runs in .venv, which the first one makes; `make test PYTHON=python3.12` picks another interpreter for it.
+# Each target runs in .venv, which the first one creates; `make test PYTHON=python3.12` uses another interpreter.
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-# Which models `make timm-suite` tests, as names or patterns, and what pytest gets: make test PYTEST_ARGS='-m "not slow"'
+# Names or patterns of the models of `make timm-suite`, and options of pytest: make test PYTEST_ARGS='-m "not slow"'
 MODELS ?= aft_*
 PYTEST_ARGS ?=
-# How many tests run at a time, a thread each
+# Tests that run at a time, with one thread each
 JOBS ?= 2
-# How long `make fuzz` runs, and for what: make fuzz SECONDS=60 FUZZ_ARGS='--operator aft_full --backend cpp'
+# Seconds and options of `make fuzz`: make fuzz SECONDS=60 FUZZ_ARGS='--operator aft_full --backend cpp'
 SECONDS ?= 600
 FUZZ_ARGS ?=
-# What `make gpu` gets: make gpu GPU_ARGS='--data imagenette.tar --pieces a b'
+# Options of `make gpu`: make gpu GPU_ARGS='--data imagenette.tar --pieces a b'
 GPU_ARGS ?=
 # make package EMPTY=1 downloads every dependency of the wheel, of which PyTorch is gigabytes
 EMPTY ?=
 
-# What FFCV is built with, by Debian's names
+# Debian's packages to build FFCV with
 FFCV_LIBRARIES := libopencv-dev libturbojpeg0-dev pkg-config
 FFCV_STAMP := $(VENV)/.ffcv
 SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml
 	$(PY) -m pip install --quiet -e '.[dev]'
 	touch $@
 
-# FFCV, where it can be built; elsewhere its tests are skipped, and say so
+# FFCV, if it can be built; otherwise its tests are skipped with a reason
 ffcv: $(STAMP)
 	@test -e $(FFCV_STAMP) || { pkg-config --exists opencv4 libturbojpeg; } 2>/dev/null \
 	|| { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -qq -y --no-install-recommends $(FFCV_LIBRARIES); } \
@@ -54,11 +54,11 @@ lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-# Drawn inputs of every operator and backend, against float64
+# Random inputs for every operator and backend, against float64
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --seconds $(SECONDS) $(FUZZ_ARGS)
 
-# All that is open on a GPU, in pieces that go on where they were stopped; the report is in build/gpu
+# Every check and measurement that needs a GPU, in pieces that continue after an interruption; report in build/gpu
 gpu: ffcv
 	$(PY) -m tools.gpu_report $(GPU_ARGS)
 
@@ -66,7 +66,7 @@ gpu: ffcv
 timm-suite: $(STAMP)
 	$(PY) tests/run_timm_suite.py $(foreach model,$(MODELS),'$(model)')
 
-# A small AFT-conv on the embedded photographs (ten classes), its accuracy at three image sizes, what it has learned
+# A small AFT-conv on the embedded photographs (ten classes), its accuracy at three image sizes, and its report
 demo: $(STAMP)
 	$(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/demo run.overwrite=true
 	$(PY) -m tools.eval_resolution --checkpoint runs/demo --data tests/assets/clothing --sizes 64 96 128
@@ -89,9 +89,9 @@ docs: $(STAMP)
 	$(PY) docs/make_site.py
 	@echo 'Open build/site/index.html, or serve it: $(PY) -m http.server --directory build/site'
 
-# The sdist, and the wheel from it, in dist/. The wheel is tried in an environment that is empty: it is the one package
-# installed there, the checkout is not on its path, and what `import aft_vision` needs (torch, timm, ...) is read from
-# $(VENV), without the editable package that $(VENV) has. EMPTY=1 installs the dependencies there too, as a user does.
+# The sdist, and the wheel from it, in dist/. The wheel is tried in an empty environment: it is its only package, the
+# checkout is not on the path, and the dependencies of aft_vision (torch, timm, ...) are read from $(VENV), without the
+# editable package of $(VENV). EMPTY=1 installs the dependencies too, as a user does.
 package: $(STAMP)
 	rm -rf dist
 	$(PY) -m build --quiet --outdir dist
