@@ -6,11 +6,11 @@ from itertools import chain
 from typing import Any
 
 import torch
+from PIL import Image
 from timm.data import Mixup, create_transform
 from timm.data.auto_augment import posterize
 from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import Compose
-from torchvision.transforms.v2 import RGB
 
 from aft_vision.data.ranges import check_ranges, within
 
@@ -120,8 +120,7 @@ def train_transform(
 ) -> Any:
     """Build timm's training transform up to the uint8 tensor, without the steps that act on the batch."""
     crop_and_flip, automatic, to_tensor = _train_stages(img_size, augment, mean, std)
-    # Some data sets of torchvision are greyscale.
-    return Compose([RGB(), *crop_and_flip, *automatic, *to_tensor])
+    return Compose([_to_rgb, *crop_and_flip, *automatic, *to_tensor])
 
 
 def crop_and_flip_steps(img_size: tuple[int, int], augment: Augmentation) -> list[Any]:
@@ -168,7 +167,12 @@ def eval_transform(img_size: tuple[int, int], crop_pct: float) -> Any:
     transform = create_transform(
         (3, *img_size), interpolation='bicubic', crop_pct=crop_pct, crop_mode='center', use_prefetcher=True
     )
-    return Compose([RGB(), *transform.transforms])
+    return Compose([_to_rgb, *transform.transforms])
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    # Some data sets of torchvision are greyscale. Converting RGB again would copy it.
+    return image if image.mode == 'RGB' else image.convert('RGB')
 
 
 def _allow_posterize_to_no_bits(steps: list[Any]) -> None:

@@ -199,9 +199,16 @@ class SeededDataset(Dataset):
         self.seed = seed
 
     def __getitem__(self, draw: Draw) -> Any:
+        return self.__getitems__([draw])[0]
+
+    def __getitems__(self, draws: list[Draw]) -> list[Any]:
+        # A DataLoader asks for a batch at a time.
         with _restored_generators():
-            seed_generators(derive_seed(SAMPLE, self.seed, draw.epoch, draw.image, draw.repeat))
-            return self.dataset[draw.image, draw.size]
+            return [self._get(draw) for draw in draws]
+
+    def _get(self, draw: Draw) -> Any:
+        seed_generators(derive_seed(SAMPLE, self.seed, draw.epoch, draw.image, draw.repeat))
+        return self.dataset[draw.image, draw.size]
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -151,7 +151,8 @@ class TrainTransform:
     """
 
     def __init__(self, img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float]) -> None:
-        self.crop, *self.flips = crop_and_flip_steps(img_size, augment)
+        self.crop, *_ = crop_and_flip_steps(img_size, augment)
+        self.hflip = augment.hflip
         # timm also has a colour jitter of strength 0.
         self.steps = automatic_steps(img_size, augment, mean) if augment.changes_colors else []
 
@@ -167,9 +168,9 @@ class TrainTransform:
         # Drawing the crop uses only the size of the image.
         shape = torch.empty((3, *image.shape[:2]), device='meta')
         top, left, height, width = self.crop.get_params(shape, self.crop.scale, self.crop.ratio)
-        changed = _resize(image, (top, left, height, width), self.crop.size)
-        for flip in self.flips:
-            changed = flip(changed)
+        # As torchvision draws it, which draws nothing for a flip that never happens.
+        flip = self.hflip > 0 and bool(torch.rand(1) < self.hflip)
+        changed = _resize(image, (top, left, height, width), self.crop.size, flip)
         if self.steps:
             picture = to_pil_image(changed)
             for step in self.steps:
@@ -199,9 +200,14 @@ class EvalTransform:
         return _resize(image, (top, left, height, width), self.img_size)
 
 
-def _resize(image: np.ndarray, box: tuple[int, int, int, int], size: tuple[int, int]) -> torch.Tensor:
-    """Resize the box (top, left, height, width) of an image (H, W, 3) to `size`: (3, H, W), contiguous."""
+def _resize(
+    image: np.ndarray, box: tuple[int, int, int, int], size: tuple[int, int], flip: bool = False
+) -> torch.Tensor:
+    """Resize the box (top, left, height, width) of an image (H, W, 3) to `size`, and flip it: (3, H, W)."""
     top, left, height, width = box
     resized = np.empty((*size, 3), np.uint8)
     resize_crop(image, top, top + height, left, left + width, resized)
-    return torch.from_numpy(resized).permute(2, 0, 1).contiguous()
+    if flip:
+        resized = resized[:, ::-1]
+    # One copy by numpy: torch would wake all of its threads for it.
+    return torch.from_numpy(np.ascontiguousarray(resized.transpose(2, 0, 1)))
