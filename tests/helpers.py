@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,37 @@ def make_qkv(B: int = 2, T: int = 12, D: int = 8, heads: int | None = None, seed
     widths = (D, heads or D, D)
     parts = (randn(B, T, n, seed=seed + i) for i, n in enumerate(widths))
     return tuple(x.to(torch.bfloat16).to(torch.float64) for x in parts)
+
+
+def causal_inputs(name: str, T: int, s: int = 5, D: int = 6, B: int = 2) -> dict[str, Any]:
+    """Inputs of a causal operator, with a window of s tokens where it has one."""
+    inputs = dict(zip('qkv', make_qkv(B=B, T=T, D=D), strict=True))
+    bias = {'aft_full_causal': {'bias': randn(T, T, seed=7)}, 'aft_local_causal': {'band': randn(T, s, seed=7)}}
+    return inputs | bias.get(name, {})
+
+
+def make_mask(B: int, T: int) -> Tensor:
+    """Some tokens count in the first rows, none in the last."""
+    mask = torch.rand(B, T, generator=generator(3)) > 0.4
+    mask[:, 0] = True
+    mask[-1] = False
+    return mask
+
+
+def single(inputs: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The inputs with floating-point tensors as leaves in single precision, or in another."""
+    return {name: _leaf(x, dtype, 'cpu') for name, x in inputs.items()}
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """A context in which torch has so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def nasty_keys(k: Tensor) -> dict[str, Tensor]:

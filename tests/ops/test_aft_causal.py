@@ -16,6 +16,7 @@ from helpers import (
     assert_masked_tokens_have_no_effect,
     assert_matches_reference,
     assert_passes_opcheck,
+    causal_inputs,
     generator,
     make_qkv,
     nasty_biases,
@@ -36,12 +37,6 @@ NASTY_KEYS = list(nasty_keys(torch.zeros(1, 3, 1)))
 NASTY_BIASES = list(nasty_biases(torch.zeros(1)))
 # Over thousands of tokens.
 LONG_BOUNDS = {torch.float64: 1e-10, torch.float32: 5e-5, torch.bfloat16: 3e-2}
-
-
-def causal_inputs(name: str, T: int, s: int = 5, D: int = 6, B: int = 2) -> dict[str, Tensor]:
-    inputs = dict(zip('qkv', make_qkv(B=B, T=T, D=D), strict=True))
-    bias = {'aft_full_causal': {'bias': randn(T, T, seed=7)}, 'aft_local_causal': {'band': randn(T, s, seed=7)}}
-    return inputs | bias.get(name, {})
 
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)

@@ -11,12 +11,14 @@ from helpers import (
     assert_matches_reference,
     assert_passes_opcheck,
     kernels_run,
+    make_mask,
     make_qkv,
     nasty_biases,
     nasty_keys,
     randn,
+    single,
+    threads,
 )
-from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import reference
@@ -43,16 +45,6 @@ def make_inputs(grid: tuple[int, int], D: int, heads: int, reach: tuple[int, int
     return {'q': q, 'k': k, 'v': v, 'row_bias': rows, 'column_bias': columns, 'grid': grid}
 
 
-def single(inputs: dict[str, object]) -> dict[str, object]:
-    return {name: x.float().requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-
-
-def make_mask(B: int, T: int) -> Tensor:
-    mask = torch.rand(B, T, generator=torch.Generator().manual_seed(3)) > 0.4
-    mask[-1] = False
-    return mask
-
-
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
 @pytest.mark.parametrize(('grid', 'D', 'heads', 'reach'), CASES)
@@ -62,16 +54,12 @@ def test_it_equals_float64(grid, D: int, heads: int, reach, masked: bool, dtype:
     assert_matches_reference(ops.aft_axial, reference.aft_axial, inputs, dtype)
 
 
-@pytest.mark.parametrize(('heads', 'threads'), [(66, 3), (11, 3), (11, 1)])
-def test_parts_of_a_batch_and_threads_equal_float64(heads: int, threads: int):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        inputs = make_inputs((5, 7), 66, heads, (5, 3), B=5)
+@pytest.mark.parametrize(('heads', 'count'), [(66, 3), (11, 3), (11, 1)])
+def test_parts_of_a_batch_and_threads_equal_float64(heads: int, count: int):
+    inputs = make_inputs((5, 7), 66, heads, (5, 3), B=5)
+    with threads(count):
         assert_matches_reference(ops.aft_axial, reference.aft_axial, inputs)
         assert_matches_reference(ops.aft_axial, reference.aft_axial, inputs | {'q': None})
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize('heads', [66, 11])
@@ -131,7 +119,7 @@ def test_the_digits_of_a_large_image_are_kept():
     k, v = make_qkv(B=1, T=T, D=66, heads=11)[1:]
     inputs = make_inputs((64, 64), 66, 11, (14, 14), B=1) | {'k': k * 0.01, 'v': v + 1.0}
     low = single(inputs)
-    high = {name: x.clone().requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    high = single(inputs, torch.float64)
     y, expected = ops.aft_axial(**low), ops.aft_axial(**high, backend='eager')
     assert_close(y, expected, 5e-6)
     weight = randn(1, T, 66, seed=9).float()

@@ -11,12 +11,14 @@ from helpers import (
     assert_matches_reference,
     assert_passes_opcheck,
     kernels_run,
+    make_mask,
     make_qkv,
     nasty_biases,
     nasty_keys,
     randn,
+    single,
+    threads,
 )
-from torch import Tensor
 
 import aft_vision
 from aft_vision import ops
@@ -43,17 +45,6 @@ def make_onehot_inputs(grid: tuple[int, int], D: int, B: int = 2) -> dict[str, o
     return {name: inputs[name] for name in 'qkv'} | {'offset': offset, 'weight': randn(D, seed=8), 'grid': grid}
 
 
-def single(inputs: dict[str, object]) -> dict[str, object]:
-    return {
-        name: x.float().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in inputs.items()
-    }
-
-
-def make_mask(B: int, T: int) -> Tensor:
-    return torch.rand(B, T, generator=torch.Generator().manual_seed(3)) > 0.4
-
-
 # Channels that fill no vector, rows longer than the registers hold, kernels beyond the grid, one row, few tokens.
 CASES = [((5, 7), 66, 3), ((3, 30), 67, 9), ((4, 3), 72, 15), ((1, 9), 130, 5), ((1, 6), 65, 3), ((14, 14), 80, 11)]
 
@@ -66,23 +57,14 @@ CASES = [((5, 7), 66, 3), ((3, 30), 67, 9), ((4, 3), 72, 15), ((1, 9), 130, 5), 
 @pytest.mark.parametrize(('grid', 'D', 's'), CASES)
 def test_it_equals_float64(grid, D: int, s: int, masked: bool, dtype: torch.dtype):
     inputs = make_inputs(grid, D, s) | {'mask': make_mask(2, math.prod(grid)) if masked else None}
-    if masked:
-        inputs['mask'][:, 0] = True
     assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs, dtype)
 
 
-@pytest.fixture
-def three_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_several_threads_equal_float64(three_threads):
+def test_several_threads_equal_float64():
     # A batch in several parts, whose sums for the kernel are added.
-    assert_matches_reference(ops.aft_conv, reference.aft_conv, make_inputs((5, 7), 66, 3, B=5))
-    assert_matches_reference(ops.aft_onehot, reference.aft_onehot, make_onehot_inputs((5, 7), 66, B=5))
+    with threads(3):
+        assert_matches_reference(ops.aft_conv, reference.aft_conv, make_inputs((5, 7), 66, 3, B=5))
+        assert_matches_reference(ops.aft_onehot, reference.aft_onehot, make_onehot_inputs((5, 7), 66, B=5))
 
 
 def test_it_equals_float64_without_a_gate():
@@ -165,8 +147,8 @@ def test_the_digits_of_a_large_image_are_kept():
     k[:, 7] = 1.0
     q, v = make_qkv(B=1, T=T, D=66)[::2]
     inputs = {'q': q, 'k': k, 'v': v + 1.0, 'kernel': randn(66, 3, 3, seed=8), 'grid': (64, 64)}
-    low = {name: x.float().requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    high = {name: x.clone().requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    low = single(inputs)
+    high = single(inputs, torch.float64)
     y, expected = ops.aft_conv(**low), ops.aft_conv(**high)
     assert_close(y, expected, 5e-6)
     weight = randn(1, T, 66, seed=9).float()

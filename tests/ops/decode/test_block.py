@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, randn
+from helpers import assert_close, randn, threads
 from torch import Tensor, nn
 
 from aft_vision import ops
@@ -80,12 +80,8 @@ def test_rows_and_threads_change_nothing():
     for b in range(7):
         alone, _ = make_decoder(layers, y[b : b + 1])
         assert_close(alone(x[b : b + 1].clone()), found[b : b + 1].double(), 1e-6)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
+    with threads(3):
         assert torch.equal(step(x.clone()), found)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_the_gelu_keeps_digits_at_every_size():

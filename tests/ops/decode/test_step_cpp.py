@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 import torch
-from helpers import assert_close, make_qkv, nasty_biases, nasty_keys, randn
+from helpers import assert_close, make_qkv, nasty_biases, nasty_keys, randn, threads
 from torch import Tensor
 
 from aft_vision import ops
@@ -85,12 +85,8 @@ def test_rows_and_threads_change_nothing(batch: int, s: int | None):
     row = run({name: x[1:2] if name in 'qkv' else x for name, x in inputs.items()})
     # The first token goes to torch's exp, which rounds by the length of what it is given.
     assert_close(row, y[1:2].double(), 1e-6)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
+    with threads(3):
         assert torch.equal(run(inputs), y)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize('s', [None, 9])
