@@ -9,6 +9,8 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -369,8 +371,13 @@ def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, function in list(vars(module).items()):
             if isinstance(function, JITFunction):
                 monkeypatch.setattr(module, name, interpreter.InterpretedFunction(function.fn))
-    # It replaces the language by its own at every call of a function inside a kernel, in 2 ms: once a launch is enough.
-    replace_language = interpreter._patch_lang
-    everything = SimpleNamespace(__globals__={'tl': tl, 'core': tl.core})
-    monkeypatch.setattr(interpreter, '_patch_lang', lambda function: replace_language(everything))
+    # It replaces the language by its own at every launch and call of a function inside a kernel, in 2 ms: once will do.
+    scope = SimpleNamespace(set_attr=partial(monkeypatch.setattr, raising=False), restore=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, '_LangPatchScope', lambda: scope)
+        interpreter._patch_lang(SimpleNamespace(__globals__={'tl': tl, 'core': tl.core}))
+    monkeypatch.setattr(interpreter, '_patch_lang', lambda function: scope)
     monkeypatch.setattr(interpreter.InterpretedFunction, '__call__', lambda self, *x, **y: self.rewrite()(*x, **y))
+    # A third of its time goes to checks of overflow, of which nothing is made outside its mode for debugging.
+    options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(interpreter.interpreter_builder, 'options', options)

@@ -13,7 +13,7 @@ from aft_vision.ops.causal import local_backward_kernels as backward
 from aft_vision.ops.causal import local_kernels as device
 from aft_vision.ops.causal import local_repair_kernels as repair
 from aft_vision.ops.common.kernels import FLOOR
-from aft_vision.ops.common.launch import as_bytes, launching, like, products, rows
+from aft_vision.ops.common.launch import as_bytes, interprets, launching, like, products, rows
 from aft_vision.ops.common.numerics import empty_denominator, empty_output
 from aft_vision.ops.local.eager import LocalInputs
 
@@ -32,9 +32,11 @@ class _Call:
         self.k, self.v, self.mask, self.band = rows(k), rows(v), as_bytes(mask), band.contiguous()
         (self.B, self.T, self.D), self.window = v.shape, band.shape[1]
         self.products = products(v)
-        # Wider tiles of float32 spill out of the registers and do not fit the shared memory of every GPU.
-        side = 32 if self.product_dtype == torch.float32 else 64
-        self.BC, self.BD = 32 if self.window <= 32 else side, min(side, max(16, triton.next_power_of_2(self.D)))
+        # Wider tiles of float32 spill out of the registers and do not fit the shared memory of every GPU. Those of the
+        # interpreter are so small that small tests have several.
+        side = 16 if interprets() else 32 if self.product_dtype == torch.float32 else 64
+        self.BC = min(side, 32) if self.window <= 32 else side
+        self.BD = min(side, max(16, triton.next_power_of_2(self.D)))
         self.blocks, self.strips = triton.cdiv(self.T, self.BC), triton.cdiv(self.D, self.BD)
         self.grid = self.blocks, self.strips, self.B
         # Of BC sources, over the window of a block.

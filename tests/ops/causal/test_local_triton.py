@@ -33,7 +33,7 @@ def make_inputs(T: int, s: int, D: int = 3, B: int = 2) -> dict[str, object]:
 
 
 # One block, several blocks with short and long windows, several tiles of channels.
-CASES = [(5, 4, 3), (33, 1, 3), (33, 40, 3), (70, 4, 5), (70, 33, 34)]
+CASES = [(5, 4, 3), (33, 1, 3), (33, 40, 3), (36, 4, 5), (36, 33, 17, 1)]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ CASES = [(5, 4, 3), (33, 1, 3), (33, 40, 3), (70, 4, 5), (70, 33, 34)]
     [*((case, torch.float32) for case in CASES), (CASES[-1], torch.bfloat16), (CASES[-2], torch.float16)],
     ids=str,
 )
-def test_it_equals_float64(case: tuple[int, int, int], dtype: torch.dtype, device: str):
+def test_it_equals_float64(case: tuple[int, ...], dtype: torch.dtype, device: str):
     assert_matches_reference(local_causal, reference.aft_local_causal, make_inputs(*case), dtype, device=device)
 
 
@@ -51,24 +51,24 @@ def test_one_token_is_its_own_value(device: str):
 
 
 def test_a_mask_hides_tokens_and_a_target_without_any_is_zero(device: str):
-    mask = torch.rand(3, 40, generator=generator(3)) > 0.4
+    mask = torch.rand(2, 40, generator=generator(3)) > 0.4
     mask[:, :2] = torch.tensor([False, True])
     mask[1] = False
-    inputs = make_inputs(40, 4, B=3) | {'q': None, 'mask': mask}
+    inputs = make_inputs(40, 4) | {'q': None, 'mask': mask}
     assert_matches_reference(local_causal, reference.aft_local_causal, inputs, device=device)
 
 
 def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(device: str):
     assert_keys_of_minus_infinity_are_masked(
-        local_causal, reference.aft_local_causal, make_inputs(36, 3), device=device
+        local_causal, reference.aft_local_causal, make_inputs(18, 3), device=device
     )
 
 
 @pytest.mark.parametrize('jump', [0.0, 200.0])
 def test_masked_tokens_may_be_anything(jump: float, device: str):
-    inputs = make_inputs(36, 3, D=1, B=1)
+    inputs = make_inputs(20, 3, D=1, B=1)
     inputs['k'][:, 9:] += jump
-    mask = torch.tensor([[True, False, True, True] * 9])
+    mask = torch.tensor([[True, False, True, True] * 5])
     assert_masked_tokens_have_no_effect(local_causal, inputs, mask, device)
 
 
@@ -89,16 +89,16 @@ def test_a_jump_inside_a_block_is_exact(jump: float, device: str):
 
 
 def test_a_later_token_changes_no_bit_of_earlier_outputs(device: str):
-    inputs = {name: x.float().to(device) for name, x in make_inputs(70, 4).items()}
+    inputs = {name: x.float().to(device) for name, x in make_inputs(36, 4).items()}
     before = local_causal(**inputs)
     k, v = inputs['k'].clone(), inputs['v'].clone()
-    # The headroom counts from the largest key before the block of 32 targets.
-    k[:, 50], v[:, 50] = k[:, :32].amax(1) + 59.0, 1e3
+    # The headroom counts from the largest key before the block of 16 or 32 targets.
+    k[:, 34], v[:, 34] = k[:, :32].amax(1) + 59.0, 1e3
     after = local_causal(**inputs | {'k': k, 'v': v})
-    assert torch.equal(after[:, :50], before[:, :50])
-    assert not torch.equal(after[:, 50], before[:, 50])
-    k[:, 50] += 200.0
-    assert_close(local_causal(**inputs | {'k': k, 'v': v})[:, :50].cpu(), before[:, :50].double().cpu(), 5e-6)
+    assert torch.equal(after[:, :34], before[:, :34])
+    assert not torch.equal(after[:, 34], before[:, 34])
+    k[:, 34] += 200.0
+    assert_close(local_causal(**inputs | {'k': k, 'v': v})[:, :34].cpu(), before[:, :34].double().cpu(), 5e-6)
 
 
 def test_a_weight_that_underflows_under_a_key_above_its_reference_counts(device: str):
@@ -118,11 +118,11 @@ def test_the_gradient_of_a_band_with_tiny_weights_is_finite(device: str):
 
 
 def test_references_that_jump_lose_nothing(device: str):
-    k = torch.full((1, 64, 1), -1000.0)
-    v = torch.zeros(1, 64, 1)
+    k = torch.full((1, 36, 1), -1000.0)
+    v = torch.zeros(1, 36, 1)
     k[0, [0, 1, 32, 33], 0] = torch.tensor([0.0, 60.0, 40.0, 168.0])
     v[0, [1, 32], 0] = torch.tensor([2.0, 1.0])
-    inputs = {'q': None, 'k': k, 'v': v, 'band': torch.zeros(64, 2)}
+    inputs = {'q': None, 'k': k, 'v': v, 'band': torch.zeros(36, 2)}
     y = local_causal(None, k.to(device), v.to(device), inputs['band'].to(device))
     torch.testing.assert_close(y[0, 32].cpu(), torch.tensor([2.0]), rtol=0, atol=1e-5)
     assert_matches_reference(local_causal, reference.aft_local_causal, inputs, nasty=True, device=device)
@@ -142,9 +142,9 @@ def test_a_source_that_is_not_finite_reaches_no_earlier_target(bad: float | None
 
 @pytest.mark.parametrize('bad', [float('nan'), float('inf'), None], ids=['NaN key', 'infinite key', 'infinite value'])
 def test_targets_without_a_gradient_pass_nothing_on_after_a_source_that_is_not_finite(bad: float | None, device: str):
-    inputs = {name: x.float().to(device) for name, x in make_inputs(70, 4, B=1).items()}
+    inputs = {name: x.float().to(device) for name, x in make_inputs(36, 4, B=1).items()}
     inputs['v' if bad is None else 'k'][0, 20, 1] = float('inf') if bad is None else bad
-    grad = randn(1, 70, 3, seed=9).float().to(device)
+    grad = randn(1, 36, 3, seed=9).float().to(device)
     grad[:, 20:, 1] = 0.0
     found = {}
     for backend in ('triton', 'eager'):
