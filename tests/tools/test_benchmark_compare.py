@@ -17,7 +17,7 @@ from tools.benchmark import compare, models, ops, tables
 from tools.benchmark.__main__ import main
 from tools.benchmark.compare import PAPER_BASELINE, Candidate, Prepared, math_attention
 from tools.benchmark.memory import peak_memory
-from tools.benchmark.tables import TABLES, measure_table
+from tools.benchmark.tables import TABLES
 
 CPU = torch.device('cpu')
 DEIT = 'deit_tiny_patch16_224'
@@ -273,8 +273,10 @@ def test_a_row_of_the_paper_names_a_model_and_has_the_figures_of_its_recipe(numb
 @pytest.mark.usefixtures('unmetered')
 def test_iterations_are_measured_next_to_the_papers(monkeypatch):
     monkeypatch.setattr(compare, 'free_memory', lambda device: 2**31)
-    sizes = dict(depth=1, context=24, dim=32)
-    rows = measure_table(TABLES[4], 2, CPU, 'float32', 1, **sizes)
+    sizes, create = dict(depth=1, context=24, dim=32), tables.create_decoder
+    monkeypatch.setattr(tables, 'create_decoder', lambda **recipe: create(**{**recipe, **sizes}))
+    command = ['table', '4', '--batch-size', '2', '--rounds', '1', '--allow-load']
+    rows = main(command)['rows']
     assert [row['name'] for row in rows[:3]] == [
         'transformer_l12_d512',
         f'transformer_l12_d512 math, {PAPER_BASELINE}',
@@ -286,11 +288,11 @@ def test_iterations_are_measured_next_to_the_papers(monkeypatch):
     assert simple['paper_ratio'] == pytest.approx(2.61 / 1.57)
     assert simple['paper_memory_ratio'] == pytest.approx(9.6 / 28.3)
     # One block of the whole model's width here.
-    model = tables.create_decoder('aft_simple_char', **sizes)
+    model = create('aft_simple_char', **sizes)
     assert simple['parameters'] == sum(parameter.numel() for parameter in model.parameters())
     assert simple['per_second'] == pytest.approx(1e3 / simple['milliseconds'])
     monkeypatch.setattr(compare, 'free_memory', lambda device: 2**9)
-    rows = measure_table(TABLES[4], 2, CPU, 'float32', 1, **sizes)
+    rows = main(command)['rows']
     refused = [row['name'] for row in rows if row.get('error', '').startswith('MemoryError')]
     assert refused == [row['name'] for row in rows if PAPER_BASELINE in row['name']]
 

@@ -8,7 +8,7 @@ import torch
 
 from tools.benchmark import text
 from tools.benchmark.__main__ import main
-from tools.benchmark.scaling import report_fits, shapes_of
+from tools.benchmark.scaling import report_fits
 from tools.benchmark.text import (
     BASELINE,
     FORMS,
@@ -17,8 +17,6 @@ from tools.benchmark.text import (
     create_classifier,
     create_predictor,
     make_request,
-    measure_conversion,
-    measure_tokens,
 )
 
 CPU = torch.device('cpu')
@@ -53,7 +51,8 @@ def test_every_encoder_is_measured_at_lengths_drawn_and_written(tmp_path, capsys
 
 
 def test_no_memory_but_that_of_materialised_attention_is_quadratic():
-    rows = measure_tokens(shapes_of([128, 256, 512], 128), 60.0, CPU, 'float32', 1, NAMES)
+    options = ['--total-tokens', '128', '--most-seconds', '60', '--rounds', '1', '--models', *NAMES, '--allow-load']
+    rows = main(['text', '--tokens', '128', '256', '512', *options])['rows']
     for direction in ('forward', 'training'):
         own = [row for row in rows if row['direction'] == direction]
         exponents = {fit['name']: fit['exponent'] for fit in report_fits(own, 'tokens', '', ['peak_bytes']).fits}
@@ -91,7 +90,8 @@ def test_every_encoder_is_measured_in_all_forms_of_a_request(tmp_path, capsys):
 
 
 def test_no_request_but_that_of_materialised_attention_takes_memory_with_the_square_of_the_behaviours():
-    rows = measure_conversion([128, 512], CPU, 'float32', 1, NAMES)
+    options = ['--rounds', '1', '--models', *NAMES, '--allow-load']
+    rows = main(['text', '--behaviors', '128', '512', *options])['rows']
 
     def peaks(form: str, behaviors: int) -> dict[str, int]:
         kept = [row for row in rows if (row['what'], row['behaviors']) == (FORMS[form], behaviors)]

@@ -34,7 +34,7 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int:
             living[address] = size
             total += size
         else:
-            # What was allocated before the call is not subtracted when it is freed.
+            # Memory from before the call is not subtracted when it is freed.
             total -= living.pop(address, 0)
         peak = max(peak, total)
     return peak
@@ -75,7 +75,7 @@ def _allocations(call: Callable[[], object]) -> list[tuple[int, int]]:
     silence_profiler()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         call()
-    events: list[Any] = profiler.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
+    events: list[Any] = profiler.profiler.kineto_results.experimental_event_tree()
     # The list grows by the children of each event.
     for event in events:
         events += event.children

@@ -15,7 +15,7 @@ from tools.benchmark.printer import Report, plot_curves
 
 TOKENS = tuple(2**power for power in range(7, 17))
 QUANTITIES = ('milliseconds', 'peak_bytes')
-# Of the section memory.
+# Defaults of the section memory.
 MODELS = ('deit_tiny_patch16_224', 'aft_conv_tiny', 'aft_full_tiny')
 SIZES = ((224, 224), (384, 384), (512, 512), (512, 683), (768, 768), (1024, 768), (1024, 1024))
 
@@ -109,7 +109,7 @@ def fit_exponent(x: Sequence[float], values: Sequence[float], upper: bool = True
     """
     points = [(a, b) for a, b in zip(x, values, strict=True) if b > 0]
     middle = math.sqrt(min(a for a, _ in points) * max(a for a, _ in points)) if points and upper else 0.0
-    # Of 128 to 2048 the middle is 512, which a rounded root must not leave out.
+    # The middle of 128 to 2048 is 512, which a rounded root must not leave out.
     points = [(a, b) for a, b in points if a >= middle * (1 - 1e-9)]
     if len({a for a, _ in points}) < 2:
         return None

@@ -79,61 +79,42 @@ TABLES = {
 
 
 def run(args: argparse.Namespace, device: torch.device) -> Report:
-    """Measure a table: training iterations of sequences, or inference of images.
+    """Measure a table, the models of a group interleaved: training iterations of sequences, or inference of images.
+
+    The rows are those of `compare`, the paper's baseline of each group among them, with `parameters`, `per_second`
+    (iterations or images) and the paper's figures: `paper_speed`, `paper_memory_gb`, and their ratios to the first of
+    the group, `paper_ratio` and `paper_memory_ratio`.
 
     Raises:
         ValueError: an option is for the other kind of tables.
     """
     table = TABLES[args.number]
-    is_sequence = table.folder is not None
     for value, option, numbers in ((args.img_size, '--img-size', (7, 8)), (args.depth, '--depth', (2, 4))):
         if value is not None and args.number not in numbers:
             raise ValueError(f'{option} is for tables {numbers[0]} and {numbers[1]}, got table {args.number}')
-    table = table._replace(size=args.img_size or table.size)
-    batch = args.batch_size or (1 if is_sequence else 32)
-    changes = {} if args.depth is None else {'depth': args.depth}
-    rows = measure_table(table, batch, device, args.dtype, args.rounds, **changes)
-    what = f'training iterations, T = {table.size}' if is_sequence else f'inference at {table.size} px'
-    cut = '' if args.depth is None else f', every model cut to a depth of {args.depth}'
-    return Report(rows, f'AFT Table {args.number}: {what}, batch of {batch}{cut}; the paper: {table.measured_on}')
-
-
-def measure_table(
-    table: PaperTable,
-    batch: int,
-    device: torch.device,
-    dtype: str,
-    rounds: int,
-    **model_args: Any,
-) -> list[dict[str, Any]]:
-    """Measure the models of a table, those of a group interleaved.
-
-    Args:
-        model_args: Replace those of the recipes of Tables 2 and 4.
-
-    Returns:
-        The rows of `compare`, the paper's baseline of each group among them, with `parameters`, `per_second`
-        (iterations or images) and the paper's figures: `paper_speed`, `paper_memory_gb`, and their ratios to the first
-        of the group, `paper_ratio` and `paper_memory_ratio`.
-    """
-    rows = []
+    size = args.img_size or table.size
+    rows: list[dict[str, Any]] = []
+    models: dict[str, Any]
     for first, *others in table.groups():
-        models = {name: _create(table, name, model_args) for name in (first, *others)}
         if table.folder is None:
-            shape = (batch, 3, table.size, table.size)
+            batch = count = args.batch_size or 32
+            what, direction, shape = f'inference at {size} px', 'forward', (batch, 3, size, size)
+            models = {name: timm.create_model(name, device='meta') for name in (first, *others)}
             candidates = [*with_paper(first, shape, device), *(classifier(name, shape, device) for name in others)]
-            direction, count = 'forward', batch
         else:
+            batch, count = args.batch_size or 1, 1
+            what, direction = f'training iterations, T = {size}', 'training'
+            models = {name: _create(table.folder, name, args.depth) for name in (first, *others)}
             candidates = _iterations(models, batch, device)
-            direction, count = 'training', 1
-        for row in compare(candidates, device, rounds, dtype=dtype, directions=[direction]):
+        for row in compare(candidates, device, args.rounds, dtype=args.dtype, directions=[direction]):
             parameters = sum(each.numel() for each in models.get(row['name'], models[first]).parameters())
             rows.append({**with_rate(row, count), 'parameters': parameters})
             if row['name'] in models:
                 (speed, memory_gb), (first_speed, first_gb) = table.rows[row['name']], table.rows[first]
                 rows[-1] |= {'paper_speed': speed, 'paper_ratio': speed / first_speed}
                 rows[-1] |= {'paper_memory_gb': memory_gb, 'paper_memory_ratio': memory_gb / first_gb}
-    return rows
+    cut = '' if args.depth is None else f', every model cut to a depth of {args.depth}'
+    return Report(rows, f'AFT Table {args.number}: {what}, batch of {batch}{cut}; the paper: {table.measured_on}')
 
 
 def iteration(name: str, model: AFTDecoder, batch: int) -> Candidate:
@@ -166,9 +147,7 @@ def _iterations(models: dict[str, AFTDecoder], batch: int, device: torch.device)
     return [first, paper._replace(prepare=prepare), *others]
 
 
-def _create(table: PaperTable, name: str, model_args: dict[str, Any]) -> Any:
-    """Build a model of a table: one of timm, without its weights, or that of a recipe."""
-    if table.folder is None:
-        return timm.create_model(name, device='meta')
-    recipe = yaml.safe_load((CONFIGS / table.folder / f'{name}.yaml').read_text())['model']
-    return create_decoder(**{**recipe, **model_args})
+def _create(folder: str, name: str, depth: int | None) -> AFTDecoder:
+    """Build the model of a recipe, cut to a depth if that is given."""
+    recipe = yaml.safe_load((CONFIGS / folder / f'{name}.yaml').read_text())['model']
+    return create_decoder(**{**recipe, **({} if depth is None else {'depth': depth})})

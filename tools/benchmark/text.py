@@ -26,7 +26,7 @@ TOTAL_TOKENS, MOST_SECONDS = 65536, 30.0
 # The table of words is not part of what is compared.
 VOCAB = 1000
 TYPES = ['search', 'page', 'ad']
-# What a call computes: everything; what is left where a server keeps the vectors of texts; everything in training.
+# Parts of a request: everything; the rest where a server keeps the vectors of texts; everything in training.
 FORMS = {
     'whole': 'texts, user and ads',
     'kept vectors': 'user and ads, with the vectors of the texts kept',
@@ -38,15 +38,8 @@ TRAINING_ROUNDS = 0.1
 
 def run(args: argparse.Namespace, device: torch.device) -> Report:
     """Measure the classifier of MIND at lengths, or with --behaviors the predictor of conversions."""
-    names = choose(args.models)
-    if args.behaviors is not None:
-        rows = measure_conversion(args.behaviors or BEHAVIORS, device, args.dtype, args.rounds or 100, names)
-        return Report(rows, f'one user with {ADS} ads, {TEXT_TOKENS} tokens a text; ratios to the first encoder')
-    total = TOTAL_TOKENS if args.total_tokens is None else args.total_tokens
-    shapes, limit = shapes_of(args.tokens or TOKENS, total), args.most_seconds or MOST_SECONDS
-    rows = measure_tokens(shapes, limit, device, args.dtype, args.rounds or 3, names)
-    head = f'{total} tokens in a batch; figures of one text of it, exponents of the upper half'
-    return report_fits(rows, 'tokens', head)
+    measure = measure_lengths if args.behaviors is None else measure_requests
+    return measure(args, choose(args.models), device)
 
 
 def choose(models: Sequence[str] | None) -> list[str]:
@@ -64,23 +57,14 @@ def choose(models: Sequence[str] | None) -> list[str]:
     return [name for name in known if models is None or name in models]
 
 
-def measure_tokens(
-    shapes: Sequence[Shape],
-    most_seconds: float,
-    device: torch.device,
-    dtype: str,
-    rounds: int,
-    names: Sequence[str],
-) -> list[dict[str, Any]]:
+def measure_lengths(args: argparse.Namespace, names: Sequence[str], device: torch.device) -> Report:
     """Measure the classifier of MIND with encoders at lengths, those of one length interleaved.
 
-    Args:
-        most_seconds: Limit of a call, which takes the whole batch.
-
-    Returns:
-        The rows of `measure_until`. Time and memory are of one text: those of the batch are `batch_milliseconds` and
-        `batch_peak_bytes`.
+    The rows are those of `measure_until`, of one text: time and memory of the batch are `batch_milliseconds` and
+    `batch_peak_bytes`.
     """
+    total = TOTAL_TOKENS if args.total_tokens is None else args.total_tokens
+    shapes, limit = shapes_of(args.tokens or TOKENS, total), args.most_seconds or MOST_SECONDS
 
     # The encoders of a shape share what they get.
     @lru_cache(maxsize=1)
@@ -97,11 +81,12 @@ def measure_tokens(
     def make(shape: Shape) -> list[Candidate]:
         return [Candidate(name, partial(prepare, name, shape)) for name in names]
 
-    rows = measure_until(make, shapes, most_seconds, device, rounds, dtype=dtype, directions=DIRECTIONS)
+    rows = measure_until(make, shapes, limit, device, args.rounds or 3, dtype=args.dtype, directions=DIRECTIONS)
     for row in rows:
         for key in (key for key in QUANTITIES if key in row):
             row[f'batch_{key}'], row[key] = row[key], row[key] / row['batch_size']
-    return rows
+    head = f'{total} tokens in a batch; figures of one text of it, exponents of the upper half'
+    return report_fits(rows, 'tokens', head)
 
 
 def encoder_args(name: str, layers: int) -> dict[str, Any]:
@@ -134,26 +119,15 @@ def create_predictor(name: str, behaviors: int) -> nn.Module:
     return build(fastformer.FastformerForConversion, config, name)
 
 
-def measure_conversion(
-    behaviors: Sequence[int],
-    device: torch.device,
-    dtype: str,
-    rounds: int,
-    names: Sequence[str],
-) -> list[dict[str, Any]]:
+def measure_requests(args: argparse.Namespace, names: Sequence[str], device: torch.device) -> Report:
     """Measure single requests with every encoder, interleaved.
 
-    Args:
-        behaviors: Numbers M of behaviours of the user.
-        rounds: Requests of each encoder.
-
-    Returns:
-        For each number of behaviours, form of FORMS and encoder the row of `compare` with `behaviors`, `what` and
-        `p99_milliseconds`.
+    The rows are those of `compare` with `behaviors`, `what` (of FORMS) and `p99_milliseconds`.
 
     Raises:
-        ValueError: a number is below 1.
+        ValueError: a number of behaviours is below 1.
     """
+    behaviors, rounds = args.behaviors or BEHAVIORS, args.rounds or 100
     if min(behaviors) < 1:
         raise ValueError(f'expected numbers of behaviours from 1, got {list(behaviors)}')
     rows: list[dict[str, Any]] = []
@@ -167,9 +141,9 @@ def measure_conversion(
             learns = form == 'training'
             turns = max(1, round(TRAINING_ROUNDS * rounds)) if learns else rounds
             directions = DIRECTIONS[learns : learns + 1]
-            found = compare(candidates, device, turns, dtype=dtype, directions=directions, single=True)
+            found = compare(candidates, device, turns, dtype=args.dtype, directions=directions, single=True)
             rows += [{'behaviors': length, 'what': words, 'rounds': turns, **row} for row in found]
-    return rows
+    return Report(rows, f'one user with {ADS} ads, {TEXT_TOKENS} tokens a text; ratios to the first encoder')
 
 
 def make_request(model: Any, behaviors: int, device: torch.device) -> dict[str, Prepared]:
