@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f'error: expected a script, got {script}, which is no file', file=sys.stderr)
         raise SystemExit(2)
     sys.argv = arguments
-    # As for any Python script, so that it can import modules next to it.
+    # Like any Python script, it can import modules next to it.
     sys.path.insert(0, str(script.resolve().parent))
     runpy.run_path(str(script), run_name='__main__')
 

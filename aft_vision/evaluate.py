@@ -139,7 +139,7 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu') -> nn
     content = read_checkpoint(checkpoint)
     model = _create(content['model_name'], checkpoint, **content['model_kwargs'])
     load_matching_state_dict(model, content['state_dict'], source=str(checkpoint))
-    # As in an export: the preprocessing and the class names.
+    # The preprocessing and the class names, as in an export.
     cfg: Any = model.pretrained_cfg
     cfg.update(content.get('data_config') or {})
     if content.get('class_names'):

@@ -18,7 +18,7 @@ class Timing(NamedTuple):
 
     # Median over the rounds.
     seconds: float
-    # Of time(first) / time(this) in the same round: above 1 is faster than the first.
+    # Median of time(first) / time(this) in the same round: above 1 is faster than the first.
     ratio: float
     quartiles: tuple[float, float]
 

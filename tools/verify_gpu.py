@@ -79,7 +79,7 @@ from aft_vision import ops
 from aft_vision.commandline import run_command
 from aft_vision.files import replacing
 
-# Of a step.
+# The results of a forward and a backward.
 PARTS = ('y', 'dq', 'dk', 'dv', 'dbias')
 FLOAT64, FURTHER_SHAPES = 'float64', 'further shapes'
 # Checks whose failure is recorded, so that the kernel is not used.

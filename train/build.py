@@ -111,7 +111,7 @@ def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, An
     """Return the name of the model and all keyword arguments that rebuild it."""
     kwargs = {'num_classes': num_classes, **config.model}
     name = kwargs.pop('name')
-    # As in timm's scripts, only a fixed-size model gets the size.
+    # Only a fixed-size model gets the size, as in timm's scripts.
     if getattr(timm.get_pretrained_cfg(name), 'fixed_input_size', False):
         kwargs.setdefault('img_size', list(config.data.img_size))
     return name, kwargs

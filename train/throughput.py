@@ -110,7 +110,7 @@ def settle_buckets(state: TrainState) -> None:
     """
     if not state.world.is_distributed:
         return
-    # As large as in training, so that a compiled model is compiled only once.
+    # The batch is as large as in training, so that a compiled model is compiled only once.
     blank = state.objective.blank(state.config.check_parts(state.world.size))
     with _without_trace(state):
         # The layout changes at the beginning of the second pass.

@@ -15,7 +15,7 @@ from aft_vision.data.checksums import damaged
 PARTS = (90_000_000, 5_000_000, 5_000_000)
 TEXT8 = b' abcdefghijklmnopqrstuvwxyz'
 VOCABULARIES = {'bytes': 256, 'text8': len(TEXT8)}
-# Of the files as published, unpacked: http://mattmahoney.net/dc/textdata.html
+# Sums of the files as published, unpacked: http://mattmahoney.net/dc/textdata.html
 MD5 = {'enwik8': 'a1fa5ffddb56f4953e226637dabbb36a', 'text8': '3bea1919949baf155f99411df5fada7e'}
 
 

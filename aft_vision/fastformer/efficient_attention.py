@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Of a golden section of 2**32: its multiples, modulo 2**32, are spread evenly over the range.
+# The golden section of 2**32: its multiples, modulo 2**32, are spread evenly over the range.
 GOLDEN = 2654435761
 
 

@@ -44,7 +44,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
 
     _tied_weights_keys = {'lm_head.weight': 'encoder.embeddings.embed_tokens.weight'}  # noqa: RUF012
     _no_split_modules = ['FastformerLayer', 'BaselineLayer', 'FastformerDecoderLayer']  # noqa: RUF012
-    # What a classifier and a `FastformerModel` have after their encoder.
+    # The parts of a classifier and a `FastformerModel` after their encoder.
     _keys_to_ignore_on_load_unexpected = [r'^(model\.)?pooling\.', r'^classifier\.']  # noqa: RUF012
     # The state cannot drop its last tokens, so `generate` supports no assistant model.
     _is_stateful = True

@@ -118,7 +118,7 @@ def train_tokenizer(
         **SPECIAL_TOKENS,
         model_max_length=max_length,
         model_input_names=['input_ids', 'attention_mask'],
-        # What is decoded: "isn't it?" and not "isn ' t it ?". Byte pairs know their spaces.
+        # Decoded text: "isn't it?" and not "isn ' t it ?". Byte pairs know their spaces.
         clean_up_tokenization_spaces=method != 'bpe',
         # A text that reads "<pad>" is a text.
         split_special_tokens=True,

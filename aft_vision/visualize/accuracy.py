@@ -15,9 +15,9 @@ from aft_vision.visualize.photographs import class_labels, load_batches, load_ph
 # Shorter sides of files, in pixels, that separate the bins.
 EDGES = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MOST_CLASSES = 40
-# Of fewer images the interval of 95 % is wider than 40 points, and ten equal classes look like 20 to 90 %.
+# With fewer images the interval of 95 % is wider than 40 points, and equal classes look very different.
 FEWEST_IMAGES = 20
-# Of a two-sided interval of 95 %.
+# The quantile of a two-sided interval of 95 %.
 NORMAL = 1.96
 
 

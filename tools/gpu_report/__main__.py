@@ -70,7 +70,7 @@ from tools.gpu_report.pieces import MARGIN, make_pieces
 from tools.machine import count_cores, describe_backends, describe_machine
 
 PACKAGES = ('triton', 'fla', 'ffcv', 'omegaconf')
-# What figures depend on.
+# The figures depend on these.
 SOURCES = [f'{folder}/**/*.{kind}' for folder in ('aft_vision', 'tools', 'train') for kind in ('py', 'cpp', 'h')]
 SOURCES.append('configs/**/*.yaml')
 # They end with 1 when all was measured, and a kernel or a figure is not as it should be.
@@ -114,7 +114,7 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 def run_pieces(report: 'Report', names: Sequence[str], jobs: int) -> None:
     """Run pieces: those of `a` side by side, the others one by one."""
-    # What failed or was stopped comes after what was never tried, whose turn would else never come.
+    # Pieces that failed or were stopped come after those never tried, whose turn would otherwise never come.
     ordered = sorted(names, key=lambda name: report.read(name) != {})
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(report.add, (name for name in ordered if name.startswith('a.'))))

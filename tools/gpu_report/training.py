@@ -34,7 +34,7 @@ TINY_RECIPE = (
     '--config configs/smoke/one_epoch.yaml data.batch_size=400 model.depth=1 model.embed_dim=32 model.num_heads=2 '
     'run.overwrite=true run.tensorboard=false'
 )
-# Of the time that is left, the share that may be planned: evaluations and checkpoints take some too.
+# The share of the remaining time that may be planned: evaluations and checkpoints take some too.
 PLANNED = 0.85
 
 

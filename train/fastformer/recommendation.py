@@ -148,7 +148,7 @@ class RecommendationRun(TextRun):
             fields,
             data.max_length,
             FastformerNewsConfig,
-            # Of a language model the rows that it has, as in `from_text_model`, which its tokenizer may not fill.
+            # The rows that a language model has, as in `from_text_model`, which its tokenizer may not fill.
             vocab_size=getattr(text_config, 'vocab_size', len(tokenizer)),
             pad_token_id=tokenizer.pad_token_id,
             max_behaviors=data.max_behaviors,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-# What the openers raise where a file is damaged or encrypted; OSError is also what bz2 and gzip raise.
+# Errors of the openers for a damaged or encrypted file; bz2 and gzip raise OSError too.
 DAMAGE = (EOFError, OSError, RuntimeError, lzma.LZMAError, zlib.error, zipfile.BadZipFile)
 OPENERS: dict[str, Any] = {'.gz': gzip.open, '.xz': lzma.open, '.bz2': bz2.open}
 LARGEST_FIELD = 2**31 - 1

@@ -51,7 +51,7 @@ class AxisWeights:
 
     def __init__(self, bias: Tensor, length: int, dtype: torch.dtype) -> None:
         self.bias, self.length = bias, length
-        # Of the zeros around the bias; negative where it reaches beyond the grid.
+        # The width of the zeros around the bias; negative where it reaches beyond the grid.
         self.margin = length - (bias.shape[1] + 1) // 2
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         offsets = self._offsets(bias.to(wide))
@@ -132,7 +132,7 @@ class AxialWeights:
         return spare
 
     def add_grad(self, grad: Workspace, x: Workspace) -> None:
-        # What `apply_transpose` left halfway is the gradient after the product along columns.
+        # The halfway result of `apply_transpose` is the gradient after the product along columns.
         self.columns.grad_exp += torch.bmm(self._halfway_by_column(), self._sources(x))
         self._apply_columns(x)
         self.rows.grad_exp += torch.bmm(self._targets(grad), self._halfway_by_row())

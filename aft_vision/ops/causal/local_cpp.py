@@ -80,7 +80,7 @@ def local_causal_backward(
     if d_band is not None:
         bias.grad = d_band
     if not good:
-        # As the kernel compares: in bfloat16 the limit itself would be rounded.
+        # Compared as in the kernel: in bfloat16 the limit itself would be rounded.
         lost, s = (den.float() < LEAST.value) & sees_keys(k, mask), gate(q, torch.float32)
         a = grad.float() if s is None else grad.float() * s
         assert dk is not None
@@ -91,7 +91,7 @@ def local_causal_backward(
 
 
 def _forward(inputs: LocalInputs, y: Tensor, den: Tensor | None) -> bool:
-    # Whether y and den are right everywhere.
+    # True if y and den are right everywhere.
     held: list[Tensor] = []
     fields = *_call(inputs, held), *stream(y, held), *stream(den, held)
     with profiled('aft_vision::local_forward'):

@@ -39,7 +39,7 @@ class _Call:
         self.BD = min(side, max(16, triton.next_power_of_2(self.D)))
         self.blocks, self.strips = triton.cdiv(self.T, self.BC), triton.cdiv(self.D, self.BD)
         self.grid = self.blocks, self.strips, self.B
-        # Of BC sources, over the window of a block.
+        # Weights of BC sources, over the window of a block.
         self.band_tiles = min(triton.cdiv(self.window - 1, self.BC) + 1, self.blocks)
         self.tile = {'BC': self.BC, 'BD': self.BD}
         self.exp, self.older = self._exponentials()

@@ -160,7 +160,7 @@ def _build(rebuild: bool = False) -> Path:
 
 
 def _chosen_compiler() -> list[str]:
-    # Such as `ccache g++`.
+    # Several words are possible, such as `ccache g++`.
     chosen = os.environ.get('CXX', 'c++')
     try:
         words = shlex.split(chosen)

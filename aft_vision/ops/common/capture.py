@@ -36,7 +36,7 @@ def is_watched(args: Sequence[Any]) -> bool:
 
 
 def _find_plain_keys() -> frozenset[int]:
-    # Of tensors on a CPU that are nothing else: ordinary ones, and those of the inference mode.
+    # The dispatch keys of plain tensors on a CPU: ordinary ones, and those of the inference mode.
     found = set()
     for inference in (False, True):
         with torch.inference_mode(inference):

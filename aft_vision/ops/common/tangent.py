@@ -150,7 +150,7 @@ def _differentiate_jointly(
     table: Tensor,
     dtable: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    # The same with a tangent of the bias, in tables. The joint softmax never underflows.
+    # With a tangent of the bias, in tables. The joint softmax never underflows.
     v, mask = inputs.v, inputs.mask
     keys = masked_keys(inputs.k, mask).transpose(1, 2).unsqueeze(2)  # (B, h, 1, T)
     values = _by_head(v, heads).transpose(1, 2)  # (B, h, T, c)

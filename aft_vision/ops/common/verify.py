@@ -389,7 +389,7 @@ def _write_record(device: torch.device, results: Results) -> None:
 
 @contextlib.contextmanager
 def _locked(device: torch.device) -> Iterator[bool]:
-    # Of processes that start together, one compares and the others wait.
+    # If processes start together, one compares and the others wait.
     path = record_path(device).with_suffix('.lock')
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path) as held:

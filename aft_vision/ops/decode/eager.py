@@ -196,7 +196,7 @@ def _by_slot(band_row: Tensor, slot: int, used: int) -> Tensor:
 
 
 def _fits(shifted: Tensor) -> bool:
-    # Whether the exponential of a new key, relative to the reference, fits into the ring.
+    # True if the exponential of a new key, relative to the reference, can be stored in the ring.
     if not shifted.numel():
         return False
     low, high = (float(x) for x in shifted.aminmax())

@@ -192,7 +192,7 @@ def _block(block: Block, row: Tensor) -> _Block:
 
 
 def _matches(block: Block, batch: int, channels: int) -> bool:
-    # Whether each layer takes what the one before it gives: nothing else looks at their sizes.
+    # True if the sizes of consecutive layers agree, which nothing else checks.
     qkv, proj, fc1, fc2 = block[:4]
     square = proj is None or proj.weight.shape == (channels, channels)
     hidden = len(fc1.weight)

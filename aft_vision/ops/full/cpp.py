@@ -25,7 +25,7 @@ from aft_vision.ops.common.tensors import (
 from aft_vision.ops.full import eager as full
 from aft_vision.ops.full.eager import FullInputs
 
-# Of the gradient of the weights, of which each thread sums a part by itself.
+# Elements of the gradient of the weights, which each thread sums for its own part.
 MOST_ELEMENTS = 1 << 27
 
 
