@@ -60,7 +60,7 @@ def create_model(name: str, **kwargs) -> nn.Module:
 @cache
 def describe(name: str) -> nn.Module:
     """A whole model without values, which no test changes."""
-    return create_model(name, device='meta')
+    return create_model(name, device='meta', weight_init='skip')
 
 
 def create_small(name: str, **kwargs) -> nn.Module:
@@ -111,7 +111,7 @@ def test_the_models_of_the_paper_are_registered():
 
 @all_models
 def test_parameter_counts_are_exact(name):
-    models = describe(name), create_model(name, qkv_bias=False, device='meta')
+    models = describe(name), create_model(name, qkv_bias=False, device='meta', weight_init='skip')
     assert tuple(sum(p.numel() for p in model.parameters()) for model in models) == PARAMETERS[name]
 
 
@@ -295,13 +295,6 @@ def test_a_reparameterized_model_gives_the_same_output(name):
     fused = reparameterize_model(model)
     assert_same_outputs(fused, model)
     assert list(model.state_dict()) == keys
-
-
-@one_of_each
-def test_a_scripted_model_gives_the_same_output(name):
-    with timm.layers.set_scriptable(True):
-        model = make_model(name)
-    assert_same_outputs(torch.jit.script(model), model)
 
 
 @one_of_each
