@@ -1,6 +1,4 @@
-import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 import timm
@@ -208,19 +206,6 @@ def test_checkpointing_leaves_the_gradients_of_the_backbone_as_they_are():
         pyramid(randn(1, 3, 64, 64, dtype=torch.float32))['0'].square().sum().backward()
         gradients.append(pyramid.backbone.model.patch_embed.proj.weight.grad)
     assert_close(gradients[1], gradients[0], 1e-6)
-
-
-def test_the_examples_of_the_documentation_run(monkeypatch):
-    # Shallow models, to save time.
-    monkeypatch.setattr(timm, 'create_model', partial(timm.create_model, depth=2))
-    page = (Path(__file__).parents[2] / 'docs' / 'guide' / 'resolution.md').read_text(encoding='utf-8')
-    examples = re.findall(r'```python\n(.*?)```', page, flags=re.DOTALL)
-    names: dict[str, object] = {}
-    for example in examples:
-        exec(compile(example, 'docs/guide/resolution.md', 'exec'), names)
-    assert len(examples) == 5
-    assert names['probabilities'].sum(-1).tolist() == pytest.approx([1.0, 1.0], abs=1e-5)
-    assert [set(found) for found in names['found']] == [{'boxes', 'labels', 'scores'}] * 2
 
 
 @pytest.mark.parametrize(

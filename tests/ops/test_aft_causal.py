@@ -5,7 +5,7 @@ Values are those of the torch forms; the tests of the compiled forms are beside 
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,8 +35,6 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NAMES = ['aft_full_causal', 'aft_local_causal', 'aft_simple_causal']
 NASTY_KEYS = list(nasty_keys(torch.zeros(1, 3, 1)))
 NASTY_BIASES = list(nasty_biases(torch.zeros(1)))
-# Over thousands of tokens.
-LONG_BOUNDS = {torch.float64: 1e-10, torch.float32: 5e-5, torch.bfloat16: 3e-2}
 
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
@@ -421,8 +419,8 @@ def run_chunks(inputs: dict[str, Tensor], chunks: list[int], dtype: torch.dtype 
 @pytest.mark.parametrize(
     ('name', 's', 'bias'),
     [
-        *((NAMES[1], 33, bias) for bias in ('ordinary', *NASTY_BIASES)),
-        *((NAMES[1], s, 'plus_minus_80') for s in (1, 5, 90)),
+        *((NAMES[1], 33, bias) for bias in ('ordinary', 'within_50', 'plus_minus_80')),
+        *((NAMES[1], s, 'plus_minus_80') for s in (1, 90)),
         (NAMES[2], 0, 'ordinary'),
     ],
 )
@@ -451,7 +449,6 @@ def jumping_keys(k: Tensor, jump: float = 200.0) -> Tensor:
     return (k + levels.gather(1, last) + singles).bfloat16().to(k)
 
 
-@cache
 def long_inputs(name: str, s: int, keys: str) -> tuple[dict[str, Tensor], Tensor]:
     """Inputs that every dtype holds, of 3072 tokens, and their result as one softmax over all that a target sees."""
     inputs = {key: x.bfloat16().double() for key, x in causal_inputs(name, 3072, s, D=1, B=1).items()}
@@ -467,28 +464,18 @@ def long_inputs(name: str, s: int, keys: str) -> tuple[dict[str, Tensor], Tensor
     return inputs, (torch.sigmoid(q) * (weight @ v))[None, :, None]
 
 
-# The rule is that of float64 with keys that jump; single precision loses digits otherwise where none does, and bfloat16
-# is that of the inputs alone, since states are single.
+# Keys that jump take the states to their limits, ordinary ones make the longest sums. The rule of the states in float64
+# is tested over fewer tokens, and bfloat16, which is that of the inputs alone, in the tests of the decoders.
 @pytest.mark.parametrize(
-    ('name', 's', 'keys', 'dtype', 'bound'),
-    [
-        *((NAMES[1], 256, 'jumping', dtype, bound) for dtype, bound in LONG_BOUNDS.items()),
-        *((NAMES[2], 0, 'jumping', dtype, bound) for dtype, bound in LONG_BOUNDS.items()),
-        (NAMES[1], 3072, 'jumping', torch.float32, LONG_BOUNDS[torch.float32]),
-        (NAMES[1], 256, 'ordinary', torch.float32, LONG_BOUNDS[torch.float32]),
-        (NAMES[2], 0, 'ordinary', torch.float32, LONG_BOUNDS[torch.float32]),
-    ],
-    ids=str,
+    ('name', 's', 'keys'),
+    [(NAMES[1], 256, 'jumping'), (NAMES[1], 3072, 'ordinary'), (NAMES[2], 0, 'jumping'), (NAMES[2], 0, 'ordinary')],
 )
-def test_parallel_chunks_and_steps_agree_over_3072_tokens(
-    name: str, s: int, keys: str, dtype: torch.dtype, bound: float
-):
+def test_parallel_chunks_and_steps_agree_over_3072_tokens(name: str, s: int, keys: str):
     inputs, expected = long_inputs(name, s, keys)
-    low = {key: x.to(dtype) for key, x in inputs.items()}
-    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    low, bound = {key: x.float() for key, x in inputs.items()}, 5e-5
     assert_close(getattr(ops, name)(**low), expected, bound)
-    assert_close(run_chunks(low, [1] * 3072, state_dtype), expected, bound)
-    assert_close(run_chunks(low, [1000, 1, 2000, 1, 1, 69], state_dtype), expected, bound)
+    assert_close(run_chunks(low, [1] * 3072, torch.float32), expected, bound)
+    assert_close(run_chunks(low, [1000, 1, 2000, 1, 1, 69], torch.float32), expected, bound)
     if s == 3072:  # AFT-full, which decodes with a window of all tokens
         band = low.pop('band')
         bias = torch.stack([band[t].roll(t + 1) for t in range(3072)])

@@ -46,7 +46,7 @@ def make_onehot_inputs(grid: tuple[int, int], D: int, B: int = 2) -> dict[str, o
 
 
 # Channels that fill no vector, rows longer than the registers hold, kernels beyond the grid, one row, few tokens.
-CASES = [((5, 7), 66, 3), ((3, 30), 67, 9), ((4, 3), 72, 15), ((1, 9), 130, 5), ((1, 6), 65, 3), ((14, 14), 80, 11)]
+CASES = [((5, 7), 66, 3), ((3, 30), 67, 9), ((4, 3), 72, 15), ((1, 9), 130, 5), ((1, 6), 65, 3), ((10, 9), 80, 11)]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_it_equals_float64_without_a_gate():
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
-@pytest.mark.parametrize(('grid', 'D'), [((5, 7), 66), ((1, 9), 130), ((14, 14), 80)])
+@pytest.mark.parametrize(('grid', 'D'), [((5, 7), 66), ((1, 9), 130), ((10, 9), 80)])
 def test_one_offset_a_channel_equals_float64(grid, D: int, masked: bool, dtype: torch.dtype):
     mask = make_mask(2, math.prod(grid)) if masked else None
     assert_matches_reference(ops.aft_onehot, reference.aft_onehot, make_onehot_inputs(grid, D) | {'mask': mask}, dtype)
