@@ -165,7 +165,7 @@ def _causal() -> Iterator[Goal]:
     what, simple_what = 'AFT-local causal op, T=3072, s=256', 'AFT-simple causal op, T=3072'
     local, low = against_attention(_local(3072)), against_attention(_local(3072), HALF)
     simple = against_attention(Operation('aft_simple_causal', (2, 3072, 256), 2))
-    for direction, goal, simple_bounds in (('forward', 3.5, (3.5, 5)), ('training', 3.2, (7, 9))):
+    for direction, goal, simple_bounds in (('forward', 3.5, (3.5, 5.0)), ('training', 3.2, (7.0, 9.0))):
         yield Goal(6, f'{what}, against causal SDPA: {direction}', 2.5, goal, partial(speed, local, direction))
         yield Goal(7, f'{what}: {direction}, bfloat16', 3.5, 4.5, partial(speed, low, direction), needs='bfloat16')
         yield Goal(9, f'{simple_what}: {direction}', *simple_bounds, partial(speed, simple, direction))

@@ -58,10 +58,11 @@ class Operation(NamedTuple):
         shapes = [self.bias] if self.bias_dim is None else [(self.bias[0], self.bias_dim)] * 2
         biases = [0.1 * draw(*shape, seed=seed) for seed, shape in enumerate(shapes, start=3)]
         biases = [x.to(device).requires_grad_(training) for x in biases]
-        make, window = lambda *biases: biases, self.bias[1] if 'local' in self.name else None
-        if self.bias_dim is not None:
-            make = lambda u, w: [ops.factorized_bias(u, w, window, causal=window is not None)]  # noqa: E731
-        return Prepared(lambda: operate(*inputs, *make(*biases), *rest), [*inputs, *biases])
+        if self.bias_dim is None:
+            return Prepared(lambda: operate(*inputs, *biases, *rest), [*inputs, *biases])
+        (u, w), window = biases, self.bias[1] if 'local' in self.name else None
+        make = partial(ops.factorized_bias, u, w, window, causal=window is not None)
+        return Prepared(lambda: operate(*inputs, make()), [*inputs, u, w])
 
     def attention(self, dtype: torch.dtype, device: torch.device, training: bool) -> Prepared:
         """Return fused attention, with the heads taken from the channels and put back."""

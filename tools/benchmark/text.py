@@ -107,15 +107,16 @@ def build(model_class: Any, config: Any, name: str) -> nn.Module:
 
 def create_classifier(name: str, tokens: int) -> nn.Module:
     """Build the classifier of MIND with an encoder, for texts of so many tokens; its table of words is not used."""
-    sizes = dict(max_position_embeddings=tokens, vocab_size=8, num_labels=LABELS)
+    sizes: dict[str, Any] = dict(max_position_embeddings=tokens, vocab_size=8, num_labels=LABELS)
     config = fastformer.PRESETS['mind_topic'].create_config(**encoder_args(name, 2), **sizes)
     return build(fastformer.FastformerForSequenceClassification, config, name)
 
 
 def create_predictor(name: str, behaviors: int) -> nn.Module:
     """Build the predictor of conversions with an encoder, for so many behaviours."""
-    sizes = dict(vocab_size=VOCAB, embedding_size=300, max_position_embeddings=TEXT_TOKENS, max_behaviors=behaviors)
-    config = fastformer.FastformerConversionConfig(**encoder_args(name, 1), **sizes, behavior_types=TYPES)
+    sizes: dict[str, Any] = dict(vocab_size=VOCAB, embedding_size=300, max_position_embeddings=TEXT_TOKENS)
+    sizes |= dict(max_behaviors=behaviors, behavior_types=TYPES)
+    config = fastformer.FastformerConversionConfig(**encoder_args(name, 1), **sizes)
     return build(fastformer.FastformerForConversion, config, name)
 
 
