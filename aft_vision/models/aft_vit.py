@@ -13,7 +13,8 @@ position embedding, feature extraction, checkpointing) is timm's. Importing this
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor
 from aft_vision.layers import AFTBlock, AFTMixer, AFTPatchEmbed
 from aft_vision.models.attention_block import AttentionBlock
 from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
+from aft_vision.models.naflex import compute_on_patches, read_patches
 from aft_vision.models.state_dict import StateDictError as StateDictError
 from aft_vision.models.state_dict import check_state_dict, resample_rows
 from aft_vision.models.transfer_report import Report, describe_transfer
@@ -144,6 +146,8 @@ class AFTVisionTransformer(VisionTransformer):
         )
         # A fixed grid is not passed, so that a fixed model's graph has constant position biases.
         self.passes_grid = self.dynamic_img_size and mixer != 'simple'
+        # With a mask, a padded image has the tokens of the image alone, unless biases are stretched over the grid.
+        self.pads_exactly = on_grid and not resample_bias
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -205,13 +209,17 @@ class AFTVisionTransformer(VisionTransformer):
         """Compute the tokens after the final norm.
 
         Args:
-            x: (B, 3, H, W) images.
+            x: (B, 3, H, W) images, or a dict of timm's NaFlex collator, whose images keep their own grids.
             attn_mask: (B, tokens) or (B, H / patch, W / patch) bool, True where a patch counts: for a padded batch of
                 mixed sizes.
 
         Returns:
-            (B, T, C), prefix tokens first.
+            (B, T, C), prefix tokens first; for a dict these as 'patches', with 'patch_valid', as timm's NaFlexVit.
         """
+        # Two conditions, of which TorchScript leaves out what is below the first.
+        if not torch.jit.is_scripting():  # noqa: SIM102
+            if isinstance(x, dict):
+                return self._patch_features(x, attn_mask)
         height, width = self.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))
         x, grid = self._embed(x)
         mask = _token_mask(attn_mask, height, width, self.num_prefix_tokens, self.attn_pool is None)
@@ -237,7 +245,7 @@ class AFTVisionTransformer(VisionTransformer):
         """Compute the final features and those after chosen blocks, as timm's `forward_intermediates`.
 
         Args:
-            x: (B, 3, H, W) images.
+            x: (B, 3, H, W) images, or a dict of timm's NaFlex collator.
             indices: the last n blocks for a number, these blocks for a list, all for None.
             return_prefix_tokens: return (spatial, prefix) pairs.
             norm: apply the final norm to each.
@@ -248,34 +256,72 @@ class AFTVisionTransformer(VisionTransformer):
             attn_mask: as in `forward_features`.
 
         Raises:
-            ValueError: output_fmt is neither of the two.
+            ValueError: output_fmt is neither of the two, or 'NCHW' for a dict, whose images have no common grid.
         """
-        if output_fmt not in ('NCHW', 'NLC'):
-            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        formats = ('NLC',) if isinstance(x, dict) else ('NCHW', 'NLC')
+        if output_fmt not in formats:
+            raise ValueError(f'output_fmt must be {" or ".join(map(repr, formats))}, got {output_fmt!r}')
         taken, last = feature_take_indices(len(self.blocks), indices)
-        height, width = self.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))
-        x, grid = self._embed(x)
-        mask = _token_mask(attn_mask, height, width, self.num_prefix_tokens, self.attn_pool is None)
-        maps: list[Tensor] = []
-        prefixes: list[Tensor] = []
-        for i, block in enumerate(self.blocks if not stop_early else self.blocks[: last + 1]):
-            x = checkpoint(block, x, grid, mask) if self.grad_checkpointing else block(x, grid, mask)
-            if i in taken:
-                y = self.norm(x) if norm else x
-                prefixes.append(y[:, : self.num_prefix_tokens])
-                maps.append(y[:, self.num_prefix_tokens :])
+        count = last + 1 if stop_early else len(self.blocks)
+        compute = partial(self._block_outputs, taken=taken, count=count, norm=norm, final=not intermediates_only)
+        result: dict[str, Any] = {}
+        if isinstance(x, dict):
+            tokens, valid = self._on_patches(compute, x, attn_mask)
+            result['patch_valid'] = valid
+        else:
+            tokens = compute(x, attn_mask)
+        features = None if intermediates_only else tokens.pop()
+        prefixes = [y[:, : self.num_prefix_tokens] for y in tokens]
+        maps = [y[:, self.num_prefix_tokens :] for y in tokens]
         if output_fmt == 'NCHW':
-            maps = [y.transpose(1, 2).unflatten(2, (height, width)).contiguous() for y in maps]
+            size = self.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))
+            maps = [y.transpose(1, 2).unflatten(2, size).contiguous() for y in maps]
         has_prefix = return_prefix_tokens and self.num_prefix_tokens > 0
         if output_dict:
-            result: dict[str, Any] = {'image_intermediates': maps}
+            result['image_intermediates'] = maps
             if has_prefix:
                 result['image_intermediates_prefix'] = prefixes
             if not intermediates_only:
-                result['image_features'] = self.norm(x)
+                result['image_features'] = features
             return result
         intermediates = list(zip(maps, prefixes, strict=True)) if has_prefix else maps
-        return intermediates if intermediates_only else (self.norm(x), intermediates)
+        return intermediates if intermediates_only else (features, intermediates)
+
+    def _block_outputs(
+        self, x: Tensor, attn_mask: Tensor | None, taken: Sequence[int], count: int, norm: bool, final: bool
+    ) -> list[Tensor]:
+        # Tokens after the taken ones of the first `count` blocks, and, if wanted, the final features.
+        height, width = self.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))
+        x, grid = self._embed(x)
+        mask = _token_mask(attn_mask, height, width, self.num_prefix_tokens, self.attn_pool is None)
+        found: list[Tensor] = []
+        for i, block in enumerate(self.blocks[:count]):
+            x = checkpoint(block, x, grid, mask) if self.grad_checkpointing else block(x, grid, mask)
+            if i in taken:
+                found.append(self.norm(x) if norm else x)
+        return [*found, self.norm(x)] if final else found
+
+    @torch.jit.unused
+    def _patch_features(self, batch: dict[str, Any], attn_mask: Tensor | None) -> Any:
+        # What timm's NaFlexVit returns for a dict.
+        (tokens,), valid = self._on_patches(lambda x, mask: [self.forward_features(x, mask)], batch, attn_mask)
+        return {'patches': tokens, 'patch_valid': valid}
+
+    def _on_patches(
+        self,
+        compute: Callable[[Tensor, Tensor | None], list[Tensor]],
+        batch: dict[str, Any],
+        attn_mask: Tensor | None,
+    ) -> tuple[list[Tensor], Tensor]:
+        # Results of a function of images and a mask for a dict of timm's NaFlex collator, and its valid patches.
+        if attn_mask is not None:
+            raise ValueError('attn_mask must be None for a dict, whose mask is patch_valid')
+        if self.attn_pool is not None:
+            raise ValueError("images of mixed sizes need global_pool='avg', 'max' or 'token', got attention pooling")
+        size = self.patch_embed.patch_size
+        patches = read_patches(batch, size, self.patch_embed.proj.in_channels)
+        one_grid = self.pads_exactly and self.pos_embed is None
+        return compute_on_patches(compute, patches, size, one_grid), patches.valid
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, attn_mask: Tensor | None = None) -> Tensor:
         """Compute logits (B, classes) of tokens (B, T, C), or with pre_logits the input of the classifier."""
@@ -287,7 +333,11 @@ class AFTVisionTransformer(VisionTransformer):
         return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Compute logits (B, classes) of images (B, 3, H, W); attn_mask as in `forward_features`."""
+        """Compute logits (B, classes) of images (B, 3, H, W) or a dict of patches; attn_mask as `forward_features`."""
+        if not torch.jit.is_scripting():  # noqa: SIM102
+            if isinstance(x, dict):
+                found = self.forward_features(x, attn_mask)
+                return self.forward_head(found['patches'], attn_mask=found['patch_valid'])
         return self.forward_head(self.forward_features(x, attn_mask), attn_mask=attn_mask)
 
 
