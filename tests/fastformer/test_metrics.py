@@ -26,7 +26,7 @@ def mrr(labels: np.ndarray, scores: np.ndarray) -> float:
 
 
 def test_the_figures_equal_those_of_one_impression_at_a_time():
-    scores, labels, sizes = make_impressions(3000)
+    scores, labels, sizes = make_impressions(600)
     expected: dict[str, list[float]] = {'auc': [], 'mrr': [], 'ndcg5': [], 'ndcg10': []}
     tied = 0
     for y, s in zip(*(np.split(x, np.cumsum(sizes)[:-1]) for x in (labels, scores)), strict=True):
@@ -42,8 +42,8 @@ def test_the_figures_equal_those_of_one_impression_at_a_time():
         with config_context(assume_finite=True, skip_parameter_validation=True):
             for cutoff in (5, 10):
                 expected[f'ndcg{cutoff}'].append(ndcg_score([y], [ordered], k=cutoff))
-    assert len(expected['auc']) > 1000
-    assert tied > 500
+    assert len(expected['auc']) > 200
+    assert tied > 100
     found = impression_metrics(scores, labels, sizes)
     means = ranking_metrics(scores, labels, sizes)
     for name, values in expected.items():
