@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import NO_AUGMENTATION, make_beton, make_folder, require_ffcv
+from helpers import CLOTHING, NO_AUGMENTATION, link_photographs, make_beton, make_folder, require_ffcv
 from PIL import Image
 
 from aft_vision.data import (
@@ -36,8 +36,6 @@ from aft_vision.data.ffcv.loader import BetonDataset, EvalTransform
 from aft_vision.data.ffcv.writer import BetonOptions, write_beton
 
 pytestmark = pytest.mark.ffcv
-ROOT = Path(__file__).parents[2]
-CLOTHING = ROOT / 'tests' / 'assets' / 'clothing'
 # A crop and a flip, each image once.
 CROP = Augmentation(auto_augment=None, color_jitter=0, repeats=1, random_erasing=0, mixup=0, cutmix=0)
 PLAIN = Preprocessing((32, 32), mean=(0, 0, 0), std=(1, 1, 1))
@@ -62,19 +60,25 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope='module')
-def clothing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_beton(tmp_path_factory.mktemp('clothing'))
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """150 to train with and 50 to evaluate."""
+    return link_photographs(tmp_path_factory.mktemp('photographs'), 15, 5)
 
 
 @pytest.fixture(scope='module')
-def pixels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clothing(photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_beton(tmp_path_factory.mktemp('clothing'), photographs)
+
+
+@pytest.fixture(scope='module')
+def pixels(photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The photographs without the loss of a second compression."""
-    return make_beton(tmp_path_factory.mktemp('pixels'), options=BetonOptions(raw_share=1.0))
+    return make_beton(tmp_path_factory.mktemp('pixels'), photographs, BetonOptions(raw_share=1.0))
 
 
 def batches(folder: Path, workers: int = 0, epoch: int = 0, first: int = 0, sizes=(32, 32), **options) -> list[tuple]:
     options = {'augment': CROP, 'num_workers': workers, 'evaluation': PLAIN, **options}
-    loaders = create_loaders(folder, sizes, 200, **options)
+    loaders = create_loaders(folder, sizes, 50, **options)
     loaders.set_epoch(epoch, first)
     return list(loaders.train)
 
@@ -85,26 +89,26 @@ def assert_same_batches(found: list[tuple], expected: list[tuple]) -> None:
         torch.testing.assert_close(batch, wanted, rtol=0, atol=0)
 
 
-def test_pixels_come_back_as_they_were_and_jpeg_nearly(clothing, pixels):
-    split = open_train_split(Source(dir=str(CLOTHING)), 1)
+def test_pixels_come_back_as_they_were_and_jpeg_nearly(photographs, clothing, pixels):
+    split = open_train_split(Source(dir=str(photographs)), 1)
     raw, jpeg = BetonDataset(pixels / 'train.beton'), BetonDataset(clothing / 'train.beton')
-    assert len(raw) == len(jpeg) == 600
-    for index in range(0, 600, 37):
+    assert len(raw) == len(jpeg) == 150
+    for index in range(0, 150, 9):
         image, target = split.dataset[index]
         assert raw[index][1] == jpeg[index][1] == target
         np.testing.assert_array_equal(raw[index][0], np.asarray(image))
         assert np.abs(jpeg[index][0].astype(int) - np.asarray(image)).mean() < 4
 
 
-def test_the_class_names_are_those_of_the_folders(clothing):
-    loader, names = create_eval_loader(clothing, (32, 32), 50, num_workers=0)
-    assert names == create_eval_loader(CLOTHING, (32, 32), 50, num_workers=0)[1]
-    assert len(torch.cat([targets for _, targets in loader])) == 200
+def test_the_class_names_are_those_of_the_folders(photographs, clothing):
+    loader, names = create_eval_loader(clothing, (32, 32), 20, num_workers=0)
+    assert names == create_eval_loader(photographs, (32, 32), 20, num_workers=0)[1]
+    assert len(torch.cat([targets for _, targets in loader])) == 50
 
 
-def test_the_same_crops_and_flips_are_drawn_as_from_a_folder(pixels):
+def test_the_same_crops_and_flips_are_drawn_as_from_a_folder(photographs, pixels):
     # The resizing differs, INTER_AREA for bicubic; another crop or a missing flip changes far more.
-    for batch, wanted in zip(batches(pixels), batches(CLOTHING), strict=True):
+    for batch, wanted in zip(batches(pixels), batches(photographs), strict=True):
         assert batch[1].tolist() == wanted[1].tolist()
         per_image = (batch[0] - wanted[0]).abs().mean(dim=(1, 2, 3))
         assert per_image.max() < 0.06
@@ -123,9 +127,9 @@ def test_augmentation_gives_the_bits_of_a_folder_where_nothing_is_resized(policy
 
 
 @pytest.mark.parametrize('size', [(32, 32), (32, 64), (64, 32)])
-def test_the_evaluation_crop_is_that_of_a_folder(pixels, size):
-    places = (pixels, CLOTHING)
-    loaders = [create_eval_loader(place, PLAIN._replace(size=size), 200, num_workers=0)[0] for place in places]
+def test_the_evaluation_crop_is_that_of_a_folder(photographs, pixels, size):
+    places = (pixels, photographs)
+    loaders = [create_eval_loader(place, PLAIN._replace(size=size), 50, num_workers=0)[0] for place in places]
     (images, targets), (wanted, expected) = (next(iter(loader)) for loader in loaders)
     assert targets.tolist() == expected.tolist()
     # The box is rounded to pixels of these small images, and resized by INTER_AREA for bicubic.
@@ -164,7 +168,7 @@ def test_each_image_is_evaluated_once_whatever_the_number_of_processes(clothing)
         )
         found += [image for images, _ in loaders.validation for image in images]
     whole = torch.cat([images for images, _ in create_eval_loader(clothing, (16, 16), 50, num_workers=0)[0]])
-    assert len(found) == len(whole) == 200
+    assert len(found) == len(whole) == 50
     assert {image.numpy().tobytes() for image in found} == {image.numpy().tobytes() for image in whole}
 
 
@@ -179,17 +183,17 @@ def test_updates_have_the_sizes_of_the_schedule(clothing):
     sizes = SizeSchedule(((16, 16), (24, 32), (16, 16)))
     options = dict(sizes=sizes, share=Share(accumulate=10))
     shapes = {tuple(images.shape) for epoch in range(3) for images, _ in batches(clothing, epoch=epoch, **options)}
-    assert shapes == {(20, 3, 16, 16), (20, 3, 24, 32)}
+    assert shapes == {(5, 3, 16, 16), (5, 3, 24, 32)}
 
 
-def test_writing_gives_the_same_bytes_with_more_processes(tmp_path, clothing):
-    again = make_beton(tmp_path, workers=2)
+def test_writing_gives_the_same_bytes_with_more_processes(photographs, tmp_path, clothing):
+    again = make_beton(tmp_path, photographs, workers=2)
     for name in ('train.beton', 'val.beton', 'train.json'):
         assert (again / name).read_bytes() == (clothing / name).read_bytes()
 
 
-def test_images_are_made_smaller_and_a_share_is_kept_as_pixels(tmp_path):
-    make_beton(tmp_path, options=BetonOptions(max_resolution=48, raw_share=0.3))
+def test_images_are_made_smaller_and_a_share_is_kept_as_pixels(photographs, tmp_path):
+    make_beton(tmp_path, photographs, BetonOptions(max_resolution=48, raw_share=0.3))
     dataset = BetonDataset(tmp_path / 'train.beton')
     assert max(dataset.images['width'].max(), dataset.images['height'].max()) == 48
     assert 0.2 < np.mean(dataset.images['mode'] == 1) < 0.4
@@ -203,7 +207,7 @@ def test_ffcv_reads_what_is_written(clothing):
     threads = torch.get_num_threads()
     loader = Loader(
         str(clothing / 'val.beton'),
-        batch_size=100,
+        batch_size=25,
         num_workers=1,
         pipelines={'image': [CenterCropRGBImageDecoder((24, 24), 1.0)], 'label': [IntDecoder()]},
     )
@@ -212,7 +216,7 @@ def test_ffcv_reads_what_is_written(clothing):
     dataset = BetonDataset(clothing / 'val.beton')
     assert labels[:, 0].tolist() == dataset.labels.tolist()
     dataset.transform = EvalTransform((24, 24), 1.0)
-    for index in range(0, 200, 19):
+    for index in range(0, 50, 7):
         np.testing.assert_array_equal(images[index], dataset[index][0].permute(1, 2, 0).numpy())
 
 
@@ -236,7 +240,7 @@ def test_importing_ffcv_leaves_the_threads_of_torch_alone(monkeypatch):
 
 def test_a_loader_that_is_left_early_leaves_no_thread_and_starts_anew(clothing):
     expected, threads = batches(clothing), threading.active_count()
-    loaders = create_loaders(clothing, (32, 32), 200, augment=CROP, evaluation=PLAIN, num_workers=1)
+    loaders = create_loaders(clothing, (32, 32), 50, augment=CROP, evaluation=PLAIN, num_workers=1)
     for _ in range(3):
         loaders.set_epoch(0)
         for batch in loaders.train:
