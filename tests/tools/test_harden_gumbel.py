@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers import CLOTHING, randn
+from helpers import CLOTHING, link_photographs, randn
 from torch import nn
 
 from aft_vision.evaluate import load_model
@@ -102,15 +102,22 @@ def test_the_folder_is_evaluated_at_other_sizes(exported, tmp_path):
 
 def test_the_trainer_goes_on_from_the_folder(exported, tmp_path):
     model = ['model.depth=2', 'model.embed_dim=16', 'model.num_heads=4', 'model.mixer=onehot', 'model.gumbel=null']
-    run = [f'data.dir={CLOTHING}', f'run.dir={tmp_path}', f'run.init_from={exported}', 'optim.lr=0.01']
+    photographs = link_photographs(tmp_path / 'photographs', 6, 2)
+    run = [
+        f'data.dir={photographs}',
+        'data.batch_size=20',
+        f'run.dir={tmp_path / "run"}',
+        f'run.init_from={exported}',
+        'optim.lr=0.01',
+    ]
     averaged = ['ema.decay=0.9', 'ema.warmup=true']
     config = ROOT / 'configs' / 'smoke' / 'one_epoch.yaml'
     imagenet.main(['--quiet', '--config', str(config), *model, *run, *averaged])
-    before, after = load_model(exported).state_dict(), load_model(tmp_path / 'best.pth').state_dict()
+    before, after = load_model(exported).state_dict(), load_model(tmp_path / 'run' / 'best.pth').state_dict()
     for i in range(2):
         assert torch.equal(after[f'blocks.{i}.attn.offset'], before[f'blocks.{i}.attn.offset'])
         assert not torch.equal(after[f'blocks.{i}.attn.weight'], before[f'blocks.{i}.attn.weight'])
-    trained = load_model(tmp_path / 'export')
+    trained = load_model(tmp_path / 'run' / 'export')
     assert trained.blocks[1].attn.offset.any()
 
 

@@ -1,10 +1,11 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import timm
 import torch
-from helpers import CLOTHING, randn
+from helpers import CLOTHING, link_photographs, randn
 
 import aft_vision  # noqa: F401
 from aft_vision.evaluate import load_model
@@ -26,18 +27,26 @@ def make_checkpoint(path: Path, name: str = 'aft_conv_tiny', **kwargs: object) -
     return path
 
 
-def run(checkpoint: Path, *arguments: str) -> dict[str, object]:
-    return main(['--checkpoint', str(checkpoint), '--data', str(CLOTHING), '--workers', '0', *arguments])
+@pytest.fixture(scope='module')
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty photographs to evaluate."""
+    return link_photographs(tmp_path_factory.mktemp('photographs'), 0, 2)
 
 
-def test_each_threshold_gives_a_row_after_that_of_the_model_as_it_is(tmp_path, capsys):
+@pytest.fixture
+def run(data: Path) -> Callable[..., dict[str, object]]:
+    """The command, by a checkpoint and other arguments."""
+    return lambda path, *more: main(['--checkpoint', str(path), '--data', str(data), '--workers', '0', *more])
+
+
+def test_each_threshold_gives_a_row_after_that_of_the_model_as_it_is(run, tmp_path, capsys):
     checkpoint = make_checkpoint(tmp_path / 'best.pth', **CONV)
     result = run(checkpoint, '--thresholds', '1e9', '0.2', '--keep-fraction', '0.1', '--rounds', '2', '--allow-load')
     rows = result['rows']
     assert [row['threshold'] for row in rows][:2] == [0.0, 0.2]
     assert rows[-1]['threshold'] == 1e9
     assert [rows[0]['sparsity'], rows[2]['sparsity'], rows[3]['sparsity']] == [0.0, pytest.approx(0.9), 1.0]
-    assert [row['samples'] for row in rows] == [200] * 4
+    assert [row['samples'] for row in rows] == [20] * 4
     assert (rows[0]['op_ratio'], rows[3]['window'], rows[3]['madds_sparse']) == (1.0, 1, 0)
     assert len(result['kernel_entropy_nats']) == len(rows[0]['windows']) == 2
     assert result['input_size'] == (3, 32, 32)
@@ -47,17 +56,17 @@ def test_each_threshold_gives_a_row_after_that_of_the_model_as_it_is(tmp_path, c
     assert not (tmp_path / 'pruned').exists()
 
 
-def test_a_loaded_machine_is_evaluated_on_but_not_timed(tmp_path, monkeypatch, capsys):
+def test_a_loaded_machine_is_evaluated_on_but_not_timed(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr('tools.machine.LoadMeter.load', lambda meter: 0.5)
     rows = run(make_checkpoint(tmp_path / 'best.pth', **CONV), '--thresholds', '0.2')['rows']
-    assert [row['samples'] for row in rows] == [200, 200]
+    assert [row['samples'] for row in rows] == [20, 20]
     assert 'op_ratio' not in rows[0]
     shown = capsys.readouterr().out
     assert 'the time of the operation is left out: expected other processes to use at most 10% of' in shown
     assert 'time of op\n' not in shown
 
 
-def test_the_rows_are_the_metrics_of_the_pruned_models(tmp_path, monkeypatch):
+def test_the_rows_are_the_metrics_of_the_pruned_models(run, tmp_path, monkeypatch):
     checkpoint = make_checkpoint(tmp_path / 'best.pth', **CONV)
     evaluated = []
 
@@ -76,7 +85,7 @@ def test_the_rows_are_the_metrics_of_the_pruned_models(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('gumbel', [False, True])
-def test_the_saved_model_is_the_pruned_one_for_timm(gumbel: bool, tmp_path):
+def test_the_saved_model_is_the_pruned_one_for_timm(run, gumbel: bool, tmp_path):
     checkpoint = make_checkpoint(tmp_path / 'best.pth', **CONV, gumbel=gumbel)
     out = tmp_path / 'out'
     run(checkpoint, '--thresholds', '0.3', '--save', '0.5', '--rounds', '0', '--out', str(out))
@@ -100,12 +109,12 @@ def test_the_saved_model_is_the_pruned_one_for_timm(gumbel: bool, tmp_path):
         ('aft_conv_tiny', dict(**CONV, global_context=False), 'got global_context=False'),
     ],
 )
-def test_a_model_that_cannot_be_pruned_is_named(tmp_path, name: str, kwargs: dict[str, object], message: str):
+def test_a_model_that_cannot_be_pruned_is_named(run, tmp_path, name: str, kwargs: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         run(make_checkpoint(tmp_path / 'best.pth', name, **kwargs))
 
 
-def test_a_negative_threshold_and_an_image_size_that_does_not_fit_are_named(tmp_path):
+def test_a_negative_threshold_and_an_image_size_that_does_not_fit_are_named(run, tmp_path):
     checkpoint = make_checkpoint(tmp_path / 'best.pth', **CONV)
     with pytest.raises(ValueError, match='threshold must be at least 0, got -1'):
         run(checkpoint, '--thresholds', '-1')

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from helpers import CLOTHING, generator
+from helpers import CLOTHING, generator, link_photographs
 from safetensors.torch import save_file
 from torch import nn
 
@@ -188,7 +188,8 @@ def test_training_starts_from_the_transferred_weights(tmp_path, form):
         'run.tensorboard=false',
         f'run.dir={tmp_path / "run"}',
     ]
-    imagenet.main(['--quiet', '--config', str(ONE_EPOCH), f'data.dir={CLOTHING}', f'run.init_from={start}', *still])
+    data = [f'data.dir={link_photographs(tmp_path / "photographs", 2, 1)}', 'data.batch_size=20']
+    imagenet.main(['--quiet', '--config', str(ONE_EPOCH), *data, f'run.init_from={start}', *still])
     state = torch.load(tmp_path / 'run' / 'last.pth', weights_only=True)['state_dict']
     for key in (
         'patch_embed.proj.weight',
