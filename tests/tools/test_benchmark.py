@@ -24,15 +24,15 @@ ONEHOT = ['ops', '--groups', 'onehot', '--rounds', '1']
 
 def test_loaders_are_compared_with_the_first_and_with_those_that_they_replace(tmp_path, capsys):
     splits = {'train': ['a', 'b'], 'val': ['a', 'b']}
-    folders = [str(make_folder(tmp_path / str(side), splits, 8, (side, side))) for side in (16, 1600)]
-    options = ['--img-size', '16', '--batch-size', '8', '--workers', '0', '--allow-load']
-    main(['loader', *folders, *options, '--rounds', '1', '--json', str(tmp_path / 'figures.json')])
+    folders = [str(make_folder(tmp_path / str(side), splits, 4, (side, side))) for side in (16, 1600)]
+    options = ['--img-size', '16', '--batch-size', '4', '--workers', '0', '--allow-load']
+    main(['loader', *folders, *options, '--rounds', '3', '--json', str(tmp_path / 'figures.json')])
     rows = json.loads((tmp_path / 'figures.json').read_text())['rows']
     names = [name for folder in folders for name in (folder, f"{folder}, timm's loader")]
     assert [row['name'] for row in rows] == names
     small, peer, large, _ = rows
     assert small['ratio'] == 1.0
-    # Thousands of times the pixels to decode.
+    # Thousands of times the pixels to decode, in two of three rounds however another process slows the third.
     assert large['ratio'] < 0.5
     assert large['per_second'] == pytest.approx(large['ratio'] * small['per_second'])
     # However long others keep the cores.
@@ -46,6 +46,7 @@ def test_loaders_are_compared_with_the_first_and_with_those_that_they_replace(tm
 
 
 def test_a_loaded_machine_is_not_measured_unless_that_is_wanted(monkeypatch):
+    monkeypatch.setattr(machine, 'SAMPLE_SECONDS', 0.0)
     monkeypatch.setattr('tools.machine.LoadMeter.load', lambda meter: 0.54)
     for section in (['loader', 'folder'], ['table', '7'], ['ops'], ['models'], ['text'], ['decode'], ['goals']):
         with pytest.raises(OSError, match=r'at most 10% of the available cores, got 54%; .* --allow-load'):

@@ -186,6 +186,7 @@ def test_nothing_is_compared_with_a_baseline_that_runs_out_of_memory():
     assert rows[1]['ratio'] is None
 
 
+@pytest.mark.usefixtures('unmetered')
 def test_classifiers_are_measured_at_sizes_and_one_that_cannot_is_named(monkeypatch):
     command = ['models', '--baseline', DEIT, '--models', 'aft_conv_tiny', '--rounds', '1', '--batch-size', '2']
     rows = main([*command, '--sizes', '40x32', '32', '--allow-load'])['rows']
