@@ -1,5 +1,6 @@
 """Small runs to interrupt: their arguments, what they leave behind, and processes that end themselves."""
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
-from helpers import CLOTHING, digest, losses
+from helpers import CLOTHING, digest, leave_curves_undrawn, losses
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +31,7 @@ EXPORT, RENAMING, WRITING = 'train.imagenet.export_model', 'os.replace', 'torch.
 
 # Its server imports once what takes seconds, so that a process starts at once.
 _processes = multiprocessing.get_context('forkserver')
-_processes.set_forkserver_preload(['train.imagenet', 'matplotlib.figure', 'train.fastformer.__main__'])
+_processes.set_forkserver_preload(['train.imagenet', 'train.sequence', 'train.fastformer.__main__'])
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ def _train(
         with log.open('a') as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+    gc.freeze()
+    leave_curves_undrawn(pytest.MonkeyPatch())
     # Loading processes of a server of their own would outlive this process.
     multiprocessing.set_start_method('fork', force=True)
     if interruption is not None:

@@ -15,8 +15,8 @@ from train import imagenet
 ROOT = Path(__file__).parents[1]
 # Two epochs of three updates at 32 px, each image changed otherwise every time, and no sum over parts of a batch.
 PLAIN = [
-    *('--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml'), 'data.batch_size=60'),
-    *('data.eval_batch_size=16', 'model.depth=1', 'run.amp=none', 'run.tensorboard=false'),
+    *('--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml'), 'data.batch_size=20'),
+    *('data.eval_batch_size=6', 'model.depth=1', 'run.amp=none', 'run.tensorboard=false'),
     *('augment.random_erasing=0', 'augment.mixup=0', 'augment.cutmix=0', 'model.drop_path_rate=0', 'optim.lr=5e-3'),
     *('schedule.step=update', 'schedule.warmup_epochs=0'),
 ]
@@ -55,8 +55,8 @@ def assert_same_training(run_dir: Path, other: Path) -> None:
 
 @pytest.fixture(scope='module')
 def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """180 to train with and 60 to evaluate."""
-    return link_photographs(tmp_path_factory.mktemp('photographs'), 18, 6)
+    """60 to train with and 20 to evaluate."""
+    return link_photographs(tmp_path_factory.mktemp('photographs'), 6, 2)
 
 
 @pytest.fixture(scope='module')
@@ -154,8 +154,8 @@ def test_torchrun_restarts_a_run_whose_process_was_killed(plain, two, tmp_path):
 
 
 def test_a_batch_that_the_processes_cannot_share_is_rejected(plain, tmp_path):
-    arguments = [*plain, 'data.batch_size=201', 'optim.accumulate=1', f'run.dir={tmp_path / "run"}']
+    arguments = [*plain, 'data.batch_size=21', 'optim.accumulate=1', f'run.dir={tmp_path / "run"}']
     assert run(arguments, 2, log=tmp_path / 'log') == [1, 1]
-    message = 'multiple of optim.accumulate (1) times the number of processes (2), got 201'
+    message = 'multiple of optim.accumulate (1) times the number of processes (2), got 21'
     assert (tmp_path / 'log').read_text().count(message) == 2
     assert not (tmp_path / 'run').exists()

@@ -7,10 +7,12 @@ import pytest
 import timm
 import torch
 from helpers import link_photographs, make_folder
+from PIL import Image
 from timm.data import create_dataset, create_loader
 from timm.utils import AverageMeter, accuracy
 
 from aft_vision.evaluate import load_model
+from aft_vision.visualize import plot_history
 from train.build import build_evaluation
 from train.config import load_config
 from train.distributed import World
@@ -23,8 +25,8 @@ DATA = f'data.dir={ROOT / "tests" / "assets" / "clothing"}'
 
 @pytest.fixture(scope='module')
 def few(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The arguments of six updates an epoch on less than a third of the photographs."""
-    return [f'data.dir={link_photographs(tmp_path_factory.mktemp("photographs"), 18, 6)}', 'data.batch_size=28']
+    """The arguments of six updates an epoch on a few of the photographs."""
+    return [f'data.dir={link_photographs(tmp_path_factory.mktemp("photographs"), 8, 2)}', 'data.batch_size=12']
 
 
 @pytest.fixture(scope='module')
@@ -149,7 +151,8 @@ def test_a_batch_larger_than_the_data_set_is_rejected_also_in_parts(tmp_path):
         main([*ONE_EPOCH, DATA, 'data.batch_size=1200', 'optim.accumulate=4', f'run.dir={tmp_path / "run"}'])
 
 
-def test_a_run_that_overwrites_another_leaves_nothing_of_it(few, tmp_path):
+def test_a_run_that_overwrites_another_leaves_nothing_of_it(few, tmp_path, monkeypatch):
+    monkeypatch.setattr('train.imagenet.plot_history', plot_history)
     for name in ('best.pth', 'last-1.pth', 'curves.png', 'tensorboard/old', 'export/old'):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('old')
@@ -157,6 +160,7 @@ def test_a_run_that_overwrites_another_leaves_nothing_of_it(few, tmp_path):
         main([*ONE_EPOCH, *few, f'run.dir={tmp_path}'])
     main([*ONE_EPOCH, *few, f'run.dir={tmp_path}', 'run.overwrite=true'])
     assert not [path for path in tmp_path.rglob('*') if path.is_file() and path.read_bytes() == b'old']
+    assert Image.open(tmp_path / 'curves.png').width > 500
 
 
 def test_without_matplotlib_the_run_says_so_before_it_trains(tmp_path, monkeypatch):
@@ -255,7 +259,7 @@ def test_a_model_of_fixed_input_size_is_evaluated_at_another(few, tmp_path, caps
     fixed = [*ONE_EPOCH, *few, 'model.name=aft_full_tiny', 'model.num_heads=null', 'model.kernel_size=null']
     main([*fixed, f'run.dir={tmp_path}'])
     main([*fixed, f'run.dir={tmp_path}', '--eval', 'data.img_size=[48,48]'])
-    assert 'images 60' in capsys.readouterr().out
+    assert 'images 20' in capsys.readouterr().out
 
 
 def test_several_sizes_need_a_model_that_takes_them(few, tmp_path):

@@ -16,14 +16,14 @@ from train.imagenet import main
 
 @pytest.fixture(scope='module')
 def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """180 to train with and 60 to evaluate."""
-    return link_photographs(tmp_path_factory.mktemp('photographs'), 18, 6)
+    """60 to train with and 20 to evaluate."""
+    return link_photographs(tmp_path_factory.mktemp('photographs'), 6, 2)
 
 
 @pytest.fixture(scope='module')
 def small(photographs: Path) -> list[str]:
     """The arguments of two epochs of three updates."""
-    return [*RECIPE, *SMALL, f'data.dir={photographs}', 'data.batch_size=60']
+    return [*RECIPE, *SMALL, f'data.dir={photographs}', 'data.batch_size=20']
 
 
 @pytest.fixture(scope='module')
@@ -73,7 +73,7 @@ def test_two_interruptions_in_one_epoch_and_other_workers_change_nothing(small, 
 
 
 def test_several_sizes_and_a_falling_temperature_go_on_as_if_not_interrupted(small, tmp_path, monkeypatch):
-    more = ['data.train_sizes=[32,48]', 'data.train_size_schedule=progressive', 'data.batch_size=28']
+    more = ['data.train_sizes=[32,48]', 'data.train_size_schedule=progressive', 'data.batch_size=12']
     more += ['model.gumbel=true', 'regularize.kernel_entropy=0.1', 'regularize.tau_end=0.1']
     main([*small, *more, f'run.dir={tmp_path / "whole"}'])
     arguments = [*small, *more, 'run.resume=auto', f'run.dir={tmp_path / "stopped"}']
@@ -129,7 +129,7 @@ def test_a_run_may_go_on_from_another_folder_for_more_epochs(small, whole, tmp_p
 
 def test_other_data_are_not_gone_on_with(small, whole, tmp_path):
     names = [path.name for path in (CLOTHING / 'train').iterdir()]
-    folder = make_folder(tmp_path / 'images', {'train': names, 'val': names}, 12)
+    folder = make_folder(tmp_path / 'images', {'train': names, 'val': names}, 4)
     other = [f'data.dir={folder}', f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path / "run"}']
     with pytest.raises(ValueError, match=r'a run with updates_per_epoch = 2, .* got .* with 3; the data set and'):
         main([*small, *other])
@@ -137,8 +137,8 @@ def test_other_data_are_not_gone_on_with(small, whole, tmp_path):
 
 def test_another_batch_size_and_other_classes_are_not_gone_on_with(small, whole, tmp_path):
     again = [f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path / "run"}']
-    with pytest.raises(ValueError, match=r'a run with batch_size = 56, .* got .* with 60'):
-        main([*small, 'data.batch_size=56', *again])
+    with pytest.raises(ValueError, match=r'a run with batch_size = 16, .* got .* with 20'):
+        main([*small, 'data.batch_size=16', *again])
     content = torch.load(whole / 'last.pth', weights_only=True)
     names = content['class_names']
     torch.save({**content, 'class_names': [*names[1:], names[0]]}, tmp_path / 'permuted.pth')

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import digest, interrupt_at, losses
+from PIL import Image
 from small_runs import ROOT, assert_same_results, run
 
 from aft_vision.models.decoders import load_decoder
+from aft_vision.visualize import plot_bits
 from train import char, pixel
 from train.state import TrainState
 
@@ -80,9 +82,11 @@ def test_a_run_leaves_what_the_tools_need(kind, whole, arguments):
     assert [row[0] for row in steps_of(folder)] == ['3', '6']
 
 
-def test_the_resolved_config_repeats_the_run_exactly(whole, tmp_path):
+def test_the_resolved_config_repeats_the_run_exactly_and_draws_its_curves(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr('train.sequence.plot_bits', plot_bits)
     char.main(['--quiet', '--config', str(whole['char'] / 'config.yaml'), f'run.dir={tmp_path}'])
     assert digest(tmp_path / 'last.pth') == digest(whole['char'] / 'last.pth')
+    assert Image.open(tmp_path / 'curves.png').width > 500
 
 
 @pytest.mark.parametrize(('kind', 'update'), [('char', 3), ('char', 5), ('pixel', 4)])
