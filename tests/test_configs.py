@@ -7,6 +7,7 @@ target`. Its words on a command line, after `--config` and the file, train it.
 import dataclasses
 import math
 import re
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import timm
 import torch
 from helpers import generator
+from torch import nn
 
 from aft_vision.fastformer import (
     PRESETS,
@@ -214,6 +216,12 @@ def test_a_recipe_has_the_rows_of_the_papers_with_their_numbers(name):
     assert all(re.match(r'Fig\. \d|unpublished', target) for target in more.values()), more
 
 
+@cache
+def make_teacher(name: str) -> nn.Module:
+    """A teacher without its weights: nothing is downloaded."""
+    return timm.create_model(name, device='meta')
+
+
 @of_kind('image')
 def test_an_image_model_its_optimizer_and_schedule_can_be_built(path, row):
     # timm's moving average cannot be made on the meta device.
@@ -226,8 +234,7 @@ def test_an_image_model_its_optimizer_and_schedule_can_be_built(path, row):
     if teacher is not None:
         assert timm.models.is_model_pretrained(teacher)
         assert timm.get_pretrained_cfg(teacher).num_classes == 1000
-        # Nothing is downloaded, so the teacher is one without its weights.
-        teacher = timm.create_model(teacher, device='meta')
+        teacher = make_teacher(teacher)
     world = World(torch.device('meta'))
     state = create_state(model, config, updates_per_epoch=7, num_classes=10, world=world, teacher=teacher)
     optimized = {id(p) for group in state.optimizer.param_groups for p in group['params']}

@@ -122,7 +122,7 @@ def test_a_session_can_be_reordered_and_copied(name: str):
 
 
 def test_a_state_has_a_constant_size():
-    dim, layers, window = 256, 24, 256
+    dim, layers, window = 256, 2, 256
     for mixer, args, expected in (
         # The ring and the sums, and the reference.
         ('local', dict(window=window), layers * (2 * dim * (window + 1) + dim) * 4),
