@@ -134,7 +134,8 @@ def test_a_state_has_a_constant_size():
         assert expected <= state.num_bytes() <= expected + 1000
 
 
-@pytest.mark.parametrize('name', FORMS)
+# AFT-full decodes as AFT-local does.
+@pytest.mark.parametrize('name', ['local', 'simple', 'attention'])
 def test_a_step_compiles_to_one_graph_for_all_positions(name: str):
     model, tokens = create(name, depth=1), draw_tokens()
     counter, session = CompileCounter(), model.session(2)

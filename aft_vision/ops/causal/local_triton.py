@@ -34,9 +34,9 @@ class _Call:
         self.products = products(v)
         # Wider tiles of float32 spill out of the registers and do not fit the shared memory of every GPU. Those of the
         # interpreter are so small that small tests have several.
-        side = 16 if interprets() else 32 if self.product_dtype == torch.float32 else 64
+        least, side = (4, 16) if interprets() else (16, 32 if self.product_dtype == torch.float32 else 64)
         self.BC = min(side, 32) if self.window <= 32 else side
-        self.BD = min(side, max(16, triton.next_power_of_2(self.D)))
+        self.BD = min(side, max(least, triton.next_power_of_2(self.D)))
         self.blocks, self.strips = triton.cdiv(self.T, self.BC), triton.cdiv(self.D, self.BD)
         self.grid = self.blocks, self.strips, self.B
         # Weights of BC sources, over the window of a block.
