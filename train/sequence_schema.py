@@ -99,7 +99,7 @@ class SequenceSchedule:
             wanted = f'at most schedule.max_updates, which is {self.max_updates}'
             require('schedule.warmup_updates', self.warmup_updates, self.warmup_updates <= self.max_updates, wanted)
         constant = self.kind == 'cosine' or self.min_lr == 0
-        require('schedule.min_lr', self.min_lr, constant, 'only for the cosine, so 0 for inverse_sqrt')
+        require('schedule.min_lr', self.min_lr, constant, '0 for inverse_sqrt')
 
     def total_updates(self, updates_per_epoch: int) -> int:
         """Return the number of updates of the whole run."""

@@ -225,7 +225,7 @@ class Touch:
 
 def test_nothing_in_a_file_is_executed(tmp_path):
     torch.save({'model': make_vit().state_dict(), 'other': Touch(tmp_path / 'executed')}, tmp_path / 'bad.pth')
-    with pytest.raises(ValueError, match=r'bad\.pth with .*save its weights alone'):
+    with pytest.raises(ValueError, match=r'bad\.pth with .*save only its weights'):
         run(tmp_path / 'bad.pth', tmp_path / 'out')
     overlay = dict(file=str(tmp_path / 'bad.pth'))
     with pytest.raises(RuntimeError, match='weights_only=True blocked'):
