@@ -4,11 +4,32 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.layers import DropPath, LayerNorm, LayerScale, Mlp
 from torch import Tensor, nn
 
 from aft_vision.layers.base import AFTMixer
 from aft_vision.layers.mixers import create_mixer
+
+
+class InplaceGELU(nn.GELU):
+    """A GELU that overwrites its input in an ordinary call without gradients.
+
+    The hidden values of an MLP are its largest tensors. With a second one, the allocator returns their memory to the
+    system in every block and gets it back page by page.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            return F.gelu(x, approximate=self.approximate)
+        return self._ordinary(x)
+
+    @torch.jit.unused
+    def _ordinary(self, x: Tensor) -> Tensor:
+        watched = type(x) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if watched or torch.is_grad_enabled():
+            return F.gelu(x, approximate=self.approximate)
+        return torch.ops.aten.gelu_(x, approximate=self.approximate)
 
 
 class AFTBlock(nn.Module):
@@ -61,12 +82,16 @@ class AFTBlock(nn.Module):
 
     @torch.jit.ignore
     def fuse(self) -> 'AFTBlock':
-        """Fuse the mixer for inference.
+        """Fuse the mixer for inference, and let the GELU of the MLP overwrite its input.
+
+        A hook that keeps the output of `mlp.fc1` must copy it.
 
         Returns:
             The block itself, as `timm.utils.reparameterize_model` expects.
         """
         self.attn.fuse()
+        if type(self.mlp) is Mlp and type(self.mlp.act) is nn.GELU:
+            self.mlp.act = InplaceGELU(self.mlp.act.approximate).train(self.mlp.act.training)
         return self
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:

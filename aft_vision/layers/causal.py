@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from aft_vision import ops
 from aft_vision.layers.base import AFTMixer, resolve_num_heads
-from aft_vision.layers.block import AFTBlock
+from aft_vision.layers.block import AFTBlock, InplaceGELU
 from aft_vision.layers.mixers import AFTFull, AFTLocal, AFTSimple
 from aft_vision.layers.position_bias import FactorizedBias
 
@@ -240,7 +240,7 @@ COMPILED: dict[str, tuple[type[nn.Module], ...]] = {
     'norm2': (LayerNorm,),
     'mlp': (Mlp,),
     'mlp.fc1': (nn.Linear,),
-    'mlp.act': (nn.GELU,),
+    'mlp.act': (nn.GELU, InplaceGELU),
     'mlp.drop1': (nn.Dropout,),
     'mlp.norm': (nn.Identity,),
     'mlp.fc2': (nn.Linear,),
