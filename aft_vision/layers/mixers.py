@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from timm.layers import to_2tuple
+from timm.layers import register_notrace_function, to_2tuple
 from torch import Tensor
 
 from aft_vision import ops
@@ -58,7 +58,7 @@ class AFTFull(AFTMixer):
         bias = self.position_bias(grid)
         # A full slice would stay in the exported graph, and Core ML's converter does not support it.
         if grid is None and not (self.exportable and bias.shape[0] == x.shape[1]):
-            bias = bias[: x.shape[1], : x.shape[1]]
+            bias = shorten_bias(bias, x.shape[1])
         if self.causal:
             y = ops.aft_full_causal(q, k, v, bias, mask)
         else:
@@ -268,6 +268,17 @@ class AFTAxial(GridMixer):
         rows, columns = self.row_bias(grid[0]), self.column_bias(grid[1])
         y = ops.aft_axial(q, k, v, rows, columns, grid, mask, self._backend())
         return self._output(y, v, grid, mask)
+
+
+# A leaf for FX, which cannot compare a traced length.
+@torch.fx.wrap
+@register_notrace_function
+def shorten_bias(bias: Tensor, tokens: int) -> Tensor:
+    """Return the first rows and columns of a bias (T, T); in an ordinary call the bias itself where that is all."""
+    if torch.jit.is_scripting():
+        return bias[:tokens, :tokens]
+    captured = torch.jit.is_tracing() or torch.compiler.is_compiling()
+    return bias if bias.shape[0] == tokens and not captured else bias[:tokens, :tokens]
 
 
 MIXERS: dict[str, type[AFTMixer]] = {

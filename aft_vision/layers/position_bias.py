@@ -1,9 +1,10 @@
 """Learned position biases as modules (AFT Eq. 4, 7, 8). Their output depends only on their parameters.
 
-`fuse()` caches that output for inference. The cache is used in evaluation without gradients. It is recomputed when a
-parameter is loaded, moved, cast or written in place, and dropped by `train()`, so a fused model can be trained further.
-A write through `.data` is not detected: call `fuse()` again. Compiled graphs always compute the output. Exported and
-scripted graphs hold it as a constant: after writing parameters in place, fuse before exporting.
+`fuse()` caches that output for inference, and later that at the last other grid. The cache is used in evaluation
+without gradients. It is recomputed when a parameter is loaded, moved, cast or written in place, and dropped by
+`train()`, so a fused model can be trained further. A write through `.data` is not detected: call `fuse()` again.
+Compiled graphs always compute the output. Exported and scripted graphs hold it as a constant: after writing parameters
+in place, fuse before exporting.
 """
 
 from typing import Any, Final
@@ -20,6 +21,7 @@ from aft_vision.ops import (
     local_bias,
     standardized_kernel,
 )
+from aft_vision.ops.common.tensors import keep_weights
 
 
 class FusedModule(nn.Module):
@@ -32,10 +34,16 @@ class FusedModule(nn.Module):
         # None until fused. Not part of the state dict, because it can be computed from the parameters.
         self.register_buffer('fused', None, persistent=False)
         self.fused_from: list[tuple[int, int]] = []
+        # The last other grid and the result there.
+        self.resized: tuple[tuple[int, int], Tensor] | None = None
 
     def compute(self) -> Tensor:
         """Compute the result from the parameters."""
         raise TypeError(f'{type(self).__name__} must define compute()')
+
+    def compute_at(self, grid: tuple[int, int]) -> Tensor:
+        """Compute the result at a grid from the parameters."""
+        raise TypeError(f'{type(self).__name__} has no grid')
 
     @torch.jit.ignore
     def fuse(self) -> 'FusedModule':
@@ -47,14 +55,14 @@ class FusedModule(nn.Module):
         self.eval()
         # A normal tensor even in inference mode, and never the parameter itself.
         with torch.inference_mode(False), torch.no_grad():
-            self.fused = self.compute().clone()
+            self.fused, self.resized = keep_weights(self.compute().clone()), None
         self.fused_from = self._parameter_versions()
         return self
 
     @torch.jit.ignore
     def unfuse(self) -> None:
-        """Drop the cached result."""
-        self.fused, self.fused_from = None, []
+        """Drop the cached results."""
+        self.fused, self.fused_from, self.resized = None, [], None
 
     def train(self, mode: bool = True) -> 'FusedModule':
         if mode:
@@ -70,15 +78,6 @@ class FusedModule(nn.Module):
         if self.fused is not None:
             self.fuse()
 
-    def _is_own(self, grid: tuple[int, int]) -> bool:
-        # A captured graph does not compare grids, which would fix the grid; resampling to the same grid is the
-        # identity.
-        return False if torch.jit.is_scripting() else self._is_own_eager(grid)
-
-    @torch.jit.unused
-    def _is_own_eager(self, grid: tuple[int, int]) -> bool:
-        return not torch.compiler.is_compiling() and grid == getattr(self, 'grid', None)
-
     def value(self) -> Tensor:
         """Return the cached result if it may be used, else compute it."""
         fused = self.fused
@@ -88,18 +87,44 @@ class FusedModule(nn.Module):
             return fused
         return self._checked_value()
 
+    def value_at(self, grid: tuple[int, int]) -> Tensor:
+        """Return the result at a grid: its own, the last other one if that may be used, else compute it."""
+        if torch.jit.is_scripting():
+            return self.compute_at(grid)
+        return self._checked_value_at(grid)
+
     @torch.jit.unused
     def _checked_value(self) -> Tensor:
         assert self.fused is not None
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             return self.fused
+        return self.fused if self._reuses() else self.compute()
+
+    @torch.jit.unused
+    def _checked_value_at(self, grid: tuple[int, int]) -> Tensor:
+        # A captured graph does not compare grids, which would fix the grid; resampling to the same grid is the
+        # identity.
+        if torch.compiler.is_compiling():
+            return self.compute_at(grid)
+        if grid == getattr(self, 'grid', None):
+            return self.value()
+        if self.fused is None or self.training or torch.jit.is_tracing() or not self._reuses():
+            return self.compute_at(grid)
+        if self.resized is None or self.resized[0] != grid:
+            with torch.inference_mode(False), torch.no_grad():
+                self.resized = grid, keep_weights(self.compute_at(grid))
+        return self.resized[1]
+
+    @torch.jit.unused
+    def _reuses(self) -> bool:
+        # Whether cached results may be used; they are computed again after a change of the parameters.
         differentiable = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         untracked = any(p.is_inference() for p in self.parameters())
         if torch.compiler.is_compiling() or differentiable or untracked:
-            return self.compute()
+            return False
         if self.fused_from != self._parameter_versions():
             self.fuse()
-        return self.fused
+        return True
 
     @torch.jit.unused
     def _parameter_versions(self) -> list[tuple[int, int]]:
@@ -152,11 +177,12 @@ class FactorizedBias(FusedModule):
             window = min(window, self.u.shape[0])
         return factorized_bias(self.u, self.v, window, self.causal)
 
+    def compute_at(self, grid: tuple[int, int]) -> Tensor:
+        return factorized_bias(self._resampled(self.u, grid), self._resampled(self.v, grid), self.window, self.causal)
+
     def forward(self, grid: tuple[int, int] | None = None) -> Tensor:
         """Return the bias at a grid, None for its own: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
-        if grid is None or self._is_own(grid):
-            return self.value()
-        return factorized_bias(self._resampled(self.u, grid), self._resampled(self.v, grid), self.window, self.causal)
+        return self.value() if grid is None else self.value_at(grid)
 
     @torch.jit.unused
     def band_row(self, position: Tensor, window: int) -> Tensor:
@@ -215,11 +241,12 @@ class PairwiseBias(FusedModule):
     def compute(self) -> Tensor:
         return self._band(self.weight)
 
+    def compute_at(self, grid: tuple[int, int]) -> Tensor:
+        return self._band(self._resampled(grid))
+
     def forward(self, grid: tuple[int, int] | None = None) -> Tensor:
         """Return the bias at a grid, None for its own: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
-        if grid is None or self._is_own(grid):
-            return self.value()
-        return self._band(self._resampled(grid))
+        return self.value() if grid is None else self.value_at(grid)
 
     @torch.jit.unused
     def band_row(self, position: Tensor, window: int) -> Tensor:

@@ -309,6 +309,41 @@ def test_a_fused_mixer_gives_the_same_and_reads_its_cache(name: str):
         assert not torch.equal(call(mixer, x), expected)
 
 
+@pytest.mark.parametrize('name', ['full', 'full_whole_bias', 'local', 'local_whole_bias'])
+def test_a_fused_mixer_keeps_the_bias_of_the_last_other_grid(name: str):
+    mixer, x = randomized(MAKERS[name](dtype=torch.float64)).eval(), randn(2, 20, 8)
+    expected = mixer(x, (4, 5))
+    mixer.fuse()
+    with torch.inference_mode():
+        bias = mixer.position_bias((4, 5))
+        assert mixer.position_bias((4, 5)) is bias
+        assert torch.equal(mixer(x, (4, 5)), expected)
+        assert mixer.position_bias((2, 6)).shape[0] == 12
+        assert_close(mixer.position_bias((4, 5)), bias, 1e-12)
+    with torch.no_grad():
+        for parameter in mixer.position_bias.parameters():
+            parameter.mul_(0.5)
+        assert not torch.equal(mixer(x, (4, 5)), expected)
+    assert mixer(x, (4, 5)).requires_grad
+
+
+def test_a_fused_block_overwrites_hidden_values_only_without_gradients():
+    block = AFTBlock(8, 'conv', num_heads=2, kernel_size=3).eval()
+    x, kept = randn(2, 12, 8).float(), []
+    expected = block(x, GRID)
+    block.fuse()
+    block.mlp.fc1.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    block.mlp.act.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    assert_close(block(x, GRID), expected.double(), 1e-6)
+    with torch.no_grad():
+        assert_close(block(x, GRID), expected.double(), 1e-6)
+    before, after, overwritten, last = kept
+    assert not torch.equal(before, after)
+    assert overwritten is last
+    exact = AFTBlock(8, 'conv', num_heads=2, kernel_size=3, act_layer=nn.ReLU).fuse()
+    assert type(exact.mlp.act) is nn.ReLU
+
+
 @pytest.mark.parametrize('name', FUSED)
 def test_a_fused_mixer_follows_its_parameters(name: str):
     mixer = randomized(MAKERS[name](dtype=torch.float64)).eval().fuse()

@@ -16,6 +16,7 @@ from aft_vision.ops.common.tensors import (
     cast,
     float_buffer,
     floats,
+    kept_weights,
     narrow_like,
     narrow_output,
     pack,
@@ -34,11 +35,15 @@ def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor | None]
     q, k, v, _, _ = inputs
     out, den = empty_output(q, v), empty_denominator(k, v, save) if save else None
     y, held = narrow_output(out), list[Tensor]()
-    fields = *_call(inputs, held), *stream(y, held), *stream(den, held)
+    layout, kept = (rows(), multiplies_pairs(inputs.v)), kept_weights(inputs.bias)
+    weights = None if kept is None else kept.get(layout)
+    fields = *_call(inputs, held, weights), *stream(y, held), *stream(den, held)
     with profiled('aft_vision::full_forward'):
         good = compiled().aft_full_forward(pack(*fields), LEAST, torch.get_num_threads())
     if not good:
         return full.full_forward(inputs, save)
+    if kept is not None:
+        kept[layout] = held[0]
     return out if y is out else out.copy_(y), den
 
 
@@ -67,13 +72,18 @@ def full_backward(
     return found[0], found[1], found[2], found[3]
 
 
-def _call(inputs: FullInputs, held: list[Tensor]) -> tuple[int, ...]:
-    # The fields of `Call` in C++; `held` gets the tensors that must outlive the call.
+def _call(inputs: FullInputs, held: list[Tensor], weights: Tensor | None = None) -> tuple[int, ...]:
+    # The fields of `Call` in C++, which fills the weights unless they are given; `held` gets the tensors that must
+    # outlive the call, first the weights.
     q, k, v, bias, mask = inputs
-    shape, pairs, tile = v.shape, multiplies_pairs(v), rows()
-    tokens = shape[1]
-    # A word for each row of a tile, for the terms of each tile.
-    weights = float_buffer(-(-tokens // tile) * tile * -(-tokens // (1 + pairs)))
-    held.append(weights)
+    shape, pairs = v.shape, multiplies_pairs(v)
+    if weights is None:
+        tokens, tile = shape[1], rows()
+        # A word for each row of a tile, for the terms of each tile.
+        held.append(float_buffer(-(-tokens // tile) * tile * -(-tokens // (1 + pairs))))
+        source = floats(bias, held)
+    else:
+        held.append(weights)
+        source = 0
     streams = *stream(q, held), *stream(k, held), *stream(v, held)
-    return *shape, pairs, floats(bias, held), weights.data_ptr(), *streams, address(mask, held)
+    return *shape, pairs, source, held[0].data_ptr(), *streams, address(mask, held)

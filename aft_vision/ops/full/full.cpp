@@ -332,45 +332,75 @@ int backward(const Gradients &call, const typename Op::Word *weights, int thread
   return good;
 }
 
-// The largest bias of a target, which its weights are relative to.
-float peak_of(const float *row, int64_t tokens) { return *std::max_element(row, row + tokens); }
+// The largest bias of a target, which its weights are relative to. NaN stays.
+float peak_of(const float *row, int64_t tokens) {
+  const int64_t last = std::max<int64_t>(0, tokens - LANES);
+  const int count = rest(tokens, last);
+  Vec peak = below(count) ? load(row + last, count) : splat(-std::numeric_limits<float>::infinity());
+  for (int64_t s = 0; s < last; s += LANES) peak = larger(load(row + s, LANES), peak);
+  return largest(peak);
+}
 
-// Fill (T / ROWS, words, ROWS) with the weights e^(bias - peak) of a bias (T, T), words of terms for a tile of rows after
-// another: of ROWS targets by their sources, or of ROWS sources by their targets. Rows after the last are not
-// written.
+// The weights e^(bias - peak) of a bias (T, T), in words of terms for a tile of rows after another.
+template <typename Op>
+struct Weights {
+  const float *bias;
+  int64_t tokens;
+  std::vector<float> peaks;
+
+  Weights(const float *bias, int64_t tokens) : bias(bias), tokens(tokens), peaks(tokens) {}
+
+  int64_t words() const { return (tokens + Op::DEPTH - 1) / Op::DEPTH; }
+
+  void find_peak(int64_t t) { peaks[t] = peak_of(bias + t * tokens, tokens); }
+
+  // Of a target and LANES sources: nothing beyond the sequence.
+  Vec read(int64_t t, int64_t s) const {
+    if (t >= tokens) return Vec{};
+    const int lanes = rest(tokens, s);
+    return only(exp_(load(bias + t * tokens + s, lanes) - peaks[t]), lanes);
+  }
+
+  // Fills (words, ROWS) of ROWS targets by their sources.
+  void tile_targets(int64_t first, typename Op::Word *out) {
+    for (int64_t t = first; t < std::min(first + ROWS, tokens); ++t) find_peak(t);
+    for (int64_t s = 0; s < tokens; s += LANES) {
+      Tile tile;
+      for (int r = 0; r < ROWS; ++r) tile.row[r] = read(first + r, s);
+      tile.transpose();
+      for (int i = 0; i < LANES && s + i < tokens; i += Op::DEPTH) {
+        const typename Op::Words found = Op::pack(tile.row + i);
+        std::memcpy(out + (s + i) / Op::DEPTH * ROWS, &found, ROWS * sizeof(typename Op::Word));
+      }
+    }
+  }
+
+  // Fills the i'th word of targets in the tiles (words, ROWS) of all sources.
+  void tile_sources(int64_t i, typename Op::Word *out) const {
+    for (int64_t s = 0; s < tokens; s += ROWS) {
+      Vec x[Op::DEPTH];
+      for (int j = 0; j < Op::DEPTH; ++j) x[j] = read(i * Op::DEPTH + j, s);
+      const typename Op::Words found = Op::pack(x);
+      std::memcpy(out + s * words() + i * ROWS, &found, ROWS * sizeof(typename Op::Word));
+    }
+  }
+};
+
+// Fills (T / ROWS, words, ROWS) with weights: of ROWS targets by their sources, or of ROWS sources by their
+// targets.
 template <typename Op>
 void tile_weights(const float *bias, int64_t tokens, bool by_source, typename Op::Word *out, int threads) {
-  const int64_t words = (tokens + Op::DEPTH - 1) / Op::DEPTH, vectors = (tokens + LANES - 1) / LANES;
-  const auto weight = [&](int64_t t, float peak, int64_t s) {
-    const int lanes = rest(tokens, s);
-    return t < tokens ? only(exp_(load(bias + t * tokens + s, lanes) - peak), lanes) : Vec{};
-  };
-  std::vector<float> peaks(words * Op::DEPTH + ROWS);
-  Region region;
+  Weights<Op> weights(bias, tokens);
+  const int64_t words = weights.words();
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<typename Op::Word> row;
-    region.run([&] { row.resize(vectors * LANES); });
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < tokens; ++t) peaks[t] = peak_of(bias + t * tokens, tokens);
+    for (int64_t t = 0; t < (by_source ? 0 : tokens); t += ROWS) weights.tile_targets(t, out + t * words);
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < (by_source ? 0 : (tokens + ROWS - 1) / ROWS * ROWS); ++t) region.run([&] {
-      for (int64_t s = 0; s < tokens; s += LANES) store_row(row.data() + s / Op::DEPTH, weight(t, peaks[t], s));
-      typename Op::Word *to = out + t / ROWS * ROWS * words + t % ROWS;
-      for (int64_t i = 0; i < words; ++i) to[i * ROWS] = row[i];
-    });
+    for (int64_t t = 0; t < (by_source ? tokens : 0); ++t) weights.find_peak(t);
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < (by_source ? words : 0); ++i) region.run([&] {
-      for (int64_t s = 0; s < tokens; s += LANES) {
-        Vec x[Op::DEPTH];
-        for (int j = 0; j < Op::DEPTH; ++j) x[j] = weight(i * Op::DEPTH + j, peaks[i * Op::DEPTH + j], s);
-        store_words<Op>(row.data() + s, Op::pack(x));
-      }
-      for (int64_t s = 0; s < tokens; s += ROWS)
-        std::copy_n(row.data() + s, std::min<int64_t>(ROWS, tokens - s), out + s * words + i * ROWS);
-    });
+    for (int64_t i = 0; i < (by_source ? words : 0); ++i) weights.tile_sources(i, out);
   }
-  region.finish();
 }
 
 // The gradient (T, T) of the bias from those of its weights, a part (T, T in whole vectors) of each thread.
@@ -389,7 +419,7 @@ void bias_grad(const float *bias, int64_t tokens, const float *parts, int thread
 }
 
 // The inputs of a call, as Python packs them; q and mask may be null. `weights` is scratch for `tile_weights`, of words
-// that are pairs or not.
+// that are pairs or not; without a bias it has the weights of a call before.
 struct Call {
   int64_t batch, tokens, channels, pairs;
   const float *bias;
@@ -404,7 +434,7 @@ struct Call {
   int with_weights(bool by_source, int threads, F f) const {
     return with_words(pairs, weights, [&](auto op, const auto *words) {
       typedef decltype(op) Op;
-      tile_weights<Op>(bias, tokens, by_source, static_cast<typename Op::Word *>(weights), threads);
+      if (bias) tile_weights<Op>(bias, tokens, by_source, static_cast<typename Op::Word *>(weights), threads);
       return f(op, words);
     });
   }
