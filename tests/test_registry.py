@@ -22,6 +22,7 @@ from aft_vision.export import export_model
 # 12 * 2 * 197 * 128 factors of its bias, so base is 86,567,656 + 605,184; AFT-simple has the parameters of DeiT.
 # AFT-axial has h (27 + 27) biases and h * 4 gains and shifts a block where AFT-conv of as many heads has h (121 + 2).
 # The nano models have 6 blocks of width 128 on 12 x 12 patches of 8 pixels.
+# The pyramids' sum is in test_the_parameters_of_a_pyramid_are_those_of_its_parts.
 PARAMETERS = {
     'aft_full_nano': (1_585_000, 1_582_696),
     'aft_simple_nano': (1_362_280, 1_359_976),
@@ -40,15 +41,20 @@ PARAMETERS = {
     'aft_conv_small_k11_h16': (20_298_088, 20_288_680),
     'aft_conv_small_k15_h384': (23_020_648, 23_006_824),
     'aft_conv_base_k25_h32_384': (79_864_552, 79_845_736),
+    'aft_pyramid_nano': (9_582_584, 9_578_872),
+    'aft_pyramid_tiny': (11_416_888, 11_411_576),
 }
+PYRAMIDS = ('aft_pyramid_nano', 'aft_pyramid_tiny')
+SMALL_PYRAMID = dict(stem_dim=8, dims=(8, 16, 16, 32), depths=(1, 1, 1, 1), num_heads=(4, 8), head_hidden_size=16)
 # Of images, in pixels: every model takes 224 in tests/models.
 SIZE = 64
 # The one-hot form has no registered name.
 ONEHOT = 'aft_conv_tiny onehot'
-ONE_OF_EACH = ['aft_conv_tiny', 'aft_full_tiny', 'aft_simple_tiny', 'aft_axial_tiny', ONEHOT]
+VITS = ['aft_conv_tiny', 'aft_full_tiny', 'aft_simple_tiny', 'aft_axial_tiny', ONEHOT]
 all_models = pytest.mark.parametrize('name', list(PARAMETERS))
 all_models_and_onehot = pytest.mark.parametrize('name', [*PARAMETERS, ONEHOT])
-one_of_each = pytest.mark.parametrize('name', ONE_OF_EACH)
+one_of_each = pytest.mark.parametrize('name', [*VITS, PYRAMIDS[0]])
+one_vit_of_each = pytest.mark.parametrize('name', VITS)
 
 
 def create_model(name: str, **kwargs) -> nn.Module:
@@ -64,8 +70,9 @@ def describe(name: str) -> nn.Module:
 
 
 def create_small(name: str, **kwargs) -> nn.Module:
-    """A model of two blocks for small images."""
-    return create_model(name, **{'depth': 2, 'img_size': SIZE, **kwargs})
+    """A model of two blocks that mix tokens, for small images."""
+    size = SMALL_PYRAMID if name in PYRAMIDS else {'depth': 2, 'img_size': SIZE}
+    return create_model(name, **{**size, **kwargs})
 
 
 def make_model(name: str, **kwargs) -> nn.Module:
@@ -75,8 +82,10 @@ def make_model(name: str, **kwargs) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-        for offset in model.buffers():
-            offset.random_(-2, 3, generator=generator)
+        for buffer in model.buffers():
+            # Offsets; the statistics of batch norms stay what they are.
+            if not buffer.is_floating_point():
+                buffer.random_(-2, 3, generator=generator)
     return model
 
 
@@ -106,7 +115,8 @@ def trace(model: nn.Module) -> nn.Module:
 
 def test_the_models_of_the_paper_are_registered():
     assert sorted(timm.list_models('aft_*')) == sorted(PARAMETERS)
-    assert timm.list_models(module='aft_vit') == timm.list_models('aft_*')
+    assert timm.list_models(module='aft_pyramid') == list(PYRAMIDS)
+    assert timm.list_models(module='aft_vit') == [name for name in timm.list_models('aft_*') if name not in PYRAMIDS]
 
 
 @all_models
@@ -115,10 +125,28 @@ def test_parameter_counts_are_exact(name):
     assert tuple(sum(p.numel() for p in model.parameters()) for model in models) == PARAMETERS[name]
 
 
+@pytest.mark.parametrize(('name', 'depths'), [('aft_pyramid_nano', (1, 1, 2, 6)), ('aft_pyramid_tiny', (1, 1, 4, 8))])
+def test_the_parameters_of_a_pyramid_are_those_of_its_parts(name, depths):
+    widths, hidden = (16, 32, 64, 128, 256), 3072
+    total = 27 * 16 + 2 * 16
+    for stage, (width, dim, depth) in enumerate(zip(widths, widths[1:], depths, strict=False)):
+        # A fused MBConv: 3 x 3 and 1 x 1 without biases, and gains and shifts.
+        inner = 4 * width
+        total += 9 * width * inner + 2 * inner + inner * dim + 2 * dim
+        if stage >= 2:
+            # Two norms, q, k, v and their biases, the output, the 3 x 3 on v, the MLP, and for each of 16 heads 2s - 1
+            # biases along both axes, with a gain and a shift.
+            heads, offsets = 16, 2 * (14, 7)[stage - 2] - 1
+            mixer = (dim + 1) * (2 * dim + heads) + (dim + 1) * dim + 10 * dim + 2 * heads * (offsets + 2)
+            total += depth * (4 * dim + mixer + 8 * dim * dim + 5 * dim)
+    total += 2 * 256 + 257 * hidden + (hidden + 1) * 1000
+    assert total == PARAMETERS[name][0]
+
+
 @all_models
 def test_pretrained_says_that_there_are_no_weights(name):
     with pytest.raises(RuntimeError, match=r'(?i)no (pretrained )?weights'):
-        timm.create_model(name, pretrained=True, device='meta', depth=1)
+        timm.create_model(name, pretrained=True, device='meta')
 
 
 def test_no_model_claims_to_have_weights():
@@ -128,10 +156,12 @@ def test_no_model_claims_to_have_weights():
 @all_models
 def test_default_config_is_that_of_the_paper(name):
     cfg = timm.get_pretrained_cfg(name)
-    size = next((size for end, size in (('_384', 384), ('_nano', 96)) if name.endswith(end)), 224)
+    size = next(
+        (size for end, size in (('_384', 384), ('pyramid_nano', 224), ('_nano', 96)) if name.endswith(end)), 224
+    )
     assert (cfg.architecture, cfg.num_classes, cfg.input_size) == (name, 1000, (3, size, size))
     assert cfg.crop_pct == 0.875
-    assert cfg.fixed_input_size is not name.startswith(('aft_conv', 'aft_axial'))
+    assert cfg.fixed_input_size is not name.startswith(('aft_conv', 'aft_axial', 'aft_pyramid'))
     assert not any([cfg.url, cfg.file, cfg.hf_hub_id])
 
 
@@ -158,12 +188,13 @@ def test_only_the_weights_of_linear_and_convolution_layers_decay(name):
 def test_group_matcher_gives_each_block_a_group_of_its_own(name):
     model = describe(name)
     group_of = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
-    groups = [
-        {group_of[f'blocks.{i}.{n}'] for n, _ in block.named_parameters()} for i, block in enumerate(model.blocks)
-    ]
+    lists = [n for n, module in model.named_modules() if n.rpartition('.')[2] == 'blocks']
+    blocks = [f'{n}.{i}.' for n in lists for i in range(len(model.get_submodule(n)))]
+    groups = [{group for n, group in group_of.items() if n.startswith(block)} for block in blocks]
     assert all(len(group) == 1 for group in groups)
-    assert len(set().union(*groups)) == len(model.blocks) == (6 if 'nano' in name else 12)
-    assert len(set(group_of.values())) == len(model.blocks) + 2
+    depth = {'aft_pyramid_nano': 10, 'aft_pyramid_tiny': 14}.get(name, 6 if 'nano' in name else 12)
+    assert len(set().union(*groups)) == len(blocks) == depth
+    assert len(set(group_of.values())) == depth + 2
 
 
 @all_models_and_onehot
@@ -182,7 +213,7 @@ def test_init_weights_restores_every_tensor_after_to_empty(name):
     model.init_weights()
     expected = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        spread, expected_spread = (x.detach().double().std().item() for x in (tensor, expected[key]))
+        spread, expected_spread = (x.detach().double().std(correction=0).item() for x in (tensor, expected[key]))
         assert spread == pytest.approx(expected_spread, rel=0.3), key
         assert expected_spread > 0 or torch.equal(tensor, expected[key]), key
     assert torch.isfinite(run(model.eval(), make_images())).all()
@@ -243,7 +274,7 @@ def first_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
     return '|'.join(key.replace('.', r'\.') for key in keys)
 
 
-@one_of_each
+@one_vit_of_each
 def test_a_headless_checkpoint_with_sorted_keys_passes_the_filter_unchanged(name):
     model = make_model(name)
     model.reset_classifier(0)
@@ -314,7 +345,7 @@ def test_a_model_that_torch_jit_traced_gives_the_same_output(name):
     assert torch.equal(run(traced, images + 1), run(model, images + 1))
 
 
-@one_of_each
+@one_vit_of_each
 def test_features_only_gives_the_maps_of_the_last_three_blocks(name):
     model = create_small(name, depth=4, features_only=True).eval()
     assert shapes(model(make_images())) == [(2, 192, SIZE // 16, SIZE // 16)] * 3

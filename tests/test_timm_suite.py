@@ -11,7 +11,7 @@ from tests import run_timm_suite, timm_suite_plugin
 
 pytest_plugins = ['pytester']
 
-VIT = timm_suite_plugin.NATIVE_MODEL
+VIT, PYRAMID = timm_suite_plugin.NATIVE_MODELS
 # Passing tests of each model in the miniature, which are enough for it.
 FEW = 2
 HEADER = """
@@ -44,32 +44,35 @@ def run_mini_suite(pytester: pytest.Pytester, *tests: dict[str, str]) -> pytest.
     return pytester.runpytest_inprocess(*plugin, '--aft-models=aft_conv_tiny')
 
 
-def list_as_vit(*args, **kwargs) -> list[str]:
-    return timm_suite_plugin.list_models_as_native_vit(timm.list_models)(*args, **kwargs)
+def list_as_native(*args, **kwargs) -> list[str]:
+    return timm_suite_plugin.list_models_as_native(timm.list_models)(*args, **kwargs)
 
 
-def test_the_wrapped_list_holds_the_aft_models_and_one_native_vit():
-    assert list_as_vit() == [*timm.list_models('aft_*'), VIT]
+def test_the_wrapped_list_holds_the_aft_models_and_one_native_model_of_each_family():
+    assert list_as_native() == [*timm.list_models('aft_*'), PYRAMID, VIT]
 
 
 def test_the_wrapped_list_treats_aft_models_as_vits_when_a_filter_names_vits():
-    assert 'aft_conv_tiny' in list_as_vit(filter=['vit_*', 'deit*'])
-    assert list_as_vit(exclude_filters=['vit_*', 'deit*']) == []
-    assert list_as_vit(filter='resnet*') == []
+    assert 'aft_conv_tiny' in list_as_native(filter=['vit_*', 'deit*'])
+    assert list_as_native(exclude_filters=['vit_*', 'deit*']) == [*timm.list_models('aft_pyramid_*'), PYRAMID]
+    assert list_as_native(filter='resnet*') == []
 
 
 def test_the_wrapped_list_treats_aft_vit_as_a_vit_module():
-    assert list_as_vit(module=['vision_transformer', 'resnet']) == list_as_vit()
-    assert list_as_vit(module='resnet') == []
+    assert list_as_native(module=['vision_transformer', 'resnet']) == [*timm.list_models(module='aft_vit'), VIT]
+    assert list_as_native(module=['cpubone', 'resnet']) == [*timm.list_models(module='aft_pyramid'), PYRAMID]
+    assert list_as_native(module='resnet') == []
 
 
 def test_the_wrapped_list_holds_no_model_with_weights():
-    assert list_as_vit(pretrained=True) == []
+    assert list_as_native(pretrained=True) == []
 
 
 def test_the_suite_selects_the_tests_of_the_chosen_model(pytester):
     result = run_mini_suite(pytester, dict(name='vit', arguments='VITS, include_tags=True', body='pass'))
-    deselected = 1 + (FEW + 1) * len(timm.list_models('aft_*')) + count_tags()
+    # Those of timm alone, of the other models and of the native ones, of which the last test takes no pyramid.
+    vits, pyramids = (len(timm.list_models(module=name)) for name in ('aft_vit', 'aft_pyramid'))
+    deselected = 1 + (FEW + 1) * vits + FEW * (pyramids + 1) + count_tags()
     result.assert_outcomes(passed=FEW + 1, deselected=deselected)
     assert result.ret == 0
 

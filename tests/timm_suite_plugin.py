@@ -1,10 +1,10 @@
-"""Pytest plugin that shows the aft_* models to timm's own ``tests/test_models.py`` as a native ViT family.
+"""Pytest plugin that shows the aft_* models to timm's own ``tests/test_models.py`` as native families.
 
 timm's tests choose their models by name while the file is imported, and treat ViTs (tokens instead of maps) by lists
 of name and module patterns. A family outside timm is in none of them, so while that file is imported
-``timm.list_models`` answers as if ``aft_*`` stood beside ``vit_*`` and ``aft_vit`` beside ``vision_transformer``.
-No test is edited and none is excluded: every aft model must get exactly the tests that a native ViT gets, and a skip
-for any reason but timm's size limits fails the run. ``tests/run_timm_suite.py`` starts it.
+``timm.list_models`` answers as if the models of ``aft_vit`` stood beside ``vit_*`` and those of ``aft_pyramid`` beside
+CPUBone. No test is edited and none is excluded: every aft model must get exactly the tests that a native model of its
+family gets, and a skip for any reason but timm's size limits fails the run. ``tests/run_timm_suite.py`` starts it.
 """
 
 import fnmatch
@@ -15,7 +15,12 @@ from typing import Any
 import pytest
 import timm
 
-NATIVE_MODEL = 'vit_tiny_patch16_224'
+# Our modules, timm's modules that they stand beside, and a model of each.
+FAMILIES = {
+    'aft_vit': ('vision_transformer', 'vit_tiny_patch16_224'),
+    'aft_pyramid': ('cpubone', 'cpubone_b1_bfrobust'),
+}
+NATIVE_MODELS = [model for _, model in FAMILIES.values()]
 MIN_TESTS_PER_MODEL = 10
 SIZE_LIMITS = ('Fixed input size model > limit.', 'Skipping FX backward test on model with more than 100M params.')
 
@@ -26,8 +31,8 @@ def to_list(names: str | Iterable[str]) -> list[str]:
     return list(names)
 
 
-def list_models_as_native_vit(list_models: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """A ``timm.list_models`` that files ``aft_*`` with the ViTs and lists nothing else but one native ViT."""
+def list_models_as_native(list_models: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """A ``timm.list_models`` that files ``aft_*`` with timm's families and lists nothing else but one of each."""
 
     def wrapper(
         filter: str | Iterable[str] = '',
@@ -39,11 +44,10 @@ def list_models_as_native_vit(list_models: Callable[..., list[str]]) -> Callable
         include, modules, exclude = to_list(filter), to_list(module), to_list(exclude_filters)
         for patterns in (include, exclude):
             if 'vit_*' in patterns:
-                patterns.append('aft_*')
-        if 'vision_transformer' in modules:
-            modules.append('aft_vit')
+                patterns += list_models(module='aft_vit')
+        modules += [ours for ours, (native, _) in FAMILIES.items() if native in modules]
         names = list_models(include, modules, pretrained, exclude, **kwargs)
-        return [n for n in names if n.startswith('aft_') or (architecture(n) == NATIVE_MODEL and not pretrained)]
+        return [n for n in names if n.startswith('aft_') or (architecture(n) in NATIVE_MODELS and not pretrained)]
 
     return wrapper
 
@@ -53,14 +57,15 @@ def architecture(model_name: str) -> str:
 
 
 def check_same_tests(tests: dict[str, set[str]], models: list[str]) -> None:
-    """Raise UsageError unless each of the models has the tests of NATIVE_MODEL and these are a plausible number."""
-    native = tests[NATIVE_MODEL]
-    if len(native) < MIN_TESTS_PER_MODEL:
-        raise pytest.UsageError(f'expected {MIN_TESTS_PER_MODEL} tests of {NATIVE_MODEL}, collected {sorted(native)}')
-    for model in models:
-        if tests[model] != native:
-            missing, extra = sorted(native - tests[model]), sorted(tests[model] - native)
-            raise pytest.UsageError(f'{model} and {NATIVE_MODEL} got different tests: missing {missing}, extra {extra}')
+    """Raise UsageError unless each of the models has the tests of its native one and these are a plausible number."""
+    for module, (_, native) in FAMILIES.items():
+        wanted = tests[native]
+        for model in sorted({*models} & {*timm.list_models(module=module)}):
+            if len(wanted) < MIN_TESTS_PER_MODEL:
+                raise pytest.UsageError(f'expected {MIN_TESTS_PER_MODEL} tests of {native}, collected {sorted(wanted)}')
+            if tests[model] != wanted:
+                missing, extra = sorted(wanted - tests[model]), sorted(tests[model] - wanted)
+                raise pytest.UsageError(f'{model} and {native} got different tests: missing {missing}, extra {extra}')
 
 
 class TimmSuite:
@@ -77,7 +82,7 @@ class TimmSuite:
         if collector.name.rpartition('/')[2] != 'test_models.py':
             return (yield)
         list_models = timm.list_models
-        timm.list_models = list_models_as_native_vit(list_models)
+        timm.list_models = list_models_as_native(list_models)
         try:
             return (yield)
         finally:
@@ -91,7 +96,7 @@ class TimmSuite:
         for item in items:
             params = item.callspec.params if hasattr(item, 'callspec') else {}
             model = architecture(str(params.get('model_name', '')))
-            if model.startswith('aft_') or model == NATIVE_MODEL:
+            if model.startswith('aft_') or model in NATIVE_MODELS:
                 tests[model].add(item.originalname)
             (selected if model in self.models else deselected).append(item)
         check_same_tests(tests, self.models)

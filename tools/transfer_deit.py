@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 def create_target(args: argparse.Namespace, source: Source) -> nn.Module:
     """Create the target model, by default with the number of classes of the source."""
-    names = timm.list_models('aft_*')
+    names = timm.list_models(module='aft_vit')
     if args.model not in names:
         hint = did_you_mean(args.model, names)
         raise ValueError(f'expected one of the models {", ".join(names)}, got {args.model}{hint}')

@@ -58,8 +58,8 @@ ARGUMENT_RANGES = [
 def check_model(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str, Any]:
     """Check `{name: ..., **kwargs}` against the signature of the model without building it.
 
-    An `aft_*` model has the keyword arguments of its class and of timm's VisionTransformer, a plain ViT or DeiT those
-    of the latter. Any other model is built on the meta device.
+    An `aft_*` model has the keyword arguments of its class and of timm's VisionTransformer if that is the base; a plain
+    ViT or DeiT has those of the latter. Any other model is built on the meta device.
 
     Args:
         keys: All keys of the experiment, to suggest the nearest one.
@@ -196,12 +196,16 @@ def _family_schema(name: str) -> type | None:
 
 
 def model_schema(module: str = 'aft_vision') -> type:
-    """Return the keyword arguments of the models of a module as a dataclass: those of a ViT, plus AFT's for ours."""
+    """Return the keyword arguments of the models of a module as a dataclass; by default of our vision transformers."""
     from timm.models.vision_transformer import VisionTransformer
 
-    from aft_vision.models.aft_vit import AFTVisionTransformer
+    from aft_vision.models import AFTPyramid, AFTVisionTransformer
 
-    classes = (VisionTransformer,) if module in VIT_MODULES else (VisionTransformer, AFTVisionTransformer)
+    classes: tuple[type, ...] = (VisionTransformer, AFTVisionTransformer)
+    if module in VIT_MODULES:
+        classes = (VisionTransformer,)
+    elif module == AFTPyramid.__module__:
+        classes = (AFTPyramid,)
     return _schema(classes, WEIGHT_KEYS, RESERVED_MODEL_KEYS)
 
 

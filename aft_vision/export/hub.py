@@ -16,7 +16,7 @@ from torch import nn
 
 from aft_vision.export.verify import channels
 from aft_vision.files import sync_directory
-from aft_vision.models import AFTVisionTransformer
+from aft_vision.models import AFTPyramid, AFTVisionTransformer
 from aft_vision.models.weight_files import add_checksum
 from aft_vision.sizes import default_size, has_fixed_input_size, resize_model
 
@@ -133,9 +133,10 @@ def model_card(
     """
     cfg: Any = model.pretrained_cfg
     config = resolve_model_data_config(model)
-    is_aft = isinstance(model, AFTVisionTransformer)
+    is_aft = isinstance(model, AFTVisionTransformer | AFTPyramid)
     height, width = size or default_size(model)
-    sizes = 'only this size' if has_fixed_input_size(model) else 'any other that is a multiple of the patch size'
+    others = 'any other that is a multiple of the patch size' if hasattr(model, 'patch_embed') else 'any other'
+    sizes = 'only this size' if has_fixed_input_size(model) else others
     details = {
         'Architecture': cfg['architecture'],
         'Parameters': f'{sum(x.numel() for x in model.parameters()):,}',

@@ -12,7 +12,7 @@ from timm.data import resolve_model_data_config
 from timm.utils import reparameterize_model
 from torch import nn
 
-from aft_vision.export.verify import Check, Shape, Size, channels, onnx_runner, verify
+from aft_vision.export.verify import Check, Shape, Size, channels, grid_steps, onnx_runner, verify
 from aft_vision.files import replacing
 from aft_vision.layers import AFTConv, AFTMixer, FactorizedBias, PairwiseBias
 from aft_vision.layers.frozen import FORMS, freeze
@@ -188,16 +188,16 @@ def export_onnx(
 
 def trace(model: nn.Module, shape: Shape) -> torch.export.ExportedProgram:
     """Export the graph of a folded model with the dynamic sizes of a shape."""
-    patch = getattr(getattr(model, 'patch_embed', None), 'patch_size', (1, 1))
+    patch, least = grid_steps(model)
     height, width = shape.size
     sizes: dict[int, Any] = {}
     if shape.batch is None:
         sizes[0] = torch.export.Dim('batch', min=1)
     if not shape.fixed_size:
-        # torch.export specialises on a side of one token and on a square example.
-        sizes[2] = patch[0] * torch.export.Dim('rows', min=2)
-        sizes[3] = patch[1] * torch.export.Dim('columns', min=2)
-        height, width = max(height, 2 * patch[0]), max(width, 2 * patch[1]) + patch[1]
+        # torch.export specialises on a square example.
+        sizes[2] = patch[0] * torch.export.Dim('rows', min=least)
+        sizes[3] = patch[1] * torch.export.Dim('columns', min=least)
+        height, width = max(height, least * patch[0]), max(width, least * patch[1]) + patch[1]
     example = torch.zeros(shape.batch or 2, channels(model), height, width)
     with torch.no_grad():
         program = torch.export.export(model, (example,), dynamic_shapes=(sizes,) if sizes else None)

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -67,6 +66,15 @@ def onnx_runner(path: str | Path, threads: int = 0) -> Callable[[Tensor], Tensor
     return lambda images: torch.from_numpy(np.asarray(session.run(None, {name: images.numpy()})[0]))
 
 
+def grid_steps(model: nn.Module) -> tuple[Size, int]:
+    """Return the pixels of a step in height and width, and the least number of steps of a program of any size.
+
+    torch.export makes a constant of a grid of one token, in a pyramid that of its last stage.
+    """
+    patch = getattr(getattr(model, 'patch_embed', None), 'patch_size', None)
+    return ((1, 1), getattr(model, 'stride', 1) + 1) if patch is None else (patch, 2)
+
+
 @torch.no_grad()
 def verify(model: nn.Module, shape: Shape, program: Callable[[Tensor], Tensor], tolerance: float) -> list[Check]:
     """Compare a program with its model.
@@ -94,10 +102,10 @@ def _cases(model: nn.Module, shape: Shape) -> list[tuple[int, Size]]:
     batches = (1, 3) if shape.batch is None else (shape.batch, shape.batch)
     if shape.fixed_size:
         return [(batch, shape.size) for batch in sorted(set(batches))]
-    patch: Any = model.patch_embed
-    rows, columns = (side // step for side, step in zip(shape.size, patch.patch_size, strict=True))
+    (height, width), least = grid_steps(model)
+    rows, columns = shape.size[0] // height, shape.size[1] // width
     kernels = [module.kernel.weight.shape[-1] for module in model.modules() if isinstance(module, AFTConv)]
     largest = max([rows, columns, *kernels])
-    grids = [(rows, columns), (max(rows // 2, 2), columns + 1), (largest + 2, largest + 1)]
-    sizes = [(y * patch.patch_size[0], x * patch.patch_size[1]) for y, x in grids]
+    grids = [(rows, columns), (max(rows // 2, least), columns + 1), (largest + 2, largest + 1)]
+    sizes = [(y * height, x * width) for y, x in grids]
     return list(zip((batches[0], batches[1], batches[0]), sizes, strict=True))

@@ -31,7 +31,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from aft_vision.layers import AFTBlock, AFTMixer, AFTPatchEmbed
-from aft_vision.models.attention_block import AttentionBlock
+from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
 from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
 from aft_vision.models.naflex import compute_on_patches, read_patches
 from aft_vision.models.state_dict import StateDictError as StateDictError
@@ -119,7 +119,7 @@ class AFTVisionTransformer(VisionTransformer):
         class_token = (not on_grid) if class_token is None else class_token
         _check_arguments(mixer, num_heads, class_token, dynamic_img_size, kwargs)
         attention_blocks = attention_blocks or ()
-        _check_blocks(attention_blocks, kwargs.get('depth', 12), embed_dim)
+        check_attention_blocks(attention_blocks, range(kwargs.get('depth', 12)), [embed_dim])
         conv_args = dict(kernel_size=kernel_size, standardize_kernel=standardize_kernel, global_context=global_context)
         gumbel_args = dict(gumbel=gumbel, tau=tau, straight_through=straight_through)
         bias_args = dict(window_size=window_size, factorize_bias=factorize_bias, bias_dim=bias_dim)
@@ -135,7 +135,7 @@ class AFTVisionTransformer(VisionTransformer):
             patch_size=patch_size,
             global_pool=('token' if class_token else 'avg') if global_pool is None else global_pool,  # type: ignore[arg-type]
             embed_dim=embed_dim,
-            num_heads=max(1, embed_dim // 64),  # of attention pooling and attention blocks
+            num_heads=attention_heads(embed_dim),  # of attention pooling and attention blocks
             class_token=class_token,
             pos_embed=('none' if on_grid else 'learn') if pos_embed is None else pos_embed,
             fc_norm=False if on_grid and fc_norm is None else fc_norm,
@@ -328,7 +328,7 @@ class AFTVisionTransformer(VisionTransformer):
         if self.attn_pool is not None:
             x = self.pool(x)
         else:
-            x = _pool(x, attn_mask, self.global_pool, self.num_prefix_tokens, self.pool_include_prefix)
+            x = pool_tokens(x, attn_mask, self.global_pool, self.num_prefix_tokens, self.pool_include_prefix)
         x = self.head_drop(self.fc_norm(x))
         return x if pre_logits else self.head(x)
 
@@ -365,8 +365,8 @@ def _with_prefix(mask: Tensor, num_prefix_tokens: int) -> Tensor:
 
 @torch.fx.wrap
 @register_notrace_function
-def _pool(x: Tensor, mask: Tensor | None, pool_type: str, num_prefix_tokens: int, include_prefix: bool) -> Tensor:
-    # Pool tokens (B, T, C) as timm does, with a mask over those that count.
+def pool_tokens(x: Tensor, mask: Tensor | None, pool_type: str, num_prefix_tokens: int, include_prefix: bool) -> Tensor:
+    """Pool tokens (B, T, C) to (B, C) as timm does, with a mask (B, T) over those that count."""
     if mask is None or pool_type == '' or pool_type == 'token':
         # Without a prefix, a full slice would stay in the graph, and Core ML's converter does not support it.
         return global_pool_nlc(x, pool_type, num_prefix_tokens, include_prefix or num_prefix_tokens == 0)
@@ -422,15 +422,6 @@ def _check_arguments(
         )
     if mixer != 'simple' and kwargs.get('patch_drop_rate', 0.0):
         raise ValueError(f'mixer={mixer!r} needs the whole grid: patch_drop_rate must be 0')
-
-
-def _check_blocks(attention_blocks: Sequence[int], depth: int, embed_dim: int) -> None:
-    unknown = [block for block in attention_blocks if block not in range(depth)]
-    if unknown:
-        raise ValueError(f'attention_blocks must be indices of the {depth} blocks, 0 to {depth - 1}, got {unknown}')
-    heads = max(1, embed_dim // 64)
-    if attention_blocks and embed_dim % heads:
-        raise ValueError(f'attention_blocks have {heads} heads, which must divide embed_dim, got {embed_dim}')
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: AFTVisionTransformer) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """timm's block with softmax attention, called as an AFT block."""
 
+from collections.abc import Sequence
+
 import torch
 from timm.layers import register_notrace_function
 from timm.models.vision_transformer import Block
@@ -28,3 +30,30 @@ def attention_mask(mask: Tensor | None) -> Tensor | None:
     if mask is None:
         return None
     return (mask | ~mask.any(1, keepdim=True))[:, None, None, :]
+
+
+def attention_heads(dim: int) -> int:
+    """Return the heads of softmax attention in an AFT model of that width: as many as of 64 channels fit."""
+    return max(1, dim // 64)
+
+
+def check_attention_blocks(blocks: Sequence[int], allowed: range, dims: Sequence[int]) -> None:
+    """Check the indices of blocks with softmax attention.
+
+    Args:
+        blocks: the indices.
+        allowed: those of blocks that mix tokens.
+        dims: the widths of these blocks.
+
+    Raises:
+        ValueError: an index is not one of them, or the heads do not divide a width.
+    """
+    unknown = [block for block in blocks if block not in allowed]
+    if unknown:
+        raise ValueError(
+            f'attention_blocks must be indices of the {len(allowed)} blocks that mix tokens, {allowed.start} to '
+            f'{allowed.stop - 1}, got {unknown}'
+        )
+    uneven = [dim for dim in dims if blocks and dim % attention_heads(dim)]
+    if uneven:
+        raise ValueError(f'attention_blocks have one head for 64 channels, and as many must divide {uneven[0]}')

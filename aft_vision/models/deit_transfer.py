@@ -89,8 +89,10 @@ def deit_to_aft(
         ValueError: the model is not an AFT model, or the grid is unknown; as StateDictError, the source is not a ViT or
             differs in width, depth or MLP.
     """
-    if not any(isinstance(module, AFTMixer) for module in model.modules()):
-        raise ValueError(f'expected a model with AFT mixers, got a {type(model).__name__}')
+    if not hasattr(model, 'patch_embed') or not any(isinstance(module, AFTMixer) for module in model.modules()):
+        raise ValueError(
+            f'expected an AFTVisionTransformer, whose blocks are those of a ViT, got a {type(model).__name__}'
+        )
     source = unwrap_state_dict(state_dict)
     names = {key: _timm_name(key) for key in source}
     transfer = _Transfer({names[key]: value for key, value in source.items()}, model, copy_qk, grid)
@@ -328,7 +330,7 @@ def _suggestion(model: Any, width: int, depth: int) -> str:
     mixer, name = type(model.blocks[0].attn), str(getattr(model, 'pretrained_cfg', {}).get('architecture', ''))
     found = [
         (kind is mixer, difflib.SequenceMatcher(None, name, registered).ratio(), registered)
-        for registered, kind, *size in _registered_models(tuple(timm.list_models('aft_*')))
+        for registered, kind, *size in _registered_models(tuple(timm.list_models(module='aft_vit')))
         if size == [width, depth]
     ]
     if not found:

@@ -14,7 +14,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 import aft_vision
 from aft_vision.models.aft_vit import checkpoint_filter_fn
 
-MODELS = timm.list_models('aft_*')
+MODELS = timm.list_models(module='aft_vit')
 SMALL: dict[str, Any] = dict(embed_dim=48, depth=2, num_classes=7)
 FAMILIES: dict[str, dict[str, Any]] = {
     'aft_conv_tiny': dict(num_heads=48, kernel_size=5),

@@ -1,0 +1,108 @@
+import itertools
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from aft_vision.export import Shape, export_pt2
+from aft_vision.layers import AFTMixer
+from aft_vision.models.attention_block import AttentionBlock
+
+SMALL = dict(stem_dim=8, dims=(8, 8, 16, 16), depths=(2, 1, 1, 2), num_heads=(4, 4), num_classes=3)
+HYBRID = dict(SMALL, attention_blocks=[5], local_conv=True)
+
+
+def make_model(**kwargs) -> nn.Module:
+    """A small pyramid whose every parameter and statistic is random."""
+    model = timm.create_model('aft_pyramid_nano', **{**HYBRID, **kwargs}).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            if tensor.is_floating_point():
+                tensor.add_(torch.rand(tensor.shape, generator=generator), alpha=0.3)
+    return model
+
+
+def make_images(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def run(model: nn.Module, *inputs: Tensor) -> Tensor:
+    return model(*inputs)
+
+
+@pytest.mark.parametrize('size', [(64, 96), (50, 37), (20, 20)])
+def test_the_maps_have_strides_4_to_32_at_any_size(size):
+    model = timm.create_model('aft_pyramid_nano', **SMALL, features_only=True).eval()
+    maps = run(model, make_images(2, 3, *size))
+    for found, info in zip(maps, model.feature_info.get_dicts(), strict=True):
+        assert found.shape[1:] == (info['num_chs'], *(-(-side // info['reduction']) for side in size))
+    assert model.feature_info.reduction() == [4, 8, 16, 32]
+
+
+def test_the_stages_have_convolutions_and_then_axial_mixers_and_attention_where_asked():
+    model = make_model()
+    kinds = [[type(block).__name__ for block in stage.blocks] for stage in model.stages]
+    assert kinds == [['EdgeResidual'] * 2, ['EdgeResidual'], ['AFTBlock'], ['AFTBlock', 'AttentionBlock']]
+    assert sum(isinstance(module, AFTMixer) for module in model.modules()) == 2
+    assert isinstance(model.stages[3].blocks[1], AttentionBlock)
+
+
+@pytest.mark.parametrize('block', [2, 6, -1])
+def test_attention_in_a_convolution_stage_or_beyond_the_last_is_an_error(block):
+    with pytest.raises(ValueError, match=r'attention_blocks must be indices of the 3 blocks that mix tokens, 3 to 5'):
+        timm.create_model('aft_pyramid_nano', **{**SMALL, 'attention_blocks': [block]})
+
+
+@pytest.mark.parametrize('global_pool', ['avg', 'max', 'avgmax'])
+def test_a_padded_image_gets_the_logits_that_it_gets_alone(global_pool):
+    model = make_model(global_pool=global_pool)
+    images, mask = make_images(2, 3, 96, 128), torch.zeros(2, 3, 4, dtype=torch.bool)
+    mask[0], mask[1, :2, :3] = True, True
+    logits = run(model, images, mask)
+    torch.testing.assert_close(logits[:1], run(model, images[:1]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits[1:], run(model, images[1:, :, :64, :96]), rtol=1e-4, atol=1e-5)
+    assert (logits[1:] - run(model, images[1:])).abs().max() > 1e-3
+
+
+def test_the_maps_of_a_padded_image_are_those_that_it_has_alone():
+    model, images = make_model(), make_images(1, 3, 64, 96)
+    mask = torch.tensor([[[True, True, False], [False, False, False]]])
+    padded = model.forward_intermediates(images, intermediates_only=True, attn_mask=mask)
+    alone = model.forward_intermediates(images[:, :, :32, :64], intermediates_only=True)
+    for found, wanted in zip(padded, alone, strict=True):
+        torch.testing.assert_close(found[:, :, : wanted.shape[2], : wanted.shape[3]], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('mask', [torch.ones(1, 2, 2, dtype=torch.bool), torch.ones(1, 2, 3)])
+def test_a_mask_of_another_shape_or_type_is_an_error(mask):
+    with pytest.raises(ValueError, match=r'attn_mask must be a bool tensor of shape \(B, 2, 3\)'):
+        make_model()(make_images(1, 3, 64, 96), mask)
+
+
+def test_checkpointing_and_scripting_change_nothing():
+    images = make_images(2, 3, 64, 96)
+    with timm.layers.set_scriptable(True):
+        model = make_model()
+    expected = run(model, images)
+    torch.testing.assert_close(run(torch.jit.script(model), images), expected, rtol=1e-4, atol=1e-5)
+    model.set_grad_checkpointing()
+    torch.testing.assert_close(model(images).detach(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_parameter_gets_a_gradient_with_drop_path():
+    torch.manual_seed(0)
+    model = make_model(drop_path_rate=0.1, proj_drop_rate=0.1, drop_rate=0.1, init_values=0.1).train()
+    model(make_images(2, 3, 64, 64)).square().sum().backward()
+    assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
+
+
+def test_one_exported_program_is_for_any_size_and_batch(tmp_path):
+    model, path = make_model(depths=(1, 1, 1, 1), attention_blocks=None), tmp_path / 'model.pt2'
+    checks = export_pt2(model, path, Shape((64, 64), False))
+    # One position of the last stage, 32 pixels, would be a constant.
+    assert [(check.size, check.batch) for check in checks] == [((64, 64), 1), ((33, 65), 3), ((66, 65), 1)]
+    images = make_images(2, 3, 37, 50)
+    torch.testing.assert_close(run(torch.export.load(path).module(), images), run(model, images), rtol=1e-4, atol=1e-5)
