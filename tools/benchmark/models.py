@@ -50,13 +50,9 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
         shape = (args.batch_size, 3, *size)
         for runtime in args.runtimes or ['torch']:
             if runtime == 'torch':
-                classifiers = [
-                    *with_paper(names[0], shape, device),
-                    *(classifier(each, shape, device) for each in names[1:]),
-                ]
-                directions = DIRECTIONS[: 1 + args.training]
+                candidates, directions = classifiers(names, shape, device), DIRECTIONS[: 1 + args.training]
                 found = compare(
-                    classifiers, device, args.rounds, dtype=args.dtype, directions=directions, compiled=args.compile
+                    candidates, device, args.rounds, dtype=args.dtype, directions=directions, compiled=args.compile
                 )
             else:
                 found = measure_runtime(names, shape, runtime, args.rounds)
@@ -69,10 +65,11 @@ def with_rate(row: dict[str, Any], count: int) -> dict[str, Any]:
     return row | ({'per_second': 1e3 * count / row['milliseconds']} if 'milliseconds' in row else {})
 
 
-def with_paper(name: str, shape: Images, device: torch.device, dense: bool = False) -> list[Candidate]:
-    """Return a model, and with materialised attention, the paper's baseline, if it has fused attention."""
-    forms = (False, True) if has_fused_attention(name) else (False,)
-    return [classifier(name, shape, device, materialised=form, dense=dense) for form in forms]
+def classifiers(names: Sequence[str], shape: Images, device: torch.device, dense: bool = False) -> list[Candidate]:
+    """Return models, the first with materialised attention too, the paper's baseline, if it has fused attention."""
+    forms = (False, True) if has_fused_attention(names[0]) else (False,)
+    first = [classifier(names[0], shape, device, materialised=form, dense=dense) for form in forms]
+    return [*first, *(classifier(name, shape, device, dense=dense) for name in names[1:])]
 
 
 def classifier(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tools.benchmark.compare import DIRECTIONS, Candidate, compare, most_bytes
-from tools.benchmark.models import check_model, with_paper
+from tools.benchmark.models import check_model, classifiers
 from tools.benchmark.printer import Report, plot_curves
 
 TOKENS = tuple(2**power for power in range(7, 17))
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
     for name in args.models or MODELS:
         check_model(name)
         for size in sizes:
-            candidates = with_paper(name, (args.batch_size, 3, *size), device, dense=True)
+            candidates = classifiers([name], (args.batch_size, 3, *size), device, dense=True)
             found = compare(candidates, device, 0, dtype=args.dtype, directions=DIRECTIONS[: 1 + args.training])
             rows += [{**row, 'size': size, 'pixels': args.batch_size * math.prod(size)} for row in found]
     head = f'dense features, batch of {args.batch_size}, beyond weights and images; slopes to the first model'

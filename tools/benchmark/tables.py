@@ -10,7 +10,7 @@ import yaml
 
 from aft_vision.models import AFTDecoder, create_decoder
 from tools.benchmark.compare import Candidate, Prepared, check_weights, compare, written_out
-from tools.benchmark.models import classifier, with_paper, with_rate
+from tools.benchmark.models import classifiers, with_rate
 from tools.benchmark.printer import Report
 
 VOCABULARY = 256
@@ -95,22 +95,22 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
     size = args.img_size or table.size
     rows: list[dict[str, Any]] = []
     models: dict[str, Any]
-    for first, *others in table.groups():
+    for names in table.groups():
         if table.folder is None:
             batch = count = args.batch_size or 32
             what, direction, shape = f'inference at {size} px', 'forward', (batch, 3, size, size)
-            models = {name: timm.create_model(name, device='meta') for name in (first, *others)}
-            candidates = [*with_paper(first, shape, device), *(classifier(name, shape, device) for name in others)]
+            models = {name: timm.create_model(name, device='meta') for name in names}
+            candidates = classifiers(names, shape, device)
         else:
             batch, count = args.batch_size or 1, 1
             what, direction = f'training iterations, T = {size}', 'training'
-            models = {name: _create(table.folder, name, args.depth) for name in (first, *others)}
+            models = {name: _create(table.folder, name, args.depth) for name in names}
             candidates = _iterations(models, batch, device)
         for row in compare(candidates, device, args.rounds, dtype=args.dtype, directions=[direction]):
-            parameters = sum(each.numel() for each in models.get(row['name'], models[first]).parameters())
+            parameters = sum(each.numel() for each in models.get(row['name'], models[names[0]]).parameters())
             rows.append({**with_rate(row, count), 'parameters': parameters})
             if row['name'] in models:
-                (speed, memory_gb), (first_speed, first_gb) = table.rows[row['name']], table.rows[first]
+                (speed, memory_gb), (first_speed, first_gb) = table.rows[row['name']], table.rows[names[0]]
                 rows[-1] |= {'paper_speed': speed, 'paper_ratio': speed / first_speed}
                 rows[-1] |= {'paper_memory_gb': memory_gb, 'paper_memory_ratio': memory_gb / first_gb}
     cut = '' if args.depth is None else f', every model cut to a depth of {args.depth}'
