@@ -1,15 +1,20 @@
 """Garbage collections without what is imported: each training by transformers makes one, of half a second."""
 
 import gc
+from collections.abc import Generator
 
-# While all tests are imported, of which nothing becomes garbage.
-gc.disable()
+import pytest
 
 
-def pytest_collection_finish() -> None:
-    """Leave out what is there before the tests."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all tests, of which nothing becomes garbage, and leave out what is there then."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:
