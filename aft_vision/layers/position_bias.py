@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from aft_vision.ops import (
     factorized_band_row,
     factorized_bias,
+    keep_weights,
     local_band_row,
     local_bias,
     standardized_kernel,
 )
-from aft_vision.ops.common.tensors import keep_weights
 
 
 class FusedModule(nn.Module):

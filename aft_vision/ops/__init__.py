@@ -28,6 +28,7 @@ from aft_vision.ops.position_bias import (
     factorized_bias,
     gumbel_kernel,
     hard_kernel,
+    keep_weights,
     kernel_entropy,
     local_band_row,
     local_bias,

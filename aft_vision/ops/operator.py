@@ -39,6 +39,8 @@ from aft_vision.ops.tracing import fix_grid, keeps_sums
 from aft_vision.ops.transforms import Rules, once_differentiable, register_transforms
 
 BACKENDS = ('auto', 'eager', 'cpp', 'triton')
+# Narrow heads have fewer channels than this, by the floats of a vector.
+WIDE_CHANNELS = {8: 32, 16: 16}
 # Inputs that receive a gradient, besides q, k, v: the position biases of each operator.
 BIAS_NAMES = ('bias', 'band', 'kernel', 'weight', 'row_bias', 'column_bias')
 
@@ -104,6 +106,15 @@ def _runs_depthwise(inputs: conv.ConvInputs | onehot.OnehotInputs) -> bool:
     return _runs_compiled(inputs)
 
 
+def _runs_wide(inputs: conv.ConvInputs) -> bool:
+    # One sequence, or narrow heads (docs/reference/kernels.md).
+    if not (inputs.global_context and _runs_compiled(inputs)):
+        return False
+    product = _module('common.product')
+    narrow = inputs.channels < WIDE_CHANNELS[product.lanes()] and not product.multiplies_pairs(inputs.v)
+    return narrow or inputs.v.shape[0] == 1
+
+
 def _triton(module: str, name: str) -> _Form:
     # It runs where Triton does, and where its kernels agree with the torch form.
     def supports(inputs: Any) -> bool:
@@ -135,6 +146,7 @@ FORMS = {
     'aft_local': (_Form('eager', 'local.eager', 'local'),),
     'aft_conv': (
         _Form('cpp', 'conv.depthwise', 'conv', _runs_depthwise),
+        _Form('cpp', 'conv.wide', 'conv', _runs_wide),
         _Form('cpp', 'conv.cpp', 'conv', _runs_compiled),
         _triton('conv.triton', 'conv'),
         _Form('eager', 'conv.eager', 'conv'),

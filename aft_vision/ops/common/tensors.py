@@ -6,7 +6,7 @@ A call gives its kernel one block of numbers and addresses, eight bytes each, in
 import ctypes
 import functools
 import struct
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -88,21 +88,6 @@ def numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 def number(value: float) -> ctypes.c_float:
     """Return a float32."""
     return ctypes.c_float(value)
-
-
-def keep_weights(bias: Tensor) -> Tensor:
-    """Mark a position bias that will not change: kernels keep with it the weights that they compute from it.
-
-    Returns:
-        The bias itself. Its views have no weights.
-    """
-    bias.kept_weights = {}  # type: ignore[attr-defined]
-    return bias
-
-
-def kept_weights(bias: Tensor) -> dict[Hashable, Tensor] | None:
-    """Return the weights that kernels keep with a position bias, by their layout; None if it may change."""
-    return getattr(bias, 'kept_weights', None)
 
 
 def profiled(name: str) -> AbstractContextManager[object]:

@@ -16,7 +16,6 @@ from aft_vision.ops.common.tensors import (
     cast,
     float_buffer,
     floats,
-    kept_weights,
     narrow_like,
     narrow_output,
     pack,
@@ -25,6 +24,7 @@ from aft_vision.ops.common.tensors import (
 )
 from aft_vision.ops.full import eager as full
 from aft_vision.ops.full.eager import FullInputs
+from aft_vision.ops.position_bias import kept_weights
 
 # Elements of the gradient of the weights, which each thread sums for its own part.
 MOST_ELEMENTS = 1 << 27

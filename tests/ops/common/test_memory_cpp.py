@@ -209,7 +209,7 @@ def run_scarce() -> None:
     scarce = Scarce(kernels)
     build.library = lambda: scarce  # type: ignore[assignment, return-value]
     torch.set_num_threads(2)
-    for D in (9, 75):
+    for D in (9, 19, 75):
         for name in operator_inputs(D):
             run_operator(name, D, torch.float32, True, False, lambda x: x)
     for _ in run_steps(19, 3, lambda x: x):
@@ -234,6 +234,7 @@ def test_a_failed_allocation_is_an_error_of_python_wherever_it_happens(tmp_path:
         'aft_axial_forward',
         'aft_conv_backward',
         'aft_conv_forward',
+        'aft_conv_wide_forward',
         'aft_decode',
         'aft_depthwise_backward',
         'aft_depthwise_forward',

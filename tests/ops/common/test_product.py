@@ -1,4 +1,4 @@
-"""The compiled AFT-full and AFT-conv with heads of several channels: where they run, their values, repairs."""
+"""The compiled AFT-full, and both forms of AFT-conv for heads of several channels: values, repairs, where they run."""
 
 import math
 from functools import partial
@@ -24,8 +24,10 @@ from torch import Tensor
 
 import aft_vision
 from aft_vision import ops
-from aft_vision.ops import reference
+from aft_vision.ops import operator, reference
+from aft_vision.ops.conv import cpp as conv_cpp
 from aft_vision.ops.conv import eager as conv
+from aft_vision.ops.full import cpp as full_cpp
 from aft_vision.ops.full import eager as full
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
@@ -51,11 +53,55 @@ def conv_inputs(heads: int, D: int, grid: tuple[int, int], masked: bool = False)
     return {'q': q, 'k': k, 'v': v, 'kernel': randn(heads, 5, 5, seed=7), 'grid': grid, 'mask': mask}
 
 
+@pytest.fixture(params=['conv.wide', 'conv.cpp'])
+def conv_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run one of the two forms for heads of several channels, whichever is the faster."""
+    (wide,) = (form for form in operator.FORMS['aft_conv'] if form.module == 'conv.wide')
+    chosen = request.param == wide.module
+    monkeypatch.setattr(wide, 'supports', lambda inputs: chosen and inputs.v.dtype != torch.float64)
+    return request.param
+
+
 @pytest.mark.parametrize(('dtype', 'masked'), PAIRS, ids=str)
 @pytest.mark.parametrize(('heads', 'D', 'grid'), CASES)
-def test_aft_conv_equals_float64(heads: int, D: int, grid: tuple[int, int], masked: bool, dtype: torch.dtype):
+def test_aft_conv_equals_float64(
+    heads: int, D: int, grid: tuple[int, int], masked: bool, dtype: torch.dtype, conv_form: str
+):
     inputs = conv_inputs(heads, D, grid, masked)
     assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs, dtype)
+
+
+@pytest.mark.parametrize(('heads', 'D', 'grid'), CASES)
+def test_pairs_of_bfloat16_equal_float64(heads: int, D: int, grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    # Also on a processor that multiplies float32 faster.
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip('this processor cannot multiply pairs of bfloat16')
+    for module in (full_cpp, conv_cpp):
+        monkeypatch.setattr(module, 'multiplies_pairs', lambda v: v.dtype == torch.bfloat16)
+    (wide,) = (form for form in operator.FORMS['aft_conv'] if form.module == 'conv.wide')
+    monkeypatch.setattr(wide, 'supports', lambda inputs: False)
+    assert_matches_reference(ops.aft_conv, reference.aft_conv, conv_inputs(heads, D, grid, True), torch.bfloat16)
+    tokens = grid[0] * grid[1]
+    assert_matches_reference(ops.aft_full, reference.aft_full, full_inputs(tokens, D, True), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ('batch', 'heads', 'D', 'dtype', 'module'),
+    [
+        (1, 2, 90, torch.float32, 'conv.wide'),
+        (2, 2, 90, torch.float32, 'conv.cpp'),
+        (2, 7, 42, torch.float32, 'conv.wide'),
+        (1, 2, 90, torch.float64, 'conv.eager'),
+    ],
+)
+def test_one_sequence_and_narrow_heads_take_the_wide_form(
+    batch: int, heads: int, D: int, dtype: torch.dtype, module: str
+):
+    q, k, v = (x.to(dtype) for x in make_qkv(B=batch, T=12, D=D, heads=heads))
+    inputs = conv.ConvInputs(q, k, v, randn(heads, 3, 3).to(dtype), (3, 4), None, True)
+    assert operator.OPERATORS['aft_conv'].choose('auto', inputs).module == module
+    window = inputs._replace(global_context=False)
+    assert operator.OPERATORS['aft_conv'].choose('auto', window).module != 'conv.wide'
 
 
 @pytest.mark.parametrize(('dtype', 'masked'), PAIRS, ids=str)
@@ -73,14 +119,14 @@ def test_masked_tokens_have_no_effect(heads: int, D: int, grid: tuple[int, int],
         assert_masked_tokens_have_no_effect(op, inputs, make_mask(2, T), dtype=dtype)
 
 
-def test_both_equal_float64_without_a_gate():
+def test_both_equal_float64_without_a_gate(conv_form: str):
     assert_matches_reference(ops.aft_full, reference.aft_full, full_inputs(20, 40) | {'q': None})
     assert_matches_reference(ops.aft_conv, reference.aft_conv, conv_inputs(7, 70, (3, 4)) | {'q': None})
 
 
 @pytest.mark.parametrize('bias', list(nasty_biases(torch.zeros(1))))
 @pytest.mark.parametrize('keys', list(nasty_keys(torch.zeros(1, 3, 1))))
-def test_what_underflows_is_repaired(keys: str, bias: str):
+def test_what_underflows_is_repaired(keys: str, bias: str, conv_form: str):
     full, conv = full_inputs(18, 5), conv_inputs(3, 6, (3, 6))
     full |= {'k': nasty_keys(full['k'])[keys], 'bias': nasty_biases(full['bias'])[bias]}
     conv |= {'k': nasty_keys(conv['k'])[keys], 'kernel': nasty_biases(conv['kernel'])[bias]}
@@ -96,7 +142,7 @@ def forbid_torch(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
-def test_they_run_by_themselves_and_never_in_eager(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+def test_they_run_by_themselves_and_never_in_eager(dtype: torch.dtype, conv_form: str, monkeypatch: pytest.MonkeyPatch):
     full_, conv_ = single(full_inputs(20, 40), dtype), single(conv_inputs(7, 70, (3, 4)), dtype)
     with monkeypatch.context() as patch:
         forbid_torch(patch)
@@ -114,10 +160,16 @@ def test_registered_models_run_them_forward_and_backward(name: str, kernels: set
     assert kernels_run(lambda: model(x).sum().backward()) == kernels
 
 
-@pytest.mark.parametrize('global_context', [True, False], ids=['global', 'window'])
+@pytest.mark.parametrize(
+    ('global_context', 'conv_form'),
+    [(True, 'conv.wide'), (True, 'conv.cpp'), (False, 'conv.cpp')],
+    indirect=['conv_form'],
+)
 @pytest.mark.parametrize(('grid', 's'), [((5, 7), 5), ((9, 40), 7), ((3, 4), 15), ((40, 2), 3)])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
-def test_aft_conv_equals_float64_within_and_beyond_reach(grid, s: int, global_context: bool, dtype: torch.dtype):
+def test_aft_conv_equals_float64_within_and_beyond_reach(
+    grid, s: int, global_context: bool, dtype: torch.dtype, conv_form: str
+):
     inputs = conv_inputs(3, 12, grid) | {'kernel': randn(3, s, s, seed=8), 'global_context': global_context}
     assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs, dtype)
 
@@ -288,3 +340,26 @@ def test_not_a_number_stays_in_its_sequence(dtype: torch.dtype):
     y = ops.aft_full(**inputs)
     assert y[0, :, 7].isnan().all()
     assert torch.equal(y[1], clean[1])
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+def test_weights_that_are_kept_with_a_bias_give_the_same_and_are_used(dtype: torch.dtype):
+    inputs = single(full_inputs(33, 20), dtype)
+    q, k, v, bias = (inputs[name].detach() for name in ('q', 'k', 'v', 'bias'))
+    expected, kept = ops.aft_full(q, k, v, bias), ops.keep_weights(bias.clone())
+    for _ in range(2):
+        assert torch.equal(ops.aft_full(q, k, v, kept), expected)
+    kept.zero_()  # against the promise: nothing reads it any more
+    assert torch.equal(ops.aft_full(q, k, v, kept), expected)
+    # A repair needs the bias itself.
+    lost = k.index_fill(1, torch.tensor([3]), 200.0)
+    assert_close(ops.aft_full(q, lost, v, ops.keep_weights(bias)), ops.aft_full(q, lost, v, bias).double(), 1e-6)
+
+
+def test_gradients_do_not_use_the_weights_of_a_forward():
+    inputs = single(full_inputs(20, 16))
+    plain = torch.autograd.grad(ops.aft_full(**inputs).sum(), [inputs['k'], inputs['bias']])
+    bias = ops.keep_weights(inputs['bias'])
+    for _ in range(2):
+        found = torch.autograd.grad(ops.aft_full(**inputs | {'bias': bias}).sum(), [inputs['k'], bias])
+        assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))

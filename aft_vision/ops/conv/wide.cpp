@@ -1,0 +1,198 @@
+// AFT-conv with heads of several channels (AFT Eq. 6) for a few sequences, forward. Vectors are of neighbouring channels,
+// whose heads are spread over the lanes, so a sequence fills them by itself; `conv.cpp` fills them from sequences side by
+// side.
+//
+// First the exponentials of the keys and the denominators, a vector of heads at a time, then the values. All terms are
+// positive: what no window reaches is added up, not subtracted.
+
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "../common/guard.h"
+#include "window.h"
+
+namespace {
+
+// A padded map of the terms of a block of channels or heads, and sums of what lies outside the windows.
+class Map {
+ public:
+  Map(const Shape &s) : s_(s), terms_(s.map()), aside_(s.tokens()), before_(s.height + 1), after_(before_) {}
+
+  Vec *row(int64_t y) { return terms_.data() + y * s_.padded() + s_.reach(); }
+
+  // After all terms have been set.
+  void finish() {
+    const int64_t r = s_.reach(), width = s_.width;
+    for (int64_t y = 0; y < s_.height; ++y) {
+      const Vec *x = row(y);
+      Vec *aside = aside_.data() + y * width, sum{}, left{}, right{};
+      for (int64_t i = 0; i < width; ++i) {
+        sum += x[i];
+        if (i > r) left += x[i - r - 1];
+        aside[i] = left;
+      }
+      for (int64_t i = width - 1 - r; i-- > 0;) aside[i] += right += x[i + r + 1];
+      before_[y + 1] = before_[y] + sum;
+      after_[y] = sum;
+    }
+    for (int64_t y = s_.height; y-- > 0;) after_[y] += after_[y + 1];
+  }
+
+  // The sums (H, W) by the taps of a window, and by one weight of all outside it.
+  void mix(const Vec *taps, Vec outside, Vec *out) const {
+    const int64_t r = s_.reach();
+    const Aside aside{r < s_.width - 1 ? aside_.data() : nullptr, outside};
+    for (int64_t y = 0; y < s_.height; ++y, out += s_.width) {
+      const Vec rows = before_[std::max<int64_t>(0, y - r)] + after_[std::min(s_.height, y + r + 1)];
+      std::fill_n(out, s_.width, outside * rows);
+      in_tiles(s_.width, [&](int64_t x, int64_t n) { mix_row(n, terms_.data(), taps, s_, y, x, out + x, aside); });
+    }
+  }
+
+ private:
+  const Shape &s_;
+  std::vector<Vec> terms_, aside_, before_, after_;
+};
+
+// The lanes of a block of channels as those of a vector of heads, from the first one's on.
+struct Spread16 {
+  int64_t head;
+  IntVec index;
+
+  Spread16(int64_t first, int64_t per_head, int64_t heads) : head(first / per_head) {
+    for (int lane = 0; lane < LANES; ++lane) index[lane] = std::min(heads - 1, (first + lane) / per_head) - head;
+  }
+
+  Vec read(const float *of_heads) const {
+    const Vec x = load(of_heads + head, LANES);
+#if defined(__clang__)
+    Vec found;
+    for (int lane = 0; lane < LANES; ++lane) found[lane] = x[index[lane]];
+    return found;
+#else
+    return __builtin_shuffle(x, index);
+#endif
+  }
+};
+
+// The inputs of a call, as Python packs them; q, the mask's elements and den may be null. Rows of heads have room for
+// `stride` floats, a vector more than there are heads: `taps` is scratch for (size, size) and one of them, the weights
+// outside; `e` and `bottom` are for (B, T) of them. Without biases the taps are those of a call before.
+struct Call {
+  int64_t batch, height, width, channels;
+  Bias bias;
+  float *taps;
+  int64_t stride;
+  float *e, *bottom;
+  Stream q, k, v;
+  const bool *elements;
+  Stream out, den;
+
+  Shape shape() const { return {batch, height, width, channels, bias.size}; }
+  int64_t heads() const { return bias.channels; }
+  Mask mask() const { return {elements, height * width}; }
+  float *outside() const { return taps + bias.size * bias.size * stride; }
+};
+
+// What a thread works with.
+struct Worker {
+  const Call &call;
+  const Shape s;
+  const Mask mask;
+  Map map;
+  std::vector<Vec> taps, sums;
+
+  Worker(const Call &call)
+      : call(call), s(call.shape()), mask(call.mask()), map(s), taps(s.size * s.size), sums(s.tokens()) {}
+
+  // Sets the terms of a map: `f` is given a token that counts.
+  template <typename F>
+  void fill(int64_t b, F f) {
+    for (int64_t y = 0, t = 0; y < s.height; ++y)
+      for (int64_t x = 0; x < s.width; ++x, ++t) map.row(y)[x] = mask.counts(b, t) ? f(t) : Vec{};
+    map.finish();
+  }
+
+  // Writes e^(k - peak) and the denominators of a block of heads; returns whether none is lost.
+  bool weigh(int64_t b, int64_t first, float underflow) {
+    Place at{b, 0, first, rest(call.heads(), first)};
+    Vec peak = splat(-std::numeric_limits<float>::max());
+    for (at.t = 0; at.t < s.tokens(); ++at.t) {
+      if (!mask.counts(b, at.t)) continue;
+      const Vec key = at.read(call.k);
+      peak = key > peak ? key : peak;
+    }
+    fill(b, [&](int64_t t) { return exp_(at.later(t - at.t).read(call.k) - peak); });
+    for (size_t i = 0; i < taps.size(); ++i) taps[i] = load(call.taps + i * call.stride + first, LANES);
+    map.mix(taps.data(), load(call.outside() + first, LANES), sums.data());
+    const float extra = mask.fill(b);
+    IntVec lost{};
+    for (int64_t y = 0, t = 0; y < s.height; ++y)
+      for (int64_t x = 0; x < s.width; ++x, ++t) {
+        const int64_t place = (b * s.tokens() + t) * call.stride + first;
+        const Vec bottom = sums[t] + extra;
+        lost |= lost_lanes(bottom, at.lanes, underflow);
+        store(call.e + place, map.row(y)[x], LANES);
+        store(call.bottom + place, bottom, LANES);
+        if (call.den.data) at.later(t - at.t).write(call.den, bottom);
+      }
+    return !any(lost);
+  }
+
+  // Writes a block of channels of the result.
+  void mix(int64_t b, int64_t first) {
+    const Spread16 heads(first, s.channels / call.heads(), call.heads());
+    const Place at{b, 0, first, rest(s.channels, first)};
+    const int64_t start = b * s.tokens() * call.stride;
+    fill(b, [&](int64_t t) { return heads.read(call.e + start + t * call.stride) * at.later(t).read(call.v); });
+    for (size_t i = 0; i < taps.size(); ++i) taps[i] = heads.read(call.taps + i * call.stride);
+    map.mix(taps.data(), heads.read(call.outside()), sums.data());
+    for (int64_t t = 0; t < s.tokens(); ++t) {
+      const Place to = at.later(t);
+      to.write(call.out, gated(to, call.q, sums[t] / heads.read(call.bottom + start + t * call.stride)));
+    }
+  }
+};
+
+// The taps e^(w - reference) of all heads, and the weight outside, e^-reference.
+void weigh_taps(const Call &call) {
+  const Bias &bias = call.bias;
+  for (int64_t first = 0; first < bias.channels; first += LANES) {
+    const int lanes = rest(bias.channels, first);
+    const Vec peak = bias.reference(first, lanes);
+    store(call.outside() + first, exp_(-peak), LANES);
+    bias.each_tap(first, lanes, [&](int64_t i, Vec x) { store(call.taps + i * call.stride + first, exp_(x - peak), LANES); });
+  }
+}
+
+int forward(const Call &call, float underflow, int threads) {
+  const int64_t heads = (call.heads() + LANES - 1) / LANES, blocks = call.shape().blocks();
+  int good = 1;
+  Region region;
+#pragma omp parallel num_threads(threads) reduction(&& : good)
+  {
+    std::unique_ptr<Worker> worker;
+    region.run([&] { worker.reset(new Worker(call)); });
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < call.batch * heads; ++i)
+      region.run([&] { good = worker->weigh(i / heads, i % heads * LANES, underflow) && good; });
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < call.batch * blocks; ++i) region.run([&] { worker->mix(i / blocks, i % blocks * LANES); });
+  }
+  region.finish();
+  return good;
+}
+
+}  // namespace
+
+extern "C" {
+
+// y and, unless den is null, the denominators. Returns 0 where a denominator is below `underflow`, or NaN.
+int aft_conv_wide_forward(const Call *call, float underflow, int threads) {
+  return guarded([&] {
+    if (call->bias.data) weigh_taps(*call);
+    return forward(*call, underflow, threads);
+  });
+}
+}
