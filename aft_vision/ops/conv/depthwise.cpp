@@ -40,8 +40,10 @@ struct Window {
   Window(const Shape &shape, const float *all_taps, const int64_t *, int64_t first, int lanes)
       : s(shape), taps(s.size * s.size) {
     for (size_t i = 0; i < taps.size(); ++i) taps[i] = load(all_taps + i * s.channels + first, lanes);
-    flipped.assign(taps.rbegin(), taps.rend());
   }
+
+  // For `mix_transposed`.
+  void flip() { flipped.assign(taps.rbegin(), taps.rend()); }
 
   void mix(const Vec *map, Vec *out) const { mix(map, taps.data(), out); }
 
@@ -86,6 +88,8 @@ struct OneOffset {
     }
   }
 
+  void flip() {}
+
   static Vec gather(const Vec *map, const int32_t *index) {
     const float *x = reinterpret_cast<const float *>(map);
     Vec found;
@@ -108,6 +112,12 @@ struct OneOffset {
   }
 };
 
+// Maps (H, W + s - 1), and a zero, of e^(k - max) and of it times v: of a thread, since nothing writes over what is around
+// the tokens.
+struct Maps {
+  std::vector<Vec> keys, values;
+};
+
 // Channels [first, first + lanes) of one sequence: what its exponentials sum to, and padded maps of them.
 template <typename Taps>
 struct Block {
@@ -115,16 +125,17 @@ struct Block {
   int64_t first;
   int lanes;
   Taps taps;
-  std::vector<Vec> keys, values;  // (H, W + s - 1), and a zero, of e^(k - max) and of it times v
+  std::vector<Vec> &keys, &values;
   Vec outside, key_sum, value_sum;
 
-  Block(const Shape &shape, int64_t index, const float *all_taps, const int64_t *offset, const float *all_outside)
+  Block(const Shape &shape, Maps &maps, int64_t index, const float *all_taps, const int64_t *offset,
+        const float *all_outside)
       : s(shape),
         first(index * LANES),
         lanes(std::min<int64_t>(LANES, s.channels - first)),
         taps(s, all_taps, offset, first, lanes),
-        keys(s.map()),
-        values(s.map()),
+        keys(maps.keys),
+        values(maps.values),
         outside(load(all_outside + first, lanes)) {}
 
   int64_t place(int64_t t) const { return t / s.width * s.padded() + s.reach() + t % s.width; }
@@ -174,13 +185,15 @@ int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, cons
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
     std::vector<Vec> num, bottom;
+    Maps maps;
     region.run([&] {
+      for (auto *x : {&maps.keys, &maps.values}) x->resize(s.map());
       num.resize(s.tokens());
       bottom.resize(s.tokens());
     });
 #pragma omp for
     for (int64_t index = 0; index < s.blocks(); ++index) region.run([&] {
-      Block<Taps> block(s, index, taps, offset, outside);
+      Block<Taps> block(s, maps, index, taps, offset, outside);
       for (int64_t b = 0; b < s.batch; ++b) {
         block.exponentials(k, v, mask, b);
         std::fill(num.begin(), num.end(), block.outside * block.value_sum);
@@ -213,8 +226,9 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
     std::vector<Vec> top, low, d_values, d_keys, d_taps, bottoms;
+    Maps maps;
     region.run([&] {
-      for (auto *x : {&top, &low}) x->resize(s.map());
+      for (auto *x : {&top, &low, &maps.keys, &maps.values}) x->resize(s.map());
       for (auto *x : {&d_values, &d_keys}) x->resize(s.tokens());
       d_taps.resize(square);
       bottoms.resize(den.data ? 0 : s.tokens());
@@ -222,7 +236,8 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
 #pragma omp for collapse(2)
     for (int64_t part = 0; part < parts; ++part)
       for (int64_t index = 0; index < s.blocks(); ++index) region.run([&] {
-        Block<Taps> block(s, index, taps, offset, outside);
+        Block<Taps> block(s, maps, index, taps, offset, outside);
+        block.taps.flip();
         std::fill(d_taps.begin(), d_taps.end(), Vec{});
         for (int64_t b = part * s.batch / parts; b < (part + 1) * s.batch / parts; ++b) {
           block.exponentials(k, v, mask, b);
@@ -319,7 +334,8 @@ void bias_grad(const Bias &bias, const float *grad_taps, int64_t parts, const fl
   }
 }
 
-// The inputs of a call, as Python packs them; q, mask and offset may be null. With offsets, (D, 2), there is one tap, which
+// The inputs of a call, as Python packs them; q, mask and offset may be null. Without biases the taps are those of a call
+// before. With offsets, (D, 2), there is one tap, which
 // belongs to the source at the offset. `weights` is scratch for the taps (size, size, D), and the weights outside, (D).
 struct Call {
   int64_t batch, height, width;
@@ -357,7 +373,7 @@ extern "C" {
 int aft_depthwise_forward(const ForwardCall *packed, DigitLimits limits, int threads) {
   return guarded([&] {
     const Call &call = packed->call;
-    weigh_taps(call.bias, call.weights, call.outside(), nullptr, threads);
+    if (call.bias.data) weigh_taps(call.bias, call.weights, call.outside(), nullptr, threads);
     return (call.offset ? forward<OneOffset> : forward<Window>)(call.shape(), call.q, call.k, call.v, call.mask,
                                                                 call.weights, call.offset, call.outside(), packed->out,
                                                                 packed->den, limits, threads);

@@ -17,6 +17,7 @@ from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv import onehot
 from aft_vision.ops.conv.eager import ConvInputs
 from aft_vision.ops.conv.onehot import OnehotInputs
+from aft_vision.ops.position_bias import kept_weights
 
 # The minimal number of channels of a vector; a thread should have several blocks of them, to balance the load.
 LANES = 8
@@ -71,11 +72,15 @@ def _forward(
     # Compute y and write the denominators into den; return None if digits are lost.
     out = empty_output(inputs.q, inputs.v)
     y, held = float_output(out), list[Tensor]()
-    fields = *_call(inputs, bias, offset, False, held), *tokens(y, held), *tokens(den, held)
+    layout, kept = ('depthwise', _window_size(bias, inputs.grid)), kept_weights(bias)
+    taps = None if kept is None else kept.get(layout)
+    fields = *_call(inputs, bias, offset, False, held, taps), *tokens(y, held), *tokens(den, held)
     with profiled('aft_vision::depthwise_forward'):
         keeps_digits = compiled().aft_depthwise_forward(pack(*fields), LIMITS, torch.get_num_threads())
     if not keeps_digits:
         return None
+    if kept is not None:
+        kept[layout] = held[0]
     return out if y is out else out.copy_(y)
 
 
@@ -108,15 +113,20 @@ def _backward(
 
 
 def _call(
-    inputs: ConvInputs | OnehotInputs, bias: Tensor, offset: Tensor | None, keep_exp: bool, held: list[Tensor]
+    inputs: ConvInputs | OnehotInputs,
+    bias: Tensor,
+    offset: Tensor | None,
+    keep_exp: bool,
+    held: list[Tensor],
+    taps: Tensor | None = None,
 ) -> tuple[int, ...]:
-    # The fields of `Call` in C++ for a position bias (D, s, s), or (D,) with offsets (D, 2); `held` gets the tensors
-    # that must outlive the call.
+    # The fields of `Call` in C++ for a position bias (D, s, s), or (D,) with offsets (D, 2), whose taps may be given;
+    # `held` gets the tensors that must outlive the call, first the taps.
     (batch, _, channels), (height, width) = inputs.v.shape, inputs.grid
     side, size = 1 if offset is not None else bias.shape[1], _window_size(bias, inputs.grid)
-    weights = float_buffer(((2 if keep_exp else 1) * size * size + 1) * channels)
-    held.append(weights)
-    sizes = batch, height, width, channels, floats(bias, held), side, size, address(offset, held), weights.data_ptr()
+    held.append(float_buffer(((2 if keep_exp else 1) * size * size + 1) * channels) if taps is None else taps)
+    source = floats(bias, held) if taps is None else 0
+    sizes = batch, height, width, channels, source, side, size, address(offset, held), held[0].data_ptr()
     streams = *tokens(inputs.q, held), *tokens(inputs.k, held), *tokens(inputs.v, held)
     return *sizes, *streams, address(inputs.mask, held)
 

@@ -185,6 +185,22 @@ def test_a_nan_stays_one():
     assert y[1].isfinite().all()
 
 
+@pytest.mark.parametrize('heads', [66, 6])
+def test_taps_that_are_kept_with_a_kernel_give_the_same_and_are_used(heads: int):
+    q, k, v = (x.float() for x in make_qkv(B=1, T=35, D=66, heads=heads))
+    kernel = randn(heads, 5, 5, seed=8).float()
+    kept = ops.keep_weights(kernel.clone())
+    # The part of the kernel that a grid takes has a size of its own.
+    for grid in ((5, 7), (35, 1), (5, 7)):
+        expected = ops.aft_conv(q, k, v, kernel, grid)
+        assert torch.equal(ops.aft_conv(q, k, v, kept, grid), expected)
+    for grid in ((1, 1), (1, 2)):
+        few = [x[:, : grid[1]] for x in (q, k, v)]
+        assert torch.equal(ops.aft_conv(*few, kept, grid), ops.aft_conv(*few, kernel, grid))
+    kept.zero_()  # against the promise: nothing reads it any more
+    assert torch.equal(ops.aft_conv(q, k, v, kept, (5, 7)), ops.aft_conv(q, k, v, kernel, (5, 7)))
+
+
 def test_it_passes_torch_opcheck():
     assert_passes_opcheck('aft_conv', make_inputs((5, 6), 66, 5), [None, True])
 
