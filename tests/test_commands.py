@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from train.config import all_keys
+from train.convert_schema import ConvertConfig
 from train.fastformer.schema import text_model_schema
 from train.fastformer.tasks import TASKS
 from train.keys import format_page, list_keys
@@ -63,7 +64,7 @@ def test_help_needs_no_import_that_takes_seconds_and_shows_what_is_typed(answers
     assert f'usage: python -m {command} ' in answer.stdout
 
 
-@pytest.mark.parametrize('command', ['imagenet', 'char', 'pixel', 'fastformer.__main__'])
+@pytest.mark.parametrize('command', ['imagenet', 'convert', 'char', 'pixel', 'fastformer.__main__'])
 def test_a_trainer_without_arguments_names_an_experiment_to_try(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module(f'train.{command}').main([])
@@ -86,6 +87,7 @@ def test_every_key_has_a_default_and_a_meaning(capsys):
     ('schema', 'arguments'),
     [
         (Config, model_schema()),
+        (ConvertConfig, model_schema()),
         (CharConfig, decoder_schema()),
         *((task.schema, text_model_schema()) for task in TASKS.values()),
     ],
@@ -110,7 +112,7 @@ def test_the_keys_of_a_model_are_described_with_their_ranges():
 
 def test_the_page_of_keys_has_a_table_of_every_trainer_and_task():
     page = format_page()
-    assert page.count('## ') == page.count('| key | default |') == 3 + len(TASKS)
+    assert page.count('## ') == page.count('| key | default |') == 4 + len(TASKS)
     for keys in (list_keys(Config, model_schema()), list_keys(CharConfig, decoder_schema())):
         assert all(f'| `{key.name}` | `{key.default}` |' in page for key in keys)
 

@@ -30,6 +30,7 @@ from aft_vision.fastformer import (
 )
 from train.build import model_arguments
 from train.config import load_config
+from train.convert_schema import ConvertConfig
 from train.distributed import World
 from train.fastformer.schema import text_model_config
 from train.fastformer.tasks import TASKS, load_text_config
@@ -169,7 +170,9 @@ EXPERIMENTS = [(path, row.split()) for path in CONFIGS for row in ('', *ROWS[pat
 
 
 def kind(path: Path) -> str:
-    """Name what a recipe trains: `pixel`, `char`, `text` or `image`."""
+    """Name what a recipe trains: `pixel`, `char`, `text`, `image` or, from a ViT, `conversion`."""
+    if path.stem.endswith('convert'):
+        return 'conversion'
     name = path.stem if path.parent.name == 'smoke' else path.parent.name
     return 'text' if name in SMOKE_TEXTS else name if name in ('pixel', 'char') else 'image'
 
@@ -178,7 +181,8 @@ def load(path: Path | str, *overrides: str) -> Any:
     path = path if isinstance(path, Path) else ROOT / f'{path}.yaml'
     if kind(path) == 'text':
         return load_text_config(path, overrides)
-    return load_config(path, overrides, {'pixel': PixelConfig, 'char': CharConfig}.get(kind(path), Config))
+    schemas = {'pixel': PixelConfig, 'char': CharConfig, 'conversion': ConvertConfig}
+    return load_config(path, overrides, schemas.get(kind(path), Config))
 
 
 def of_kind(*kinds: str) -> pytest.MarkDecorator:
@@ -240,6 +244,32 @@ def test_an_image_model_its_optimizer_and_schedule_can_be_built(path, row):
     optimized = {id(p) for group in state.optimizer.param_groups for p in group['params']}
     assert optimized == {id(p) for p in model.parameters()}
     assert 0 < max(rates(state)) <= config.optim.lr * config.data.batch_size / 512
+
+
+def test_the_arguments_of_a_pyramid_are_those_of_its_class():
+    model = ['model.name=aft_pyramid_nano', 'model.depths=[1, 1, 1, 1]', 'model.drop_path_rate=0.1']
+    config = load('small/imagenette_128', *model)
+    name, kwargs = model_arguments(config, num_classes=10)
+    assert [len(stage.blocks) for stage in timm.create_model(name, device='meta', **kwargs).stages] == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match=r'model\.depth\b'):
+        load('small/imagenette_128', *model, 'model.depth=2')
+
+
+@of_kind('conversion')
+def test_the_stages_of_a_conversion_can_be_built(path, row):
+    config = load(path, *row, 'run.compile=false', 'ema.decay=null', 'ema.warmup=false')
+    name, kwargs = model_arguments(config, num_classes=10)
+    trained = {}
+    for stage, experiment in config.stages().items():
+        model = timm.create_model(name, device='meta', **kwargs)
+        # Nothing is read, so the teacher is one without weights.
+        sizes = dict(img_size=config.data.img_size, depth=len(model.blocks), embed_dim=model.embed_dim, num_heads=1)
+        teacher = timm.create_model('deit_tiny_patch16_224', device='meta', **sizes)
+        taught = None if experiment.distill.teacher is None else teacher
+        state = create_state(model, experiment, 7, num_classes=10, world=World(torch.device('meta')), teacher=taught)
+        trained[stage] = sum(len(group['params']) for group in state.optimizer.param_groups)
+    every, blocks = (len(list(module.parameters())) for module in (model, model.blocks))
+    assert trained == {'blocks': blocks, 'features': every, 'labels': every}
 
 
 @of_kind('pixel', 'char')

@@ -38,6 +38,7 @@ from aft_vision.fastformer.tokenize import train_tokenizer
 from train.arguments import parse_args
 from train.char import CharConfig
 from train.config import load_config
+from train.convert_schema import ConvertConfig
 from train.fastformer.tasks import TASKS, load_text_config
 from train.pixel import PixelConfig
 from train.schema import Config
@@ -76,6 +77,7 @@ PLACEHOLDERS = ('CONFIG', 'FILE', 'runs/reviews/config.yaml')
 STAND_INS = {
     'train.imagenet': 'configs/smoke/one_epoch.yaml',
     'train.throughput': 'configs/smoke/one_epoch.yaml',
+    'train.convert': 'configs/smoke/convert.yaml',
     'train.pixel': 'configs/smoke/pixel.yaml',
     'train.char': 'configs/smoke/char.yaml',
     'train.fastformer': 'configs/fastformer/small_ag_news.yaml',
@@ -96,7 +98,7 @@ SCHEMAS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(('guide/data_sets.md', 'guide/long_runs.md', 'guide/train.md'), (Config,)),
 }
 EVERY_SCHEMA = (Config, PixelConfig, CharConfig, *TEXTS.values())
-SEQUENCES: dict[str, Any] = {'train.pixel': PixelConfig, 'train.char': CharConfig}
+OTHER_SCHEMAS: dict[str, Any] = {'train.convert': ConvertConfig, 'train.pixel': PixelConfig, 'train.char': CharConfig}
 
 
 def blocks(name: str, *languages: str) -> list[str]:
@@ -281,7 +283,7 @@ def check_module(*words: str) -> None:
         if name == 'train.fastformer':
             load_text_config(path, args.overrides)
         else:
-            load_config(path, args.overrides, SEQUENCES.get(name, Config))
+            load_config(path, args.overrides, OTHER_SCHEMAS.get(name, Config))
 
 
 def main_module(name: str) -> Any:

@@ -39,10 +39,19 @@ class Saver:
         description: Entries that rebuild the model: `model_name`, `model_kwargs`, `class_names`.
         keep: Number of latest checkpoints to keep: `last.pth`, `last-1.pth`, ...
         minutes: Time between checkpoints within an epoch; None saves only after each epoch.
+        experiment: The file to resume the run with; None for the config.yaml of the folder.
     """
 
-    def __init__(self, folder: Path, description: dict[str, Any], keep: int, minutes: float | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        description: dict[str, Any],
+        keep: int,
+        minutes: float | None,
+        experiment: Path | None = None,
+    ) -> None:
         self.folder, self.description, self.keep = folder, description, keep
+        self.experiment = experiment or folder / 'config.yaml'
         self.interval = math.inf if minutes is None else 60 * minutes
         self.saved_at = time.monotonic()
 

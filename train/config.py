@@ -50,7 +50,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
         ValueError: an unknown key, a value of the wrong type or range, or an unreadable file. The message names the
             file or `command line`, the key, the value and the nearest valid name.
     """
-    images = schema is Config
+    images = issubclass(schema, Config)
     layers = drop_foreign_arguments(read_layers(path, overrides), model_takes if images else decoder_takes)
     keys = all_keys(schema, model_schema() if images else decoder_schema())
     with naming_sources(path, layers):

@@ -19,6 +19,7 @@ from torch import nn
 from aft_vision.evaluate import check_classes, load_model
 from aft_vision.models.transfer_source import did_you_mean, load_pretrained
 from aft_vision.sizes import check_image_size, has_fixed_input_size
+from train.align import BlockAlignmentTask
 from train.schema import DistillConfig
 
 # A logit whose softmax, next to zeros, is 1 in every precision; it fits into float16.
@@ -70,8 +71,8 @@ def create_task(
         device=device,
         verbose=False,
     )
-    if distill.kind == 'feature':
-        return FeatureDistillationTask(**options)
+    if distill.kind in ('feature', 'blocks'):
+        return (FeatureDistillationTask if distill.kind == 'feature' else BlockAlignmentTask)(**options)
     if distill.kind.startswith('token'):
         distill_type = distill.kind.removeprefix('token_')
         return TokenDistillationTask(**options, distill_type=distill_type, temperature=distill.temperature)
@@ -91,7 +92,7 @@ def load_teacher(distill: DistillConfig, class_names: Sequence[str], sizes: Sequ
     """
     assert distill.teacher is not None
     teacher: Any = _build(distill.teacher, distill.teacher_args).eval()
-    if distill.kind != 'feature':
+    if distill.kind not in ('feature', 'blocks'):
         try:
             check_classes(teacher, class_names, 'the data set')
         except ValueError as error:

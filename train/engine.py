@@ -230,7 +230,7 @@ def _until_signal(state: TrainState, saver: Saver) -> Iterator[Callable[[], None
             if stop or saver.is_due():
                 saver.save_last(state)
             if stop:
-                stop_run(received, state.progress.updates, saver.folder / 'config.yaml')
+                stop_run(received, state.progress.updates, saver.experiment)
 
         yield after_update
 

@@ -67,16 +67,30 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
         if args.eval:
             evaluate_run(config, run_dir, world, progress=not args.quiet)
             return None
-        loaders = build_loaders(config, world)
+        return train_classifier(config, run_dir, world, progress=not args.quiet)
+
+
+def train_classifier(
+    config: Config, run_dir: Path, world: World, progress: bool = True, experiment: Path | None = None
+) -> TrainState:
+    """Train, export the best weights and print the files of the run.
+
+    Args:
+        experiment: The file to resume an interrupted run with; None for the one in the folder of the run.
+
+    Returns:
+        The final state.
+    """
+    loaders = build_loaders(config, world)
+    if world.is_primary:
+        print(loaders.description)
+    state, description = build_state(config, loaders, world)
+    if world.is_primary and config.distill.teacher is not None:
+        print(f'distilled from {config.distill.teacher} ({config.distill.kind})')
+    with lock_run(run_dir) if world.is_primary else nullcontext():
+        train_run(state, loaders, description, run_dir, progress, experiment)
         if world.is_primary:
-            print(loaders.description)
-        state, description = build_state(config, loaders, world)
-        if world.is_primary and config.distill.teacher is not None:
-            print(f'distilled from {config.distill.teacher} ({config.distill.kind})')
-        with lock_run(run_dir) if world.is_primary else nullcontext():
-            train_run(state, loaders, description, run_dir, progress=not args.quiet)
-            if world.is_primary:
-                finish(run_dir, state, description)
+            finish(run_dir, state, description)
     return state
 
 

@@ -78,6 +78,7 @@ def format_keys(keys: list[Key], width: int = 120) -> str:
 def format_page() -> str:
     """Format the keys of every trainer as a page of Markdown."""
     # Image trainers do not need the text libraries.
+    from train.convert_schema import ConvertConfig
     from train.fastformer.schema import text_model_schema
     from train.fastformer.tasks import TASKS
     from train.schema import Config
@@ -89,6 +90,8 @@ def format_page() -> str:
     parts = [PAGE_HEAD]
     for title, schemas in {**images, **texts}.items():
         parts.append(f'## {title}\n\n{_format_table(list_keys(*schemas))}')
+    own = [key for key in list_keys(ConvertConfig) if key.name.startswith('convert.')]
+    parts.append(f'## Conversions: those of images, and these\n\n{_format_table(own)}')
     return '\n\n'.join(parts) + '\n'
 
 

@@ -257,7 +257,8 @@ def described(name: str, hint: Any, default: str, meaning: str) -> Any:
 def supported(hint: Any) -> Any:
     """Return the type, or None, if OmegaConf supports it; otherwise Any."""
     scalars = {int, float, bool, str, type(None)}
-    parts = set(typing.get_args(hint)) if typing.get_origin(hint) is not Literal else set()
+    # OmegaConf has no Sequence.
+    parts = set(typing.get_args(hint)) if typing.get_origin(hint) not in (Literal, Sequence) else set()
     if hint in scalars or (parts and parts <= scalars):
         return hint | None
     return Any

@@ -33,12 +33,18 @@ def check_run_dir(run_dir: Path, config: Experiment) -> None:
 
 
 def train_run(
-    state: TrainState, loaders: Loaders, description: dict[str, Any], run_dir: Path, progress: bool = True
+    state: TrainState,
+    loaders: Loaders,
+    description: dict[str, Any],
+    run_dir: Path,
+    progress: bool = True,
+    experiment: Path | None = None,
 ) -> None:
     """Resume if requested, write the experiment, print what limits the run, and train.
 
     Args:
         description: Entries of a checkpoint that rebuild the model.
+        experiment: The file to resume an interrupted run with; None for the one in the folder of the run.
 
     Raises:
         ValueError: the checkpoint to resume from is not valid.
@@ -55,7 +61,7 @@ def train_run(
         throughput = measure_throughput(state, loaders, run.throughput_batches)
         if world.is_primary:
             print(throughput)
-    fit(state, loaders, Saver(run_dir, description, run.keep, run.save_minutes), progress)
+    fit(state, loaders, Saver(run_dir, description, run.keep, run.save_minutes, experiment), progress)
 
 
 def _begin(run_dir: Path, state: TrainState) -> None:

@@ -107,7 +107,7 @@ class DistillConfig:
             own weights.
         kind: Target of the student: the teacher's class (`hard`), its probabilities (`soft`) or its pooled features
             (`feature`); with `token_hard` and `token_soft` the student's distillation head learns it, and its other
-            head learns the labels.
+            head learns the labels; with `blocks` each block of an AFT model learns that of a ViT, without labels.
         task_loss_weight: Factor of the loss of the labels; None for 1.
         distill_loss_weight: Factor of the loss of the teacher; None for `1 - task_loss_weight`, or 1 without that.
         temperature: Divides the logits of student and teacher in the soft kinds.
@@ -115,7 +115,7 @@ class DistillConfig:
 
     teacher: str | None = None
     teacher_args: dict[str, Any] = field(default_factory=dict)
-    kind: Literal['hard', 'soft', 'feature', 'token_hard', 'token_soft'] = 'hard'
+    kind: Literal['hard', 'soft', 'feature', 'blocks', 'token_hard', 'token_soft'] = 'hard'
     task_loss_weight: float | None = within('[0, inf)', None)
     distill_loss_weight: float | None = within('[0, inf)', None)
     temperature: float = within('(0, inf)', 1.0)
@@ -128,6 +128,9 @@ class DistillConfig:
         require('distill.teacher_args', self.teacher_args, known, 'without num_classes, in_chans, device and dtype')
         share = self.distill_loss_weight is not None or self.task_loss_weight is None or self.task_loss_weight <= 1
         require('distill.task_loss_weight', self.task_loss_weight, share, 'at most 1 without distill_loss_weight')
+        weighted = self.task_loss_weight is not None or self.distill_loss_weight is not None
+        unweighted = self.kind != 'blocks' or not weighted
+        require('distill.kind', self.kind, unweighted, 'another one with task_loss_weight or distill_loss_weight')
         soft = self.temperature == 1 or self.kind.endswith('soft')
         require('distill.temperature', self.temperature, soft, f'1 for the kind {self.kind}, which has none')
 

@@ -24,6 +24,7 @@ from timm.layers import (
     get_act_layer,
     get_device_dtype,
     register_notrace_function,
+    to_2tuple,
 )
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, named_apply, register_model
 from timm.models._efficientnet_blocks import EdgeResidual
@@ -108,8 +109,8 @@ class AFTPyramid(nn.Module):
         depths: blocks of the stages; the first one of a convolution stage halves the map, the others have a further
             convolution for that.
         expand_ratio: channels within a fused MBConv divided by those of its input.
-        num_heads: heads of AFT-axial in the last two stages.
-        window_size: its s there, in tokens: distances below s have a bias.
+        num_heads: heads of AFT-axial in the last two stages, one number or two.
+        window_size: its s there, likewise, in tokens: distances below s have a bias.
         mlp_ratio: hidden width of their MLPs divided by the width.
         query_gate: False removes W_q and the sigmoid (Table 12).
         qkv_bias: biases on queries, keys and values.
@@ -138,8 +139,8 @@ class AFTPyramid(nn.Module):
         dims: Sequence[int] = (32, 64, 128, 256),
         depths: Sequence[int] = (1, 1, 2, 6),
         expand_ratio: float = 4.0,
-        num_heads: Sequence[int] = (16, 16),
-        window_size: Sequence[int] = (14, 7),
+        num_heads: int | Sequence[int] = 16,
+        window_size: int | Sequence[int] = (14, 7),
         mlp_ratio: float = 4.0,
         query_gate: bool = True,
         qkv_bias: bool = True,
@@ -181,6 +182,7 @@ class AFTPyramid(nn.Module):
             resample_bias=resample_bias,
             local_conv=local_conv,
         )
+        heads, windows = to_2tuple(num_heads), to_2tuple(window_size)
         stages: list[nn.Module] = []
         for index, stride in enumerate(STRIDES):
             width, dim, first = (stem_dim, *dims)[index], dims[index], sum(depths[:index])
@@ -195,7 +197,7 @@ class AFTPyramid(nn.Module):
                 stages.append(ConvStage(blocks, STRIDE // stride))
             else:
                 axial = dict(
-                    num_heads=num_heads[index - CONV_STAGES], window_size=window_size[index - CONV_STAGES], **axial_args
+                    num_heads=heads[index - CONV_STAGES], window_size=windows[index - CONV_STAGES], **axial_args
                 )
                 blocks = [
                     AttentionBlock(dim, attention_heads(dim), drop_path=rates[i], **block_args)

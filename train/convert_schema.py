@@ -1,0 +1,79 @@
+"""The experiment of a conversion: that of an image classifier, and the section `convert`."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from aft_vision.data.ranges import check_ranges, within
+from train.schema import Config, DistillConfig, RegularizeConfig, require
+
+
+@dataclass(frozen=True)
+class ConvertSection:
+    """The stages of a conversion; `distill.teacher` is the ViT that is converted.
+
+    Attributes:
+        keep: Last blocks that keep softmax attention, besides those that `model.attention_blocks` names.
+        blocks_epochs: Passes over the images in which each block learns the output of the teacher's, without labels;
+            0 leaves this stage out.
+        blocks_lr: Its learning rate per 512 images.
+        features_epochs: Passes in which the model learns the teacher's last features, without labels; 0 leaves this
+            stage out.
+        features_lr: Its learning rate per 512 images.
+        fine_tune: The last stage, by the sections optim and schedule: from the labels (`labels`), from labels and
+            teacher by the section distill (`distill`), or `none`.
+    """
+
+    keep: int = within('[0, inf)', 0, 'blocks')
+    blocks_epochs: int = within('[0, inf)', 1, 'epochs')
+    blocks_lr: float = within('(0, 1e4]', 4e-3)
+    features_epochs: int = within('[0, inf)', 1, 'epochs')
+    features_lr: float = within('(0, 1e4]', 1e-3)
+    fine_tune: Literal['labels', 'distill', 'none'] = 'labels'
+
+    def __post_init__(self) -> None:
+        check_ranges(self, 'convert')
+        some = bool(self.blocks_epochs or self.features_epochs) or self.fine_tune != 'none'
+        require('convert.fine_tune', self.fine_tune, some, 'labels or distill if no other stage has epochs')
+
+
+@dataclass(frozen=True)
+class ConvertConfig(Config):
+    """One conversion of a pretrained ViT to an AFT model."""
+
+    convert: ConvertSection = field(default_factory=ConvertSection)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        teacher, start = self.distill.teacher, self.run.init_from
+        require('distill.teacher', teacher, teacher is not None, 'the ViT to convert')
+        require('run.init_from', start, start is None, 'null, because a conversion starts from distill.teacher')
+        resumed = self.run.resume
+        require('run.resume', resumed, resumed in (None, 'auto'), 'auto or null, because each stage is a run')
+        # Their values are checked before the first stage.
+        self.stages()
+
+    def stages(self) -> dict[str, Config]:
+        """Return the experiments of the stages by name, in their order; each is one of train.imagenet."""
+        section, found = self.convert, {}
+        if section.blocks_epochs:
+            found['blocks'] = self._unlabelled(section.blocks_epochs, section.blocks_lr, kind='blocks')
+        if section.features_epochs:
+            only: dict[str, Any] = dict(kind='feature', task_loss_weight=0.0, distill_loss_weight=1.0)
+            found['features'] = self._unlabelled(section.features_epochs, section.features_lr, **only)
+        if section.fine_tune != 'none':
+            found['labels'] = self._stage(distill=self.distill if section.fine_tune == 'distill' else DistillConfig())
+        return found
+
+    def _unlabelled(self, epochs: int, lr: float, **kind: Any) -> Config:
+        taught: dict[str, Any] = {'task_loss_weight': None, 'distill_loss_weight': None, 'temperature': 1.0, **kind}
+        return self._stage(
+            optim=dataclasses.replace(self.optim, lr=lr),
+            schedule=dataclasses.replace(self.schedule, epochs=epochs, warmup_epochs=0, step='update'),
+            distill=dataclasses.replace(self.distill, **taught),
+            regularize=RegularizeConfig(),
+        )
+
+    def _stage(self, **sections: Any) -> Config:
+        kept = {each.name: getattr(self, each.name) for each in dataclasses.fields(Config)}
+        return Config(**{**kept, **sections})
