@@ -119,6 +119,8 @@ def _train(
         with log.open('a') as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+    # As it is imported, FFCV compiles for five seconds what its own loader alone uses.
+    os.environ['NUMBA_DISABLE_JIT'] = '1'
     gc.freeze()
     leave_curves_undrawn(pytest.MonkeyPatch())
     # Loading processes of a server of their own would outlive this process.
