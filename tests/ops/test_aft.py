@@ -19,6 +19,7 @@ from helpers import (
     nasty_biases,
     nasty_keys,
     randn,
+    single,
     threads,
 )
 from torch import Tensor
@@ -65,6 +66,22 @@ def axial_inputs(grid: tuple[int, int], D: int, h: int, s: tuple[int, int]) -> d
     q, k, v = make_qkv(T=grid[0] * grid[1], D=D, heads=h)
     biases = {'row_bias': randn(h, 2 * s[0] - 1, seed=8), 'column_bias': randn(h, 2 * s[1] - 1, seed=9)}
     return {'q': q, 'k': k, 'v': v, **biases, 'grid': grid}
+
+
+NAMES = ['aft_full', 'aft_simple', 'aft_local', 'aft_conv', 'aft_onehot', 'aft_axial']
+
+
+def few_inputs(name: str, grid: tuple[int, int] = (3, 4)) -> dict[str, object]:
+    """Inputs of an operator for a few tokens of six channels, of three heads in those on a grid."""
+    T = grid[0] * grid[1]
+    return {
+        'aft_full': lambda: full_inputs(T),
+        'aft_simple': lambda: simple_inputs(T),
+        'aft_local': lambda: local_inputs(T, 3),
+        'aft_conv': lambda: conv_inputs(grid, 6, 3, 5),
+        'aft_onehot': lambda: onehot_inputs(grid, 6, 3),
+        'aft_axial': lambda: axial_inputs(grid, 6, 3, (3, 2)),
+    }[name]()
 
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
@@ -140,7 +157,7 @@ def test_aft_onehot_equals_float64(grid, D: int, h: int, masked: bool, dtype: to
 
 
 @pytest.mark.parametrize('form', ['eager', 'auto', 'aten'])
-@pytest.mark.parametrize('name', ['aft_full', 'aft_simple', 'aft_local', 'aft_conv', 'aft_onehot', 'aft_axial'])
+@pytest.mark.parametrize('name', NAMES)
 def test_masked_tokens_may_be_anything(name: str, form: str):
     inputs = {
         'aft_full': full_inputs(15),
@@ -258,31 +275,17 @@ def test_aft_full_is_right_where_both_maxima_miss_each_other():
     assert_matches_reference(ops.aft_full, reference.aft_full, {'q': q, 'k': k, 'v': v, 'bias': bias}, nasty=True)
 
 
-@pytest.mark.parametrize('name', ['aft_full', 'aft_simple', 'aft_local', 'aft_conv', 'aft_onehot', 'aft_axial'])
+@pytest.mark.parametrize('name', NAMES)
 def test_one_token_returns_its_gated_value(name: str):
-    inputs = {
-        'aft_full': full_inputs(1),
-        'aft_simple': simple_inputs(1),
-        'aft_local': local_inputs(1, 3),
-        'aft_conv': conv_inputs((1, 1), 6, 3, 5),
-        'aft_onehot': onehot_inputs((1, 1), 6, 3),
-        'aft_axial': axial_inputs((1, 1), 6, 3, (1, 4)),
-    }[name]
+    inputs = few_inputs(name, (1, 1))
     q, v = inputs['q'], inputs['v']
     assert_close(getattr(ops, name)(**inputs), torch.sigmoid(q) * v, 1e-12)
     assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs, nasty=True)
 
 
-@pytest.mark.parametrize('name', ['aft_full', 'aft_local', 'aft_simple', 'aft_conv', 'aft_onehot', 'aft_axial'])
+@pytest.mark.parametrize('name', NAMES)
 def test_no_query_leaves_the_gate_out(name: str):
-    inputs = {
-        'aft_full': full_inputs(12),
-        'aft_simple': simple_inputs(12),
-        'aft_local': local_inputs(12, 3),
-        'aft_conv': conv_inputs((3, 4), 6, 3, 5),
-        'aft_onehot': onehot_inputs((3, 4), 6, 3),
-        'aft_axial': axial_inputs((3, 4), 6, 3, (3, 2)),
-    }[name] | {'q': None}
+    inputs = few_inputs(name) | {'q': None}
     assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs)
 
 
@@ -548,16 +551,9 @@ def test_a_window_without_tokens_gives_zero_in_the_degenerate_variant():
     assert not y[:, 3:].any()
 
 
-@pytest.mark.parametrize('name', ['aft_full', 'aft_local', 'aft_simple', 'aft_conv', 'aft_onehot', 'aft_axial'])
+@pytest.mark.parametrize('name', NAMES)
 def test_autocast_leaves_the_sums_in_float32(name: str):
-    inputs = {
-        'aft_full': full_inputs(12),
-        'aft_simple': simple_inputs(12),
-        'aft_local': local_inputs(12, 3),
-        'aft_conv': conv_inputs((3, 4), 6, 3, 5),
-        'aft_onehot': onehot_inputs((3, 4), 6, 3),
-        'aft_axial': axial_inputs((3, 4), 6, 3, (3, 2)),
-    }[name]
+    inputs = few_inputs(name)
     low = {key: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in inputs.items()}
     op = getattr(ops, name)
     with torch.autocast('cpu', torch.bfloat16):
@@ -565,19 +561,9 @@ def test_autocast_leaves_the_sums_in_float32(name: str):
     assert torch.equal(y, op(**low))
 
 
-@pytest.mark.parametrize(
-    'name', ['aft_full', 'aft_conv', 'depthwise', 'aft_local', 'aft_simple', 'aft_onehot', 'aft_axial']
-)
+@pytest.mark.parametrize('name', [*NAMES, 'depthwise'])
 def test_an_operator_passes_torch_opcheck(name: str):
-    inputs = {
-        'aft_full': full_inputs(12),
-        'aft_simple': simple_inputs(12),
-        'aft_local': local_inputs(12, 3),
-        'aft_conv': conv_inputs((3, 4), 6, 3, 5),
-        'depthwise': conv_inputs((5, 6), 66, 66, 5),
-        'aft_onehot': onehot_inputs((3, 4), 6, 3),
-        'aft_axial': axial_inputs((3, 4), 6, 3, (3, 2)),
-    }[name]
+    inputs = conv_inputs((5, 6), 66, 66, 5) if name == 'depthwise' else few_inputs(name)
     conv = name in ('aft_conv', 'depthwise')
     assert_passes_opcheck('aft_conv' if conv else name, inputs, [None, True] if conv else [None])
 
@@ -626,20 +612,7 @@ def empty_inputs(name: str, B: int, D: int) -> dict[str, object]:
 
 @pytest.mark.parametrize('backend', ['auto', 'eager', 'cpp', 'triton'])
 @pytest.mark.parametrize(('B', 'D'), [(0, 6), (0, 128), (2, 0)])
-@pytest.mark.parametrize(
-    'name',
-    [
-        'aft_full',
-        'aft_local',
-        'aft_simple',
-        'aft_conv',
-        'aft_onehot',
-        'aft_axial',
-        'aft_full_causal',
-        'aft_local_causal',
-        'aft_simple_causal',
-    ],
-)
+@pytest.mark.parametrize('name', OPERATIONS)
 @pytest.mark.filterwarnings('error')
 def test_an_empty_batch_or_no_channels_give_an_empty_result_and_no_gradient(name: str, B: int, D: int, backend: str):
     inputs = empty_inputs(name, B, D)
@@ -684,15 +657,7 @@ def test_a_bias_of_minus_infinity_hides_a_source(name: str, inputs, bias: str, b
 
 @pytest.mark.parametrize('name', ['aft_full', 'aft_simple', 'aft_onehot', 'aft_axial'])
 def test_a_result_computed_without_gradients_can_be_differentiated_when_captured(name: str):
-    inputs = {
-        'aft_full': full_inputs(12),
-        'aft_simple': simple_inputs(12),
-        'aft_onehot': onehot_inputs((3, 4), 6, 3),
-        'aft_axial': axial_inputs((3, 4), 6, 3, (3, 2)),
-    }[name]
-    low = {
-        key: x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in inputs.items()
-    }
+    low = single(few_inputs(name), torch.float64)
     y = getattr(torch.ops.aft_vision, name)(*low.values(), None, False, 'auto')[0]
     got = torch.autograd.grad(y.sum(), low['v'])[0]
     assert_close(got, torch.autograd.grad(getattr(ops, name)(**low).sum(), low['v'])[0], 1e-12)
