@@ -13,7 +13,9 @@ from aft_vision.models.block_alignment import block_errors, block_tokens, pair_m
 class AlignedBlocks(FeatureDistillationTrainableModule):
     """The student, called with the tokens of a teacher's blocks."""
 
-    def forward(self, tokens: list[Tensor], pairs: list[range], grid: tuple[int, int]) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, tokens: list[Tensor], pairs: list[range], grid: tuple[int, int]
+    ) -> Tensor:
         """Return the mean error of the blocks, as `block_errors` defines it."""
         return block_errors(self.student, tokens, pairs, grid).mean()
 
@@ -39,7 +41,9 @@ class BlockAlignmentTask(FeatureDistillationTask):
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Return the error as `loss`; the targets are not used."""
         student: Any = self.get_eval_model()
-        images = self.teacher.normalize_input(input, self.student_mean, self.student_std)
+        mean: Any = self.student_mean
+        std: Any = self.student_std
+        images = self.teacher.normalize_input(input, mean, std)
         tokens = block_tokens(self.teacher.model, images)
         grid = unwrap_model(student).patch_embed.dynamic_feat_size(input.shape[-2:])
         return {'loss': self.trainable_module(tokens, self.pairs, grid)}

@@ -11,6 +11,7 @@ Importing this module registers the `aft_pyramid_*` models.
 }
 """
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -127,7 +128,7 @@ class AFTPyramid(nn.Module):
         drop_path_rate: stochastic-depth rate of the last block; it grows linearly from 0.
 
     Raises:
-        ValueError: `attention_blocks` has an index of another stage, or a width no multiple of its heads.
+        ValueError: there are not four dims and depths, or `attention_blocks` has an index of another stage.
     """
 
     def __init__(
@@ -160,12 +161,14 @@ class AFTPyramid(nn.Module):
         super().__init__()
         dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         attention_blocks = attention_blocks or ()
+        if not len(dims) == len(depths) == len(STRIDES):
+            raise ValueError(
+                f'dims and depths must have {len(STRIDES)} numbers each, got {tuple(dims)}, {tuple(depths)}'
+            )
         check_attention_blocks(attention_blocks, range(sum(depths[:CONV_STAGES]), sum(depths)), dims[CONV_STAGES:])
         self.in_chans, self.num_classes, self.global_pool = in_chans, num_classes, global_pool
         self.stride = STRIDE
         self.grad_checkpointing = False
-        self.stem = ConvNormAct(in_chans, stem_dim, 3, stride=2, act_layer=act_layer, **dd)
-        rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=False)
         conv_args: dict[str, Any] = dict(expand_ratio=expand_ratio, act_layer=act_layer, **dd)
         block_args: dict[str, Any] = dict(
             mlp_ratio=mlp_ratio,
@@ -176,42 +179,32 @@ class AFTPyramid(nn.Module):
             **dd,
         )
         axial_args: dict[str, Any] = dict(
-            mixer='axial',
             query_gate=query_gate,
             standardize_kernel=standardize_kernel,
             resample_bias=resample_bias,
             local_conv=local_conv,
         )
-        heads, windows = to_2tuple(num_heads), to_2tuple(window_size)
+        axes = list(zip(to_2tuple(num_heads), to_2tuple(window_size), strict=True))
+        rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        self.stem = ConvNormAct(in_chans, stem_dim, 3, stride=2, act_layer=act_layer, **dd)
         stages: list[nn.Module] = []
-        for index, stride in enumerate(STRIDES):
-            width, dim, first = (stem_dim, *dims)[index], dims[index], sum(depths[:index])
-            places = range(first, first + depths[index])
+        for index, (width, dim) in enumerate(itertools.pairwise((stem_dim, *dims))):
+            factor = STRIDE // STRIDES[index]
             if index < CONV_STAGES:
-                blocks = [
-                    _conv_block(
-                        width if i == first else dim, dim, 2 if i == first else 1, drop_path=rates[i], **conv_args
-                    )
-                    for i in places
-                ]
-                stages.append(ConvStage(blocks, STRIDE // stride))
+                stages.append(_create_conv_stage(width, dim, rates[index], factor, conv_args))
             else:
-                axial = dict(
-                    num_heads=heads[index - CONV_STAGES], window_size=windows[index - CONV_STAGES], **axial_args
-                )
-                blocks = [
-                    AttentionBlock(dim, attention_heads(dim), drop_path=rates[i], **block_args)
-                    if i in attention_blocks
-                    else AFTBlock(dim, drop_path=rates[i], **axial, **block_args)
-                    for i in places
-                ]
-                stages.append(AFTStage(_conv_block(width, dim, 2, **conv_args), blocks, STRIDE // stride))
+                first = sum(depths[:index])
+                attention = [place in attention_blocks for place in range(first, first + depths[index])]
+                heads, window = axes[index - CONV_STAGES]
+                mixer_args = {**axial_args, 'num_heads': heads, 'window_size': window}
+                blocks = _create_blocks(dim, rates[index], attention, block_args, mixer_args)
+                stages.append(AFTStage(_conv_block(width, dim, 2, **conv_args), blocks, factor))
         self.stages = nn.Sequential(*stages)
-        self.feature_info = [
+        self.feature_info: list[dict[str, Any]] = [
             dict(num_chs=dim, reduction=2 * stride, module=f'stages.{index}')
             for index, (dim, stride) in enumerate(zip(dims, STRIDES, strict=True))
         ]
-        self.num_features = self.head_hidden_size = dims[-1]
+        self.num_features = dims[-1]
         self.head = NormMlpClassifierHead(
             dims[-1],
             num_classes,
@@ -243,7 +236,8 @@ class AFTPyramid(nn.Module):
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the activations of each block in the backward pass."""
-        for stage in self.stages:
+        stages: Any = self.stages
+        for stage in stages:
             stage.grad_checkpointing = enable
 
     @torch.jit.ignore
@@ -348,6 +342,29 @@ class AFTPyramid(nn.Module):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Compute logits (B, classes) of images (B, 3, H, W); attn_mask as in `forward_features`."""
         return self.forward_head(self.forward_features(x, attn_mask), attn_mask=attn_mask)
+
+
+def _create_conv_stage(
+    width: int, dim: int, rates: Sequence[float], factor: int, conv_args: dict[str, Any]
+) -> ConvStage:
+    first = _conv_block(width, dim, 2, drop_path=rates[0], **conv_args)
+    return ConvStage([first, *(_conv_block(dim, dim, 1, drop_path=rate, **conv_args) for rate in rates[1:])], factor)
+
+
+def _create_blocks(
+    dim: int,
+    rates: Sequence[float],
+    attention: Sequence[bool],
+    block_args: dict[str, Any],
+    mixer_args: dict[str, Any],
+) -> list[nn.Module]:
+    # Blocks of softmax attention where `attention` is true, and of AFT-axial elsewhere.
+    return [
+        AttentionBlock(dim, attention_heads(dim), drop_path=rate, **block_args)
+        if softmax
+        else AFTBlock(dim, mixer='axial', drop_path=rate, **block_args, **mixer_args)
+        for rate, softmax in zip(rates, attention, strict=True)
+    ]
 
 
 def _conv_block(

@@ -56,6 +56,11 @@ def test_attention_in_a_convolution_stage_or_beyond_the_last_is_an_error(block):
         timm.create_model('aft_pyramid_nano', **{**SMALL, 'attention_blocks': [block]})
 
 
+def test_a_number_of_stages_other_than_four_is_an_error():
+    with pytest.raises(ValueError, match='dims and depths must have 4 numbers each'):
+        timm.create_model('aft_pyramid_nano', **{**SMALL, 'depths': (1, 1, 1)})
+
+
 @pytest.mark.parametrize('global_pool', ['avg', 'max', 'avgmax'])
 def test_a_padded_image_gets_the_logits_that_it_gets_alone(global_pool):
     model = make_model(global_pool=global_pool)
