@@ -36,7 +36,7 @@ def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor | None]
     source = floats(kernel, held) if taps is None else 0
     taps = float_buffer((size * size + 1) * stride) if taps is None else taps
     scratch = float_buffer((2, batch, tokens, stride))
-    fields = batch, height, width, channels, heads, source, side, size, taps.data_ptr(), stride
+    fields: tuple[int, ...] = batch, height, width, channels, heads, source, side, size, taps.data_ptr(), stride
     fields += scratch[0].data_ptr(), scratch[1].data_ptr()
     for x in (q, k, v):
         fields += stream(x, held)
