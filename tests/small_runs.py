@@ -40,12 +40,14 @@ class Interruption:
 
     Attributes:
         rank: Of the process, in `run` counted from behind as in a list: -1 is the last one; None for all.
+        group: Whether those that load its data get it too.
     """
 
     function: str
     call: int
     rank: int | None = None
     signal: int = signal.SIGKILL
+    group: bool = False
 
 
 def run(
@@ -76,18 +78,6 @@ def run(
         process.join()
     assert not hanging, f'{len(hanging)} of {processes} processes did not end'
     return [process.exitcode for process in started]
-
-
-def start_group(arguments: list[str]) -> multiprocessing.process.BaseProcess:
-    """Start to train in a process that leads a group, of which are the processes that load its data."""
-    process = _processes.Process(target=_lead, args=(arguments,))
-    process.start()
-    return process
-
-
-def _lead(arguments: list[str]) -> None:
-    os.setpgrp()
-    _train(arguments, {}, None, 'train.imagenet', None)
 
 
 def run_restarted(arguments: list[str], interruption: Interruption, log: Path) -> int | None:
@@ -126,6 +116,8 @@ def _train(
     # Loading processes of a server of their own would outlive this process.
     multiprocessing.set_start_method('fork', force=True)
     if interruption is not None:
+        if interruption.group:
+            os.setpgrp()
         mock.patch(interruption.function, _interrupted(interruption)).start()
     pkgutil.resolve_name(f'{trainer}:main')(arguments)
 
@@ -139,7 +131,8 @@ def _interrupted(interruption: Interruption) -> Callable[..., Any]:
                 content, file = args
                 original(content, file)
                 file.truncate(file.tell() // 2)
-            os.kill(os.getpid(), interruption.signal)
+            send = os.killpg if interruption.group else os.kill
+            send(os.getpid(), interruption.signal)
         return original(*args, **kwargs)
 
     return function

@@ -1,15 +1,13 @@
 """A run that is interrupted and resumed ends with the same bits as one that is not."""
 
-import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import CLOTHING, digest, interrupt_at, link_photographs, losses, make_folder
-from small_runs import RECIPE, SMALL, assert_same_results, start_group
+from small_runs import PART, RECIPE, SMALL, Interruption, assert_same_results, run
 
 from train.imagenet import main
 
@@ -158,22 +156,12 @@ def test_a_run_may_go_on_with_another_precision_and_without_the_average(small, w
     assert [row['eval_ema_top1'] == 'nan' for row in rows] == [False, False, True]
 
 
-@pytest.mark.slow
 def test_a_signal_to_the_whole_process_group_is_survived(small, whole, tmp_path):
-    arguments = [
-        *small,
-        'run.resume=auto',
-        'data.num_workers=2',
-        'run.save_minutes=1e-9',
-        f'run.dir={tmp_path}',
-    ]
-    process = start_group(arguments)
-    while not (tmp_path / 'last.pth').exists():
-        assert process.is_alive()
-        time.sleep(0.001)
-    os.killpg(process.pid, signal.SIGTERM)
-    process.join(timeout=120)
-    assert process.exitcode == 128 + signal.SIGTERM
+    arguments = [*small, 'run.resume=auto', 'data.num_workers=2', f'run.dir={tmp_path}']
+    # In the second update, which is finished.
+    end = Interruption(PART, 3, signal=signal.SIGTERM, group=True)
+    assert run(arguments, interruption=end) == [128 + signal.SIGTERM]
+    assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == 2
     main(arguments)
     assert digest(tmp_path / 'last.pth') == digest(whole / 'last.pth')
 
