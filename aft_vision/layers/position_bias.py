@@ -2,9 +2,9 @@
 
 `fuse()` caches that output for inference, and later that at the last other grid. The cache is used in evaluation
 without gradients. It is recomputed when a parameter is loaded, moved, cast or written in place, and dropped by
-`train()`, so a fused model can be trained further. A write through `.data` is not detected: call `fuse()` again.
-Compiled graphs always compute the output. Exported and scripted graphs hold it as a constant: after writing parameters
-in place, fuse before exporting.
+`train()`, so a fused model can be trained further. A write through `.data`, or to a parameter made in inference mode,
+is not detected: call `fuse()` again. Compiled graphs always compute the output. Exported and scripted graphs hold it
+as a constant: after writing parameters in place, fuse before exporting.
 """
 
 from typing import Any, Final
@@ -118,9 +118,9 @@ class FusedModule(nn.Module):
     @torch.jit.unused
     def _reuses(self) -> bool:
         # Whether cached results may be used; they are computed again after a change of the parameters.
-        differentiable = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        untracked = any(p.is_inference() for p in self.parameters())
-        if torch.compiler.is_compiling() or differentiable or untracked:
+        if torch.compiler.is_compiling():
+            return False
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             return False
         if self.fused_from != self._parameter_versions():
             self.fuse()
@@ -128,8 +128,10 @@ class FusedModule(nn.Module):
 
     @torch.jit.unused
     def _parameter_versions(self) -> list[tuple[int, int]]:
-        # Changes when a parameter is written in place or replaced.
-        return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.parameters()]
+        # Changes when a parameter is written in place or replaced; one made in inference mode does not count writes.
+        # The iterator of `parameters()` would cost as much as an operation on a small image.
+        parameters = self._parameters.values()
+        return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters if p is not None]
 
 
 @register_notrace_module

@@ -433,13 +433,19 @@ def test_fusing_in_inference_mode_keeps_an_ordinary_tensor():
     assert x.grad is not None
 
 
-def test_parameters_made_in_inference_mode_are_never_cached():
+def test_parameters_made_in_inference_mode_are_read_again_when_loaded_or_fused():
     with torch.inference_mode():
         mixer = randomized(MAKERS['full']()).eval().fuse()
+        other = randomized(MAKERS['full'](), scale=0.7).eval()
         x = randn(2, 12, 8).float()
-        before = mixer(x)
-        mixer.position_bias.u.mul_(3)
-        assert not torch.equal(mixer(x), before)
+        bias = mixer.position_bias()
+        assert mixer.position_bias() is bias
+        mixer.load_state_dict(other.state_dict())
+        assert torch.equal(mixer(x), other(x))
+        # Such a parameter does not count the writes to it.
+        for each in (mixer, other):
+            each.position_bias.u.mul_(3)
+        assert torch.equal(mixer.fuse()(x), other(x))
 
 
 def test_a_window_wider_than_the_grid_is_remembered_for_a_larger_one():
