@@ -89,10 +89,10 @@ def deit_to_aft(
         ValueError: the model is not an AFT model, or the grid is unknown; as StateDictError, the source is not a ViT or
             differs in width, depth or MLP.
     """
-    if not hasattr(model, 'patch_embed') or not any(isinstance(module, AFTMixer) for module in model.modules()):
-        raise ValueError(
-            f'expected an AFTVisionTransformer, whose blocks are those of a ViT, got a {type(model).__name__}'
-        )
+    if not any(isinstance(module, AFTMixer) for module in model.modules()):
+        raise ValueError(f'expected a model with AFT mixers, got a {type(model).__name__}')
+    if not hasattr(model, 'patch_embed'):
+        raise ValueError(f'expected a model with the patches and blocks of a ViT, got a {type(model).__name__}')
     source = unwrap_state_dict(state_dict)
     names = {key: _timm_name(key) for key in source}
     transfer = _Transfer({names[key]: value for key, value in source.items()}, model, copy_qk, grid)

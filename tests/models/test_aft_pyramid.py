@@ -10,6 +10,7 @@ from aft_vision.export.program import trace
 from aft_vision.export.verify import grid_steps
 from aft_vision.layers import AFTMixer
 from aft_vision.models.attention_block import AttentionBlock
+from aft_vision.models.deit_transfer import deit_to_aft
 
 SMALL = dict(stem_dim=8, dims=(8, 8, 16, 16), depths=(2, 1, 1, 2), num_heads=(4, 4), num_classes=3)
 HYBRID = dict(SMALL, attention_blocks=[5], local_conv=True)
@@ -56,6 +57,11 @@ def test_the_stages_have_convolutions_and_then_axial_mixers_and_attention_where_
 def test_attention_in_a_convolution_stage_or_beyond_the_last_is_an_error(block):
     with pytest.raises(ValueError, match=r'attention_blocks must be indices of the 3 blocks that mix tokens, 3 to 5'):
         timm.create_model('aft_pyramid_nano', **{**SMALL, 'attention_blocks': [block]})
+
+
+def test_the_weights_of_a_vit_have_no_place_in_a_pyramid():
+    with pytest.raises(ValueError, match='the patches and blocks of a ViT, got a AFTPyramid'):
+        deit_to_aft({}, timm.create_model('aft_pyramid_nano', **SMALL))
 
 
 def test_a_number_of_stages_other_than_four_is_an_error():
