@@ -2,6 +2,7 @@
 
 ops         Operations and layers against attention, in groups of one shape; with --tokens operations at lengths T.
 models      Image classifiers of timm at several sizes against --baseline, in torch, onnxruntime and OpenVINO.
+profile     Milliseconds of each kind of layer of an image classifier, next to --baseline.
 decode      A token of the pixel models of AFT Table 2 with the state of what came before, for 1 and 16 images.
 text        Text encoders at lengths T (Fastformer Fig. 2); with --behaviors M the latency of a request (Table 8).
 loader      Loaders of training images: images/s and CPU time, next to timm's and FFCV's own.
@@ -33,6 +34,7 @@ SECTIONS = {
         'models',
         'models baseline=deit_small_patch16_224 runtimes batch-size=4 sizes training rounds=5 dtype=float32 compile',
     ),
+    'profile': ('profile', 'models baseline=deit_tiny_patch16_224 batch-size=1 sizes rounds=15'),
     'decode': ('decode', 'rounds=5'),
     'text': ('text', 'models tokens total-tokens most-seconds png behaviors rounds dtype=float32'),
     'loader': ('loader', 'data batch-size=64 img-size=224 workers rounds=5'),

@@ -36,11 +36,9 @@ def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor | None]
     source = floats(kernel, held) if taps is None else 0
     taps = float_buffer((size * size + 1) * stride) if taps is None else taps
     scratch = float_buffer((2, batch, tokens, stride))
-    fields: tuple[int, ...] = batch, height, width, channels, heads, source, side, size, taps.data_ptr(), stride
-    fields += scratch[0].data_ptr(), scratch[1].data_ptr()
-    for x in (q, k, v):
-        fields += stream(x, held)
-    fields += address(mask, held), *stream(y, held), *stream(den, held)
+    sizes = batch, height, width, channels, heads, source, side, size, taps.data_ptr(), stride
+    streams = *stream(q, held), *stream(k, held), *stream(v, held), address(mask, held)
+    fields = *sizes, scratch[0].data_ptr(), scratch[1].data_ptr(), *streams, *stream(y, held), *stream(den, held)
     with profiled('aft_vision::conv_forward'):
         good = compiled().aft_conv_wide_forward(pack(*fields), LEAST, torch.get_num_threads())
     if not good:
