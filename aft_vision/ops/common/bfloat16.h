@@ -91,12 +91,8 @@ struct Stream {
 };
 
 #if defined(__AVX512BF16__)
-constexpr bool MULTIPLIES_BFLOAT16 = true;
-
 // Return sum + x y over both halves of each lane.
 Vec add_products(Vec sum, Vec x, Vec y) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y); }
-#else
-constexpr bool MULTIPLIES_BFLOAT16 = false;
 #endif
 
 }  // namespace

@@ -56,11 +56,11 @@ class Map {
 };
 
 // The lanes of a block of channels as those of a vector of heads, from the first one's on.
-struct Spread16 {
+struct HeadLanes {
   int64_t head;
   IntVec index;
 
-  Spread16(int64_t first, int64_t per_head, int64_t heads) : head(first / per_head) {
+  HeadLanes(int64_t first, int64_t per_head, int64_t heads) : head(first / per_head) {
     for (int lane = 0; lane < LANES; ++lane) index[lane] = std::min(heads - 1, (first + lane) / per_head) - head;
   }
 
@@ -142,7 +142,7 @@ struct Worker {
 
   // Writes a block of channels of the result.
   void mix(int64_t b, int64_t first) {
-    const Spread16 heads(first, s.channels / call.heads(), call.heads());
+    const HeadLanes heads(first, s.channels / call.heads(), call.heads());
     const Place at{b, 0, first, rest(s.channels, first)};
     const int64_t start = b * s.tokens() * call.stride;
     fill(b, [&](int64_t t) { return heads.read(call.e + start + t * call.stride) * at.later(t).read(call.v); });
