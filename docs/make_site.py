@@ -27,7 +27,7 @@ ENTRY = re.compile(r'^    (\*{0,2}\w[^:\n]*): ', re.MULTILINE)
 MODULE = re.compile(r'\b(?:(?:torch\.)?nn\.modules\.\w+|torch|pathlib|collections\.abc|typing)\.')
 PACKAGES = ('ops', 'layers', 'models', 'data', 'visualize', 'export', 'fastformer', 'fastformer.data')
 MODULES = (
-    *('models.deit_transfer', 'models.harden', 'models.feature_pyramid'),
+    *('models.deit_transfer', 'models.harden', 'models.pyramid'),
     *('evaluate', 'likelihood', 'regularizers', 'resolution', 'sizes'),
 )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import nbformat
+import pytest
 from helpers import link_photographs
 from IPython.core.interactiveshell import InteractiveShell
 from matplotlib import pyplot
@@ -40,17 +41,18 @@ def execute(cells: dict[str, str]) -> dict[str, tuple[str, dict[str, object]]]:
     return outputs
 
 
-def test_the_notebook_trains_a_model_and_writes_its_report(tmp_path, monkeypatch):
+@pytest.mark.parametrize('size', [128, 256])
+def test_the_notebook_trains_a_model_and_writes_its_report(size, tmp_path, monkeypatch):
     monkeypatch.chdir(NOTEBOOK.parent)
     images, experiment = link_photographs(tmp_path / 'images', 2, 1), tmp_path / 'small.yaml'
     # The report has a picture for each layer and head.
     experiment.write_text(f'base: {ROOT / EXPERIMENT}\nmodel: {{depth: 1, embed_dim: 16, num_heads: 2}}\n')
     paths = {'IMAGES': repr(str(images)), 'RUN': repr(str(tmp_path / 'run'))}
-    outputs = execute(read_cells(experiment, {'SIZE': '96', 'EPOCHS': '2', **paths}))
+    outputs = execute(read_cells(experiment, {'SIZE': str(size), 'EPOCHS': '2', **paths}))
     pyplot.close('all')
     report = (tmp_path / 'run' / 'report.html').read_text()
     assert all(f'<h2>{title}</h2>' in report for title in ('Model', 'Training', 'Position biases'))
-    assert '96 × 96 pixels, 6 × 6 tokens' in report
+    assert f'{size} × {size} pixels, {size // 16} × {size // 16} tokens' in report
     printed, _ = outputs['sizes']
     assert '128x128' in printed
     assert '256x256' in printed

@@ -34,10 +34,8 @@ def test_loaders_are_compared_with_the_first_and_with_those_that_they_replace(tm
     assert [row['name'] for row in rows] == names
     small, peer, large, _ = rows
     assert small['ratio'] == 1.0
-    # Thousands of times the pixels to decode.
-    assert large['ratio'] < 0.5
     assert large['per_second'] == pytest.approx(large['ratio'] * small['per_second'])
-    # However long others keep the cores.
+    # Thousands of times the pixels to decode, however long others keep the cores.
     assert large['cpu_milliseconds'] > 5 * small['cpu_milliseconds']
     assert small['cpu_ratio'] == pytest.approx(small['cpu_milliseconds'] / peer['cpu_milliseconds'])
     assert 'cpu_ratio' not in peer

@@ -287,14 +287,16 @@ def test_our_update_is_compared_with_that_of_timms_task(monkeypatch):
             throughput.main(command[3:])
         return SimpleNamespace(stdout=printed.getvalue(), stderr='')
 
-    monkeypatch.setattr(figures.subprocess, 'run', run)
+    # Not subprocess.run itself, by which the kernels are built.
+    monkeypatch.setattr(figures, 'subprocess', SimpleNamespace(run=run))
     monkeypatch.setattr(figures, 'STEP', '--config configs/smoke/one_epoch.yaml data.batch_size=10')
     # Of nine rounds another process may slow four.
     figure = figures.step_cost(rounds=9)
     low, high = figure.ratio_quartiles
     assert low <= figure.value <= high
     assert 0.1 < figure.value < 10
-    monkeypatch.setattr(figures.subprocess, 'run', lambda *args, **kwargs: SimpleNamespace(stdout='', stderr='no such'))
+    failed = SimpleNamespace(stdout='', stderr='no such')
+    monkeypatch.setattr(figures, 'subprocess', SimpleNamespace(run=lambda *args, **kwargs: failed))
     with pytest.raises(RuntimeError, match=r'ratio of updates from train\.throughput, got no such'):
         figures.step_cost(rounds=2)
 

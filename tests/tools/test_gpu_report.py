@@ -78,7 +78,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # The other pieces of a are of other operators.
 @pytest.mark.parametrize('group', ['a.full', 'b', 'c', 'd', 'e'])
 @pytest.mark.usefixtures('within', 'small')
-def test_a_dry_run_measures_all_of_it_once(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_dry_run_measures_each_piece_once(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip('triton')
     arguments = ['--dry-run', '--out', str(tmp_path), '--pieces', group, '--jobs', '1']
     gpu_report.main(arguments)

@@ -8,7 +8,7 @@ from helpers import assert_close, generator, randn
 from torch import Tensor, nn
 from torchvision.models.detection import FasterRCNN, RetinaNet
 
-from aft_vision.models.feature_pyramid import SimpleFeaturePyramid, create_pyramid, padding_mask
+from aft_vision.models.pyramid import SimpleFeaturePyramid, create_pyramid, padding_mask
 
 CONV = dict(depth=2, embed_dim=32, num_heads=4, kernel_size=3)
 FULL = dict(depth=2, embed_dim=32, bias_dim=8, dynamic_img_size=True)
