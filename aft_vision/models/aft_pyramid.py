@@ -41,7 +41,7 @@ from aft_vision.models.attention_block import AttentionBlock, attention_heads, c
 STRIDE = 32
 # Pixels to a position of the stages' inputs.
 STRIDES = (2, 4, 8, 16)
-# Stages of convolutions; those behind them mix tokens.
+# Stages of convolutions; those after them mix tokens.
 CONV_STAGES = 2
 
 
@@ -165,7 +165,10 @@ class AFTPyramid(nn.Module):
             raise ValueError(
                 f'dims and depths must have {len(STRIDES)} numbers each, got {tuple(dims)}, {tuple(depths)}'
             )
-        check_attention_blocks(attention_blocks, range(sum(depths[:CONV_STAGES]), sum(depths)), dims[CONV_STAGES:])
+        widths = [
+            dim for dim, depth in zip(dims[CONV_STAGES:], depths[CONV_STAGES:], strict=True) for _ in range(depth)
+        ]
+        check_attention_blocks(attention_blocks, range(sum(depths[:CONV_STAGES]), sum(depths)), widths)
         self.in_chans, self.num_classes, self.global_pool = in_chans, num_classes, global_pool
         self.stride = STRIDE
         self.grad_checkpointing = False
@@ -266,12 +269,13 @@ class AFTPyramid(nn.Module):
         Args:
             x: (B, 3, H, W) images.
             attn_mask: (B, rows, columns) bool over squares of 32 pixels, True where one counts: for a padded batch of
-                mixed sizes. rows and columns are H / 32 and W / 32, rounded up.
+                mixed sizes. rows and columns are H / 32 and W / 32, rounded up. In training, batch normalisation counts
+                padding too.
 
         Returns:
             (B, C, rows, columns).
         """
-        check_mask(attn_mask, x.shape[2], x.shape[3], self.stride)
+        check_mask(attn_mask, x.shape[0], x.shape[2], x.shape[3], self.stride)
         x = self.stem(clear_padding(x, attn_mask, self.stride))
         for stage in self.stages:
             x = stage(x, attn_mask)
@@ -304,7 +308,7 @@ class AFTPyramid(nn.Module):
         if output_fmt != 'NCHW':
             raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
         taken, last = feature_take_indices(len(self.stages), indices)
-        check_mask(attn_mask, x.shape[2], x.shape[3], self.stride)
+        check_mask(attn_mask, x.shape[0], x.shape[2], x.shape[3], self.stride)
         x = self.stem(clear_padding(x, attn_mask, self.stride))
         maps: list[Tensor] = []
         for i, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
@@ -393,15 +397,15 @@ def _conv_block(
 # The functions of a mask are leaves for FX, which cannot branch on whether a traced argument is None.
 @torch.fx.wrap
 @register_notrace_function
-def check_mask(mask: Tensor | None, height: int, width: int, stride: int) -> None:
+def check_mask(mask: Tensor | None, batch: int, height: int, width: int, stride: int) -> None:
     """Raise a ValueError unless a mask has a position for each square of so many pixels of an image, rounded up."""
     if mask is None:
         return
     rows, columns = (height + stride - 1) // stride, (width + stride - 1) // stride
-    if mask.dtype != torch.bool or list(mask.shape[1:]) != [rows, columns]:
+    if mask.dtype != torch.bool or list(mask.shape) != [batch, rows, columns]:
         raise ValueError(
-            f'attn_mask must be a bool tensor of shape (B, {rows}, {columns}), True where a square of {stride} pixels '
-            f'counts, got {mask.dtype} of shape {list(mask.shape)}'
+            f'attn_mask must be a bool tensor of shape ({batch}, {rows}, {columns}), True where a square of '
+            f'{stride} pixels counts, got {mask.dtype} of shape {list(mask.shape)}'
         )
 
 

@@ -119,7 +119,8 @@ class AFTVisionTransformer(VisionTransformer):
         class_token = (not on_grid) if class_token is None else class_token
         _check_arguments(mixer, num_heads, class_token, dynamic_img_size, kwargs)
         attention_blocks = attention_blocks or ()
-        check_attention_blocks(attention_blocks, range(kwargs.get('depth', 12)), [embed_dim])
+        depth = kwargs.get('depth', 12)
+        check_attention_blocks(attention_blocks, range(depth), [embed_dim] * depth)
         conv_args = dict(kernel_size=kernel_size, standardize_kernel=standardize_kernel, global_context=global_context)
         gumbel_args = dict(gumbel=gumbel, tau=tau, straight_through=straight_through)
         bias_args = dict(window_size=window_size, factorize_bias=factorize_bias, bias_dim=bias_dim)
@@ -303,7 +304,7 @@ class AFTVisionTransformer(VisionTransformer):
 
     @torch.jit.unused
     def _patch_features(self, batch: dict[str, Any], attn_mask: Tensor | None) -> Any:
-        # What timm's NaFlexVit returns for a dict.
+        # Return what timm's NaFlexVit returns for a dict.
         (tokens,), valid = self._on_patches(lambda x, mask: [self.forward_features(x, mask)], batch, attn_mask)
         return {'patches': tokens, 'patch_valid': valid}
 
@@ -320,8 +321,8 @@ class AFTVisionTransformer(VisionTransformer):
             raise ValueError("images of mixed sizes need global_pool='avg', 'max' or 'token', got attention pooling")
         size = self.patch_embed.patch_size
         patches = read_patches(batch, size, self.patch_embed.proj.in_channels)
-        one_grid = self.pads_exactly and self.pos_embed is None
-        return compute_on_patches(compute, patches, size, one_grid), patches.valid
+        pads = self.pads_exactly and self.pos_embed is None
+        return compute_on_patches(compute, patches, size, pads), patches.valid
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, attn_mask: Tensor | None = None) -> Tensor:
         """Compute logits (B, classes) of tokens (B, T, C), or with pre_logits the input of the classifier."""

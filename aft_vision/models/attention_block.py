@@ -43,7 +43,7 @@ def check_attention_blocks(blocks: Sequence[int], allowed: range, dims: Sequence
     Args:
         blocks: the indices.
         allowed: those of blocks that mix tokens.
-        dims: the widths of these blocks.
+        dims: the width of each of these.
 
     Raises:
         ValueError: an index is not one of them, or the heads do not divide a width.
@@ -54,6 +54,10 @@ def check_attention_blocks(blocks: Sequence[int], allowed: range, dims: Sequence
             f'attention_blocks must be indices of the {len(allowed)} blocks that mix tokens, {allowed.start} to '
             f'{allowed.stop - 1}, got {unknown}'
         )
-    uneven = [dim for dim in dims if blocks and dim % attention_heads(dim)]
-    if uneven:
-        raise ValueError(f'attention_blocks have one head for 64 channels, and as many must divide {uneven[0]}')
+    for block in blocks:
+        dim = dims[block - allowed.start]
+        heads = attention_heads(dim)
+        if dim % heads:
+            raise ValueError(
+                f'block {block} of attention_blocks has {heads} heads, which must divide its width, got {dim}'
+            )

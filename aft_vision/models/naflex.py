@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Images share a padded grid as long as its tokens are at most so many for each patch.
+MOST_TOKENS = 1.5
+
 
 class Patches(NamedTuple):
     """The patches of B images, padded to N.
@@ -55,30 +58,41 @@ def compute_on_patches(
     compute: Callable[[Tensor, Tensor | None], list[Tensor]],
     patches: Patches,
     patch_size: tuple[int, int],
-    one_grid: bool,
+    pads: bool,
 ) -> list[Tensor]:
     """Compute tokens of patches by a function of whole images.
 
     Args:
         compute: takes images (b, C, H, W) and a mask (b, H / height, W / width) or None, and returns lists of tokens
             (b, P + T, D) with P prefix tokens.
-        one_grid: pad all images to one grid, for models that are exact with a mask at any size. Otherwise images of
-            one grid are computed together, without padding.
+        pads: pad images of similar grids to one, for models that are exact with a mask at any size. Otherwise only
+            images of the same grid are computed together.
 
     Returns:
         Tokens (B, P + N, D) in the order of the patches, 0 where they are padding.
     """
     # (B, 2); an image without patches has one token, which does not count.
     grids = torch.where(patches.valid.unsqueeze(-1), patches.coord + 1, 1).amax(1).tolist()
-    groups: dict[tuple[int, ...] | None, list[int]] = {}
-    for index, grid in enumerate(grids):
-        groups.setdefault(None if one_grid else tuple(grid), []).append(index)
-    parts = []
-    for members in groups.values():
+    parts, groups = [], _group(grids, MOST_TOKENS if pads else 1.0)
+    for members in groups:
         rows, columns = (max(grids[index][axis] for index in members) for axis in (0, 1))
         parts.append(_compute_group(compute, Patches(*(x[members] for x in patches)), patch_size, (rows, columns)))
-    order = torch.tensor([index for members in groups.values() for index in members], device=patches.coord.device)
+    order = torch.tensor([index for members in groups for index in members], device=patches.coord.device)
     return [torch.cat(tokens)[order.argsort()] for tokens in zip(*parts, strict=True)]
+
+
+def _group(grids: list[list[int]], most_tokens: float) -> list[list[int]]:
+    # Indices of images that share a grid, which has at most `most_tokens` for each of theirs.
+    groups: list[list[int]] = []
+    rows = columns = tokens = 0
+    for index in sorted(range(len(grids)), key=lambda index: grids[index]):
+        height, width = grids[index]
+        rows, columns, tokens = max(rows, height), max(columns, width), tokens + height * width
+        if not groups or rows * columns * (len(groups[-1]) + 1) > most_tokens * tokens:
+            groups.append([])
+            rows, columns, tokens = height, width, height * width
+        groups[-1].append(index)
+    return groups
 
 
 def _compute_group(

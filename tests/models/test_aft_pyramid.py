@@ -89,9 +89,11 @@ def test_the_maps_of_a_padded_image_are_those_that_it_has_alone():
         torch.testing.assert_close(found[:, :, : wanted.shape[2], : wanted.shape[3]], wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('mask', [torch.ones(1, 2, 2, dtype=torch.bool), torch.ones(1, 2, 3)])
+@pytest.mark.parametrize(
+    'mask', [torch.ones(1, 2, 2, dtype=torch.bool), torch.ones(1, 2, 3), torch.ones(2, 2, 3, dtype=torch.bool)]
+)
 def test_a_mask_of_another_shape_or_type_is_an_error(mask):
-    with pytest.raises(ValueError, match=r'attn_mask must be a bool tensor of shape \(B, 2, 3\)'):
+    with pytest.raises(ValueError, match=r'attn_mask must be a bool tensor of shape \(1, 2, 3\)'):
         make_model()(make_images(1, 3, 64, 96), mask)
 
 
@@ -120,3 +122,10 @@ def test_one_exported_program_is_for_any_size_and_batch():
     for shape in [(1, 3, 64, 64), (2, 3, 37, 50)]:
         images = make_images(*shape)
         torch.testing.assert_close(run(program, images), run(model, images), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_needs_heads_that_divide_the_width_of_its_own_blocks():
+    model = make_model(dims=(8, 16, 200, 64), attention_blocks=[4])
+    assert model(make_images(1, 3, 64, 64)).shape == (1, 3)
+    with pytest.raises(ValueError, match='block 3 .* has 3 heads, which must divide its width, got 200'):
+        make_model(dims=(8, 16, 200, 64), attention_blocks=[3])

@@ -3,7 +3,13 @@ import timm
 import torch
 from torch import nn
 
-from aft_vision.models.block_alignment import block_errors, block_tokens, pair_blocks, select_blocks
+from aft_vision.models.block_alignment import (
+    block_errors,
+    block_tokens,
+    pair_blocks,
+    pair_models,
+    select_blocks,
+)
 from aft_vision.models.deit_transfer import deit_to_aft
 
 SMALL = dict(embed_dim=64, patch_size=8, num_classes=3)
@@ -68,3 +74,7 @@ def test_other_patches_than_the_models_are_an_error():
     model = timm.create_model('aft_axial_tiny', **SMALL, depth=2, num_heads=4)
     with pytest.raises(ValueError, match='a teacher with the 25 tokens of the model, 5 x 5 of them patches, got 17'):
         block_errors(model, block_tokens(make_vit(), make_images()), pair_blocks(2, 2), (5, 5))
+    # Patches of half the side have more tokens, the last of which are no part of the image that the model sees.
+    with pytest.raises(ValueError, match=r'the patch size of the model, \(8, 8\), got \(4, 4\)'):
+        pair_models(model, timm.create_model('vit_tiny_patch16_224', patch_size=4, depth=2))
+    assert pair_models(model, make_vit()) == pair_blocks(2, 2)

@@ -109,6 +109,20 @@ def test_patches_may_come_in_any_order_and_some_may_be_missing():
     assert_close(model(kept), model(exact(batch)[0], attn_mask=mask), 1e-10)
 
 
+def test_a_batch_of_long_and_high_images_is_computed_with_little_padding(monkeypatch):
+    model, grids = build('aft_conv_tiny'), [(1, 16), (16, 1), (4, 4), (2, 8), (8, 2), (1, 16), (15, 1)]
+    counts, embed = [], model.patch_embed.forward
+    monkeypatch.setattr(
+        model.patch_embed, 'forward', lambda x: counts.append(len(x) * x[0, 0].numel() // 64) or embed(x)
+    )
+    batch = collate(images_of(*grids))
+    logits = model(batch)
+    assert sum(counts) <= 1.5 * sum(height * width for height, width in grids)
+    assert len(counts) < len(grids)
+    for row, image in zip(logits, exact(batch), strict=True):
+        assert_close(row, model(image)[0], 1e-10)
+
+
 def test_an_epoch_of_timms_loader_trains(tmp_path):
     link_photographs(tmp_path, 2, 1, classes=2)
     loader = create_naflex_loader(
