@@ -59,6 +59,10 @@ class FusedModule(nn.Module):
         self.fused_from = self._parameter_versions()
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Files and copies have no result of another grid, which may be large.
+        return {**self.__dict__, 'resized': None}
+
     @torch.jit.ignore
     def unfuse(self) -> None:
         """Drop the cached results."""
@@ -110,14 +114,17 @@ class FusedModule(nn.Module):
             return self.value()
         if self.fused is None or self.training or torch.jit.is_tracing() or not self._reuses():
             return self.compute_at(grid)
-        if self.resized is None or self.resized[0] != grid:
+        # Another thread may replace it at any time. A captured CUDA graph would read one that is freed.
+        resized = self.resized
+        if resized is None or resized[0] != grid:
             with torch.inference_mode(False), torch.no_grad():
-                self.resized = grid, keep_weights(self.compute_at(grid))
-        return self.resized[1]
+                resized = grid, keep_weights(self.compute_at(grid))
+            self.resized = resized if resized[1].is_cpu else None
+        return resized[1]
 
     @torch.jit.unused
     def _reuses(self) -> bool:
-        # Whether cached results may be used; they are computed again after a change of the parameters.
+        # Return whether cached results may be used; after a change of the parameters, compute them again.
         if torch.compiler.is_compiling():
             return False
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):

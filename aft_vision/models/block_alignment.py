@@ -18,12 +18,16 @@ def pair_models(model: nn.Module, vit: nn.Module) -> list[range]:
     """Pair the blocks of a model with those of a ViT, by `pair_blocks`.
 
     Raises:
-        ValueError: one of them is not a vision transformer, or the ViT has fewer blocks.
+        ValueError: one of them is not a vision transformer, or the ViT has fewer blocks or other patches.
     """
-    blocks: list[Any] = [getattr(each, 'blocks', None) for each in (model, vit)]
-    for each, own, role in zip((model, vit), blocks, ('model', 'teacher'), strict=True):
+    models: tuple[Any, Any] = model, vit
+    blocks: list[Any] = [getattr(each, 'blocks', None) for each in models]
+    for each, own, role in zip(models, blocks, ('model', 'teacher'), strict=True):
         if own is None or not hasattr(each, 'num_prefix_tokens') or not hasattr(each, 'patch_embed'):
             raise ValueError(f'expected a vision transformer as the {role}, got a {type(each).__name__}')
+    sizes = [tuple(each.patch_embed.patch_size) for each in models]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f'expected a teacher with the patch size of the model, {sizes[0]}, got {sizes[1]}')
     return pair_blocks(*map(len, blocks))
 
 

@@ -107,12 +107,12 @@ def _runs_depthwise(inputs: conv.ConvInputs | onehot.OnehotInputs) -> bool:
 
 
 def _runs_wide(inputs: conv.ConvInputs) -> bool:
-    # One sequence, or narrow heads (docs/reference/kernels.md).
+    # Narrow heads, or one sequence with a kernel that is not larger than its grid (docs/reference/kernels.md).
     if not (inputs.global_context and _runs_compiled(inputs)):
         return False
     product = _module('common.product')
     narrow = inputs.channels < WIDE_CHANNELS[product.lanes()] and not product.multiplies_pairs(inputs.v)
-    return narrow or inputs.v.shape[0] == 1
+    return narrow or (inputs.v.shape[0] == 1 and inputs.kernel.shape[1] <= max(inputs.grid))
 
 
 def _triton(module: str, name: str) -> _Form:

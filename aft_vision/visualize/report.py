@@ -1,6 +1,7 @@
 """The sections of a report on a model: description, training, position biases, and predictions on photographs."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -149,7 +150,8 @@ def _accuracy_section(report: Report) -> str:
         )
     ]
     sizes, classes = by_size(judged), by_class(judged, names)
-    count = len({each.truth for each in judged})
+    images = Counter(each.truth for each in judged)
+    count = sum(number >= FEWEST_IMAGES for number in images.values())
     by = f'class: the {MOST_CLASSES} lowest and highest of {count}' if len(classes) == MOST_CLASSES < count else 'class'
     for groups, label, kind in ((sizes, 'shorter side of the file (px)', 'size'), (classes, by, by)):
         if len(groups) > 1:

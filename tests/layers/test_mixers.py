@@ -1,5 +1,6 @@
 """The mixers: projections around the operations, fusing, and what they refuse."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -318,6 +319,8 @@ def test_a_fused_mixer_keeps_the_bias_of_the_last_other_grid(name: str):
         bias = mixer.position_bias((4, 5))
         assert mixer.position_bias((4, 5)) is bias
         assert torch.equal(mixer(x, (4, 5)), expected)
+        # A copy, like a file, has it not.
+        assert copy.deepcopy(mixer).position_bias.resized is None
         assert mixer.position_bias((2, 6)).shape[0] == 12
         assert_close(mixer.position_bias((4, 5)), bias, 1e-12)
     with torch.no_grad():

@@ -168,7 +168,7 @@ class TrainTransform:
         # Drawing the crop uses only the size of the image.
         shape = torch.empty((3, *image.shape[:2]), device='meta')
         top, left, height, width = self.crop.get_params(shape, self.crop.scale, self.crop.ratio)
-        # As torchvision draws it, which draws nothing for a flip that never happens.
+        # torchvision draws nothing for a flip that never happens.
         flip = self.hflip > 0 and bool(torch.rand(1) < self.hflip)
         changed = _resize(image, (top, left, height, width), self.crop.size, flip)
         if self.steps:

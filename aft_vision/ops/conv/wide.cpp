@@ -95,7 +95,7 @@ struct Call {
   float *outside() const { return taps + bias.size * bias.size * stride; }
 };
 
-// What a thread works with.
+// The buffers of a thread.
 struct Worker {
   const Call &call;
   const Shape s;

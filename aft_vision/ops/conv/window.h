@@ -17,7 +17,7 @@ struct Shape {
 
   int64_t reach() const { return size / 2; }
   int64_t padded() const { return width + size - 1; }
-  int64_t map() const { return height * padded() + 1; }  // behind it a zero
+  int64_t map() const { return height * padded() + 1; }  // a zero after it
   int64_t tokens() const { return height * width; }
   int64_t blocks() const { return (channels + LANES - 1) / LANES; }
 };
@@ -45,7 +45,7 @@ void mix_tile(const Vec *map, const Vec *taps, const Shape &s, int64_t y, int64_
   for (int i = 0; i < N; ++i) out[i] = sum[i];
 }
 
-// f<N> for an N that is known at run time.
+// Call f<N> for an N that is known at run time.
 template <int N = TILE>
 void mix_row(int64_t n, const Vec *map, const Vec *taps, const Shape &s, int64_t y, int64_t x, Vec *out,
              const Aside &aside = Aside()) {
@@ -53,7 +53,7 @@ void mix_row(int64_t n, const Vec *map, const Vec *taps, const Shape &s, int64_t
   if constexpr (N > 1) mix_row<N - 1>(n, map, taps, s, y, x, out, aside);
 }
 
-// Cut a length into pieces of nearly equal size, none above TILE: f(first, size).
+// Cut a length into pieces of nearly equal size, none above TILE, and call f(first, size) for each.
 template <typename F>
 void in_tiles(int64_t length, F f) {
   const int64_t count = (length + TILE - 1) / TILE;
@@ -79,7 +79,7 @@ struct Bias {
     return load(data + start, start + LANES <= channels * side * side ? LANES : count);
   }
 
-  // What the weights of LANES channels are relative to: the larger of 0 and the largest bias of each. NaN stays.
+  // The reference of the weights of LANES channels: the larger of 0 and the largest bias of each. NaN stays.
   Vec reference(int64_t first, int lanes) const {
     const int64_t taps = side * side, last = std::max<int64_t>(0, taps - LANES);
     Tile tile;

@@ -354,7 +354,7 @@ struct Weights {
 
   void find_peak(int64_t t) { peaks[t] = peak_of(bias + t * tokens, tokens); }
 
-  // Of a target and LANES sources: nothing beyond the sequence.
+  // Return the weights of a target and LANES sources, 0 beyond the sequence.
   Vec read(int64_t t, int64_t s) const {
     if (t >= tokens) return Vec{};
     const int lanes = rest(tokens, s);
