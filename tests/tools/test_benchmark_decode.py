@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from aft_vision.models import Session, create_decoder
+from aft_vision.models import DecoderState, Session, create_decoder
 from tools.benchmark import decode
 
 SMALL = dict(img_size=(4, 4), dim=8, depth=2, num_heads=2)
@@ -59,14 +60,43 @@ def test_the_figures_of_an_image_are_taken_within_the_rounds(monkeypatch: pytest
     assert simple['token_ms'] == {0: 1e3, 47: 2e3}
 
 
+class Fills(TorchDispatchMode):
+    """Counts the tensors that are filled."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 'fill_' in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize('name', decode.MODELS)
+def test_every_model_pays_for_one_reset_and_takes_the_same_token(name: str):
+    model = create_decoder(name, img_size=(4, 4), dim=8, depth=3, **(dict(window=4) if 'local' in name else {})).eval()
+    tokens = torch.zeros(2, dtype=torch.int64)
+    session = model.session(2)
+    session.prefill(torch.arange(60).view(2, 30) % 7)
+    state, counts = decode.share_positions(session.state.clone())
+    with Fills() as fills:
+        decode.take_token(lambda token: None, tokens, counts, 5)
+    assert fills.count == 1
+    assert {int(x) for x in positions_of(state)} == {5}
+    logits = decode.take_token(Session(model, state).step, tokens, counts, 31)
+    torch.testing.assert_close(logits, session.step(tokens), rtol=0, atol=0)
+    assert {int(x) for x in positions_of(state)} == {32}
+
+
+def positions_of(state: DecoderState) -> list[Tensor]:
+    """Return the tensors of a state that count tokens."""
+    return [state.position, *(layer.position for layer in state.layers if hasattr(layer, 'position'))]
+
+
 @pytest.mark.parametrize('name', decode.MODELS)
 def test_a_filled_state_has_no_untouched_memory(name: str):
     model = create_decoder(name, img_size=(4, 4), dim=8, depth=1, **(dict(window=4) if 'local' in name else {})).eval()
-    session = model.session(2)
-    state = session.state
+    state, counts = decode.share_positions(model.session(2).state)
     decode.fill_state(state)
     for x in (x for layer in state.layers for x in layer if x.ndim):
         assert (x != 0).all()
-    first = decode.take_token(session.step, torch.zeros(2, dtype=torch.int64), state, 30)
+    first = decode.take_token(Session(model, state).step, torch.zeros(2, dtype=torch.int64), counts, 30)
     assert first.isfinite().all()
-    assert {int(x) for x in decode.positions_of(state)} == {31}

@@ -59,8 +59,9 @@ def measure_decode(
         calls: list[Callable[[], object]] = []
         for name, state in states.items():
             fill_state(state)
+            state, counts = share_positions(state)
             step = Session(models[name], state).step
-            calls += [partial(take_token, step, tokens, state, place) for place in positions]
+            calls += [partial(take_token, step, tokens, counts, place) for place in positions]
         found = torch.tensor(time_rounds(calls, device, rounds, progress=True), dtype=torch.float64)
         seconds = found.view(len(models), len(positions), rounds)
         # A sequence has a token more than steps between its first and its last position.
@@ -86,16 +87,26 @@ def measure_decode(
     return rows
 
 
-def take_token(step: Callable[..., Any], tokens: Tensor, state: DecoderState, position: int) -> Tensor:
+def take_token(step: Callable[..., Any], tokens: Tensor, counts: Tensor, position: int) -> Tensor:
     """Take one token at a position of the sequence, whatever has been taken before."""
-    for place in positions_of(state):
-        place.fill_(position)
+    counts.fill_(position)
     return step(tokens if position else None)
 
 
-def positions_of(state: DecoderState) -> list[Tensor]:
-    """Return the tensors of a state that count tokens."""
-    return [state.position, *(layer.position for layer in state.layers if hasattr(layer, 'position'))]
+def share_positions(state: DecoderState) -> tuple[DecoderState, Tensor]:
+    """Return a state with its counts of tokens in one tensor, and that tensor.
+
+    Some states count in every layer. One tensor is reset in one call, so that every model pays for as many.
+    """
+    counted = [hasattr(layer, 'position') for layer in state.layers]
+    counts = state.position.repeat(1 + sum(counted))
+    first, *others = counts
+    places = iter(others)
+    layers = (
+        layer._replace(position=next(places)) if counts_tokens else layer
+        for layer, counts_tokens in zip(state.layers, counted, strict=True)
+    )
+    return DecoderState(first, tuple(layers)), counts
 
 
 def fill_state(state: DecoderState) -> None:
