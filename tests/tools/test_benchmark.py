@@ -1,6 +1,7 @@
 """The command of the benchmark: its options, the load of the machine, loaders, and the printed table."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from helpers import make_folder
 
 from tools import machine
 from tools.benchmark import ops
-from tools.benchmark.__main__ import main, parse_args
+from tools.benchmark.__main__ import SECTIONS, main, parse_args
 from tools.benchmark.printer import format_rows
 
 
@@ -86,6 +87,20 @@ def test_a_load_that_comes_meanwhile_is_no_report(monkeypatch, capsys, tmp_path)
     shown = capsys.readouterr().out
     assert shown.startswith(f'{result["machine"]}\n{result["backends"]}\n')
     assert 'other processes used 30.0% of the cores' in shown
+
+
+@pytest.mark.parametrize('section', SECTIONS)
+def test_the_help_of_a_section_tells_its_own_defaults(section, capsys):
+    with pytest.raises(SystemExit):
+        parse_args([section, '--help'])
+    shown = capsys.readouterr().out.partition('\noptions:')[2]
+    defaults = dict(re.findall(r'--(\S+) [^(]*?\(default: ([^)]*)\)', shown))
+    required = ['7'] if section == 'table' else ['images'] if section == 'loader' else []
+    for name, value in vars(parse_args([section, *required])).items():
+        option = name.replace('_', '-')
+        assert defaults.get(option) != 'None'
+        if value not in (None, False) and option in defaults:
+            assert defaults[option] == str(value)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,8 @@ def test_every_operation_is_measured_drawn_and_written(tmp_path, capsys):
         assert row['ratio'] == pytest.approx(first['milliseconds'] / row['milliseconds'])
     shown = capsys.readouterr().out
     assert all(name in shown for name in names)
+    # The upper half of two lengths is one, through which there is no line.
+    assert 'fit of' not in shown
 
 
 def test_the_memory_of_materialised_attention_is_quadratic_and_that_of_fused_attention_is_not():

@@ -51,26 +51,46 @@ GROUPS = ('full', 'conv', 'causal', 'layers', 'causal_layers', 'onehot')
 # Every option of the sections, and how it is read.
 OPTIONS: dict[str, dict[str, Any]] = {
     'data': dict(nargs='+', metavar='DATA', help='data sets'),
-    'number': dict(type=int, choices=(2, 4, 7, 8), help='of the table'),
-    'groups': dict(nargs='+', choices=GROUPS, help='(default: all)'),
+    'number': dict(type=int, choices=(2, 4, 7, 8), help='number of the table'),
+    'groups': dict(nargs='+', choices=GROUPS, help='groups of rows'),
     'tokens': dict(type=int, nargs='*', metavar='T', help='lengths; without a number 128 to 65536'),
     'behaviors': dict(type=int, nargs='*', metavar='M', help='of a user; without a number 50 to 1000'),
-    'models': dict(nargs='+', metavar='NAME', help='models of timm, or text encoders (default: those of the docs)'),
-    'baseline': dict(metavar='NAME', help='the model that the others are compared with (default: %(default)s)'),
-    'runtimes': dict(nargs='+', choices=('torch', 'onnxruntime', 'openvino'), help='(default: torch)'),
-    'depth': dict(type=int, metavar='N', help='blocks of every model (default: as printed)'),
-    'batch-size': dict(type=int, metavar='B', help='(default: %(default)s; None is that of the group or table)'),
-    'img-size': dict(type=int, metavar='PX', help='(default: %(default)s; None is that of the table)'),
+    'models': dict(nargs='+', metavar='NAME', help='models to measure'),
+    'baseline': dict(metavar='NAME', help='the model that the others are compared with'),
+    'runtimes': dict(nargs='+', choices=('torch', 'onnxruntime', 'openvino'), help='what models run in'),
+    'depth': dict(type=int, metavar='N', help='blocks of every model'),
+    'batch-size': dict(type=int, metavar='B', help='images or sequences of a batch'),
+    'img-size': dict(type=int, metavar='PX', help='side of the images'),
     'sizes': dict(type=parse_size, nargs='+', metavar='SIZE', help='a side in pixels, or HEIGHTxWIDTH'),
-    'total-tokens': dict(type=int, metavar='N', help='tokens of a batch (default: 65536)'),
-    'workers': dict(type=int, help='loading processes (default: one per core)'),
-    'rows': dict(type=int, nargs='+', metavar='N', help='(default: 1 to 21)'),
+    'total-tokens': dict(type=int, metavar='N', help='tokens of a batch'),
+    'workers': dict(type=int, help='loading processes'),
+    'rows': dict(type=int, nargs='+', metavar='N', help='rows of the table of goals'),
     'training': dict(action='store_true', help='forward and backward'),
     'compile': dict(action='store_true', help='every row under torch.compile too'),
-    'most-seconds': dict(type=float, metavar='S', help='a call may take (default: 5, of text 30)'),
-    'rounds': dict(type=int, help='(default: %(default)s; None is 3 for --tokens, 100 for --behaviors)'),
-    'dtype': dict(choices=DTYPES, help='q, k and v of operations, autocast of all else (default: float32)'),
+    'most-seconds': dict(type=float, metavar='S', help='a call may take'),
+    'rounds': dict(type=int, help='each times every row once'),
+    'dtype': dict(choices=DTYPES, help='of q, k and v of operations, of autocast of all else'),
     'png': dict(type=Path, metavar='FILE', help='draw the curves (needs matplotlib)'),
+}
+# Words for the defaults that a section chooses itself: of an option, or of a section and its option.
+CHOICES = {
+    'groups': 'all',
+    'models': 'those of the docs',
+    'text models': 'all encoders',
+    'runtimes': 'torch',
+    'depth': 'as printed',
+    'ops batch-size': 'that of the group',
+    'table batch-size': '32 images, 1 sequence',
+    'img-size': 'that of the table',
+    'sizes': 'those of the docs',
+    'total-tokens': '65536',
+    'workers': 'one per core',
+    'rows': '1 to 21',
+    'ops most-seconds': '5',
+    'text most-seconds': '30',
+    'text rounds': '3, with --behaviors 100',
+    'threads': "torch's own choice",
+    'goals threads': 'at most 2',
 }
 
 
@@ -85,11 +105,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         section = sections.add_parser(name, description=f'The section {name} of the following.\n\n{__doc__}')
         add = section.add_argument
         for option, _, default in (word.partition('=') for word in options.split()):
-            given: dict[str, Any] = {'default': default} if default else {}
-            add(option if option in ('data', 'number') else f'--{option}', **OPTIONS[option], **given)
+            given = OPTIONS[option] | ({'default': default} if default else {})
+            if shown := default or _choice(name, option):
+                given['help'] += f' (default: {shown})'
+            add(option if option in ('data', 'number') else f'--{option}', **given)
         if name not in ('decode', 'goals', 'loader'):
             add('--device', default='cpu', help='where to measure; auto is CUDA where there is one (default: cpu)')
-        add('--threads', type=int, help="of torch on the CPU (default: 2 for goals, else torch's own choice)")
+        add('--threads', type=int, help=f'of torch on the CPU (default: {_choice(name, "threads")})')
         add('--allow-load', action='store_true', help='report although other processes use the machine')
         add('--json', type=Path, metavar='FILE', help='also write the figures here')
     args = parser.parse_args(argv)
@@ -98,6 +120,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if wrong := [name for name in others if getattr(args, name) not in (None, False)]:
         parser.error(f'--{wrong[0].replace("_", "-")} of {args.section} goes only {word} --{switch}')
     return args
+
+
+def _choice(section: str, option: str) -> str | None:
+    """Return the words for the default that a section chooses, or None."""
+    return CHOICES.get(f'{section} {option}', CHOICES.get(option))
 
 
 # Before the imports that take seconds: --help and a mistyped option are answered at once.
@@ -133,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     finally:
         # A caller from Python goes on with the threads of before.
         torch.set_num_threads(threads)
-    print(report.head, format_rows(report.rows), *(['', format_rows(report.fits)] if report.fits else []), sep='\n')
+    fits = [fit for fit in report.fits or () if fit['exponent'] is not None]
+    print(report.head, format_rows(report.rows), *(['', format_rows(fits)] if fits else []), sep='\n')
     if args.section != 'memory' and found['load'] is not None:
         print(f'other processes used {found["load"]:.1%} of the cores')
     if getattr(args, 'png', None) is not None and report.draw is not None:
