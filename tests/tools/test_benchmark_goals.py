@@ -235,6 +235,31 @@ def test_a_row_compares_what_it_says(timed, row, shapes):
     assert [tuple(result.shape) for result in timed[0]] == shapes
 
 
+def test_a_pyramid_is_reported_against_its_peer(monkeypatch):
+    pyramid, peer = 'aft_pyramid_nano', 'cpubone_b0_bfrobust'
+    asked = []
+
+    def record(*words):
+        asked.append(words)
+        return Figure(1.0)
+
+    monkeypatch.setattr(goals, 'classifier', lambda name, shape, device: (name, shape))
+    monkeypatch.setattr(goals, 'speed', lambda make, rounds: record(*make()))
+    monkeypatch.setattr(figures, 'runtime_speed', lambda *words, rounds: record(*words))
+    for goal in make_goals():
+        if pyramid in goal.what:
+            goal.measure(rounds=1)
+            assert (goal.row, goal.verdict(0.5)) == (24, 'reported')
+    assert asked == [
+        words
+        for size in (224, 512, 1024)
+        for words in (
+            ((peer, (1, 3, size, size)), (pyramid, (1, 3, size, size))),
+            (pyramid, peer, size, 'onnxruntime'),
+        )
+    ]
+
+
 def test_memory_is_measured():
     full = figures.against_attention(FULL)
     assert figures.memory(full, rounds=1).value > 0

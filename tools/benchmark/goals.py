@@ -20,7 +20,7 @@ from tools.benchmark.printer import Report, format_rows
 from tools.machine import describe_processor, has_bfloat16
 
 TINY, SMALL, PEER = 'deit_tiny_patch16_224', 'deit_small_patch16_224', 'cpubone_b0_bfrobust'
-FEW = 'aft_conv_tiny_k11_h32'
+FEW, PYRAMID = 'aft_conv_tiny_k11_h32', 'aft_pyramid_nano'
 HALF = torch.bfloat16
 # Rows of other runtimes, of peers, of loaders and of the trainer are measured only when --rows names them.
 ASKED_ROWS = (22, 23, 24, 25, 26)
@@ -245,11 +245,15 @@ def _runtimes() -> Iterator[Goal]:
 
 
 def _peers() -> Iterator[Goal]:
-    for size in (224, 384, 512, 1024):
-        what = f'one image, {size} px, {PEER} against DeiT'
-        yield Goal(24, what, None, None, partial(speed, against(PEER, TINY, size)))
-        runtime = partial(figures.runtime_speed, PEER, TINY, size, 'onnxruntime')
-        yield Goal(24, f'onnxruntime, one thread, {what}', None, None, runtime, needs='onnxruntime')
+    for name, baseline, words, sizes in (
+        (PEER, TINY, 'DeiT', (224, 384, 512, 1024)),
+        (PYRAMID, PEER, PEER, (224, 512, 1024)),
+    ):
+        for size in sizes:
+            what = f'one image, {size} px, {name} against {words}'
+            yield Goal(24, what, None, None, partial(speed, against(name, baseline, size)))
+            runtime = partial(figures.runtime_speed, name, baseline, size, 'onnxruntime')
+            yield Goal(24, f'onnxruntime, one thread, {what}', None, None, runtime, needs='onnxruntime')
     for size in (512, 1024):
         what = f'one image, {size} px, aft_conv_tiny against {PEER}'
         yield Goal(24, what, None, 1.0, partial(speed, against('aft_conv_tiny', PEER, size)))
