@@ -127,5 +127,5 @@ def test_one_exported_program_is_for_any_size_and_batch():
 def test_attention_needs_heads_that_divide_the_width_of_its_own_blocks():
     model = make_model(dims=(8, 16, 200, 64), attention_blocks=[4])
     assert model(make_images(1, 3, 64, 64)).shape == (1, 3)
-    with pytest.raises(ValueError, match='block 3 .* has 3 heads, which must divide its width, got 200'):
+    with pytest.raises(ValueError, match=r'block 3 .* has 3 heads, which must divide its width, got 200'):
         make_model(dims=(8, 16, 200, 64), attention_blocks=[3])

@@ -23,7 +23,7 @@ from train.schema import Config, DataConfig, DistillConfig, EmaConfig, OptimConf
 from train.state import TrainState, create_state
 
 ROOT = Path(__file__).parents[2]
-KINDS = ['hard', 'soft', 'feature', 'blocks', 'token_hard', 'token_soft']
+KINDS = ['hard', 'soft', 'feature', 'token_hard', 'token_soft']
 HERE = World(torch.device('cpu'))
 AFT = dict(patch_size=2, num_heads=4, kernel_size=3, num_classes=3)
 MIXED = Augmentation(repeats=1, random_erasing=0.0)
