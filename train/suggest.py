@@ -51,6 +51,14 @@ _MEANINGS = {
 }
 ALIASES = {alias: keys.split() for keys, names in _MEANINGS.items() for alias in names.split()}
 
+# The trainers of sections that a single one has.
+SECTIONS = {
+    'convert': 'train.convert',
+    'distill': 'train.imagenet',
+    'regularize': 'train.imagenet',
+    'generate': 'train.fastformer',
+}
+
 
 def unknown(key: str, value: Any, valid: Iterable[str], kind: str) -> str:
     """Return the message of an error: the value of a key is none of the valid names, and which is meant."""
@@ -58,8 +66,11 @@ def unknown(key: str, value: Any, valid: Iterable[str], kind: str) -> str:
 
 
 def unknown_key(key: str, value: Any, keys: Iterable[str]) -> str:
-    """Return an error message for an unknown key, with the nearest `section.key`."""
-    return f'{key} = {value!r} is not a key; the nearest is {nearest_key(key, list(keys))}'
+    """Return an error message for an unknown key, with the nearest `section.key` or the trainer of its section."""
+    keys, section = list(keys), key.partition('.')[0]
+    if section in SECTIONS and section not in keys:
+        return f'{key} = {value!r} is not a key; the section {section} is one of python -m {SECTIONS[section]}'
+    return f'{key} = {value!r} is not a key; the nearest is {nearest_key(key, keys)}'
 
 
 def nearest_key(key: str, keys: list[str]) -> str:

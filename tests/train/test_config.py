@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from train.config import all_keys, load_config, save_config
+from train.convert_schema import ConvertConfig
 from train.fastformer.schema import text_model_schema
+from train.fastformer.summarization import SummarizationConfig
 from train.fastformer.tasks import TASKS
 from train.model_section import check_decoder, check_model, decoder_schema, model_schema
 from train.schema import Config
 from train.sequence_schema import CharConfig, PixelConfig
-from train.suggest import ALIASES
+from train.suggest import ALIASES, SECTIONS
 
 AFT = {'name': 'aft_conv_tiny'}
 VIT = 'model: {name: vit_tiny_patch16_224}\n'
@@ -229,6 +231,29 @@ def test_a_binary_file_is_named(tmp_path):
 def test_a_key_is_suggested_by_its_meaning(vit_file, override, nearest):
     with pytest.raises(ValueError, match=rf'^command line: .* is not a key; the nearest is {nearest}$'):
         load_config(vit_file, [override])
+
+
+@pytest.mark.parametrize(
+    ('file', 'override', 'schema', 'found'),
+    [
+        (
+            'convert.yaml',
+            'run.seed=1',
+            Config,
+            r'convert\.yaml: convert\.keep = 0 .* convert is one of .* train\.convert',
+        ),
+        ('char.yaml', 'distill.kind=soft', CharConfig, r'distill\.kind = .* distill is one of .* train\.imagenet'),
+    ],
+)
+def test_a_section_of_another_trainer_names_that_trainer(file, override, schema, found):
+    with pytest.raises(ValueError, match=rf'{found}$'):
+        load_config(Path(__file__).parents[2] / 'configs' / 'smoke' / file, [override], schema)
+
+
+def test_the_named_trainers_have_these_sections():
+    schemas = {'train.convert': ConvertConfig, 'train.imagenet': Config, 'train.fastformer': SummarizationConfig}
+    for section, trainer in SECTIONS.items():
+        assert section in {field.name for field in dataclasses.fields(schemas[trainer])}
 
 
 def test_every_alias_means_a_key_of_some_experiment():
