@@ -20,15 +20,19 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f'error: {message}; --help shows the usage\n')
 
 
-def parse_args(description: str | None, example: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_args(
+    description: str | None, example: str, argv: Sequence[str] | None = None, evaluates: bool = True
+) -> argparse.Namespace:
     """Parse the command line of a trainer.
 
     Args:
         example: The config to suggest if none is given.
+        evaluates: Whether the trainer has --eval.
     """
     parser = CommandParser(description)
     parser.add_argument('--config', type=Path, help='the YAML experiment')
-    parser.add_argument('--eval', action='store_true', help='evaluate, and train nothing')
+    if evaluates:
+        parser.add_argument('--eval', action='store_true', help='evaluate, and train nothing')
     parser.add_argument('--keys', action='store_true', help='print every key of an experiment and exit')
     parser.add_argument('--quiet', action='store_true', help='no progress bar')
     parser.add_argument('overrides', nargs='*', metavar='section.key=value', help='changes to the experiment')

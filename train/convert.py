@@ -12,10 +12,13 @@ labels    the model is fine-tuned, as by train.imagenet
 
 Each stage writes a folder of that name into the folder of the conversion; the last three are runs of train.imagenet.
 `convert.keep=2` leaves softmax attention in the last two blocks. run.resume=auto continues an interrupted conversion or
-starts a new one.
+starts a new one; a stage that began with other weights than the stage before now has is an error.
 """
 
+import hashlib
+import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +28,7 @@ EXAMPLE = 'configs/smoke/convert.yaml'
 
 # Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
-    parse_args(__doc__, EXAMPLE)
+    parse_args(__doc__, EXAMPLE, evaluates=False)
 
 from typing import Any
 
@@ -38,8 +41,9 @@ from aft_vision.models.block_alignment import pair_models, select_blocks
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import describe_transfer
 from train.build import build_loaders, build_model, model_arguments, training_sizes
+from train.checkpoint import holds_run, lock_run
 from train.config import load_config, save_config
-from train.convert_schema import ConvertConfig
+from train.convert_schema import STAGES, ConvertConfig
 from train.distill import load_teacher
 from train.distributed import World, join_world
 from train.imagenet import train_classifier
@@ -49,6 +53,8 @@ from train.run import check_run_dir, find_run_dir
 from train.state import TrainState
 
 COPY = 'copy'
+# The file of a stage with the digest of the weights that it began with.
+START = 'start.sha256'
 
 
 def main(argv: Sequence[str] | None = None) -> TrainState | None:
@@ -58,31 +64,31 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
         The final state of the last stage.
 
     Raises:
-        ValueError: the experiment or the data set is not valid, or the teacher does not fit the model.
-        FileExistsError: the folder already has a conversion.
+        ValueError: the experiment or the data set is not valid, the teacher does not fit the model, or a stage to
+            resume began with other weights.
+        FileExistsError: the folder already has a conversion, or another process trains in it.
         SystemExit: a signal stopped a stage; its state is saved.
     """
-    args = parse_args(__doc__, EXAMPLE, argv)
+    args = parse_args(__doc__, EXAMPLE, argv, evaluates=False)
     if args.keys:
         print(format_keys(list_keys(ConvertConfig, model_schema())))
         return None
-    if args.eval:
-        raise ValueError('expected no --eval: python -m train.imagenet --eval evaluates the run of a stage')
     config = load_config(args.config, args.overrides, ConvertConfig)
     folder = find_run_dir(config, args.config)
     config = replace(config, model=keep_attention(config), run=replace(config.run, dir=str(folder)))
-    stages = config.stages()
-    for name, stage in stages.items():
-        check_run_dir(folder / name, stage)
+    for name in STAGES:
+        check_run_dir(folder / name, config)
     experiment, start, state = folder / 'config.yaml', folder / COPY, None
-    with join_world(config) as world:
+    with join_world(config) as world, lock_run(folder) if world.is_primary else nullcontext():
         if world.is_primary:
-            folder.mkdir(parents=True, exist_ok=True)
             save_config(config, experiment)
             copy_teacher(config, world, start)
-        # The other processes wait for the copy.
-        world.any(False)
-        for name, stage in stages.items():
+            if config.run.resume is None:
+                remove_stages(folder)
+        for name, stage in config.stages().items():
+            # The first process may still be writing the weights.
+            world.any(False)
+            check_start(folder / name, start, world)
             if world.is_primary:
                 print(f'stage {name}')
             run = replace(stage.run, dir=str(folder / name), init_from=str(start))
@@ -106,6 +112,37 @@ def keep_attention(config: ConvertConfig) -> dict[str, Any]:
         raise ValueError(f'expected convert.keep to be at most the {depth} blocks of {name}, got {keep}')
     kept = {*(model.get('attention_blocks') or ()), *range(depth - keep, depth)}
     return {**model, 'attention_blocks': sorted(kept)}
+
+
+def remove_stages(folder: Path) -> None:
+    """Remove the stages of an earlier conversion, which run.resume=auto would take for those of the new one."""
+    for stage in (folder / name for name in STAGES):
+        if holds_run(stage):
+            shutil.rmtree(stage)
+
+
+def check_start(stage: Path, start: Path, world: World) -> None:
+    """Record the weights with which a stage begins, or compare them with the record of a stage to resume.
+
+    Args:
+        stage: Folder of the stage.
+        start: Exported folder or checkpoint that it begins with.
+
+    Raises:
+        ValueError: the stage began with other weights, because an earlier stage has changed.
+    """
+    with (start / 'model.safetensors' if start.is_dir() else start).open('rb') as file:
+        digest = hashlib.file_digest(file, 'sha256').hexdigest()
+    record = stage / START
+    if not holds_run(stage):
+        if world.is_primary:
+            stage.mkdir(parents=True, exist_ok=True)
+            record.write_text(f'{digest}\n')
+    elif not record.exists() or record.read_text().strip() != digest:
+        raise ValueError(
+            f'expected {start} to have the weights with which {stage} began, got others, because an earlier stage has '
+            'changed; set run.resume=null run.overwrite=true to convert again, or another run.dir'
+        )
 
 
 def copy_teacher(config: ConvertConfig, world: World, folder: Path) -> None:

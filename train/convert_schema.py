@@ -7,6 +7,8 @@ from typing import Any, Literal
 from aft_vision.data.ranges import check_ranges, within
 from train.schema import Config, DistillConfig, RegularizeConfig, require
 
+STAGES = ('blocks', 'features', 'labels')
+
 
 @dataclass(frozen=True)
 class ConvertSection:
@@ -48,6 +50,8 @@ class ConvertConfig(Config):
         teacher, start = self.distill.teacher, self.run.init_from
         require('distill.teacher', teacher, teacher is not None, 'the ViT to convert')
         require('run.init_from', start, start is None, 'null, because a conversion starts from distill.teacher')
+        kind, labelled = self.distill.kind, self.distill.kind != 'blocks' or self.convert.fine_tune != 'distill'
+        require('distill.kind', kind, labelled, 'another one for convert.fine_tune=distill, because it uses no labels')
         resumed = self.run.resume
         require('run.resume', resumed, resumed in (None, 'auto'), 'auto or null, because each stage is a run')
         # Their values are checked before the first stage.

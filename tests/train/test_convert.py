@@ -1,5 +1,9 @@
 """A small ViT is converted in stages, each an ordinary run, and an interruption changes nothing."""
 
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,18 +15,17 @@ from aft_vision.evaluate import load_model
 from aft_vision.export import export_model
 from aft_vision.layers import AFTBlock
 from aft_vision.models.attention_block import AttentionBlock
-from train.config import load_config
+from train import engine
 from train.convert import main
-from train.convert_schema import ConvertConfig
+from train.convert_schema import STAGES
 
 ROOT = Path(__file__).parents[2]
-STAGES = ('blocks', 'features', 'labels')
 
 
 @pytest.fixture(scope='module')
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Those of a conversion of a ViT of four blocks to an AFT-axial of two, with two updates an epoch."""
-    folder = link_photographs(tmp_path_factory.mktemp('convert'), 8, 2)
+    folder = link_photographs(tmp_path_factory.mktemp('convert'), 4, 1)
     torch.manual_seed(0)
     sizes = dict(img_size=32, patch_size=8, embed_dim=64, depth=4, num_heads=2, num_classes=10)
     vit = timm.create_model('vit_tiny_patch16_224', **sizes)
@@ -35,8 +38,8 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     model = ['model.name=aft_axial_tiny', 'model.embed_dim=64', 'model.num_heads=4', 'model.depth=2']
     return [
         *('--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'convert.yaml'), *model, 'model.kernel_size=null'),
-        *(f'distill.teacher={folder / "vit"}', f'data.dir={folder}', 'data.batch_size=40', 'run.tensorboard=false'),
-        'ema.decay=0.9',
+        *(f'distill.teacher={folder / "vit"}', f'data.dir={folder}', 'data.batch_size=20', 'run.tensorboard=false'),
+        *('ema.decay=0.9', 'convert.keep=1', 'convert.blocks_epochs=4', 'convert.blocks_lr=0.1'),
     ]
 
 
@@ -44,31 +47,41 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def whole(arguments, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A conversion with one block of attention."""
     folder = tmp_path_factory.mktemp('whole')
-    main([*arguments, f'run.dir={folder}', 'convert.keep=1', 'convert.blocks_epochs=6', 'convert.blocks_lr=5e-2'])
+    main([*arguments, f'run.dir={folder}'])
     return folder
 
 
-def test_the_error_of_the_blocks_falls_and_every_stage_goes_on_from_the_one_before(whole):
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Those at the end of a stage."""
+    return load_model(folder if folder.name == 'copy' else folder / 'last.pth').state_dict()
+
+
+def changes(before: Path, after: Path) -> dict[str, float]:
+    """The largest change from one stage to another in each part of the model that changed."""
+    found: dict[str, float] = {}
+    for (name, x), y in zip(weights(before).items(), weights(after).values(), strict=True):
+        part = name.partition('.')[0]
+        found[part] = max(found.get(part, 0.0), (x - y).abs().max().item())
+    return {part: change for part, change in found.items() if change}
+
+
+def test_the_error_of_the_blocks_falls(whole):
     errors = [float(row['train_loss']) for row in losses(whole / 'blocks')]
     assert errors[-1] < 0.7 * errors[0]
-    starts = [load_config(whole / stage / 'config.yaml').run.init_from for stage in STAGES]
-    assert starts == [str(whole / 'copy'), *(str(whole / stage / 'last.pth') for stage in STAGES[:2])]
-    for before, after in zip(('copy', 'blocks'), ('blocks', 'features'), strict=True):
-        # What a stage freezes, and what it has no reason to change, is that of the one before.
-        first = whole / before / 'model.safetensors' if before == 'copy' else whole / before / 'last.pth'
-        assert first.exists()
-        assert (whole / after / 'export' / 'model.safetensors').exists()
 
 
-def test_the_blocks_learn_alone_and_the_last_one_keeps_attention(whole):
-    copied, aligned = load_model(whole / 'copy'), load_model(whole / 'blocks' / 'last.pth')
+def test_every_stage_goes_on_from_the_weights_of_the_one_before(whole):
+    aligned, *later = (changes(whole / before, whole / after) for before, after in pairwise(('copy', *STAGES)))
+    assert aligned.keys() == {'blocks'}
+    # The classifier has no part in the features; only the decay of the weights changes it.
+    assert later[0]['head'] < 0.01 * later[0]['blocks']
+    # Their learning rates are low: from another start the change would be that of the blocks.
+    assert all(max(each.values()) < 0.1 * aligned['blocks'] for each in later)
+
+
+def test_the_last_block_keeps_attention(whole):
+    aligned = load_model(whole / 'blocks' / 'last.pth')
     assert [type(block) for block in aligned.blocks] == [AFTBlock, AttentionBlock]
-    changed = {
-        name.split('.')[0]
-        for (name, x), y in zip(copied.named_parameters(), aligned.parameters(), strict=True)
-        if not torch.equal(x, y)
-    }
-    assert changed == {'blocks'}
 
 
 def test_the_copy_has_the_weights_of_the_last_block_of_each_pair(arguments, whole):
@@ -80,22 +93,72 @@ def test_the_copy_has_the_weights_of_the_last_block_of_each_pair(arguments, whol
     assert torch.equal(copied.head.weight, vit.head.weight)
 
 
-def test_a_conversion_stopped_by_a_signal_ends_as_if_it_had_not_been(arguments, tmp_path, monkeypatch, capsys):
-    plain = [*arguments, 'convert.fine_tune=none']
-    main([*plain, f'run.dir={tmp_path / "whole"}'])
+def test_a_conversion_over_another_one_stopped_by_a_signal_ends_as_one_in_a_new_folder(
+    arguments, whole, tmp_path, monkeypatch, capsys
+):
+    for name in STAGES:
+        # Complete runs of other weights.
+        shutil.copytree(whole / 'blocks', tmp_path / name)
+    (tmp_path / 'notes.txt').touch()
     with monkeypatch.context() as patch:
         interrupt_at(patch, 1)
         with pytest.raises(SystemExit):
-            main([*plain, f'run.dir={tmp_path / "stopped"}'])
-    assert torch.load(tmp_path / 'stopped' / 'blocks' / 'last.pth', weights_only=True)['updates'] == 1
+            main([*arguments, f'run.dir={tmp_path}', 'run.overwrite=true', 'convert.fine_tune=none'])
+    assert torch.load(tmp_path / 'blocks' / 'last.pth', weights_only=True)['updates'] == 1
     command = capsys.readouterr().out.rpartition(' --config ')[2].split()
-    assert command[0] == str(tmp_path / 'stopped' / 'config.yaml')
+    assert command[0] == str(tmp_path / 'config.yaml')
     main(['--quiet', '--config', *command])
-    assert sorted(path.name for path in (tmp_path / 'whole').iterdir()) == ['blocks', 'config.yaml', 'copy', 'features']
+    files = ['blocks', 'config.yaml', 'copy', 'features', 'notes.txt']
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
     for name in STAGES[:2]:
-        ended, expected = (tmp_path / run / name for run in ('stopped', 'whole'))
-        assert digest(ended / 'last.pth') == digest(expected / 'last.pth')
-        assert losses(ended) == losses(expected)
+        assert digest(tmp_path / name / 'last.pth') == digest(whole / name / 'last.pth')
+        assert losses(tmp_path / name) == losses(whole / name)
+
+
+def test_a_conversion_over_one_that_goes_on_is_an_error_and_removes_nothing(arguments, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / 'run')
+    lock = (
+        "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(); sys.stdin.read()"
+    )
+    command = [sys.executable, '-c', lock, str(folder / '.lock')]
+    # It ends when its input does.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        with pytest.raises(FileExistsError, match='no other run is going on'):
+            main([*arguments, f'run.dir={folder}', 'run.overwrite=true'])
+    for name in STAGES:
+        assert digest(folder / name / 'last.pth') == digest(whole / name / 'last.pth')
+
+
+@pytest.mark.parametrize(
+    ('change', 'changed', 'stage'),
+    [
+        ('convert.blocks_epochs=5', 'blocks/last.pth', 'features'),
+        ('convert.features_epochs=0', 'blocks/last.pth', 'labels'),
+        ('run.seed=1', 'copy', 'blocks'),
+    ],
+)
+def test_a_stage_is_not_resumed_after_a_change_of_the_weights_that_it_began_with(
+    change, changed, stage, arguments, whole, tmp_path
+):
+    folder = shutil.copytree(whole, tmp_path / 'run')
+    message = f'{changed} to have the weights with which {folder / stage} began, got others.*; set .*run.overwrite=true'
+    with pytest.raises(ValueError, match=message):
+        main([*arguments, f'run.dir={folder}', 'run.resume=auto', change])
+
+
+def test_a_stage_left_out_is_not_overwritten_without_a_word(arguments, whole, tmp_path):
+    shutil.copytree(whole / 'blocks', tmp_path / 'blocks')
+    with pytest.raises(FileExistsError, match=r'blocks, which holds a run; .*run\.overwrite=true'):
+        main([*arguments, f'run.dir={tmp_path}', 'convert.blocks_epochs=0'])
+
+
+def test_the_stages_without_labels_ignore_them(arguments, whole, tmp_path, monkeypatch):
+    original = engine.train_step
+    monkeypatch.setattr(engine, 'train_step', lambda state, parts: original(state, [(x, y.flip(0)) for x, y in parts]))
+    main([*arguments, f'run.dir={tmp_path}', 'convert.fine_tune=none'])
+    for name in STAGES[:2]:
+        assert digest(tmp_path / name / 'last.pth') == digest(whole / name / 'last.pth')
 
 
 @pytest.mark.parametrize(
@@ -109,7 +172,7 @@ def test_a_conversion_stopped_by_a_signal_ends_as_if_it_had_not_been(arguments, 
         (['convert.keeps=1'], r'convert\.keep\b'),
         (['convert.blocks_epochs=0', 'convert.features_epochs=0', 'convert.fine_tune=none'], r'convert\.fine_tune'),
         (['model.depth=5'], r'a teacher of at least the 5 blocks of the model, got 4'),
-        (['model.embed_dim=32'], r'width 32 and depth 2, as the model has, got width 64'),
+        (['convert.fine_tune=distill', 'distill.kind=blocks'], r"distill\.kind to be another one .*, got 'blocks'"),
     ],
 )
 def test_a_conversion_that_cannot_be_is_an_error(overrides, message, arguments, tmp_path):
@@ -120,13 +183,10 @@ def test_a_conversion_that_cannot_be_is_an_error(overrides, message, arguments, 
 def test_a_pyramid_has_not_the_blocks_of_a_vit(arguments, tmp_path):
     plain = [argument for argument in arguments if not argument.startswith('model.')]
     with pytest.raises(ValueError, match='expected a vision transformer as the model, got a AFTPyramid'):
-        main([*plain, 'model.name=aft_pyramid_nano', f'run.dir={tmp_path}'])
+        main([*plain, 'model.name=aft_pyramid_nano', 'convert.keep=0', f'run.dir={tmp_path}'])
 
 
-def test_the_stages_without_labels_ignore_them():
-    config = load_config(ROOT / 'configs' / 'smoke' / 'convert.yaml', ['distill.task_loss_weight=0.5'], ConvertConfig)
-    stages = config.stages()
-    assert [stages[name].distill.kind for name in STAGES[:2]] == ['blocks', 'feature']
-    assert stages['features'].distill.task_loss_weight == 0
-    assert stages['labels'].distill.teacher is None
-    assert stages['labels'].optim == config.optim
+def test_a_conversion_has_no_evaluation_of_its_own(arguments, capsys):
+    with pytest.raises(SystemExit):
+        main([*arguments, '--eval'])
+    assert 'unrecognized arguments: --eval' in capsys.readouterr().err
