@@ -12,7 +12,7 @@ labels    the model is fine-tuned, as by train.imagenet
 
 Each stage writes a folder of that name into the folder of the conversion; the last three are runs of train.imagenet.
 `convert.keep=2` leaves softmax attention in the last two blocks. run.resume=auto continues an interrupted conversion or
-starts a new one; a stage that began with other weights than the stage before now has is an error.
+starts a new one; a stage to resume that began with other weights than it would now is an error.
 """
 
 import hashlib
