@@ -263,7 +263,8 @@ def test_the_stages_of_a_conversion_can_be_built(path, row):
     for stage, experiment in config.stages().items():
         model = timm.create_model(name, device='meta', **kwargs)
         # Nothing is read, so the teacher is one without weights.
-        sizes = dict(img_size=config.data.img_size, depth=len(model.blocks), embed_dim=model.embed_dim, num_heads=1)
+        sizes = dict(patch_size=model.patch_embed.patch_size, embed_dim=model.embed_dim, num_heads=1)
+        sizes |= dict(img_size=config.data.img_size, depth=len(model.blocks))
         teacher = timm.create_model('deit_tiny_patch16_224', device='meta', **sizes)
         taught = None if experiment.distill.teacher is None else teacher
         state = create_state(model, experiment, 7, num_classes=10, world=World(torch.device('meta')), teacher=taught)
