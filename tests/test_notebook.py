@@ -48,7 +48,7 @@ def test_the_notebook_trains_a_model_and_writes_its_report(size, tmp_path, monke
     # The report has a picture for each layer and head.
     experiment.write_text(f'base: {ROOT / EXPERIMENT}\nmodel: {{depth: 1, embed_dim: 16, num_heads: 2}}\n')
     paths = {'IMAGES': repr(str(images)), 'RUN': repr(str(tmp_path / 'run'))}
-    outputs = execute(read_cells(experiment, {'SIZE': str(size), 'EPOCHS': '2', **paths}))
+    outputs = execute(read_cells(experiment, {'SIZE': str(size), 'EPOCHS': '1', **paths}))
     pyplot.close('all')
     report = (tmp_path / 'run' / 'report.html').read_text()
     assert all(f'<h2>{title}</h2>' in report for title in ('Model', 'Training', 'Position biases'))
