@@ -29,7 +29,7 @@ def read_cells(experiment: Path, values: dict[str, str]) -> dict[str, str]:
 
 
 def execute(cells: dict[str, str]) -> dict[str, tuple[str, dict[str, object]]]:
-    """What each cell prints and shows, run by IPython in this process, where everything is imported."""
+    """Run cells by IPython in this process, where everything is imported; return what each prints and shows."""
     # Not as __main__, which is pytest's.
     shell = InteractiveShell(config=Config(HistoryManager={'enabled': False}), user_module=ModuleType('notebook'))
     outputs = {}

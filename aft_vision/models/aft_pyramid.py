@@ -172,7 +172,8 @@ class AFTPyramid(nn.Module):
         self.in_chans, self.num_classes, self.global_pool = in_chans, num_classes, global_pool
         self.stride = STRIDE
         self.grad_checkpointing = False
-        conv_args: dict[str, Any] = dict(expand_ratio=expand_ratio, act_layer=act_layer, **dd)
+        # The first layer is the 3 x 3 convolution, so that zeros at padding before it are all that a mask needs.
+        conv_args: dict[str, Any] = dict(exp_ratio=expand_ratio, act_layer=act_layer, **dd)
         block_args: dict[str, Any] = dict(
             mlp_ratio=mlp_ratio,
             qkv_bias=qkv_bias,
@@ -201,7 +202,7 @@ class AFTPyramid(nn.Module):
                 heads, window = axes[index - CONV_STAGES]
                 mixer_args = {**axial_args, 'num_heads': heads, 'window_size': window}
                 blocks = _create_blocks(dim, rates[index], attention, block_args, mixer_args)
-                stages.append(AFTStage(_conv_block(width, dim, 2, **conv_args), blocks, factor))
+                stages.append(AFTStage(EdgeResidual(width, dim, stride=2, **conv_args), blocks, factor))
         self.stages = nn.Sequential(*stages)
         self.feature_info: list[dict[str, Any]] = [
             dict(num_chs=dim, reduction=2 * stride, module=f'stages.{index}')
@@ -351,8 +352,9 @@ class AFTPyramid(nn.Module):
 def _create_conv_stage(
     width: int, dim: int, rates: Sequence[float], factor: int, conv_args: dict[str, Any]
 ) -> ConvStage:
-    first = _conv_block(width, dim, 2, drop_path=rates[0], **conv_args)
-    return ConvStage([first, *(_conv_block(dim, dim, 1, drop_path=rate, **conv_args) for rate in rates[1:])], factor)
+    first = EdgeResidual(width, dim, stride=2, drop_path_rate=rates[0], **conv_args)
+    others = [EdgeResidual(dim, dim, drop_path_rate=rate, **conv_args) for rate in rates[1:]]
+    return ConvStage([first, *others], factor)
 
 
 def _create_blocks(
@@ -369,29 +371,6 @@ def _create_blocks(
         else AFTBlock(dim, mixer='axial', drop_path=rate, **block_args, **mixer_args)
         for rate, softmax in zip(rates, attention, strict=True)
     ]
-
-
-def _conv_block(
-    in_chs: int,
-    out_chs: int,
-    stride: int,
-    expand_ratio: float,
-    act_layer: str,
-    drop_path: float = 0.0,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> EdgeResidual:
-    # Its first layer is the 3 x 3 convolution, so that zeros at padding before it are all that a mask needs.
-    return EdgeResidual(
-        in_chs,
-        out_chs,
-        stride=stride,
-        exp_ratio=expand_ratio,
-        act_layer=act_layer,
-        drop_path_rate=drop_path,
-        device=device,
-        dtype=dtype,
-    )
 
 
 # The functions of a mask are leaves for FX, which cannot branch on whether a traced argument is None.

@@ -19,6 +19,9 @@ constexpr int ROWS = 6;
 #endif
 constexpr int STRIPS = 2;
 
+// With fewer weights than this, starting threads costs more than they save.
+constexpr int64_t FEW_WEIGHTS = 1 << 12;
+
 // How operands are multiplied: DEPTH neighbouring terms to a word of memory, sums in float32.
 struct Single {
   static constexpr int DEPTH = 1;

@@ -18,8 +18,6 @@ namespace {
 // How many tokens earlier memory that is not read in its order is fetched, a line at a time between other work: where that
 // is little, and where it is more.
 constexpr int64_t FAR = 14, NEAR = 4;
-// With fewer weights than this, starting threads costs more than they save.
-constexpr int64_t FEW_WEIGHTS = 1 << 12;
 
 // The position bias (h, s, s), and whether sources beyond it count.
 struct Kernel {

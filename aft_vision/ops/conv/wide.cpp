@@ -76,8 +76,8 @@ struct HeadLanes {
   }
 };
 
-// The inputs of a call, as Python packs them; q, the mask's elements and den may be null. Rows of heads have room for
-// `stride` floats, a vector more than there are heads: `taps` is scratch for (size, size) and one of them, the weights
+// The inputs of a call, as Python packs them; q, the mask's elements and den may be null. Rows of heads are
+// `stride` floats long, a vector more than there are heads: `taps` is scratch for (size, size) and one of them, the weights
 // outside; `e` and `bottom` are for (B, T) of them. Without biases the taps are those of a call before.
 struct Call {
   int64_t batch, height, width, channels;

@@ -64,9 +64,6 @@ void in_tiles(int64_t length, F f) {
   }
 }
 
-// With fewer weights than this, starting threads costs more than they save.
-constexpr int64_t FEW_WEIGHTS = 1 << 12;
-
 // A position bias (D, side, side), of which the `size` x `size` in the middle reach from a token of the grid to another.
 struct Bias {
   int64_t channels;
