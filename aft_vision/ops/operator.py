@@ -14,13 +14,14 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.library import CustomOpDef
+from torch.nn import Parameter
 
 from aft_vision.ops import aten
 from aft_vision.ops.axial import eager as axial
 from aft_vision.ops.causal import eager as causal
 from aft_vision.ops.common import tangent
-from aft_vision.ops.common.capture import is_watched
 from aft_vision.ops.common.numerics import (
     Qkv,
     accumulate_dtype,
@@ -192,6 +193,46 @@ def _warn_once(name: str, backend: str) -> None:
     warnings.warn(f'{name} has no {backend!r} form for these inputs on this machine; using eager', stacklevel=2)
 
 
+def _is_watched(args: Sequence[Any]) -> bool:
+    """Return whether a call must go through the dispatcher of torch, as one operator.
+
+    Compilers, traces, transforms, forward mode, modes, profiles and subclasses see operators. So do tensors whose
+    numbers are not those in their memory. Plain tensors in an ordinary call, with gradients or without, need none.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch.autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+    ):
+        return True
+    for x in args:
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
+            if torch._C._dispatch_keys(x).raw_repr() not in _PLAIN:
+                return True
+        elif x is not None and kind not in _CONSTANTS:
+            return True
+    return False
+
+
+def _find_plain_keys() -> frozenset[int]:
+    # The dispatch keys of plain tensors on a CPU: ordinary ones, and those of the inference mode.
+    found = set()
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            found.add(torch._C._dispatch_keys(torch.empty(0, device='cpu')).raw_repr())
+    return frozenset(found)
+
+
+_PLAIN = _find_plain_keys()
+# Sizes of a grid, flags and names.
+_CONSTANTS = (bool, str, tuple, list, torch.Size)
+
+
 class _Operator:
     """Bodies, fakes and derivatives of aft_vision::name and aft_vision::name_backward.
 
@@ -241,7 +282,7 @@ class _Operator:
             if isinstance(args[2], Tensor) and not torch.jit.is_tracing():
                 self.check(self.inputs(*args[:-1]))
             return self.aten(*args[:-1])
-        if is_watched(args):
+        if _is_watched(args):
             return self.dispatch(*args)
         inputs = self.inputs._make(args[:-1])
         form = self.choose(backend, inputs)
@@ -419,7 +460,7 @@ class _Operator:
         # Hooks of saved tensors may give back others, which the operator refuses.
         if form is not None and _shapes(y, saved, *inputs) != ctx.shapes:
             form = None
-        if form is None or torch.is_grad_enabled() or is_watched((grad, y, saved, *inputs)):
+        if form is None or torch.is_grad_enabled() or _is_watched((grad, y, saved, *inputs)):
             results = self.backward_operator(grad, y, saved, *inputs, need_bias, backend)
         else:
             results = self.run_backward(form, grad, y, saved, self.inputs._make(inputs), need_bias)
