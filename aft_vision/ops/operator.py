@@ -19,23 +19,28 @@ from torch.library import CustomOpDef
 from torch.nn import Parameter
 
 from aft_vision.ops import aten
-from aft_vision.ops.axial import eager as axial
-from aft_vision.ops.causal import eager as causal
 from aft_vision.ops.common import tangent
-from aft_vision.ops.common.numerics import (
+from aft_vision.ops.common.inputs import (
+    AxialInputs,
+    ConvInputs,
+    FullInputs,
+    LocalInputs,
+    OnehotInputs,
     Qkv,
-    accumulate_dtype,
+    check_axial,
+    check_conv,
+    check_full,
+    check_local,
+    check_local_causal,
+    check_onehot,
     check_qkv,
+    empty_context,
     empty_denominator,
     empty_output,
-    without_autocast,
 )
+from aft_vision.ops.common.numerics import without_autocast
 from aft_vision.ops.conv import eager as conv
-from aft_vision.ops.conv import onehot
 from aft_vision.ops.decode import eager as decode
-from aft_vision.ops.full import eager as full
-from aft_vision.ops.local import eager as local
-from aft_vision.ops.simple import eager as simple
 from aft_vision.ops.tracing import fix_grid, keeps_sums
 from aft_vision.ops.transforms import Rules, once_differentiable, register_transforms
 
@@ -92,14 +97,14 @@ def _runs_compiled(inputs: Any) -> bool:
     for x in inputs:
         if isinstance(x, Tensor) and not x.is_cpu:
             return False
-    return accumulate_dtype(inputs.v) == torch.float32 and _module('common.build').library() is not None
+    return inputs.v.dtype != torch.float64 and _module('common.build').library() is not None
 
 
-def _runs_compiled_local_causal(inputs: local.LocalInputs) -> bool:
+def _runs_compiled_local_causal(inputs: LocalInputs) -> bool:
     return inputs.band.dtype != torch.float64 and _runs_compiled(inputs)
 
 
-def _runs_depthwise(inputs: conv.ConvInputs | onehot.OnehotInputs) -> bool:
+def _runs_depthwise(inputs: ConvInputs | OnehotInputs) -> bool:
     # Many heads of one channel, which weights outside the window can be subtracted from.
     k = inputs.k
     if not (k.shape == inputs.v.shape and k.shape[2] > conv.TOEPLITZ_HEADS and getattr(inputs, 'global_context', True)):
@@ -107,7 +112,7 @@ def _runs_depthwise(inputs: conv.ConvInputs | onehot.OnehotInputs) -> bool:
     return _runs_compiled(inputs)
 
 
-def _runs_wide(inputs: conv.ConvInputs) -> bool:
+def _runs_wide(inputs: ConvInputs) -> bool:
     # Narrow heads, or one sequence with a kernel that is not larger than its grid (docs/reference/kernels.md).
     if not (inputs.global_context and _runs_compiled(inputs)):
         return False
@@ -502,14 +507,14 @@ def step_kernels(state: Sequence[Tensor], *inputs: Tensor | None) -> Any | None:
     return kernels if kernels.covers_step(state, *inputs) else None
 
 
-_Operator('aft_full', full.FullInputs, full.check_full, find_places=tangent.full_places)
-_Operator('aft_simple', Qkv, check_qkv, simple.empty_context)
-_Operator('aft_local', local.LocalInputs, local.check_local, find_places=tangent.local_places)
-_Operator('aft_conv', conv.ConvInputs, conv.check_conv, find_places=tangent.conv_places)
-_Operator('aft_onehot', onehot.OnehotInputs, onehot.check_onehot, None, tangent.onehot_places)
-_Operator('aft_axial', axial.AxialInputs, axial.check_axial, find_places=tangent.axial_places)
-_Operator('aft_full_causal', full.FullInputs, full.check_full, find_places=tangent.full_causal_places)
-_Operator('aft_local_causal', local.LocalInputs, causal.check_local_causal, find_places=tangent.local_causal_places)
+_Operator('aft_full', FullInputs, check_full, find_places=tangent.full_places)
+_Operator('aft_simple', Qkv, check_qkv, empty_context)
+_Operator('aft_local', LocalInputs, check_local, find_places=tangent.local_places)
+_Operator('aft_conv', ConvInputs, check_conv, find_places=tangent.conv_places)
+_Operator('aft_onehot', OnehotInputs, check_onehot, None, tangent.onehot_places)
+_Operator('aft_axial', AxialInputs, check_axial, find_places=tangent.axial_places)
+_Operator('aft_full_causal', FullInputs, check_full, find_places=tangent.full_causal_places)
+_Operator('aft_local_causal', LocalInputs, check_local_causal, find_places=tangent.local_causal_places)
 _Operator('aft_simple_causal', Qkv, check_qkv)
 # A step on a CPU branches on values, which a compiled graph cannot: there it is one node.
 torch.library.custom_op(

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.axial import eager
-from aft_vision.ops.axial.eager import AxialInputs
 from aft_vision.ops.common.build import compiled
-from aft_vision.ops.common.numerics import empty_denominator, empty_output
+from aft_vision.ops.common.inputs import AxialInputs, empty_denominator, empty_output
 from aft_vision.ops.common.product import LEAST
 from aft_vision.ops.common.tensors import (
     address,

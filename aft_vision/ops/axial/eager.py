@@ -5,35 +5,15 @@ of two Toeplitz matrices for each head, A over rows and B over columns. Every so
 of H + W terms for each target, not of H W. No term is negative, so nothing cancels.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aft_vision.ops.common.inputs import AxialInputs, empty_denominator, empty_output
 from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, Workspace, mix_backward, mix_forward
-from aft_vision.ops.common.numerics import (
-    accumulate_dtype,
-    check_grid,
-    check_qkv,
-    empty_denominator,
-    empty_output,
-    product_dtype,
-)
-
-
-class AxialInputs(NamedTuple):
-    """Inputs of `ops.aft_axial`."""
-
-    q: Tensor | None
-    k: Tensor
-    v: Tensor
-    row_bias: Tensor
-    column_bias: Tensor
-    grid: Sequence[int]
-    mask: Tensor | None
+from aft_vision.ops.common.numerics import accumulate_dtype, product_dtype
 
 
 class AxisWeights:
@@ -169,20 +149,6 @@ class AxialWeights:
 
     def _halfway_by_row(self) -> Tensor:
         return self.halfway.view(len(self.halfway), -1, self.height)  # (h, W M, H)
-
-
-def check_axial(inputs: AxialInputs) -> None:
-    """Raise ValueError unless the shapes are those of `ops.aft_axial`."""
-    v, heads = inputs.v, len(inputs.row_bias)
-    for name, shape in (('row_bias', inputs.row_bias.shape), ('column_bias', inputs.column_bias.shape)):
-        if len(shape) != 2 or shape[0] == 0 or shape[1] % 2 == 0:
-            raise ValueError(f'{name} must have shape (h, 2 * s - 1) with h of at least 1, got {tuple(shape)}')
-        if shape[0] != heads:
-            raise ValueError(f'{name} must have the {heads} heads of row_bias, got {shape[0]}')
-    if v.ndim == 3 and v.shape[2] % heads != 0:
-        raise ValueError(f'the {heads} heads of row_bias must divide the {v.shape[2]} channels of v')
-    check_qkv(inputs, heads=heads)
-    check_grid(v.shape[1], inputs.grid)
 
 
 def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor]:

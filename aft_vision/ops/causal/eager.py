@@ -19,14 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aft_vision.ops.causal.bias import BandBias, CausalBias, FullBias, NoBias
+from aft_vision.ops.common.inputs import FullInputs, Inputs, LocalInputs, Qkv, empty_denominator, empty_output
 from aft_vision.ops.common.numerics import (
     UNDERFLOW,
-    Inputs,
-    Qkv,
     accumulate_dtype,
-    check_qkv,
-    empty_denominator,
-    empty_output,
     gate,
     masked_keys,
     masked_values,
@@ -34,8 +30,6 @@ from aft_vision.ops.common.numerics import (
     product_dtype,
 )
 from aft_vision.ops.common.repair import joint_softmax, lost_elements
-from aft_vision.ops.full.eager import FullInputs
-from aft_vision.ops.local.eager import LocalInputs
 
 # How far a key may exceed its reference, in nats.
 HEADROOM = 60.0
@@ -390,14 +384,6 @@ def repair_backward(
         dv.transpose(1, 2).index_put_((batch, channel), spread.to(dv.dtype), accumulate=True)
         if need_bias:
             bias.add_rows_grad(target, dlogits)
-
-
-def check_local_causal(inputs: LocalInputs) -> None:
-    """Raise ValueError unless the shapes are those of `ops.aft_local_causal`."""
-    check_qkv(inputs)
-    v, band = inputs.v, inputs.band
-    if band.ndim != 2 or band.shape[0] != v.shape[1] or band.shape[1] == 0:
-        raise ValueError(f'band must have shape ({v.shape[1]}, s) for a window of s tokens, got {tuple(band.shape)}')
 
 
 def full_causal_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,8 @@ from aft_vision.ops.causal.eager import (
     vanishing_limit,
 )
 from aft_vision.ops.common.build import compiled
-from aft_vision.ops.common.numerics import empty_denominator, empty_output, gate, product_dtype
+from aft_vision.ops.common.inputs import LocalInputs, empty_denominator, empty_output
+from aft_vision.ops.common.numerics import gate, product_dtype
 from aft_vision.ops.common.product import LEAST
 from aft_vision.ops.common.tensors import (
     address,
@@ -37,7 +38,6 @@ from aft_vision.ops.common.tensors import (
     stream,
 )
 from aft_vision.ops.local.band import block_length
-from aft_vision.ops.local.eager import LocalInputs
 
 
 class _Limits(ctypes.Structure):

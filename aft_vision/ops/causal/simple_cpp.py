@@ -5,7 +5,7 @@ from torch import Tensor
 
 from aft_vision.ops.causal.eager import shield_backward, shield_forward
 from aft_vision.ops.common.build import compiled
-from aft_vision.ops.common.numerics import Qkv, empty_denominator, empty_output
+from aft_vision.ops.common.inputs import Qkv, empty_denominator, empty_output
 from aft_vision.ops.common.tensors import address, cast, float_buffer, float_output, pack, profiled, tokens
 
 

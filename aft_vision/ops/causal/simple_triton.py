@@ -13,9 +13,9 @@ from aft_vision.ops.causal.simple_kernels import (
     scan_kernel,
     summary_kernel,
 )
+from aft_vision.ops.common.inputs import Qkv, empty_denominator, empty_output
 from aft_vision.ops.common.kernels import FLOOR
 from aft_vision.ops.common.launch import as_bytes, launching, like, rows, strides
-from aft_vision.ops.common.numerics import Qkv, empty_denominator, empty_output
 
 # Channels of a program that finds the largest key of a group.
 GROUP_CHANNELS = 64

@@ -9,16 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.numerics import (
-    UNDERFLOW,
-    Inputs,
-    Qkv,
-    accumulate_dtype,
-    gate,
-    masked_values,
-    may_branch,
-    shifted_exp,
-)
+from aft_vision.ops.common.inputs import Inputs, Qkv
+from aft_vision.ops.common.numerics import UNDERFLOW, accumulate_dtype, gate, masked_values, may_branch, shifted_exp
 from aft_vision.ops.common.repair import joint_softmax, lost_elements
 
 # Workspace of one batch chunk, in elements of (token, batch, value and key); fits into the caches.

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.numerics import Inputs, accumulate_dtype, gate, masked_keys, masked_values
+from aft_vision.ops.common.inputs import Inputs
+from aft_vision.ops.common.numerics import accumulate_dtype, gate, masked_keys, masked_values
 
 # Elements of p, (B, h, N, T), of one block of targets.
 BLOCK_ELEMENTS = 1 << 21

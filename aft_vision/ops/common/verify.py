@@ -25,13 +25,12 @@ from aft_vision.ops.causal import eager as causal
 from aft_vision.ops.common import launch
 from aft_vision.ops.common.capture import is_capturing
 from aft_vision.ops.common.errors import first_line
+from aft_vision.ops.common.inputs import ConvInputs, FullInputs, LocalInputs, OnehotInputs, Qkv
 from aft_vision.ops.common.locks import locked
-from aft_vision.ops.common.numerics import Qkv
 from aft_vision.ops.common.tuner import Tuner
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv import onehot
 from aft_vision.ops.full import eager as full
-from aft_vision.ops.local.eager import LocalInputs
 from aft_vision.ops.simple import eager as simple
 
 _logger = logging.getLogger(__name__)
@@ -102,14 +101,14 @@ def _tokens(shape: Shape) -> int:
 
 OPERATORS = {
     'full': Operator(
-        full.FullInputs,
+        FullInputs,
         full.full_forward,
         full.full_backward,
         lambda shape, spread, mask: (_draw(_tokens(shape), _tokens(shape), seed=3, scale=spread), mask),
     ),
     'simple': Operator(Qkv, simple.simple_forward, simple.simple_backward, lambda shape, spread, mask: (mask,)),
-    'conv': Operator(conv.ConvInputs, conv.conv_forward, conv.conv_backward, _conv_inputs),
-    'onehot': Operator(onehot.OnehotInputs, onehot.onehot_forward, onehot.onehot_backward, _onehot_inputs),
+    'conv': Operator(ConvInputs, conv.conv_forward, conv.conv_backward, _conv_inputs),
+    'onehot': Operator(OnehotInputs, onehot.onehot_forward, onehot.onehot_backward, _onehot_inputs),
     'local_causal': Operator(
         LocalInputs,
         causal.local_causal_forward,

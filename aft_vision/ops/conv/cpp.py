@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.common.build import compiled
-from aft_vision.ops.common.numerics import empty_denominator, empty_output
+from aft_vision.ops.common.inputs import ConvInputs, empty_denominator, empty_output
 from aft_vision.ops.common.product import LEAST, lanes, multiplies_pairs, whole_vectors
 from aft_vision.ops.common.tensors import (
     address,
@@ -23,7 +23,6 @@ from aft_vision.ops.common.tensors import (
     stream,
 )
 from aft_vision.ops.conv import eager as conv
-from aft_vision.ops.conv.eager import ConvInputs
 
 
 def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor | None]:

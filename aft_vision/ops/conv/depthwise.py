@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.common.build import compiled
-from aft_vision.ops.common.numerics import UNDERFLOW, empty_denominator, empty_output
+from aft_vision.ops.common.inputs import ConvInputs, OnehotInputs, empty_denominator, empty_output
+from aft_vision.ops.common.numerics import UNDERFLOW
 from aft_vision.ops.common.tensors import address, cast, float_buffer, float_output, floats, pack, profiled, tokens
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv import onehot
-from aft_vision.ops.conv.eager import ConvInputs
-from aft_vision.ops.conv.onehot import OnehotInputs
 from aft_vision.ops.position_bias import kept_weights
 
 # The minimal number of channels of a vector; a thread should have several blocks of them, to balance the load.

@@ -6,7 +6,7 @@ plus a convolution by exp(w) - 1. It loses digits if w is very negative at a dom
 call is repeated in the Toeplitz form, a few heads at a time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,17 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aft_vision.ops.common.inputs import ConvInputs, empty_denominator, empty_output
 from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, Workspace, mix_backward, mix_forward
-from aft_vision.ops.common.numerics import (
-    accumulate_dtype,
-    check_grid,
-    check_qkv,
-    empty_denominator,
-    empty_output,
-    may_branch,
-    product_dtype,
-    shifted_exp,
-)
+from aft_vision.ops.common.numerics import accumulate_dtype, may_branch, product_dtype, shifted_exp
 
 # The Toeplitz form is used for up to this many heads, or if there are at most as many tokens as taps; it never has more
 # matrix elements than this at once.
@@ -32,29 +24,6 @@ TOEPLITZ_HEADS = 64
 TOEPLITZ_ELEMENTS = 5_000_000
 # The depthwise form may lose at most this factor of a denominator by cancellation.
 CANCELLATION = {torch.bfloat16: 2.0, torch.float32: 16.0, torch.float64: 16.0}
-
-
-class ConvInputs(NamedTuple):
-    """Inputs of `ops.aft_conv`."""
-
-    q: Tensor | None
-    k: Tensor
-    v: Tensor
-    kernel: Tensor
-    grid: Sequence[int]
-    mask: Tensor | None
-    global_context: bool
-
-    @property
-    def channels(self) -> int:
-        """Return the number of channels per head."""
-        return self.v.shape[2] // self.k.shape[2]
-
-    def part(self, head: slice) -> 'ConvInputs':
-        """Return the inputs of some heads."""
-        channel = slice(head.start * self.channels, head.stop * self.channels)
-        q = None if self.q is None else self.q[..., channel]
-        return self._replace(q=q, k=self.k[..., head], v=self.v[..., channel], kernel=self.kernel[head])
 
 
 class ConvWeights:
@@ -222,17 +191,6 @@ class DepthwiseWeights(ConvWeights):
         if self.channels == 1:
             return Workspace(buffer, buffer[0].unsqueeze(-1), buffer[1].unsqueeze(-1))
         return Workspace(buffer, buffer[..., :-1], buffer[..., -1:])
-
-
-def check_conv(inputs: ConvInputs) -> None:
-    """Raise ValueError unless the shapes are those of `ops.aft_conv`."""
-    v, shape = inputs.v, inputs.kernel.shape
-    if len(shape) != 3 or shape[0] == 0 or shape[1] != shape[2] or shape[1] % 2 == 0:
-        raise ValueError(f'kernel must have shape (h, s, s) with h of at least 1 and s odd, got {tuple(shape)}')
-    if v.ndim == 3 and v.shape[2] % shape[0] != 0:
-        raise ValueError(f'the {shape[0]} heads of kernel must divide the {v.shape[2]} channels of v')
-    check_qkv(inputs, heads=shape[0])
-    check_grid(v.shape[1], inputs.grid)
 
 
 def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:

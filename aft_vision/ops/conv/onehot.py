@@ -7,22 +7,13 @@ den = sum e^k + (e^w - 1) e^k[o] cancels only if o is the largest key, w is very
 smaller. These means come from a softmax instead, which neither cancels nor underflows.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.numerics import (
-    accumulate_dtype,
-    check_grid,
-    check_qkv,
-    empty_output,
-    gate,
-    masked_keys,
-    masked_values,
-    may_branch,
-)
+from aft_vision.ops.common.inputs import OnehotInputs, empty_output
+from aft_vision.ops.common.numerics import accumulate_dtype, gate, masked_keys, masked_values, may_branch
 
 # Workspace of one batch chunk, in elements of its values; fits into the L2 cache.
 CHUNK_ELEMENTS = 1 << 18
@@ -80,35 +71,6 @@ class _Sums:
 
     def lost_mean(self, p: Tensor) -> Tensor:
         return (p.unsqueeze(-1) * self.values).sum(1, keepdim=True)  # (B, 1, h, c)
-
-
-class OnehotInputs(NamedTuple):
-    """Inputs of `ops.aft_onehot`."""
-
-    q: Tensor | None
-    k: Tensor
-    v: Tensor
-    offset: Tensor
-    weight: Tensor
-    grid: Sequence[int]
-    mask: Tensor | None
-
-
-def check_onehot(inputs: OnehotInputs) -> None:
-    """Raise ValueError unless the shapes are those of `ops.aft_onehot`."""
-    v, offset, weight = inputs.v, inputs.offset, inputs.weight
-    if offset.ndim != 2 or len(offset) == 0 or offset.shape[1] != 2 or offset.dtype != torch.int64:
-        raise ValueError(
-            f'offset must be int64 of shape (h, 2) with h of at least 1, '
-            f'got {offset.dtype} of shape {tuple(offset.shape)}'
-        )
-    heads = offset.shape[0]
-    if tuple(weight.shape) != (heads,):
-        raise ValueError(f'weight must have shape ({heads},) to match offset, got {tuple(weight.shape)}')
-    if v.ndim == 3 and v.shape[2] % heads != 0:
-        raise ValueError(f'the {heads} heads of offset must divide the {v.shape[2]} channels of v')
-    check_qkv(inputs, heads=heads)
-    check_grid(v.shape[1], inputs.grid)
 
 
 def onehot_means(

@@ -14,11 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aft_vision.ops.common.inputs import ConvInputs, empty_denominator
 from aft_vision.ops.common.kernels import FLOOR
 from aft_vision.ops.common.launch import as_bytes, launching, products, rows
-from aft_vision.ops.common.numerics import empty_denominator
 from aft_vision.ops.conv import repair_kernels as repair
-from aft_vision.ops.conv.eager import ConvInputs
 from aft_vision.ops.conv.kernels import forward_kernel, rows_kernel, sources_kernel, table_kernel
 
 # With fewer channels per head than this, contiguous pieces of (B, T, D) tensors are shorter than a memory transaction.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.common.build import compiled
-from aft_vision.ops.common.numerics import empty_denominator, empty_output
+from aft_vision.ops.common.inputs import ConvInputs, empty_denominator, empty_output
 from aft_vision.ops.common.product import LEAST, lanes, whole_vectors
 from aft_vision.ops.common.tensors import (
     address,
@@ -20,7 +20,6 @@ from aft_vision.ops.common.tensors import (
 )
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv.cpp import conv_backward as conv_backward
-from aft_vision.ops.conv.eager import ConvInputs
 from aft_vision.ops.position_bias import kept_weights
 
 

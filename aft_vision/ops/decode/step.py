@@ -8,7 +8,8 @@ from torch import Tensor
 from aft_vision.ops import operator
 from aft_vision.ops.causal.bias import BandBias, NoBias
 from aft_vision.ops.causal.eager import Past, mix_causal
-from aft_vision.ops.common.numerics import Qkv, may_branch, without_autocast
+from aft_vision.ops.common.inputs import Qkv
+from aft_vision.ops.common.numerics import may_branch, without_autocast
 from aft_vision.ops.decode import eager as decode
 from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import LocalState, SimpleState, check_local_state, check_simple_state

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.common.build import compiled
-from aft_vision.ops.common.numerics import empty_denominator, empty_output
+from aft_vision.ops.common.inputs import FullInputs, empty_denominator, empty_output
 from aft_vision.ops.common.product import LEAST, multiplies_pairs, rows, whole_vectors
 from aft_vision.ops.common.tensors import (
     address,
@@ -23,7 +23,6 @@ from aft_vision.ops.common.tensors import (
     stream,
 )
 from aft_vision.ops.full import eager as full
-from aft_vision.ops.full.eager import FullInputs
 from aft_vision.ops.position_bias import kept_weights
 
 # Elements of the gradient of the weights, which each thread sums for its own part.

@@ -1,20 +1,13 @@
 """AFT-full, not causal (AFT Eq. 2)."""
 
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from aft_vision.ops.common.inputs import FullInputs, empty_denominator, empty_output
 from aft_vision.ops.common.mixing import Workspace, mix_backward, mix_forward
-from aft_vision.ops.common.numerics import (
-    accumulate_dtype,
-    check_qkv,
-    empty_denominator,
-    empty_output,
-    may_branch,
-    product_dtype,
-)
+from aft_vision.ops.common.numerics import accumulate_dtype, may_branch, product_dtype
 
 # Workspace elements of a batch chunk, minimum, maximum and per thread: they fit into the caches, and the peak of memory
 # is near that of attention.
@@ -84,24 +77,6 @@ class FullWeights:
 
     def _views(self, buffer: Tensor) -> Workspace:
         return Workspace(buffer, buffer[0].unsqueeze(-1), buffer[1].unsqueeze(-1))
-
-
-class FullInputs(NamedTuple):
-    """Inputs of `ops.aft_full` and `ops.aft_full_causal`."""
-
-    q: Tensor | None
-    k: Tensor
-    v: Tensor
-    bias: Tensor
-    mask: Tensor | None
-
-
-def check_full(inputs: FullInputs) -> None:
-    """Raise ValueError unless the shapes are those of `ops.aft_full`."""
-    check_qkv(inputs)
-    bias, tokens = inputs.bias, inputs.v.shape[1]
-    if bias.shape != (tokens, tokens):
-        raise ValueError(f'bias must have shape {(tokens, tokens)} to match v, got {tuple(bias.shape)}')
 
 
 def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:

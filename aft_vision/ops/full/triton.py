@@ -7,10 +7,9 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from aft_vision.ops.common.inputs import FullInputs, empty_denominator, empty_output
 from aft_vision.ops.common.kernels import FLOOR
 from aft_vision.ops.common.launch import as_bytes, launching, like, product_type, products, rows, strides
-from aft_vision.ops.common.numerics import empty_denominator, empty_output
-from aft_vision.ops.full.eager import FullInputs
 from aft_vision.ops.full.kernels import backward_kernel, bias_kernel, column_kernel, forward_kernel
 
 # The gradient of the bias is cut into parts, so that this many tiles of the size below run at once.

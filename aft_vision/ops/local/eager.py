@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from aft_vision.ops.common.inputs import LocalInputs, empty_denominator, empty_output
 from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, Workspace, mix_backward, mix_forward
-from aft_vision.ops.common.numerics import accumulate_dtype, check_qkv, empty_denominator, empty_output, product_dtype
+from aft_vision.ops.common.numerics import accumulate_dtype, product_dtype
 from aft_vision.ops.local.band import block_length, skew, unskew
 
 
@@ -148,26 +149,6 @@ def _running_sums(x: Tensor, stops: list[int]) -> list[Tensor]:
         start = stop
         sums.append(total)
     return sums
-
-
-class LocalInputs(NamedTuple):
-    """Inputs of `ops.aft_local` and `ops.aft_local_causal`."""
-
-    q: Tensor | None
-    k: Tensor
-    v: Tensor
-    band: Tensor
-    mask: Tensor | None
-
-
-def check_local(inputs: LocalInputs) -> None:
-    """Raise ValueError unless the shapes are those of `ops.aft_local`."""
-    check_qkv(inputs)
-    band, tokens = inputs.band, inputs.v.shape[1]
-    if band.ndim != 2 or band.shape[0] != tokens or band.shape[1] % 2 == 0:
-        raise ValueError(
-            f'band must have shape ({tokens}, 2 * s - 1) for a window of s tokens, got {tuple(band.shape)}'
-        )
 
 
 def local_forward(inputs: LocalInputs, save: bool) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,8 @@
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.numerics import Qkv, accumulate_dtype, gate, masked_keys, masked_values, may_branch
-
-
-def empty_context(k: Tensor, v: Tensor, save: bool) -> Tensor:
-    """Return a buffer for the context (B, 1, D) that the backward reuses; empty if it is not saved."""
-    return torch.empty((v.shape[0], 1, v.shape[2]) if save else (0,), dtype=accumulate_dtype(v), device=v.device)
+from aft_vision.ops.common.inputs import Qkv, empty_context
+from aft_vision.ops.common.numerics import gate, masked_keys, masked_values, may_branch
 
 
 def simple_forward(inputs: Qkv, save: bool) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,8 @@
 import triton
 from torch import Tensor
 
+from aft_vision.ops.common.inputs import Qkv, empty_context, empty_output
 from aft_vision.ops.common.launch import as_bytes, launching, like, rows, strides
-from aft_vision.ops.common.numerics import Qkv, empty_output
-from aft_vision.ops.simple.eager import empty_context
 from aft_vision.ops.simple.kernels import backward_kernel, forward_kernel
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import operator
-from aft_vision.ops.common.numerics import Qkv
+from aft_vision.ops.common.inputs import Qkv
 
 
 @pytest.fixture
