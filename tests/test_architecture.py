@@ -51,7 +51,7 @@ CPP_MODULES = tuple(
     f'aft_vision.ops.{name}'
     for name in (
         *('full.cpp', 'conv.cpp', 'conv.wide', 'conv.depthwise', 'axial.cpp', 'causal.local_cpp', 'causal.simple_cpp'),
-        *('decode.step_cpp', 'common.build', 'common.tensors', 'common.product'),
+        *('decode.step_cpp', 'common.build', 'common.cpp'),
     )
 )
 ABOVE_MODELS = Rule((*AFT_FOLDERS, 'timm', 'einops'), lazily=('matplotlib',))

@@ -28,7 +28,7 @@ import timm
 import torch
 
 import aft_vision
-from aft_vision.ops.common.build import library
+from aft_vision.ops.common.cpp import library
 
 folder = Path(aft_vision.__file__).parent
 assert folder.is_relative_to(sys.prefix), f'expected the package of {sys.prefix}, got {folder}'

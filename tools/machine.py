@@ -140,7 +140,7 @@ def describe_backends(device: torch.device | str) -> str:
             'on' if torch.backends.cuda.matmul.allow_tf32 else 'off'
         )
     else:
-        from aft_vision.ops.common.build import library
+        from aft_vision.ops.common.cpp import library
 
         onednn = 'on' if torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled else 'off'
         kernel = 'cannot be built' if library() is None else 'built'

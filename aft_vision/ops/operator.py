@@ -97,7 +97,7 @@ def _runs_compiled(inputs: Any) -> bool:
     for x in inputs:
         if isinstance(x, Tensor) and not x.is_cpu:
             return False
-    return inputs.v.dtype != torch.float64 and _module('common.build').library() is not None
+    return inputs.v.dtype != torch.float64 and _module('common.cpp').library() is not None
 
 
 def _runs_compiled_local_causal(inputs: LocalInputs) -> bool:
@@ -116,8 +116,8 @@ def _runs_wide(inputs: ConvInputs) -> bool:
     # Narrow heads, or one sequence with a kernel that is not larger than its grid (docs/reference/kernels.md).
     if not (inputs.global_context and _runs_compiled(inputs)):
         return False
-    product = _module('common.product')
-    narrow = inputs.channels < WIDE_CHANNELS[product.lanes()] and not product.multiplies_pairs(inputs.v)
+    cpp = _module('common.cpp')
+    narrow = inputs.channels < WIDE_CHANNELS[cpp.lanes()] and not cpp.multiplies_pairs(inputs.v)
     return narrow or (inputs.v.shape[0] == 1 and inputs.kernel.shape[1] <= max(inputs.grid))
 
 

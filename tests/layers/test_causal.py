@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from aft_vision.layers import CausalAttention, CausalBlock
 from aft_vision.layers.causal import CausalSimple, compile_decoder
-from aft_vision.ops.common.build import library
+from aft_vision.ops.common.cpp import library
 
 needs_compiler = pytest.mark.skipif(library() is None, reason='there is no compiler here')
 MIXERS: dict[str, dict[str, Any]] = {

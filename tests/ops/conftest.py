@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import interpret_triton
 
-from aft_vision.ops.common import build, launch
+from aft_vision.ops.common import build, cpp, launch
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def compiled() -> None:
     """Build the C++ kernels; skip the test if there is no compiler."""
     if shutil.which(build._chosen_compiler()[0]) is None:
         pytest.skip('there is no compiler here')
-    assert build.library() is not None
+    assert cpp.library() is not None
 
 
 @pytest.fixture

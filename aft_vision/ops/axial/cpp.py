@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.axial import eager
-from aft_vision.ops.common.build import compiled
-from aft_vision.ops.common.inputs import AxialInputs, empty_denominator, empty_output
-from aft_vision.ops.common.product import LEAST
-from aft_vision.ops.common.tensors import (
+from aft_vision.ops.common.cpp import (
+    LEAST,
     address,
     cast,
+    compiled,
     float_buffer,
     floats,
     narrow_like,
@@ -21,6 +20,7 @@ from aft_vision.ops.common.tensors import (
     profiled,
     stream,
 )
+from aft_vision.ops.common.inputs import AxialInputs, empty_denominator, empty_output
 
 
 def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor | None]:

@@ -20,13 +20,11 @@ from aft_vision.ops.causal.eager import (
     shield_forward,
     vanishing_limit,
 )
-from aft_vision.ops.common.build import compiled
-from aft_vision.ops.common.inputs import LocalInputs, empty_denominator, empty_output
-from aft_vision.ops.common.numerics import gate, product_dtype
-from aft_vision.ops.common.product import LEAST
-from aft_vision.ops.common.tensors import (
+from aft_vision.ops.common.cpp import (
+    LEAST,
     address,
     cast,
+    compiled,
     float_buffer,
     float_output,
     floats,
@@ -37,6 +35,8 @@ from aft_vision.ops.common.tensors import (
     profiled,
     stream,
 )
+from aft_vision.ops.common.inputs import LocalInputs, empty_denominator, empty_output
+from aft_vision.ops.common.numerics import gate, product_dtype
 from aft_vision.ops.local.band import block_length
 
 

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.causal.eager import shield_backward, shield_forward
-from aft_vision.ops.common.build import compiled
+from aft_vision.ops.common.cpp import address, cast, compiled, float_buffer, float_output, pack, profiled, tokens
 from aft_vision.ops.common.inputs import Qkv, empty_denominator, empty_output
-from aft_vision.ops.common.tensors import address, cast, float_buffer, float_output, pack, profiled, tokens
 
 
 @shield_forward

@@ -1,4 +1,4 @@
-"""The build of the C++ kernels at first use. If it fails, one line is logged and the torch forms run.
+"""The build of the C++ kernels.
 
 The sources include no torch headers, so the build is one call of the compiler, without ninja, and does not depend on
 the version of torch or Python.
@@ -8,8 +8,6 @@ this user.
 """
 
 import contextlib
-import ctypes
-import functools
 import hashlib
 import logging
 import os
@@ -22,11 +20,9 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from aft_vision.ops.common.errors import first_line
 from aft_vision.ops.common.locks import locked
 
 _logger = logging.getLogger(__name__)
@@ -52,63 +48,11 @@ VECTOR_FLAGS = {
 
 # For AVX-512 machines that multiply bfloat16; GCC 10 or newer.
 HALF_FLAG = '-mavx512bf16'
-# Return values of the functions of `guard.h` for std::bad_alloc and for every other exception.
-OUT_OF_MEMORY, FAILED = -1000, -1001
 # Prefix of the names of build folders.
 UNFINISHED = 'unfinished_'
 
 
-class Kernels(ctypes.CDLL):
-    """The compiled functions; a C++ exception becomes a MemoryError or a RuntimeError."""
-
-    def __getitem__(self, name: Any) -> Any:
-        function = super().__getitem__(name)
-        function.errcheck = self._check
-        return function
-
-    def _check(self, result: Any, function: Any, arguments: Any) -> Any:
-        if result > OUT_OF_MEMORY:
-            return result
-        reason = ctypes.CDLL.__getitem__(self, 'aft_reason')
-        reason.restype = ctypes.c_char_p
-        message = f'{function.__name__} failed: {reason().decode(errors="replace")}'
-        raise MemoryError(message) if result == OUT_OF_MEMORY else RuntimeError(message)
-
-
-@functools.cache
-def library() -> Kernels | None:
-    """Return the compiled kernels; if they cannot be built, log one line and return None."""
-    try:
-        try:
-            return _load(_build())
-        except OSError:
-            # The cached library may be from a system with other libraries.
-            return _load(_build(rebuild=True))
-    except (OSError, RuntimeError) as error:
-        _logger.warning(
-            'the C++ kernels cannot be built, so AFT-full, AFT-conv, AFT-axial, AFT with one offset a channel, the '
-            'causal operations and decoding use the slower torch forms: %s',
-            first_line(error),
-        )
-        return None
-
-
-def compiled() -> Kernels:
-    """Return the compiled kernels, which must exist."""
-    found = library()
-    assert found is not None
-    return found
-
-
-def _load(path: Path) -> Kernels:
-    found = Kernels(str(path))
-    # Record the time of the last use; the folder may not be writable.
-    with contextlib.suppress(OSError):
-        os.utime(path)
-    return found
-
-
-def _build(rebuild: bool = False) -> Path:
+def build_library(rebuild: bool = False) -> Path:
     """Return the path of the shared library; compile it unless it is cached.
 
     Args:

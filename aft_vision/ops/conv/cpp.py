@@ -8,20 +8,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.build import compiled
-from aft_vision.ops.common.inputs import ConvInputs, empty_denominator, empty_output
-from aft_vision.ops.common.product import LEAST, lanes, multiplies_pairs, whole_vectors
-from aft_vision.ops.common.tensors import (
+from aft_vision.ops.common.cpp import (
+    LEAST,
     address,
     cast,
+    compiled,
     float_buffer,
     floats,
+    lanes,
+    multiplies_pairs,
     narrow_like,
     narrow_output,
     pack,
     profiled,
     stream,
+    whole_vectors,
 )
+from aft_vision.ops.common.inputs import ConvInputs, empty_denominator, empty_output
 from aft_vision.ops.conv import eager as conv
 
 

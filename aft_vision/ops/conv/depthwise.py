@@ -10,10 +10,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.build import compiled
+from aft_vision.ops.common.cpp import (
+    address,
+    cast,
+    compiled,
+    float_buffer,
+    float_output,
+    floats,
+    pack,
+    profiled,
+    tokens,
+)
 from aft_vision.ops.common.inputs import ConvInputs, OnehotInputs, empty_denominator, empty_output
 from aft_vision.ops.common.numerics import UNDERFLOW
-from aft_vision.ops.common.tensors import address, cast, float_buffer, float_output, floats, pack, profiled, tokens
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv import onehot
 from aft_vision.ops.position_bias import kept_weights

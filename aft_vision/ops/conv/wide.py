@@ -6,18 +6,20 @@ A call with a denominator that underflows is done again by the torch form, which
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.build import compiled
-from aft_vision.ops.common.inputs import ConvInputs, empty_denominator, empty_output
-from aft_vision.ops.common.product import LEAST, lanes, whole_vectors
-from aft_vision.ops.common.tensors import (
+from aft_vision.ops.common.cpp import (
+    LEAST,
     address,
+    compiled,
     float_buffer,
     floats,
+    lanes,
     narrow_output,
     pack,
     profiled,
     stream,
+    whole_vectors,
 )
+from aft_vision.ops.common.inputs import ConvInputs, empty_denominator, empty_output
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv.cpp import conv_backward as conv_backward
 from aft_vision.ops.position_bias import kept_weights

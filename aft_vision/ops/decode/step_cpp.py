@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.build import compiled, library
-from aft_vision.ops.common.tensors import Tokens, float_buffer, number, numbers, pointer
+from aft_vision.ops.common.cpp import Tokens, compiled, float_buffer, library, number, numbers, pointer
 from aft_vision.ops.decode import eager as decode
 from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import LocalState, SimpleState

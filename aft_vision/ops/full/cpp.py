@@ -8,20 +8,23 @@ import math
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.build import compiled
-from aft_vision.ops.common.inputs import FullInputs, empty_denominator, empty_output
-from aft_vision.ops.common.product import LEAST, multiplies_pairs, rows, whole_vectors
-from aft_vision.ops.common.tensors import (
+from aft_vision.ops.common.cpp import (
+    LEAST,
     address,
     cast,
+    compiled,
     float_buffer,
     floats,
+    multiplies_pairs,
     narrow_like,
     narrow_output,
     pack,
     profiled,
+    rows,
     stream,
+    whole_vectors,
 )
+from aft_vision.ops.common.inputs import FullInputs, empty_denominator, empty_output
 from aft_vision.ops.full import eager as full
 from aft_vision.ops.position_bias import kept_weights
 

@@ -15,13 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from aft_vision.ops.common import build
-
-pytestmark = pytest.mark.usefixtures('compiled')
+from aft_vision.ops.common import build, cpp
 
 
 @pytest.fixture(autouse=True)
-def little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def little(compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A source that compiles at once, and a folder of its own."""
     source = tmp_path / 'answer.cpp'
     source.write_text('extern "C" int answer() { return 42; }\n')
@@ -43,27 +41,27 @@ def write_compiler(path: Path, before: str) -> str:
 
 
 def test_a_built_library_is_kept_and_needs_no_compiler_again(monkeypatch: pytest.MonkeyPatch):
-    path = build._build()
+    path = build.build_library()
     assert kept(path.parent) == {path}
     monkeypatch.setenv('CXX', 'no-such-compiler')
-    assert build._build() == path
+    assert build.build_library() == path
 
 
 def test_machines_and_compilers_of_another_kind_do_not_share_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    path = build._build()
+    path = build.build_library()
     monkeypatch.setattr(platform, 'machine', lambda: 'riscv64')
-    other_machine = build._build()
+    other_machine = build.build_library()
     # Another version of the same compiler.
     compiler = tmp_path / 'compiler'
     own = shutil.which(os.environ.get('CXX', 'c++'))
     compiler.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo 99; fi\nexec {own} "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv('CXX', str(compiler))
-    assert len({path, other_machine, build._build()}) == 3
+    assert len({path, other_machine, build.build_library()}) == 3
     monkeypatch.setenv('CXX', 'no-such-compiler')
     monkeypatch.setattr(platform, 'machine', lambda: 'sparc')
     with pytest.raises(RuntimeError, match='expected a C\\+\\+ compiler, got none by the name of no-such-compiler'):
-        build._build()
+        build.build_library()
 
 
 @pytest.mark.parametrize(('compiler', 'is_gcc'), [('g++ (Debian) 12.2.0', True), ('Apple clang version 14.0.0', False)])
@@ -77,7 +75,7 @@ def test_clang_gets_no_flag_that_gcc_alone_knows(compiler: str, is_gcc: bool, mo
         return subprocess.CompletedProcess(command, 0, stdout=compiler.encode(), stderr='')
 
     monkeypatch.setattr(subprocess, 'run', run)
-    build._build()
+    build.build_library()
     (command,) = commands
     assert ('-fno-predictive-commoning' in command) == is_gcc
     assert {*build.FLAGS, '-shared'} <= set(command)
@@ -87,7 +85,7 @@ def test_clang_takes_the_other_flags(monkeypatch: pytest.MonkeyPatch):
     if shutil.which('clang++') is None:
         pytest.skip('there is no clang++ here')
     monkeypatch.setenv('CXX', 'clang++')
-    assert build._load(build._build()).answer() == 42
+    assert cpp._load(build.build_library()).answer() == 42
 
 
 def test_a_compiler_that_does_not_know_bfloat16_does_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -105,13 +103,13 @@ def test_a_compiler_that_does_not_know_bfloat16_does_without(monkeypatch: pytest
     monkeypatch.setattr(build, 'VECTOR_FLAGS', {})
     monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: 'AVX512')
     monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: True)
-    assert build._load(build._build()).answer() == 42
+    assert cpp._load(build.build_library()).answer() == 42
 
 
 def build_version(answer: int, days: float) -> Path:
     """A build of sources of its own, that was last used so many days ago."""
     build.SOURCES[0].write_text(f'extern "C" int answer() {{ return {answer}; }}\n')
-    path = build._build()
+    path = build.build_library()
     os.utime(path, (time.time() - days * 24 * 3600,) * 2)
     return path
 
@@ -129,13 +127,13 @@ def test_a_new_build_removes_those_of_other_versions_that_are_long_unused(monkey
     assert loaded.answer() == 3
     # Nothing is removed where nothing is built.
     os.utime(recent, (0, 0))
-    assert build._build() == new
+    assert build.build_library() == new
     assert recent.exists()
 
 
 def test_a_build_that_is_loaded_is_not_unused():
     path = build_version(5, 31)
-    assert build.library.__wrapped__().answer() == 5
+    assert cpp.library.__wrapped__().answer() == 5
     assert time.time() - path.stat().st_mtime < 3600
     build_version(6, 0)
     assert path.exists()
@@ -147,7 +145,7 @@ def test_the_time_of_a_build_need_not_be_written(monkeypatch: pytest.MonkeyPatch
 
     build_version(7, 0)
     monkeypatch.setattr(os, 'utime', refuse)
-    assert build.library.__wrapped__().answer() == 7
+    assert cpp.library.__wrapped__().answer() == 7
 
 
 def replace_symbols(path: Path) -> None:
@@ -170,12 +168,12 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_library_is_compiled_once_more_and_never_loaded(
     damage: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
 ):
-    path = build._build()
+    path = build.build_library()
     whole, loaded = path.read_bytes(), []
     damage(path)
-    kernels = build.Kernels
-    monkeypatch.setattr(build, 'Kernels', lambda name: (loaded.append(Path(name).read_bytes()), kernels(name))[1])
-    assert build.library.__wrapped__().answer() == 42
+    kernels = cpp.Kernels
+    monkeypatch.setattr(cpp, 'Kernels', lambda name: (loaded.append(Path(name).read_bytes()), kernels(name))[1])
+    assert cpp.library.__wrapped__().answer() == 42
     assert [len(x) for x in loaded] == [len(whole)]
     assert len(kept(path.parent)) == 1
 
@@ -184,14 +182,14 @@ def test_a_damaged_library_is_compiled_once_more_and_never_loaded(
 def test_without_a_compiler_a_damaged_library_is_one_line_and_torch(
     damage: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    damage(build._build())
+    damage(build.build_library())
     monkeypatch.setenv('CXX', 'no-such-compiler')
-    assert build.library.__wrapped__() is None
+    assert cpp.library.__wrapped__() is None
     assert len(logged(caplog)) == 1
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == build.__name__]
+    return [record.getMessage() for record in caplog.records if record.name in (build.__name__, cpp.__name__)]
 
 
 def test_a_library_is_on_the_disk_before_it_has_its_name(monkeypatch: pytest.MonkeyPatch):
@@ -203,7 +201,7 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, 'fsync', record_sync)
     monkeypatch.setattr(os, 'replace', lambda *x: (calls.append('replace'), replace(*x)))
-    path = build._build()
+    path = build.build_library()
     assert len(calls) == 3
     assert calls[1] == 'replace'
     assert calls[0].endswith('.so') or calls[0] == 'unknown'
@@ -230,9 +228,9 @@ EXPOSURES: dict[str, Callable[[Path], object]] = {
 def test_nothing_is_loaded_from_a_folder_of_another_user(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ):
-    folder = build._build().parent
+    folder = build.build_library().parent
     give_away(folder, monkeypatch)
-    found = build.library.__wrapped__()
+    found = cpp.library.__wrapped__()
     assert found.answer() == 42
     assert Path(found._name).parent == tmp_path / f'aft_vision_{os.getuid()}'
     (line,) = logged(caplog)
@@ -240,7 +238,7 @@ def test_nothing_is_loaded_from_a_folder_of_another_user(
     # Where the private folder is as bad, torch takes its place.
     caplog.clear()
     Path(found._name).parent.chmod(0o777)
-    assert build.library.__wrapped__() is None
+    assert cpp.library.__wrapped__() is None
     (line,) = logged(caplog)
     assert 'other users can write' in line
 
@@ -249,13 +247,13 @@ def test_nothing_is_loaded_from_a_folder_of_another_user(
 def test_a_folder_of_this_user_is_closed_to_others_once_and_filled_again(
     expose: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ):
-    path = build._build()
+    path = build.build_library()
     expose(path.parent)
     inode = path.stat().st_ino
     # A second file with the old inode, which the new one cannot get then.
     os.link(path, path.parent / 'old')
     for _ in range(2):
-        found = build.library.__wrapped__()
+        found = cpp.library.__wrapped__()
         assert found.answer() == 42
         assert Path(found._name) == path
         assert path.stat().st_ino != inode
@@ -279,11 +277,11 @@ def test_a_private_folder_that_another_user_makes_first_is_refused(
     make: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ):
     private, mkdir = tmp_path / f'aft_vision_{os.getuid()}', Path.mkdir
-    give_away(build._build().parent, monkeypatch)
+    give_away(build.build_library().parent, monkeypatch)
     monkeypatch.setattr(
         Path, 'mkdir', lambda self, **x: make(self, mkdir, **x) if self == private else mkdir(self, **x)
     )
-    assert build.library.__wrapped__() is None
+    assert cpp.library.__wrapped__() is None
     assert private.exists()
     (line,) = logged(caplog)
     assert 'other users can write' in line
@@ -292,10 +290,10 @@ def test_a_private_folder_that_another_user_makes_first_is_refused(
 
 @pytest.mark.parametrize('expose', EXPOSURES.values(), ids=EXPOSURES)
 def test_a_library_that_another_user_can_write_to_is_built_again(expose: Callable[[Path], object]):
-    path = build._build()
+    path = build.build_library()
     expose(path)
     inode = path.stat().st_ino
-    found = build.library.__wrapped__()
+    found = cpp.library.__wrapped__()
     assert found.answer() == 42
     assert Path(found._name).stat().st_ino != inode
     assert not Path(found._name).stat().st_mode & 0o022
@@ -304,7 +302,7 @@ def test_a_library_that_another_user_can_write_to_is_built_again(expose: Callabl
 def test_a_library_is_writable_for_its_user_alone_whatever_the_umask():
     before = os.umask(0)
     try:
-        path = build._build()
+        path = build.build_library()
     finally:
         os.umask(before)
     assert not (path.stat().st_mode | path.parent.stat().st_mode) & 0o022
@@ -313,16 +311,16 @@ def test_a_library_is_writable_for_its_user_alone_whatever_the_umask():
 def test_the_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch):
     # As `ccache g++`, which need not be installed.
     monkeypatch.setenv('CXX', f'env {os.environ.get("CXX", "c++")}')
-    assert build.library.__wrapped__().answer() == 42
+    assert cpp.library.__wrapped__().answer() == 42
     monkeypatch.setenv('CXX', f'{os.environ["CXX"]} -DOTHER')
-    assert len(kept(build._build().parent)) == 2
+    assert len(kept(build.build_library().parent)) == 2
 
 
 def test_a_compiler_that_is_no_command_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     for value in ('"g++', '', ' '):
         caplog.clear()
         monkeypatch.setenv('CXX', value)
-        assert build.library.__wrapped__() is None
+        assert cpp.library.__wrapped__() is None
         assert len(logged(caplog)) == 1
 
 
@@ -340,7 +338,7 @@ def test_a_build_that_runs_an_hour_later_removes_what_a_killed_one_left(
         # As a compiler that has written a part.
         lines = 'if [ "$1" != --version ]; then echo > "$TMPDIR/part.s"; exec sleep 2; fi'
         slow.setenv('CXX', write_compiler(tmp_path / 'slow', lines))
-        process = multiprocessing.get_context('fork').Process(target=build._build)
+        process = multiprocessing.get_context('fork').Process(target=build.build_library)
         process.start()
         folder = tmp_path / 'kept' / 'aft_vision'
         wait_for(lambda: list(folder.glob('*/part.s')))
@@ -348,10 +346,10 @@ def test_a_build_that_runs_an_hour_later_removes_what_a_killed_one_left(
         process.join()
     (left,) = (part.parent for part in folder.glob('*/part.s'))
     # It does not hold the lock. A build of another host may, for all that this one knows.
-    path = build._build()
+    path = build.build_library()
     assert kept(folder) == {path, left}
     os.utime(left, (time.time() - 4000,) * 2)
-    new = build._build(rebuild=True)
+    new = build.build_library(rebuild=True)
     assert kept(folder) == {new}
 
 
@@ -361,7 +359,7 @@ def test_processes_that_start_together_compile_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv('CXX', write_compiler(tmp_path / 'compiler', lines))
     context = multiprocessing.get_context('fork')
     found = context.SimpleQueue()
-    processes = [context.Process(target=lambda: found.put(build._build())) for _ in range(3)]
+    processes = [context.Process(target=lambda: found.put(build.build_library())) for _ in range(3)]
     for process in processes:
         process.start()
     paths = {found.get() for _ in processes}
@@ -386,7 +384,7 @@ def test_an_exception_of_cpp_is_one_of_python(monkeypatch: pytest.MonkeyPatch, t
         '  return guarded([&] { region.finish(); });\n}\n'
     )
     monkeypatch.setattr(build, 'SOURCES', [source, build.FOLDER / 'guard.cpp'])
-    found = build.library.__wrapped__()
+    found = cpp.library.__wrapped__()
     assert found.fine() == 7
     with pytest.raises(MemoryError, match='too_large failed: std::bad_alloc'):
         found.too_large()
@@ -400,8 +398,8 @@ def test_the_log_gives_the_error_of_the_compiler(caplog: pytest.LogCaptureFixtur
     # The compiler first says in which function it is.
     build.SOURCES[0].write_text('int answer() { return unknown; }\n')
     with caplog.at_level(logging.WARNING):
-        assert build.library.__wrapped__() is None
-    (message,) = [record.getMessage() for record in caplog.records if record.name == build.__name__]
+        assert cpp.library.__wrapped__() is None
+    (message,) = [record.getMessage() for record in caplog.records if record.name in (build.__name__, cpp.__name__)]
     assert 'error:' in message
     assert 'unknown' in message
     assert 'one offset' in message
@@ -412,9 +410,9 @@ def test_what_cannot_be_loaded_is_compiled_no_more_than_once_more(monkeypatch: p
     run = subprocess.run
     monkeypatch.setattr(subprocess, 'run', lambda command, **x: (runs.append(command), run(command, **x))[1])
 
-    def fail(self: build.Kernels, path: str) -> None:
+    def fail(self: cpp.Kernels, path: str) -> None:
         raise OSError(f'{path}: version GLIBC_9.9 not found')
 
-    monkeypatch.setattr(build.Kernels, '__init__', fail)
-    assert build.library.__wrapped__() is None
+    monkeypatch.setattr(cpp.Kernels, '__init__', fail)
+    assert cpp.library.__wrapped__() is None
     assert len([command for command in runs if '-shared' in command]) == 2

@@ -19,7 +19,7 @@ from helpers import randn
 from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.ops.common import build
+from aft_vision.ops.common import build, cpp
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
@@ -178,7 +178,7 @@ void operator delete[](void *x, size_t, std::align_val_t) noexcept { free(x); }
 class Scarce:
     """The kernels, in each of whose functions the nth allocation fails, for every n."""
 
-    def __init__(self, kernels: build.Kernels) -> None:
+    def __init__(self, kernels: cpp.Kernels) -> None:
         self.kernels = kernels
         self.allow = ctypes.CDLL(None).allow
         self.failed: dict[str, int] = {}
@@ -204,10 +204,10 @@ class Scarce:
 
 def run_scarce() -> None:
     """Print how many allocations of each function failed; in a process with `SCARCE` loaded."""
-    kernels = build.library()
+    kernels = cpp.library()
     assert kernels is not None
     scarce = Scarce(kernels)
-    build.library = lambda: scarce  # type: ignore[assignment, return-value]
+    cpp.library = lambda: scarce  # type: ignore[assignment, return-value]
     torch.set_num_threads(2)
     for D in (9, 19, 75):
         for name in operator_inputs(D):

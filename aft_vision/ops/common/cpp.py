@@ -1,17 +1,106 @@
-"""Tensors as arguments of the C++ kernels.
+"""Calls of the C++ kernels: the library, loaded at first use, and tensors as arguments.
 
-A call gives its kernel one block of numbers and addresses, eight bytes each, in the order of a struct in C++.
+If the library cannot be built, one line is logged and the torch forms run. A call gives its kernel one block of numbers
+and addresses, eight bytes each, in the order of a struct in C++.
 """
 
+import contextlib
 import ctypes
 import functools
+import logging
+import os
 import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
+
+from aft_vision.ops.common.build import build_library
+from aft_vision.ops.common.errors import first_line
+from aft_vision.ops.common.numerics import UNDERFLOW, product_dtype
+
+_logger = logging.getLogger(__name__)
+
+# Return values of the functions of `guard.h` for std::bad_alloc and for every other exception.
+OUT_OF_MEMORY, FAILED = -1000, -1001
+# A denominator below this has lost digits.
+LEAST = ctypes.c_float(UNDERFLOW[torch.float32])
+
+
+class Kernels(ctypes.CDLL):
+    """The compiled functions; a C++ exception becomes a MemoryError or a RuntimeError."""
+
+    def __getitem__(self, name: Any) -> Any:
+        function = super().__getitem__(name)
+        function.errcheck = self._check
+        return function
+
+    def _check(self, result: Any, function: Any, arguments: Any) -> Any:
+        if result > OUT_OF_MEMORY:
+            return result
+        reason = ctypes.CDLL.__getitem__(self, 'aft_reason')
+        reason.restype = ctypes.c_char_p
+        message = f'{function.__name__} failed: {reason().decode(errors="replace")}'
+        raise MemoryError(message) if result == OUT_OF_MEMORY else RuntimeError(message)
+
+
+@functools.cache
+def library() -> Kernels | None:
+    """Return the compiled kernels; if they cannot be built, log one line and return None."""
+    try:
+        try:
+            return _load(build_library())
+        except OSError:
+            # The cached library may be from a system with other libraries.
+            return _load(build_library(rebuild=True))
+    except (OSError, RuntimeError) as error:
+        _logger.warning(
+            'the C++ kernels cannot be built, so AFT-full, AFT-conv, AFT-axial, AFT with one offset a channel, the '
+            'causal operations and decoding use the slower torch forms: %s',
+            first_line(error),
+        )
+        return None
+
+
+def compiled() -> Kernels:
+    """Return the compiled kernels, which must exist."""
+    found = library()
+    assert found is not None
+    return found
+
+
+def _load(path: Path) -> Kernels:
+    found = Kernels(str(path))
+    # Record the time of the last use; the folder may not be writable.
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return found
+
+
+def multiplies_pairs(v: Tensor) -> bool:
+    """Return whether a word of an operand is a pair of bfloat16 terms instead of a float32."""
+    return product_dtype(v) == torch.bfloat16 and bool(compiled().aft_has_pairs())
+
+
+@functools.cache
+def lanes() -> int:
+    """Return the number of floats of a vector."""
+    return compiled().aft_lanes()
+
+
+@functools.cache
+def rows() -> int:
+    """Return the number of rows of a product."""
+    return compiled().aft_rows()
+
+
+def whole_vectors(count: int) -> int:
+    """Round up to whole vectors."""
+    return -(-count // lanes()) * lanes()
 
 
 class Tokens(ctypes.Structure):
