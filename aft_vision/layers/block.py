@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from timm.layers import DropPath, LayerNorm, LayerScale, Mlp
 from torch import Tensor, nn
 
-from aft_vision.layers.base import AFTMixer
-from aft_vision.layers.mixers import create_mixer
+from aft_vision.layers.mixers import AFTMixer, create_mixer
 
 
 class InplaceGELU(nn.GELU):

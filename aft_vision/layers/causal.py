@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from aft_vision import ops
-from aft_vision.layers.base import AFTMixer, resolve_num_heads
 from aft_vision.layers.block import AFTBlock, InplaceGELU
-from aft_vision.layers.mixers import AFTFull, AFTLocal, AFTSimple
+from aft_vision.layers.mixers import AFTFull, AFTLocal, AFTMixer, AFTSimple, resolve_num_heads
 from aft_vision.layers.position_bias import FactorizedBias
 
 

@@ -7,8 +7,7 @@ biases, whose exponentials depend on the grid.
 import torch
 from torch import Tensor, nn
 
-from aft_vision.layers.base import tokens_to_maps
-from aft_vision.layers.mixers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer
+from aft_vision.layers.mixers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, tokens_to_maps
 from aft_vision.layers.position_bias import resample_axis
 from aft_vision.ops import aten
 
