@@ -12,7 +12,7 @@ from aft_vision.layers.mixers import AFTMixer, create_mixer
 
 
 class InplaceGELU(nn.GELU):
-    """A GELU that overwrites its input in an ordinary call without gradients.
+    """A GELU that in evaluation overwrites its input, in an ordinary call without gradients.
 
     The hidden values of an MLP are its largest tensors. With a second one, the allocator returns their memory to the
     system in every block and gets it back page by page.
@@ -26,7 +26,7 @@ class InplaceGELU(nn.GELU):
     @torch.jit.unused
     def _ordinary(self, x: Tensor) -> Tensor:
         watched = type(x) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if watched or torch.is_grad_enabled():
+        if watched or self.training or torch.is_grad_enabled():
             return F.gelu(x, approximate=self.approximate)
         return torch.ops.aten.gelu_(x, approximate=self.approximate)
 

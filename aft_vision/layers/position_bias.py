@@ -279,8 +279,40 @@ class PairwiseBias(FusedModule):
         return bias if window is None else local_bias(bias, min(window, bias.shape[0]), self.causal)
 
 
+class _Standardized(FusedModule):
+    # A raw bias of each head, standardised with a gain and a shift (AFT Eq. 8).
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        standardize: bool,
+        std: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.gamma = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if standardize else None
+        self.beta = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if standardize else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the raw bias at random, and gamma and beta to 0: the mixer starts as AFT-simple."""
+        nn.init.trunc_normal_(self.weight, std=self.std)
+        if self.gamma is not None and self.beta is not None:
+            nn.init.zeros_(self.gamma)
+            nn.init.zeros_(self.beta)
+
+    def compute(self) -> Tensor:
+        gamma, beta = self.gamma, self.beta
+        if gamma is None or beta is None:
+            return self.weight
+        return standardized_kernel(self.weight.flatten(1).unsqueeze(1), gamma, beta).view_as(self.weight)
+
+
 @register_notrace_module
-class StandardizedKernel(FusedModule):
+class StandardizedKernel(_Standardized):
     """The kernel of AFT-conv, standardised per head (AFT Eq. 8).
 
     Args:
@@ -299,26 +331,8 @@ class StandardizedKernel(FusedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         check_kernel_size(kernel_size)
-        self.std = std
-        self.weight = nn.Parameter(torch.empty(num_heads, kernel_size, kernel_size, device=device, dtype=dtype))
-        self.gamma = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if standardize else None
-        self.beta = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if standardize else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise the raw kernel at random, and gamma and beta to 0: AFT-conv starts as AFT-simple."""
-        nn.init.trunc_normal_(self.weight, std=self.std)
-        if self.gamma is not None and self.beta is not None:
-            nn.init.zeros_(self.gamma)
-            nn.init.zeros_(self.beta)
-
-    def compute(self) -> Tensor:
-        gamma, beta = self.gamma, self.beta
-        if gamma is None or beta is None:
-            return self.weight
-        return standardized_kernel(self.weight, gamma, beta)
+        super().__init__((num_heads, kernel_size, kernel_size), standardize, std, device, dtype)
 
     def forward(self) -> Tensor:
         """Return the kernel, (h, s, s)."""
@@ -326,7 +340,7 @@ class StandardizedKernel(FusedModule):
 
 
 @register_notrace_module
-class AxisBias(FusedModule):
+class AxisBias(_Standardized):
     """The position bias of AFT-axial along one axis, each head standardised as AFT Eq. 8 does its kernel.
 
     Args:
@@ -349,27 +363,10 @@ class AxisBias(FusedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         if window_size < 1:
             raise ValueError(f'window_size must be at least 1, got {window_size}')
-        self.resample, self.std = resample, std
-        self.weight = nn.Parameter(torch.empty(num_heads, 2 * window_size - 1, device=device, dtype=dtype))
-        self.gamma = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if standardize else None
-        self.beta = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if standardize else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the raw bias again; gamma and beta start at 0, which makes AFT-axial an AFT-simple."""
-        nn.init.trunc_normal_(self.weight, std=self.std)
-        if self.gamma is not None and self.beta is not None:
-            nn.init.zeros_(self.gamma)
-            nn.init.zeros_(self.beta)
-
-    def compute(self) -> Tensor:
-        gamma, beta = self.gamma, self.beta
-        if gamma is None or beta is None:
-            return self.weight
-        return standardized_kernel(self.weight.unsqueeze(1), gamma, beta).squeeze(1)
+        super().__init__((num_heads, 2 * window_size - 1), standardize, std, device, dtype)
+        self.resample = resample
 
     def forward(self, length: int) -> Tensor:
         """Return the bias of an axis of `length` tokens: (h, 2s - 1), or with `resample` (h, 2 * length - 1)."""

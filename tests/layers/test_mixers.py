@@ -347,6 +347,21 @@ def test_a_fused_block_overwrites_hidden_values_only_without_gradients():
     assert type(exact.mlp.act) is nn.ReLU
 
 
+def test_a_fused_block_trains_as_if_it_were_not_fused():
+    block = randomized(AFTBlock(8, 'conv', num_heads=2, kernel_size=3))
+    plain, x, hidden = copy.deepcopy(block).train(), randn(2, 12, 8).float(), []
+    block.eval().fuse().train()
+    block.mlp.fc1.register_forward_hook(lambda module, inputs, output: hidden.append(output))
+    for each in (block, plain):
+        each(x, GRID).square().sum().backward()
+    gradients = [parameter.grad for parameter in block.parameters()]
+    assert all(torch.equal(x, y.grad) for x, y in zip(gradients, plain.parameters(), strict=True))
+    # As a checkpoint of a block computes it first.
+    with torch.no_grad():
+        assert torch.equal(block(x, GRID), plain(x, GRID))
+    assert torch.equal(*hidden)
+
+
 @pytest.mark.parametrize('name', FUSED)
 def test_a_fused_mixer_follows_its_parameters(name: str):
     mixer = randomized(MAKERS[name](dtype=torch.float64)).eval().fuse()
