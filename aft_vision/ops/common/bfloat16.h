@@ -1,4 +1,4 @@
-// bfloat16 next to float32: vectors of it, tensors of either, and products of pairs where the CPU has them.
+// bfloat16: its vectors, tensors of float32 or bfloat16, and products of pairs if the CPU has an instruction for them.
 
 #pragma once
 
@@ -25,7 +25,7 @@ Vec vec_of(Bits bits) {
   return x;
 }
 
-// The nearest bfloat16, to even, in the upper half of each lane; the lower is anything.
+// Round to bfloat16, to nearest even, in the upper half of each lane. The lower half is undefined.
 Bits round_half(Vec x) {
   const Bits bits = bits_of(x);
   return x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
@@ -42,7 +42,7 @@ HalfVec narrow(Vec x) { return __builtin_convertvector(round_half(x) >> 16, Half
 
 Vec widen(HalfVec x) { return vec_of(__builtin_convertvector(x, Bits) << 16); }
 
-// A (B, T, n) tensor of float32 or bfloat16 whose channels are neighbours.
+// A (B, T, n) tensor of float32 or bfloat16 with contiguous channels.
 struct Stream {
   char *data;
   int64_t batch, token;  // strides
@@ -65,7 +65,6 @@ struct Stream {
       std::memcpy(data + 2 * at, &x, 2 * lanes);
   }
 
-  // A single number.
   float read_one(int64_t at) const {
     if (!half) return reinterpret_cast<const float *>(data)[at];
     return vec_of(Bits{} + (uint32_t{reinterpret_cast<const uint16_t *>(data)[at]} << 16))[0];
@@ -78,7 +77,7 @@ struct Stream {
       reinterpret_cast<uint16_t *>(data)[at] = narrow(splat(y))[0];
   }
 
-  // Prefetch a token's channels; does nothing outside the tensor.
+  // Prefetch the channels of a token. An address outside the tensor is harmless.
   void prefetch(int64_t at) const { __builtin_prefetch(data + at * (half ? 2 : 4)); }
 
  private:

@@ -1,4 +1,4 @@
-// No exception leaves a parallel region, or a function that Python calls: either would end the process.
+// Exceptions of parallel regions and of functions that Python calls. One that left either would end the process.
 
 #pragma once
 
@@ -9,16 +9,16 @@
 
 extern "C" {
 
-// Keep the error of a function of this thread for Python, and return its code.
+// Store the reason of an error of this thread for Python, and return the code.
 int aft_report(int code, const char *reason) noexcept;
 }
 
 namespace {
 
-// The codes of failed functions. `build.py` makes Python's errors of them.
+// The codes of failed functions, which `build.py` turns into Python exceptions.
 constexpr int OUT_OF_MEMORY = -1000, FAILED = -1001;
 
-// Run a function that Python calls: return what `f` returns, 0 if that is nothing, or a code of failure.
+// Run the body of a function that Python calls. Return what `f` returns, 0 if it returns nothing, or a code of failure.
 template <typename F>
 int guarded(F f) noexcept {
   try {
@@ -36,10 +36,10 @@ int guarded(F f) noexcept {
   }
 }
 
-// The first exception of a parallel region, kept until its end, because all threads must reach its loops.
+// The first exception of a parallel region. It is rethrown after the region, because all threads must reach its loops.
 class Region {
  public:
-  // Call f, unless there was an exception.
+  // Call `f`, unless a thread has thrown.
   template <typename F>
   void run(F f) noexcept {
     if (failed_.load(std::memory_order_relaxed)) return;
@@ -50,7 +50,7 @@ class Region {
     }
   }
 
-  // Call it after the region.
+  // Rethrow the exception. Call this after the region.
   void finish() const {
     if (error_) std::rethrow_exception(error_);
   }

@@ -1,7 +1,8 @@
-// Products of position weights with values at tokens, in registers: out[row] = start + sum of weight[row, i] x[i].
+// Products of position weights with values at tokens: out[row] = start + sum of weight[row, i] x[i].
 //
-// The columns of x are cut into strips of a vector. Within a strip term follows term, so that a product reads memory in
-// its order, and a strip of one sequence stays in the nearest cache for all rows.
+// The sums stay in registers. The columns of x are cut into strips as wide as a vector. The terms of a strip are
+// contiguous, so that a product reads memory sequentially, and the strip of a sequence stays in the L1 cache for all
+// rows.
 
 #pragma once
 
@@ -11,7 +12,7 @@
 
 namespace {
 
-// The sums of so many rows and two strips fill the registers.
+// The sums of ROWS rows and STRIPS strips fill the vector registers.
 #if defined(__AVX512F__)
 constexpr int ROWS = 14;
 #else
@@ -22,7 +23,7 @@ constexpr int STRIPS = 2;
 // With fewer weights than this, starting threads costs more than they save.
 constexpr int64_t FEW_WEIGHTS = 1 << 12;
 
-// How operands are multiplied: DEPTH neighbouring terms to a word of memory, sums in float32.
+// A way to multiply: a word of memory holds DEPTH consecutive terms; sums are float32.
 struct Single {
   static constexpr int DEPTH = 1;
   typedef float Word;
@@ -45,7 +46,7 @@ struct Pair {
 };
 #endif
 
-// Call `f` with the way to multiply and the words.
+// Call `f` with Pair or Single, and the words as its type.
 template <typename F>
 auto with_words(bool pairs, const void *words, F f) {
 #if defined(__AVX512BF16__)
@@ -54,7 +55,7 @@ auto with_words(bool pairs, const void *words, F f) {
   return f(Single{}, static_cast<const float *>(words));
 }
 
-// Words of a row of a strip whose neighbouring columns are the terms.
+// Words in a row of a strip whose terms are its columns.
 template <typename Op>
 constexpr int ROW_WORDS = LANES / Op::DEPTH;
 
@@ -63,7 +64,7 @@ void store_words(typename Op::Word *to, typename Op::Words x) {
   std::memcpy(to, &x, sizeof x);
 }
 
-// A row of LANES columns, of which neighbours share a word.
+// Store a row of LANES columns as words.
 inline void store_row(float *to, Vec x) { store(to, x, LANES); }
 
 inline void store_row(uint32_t *to, Vec x) {
@@ -71,16 +72,16 @@ inline void store_row(uint32_t *to, Vec x) {
   std::memcpy(to, &y, sizeof y);
 }
 
-// Strides are in elements of what they belong to.
+// The operands of a product. Strides count elements of the array that they belong to.
 template <typename Op>
 struct Product {
   const typename Op::Word *weights;  // of the first row
-  int64_t step, run;                 // from a word of terms to the next, and from a run of them to the next
+  int64_t step, run;                 // from a word of terms to the next, and from a run of words to the next
   int64_t runs, length;              // words of terms in a run
   const typename Op::Word *x;        // the first strip
-  int64_t strip, x_run;              // to the next one, and from run to run
+  int64_t strip, x_run;              // from a strip to the next, and from a run to the next
   const float *start;                // a vector for each strip
-  int64_t start_row;                 // 0 where all rows begin with the same
+  int64_t start_row;                 // 0 where all rows have the same start
   float *out;                        // a vector for each strip; may be `start`
   int64_t out_row;
 };
@@ -105,7 +106,7 @@ void multiply_rows(const Product<Op> &p) {
     for (int n = 0; n < N; ++n) store(p.out + r * p.out_row + n * LANES, sum[r][n], LANES);
 }
 
-// `rows`, at most ROWS, whose weights lie ROW words apart, and N strips.
+// Multiply `rows` rows, at most ROWS, whose weights are ROW words apart, by N strips.
 template <typename Op, int ROW, int N, int R = ROWS>
 void multiply(const Product<Op> &p, int rows) {
   if (rows == R)
@@ -114,7 +115,7 @@ void multiply(const Product<Op> &p, int rows) {
     multiply<Op, ROW, N, R - 1>(p, rows);
 }
 
-// Multiply all of `strips`, two at a time.
+// Multiply by all strips, STRIPS at a time.
 template <typename Op, int ROW>
 void multiply_strips(Product<Op> p, int rows, int64_t strips) {
   for (; strips >= STRIPS; strips -= STRIPS) {
@@ -126,10 +127,11 @@ void multiply_strips(Product<Op> p, int rows, int64_t strips) {
   if (strips) multiply<Op, ROW, 1>(p, rows);
 }
 
-// Terms of one partial sum: a longer running sum would lose digits.
+// Terms of a partial sum. A longer float32 sum loses precision.
 constexpr int64_t SPAN = 512;
 
-// Multiply in spans of whole runs, or of a part of the only run. `part` is a buffer of the size of `out`.
+// Multiply with a partial sum for every span, of whole runs or of a part of the only run. `part` is a buffer for `rows`
+// rows of STRIPS strips.
 template <typename Op, int ROW>
 void multiply_spans(Product<Op> p, int rows, int64_t strips, float *part) {
   const float zero[STRIPS * LANES] = {};
@@ -159,11 +161,11 @@ void multiply_spans(Product<Op> p, int rows, int64_t strips, float *part) {
   }
 }
 
-// As many tokens as columns; a row is a vector.
+// A square of LANES tokens by LANES channels; a row is a vector.
 struct Tile {
   Vec row[LANES] = {};
 
-  // Rows become columns: shuffling halves into one another as often as an index has bits rotates row into column.
+  // Each pass interleaves the two halves of the rows. After log2(LANES) passes rows are columns.
   void transpose() {
     for (int width = LANES; width > 1; width /= 2) {
       Vec mixed[LANES];
@@ -181,7 +183,7 @@ struct Tile {
     }
   }
 
-  // Write the columns, words of neighbouring ones, as terms of a strip.
+  // Write the columns as the terms of a strip, packed into words.
   template <typename Op>
   void store_terms(typename Op::Word *to) {
     transpose();
@@ -189,7 +191,7 @@ struct Tile {
   }
 };
 
-// Uninitialised memory that begins where a line of the caches does.
+// Uninitialised memory, aligned to a cache line.
 template <typename T>
 class Buffer {
  public:

@@ -1,4 +1,4 @@
-// Positions in tensors, where a vector of channels is read and written at a time, and the gate at each.
+// Reading and writing tensors a vector of channels at a time, and the gate of the queries.
 
 #pragma once
 
@@ -8,10 +8,10 @@
 
 namespace {
 
-// How many lanes of a vector from `start` are within `size`.
+// Return the number of lanes of a vector at `start` that are below `size`.
 int rest(int64_t size, int64_t start) { return std::min<int64_t>(LANES, size - start); }
 
-// A place in a batch: a token of a sequence, and `lanes` channels.
+// A place in a batch: a token of a sequence, and `lanes` of its channels.
 struct Place {
   int64_t b, t, channel;
   int lanes;
@@ -31,15 +31,17 @@ struct Place {
   void prefetch(const Stream &x) const { x.prefetch(index(x)); }
 };
 
+// Return all ones in the first `count` lanes, and zeros in the others.
 IntVec below(int count) {
   IntVec index;
   for (int i = 0; i < LANES; ++i) index[i] = i;
   return index < count;
 }
 
-// Nothing in the other lanes.
+// Return the first `lanes` lanes of x, and zeros in the others.
 Vec only(Vec x, int lanes) { return lanes == LANES ? x : below(lanes) ? x : Vec{}; }
 
+// Return the sum of the lanes.
 float total(Vec x) {
   float part[LANES];
   store(part, x, LANES);
@@ -48,13 +50,13 @@ float total(Vec x) {
   return part[0];
 }
 
-// The larger of two; NaN stays.
+// Return the larger number, or NaN if one is NaN.
 template <typename T>
 T larger(T x, T y) {
   return (x > y) | (x != x) ? x : y;
 }
 
-// The largest lane; NaN stays.
+// Return the largest lane. A NaN is kept.
 float largest(Vec x) {
   float part[LANES];
   store(part, x, LANES);
@@ -69,32 +71,32 @@ bool any(IntVec lanes) {
   return found != 0;
 }
 
-// Which lanes have a denominator below a limit, or NaN.
+// Return the lanes whose denominator is below a limit, or NaN.
 IntVec lost_lanes(Vec bottom, int lanes, float limit) { return ~(bottom >= splat(limit)) & below(lanes); }
 
-// A mask (B, T) of the tokens that count; without one all do.
+// A mask (B, T) of the tokens that count; null where all do.
 struct Mask {
   const bool *data;
   int64_t tokens;
 
   bool counts(int64_t b, int64_t t) const { return !data || data[b * tokens + t]; }
 
-  // What is added to the denominators of a sequence: 1 where no token counts, so that 0 / 0 is 0 and nothing is lost.
+  // Return the addend of the denominators of a sequence: 1 where no token counts, so that 0 / 0 becomes 0 / 1, else 0.
   float fill(int64_t b) const { return data && !std::memchr(data + b * tokens, true, tokens) ? 1.0f : 0.0f; }
 };
 
-// The ratio after the gate. One division for both would overflow before the ratio does.
+// Return sigmoid(q) ratio. A single division by the product of both denominators could overflow.
 Vec gated(const Place &at, const Stream &q, Vec ratio) {
   if (!q.data) return ratio;
   const Vec most = splat(87.0f), negated = -at.read(q);
   return ratio / (1.0f + exp_(negated > most ? most : negated));
 }
 
-// What the gate and the division make of a gradient.
+// The gradients behind the gate and the division: `a` of the ratio, and `go` = grad y.
 struct Spread {
   Vec a, go;
 
-  // Writes the gradient of q.
+  // Compute both, and write the gradient of q.
   Spread(const Place &at, const Stream &grad, const Stream &y, const Stream &q, const Stream &dq) : a(at.read(grad)) {
     go = a * at.read(y);
     if (!q.data) return;

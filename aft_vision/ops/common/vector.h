@@ -1,6 +1,4 @@
-// Shared by the kernels: a vector of channels, its exponential, and the tensors of a call.
-//
-// GCC's and Clang's vector extensions, no intrinsics.
+// Vectors of channels and their exponential, by the vector extensions of GCC and Clang.
 
 #pragma once
 
@@ -19,26 +17,26 @@ constexpr int LANES = 8;
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
 
-// Lanes of two vectors, those of the second after those of the first. GCC knows Clang's name from version 12 on.
+// Select lanes of two vectors; those of the second count from LANES on. GCC has Clang's builtin from version 12 on.
 #if defined(__clang__)
 #define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
 #else
 #define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, IntVec{__VA_ARGS__})
 #endif
 
-// The place of a lane of `fold` in two vectors, for the first or the second half of every group.
+// Return the lane of x and y that `fold` adds in a lane, from the first or the second half of every group.
 constexpr int place(int group, int half, int lane) {
   const int part = lane / (group / 2);
   return part % 2 * LANES + part / 2 * group + half * (group / 2) + lane % (group / 2);
 }
 
-// Add the halves of every GROUP lanes, those of x and of y by turns.
+// Add the two halves of every GROUP lanes, alternately of x and of y.
 template <int GROUP, int... LANE>
 Vec fold(Vec x, Vec y, std::integer_sequence<int, LANE...>) {
   return SHUFFLE(x, y, place(GROUP, 0, LANE)...) + SHUFFLE(x, y, place(GROUP, 1, LANE)...);
 }
 
-// Return the sum of each of LANES vectors in a lane of its own.
+// Return the sums of LANES vectors, one in each lane.
 template <int COUNT = LANES>
 Vec sums(Vec *x) {
   if constexpr (COUNT > 1) {
@@ -49,7 +47,7 @@ Vec sums(Vec *x) {
   return x[0];
 }
 
-// A (B, T, D) tensor whose channels are neighbours.
+// A (B, T, D) tensor with contiguous channels.
 struct Tokens {
   float *data;
   int64_t batch, token;  // strides
@@ -75,7 +73,7 @@ void store(float *p, Vec x, int lanes) {
     std::memcpy(p, &x, 4 * lanes);
 }
 
-// e^x for x <= 88: relative error below 2e-7; 0 below -87.3. The polynomial is that of Cephes' expf.
+// Return e^x for x <= 88, 0 below -87.3. The relative error is below 2e-7. The polynomial is that of Cephes' expf.
 Vec exp_(Vec x) {
   const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
   const IntVec vanishes = x < splat(-87.3f);
@@ -104,7 +102,7 @@ Vec sigmoid(Vec x) {
   return 1.0f / (1.0f + exp_(negated > most ? most : negated));
 }
 
-// A sum of many terms in two levels, which keeps the digits that one running sum would lose.
+// A sum of many terms in two levels. A single float32 sum would lose precision.
 class Sum {
  public:
   void add(Vec x) {
