@@ -86,6 +86,13 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def parse_positive(text: str) -> int:
+    """Parse a number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'expected a number from 1 on, got {text!r}')
+    return int(text)
+
+
 def parse_sizes(text: str) -> list[tuple[int, int]]:
     """Parse `224`, `384x256`, or the range `192:384:16`, end included, to a list of (H, W)."""
     if ':' not in text:

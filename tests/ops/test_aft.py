@@ -27,7 +27,7 @@ from torch import Tensor
 from aft_vision import ops
 from aft_vision.ops import aten, reference
 from aft_vision.ops.conv.onehot import CANCELLATION, _Sums
-from tools.benchmark.memory import peak_memory
+from tools.benchmark.meters import peak_memory
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NASTY_KEYS = list(nasty_keys(torch.zeros(1, 3, 1)))

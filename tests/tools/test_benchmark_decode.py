@@ -26,13 +26,14 @@ def test_every_model_is_measured_at_every_position(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Session, 'step', recorded)
     monkeypatch.setattr(decode, 'create_decoder', create)
-    rows = decode.measure_decode(torch.device('cpu'), 1, (1, 2), (0, 20, 47), **SMALL)
+    monkeypatch.setattr(decode, 'BATCHES', (1, 2))
+    monkeypatch.setattr(decode, 'POSITIONS', (0, 20, 47))
+    rows = decode.measure_decode(torch.device('cpu'), 1, **SMALL)
     assert [(row['batch_size'], row['name']) for row in rows] == [(b, name) for b in (1, 2) for name in decode.MODELS]
     assert {place for _, place in taken} == {0, 20, 47}
     for row in rows:
         assert list(row['token_ms']) == [0, 20, 47]
         assert row['image_seconds'] > 0
-        assert row['flatness'] is None
     assert [row['ratio'] for row in rows if row['name'] == 'transformer_pixel'] == [1.0, 1.0]
     cache, local, simple = (row['state_bytes'] for row in rows[:3])
     assert cache == pytest.approx(2 * 2 * 48 * 8 * 4, abs=100)
@@ -45,19 +46,22 @@ def test_the_figures_of_an_image_are_taken_within_the_rounds(monkeypatch: pytest
         decode, 'create_decoder', lambda name, **args: create_decoder(name, img_size=(4, 4), dim=8, depth=1)
     )
     monkeypatch.setattr(decode, 'MODELS', ('transformer_pixel', 'aft_simple_pixel'))
-    monkeypatch.setattr(decode, 'FLAT', (0, 47))
-    # The machine is ten times as slow in the second of three rounds; rows are calls: each model at 0 and at 47.
-    seconds = [[1.0, 10.0, 1.0], [3.0, 30.0, 5.0], [1.0, 10.0, 1.0], [1.0, 10.0, 2.0]]
+    monkeypatch.setattr(decode, 'BATCHES', (1,))
+    monkeypatch.setattr(decode, 'POSITIONS', (0, 10, 47))
+    # The machine is ten times as slow in the second of three rounds; rows are calls: each model at 0, at 10 and at 47.
+    once, seconds = [1.0, 10.0, 1.0], [[1.0, 10.0, 1.0], [1.0, 10.0, 1.0], [3.0, 30.0, 5.0]]
+    seconds += [once, once, [1.0, 10.0, 2.0]]
     monkeypatch.setattr(decode, 'time_rounds', lambda calls, *args, **kwargs: seconds)
-    first, simple = decode.measure_decode(torch.device('cpu'), 3, (1,), (0, 47))
-    # 48 tokens of 2, 20 and 3 seconds, and of 1, 10 and 1.5.
-    assert [row['image_seconds'] for row in (first, simple)] == pytest.approx([144.0, 72.0])
+    first, simple = decode.measure_decode(torch.device('cpu'), 3)
+    # 10 steps of 1, 10 and 1 seconds, and 37 of 2, 20 and 3; with AFT-simple 37 of 1, 10 and 1.5.
+    assert [row['image_seconds'] for row in (first, simple)] == pytest.approx([48 / 47 * 121, 48 / 47 * 65.5])
     assert (first['ratio'], first['ratio_quartiles']) == (1.0, (1.0, 1.0))
-    assert (simple['ratio'], simple['ratio_quartiles']) == (pytest.approx(2.0), pytest.approx((2.0, 2.0)))
+    assert simple['ratio'] == pytest.approx(84 / 47)
+    assert simple['ratio_quartiles'] == pytest.approx((84 / 47, (84 / 47 + 121 / 65.5) / 2))
     # 3, 3 and 5 against 1, 1 and 2.
     assert (first['flatness'], first['flatness_quartiles']) == (3.0, (3.0, 4.0))
     assert (simple['flatness'], simple['flatness_quartiles']) == (1.0, (1.0, 1.5))
-    assert simple['token_ms'] == {0: 1e3, 47: 2e3}
+    assert simple['token_ms'] == {0: 1e3, 10: 1e3, 47: 2e3}
 
 
 class Fills(TorchDispatchMode):

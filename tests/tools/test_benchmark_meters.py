@@ -3,7 +3,7 @@ import torch
 from helpers import randn
 
 from aft_vision import ops
-from tools.benchmark.memory import _allocations, peak_memory, saved_memory
+from tools.benchmark.meters import _allocations, peak_memory, saved_memory
 
 CPU = torch.device('cpu')
 # A tensor of so many float32 is a mebibyte.

@@ -15,7 +15,7 @@ from helpers import interpret_triton, link_photographs
 
 from aft_vision.commandline import run_command
 from aft_vision.models import create_decoder
-from tools.benchmark import compare, tables
+from tools.benchmark import compare, table
 from tools.gpu_report import __main__ as gpu_report
 from tools.gpu_report import pieces, training
 from train.config import load_config
@@ -69,7 +69,7 @@ def within(monkeypatch: pytest.MonkeyPatch) -> None:
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Few photographs, short sequences, and no meter of memory, which takes a quarter of a second a call."""
     monkeypatch.setattr(compare, 'peak_memory', lambda call, device: 2**20)
-    monkeypatch.setattr(tables, 'create_decoder', lambda **kwargs: create_decoder(**{**kwargs, 'context': 24}))
+    monkeypatch.setattr(table, 'create_decoder', lambda **kwargs: create_decoder(**{**kwargs, 'context': 24}))
     photographs = link_photographs(tmp_path / 'photographs', 2, 1)
     recipe = training.TINY_RECIPE.replace('data.batch_size=400', f'data.batch_size=20 data.dir={photographs}')
     monkeypatch.setattr(training, 'TINY_RECIPE', recipe)

@@ -25,72 +25,66 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import DTYPES, CommandParser, parse_size
+from tools.arguments import DTYPES, CommandParser, parse_count, parse_positive, parse_size
 
-# For each section its module, and its options with their defaults.
-SECTIONS = {
-    'ops': ('ops', 'groups batch-size compile tokens training most-seconds png rounds=15 dtype=float32'),
-    'models': (
-        'models',
-        'models baseline=deit_small_patch16_224 runtimes batch-size=4 sizes training rounds=5 dtype=float32 compile',
-    ),
-    'profile': ('profile', 'models baseline=deit_tiny_patch16_224 batch-size=1 sizes rounds=15'),
-    'decode': ('decode', 'rounds=5'),
-    'text': ('text', 'models tokens total-tokens most-seconds png behaviors rounds dtype=float32'),
-    'loader': ('loader', 'data batch-size=64 img-size=224 workers rounds=5'),
-    'goals': ('goals', 'rows rounds=15'),
-    'table': ('tables', 'number batch-size img-size depth rounds=3 dtype=float32'),
-    'memory': ('scaling', 'models sizes batch-size=1 training dtype=float32 png'),
+TINY, SMALL = 'deit_tiny_patch16_224', 'deit_small_patch16_224'
+PEERS = 'cpubone_b0_bfrobust poolformer_s12 convnext_tiny mambaout_tiny xcit_small_12_p16_224'
+OURS = 'aft_conv_small aft_conv_small_k11_h16 aft_full_small'
+ENCODERS = 'transformer fastformer longformer bigbird linformer linear_transformer poolingformer'
+GROUPS = 'full conv causal layers causal_layers onehot'
+# Every option of the sections, and how it is read.
+OPTIONS: dict[str, dict[str, Any]] = {
+    'data': dict(nargs='+', metavar='DATA', help='data sets'),
+    'number': dict(type=int, choices=(2, 4, 7, 8), help='number of the table'),
+    'groups': dict(nargs='+', choices=GROUPS.split(), help='groups of rows'),
+    'tokens': dict(type=parse_positive, nargs='*', metavar='T', help='lengths; without a number 128 to 65536'),
+    'behaviors': dict(type=parse_positive, nargs='*', metavar='M', help='of a user; without a number 50 to 1000'),
+    'models': dict(nargs='+', metavar='NAME', help='models to measure'),
+    'baseline': dict(metavar='NAME', help='the model that the others are compared with'),
+    'runtimes': dict(nargs='+', choices=('torch', 'onnxruntime', 'openvino'), help='what models run in'),
+    'depth': dict(type=parse_positive, metavar='N', help='blocks of every model'),
+    'batch_size': dict(type=parse_positive, metavar='B', help='images or sequences of a batch'),
+    'img_size': dict(type=parse_positive, metavar='PX', help='side of the images'),
+    'sizes': dict(type=parse_size, nargs='+', metavar='SIZE', help='a side in pixels, or HEIGHTxWIDTH'),
+    'total_tokens': dict(type=parse_positive, metavar='N', help='tokens of a batch'),
+    'workers': dict(type=parse_count, help='loading processes'),
+    'rows': dict(type=int, nargs='+', metavar='N', help='rows of the table of goals'),
+    'training': dict(action='store_true', help='forward and backward'),
+    'compile': dict(action='store_true', help='every row under torch.compile too'),
+    'most_seconds': dict(type=float, metavar='S', help='a call may take'),
+    'rounds': dict(type=parse_positive, help='each times every row once'),
+    'dtype': dict(choices=DTYPES, help='of q, k and v of operations, of autocast of all else'),
+    'png': dict(type=Path, metavar='FILE', help='draw the curves (needs matplotlib)'),
+    'device': dict(help='where to measure; auto is CUDA where there is one'),
+    'threads': dict(type=parse_positive, help='of torch on the CPU'),
+    'allow_load': dict(action='store_true', help='report although other processes use the machine'),
+    'json': dict(type=Path, metavar='FILE', help='also write the figures here'),
+}
+# The options of each section with their defaults: values, the words of a list, and in parentheses what is chosen later.
+COMMON = dict(threads="(torch's own choice)", allow_load=False, json=None)
+PLACE = dict(dtype='float32', device='cpu', **COMMON)
+TOKENS = dict(tokens=None, png=None)
+SECTIONS: dict[str, dict[str, Any]] = {
+    'ops': dict(groups=GROUPS, batch_size='(that of the group)', compile=False)
+    | dict(TOKENS, training=False, most_seconds=5.0, rounds=15, **PLACE),
+    'models': dict(models=f'{OURS} {PEERS}', baseline=SMALL, runtimes='torch', batch_size=4)
+    | dict(sizes='224 384 512 1024', training=False, compile=False, rounds=5, **PLACE),
+    'profile': dict(models='aft_conv_tiny aft_conv_tiny_k11_h32 aft_full_tiny', baseline=TINY, batch_size=1)
+    | dict(sizes='224 384', rounds=15, device='cpu', **COMMON),
+    'decode': dict(rounds=5, **COMMON),
+    'text': dict(models=ENCODERS, behaviors=None, rounds='(3, with --behaviors 100)')
+    | dict(TOKENS, total_tokens=65536, most_seconds=30.0, **PLACE),
+    'loader': dict(data=None, batch_size=64, img_size=224, workers='(one per core)', rounds=5, **COMMON),
+    'goals': dict(rows='(1 to 21)', rounds=15, **COMMON) | dict(threads='(at most 2)'),
+    'table': dict(number=None, batch_size='(32 images, 1 sequence)', img_size='(that of the table)')
+    | dict(depth='(as printed)', rounds=3, **PLACE),
+    'memory': dict(models=f'{TINY} aft_conv_tiny aft_full_tiny', batch_size=1, training=False, png=None)
+    | dict(sizes='224 384 512 512x683 768 1024x768 1024', **PLACE),
 }
 # For an option of a section the others that go only with it, and those that go only without it.
 SWITCHES = {
     'ops': ('tokens', ('training', 'most_seconds', 'png'), ('groups', 'batch_size', 'compile')),
     'text': ('behaviors', (), ('tokens', 'total_tokens', 'most_seconds', 'png')),
-}
-GROUPS = ('full', 'conv', 'causal', 'layers', 'causal_layers', 'onehot')
-# Every option of the sections, and how it is read.
-OPTIONS: dict[str, dict[str, Any]] = {
-    'data': dict(nargs='+', metavar='DATA', help='data sets'),
-    'number': dict(type=int, choices=(2, 4, 7, 8), help='number of the table'),
-    'groups': dict(nargs='+', choices=GROUPS, help='groups of rows'),
-    'tokens': dict(type=int, nargs='*', metavar='T', help='lengths; without a number 128 to 65536'),
-    'behaviors': dict(type=int, nargs='*', metavar='M', help='of a user; without a number 50 to 1000'),
-    'models': dict(nargs='+', metavar='NAME', help='models to measure'),
-    'baseline': dict(metavar='NAME', help='the model that the others are compared with'),
-    'runtimes': dict(nargs='+', choices=('torch', 'onnxruntime', 'openvino'), help='what models run in'),
-    'depth': dict(type=int, metavar='N', help='blocks of every model'),
-    'batch-size': dict(type=int, metavar='B', help='images or sequences of a batch'),
-    'img-size': dict(type=int, metavar='PX', help='side of the images'),
-    'sizes': dict(type=parse_size, nargs='+', metavar='SIZE', help='a side in pixels, or HEIGHTxWIDTH'),
-    'total-tokens': dict(type=int, metavar='N', help='tokens of a batch'),
-    'workers': dict(type=int, help='loading processes'),
-    'rows': dict(type=int, nargs='+', metavar='N', help='rows of the table of goals'),
-    'training': dict(action='store_true', help='forward and backward'),
-    'compile': dict(action='store_true', help='every row under torch.compile too'),
-    'most-seconds': dict(type=float, metavar='S', help='a call may take'),
-    'rounds': dict(type=int, help='each times every row once'),
-    'dtype': dict(choices=DTYPES, help='of q, k and v of operations, of autocast of all else'),
-    'png': dict(type=Path, metavar='FILE', help='draw the curves (needs matplotlib)'),
-}
-# Words for the defaults that a section chooses itself: of an option, or of a section and its option.
-CHOICES = {
-    'groups': 'all',
-    'models': 'those of the docs',
-    'text models': 'all encoders',
-    'runtimes': 'torch',
-    'depth': 'as printed',
-    'ops batch-size': 'that of the group',
-    'table batch-size': '32 images, 1 sequence',
-    'img-size': 'that of the table',
-    'sizes': 'those of the docs',
-    'total-tokens': '65536',
-    'workers': 'one per core',
-    'rows': '1 to 21',
-    'ops most-seconds': '5',
-    'text most-seconds': '30',
-    'text rounds': '3, with --behaviors 100',
-    'threads': "torch's own choice",
-    'goals threads': 'at most 2',
 }
 
 
@@ -101,30 +95,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         argv = ['goals', *(word for word in argv if word != '--goals')]
     parser = CommandParser(__doc__)
     sections = parser.add_subparsers(dest='section', required=True, metavar='SECTION', parser_class=CommandParser)
-    for name, (_, options) in SECTIONS.items():
+    for name, options in SECTIONS.items():
         section = sections.add_parser(name, description=f'The section {name} of the following.\n\n{__doc__}')
-        add = section.add_argument
-        for option, _, default in (word.partition('=') for word in options.split()):
-            given = OPTIONS[option] | ({'default': default} if default else {})
-            if shown := default or _choice(name, option):
-                given['help'] += f' (default: {shown})'
-            add(option if option in ('data', 'number') else f'--{option}', **given)
-        if name not in ('decode', 'goals', 'loader'):
-            add('--device', default='cpu', help='where to measure; auto is CUDA where there is one (default: cpu)')
-        add('--threads', type=int, help=f'of torch on the CPU (default: {_choice(name, "threads")})')
-        add('--allow-load', action='store_true', help='report although other processes use the machine')
-        add('--json', type=Path, metavar='FILE', help='also write the figures here')
+        for option, default in options.items():
+            given = dict(OPTIONS[option])
+            if default:
+                given['help'] += f' (default: {str(default).strip("()")})'
+            if default and not str(default).startswith('('):
+                read = given.get('type', str)
+                given['default'] = [read(word) for word in default.split()] if 'nargs' in given else default
+            section.add_argument(option if option in ('data', 'number') else f'--{option.replace("_", "-")}', **given)
     args = parser.parse_args(argv)
     switch, only_with, only_without = SWITCHES.get(args.section, ('section', (), ()))
     word, others = ('with', only_with) if getattr(args, switch) is None else ('without', only_without)
-    if wrong := [name for name in others if getattr(args, name) not in (None, False)]:
+    given = sections.choices[args.section].get_default
+    if wrong := [name for name in others if getattr(args, name) != given(name)]:
         parser.error(f'--{wrong[0].replace("_", "-")} of {args.section} goes only {word} --{switch}')
     return args
-
-
-def _choice(section: str, option: str) -> str | None:
-    """Return the words for the default that a section chooses, or None."""
-    return CHOICES.get(f'{section} {option}', CHOICES.get(option))
 
 
 # Before the imports that take seconds: --help and a mistyped option are answered at once.
@@ -135,8 +122,7 @@ import torch
 
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import resolve_device
-from tools.benchmark import goals
-from tools.benchmark.printer import Report, format_rows
+from tools.benchmark.printer import format_rows, plot_curves
 from tools.machine import LoadMeter, check_load, count_cores, describe_backends, describe_machine, refuse_load
 
 
@@ -153,54 +139,43 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         SystemExit: a goal is below its floor, or could not be measured.
     """
     args = parse_args(argv)
-    settings = {name: value for name, value in vars(args).items() if value is not None}
-    threads = torch.get_num_threads()
-    try:
-        found, report = _measure(args)
-    finally:
-        # A caller from Python goes on with the threads of before.
-        torch.set_num_threads(threads)
-    fits = [fit for fit in report.fits or () if fit['exponent'] is not None]
-    print(report.head, format_rows(report.rows), *(['', format_rows(fits)] if fits else []), sep='\n')
-    if args.section != 'memory' and found['load'] is not None:
-        print(f'other processes used {found["load"]:.1%} of the cores')
-    if getattr(args, 'png', None) is not None and report.draw is not None:
-        report.draw(args.png)
-    result = {**found, 'settings': settings, 'rows': report.rows, **({'fits': report.fits} if report.fits else {})}
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2, default=str) + '\n')
-    if args.section == 'goals' and any(row['verdict'] in ('below', 'failed') for row in report.rows):
-        raise SystemExit(1)
-    return result
-
-
-def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], Report]:
-    """Print what a section is measured on, and measure it on an idle machine, unless it is only memory.
-
-    Returns:
-        `machine`, `backends` and `load`; and the report.
-    """
-    if args.threads is not None and args.threads < 1:
-        raise ValueError(f'expected --threads to be at least 1, got {args.threads}')
-    device, precision = resolve_device(getattr(args, 'device', 'cpu')), getattr(args, 'dtype', 'float32')
-    places = [device]
-    if args.section == 'goals':
-        places, precision = goals.devices(args.rows), 'float32, or bfloat16 where the row says so'
-        args.threads = args.threads or min(2, count_cores())
+    threads, is_goals = torch.get_num_threads(), args.section == 'goals'
+    # Memory does not depend on what others do.
     must_be_idle = args.section != 'memory' and not args.allow_load
     if must_be_idle:
         check_load()
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    machine = '\n'.join(describe_machine(place, precision) for place in places)
-    backends = '\n'.join(map(describe_backends, places))
-    print(f'{machine}\n{backends}')
-    meter = LoadMeter()
-    report = import_module(f'tools.benchmark.{SECTIONS[args.section][0]}').run(args, device)
-    load = meter.load()
+    try:
+        torch.set_num_threads(args.threads or (min(2, count_cores()) if is_goals else threads))
+        device = resolve_device(getattr(args, 'device', 'cpu'))
+        precision = 'float32, or bfloat16 where the row says so' if is_goals else getattr(args, 'dtype', 'float32')
+        # Each goal has its own device.
+        places = [device, *(['cuda'] if is_goals and torch.cuda.is_available() else [])]
+        machine = '\n'.join(describe_machine(place, precision) for place in places)
+        backends = '\n'.join(map(describe_backends, places))
+        print(f'{machine}\n{backends}')
+        meter = LoadMeter()
+        report = import_module(f'tools.benchmark.{args.section}').run(args, device)
+        load = meter.load()
+    finally:
+        # A caller from Python goes on with the threads of before.
+        torch.set_num_threads(threads)
     if must_be_idle:
         refuse_load(load)
-    return {'machine': machine, 'backends': backends, 'load': load}, report
+    # Through too few sizes there is no line.
+    fits = [fit for fit in report.fits if fit.get('bytes_per_pixel', fit['exponent']) is not None]
+    print(report.head, format_rows(report.rows), *(['', format_rows(fits)] if fits else []), sep='\n')
+    if load is not None:
+        print(f'other processes used {load:.1%} of the cores')
+    if report.fits and args.png is not None:
+        plot_curves(report, args.png)
+    settings = {name: value for name, value in vars(args).items() if value is not None}
+    result: dict[str, Any] = {'machine': machine, 'backends': backends, 'load': load, 'settings': settings}
+    result |= {'rows': report.rows, **({'fits': report.fits} if report.fits else {})}
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=2, default=str) + '\n')
+    if is_goals and any(row['verdict'] in ('below', 'failed') for row in report.rows):
+        raise SystemExit(1)
+    return result
 
 
 if __name__ == '__main__':

@@ -7,16 +7,18 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
-from aft_vision.timing import compare_rounds, time_rounds
-from tools.benchmark.memory import peak_memory, saved_memory
+from aft_vision.timing import LEAST_SECONDS, compare_rounds, time_rounds
+from tools.benchmark.meters import peak_memory, saved_memory
 from tools.machine import autocast, free_memory
 
 DIRECTIONS, FORMS = ('forward', 'training'), ('eager', 'compiled')
 # Attention that forms its (h, T, T) weights, as every attention did when the AFT paper was written.
-PAPER_BASELINE = "the paper's baseline"
+PAPER_BASELINE = "materialised, the paper's baseline"
 # Matrices of the size of its weights that a layer holds: before and after the softmax, and of the mask or a gradient.
 MATERIALISED_MATRICES = 3
 # The share of the free memory that a call may take.
@@ -44,10 +46,20 @@ class Prepared(NamedTuple):
         forward, learn, leaves = self.forward, self.learn, self.leaves
         if not learns:
             return forward
-        if learn is not None:
-            return lambda: learn(forward())
-        gradient = torch.ones_like(forward())
-        return lambda: torch.autograd.grad(forward(), leaves, gradient, allow_unused=True)
+        if learn is None:
+            learn = partial(
+                torch.autograd.grad, inputs=leaves, grad_outputs=torch.ones_like(forward()), allow_unused=True
+            )
+        return lambda: learn(forward())
+
+    def within(self, context: Callable[[], contextlib.AbstractContextManager[object]]) -> 'Prepared':
+        """Return the same with its forward in a context, which is made in every call."""
+
+        def run() -> Any:
+            with context():
+                return self.forward()
+
+        return self._replace(forward=run)
 
 
 class Candidate(NamedTuple):
@@ -68,55 +80,51 @@ class Candidate(NamedTuple):
 class _Run:
     """A candidate in one of FORMS; after its first error nothing of it is called."""
 
-    def __init__(self, name: str, form: str, baseline: str) -> None:
-        self.name, self.form, self.baseline = name, form, baseline
-        self.prepared: Prepared | None = None
+    def __init__(self, candidate: Candidate, direction: str, form: str, first: str) -> None:
+        self.row: dict[str, Any] = {'direction': direction, 'name': candidate.name, 'form': form}
+        self.baseline = (candidate.baseline or first, form)
+        self.learns = direction == 'training'
         self.call: Callable[[], object] = lambda: None
         self.seconds: Sequence[float] = ()
-        self.figures: dict[str, Any] = {}
-        self.error: str | None = None
 
-    def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function; its error, whatever it is, is kept, and the others are measured all the same."""
+    def attempt(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function; its error, whatever it is, is kept, and the others are measured all the same."""
+        if 'error' not in self.row:
+            try:
+                return function(*args)
+            except Exception as error:
+                self.row['error'] = describe_error(error)
+        return None
 
-        def run(*args: Any) -> Any:
-            if self.error is None:
-                try:
-                    return function(*args)
-                except Exception as error:
-                    self.error = describe_error(error)
-            return None
-
-        return run
-
-    def prepare(self, make: Callable[[], Prepared], learns: bool, context: Callable[[], Any]) -> None:
+    def prepare(self, make: Callable[[bool], Prepared], context: Callable[[], Any]) -> None:
         """Make the call that is measured; the context is entered in every forward, so that autocast casts each time."""
-        prepared = make()
-        forward = torch.compile(prepared.forward, dynamic=False) if self.form == 'compiled' else prepared.forward
-        self.prepared = prepared._replace(forward=_within(context, forward))
-        self.call = self.guard(self.prepared.call(learns))
+        prepared = make(self.learns)
+        if self.row['form'] == 'compiled':
+            prepared = prepared._replace(forward=torch.compile(prepared.forward, dynamic=False))
+        self.prepared = prepared.within(context)
+        self.call = self.prepared.call(self.learns)
 
-    def measure_memory(self, learns: bool, device: torch.device) -> None:
+    def measure_memory(self, device: torch.device) -> None:
         """Measure the peak of the call, and in training what autograd keeps."""
-        self.figures['peak_bytes'] = peak_memory(self.call, device)
-        if learns and self.form == 'eager' and self.prepared is not None:
+        figures = {'peak_bytes': peak_memory(self.call, device)}
+        if self.learns and self.row['form'] == 'eager':
             kept = [*self.prepared.leaves, *self.prepared.given]
-            self.figures['saved_bytes'] = saved_memory(self.prepared.forward, kept)
+            figures['saved_bytes'] = saved_memory(self.prepared.forward, kept)
+        self.row |= figures
 
-    def row(self, first: '_Run | None', single: bool) -> dict[str, Any]:
+    def finish(self, baseline: '_Run | None', single: bool, count: int | None) -> dict[str, Any]:
         """Return the figures, with ratios to a baseline, or the error."""
-        if self.error is not None:
-            return {'error': self.error}
-        first = None if first is None or first.error is not None else first
-        row = dict(self.figures)
-        if self.seconds:
+        row, first = self.row, None if baseline is None or 'error' in baseline.row else baseline
+        if self.seconds and 'error' not in row:
             timing = first and compare_rounds(self.seconds, first.seconds)
             row |= {'milliseconds': 1e3 * statistics.median(self.seconds)}
             row |= {'ratio': timing and timing.ratio, 'ratio_quartiles': timing and timing.quartiles}
+            if count is not None:
+                row['per_second'] = 1e3 * count / row['milliseconds']
             if single:
                 row['p99_milliseconds'] = 1e3 * torch.tensor(self.seconds, dtype=torch.float64).quantile(0.99).item()
         if 'peak_bytes' in row:
-            peak = first and first.figures['peak_bytes']
+            peak = first and first.row['peak_bytes']
             row['peak_ratio'] = row['peak_bytes'] / peak if peak else None
         return row
 
@@ -131,54 +139,43 @@ def compare(
     compiled: bool = False,
     single: bool = False,
     memory: bool = True,
+    count: int | None = None,
 ) -> list[dict[str, Any]]:
     """Measure alternatives; when one fails, as for lack of memory, the others go on without it.
 
     Args:
         rounds: In each, every alternative has one time; 0 takes no times.
         dtype: Key of PRECISIONS, of autocast.
-        directions: Of DIRECTIONS.
         compiled: Measure each under `torch.compile` too, where that makes sense.
+        count: Images or iterations of a call, for `per_second`.
         single: Never repeat a call within a round, and give the slowest of a hundred too.
-        memory: Measure memory too.
 
     Returns:
-        A row for each direction, candidate and form: `direction`, `name`, `form` (of FORMS),
-        `milliseconds` (and `p99_milliseconds`), the median `ratio` of the time of its baseline of the same form in the
-        same round to its own with `ratio_quartiles`, `peak_bytes` beyond what there was before, and `peak_ratio` to the
-        baseline's; in training `saved_bytes`, which autograd keeps besides leaves and inputs. Ratios are None without a
-        baseline. One that failed has only `error`.
+        A row for each direction, candidate and form. `ratio` is the median of the time of its baseline of the same form
+        over its own in the same round, `peak_bytes` are beyond what there was before, `saved_bytes` what autograd keeps
+        besides leaves and inputs. Ratios are None without a baseline. One that failed has only `error`.
     """
     rows = []
     for direction in directions:
-        learns = direction == 'training'
-        mode = contextlib.nullcontext() if learns else torch.inference_mode()
-        with mode, fresh_compiler() if compiled else contextlib.nullcontext():
-            runs = {}
+        mode = contextlib.nullcontext() if direction == 'training' else torch.inference_mode()
+        torch.compiler.reset()
+        with mode, torch._dynamo.config.patch(recompile_limit=MOST_COMPILED):
+            runs: dict[tuple[str, str], _Run] = {}
             for each in candidates:
-                make = cache(partial(each.prepare, learns))
+                make = cache(each.prepare)
                 for form in FORMS[: 1 + (compiled and each.compiles)]:
-                    run = runs[each.name, form] = _Run(each.name, form, each.baseline or candidates[0].name)
-                    run.guard(run.prepare)(make, learns, partial(autocast, device, dtype))
+                    run = runs[each.name, form] = _Run(each, direction, form, candidates[0].name)
+                    run.attempt(run.prepare, make, partial(autocast, device, dtype))
             if rounds:
-                options: dict[str, Any] = {'least_seconds': 0.0} if single else {}
-                times = time_rounds([run.call for run in runs.values()], device, rounds, progress=True, **options)
+                calls = [partial(run.attempt, run.call) for run in runs.values()]
+                least = 0.0 if single else LEAST_SECONDS
+                times = time_rounds(calls, device, rounds, least_seconds=least, progress=True)
                 for run, seconds in zip(runs.values(), times, strict=True):
                     run.seconds = seconds
             for run in runs.values() if memory else ():
-                run.guard(run.measure_memory)(learns, device)
-        for run in runs.values():
-            row = run.row(runs.get((run.baseline, run.form)), single)
-            rows.append({'direction': direction, 'name': run.name, 'form': run.form, **row})
+                run.attempt(run.measure_memory, device)
+        rows += [run.finish(runs.get(run.baseline), single, count) for run in runs.values()]
     return rows
-
-
-@contextlib.contextmanager
-def fresh_compiler() -> Iterator[None]:
-    """Forget what was compiled, and compile functions that share their code separately."""
-    torch.compiler.reset()
-    with torch._dynamo.config.patch(recompile_limit=MOST_COMPILED):
-        yield
 
 
 @contextlib.contextmanager
@@ -193,29 +190,35 @@ def math_attention() -> Iterator[None]:
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
-def written_out(candidate: Candidate) -> Candidate:
-    """Return a candidate within `math_attention`: the paper's baseline."""
+class _WeightsCheck(TorchFunctionMode):
+    """A check, before attention forms its weights, that those of a forward pass fit: all in training, else one's."""
+
+    needed = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            q, k = args[:2]
+            own = 4 * MATERIALISED_MATRICES * q.shape[:-1].numel() * k.shape[-2]
+            self.needed = own + self.needed * torch.is_grad_enabled()
+            if self.needed > (most := most_bytes(q.device)):
+                limit = f'the limit is {most / 2**30:.1f} GiB'
+                raise MemoryError(f'its weights alone take {self.needed / 2**30:.1f} GiB or more, {limit}')
+        return func(*args, **(kwargs or {}))
+
+
+def next_to_the_paper(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return candidates, and after the first one the same with materialised attention: the paper's baseline.
+
+    Its first forward, which `prepare` makes, raises a MemoryError if its weights take more than a call may.
+    """
+    first, *others = candidates
 
     def prepare(training: bool) -> Prepared:
-        prepared = candidate.prepare(training)
-        return prepared._replace(forward=_within(math_attention, prepared.forward))
+        prepared = first.prepare(training).within(math_attention)
+        prepared.within(_WeightsCheck).forward()
+        return prepared
 
-    name = f'{candidate.name} math, {PAPER_BASELINE}'
-    return Candidate(name, prepare, compiles=False, baseline=candidate.baseline)
-
-
-def check_weights(batch: int, heads: int, tokens: int, layers: int, device: torch.device) -> None:
-    """Check that materialised attention can be measured.
-
-    Args:
-        layers: Number that hold their weights at once: all in training, else one.
-
-    Raises:
-        MemoryError: its weights alone take more than a call may.
-    """
-    needed, most = 4 * MATERIALISED_MATRICES * layers * batch * heads * tokens**2, most_bytes(device)
-    if needed > most:
-        raise MemoryError(f'its weights alone take {needed / 2**30:.1f} GiB, the limit is {most / 2**30:.1f} GiB')
+    return [first, Candidate(f'{first.name}, {PAPER_BASELINE}', prepare, False, first.baseline), *others]
 
 
 def most_bytes(device: torch.device) -> float:
@@ -232,13 +235,3 @@ def describe_error(error: Exception) -> str:
     """Return the kind of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f'{type(error).__name__}: {lines[0]}' if lines else type(error).__name__
-
-
-def _within(context: Callable[[], Any], forward: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the forward pass within a context that is made in every call."""
-
-    def run() -> Any:
-        with context():
-            return forward()
-
-    return run

@@ -1,25 +1,25 @@
 """Decoding one token at a time: AFT's state of constant size against a cache of keys and values."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from aft_vision import ops
-from aft_vision.layers import KeyValueState
 from aft_vision.models import DecoderState, Session, create_decoder
 from aft_vision.timing import compare_rounds, time_rounds
 from tools.benchmark.printer import Report
 
 # The Transformer, which the others are compared to, comes first.
 MODELS = ('transformer_pixel', 'aft_local_pixel', 'aft_simple_pixel')
+# The token time at the last over that at the second is to be 1.
 POSITIONS = (0, 300, 768, 1536, 2304, 3071)
-# The token time at the second over that at the first is to be 1.
-FLAT = (300, 3071)
+# Images decoded together.
+BATCHES = (1, 16)
 
 
 def run(args: argparse.Namespace, device: torch.device) -> Report:
@@ -29,61 +29,39 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
 
 
 @torch.inference_mode()
-def measure_decode(
-    device: torch.device,
-    rounds: int,
-    batch_sizes: Sequence[int] = (1, 16),
-    positions: Sequence[int] = POSITIONS,
-    **model_args: Any,
-) -> list[dict[str, Any]]:
+def measure_decode(device: torch.device, rounds: int, **model_args: Any) -> list[dict[str, Any]]:
     """Measure the time of a token at several positions, and the time of a whole image from it.
 
     Args:
         rounds: In each, every model takes a token at every position.
-        batch_sizes: Images decoded together.
-        positions: Places in the sequence, ascending, from its first to its last.
         model_args: Of the models, besides the paper's L = 24 and d = 256.
 
     Returns:
-        A row for each batch size and model: `name`; `token_ms` by position; `image_seconds`, the trapezoid sum of that
-        over the sequence, for the batch; `ratio`, that of the Transformer over it in the same round, above 1 is faster;
-        `flatness`, the token time at FLAT[1] over that at FLAT[0] in the same round, or None if they are not measured;
-        `state_bytes` of one image. Figures are medians over the rounds; `ratio_quartiles` and `flatness_quartiles` come
-        with them.
+        A row for each batch size and model: `image_seconds` of the batch is the trapezoid sum of the times of a token,
+        `ratio` the Transformer's over it, `flatness` the time of a token at the last position over that at the second,
+        both within a round, and `state_bytes` those of one image. Figures are medians over the rounds.
     """
     models = {name: create_decoder(name, **model_args).to(device).eval() for name in MODELS}
     rows: list[dict[str, Any]] = []
-    for batch in batch_sizes:
-        states = {name: model.session(batch).state for name, model in models.items()}
+    for batch in BATCHES:
         tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         calls: list[Callable[[], object]] = []
-        for name, state in states.items():
+        for name, model in models.items():
+            state = model.session(batch).state
             fill_state(state)
+            rows.append({'batch_size': batch, 'name': name, 'state_bytes': state.num_bytes() // batch})
             state, counts = share_positions(state)
-            step = Session(models[name], state).step
-            calls += [partial(take_token, step, tokens, counts, place) for place in positions]
+            calls += [partial(take_token, Session(model, state).step, tokens, counts, place) for place in POSITIONS]
         found = torch.tensor(time_rounds(calls, device, rounds, progress=True), dtype=torch.float64)
-        seconds = found.view(len(models), len(positions), rounds)
+        seconds = found.view(len(models), len(POSITIONS), rounds)
         # A sequence has a token more than steps between its first and its last position.
-        tokens_per_step = (positions[-1] + 1) / positions[-1]
-        images = (tokens_per_step * torch.trapezoid(seconds, torch.tensor(positions), dim=1)).tolist()
-        for (name, state), token, image in zip(states.items(), seconds.tolist(), images, strict=True):
-            by_position = dict(zip(positions, token, strict=True))
-            ratio = compare_rounds(image, images[0])
-            flat = compare_rounds(*(by_position[place] for place in FLAT)) if set(FLAT) <= set(positions) else None
-            rows.append(
-                {
-                    'batch_size': batch,
-                    'name': name,
-                    'state_bytes': state.num_bytes() // batch,
-                    'token_ms': {place: 1e3 * median(each) for place, each in by_position.items()},
-                    'image_seconds': median(image),
-                    'ratio': ratio.ratio,
-                    'ratio_quartiles': ratio.quartiles,
-                    'flatness': flat and flat.ratio,
-                    'flatness_quartiles': flat and flat.quartiles,
-                }
-            )
+        tokens_per_step = (POSITIONS[-1] + 1) / POSITIONS[-1]
+        images = (tokens_per_step * torch.trapezoid(seconds, torch.tensor(POSITIONS), dim=1)).tolist()
+        for row, token, image in zip(rows[-len(models) :], seconds.tolist(), images, strict=True):
+            row |= {'token_ms': {place: 1e3 * median(each) for place, each in zip(POSITIONS, token, strict=True)}}
+            ratio, flat = compare_rounds(image, images[0]), compare_rounds(token[1], token[-1])
+            row |= {'image_seconds': ratio.seconds, 'ratio': ratio.ratio, 'ratio_quartiles': ratio.quartiles}
+            row |= {'flatness': flat.ratio, 'flatness_quartiles': flat.quartiles}
     return rows
 
 
@@ -98,30 +76,17 @@ def share_positions(state: DecoderState) -> tuple[DecoderState, Tensor]:
 
     Some states count in every layer. One tensor is reset in one call, so that every model pays for as many.
     """
-    counted = [hasattr(layer, 'position') for layer in state.layers]
-    counts = state.position.repeat(1 + sum(counted))
-    first, *others = counts
-    places = iter(others)
-    layers = (
-        layer._replace(position=next(places)) if counts_tokens else layer
-        for layer, counts_tokens in zip(state.layers, counted, strict=True)
-    )
-    return DecoderState(first, tuple(layers)), counts
+    leaves, form = tree_flatten(state)
+    counts = state.position.repeat(sum(x.dtype == torch.int64 for x in leaves))
+    places = iter(counts)
+    return tree_unflatten([next(places) if x.dtype == torch.int64 else x for x in leaves], form), counts
 
 
 def fill_state(state: DecoderState) -> None:
-    """Fill a state as after a whole sequence of ordinary keys and values.
+    """Fill a state with ordinary numbers.
 
     Memory that has never been written would all be one page of zeros, and its reading free.
     """
-    for layer in state.layers:
-        if isinstance(layer, KeyValueState):
-            layer.keys.normal_()
-            layer.values.normal_()
-        elif isinstance(layer, ops.LocalState):
-            batch, window, width = layer.ring.shape
-            k, v = torch.randn(2, batch, window + 1, width // 2, dtype=layer.ring.dtype, device=layer.ring.device)
-            ops.aft_local_prefill(None, k, v, k.new_zeros(window + 1, window), layer)
-        else:
-            k, v = torch.randn(2, *layer.reference.shape, dtype=layer.reference.dtype, device=layer.reference.device)
-            ops.aft_simple_step(None, k, v, layer)
+    for x in tree_leaves(state):
+        if x.is_floating_point():
+            x.uniform_(0.5, 1.5)

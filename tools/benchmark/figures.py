@@ -6,31 +6,38 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
-from aft_vision.timing import quartiles
-from tools.benchmark import gpu
+from aft_vision.timing import quartiles, synchronize, time_interleaved
 from tools.benchmark.compare import Candidate, Prepared, compare
-from tools.benchmark.loader import Options, measure_loaders
-from tools.benchmark.memory import saved_memory
-from tools.benchmark.models import runtime_candidate
+from tools.benchmark.decode import measure_decode
+from tools.benchmark.loader import measure_loaders
+from tools.benchmark.meters import saved_memory
 from tools.benchmark.ops import CPU, Operation, candidates_of, draw_qkv
 from tools.machine import autocast
 
+CUDA = torch.device('cuda')
 # Rounds that are enough for what takes minutes.
 SLOW_ROUNDS = 5
+# Calls whose mean is the time of a round: one kernel of a few microseconds says little.
+CALLS = 10
+# A matrix product and a copy that are large enough to show what a device does at best.
+MATRIX_SIDE, COPY_BYTES = 8192, 2**30
 # Photographs of the loaders' row: so many, (width, height).
 PHOTOGRAPHS, PHOTOGRAPH_SIZE = 256, (400, 300)
+Make = Callable[[], Sequence[Candidate]]
 # The trainer's row: what it trains, on a batch that stays where it is.
 STEP = (
     '--config configs/smoke/one_epoch.yaml model.depth=12 model.embed_dim=192 model.num_heads=192 model.kernel_size=11 '
@@ -40,25 +47,15 @@ STEP = (
 
 
 class Figure(NamedTuple):
-    """A measured figure.
+    """A figure; of a time also quartiles over the rounds, on a GPU the milliseconds of the other and of ours."""
 
-    Args:
-        ratio_quartiles: Over the rounds, where it is a time.
-        milliseconds_pair: Of a call of what is compared with, and of ours, on a GPU.
-    """
-
-    value: float
+    measured: float
     ratio_quartiles: tuple[float, float] | None = None
     milliseconds_pair: tuple[float, float] | None = None
 
 
 def speed(
-    make: Callable[[], Sequence[Candidate]],
-    direction: str = 'forward',
-    dtype: str = 'float32',
-    device: torch.device = CPU,
-    *,
-    rounds: int,
+    make: Make, direction: str = 'forward', dtype: str = 'float32', device: torch.device = CPU, *, rounds: int
 ) -> Figure:
     """Measure the time of the first candidate over that of the last.
 
@@ -66,34 +63,28 @@ def speed(
         dtype: Key of PRECISIONS, of autocast around all calls, which then casts the weights once.
     """
     with autocast(device, dtype):
-        baseline, own = _rows(make(), rounds, direction, device=device, memory=False)
+        first, own = _rows(make(), device, rounds, directions=[direction], memory=False)
     # Absolute times of a processor say nothing of another.
-    pair = (baseline['milliseconds'], own['milliseconds']) if device.type == 'cuda' else None
+    pair = (first['milliseconds'], own['milliseconds']) if device.type == 'cuda' else None
     return Figure(own['ratio'], own['ratio_quartiles'], pair)
 
 
-def memory(make: Callable[[], Sequence[Candidate]], direction: str = 'forward', *, rounds: int) -> Figure:
+def memory(make: Make, direction: str = 'forward', *, rounds: int) -> Figure:
     """Measure the peak of the last candidate over that of the first."""
-    baseline, own = _rows(make(), 0, direction)
-    return Figure(own['peak_bytes'] / baseline['peak_bytes'])
+    return Figure(_rows(make(), CPU, 0, directions=[direction])[1]['peak_ratio'])
+
+
+def memory_exponent(make: Callable[[int], Candidate], lengths: tuple[int, int], *, rounds: int) -> Figure:
+    """Measure the power of the tokens that the peak of the forward grows with; 1 is linear."""
+    growth = memory(lambda: [make(length) for length in lengths], rounds=rounds).measured
+    return Figure(math.log(growth) / math.log(lengths[1] / lengths[0]))
 
 
 def kept(operation: Operation, *, rounds: int) -> Figure:
     """Measure the bytes kept for the backward over those of attention."""
-    attention, own = (each.prepare(True) for each in against_attention(operation)())
+    attention, own = (each.prepare(True) for each in candidates_of([operation])[::2])
     # q, k and v count: attention and the operation are given the same. The position bias is a weight.
     return Figure(saved_memory(own.forward, own.leaves[3:]) / saved_memory(attention.forward))
-
-
-def memory_exponent(make: Callable[[int], Operation], lengths: tuple[int, int], *, rounds: int) -> Figure:
-    """Measure the power of the tokens that the peak of the forward grows with; 1 is linear."""
-    short, long = (_rows(candidates_of({'own': make(length)}), 0, 'forward')[1] for length in lengths)
-    return Figure(math.log(long['peak_bytes'] / short['peak_bytes']) / math.log(lengths[1] / lengths[0]))
-
-
-def against_attention(operation: Operation, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Any:
-    """Return a function that makes fused attention and an operation."""
-    return lambda: candidates_of({'own': operation}, dtype, device)[::2]
 
 
 def call_candidates(operation: Operation) -> list[Candidate]:
@@ -107,34 +98,19 @@ def call_candidates(operation: Operation) -> list[Candidate]:
     return [Candidate('AFT', partial(operation.own, torch.float32, CPU)), Candidate('SDPA', attend)]
 
 
-def runtime_speed(name: str, baseline: str, size: int, runtime: str, *, rounds: int) -> Figure:
-    """Measure the time of a model of timm over that of ours, exported, one thread and one image."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with TemporaryDirectory() as folder:
-            shape = (1, 3, size, size)
-            models = [runtime_candidate(each, shape, runtime, Path(folder)) for each in (baseline, name)]
-            return speed(lambda: models, rounds=rounds)
-    finally:
-        torch.set_num_threads(threads)
+# It takes minutes: once for all of its figures.
+decode = cache(partial(measure_decode, CPU))
 
 
-def decoding(
-    measured: Callable[[int], list[dict[str, Any]]], name: str, batch: int, key: str, *, rounds: int
-) -> Figure:
-    """Return a figure of `measure_decode`, `ratio` or `flatness`, of its rows for a number of rounds."""
-    rows = measured(min(rounds, SLOW_ROUNDS))
+def decoding(name: str, batch: int, key: str, *, rounds: int) -> Figure:
+    """Return a figure of `measure_decode`, `ratio` or `flatness`."""
+    rows = decode(min(rounds, SLOW_ROUNDS))
     row = next(row for row in rows if (row['name'], row['batch_size']) == (name, batch))
     return Figure(row[key], row[f'{key}_quartiles'])
 
 
 def loader_cost(kind: str, *, rounds: int) -> Figure:
-    """Measure the CPU time of an image of our loader over that of the one that it replaces.
-
-    Args:
-        kind: 'folder' (timm's loader) or 'ffcv' (FFCV's own).
-    """
+    """Measure the CPU time of an image of our loader over that of timm's, of a 'folder', or of FFCV's own, 'ffcv'."""
     with TemporaryDirectory() as folder:
         source = Path(folder) / 'images'
         for split, count in (('train', PHOTOGRAPHS), ('val', 2)):
@@ -146,17 +122,16 @@ def loader_cost(kind: str, *, rounds: int) -> Figure:
             with redirect_stdout(StringIO()):
                 write_ffcv(['--data', str(images), '--out', str(source), '--workers', '0', '--quiet'])
         # In this process, whose time is counted finest.
-        row = measure_loaders([str(source)], Options(224, 64, 0), min(rounds, SLOW_ROUNDS))[0]
+        row = measure_loaders([str(source)], 224, 64, 0, min(rounds, SLOW_ROUNDS))[0]
         return Figure(row['cpu_ratio'], row['cpu_quartiles'])
 
 
 def step_cost(*, rounds: int) -> Figure:
     """Measure the time of an update by our trainer over that of a written-out one of timm's task, on one batch."""
-    command = [sys.executable, '-m', 'train.throughput', *STEP.split(), '--rounds', str(max(rounds, 2))]
+    words = [*STEP.split(), '--rounds', str(max(rounds, 2)), f'run.cpu_threads={torch.get_num_threads()}']
     # The trainer is a program of its own: tools import nothing of it.
-    done = subprocess.run(
-        [*command, f'run.cpu_threads={torch.get_num_threads()}'], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, '-m', 'train.throughput', *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = re.search(r'bare update: ([\d.]+), quartiles ([\d.]+) to ([\d.]+)', done.stdout)
     if found is None:
         raise RuntimeError(f'expected the ratio of updates from train.throughput, got {done.stderr or done.stdout}')
@@ -165,25 +140,61 @@ def step_cost(*, rounds: int) -> Figure:
 
 
 def roofline_share(operation: Operation, dtype: torch.dtype, device: torch.device, *, rounds: int) -> Figure:
-    """Measure the shortest time that a GPU could take for a forward over that of its kernels."""
-    flops, bandwidth = gpu.device_rates(dtype, device, rounds)
-    shortest = max(gpu.count_flops(operation) / flops, gpu.count_bytes(operation, dtype) / bandwidth)
+    """Measure the shortest time that a GPU could take for a forward over that of its kernels.
+
+    That is the larger of the times for its floating-point operations, and for q, k, v and the result, each read or
+    written once, at the rates of a matrix product and a copy.
+    """
+    flops, bandwidth = device_rates(dtype, device, rounds)
+    prepared = operation.own(dtype, device, False)
     with torch.inference_mode():
-        kernels = gpu.time_kernels(operation.own(dtype, device, False).forward, device, rounds)
+        with FlopCounterMode(display=False) as counter:
+            result = prepared.forward()
+        count = sum(x.nbytes for x in (*prepared.leaves[:3], result))
+        kernels = time_kernels(prepared.forward, device, rounds)
+    shortest = max(counter.get_total_flops() / flops, count / bandwidth)
     shares = [shortest / seconds for seconds in kernels]
     return Figure(median(shares), quartiles(shares), (1e3 * shortest, 1e3 * median(kernels)))
 
 
-def _rows(
-    candidates: Sequence[Candidate], rounds: int, direction: str, *, device: torch.device = CPU, **options: Any
-) -> list[dict[str, Any]]:
-    """Return the rows of the first and the last candidate.
+def device_rates(dtype: torch.dtype, device: torch.device, rounds: int) -> tuple[float, float]:
+    """Return floating-point operations a second of a matrix product, and bytes read and written a second of a copy."""
+    a, b = (torch.randn(MATRIX_SIDE, MATRIX_SIDE, device=device).to(dtype) for _ in range(2))
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    product, copy = time_interleaved([lambda: a @ b, lambda: target.copy_(source)], device, rounds, warmup=3)
+    return 2 * MATRIX_SIDE**3 / product.seconds, 2 * COPY_BYTES / copy.seconds
+
+
+def time_kernels(call: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
+    """Return the seconds of the kernels of a call in every round, each with CALLS of it after one that is not counted.
+
+    Raises:
+        RuntimeError: the profiler sees no kernels.
+    """
+    call()
+    seconds = []
+    for _ in range(rounds):
+        synchronize(device)
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            for _ in range(CALLS):
+                call()
+            synchronize(device)
+        kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+        spent = [event.time_range.elapsed_us() for event in kernels if not event.is_user_annotation]
+        seconds.append(sum(spent) / 1e6 / CALLS)
+    if not all(seconds):
+        raise RuntimeError(f'expected kernels on {device}, got none from the profiler')
+    return seconds
+
+
+def _rows(candidates: Sequence[Candidate], *args: Any, **options: Any) -> list[dict[str, Any]]:
+    """Return the rows of the first and the last candidate, which is compared with it.
 
     Raises:
         RuntimeError: one of them failed.
     """
-    first, last = candidates[0], candidates[-1]
-    rows = compare([first, last._replace(baseline=first.name)], device, rounds, directions=[direction], **options)
+    rows = compare([each._replace(baseline=None) for each in (candidates[0], candidates[-1])], *args, **options)
     for row in rows:
         if 'error' in row:
             raise RuntimeError(f'{row["name"]}: {row["error"]}')
@@ -192,12 +203,9 @@ def _rows(
 
 def _write_photographs(folder: Path, count: int) -> None:
     """Write JPEG files of two classes, with colours that change slowly and some noise, as in photographs."""
-    generator = np.random.default_rng(0)
-    width, height = PHOTOGRAPH_SIZE
     for index in range(count):
-        coarse = Image.fromarray(generator.integers(0, 256, (9, 12, 3), np.uint8))
-        smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float32)
-        noisy = smooth + generator.normal(0, 4, smooth.shape)
         path = folder / f'class_{index % 2}' / f'{index}.jpg'
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=90)
+        bands = [Image.effect_noise((12, 9), 60).resize(PHOTOGRAPH_SIZE, Image.Resampling.BICUBIC) for _ in 'RGB']
+        noise = Image.effect_noise(PHOTOGRAPH_SIZE, 8)
+        Image.merge('RGB', [Image.blend(band, noise, 0.5) for band in bands]).save(path, quality=90)

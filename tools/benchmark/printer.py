@@ -11,19 +11,12 @@ LONGEST_ERROR = 100
 
 
 class Report(NamedTuple):
-    """The result of a section.
-
-    Args:
-        rows: Of figures, as they are printed and written as JSON.
-        head: The line above them.
-        fits: Further rows, printed below.
-        draw: Writes the picture of it to a file.
-    """
+    """The result of a section: rows of figures, the line above them, and rows of fits over a key of theirs."""
 
     rows: list[dict[str, Any]]
     head: str
-    fits: list[dict[str, Any]] | None = None
-    draw: Callable[[Path], None] | None = None
+    fits: Sequence[dict[str, Any]] = ()
+    x: str = ''
 
 
 def format_rows(rows: Sequence[dict[str, Any]]) -> str:
@@ -31,39 +24,37 @@ def format_rows(rows: Sequence[dict[str, Any]]) -> str:
     keys = [key for key in COLUMNS if any(_show(row, key) for row in rows)]
     table = [[COLUMNS[key][0] for key in keys], *([_show(row, key) or '-' for key in keys] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    is_text = [any(isinstance(row.get(key), str) for row in rows) for key in keys]
+    align = ['<' if any(isinstance(row.get(key), str) for row in rows) else '>' for key in keys]
     lines = []
     for row, cells in zip(({}, *rows), table, strict=True):
-        fields = zip(cells, widths, is_text, strict=True)
-        line = '  '.join(cell.ljust(width) if text else cell.rjust(width) for cell, width, text in fields)
-        reason = f'  failed: {row["error"][:LONGEST_ERROR]}' if row.get('error') else ''
-        reason += f'  left out: {row["refused"]}' if row.get('refused') else ''
+        line = '  '.join(f'{cell:{side}{width}}' for cell, side, width in zip(cells, align, widths, strict=True))
+        reason = f'  {row["error"][:LONGEST_ERROR]}' if 'error' in row else ''
         lines.append(line.rstrip() + reason)
     return '\n'.join(lines)
 
 
-def plot_curves(rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], x: str, title: str, path: Path) -> None:
-    """Draw each quantity of the fits over `x` with logarithmic axes, a panel for each direction and quantity.
+def plot_curves(report: Report, path: Path) -> None:
+    """Draw the rows of each fit with logarithmic axes, a panel for each direction and quantity.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    panels = list(dict.fromkeys((fit['direction'], fit['quantity']) for fit in fits))
+    panels = list(dict.fromkeys((fit['direction'], fit['quantity']) for fit in report.fits))
     figure = new_figure(7 * len(panels), 5.5)
     for axes, (direction, quantity) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         unit = 2**20 if quantity.endswith('bytes') else 1
-        own = [fit for fit in fits if (fit['direction'], fit['quantity']) == (direction, quantity)]
+        own = [fit for fit in report.fits if (fit['direction'], fit['quantity']) == (direction, quantity)]
         for place, fit in enumerate(own):
-            kept = [row for row in rows if (row['name'], row['direction']) == (fit['name'], direction)]
-            points = [(row[x], row[quantity] / unit) for row in kept if row.get(quantity)]
+            kept = (row for row in report.rows if (row['name'], row['direction']) == (fit['name'], direction))
+            points = [(row[report.x], row[quantity] / unit) for row in kept if row.get(quantity)]
             exponent = 'no exponent' if fit['exponent'] is None else f'exponent {fit["exponent"]:.2f}'
             # Every other line is dashed, so that one that lies on another does not hide it.
             style, label = '--' if place % 2 else '-', f'{fit["name"]}: {exponent}'
             axes.plot(*zip(*points, strict=True), linestyle=style, marker='o', markersize=4, label=label)
-        axes.set(xlabel=COLUMNS[x][0], ylabel=COLUMNS[quantity][0], xscale='log', yscale='log', title=direction)
+        axes.set(xlabel=COLUMNS[report.x][0], ylabel=COLUMNS[quantity][0], xscale='log', yscale='log', title=direction)
         axes.grid(alpha=0.3, which='both')
         axes.legend(fontsize=8)
-    figure.suptitle(title)
+    figure.suptitle(report.head)
     figure.savefig(path, dpi=150)
 
 
@@ -74,20 +65,12 @@ def _show(row: dict[str, Any], key: str) -> str:
     return layout(value) if callable(layout) else format(value, layout)
 
 
-def _mib(value: float) -> str:
-    return f'{value / 2**20:.1f}'
-
-
-def _size(value: Sequence[int]) -> str:
-    return 'x'.join(map(str, value))
-
-
 # The title of each figure, and its layout for `format` or a function; columns come in this order.
 COLUMNS: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     'row': ('row', ''),
     'group': ('group', ''),
-    'size': ('size', _size),
-    'shape': ('shape', _size),
+    'size': ('size', lambda value: 'x'.join(map(str, value))),
+    'shape': ('shape', lambda value: 'x'.join(map(str, value))),
     'direction': ('', ''),
     'quantity': ('fit of', lambda key: COLUMNS[key][0]),
     'what': ('', ''),
@@ -97,12 +80,8 @@ COLUMNS: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     'batch_size': ('batch', ''),
     'name': ('', ''),
     'form': ('', lambda form: '' if form == 'eager' else form),
-    # The paper's figures.
-    'paper_speed': ('paper /s', 'g'),
-    'paper_ratio': ('ratio', '.2f'),
-    'paper_memory_gb': ('GB', '.1f'),
-    'paper_memory_ratio': ('ratio', '.2f'),
-    # Ours.
+    'paper_ratio': ('paper: ratio', '.2f'),
+    'paper_memory_ratio': ('memory', '.2f'),
     'parameters': ('params', ','),
     'token_ms': ('ms of a token by position', lambda by: ' '.join(f'{place}: {ms:.2f}' for place, ms in by.items())),
     'flatness': ('last/300', '.3f'),
@@ -118,13 +97,12 @@ COLUMNS: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     'measured': ('measured', '.2f'),
     'ratio': ('ratio', '.2f'),
     'ratio_quartiles': ('quartiles', lambda pair: f'{pair[0]:.2f} - {pair[1]:.2f}'),
-    'peak_bytes': ('peak MiB', _mib),
+    'peak_bytes': ('peak MiB', lambda value: f'{value / 2**20:.1f}'),
     'peak_ratio': ('to first', '.2f'),
-    'saved_bytes': ('kept MiB', _mib),
+    'saved_bytes': ('kept MiB', lambda value: f'{value / 2**20:.1f}'),
     'state_bytes': ('state KiB', lambda value: f'{value / 1024:.0f}'),
     'exponent': ('exponent', '.2f'),
     'bytes_per_pixel': ('bytes/pixel', '.1f'),
-    'slope_ratio': ('slope', '.2f'),
     'milliseconds_pair': ('ms', lambda pair: f'{pair[0]:.4f} / {pair[1]:.4f}'),
     'verdict': ('', ''),
     'processor': ('on', ''),
