@@ -36,6 +36,8 @@ for name in ('aft_conv_nano', 'aft_full_nano', 'aft_simple_nano'):
     model = timm.create_model(name, depth=2)
     model(torch.randn(2, 3, 96, 96)).square().mean().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters()), name
+for name in timm.list_models('aft_*', pretrained=True):
+    assert timm.create_model(name, pretrained=True).eval()(torch.randn(1, 3, 96, 96)).isfinite().all(), name
 assert library() is not None or not COMPILER, 'the C++ kernels of the wheel cannot be built'
 print(f'{folder}: aft_vision {aft_vision.__version__}, torch {torch.__version__},',
       'C++ kernels' if library() else 'no C++ compiler')

@@ -11,6 +11,14 @@ import torch
 
 # Bytes per read.
 CHUNK = 2**22
+# Weights inside the package: NAME.safetensors with its model card NAME.md, by the name and tag of timm.
+PACKAGED = Path(__file__).parents[1] / 'weights'
+
+
+def packaged_weights(name: str) -> str | None:
+    """Return the path of packaged weights, such as of aft_conv_nano.imagenette; None if there are none."""
+    path = PACKAGED / f'{name}.safetensors'
+    return str(path) if path.is_file() else None
 
 
 def load_torch_file(path: str | Path) -> Any:

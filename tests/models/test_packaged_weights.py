@@ -1,0 +1,99 @@
+"""Weights inside the package: what is listed, and what timm makes of a file of float16 for another use."""
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from aft_vision.models.aft_vit import IMAGENETTE
+from aft_vision.models.weight_files import PACKAGED, check_checksum, packaged_weights
+from aft_vision.visualize import class_names
+
+NANO = ('aft_conv_nano', 'aft_axial_nano', 'aft_full_nano', 'aft_simple_nano')
+FILES = sorted(PACKAGED.glob('*.safetensors'))
+
+
+@pytest.fixture(scope='module')
+def file(tmp_path_factory) -> dict[str, Path]:
+    """A file of weights in float16 for each nano model, none of which is as made."""
+    found = {}
+    for name in NANO:
+        torch.manual_seed(0)
+        weights = {key: (x + 0.05 * torch.randn(x.shape)).half() for key, x in create(name).state_dict().items()}
+        found[name] = tmp_path_factory.mktemp('weights') / f'{name}.safetensors'
+        save_file(weights, found[name])
+    return found
+
+
+def create(name: str, file: Path | None = None, **kwargs) -> nn.Module:
+    """A model as timm creates it with weights, were this file in the package."""
+    weights = {} if file is None else dict(pretrained=True, pretrained_cfg_overlay={'file': str(file)})
+    return timm.create_model(name, **weights, **kwargs).eval()
+
+
+def images(channels: int = 3, side: int = 96) -> Tensor:
+    return torch.randn(1, channels, side, side, generator=torch.Generator().manual_seed(1))
+
+
+def test_the_models_that_are_listed_with_weights_are_those_whose_weights_are_packaged():
+    assert timm.list_models('aft_*', pretrained=True) == [path.stem for path in FILES]
+    assert sum(path.stat().st_size for path in FILES) <= 12 * 10**6
+    assert {path.stem for path in PACKAGED.glob('*.md')} == {'README', *(path.stem for path in FILES)}
+    for path in FILES:
+        assert packaged_weights(path.stem) == str(path)
+    assert packaged_weights('aft_conv_tiny.imagenette') is None
+
+
+@pytest.mark.parametrize('path', FILES, ids=lambda path: path.stem)
+def test_packaged_weights_are_whole_and_in_float16_and_load(path):
+    check_checksum(path)
+    assert {x.dtype for x in load_file(path).values()} == {torch.float16}
+    model = timm.create_model(path.stem, pretrained=True).eval()
+    assert model.pretrained_cfg['label_names'] == IMAGENETTE
+    assert model(images()).isfinite().all()
+    assert path.stem in path.with_suffix('.md').read_text()
+
+
+@pytest.mark.parametrize('name', NANO)
+def test_a_file_of_float16_gives_a_model_in_float32_with_its_classes(name, file):
+    model, weights = create(name, file[name]), load_file(file[name])
+    for key, x in model.state_dict().items():
+        assert torch.equal(x, weights[key].float()), key
+    assert class_names(model)[:3] == ['tench', 'English springer', 'cassette player']
+
+
+@pytest.mark.parametrize('name', NANO)
+def test_another_head_leaves_the_body_as_it_is(name, file):
+    images_, model = images(), create(name, file[name])
+    bare, other = create(name, file[name], num_classes=0), create(name, file[name], num_classes=5)
+    features = model.forward_head(model.forward_features(images_), pre_logits=True)
+    torch.testing.assert_close(bare(images_), features)
+    torch.testing.assert_close(other.forward_head(other.forward_features(images_), pre_logits=True), features)
+    assert other(images_).shape == (1, 5)
+    # The names are those of other classes.
+    assert class_names(other) == [f'class {i}' for i in range(5)]
+    maps = create(name, file[name], features_only=True)(images_)
+    torch.testing.assert_close(maps[-1], model.forward_intermediates(images_, 1, intermediates_only=True)[0])
+
+
+@pytest.mark.parametrize('name', NANO)
+def test_one_channel_sees_what_three_equal_ones_do(name, file):
+    grey = images(channels=1)
+    model = create(name, file[name], in_chans=1)
+    torch.testing.assert_close(model(grey), create(name, file[name])(grey.expand(-1, 3, -1, -1)), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize('name', NANO)
+def test_another_size_resamples_what_depends_on_it(name, file):
+    larger = create(name, file[name], img_size=128)
+    resized = create(name, file[name])
+    if name not in ('aft_conv_nano', 'aft_axial_nano'):
+        resized.set_input_size(128)
+    torch.testing.assert_close(larger(images(side=128)), resized(images(side=128)), rtol=1e-2, atol=1e-2)
+
+
+def test_an_untrained_model_has_no_names_of_classes():
+    assert class_names(create('aft_conv_nano')) == [f'class {i}' for i in range(10)]
