@@ -13,6 +13,8 @@ SECONDS ?= 600
 FUZZ_ARGS ?=
 # Options of `make gpu`: make gpu GPU_ARGS='--data imagenette.tar --pieces a b'
 GPU_ARGS ?=
+# Folders of finished runs: make results RUNS='runs/conv_8e-3_seed0 runs/deit_8e-3_seed0'
+RUNS ?=
 # make package EMPTY=1 downloads every dependency of the wheel, of which PyTorch is gigabytes
 EMPTY ?=
 
@@ -21,7 +23,7 @@ FFCV_LIBRARIES := libopencv-dev libturbojpeg0-dev pkg-config
 FFCV_STAMP := $(VENV)/.ffcv
 SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: install ffcv test sanitize fuzz lint gpu timm-suite demo docs package clean
+.PHONY: install ffcv test sanitize fuzz lint gpu timm-suite demo results docs package clean
 
 install: $(STAMP)
 
@@ -82,6 +84,10 @@ demo: $(STAMP)
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/k3 model.kernel_size=3'
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/mine data.dir=YOUR_IMAGES'
 	@echo '  $(PY) -c "import aft_vision, timm; print(timm.create_model('"'local-dir:runs/demo/export'"', pretrained=True))"'
+
+# The tables and the picture of docs/results/imagenette.md, and before them what is kept of finished runs in RUNS
+results: $(STAMP)
+	$(PY) -m tools.publish $(RUNS)
 
 # The site of README.md and docs/, with the keys of configs, the commands and the Python API, in build/site
 docs: $(STAMP)

@@ -1,0 +1,176 @@
+"""Runs whose results are known by hand, published and packaged."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from helpers import make_folder
+
+from aft_vision.evaluate import load_model
+from aft_vision.models.aft_vit import IMAGENETTE
+from aft_vision.models.weight_files import check_checksum
+from tools import imagenette_page, package_weights, publish
+
+PAGE = '<!-- runs: of make results -->\n<!-- end -->\nwords\n<!-- search: of make results -->\n<!-- end -->\n'
+DEIT = dict(patch_size=8, embed_dim=16, depth=1, num_heads=4, img_size=[96, 96])
+CONV = dict(drop_path_rate=0.0)
+SIMPLE = dict(embed_dim=16, depth=1)
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory) -> Path:
+    """A data set of ten grey images, one a class."""
+    return make_folder(tmp_path_factory.mktemp('data'), {'val': list(IMAGENETTE)}, images=1, size=(96, 96))
+
+
+@pytest.fixture
+def docs(tmp_path) -> Path:
+    """A folder of results pages."""
+    folder = tmp_path / 'docs' / 'results'
+    (folder / 'data' / 'imagenette_search').mkdir(parents=True)
+    (folder / imagenette_page.PAGE).write_text(PAGE)
+    return folder
+
+
+def make_run(folder: Path, data: Path, name: str, kwargs: dict, top1: list[tuple[float, float]], answer: int) -> Path:
+    """A run with a row of (top-1, top-1 of the average) an epoch, whose average answers every image alike."""
+    torch.manual_seed(0)
+    weights = timm.create_model(name, num_classes=10, **kwargs).state_dict()
+    average = {key: torch.zeros_like(x) if key.startswith('head') else x for key, x in weights.items()}
+    average['head.bias'][answer] = 1.0
+    history = [
+        {'epoch': i, 'train_images_per_second': 10 * (i + 1), 'train_seconds': 60 / (i + 1), 'train_memory_mb': 700 + i}
+        | {'eval_top1': plain, 'eval_ema_top1': averaged}
+        for i, (plain, averaged) in enumerate(top1)
+    ]
+    content = {
+        'model_name': name,
+        'model_kwargs': {'num_classes': 10, **kwargs},
+        'class_names': list(IMAGENETTE),
+        'data_config': {'input_size': (3, 96, 96), 'crop_pct': 1.0, 'interpolation': 'bicubic'},
+        'state_dict': weights,
+        'ema_state_dict': average,
+        'epoch': len(top1),
+    }
+    config = {
+        'model': {'name': name},
+        'data': {'dir': str(data), 'img_size': [96, 96], 'eval_img_size': None, 'batch_size': 4, 'eval_batch_size': 5},
+        'optim': {'lr': 0.008},
+        'schedule': {'epochs': len(top1)},
+        'run': {'dir': str(folder), 'seed': int(folder.name[-1]), 'device': 'cpu'},
+    }
+    folder.mkdir()
+    torch.save(content, folder / 'last.pth')
+    (folder / 'config.yaml').write_text(yaml.safe_dump(config))
+    with (folder / 'summary.csv').open('w', newline='') as file:
+        writer = csv.DictWriter(file, history[0])
+        writer.writeheader()
+        writer.writerows(history)
+    return folder
+
+
+def test_a_published_run_is_a_folder_that_loads_with_its_answers(data, docs, tmp_path):
+    run = make_run(tmp_path / 'conv_8e-3_seed0', data, 'aft_conv_nano', CONV, [(50.0, 40.0), (60.0, 65.0)], answer=3)
+    (folder,) = publish.main([str(run), '--docs', str(docs), '--workers', '0', '--commit', 'abc'])
+    assert folder == docs / 'data' / 'imagenette' / 'conv_seed0'
+    assert (folder / 'summary.csv').read_text() == (run / 'summary.csv').read_text()
+    config = yaml.safe_load((folder / 'config.yaml').read_text())
+    assert (config['run']['dir'], config['data']['dir'], config['optim']['lr']) == (None, data.name, 0.008)
+    result = json.loads((folder / 'result.json').read_text())
+    assert (result['best'], result['commit'], result['parameters']) == ('average', 'abc', 1_310_346)
+    assert result['right']['average'] == '0001000000'
+    assert result['top1_float16']['average'] == 10.0
+    assert len(result['right']['weights']) == 10
+    check_checksum(folder / 'model.safetensors')
+    average = torch.load(run / 'last.pth', weights_only=True)['ema_state_dict']
+    for key, x in load_model(folder).state_dict().items():
+        assert torch.equal(x, average[key].half().float()), key
+
+
+def test_the_tables_have_the_figures_of_the_runs(data, docs, tmp_path, capsys):
+    runs = [
+        make_run(tmp_path / 'deit_seed0', data, 'deit_tiny_patch16_224', DEIT, [(40.0, 40.0), (59.0, 60.0)], answer=1),
+        make_run(tmp_path / 'deit_seed1', data, 'deit_tiny_patch16_224', DEIT, [(40.0, 40.0), (61.0, 62.0)], answer=1),
+        make_run(tmp_path / 'simple_seed0', data, 'aft_simple_nano', SIMPLE, [(61.0, 50.0), (69.0, 71.0)], answer=1),
+        make_run(tmp_path / 'simple_seed1', data, 'aft_simple_nano', SIMPLE, [(59.0, 50.0), (71.0, 75.0)], answer=2),
+    ]
+    publish.main([*map(str, runs), '--docs', str(docs), '--workers', '0', '--no-weights'])
+    text = (docs / imagenette_page.PAGE).read_text()
+    # Differences of 11 and 13: t = 12 with one degree of freedom.
+    assert '| DeiT | 2 | 2 | 60.00 +- 1.41 | 61.00 +- 1.41 | - | - | - |' in text
+    assert '| AFT-simple | 2 | 2 | 70.00 +- 1.41 | 73.00 +- 2.83 | +12.00 | 0.053 | 1.000, 1.000 |' in text
+    # 60 s at 10 and 30 s at 20 images/s; 60 % after the first and the second epoch, 75 % in one run only.
+    assert re.search(r'\| AFT-simple \| 2 \| 8,906 \| 0\.008 \| 13 \| 701 \| 75 \| 90 \| - \|', text)
+    assert '](data/imagenette/simple_seed1)' in text
+    assert (docs.parent / 'images' / imagenette_page.PICTURE).is_file()
+    assert not list(docs.rglob('*.safetensors'))
+    publish.main(['--docs', str(docs)])
+    assert (docs / imagenette_page.PAGE).read_text() == text
+
+
+def test_without_runs_the_page_says_so_and_shows_the_search(docs):
+    search = docs / 'data' / 'imagenette_search'
+    for rate, top1 in (('16e-3', 50.0), ('4e-3', 51.0)):
+        (search / f'conv_{rate}.csv').write_text(f'epoch,eval_top1,eval_ema_top1\n0,1,1\n1,{top1},{top1 + 1}\n')
+    publish.main(['--docs', str(docs)])
+    text = (docs / imagenette_page.PAGE).read_text()
+    assert 'No run has been published yet.' in text
+    slower, faster = (text.index(f'| AFT-conv | [{rate}](data/imagenette_search/') for rate in ('4e-3', '16e-3'))
+    assert slower < faster
+    assert text.count('| 51.0 % | 52.0 % |') == text.count('| 50.0 % | 51.0 % |') == 1
+    assert '\nwords\n' in text
+
+
+def test_a_page_without_markers_is_an_error(docs):
+    (docs / imagenette_page.PAGE).write_text('words')
+    with pytest.raises(ValueError, match='one block from <!-- runs'):
+        publish.main(['--docs', str(docs)])
+
+
+def test_packaged_weights_are_those_of_the_run_and_have_a_card(data, docs, tmp_path):
+    run = make_run(tmp_path / 'conv_8e-3_seed0', data, 'aft_conv_nano', CONV, [(60.0, 65.0)], answer=3)
+    (folder,) = publish.main([str(run), '--docs', str(docs), '--workers', '0', '--commit', 'abc'])
+    path = package_weights.package(folder, tmp_path / 'weights')
+    assert path.name == 'aft_conv_nano.imagenette.safetensors'
+    assert path.read_bytes() == (folder / 'model.safetensors').read_bytes()
+    card = path.with_suffix('.md').read_text()
+    for words in ('10.00 % on the 10 images', 'English springer', 'non-commercial', 'commit abc', 'optim.lr=0.008'):
+        assert words in card
+    (tmp_path / 'weights' / 'aft_other.imagenette.safetensors').write_bytes(bytes(package_weights.MOST_BYTES))
+    with pytest.raises(ValueError, match=r'at most 12,000,000 bytes in all'):
+        package_weights.package(folder, tmp_path / 'weights')
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs', 'message'),
+    [
+        ('aft_conv_nano', {'depth': 1}, 'weights of the registered aft_conv_nano'),
+        ('aft_conv_nano', {'act_layer': 'relu'}, 'arguments of the registered aft_conv_nano'),
+        ('deit_tiny_patch16_224', DEIT, 'model of this package with a tag'),
+    ],
+)
+def test_weights_of_another_model_are_not_packaged(name, kwargs, message, data, docs, tmp_path):
+    run = make_run(tmp_path / 'other_seed0', data, name, kwargs, [(65.0, 60.0)], answer=3)
+    (folder,) = publish.main([str(run), '--docs', str(docs), '--workers', '0'])
+    with pytest.raises(ValueError, match=message):
+        package_weights.package(folder, tmp_path / 'weights')
+    assert not (tmp_path / 'weights').exists()
+
+
+def test_a_run_that_has_not_ended_is_refused(data, docs, tmp_path):
+    run = make_run(tmp_path / 'conv_seed0', data, 'aft_conv_nano', {'depth': 1}, [(60.0, 65.0)], answer=3)
+    config = yaml.safe_load((run / 'config.yaml').read_text())
+    config['schedule']['epochs'] = 20
+    (run / 'config.yaml').write_text(yaml.safe_dump(config))
+    with pytest.raises(ValueError, match=r'run of 20 epochs, got .*conv_seed0 after 1'):
+        publish.main([str(run), '--docs', str(docs)])
+    (run / 'summary.csv').unlink()
+    with pytest.raises(ValueError, match=r'got .*conv_seed0 without summary\.csv'):
+        publish.main([str(run), '--docs', str(docs)])
+    with pytest.raises(SystemExit):
+        publish.parse_args([str(run), str(run), '--package'])

@@ -1,0 +1,262 @@
+"""The tables and the picture of docs/results/imagenette.md, from the runs that `tools.publish` keeps."""
+
+import json
+import math
+import re
+import statistics
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from aft_vision.visualize import new_figure, read_history, save_figure
+from tools.paired import mcnemar, paired_t
+
+PAGE, PICTURE = 'imagenette.md', 'imagenette_runs.png'
+REFERENCE = 'deit'
+# By the first part of the name of a row.
+TITLES = {
+    **{'conv': 'AFT-conv', 'full': 'AFT-full', 'simple': 'AFT-simple', 'axial': 'AFT-axial'},
+    **{'hybrid': 'hybrid', REFERENCE: 'DeiT'},
+}
+MARKS = (60, 70, 75)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run: one seed of a row."""
+
+    row: str
+    seed: int
+    config: dict[str, Any]
+    history: list[dict[str, float]]
+    result: dict[str, Any]
+
+    @property
+    def top1(self) -> float:
+        """Return the top-1 of the last weights in percent."""
+        return self.history[-1]['eval_top1']
+
+    @property
+    def average(self) -> float:
+        """Return the top-1 of the moving average in percent, or of the weights if there is none."""
+        return self.history[-1].get('eval_ema_top1', self.top1)
+
+    @property
+    def right(self) -> list[bool]:
+        """Return whether each validation image was answered right by the model of `average`."""
+        answers = self.result['right']
+        return [x == '1' for x in answers.get('average', answers['weights'])]
+
+    @property
+    def images_per_second(self) -> float:
+        """Return the rate of training, loading included."""
+        rates = [(row['train_images_per_second'], row['train_seconds']) for row in self.history]
+        return sum(rate * seconds for rate, seconds in rates) / sum(seconds for _, seconds in rates)
+
+    @property
+    def memory(self) -> float:
+        """Return the peak memory of the training process in MiB."""
+        return max(row['train_memory_mb'] for row in self.history)
+
+    def seconds_to(self, mark: float) -> float:
+        """Return the seconds of training after which the weights or their average had this top-1; NaN if never."""
+        seconds = 0.0
+        for row in self.history:
+            seconds += row['train_seconds']
+            if max(row['eval_top1'], row.get('eval_ema_top1', 0.0)) >= mark:
+                return seconds
+        return math.nan
+
+
+@dataclass(frozen=True)
+class Row:
+    """The runs of a row, by seed."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @cached_property
+    def epochs(self) -> int:
+        """Return the length of the runs."""
+        return int(self.runs[0].config['schedule']['epochs'])
+
+    @property
+    def title(self) -> str:
+        """Return the name in the tables."""
+        kind, *rest = self.name.split('_')
+        return ' '.join([TITLES.get(kind, kind), *(part for part in rest if part != str(self.epochs))])
+
+    def values(self, figure: Callable[[Run], float]) -> list[float]:
+        """Return a figure of every run."""
+        return [figure(run) for run in self.runs]
+
+
+def write_page(docs: Path) -> None:
+    """Write the blocks between the markers of the page, and its picture.
+
+    Args:
+        docs: The folder of the results pages, with `data`; pictures are in `images` next to it.
+
+    Raises:
+        ValueError: the page lacks a marker.
+    """
+    rows = read_rows(docs / 'data' / 'imagenette')
+    page = docs / PAGE
+    text = page.read_text(encoding='utf-8')
+    text = replace_block(text, 'runs', format_runs(rows))
+    text = replace_block(text, 'search', format_search(docs / 'data' / 'imagenette_search'))
+    page.write_text(text, encoding='utf-8')
+    if rows:
+        (docs.parent / 'images').mkdir(exist_ok=True)
+        save_figure(draw_runs(rows), docs.parent / 'images' / PICTURE)
+
+
+def replace_block(text: str, name: str, block: str) -> str:
+    """Replace the lines between `<!-- NAME: ... -->` and `<!-- end -->`.
+
+    Raises:
+        ValueError: the text does not have these markers once.
+    """
+    pattern = re.compile(rf'(<!-- {name}: [^\n]* -->\n).*?(<!-- end -->)', re.DOTALL)
+    found, count = pattern.subn(lambda match: f'{match[1]}\n{block}\n{match[2]}', text)
+    if count != 1:
+        raise ValueError(f'expected one block from <!-- {name}: ... --> to <!-- end -->, got {count}')
+    return found
+
+
+def read_rows(data: Path) -> list[Row]:
+    """Read the published runs, shorter ones first, the reference first among those of a length."""
+    found: dict[str, list[Run]] = {}
+    for path in sorted(data.glob('*/result.json')):
+        row, _, seed = path.parent.name.rpartition('_seed')
+        config = yaml.safe_load((path.parent / 'config.yaml').read_text())
+        history = read_history(path.parent / 'summary.csv')
+        found.setdefault(row, []).append(Run(row, int(seed), config, history, json.loads(path.read_text())))
+    rows = [Row(name, tuple(sorted(runs, key=lambda run: run.seed))) for name, runs in found.items()]
+    return sorted(rows, key=lambda row: (row.epochs, not is_reference(row), row.name))
+
+
+def is_reference(row: Row) -> bool:
+    """Return whether the others of the same length are compared with a row."""
+    return row.name.partition('_')[0] == REFERENCE
+
+
+def format_runs(rows: Sequence[Row]) -> str:
+    """Format the tables of accuracy and of cost, the picture, and what they were measured on."""
+    if not rows:
+        return 'No run has been published yet.\n'
+    accuracy = [
+        '| model | epochs | runs | top-1 % | of the average % | against DeiT | p, runs | p, images |',
+        '|---|---|---|---|---|---|---|---|',
+        *(format_accuracy(row, rows) for row in rows),
+    ]
+    marks = ' | '.join(f's to {mark} %' for mark in MARKS)
+    cost = [
+        f'| model | epochs | parameters | learning rate | images/s | MB | {marks} |',
+        '|---|---|---|---|---|---|' + '---|' * len(MARKS),
+        *(format_cost(row) for row in rows),
+    ]
+    runs = [run for row in rows for run in row.runs]
+    images = len(runs[0].right)
+    about_accuracy = (
+        f'Top-1 of the last epoch on {images:,} validation images; +- is the standard deviation over runs with '
+        'different seeds, and the standard error of a single figure is '
+        f'{100 * math.sqrt(0.8 * 0.2 / images):.1f} points at 80 %. Against DeiT of the same seeds and epochs, of the '
+        'moving averages in points: p of runs is the paired t test over seeds; p of images is the exact test of '
+        'McNemar for each seed, of the moving averages in float16.'
+    )
+    about_cost = (
+        'images/s and MB (peak of the process) are of training, seconds those of training alone, until the weights or '
+        f'their average first had that top-1 after an epoch. {describe_origin(runs)}'
+    )
+    picture = f'![Top-1 by epoch and by minutes of training](../images/{PICTURE})'
+    return '\n'.join([*accuracy, '', wrap(about_accuracy), '', *cost, '', wrap(about_cost), '', picture, ''])
+
+
+def wrap(text: str) -> str:
+    """Break a paragraph into lines, without breaking a link."""
+    return textwrap.fill(text, 128, break_long_words=False, break_on_hyphens=False)
+
+
+def describe_origin(runs: Sequence[Run]) -> str:
+    """Name the processors, the commits and the folders of the data."""
+    processors, commits = (sorted({run.result[key] for run in runs}) for key in ('processor', 'commit'))
+    folders = ', '.join(f'[{run.row}&nbsp;{run.seed}](data/imagenette/{run.row}_seed{run.seed})' for run in runs)
+    return f'{"; ".join(processors)}. Commit{"s" * (len(commits) > 1)} {", ".join(commits)}. Every run: {folders}.'
+
+
+def format_accuracy(row: Row, rows: Sequence[Row]) -> str:
+    """Format a line of the table of accuracy."""
+    cells = [row.title, str(row.epochs), str(len(row.runs))]
+    cells += [spread(row.values(lambda run: run.top1)), spread(row.values(lambda run: run.average))]
+    reference = next((other for other in rows if is_reference(other) and other.epochs == row.epochs), None)
+    seeds = {run.seed: run for run in reference.runs} if reference else {}
+    pairs = [(run, seeds[run.seed]) for run in row.runs if run.seed in seeds]
+    if not pairs or reference is row:
+        return f'| {" | ".join([*cells, "-", "-", "-"])} |'
+    differences = [run.average - other.average for run, other in pairs]
+    images = ', '.join(format_p(mcnemar(run.right, other.right)) for run, other in pairs)
+    return (
+        f'| {" | ".join([*cells, f"{statistics.fmean(differences):+.2f}", format_p(paired_t(differences)), images])} |'
+    )
+
+
+def format_cost(row: Row) -> str:
+    """Format a line of the table of cost."""
+    rates = sorted({run.config['optim']['lr'] for run in row.runs})
+    cells = [row.title, str(row.epochs), f'{row.runs[0].result["parameters"]:,}', ', '.join(f'{x:g}' for x in rates)]
+    cells += [f'{statistics.fmean(row.values(lambda run: run.images_per_second)):.0f}']
+    cells += [f'{max(row.values(lambda run: run.memory)):.0f}']
+    for mark in MARKS:
+        seconds = [run.seconds_to(mark) for run in row.runs]
+        cells.append('-' if any(map(math.isnan, seconds)) else f'{statistics.fmean(seconds):.0f}')
+    return f'| {" | ".join(cells)} |'
+
+
+def spread(values: Sequence[float]) -> str:
+    """Format mean and standard deviation."""
+    deviation = f' +- {statistics.stdev(values):.2f}' if len(values) > 1 else ''
+    return f'{statistics.fmean(values):.2f}{deviation}'
+
+
+def format_p(p: float) -> str:
+    """Format a p-value."""
+    return '-' if math.isnan(p) else '< 0.001' if p < 0.001 else f'{p:.3f}'
+
+
+def format_search(data: Path) -> str:
+    """Format the table of the learning rates, whose files are named MODEL_RATE.csv."""
+    lines = [
+        '| model | learning rate per 512 images | top-1 of the last epoch | of its moving average |',
+        '|---|---|---|---|',
+    ]
+    found = [(*path.stem.split('_', 1), path) for path in data.glob('*.csv')]
+    for model, rate, path in sorted(found, key=lambda each: (each[0], float(each[1]))):
+        last = read_history(path)[-1]
+        cells = [TITLES.get(model, model), f'[{rate}](data/{data.name}/{path.name})']
+        lines.append(f'| {" | ".join(cells)} | {last["eval_top1"]:.1f} % | {last["eval_ema_top1"]:.1f} % |')
+    return '\n'.join([*lines, ''])
+
+
+def draw_runs(rows: Sequence[Row]) -> Any:
+    """Draw top-1 of the average by epoch and by minutes of training: a line a run, a colour a row."""
+    figure = new_figure(10, 4)
+    panels = figure.subplots(1, 2, sharey=True)
+    for number, row in enumerate(rows):
+        for run in row.runs:
+            top1 = [each.get('eval_ema_top1', each['eval_top1']) for each in run.history]
+            minutes = [sum(each['train_seconds'] for each in run.history[: i + 1]) / 60 for i in range(len(top1))]
+            for axes, places in zip(panels, (range(1, len(top1) + 1), minutes), strict=True):
+                label = f'{row.title}, {row.epochs} epochs' if run is row.runs[0] else None
+                axes.plot(places, top1, color=f'C{number % 10}', lw=1, label=label)
+    for axes, label in zip(panels, ('epoch', 'minutes of training'), strict=True):
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel('top-1 of the averaged weights (%)')
+    panels[1].legend(fontsize='small', loc='lower right')
+    return figure

@@ -1,0 +1,130 @@
+"""Weights of a published run inside the package, with their model card."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import yaml
+
+from aft_vision.evaluate import load_model
+from aft_vision.models.weight_files import PACKAGED
+from aft_vision.visualize import class_names
+
+MOST_BYTES = 12 * 10**6
+CARD = """# {name}
+
+An image classifier of {classes} classes, without attention: `{model}` of aft_vision, {parameters:,} parameters.
+
+```python
+import aft_vision, timm
+
+model = timm.create_model('{model}', pretrained=True).eval()
+```
+
+| | |
+|---|---|
+| Classes | {words} |
+| Input | {height} x {width} pixels, crop {crop_pct}; takes {sizes} |
+| Top-1 | {top1:.2f} % on the {images:,} images of the official validation split |
+| Weights | {which} of the last of {epochs} epochs, in float16 |
+| Data | Imagenette, its official split; centre squares of 160 x 160 pixels, so not pixel for pixel fastai's |
+| Recipe | configs/small/imagenette.yaml at commit {commit}, learning rate {lr:g} per 512 images, seed {seed} |
+| Processor | {processor} |
+
+```sh
+python -m train.imagenet --config configs/small/imagenette.yaml data.dir=IMAGENETTE.tar \\
+    {overrides}
+```
+
+Imagenette is a subset of ImageNet, whose terms allow use of the images for non-commercial research and education only.
+The images belong to their owners and are not part of this package; its code is under the MIT licence, which does not
+extend to them. The weights know ten classes and were tested on no others: use them to try the package.
+"""
+
+
+def package(folder: Path, place: Path = PACKAGED) -> Path:
+    """Copy the weights of a published run into the package, write their card, and return their path.
+
+    Args:
+        folder: A folder of `tools.publish`, with weights.
+        place: The folder of packaged weights.
+
+    Raises:
+        ValueError: the model is none that may have packaged weights, it differs from the registered one, or all
+            packaged weights together would be too large.
+    """
+    content = json.loads((folder / 'config.json').read_text())
+    model = content['architecture']
+    cfg: Any = timm.get_pretrained_cfg(model)
+    if not getattr(cfg, 'tag', None) or not model.startswith('aft_'):
+        raise ValueError(f'expected a model of this package with a tag for weights, got {model}, which has none')
+    file = folder / 'model.safetensors'
+    check_registered(model, folder, file)
+    target = place / f'{model}.{cfg.tag}.safetensors'
+    others = sum(path.stat().st_size for path in place.glob('*.safetensors') if path != target)
+    if others + file.stat().st_size > MOST_BYTES:
+        raise ValueError(
+            f'expected packaged weights of at most {MOST_BYTES:,} bytes in all, got {others:,} and these of '
+            f'{file.stat().st_size:,}'
+        )
+    place.mkdir(exist_ok=True)
+    shutil.copyfile(file, target)
+    target.with_suffix('.md').write_text(model_card(folder, f'{model}.{cfg.tag}'), encoding='utf-8')
+    return target
+
+
+def check_registered(model: str, folder: Path, file: Path) -> None:
+    """Raise a ValueError unless the registered model computes what the model of the folder does."""
+    kept: Any = load_model(folder)
+    try:
+        found = timm.create_model(model, pretrained=True, pretrained_cfg_overlay={'file': str(file)}).eval()
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f'expected weights of the registered {model}, got {folder}: {error}') from error
+    keys = ('input_size', 'crop_pct', 'mean', 'std', 'num_classes', 'label_names')
+    for key in keys:
+        registered, trained = (list_of(each.pretrained_cfg.get(key)) for each in (found, kept))
+        if registered != trained:
+            raise ValueError(f'expected {key} = {registered} of the registered {model}, got {trained} in {folder}')
+    images = torch.randn(2, *kept.pretrained_cfg['input_size'], generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        if not torch.equal(found(images), kept(images)):
+            raise ValueError(f'expected the arguments of the registered {model}, got others in {folder}')
+
+
+def list_of(value: Any) -> Any:
+    """Return a sequence as a list: JSON has no tuples."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def model_card(folder: Path, name: str) -> str:
+    """Write the card of the weights of a published run."""
+    result = json.loads((folder / 'result.json').read_text())
+    config = yaml.safe_load((folder / 'config.yaml').read_text())
+    model: Any = load_model(folder)
+    cfg = model.pretrained_cfg
+    _, height, width = cfg['input_size']
+    epochs, lr, seed = config['schedule']['epochs'], config['optim']['lr'], config['run']['seed']
+    overrides = [f'model.name={cfg["architecture"]}', f'schedule.epochs={epochs}', f'optim.lr={lr}', f'run.seed={seed}']
+    return CARD.format(
+        name=name,
+        model=cfg['architecture'],
+        classes=cfg['num_classes'],
+        parameters=result['parameters'],
+        words=', '.join(class_names(model)),
+        height=height,
+        width=width,
+        crop_pct=cfg['crop_pct'],
+        sizes='any multiple of the patch size' if not cfg['fixed_input_size'] else 'other sizes by `set_input_size`',
+        top1=result['top1_float16'][result['best']],
+        images=len(result['right'][result['best']]),
+        which={'weights': 'those', 'average': 'the moving average of those'}[result['best']],
+        epochs=epochs,
+        lr=lr,
+        seed=seed,
+        commit=result['commit'],
+        processor=result['processor'],
+        overrides=' '.join(overrides),
+    )

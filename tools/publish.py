@@ -1,0 +1,193 @@
+"""Publish finished runs of configs/small/imagenette.yaml, and write the tables and the picture of their page.
+
+python -m tools.publish RUN [--row NAME] [--package]
+python -m tools.publish [RUN ...]
+
+RUN is the folder of a complete run of train.imagenet, named after its row, learning rate and seed, such as
+conv_8e-3_seed0. What later work needs goes to docs/results/data/imagenette/ROW_seedN: summary.csv, config.yaml, the
+weights of the last epoch or their moving average, whichever is better, in float16 (config.json and model.safetensors,
+which load as every exported folder), and result.json: accuracy of the float16 weights, the answer to each validation
+image, commit and processor. --no-weights leaves the weights out.
+
+--package also puts the weights of RUN into the package, with a model card: aft_vision/weights/NAME.TAG.safetensors,
+which `timm.create_model(NAME, pretrained=True)` then loads.
+
+Without RUN only docs/results/imagenette.md and its picture are written, from what is in the folder of the data.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tools.arguments import CommandParser, add_device, parse_count
+
+DOCS = Path('docs/results')
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = CommandParser(__doc__)
+    add = parser.add_argument
+    add('runs', nargs='*', type=Path, metavar='RUN', help='the folder of a complete run')
+    add('--row', help='name of the row in the tables, for one RUN (default: of its folder, without rate and seed)')
+    add('--data', help='the data set to answer (default: data.dir of the run)')
+    add('--workers', type=parse_count, default=1, help='decoding processes (default: 1)')
+    add('--no-weights', dest='weights', action='store_false', help='publish the results only')
+    add('--package', action='store_true', help='put the weights of one RUN into the package')
+    add('--commit', help='commit that the run was trained at (default: the one checked out)')
+    add('--docs', type=Path, default=DOCS, help=f'folder of the results pages (default: {DOCS})')
+    add_device(parser)
+    args = parser.parse_args(argv)
+    if (args.package or args.row) and len(args.runs) != 1:
+        parser.error(f'--row and --package belong to one RUN, got {len(args.runs)}')
+    if args.package and not args.weights:
+        parser.error('--package needs the weights, got --no-weights')
+    return args
+
+
+# Before the slow imports, so that --help and errors of the command line are immediate.
+if __name__ == '__main__':
+    parse_args()
+
+import torch
+import yaml
+from timm.data import resolve_model_data_config
+from timm.task.evaluator import ClassificationEvaluator
+from torch import nn
+
+from aft_vision.commandline import run_command
+from aft_vision.data import Preprocessing, Source, create_eval_loader
+from aft_vision.evaluate import check_classes, evaluate_all, load_model, read_checkpoint, resolve_device
+from aft_vision.export import export_model
+from aft_vision.files import LAST
+from aft_vision.visualize import read_history
+from tools.imagenette_page import write_page
+from tools.machine import describe_processor
+from tools.package_weights import package
+
+
+def main(argv: Sequence[str] | None = None) -> list[Path]:
+    """Publish the runs, write the page, and return the folders of the published runs.
+
+    Raises:
+        ValueError: a run is not complete, its data set is not the one it was trained on, or its weights do not fit
+            the registered model.
+    """
+    args = parse_args(argv)
+    folders = [publish(run, args) for run in args.runs]
+    if args.package:
+        print(f'{package(folders[0])} is written: commit it with its model card')
+    write_page(args.docs)
+    print(f'{args.docs / "imagenette.md"} is written')
+    return folders
+
+
+def publish(run: Path, args: argparse.Namespace) -> Path:
+    """Write what is kept of a run and return its folder."""
+    config, content = read_run(run)
+    models = load_weights(run, content)
+    right, top1 = answer(models, config, args)
+    history = read_history(run / 'summary.csv')
+    last = {'weights': history[-1]['eval_top1'], 'average': history[-1].get('eval_ema_top1', -1.0)}
+    best = max(models, key=lambda name: last[name])
+    row = args.row or re.sub(r'(_\d+(\.\d+)?e-\d+)?(_seed\d+)?$', '', run.resolve().name)
+    folder = args.docs / 'data' / 'imagenette' / f'{row}_seed{config["run"]["seed"]}'
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if args.weights:
+        export_model(models[best].half(), folder, content['class_names'], content['data_config'])
+    shutil.copy(run / 'summary.csv', folder)
+    # Where the run and its data were is of no use to others.
+    config['run']['dir'], config['data']['dir'] = None, Path(config['data']['dir']).name
+    (folder / 'config.yaml').write_text(yaml.safe_dump(config, sort_keys=False))
+    result = {
+        'parameters': sum(x.numel() for x in models[best].parameters()),
+        'best': best,
+        'top1_float16': top1,
+        'right': right,
+        'commit': args.commit or checked_out(),
+        'processor': describe_processor(resolve_device(config['run']['device'])),
+    }
+    (folder / 'result.json').write_text(json.dumps(result, indent=1) + '\n')
+    found = ', '.join(f'{name} {value:.2f} %' for name, value in top1.items())
+    print(f'{folder} is written: top-1 in float16: {found}; the better in the last epoch: {best}')
+    return folder
+
+
+def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the resolved config and the last checkpoint of a complete run.
+
+    Raises:
+        ValueError: the folder has no run, or one that has not ended.
+    """
+    missing = [name for name in (LAST, 'config.yaml', 'summary.csv') if not (run / name).is_file()]
+    if missing:
+        raise ValueError(f'expected the folder of a run of train.imagenet, got {run} without {missing[0]}')
+    config, content = yaml.safe_load((run / 'config.yaml').read_text()), read_checkpoint(run / LAST)
+    epochs = config['schedule']['epochs']
+    if content['epoch'] != epochs:
+        raise ValueError(f'expected a complete run of {epochs} epochs, got {run} after {content["epoch"]}')
+    return config, content
+
+
+def load_weights(run: Path, content: dict[str, Any]) -> dict[str, nn.Module]:
+    """Return the models with the last weights and with their average, if there is one, rounded to float16."""
+    models = {'weights': load_model(run / LAST)}
+    if content['ema_state_dict'] is not None:
+        models['average'] = load_model(run / LAST)
+        models['average'].load_state_dict(content['ema_state_dict'])
+    return {name: model.half().float() for name, model in models.items()}
+
+
+class Answers(ClassificationEvaluator):
+    """An evaluator that also keeps whether each image was answered right, as the characters 0 and 1."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.right = ''
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        """Count a batch of logits and classes."""
+        super().update(output, target)
+        self.right += ''.join(map(str, (output.argmax(1) == target).int().tolist()))
+
+
+def answer(
+    models: dict[str, nn.Module], config: dict[str, Any], args: argparse.Namespace
+) -> tuple[dict[str, str], dict[str, float]]:
+    """Classify the validation images of a run; return the right answers and the top-1 in percent of each model."""
+    device, data = resolve_device(args.device), config['data']
+    chosen = {field.name: data[field.name] for field in fields(Source) if field.name in data}
+    source = Source(**{**chosen, 'dir': args.data or data['dir']})
+    known = resolve_model_data_config(models['weights'])
+    size = tuple(data['eval_img_size'] or data['img_size'])
+    preprocessing = Preprocessing(size, known['crop_pct'], known['mean'], known['std'])
+    loader, class_names = create_eval_loader(
+        source, preprocessing, data['eval_batch_size'] or data['batch_size'], num_workers=args.workers, device=device
+    )
+    evaluators: list[Answers] = []
+
+    def evaluator() -> Answers:
+        evaluators.append(Answers(device))
+        return evaluators[-1]
+
+    check_classes(models['weights'], class_names, source.dir)
+    metrics = evaluate_all([model.to(device) for model in models.values()], loader, device, evaluator=evaluator)
+    right = {name: each.right for name, each in zip(models, evaluators, strict=True)}
+    return right, {name: each['top1'] for name, each in zip(models, metrics, strict=True)}
+
+
+def checked_out() -> str:
+    """Return the commit that is checked out in the current folder, or 'unknown'."""
+    found = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or 'unknown'
+
+
+if __name__ == '__main__':
+    run_command(main)
