@@ -13,7 +13,9 @@ onnx   input `images` (B, 3, H, W), output `logits`. Any batch; for AFT-conv als
        extra.
 pt2    torch.export, with the same dynamic sizes. It contains AFT's custom operators, so loading it needs
        `import aft_vision`; with --aten it contains only torch's operators.
-hf     a folder for timm (`local-dir:FOLDER`), transformers and the Hugging Face hub, with a model card.
+hf     a folder for timm (`local-dir:FOLDER`), transformers and the Hugging Face hub, with a model card. It also has
+       what loads it without this package and timm: a modelling file for transformers (trust_remote_code=True) and
+       torch.hub, model.onnx and model.pt2; --without leaves some of it out.
 others (coreai, coreml, executorch, litert, ncnn, openvino, tensorrt, torchscript) are written by timmx, at one size.
 
 Every onnx and pt2 file is compared with PyTorch on random images before it gets its name, at three sizes if sizes are
@@ -38,6 +40,8 @@ from typing import Any
 
 from tools.arguments import CommandParser, KeyValues, add_size, check_out
 
+# Parts of hf for users without this package.
+PARTS = ('code', 'onnx', 'pt2')
 # Formats of this package, and of timmx.
 TIMMX_FORMATS = ('coreai', 'coreml', 'executorch', 'litert', 'ncnn', 'openvino', 'tensorrt', 'torchscript')
 FORMATS = ('onnx', 'pt2', 'hf', *TIMMX_FORMATS)
@@ -62,6 +66,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--tolerance', type=float, default=1e-5, help='for onnx and pt2 (default: 1e-5)')
     parser.add_argument('--license', help="licence of the weights for hf's model card (default: the architecture's)")
     parser.add_argument(
+        '--without', nargs='+', choices=PARTS, default=(), metavar='PART', help=f'of hf: {", ".join(PARTS)}'
+    )
+    parser.add_argument(
         '--timmx-arg', nargs='+', action=KeyValues, default={}, metavar='KEY=VALUE', help='such as dynamic_batch=True'
     )
     parser.add_argument('--latency', action='store_true', help='time the onnx file')
@@ -69,7 +76,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--rounds', type=int, default=15, help='rounds of --latency (default: 15)')
     parser.add_argument('--allow-load', action='store_true', help='time even if other processes use the machine')
     args = parser.parse_args(argv)
-    for option, formats in (('latency', ['onnx']), ('form', ['onnx', 'pt2']), ('aten', ['pt2']), ('license', ['hf'])):
+    belongs = {'latency': ['onnx'], 'form': ['onnx', 'pt2'], 'aten': ['pt2'], 'license': ['hf'], 'without': ['hf']}
+    for option, formats in belongs.items():
         if getattr(args, option) and args.format not in formats:
             parser.error(f'--{option} belongs to --format {" or ".join(formats)}, got {args.format}')
     if args.timmx_arg and args.format not in TIMMX_FORMATS:
@@ -122,7 +130,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
         content = (
             read_checkpoint(args.checkpoint) if args.checkpoint and find_checkpoint(args.checkpoint).is_file() else {}
         )
-        export_hub_folder(model, args.out, args.size, content, args.license)
+        parts = [part for part in PARTS if part not in args.without]
+        for name, found in export_hub_folder(model, args.out, args.size, content, args.license, parts).items():
+            print(f'{name}: differs from PyTorch by at most {max(check.difference for check in found):.1e}')
     elif args.format in TIMMX_FORMATS:
         export_with_timmx(model, args.out, args.format, shape.size, **args.timmx_arg)
     else:

@@ -1,11 +1,12 @@
 """Export to a folder for timm, transformers and the Hugging Face hub."""
 
+import contextlib
 import copy
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from timm.data import resolve_model_data_config
 from timm.models._hub import generate_readme
 from torch import nn
 
-from aft_vision.export.verify import channels
+from aft_vision.export.program import choose_shape, export_onnx, export_pt2, takes_any_size
+from aft_vision.export.standalone import MODELING, hub_name, write_code
+from aft_vision.export.verify import Check, channels
 from aft_vision.files import sync_directory
 from aft_vision.models import AFTPyramid, AFTVisionTransformer
 from aft_vision.models.weight_files import add_checksum
@@ -27,7 +30,8 @@ CITATION = """@article{zhai2021attention,
   journal={arXiv preprint arXiv:2105.14103},
   year={2021}
 }"""
-USAGE = """
+IMPORT_AFT = 'import aft_vision  # registers the architecture with timm; must come before the model is loaded\n'
+TIMM_USAGE = """
 ```python
 {import_aft}import timm
 
@@ -44,7 +48,52 @@ FOLDER is this folder; from the hub it is `timm.create_model('hf-hub:USER/NAME',
 model = AutoModelForImageClassification.from_pretrained('FOLDER')
 ```
 """
-IMPORT_AFT = 'import aft_vision  # registers the architecture with timm; must come before the model is loaded\n'
+# The ways of loading a model without this package, by the file that they need.
+CODE_USAGE = """
+With transformers ({modeling}.py has the model; read it before you trust it):
+
+```python
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+model = AutoModelForImageClassification.from_pretrained('FOLDER', trust_remote_code=True).eval()
+{processor}
+logits = model(images).logits
+```
+
+AutoModel loads the features: `last_hidden_state`, the tokens, and `pooler_output`. `model(images, attn_mask)` takes a
+padded batch of mixed sizes: attn_mask (B, H / patch, W / patch) is True where a patch counts.
+
+With torch.hub:
+
+```python
+model = torch.hub.load('FOLDER', '{name}', source='local')
+logits = model(images)
+```
+"""
+PROCESSOR = """processor = AutoImageProcessor.from_pretrained('FOLDER', trust_remote_code=True)
+images = processor(image, return_tensors='pt').pixel_values  # image: a PIL image in RGB"""
+NO_PROCESSOR = (
+    "images = ...  # (B, {channels}, H, W), normalised; no image processor of transformers has this model's transform"
+)
+ONNX_USAGE = """
+With onnxruntime ({sizes}; no masks):
+
+```python
+session = onnxruntime.InferenceSession('FOLDER/model.onnx')
+(logits,) = session.run(None, {{'images': images.numpy()}})
+```
+"""
+PT2_USAGE = """
+With torch.export ({sizes}; no masks):
+
+```python
+model = torch.export.load('FOLDER/model.pt2').module()
+logits = model(images)
+```
+"""
+# Parts of a folder for users without this package.
+PARTS = ('code', 'onnx', 'pt2')
+CODE_FILES = (f'{MODELING}.py', 'hubconf.py', 'preprocessor_config.json')
 
 
 def export_model(
@@ -63,27 +112,10 @@ def export_model(
         data_config: The preprocessing to record: `input_size`, `crop_pct`, `mean`, `std`, `interpolation`.
         card: Text of a README.md, such as from `model_card`; None writes none.
     """
-    directory = Path(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f'.{directory.name}.', suffix='.tmp', dir=directory.parent))
-    try:
-        timm.models.save_for_hf(
-            model,
-            str(temporary),
-            model_config={'label_names': list(class_names)},
-            safe_serialization=True,
-            data_config=data_config,
-        )
-        _name_classes_once(temporary / 'config.json')
-        add_checksum(temporary / 'model.safetensors')
+    with _replacing_files(Path(directory)) as folder:
+        _write_weights(model, folder, class_names, data_config)
         if card is not None:
-            (temporary / 'README.md').write_text(card, encoding='utf-8')
-        directory.mkdir(parents=True, exist_ok=True)
-        for file in temporary.iterdir():
-            os.replace(file, directory / file.name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    sync_directory(directory)
+            (folder / 'README.md').write_text(card, encoding='utf-8')
 
 
 def export_hub_folder(
@@ -92,8 +124,9 @@ def export_hub_folder(
     size: tuple[int, int] | None = None,
     checkpoint: Mapping[str, Any] | None = None,
     license: str | None = None,
-) -> None:
-    """Write the folder of `export_model` with a model card, ready for the hub.
+    parts: Collection[str] = PARTS,
+) -> dict[str, list[Check]]:
+    """Write the folder of `export_model` with a model card and what users without this package need.
 
     Args:
         model: Made by `timm.create_model`, with its preprocessing and class names in `pretrained_cfg`, as from
@@ -101,7 +134,20 @@ def export_hub_folder(
         size: (H, W) in pixels to record as its input size; a fixed-size model is resized. None keeps the model's size.
         checkpoint: Content of the trainer's checkpoint, whose accuracy the card reports.
         license: Licence of the weights, see `model_card`.
+        parts: 'code': a modelling file and hubconf.py for transformers and torch.hub; 'onnx': model.onnx; 'pt2':
+            model.pt2 with torch's operators. All are written for an AFTVisionTransformer, no code for an AFTPyramid,
+            and none for a model of timm, which needs no code.
+
+    Returns:
+        The comparisons with the model, by the file.
+
+    Raises:
+        ValueError: a part is unknown, the model has no form without this package, or a file differs from the model.
+        ImportError: 'onnx' needs the `export` extra.
     """
+    unknown = set(parts) - set(PARTS)
+    if unknown:
+        raise ValueError(f'parts must be some of {", ".join(PARTS)}, got {", ".join(sorted(unknown))}')
     cfg: Any = model.pretrained_cfg
     data_config = None
     if size is not None:
@@ -110,8 +156,32 @@ def export_hub_folder(
     results = {}
     if checkpoint and 'best_top1' in checkpoint:
         results['Top-1 (validation)'] = f'{checkpoint["best_top1"]:.1f} % after {checkpoint["epoch"]} epochs'
-    card = model_card(model, results, license=license, size=size)
-    export_model(model, directory, cfg.get('label_names') or [], data_config, card)
+    directory = Path(directory)
+    with _replacing_files(directory) as folder:
+        _write_weights(model, folder, cfg.get('label_names') or [], data_config)
+        checks = _write_parts(model, folder, size or default_size(model), parts)
+        files = [path.name for path in folder.iterdir()]
+        card = model_card(model, results, license=license, size=size, files=files)
+        (folder / 'README.md').write_text(card, encoding='utf-8')
+    # Those of an earlier export would be of another model.
+    for name in {*CODE_FILES, 'model.onnx', 'model.pt2'} - set(files):
+        (directory / name).unlink(missing_ok=True)
+    return checks
+
+
+def _write_parts(
+    model: nn.Module, folder: Path, size: tuple[int, int], parts: Collection[str]
+) -> dict[str, list[Check]]:
+    checks = {}
+    if 'code' in parts and isinstance(model, AFTVisionTransformer):
+        checks[f'{MODELING}.py'] = write_code(model, folder, size)
+    if isinstance(model, AFTVisionTransformer | AFTPyramid):
+        shape = choose_shape(model, size)
+        if 'onnx' in parts:
+            checks['model.onnx'] = export_onnx(model, folder / 'model.onnx', shape)
+        if 'pt2' in parts:
+            checks['model.pt2'] = export_pt2(model, folder / 'model.pt2', shape, aten=True)
+    return checks
 
 
 def model_card(
@@ -119,6 +189,7 @@ def model_card(
     results: Mapping[str, str] | None = None,
     license: str | None = None,
     size: tuple[int, int] | None = None,
+    files: Collection[str] = (),
 ) -> str:
     """Write the README.md of a hub folder: description, results, usage and citation.
 
@@ -127,6 +198,7 @@ def model_card(
         license: Licence of the weights, by the hub's names (`mit`, `apache-2.0`); None takes that of the architecture's
             pretrained configuration, or `other`.
         size: (H, W) in pixels of its input; None means the model's default.
+        files: Names of the folder's files, of which the card explains those for users without this package.
 
     Returns:
         Markdown with the hub's metadata header.
@@ -153,10 +225,57 @@ def model_card(
         'license': license or cfg.get('license') or 'other',
         'description': 'An image classifier of timm' + (' without attention, made with aft_vision.' if is_aft else '.'),
         'details': details,
-        'usage': USAGE.format(import_aft=IMPORT_AFT if is_aft else '').rstrip(),
+        'usage': _usage(model, files),
         **({'citation': CITATION} if is_aft else {}),
     }
     return generate_readme(card, cfg['architecture'])
+
+
+def _usage(model: nn.Module, files: Collection[str]) -> str:
+    # The ways of loading the folder, first those without this package.
+    if not isinstance(model, AFTVisionTransformer | AFTPyramid):
+        return TIMM_USAGE.format(import_aft='').rstrip()
+    cfg: Any = model.pretrained_cfg
+    sizes = 'any height and width' if takes_any_size(model) else 'one image size'
+    found = []
+    if f'{MODELING}.py' in files:
+        has_processor = 'preprocessor_config.json' in files
+        processor = PROCESSOR if has_processor else NO_PROCESSOR.format(channels=channels(model))
+        name = hub_name(cfg['architecture'])
+        found.append(CODE_USAGE.format(modeling=MODELING, name=name, processor=processor))
+    found.append(ONNX_USAGE.format(sizes=sizes) if 'model.onnx' in files else '')
+    found.append(PT2_USAGE.format(sizes=sizes) if 'model.pt2' in files else '')
+    heading = '\nWith aft_vision, in timm:\n' if found else ''
+    return ''.join([*found, heading, TIMM_USAGE.format(import_aft=IMPORT_AFT)]).rstrip()
+
+
+@contextlib.contextmanager
+def _replacing_files(directory: Path) -> Iterator[Path]:
+    # Yield a folder whose files then replace those of the same name in the directory; after an error nothing changes.
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f'.{directory.name}.', suffix='.tmp', dir=directory.parent))
+    try:
+        yield temporary
+        directory.mkdir(parents=True, exist_ok=True)
+        for file in temporary.iterdir():
+            os.replace(file, directory / file.name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_directory(directory)
+
+
+def _write_weights(
+    model: nn.Module, folder: Path, class_names: Sequence[str], data_config: dict[str, Any] | None
+) -> None:
+    timm.models.save_for_hf(
+        model,
+        str(folder),
+        model_config={'label_names': list(class_names)},
+        safe_serialization=True,
+        data_config=data_config,
+    )
+    _name_classes_once(folder / 'config.json')
+    add_checksum(folder / 'model.safetensors')
 
 
 def _name_classes_once(config: Path) -> None:
