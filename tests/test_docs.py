@@ -1,7 +1,7 @@
 """The examples of README.md and docs/: Python is run, command lines are parsed, and keys are looked for.
 
 The blocks of Python of a document run one after another, as a reader types them, in a folder that has small models and
-data where the document says that they are. What does not run is in SKIPPED, what runs smaller in SMALLER.
+data where the document says that they are. What runs smaller is in SMALLER.
 """
 
 import importlib.util
@@ -50,10 +50,6 @@ DOCUMENTS = {
     for path in (ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').rglob('*.md')))
 }
 BLOCK = re.compile(r'^```(\w*)\n(.*?)^```', re.DOTALL | re.MULTILINE)
-# By document and a piece of one of its blocks: why this one does not run.
-SKIPPED = {
-    ('results/cifar10.md', "np.load('cifar10_jpeg_60k.npz')"): 'writes the 60,000 images of CIFAR10, which are not here'
-}
 # What a block with the word onnx needs.
 HAS_ONNX = all(importlib.util.find_spec(name) is not None for name in ('onnxruntime', 'onnxscript'))
 # By document: what stands there, and what runs in its place, offline and within seconds.
@@ -104,10 +100,6 @@ OTHER_SCHEMAS: dict[str, Any] = {'train.convert': ConvertConfig, 'train.pixel': 
 def blocks(name: str, *languages: str) -> list[str]:
     """The blocks of a document in these languages, the empty one where none is named."""
     return [content for language, content in BLOCK.findall(DOCUMENTS[name].read_text()) if language in languages]
-
-
-def is_skipped(name: str, block: str) -> bool:
-    return any(document == name and piece in block for document, piece in SKIPPED)
 
 
 def write_image_models() -> None:
@@ -217,16 +209,14 @@ def test_the_examples_in_python_run(name, tmp_path, monkeypatch):
     # A warning that is addressed to the reader, as of a deprecation, is an error as it is within the package.
     namespace = {'__name__': 'aft_vision.examples', **names_at_hand(name)}
     for block in blocks(name, 'python'):
-        if is_skipped(name, block) or ('onnx' in block and not HAS_ONNX):
+        if 'onnx' in block and not HAS_ONNX:
             continue
         for stands, runs in SMALLER.get(name, {}).items():
             block = block.replace(stands, runs)
         exec(compile(block, name, 'exec'), namespace)
 
 
-def test_what_is_skipped_or_made_smaller_stands_in_the_documents():
-    for name, piece in SKIPPED:
-        assert sum(piece in block for block in blocks(name, 'python')) == 1
+def test_what_is_made_smaller_stands_in_the_documents():
     for name, replaced in SMALLER.items():
         for piece in replaced:
             assert any(piece in block for block in blocks(name, 'python'))
