@@ -28,21 +28,23 @@ struct Aside {
   Vec weight{};
 };
 
-// out[x] += sum of taps[dy][dx] * map[y + dy][x + dx] for N targets of a row; the map is padded in x, not in y.
+// out[x] += sum of taps[dy][dx] * map[y + dy][x + dx] for N targets of a row; the map is padded in x, not in y. Rows of at
+// most SPAN taps have a partial sum.
 template <int N>
 void mix_tile(const Vec *map, const Vec *taps, const Shape &s, int64_t y, int64_t x, Vec *out, const Aside &aside) {
-  Vec sum[N];
-  for (int i = 0; i < N; ++i) sum[i] = out[i];
-  const int64_t r = s.reach();
-  for (int64_t dy = std::max<int64_t>(-r, -y); dy <= std::min(r, s.height - 1 - y); ++dy) {
-    const Vec *source = map + (y + dy) * s.padded() + x;
-    const Vec *tap = taps + (dy + r) * s.size;
-    for (int64_t dx = 0; dx < s.size; ++dx)
-      for (int i = 0; i < N; ++i) sum[i] += tap[dx] * source[dx + i];
-    if (aside.map)
-      for (int i = 0; i < N; ++i) sum[i] += aside.weight * aside.map[(y + dy) * s.width + x + i];
+  const int64_t r = s.reach(), end = std::min(r, s.height - 1 - y) + 1, rows = std::max<int64_t>(1, SPAN / s.size);
+  for (int64_t dy = std::max<int64_t>(-r, -y); dy < end;) {
+    Vec sum[N] = {};
+    for (const int64_t stop = std::min(end, dy + rows); dy < stop; ++dy) {
+      const Vec *source = map + (y + dy) * s.padded() + x;
+      const Vec *tap = taps + (dy + r) * s.size;
+      for (int64_t dx = 0; dx < s.size; ++dx)
+        for (int i = 0; i < N; ++i) sum[i] += tap[dx] * source[dx + i];
+      if (aside.map)
+        for (int i = 0; i < N; ++i) sum[i] += aside.weight * aside.map[(y + dy) * s.width + x + i];
+    }
+    for (int i = 0; i < N; ++i) out[i] += sum[i];
   }
-  for (int i = 0; i < N; ++i) out[i] = sum[i];
 }
 
 // Call f<N> for an N that is known at run time.

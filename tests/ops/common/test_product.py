@@ -363,3 +363,11 @@ def test_gradients_do_not_use_the_weights_of_a_forward():
     for _ in range(2):
         found = torch.autograd.grad(ops.aft_full(**inputs | {'bias': bias}).sum(), [inputs['k'], bias])
         assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
+
+
+def test_the_digits_of_a_kernel_as_large_as_its_image_are_kept():
+    # One running sum over a window loses 9e-7.
+    _, k, v = make_qkv(B=1, T=48 * 48, D=8, heads=4)
+    inputs = k / 100, v.abs() + 1, randn(4, 95, 95, seed=7) / 100
+    expected = ops.aft_conv(None, *inputs, (48, 48), backend='eager')
+    assert_close(ops.aft_conv(None, *(x.float() for x in inputs), (48, 48)), expected, 4e-7)
