@@ -50,7 +50,7 @@ TRITON_MODULES = tuple(
 CPP_MODULES = tuple(
     f'aft_vision.ops.{name}'
     for name in (
-        *('full.cpp', 'conv.cpp', 'conv.wide', 'conv.depthwise', 'axial.cpp', 'causal.local_cpp', 'causal.simple_cpp'),
+        *('full.cpp', 'conv.cpp', 'conv.window', 'axial.cpp', 'causal.local_cpp', 'causal.simple_cpp'),
         *('decode.step_cpp', 'common.build', 'common.cpp'),
     )
 )

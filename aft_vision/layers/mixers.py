@@ -187,7 +187,7 @@ class AFTFull(AFTMixer):
         if self.causal:
             y = ops.aft_full_causal(q, k, v, bias, mask)
         else:
-            y = ops.aft_full(q, k, v, bias, mask, self._backend())
+            y = ops.aft_full(q, k, v, bias, mask, self._backend(), self.position_bias.weights(bias, v))
         return self.proj_drop(self.proj(y))
 
 
@@ -336,7 +336,8 @@ class AFTConv(GridMixer):
                     kernel = ops.gumbel_kernel(kernel, self.tau, self.straight_through)
                 else:
                     kernel = ops.hard_kernel(kernel)
-            y = ops.aft_conv(q, k, v, kernel, grid, mask, self.global_context, self._backend())
+            weights = self.kernel.weights(kernel, v)
+            y = ops.aft_conv(q, k, v, kernel, grid, mask, self.global_context, self._backend(), weights)
         return self._output(y, v, grid, mask)
 
 

@@ -1,13 +1,13 @@
 """Learned position biases as modules (AFT Eq. 4, 7, 8). Their output depends only on their parameters.
 
-`fuse()` caches that output for inference, and later that at the last other grid. The cache is used in evaluation
-without gradients. It is recomputed when a parameter is loaded, moved, cast or written in place, and dropped by
-`train()`, so a fused model can be trained further. A write through `.data`, or to a parameter made in inference mode,
-is not detected: call `fuse()` again. Compiled graphs always compute the output. Exported and scripted graphs hold it
-as a constant: after writing parameters in place, fuse before exporting.
+`fuse()` caches that output for inference, with what the kernels compute from it alone, and later that at the last other
+grid. The cache is used in evaluation without gradients. It is recomputed when a parameter is loaded, moved, cast or
+written in place, and dropped by `train()`, so a fused model can be trained further. A write through `.data`, or to a
+parameter made in inference mode, is not detected: call `fuse()` again. Compiled graphs always compute the output.
+Exported and scripted graphs hold it as a constant: after writing parameters in place, fuse before exporting.
 """
 
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,9 @@ from timm.layers import register_notrace_module, resample_abs_pos_embed
 from torch import Tensor, nn
 
 from aft_vision.ops import (
+    bias_weights,
     factorized_band_row,
     factorized_bias,
-    keep_weights,
     local_band_row,
     local_bias,
     standardized_kernel,
@@ -25,8 +25,13 @@ from aft_vision.ops import (
 
 
 class FusedModule(nn.Module):
-    """A module whose result depends only on its parameters and can be cached for inference."""
+    """A module whose result depends only on its parameters and can be cached for inference.
 
+    Attributes:
+        operator: that of `ops` whose kernels compute weights from the result; '' without one.
+    """
+
+    operator: ClassVar[str] = ''
     fused: Tensor | None
 
     def __init__(self) -> None:
@@ -36,6 +41,9 @@ class FusedModule(nn.Module):
         self.fused_from: list[tuple[int, int]] = []
         # The last other grid and the result there.
         self.resized: tuple[tuple[int, int], Tensor] | None = None
+        # Weights of the cached result (True) and of the one at another grid (False), each with the result and the type
+        # that it is of.
+        self.kept: dict[bool, tuple[Tensor, torch.dtype, Tensor | None]] = {}
 
     def compute(self) -> Tensor:
         """Compute the result from the parameters."""
@@ -55,18 +63,18 @@ class FusedModule(nn.Module):
         self.eval()
         # A normal tensor even in inference mode, and never the parameter itself.
         with torch.inference_mode(False), torch.no_grad():
-            self.fused, self.resized = keep_weights(self.compute().clone()), None
+            self.fused, self.resized, self.kept = self.compute().clone(), None, {}
         self.fused_from = self._parameter_versions()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Files and copies have no result of another grid, which may be large.
-        return {**self.__dict__, 'resized': None}
+        # Files and copies have neither a result of another grid nor weights, which may be large.
+        return {**self.__dict__, 'resized': None, 'kept': {}}
 
     @torch.jit.ignore
     def unfuse(self) -> None:
         """Drop the cached results."""
-        self.fused, self.fused_from, self.resized = None, [], None
+        self.fused, self.fused_from, self.resized, self.kept = None, [], None, {}
 
     def train(self, mode: bool = True) -> 'FusedModule':
         if mode:
@@ -97,6 +105,25 @@ class FusedModule(nn.Module):
             return self.compute_at(grid)
         return self._checked_value_at(grid)
 
+    def weights(self, result: Tensor, v: Tensor) -> Tensor | None:
+        """Return the weights of a cached result for calls with such values, made at the first; None of any other."""
+        if torch.jit.is_scripting():
+            return None
+        return self._kept_weights(result, v)
+
+    @torch.jit.unused
+    def _kept_weights(self, result: Tensor, v: Tensor) -> Tensor | None:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return None
+        own, resized = result is self.fused, self.resized
+        if not own and (resized is None or result is not resized[1]):
+            return None
+        kept = self.kept.get(own)
+        # Another thread may replace them at any time.
+        if kept is None or kept[0] is not result or kept[1] != v.dtype:
+            kept = self.kept[own] = result, v.dtype, bias_weights(self.operator, result, v)
+        return kept[2]
+
     @torch.jit.unused
     def _checked_value(self) -> Tensor:
         assert self.fused is not None
@@ -118,7 +145,7 @@ class FusedModule(nn.Module):
         resized = self.resized
         if resized is None or resized[0] != grid:
             with torch.inference_mode(False), torch.no_grad():
-                resized = grid, keep_weights(self.compute_at(grid))
+                resized = grid, self.compute_at(grid)
             self.resized = resized if resized[1].is_cpu else None
         return resized[1]
 
@@ -156,6 +183,8 @@ class FactorizedBias(FusedModule):
         causal: with a window, return the band of the causal form.
         std: standard deviation of the initial u and v.
     """
+
+    operator: ClassVar[str] = 'aft_full'
 
     def __init__(
         self,
@@ -226,6 +255,8 @@ class PairwiseBias(FusedModule):
         causal: with a window, return the band of the causal form.
         std: standard deviation of the initial w.
     """
+
+    operator: ClassVar[str] = 'aft_full'
 
     def __init__(
         self,
@@ -321,6 +352,8 @@ class StandardizedKernel(_Standardized):
         standardize: False leaves out gamma and beta and returns the raw kernel (Table 10).
         std: standard deviation of the truncated normal distribution of the initial raw kernel.
     """
+
+    operator: ClassVar[str] = 'aft_conv'
 
     def __init__(
         self,

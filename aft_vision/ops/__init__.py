@@ -23,12 +23,12 @@ from aft_vision.ops.decode.step import (
     compile_decoder,
 )
 from aft_vision.ops.flops import jit_handles
+from aft_vision.ops.operator import bias_weights
 from aft_vision.ops.position_bias import (
     factorized_band_row,
     factorized_bias,
     gumbel_kernel,
     hard_kernel,
-    keep_weights,
     kernel_entropy,
     local_band_row,
     local_bias,

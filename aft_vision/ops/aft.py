@@ -21,7 +21,13 @@ from aft_vision.ops.tracing import fix_grid, keeps_sums
 
 
 def aft_full(
-    q: Tensor | None, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, backend: str = 'auto'
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = None,
+    backend: str = 'auto',
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Mix tokens with learned pair-wise position biases (AFT Eq. 2).
 
@@ -30,6 +36,7 @@ def aft_full(
         bias: (T, T) position bias w; bias[t, s] weights source s for target t.
         mask: (B, T) bool, True where a source counts; a target with no source gives 0.
         backend: 'auto', 'eager', 'cpp', 'triton' or 'aten'.
+        weights: of this bias, from `ops.bias_weights`; a call without gradients need not compute them then.
 
     Returns:
         (B, T, D) in q's dtype. Memory is O(B * T * D + T * T); the (T, T, D) weights are never formed.
@@ -38,7 +45,7 @@ def aft_full(
         ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
     """
     if not torch.jit.is_scripting():
-        return OPERATORS['aft_full'](q, k, v, bias, mask, backend)
+        return OPERATORS['aft_full'](q, k, v, bias, mask, backend, weights=weights)
     return torch.ops.aft_vision.aft_full(q, k, v, bias, mask, keeps_sums(), backend)[0]
 
 
@@ -92,6 +99,7 @@ def aft_conv(
     mask: Tensor | None = None,
     global_context: bool = True,
     backend: str = 'auto',
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Mix a grid of tokens with relative position biases shared over the grid (AFT Eq. 6).
 
@@ -106,6 +114,7 @@ def aft_conv(
         mask: (B, H * W) bool, True where a source counts; a target with no source gives 0.
         global_context: False gives sources outside the window no weight (the degenerate variant of Sec. 5.3).
         backend: 'auto', 'eager', 'cpp', 'triton' or 'aten'.
+        weights: of this kernel, from `ops.bias_weights`; a call without gradients need not compute them then.
 
     Returns:
         (B, H * W, D) in q's dtype.
@@ -115,7 +124,7 @@ def aft_conv(
             a bool (B, H * W), or the backend is unknown.
     """
     if not torch.jit.is_scripting():
-        return OPERATORS['aft_conv'](q, k, v, kernel, grid, mask, global_context, backend)
+        return OPERATORS['aft_conv'](q, k, v, kernel, grid, mask, global_context, backend, weights=weights)
     k, sizes = fix_grid(k, grid)
     return torch.ops.aft_vision.aft_conv(q, k, v, kernel, sizes, mask, global_context, keeps_sums(), backend)[0]
 

@@ -59,6 +59,7 @@ class _Form:
         module: below `aft_vision.ops`, with NAME_forward and NAME_backward; imported when first asked for.
         supports: returns whether it takes such inputs, and can run here.
         check: raises an error where it should run for such inputs, and something on this machine is broken.
+        takes_weights: its forward takes those of `bias_weights`.
     """
 
     def __init__(
@@ -68,12 +69,16 @@ class _Form:
         name: str,
         supports: Callable[[Any], bool] = lambda inputs: True,
         check: Callable[[Any], None] = lambda inputs: None,
+        takes_weights: bool = False,
     ) -> None:
         self.backend, self.module, self.name, self.supports, self.check = backend, module, name, supports, check
+        self.takes_weights = takes_weights
 
-    def forward(self, inputs: Any, save: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, inputs: Any, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return y and what the backward reuses; that may be None unless it is saved."""
-        return self._run('forward', inputs.v.device, inputs, save)
+        if weights is None or not self.takes_weights:
+            return self._run('forward', inputs.v.device, inputs, save)
+        return self._run('forward', inputs.v.device, inputs, save, weights)
 
     def backward(self, grad: Tensor, y: Tensor, saved: Tensor, inputs: Any, need_bias: bool) -> tuple[Tensor, ...]:
         return self._run('backward', grad.device, grad, y, saved, inputs, need_bias)
@@ -141,7 +146,7 @@ def _triton(module: str, name: str) -> _Form:
 # the faster is first.
 FORMS = {
     'aft_full': (
-        _Form('cpp', 'full.cpp', 'full', _runs_compiled),
+        _Form('cpp', 'full.cpp', 'full', _runs_compiled, takes_weights=True),
         _triton('full.triton', 'full'),
         _Form('eager', 'full.eager', 'full'),
     ),
@@ -151,14 +156,14 @@ FORMS = {
     ),
     'aft_local': (_Form('eager', 'local.eager', 'local'),),
     'aft_conv': (
-        _Form('cpp', 'conv.depthwise', 'conv', _runs_depthwise),
-        _Form('cpp', 'conv.wide', 'conv', _runs_wide),
+        _Form('cpp', 'conv.window', 'depthwise', _runs_depthwise, takes_weights=True),
+        _Form('cpp', 'conv.window', 'wide', _runs_wide, takes_weights=True),
         _Form('cpp', 'conv.cpp', 'conv', _runs_compiled),
         _triton('conv.triton', 'conv'),
         _Form('eager', 'conv.eager', 'conv'),
     ),
     'aft_onehot': (
-        _Form('cpp', 'conv.depthwise', 'onehot', _runs_depthwise),
+        _Form('cpp', 'conv.window', 'onehot', _runs_depthwise),
         _triton('conv.onehot_triton', 'onehot'),
         _Form('eager', 'conv.onehot', 'onehot'),
     ),
@@ -279,8 +284,11 @@ class _Operator:
         self.register()
         OPERATORS[name] = self
 
-    def __call__(self, *args: Any) -> Tensor:
-        """Compute the operation of (*inputs, backend): what a function of `ops` does outside TorchScript."""
+    def __call__(self, *args: Any, weights: Tensor | None = None) -> Tensor:
+        """Compute the operation of (*inputs, backend): what a function of `ops` does outside TorchScript.
+
+        Weights of the bias, from `bias_weights`, are used in an ordinary call without gradients.
+        """
         backend = args[-1]
         if backend == 'aten' and self.aten is not None:
             # A trace has no sizes to check, nor has a graph of torch.fx.
@@ -295,7 +303,7 @@ class _Operator:
             return self.recorded.apply(*inputs, True, form)[0]
         if not inputs.v.numel():
             return empty_output(inputs.q, inputs.v)
-        return form.forward(inputs, False)[0].contiguous()
+        return form.forward(inputs, False, weights)[0].contiguous()
 
     def dispatch(self, *args: Any) -> Tensor:
         """Call the operator with (*inputs, backend)."""
@@ -497,6 +505,34 @@ _SCHEMA_TYPES = {Tensor: 'Tensor', Tensor | None: 'Tensor?', bool: 'bool'}
 
 def _fake_grad(x: Tensor | None, k: Tensor) -> Tensor:
     return k.new_empty(0) if x is None else x.new_empty(x.shape)
+
+
+# The module that makes the weights of a bias, and the dimensions of the bias.
+_WEIGHED = {'aft_full': ('full.cpp', 2), 'aft_conv': ('conv.window', 3)}
+
+
+def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
+    """Compute what the kernels read of a position bias, once for all calls with a bias that does not change.
+
+    Args:
+        name: 'aft_full' or 'aft_conv'.
+        bias: (T, T) of `aft_full`, or the kernel (h, s, s) of `aft_conv`.
+        v: values of such a call, which decide by their device and type.
+
+    Returns:
+        The argument `weights` of that operation; None where no form takes any.
+
+    Raises:
+        ValueError: bias has another shape.
+    """
+    module, dimensions = _WEIGHED[name]
+    if bias.ndim != dimensions or bias.shape[-1] != bias.shape[-2]:
+        shape = '(T, T)' if dimensions == 2 else '(h, s, s)'
+        raise ValueError(f'bias must have shape {shape} for {name}, got {tuple(bias.shape)}')
+    if not bias.is_cpu or not _runs_compiled(Qkv(None, v, v, None)):
+        return None
+    with without_autocast('cpu'):
+        return _module(module).bias_weights(bias.detach(), v)
 
 
 def step_kernels(state: Sequence[Tensor], *inputs: Tensor | None) -> Any | None:

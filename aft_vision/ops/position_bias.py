@@ -1,6 +1,5 @@
 """Position biases as functions of their parameters (AFT Eq. 4, 7, 8, 9, 10), differentiated by autograd."""
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -9,21 +8,6 @@ from torch import Tensor
 
 from aft_vision.ops.common.numerics import accumulate_dtype, may_branch, without_autocast
 from aft_vision.ops.local.band import block_length, unskew
-
-
-def keep_weights(bias: Tensor) -> Tensor:
-    """Mark a position bias that will not change: kernels keep with it the weights that they compute from it.
-
-    Returns:
-        The bias itself. Its views have no weights.
-    """
-    bias.kept_weights = {}  # type: ignore[attr-defined]
-    return bias
-
-
-def kept_weights(bias: Tensor) -> dict[Hashable, Tensor] | None:
-    """Return the weights that kernels keep with a position bias, by their layout; None if it may change."""
-    return getattr(bias, 'kept_weights', None)
 
 
 def local_bias(bias: Tensor, window: int, causal: bool = False) -> Tensor:

@@ -1,7 +1,9 @@
 """The mixers: projections around the operations, fusing, and what they refuse."""
 
 import copy
+import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import timm
@@ -21,6 +23,7 @@ from aft_vision.layers import (
     AFTSimple,
     AxisBias,
     create_mixer,
+    position_bias,
 )
 from aft_vision.ops import reference
 
@@ -374,6 +377,89 @@ def test_a_fused_mixer_follows_its_parameters(name: str):
         assert not torch.equal(call(mixer, x), stale)
         mixer.float()
         assert_close(call(mixer, x.float()), call(other, x), 1e-5)
+
+
+# Mixers whose kernels take weights of the bias; the large one has a head per channel.
+WEIGHED: dict[str, Callable[..., AFTMixer]] = {
+    **{name: MAKERS[name] for name in ('full', 'full_whole_bias', 'conv')},
+    'conv_depthwise': lambda **kw: AFTConv(72, kernel_size=5, **kw),
+}
+
+
+def weighed(name: str, seed: int = 0) -> tuple[AFTMixer, nn.Module, Tensor]:
+    """Return a mixer in evaluation, the module of its bias, and an image of it."""
+    mixer = randomized(WEIGHED[name](), scale=0.5 + seed / 10).eval()
+    return mixer, fused_module(mixer), randn(1, 12, mixer.qkv.in_features).float()
+
+
+@pytest.mark.parametrize('name', WEIGHED)
+@torch.no_grad()
+def test_a_fused_mixer_makes_the_weights_of_its_bias_once(name: str, monkeypatch: pytest.MonkeyPatch):
+    mixer, module, x = weighed(name)
+    expected, calls = mixer(x, GRID), []
+    mixer.fuse()
+    make = position_bias.bias_weights
+    monkeypatch.setattr(position_bias, 'bias_weights', lambda *args: calls.append(args[0]) or make(*args))
+    for _ in range(3):
+        assert torch.equal(mixer(x, GRID), expected)
+    assert calls == [module.operator]
+
+
+@pytest.mark.parametrize('name', WEIGHED)
+@torch.no_grad()
+def test_the_weights_of_a_fused_mixer_follow_its_parameters(name: str):
+    mixer, module, x = weighed(name)
+    mixer.fuse()(x, GRID)
+    other, others, _ = weighed(name, seed=3)
+    mixer.load_state_dict(other.state_dict())
+    assert torch.equal(mixer(x, GRID), other(x, GRID))
+    for each in (module, others):
+        for parameter in each.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(mixer(x, GRID), other(x, GRID))
+    assert torch.equal(mixer(x, (2, 6)), other(x, (2, 6)))
+    assert torch.equal(mixer(x, GRID), other(x, GRID))
+    mixer.bfloat16(), other.bfloat16()
+    assert torch.equal(mixer(x.bfloat16(), GRID), other(x.bfloat16(), GRID))
+    mixer.double(), other.double()
+    assert torch.equal(mixer(x.double(), GRID), other(x.double(), GRID))
+
+
+@pytest.mark.parametrize('name', WEIGHED)
+@torch.no_grad()
+def test_files_and_copies_of_a_fused_mixer_have_no_weights(name: str):
+    mixer, _, x = weighed(name)
+    mixer.fuse()
+
+    def size() -> int:
+        file = io.BytesIO()
+        torch.save(mixer, file)
+        return file.tell()
+
+    before, expected = size(), mixer(x, GRID)
+    mixer(x, (2, 6))
+    assert abs(size() - before) < 100
+    names, copied = list(mixer.state_dict()), copy.deepcopy(mixer)
+    assert names == list(WEIGHED[name]().state_dict())
+    for parameter in copied.parameters():
+        parameter.zero_()
+    assert not torch.equal(copied(x, GRID), expected)
+    assert torch.equal(mixer(x, GRID), expected)
+
+
+@torch.no_grad()
+def test_threads_share_the_weights_of_a_fused_mixer():
+    mixer, _, x = weighed('full')
+    grids = [(3, 4), (4, 3), (2, 6), (6, 2)]
+    expected = [mixer(x, grid) for grid in grids]
+    mixer.fuse()
+
+    def run(i: int) -> bool:
+        with torch.no_grad():
+            return all(torch.equal(mixer(x, grids[j % 4]), expected[j % 4]) for j in range(i, i + 50))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(8)))
 
 
 @pytest.mark.parametrize('name', FUSED)

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 
 from aft_vision.ops.common.build import build_library
 from aft_vision.ops.common.errors import first_line
+from aft_vision.ops.common.inputs import Inputs, empty_denominator, empty_output
 from aft_vision.ops.common.numerics import UNDERFLOW, product_dtype
 
 _logger = logging.getLogger(__name__)
@@ -182,6 +183,55 @@ def number(value: float) -> ctypes.c_float:
 def profiled(name: str) -> AbstractContextManager[object]:
     """Return a context that a profile shows by name."""
     return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+
+
+def run_forward(
+    name: str, inputs: Inputs, fields: Sequence[int], held: list[Tensor], save: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """Run the forward of a form whose terms are all positive.
+
+    Args:
+        name: of the function, aft_NAME_forward, and in a profile.
+        fields: of `Call` in C++, which the streams of y and of the denominators follow.
+        held: the tensors of `fields` that must outlive the call.
+
+    Returns:
+        y and, if they are saved, the denominators; None where one has lost digits.
+    """
+    out = empty_output(inputs.q, inputs.v)
+    den = empty_denominator(inputs.k, inputs.v, save) if save else None
+    y = narrow_output(out)
+    fields = *fields, *stream(y, held), *stream(den, held)
+    with profiled(f'aft_vision::{name}_forward'):
+        good = getattr(compiled(), f'aft_{name}_forward')(pack(*fields), LEAST, torch.get_num_threads())
+    return (out if y is out else out.copy_(y), den) if good else None
+
+
+def run_backward(
+    name: str,
+    results: Sequence[Tensor],
+    inputs: Inputs,
+    fields: Sequence[int],
+    held: list[Tensor],
+    sums: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...] | None:
+    """Run the backward of a form whose terms are all positive.
+
+    Args:
+        name, fields, held: as of `run_forward`.
+        results: grad, y and the denominators.
+        sums: buffers for gradients of the bias, None for those that nobody asks for.
+
+    Returns:
+        The gradients of q, k and v; None where a denominator has lost digits.
+    """
+    found = tuple(narrow_like(x) for x in (inputs.q, inputs.k, inputs.v))
+    for x in (*results, *found):
+        fields = *fields, *stream(x, held)
+    fields = *fields, *(address(x, held) for x in sums)
+    with profiled(f'aft_vision::{name}_backward'):
+        good = getattr(compiled(), f'aft_{name}_backward')(pack(*fields), LEAST, torch.get_num_threads())
+    return found if good else None
 
 
 def cast(found: Sequence[Tensor | None], like: Sequence[Tensor | None], k: Tensor) -> tuple[Tensor, ...]:

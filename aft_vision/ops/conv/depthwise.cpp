@@ -37,9 +37,10 @@ struct Window {
   const Shape &s;
   std::vector<Vec> taps, flipped;
 
-  Window(const Shape &shape, const float *all_taps, const int64_t *, int64_t first, int lanes)
+  Window(const Shape &shape, const WindowWeights &weights, const int64_t *, int64_t first, int lanes)
       : s(shape), taps(s.size * s.size) {
-    for (size_t i = 0; i < taps.size(); ++i) taps[i] = load(all_taps + i * s.channels + first, lanes);
+    const Vec outside = load(weights.outside() + first, lanes);
+    for (size_t i = 0; i < taps.size(); ++i) taps[i] = load(weights.tap(i, s.size) + first, lanes) - outside;
   }
 
   // For `mix_transposed`.
@@ -71,9 +72,9 @@ struct OneOffset {
   Vec tap;
   std::vector<int32_t> sources, targets;  // (T, LANES): where in a map each token's is, or the zero
 
-  OneOffset(const Shape &shape, const float *all_taps, const int64_t *offset, int64_t first, int lanes)
+  OneOffset(const Shape &shape, const WindowWeights &weights, const int64_t *offset, int64_t first, int lanes)
       : s(shape),
-        tap(load(all_taps + first, lanes)),
+        tap(load(weights.data + first, lanes) - load(weights.outside() + first, lanes)),
         sources(s.tokens() * LANES, s.tokens() * LANES),
         targets(sources) {
     for (int lane = 0; lane < lanes; ++lane) {
@@ -128,15 +129,14 @@ struct Block {
   std::vector<Vec> &keys, &values;
   Vec outside, key_sum, value_sum;
 
-  Block(const Shape &shape, Maps &maps, int64_t index, const float *all_taps, const int64_t *offset,
-        const float *all_outside)
+  Block(const Shape &shape, Maps &maps, int64_t index, const WindowWeights &weights, const int64_t *offset)
       : s(shape),
         first(index * LANES),
         lanes(std::min<int64_t>(LANES, s.channels - first)),
-        taps(s, all_taps, offset, first, lanes),
+        taps(s, weights, offset, first, lanes),
         keys(maps.keys),
         values(maps.values),
-        outside(load(all_outside + first, lanes)) {}
+        outside(load(weights.outside() + first, lanes)) {}
 
   int64_t place(int64_t t) const { return t / s.width * s.padded() + s.reach() + t % s.width; }
 
@@ -178,8 +178,8 @@ IntVec loses_digits(Vec den, Vec least, DigitLimits limits) {
 }
 
 template <typename Taps>
-int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, const float *taps, const int64_t *offset,
-            const float *outside, Tokens out, Tokens den, DigitLimits limits, int threads) {
+int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, const WindowWeights &weights,
+            const int64_t *offset, Tokens out, Tokens den, DigitLimits limits, int threads) {
   int good = 1;
   Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
@@ -193,7 +193,7 @@ int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, cons
     });
 #pragma omp for
     for (int64_t index = 0; index < s.blocks(); ++index) region.run([&] {
-      Block<Taps> block(s, maps, index, taps, offset, outside);
+      Block<Taps> block(s, maps, index, weights, offset);
       for (int64_t b = 0; b < s.batch; ++b) {
         block.exponentials(k, v, mask, b);
         std::fill(num.begin(), num.end(), block.outside * block.value_sum);
@@ -218,7 +218,7 @@ int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, cons
 
 template <typename Taps>
 int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens k, Tokens v, const bool *mask,
-             const float *taps, const int64_t *offset, const float *outside, Tokens dq, Tokens dk, Tokens dv,
+             const WindowWeights &weights, const int64_t *offset, Tokens dq, Tokens dk, Tokens dv,
              float *grad_taps, int64_t parts, DigitLimits limits, int threads) {
   const int64_t square = s.size * s.size;
   int good = 1;
@@ -236,7 +236,7 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
 #pragma omp for collapse(2)
     for (int64_t part = 0; part < parts; ++part)
       for (int64_t index = 0; index < s.blocks(); ++index) region.run([&] {
-        Block<Taps> block(s, maps, index, taps, offset, outside);
+        Block<Taps> block(s, maps, index, weights, offset);
         block.taps.flip();
         std::fill(d_taps.begin(), d_taps.end(), Vec{});
         for (int64_t b = part * s.batch / parts; b < (part + 1) * s.batch / parts; ++b) {
@@ -300,54 +300,34 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
   return good;
 }
 
-// The weights of a bias: taps (size, size, D), e^(w - reference) - outside, and outside (D), e^-reference, which every source
-// has without a bias. Unless exps is null, e^(w - reference) too, (size, size, D).
-void weigh_taps(const Bias &bias, float *taps, float *outside, float *exps, int threads) {
-  const int64_t channels = bias.channels;
-#pragma omp parallel for num_threads(channels * bias.size * bias.size > FEW_WEIGHTS ? threads : 1) schedule(static)
-  for (int64_t first = 0; first < channels; first += LANES) {
-    const int lanes = rest(channels, first);
-    const Vec peak = bias.reference(first, lanes), beyond = exp_(-peak);
-    store(outside + first, beyond, lanes);
-    bias.each_tap(first, lanes, [&](int64_t i, Vec x) {
-      const Vec e = exp_(x - peak);
-      store(taps + i * channels + first, e - beyond, lanes);
-      if (exps) store(exps + i * channels + first, e, lanes);
-    });
-  }
-}
-
-// The gradient (D, side, side) of a bias from those of its taps, (parts, size, size, D), and their e^(w - reference).
-void bias_grad(const Bias &bias, const float *grad_taps, int64_t parts, const float *exps, float *out, int threads) {
-  const int64_t channels = bias.channels, taps = bias.size * bias.size, edge = (bias.side - bias.size) / 2;
-  std::fill_n(out, channels * bias.side * bias.side, 0.0f);
-#pragma omp parallel for num_threads(channels * taps > FEW_WEIGHTS ? threads : 1) schedule(static)
+// The gradient (D, side, side) of a bias from those of its taps, (parts, size, size, D).
+void bias_grad(const WindowWeights &weights, const Shape &s, const float *grad_taps, int64_t parts, int64_t side, float *out,
+               int threads) {
+  const int64_t taps = s.size * s.size, edge = (side - s.size) / 2;
+  std::fill_n(out, s.channels * side * side, 0.0f);
+#pragma omp parallel for num_threads(s.channels * taps > FEW_WEIGHTS ? threads : 1) schedule(static)
   for (int64_t i = 0; i < taps; ++i) {
-    float *to = out + (edge + i / bias.size) * bias.side + edge + i % bias.size;
-    for (int64_t c = 0; c < channels; c += LANES) {
-      const int lanes = rest(channels, c);
+    float *to = out + (edge + i / s.size) * side + edge + i % s.size;
+    for (int64_t c = 0; c < s.channels; c += LANES) {
+      const int lanes = rest(s.channels, c);
       Vec sum{};
-      for (int64_t part = 0; part < parts; ++part) sum += load(grad_taps + (part * taps + i) * channels + c, lanes);
-      sum *= load(exps + i * channels + c, lanes);
-      for (int lane = 0; lane < lanes; ++lane) to[(c + lane) * bias.side * bias.side] = sum[lane];
+      for (int64_t part = 0; part < parts; ++part) sum += load(grad_taps + (part * taps + i) * s.channels + c, lanes);
+      sum *= load(weights.tap(i, s.size) + c, lanes);
+      for (int lane = 0; lane < lanes; ++lane) to[(c + lane) * side * side] = sum[lane];
     }
   }
 }
 
-// The inputs of a call, as Python packs them; q, mask and offset may be null. Without biases the taps are those of a call
-// before. With offsets, (D, 2), there is one tap, which
-// belongs to the source at the offset. `weights` is scratch for the taps (size, size, D), and the weights outside, (D).
+// The inputs of a call, as Python packs them; q, mask and offset may be null. With offsets, (D, 2), there is one tap, which
+// belongs to the source at the offset.
 struct Call {
-  int64_t batch, height, width;
-  Bias bias;
+  int64_t batch, height, width, channels, size;
+  WindowWeights weights;
   const int64_t *offset;
-  float *weights;
   Tokens q, k, v;
   const bool *mask;
 
-  Shape shape() const { return {batch, height, width, bias.channels, bias.size}; }
-  int64_t taps() const { return bias.size * bias.size * bias.channels; }
-  float *outside() const { return weights + taps(); }
+  Shape shape() const { return {batch, height, width, channels, size}; }
 };
 
 struct ForwardCall {
@@ -355,13 +335,15 @@ struct ForwardCall {
   Tokens out, den;
 };
 
-// `grad_taps` is scratch for the gradients of the taps, (parts, size, size, D), and in `weights` there is some for
-// (size, size, D) more; null if nobody asks for the gradient of the bias.
+// `grad_taps` is scratch for the gradients of the taps, (parts, size, size, D), and `grad_bias` has (D, side, side); null if
+// nobody asks for the gradient of the bias.
 struct BackwardCall {
   Call call;
   Tokens grad, y, den, dq, dk, dv;
   int64_t parts;
-  float *grad_taps, *grad_bias;
+  float *grad_taps;
+  int64_t side;
+  float *grad_bias;
 };
 
 }  // namespace
@@ -372,11 +354,9 @@ extern "C" {
 // has lost digits: discard the result.
 int aft_depthwise_forward(const ForwardCall *packed, DigitLimits limits, int threads) {
   return guarded([&] {
-    const Call &call = packed->call;
-    if (call.bias.data) weigh_taps(call.bias, call.weights, call.outside(), nullptr, threads);
+    const auto &[call, out, den] = *packed;
     return (call.offset ? forward<OneOffset> : forward<Window>)(call.shape(), call.q, call.k, call.v, call.mask,
-                                                                call.weights, call.offset, call.outside(), packed->out,
-                                                                packed->den, limits, threads);
+                                                                call.weights, call.offset, out, den, limits, threads);
   });
 }
 
@@ -384,13 +364,11 @@ int aft_depthwise_forward(const ForwardCall *packed, DigitLimits limits, int thr
 // `den`, it is computed again. Returns 0 as the forward does.
 int aft_depthwise_backward(const BackwardCall *packed, DigitLimits limits, int threads) {
   return guarded([&] {
-    const auto &[call, grad, y, den, dq, dk, dv, parts, grad_taps, grad_bias] = *packed;
-    float *exps = grad_bias ? call.outside() + call.bias.channels : nullptr;
-    weigh_taps(call.bias, call.weights, call.outside(), exps, threads);
+    const auto &[call, grad, y, den, dq, dk, dv, parts, grad_taps, side, grad_bias] = *packed;
     const int good = (call.offset ? backward<OneOffset> : backward<Window>)(
-        call.shape(), grad, y, den, call.q, call.k, call.v, call.mask, call.weights, call.offset, call.outside(), dq, dk, dv,
-        grad_taps, parts, limits, threads);
-    if (good && grad_bias) bias_grad(call.bias, grad_taps, parts, exps, grad_bias, threads);
+        call.shape(), grad, y, den, call.q, call.k, call.v, call.mask, call.weights, call.offset, dq, dk, dv, grad_taps, parts,
+        limits, threads);
+    if (good && grad_bias) bias_grad(call.weights, call.shape(), grad_taps, parts, side, grad_bias, threads);
     return good;
   });
 }

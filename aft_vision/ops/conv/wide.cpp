@@ -76,23 +76,19 @@ struct HeadLanes {
   }
 };
 
-// The inputs of a call, as Python packs them; q, the mask's elements and den may be null. Rows of heads are
-// `stride` floats long, a vector more than there are heads: `taps` is scratch for (size, size) and one of them, the weights
-// outside; `e` and `bottom` are for (B, T) of them. Without biases the taps are those of a call before.
+// The inputs of a call, as Python packs them; q, the mask's elements and den may be null. `e` and `bottom` are scratch for
+// (B, T) rows of heads, as long as those of the weights, a vector more than there are heads.
 struct Call {
-  int64_t batch, height, width, channels;
-  Bias bias;
-  float *taps;
-  int64_t stride;
+  int64_t batch, height, width, channels, heads, size;
+  WindowWeights weights;
   float *e, *bottom;
   Stream q, k, v;
   const bool *elements;
   Stream out, den;
 
-  Shape shape() const { return {batch, height, width, channels, bias.size}; }
-  int64_t heads() const { return bias.channels; }
+  Shape shape() const { return {batch, height, width, channels, size}; }
+  int64_t stride() const { return weights.stride; }
   Mask mask() const { return {elements, height * width}; }
-  float *outside() const { return taps + bias.size * bias.size * stride; }
 };
 
 // The buffers of a thread.
@@ -116,7 +112,7 @@ struct Worker {
 
   // Writes e^(k - peak) and the denominators of a block of heads; returns whether none is lost.
   bool weigh(int64_t b, int64_t first, float underflow) {
-    Place at{b, 0, first, rest(call.heads(), first)};
+    Place at{b, 0, first, rest(call.heads, first)};
     Vec peak = splat(-std::numeric_limits<float>::max());
     for (at.t = 0; at.t < s.tokens(); ++at.t) {
       if (!mask.counts(b, at.t)) continue;
@@ -124,13 +120,13 @@ struct Worker {
       peak = key > peak ? key : peak;
     }
     fill(b, [&](int64_t t) { return exp_(at.later(t - at.t).read(call.k) - peak); });
-    for (size_t i = 0; i < taps.size(); ++i) taps[i] = load(call.taps + i * call.stride + first, LANES);
-    map.mix(taps.data(), load(call.outside() + first, LANES), sums.data());
+    for (size_t i = 0; i < taps.size(); ++i) taps[i] = load(call.weights.tap(i, s.size) + first, LANES);
+    map.mix(taps.data(), load(call.weights.outside() + first, LANES), sums.data());
     const float extra = mask.fill(b);
     IntVec lost{};
     for (int64_t y = 0, t = 0; y < s.height; ++y)
       for (int64_t x = 0; x < s.width; ++x, ++t) {
-        const int64_t place = (b * s.tokens() + t) * call.stride + first;
+        const int64_t place = (b * s.tokens() + t) * call.stride() + first;
         const Vec bottom = sums[t] + extra;
         lost |= lost_lanes(bottom, at.lanes, underflow);
         store(call.e + place, map.row(y)[x], LANES);
@@ -142,32 +138,21 @@ struct Worker {
 
   // Writes a block of channels of the result.
   void mix(int64_t b, int64_t first) {
-    const HeadLanes heads(first, s.channels / call.heads(), call.heads());
+    const HeadLanes heads(first, s.channels / call.heads, call.heads);
     const Place at{b, 0, first, rest(s.channels, first)};
-    const int64_t start = b * s.tokens() * call.stride;
-    fill(b, [&](int64_t t) { return heads.read(call.e + start + t * call.stride) * at.later(t).read(call.v); });
-    for (size_t i = 0; i < taps.size(); ++i) taps[i] = heads.read(call.taps + i * call.stride);
-    map.mix(taps.data(), heads.read(call.outside()), sums.data());
+    const int64_t start = b * s.tokens() * call.stride();
+    fill(b, [&](int64_t t) { return heads.read(call.e + start + t * call.stride()) * at.later(t).read(call.v); });
+    for (size_t i = 0; i < taps.size(); ++i) taps[i] = heads.read(call.weights.tap(i, s.size));
+    map.mix(taps.data(), heads.read(call.weights.outside()), sums.data());
     for (int64_t t = 0; t < s.tokens(); ++t) {
       const Place to = at.later(t);
-      to.write(call.out, gated(to, call.q, sums[t] / heads.read(call.bottom + start + t * call.stride)));
+      to.write(call.out, gated(to, call.q, sums[t] / heads.read(call.bottom + start + t * call.stride())));
     }
   }
 };
 
-// The taps e^(w - reference) of all heads, and the weight outside, e^-reference.
-void weigh_taps(const Call &call) {
-  const Bias &bias = call.bias;
-  for (int64_t first = 0; first < bias.channels; first += LANES) {
-    const int lanes = rest(bias.channels, first);
-    const Vec peak = bias.reference(first, lanes);
-    store(call.outside() + first, exp_(-peak), LANES);
-    bias.each_tap(first, lanes, [&](int64_t i, Vec x) { store(call.taps + i * call.stride + first, exp_(x - peak), LANES); });
-  }
-}
-
 int forward(const Call &call, float underflow, int threads) {
-  const int64_t heads = (call.heads() + LANES - 1) / LANES, blocks = call.shape().blocks();
+  const int64_t heads = (call.heads + LANES - 1) / LANES, blocks = call.shape().blocks();
   int good = 1;
   Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
@@ -190,9 +175,6 @@ extern "C" {
 
 // y and, unless den is null, the denominators. Returns 0 where a denominator is below `underflow`, or NaN.
 int aft_conv_wide_forward(const Call *call, float underflow, int threads) {
-  return guarded([&] {
-    if (call->bias.data) weigh_taps(*call);
-    return forward(*call, underflow, threads);
-  });
+  return guarded([&] { return forward(*call, underflow, threads); });
 }
 }

@@ -66,48 +66,19 @@ void in_tiles(int64_t length, F f) {
   }
 }
 
-// A position bias (D, side, side), of which the `size` x `size` in the middle reach from a token of the grid to another.
-struct Bias {
-  int64_t channels;
+// The weights of all heads for the `side` x `side` taps of their windows, from `aft_window_weights`: rows of `stride` heads,
+// e^(w - reference) of each tap, and last e^-reference, of the sources outside the window. A grid may need less than all
+// taps, `size` x `size` in the middle.
+struct WindowWeights {
   const float *data;
-  int64_t side, size;
+  int64_t stride, side;
 
-  // Biases of a channel from place i on, of which `count` are asked for; those after them may be others.
-  Vec read(int64_t channel, int64_t i, int count) const {
-    const int64_t start = channel * side * side + i;
-    return load(data + start, start + LANES <= channels * side * side ? LANES : count);
-  }
+  const float *outside() const { return data + side * side * stride; }
 
-  // The reference of the weights of LANES channels: the larger of 0 and the largest bias of each. NaN stays.
-  Vec reference(int64_t first, int lanes) const {
-    const int64_t taps = side * side, last = std::max<int64_t>(0, taps - LANES);
-    Tile tile;
-    for (int lane = 0; lane < lanes; ++lane) {
-      const int64_t channel = first + lane;
-      Vec peak = only(read(channel, last, rest(taps, last)), rest(taps, last));
-      for (int64_t i = 0; i < last; i += LANES) peak = larger(read(channel, i, LANES), peak);
-      tile.row[lane] = peak;
-    }
-    tile.transpose();
-    Vec peak{};
-    for (const Vec &x : tile.row) peak = larger(x, peak);
-    return peak;
-  }
-
-  // `f` is given each tap in the middle, and the biases of LANES channels there.
-  template <typename F>
-  void each_tap(int64_t first, int lanes, F f) const {
-    const bool whole = size == side;
-    const int64_t rows = whole ? 1 : size, length = whole ? size * size : size, edge = (side - size) / 2;
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t start = 0; start < length; start += LANES) {
-        Tile tile;
-        const int count = rest(length, start);
-        for (int lane = 0; lane < lanes; ++lane)
-          tile.row[lane] = read(first + lane, (edge + row) * side + edge + start, count);
-        tile.transpose();
-        for (int i = 0; i < count; ++i) f(row * length + start + i, tile.row[i]);
-      }
+  // The place i of `size` x `size`.
+  const float *tap(int64_t i, int64_t size) const {
+    const int64_t edge = (side - size) / 2;
+    return data + ((edge + i / size) * side + edge + i % size) * stride;
   }
 };
 

@@ -9,83 +9,88 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.common.cpp import (
-    LEAST,
     address,
     cast,
     compiled,
     float_buffer,
     floats,
     multiplies_pairs,
-    narrow_like,
-    narrow_output,
     pack,
-    profiled,
     rows,
+    run_backward,
+    run_forward,
     stream,
     whole_vectors,
 )
-from aft_vision.ops.common.inputs import FullInputs, empty_denominator, empty_output
+from aft_vision.ops.common.inputs import FullInputs
 from aft_vision.ops.full import eager as full
-from aft_vision.ops.position_bias import kept_weights
 
 # Elements of the gradient of the weights, which each thread sums for its own part.
 MOST_ELEMENTS = 1 << 27
 
 
-def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor | None]:
+def bias_weights(bias: Tensor, v: Tensor, by_source: bool = False) -> Tensor:
+    """Compute the weights of a position bias, which change only with it.
+
+    Args:
+        bias: (T, T).
+        v: values, whose type is that of the operands.
+        by_source: as the backward reads them.
+
+    Returns:
+        (tiles of T, words of T, rows of a tile) in float32, or these and 2 in bfloat16: as the kernels read it, the
+        weight of each source relative to the largest of its target.
+    """
+    pairs, held = multiplies_pairs(v), list[Tensor]()
+    weights = torch.empty(
+        _weights_shape(len(bias), pairs), dtype=torch.bfloat16 if pairs else torch.float32, device='cpu'
+    )
+    fields = len(bias), pairs, by_source, floats(bias, held), weights.data_ptr()
+    compiled().aft_full_weights(pack(*fields), torch.get_num_threads())
+    return weights
+
+
+def full_forward(inputs: FullInputs, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Return y and the denominators (AFT Eq. 2)."""
-    q, k, v, _, _ = inputs
-    out, den = empty_output(q, v), empty_denominator(k, v, save) if save else None
-    y, held = narrow_output(out), list[Tensor]()
-    layout, kept = (rows(), multiplies_pairs(inputs.v)), kept_weights(inputs.bias)
-    weights = None if kept is None else kept.get(layout)
-    fields = *_call(inputs, held, weights), *stream(y, held), *stream(den, held)
-    with profiled('aft_vision::full_forward'):
-        good = compiled().aft_full_forward(pack(*fields), LEAST, torch.get_num_threads())
-    if not good:
-        return full.full_forward(inputs, save)
-    if kept is not None:
-        kept[layout] = held[0]
-    return out if y is out else out.copy_(y), den
+    held: list[Tensor] = []
+    if weights is None:
+        weights = bias_weights(inputs.bias, inputs.v)
+    fields = _call(inputs, weights, held)
+    return run_forward('full', inputs, fields, held, save) or full.full_forward(inputs, save)
 
 
-def full_backward(
-    grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def full_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need_bias: bool) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v and bias."""
-    q, k, v, bias, _ = inputs
-    tokens, threads = v.shape[1], torch.get_num_threads()
-    parts = (threads if need_bias else 0, tokens, whole_vectors(tokens))
+    bias, count = inputs.bias, inputs.v.shape[1]
+    parts = (torch.get_num_threads() if need_bias else 0, count, whole_vectors(count))
     if math.prod(parts) > MOST_ELEMENTS:
         return full.full_backward(grad, y, den, inputs, need_bias)
-    dq, dk, dv = narrow_like(q), narrow_like(k), narrow_like(v)
     d_weights = torch.zeros(parts, dtype=torch.float32, device='cpu') if need_bias else None
     d_bias = float_buffer(bias.shape) if need_bias else None
     held: list[Tensor] = []
-    fields = _call(inputs, held)
-    for x in (grad, y, den, dq, dk, dv):
-        fields += stream(x, held)
-    fields += address(d_weights, held), address(d_bias, held)
-    with profiled('aft_vision::full_backward'):
-        good = compiled().aft_full_backward(pack(*fields), LEAST, threads)
-    if not good:
+    weights = bias_weights(bias, inputs.v, by_source=True)
+    fields = *_call(inputs, weights, held), floats(bias, held)
+    found = run_backward('full', (grad, y, den), inputs, fields, held, (d_weights, d_bias))
+    if found is None:
         return full.full_backward(grad, y, den, inputs, need_bias)
-    found = cast((dq, dk, dv, d_bias), (q, k, v, bias), k)
-    return found[0], found[1], found[2], found[3]
+    return cast((*found, d_bias), inputs[:4], inputs.k)
 
 
-def _call(inputs: FullInputs, held: list[Tensor], weights: Tensor | None = None) -> tuple[int, ...]:
-    # The fields of `Call` in C++, which fills the weights unless they are given; `held` gets the tensors that must
-    # outlive the call, first the weights.
-    q, k, v, bias, mask = inputs
-    shape, pairs = v.shape, multiplies_pairs(v)
-    if weights is None:
-        tokens, tile = shape[1], rows()
-        # A word for each row of a tile, for the terms of each tile.
-        held.append(float_buffer(-(-tokens // tile) * tile * -(-tokens // (1 + pairs))))
-        source = floats(bias, held)
-    else:
-        held.append(weights)
-        source = 0
+def _call(inputs: FullInputs, weights: Tensor, held: list[Tensor]) -> tuple[int, ...]:
+    # The fields of `Call` in C++; `held` gets the tensors that must outlive the call.
+    q, k, v, _, mask = inputs
+    pairs = multiplies_pairs(v)
+    shape, dtype = _weights_shape(v.shape[1], pairs), torch.bfloat16 if pairs else torch.float32
+    if weights.shape != shape or weights.dtype != dtype or not weights.is_contiguous():
+        raise ValueError(
+            f'weights must be those of `ops.bias_weights`, {shape} in {dtype}, got {tuple(weights.shape)} in '
+            f'{weights.dtype}'
+        )
     streams = *stream(q, held), *stream(k, held), *stream(v, held)
-    return *shape, pairs, source, held[0].data_ptr(), *streams, address(mask, held)
+    return *v.shape, pairs, weights.data_ptr(), *streams, address(mask, held)
+
+
+def _weights_shape(count: int, pairs: bool) -> tuple[int, ...]:
+    # A word of terms is a float32 or a pair of bfloat16.
+    tiles, words = -(-count // rows()), -(-count // (1 + pairs))
+    return (tiles, words, rows(), 2) if pairs else (tiles, words, rows())

@@ -418,26 +418,15 @@ void bias_grad(const float *bias, int64_t tokens, const float *parts, int thread
   }
 }
 
-// The inputs of a call, as Python packs them; q and mask may be null. `weights` is scratch for `tile_weights`, of words
-// that are pairs or not; without a bias it has the weights of a call before.
+// The inputs of a call, as Python packs them; q and mask may be null. `weights` are of `aft_full_weights`, of words that are
+// pairs or not.
 struct Call {
   int64_t batch, tokens, channels, pairs;
-  const float *bias;
-  void *weights;
+  const void *weights;
   Stream q, k, v;
   const bool *mask;
 
   Shape shape() const { return {batch, tokens, channels}; }
-
-  // Call `f` with the way to multiply and the weights.
-  template <typename F>
-  int with_weights(bool by_source, int threads, F f) const {
-    return with_words(pairs, weights, [&](auto op, const auto *words) {
-      typedef decltype(op) Op;
-      if (bias) tile_weights<Op>(bias, tokens, by_source, static_cast<typename Op::Word *>(weights), threads);
-      return f(op, words);
-    });
-  }
 };
 
 struct ForwardCall {
@@ -447,8 +436,16 @@ struct ForwardCall {
 
 struct BackwardCall {
   Call call;
+  const float *bias;
   Stream grad, y, den, dq, dk, dv;
   float *d_weights, *d_bias;
+};
+
+// A bias, and where its weights go.
+struct WeightsCall {
+  int64_t tokens, pairs, by_source;
+  const float *bias;
+  void *out;
 };
 
 }  // namespace
@@ -469,12 +466,24 @@ int aft_has_pairs() {
 #endif
 }
 
+// The weights as `tile_weights` lays them out: by source for the backward.
+int aft_full_weights(const WeightsCall *packed, int threads) {
+  return guarded([&] {
+    const WeightsCall &call = *packed;
+    with_words(call.pairs, call.out, [&](auto op, const auto *) {
+      typedef decltype(op) Op;
+      tile_weights<Op>(call.bias, call.tokens, call.by_source, static_cast<typename Op::Word *>(call.out), threads);
+      return 0;
+    });
+  });
+}
+
 // y and, unless den is null, the denominators. Returns 0 where a denominator is below `underflow`, or NaN.
 int aft_full_forward(const ForwardCall *packed, float underflow, int threads) {
   return guarded([&] {
     const auto &[call, out, den] = *packed;
     const Forward found{call.shape(), call.q, call.k, call.v, {call.mask, call.tokens}, out, den, underflow};
-    return call.with_weights(false, threads, [&](auto op, const auto *words) {
+    return with_words(call.pairs, call.weights, [&](auto op, const auto *words) {
       return forward<decltype(op)>(found, words, threads);
     });
   });
@@ -484,13 +493,13 @@ int aft_full_forward(const ForwardCall *packed, float underflow, int threads) {
 // part (T, T in whole vectors) of zeros, and else null. Returns 0 as above.
 int aft_full_backward(const BackwardCall *packed, float underflow, int threads) {
   return guarded([&] {
-    const auto &[call, grad, y, den, dq, dk, dv, d_weights, d_bias] = *packed;
+    const auto &[call, bias, grad, y, den, dq, dk, dv, d_weights, d_bias] = *packed;
     const Gradients found{call.shape(), grad, y, den, call.q, call.k, call.v, {call.mask, call.tokens},
                           dq, dk, dv, underflow, d_weights};
-    const int good = call.with_weights(true, threads, [&](auto op, const auto *words) {
+    const int good = with_words(call.pairs, call.weights, [&](auto op, const auto *words) {
       return backward<decltype(op)>(found, words, threads);
     });
-    if (good && d_bias) bias_grad(call.bias, call.tokens, d_weights, threads, d_bias);
+    if (good && d_bias) bias_grad(bias, call.tokens, d_weights, threads, d_bias);
     return good;
   });
 }

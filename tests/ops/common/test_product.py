@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
 FULL = {'aft_vision::full_forward', 'aft_vision::full_backward'}
 CONV = {'aft_vision::conv_forward', 'aft_vision::conv_backward'}
+WIDE = {'aft_vision::conv_wide_forward', 'aft_vision::conv_backward'}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PAIRS = [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True), (torch.float16, False)]
 # Heads, channels and grid: less than a vector, more than one of tokens, of heads and of channels, whole ones, a head
@@ -53,11 +54,11 @@ def conv_inputs(heads: int, D: int, grid: tuple[int, int], masked: bool = False)
     return {'q': q, 'k': k, 'v': v, 'kernel': randn(heads, 5, 5, seed=7), 'grid': grid, 'mask': mask}
 
 
-@pytest.fixture(params=['conv.wide', 'conv.cpp'])
+@pytest.fixture(params=['wide', 'conv'])
 def conv_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run one of the two forms for heads of several channels, whichever is the faster."""
-    (wide,) = (form for form in operator.FORMS['aft_conv'] if form.module == 'conv.wide')
-    chosen = request.param == wide.module
+    (wide,) = (form for form in operator.FORMS['aft_conv'] if form.name == 'wide')
+    chosen = request.param == wide.name
     monkeypatch.setattr(wide, 'supports', lambda inputs: chosen and inputs.v.dtype != torch.float64)
     return request.param
 
@@ -78,7 +79,7 @@ def test_pairs_of_bfloat16_equal_float64(heads: int, D: int, grid: tuple[int, in
         pytest.skip('this processor cannot multiply pairs of bfloat16')
     for module in (full_cpp, conv_cpp):
         monkeypatch.setattr(module, 'multiplies_pairs', lambda v: v.dtype == torch.bfloat16)
-    (wide,) = (form for form in operator.FORMS['aft_conv'] if form.module == 'conv.wide')
+    (wide,) = (form for form in operator.FORMS['aft_conv'] if form.name == 'wide')
     monkeypatch.setattr(wide, 'supports', lambda inputs: False)
     assert_matches_reference(ops.aft_conv, reference.aft_conv, conv_inputs(heads, D, grid, True), torch.bfloat16)
     tokens = grid[0] * grid[1]
@@ -88,9 +89,9 @@ def test_pairs_of_bfloat16_equal_float64(heads: int, D: int, grid: tuple[int, in
 @pytest.mark.parametrize(
     ('batch', 'heads', 'D', 'dtype', 'module'),
     [
-        (1, 2, 90, torch.float32, 'conv.wide'),
+        (1, 2, 90, torch.float32, 'conv.window'),
         (2, 2, 90, torch.float32, 'conv.cpp'),
-        (2, 7, 42, torch.float32, 'conv.wide'),
+        (2, 7, 42, torch.float32, 'conv.window'),
         (1, 2, 90, torch.float64, 'conv.eager'),
     ],
 )
@@ -101,7 +102,7 @@ def test_one_sequence_and_narrow_heads_take_the_wide_form(
     inputs = conv.ConvInputs(q, k, v, randn(heads, 3, 3).to(dtype), (3, 4), None, True)
     assert operator.OPERATORS['aft_conv'].choose('auto', inputs).module == module
     window = inputs._replace(global_context=False)
-    assert operator.OPERATORS['aft_conv'].choose('auto', window).module != 'conv.wide'
+    assert operator.OPERATORS['aft_conv'].choose('auto', window).module != 'conv.window'
 
 
 @pytest.mark.parametrize(('dtype', 'masked'), PAIRS, ids=str)
@@ -147,12 +148,15 @@ def test_they_run_by_themselves_and_never_in_eager(dtype: torch.dtype, conv_form
     with monkeypatch.context() as patch:
         forbid_torch(patch)
         assert kernels_run(lambda: ops.aft_full(**full_).float().sum().backward()) == FULL
-        assert kernels_run(lambda: ops.aft_conv(**conv_).float().sum().backward()) == CONV
+        assert (
+            kernels_run(lambda: ops.aft_conv(**conv_).float().sum().backward())
+            == {'wide': WIDE, 'conv': CONV}[conv_form]
+        )
     assert kernels_run(lambda: ops.aft_full(**full_, backend='eager').float().sum().backward()) == set()
     assert kernels_run(lambda: ops.aft_conv(**conv_, backend='eager').float().sum().backward()) == set()
 
 
-@pytest.mark.parametrize(('name', 'kernels'), [('aft_full_tiny', FULL), ('aft_conv_tiny_k11_h32', CONV)])
+@pytest.mark.parametrize(('name', 'kernels'), [('aft_full_tiny', FULL), ('aft_conv_tiny_k11_h32', WIDE)])
 def test_registered_models_run_them_forward_and_backward(name: str, kernels: set[str]):
     assert aft_vision.__version__
     model = timm.create_model(name, depth=1, num_classes=2)
@@ -162,7 +166,7 @@ def test_registered_models_run_them_forward_and_backward(name: str, kernels: set
 
 @pytest.mark.parametrize(
     ('global_context', 'conv_form'),
-    [(True, 'conv.wide'), (True, 'conv.cpp'), (False, 'conv.cpp')],
+    [(True, 'wide'), (True, 'conv'), (False, 'conv')],
     indirect=['conv_form'],
 )
 @pytest.mark.parametrize(('grid', 's'), [((5, 7), 5), ((9, 40), 7), ((3, 4), 15), ((40, 2), 3)])
@@ -343,26 +347,38 @@ def test_not_a_number_stays_in_its_sequence(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
-def test_weights_that_are_kept_with_a_bias_give_the_same_and_are_used(dtype: torch.dtype):
+def test_weights_made_once_give_the_same_and_replace_the_bias(dtype: torch.dtype):
     inputs = single(full_inputs(33, 20), dtype)
     q, k, v, bias = (inputs[name].detach() for name in ('q', 'k', 'v', 'bias'))
-    expected, kept = ops.aft_full(q, k, v, bias), ops.keep_weights(bias.clone())
-    for _ in range(2):
-        assert torch.equal(ops.aft_full(q, k, v, kept), expected)
-    kept.zero_()  # against the promise: nothing reads it any more
-    assert torch.equal(ops.aft_full(q, k, v, kept), expected)
+    expected, weights = ops.aft_full(q, k, v, bias), ops.bias_weights('aft_full', bias, v)
+    assert torch.equal(ops.aft_full(q, k, v, bias, weights=weights), expected)
+    assert torch.equal(ops.aft_full(q, k, v, torch.zeros_like(bias), weights=weights), expected)
     # A repair needs the bias itself.
     lost = k.index_fill(1, torch.tensor([3]), 200.0)
-    assert_close(ops.aft_full(q, lost, v, ops.keep_weights(bias)), ops.aft_full(q, lost, v, bias).double(), 1e-6)
+    assert torch.equal(ops.aft_full(q, lost, v, bias, weights=weights), ops.aft_full(q, lost, v, bias))
+    for other in (bias, bias.double()):
+        other_weights = ops.bias_weights('aft_full', other[:20, :20], v)
+        with pytest.raises(ValueError, match='weights must be those of'):
+            ops.aft_full(q, k, v, bias, weights=other_weights)
 
 
-def test_gradients_do_not_use_the_weights_of_a_forward():
+def test_gradients_do_not_use_weights_made_once():
     inputs = single(full_inputs(20, 16))
     plain = torch.autograd.grad(ops.aft_full(**inputs).sum(), [inputs['k'], inputs['bias']])
-    bias = ops.keep_weights(inputs['bias'])
-    for _ in range(2):
-        found = torch.autograd.grad(ops.aft_full(**inputs | {'bias': bias}).sum(), [inputs['k'], bias])
-        assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
+    weights = ops.bias_weights('aft_full', torch.zeros(20, 20), inputs['v'])
+    found = torch.autograd.grad(ops.aft_full(**inputs, weights=weights).sum(), [inputs['k'], inputs['bias']])
+    assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
+
+
+def test_no_weights_are_made_where_no_kernel_takes_them():
+    bias, v = torch.zeros(5, 5), torch.zeros(1, 5, 3)
+    assert ops.bias_weights('aft_full', bias, v) is not None
+    assert ops.bias_weights('aft_full', bias, v.double()) is None
+    assert ops.bias_weights('aft_full', bias.to('meta'), v.to('meta')) is None
+    with pytest.raises(ValueError, match=r'bias must have shape \(T, T\)'):
+        ops.bias_weights('aft_full', bias[:, 1:], v)
+    with pytest.raises(ValueError, match=r'bias must have shape \(h, s, s\)'):
+        ops.bias_weights('aft_conv', bias, v)
 
 
 def test_the_digits_of_a_kernel_as_large_as_its_image_are_kept():

@@ -24,13 +24,12 @@ import aft_vision
 from aft_vision import ops
 from aft_vision.ops import operator, reference
 from aft_vision.ops.common import build, cpp
-from aft_vision.ops.conv import depthwise
 from aft_vision.ops.conv import eager as conv
+from aft_vision.ops.conv import window
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
 NAMES = {'aft_vision::depthwise_forward', 'aft_vision::depthwise_backward'}
-OTHER_NAMES = {'aft_vision::conv_forward', 'aft_vision::conv_backward'}
 
 
 def make_inputs(grid: tuple[int, int], D: int, s: int, B: int = 2) -> dict[str, object]:
@@ -136,7 +135,7 @@ def test_parts_of_a_fused_projection_are_read_where_they_are():
 
 def test_a_batch_cut_into_parts_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch):
     inputs = make_inputs((5, 7), 66, 3, B=5)
-    monkeypatch.setattr(depthwise, '_parts', lambda v: 3)
+    monkeypatch.setattr(window, '_parts', lambda v: 3)
     assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs)
 
 
@@ -162,7 +161,7 @@ def test_the_digits_of_a_large_image_are_kept():
 @pytest.mark.parametrize('name', ['q', 'v', 'kernel', 'mask'])
 def test_an_input_on_another_device_never_reaches_the_kernel(name: str):
     inputs = single(make_inputs((5, 7), 66, 3)) | {'mask': make_mask(2, 35), 'global_context': True}
-    (form,) = (form for form in operator.FORMS['aft_conv'] if form.module == 'conv.depthwise')
+    (form,) = (form for form in operator.FORMS['aft_conv'] if form.name == 'depthwise')
     assert form.supports(conv.ConvInputs(**inputs))
     assert not form.supports(conv.ConvInputs(**inputs | {name: inputs[name].to('meta')}))
 
@@ -186,19 +185,18 @@ def test_a_nan_stays_one():
 
 
 @pytest.mark.parametrize('heads', [66, 6])
-def test_taps_that_are_kept_with_a_kernel_give_the_same_and_are_used(heads: int):
+def test_weights_made_once_serve_grids_of_every_size(heads: int):
     q, k, v = (x.float() for x in make_qkv(B=1, T=35, D=66, heads=heads))
     kernel = randn(heads, 5, 5, seed=8).float()
-    kept = ops.keep_weights(kernel.clone())
-    # The part of the kernel that a grid takes has a size of its own.
-    for grid in ((5, 7), (35, 1), (5, 7)):
-        expected = ops.aft_conv(q, k, v, kernel, grid)
-        assert torch.equal(ops.aft_conv(q, k, v, kept, grid), expected)
-    for grid in ((1, 1), (1, 2)):
-        few = [x[:, : grid[1]] for x in (q, k, v)]
-        assert torch.equal(ops.aft_conv(*few, kept, grid), ops.aft_conv(*few, kernel, grid))
-    kept.zero_()  # against the promise: nothing reads it any more
-    assert torch.equal(ops.aft_conv(q, k, v, kept, (5, 7)), ops.aft_conv(q, k, v, kernel, (5, 7)))
+    weights = ops.bias_weights('aft_conv', kernel, v)
+    # A small grid needs only the middle of the kernel.
+    for grid in ((5, 7), (35, 1), (1, 1), (1, 2), (2, 2)):
+        few = [x[:, : grid[0] * grid[1]] for x in (q, k, v)]
+        expected = ops.aft_conv(*few, kernel, grid)
+        assert torch.equal(ops.aft_conv(*few, kernel, grid, weights=weights), expected)
+        assert torch.equal(ops.aft_conv(*few, torch.zeros_like(kernel), grid, weights=weights), expected)
+    with pytest.raises(ValueError, match='weights must be those of'):
+        ops.aft_conv(q, k, v, kernel, (5, 7), weights=ops.bias_weights('aft_conv', kernel[:, 1:4, 1:4], v))
 
 
 def test_it_passes_torch_opcheck():
@@ -216,13 +214,18 @@ FEW = {'k': randn(2, 35, 6), 'q': randn(2, 35, 6), 'v': randn(2, 35, 6), 'kernel
 
 
 @pytest.mark.parametrize(
-    'other',
-    [{'q': randn(2, 35, 132), 'v': randn(2, 35, 132)}, {'global_context': False}, FEW],
+    ('other', 'forward'),
+    [
+        ({'q': randn(2, 35, 132), 'v': randn(2, 35, 132)}, 'conv_wide_forward'),
+        ({'global_context': False}, 'conv_forward'),
+        (FEW, 'conv_wide_forward'),
+    ],
     ids=['two channels a head', 'window alone', 'few heads'],
 )
-def test_other_inputs_take_the_kernel_for_several_channels(other: dict[str, object]):
+def test_other_inputs_take_the_kernels_for_several_channels(other: dict[str, object], forward: str):
     inputs = single(make_inputs((5, 7), 66, 3) | other)
-    assert kernels_run(lambda: ops.aft_conv(**inputs).sum().backward()) == OTHER_NAMES
+    names = {f'aft_vision::{forward}', 'aft_vision::conv_backward'}
+    assert kernels_run(lambda: ops.aft_conv(**inputs).sum().backward()) == names
 
 
 def test_eager_can_be_asked_for():

@@ -1,0 +1,204 @@
+"""AFT-conv on a CPU as sums over a window of sources around each target, with float32 sums.
+
+`depthwise.cpp` takes one kernel, or one biased offset, per channel. As the depthwise form of `ops.conv.eager` it
+subtracts, and if digits are lost, the whole call is repeated in the torch form. `wide.cpp` takes heads of several
+channels for a few sequences, and adds up all that no window reaches. A call with a denominator that underflows is done
+again by the torch form, which repairs it; the backward is that of `conv.cpp`.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.common.cpp import (
+    address,
+    cast,
+    compiled,
+    float_buffer,
+    float_output,
+    floats,
+    lanes,
+    pack,
+    profiled,
+    run_forward,
+    stream,
+    tokens,
+    whole_vectors,
+)
+from aft_vision.ops.common.inputs import ConvInputs, OnehotInputs, empty_denominator, empty_output
+from aft_vision.ops.common.numerics import UNDERFLOW
+from aft_vision.ops.conv import cpp, onehot
+from aft_vision.ops.conv import eager as conv
+
+# The minimal number of channels of a vector; a thread should have several blocks of them, to balance the load.
+LANES = 8
+BLOCKS_PER_THREAD = 4
+
+
+class _DigitLimits(ctypes.Structure):
+    _fields_ = [('cancellation', ctypes.c_float), ('underflow', ctypes.c_float)]
+
+
+LIMITS = _DigitLimits(conv.CANCELLATION[torch.float32], UNDERFLOW[torch.float32])
+
+wide_backward = cpp.conv_backward
+
+
+def window_weights(bias: Tensor, size: int) -> Tensor:
+    """Compute the weights of a position bias, which change only with it.
+
+    Args:
+        bias: (h, s, s).
+        size: at most s: only the taps in the middle of the bias are wanted.
+
+    Returns:
+        (size * size + 1, h or more) float32, as the kernels read it: the weight of each tap relative to the largest of
+        its head or to 1, and that of sources outside the window.
+    """
+    heads, side = len(bias), bias.shape[-1]
+    weights, held = float_buffer((size * size + 1, whole_vectors(heads) + lanes())), list[Tensor]()
+    fields = heads, floats(bias, held), side, size, weights.data_ptr(), weights.shape[1]
+    compiled().aft_window_weights(pack(*fields), torch.get_num_threads())
+    return weights
+
+
+def bias_weights(kernel: Tensor, v: Tensor) -> Tensor:
+    """Compute the weights of a kernel (h, s, s) for grids of any size."""
+    return window_weights(kernel, kernel.shape[-1])
+
+
+def wide_forward(inputs: ConvInputs, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return y and the denominators (AFT Eq. 6)."""
+    q, k, v, kernel, (height, width), mask, _ = inputs
+    batch, count, channels = v.shape
+    size, held = _window_size(kernel, inputs.grid), list[Tensor]()
+    place = _place_weights(kernel, size, weights, held)
+    scratch = float_buffer((2, batch, count, place[1]))
+    sizes = batch, height, width, channels, k.shape[2], size, *place, scratch[0].data_ptr(), scratch[1].data_ptr()
+    fields = *sizes, *stream(q, held), *stream(k, held), *stream(v, held), address(mask, held)
+    return run_forward('conv_wide', inputs, fields, held, save) or conv.conv_forward(inputs, save)
+
+
+def depthwise_forward(inputs: ConvInputs, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return y and the denominators (AFT Eq. 6)."""
+    if not save:
+        y = _forward(inputs, inputs.kernel, None, None, weights)
+        return conv.conv_forward(inputs, save) if y is None else (y, None)
+    den = empty_denominator(inputs.k, inputs.v, save)
+    bottom = float_output(den)
+    y = _forward(inputs, inputs.kernel, None, bottom, weights)
+    if y is None:
+        return conv.conv_forward(inputs, save)
+    return y, den if bottom is den else den.copy_(bottom)
+
+
+def onehot_forward(inputs: OnehotInputs, save: bool) -> tuple[Tensor, Tensor | None]:
+    """Return y, and nothing saved (AFT Eq. 10)."""
+    y = _forward(inputs, inputs.weight.view(-1, 1, 1), inputs.offset, None)
+    return onehot.onehot_forward(inputs, save) if y is None else (y, None)
+
+
+def depthwise_backward(
+    grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and kernel."""
+    found = _backward((grad, y, den), inputs, inputs.kernel, None, need_bias)
+    return found or conv.conv_backward(grad, y, den, inputs, need_bias)
+
+
+def onehot_backward(
+    grad: Tensor, y: Tensor, den: Tensor, inputs: OnehotInputs, need_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and weight."""
+    found = _backward((grad, y, None), inputs, inputs.weight.view(-1, 1, 1), inputs.offset, need_bias)
+    if found is None:
+        return onehot.onehot_backward(grad, y, den, inputs, need_bias)
+    return *found[:3], found[3].flatten()
+
+
+def _forward(
+    inputs: ConvInputs | OnehotInputs,
+    bias: Tensor,
+    offset: Tensor | None,
+    den: Tensor | None,
+    weights: Tensor | None = None,
+) -> Tensor | None:
+    # Compute y and write the denominators into den; return None if digits are lost.
+    out = empty_output(inputs.q, inputs.v)
+    y, held = float_output(out), list[Tensor]()
+    fields = *_call(inputs, bias, offset, held, weights), *tokens(y, held), *tokens(den, held)
+    with profiled('aft_vision::depthwise_forward'):
+        keeps_digits = compiled().aft_depthwise_forward(pack(*fields), LIMITS, torch.get_num_threads())
+    if not keeps_digits:
+        return None
+    return out if y is out else out.copy_(y)
+
+
+def _backward(
+    results: Sequence[Tensor | None],
+    inputs: ConvInputs | OnehotInputs,
+    bias: Tensor,
+    offset: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    # Gradients of q, k, v and the bias from grad, y and the denominators, if these are kept; empty ones where there is
+    # no such input. None where digits are lost.
+    q, k, v = inputs.q, inputs.k, inputs.v
+    dq, dk, dv = (None if x is None else float_buffer(x.shape) for x in (q, k, v))
+    parts, d_taps, d_bias = _parts(v), None, None
+    if need_bias:
+        d_taps = float_buffer(parts * _window_size(bias, inputs.grid) ** 2 * v.shape[2])
+        d_bias = float_buffer(bias.shape)
+    held: list[Tensor] = []
+    fields = _call(inputs, bias, offset, held)
+    for x in (*results, dq, dk, dv):
+        fields += tokens(x, held)
+    fields += parts, address(d_taps, held), bias.shape[-1], address(d_bias, held)
+    with profiled('aft_vision::depthwise_backward'):
+        keeps_digits = compiled().aft_depthwise_backward(pack(*fields), LIMITS, torch.get_num_threads())
+    if not keeps_digits:
+        return None
+    found = cast((dq, dk, dv, d_bias), (q, k, v, bias), k)
+    return found[0], found[1], found[2], found[3]
+
+
+def _call(
+    inputs: ConvInputs | OnehotInputs,
+    bias: Tensor,
+    offset: Tensor | None,
+    held: list[Tensor],
+    weights: Tensor | None = None,
+) -> tuple[int, ...]:
+    # The fields of `Call` in C++ for a position bias (D, s, s), or (D, 1, 1) with offsets (D, 2), whose weights may be
+    # given; `held` gets the tensors that must outlive the call.
+    (batch, _, channels), (height, width) = inputs.v.shape, inputs.grid
+    size = _window_size(bias, inputs.grid)
+    sizes = batch, height, width, channels, size, *_place_weights(bias, size, weights, held), address(offset, held)
+    streams = *tokens(inputs.q, held), *tokens(inputs.k, held), *tokens(inputs.v, held)
+    return *sizes, *streams, address(inputs.mask, held)
+
+
+def _place_weights(bias: Tensor, size: int, weights: Tensor | None, held: list[Tensor]) -> tuple[int, int, int]:
+    # The fields of `WindowWeights` in C++: the weights of the whole bias, if they are given, or of its middle.
+    if weights is None:
+        side, weights = size, window_weights(bias, size)
+        held.append(weights)
+    else:
+        side = bias.shape[-1]
+        expected = side * side + 1, whole_vectors(len(bias)) + lanes()
+        if weights.shape != expected or weights.dtype != torch.float32 or not weights.is_contiguous():
+            raise ValueError(f'weights must be those of `ops.bias_weights`, {expected}, got {tuple(weights.shape)}')
+    return weights.data_ptr(), weights.shape[1], side
+
+
+def _window_size(bias: Tensor, grid: Sequence[int]) -> int:
+    # The side of the part of a kernel that leads from one token to another.
+    return min(bias.shape[-1], 2 * max(grid) - 1)
+
+
+def _parts(v: Tensor) -> int:
+    # Return the number of parts of a batch, so that all threads have work.
+    blocks = -(-v.shape[2] // LANES)
+    return max(1, min(len(v), -(-BLOCKS_PER_THREAD * torch.get_num_threads() // blocks)))
