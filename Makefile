@@ -15,6 +15,9 @@ FUZZ_ARGS ?=
 GPU_ARGS ?=
 # Folders of finished runs: make results RUNS='runs/conv_8e-3_seed0 runs/deit_8e-3_seed0'
 RUNS ?=
+# A photograph for the packaged weights: make demo PHOTO=dog.jpg
+PHOTO ?= $(firstword $(sort $(wildcard tests/assets/clothing/validation/hat/*.jpg)))
+WEIGHTS := $(firstword $(patsubst %.safetensors,%,$(notdir $(wildcard aft_vision/weights/*.safetensors))))
 # make package EMPTY=1 downloads every dependency of the wheel, of which PyTorch is gigabytes
 EMPTY ?=
 
@@ -68,8 +71,13 @@ gpu: ffcv
 timm-suite: $(STAMP)
 	$(PY) tests/run_timm_suite.py $(foreach model,$(MODELS),'$(model)')
 
-# A small AFT-conv on the embedded photographs (ten classes), its accuracy at three image sizes, and its report
+# What packaged weights, if there are any, make of PHOTOS, on a page; then a small AFT-conv trained on the embedded
+# photographs (ten classes), its accuracy at three image sizes, and its report
 demo: $(STAMP)
+	$(if $(WEIGHTS),$(PY) -m tools.predict $(PHOTO) --model $(WEIGHTS) --top 3)
+	$(if $(WEIGHTS),$(PY) -m tools.report --checkpoint $(WEIGHTS) --images $(dir $(PHOTO)) --max-images 2 --average-images 16 \
+	--max-heads 8 --out runs/demo/pretrained.html)
+	$(if $(WEIGHTS),@echo 'These weights know ten classes of ImageNet: make demo PHOTO=FILE shows them another photograph')
 	$(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/demo run.overwrite=true
 	$(PY) -m tools.eval_resolution --checkpoint runs/demo --data tests/assets/clothing --sizes 64 96 128
 	$(PY) -m tools.visualize_bias --checkpoint runs/demo
@@ -80,6 +88,7 @@ demo: $(STAMP)
 	@echo '  runs/demo/eval_resolution.png    accuracy at sizes that it was not trained at'
 	@echo '  runs/demo/position_biases.png    what the position biases have become'
 	@echo '  runs/demo/report.html            these, the keys and the attention of four photographs on a page'
+	$(if $(WEIGHTS),@echo '  runs/demo/pretrained.html        the keys and the attention of the packaged weights')
 	@echo 'Try next:'
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/k3 model.kernel_size=3'
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/mine data.dir=YOUR_IMAGES'

@@ -20,7 +20,7 @@ from aft_vision.layers import AFTMixer
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.state_dict import StateDictError, check_state_dict
 from aft_vision.models.transfer_report import describe_transfer
-from aft_vision.models.transfer_source import find_stated_grid
+from aft_vision.models.transfer_source import find_stated_grid, load_pretrained
 from aft_vision.models.weight_files import check_checksum, load_torch_file
 from aft_vision.timing import synchronize
 
@@ -120,8 +120,8 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu') -> nn
     """Rebuild the trained model of a checkpoint.
 
     Args:
-        checkpoint: A file of the trainer (`last.pth`, `best.pth`), the folder of a run, for its `best.pth`, or a
-            directory exported with `timm.models.save_for_hf`.
+        checkpoint: A file of the trainer (`last.pth`, `best.pth`), the folder of a run, for its `best.pth`, a
+            directory exported with `timm.models.save_for_hf`, or the name of a model of timm with weights.
 
     Returns:
         The model in eval mode.
@@ -129,7 +129,10 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu') -> nn
     Raises:
         ValueError: the path does not exist, is not a checkpoint, is damaged, or has weights that do not match its
             model.
+        ConnectionError: published weights cannot be downloaded; those inside the package need no network.
     """
+    if not Path(checkpoint).exists() and timm.models.is_model_pretrained(str(checkpoint)):
+        return load_pretrained(str(checkpoint)).to(device).eval()
     checkpoint = find_checkpoint(checkpoint)
     if checkpoint.is_dir():
         check_folder(checkpoint)
@@ -163,7 +166,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """
     path = find_checkpoint(path)
     if not path.is_file():
-        raise ValueError(f'expected a checkpoint file or an exported directory, got {path}, which does not exist')
+        raise ValueError(
+            f'expected a checkpoint file, an exported directory or a model with weights, got {path}, which does '
+            'not exist'
+        )
     content = load_torch_file(path)
     is_complete = isinstance(content, dict) and all(isinstance(content.get(k), t) for k, t in CHECKPOINT_KEYS.items())
     if not is_complete:
@@ -225,7 +231,7 @@ def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool 
 
 def _read_start(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], bool, tuple[int, int] | None]:
     """Return the weights of a checkpoint, whether they are of an AFT model, and their token grid (H, W) if known."""
-    content = {} if find_checkpoint(checkpoint).is_dir() else read_checkpoint(checkpoint)
+    content = read_checkpoint(checkpoint) if find_checkpoint(checkpoint).is_file() else {}
     # Building the model only to get its class would cost time and random numbers.
     if content and timm.is_model(content['model_name']):
         of_aft = timm.models.model_entrypoint(content['model_name']).__module__.startswith('aft_vision.')

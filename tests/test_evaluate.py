@@ -97,7 +97,7 @@ def test_an_exported_folder_gives_back_the_model(tmp_path):
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r'none\.pth, which does not exist'):
+    with pytest.raises(ValueError, match=r'a model with weights, got .*none\.pth, which does not exist'):
         load_model(tmp_path / 'none.pth')
 
 

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from tools.arguments import CommandParser, add_device, add_size
 
@@ -53,14 +52,12 @@ if __name__ == '__main__':
 import timm
 import torch
 import yaml
-from torch import nn
 from tqdm import tqdm
 
 from aft_vision import __version__
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import load_model, read_checkpoint, resolve_device
 from aft_vision.files import find_checkpoint
-from aft_vision.models.transfer_source import load_pretrained
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import (
     Report,
@@ -109,25 +106,13 @@ def collect(args: argparse.Namespace, folder: Path, command: str) -> Report:
         labelled=find_photographs(args.images, args.accuracy_images),
         size=args.size,
         before=load_model(args.before, device) if args.before else None,
-        vit=resize_model(load_vit(args.vit, device), args.size) if args.vit else None,
+        vit=resize_model(load_model(args.vit, device), args.size) if args.vit else None,
         history=read_history(summary) if summary else (),
         targets=targets,
         facts={**recorded_facts(args.checkpoint), **origin(command)},
         query=(args.query[0] - 1, args.query[1] - 1) if args.query else None,
         max_heads=args.max_heads,
     )
-
-
-def load_vit(source: str, device: Any) -> nn.Module:
-    """The model of a checkpoint, or timm's of that name with its published weights."""
-    if Path(source).exists():
-        return load_model(source, device)
-    if not timm.is_model(source):
-        raise ValueError(f"expected a checkpoint or timm's name of a model, got {source}, which is neither")
-    try:
-        return load_pretrained(source).to(device).eval()
-    except RuntimeError as error:
-        raise ValueError(f'expected a model of timm with weights, got {source}: {error}') from error
 
 
 def origin(command: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from aft_vision.visualize.accuracy import Judged, judge
 from aft_vision.visualize.attention import (
     attention_heads,
+    draw_attention,
     draw_implicit_attention,
     draw_relative_attention,
     implicit_attention,
@@ -18,7 +19,7 @@ from aft_vision.visualize.biases import (
     position_biases,
 )
 from aft_vision.visualize.capture import MixerInputs, capture_mixers
-from aft_vision.visualize.figure import choose, figure_png, new_figure, save_figure
+from aft_vision.visualize.figure import DPI, choose, figure_png, new_figure, save_figure
 from aft_vision.visualize.history import (
     describe_targets,
     draw_bits,

@@ -223,25 +223,87 @@ def draw_implicit_attention(
         ImportError: matplotlib is not installed.
     """
     grid, prefix = layers[0].grid, layers[0].num_prefix_tokens
+    token = prefix + _check_query(query, grid)
+    heads = check_indices('head', heads, layers[0].k.shape[2], max_heads)
+    chosen = check_indices('layer', chosen_layers, len(layers), len(layers))
+    weights = {layer: implicit_attention(layers[layer], [token], heads)[0, :, 0, prefix:] for layer in chosen}
+    note = 'The softmax of key + position bias. '
+    return _draw_over(photograph, weights, prefix, heads, query, grid, ('Implicit attention', note, text))
+
+
+def draw_attention(
+    photograph: Photograph,
+    model: nn.Module,
+    query: tuple[int, int],
+    *,
+    max_heads: int = 16,
+    chosen_layers: Sequence[int] | None = None,
+    text: str = '',
+) -> Any:
+    """Draw a token's attention over a photograph, of a ViT or of AFT: a row per layer, a column per head.
+
+    Args:
+        photograph, query, max_heads, chosen_layers, text: As in `draw_implicit_attention`.
+        model: As in `relative_attention`.
+
+    Returns:
+        A matplotlib Figure.
+
+    Raises:
+        ValueError: the query is outside the grid, a layer does not exist, or the model has no mixer of a known kind.
+        ImportError: matplotlib is not installed.
+    """
+    kinds = (Attention, AFTMixer)
+    heads = choose(min(map(_heads, find_mixers(model, kinds))), max_heads)
+    weights: list[Tensor] = []
+    grids, prefixes = [], []
+
+    def keep(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
+        weights.append(_attention(mixer, x, grid, prefix, heads)[:, _check_query(query, grid)])
+        grids.append(grid)
+        prefixes.append(prefix)
+
+    run_with_hooks(model, photograph.images.to(next(model.parameters()).device), kinds, keep)
+    note = 'The softmax over the sources: of key + position bias in AFT, of query times key in a ViT.\n'
+    words = ('Attention', note, text)
+    chosen = check_indices('layer', chosen_layers, len(weights), len(weights))
+    return _draw_over(
+        photograph, {layer: weights[layer] for layer in chosen}, prefixes[0], heads, query, grids[0], words
+    )
+
+
+def _check_query(query: tuple[int, int], grid: tuple[int, int]) -> int:
+    # The index of the token in the grid.
     if not (0 <= query[0] < grid[0] and 0 <= query[1] < grid[1]):
         raise ValueError(
             f'expected a query row from 1 to {grid[0]} and a column from 1 to {grid[1]}, '
             f'got {query[0] + 1} and {query[1] + 1}'
         )
-    heads = check_indices('head', heads, layers[0].k.shape[2], max_heads)
-    chosen = check_indices('layer', chosen_layers, len(layers), len(layers))
+    return query[0] * grid[1] + query[1]
+
+
+def _draw_over(
+    photograph: Photograph,
+    weights: Mapping[int, Tensor],
+    prefix: int,
+    heads: Sequence[int],
+    query: tuple[int, int],
+    grid: tuple[int, int],
+    words: tuple[str, str, str],
+) -> Any:
+    # The weights (n, H * W) of each layer; the title, the note, and the text next to the photograph.
     place = frame_of(query, grid)
+    title, note, text = words
 
     def cells(layer: int) -> Iterator[Cell]:
-        for weight in implicit_attention(layers[layer], [prefix + query[0] * grid[1] + query[1]], heads)[0, :, 0]:
-            spatial = weight[prefix:].unflatten(0, grid)
-            caption = f'{number(spatial.max().item() * len(weight))}\u00d7'
-            yield Cell(overlay(photograph, spatial), caption=caption, mark=place)
+        for weight in weights[layer]:
+            caption = f'{number(weight.max().item() * (len(weight) + prefix))}\u00d7'
+            yield Cell(overlay(photograph, weight.unflatten(0, grid)), caption=caption, mark=place)
 
     return draw_grid(
-        [Block('', layer_rows(chosen, heads, cells))],
-        'Implicit attention of the framed token',
-        'The softmax of key + position bias. Each picture has its own scale, from 0 to its largest weight.\n'
+        [Block('', layer_rows(list(weights), heads, cells))],
+        f'{title} of the framed token',
+        f'{note}Each picture has its own scale, from 0 to its largest weight.\n'
         'Below each picture: that weight as a multiple of the weight when all tokens count the same.',
         ('0', 'the largest weight'),
         HEAT,

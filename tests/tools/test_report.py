@@ -15,7 +15,7 @@ from helpers import make_folder, photographs
 from PIL import Image, ImageChops
 
 from aft_vision import __version__
-from tools.report import load_vit, main, recorded_facts
+from tools.report import main, recorded_facts
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome', 'google-chrome-stable'))), None
@@ -154,11 +154,6 @@ def test_a_model_that_is_not_aft_is_rejected(tmp_path):
     make_folder(tmp_path, {'images': ['a']}, images=1)
     with pytest.raises(ValueError, match='an AFT model, got VisionTransformer'):
         main(['--checkpoint', str(checkpoint), '--images', str(tmp_path / 'images')])
-
-
-def test_a_vit_that_is_neither_file_nor_name_is_rejected():
-    with pytest.raises(ValueError, match="checkpoint or timm's name of a model, got vit_of_mine"):
-        load_vit('vit_of_mine', 'cpu')
 
 
 def test_an_exported_folder_records_only_its_name(tmp_path):

@@ -1,0 +1,86 @@
+"""The page of the demonstration: its answers, and the page itself in a browser."""
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from browser import CHROMIUM, Browser
+from helpers import CLOTHING
+from torch import nn
+
+from tools import demo
+
+PHOTOGRAPHS = sorted(CLOTHING.glob('validation/*/*.jpg'))[::60]
+CONV = dict(img_size=32, patch_size=8, depth=2, embed_dim=16, num_heads=4, kernel_size=3, num_classes=3)
+VIT = dict(img_size=32, patch_size=8, depth=2, embed_dim=16, num_heads=2, num_classes=3)
+
+
+def save(folder: Path, name: str, kwargs: dict[str, object]) -> str:
+    torch.manual_seed(0)
+    model = timm.create_model(name, **kwargs)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    path = folder / f'{name}.pth'
+    names = ['boot', 'coat', 'hat']
+    content = {'model_name': name, 'model_kwargs': kwargs, 'state_dict': model.state_dict(), 'class_names': names}
+    torch.save(content, path)
+    return str(path)
+
+
+@pytest.fixture
+def models(tmp_path) -> dict[str, nn.Module]:
+    """AFT-conv and a ViT, both of 32 pixels."""
+    paths = [save(tmp_path, 'aft_conv_tiny', CONV), save(tmp_path, 'vit_tiny_patch16_224', VIT)]
+    return demo.load_models(paths)
+
+
+@pytest.mark.parametrize('side', [32, 64])
+def test_an_answer_has_the_classes_the_time_and_the_pictures_at_any_size(models, side):
+    for name, model in models.items():
+        before = {key: x.clone() for key, x in model.state_dict().items()}
+        found = demo.answer(model, PHOTOGRAPHS[0], side, (0.5, 1.0))
+        assert set(found.classes) == {'boot', 'coat', 'hat'}
+        assert sum(found.classes.values()) == pytest.approx(1)
+        assert 0 < found.milliseconds < 10_000
+        assert min(found.attention.size) > 300
+        assert (found.keys is None) == (name != 'aft_conv_tiny')
+        # Resizing has changed a copy.
+        assert all(torch.equal(before[key], x) for key, x in model.state_dict().items())
+
+
+def test_another_token_has_another_attention(models):
+    for model in models.values():
+        first, second = (demo.answer(model, PHOTOGRAPHS[0], 32, query).attention for query in ((0, 0), (0.9, 0.9)))
+        assert first.tobytes() != second.tobytes()
+
+
+def test_models_without_weights_are_named(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(timm, 'list_models', lambda *args, **kwargs: [])
+    with pytest.raises(ValueError, match='models with weights, got none; --checkpoint'):
+        demo.load_models(None)
+    with pytest.raises(ValueError, match='a model with weights, got nothing'):
+        demo.load_models(['nothing'])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason='needs chromium on PATH')
+def test_a_browser_shows_the_answers_and_a_click_chooses_the_token(models, tmp_path):
+    pytest.importorskip('gradio', reason='needs the extra demo')
+    page = demo.build_page(models, PHOTOGRAPHS[:3])
+    address = page.launch(prevent_thread_lock=True, quiet=True, **demo.look())[1]
+    pictures = "[...document.querySelectorAll('img')].filter(x => x.naturalWidth > 0).map(x => x.src).join()"
+    try:
+        with Browser(tmp_path) as browser:
+            browser.call('Page.navigate', url=address)
+            text = browser.wait_for('/ms, one image/.test(document.body.innerText) && document.body.innerText', 120)
+            for words in ('aft_conv_tiny', 'vit_tiny_patch16_224', 'boot', 'coat', 'hat'):
+                assert words in text
+            before = browser.wait_for(pictures, 30)
+            browser.click('#crop img', 0.9, 0.9)
+            browser.wait_for(f'{pictures} != {before!r}', 120)
+            browser.screenshot(tmp_path / 'page.png')
+            assert not browser.evaluate("document.body.innerText.includes('Error')")
+    finally:
+        page.close()
