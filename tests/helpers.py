@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import metadata
 from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -387,3 +388,23 @@ def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     # A third of its time goes to checks of overflow, of which nothing is made outside its mode for debugging.
     options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     monkeypatch.setattr(interpreter.interpreter_builder, 'options', options)
+
+
+def link_packages(folder: Path, names: Sequence[str]) -> None:
+    """Link these installed packages and all that they need into a folder, for `python -I -S`, which sees no others."""
+    requirements = pytest.importorskip('packaging.requirements')
+    ahead, done = list(names), set()
+    while ahead:
+        name = ahead.pop()
+        if name in done:
+            continue
+        done.add(name)
+        try:
+            package = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        needed = [requirements.Requirement(line) for line in package.requires or []]
+        ahead += [x.name for x in needed if x.marker is None or x.marker.evaluate({'extra': ''})]
+        for top in {file.parts[0] for file in package.files or []} - {'..', '__pycache__'}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(Path(str(package.locate_file(top))))

@@ -1,12 +1,16 @@
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import timm
 import torch
-from timm.data import resolve_model_data_config
+from timm.data import create_transform, resolve_model_data_config
 
-from aft_vision.export import export_hub_folder, export_model
+from aft_vision.export import export_hub_folder, export_model, model_card
+from tests import helpers
 
 TINY_VIT = dict(depth=1, embed_dim=16, num_heads=1, patch_size=8, img_size=(16, 24), num_classes=2)
 
@@ -38,35 +42,40 @@ def test_an_export_that_fails_leaves_the_previous_one_whole(tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ['export']
 
 
-def make_aft(**kwargs: Any) -> torch.nn.Module:
-    model = timm.create_model(
-        'aft_conv_tiny', depth=1, embed_dim=16, num_heads=4, kernel_size=3, patch_size=8, num_classes=2, **kwargs
-    )
-    model.pretrained_cfg.update(label_names=['boot', 'hat'], input_size=(3, 16, 24), crop_pct=0.5)
+def make_aft(name: str = 'aft_conv_tiny', size: tuple[int, int] = (16, 24), **kwargs: Any) -> torch.nn.Module:
+    arguments = {'depth': 1, 'embed_dim': 16, 'patch_size': 8, 'num_classes': 2, **kwargs}
+    if 'conv' in name:
+        arguments = {'num_heads': 4, 'kernel_size': 3, **arguments}
+    model = timm.create_model(name, **arguments)
+    model.pretrained_cfg.update(label_names=['boot', 'hat'], input_size=(3, *size), crop_pct=0.5)
     return model.eval()
 
 
 def test_a_hub_folder_opens_in_timm_and_in_transformers(tmp_path):
     transformers = pytest.importorskip('transformers')
     model, images = make_aft(), torch.randn(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
-    export_hub_folder(model, tmp_path / 'hub')
+    checks = export_hub_folder(model, tmp_path / 'hub', parts=['code'])
+    assert list(checks) == ['modeling_aft_vision.py']
     assert sorted(path.name for path in (tmp_path / 'hub').iterdir()) == [
         'README.md',
         'config.json',
+        'hubconf.py',
         'model.safetensors',
+        'modeling_aft_vision.py',
     ]
     loaded = timm.create_model(f'local-dir:{tmp_path / "hub"}', pretrained=True).eval()
     torch.testing.assert_close(loaded(images), model(images))
     data_config = resolve_model_data_config(loaded)
     assert (data_config['input_size'], data_config['crop_pct']) == ((3, 16, 24), 0.5)
     wrapped = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / 'hub').eval()
+    assert type(wrapped).__name__ == 'TimmWrapperForImageClassification'
     torch.testing.assert_close(wrapped(images).logits, model(images), rtol=1e-4, atol=1e-5)
     assert wrapped.config.id2label == {0: 'boot', 1: 'hat'}
 
 
 def test_the_model_card_says_what_the_model_is_and_how_it_is_loaded(tmp_path):
     checkpoint = {'best_top1': 71.25, 'epoch': 12}
-    export_hub_folder(make_aft(), tmp_path / 'hub', (32, 48), checkpoint, license='apache-2.0')
+    export_hub_folder(make_aft(), tmp_path / 'hub', (32, 48), checkpoint, license='apache-2.0', parts=['code'])
     card = (tmp_path / 'hub' / 'README.md').read_text()
     parameters = sum(x.numel() for x in make_aft().parameters())
     for text in (
@@ -78,6 +87,8 @@ def test_the_model_card_says_what_the_model_is_and_how_it_is_loaded(tmp_path):
         '**Top-1 (validation):** 71.2 % after 12 epochs\n',
         '**Paper:** An Attention Free Transformer (arXiv:2105.14103)\n',
         "timm.create_model('local-dir:FOLDER', pretrained=True)",
+        "AutoModelForImageClassification.from_pretrained('FOLDER', trust_remote_code=True)",
+        "torch.hub.load('FOLDER', 'aft_conv_tiny', source='local')",
         '@article{zhai2021attention,',
     ):
         assert text in card
@@ -96,3 +107,117 @@ def test_the_card_of_another_model_does_not_speak_of_aft(tmp_path):
     loaded = timm.create_model(f'local-dir:{tmp_path / "hub"}', pretrained=True).eval()
     assert loaded(torch.zeros(1, 3, 32, 24)).shape == (1, 2)
     assert model.patch_embed.img_size == (16, 24)
+
+
+def test_a_pyramid_has_programs_and_no_code(tmp_path):
+    card = model_card(timm.create_model('aft_pyramid_nano'), files=['model.onnx', 'model.pt2'])
+    assert "onnxruntime.InferenceSession('FOLDER/model.onnx')" in card
+    assert "torch.export.load('FOLDER/model.pt2')" in card
+    assert 'trust_remote_code' not in card
+    export_hub_folder(timm.create_model('aft_pyramid_nano', num_classes=2), tmp_path / 'hub', parts=['code'])
+    assert not (tmp_path / 'hub' / 'hubconf.py').exists()
+
+
+def test_a_model_without_standalone_form_is_written_only_without_the_code(tmp_path):
+    model = make_aft(act_layer='mish')
+    with pytest.raises(ValueError, match=r'Mish .* an export without the code'):
+        export_hub_folder(model, tmp_path / 'hub')
+    assert not (tmp_path / 'hub').exists()
+    with pytest.raises(ValueError, match=r'parts must be some of code, onnx, pt2, got gguf'):
+        export_hub_folder(model, tmp_path / 'hub', parts=['gguf'])
+    export_hub_folder(make_aft(), tmp_path / 'hub', parts=['code'])
+    export_hub_folder(model, tmp_path / 'hub', parts=[])
+    # The code of the earlier model is gone.
+    assert not (tmp_path / 'hub' / 'modeling_aft_vision.py').exists()
+    assert 'auto_map' not in json.loads((tmp_path / 'hub' / 'config.json').read_text())
+
+
+# Loads folders where neither this package nor timm is installed, and saves what the models compute.
+ALONE = """
+import importlib.util, sys
+folder, packages, results = sys.argv[1:]
+sys.path.insert(0, packages)
+assert not any(importlib.util.find_spec(name) for name in ('aft_vision', 'timm'))
+import onnxruntime, torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, pipeline
+
+given, found = torch.load(f'{results}/given.pt'), {}
+for name, inputs in given.items():
+    path = f'{folder}/{name}'
+    model = AutoModelForImageClassification.from_pretrained(path, trust_remote_code=True).eval()
+    features = AutoModel.from_pretrained(path, trust_remote_code=True).eval()
+    hub = torch.hub.load(path, name, source='local')
+    with torch.no_grad():
+        found[name] = [
+            [model(images, mask).logits, hub(images, mask), features(images, mask).last_hidden_state]
+            for images, mask in inputs
+        ]
+path = f'{folder}/aft_conv_tiny'
+images = [images for images, mask in given['aft_conv_tiny'] if mask is None]
+session = onnxruntime.InferenceSession(f'{path}/model.onnx')
+found['onnx'] = [torch.tensor(session.run(None, {'images': x.numpy()})[0]) for x in images]
+program = torch.export.load(f'{path}/model.pt2').module()
+found['pt2'] = [program(x).detach() for x in images]
+photograph = Image.open(f'{results}/photograph.png')
+processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=True)
+found['pixels'] = torch.as_tensor(processor(photograph, return_tensors='pt').pixel_values)
+classify = pipeline('image-classification', path, trust_remote_code=True)
+found['scores'] = {x['label']: x['score'] for x in classify(photograph)}
+model.save_pretrained(f'{results}/saved')
+again = AutoModelForImageClassification.from_pretrained(f'{results}/saved', trust_remote_code=True).eval()
+found['saved'] = again(inputs[0][0]).logits.detach()
+torch.save(found, f'{results}/found.pt')
+"""
+
+
+@pytest.mark.slow
+def test_folders_load_in_every_way_where_neither_this_package_nor_timm_is_installed(tmp_path):
+    for name in ('transformers', 'onnx', 'onnxscript', 'onnxruntime'):
+        pytest.importorskip(name)
+    for name in ('packages', 'results', 'home', 'folders'):
+        (tmp_path / name).mkdir()
+    models: dict[str, Any] = {
+        'aft_conv_tiny': make_aft(size=(32, 32)),
+        'aft_full_tiny': make_aft('aft_full_tiny', dynamic_img_size=True, img_size=(16, 24)),
+    }
+    given = {}
+    for name, model in models.items():
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                parameter.add_(helpers.randn(*parameter.shape, seed=number, scale=0.1, dtype=torch.float32))
+        # Programs have been compared with the model before they got their names; one of each is loaded here.
+        parts = ['code', 'onnx', 'pt2'] if name == 'aft_conv_tiny' else ['code']
+        export_hub_folder(model, tmp_path / 'folders' / name, parts=parts)
+        small, large = (helpers.randn(2, 3, *size, dtype=torch.float32) for size in ((16, 24), (40, 32)))
+        mask = torch.ones(2, 5, 4, dtype=torch.bool)
+        mask[1, :, 3:] = mask[1, 4:] = False
+        given[name] = [(small, None), (large, None), (large, mask)]
+    torch.save(given, tmp_path / 'results' / 'given.pt')
+    [photograph] = helpers.photographs(1, (70, 53))
+    photograph.save(tmp_path / 'results' / 'photograph.png')
+
+    needed = ['torch', 'torchvision', 'transformers', 'onnxruntime', 'safetensors', 'pillow']
+    helpers.link_packages(tmp_path / 'packages', needed)
+    arguments = [str(tmp_path / name) for name in ('folders', 'packages', 'results')]
+    environment = {**os.environ, 'HF_HOME': str(tmp_path / 'home'), 'HF_HUB_OFFLINE': '1'}
+    command = [sys.executable, '-I', '-S', '-c', ALONE, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / 'results' / 'found.pt')
+    with torch.no_grad():
+        for name, model in models.items():
+            for (images, mask), (logits, hub, features) in zip(given[name], found[name], strict=True):
+                helpers.assert_close(features, model.forward_features(images, mask), 1e-5, f'features of {name}')
+                helpers.assert_close(logits, model(images, attn_mask=mask), 1e-5, f'logits of {name}')
+                helpers.assert_close(hub, model(images, attn_mask=mask), 1e-5, f'torch.hub of {name}')
+        model = models['aft_conv_tiny']
+        for kind in ('onnx', 'pt2'):
+            for (images, _), logits in zip(given['aft_conv_tiny'][:2], found[kind], strict=True):
+                helpers.assert_close(logits, model(images), 1e-5, kind)
+        pixels = create_transform(**resolve_model_data_config(model))(photograph).unsqueeze(0)
+        torch.testing.assert_close(found['pixels'], pixels, rtol=0, atol=1e-6)
+        expected = dict(zip(['boot', 'hat'], model(pixels).softmax(1)[0].tolist(), strict=True))
+        assert found['scores'] == pytest.approx(expected, rel=1e-5)
+        saved = models['aft_full_tiny'](given['aft_full_tiny'][0][0])
+        helpers.assert_close(found['saved'], saved, 1e-5, 'saved again')

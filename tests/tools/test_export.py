@@ -46,9 +46,11 @@ def test_a_checkpoint_becomes_an_onnx_file(checkpoint, tmp_path, monkeypatch, ca
 
 
 def test_a_checkpoint_becomes_a_hub_folder_and_that_a_program(checkpoint, tmp_path, capsys):
-    folder = main(
-        ['--checkpoint', str(checkpoint), '--format', 'hf', '--out', str(tmp_path / 'hub'), '--license', 'mit']
-    )
+    options = ['--format', 'hf', '--license', 'mit', '--without', 'onnx', 'pt2']
+    folder = main(['--checkpoint', str(checkpoint), *options, '--out', str(tmp_path / 'hub')])
+    assert 'modeling_aft_vision.py: differs from PyTorch by at most ' in capsys.readouterr().out
+    assert (folder / 'hubconf.py').exists()
+    assert not (folder / 'model.onnx').exists()
     card = (folder / 'README.md').read_text()
     assert '**Top-1 (validation):** 50.0 % after 3 epochs' in card
     options = ['--format', 'pt2', '--aten', '--form', 'matmul', '--fixed-size', '--size', '32x40', '--batch', '2']
@@ -105,7 +107,7 @@ def test_options_that_contradict_each_other_are_rejected(checkpoint, tmp_path, c
 
 def test_the_checkpoint_is_not_overwritten(checkpoint, tmp_path):
     folder = str(tmp_path / 'hub')
-    main(['--checkpoint', str(checkpoint), '--format', 'hf', '--out', folder])
+    main(['--checkpoint', str(checkpoint), '--format', 'hf', '--without', 'code', 'onnx', 'pt2', '--out', folder])
     run = str(tmp_path)
     for source, out in ((folder, f'{folder}/../hub'), (str(checkpoint), str(checkpoint)), (run, str(checkpoint))):
         with pytest.raises(ValueError, match='another place than that of the checkpoint, got --out'):
