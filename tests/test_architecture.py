@@ -66,11 +66,12 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.models': Rule(('aft_vision.models', 'aft_vision.layers', 'aft_vision.ops', 'aft_vision.files', 'timm')),
     'aft_vision.data': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops')),
     'aft_vision.data.ffcv': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops', 'ffcv')),
-    'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'einops', *TEXT)),
+    'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'aft_vision.inline', 'einops', *TEXT)),
     'aft_vision.evaluate': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.files', 'aft_vision.timing')),
     'aft_vision.files': Rule(()),
+    'aft_vision.inline': Rule(()),
     'aft_vision.export': Rule(
-        (*ABOVE_MODELS.anywhere, *(f'aft_vision.{name}' for name in ('export', 'files', 'sizes', 'timing')))
+        (*ABOVE_MODELS.anywhere, *(f'aft_vision.{name}' for name in ('export', 'files', 'inline', 'sizes', 'timing')))
     ),
     # Written into exported folders, where transformers is and timm may not be.
     'aft_vision.export.modeling_aft_vision': Rule(('aft_vision.export', 'transformers')),

@@ -1,6 +1,6 @@
 """AFT vision transformers for transformers' Auto classes, where this package is not installed.
 
-`aft_vision.export.inline` makes one file of it.
+`aft_vision.inline` makes one file of it.
 """
 
 from typing import Any

@@ -14,10 +14,10 @@ from timm.layers.activations import GELU, GELUTanh
 from timm.models.vision_transformer import Attention
 from torch import nn
 
-from aft_vision.export.inline import inline
 from aft_vision.export.network import ACTIVATIONS, Architecture, Network
 from aft_vision.export.program import TOLERANCE
 from aft_vision.export.verify import Check, check_logits
+from aft_vision.inline import inline
 from aft_vision.layers import (
     AFTAxial,
     AFTBlock,
@@ -143,7 +143,9 @@ def write_code(
     architecture = cfg['architecture']
     # Only the model's mixer, and what it needs, is in the file.
     mixers = f'MIXERS: dict[str, Callable[..., Mixer]] = {{{arch.mixer!r}: {arch.mixer.capitalize()}Mixer}}'
-    text = HEADER.format(architecture=architecture) + inline(f'aft_vision.export.{MODELING}', {'MIXERS': mixers})
+    text = HEADER.format(architecture=architecture) + inline(
+        f'aft_vision.export.{MODELING}', replace={'MIXERS': mixers}
+    )
     (folder / f'{MODELING}.py').write_text(text, encoding='utf-8')
     hubconf = HUBCONF.format(
         name=hub_name(architecture), channels=arch.in_chans, classes=model.num_classes, modeling=MODELING

@@ -16,6 +16,7 @@ from .config import FastformerConfig
 from .encoder import create_encoder, create_norm
 from .initialization import draw_weights
 from .interaction import Concat
+from .standalone import SavesCode
 
 
 class FastformerEmbeddings(nn.Module):
@@ -78,7 +79,7 @@ def _check_positions(position_ids: Tensor, x: Tensor, limit: int) -> None:
         )
 
 
-class FastformerPreTrainedModel(PreTrainedModel):
+class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
     """Base of all Fastformer models: configuration, initial weights, gradient checkpointing."""
 
     config_class = FastformerConfig

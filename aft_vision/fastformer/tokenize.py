@@ -14,13 +14,15 @@ from tokenizers import Encoding, Regex, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
+from .standalone import SavesCode
+
 # In the order of their ids, 0 to 3.
 SPECIAL_TOKENS = {'pad_token': '<pad>', 'bos_token': '<s>', 'eos_token': '</s>', 'unk_token': '<unk>'}
 METHODS = ('nltk', 'wordpunct', 'bpe')
 BYTES = 256
 
 
-class TextTokenizer(PreTrainedTokenizerFast):
+class TextTokenizer(SavesCode, PreTrainedTokenizerFast):
     """A fast tokeniser that treats texts in use as in training.
 
     A text without a token becomes one unknown token. A text is cut off at `model_max_length`, where that is set, unless

@@ -1,4 +1,4 @@
-"""One file from a module: every definition that it imports from a package is copied into it."""
+"""One file from several modules: definitions, and all that they import from their package."""
 
 import ast
 import importlib.util
@@ -6,27 +6,34 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+# Of the source that is written.
+LINE_LENGTH = 120
 
-def inline(module: str, replace: Mapping[str, str] | None = None) -> str:
-    """Return the source of a module with everything that it needs from its own package.
 
-    Definitions follow what they use, in the order of the module. Only functions, classes and constants can be
-    imported, each by its own name.
+def inline(*roots: str, replace: Mapping[str, str] | None = None) -> str:
+    """Return the source of definitions with everything that they need from their own package.
+
+    Definitions follow what they use, otherwise in the order of the roots and of their modules. Only functions, classes
+    and constants can be imported, each by its own name.
 
     Args:
-        module: dotted name, such as 'aft_vision.export.modeling_aft_vision'.
-        replace: other source text of constants and functions, by name; what only the replaced text used is left out.
+        roots: 'package.module' for all definitions of a module, or 'package.module:name' for one.
+        replace: Other source text of definitions, by name; what only the replaced text used is left out.
 
     Returns:
-        Imports of other packages, then definitions; without the docstring of the module.
+        Imports of other packages, then definitions; without the docstrings of modules.
 
     Raises:
         ValueError: an import has another form, or two modules define the same name.
     """
-    inliner = _Inliner(module.partition('.')[0], replace or {})
-    for name in inliner.read(module).definitions:
-        inliner.add(module, name)
-    return inliner.imports() + '\n\n' + '\n\n\n'.join(inliner.texts) + '\n'
+    inliner = _Inliner(roots[0].partition('.')[0], replace or {})
+    for root in roots:
+        module, _, name = root.partition(':')
+        for definition in [name] if name else inliner.read(module).definitions:
+            inliner.add(module, definition)
+    # One blank line before a constant, two before a function or class.
+    gap = '\n\n\n' if inliner.texts[0].startswith(('def ', 'class ', '@')) else '\n\n'
+    return inliner.imports() + gap + '\n\n\n'.join(inliner.texts) + '\n'
 
 
 class _Source:
@@ -37,6 +44,7 @@ class _Source:
         if spec is None or spec.origin is None:
             raise ValueError(f'expected a module with a file, got {module}')
         text = Path(spec.origin).read_text(encoding='utf-8')
+        parents = [*(module if spec.submodule_search_locations else module.rpartition('.')[0]).split('.')]
         self.lines = text.splitlines()
         self.definitions: dict[str, ast.stmt] = {}
         self.imported: dict[str, tuple[str, str | None]] = {}
@@ -46,12 +54,17 @@ class _Source:
                     self.definitions[name] = node
                 case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
                     self.definitions[name] = node
-                case ast.ImportFrom(module=str(source), level=0):
+                case ast.ImportFrom(level=level):
+                    base = parents[: len(parents) - level + 1] if level else []
+                    source = '.'.join([*base, *filter(None, [node.module])])
                     for alias in node.names:
                         self.imported[alias.asname or alias.name] = source, alias.name
                 case ast.Import():
                     for alias in node.names:
-                        self.imported[alias.asname or alias.name] = alias.name, None
+                        parent, _, last = alias.name.rpartition('.')
+                        # `import a.b as c` is `from a import b as c`.
+                        found = (parent, last) if alias.asname and parent else (alias.name, None)
+                        self.imported[alias.asname or alias.name] = found
 
     def text(self, name: str) -> str:
         """Return the source of a definition, with its decorators and the comment above it."""
@@ -112,20 +125,26 @@ class _Inliner:
 
     def imports(self) -> str:
         """Return the import statements, those of the standard library first."""
-        groups: tuple[list[str], list[str]] = [], []
-        modules: dict[str, list[str]] = {}
+        plain: dict[str, list[str]] = {}
+        lines: list[tuple[bool, bool, str, str]] = []
         for name, (module, original) in self.external.items():
-            group = groups[module.partition('.')[0] not in sys.stdlib_module_names]
+            foreign = module.partition('.')[0] not in sys.stdlib_module_names
             if original is None:
-                group.append(f'import {module}' + (f' as {name}' if name != module else ''))
+                lines.append((foreign, False, module, f'import {module}' + (f' as {name}' if name != module else '')))
+            elif name != original:
+                # After those of the same module by their own names.
+                lines.append((foreign, True, f'{module} {name}', f'from {module} import {original} as {name}'))
             else:
-                modules.setdefault(module, []).append(original + (f' as {name}' if name != original else ''))
-        for group in groups:
-            group.sort()
-        for module in sorted(modules):
-            group = groups[module.partition('.')[0] not in sys.stdlib_module_names]
-            group.append(f'from {module} import {", ".join(sorted(modules[module], key=_isort_key))}')
-        return '\n\n'.join('\n'.join(group) for group in groups if group)
+                plain.setdefault(module, []).append(name)
+        for module, names in plain.items():
+            foreign = module.partition('.')[0] not in sys.stdlib_module_names
+            names.sort(key=_isort_key)
+            line = f'from {module} import {", ".join(names)}'
+            if len(line) > LINE_LENGTH:
+                line = f'from {module} import (\n' + ''.join(f'    {name},\n' for name in names) + ')'
+            lines.append((foreign, True, module, line))
+        groups = ['\n'.join(line for *key, line in sorted(lines) if key[0] == foreign) for foreign in (False, True)]
+        return '\n\n'.join(filter(None, groups))
 
 
 def _isort_key(name: str) -> tuple[int, str]:

@@ -1,0 +1,94 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aft_vision.export.network import MIXERS
+from aft_vision.inline import inline
+
+MODELING = 'aft_vision.export.modeling_aft_vision'
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # A name for each test, because Python keeps the packages that it has found.
+    folder = tmp_path / f'planted_{tmp_path.name}'
+    folder.mkdir()
+    (folder / '__init__.py').write_text('')
+    monkeypatch.syspath_prepend(tmp_path)
+    return folder
+
+
+def test_a_module_gets_what_it_imports_from_its_package_and_only_that(package):
+    (package / 'base.py').write_text(
+        'import math\n\n# Why.\nHALF = 0.5\nUNUSED = 1\n\n\ndef unused():\n    return math.pi\n\n\n'
+        'def root(x):\n    return math.sqrt(x) * HALF\n'
+    )
+    (package / 'again.py').write_text('from .base import root\n')
+    (package / 'top.py').write_text(
+        f'from fractions import Fraction as F\n\nfrom {package.name}.again import root\n\n\n'
+        'class Top:\n    def value(self):\n        return F(root(4.0))\n'
+    )
+    text = inline(f'{package.name}.top')
+    assert package.name not in text
+    assert 'unused' not in text.lower()
+    assert '# Why.\nHALF = 0.5' in text
+    found: dict = {}
+    exec(text, found)
+    assert found['Top']().value() == 1
+
+
+def test_one_definition_comes_with_its_decorators_and_without_its_neighbours(package):
+    (package / 'top.py').write_text(
+        'from . import base\n\nTABLE = {}\n\n\ndef register(f):\n    TABLE[f.__name__] = f\n    return f\n\n\n'
+        '@register\ndef a():\n    return 1\n\n\n@register\ndef b():\n    return base\n'
+    )
+    found: dict = {}
+    exec(inline(f'{package.name}.top:a'), found)
+    assert list(found['TABLE']) == ['a']
+    assert found['a']() == 1
+
+
+def test_replaced_text_decides_what_is_needed(package):
+    (package / 'top.py').write_text('def a():\n    return 1\n\n\ndef b():\n    return 2\n\n\nTABLE = [a, b]\n')
+    (package / 'root.py').write_text(f'from {package.name}.top import TABLE\n\n\ndef first():\n    return TABLE[0]()\n')
+    found: dict = {}
+    exec(inline(f'{package.name}.root', replace={'TABLE': 'TABLE = [b]'}), found)
+    assert found['first']() == 2
+    assert 'a' not in found
+
+
+@pytest.mark.parametrize(
+    ('line', 'message'),
+    [
+        ('from {package}.base import f as g\n\nx = g()', 'by its own name, got f as g'),
+        ('import {package}.base as base\n\nx = base.f()', 'expected a function, class or constant, got .*base'),
+        ('from {package} import base\n\nx = base.f()', 'expected a function, class or constant, got .*base'),
+        (
+            'from {package}.base import f\nfrom {package}.other import g\n\nx = f() + g()',
+            r'one definition of _h, got those of .*base and .*other',
+        ),
+    ],
+)
+def test_an_import_that_cannot_be_copied_is_rejected(package, line, message):
+    for name, function in (('base', 'f'), ('other', 'g')):
+        (package / f'{name}.py').write_text(f'def _h():\n    return 1\n\n\ndef {function}():\n    return _h()\n')
+    (package / 'top.py').write_text(line.format(package=package.name))
+    with pytest.raises(ValueError, match=message):
+        inline(f'{package.name}.top')
+
+
+def test_the_modelling_file_is_formatted_and_has_one_mixer(tmp_path):
+    for mixer in MIXERS:
+        mixers = f'MIXERS: dict[str, Callable[..., Mixer]] = {{{mixer!r}: {mixer.capitalize()}Mixer}}'
+        text = inline(MODELING, replace={'MIXERS': mixers})
+        assert [other for other in MIXERS if f'class {other.capitalize()}Mixer' in text] == [mixer]
+        for forbidden in ('import aft_vision', 'from aft_vision', 'import timm', 'from timm'):
+            assert forbidden not in text
+        (tmp_path / f'{mixer}.py').write_text('"""A model."""\n\n' + text)
+    config = Path(__file__).parents[1] / 'pyproject.toml'
+    for command in (['check'], ['format', '--check']):
+        options = [*command, '--no-cache', '--config', str(config), str(tmp_path)]
+        done = subprocess.run([sys.executable, '-m', 'ruff', *options], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
