@@ -81,7 +81,7 @@ class AFTBlock(nn.Module):
 
     @torch.jit.ignore
     def fuse(self) -> 'AFTBlock':
-        """Fuse the mixer for inference, and let the GELU of the MLP overwrite its input.
+        """Fuse the mixer for inference, and let the GELU of the MLP overwrite its input in evaluation.
 
         A hook that keeps the output of `mlp.fc1` must copy it.
 
