@@ -1,6 +1,7 @@
 """Image classifiers of timm at several sizes, in torch and in other runtimes, against DeiT."""
 
 import argparse
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -88,6 +89,8 @@ def runtime_candidate(name: str, shape: Images, runtime: str, threads: int | Non
     """Return a model exported for images of a shape, in a runtime of RUNTIMES; threads are as many as torch has."""
 
     def prepare(training: bool) -> Prepared:
+        # If it is absent, nothing is exported.
+        importlib.import_module(runtime)
         # torch.export does not trace tensors of inference mode.
         with TemporaryDirectory() as folder, torch.inference_mode(False):
             path, size = Path(folder) / f'{name}.onnx', (shape[2], shape[3])
