@@ -74,12 +74,12 @@ def test_a_browser_shows_the_answers_and_a_click_chooses_the_token(models, tmp_p
     try:
         with Browser(tmp_path) as browser:
             browser.call('Page.navigate', url=address)
-            text = browser.wait_for('/ms, one image/.test(document.body.innerText) && document.body.innerText', 120)
+            text = browser.wait_for('/ms, one image/.test(document.body.innerText) && document.body.innerText', 240)
             for words in ('aft_conv_tiny', 'vit_tiny_patch16_224', 'boot', 'coat', 'hat'):
                 assert words in text
             before = browser.wait_for(pictures, 30)
             browser.click('#crop img', 0.9, 0.9)
-            browser.wait_for(f'{pictures} != {before!r}', 120)
+            browser.wait_for(f'{pictures} != {before!r}', 240)
             browser.screenshot(tmp_path / 'page.png')
             assert not browser.evaluate("document.body.innerText.includes('Error')")
     finally:

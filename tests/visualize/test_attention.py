@@ -1,3 +1,6 @@
+from pathlib import Path
+from typing import Any
+
 import pytest
 import timm
 import torch
@@ -10,6 +13,7 @@ from aft_vision.layers import create_mixer
 from aft_vision.visualize import (
     MixerInputs,
     capture_mixers,
+    draw_attention,
     draw_implicit_attention,
     draw_relative_attention,
     implicit_attention,
@@ -200,3 +204,46 @@ def test_the_attention_of_a_token_is_drawn_over_the_photograph(tmp_path, kind):
     assert len(Image.open(tmp_path / 'a.png').convert('RGB').getcolors(1 << 24)) > 500
     with pytest.raises(ValueError, match='row from 1 to 3 and a column from 1 to 4, got 4 and 1'):
         draw_implicit_attention(photograph, layers, (3, 0))
+
+
+def captions(figure: Any) -> list[str]:
+    """The largest weights below the pictures, as multiples."""
+    return [text.get_text() for text in figure.axes[0].texts if text.get_text().endswith('\u00d7')]
+
+
+@pytest.fixture
+def image(tmp_path) -> Path:
+    path = tmp_path / 'image.png'
+    photographs(1, (40, 30))[0].save(path)
+    return path
+
+
+@pytest.mark.parametrize('kind', ['conv', 'full', 'simple'])
+def test_the_attention_of_any_model_is_implicit_in_aft(image, kind):
+    model = make_model(kind).float()
+    photograph = load_photograph(image, model, (24, 32))
+    _, layers = capture_mixers(model, photograph.images)
+    expected = draw_implicit_attention(photograph, layers, (1, 2), max_heads=3, chosen_layers=[1])
+    found = draw_attention(photograph, model, (1, 2), max_heads=3, chosen_layers=[1])
+    assert captions(found) == captions(expected)
+    assert len(captions(found)) == 3
+
+
+def test_the_attention_of_a_vit_is_that_of_the_token(image):
+    set_fused_attn(False)
+    try:
+        model = make_vit().float()
+    finally:
+        set_fused_attn(True)
+    photograph = load_photograph(image, model, (24, 32))
+    found = captions(draw_attention(photograph, model, (1, 2)))
+    maps: list[Tensor] = []
+    for block in model.blocks:
+        block.attn.attn_drop.register_forward_pre_hook(lambda _, args: maps.append(args[0][0]))
+    with torch.no_grad():
+        model(photograph.images)
+    # After the class token, of 13 tokens.
+    peaks = [each[head, 1 + 1 * 4 + 2, 1:].max().item() * 13 for each in maps for head in (0, 1)]
+    assert [float(text[:-1]) for text in found] == pytest.approx(peaks, rel=0.06)
+    with pytest.raises(ValueError, match='row from 1 to 3 and a column from 1 to 4, got 4 and 1'):
+        draw_attention(photograph, model, (3, 0))
