@@ -105,7 +105,7 @@ def measure_latency(
     shape: Shape,
     *,
     form: str = 'conv',
-    opset: int = 18,
+    opset: int = 20,
     threads: int = 1,
     rounds: int = 15,
     progress: bool = False,

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from timm.data import resolve_model_data_config
+from timm.layers import Mlp
 from timm.utils import reparameterize_model
 from torch import nn
 
 from aft_vision.export.verify import Check, Shape, Size, channels, grid_steps, onnx_runner, verify
 from aft_vision.files import replacing
 from aft_vision.layers import AFTConv, AFTMixer, FactorizedBias, PairwiseBias
-from aft_vision.layers.frozen import FORMS, freeze
+from aft_vision.layers.frozen import FORMS, FlatLinear, freeze
 from aft_vision.models import AFTVisionTransformer
 from aft_vision.sizes import check_image_size, check_resizable, default_size, has_fixed_input_size, resize_model
 
@@ -92,6 +93,8 @@ def fold(model: nn.Module, shape: Shape, form: str = 'conv', aten: bool = True) 
         for name, child in list(parent.named_children()):
             if isinstance(child, AFTMixer):
                 setattr(parent, name, freeze(child, grid, form))
+            elif isinstance(parent, Mlp) and isinstance(child, nn.Linear):
+                setattr(parent, name, FlatLinear(child))
     return model
 
 
@@ -142,7 +145,7 @@ def export_onnx(
     shape: Shape | None = None,
     *,
     form: str = 'conv',
-    opset: int = 18,
+    opset: int = 20,
     tolerance: float = TOLERANCE,
 ) -> list[Check]:
     """Write an ONNX file of plain operators; its input is `images`, (batch, 3, height, width), its output `logits`.

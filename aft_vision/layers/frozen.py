@@ -14,26 +14,57 @@ from aft_vision.ops import aten
 FORMS = ('conv', 'matmul')
 
 
+class FlatLinear(nn.Linear):
+    """Rows of a projection, as a product of two matrices and a bias.
+
+    ONNX has one operator for that, Gemm. Otherwise a runtime adds the bias by itself, unless it knows the sizes.
+
+    Args:
+        linear: the projection.
+        rows: which of its outputs, in which order.
+        columns: order of its inputs.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, rows: Tensor | slice = slice(None), columns: Tensor | slice = slice(None)
+    ) -> None:
+        weight, bias = linear.weight.detach()[rows][:, columns], linear.bias
+        super().__init__(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(0, -2)).view(*x.shape[:-1], self.out_features)
+
+
 class FrozenMixer(nn.Module):
     """A mixer's projections around an aten form with constant position weights.
 
     Args:
-        mixer: the mixer whose projections are shared.
+        mixer: the mixer whose parameters are shared.
+        order: order of the channels of queries and values between the projections.
     """
 
-    def __init__(self, mixer: AFTMixer) -> None:
+    def __init__(self, mixer: AFTMixer, order: Tensor | slice = slice(None)) -> None:
         super().__init__()
-        self.split_sizes, self.qkv, self.proj = mixer.split_sizes, mixer.qkv, mixer.proj
-        self.local_conv = getattr(mixer, 'local_conv', None)
+        # Apart, so that no copy splits their result.
+        *query, key, value = torch.arange(mixer.qkv.out_features).split(mixer.split_sizes)
+        self.query = FlatLinear(mixer.qkv, query[0][order]) if query else None
+        self.key, self.value = FlatLinear(mixer.qkv, key), FlatLinear(mixer.qkv, value[order])
+        self.proj = FlatLinear(mixer.proj, columns=order) if isinstance(mixer.proj, nn.Linear) else mixer.proj
+        self.local_conv: nn.Conv2d | None = getattr(mixer, 'local_conv', None)
+        if self.local_conv is not None:
+            for parameter in self.local_conv.parameters():
+                parameter.data = parameter.data[order]
 
     def _keep(self, name: str, weights: Tensor) -> None:
-        dtype = torch.float64 if self.qkv.weight.dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if self.value.weight.dtype == torch.float64 else torch.float32
         self.register_buffer(name, weights.to(dtype).contiguous())
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
-        parts = self.qkv(x).split(self.split_sizes, dim=-1)
-        q, v = parts[0] if len(parts) == 3 else None, parts[-1]
-        y = self.mix(q, parts[-2], v, grid, mask)
+        q, v = None if self.query is None else self.query(x), self.value(x)
+        y = self.mix(q, self.key(x), v, grid, mask)
         if self.local_conv is not None:
             assert grid is not None
             y = y + self.local_conv(tokens_to_maps(v, grid, mask)).flatten(2).transpose(1, 2)
@@ -51,14 +82,20 @@ class FrozenConv(FrozenMixer):
     outside: Tensor
 
     def __init__(self, mixer: AFTConv) -> None:
-        super().__init__(mixer)
         taps, outside = aten.conv_taps(_kernel(mixer), mixer.global_context)
+        order = torch.arange(mixer.split_sizes[-1]).view(len(taps), -1).t().flatten()
+        # Without a projection after it the result keeps its order.
+        heads_last = isinstance(mixer.proj, nn.Linear)
+        super().__init__(mixer, order if heads_last else slice(None))
+        self.heads_last = heads_last
         self._keep('taps', taps)
         self._keep('outside', outside)
 
     def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
         assert grid is not None
-        return aten.mix_conv(q, k, v, self.taps, self.outside, grid, mask)
+        if not self.heads_last:
+            return aten.mix_conv(q, k, v, self.taps, self.outside, grid, mask)
+        return aten.gated(q, v, aten.conv_means(k, v, self.taps, self.outside, grid, mask))
 
 
 class FrozenMatmul(FrozenMixer):

@@ -76,8 +76,20 @@ def test_eq_8_and_the_exponentials_of_the_bias_are_folded(onnx_file):
     # Of the keys alone; and no standardisation, which would take a deviation.
     count = [node.op_type for node in graph.node].count
     assert (count('Exp'), count('Sqrt'), count('Pow')) == (1, 0, 0)
+    # One product with its bias for each projection, though no size is known: q, k, v, proj, fc1, fc2, head.
+    assert (count('Gemm'), count('MatMul'), count('Split')) == (7, 0, 0)
     norms = {'norm1', 'norm2', 'norm'}
     assert count('LayerNormalization') == len(norms)
+
+
+def test_onnxruntime_does_not_merge_the_columns_beside_the_maps_into_the_convolution(onnx_file, tmp_path):
+    onnx, onnxruntime = pytest.importorskip('onnx'), pytest.importorskip('onnxruntime')
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / 'optimized.onnx')
+    onnxruntime.InferenceSession(str(onnx_file[0]), options, providers=['CPUExecutionProvider'])
+    nodes = onnx.load(options.optimized_model_filepath).graph.node
+    pads = [list(a.ints) for node in nodes if node.op_type == 'Conv' for a in node.attribute if a.name == 'pads']
+    assert [x for x in pads if any(x)] == [[2, 0, 2, 0]] * 2
 
 
 def test_an_onnx_file_says_how_images_are_prepared(onnx_file):
