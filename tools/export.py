@@ -24,10 +24,14 @@ dynamic. The largest difference is printed, relative to the largest logit; above
 --form matmul writes AFT-conv as one constant matrix per head and layer, heads x T x T floats for T tokens, at one size.
 Use it for few heads; it loses no digits if the position bias is very negative.
 
+--int8 dynamic or static then replaces the weights and inputs of the projections of an onnx file by int8, by
+onnxruntime.quantization. --data is a folder of photographs: it prints how often the most likely class stays the same;
+static also chooses its scales from half of them.
+
 --latency then times the file in onnxruntime against DeiT of the same width and against AFT-conv's other forms, in
 turns in one process, at --size and a batch of 1 or --batch. Ratios are speeds relative to DeiT, medians over the
-rounds: above 1 is faster than DeiT. The rows are written to OUT.latency.json. Attention and GELU are single operators
-from --opset 23 on.
+rounds: above 1 is faster than DeiT. The rows are written to OUT.latency.json. Attention is a single operator from
+--opset 23 on, GELU from 20 on.
 """
 
 import argparse
@@ -45,6 +49,9 @@ PARTS = ('code', 'onnx', 'pt2')
 # Formats of this package, and of timmx.
 TIMMX_FORMATS = ('coreai', 'coreml', 'executorch', 'litert', 'ncnn', 'openvino', 'tensorrt', 'torchscript')
 FORMATS = ('onnx', 'pt2', 'hf', *TIMMX_FORMATS)
+INT8_MODES = ('dynamic', 'static')
+# Photographs of --data that are read, evenly spaced.
+MOST_PHOTOGRAPHS = 1000
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -62,7 +69,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--batch', type=int, help='fix the batch size (default: any)')
     parser.add_argument('--form', choices=('conv', 'matmul'), help='AFT-conv in onnx or pt2 --aten (default: conv)')
     parser.add_argument('--aten', action='store_true', help="pt2 with only torch's operators")
-    parser.add_argument('--opset', type=int, default=18, help='ONNX operator set (default: 18)')
+    parser.add_argument('--int8', choices=INT8_MODES, help='projections of the onnx file in int8')
+    parser.add_argument('--data', type=Path, help='a folder of photographs for --int8')
+    parser.add_argument('--opset', type=int, default=20, help='ONNX operator set (default: 20)')
     parser.add_argument('--tolerance', type=float, default=1e-5, help='for onnx and pt2 (default: 1e-5)')
     parser.add_argument('--license', help="licence of the weights for hf's model card (default: the architecture's)")
     parser.add_argument(
@@ -76,10 +85,21 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--rounds', type=int, default=15, help='rounds of --latency (default: 15)')
     parser.add_argument('--allow-load', action='store_true', help='time even if other processes use the machine')
     args = parser.parse_args(argv)
-    belongs = {'latency': ['onnx'], 'form': ['onnx', 'pt2'], 'aten': ['pt2'], 'license': ['hf'], 'without': ['hf']}
-    for option, formats in belongs.items():
+    owners = {
+        'latency': ['onnx'],
+        'int8': ['onnx'],
+        'form': ['onnx', 'pt2'],
+        'aten': ['pt2'],
+        'license': ['hf'],
+        'without': ['hf'],
+    }
+    for option, formats in owners.items():
         if getattr(args, option) and args.format not in formats:
             parser.error(f'--{option} belongs to --format {" or ".join(formats)}, got {args.format}')
+    if args.data and not args.int8:
+        parser.error('--data belongs to --int8')
+    if args.int8 == 'static' and not args.data:
+        parser.error('--int8 static needs --data, photographs from which it chooses the scales')
     if args.timmx_arg and args.format not in TIMMX_FORMATS:
         parser.error(f'--timmx-arg belongs to a format of timmx, got {args.format}')
     if args.checkpoint and (args.model_arg or args.pretrained):
@@ -104,9 +124,11 @@ from aft_vision.export import (
     export_pt2,
     export_with_timmx,
     measure_latency,
+    quantize_onnx,
 )
 from aft_vision.files import find_checkpoint
 from aft_vision.models.transfer_source import load_pretrained
+from aft_vision.visualize import find_photographs, load_photograph
 from tools.machine import check_load, describe_machine
 
 
@@ -143,6 +165,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
         for check in checks:
             height, width = check.size
             print(f'{check.batch} x {height} x {width}: differs from PyTorch by {check.difference:.1e}')
+    if args.int8:
+        quantize(model, shape, args)
     print(f'{args.out} is written{describe(shape, args.format)}')
     if args.latency:
         time_file(model, shape, form, args)
@@ -159,6 +183,17 @@ def create(args: argparse.Namespace) -> Any:
         return (load_pretrained if args.pretrained else timm.create_model)(args.model, **args.model_arg).eval()
     except (RuntimeError, TypeError) as error:
         raise ValueError(f'expected a model that can be built, got {args.model}: {error}') from error
+
+
+def quantize(model: Any, shape: Shape, args: argparse.Namespace) -> None:
+    """Replace the file by its int8 form, and print how often the most likely class stays the same."""
+    files = find_photographs(args.data, MOST_PHOTOGRAPHS) if args.data else []
+    images = [load_photograph(file, model, shape.size).images for file in files]
+    # A file of a fixed batch takes no other.
+    images = [image.repeat(shape.batch or 1, 1, 1, 1) for image in images]
+    same = quantize_onnx(args.out, args.int8, images)
+    if same is not None:
+        print(f'int8: the most likely class is that of the float32 file for {100 * same:.1f} % of the photographs')
 
 
 def describe(shape: Shape, file_format: str) -> str:

@@ -40,7 +40,7 @@ def test_a_checkpoint_becomes_an_onnx_file(checkpoint, tmp_path, monkeypatch, ca
     assert f'{path} is written: it takes any height and width, any batch' in shown
     assert path == out == tmp_path / 'new' / 'model.onnx'
     assert shape == Shape((32, 32), fixed_size=False, batch=None)
-    assert kwargs == {'form': 'conv', 'opset': 18, 'tolerance': TOLERANCE}
+    assert kwargs == {'form': 'conv', 'opset': 20, 'tolerance': TOLERANCE}
     saved = torch.load(checkpoint, weights_only=True)['state_dict']
     assert all(torch.equal(x, saved[name]) for name, x in model.state_dict().items())
 
@@ -94,6 +94,9 @@ def test_a_loaded_machine_is_not_measured(checkpoint, tmp_path, monkeypatch):
         (['--format', 'tflite'], "invalid choice: 'tflite' (choose from "),
         (['--format', 'hf', '--latency'], '--latency belongs to --format onnx, got hf'),
         (['--format', 'onnx', '--aten'], '--aten belongs to --format pt2, got onnx'),
+        (['--format', 'pt2', '--int8', 'dynamic'], '--int8 belongs to --format onnx, got pt2'),
+        (['--format', 'onnx', '--int8', 'static'], '--int8 static needs --data'),
+        (['--format', 'onnx', '--data', '.'], '--data belongs to --int8'),
         (['--format', 'openvino', '--form', 'conv'], '--form belongs to --format onnx or pt2, got openvino'),
         (['--format', 'onnx', '--timmx-arg', 'fp16=False'], '--timmx-arg belongs to a format of timmx, got onnx'),
         (['--format', 'onnx', '--model-arg', 'depth=2'], '--model-arg and --pretrained belong to --model'),
