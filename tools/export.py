@@ -15,7 +15,7 @@ pt2    torch.export, with the same dynamic sizes. It contains AFT's custom opera
        `import aft_vision`; with --aten it contains only torch's operators.
 hf     a folder for timm (`local-dir:FOLDER`), transformers and the Hugging Face hub, with a model card. It also has
        what loads it without this package and timm: a modelling file for transformers (trust_remote_code=True) and
-       torch.hub, model.onnx and model.pt2; --without leaves some of it out.
+       torch.hub, model.onnx and model.pt2; --without leaves some of it out. Needs the export extra for model.onnx.
 others (coreai, coreml, executorch, litert, ncnn, openvino, tensorrt, torchscript) are written by timmx, at one size.
 
 Every onnx and pt2 file is compared with PyTorch on random images before it gets its name, at three sizes if sizes are

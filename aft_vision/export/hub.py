@@ -55,7 +55,7 @@ With transformers ({modeling}.py has the model; read it before you trust it):
 ```python
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-model = AutoModelForImageClassification.from_pretrained('FOLDER', trust_remote_code=True).eval()
+model = AutoModelForImageClassification.from_pretrained('FOLDER', trust_remote_code=True)
 {processor}
 logits = model(images).logits
 ```
@@ -66,6 +66,8 @@ padded batch of mixed sizes: attn_mask (B, H / patch, W / patch) is True where a
 With torch.hub:
 
 ```python
+import torch
+
 model = torch.hub.load('FOLDER', '{name}', source='local')
 logits = model(images)
 ```
@@ -79,6 +81,8 @@ ONNX_USAGE = """
 With onnxruntime ({sizes}; no masks):
 
 ```python
+import onnxruntime
+
 session = onnxruntime.InferenceSession('FOLDER/model.onnx')
 (logits,) = session.run(None, {{'images': images.numpy()}})
 ```
@@ -87,9 +91,14 @@ PT2_USAGE = """
 With torch.export ({sizes}; no masks):
 
 ```python
+import torch
+
 model = torch.export.load('FOLDER/model.pt2').module()
 logits = model(images)
 ```
+"""
+NEEDS_PACKAGE = """
+With aft_vision, which timm{others} cannot do without:
 """
 # Parts of a folder for users without this package.
 PARTS = ('code', 'onnx', 'pt2')
@@ -245,7 +254,7 @@ def _usage(model: nn.Module, files: Collection[str]) -> str:
         found.append(CODE_USAGE.format(modeling=MODELING, name=name, processor=processor))
     found.append(ONNX_USAGE.format(sizes=sizes) if 'model.onnx' in files else '')
     found.append(PT2_USAGE.format(sizes=sizes) if 'model.pt2' in files else '')
-    heading = '\nWith aft_vision, in timm:\n' if found else ''
+    heading = NEEDS_PACKAGE.format(others=' and transformers' if f'{MODELING}.py' not in files else '')
     return ''.join([*found, heading, TIMM_USAGE.format(import_aft=IMPORT_AFT)]).rstrip()
 
 

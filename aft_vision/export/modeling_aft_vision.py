@@ -56,7 +56,9 @@ class AFTVisionConfig(PretrainedConfig):
 class AFTVisionImageProcessor(BitImageProcessorPil):
     """timm's evaluation transform: Bit's, but a crop between two pixels starts at the even one."""
 
-    def center_crop(self, image: np.ndarray, size: SizeDict, **kwargs: Any) -> np.ndarray:
+    def center_crop(  # type: ignore[override]
+        self, image: np.ndarray, size: SizeDict, **kwargs: Any
+    ) -> np.ndarray:
         """Crop the centre of an image (channels, H, W); a smaller one is padded with zeros."""
         top, left = round((image.shape[1] - size.height) / 2), round((image.shape[2] - size.width) / 2)
         if min(top, left) < 0:
@@ -71,7 +73,7 @@ class AFTVisionPreTrainedModel(PreTrainedModel):
     # Weights without this prefix, as timm has them, are found too.
     base_model_prefix = 'network'
     main_input_name = 'pixel_values'
-    _no_split_modules = ('Block',)
+    _no_split_modules = ['Block']  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
         # Only for a new classifier: all other weights are loaded.
@@ -84,7 +86,7 @@ class AFTVisionPreTrainedModel(PreTrainedModel):
 class AFTVisionModel(AFTVisionPreTrainedModel):
     """The features of images."""
 
-    _keys_to_ignore_on_load_unexpected = (r'(^|\.)head\.',)
+    _keys_to_ignore_on_load_unexpected = [r'(^|\.)head\.']  # noqa: RUF012
 
     def __init__(self, config: AFTVisionConfig) -> None:
         super().__init__(config)
@@ -111,7 +113,7 @@ class AFTVisionForImageClassification(AFTVisionPreTrainedModel):
 
     def __init__(self, config: AFTVisionConfig) -> None:
         super().__init__(config)
-        self.network = config.create_network(num_classes=config.num_labels)
+        self.network = config.create_network(num_classes=len(config.id2label or {}))
         self.post_init()
 
     def forward(

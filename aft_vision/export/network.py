@@ -135,6 +135,10 @@ class PositionBias(nn.Module):
         window: s of AFT-local, in tokens; None keeps all pairs.
     """
 
+    u: Tensor
+    v: Tensor
+    weight: Tensor
+
     def __init__(self, arch: Architecture, bias_dim: int | None, window: int | None = None) -> None:
         super().__init__()
         self.grid, self.prefix, self.window, self.factorized = arch.grid, arch.prefix, window, bias_dim is not None

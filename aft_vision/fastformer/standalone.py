@@ -87,7 +87,9 @@ def _find_foreign(saved: Any) -> str:
 
 def _roots(saved: Any) -> list[str]:
     config = getattr(saved, 'config', None)
-    needed = [type(saved)] if config is None else [type(config), ENCODERS[config.encoder_mixer], type(saved)]
+    needed: list[Any] = [type(saved)]
+    if config is not None:
+        needed = [type(config), ENCODERS[config.encoder_mixer], type(saved)]
     return [f'{x.__module__}:{x.__name__}' for x in needed]
 
 

@@ -114,6 +114,7 @@ def test_a_pyramid_has_programs_and_no_code(tmp_path):
     assert "onnxruntime.InferenceSession('FOLDER/model.onnx')" in card
     assert "torch.export.load('FOLDER/model.pt2')" in card
     assert 'trust_remote_code' not in card
+    assert 'With aft_vision, which timm and transformers cannot do without' in card
     export_hub_folder(timm.create_model('aft_pyramid_nano', num_classes=2), tmp_path / 'hub', parts=['code'])
     assert not (tmp_path / 'hub' / 'hubconf.py').exists()
 
