@@ -137,7 +137,7 @@ def test_the_runner_uses_an_unpacked_distribution(tmp_path):
 
 def test_a_model_with_weights_may_have_the_tests_of_weights_too():
     names = {f'test_{i}' for i in range(timm_suite_plugin.MIN_TESTS_PER_MODEL)}
-    tests = {VIT: names, 'aft_conv_nano': names | {'test_model_load_pretrained'}}
+    tests = {VIT: names, PYRAMID: names, 'aft_conv_nano': names | {'test_model_load_pretrained'}}
     timm_suite_plugin.check_same_tests(tests, ['aft_conv_nano'])
     with pytest.raises(pytest.UsageError, match=r"aft_conv_nano .* extra \['test_other'\]"):
         timm_suite_plugin.check_same_tests({**tests, 'aft_conv_nano': {*names, 'test_other'}}, ['aft_conv_nano'])

@@ -235,8 +235,8 @@ def format_search(data: Path) -> str:
         '| model | learning rate per 512 images | top-1 of the last epoch | of its moving average |',
         '|---|---|---|---|',
     ]
-    found = [(*path.stem.split('_', 1), path) for path in data.glob('*.csv')]
-    for model, rate, path in sorted(found, key=lambda each: (each[0], float(each[1]))):
+    found = [(path.stem.rpartition('_'), path) for path in data.glob('*.csv')]
+    for (model, _, rate), path in sorted(found, key=lambda each: (each[0][0], float(each[0][2]))):
         last = read_history(path)[-1]
         cells = [TITLES.get(model, model), f'[{rate}](data/{data.name}/{path.name})']
         lines.append(f'| {" | ".join(cells)} | {last["eval_top1"]:.1f} % | {last["eval_ema_top1"]:.1f} % |')

@@ -80,7 +80,7 @@ def check_registered(model: str, folder: Path, file: Path) -> None:
     """Raise a ValueError unless the registered model computes what the model of the folder does."""
     kept: Any = load_model(folder)
     try:
-        found = timm.create_model(model, pretrained=True, pretrained_cfg_overlay={'file': str(file)}).eval()
+        found: Any = timm.create_model(model, pretrained=True, pretrained_cfg_overlay={'file': str(file)}).eval()
     except (RuntimeError, ValueError) as error:
         raise ValueError(f'expected weights of the registered {model}, got {folder}: {error}') from error
     keys = ('input_size', 'crop_pct', 'mean', 'std', 'num_classes', 'label_names')

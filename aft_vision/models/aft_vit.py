@@ -480,8 +480,9 @@ def _create_aft(variant: str, pretrained: bool = False, **kwargs: Any) -> AFTVis
         **kwargs,
     )
     # The names are those of the classes that the weights know.
-    if not pretrained or getattr(model, 'num_classes', None) != len(model.pretrained_cfg.get('label_names', ())):
-        model.pretrained_cfg.pop('label_names', None)
+    cfg: Any = model.pretrained_cfg
+    if not pretrained or getattr(model, 'num_classes', None) != len(cfg.get('label_names', ())):
+        cfg.pop('label_names', None)
     return model
 
 
