@@ -116,7 +116,7 @@ def answer(model: Any, path: str | Path, side: int, query: tuple[float, float]) 
     photograph = load_photograph(path, model, (side, side))
     with torch.inference_mode():
         logits = model(photograph.images)
-        (seconds,) = time_rounds([lambda: model(photograph.images)], torch.device('cpu'), 3)
+        (seconds,) = time_rounds([lambda: model(photograph.images)], torch.device('cpu'), 5)
     grid = model.patch_embed.dynamic_feat_size((side, side))
     token = tuple(min(int(share * length), length - 1) for share, length in zip(query, grid, strict=True))
     options: dict[str, Any] = {'max_heads': MAX_HEADS, 'chosen_layers': choose(len(model.blocks), MAX_LAYERS)}
