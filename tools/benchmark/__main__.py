@@ -108,8 +108,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     switch, only_with, only_without = SWITCHES.get(args.section, ('section', (), ()))
     word, others = ('with', only_with) if getattr(args, switch) is None else ('without', only_without)
-    given = sections.choices[args.section].get_default
-    if wrong := [name for name in others if getattr(args, name) != given(name)]:
+    default_of = sections.choices[args.section].get_default
+    if wrong := [name for name in others if getattr(args, name) != default_of(name)]:
         parser.error(f'--{wrong[0].replace("_", "-")} of {args.section} goes only {word} --{switch}')
     return args
 
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         device = resolve_device(getattr(args, 'device', 'cpu'))
         precision = 'float32, or bfloat16 where the row says so' if is_goals else getattr(args, 'dtype', 'float32')
         # Each goal has its own device.
-        places = [device, *(['cuda'] if is_goals and torch.cuda.is_available() else [])]
+        places: list[torch.device | str] = [device, *(['cuda'] if is_goals and torch.cuda.is_available() else [])]
         machine = '\n'.join(describe_machine(place, precision) for place in places)
         backends = '\n'.join(map(describe_backends, places))
         print(f'{machine}\n{backends}')

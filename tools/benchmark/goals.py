@@ -58,7 +58,7 @@ LAYERS = (
 )
 TORCH_AND_ONNX, REPORTED = ('inference', 'onnxruntime'), (None, None)
 # Models against others: row, the measurement, model, baseline, batch, floor and goal by the side of the images.
-MODELS: tuple[tuple[int, str, str, str, int, dict[int, tuple[float | None, float | None]]], ...] = (
+MODELS: tuple[Any, ...] = (
     (12, 'inference', FULL, TINY, 16, {224: (0.97, 1.05)}),
     (12, 'bfloat16', FULL, TINY, 16, {224: (1.1, 1.2)}),
     (13, 'inference', FEW, TINY, 16, {224: (1.08, 1.2)}),

@@ -86,11 +86,10 @@ def find_loaders(source: str, img_size: int, batch_size: int, workers: int) -> d
     found: dict[str, Epoch] = {source: ours}
     place = Path(source) / 'train'
     if place.is_dir():
-        options = dict(color_jitter=0.0, interpolation='bicubic', num_workers=workers, persistent_workers=workers > 0)
+        options: dict[str, Any] = dict(color_jitter=0.0, interpolation='bicubic', persistent_workers=workers > 0)
         images = create_dataset('', source, split='train', is_training=True)
-        timms = create_loader(
-            images, (3, img_size, img_size), batch_size, is_training=True, device=torch.device('cpu'), **options
-        )
+        options |= dict(is_training=True, num_workers=workers, device=torch.device('cpu'))
+        timms = create_loader(images, (3, img_size, img_size), batch_size, **options)
         found[f"{source}, timm's loader"] = lambda epoch: timms.loader
     elif (path := place.with_suffix('.beton')).is_file():
         found[f"{source}, FFCV's Loader"] = _ffcv_loader(path, img_size, batch_size, workers)

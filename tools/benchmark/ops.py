@@ -4,7 +4,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,18 +55,21 @@ class Operation(NamedTuple):
 
     def own(self, dtype: torch.dtype, device: torch.device, training: bool) -> Prepared:
         """Return the operation."""
-        operate, (_, tokens, dim), shapes, rest = getattr(ops, self.name), self.shape, [], []
-        if self.name == 'aft_conv' and self.bias:
-            dim, rest = self.bias[0], [grid_of(tokens)]
-        if self.bias:
-            shapes = [self.bias] if self.bias_dim is None or rest else [(self.bias[0], self.bias_dim)] * 2
+        operate, (_, tokens, dim) = getattr(ops, self.name), self.shape
+        rest: tuple[Any, ...] = ()
+        shapes: list[tuple[int, ...]] = [self.bias] if self.bias else []
+        if self.bias and self.name == 'aft_conv':
+            dim, rest = self.bias[0], (grid_of(tokens),)
+        elif self.bias and self.bias_dim:
+            shapes = [(self.bias[0], self.bias_dim)] * 2
         inputs = draw_qkv(self.shape, dtype, device, training, dim)
         weights = [0.1 * draw(*shape, seed=seed) for seed, shape in enumerate(shapes, start=3)]
         weights = [x.to(device).requires_grad_(training) for x in weights]
         if len(weights) < 2:
             return Prepared(lambda: operate(*inputs, *weights, *rest), [*inputs, *weights])
         window = self.bias[1] if self.bias and 'local' in self.name else None
-        make = partial(ops.factorized_bias, *weights, window, causal=window is not None)
+        u, v = weights
+        make = partial(ops.factorized_bias, u, v, window, causal=window is not None)
         return Prepared(lambda: operate(*inputs, make()), [*inputs, *weights])
 
     def attention(self, dtype: torch.dtype, device: torch.device, training: bool) -> Prepared:

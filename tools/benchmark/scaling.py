@@ -77,7 +77,8 @@ def fit_exponent(x: Sequence[float], values: Sequence[float]) -> float | None:
     points = np.array([(a, b) for a, b in zip(x, values, strict=True) if a >= middle and b > 0])
     if len({a for a, _ in points}) < 2:
         return None
-    return float(np.polyfit(*np.log(points).T, 1)[0])
+    sizes, found = np.log(points).T
+    return float(np.polyfit(sizes, found, 1)[0])
 
 
 def report_fits(rows: list[dict[str, Any]], x: str, head: str, quantities: Sequence[str] = QUANTITIES) -> Report:

@@ -52,8 +52,9 @@ def measure_lengths(args: argparse.Namespace, names: Sequence[str], device: torc
     def prepare(name: str, batch: int, tokens: int, training: bool) -> Prepared:
         # Its table of words is not used.
         sizes = dict(max_position_embeddings=tokens, vocab_size=8, num_labels=LABELS, num_hidden_layers=2)
-        config = fastformer.PRESETS['mind_topic'].create_config(**encoder_args(name), **sizes)
-        model: Any = fastformer.FastformerForSequenceClassification(config).to(device).train(training)
+        config = fastformer.PRESETS['mind_topic'].create_config(**encoder_args(name) | sizes)
+        model: Any = fastformer.FastformerForSequenceClassification(config)
+        model.to(device).train(training)
         embeds, labels = draw(batch, tokens, config.embedding_size), torch.arange(batch) % LABELS
         given = {'inputs_embeds': embeds.to(device), 'labels': labels.to(device)}
         # The gradients of the weights exist before a call, which adds to them.
@@ -102,7 +103,8 @@ def make_request(name: str, behaviors: int, form: str, device: torch.device, tra
     sizes: dict[str, Any] = dict(vocab_size=VOCAB, embedding_size=300, max_position_embeddings=TEXT_TOKENS)
     sizes |= dict(max_behaviors=behaviors, behavior_types=TYPES, num_hidden_layers=1)
     config = fastformer.FastformerConversionConfig(**encoder_args(name), **sizes)
-    model: Any = fastformer.FastformerForConversion(config).to(device).train(training)
+    model: Any = fastformer.FastformerForConversion(config)
+    model.to(device).train(training)
     calls: dict[str, Callable[[], Tensor]] = {
         WHOLE: lambda: model(*request).logits,
         KEPT: lambda: model.score(model.encode_users(vectors, done, types), vectors[ads]),
