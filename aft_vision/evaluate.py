@@ -15,6 +15,7 @@ from timm.task.evaluator import ClassificationEvaluator
 from torch import nn
 from tqdm import tqdm
 
+from aft_vision.data.native import Inputs, move
 from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.layers import AFTMixer
 from aft_vision.models.deit_transfer import deit_to_aft
@@ -42,7 +43,7 @@ def evaluate(
 
     Args:
         model: Maps images (B, 3, H, W) to logits; evaluated in eval mode; its mode is restored afterwards.
-        loader: Yields (images, class indices (B,)).
+        loader: Yields (images, class indices (B,)); for a model of native shapes, dicts of timm's NaFlex collator.
         amp_dtype: Autocast data type; None keeps the model's data type.
         distributed: Sum over the processes of the default group, each of which has its share of the samples; speed is
             this process's.
@@ -79,9 +80,9 @@ def evaluate_all(
     meters = [_Meter(model, device, evaluator() if evaluator else ClassificationEvaluator(device)) for model in models]
     for images, targets in tqdm(loader, desc='evaluate', unit='batch', leave=False, disable=None if progress else True):
         # All images of the batch were corrupt and skipped.
-        if not len(images):
+        if not len(targets):
             continue
-        images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        images, targets = move(images, device, non_blocking=True), targets.to(device, non_blocking=True)
         for meter in meters:
             meter.update(images, targets, amp_dtype)
     return [meter.finish(distributed) for meter in meters]
@@ -96,13 +97,13 @@ class _Meter:
         self.timings: list[tuple[int, float]] = []
         model.eval()
 
-    def update(self, images: torch.Tensor, targets: torch.Tensor, amp_dtype: torch.dtype | None) -> None:
+    def update(self, images: Inputs, targets: torch.Tensor, amp_dtype: torch.dtype | None) -> None:
         synchronize(self.device)
         start = time.perf_counter()
         with torch.autocast(self.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
             logits = self.model(images)
         synchronize(self.device)
-        self.timings.append((len(images), time.perf_counter() - start))
+        self.timings.append((len(targets), time.perf_counter() - start))
         self.evaluator.update(logits, targets)
 
     def finish(self, distributed: bool) -> dict[str, float]:

@@ -1,10 +1,11 @@
 """Data sets and loaders: images, built on timm.data, and sequences of sub-pixels and characters."""
 
-from aft_vision.data.augment import Augmentation, BatchAugmentation
+from aft_vision.data.augment import Augmentation, BatchAugmentation, PatchAugmentation
 from aft_vision.data.bytes import VOCABULARIES, Text, read_text
 from aft_vision.data.datasets import Source
 from aft_vision.data.imagenet import Loaders, Preprocessing, create_eval_loader, create_loaders
 from aft_vision.data.images import CorruptImageError, open_image
+from aft_vision.data.native import Inputs, NativeShape, move
 from aft_vision.data.pixels import PixelAugmentation, images_to_tokens, read_cifar10
 from aft_vision.data.sampling import STEP, Draw, Share, SizeSchedule, derive_seed
 from aft_vision.data.sequences import (
@@ -24,7 +25,10 @@ __all__ = [
     'BatchAugmentation',
     'CorruptImageError',
     'Draw',
+    'Inputs',
     'Loaders',
+    'NativeShape',
+    'PatchAugmentation',
     'PixelAugmentation',
     'Preprocessing',
     'Share',
@@ -37,6 +41,7 @@ __all__ = [
     'create_loaders',
     'derive_seed',
     'images_to_tokens',
+    'move',
     'open_image',
     'pixel_eval_loader',
     'pixel_train_loader',

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from PIL import Image
-from timm.data import Mixup, create_transform
+from timm.data import Mixup, NaFlexMixup, create_transform
 from timm.data.auto_augment import posterize
+from timm.data.naflex_random_erasing import PatchRandomErasing
 from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import Compose
 
+from aft_vision.data.native import NativeShape
 from aft_vision.data.ranges import check_ranges, within
 
 
@@ -115,8 +117,59 @@ class BatchAugmentation:
         return self.mix(images, targets)
 
 
+class PatchAugmentation:
+    """Random erasing of whole patches of a normalised batch on its device, where images keep their shapes.
+
+    Uses the global generators of `random` and torch. Its arguments are those of BatchAugmentation, but the images have
+    been mixed before batching, by `native_mixup`.
+    """
+
+    def __init__(
+        self, augment: Augmentation, num_classes: int, label_smoothing: float, device: torch.device | str = 'cpu'
+    ) -> None:
+        self.erase = None
+        if augment.random_erasing > 0:
+            self.erase = PatchRandomErasing(augment.random_erasing, mode='pixel', device=device)
+        self.mixes, self.num_classes, self.label_smoothing = augment.mixes, num_classes, label_smoothing
+
+    def __call__(self, batch: dict[str, Any], targets: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
+        """Augment a batch in place.
+
+        Args:
+            batch: The dict of timm's NaFlex collator.
+            targets: (B,) class indices, or (B, num_classes) of mixed images.
+
+        Returns:
+            The batch, and the targets: (B, num_classes), smoothed, if images are mixed, else unchanged.
+        """
+        if self.erase is not None:
+            pixels = batch['patches'].unflatten(2, (-1, 3))
+            self.erase(pixels, patch_coord=batch['patch_coord'], patch_valid=batch['patch_valid'])
+        if not self.mixes:
+            return batch, targets
+        if targets.ndim == 1:
+            targets = torch.nn.functional.one_hot(targets, self.num_classes)
+        return batch, targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes
+
+
+def native_mixup(augment: Augmentation, num_classes: int) -> NaFlexMixup | None:
+    """Build timm's mixup and cutmix of images of different shapes; return None if images are not mixed.
+
+    It pairs images of similar shapes, and mixes where both are if their centres are put together.
+    """
+    if not augment.mixes:
+        return None
+    return NaFlexMixup(
+        num_classes=num_classes,
+        mixup_alpha=augment.mixup,
+        cutmix_alpha=augment.cutmix,
+        prob=augment.mix_prob,
+        switch_prob=augment.mix_switch_prob,
+    )
+
+
 def train_transform(
-    img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float], std: Sequence[float]
+    img_size: tuple[int, int] | NativeShape, augment: Augmentation, mean: Sequence[float], std: Sequence[float]
 ) -> Any:
     """Build timm's training transform up to the uint8 tensor, without the steps that act on the batch."""
     crop_and_flip, automatic, to_tensor = _train_stages(img_size, augment, mean, std)
@@ -139,10 +192,10 @@ def _operations_of(step: Any) -> list[Any]:
 
 
 def _train_stages(
-    img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float], std: Sequence[float]
+    img_size: tuple[int, int] | NativeShape, augment: Augmentation, mean: Sequence[float], std: Sequence[float]
 ) -> list[list[Any]]:
     stages = create_transform(
-        (3, *img_size),
+        **_size_arguments(img_size),
         is_training=True,
         scale=augment.scale,
         hflip=augment.hflip,
@@ -160,14 +213,29 @@ def _train_stages(
     return [crop_and_flip, automatic, to_tensor]
 
 
-def eval_transform(img_size: tuple[int, int], crop_pct: float) -> Any:
-    """Build DeiT's evaluation transform: shorter side to int(size / crop_pct), bicubic, then centre crop, uint8."""
+def eval_transform(img_size: tuple[int, int] | NativeShape, crop_pct: float) -> Any:
+    """Build DeiT's evaluation transform: shorter side to int(size / crop_pct), bicubic, then centre crop, uint8.
+
+    A native shape has no crop: the whole image is resized.
+    """
     if not 0 < crop_pct <= 1:
         raise ValueError(f'crop_pct must be in (0, 1], got {crop_pct}')
     transform = create_transform(
-        (3, *img_size), interpolation='bicubic', crop_pct=crop_pct, crop_mode='center', use_prefetcher=True
+        **_size_arguments(img_size),
+        interpolation='bicubic',
+        crop_pct=crop_pct,
+        crop_mode='center',
+        use_prefetcher=True,
     )
     return Compose([_to_rgb, *transform.transforms])
+
+
+def _size_arguments(size: tuple[int, int] | NativeShape) -> dict[str, Any]:
+    if isinstance(size, NativeShape):
+        # RandAugment translates by a share of the input size.
+        options = {'naflex': True, 'patch_size': size.patch_size, 'max_seq_len': size.max_tokens}
+        return {'input_size': (3, *size.square), **options}
+    return {'input_size': (3, *size)}
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -3,16 +3,19 @@
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ScheduledTransformDataset
 from timm.data.loader import PrefetchLoader, fast_collate
+from timm.data.naflex_loader import NaFlexPrefetchLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from aft_vision.data.augment import Augmentation, eval_transform, train_transform
+from aft_vision.data.augment import Augmentation, eval_transform, native_mixup, train_transform
 from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split, open_train_split
+from aft_vision.data.native import NativeShape
 from aft_vision.data.sampling import EpochSampler, SeededDataset, Share, SizeSchedule
 
 _logger = logging.getLogger(__name__)
@@ -59,12 +62,12 @@ class Preprocessing(NamedTuple):
     """The preprocessing of images; resizing is bicubic, except for FFCV files.
 
     Attributes:
-        size: (H, W) in pixels.
-        crop_pct: Side of the evaluation crop relative to the resized image, in (0, 1].
+        size: (H, W) in pixels, or the shape of each image itself.
+        crop_pct: Side of the evaluation crop relative to the resized image, in (0, 1]; a native shape has no crop.
         mean, std: Per channel, of pixels in [0, 1].
     """
 
-    size: tuple[int, int]
+    size: tuple[int, int] | NativeShape
     crop_pct: float = 0.875
     mean: Sequence[float] = IMAGENET_DEFAULT_MEAN
     std: Sequence[float] = IMAGENET_DEFAULT_STD
@@ -72,7 +75,7 @@ class Preprocessing(NamedTuple):
 
 def create_loaders(
     source: Source | str | Path,
-    train_size: tuple[int, int] | SizeSchedule,
+    train_size: tuple[int, int] | NativeShape | SizeSchedule,
     batch_size: int,
     *,
     evaluation: Preprocessing | None = None,
@@ -90,20 +93,21 @@ def create_loaders(
 
     Args:
         source: A directory or tar file, or a Source for other options.
-        train_size: (H, W) in pixels of the training images, or a schedule of sizes.
+        train_size: (H, W) in pixels of the training images, the shape of each image itself, or a schedule of sizes.
         batch_size: Images per update, over all processes and accumulation steps; the last incomplete batch of an epoch
             is dropped.
         evaluation: Preprocessing of the validation images; training images have the same normalisation. The default is
             the last training size with ImageNet's mean and standard deviation.
         eval_batch_size: Images per validation batch; as in training by default.
         augment: Random changes to the training images; DeiT's by default. BatchAugmentation applies erasing, mixup and
-            cutmix.
+            cutmix. Images of native shapes are mixed here, and PatchAugmentation applies the rest.
         share: Share of this process in every update and in the validation images; everything by default.
         num_workers: Decoding processes per loader; 0 decodes in this process.
         device: Device of the normalised batches.
 
     Returns:
         Loaders of (image (B, 3, H, W), class index (B,)), B in training being batch_size / (accumulate * world_size).
+        Native shapes make the dicts of timm's NaFlex collator; the targets of mixed ones are (B, classes).
 
     Raises:
         ValueError: the data set is missing or empty, a split or the images of a class are missing, the classes of the
@@ -182,6 +186,11 @@ def _check_stream(augment: Augmentation, sizes: SizeSchedule) -> None:
         raise ValueError(f'expected one image size for a streamed data set, got {len(sizes.sizes)}')
     if augment.repeats > 1:
         raise ValueError(f'augment.repeats must be 1 for a streamed data set, got {augment.repeats}')
+    if augment.mixes and isinstance(sizes.sizes[0], NativeShape):
+        raise ValueError(
+            'expected augment.mix_prob to be 0 for a streamed data set of native shapes, which are mixed before '
+            f'batching, got {augment.mix_prob}'
+        )
 
 
 def _train_loader(
@@ -192,26 +201,29 @@ def _train_loader(
     seed: int,
     share: Share,
     read: _Reading,
-) -> PrefetchLoader:
+) -> PrefetchLoader | NaFlexPrefetchLoader:
     transforms = [_train_transform(split, size, augment, read.preprocessing) for size in sizes.sizes]
     dataset, images = split.dataset, share.part_size(batch_size)
     if split.is_stream:
         _check_stream(augment, sizes)
         dataset.transform = transforms[0]
         dataset.set_loader_cfg(num_workers=read.num_workers)
-        return _loader(dataset, images, read, drop_last=True)
+        return _loader(dataset, images, read, sizes.sizes, drop_last=True)
     dataset.transform = None
     sampler = EpochSampler(len(dataset), batch_size, seed, augment.repeats, share, sizes)
-    seeded = SeededDataset(ScheduledTransformDataset(dataset, transforms), seed)
-    return _loader(seeded, images, read, sampler=sampler)
+    mix = native_mixup(augment, len(split.class_names)) if isinstance(sizes.sizes[0], NativeShape) else None
+    seeded = SeededDataset(ScheduledTransformDataset(dataset, transforms), seed, mix)
+    return _loader(seeded, images, read, sizes.sizes, sampler=sampler)
 
 
-def _train_transform(split: Split, size: tuple[int, int], augment: Augmentation, of_both: Preprocessing) -> Any:
+def _train_transform(
+    split: Split, size: tuple[int, int] | NativeShape, augment: Augmentation, of_both: Preprocessing
+) -> Any:
     if not split.is_beton:
         return train_transform(size, augment, of_both.mean, of_both.std)
     from aft_vision.data.ffcv.loader import TrainTransform
 
-    return TrainTransform(size, augment, of_both.mean)
+    return TrainTransform(_ffcv_size(size), augment, of_both.mean)
 
 
 def _eval_transform(split: Split, preprocessing: Preprocessing) -> Any:
@@ -219,38 +231,52 @@ def _eval_transform(split: Split, preprocessing: Preprocessing) -> Any:
         return eval_transform(preprocessing.size, preprocessing.crop_pct)
     from aft_vision.data.ffcv.loader import EvalTransform
 
-    return EvalTransform(preprocessing.size, preprocessing.crop_pct)
+    return EvalTransform(_ffcv_size(preprocessing.size), preprocessing.crop_pct)
 
 
-def _eval_loader(split: Split, batch_size: int, share: Share, read: _Reading) -> PrefetchLoader:
+def _ffcv_size(size: tuple[int, int] | NativeShape) -> tuple[int, int]:
+    if isinstance(size, NativeShape):
+        raise ValueError('expected a folder or tar file of images of native shapes, got FFCV files: set data.dir')
+    return size
+
+
+def _eval_loader(split: Split, batch_size: int, share: Share, read: _Reading) -> PrefetchLoader | NaFlexPrefetchLoader:
     if batch_size < 1:
         raise ValueError(f'evaluation batch size must be at least 1, got {batch_size}')
-    dataset = split.dataset
+    dataset, sizes = split.dataset, (read.preprocessing.size,)
     dataset.transform = _eval_transform(split, read.preprocessing)
     if not split.is_stream:
-        return _loader(share.of_evaluation(dataset), batch_size, read)
+        return _loader(share.of_evaluation(dataset), batch_size, read, sizes)
     if share.world_size > 1:
         raise ValueError(
             'expected one process for a streamed data set, whose readers neither share the images out exactly nor '
             f'end together, got {share.world_size}'
         )
     dataset.set_loader_cfg(num_workers=read.num_workers)
-    return _loader(dataset, batch_size, read)
+    return _loader(dataset, batch_size, read, sizes)
 
 
-def _loader(dataset: Dataset, batch_size: int, read: _Reading, **options: Any) -> PrefetchLoader:
+def _loader(
+    dataset: Dataset,
+    batch_size: int,
+    read: _Reading,
+    sizes: Sequence[tuple[int, int] | NativeShape],
+    **options: Any,
+) -> PrefetchLoader | NaFlexPrefetchLoader:
+    native = max((size for size in sizes if isinstance(size, NativeShape)), key=lambda s: s.max_tokens, default=None)
     loader = DataLoader(
         dataset,
         batch_size=batch_size,
         num_workers=read.num_workers,
-        collate_fn=_collate,
+        collate_fn=_collate if native is None else partial(_collate_native, native),
         pin_memory=read.device.type == 'cuda',
         persistent_workers=read.num_workers > 0,
         worker_init_fn=leave_process_group,
         **options,
     )
     mean, std = tuple(read.preprocessing.mean), tuple(read.preprocessing.std)
-    return PrefetchLoader(loader, mean=mean, std=std, device=read.device)
+    prefetch = PrefetchLoader if native is None else NaFlexPrefetchLoader
+    return prefetch(loader, mean=mean, std=std, device=read.device)
 
 
 def leave_process_group(worker: int) -> None:
@@ -265,3 +291,9 @@ def _collate(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(0, 3, 1, 1, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
     # torch's collate writes tensors to shared memory; timm's supports arrays.
     return default_collate(kept) if isinstance(kept[0][0], torch.Tensor) else fast_collate(kept)
+
+
+def _collate_native(shape: NativeShape, samples: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
+    kept = [sample for sample in samples if sample is not None]
+    # timm's loader cannot normalise a batch without images; only the targets say that it is empty.
+    return shape.collate(kept) if kept else (shape.blank(1), torch.zeros(0, dtype=torch.int64))

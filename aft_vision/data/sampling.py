@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,8 +11,10 @@ import torch
 from timm.data import ScheduledBatchSampler
 from torch.utils.data import Dataset, Sampler, SequentialSampler, Subset, get_worker_info
 
+from aft_vision.data.native import NativeShape
+
 # Purposes of derived seeds, which separate the streams of one run.
-ORDER, SAMPLE, STEP, SIZE, DIVISION = 1, 2, 3, 4, 5
+ORDER, SAMPLE, STEP, SIZE, DIVISION, MIX = 1, 2, 3, 4, 5, 6
 
 
 def derive_seed(stream: int, *key: int) -> int:
@@ -42,14 +44,14 @@ class SizeSchedule:
     """Image sizes that change from update to update, by timm's schedule.
 
     Attributes:
-        sizes: (H, W) in pixels, from the first to the last of a progressive schedule.
+        sizes: (H, W) in pixels or native shapes, from the first to the last of a progressive schedule.
         kind: `constant` draws each size equally often; `progressive` goes from the first to the last.
         epochs: Epochs of the progressive schedule.
         spread: Standard deviation, in sizes, of the draw around the current position of the progressive schedule.
         random_mix: Share of draws of the progressive schedule that are uniform, as in the constant one.
     """
 
-    sizes: tuple[tuple[int, int], ...]
+    sizes: tuple[tuple[int, int] | NativeShape, ...]
     kind: Literal['constant', 'progressive'] = 'constant'
     epochs: int = 1
     spread: float = 0.65
@@ -192,11 +194,13 @@ class SeededDataset(Dataset):
     Args:
         dataset: timm's ScheduledTransformDataset: indexed by image and size, with transforms that draw from `random`,
             numpy and torch.
+        mix: Mixes a batch of images and targets, both lists, by these generators; None mixes nothing.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, mix: Callable[[list[Any], Any], Any] | None = None) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.mix = mix
 
     def __getitem__(self, draw: Draw) -> Any:
         return self.__getitems__([draw])[0]
@@ -204,11 +208,18 @@ class SeededDataset(Dataset):
     def __getitems__(self, draws: list[Draw]) -> list[Any]:
         # A DataLoader asks for a batch at a time.
         with _restored_generators():
-            return [self._get(draw) for draw in draws]
+            samples = [self._get(draw) for draw in draws]
+            return samples if self.mix is None else self._mixed(self.mix, samples, draws[0])
 
     def _get(self, draw: Draw) -> Any:
         seed_generators(derive_seed(SAMPLE, self.seed, draw.epoch, draw.image, draw.repeat))
         return self.dataset[draw.image, draw.size]
+
+    def _mixed(self, mix: Callable[..., Any], samples: list[Any], first: Draw) -> list[Any]:
+        # The first sample of a batch is in no other batch of its epoch.
+        seed_generators(derive_seed(MIX, self.seed, first.epoch, first.image, first.repeat))
+        images, targets = zip(*samples, strict=True)
+        return list(zip(*mix(list(images), list(targets)), strict=True))
 
     def __len__(self) -> int:
         return len(self.dataset)

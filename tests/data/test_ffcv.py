@@ -20,6 +20,7 @@ from PIL import Image
 from aft_vision.data import (
     Augmentation,
     CorruptImageError,
+    NativeShape,
     Preprocessing,
     Share,
     SizeSchedule,
@@ -425,3 +426,11 @@ def test_an_image_that_ffcv_cannot_store_is_named(tmp_path):
     with pytest.raises(ValueError, match='expected images that FFCV can store, got image 0: '):
         make_beton(tmp_path, folder, BetonOptions(max_resolution=500))
     assert not list(tmp_path.glob('*beton*'))
+
+
+def test_native_shapes_are_rejected(squares):
+    shape = NativeShape(16, (8, 8))
+    with pytest.raises(ValueError, match=r'images of native shapes, got FFCV files: set data\.dir'):
+        create_loaders(squares[0], shape, 2, num_workers=0)
+    with pytest.raises(ValueError, match=r'images of native shapes, got FFCV files: set data\.dir'):
+        create_eval_loader(squares[0], Preprocessing(shape), 2, num_workers=0)
