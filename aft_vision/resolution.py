@@ -9,9 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.layers import PatchEmbed, to_2tuple
+from timm.models.naflexvit import NaFlexVit
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import center_crop
 
+from aft_vision.data import NativeShape
+from aft_vision.models import AFTVisionTransformer
 from aft_vision.sizes import check_image_size, check_resizable, has_fixed_input_size, resize_model
 from aft_vision.visualize import new_figure
 
@@ -28,6 +31,30 @@ def check_size(model: nn.Module, size: Size, pad: bool = False) -> None:
     check_resizable(model, to_2tuple(size))
     if not (pad and _can_pad(model)):
         check_image_size(model, to_2tuple(size))
+
+
+def naflex_shape(model: nn.Module, max_tokens: int) -> NativeShape:
+    """Return the shapes of images of at most this many patches, for a model of timm's NaFlex batches.
+
+    Raises:
+        ValueError: the model takes only images of one shape.
+    """
+    if isinstance(model, NaFlexVit):
+        return NativeShape(max_tokens, to_2tuple(model.embeds.patch_size))
+    if not isinstance(model, AFTVisionTransformer):
+        raise ValueError(
+            'expected a model of images of native shapes, an aft_* vision transformer or a naflexvit_* of timm, got '
+            f'{type(model).__name__}: set sizes in pixels, by data.img_size or --sizes'
+        )
+    if has_fixed_input_size(model):
+        raise ValueError(
+            'expected a model of images of native shapes, got one of a fixed size: set model.dynamic_img_size=true'
+        )
+    if model.attn_pool is not None:
+        raise ValueError(
+            'expected a model of images of native shapes, got attention pooling: set model.global_pool=avg'
+        )
+    return NativeShape(max_tokens, to_2tuple(model.patch_embed.patch_size))
 
 
 def _can_pad(model: nn.Module) -> bool:
@@ -133,9 +160,16 @@ def resize_images(images: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def size_label(row: Mapping[str, Any]) -> str:
-    """Format the size of a row with `height` and `width`, or `scales`: `224`, `384x256`, `192+224`."""
+    """Format the size of a row with `height` and `width`, `scales` or `max_tokens`: `384x256`, `9+18`, `native 96`."""
+    if 'max_tokens' in row:
+        return f'native {row["max_tokens"]}'
     sizes = row.get('scales') or [(row['height'], row['width'])]
     return '+'.join(str(height) if height == width else f'{height}x{width}' for height, width in sizes)
+
+
+def standard_error(row: Mapping[str, Any], key: str = 'top1') -> float:
+    """Return the standard error of an accuracy in percent, from its row's `samples`."""
+    return math.sqrt(row[key] * (100 - row[key]) / row['samples'])
 
 
 def distinct_names(paths: Sequence[str | Path]) -> list[str]:
@@ -152,21 +186,21 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], path: str | Path, train_size: 
     """Draw accuracy, throughput and memory of one model over the image size.
 
     Args:
-        rows: Results of `evaluate` for each size, with `peak_memory_mb` and the keys of `size_label`; averaged sizes
-            come last.
+        rows: Results of `evaluate` for each size, with `peak_memory_mb` and the keys of `size_label`; native shapes
+            and averaged sizes come last.
         path: A PNG.
         train_size: (H, W) in pixels that the model was trained at, which is marked; None marks none.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    labels = [size_label(row).replace('+', '\n+') for row in rows]
-    single = sum('scales' not in row for row in rows)
+    labels = [size_label(row).replace('+', '\n+').replace(' ', '\n') for row in rows]
+    single = sum('height' in row and 'scales' not in row for row in rows)
     figure = new_figure(11, 3.5)
     accuracy, speed, memory = figure.subplots(1, 3)
     for key, name in (('top1', 'top-1'), ('top5', 'top-5')):
         points = [row[key] for row in rows]
-        errors = [math.sqrt(row[key] * (100 - row[key]) / row['samples']) for row in rows]
+        errors = [standard_error(row, key) for row in rows]
         line = accuracy.errorbar(labels[:single], points[:single], errors[:single], fmt='o-', capsize=3, label=name)[0]
         rest = labels[single:], points[single:], errors[single:]
         accuracy.errorbar(*rest, fmt='D', capsize=3, color=line.get_color())
@@ -216,7 +250,7 @@ def plot_grid(tables: Sequence[Mapping[str, Any]], path: str | Path) -> None:
             x, y = columns.index(size), row
             outline = [(x - 0.47, y - 0.45), (x + 0.47, y - 0.45), (x + 0.47, y + 0.45), (x - 0.47, y + 0.45)]
             axes.plot(*zip(*outline, outline[0], strict=True), color='red', linewidth=2)
-    axes.set_xticks(range(len(columns)), [column.replace('+', '\n+') for column in columns])
+    axes.set_xticks(range(len(columns)), [column.replace('+', '\n+').replace(' ', '\n') for column in columns])
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel='test size (pixels)', ylabel='model, training size')
     figure.colorbar(image, ax=axes, label='top-1 (%)')

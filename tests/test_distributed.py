@@ -98,6 +98,14 @@ def test_mixing_and_drop_path_depend_on_the_part_and_not_on_who_has_it(plain, tm
 
 
 @pytest.mark.slow
+def test_two_processes_train_as_one_at_native_shapes(plain, tmp_path):
+    native = [*MIXED, 'data.max_tokens=480']
+    train(plain, tmp_path / 'one', *native, 'optim.accumulate=2')
+    train(plain, tmp_path / 'two', *native, 'optim.accumulate=1', processes=2)
+    assert_same_training(tmp_path / 'two', tmp_path / 'one')
+
+
+@pytest.mark.slow
 @pytest.mark.ffcv
 def test_two_processes_train_as_one_from_ffcv_files_and_with_several_sizes(plain, photographs, tmp_path):
     require_ffcv()

@@ -17,7 +17,7 @@ from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.checkpoint import BEST
 from train.distill import load_teacher
 from train.distributed import World
-from train.model_section import WEIGHT_KEYS
+from train.model_section import WEIGHT_KEYS, native_shape
 from train.schema import Config
 from train.state import TrainState, create_state
 
@@ -38,8 +38,8 @@ def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainSt
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
     state = create_state(model, config, updates_per_epoch, len(class_names), world, teacher)
     rebuild = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
-    size, crop_pct, *_ = preprocessing_of(config)
-    preprocessing = {'input_size': (3, *size), 'crop_pct': crop_pct, 'interpolation': 'bicubic'}
+    size = config.data.eval_img_size or config.data.img_size
+    preprocessing = {'input_size': (3, *size), 'crop_pct': config.data.crop_pct, 'interpolation': 'bicubic'}
     described = {'model_name': name, 'model_kwargs': rebuild, 'class_names': class_names, 'data_config': preprocessing}
     return state, described
 
@@ -86,8 +86,8 @@ def _check_pretrained_classes(config: Config, class_names: Sequence[str]) -> Non
 
 def training_sizes(config: Config) -> list[tuple[int, int]]:
     """Return all sizes (H, W) of training images, in pixels."""
-    schedule = config.size_schedule
-    return [config.data.img_size] if schedule is None else list(schedule.sizes)
+    sides = config.data.train_sizes
+    return [config.data.img_size] if sides is None else [(side, side) for side in sides]
 
 
 def check_image_sizes(model: nn.Module, config: Config) -> None:
@@ -138,7 +138,7 @@ def build_loaders(config: Config, world: World) -> Loaders:
     """Build the loaders of this process, with the normalisation of the model."""
     return create_loaders(
         config.data,
-        config.size_schedule or config.data.img_size,
+        native_shape(config) or config.size_schedule or config.data.img_size,
         config.data.batch_size,
         evaluation=preprocessing_of(config),
         eval_batch_size=config.data.eval_batch_size,
@@ -155,4 +155,5 @@ def preprocessing_of(config: Config) -> Preprocessing:
     cfg = timm.get_pretrained_cfg(config.model['name']) or PretrainedCfg()
     overlay = config.model.get('pretrained_cfg_overlay') or {}
     mean, std = overlay.get('mean', cfg.mean), overlay.get('std', cfg.std)
-    return Preprocessing(config.data.eval_img_size or config.data.img_size, config.data.crop_pct, mean, std)
+    size = native_shape(config) or config.data.eval_img_size or config.data.img_size
+    return Preprocessing(size, config.data.crop_pct, mean, std)

@@ -19,6 +19,7 @@ from train.model_section import (
     drop_foreign_arguments,
     model_schema,
     model_takes,
+    native_shape,
 )
 from train.schema import Config, Experiment
 from train.settle import settle
@@ -55,7 +56,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
     keys = all_keys(schema, model_schema() if images else decoder_schema())
     with naming_sources(path, layers):
         built = build_config(layers, schema, map(str, timm.optim.list_optimizers()), keys)
-        return dataclasses.replace(built, model=(check_model if images else check_decoder)(built.model, keys))
+        built = dataclasses.replace(built, model=(check_model if images else check_decoder)(built.model, keys))
+        if images:
+            native_shape(built)
+        return built
 
 
 def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterable[str], keys: Sequence[str]) -> Kind:

@@ -1,17 +1,19 @@
 """Diagnosis of a loss that is not finite."""
 
+import copy
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from timm.data.loader import PrefetchLoader
+from timm.data.naflex_loader import NaFlexPrefetchLoader
 from timm.utils import random_seed, unwrap_model
 from torch import nn
 
-from aft_vision.data import STEP, Draw, derive_seed
+from aft_vision.data import STEP, Draw, derive_seed, move
 from aft_vision.layers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot
 from train.objective import Batch
 from train.state import TrainState
@@ -52,24 +54,31 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
     if hasattr(getattr(loader, 'sampler', None), 'draws'):
         draws = loader.sampler.draws(reached.updates_of_epoch)
         found[state.objective.unit] = [draw.image for draw in draws]
-        found |= _watch(state, *_collate(loader, draws, world.device))
+        found |= _watch(state, _parts(loader, draws, state.config.optim.accumulate))
     path = folder / f'nonfinite-{reached.updates + 1}-rank{world.rank}.json'
     path.write_text(json.dumps(found, indent=2) + '\n')
     return path
 
 
-def _collate(loader: Any, draws: Sequence[Draw], device: torch.device) -> Batch:
-    """Build the batch of these samples on the device, as the loader does."""
-    plain = loader.loader if isinstance(loader, PrefetchLoader) else loader
-    inputs, targets = plain.collate_fn([loader.dataset[draw] for draw in draws])
-    inputs = inputs.to(device)
-    if isinstance(loader, PrefetchLoader):
-        inputs = (inputs.to(torch.float32) - loader.mean) / loader.std
-    return inputs, targets.to(device)
+def _parts(loader: Any, draws: Sequence[Draw], count: int) -> Iterator[Batch]:
+    """Build the parts of a batch of these samples, as the loader does."""
+    prefetches = isinstance(loader, PrefetchLoader | NaFlexPrefetchLoader)
+    plain, size = loader.loader if prefetches else loader, len(draws) // count
+    batches = (plain.collate_fn(_samples(plain.dataset, draws[i * size : (i + 1) * size])) for i in range(count))
+    if not prefetches:
+        return batches
+    again = copy.copy(loader)
+    again.loader = batches
+    return iter(again)
+
+
+def _samples(dataset: Any, draws: Sequence[Draw]) -> list[Any]:
+    # Only a batch that is read as a whole is mixed.
+    return dataset.__getitems__(draws) if hasattr(dataset, '__getitems__') else [dataset[draw] for draw in draws]
 
 
 @torch.no_grad()
-def _watch(state: TrainState, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+def _watch(state: TrainState, parts: Iterable[Batch]) -> dict[str, Any]:
     """Run the parts of an update, and record the first layer that fails and the ranges of the keys."""
     layers: list[str] = []
     keys: dict[str, list[float]] = {}
@@ -91,15 +100,15 @@ def _watch(state: TrainState, inputs: torch.Tensor, targets: torch.Tensor) -> di
         if isinstance(module, AFTMixer):
             keys_of = functools.partial(note_keys, name, module)
             hooks.append(module.qkv.register_forward_hook(lambda m, args, y, keys_of=keys_of: keys_of(y)))
-    count = state.config.optim.accumulate
+    count, device = state.config.optim.accumulate, state.world.device
     try:
-        for part, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
+        for part, (x, y) in enumerate(parts):
             random_seed(
                 derive_seed(STEP, state.config.run.seed, state.progress.updates, state.world.rank * count + part)
             )
-            x, _ = state.augment(x.contiguous(), y)
-            note('', x)
-            with torch.autocast(state.world.device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):
+            x, _ = state.augment(move(x, device), y.to(device))
+            note('', x['patches'] if isinstance(x, dict) else x)
+            with torch.autocast(device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):
                 state.model(x)
                 for teacher, normalize in teachers:
                     teacher(normalize(x))
@@ -109,7 +118,7 @@ def _watch(state: TrainState, inputs: torch.Tensor, targets: torch.Tensor) -> di
     return {'layer': layers[0] if layers else None, 'keys': keys}
 
 
-def _teachers(state: TrainState) -> list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]]:
+def _teachers(state: TrainState) -> list[tuple[nn.Module, Callable[[Any], torch.Tensor]]]:
     """Return the teacher and the function that converts the model's images for it, or nothing without a teacher."""
     task: Any = state.task
     if not hasattr(task, 'teacher'):

@@ -13,7 +13,7 @@ from timm.utils import random_seed
 from torch import nn
 from tqdm import tqdm
 
-from aft_vision.data import STEP, Loaders, derive_seed
+from aft_vision.data import STEP, Loaders, derive_seed, move
 from aft_vision.evaluate import evaluate_all, peak_memory_mb
 from train.checkpoint import Saver
 from train.diagnosis import NonFiniteLossError, write_diagnosis
@@ -34,8 +34,9 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
     comparable. Randomness depends only on `run.seed`, the number of the update and the number of the part.
 
     Args:
-        parts: `optim.accumulate` batches of the same size, of inputs and targets: images (B, 3, H, W) and class indices
-            (B,), or tokens (B, T) twice. With fewer, at the end of a streamed data set, no weight changes.
+        parts: `optim.accumulate` batches of the same size, of inputs and targets: images (B, 3, H, W) or their patches,
+            and class indices (B,), or tokens (B, T) twice. With fewer, at the end of a streamed data set, no weight
+            changes.
 
     Raises:
         NonFiniteLossError: the loss or the gradient is not finite, on any process; no weight has changed.
@@ -48,7 +49,7 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
     for part, (inputs, targets) in enumerate(parts):
         done = part + 1
         random_seed(derive_seed(STEP, config.run.seed, state.progress.updates, world.rank * count + part))
-        inputs, targets = state.augment(inputs.to(world.device), targets.to(world.device))
+        inputs, targets = state.augment(move(inputs, world.device), targets.to(world.device))
         # With several processes, only the last part synchronises gradients.
         with state.task.no_sync() if done < count else contextlib.nullcontext():
             with torch.autocast(world.device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):

@@ -11,12 +11,16 @@ from typing import Any, Literal
 import timm
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 
 from aft_vision.commandline import say
+from aft_vision.data import NativeShape
 from aft_vision.data.ranges import Range, check_range
 from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.decoders import DECODERS, create_decoder
+from aft_vision.resolution import naflex_shape
 from train.layers import COMMAND_LINE, YAML_WORDS, Layer, merge_checked
+from train.schema import Config
 from train.suggest import unknown
 
 RESERVED_MODEL_KEYS = {
@@ -79,9 +83,8 @@ def check_model(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str,
     if schema is not None:
         return {'name': name, **check_arguments(kwargs, schema, keys)}
     check_numbers(kwargs)
-    own = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
-    if own:
-        build_on_meta(name, own)
+    if kwargs.keys() - WEIGHT_KEYS:
+        build_on_meta(model)
     return {'name': name, **kwargs}
 
 
@@ -124,16 +127,35 @@ def allowed_range(argument: str) -> Range | None:
     return next((allowed for names, allowed in ARGUMENT_RANGES if re.search(names, argument)), None)
 
 
-def build_on_meta(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless timm can build a model with these keyword arguments, on the meta device."""
+def build_on_meta(model: Mapping[str, Any]) -> nn.Module:
+    """Build the model `{name: ..., **kwargs}` without weights, on the meta device.
+
+    Raises:
+        ValueError: timm cannot build it with these keyword arguments.
+    """
+    kwargs = {key: value for key, value in model.items() if key not in WEIGHT_KEYS}
+    name = kwargs.pop('name')
     try:
         with torch.device('meta'):
-            timm.create_model(name, **kwargs)
+            return timm.create_model(name, **kwargs)
     # An unknown argument, or a value that a layer does not support.
     except Exception as error:
         given = ', '.join(f'model.{key} = {value!r}' for key, value in kwargs.items())
         reason = str(error) or type(error).__name__
         raise ValueError(f'expected keyword arguments of the model {name}, got {given}: {reason}') from error
+
+
+def native_shape(config: Config) -> NativeShape | None:
+    """Return the shapes of images of `data.max_tokens`, with the patches of the model; None without this key.
+
+    Raises:
+        ValueError: the model takes only images of one shape.
+    """
+    tokens = config.data.image_tokens
+    try:
+        return None if tokens is None else naflex_shape(build_on_meta(config.model), tokens)
+    except ValueError as error:
+        raise ValueError(f'data.max_tokens: {error}') from error
 
 
 def drop_foreign_arguments(layers: Sequence[Layer], takes: Callable[[str, str, Any], bool]) -> list[Layer]:
@@ -166,7 +188,7 @@ def model_takes(name: str, key: str, value: Any) -> bool:
     if schema is not None:
         return key in {field.name for field in dataclasses.fields(schema)}
     try:
-        build_on_meta(name, {key: value})
+        build_on_meta({'name': name, key: value})
     except ValueError as error:
         return not isinstance(error.__cause__, TypeError)
     return True

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+from aft_vision.data import Inputs, NativeShape
+
+# Inputs, and targets.
+Batch = tuple[Inputs, torch.Tensor]
 
 
 class Objective(ABC):
@@ -58,13 +61,13 @@ class Classification(Objective):
     """Images and their classes.
 
     Args:
-        size: (H, W) of a training image, in pixels.
+        size: (H, W) of a training image in pixels, or the shape of each image itself.
     """
 
     metrics = ('loss', 'top1', 'top5')
     best = 'top1'
 
-    def __init__(self, size: tuple[int, int]) -> None:
+    def __init__(self, size: tuple[int, int] | NativeShape) -> None:
         self.size = size
 
     def describe(self, row: Mapping[str, float]) -> str:
@@ -76,4 +79,7 @@ class Classification(Objective):
         return line
 
     def blank(self, count: int) -> Batch:
-        return torch.zeros(count, 3, *self.size), torch.zeros(count, dtype=torch.int64)
+        targets = torch.zeros(count, dtype=torch.int64)
+        if isinstance(self.size, NativeShape):
+            return self.size.blank(count), targets
+        return torch.zeros(count, 3, *self.size), targets

@@ -18,6 +18,10 @@ class DataConfig(Source):
         img_size: (H, W) in pixels.
         batch_size: Images per optimizer step, over all processes and parts of `optim.accumulate`.
         eval_batch_size: Images per validation batch; None means as many as the model processes at once in training.
+        max_tokens: Limit of the patches of an update, over all processes and parts: every image keeps its own shape, at
+            the largest size with at most `max_tokens / batch_size` patches, in training and in validation; the batches
+            are those of timm's NaFlex. `img_size` is then only the size that the exported model names. None for images
+            of `img_size`.
         train_sizes: Sides in pixels of square training images, instead of `img_size`; each update has one of them. None
             for only `img_size`.
         train_size_schedule: `constant` draws each of these sizes equally often; `progressive` goes from the first to
@@ -30,6 +34,7 @@ class DataConfig(Source):
     img_size: tuple[int, int] = within('[1, 65536]', (224, 224), 'px')
     batch_size: int = within('[1, inf)', 64, 'images')
     eval_batch_size: int | None = within('[1, inf)', None, 'images')
+    max_tokens: int | None = within('[1, inf)', None, 'tokens')
     train_sizes: list[int] | None = within('[1, 65536]', None, 'px')
     train_size_schedule: Literal['constant', 'progressive'] = 'constant'
     eval_img_size: tuple[int, int] | None = within('[1, 65536]', None, 'px')
@@ -43,6 +48,17 @@ class DataConfig(Source):
         progressive = self.train_size_schedule == 'progressive'
         some_sizes = sizes is not None or not progressive
         require('data.train_size_schedule', self.train_size_schedule, some_sizes, 'constant without data.train_sizes')
+        if self.max_tokens is not None:
+            enough = f'at least one for each of the {self.batch_size} images of a batch'
+            require('data.max_tokens', self.max_tokens, self.max_tokens >= self.batch_size, enough)
+            for key in ('train_sizes', 'eval_img_size'):
+                value = getattr(self, key)
+                require(f'data.{key}', value, value is None, 'null with data.max_tokens, where images keep their shape')
+
+    @property
+    def image_tokens(self) -> int | None:
+        """Return the limit of the patches of an image, if images keep their own shapes."""
+        return None if self.max_tokens is None else self.max_tokens // self.batch_size
 
 
 @dataclass(frozen=True)
@@ -313,6 +329,10 @@ class Config(Experiment):
         for name in ('warmup_lr', 'min_lr'):
             rate = getattr(self.schedule, name)
             require(f'schedule.{name}', rate, rate <= peak, f'at most the peak rate {peak:g}, which optim.lr makes')
+        if self.data.max_tokens is not None:
+            teacher, compiled = self.distill.teacher, self.run.compile
+            require('distill.teacher', teacher, teacher is None, 'null with data.max_tokens')
+            require('run.compile', compiled, not compiled, 'false with data.max_tokens, whose batches differ in shape')
 
     @property
     def peak_lr(self) -> float:

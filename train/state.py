@@ -11,10 +11,11 @@ from timm.task import TrainingTask
 from timm.utils import unwrap_model
 from torch import nn
 
-from aft_vision.data import BatchAugmentation
+from aft_vision.data import BatchAugmentation, PatchAugmentation
 from aft_vision.evaluate import load_matching_state_dict
 from train.distill import create_task
 from train.distributed import World
+from train.model_section import native_shape
 from train.objective import Batch, Classification, Objective
 from train.regularize import KernelRegularization
 from train.schedule import create_schedule
@@ -215,7 +216,9 @@ def create_state(
     Raises:
         ValueError: `optim.args` do not fit the optimizer, or `distill.kind` or `regularize` do not fit the model.
     """
-    augment = BatchAugmentation(config.augment, num_classes, config.optim.label_smoothing, world.device)
+    native = native_shape(config)
+    augmentation = BatchAugmentation if native is None else PatchAugmentation
+    augment = augmentation(config.augment, num_classes, config.optim.label_smoothing, world.device)
     # Mixing already smooths the targets.
     loss = {
         'loss_type': config.optim.loss,
@@ -224,7 +227,7 @@ def create_state(
         'soft_targets': config.augment.mixes,
     }
     schedule = config.size_schedule
-    objective = Classification(config.data.img_size if schedule is None else schedule.sizes[0])
+    objective = Classification(native or (config.data.img_size if schedule is None else schedule.sizes[0]))
     regularization = KernelRegularization(model, config.regularize, config.schedule.epochs * updates_per_epoch)
     task = create_task(model, config.distill, loss, world.device, teacher)
     return assemble_state(task, config, objective, augment, updates_per_epoch, world, regularization)

@@ -35,7 +35,7 @@ if __name__ == '__main__':
 import torch
 
 from aft_vision.commandline import run_command
-from aft_vision.data import Loaders
+from aft_vision.data import Loaders, move
 from aft_vision.timing import synchronize
 from train.build import build_loaders, build_state
 from train.config import load_config
@@ -162,7 +162,7 @@ def _pass(state: TrainState, batch: Batch) -> None:
     """Go forward and backward, and change no weight."""
     device = state.world.device
     # A copy, because a batch is changed in place.
-    images, targets = state.augment(batch[0].to(device, copy=True), batch[1].to(device))
+    images, targets = state.augment(move(batch[0], device, copy=True), batch[1].to(device))
     with torch.autocast(device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):
         loss = state.task(images, targets)['loss']
     state.scaler.scale(loss + state.regularization.penalty()).backward()

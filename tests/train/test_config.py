@@ -128,6 +128,11 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('model.num_classes=5', r'model\.num_classes = 5 is not for an experiment: the data set determines'),
         ('model.in_chans=1', r'model\.in_chans = 1 is not for an experiment: images have three channels'),
         ('run.reset_head=true', r'expected run\.reset_head to be false without run\.init_from, got True'),
+        ('data.max_tokens=63', r'data\.max_tokens to be at least one for each of the 64 images of a batch, got 63'),
+        (
+            'data.max_tokens=64',
+            r'data\.max_tokens: expected .* aft_\* .* or a naflexvit_\*.*, got VisionTransformer: set',
+        ),
         ('optim.lr', r"expected an override like section\.key=value, got 'optim\.lr'"),
         ('optim.lr="', r'expected a YAML value after ='),
     ],
@@ -135,6 +140,37 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
 def test_a_wrong_override_is_rejected_with_key_and_value(vit_file, override, message):
     with pytest.raises(ValueError, match=message):
         load_config(vit_file, [override])
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'message'),
+    [
+        (['data.train_sizes=[32,64]'], r'data\.train_sizes to be null with data\.max_tokens, .*, got \[32, 64\]'),
+        (['data.eval_img_size=64'], r'data\.eval_img_size to be null with data\.max_tokens, .*, got \(64, 64\)'),
+        (['run.compile=true'], r'run\.compile to be false with data\.max_tokens, .*, got True'),
+        (['distill.teacher=resnet18'], r"distill\.teacher to be null with data\.max_tokens, got 'resnet18'"),
+        (['model.name=aft_full_tiny'], r'data\.max_tokens: .* set model\.dynamic_img_size=true'),
+        (
+            ['model.name=aft_pyramid_nano'],
+            r'data\.max_tokens: .*, got AFTPyramid: set sizes in pixels, by data\.img_size',
+        ),
+        (['model.global_pool=map'], r'data\.max_tokens: .* set model\.global_pool=avg'),
+    ],
+)
+def test_what_images_of_native_shapes_cannot_have_is_rejected(tmp_path, overrides, message):
+    path = tmp_path / 'conv.yaml'
+    path.write_text('model: {name: aft_conv_tiny}\ndata: {max_tokens: 12544}\n')
+    with pytest.raises(ValueError, match=message):
+        load_config(path, overrides)
+
+
+@pytest.mark.parametrize(
+    'model', ['{name: aft_full_tiny, dynamic_img_size: true}', '{name: naflexvit_base_patch16_gap, depth: 1}']
+)
+def test_models_of_native_shapes_are_accepted(tmp_path, model):
+    (tmp_path / 'native.yaml').write_text(f'model: {model}\ndata: {{max_tokens: 12600}}\n')
+    config = load_config(tmp_path / 'native.yaml')
+    assert config.data.image_tokens == 196
 
 
 def test_an_unknown_key_of_a_file_names_the_file(tmp_path):

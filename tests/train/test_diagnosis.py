@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from aft_vision.data import Share, create_loaders
-from train.build import build_state
+from train.build import build_loaders, build_state
 from train.config import load_config
 from train.diagnosis import write_diagnosis
 from train.distributed import World
@@ -79,6 +79,24 @@ def test_the_diagnosis_sees_the_images_of_the_update(state, loader, tmp_path, mo
     loader.set_epoch(0, first_update=3)
     expected = [images for _, (images, _) in zip(range(2), loader.train, strict=False)]
     torch.testing.assert_close(seen, expected)
+
+
+def test_the_diagnosis_sees_mixed_images_of_native_shapes(tmp_path, monkeypatch):
+    config = load_config(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml', [*OVERRIDES, 'data.max_tokens=1600'])
+    world = World(torch.device('cpu'))
+    loaders = build_loaders(config, world)
+    state, _ = build_state(config, loaders, world)
+    state.progress.updates = 3
+    seen = []
+    monkeypatch.setattr(state, 'augment', lambda *batch: seen.append(batch) or batch)
+    assert diagnose(state, loaders, tmp_path)['layer'] is None
+    loaders.set_epoch(0, first_update=3)
+    for (batch, targets), _, (wanted, mixed) in zip(seen, range(2), loaders.train, strict=False):
+        torch.testing.assert_close(batch['patches'], wanted['patches'], rtol=0, atol=0)
+        assert torch.equal(targets, mixed)
+    assert len(seen) == 2
+    state.model.patch_embed.proj.weight.data.fill_(float('nan'))
+    assert diagnose(state, loaders, tmp_path)['layer'] == 'patch_embed.proj'
 
 
 def test_without_the_images_the_weights_are_described(state, tmp_path):

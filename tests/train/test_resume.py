@@ -84,6 +84,19 @@ def test_several_sizes_and_a_falling_temperature_go_on_as_if_not_interrupted(sma
     assert_same_results(tmp_path / 'stopped', tmp_path / 'whole')
 
 
+def test_images_of_native_shapes_go_on_as_if_not_interrupted(small, tmp_path, monkeypatch):
+    more = ['data.max_tokens=480', 'run.eval_every=2']
+    main([*small, *more, f'run.dir={tmp_path / "whole"}'])
+    arguments = [*small, *more, 'run.resume=auto', f'run.dir={tmp_path / "stopped"}']
+    for update, workers in ((2, 0), (4, 1)):
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, update)
+            with pytest.raises(SystemExit):
+                main([*arguments, f'data.num_workers={workers}', 'run.throughput_batches=1'])
+    main(arguments)
+    assert_same_results(tmp_path / 'stopped', tmp_path / 'whole')
+
+
 def test_the_newest_checkpoint_that_is_whole_is_used(small, whole, tmp_path, monkeypatch, caplog):
     arguments = [*small, 'run.resume=auto', f'run.dir={tmp_path}']
     for update in (2, 4):
