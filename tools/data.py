@@ -7,17 +7,17 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import nn
 
-from aft_vision.data import Preprocessing, Source, create_eval_loader
+from aft_vision.data import NativeShape, Preprocessing, Source, create_eval_loader
 from aft_vision.evaluate import check_classes
 
 
 def create_data_loader(
-    model: nn.Module, size: tuple[int, int], args: argparse.Namespace, device: torch.device
+    model: nn.Module, size: tuple[int, int] | NativeShape, args: argparse.Namespace, device: torch.device
 ) -> tuple[Any, list[str]]:
     """Build the evaluation loader of the command line, with the preprocessing of the model's training.
 
     Args:
-        size: (H, W) of the images in pixels.
+        size: (H, W) of the images in pixels, or the shape of each image itself.
         args: Parsed options of `add_data_arguments`.
 
     Returns:

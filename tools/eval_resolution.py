@@ -3,6 +3,7 @@
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 224 288 384x256
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 192:384:16 --flip --multi-scale 192 224 288
 python -m tools.eval_resolution --checkpoint A B C --data DIR --sizes 128:224:32 --out OUT
+python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --native --max-tokens 196 576
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; DIR is a folder or tar file with a val,
 validation or test split, or with --name the root of a data set of torchvision, Hugging Face or WebDataset by timm's
@@ -13,23 +14,32 @@ fixed-size model is resized with its `set_input_size`.
 resized to the others. --flip averages every prediction with the prediction for the mirror image. --pad accepts sizes
 that are not multiples of the patch size.
 
+--native adds a row for images at their own shapes, for each N of --max-tokens: whole, at the largest size with at most
+N patches, in batches of timm's NaFlex. The largest square of at most N patches is added to the sizes.
+
 --per-class adds the top-1 accuracy of every class at each size, and writes its number of images and top-5 to the JSON
 file.
 
-Prints top-1, top-5, images/s of the forward pass and peak memory (of the device, or of the process on a CPU), and
-writes eval_resolution.json and eval_resolution.png (needs matplotlib). Several checkpoints make
+Prints top-1 with its standard error, top-5, images/s of the forward pass and peak memory (of the device, or of the
+process on a CPU), and writes eval_resolution.json and eval_resolution.png (needs matplotlib). Several checkpoints make
 eval_resolution_grid.json and .png, a heat map of top-1: a row per checkpoint with its training size, a column per test
 size.
 """
 
 import argparse
+import copy
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tools.arguments import CommandParser, add_data_arguments, add_device, parse_sizes
+
+
+def by_area(sizes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sort sizes (H, W) in ascending order of area, each once."""
+    return sorted(set(sizes), key=lambda size: (size[0] * size[1], size))
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,7 +48,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add('--checkpoint', type=Path, nargs='+', required=True, help='checkpoint files, runs or exported folders')
     add_data_arguments(parser)
-    add('--sizes', type=parse_sizes, nargs='+', required=True, help='sides in pixels, HEIGHTxWIDTH or START:STOP:STEP')
+    add('--sizes', type=parse_sizes, nargs='+', default=[], help='sides in pixels, HEIGHTxWIDTH or START:STOP:STEP')
+    add('--native', action='store_true', help='evaluate images at their own shapes, next to the centre crop')
+    add('--max-tokens', type=int, nargs='+', default=[], help='patches per image of --native')
     add('--multi-scale', type=parse_sizes, nargs='+', default=[], help='two or more sizes to average over')
     add('--flip', action='store_true', help='average each prediction with the one for the mirror image')
     add('--pad', action='store_true', help='pad images at the right and at the bottom to whole patches')
@@ -46,10 +58,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_device(parser)
     add('--out', type=Path, help='folder of the results (default: next to the first checkpoint)')
     args = parser.parse_args(argv)
-    args.sizes = sorted({size for sizes in args.sizes for size in sizes}, key=lambda size: (size[0] * size[1], size))
+    args.sizes = by_area(size for sizes in args.sizes for size in sizes)
     args.multi_scale = [size for sizes in args.multi_scale for size in sizes]
     if len(args.multi_scale) == 1:
         parser.error('--multi-scale takes two or more sizes')
+    if args.native != bool(args.max_tokens) or any(tokens < 1 for tokens in args.max_tokens):
+        parser.error('--native needs --max-tokens, numbers of patches of at least 1, and --max-tokens needs --native')
+    if args.native and (args.flip or args.pad):
+        parser.error('--native takes neither --flip nor --pad')
+    if not (args.sizes or args.native):
+        parser.error('expected --sizes, or --native with --max-tokens')
     return args
 
 
@@ -62,6 +80,7 @@ from timm.task.evaluator import ClassificationEvaluator
 from torch import nn
 
 from aft_vision.commandline import run_command
+from aft_vision.data import NativeShape
 from aft_vision.evaluate import (
     evaluate_all,
     load_model,
@@ -75,9 +94,11 @@ from aft_vision.resolution import (
     AveragedPrediction,
     check_size,
     distinct_names,
+    naflex_shape,
     plot_grid,
     plot_sizes,
     size_label,
+    standard_error,
 )
 from aft_vision.sizes import training_size
 from tools.data import create_data_loader
@@ -87,14 +108,17 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Print one line per checkpoint and image size.
 
     Returns:
-        The rows of the table, in ascending order of area, with the averaged sizes last; for several checkpoints one
-        after the other, each row with the name of its checkpoint.
+        The rows of the table, in ascending order of area, then native shapes, then averaged sizes; for several
+        checkpoints one after the other, each row with the name of its checkpoint.
 
     Raises:
         ValueError: a checkpoint, the data set, the device or a size is not valid, or the classes differ.
     """
     args = parse_args(argv)
     device = resolve_device(args.device)
+    if args.native:
+        shapes = [naflex_shape(load_model(path), tokens) for path in args.checkpoint for tokens in args.max_tokens]
+        args.sizes = by_area([*args.sizes, *(shape.square for shape in shapes)])
     for checkpoint in args.checkpoint:
         check_sizes(load_model(checkpoint), args)
     first = args.checkpoint[0]
@@ -133,16 +157,18 @@ def check_sizes(model: nn.Module, args: argparse.Namespace) -> None:
 def evaluate_checkpoint(checkpoint: Path, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Evaluate one checkpoint at every size and print its table."""
     model = load_model(checkpoint)
-    views = [[size] for size in args.sizes] + ([args.multi_scale] if args.multi_scale else [])
+    views: list[NativeShape | Sequence[tuple[int, int]]] = [[size] for size in args.sizes]
+    views += [naflex_shape(model, tokens) for tokens in sorted(set(args.max_tokens))]
+    views += [args.multi_scale] if args.multi_scale else []
     rows = []
-    width = max(9, *(len(size_label({'scales': view})) for view in views))
-    print(f'{"size":>{width}}  {"top-1 %":>7}  {"top-5 %":>7}  {"images/s":>8}  {"peak MB":>7}')
-    for sizes in views:
-        row = evaluate_at(model, sizes, args, device)
+    width = max(12, len(size_label({'scales': args.multi_scale or [(0, 0)]})))
+    print(f'{"size":>{width}}  {"top-1 %":>7}  {"+-":>5}  {"top-5 %":>7}  {"images/s":>8}  {"peak MB":>7}')
+    for view in views:
+        row = evaluate_at(model, view, args, device)
         rows.append(row)
-        title = size_label(row) if 'scales' in row else f'{row["height"]:>4}x{row["width"]:<4}'
+        title = f'{row["height"]:>4}x{row["width"]:<4}' if 'height' in row and 'scales' not in row else size_label(row)
         print(
-            f'{title:>{width}}  {row["top1"]:>7.2f}  {row["top5"]:>7.2f}  '
+            f'{title:>{width}}  {row["top1"]:>7.2f}  {standard_error(row):>5.2f}  {row["top5"]:>7.2f}  '
             f'{row["images_per_second"]:>8.1f}  {row["peak_memory_mb"]:>7.0f}'
         )
     if args.per_class:
@@ -195,22 +221,30 @@ class ClassEvaluator(ClassificationEvaluator):
 
 
 def evaluate_at(
-    model: nn.Module, sizes: Sequence[tuple[int, int]], args: argparse.Namespace, device: torch.device
+    model: nn.Module,
+    view: NativeShape | Sequence[tuple[int, int]],
+    args: argparse.Namespace,
+    device: torch.device,
 ) -> dict[str, Any]:
-    """Evaluate a copy of the model at one size (H, W), or its mean prediction over several sizes."""
-    averaged = AveragedPrediction(model, sizes, args.flip, args.pad)
-    height, width = averaged.input_size or sizes[0]
-    loader, class_names = create_data_loader(model, (height, width), args, device)
-    # Without averaging, use its model: the resized copy.
-    evaluated = averaged if len(sizes) > 1 or args.flip else averaged.models[0]
+    """Evaluate a copy of the model at native shapes or one size (H, W), or its mean prediction over several sizes."""
+    size: NativeShape | tuple[int, int]
+    described: dict[str, Any]
+    if isinstance(view, NativeShape):
+        evaluated, size, described = copy.deepcopy(model), view, {'max_tokens': view.max_tokens}
+    else:
+        averaged = AveragedPrediction(model, view, args.flip, args.pad)
+        size = averaged.input_size or view[0]
+        # Without averaging, use its model: the resized copy.
+        evaluated = averaged if len(view) > 1 or args.flip else averaged.models[0]
+        described = dict(zip(('height', 'width'), size, strict=True))
+        described |= {'scales': [list(each) for each in view]} if len(view) > 1 else {}
+    loader, class_names = create_data_loader(model, size, args, device)
     evaluated.to(device)
     reset_peak_memory(device)
     evaluator = ClassEvaluator(device, len(class_names))
     (metrics,) = evaluate_all([evaluated], loader, device, progress=sys.stderr.isatty(), evaluator=lambda: evaluator)
-    scales = {'scales': [list(size) for size in sizes]} if len(sizes) > 1 else {}
     classes = {'classes': evaluator.describe(class_names)} if args.per_class else {}
-    row = {'height': height, 'width': width, **scales, **metrics, 'peak_memory_mb': peak_memory_mb(device)}
-    return {**row, **classes}
+    return {**described, **metrics, 'peak_memory_mb': peak_memory_mb(device), **classes}
 
 
 if __name__ == '__main__':

@@ -10,7 +10,7 @@ import torch
 from helpers import CLOTHING, generator, link_photographs, make_folder
 from PIL import Image
 
-from aft_vision.data import create_eval_loader
+from aft_vision.data import NativeShape, Preprocessing, create_eval_loader
 from aft_vision.evaluate import evaluate, load_model
 from aft_vision.resolution import AveragedPrediction
 from tools.arguments import parse_size, parse_sizes
@@ -248,6 +248,58 @@ def test_several_checkpoints_make_a_grid_of_training_and_test_sizes(tmp_path, ca
     # A row of the grid is what its checkpoint gives alone.
     (alone,) = run_on(data, paths[1:], '48')
     assert alone['loss'] == pytest.approx(rows[3]['loss'], rel=1e-6)
+
+
+def test_native_shapes_are_evaluated_next_to_the_squares_of_as_many_tokens(tmp_path, capsys):
+    data = link_photographs(tmp_path / 'photographs', 0, 2)
+    path = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_classes=10, **AFT)
+    arguments = ['--data', str(data), '--workers', '0', '--native', '--max-tokens', '10', '5', '--per-class']
+    rows = main(['--checkpoint', str(path), *arguments, '--sizes', '64'])
+    sizes = [(row.get('height'), row.get('max_tokens')) for row in rows]
+    assert sizes == [(32, None), (48, None), (64, None), (None, 5), (None, 10)]
+    model = load_model(path)
+    for row, size in zip(
+        rows[1:], [(48, 48), (64, 64), *(NativeShape(count, (16, 16)) for count in (5, 10))], strict=True
+    ):
+        expected = evaluate(model, create_eval_loader(data, Preprocessing(size), 64, num_workers=0)[0])
+        assert row['loss'] == pytest.approx(expected['loss'], rel=1e-6)
+        assert (row['top1'], row['samples']) == (expected['top1'], 20)
+    assert 'native 10' in capsys.readouterr().out
+    assert json.loads((tmp_path / 'eval_resolution.json').read_text())['sizes'] == rows
+    other = make_checkpoint(tmp_path / 'other.pth', 'aft_conv_tiny', num_classes=10, **AFT)
+    grid = main(['--checkpoint', str(path), str(other), *arguments, '--out', str(tmp_path)])
+    assert [row.get('height') for row in grid] == [32, 48, None, None] * 2
+
+
+def test_the_table_has_the_standard_error_of_top_1(run, tmp_path, capsys):
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_classes=10, **AFT)
+    (row,) = run(checkpoint, '32')
+    header, line = (line.split() for line in capsys.readouterr().out.splitlines()[:2])
+    assert header[1:4] == ['top-1', '%', '+-']
+    error = 100 * ((row['top1'] / 100) * (1 - row['top1'] / 100) / 20) ** 0.5
+    assert [float(number) for number in line[1:3]] == [row['top1'], pytest.approx(error, abs=0.005)]
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (['--native'], '--native needs --max-tokens'),
+        (['--max-tokens', '9', '--sizes', '32'], '--max-tokens needs --native'),
+        (['--native', '--max-tokens', '0'], 'at least 1'),
+        (['--native', '--max-tokens', '9', '--flip'], 'neither --flip nor --pad'),
+        ([], 'expected --sizes, or --native'),
+    ],
+)
+def test_options_of_native_shapes_that_contradict_are_rejected(tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit):
+        main(['--checkpoint', str(tmp_path), '--data', str(tmp_path), *options])
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_of_one_shape_is_rejected_at_native_shapes(tmp_path):
+    path = make_checkpoint(tmp_path / 'best.pth', 'vit_tiny_patch16_224', num_heads=1, num_classes=2)
+    with pytest.raises(ValueError, match=r'got VisionTransformer: set sizes in pixels, by .* --sizes'):
+        main(['--checkpoint', str(path), '--data', str(tmp_path), '--native', '--max-tokens', '9'])
 
 
 def test_accuracies_of_the_classes_make_up_that_of_all(run, tmp_path, capsys):
