@@ -40,7 +40,7 @@ struct Window {
   Window(const Shape &shape, const WindowWeights &weights, const int64_t *, int64_t first, int lanes)
       : s(shape), taps(s.size * s.size) {
     const Vec outside = load(weights.outside() + first, lanes);
-    for (size_t i = 0; i < taps.size(); ++i) taps[i] = load(weights.tap(i, s.size) + first, lanes) - outside;
+    weights.each(s.size, [&](int64_t i, const float *tap) { taps[i] = load(tap + first, lanes) - outside; });
   }
 
   // For `mix_transposed`.

@@ -120,7 +120,7 @@ struct Worker {
       peak = key > peak ? key : peak;
     }
     fill(b, [&](int64_t t) { return exp_(at.later(t - at.t).read(call.k) - peak); });
-    for (size_t i = 0; i < taps.size(); ++i) taps[i] = load(call.weights.tap(i, s.size) + first, LANES);
+    call.weights.each(s.size, [&](int64_t i, const float *tap) { taps[i] = load(tap + first, LANES); });
     map.mix(taps.data(), load(call.weights.outside() + first, LANES), sums.data());
     const float extra = mask.fill(b);
     IntVec lost{};
@@ -142,7 +142,7 @@ struct Worker {
     const Place at{b, 0, first, rest(s.channels, first)};
     const int64_t start = b * s.tokens() * call.stride();
     fill(b, [&](int64_t t) { return heads.read(call.e + start + t * call.stride()) * at.later(t).read(call.v); });
-    for (size_t i = 0; i < taps.size(); ++i) taps[i] = heads.read(call.weights.tap(i, s.size));
+    call.weights.each(s.size, [&](int64_t i, const float *tap) { taps[i] = heads.read(tap); });
     map.mix(taps.data(), heads.read(call.weights.outside()), sums.data());
     for (int64_t t = 0; t < s.tokens(); ++t) {
       const Place to = at.later(t);

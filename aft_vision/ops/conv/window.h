@@ -75,6 +75,14 @@ struct WindowWeights {
 
   const float *outside() const { return data + side * side * stride; }
 
+  // Call `f` with each place of `size` x `size`, and its weights.
+  template <typename F>
+  void each(int64_t size, F f) const {
+    const float *row = data + (side - size) / 2 * (side + 1) * stride;
+    for (int64_t y = 0, i = 0; y < size; ++y, row += side * stride)
+      for (int64_t x = 0; x < size; ++x, ++i) f(i, row + x * stride);
+  }
+
   // The place i of `size` x `size`.
   const float *tap(int64_t i, int64_t size) const {
     const int64_t edge = (side - size) / 2;
