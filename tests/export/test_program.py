@@ -92,6 +92,14 @@ def test_onnxruntime_does_not_merge_the_columns_beside_the_maps_into_the_convolu
     assert [x for x in pads if any(x)] == [[2, 0, 2, 0]] * 2
 
 
+@pytest.mark.parametrize('size', SIZES, ids=str)
+def test_openvino_computes_the_same_file_at_every_size(onnx_file, size):
+    pytest.importorskip('openvino')
+    from tools.benchmark.models import openvino_runner
+
+    assert_equal(make(), openvino_runner(onnx_file[0], 1), 3, size)
+
+
 def test_an_onnx_file_says_how_images_are_prepared(onnx_file):
     onnx = pytest.importorskip('onnx')
     found = {entry.key: json.loads(entry.value) for entry in onnx.load(onnx_file[0]).metadata_props}
