@@ -20,8 +20,8 @@ class DataConfig(Source):
         eval_batch_size: Images per validation batch; None means as many as the model processes at once in training.
         max_tokens: Limit of the patches of an update, over all processes and parts: every image keeps its own shape, at
             the largest size with at most `max_tokens / batch_size` patches, in training and in validation; the batches
-            are those of timm's NaFlex. `img_size` is then only the size that the exported model names. None for images
-            of `img_size`.
+            are those of timm's NaFlex. `img_size` is then the grid of position parameters and the size that the
+            exported model names. None for images of `img_size`.
         train_sizes: Sides in pixels of square training images, instead of `img_size`; each update has one of them. None
             for only `img_size`.
         train_size_schedule: `constant` draws each of these sizes equally often; `progressive` goes from the first to
