@@ -168,7 +168,8 @@ def format_runs(rows: Sequence[Row]) -> str:
         'different seeds, and the standard error of a single figure is '
         f'{100 * math.sqrt(0.8 * 0.2 / images):.1f} points at 80 %. Against DeiT of the same seeds and epochs, of the '
         'moving averages in points: p of runs is the paired t test over seeds; p of images is the exact test of '
-        'McNemar for each seed, of the moving averages in float16.'
+        'McNemar for each seed, of the moving averages in float16. The weights kept of a run are the better of the '
+        'last ones and their average, on these same images.'
     )
     about_cost = (
         'images/s and MB (peak of the process) are of training, seconds those of training alone, until the weights or '
@@ -185,9 +186,17 @@ def wrap(text: str) -> str:
 
 def describe_origin(runs: Sequence[Run]) -> str:
     """Name the processors, the commits and the folders of the data."""
-    processors, commits = (sorted({run.result[key] for run in runs}) for key in ('processor', 'commit'))
+    results = [run.result for run in runs]
+    commits, processors = (sorted(set(found)) for found in zip(*map(describe_training, results), strict=True))
+    words = '; '.join(commits)
     folders = ', '.join(f'[{run.row}&nbsp;{run.seed}](data/imagenette/{run.row}_seed{run.seed})' for run in runs)
-    return f'{"; ".join(processors)}. Commit{"s" * (len(commits) > 1)} {", ".join(commits)}. Every run: {folders}.'
+    return f'{"; ".join(processors)}. {words[0].upper()}{words[1:]}. Every run: {folders}.'
+
+
+def describe_training(result: dict[str, Any]) -> tuple[str, str]:
+    """Return the commit and the processor of a run: those of publishing where those of training are not known."""
+    commit = f'commit {result["commit"]}' if 'commit' in result else f'published at commit {result["published_at"]}'
+    return commit, result['processor'] if 'processor' in result else f'published on {result["published_on"]}'
 
 
 def format_accuracy(row: Row, rows: Sequence[Row]) -> str:

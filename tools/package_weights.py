@@ -1,7 +1,10 @@
 """Weights of a published run inside the package, with their model card."""
 
 import json
-import shutil
+import shlex
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,17 @@ import torch
 import yaml
 
 from aft_vision.evaluate import load_model
+from aft_vision.files import replacing
 from aft_vision.models.weight_files import PACKAGED
 from aft_vision.visualize import class_names
+from tools.imagenette_page import describe_training
 
 MOST_BYTES = 12 * 10**6
+RECIPE = 'configs/small/imagenette.yaml'
+RESOLVE = f"""
+from train.config import load_config, save_config
+save_config(load_config({RECIPE!r}), '/dev/stdout')
+"""
 CARD = """# {name}
 
 An image classifier of {classes} classes, without attention: `{model}` of aft_vision, {parameters:,} parameters.
@@ -29,14 +39,13 @@ model = timm.create_model('{model}', pretrained=True).eval()
 | Classes | {words} |
 | Input | {height} x {width} pixels, crop {crop_pct}; takes {sizes} |
 | Top-1 | {top1:.2f} % on the {images:,} images of the official validation split |
-| Weights | {which} of the last of {epochs} epochs, in float16 |
+| Weights | {which} of the last of {epochs} epochs, in float16{chosen} |
 | Data | Imagenette, its official split; centre squares of 160 x 160 pixels, so not pixel for pixel fastai's |
-| Recipe | configs/small/imagenette.yaml at commit {commit}, learning rate {lr:g} per 512 images, seed {seed} |
-| Processor | {processor} |
+| Recipe | {recipe}, learning rate {lr:g} per 512 images, seed {seed} |
+| Training | {commit}; {processor} |
 
 ```sh
-python -m train.imagenet --config configs/small/imagenette.yaml data.dir=IMAGENETTE.tar \\
-    {overrides}
+{command}
 ```
 
 Imagenette is a subset of ImageNet, whose terms allow use of the images for non-commercial research and education only.
@@ -53,9 +62,15 @@ def package(folder: Path, place: Path = PACKAGED) -> Path:
         place: The folder of packaged weights.
 
     Raises:
-        ValueError: the model is none that may have packaged weights, it differs from the registered one, or all
-            packaged weights together would be too large.
+        ValueError: the model may not have packaged weights or differs from the registered one, training images were
+            held out for validation, or all packaged weights together would be too large.
     """
+    share = yaml.safe_load((folder / 'config.yaml').read_text())['data'].get('val_share')
+    if share is not None:
+        raise ValueError(
+            f'expected a run validated on the official split, got {folder} with data.val_share={share}: '
+            'train on all training images, with data.val_share=null'
+        )
     content = json.loads((folder / 'config.json').read_text())
     model = content['architecture']
     cfg: Any = timm.get_pretrained_cfg(model)
@@ -70,9 +85,10 @@ def package(folder: Path, place: Path = PACKAGED) -> Path:
             f'expected packaged weights of at most {MOST_BYTES:,} bytes in all, got {others:,} and these of '
             f'{file.stat().st_size:,}'
         )
-    place.mkdir(exist_ok=True)
-    shutil.copyfile(file, target)
-    target.with_suffix('.md').write_text(model_card(folder, f'{model}.{cfg.tag}'), encoding='utf-8')
+    card = model_card(folder, f'{model}.{cfg.tag}')
+    for path, content in ((target, file.read_bytes()), (target.with_suffix('.md'), card.encode())):
+        with replacing(path) as written:
+            written.write_bytes(content)
     return target
 
 
@@ -107,7 +123,9 @@ def model_card(folder: Path, name: str) -> str:
     cfg = model.pretrained_cfg
     _, height, width = cfg['input_size']
     epochs, lr, seed = config['schedule']['epochs'], config['optim']['lr'], config['run']['seed']
-    overrides = [f'model.name={cfg["architecture"]}', f'schedule.epochs={epochs}', f'optim.lr={lr}', f'run.seed={seed}']
+    commit, processor = describe_training(result)
+    top1 = result['top1_float16']
+    found = ' and '.join(f'{name} ({value:.2f} %)' for name, value in top1.items())
     return CARD.format(
         name=name,
         model=cfg['architecture'],
@@ -118,13 +136,46 @@ def model_card(folder: Path, name: str) -> str:
         width=width,
         crop_pct=cfg['crop_pct'],
         sizes='any multiple of the patch size' if not cfg['fixed_input_size'] else 'other sizes by `set_input_size`',
-        top1=result['top1_float16'][result['best']],
+        top1=top1[result['best']],
         images=len(result['right'][result['best']]),
         which={'weights': 'those', 'average': 'the moving average of those'}[result['best']],
+        chosen=f': the better of {found} on this split' if len(top1) > 1 else '',
         epochs=epochs,
+        recipe=RECIPE,
         lr=lr,
         seed=seed,
-        commit=result['commit'],
-        processor=result['processor'],
-        overrides=' '.join(overrides),
+        commit=commit,
+        processor=processor,
+        command=training_command(config),
     )
+
+
+def training_command(config: dict[str, Any]) -> str:
+    """Return the command of a run, with every key in which its config differs from RECIPE."""
+    recipe = flatten(yaml.safe_load(resolved_recipe()))
+    differences = [
+        shlex.quote(f'{key}={in_a_line(value)}')
+        for key, value in flatten(config).items()
+        if key not in ('data.dir', 'run.dir') and (key not in recipe or recipe[key] != value)
+    ]
+    command = f'python -m train.imagenet --config {RECIPE} data.dir=IMAGENETTE.tar'
+    return f'{command} \\\n    {" ".join(differences)}' if differences else command
+
+
+def in_a_line(value: Any) -> str:
+    """Return a value as YAML in one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix('...').strip()
+
+
+@cache
+def resolved_recipe() -> str:
+    """Return RECIPE with all defaults, as YAML."""
+    # The trainer is a program of its own: tools import nothing of it.
+    root = Path(__file__).parents[1]
+    command = [sys.executable, '-c', RESOLVE]
+    return subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def flatten(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config by `section.key`."""
+    return {f'{section}.{key}': value for section, keys in config.items() for key, value in keys.items()}

@@ -7,7 +7,8 @@ RUN is the folder of a complete run of train.imagenet, named after its row, lear
 conv_8e-3_seed0. What later work needs goes to docs/results/data/imagenette/ROW_seedN: summary.csv, config.yaml, the
 weights of the last epoch or their moving average, whichever is better, in float16 (config.json and model.safetensors,
 which load as every exported folder), and result.json: accuracy of the float16 weights, the answer to each validation
-image, commit and processor. --no-weights leaves the weights out.
+image, commit and processor. --no-weights leaves the weights out. --commit and --processor say where it was trained;
+without them the page and the card say where it was published.
 
 --package also puts the weights of RUN into the package, with a model card: aft_vision/weights/NAME.TAG.safetensors,
 which `timm.create_model(NAME, pretrained=True)` then loads.
@@ -16,11 +17,14 @@ Without RUN only docs/results/imagenette.md and its picture are written, from wh
 """
 
 import argparse
+import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -40,7 +44,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--workers', type=parse_count, default=1, help='decoding processes (default: 1)')
     add('--no-weights', dest='weights', action='store_false', help='publish the results only')
     add('--package', action='store_true', help='put the weights of one RUN into the package')
-    add('--commit', help='commit that the run was trained at (default: the one checked out)')
+    add('--commit', help='commit that the run was trained at')
+    add('--processor', help='processor that the run was trained on')
     add('--docs', type=Path, default=DOCS, help=f'folder of the results pages (default: {DOCS})')
     add_device(parser)
     args = parser.parse_args(argv)
@@ -69,15 +74,15 @@ from aft_vision.files import LAST
 from aft_vision.visualize import read_history
 from tools.imagenette_page import write_page
 from tools.machine import describe_processor
-from tools.package_weights import package
+from tools.package_weights import flatten, package
 
 
 def main(argv: Sequence[str] | None = None) -> list[Path]:
     """Publish the runs, write the page, and return the folders of the published runs.
 
     Raises:
-        ValueError: a run is not complete, its data set is not the one it was trained on, or its weights do not fit
-            the registered model.
+        ValueError: a run is not complete, is not the one kept of that row and seed, or keeps the shapes of images;
+            the data set is another one; or the weights may not be packaged.
     """
     args = parse_args(argv)
     folders = [publish(run, args) for run in args.runs]
@@ -91,30 +96,28 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
 def publish(run: Path, args: argparse.Namespace) -> Path:
     """Write what is kept of a run and return its folder."""
     config, content = read_run(run)
+    row = args.row or re.sub(r'(_\d+(\.\d+)?e-\d+)?(_seed\d+)?$', '', run.resolve().name)
+    folder = args.docs / 'data' / 'imagenette' / f'{row}_seed{config["run"]["seed"]}'
+    kept = without_places(config)
+    check_same_run(folder, kept)
     models = load_weights(run, content)
     right, top1 = answer(models, config, args)
     history = read_history(run / 'summary.csv')
     last = {'weights': history[-1]['eval_top1'], 'average': history[-1].get('eval_ema_top1', -1.0)}
     best = max(models, key=lambda name: last[name])
-    row = args.row or re.sub(r'(_\d+(\.\d+)?e-\d+)?(_seed\d+)?$', '', run.resolve().name)
-    folder = args.docs / 'data' / 'imagenette' / f'{row}_seed{config["run"]["seed"]}'
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    if args.weights:
-        export_model(models[best].half(), folder, content['class_names'], content['data_config'])
-    shutil.copy(run / 'summary.csv', folder)
-    # Where the run and its data were is of no use to others.
-    config['run']['dir'], config['data']['dir'] = None, Path(config['data']['dir']).name
-    (folder / 'config.yaml').write_text(yaml.safe_dump(config, sort_keys=False))
     result = {
         'parameters': sum(x.numel() for x in models[best].parameters()),
         'best': best,
         'top1_float16': top1,
         'right': right,
-        'commit': args.commit or checked_out(),
-        'processor': describe_processor(resolve_device(config['run']['device'])),
+        **describe_training(args),
     }
-    (folder / 'result.json').write_text(json.dumps(result, indent=1) + '\n')
+    with replacing_folder(folder) as written:
+        if args.weights:
+            export_model(models[best].half(), written, content['class_names'], content['data_config'])
+        shutil.copy(run / 'summary.csv', written)
+        (written / 'config.yaml').write_text(yaml.safe_dump(kept, sort_keys=False))
+        (written / 'result.json').write_text(json.dumps(result, indent=1) + '\n')
     found = ', '.join(f'{name} {value:.2f} %' for name, value in top1.items())
     print(f'{folder} is written: top-1 in float16: {found}; the better in the last epoch: {best}')
     return folder
@@ -124,16 +127,65 @@ def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the resolved config and the last checkpoint of a complete run.
 
     Raises:
-        ValueError: the folder has no run, or one that has not ended.
+        ValueError: the folder has no run, or one that has not ended or is of images of their own shapes.
     """
     missing = [name for name in (LAST, 'config.yaml', 'summary.csv') if not (run / name).is_file()]
     if missing:
         raise ValueError(f'expected the folder of a run of train.imagenet, got {run} without {missing[0]}')
     config, content = yaml.safe_load((run / 'config.yaml').read_text()), read_checkpoint(run / LAST)
-    epochs = config['schedule']['epochs']
+    tokens, epochs = config['data'].get('max_tokens'), config['schedule']['epochs']
+    if tokens is not None:
+        raise ValueError(
+            f'expected a run of squares, which are what is answered here, got {run} with data.max_tokens={tokens}: '
+            'measure it by tools.eval_resolution --native, or train with data.max_tokens=null'
+        )
     if content['epoch'] != epochs:
         raise ValueError(f'expected a complete run of {epochs} epochs, got {run} after {content["epoch"]}')
     return config, content
+
+
+def without_places(config: Any) -> Any:
+    """Return a config without the places of files: `run.dir` is None, every other path its last part."""
+    kept = _shorten(config)
+    kept['run']['dir'], kept['data']['dir'] = None, Path(config['data']['dir']).name
+    return kept
+
+
+def _shorten(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shorten(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_shorten(each) for each in value]
+    # Absolute ones, also of an exported folder by timm's name. Others mean the same to everyone.
+    found = re.fullmatch(r'(local-dir:)?(~?/.*)', value) if isinstance(value, str) else None
+    return value if found is None else f'{found[1] or ""}{Path(found[2]).name}'
+
+
+def check_same_run(folder: Path, config: dict[str, Any]) -> None:
+    """Raise a ValueError if the folder holds a run with another config, wherever the two and their data were."""
+    path = folder / 'config.yaml'
+    if not path.is_file():
+        return
+    before, now = (flatten(each) for each in (yaml.safe_load(path.read_text()), config))
+    for key in dict.fromkeys([*before, *now]):
+        if key not in ('run.dir', 'data.dir') and before.get(key) != now.get(key):
+            raise ValueError(
+                f'expected the run of {folder} again, got one with {key}={now.get(key)} instead of {before.get(key)}: '
+                'give it another row by --row NAME, or remove that folder'
+            )
+
+
+@contextlib.contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder to fill, which then replaces `folder`; after an error nothing changes."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f'.{folder.name}.', suffix='.tmp', dir=folder.parent) as temporary:
+        written = Path(temporary) / folder.name
+        written.mkdir()
+        yield written
+        if folder.exists():
+            os.replace(folder, Path(temporary) / 'before')
+        os.replace(written, folder)
 
 
 def load_weights(run: Path, content: dict[str, Any]) -> dict[str, nn.Module]:
@@ -181,6 +233,15 @@ def answer(
     metrics = evaluate_all([model.to(device) for model in models.values()], loader, device, evaluator=evaluator)
     right = {name: each.right for name, each in zip(models, evaluators, strict=True)}
     return right, {name: each['top1'] for name, each in zip(models, metrics, strict=True)}
+
+
+def describe_training(args: argparse.Namespace) -> dict[str, str]:
+    """Return where a run was trained, as far as it was said, and otherwise where it is published."""
+    commit = {'commit': args.commit} if args.commit else {'published_at': checked_out()}
+    place = {'processor': args.processor}
+    if not args.processor:
+        place = {'published_on': describe_processor(resolve_device(args.device))}
+    return commit | place
 
 
 def checked_out() -> str:

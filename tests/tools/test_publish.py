@@ -76,11 +76,14 @@ def make_run(folder: Path, data: Path, name: str, kwargs: dict, top1: list[tuple
 
 def test_a_published_run_is_a_folder_that_loads_with_its_answers(data, docs, tmp_path):
     run = make_run(tmp_path / 'conv_8e-3_seed0', data, 'aft_conv_nano', CONV, [(50.0, 40.0), (60.0, 65.0)], answer=3)
+    change_config(run, 'run.device', 'cuda')
     (folder,) = publish.main([str(run), '--docs', str(docs), '--workers', '0', '--commit', 'abc'])
     assert folder == docs / 'data' / 'imagenette' / 'conv_seed0'
     assert (folder / 'summary.csv').read_text() == (run / 'summary.csv').read_text()
     config = yaml.safe_load((folder / 'config.yaml').read_text())
     assert (config['run']['dir'], config['data']['dir'], config['optim']['lr']) == (None, data.name, 0.008)
+    # It was trained on a GPU, which this machine need not have.
+    assert config['run']['device'] == 'cuda'
     result = json.loads((folder / 'result.json').read_text())
     assert (result['best'], result['commit'], result['parameters']) == ('average', 'abc', 1_310_346)
     assert result['right']['average'] == '0001000000'
@@ -90,6 +93,81 @@ def test_a_published_run_is_a_folder_that_loads_with_its_answers(data, docs, tmp
     average = torch.load(run / 'last.pth', weights_only=True)['ema_state_dict']
     for key, x in load_model(folder).state_dict().items():
         assert torch.equal(x, average[key].half().float()), key
+
+
+def change_config(run: Path, key: str, value: object) -> None:
+    config = yaml.safe_load((run / 'config.yaml').read_text())
+    section, name = key.split('.')
+    config.setdefault(section, {})[name] = value
+    (run / 'config.yaml').write_text(yaml.safe_dump(config))
+
+
+@pytest.mark.parametrize(
+    ('key', 'value', 'kept'),
+    [
+        ('run.init_from', '/home/me/runs/a/best.pth', 'best.pth'),
+        ('distill.teacher', 'local-dir:/home/me/export', 'local-dir:export'),
+        ('distill.teacher', 'deit_tiny_patch16_224', 'deit_tiny_patch16_224'),
+        (
+            'distill.teacher_args',
+            {'pretrained_cfg_overlay': {'file': '~/w.pth'}},
+            {'pretrained_cfg_overlay': {'file': 'w.pth'}},
+        ),
+        ('data.name', ['/home/me/a.tar', 'hfds/a/b', 3], ['a.tar', 'hfds/a/b', 3]),
+    ],
+)
+def test_no_path_of_the_machine_is_published(data, docs, tmp_path, monkeypatch, key, value, kept):
+    run = make_run(tmp_path / 'conv_seed0', data, 'aft_simple_nano', SIMPLE, [(60.0, 65.0)], answer=3)
+    change_config(run, key, value)
+    monkeypatch.setattr(
+        publish, 'answer', lambda *args: ({'weights': '1', 'average': '1'}, {'weights': 100.0, 'average': 100.0})
+    )
+    (folder,) = publish.main([str(run), '--docs', str(docs), '--no-weights'])
+    section, name = key.split('.')
+    assert yaml.safe_load((folder / 'config.yaml').read_text())[section][name] == kept
+    for path in folder.iterdir():
+        assert '/home/me' not in path.read_text()
+        assert str(tmp_path) not in path.read_text()
+
+
+def test_a_published_run_stays_until_the_new_one_is_complete_and_is_replaced_by_itself_only(
+    data, docs, tmp_path, monkeypatch
+):
+    run = make_run(tmp_path / 'conv_8e-3_seed0', data, 'aft_simple_nano', SIMPLE, [(60.0, 65.0)], answer=3)
+    arguments = ['--docs', str(docs), '--workers', '0']
+    (folder,) = publish.main([str(run), *arguments])
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with monkeypatch.context() as patch:
+
+        def fail(*args: object) -> None:
+            raise OSError('the disk is full')
+
+        patch.setattr(publish, 'export_model', fail)
+        with pytest.raises(OSError, match='the disk is full'):
+            publish.main([str(run), *arguments])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    other = make_run(tmp_path / 'conv_4e-3_seed0', data, 'aft_simple_nano', SIMPLE, [(50.0, 55.0)], answer=3)
+    change_config(other, 'optim.lr', 0.004)
+    with pytest.raises(ValueError, match=r'got one with optim\.lr=0\.004 instead of 0\.008: .* --row NAME'):
+        publish.main([str(other), *arguments])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    publish.main([str(other), *arguments, '--row', 'conv_slow'])
+    # The same run elsewhere.
+    change_config(run, 'run.dir', 'elsewhere')
+    publish.main([str(run), *arguments, '--no-weights'])
+    assert sorted(path.name for path in folder.iterdir()) == ['config.yaml', 'result.json', 'summary.csv']
+    assert sorted(path.name for path in folder.parent.iterdir()) == ['conv_seed0', 'conv_slow_seed0']
+
+
+def test_the_place_of_training_is_only_named_where_it_is_known(data, docs, tmp_path, monkeypatch):
+    run = make_run(tmp_path / 'conv_seed0', data, 'aft_simple_nano', SIMPLE, [(60.0, 65.0)], answer=3)
+    monkeypatch.setattr(publish, 'checked_out', lambda: 'abc')
+    monkeypatch.setattr(publish, 'describe_processor', lambda device: 'This')
+    arguments = [str(run), '--docs', str(docs), '--workers', '0', '--no-weights']
+    publish.main(arguments)
+    assert 'published on This. Published at commit abc. Every run' in (docs / imagenette_page.PAGE).read_text()
+    publish.main([*arguments, '--commit', 'def', '--processor', 'That'])
+    assert ' That. Commit def. Every run' in (docs / imagenette_page.PAGE).read_text()
 
 
 def test_the_tables_have_the_figures_of_the_runs(data, docs, tmp_path, capsys):
@@ -132,17 +210,42 @@ def test_a_page_without_markers_is_an_error(docs):
         publish.main(['--docs', str(docs)])
 
 
-def test_packaged_weights_are_those_of_the_run_and_have_a_card(data, docs, tmp_path):
+def test_packaged_weights_are_those_of_the_run_and_have_a_card(data, docs, tmp_path, monkeypatch):
     run = make_run(tmp_path / 'conv_8e-3_seed0', data, 'aft_conv_nano', CONV, [(60.0, 65.0)], answer=3)
+    change_config(run, 'optim.clip_grad', None)
     (folder,) = publish.main([str(run), '--docs', str(docs), '--workers', '0', '--commit', 'abc'])
+    result = json.loads((folder / 'result.json').read_text())
+    result['top1_float16']['weights'] = 9.0
+    (folder / 'result.json').write_text(json.dumps(result))
     path = package_weights.package(folder, tmp_path / 'weights')
     assert path.name == 'aft_conv_nano.imagenette.safetensors'
     assert path.read_bytes() == (folder / 'model.safetensors').read_bytes()
     card = path.with_suffix('.md').read_text()
-    for words in ('10.00 % on the 10 images', 'English springer', 'non-commercial', 'commit abc', 'optim.lr=0.008'):
+    for words in ('10.00 % on the 10 images', 'English springer', 'non-commercial', 'commit abc', 'rate 0.008 per'):
         assert words in card
+    assert 'the better of weights (9.00 %) and average (10.00 %) on this split' in card
+    # All in which the run differs from the recipe: make_run writes no other keys.
+    changes = ['data.batch_size=4', 'data.eval_batch_size=5', 'optim.clip_grad=null', 'run.device=cpu']
+    (line,) = re.findall(r'IMAGENETTE\.tar \\\n    (.*)\n```', card)
+    assert sorted(line.split()) == [*changes, 'schedule.epochs=1']
+    config = yaml.safe_load((folder / 'config.yaml').read_text())
+    recipe = yaml.safe_load(package_weights.resolved_recipe())
+    assert package_weights.training_command({**recipe, 'run': {**recipe['run'], 'dir': None}}).endswith('.tar')
+    assert "'data.img_size=[64, 96]'" in package_weights.training_command({'data': {'img_size': [64, 96]}})
+    before = {path.name: path.read_bytes() for path in path.parent.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(package_weights, 'model_card', lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            package_weights.package(folder, tmp_path / 'weights')
+    assert {path.name: path.read_bytes() for path in path.parent.iterdir()} == before
     (tmp_path / 'weights' / 'aft_other.imagenette.safetensors').write_bytes(bytes(package_weights.MOST_BYTES))
     with pytest.raises(ValueError, match=r'at most 12,000,000 bytes in all'):
+        package_weights.package(folder, tmp_path / 'weights')
+    config['data']['val_share'] = 0.1
+    (folder / 'config.yaml').write_text(yaml.safe_dump(config))
+    with pytest.raises(
+        ValueError, match=r'validated on the official split, got .* with data\.val_share=0\.1: train on all'
+    ):
         package_weights.package(folder, tmp_path / 'weights')
 
 
@@ -168,6 +271,11 @@ def test_a_run_that_has_not_ended_is_refused(data, docs, tmp_path):
     config['schedule']['epochs'] = 20
     (run / 'config.yaml').write_text(yaml.safe_dump(config))
     with pytest.raises(ValueError, match=r'run of 20 epochs, got .*conv_seed0 after 1'):
+        publish.main([str(run), '--docs', str(docs)])
+    change_config(run, 'data.max_tokens', 576)
+    with pytest.raises(
+        ValueError, match=r'a run of squares.* data\.max_tokens=576: .* tools\.eval_resolution --native'
+    ):
         publish.main([str(run), '--docs', str(docs)])
     (run / 'summary.csv').unlink()
     with pytest.raises(ValueError, match=r'got .*conv_seed0 without summary\.csv'):
