@@ -41,9 +41,9 @@ class FusedModule(nn.Module):
         self.fused_from: list[tuple[int, int]] = []
         # The last other grid and the result there.
         self.resized: tuple[tuple[int, int], Tensor] | None = None
-        # Weights of the cached result (True) and of the one at another grid (False), each with the result and the type
-        # that it is of.
-        self.kept: dict[bool, tuple[Tensor, torch.dtype, Tensor | None]] = {}
+        # Weights of the cached result (True) and of the one at another grid (False), each after the result and the type
+        # of values that they were made for.
+        self.kept: dict[bool, tuple[Tensor, torch.dtype, Tensor]] = {}
 
     def compute(self) -> Tensor:
         """Compute the result from the parameters."""
@@ -106,7 +106,10 @@ class FusedModule(nn.Module):
         return self._checked_value_at(grid)
 
     def weights(self, result: Tensor, v: Tensor) -> Tensor | None:
-        """Return the weights of a cached result for calls with such values, made at the first; None of any other."""
+        """Return the weights of a cached result for values of this type, or None if the result is not a cached one.
+
+        The first call makes them.
+        """
         if torch.jit.is_scripting():
             return None
         return self._kept_weights(result, v)
@@ -120,9 +123,13 @@ class FusedModule(nn.Module):
             return None
         kept = self.kept.get(own)
         # Another thread may replace them at any time.
-        if kept is None or kept[0] is not result or kept[1] != v.dtype:
-            kept = self.kept[own] = result, v.dtype, bias_weights(self.operator, result, v)
-        return kept[2]
+        if kept is not None and kept[0] is result and kept[1] == v.dtype:
+            return kept[2]
+        weights = bias_weights(self.operator, result, v)
+        # A later call may have some where this one has none: a transform or a mode sees it.
+        if weights is not None:
+            self.kept[own] = result, v.dtype, weights
+        return weights
 
     @torch.jit.unused
     def _checked_value(self) -> Tensor:
@@ -141,12 +148,16 @@ class FusedModule(nn.Module):
             return self.value()
         if self.fused is None or self.training or torch.jit.is_tracing() or not self._reuses():
             return self.compute_at(grid)
-        # Another thread may replace it at any time. A captured CUDA graph would read one that is freed.
+        # Another thread may replace it at any time. A captured CUDA graph would read one that is freed; a fake tensor has
+        # no memory.
         resized = self.resized
         if resized is None or resized[0] != grid:
+            # The old one and its weights are freed before the new one is made.
+            self.resized = resized = None
+            self.kept.pop(False, None)
             with torch.inference_mode(False), torch.no_grad():
                 resized = grid, self.compute_at(grid)
-            self.resized = resized if resized[1].is_cpu else None
+            self.resized = resized if type(resized[1]) is Tensor and resized[1].is_cpu else None
         return resized[1]
 
     @torch.jit.unused

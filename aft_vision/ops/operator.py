@@ -520,16 +520,20 @@ def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
         v: values of such a call, which decide by their device and type.
 
     Returns:
-        The argument `weights` of that operation; None where no form takes any.
+        The argument `weights` of that operation; None where no form takes any, or a compiler, a transform, a mode or a
+        subclass sees the call.
 
     Raises:
-        ValueError: bias has another shape.
+        ValueError: name is another one, or bias has another shape.
     """
+    if name not in _WEIGHED:
+        raise ValueError(f'name must be one of {", ".join(_WEIGHED)}, got {name!r}')
     module, dimensions = _WEIGHED[name]
     if bias.ndim != dimensions or bias.shape[-1] != bias.shape[-2]:
         shape = '(T, T)' if dimensions == 2 else '(h, s, s)'
         raise ValueError(f'bias must have shape {shape} for {name}, got {tuple(bias.shape)}')
-    if not bias.is_cpu or not _runs_compiled(Qkv(None, v, v, None)):
+    # Kernels read the memory of plain tensors.
+    if _is_watched((bias, v)) or not bias.is_cpu or not _runs_compiled(Qkv(None, v, v, None)):
         return None
     with without_autocast('cpu'):
         return _module(module).bias_weights(bias.detach(), v)

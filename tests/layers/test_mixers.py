@@ -10,6 +10,7 @@ import timm
 import torch
 from helpers import BOUNDS, assert_close, generator, randn
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aft_vision import ops
 from aft_vision.layers import (
@@ -445,6 +446,41 @@ def test_files_and_copies_of_a_fused_mixer_have_no_weights(name: str):
         parameter.zero_()
     assert not torch.equal(copied(x, GRID), expected)
     assert torch.equal(mixer(x, GRID), expected)
+
+
+def jvp_of(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
+
+
+def grad_of(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.func.grad(lambda y: function(y).square().sum())(x)
+
+
+@pytest.mark.parametrize('grid', [GRID, (2, 6)], ids=str)
+@pytest.mark.parametrize('transform', [jvp_of, grad_of])
+@pytest.mark.parametrize('name', WEIGHED)
+def test_a_transform_of_a_fused_mixer_is_that_of_the_mixer(name: str, transform, grid: tuple[int, int]):
+    mixer, _, x = weighed(name)
+    mixer.requires_grad_(False)
+    expected, y = transform(lambda each: mixer(each, grid), x), mixer(x, grid)
+    mixer.fuse()
+    for _ in range(2):
+        # Before its weights are made, and after.
+        assert_close(transform(lambda each: mixer(each, grid), x), expected.double(), 1e-5)
+        assert torch.equal(mixer(x, grid), y)
+
+
+@pytest.mark.parametrize('grid', [GRID, (2, 6)], ids=str)
+@pytest.mark.parametrize('name', WEIGHED)
+@torch.no_grad()
+def test_fake_tensors_leave_a_fused_mixer_as_it_is(name: str, grid: tuple[int, int]):
+    mixer, _, x = weighed(name)
+    y = mixer(x, grid)
+    mixer.fuse()
+    for _ in range(2):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert mixer(torch.empty(x.shape), grid).shape == y.shape
+        assert torch.equal(mixer(x, grid), y)
 
 
 @torch.no_grad()
