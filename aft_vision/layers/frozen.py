@@ -4,6 +4,8 @@ Eq. 8 and the exponentials of the bias are computed once, in float64, and stored
 biases, whose exponentials depend on the grid.
 """
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -42,7 +44,7 @@ class FrozenMixer(nn.Module):
     """A mixer's projections around an aten form with constant position weights.
 
     Args:
-        mixer: the mixer whose parameters are shared.
+        mixer: the mixer, which must not be used afterwards: its local convolution is reordered in place.
         order: order of the channels of queries and values between the projections.
     """
 
@@ -149,7 +151,7 @@ class FrozenFull(FrozenMixer):
 def freeze(mixer: AFTMixer, grid: tuple[int, int] | None, form: str = 'conv') -> nn.Module:
     """Build the exportable form of a mixer for evaluation, with constant position weights.
 
-    Do not use the mixer afterwards: its projections are shared, and its position bias is converted to float64.
+    The mixer is copied: it does not change, and shares no parameter with the result.
 
     Args:
         grid: (H, W) in tokens, for the forms that depend on it; None means the mixer's own grid, if it has one.
@@ -162,6 +164,7 @@ def freeze(mixer: AFTMixer, grid: tuple[int, int] | None, form: str = 'conv') ->
         raise ValueError(f'form must be one of {", ".join(FORMS)}, got {form!r}')
     if getattr(mixer, 'causal', False):
         raise ValueError(f'expected a mixer over an image, got a causal {type(mixer).__name__}, which has no aten form')
+    mixer = copy.deepcopy(mixer)
     if isinstance(mixer, AFTConv):
         if form == 'conv':
             return FrozenConv(mixer)

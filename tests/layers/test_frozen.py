@@ -43,10 +43,25 @@ def randomized(mixer: nn.Module) -> nn.Module:
 @torch.no_grad()
 def test_a_frozen_mixer_gives_the_same(name: str, form: str):
     mixer = randomized(MAKERS[name]()).double()
-    frozen = freeze(copy.deepcopy(mixer), GRID, form)
+    frozen = freeze(mixer, GRID, form)
     x, mask = randn(2, 12, 8), torch.arange(12).expand(2, -1) < 7
     assert_close(frozen(x, GRID), mixer(x, GRID), 1e-12)
     assert_close(frozen(x, GRID, mask), mixer(x, GRID, mask), 1e-12)
+
+
+@pytest.mark.parametrize('form', ['conv', 'matmul'])
+@pytest.mark.parametrize('name', MAKERS)
+@torch.no_grad()
+def test_freezing_leaves_the_mixer_as_it_is(name: str, form: str):
+    mixer, x = randomized(MAKERS[name]()), randn(2, 12, 8).float()
+    expected, state = mixer(x, GRID), copy.deepcopy(mixer.state_dict())
+    for parameter in freeze(mixer, GRID, form).parameters():
+        parameter.zero_()
+    for key, value in mixer.state_dict().items():
+        assert value.dtype == state[key].dtype, key
+        assert torch.equal(value, state[key]), key
+    assert torch.equal(mixer(x, GRID), expected)
+    assert not getattr(mixer, 'exportable', False)
 
 
 def test_a_frozen_mixer_keeps_its_constants_in_float32():
@@ -59,7 +74,7 @@ def test_a_frozen_mixer_keeps_its_constants_in_float32():
 @torch.no_grad()
 def test_a_form_for_every_grid_serves_another_one(name: str):
     mixer = randomized(MAKERS[name]()).double()
-    frozen = freeze(copy.deepcopy(mixer), GRID)
+    frozen = freeze(mixer, GRID)
     assert_close(frozen(randn(2, 35, 8), (5, 7)), mixer(randn(2, 35, 8), (5, 7)), 1e-12)
 
 
