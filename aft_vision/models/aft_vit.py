@@ -382,7 +382,9 @@ def pool_tokens(x: Tensor, mask: Tensor | None, pool_type: str, num_prefix_token
     if not include_prefix:
         x, mask = x[:, num_prefix_tokens:], mask[:, num_prefix_tokens:]
     weight = mask.unsqueeze(-1)
-    mean = ((x * weight).sum(1) / weight.sum(1).clamp(min=1)).to(x.dtype)
+    # A sum over many tokens overflows in float16.
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mean = ((x * weight).sum(1, dtype=dtype) / weight.sum(1).clamp(min=1)).to(x.dtype)
     if pool_type == 'avg':
         return mean
     peak = x.masked_fill(~weight, float('-inf')).amax(1).masked_fill(~weight.any(1), 0.0)
@@ -479,10 +481,11 @@ def _create_aft(variant: str, pretrained: bool = False, **kwargs: Any) -> AFTVis
         feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
         **kwargs,
     )
-    # The names are those of the classes that the weights know.
+    # Names that were not given are those of the classes that the weights know.
     cfg: Any = model.pretrained_cfg
-    if not pretrained or getattr(model, 'num_classes', None) != len(cfg.get('label_names', ())):
-        cfg.pop('label_names', None)
+    untrained = not pretrained or getattr(model, 'num_classes', None) != len(IMAGENETTE)
+    if untrained and cfg.get('label_names') == IMAGENETTE:
+        del cfg['label_names']
     return model
 
 

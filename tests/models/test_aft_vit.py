@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import aft_vision
-from aft_vision.models.aft_vit import checkpoint_filter_fn
+from aft_vision.models.aft_vit import checkpoint_filter_fn, pool_tokens
 
 MODELS = timm.list_models(module='aft_vit')
 SMALL: dict[str, Any] = dict(embed_dim=48, depth=2, num_classes=7)
@@ -225,6 +225,19 @@ def test_a_mask_makes_a_padded_batch_equal_each_image_alone(name: str):
             assert_close(model(batch, attn_mask=mask.flatten(1)), y, 1e-6)
             for i, (height, width) in enumerate(sizes):
                 assert_close(y[i : i + 1], model(images(height, width, batch=1)), 1e-5)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize('pool_type', ['avg', 'avgmax'])
+def test_a_masked_mean_of_many_tokens_keeps_its_digits(pool_type: str, dtype: torch.dtype):
+    # The sum of 9216 tokens near 8 is beyond float16.
+    x, mask = (8 + randn(2, 9216, 5)).to(dtype), torch.arange(9216).expand(2, -1) < 9000
+    y = pool_tokens(x, mask, pool_type, 0, True)
+    assert y.dtype == dtype
+    kept = x[:, :9000].double()
+    expected = kept.mean(1) if pool_type == 'avg' else 0.5 * (kept.mean(1) + kept.amax(1))
+    # One or two roundings to the type of the tokens.
+    torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps + 1e-12, atol=0)
 
 
 @pytest.mark.parametrize('name', FAMILIES)

@@ -97,3 +97,12 @@ def test_another_size_resamples_what_depends_on_it(name, file):
 
 def test_an_untrained_model_has_no_names_of_classes():
     assert class_names(create('aft_conv_nano')) == [f'class {i}' for i in range(10)]
+
+
+def test_names_of_classes_that_are_given_are_kept(file):
+    overlay = {'label_names': ('yes', 'no')}
+    given = timm.create_model('aft_conv_nano', num_classes=2, pretrained_cfg_overlay=overlay)
+    assert class_names(given) == ['yes', 'no']
+    trained = overlay | {'file': str(file['aft_conv_nano'])}
+    given = timm.create_model('aft_conv_nano', pretrained=True, num_classes=2, pretrained_cfg_overlay=trained)
+    assert class_names(given) == ['yes', 'no']
