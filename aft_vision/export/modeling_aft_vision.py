@@ -94,7 +94,7 @@ class AFTVisionModel(AFTVisionPreTrainedModel):
         self.post_init()
 
     def forward(
-        self, pixel_values: Tensor, attn_mask: Tensor | None = None, return_dict: bool | None = None, **kwargs: Any
+        self, pixel_values: Tensor, attn_mask: Tensor | None = None, return_dict: bool | None = None
     ) -> BaseModelOutputWithPooling | tuple[Tensor, ...]:
         """Compute tokens (B, T, C) after the final norm, and the input of the classifier, (B, C).
 
@@ -122,7 +122,6 @@ class AFTVisionForImageClassification(AFTVisionPreTrainedModel):
         attn_mask: Tensor | None = None,
         labels: Tensor | None = None,
         return_dict: bool | None = None,
-        **kwargs: Any,
     ) -> ImageClassifierOutput | tuple[Tensor, ...]:
         """Compute logits (B, classes), and with labels (B,) the cross-entropy.
 
