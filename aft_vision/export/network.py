@@ -445,7 +445,7 @@ class Network(nn.Module):
             (B, T, C), class and register tokens first.
         """
         x, grid = self.patch_embed(images)
-        mask = None if attn_mask is None else self.token_mask(attn_mask, grid)
+        mask = None if attn_mask is None else self.token_mask(attn_mask, len(x), grid)
         x = self.norm_pre(self.embed_positions(x, grid))
         for block in self.blocks:
             x = block(x, grid, mask)
@@ -462,16 +462,17 @@ class Network(nn.Module):
             return torch.cat([*prefix, x + positions], dim=1)
         return torch.cat([*prefix, x], dim=1) + positions
 
-    def token_mask(self, mask: Tensor, grid: Grid) -> Tensor:
+    def token_mask(self, mask: Tensor, batch: int, grid: Grid) -> Tensor:
         """Return the mask of all tokens, (B, T), from that of the patches; prefix tokens count.
 
         Raises:
-            ValueError: the mask is not of type bool or not of the grid.
+            ValueError: the mask is not of type bool, or not of the batch and the grid.
         """
-        if mask.dtype != torch.bool or tuple(mask.shape[1:]) not in (grid, (grid[0] * grid[1],)):
+        shapes = (batch, *grid), (batch, grid[0] * grid[1])
+        if mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
             raise ValueError(
-                f'attn_mask must be a bool tensor of shape (B, {grid[0]}, {grid[1]}) or (B, {grid[0] * grid[1]}), '
-                f'True where a patch counts, got {mask.dtype} of shape {tuple(mask.shape)}'
+                f'attn_mask must be a bool tensor of shape {shapes[0]} or {shapes[1]}, True where a patch counts, '
+                f'got {mask.dtype} of shape {tuple(mask.shape)}'
             )
         mask = mask.flatten(1)
         return torch.cat([mask.new_ones(len(mask), self.arch.prefix), mask], dim=1)
@@ -482,14 +483,16 @@ class Network(nn.Module):
         if kind == 'token':
             x = x[:, 0]
         elif kind:
-            counts = x.new_ones(x.shape[:2], dtype=torch.bool)
-            if attn_mask is not None:
-                counts[:, prefix:] = attn_mask.flatten(1)
-            if not self.arch.pool_include_prefix:
-                x, counts = x[:, prefix:], counts[:, prefix:]
-            counts = counts.unsqueeze(-1)
-            mean = ((x * counts).sum(1) / counts.sum(1).clamp(min=1)).to(x.dtype)
-            peak = x.masked_fill(~counts, float('-inf')).amax(1).masked_fill(~counts.any(1), 0.0)
+            first = 0 if self.arch.pool_include_prefix else prefix
+            x = x[:, first:]
+            if attn_mask is None:
+                mean, peak = x.mean(1), x.amax(1)
+            else:
+                counts = F.pad(attn_mask.flatten(1), (prefix - first, 0), value=True).unsqueeze(-1)
+                # A sum of many tokens is above the largest number of float16.
+                total = (x * counts).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
+                mean = (total / counts.sum(1).clamp(min=1)).to(x.dtype)
+                peak = x.masked_fill(~counts, float('-inf')).amax(1).masked_fill(~counts.any(1), 0.0)
             x = {'avg': mean, 'max': peak, 'avgmax': 0.5 * (mean + peak)}[kind]
         return self.fc_norm(x)
 

@@ -1,3 +1,5 @@
+import copy
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -128,9 +130,80 @@ def test_images_and_masks_of_other_sizes_are_rejected():
         fixed(torch.zeros(1, 3, 32, 32))
     with pytest.raises(ValueError, match=r'multiples of 8 and 8 pixels, got \(20, 24\)'):
         free(torch.zeros(1, 3, 20, 24))
-    for mask in (torch.ones(1, 4, 3, dtype=torch.bool), torch.ones(1, 3, 4)):
-        with pytest.raises(ValueError, match=r'bool tensor of shape \(B, 3, 4\) or \(B, 12\)'):
-            free(torch.zeros(1, 3, 24, 32), mask)
+    others = [(2, 4, 3), (1, 3, 4), (1, 12), (3, 3, 4), (3, 4)]
+    for mask in (torch.ones(2, 3, 4), *(torch.ones(shape, dtype=torch.bool) for shape in others)):
+        with pytest.raises(ValueError, match=r'bool tensor of shape \(2, 3, 4\) or \(2, 12\)'):
+            free(torch.zeros(2, 3, 24, 32), mask)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('pool', ['avg', 'avgmax'])
+@pytest.mark.parametrize('masked', [False, True])
+def test_the_mean_of_many_large_tokens_in_half_precision_is_finite(dtype, pool, masked):
+    model = make_model(mixer='simple', dynamic_img_size=True, class_token=False, pos_embed='none', global_pool=pool)
+    network = Network(describe(model), 0).to(dtype)
+    network.fc_norm = torch.nn.Identity()
+    tokens = (8 + helpers.randn(2, 96 * 96, 16, scale=0.1)).to(dtype)
+    mask = torch.ones(2, 96, 96, dtype=torch.bool)
+    mask[1, :, 40:] = False
+    got = network.pool(tokens, mask if masked else None)
+    kept = [tokens[0].double(), tokens[1].double()[mask[1].flatten() if masked else slice(None)]]
+    mean, peak = (torch.stack([getattr(x, name)(0) for x in kept]) for name in ('mean', 'amax'))
+    expected = mean if pool == 'avg' else 0.5 * (mean + peak)
+    assert got.dtype == dtype
+    helpers.assert_close(got, expected, torch.finfo(dtype).eps, pool)
+
+
+def make_classifier() -> Any:
+    """The model of transformers, float64, with the weights of `make_model`."""
+    pytest.importorskip('transformers')
+    from aft_vision.export.modeling_aft_vision import AFTVisionConfig, AFTVisionForImageClassification
+
+    model = make_model(**MODELS['conv'])
+    config = AFTVisionConfig(network=asdict(describe(model)), id2label=dict(enumerate('abc')))
+    classifier = AFTVisionForImageClassification(config)
+    classifier.network.load_state_dict(model.state_dict())
+    return classifier.double()
+
+
+@pytest.mark.parametrize('name', ['attention_mask', 'output_hidden_states', 'num_items_in_batch'])
+def test_an_argument_that_the_models_of_transformers_lack_is_rejected(name):
+    classifier = make_classifier()
+    from aft_vision.export.modeling_aft_vision import AFTVisionModel
+
+    for model in (classifier, AFTVisionModel(classifier.config)):
+        with pytest.raises(TypeError, match=name):
+            model(helpers.randn(1, 3, 24, 32), **{name: True})
+
+
+def test_trainer_takes_the_same_step_with_and_without_accumulation(tmp_path):
+    pytest.importorskip('accelerate')
+    from transformers import Trainer, TrainingArguments
+
+    data = [{'pixel_values': helpers.randn(3, 24, 32, seed=seed), 'labels': seed % 3} for seed in range(8)]
+    classifier, found = make_classifier(), []
+    for batch, accumulation in ((8, 1), (2, 4)):
+        model = copy.deepcopy(classifier)
+        arguments = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            max_steps=1,
+            optim='sgd',
+            learning_rate=0.1,
+            max_grad_norm=0.0,
+            save_strategy='no',
+            report_to='none',
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        Trainer(model, arguments, train_dataset=data).train()
+        pairs = zip(model.parameters(), classifier.parameters(), strict=True)
+        found.append([(new - old).detach() for new, old in pairs])
+    largest = max(float(step.abs().max()) for step in found[0])
+    assert largest > 0
+    for whole, accumulated in zip(*found, strict=True):
+        helpers.assert_close(accumulated, whole, 1e-9, 'step', floor=largest)
 
 
 @pytest.mark.parametrize(('size', 'config'), [((64, 64), {'crop_pct': 0.9}), ((48, 40), {'crop_mode': 'squash'})])
