@@ -102,7 +102,8 @@ With aft_vision, which timm{others} cannot do without:
 """
 # Parts of a folder for users without this package.
 PARTS = ('code', 'onnx', 'pt2')
-CODE_FILES = (f'{MODELING}.py', 'hubconf.py', 'preprocessor_config.json')
+# Files that some exports have and others have not.
+MODEL_FILES = frozenset({f'{MODELING}.py', 'hubconf.py', 'preprocessor_config.json', 'model.onnx', 'model.pt2'})
 
 
 def export_model(
@@ -120,6 +121,9 @@ def export_model(
         class_names: Names in the order of the logits.
         data_config: The preprocessing to record: `input_size`, `crop_pct`, `mean`, `std`, `interpolation`.
         card: Text of a README.md, such as from `model_card`; None writes none.
+
+    Raises:
+        ValueError: the model has another number of classes than `class_names`, if there are any.
     """
     with _replacing_files(Path(directory)) as folder:
         _write_weights(model, folder, class_names, data_config)
@@ -151,7 +155,8 @@ def export_hub_folder(
         The comparisons with the model, by the file.
 
     Raises:
-        ValueError: a part is unknown, the model has no form without this package, or a file differs from the model.
+        ValueError: a part is unknown, the model has no form without this package, a file differs from the model, or the
+            model has another number of classes than names in its `pretrained_cfg`.
         ImportError: 'onnx' needs the `export` extra.
     """
     unknown = set(parts) - set(PARTS)
@@ -165,16 +170,12 @@ def export_hub_folder(
     results = {}
     if checkpoint and 'best_top1' in checkpoint:
         results['Top-1 (validation)'] = f'{checkpoint["best_top1"]:.1f} % after {checkpoint["epoch"]} epochs'
-    directory = Path(directory)
-    with _replacing_files(directory) as folder:
+    with _replacing_files(Path(directory)) as folder:
         _write_weights(model, folder, cfg.get('label_names') or [], data_config)
         checks = _write_parts(model, folder, size or default_size(model), parts)
         files = [path.name for path in folder.iterdir()]
         card = model_card(model, results, license=license, size=size, files=files)
         (folder / 'README.md').write_text(card, encoding='utf-8')
-    # Those of an earlier export would be of another model.
-    for name in {*CODE_FILES, 'model.onnx', 'model.pt2'} - set(files):
-        (directory / name).unlink(missing_ok=True)
     return checks
 
 
@@ -260,14 +261,19 @@ def _usage(model: nn.Module, files: Collection[str]) -> str:
 
 @contextlib.contextmanager
 def _replacing_files(directory: Path) -> Iterator[Path]:
-    # Yield a folder whose files then replace those of the same name in the directory; after an error nothing changes.
+    # Yield a folder whose files then replace those of an earlier export in the directory; after an error nothing
+    # changes.
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f'.{directory.name}.', suffix='.tmp', dir=directory.parent))
     try:
         yield temporary
         directory.mkdir(parents=True, exist_ok=True)
-        for file in temporary.iterdir():
-            os.replace(file, directory / file.name)
+        written = [file.name for file in temporary.iterdir()]
+        for name in written:
+            os.replace(temporary / name, directory / name)
+        # Those of an earlier export would be of another model.
+        for name in MODEL_FILES.difference(written):
+            (directory / name).unlink(missing_ok=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     sync_directory(directory)
@@ -276,6 +282,12 @@ def _replacing_files(directory: Path) -> Iterator[Path]:
 def _write_weights(
     model: nn.Module, folder: Path, class_names: Sequence[str], data_config: dict[str, Any] | None
 ) -> None:
+    classes: Any = model.num_classes
+    if class_names and len(class_names) != classes:
+        raise ValueError(
+            f'expected a name for each of the {classes} classes, got {len(class_names)} names: correct the class names '
+            "(label_names of the model's pretrained_cfg), or remove them"
+        )
     timm.models.save_for_hf(
         model,
         str(folder),

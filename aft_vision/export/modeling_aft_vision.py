@@ -38,7 +38,7 @@ class AFTVisionConfig(PretrainedConfig):
                 'architectures': ['AFTVisionForImageClassification'],
                 'id2label': dict(enumerate(names)),
                 'label2id': {name: index for index, name in enumerate(names)},
-                **{name: config[name] for name in ('auto_map', 'network')},
+                **{name: config[name] for name in ('auto_map', 'network') if name in config},
             }
         return config, unused
 

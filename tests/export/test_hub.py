@@ -2,6 +2,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,10 +129,45 @@ def test_a_model_without_standalone_form_is_written_only_without_the_code(tmp_pa
     with pytest.raises(ValueError, match=r'parts must be some of code, onnx, pt2, got gguf'):
         export_hub_folder(model, tmp_path / 'hub', parts=['gguf'])
     export_hub_folder(make_aft(), tmp_path / 'hub', parts=['code'])
-    export_hub_folder(model, tmp_path / 'hub', parts=[])
-    # The code of the earlier model is gone.
-    assert not (tmp_path / 'hub' / 'modeling_aft_vision.py').exists()
-    assert 'auto_map' not in json.loads((tmp_path / 'hub' / 'config.json').read_text())
+
+
+def test_an_export_over_another_leaves_nothing_of_the_other_model(tmp_path):
+    names = ['hubconf.py', 'model.onnx', 'model.pt2', 'modeling_aft_vision.py', 'preprocessor_config.json']
+    model = make_aft(act_layer='mish')
+    exports: list[Callable[[Path], Any]] = [
+        lambda folder: export_hub_folder(model, folder, parts=[]),
+        lambda folder: export_model(model, folder, ['boot', 'hat']),
+    ]
+    for export in exports:
+        export_hub_folder(make_aft(size=(32, 32)), tmp_path / 'hub', parts=['code'])
+        for name in ('model.onnx', 'model.pt2'):
+            (tmp_path / 'hub' / name).write_bytes(b'program')
+        (tmp_path / 'hub' / 'notes.txt').write_text('by hand')
+        assert all((tmp_path / 'hub' / name).exists() for name in names)
+        export(tmp_path / 'hub')
+        assert not any((tmp_path / 'hub' / name).exists() for name in names)
+        assert (tmp_path / 'hub' / 'notes.txt').read_text() == 'by hand'
+        assert 'auto_map' not in json.loads((tmp_path / 'hub' / 'config.json').read_text())
+
+
+def test_the_modelling_file_says_that_a_folder_was_exported_without_it(tmp_path):
+    pytest.importorskip('transformers')
+    from aft_vision.export.modeling_aft_vision import AFTVisionForImageClassification
+
+    export_model(make_aft(), tmp_path / 'hub', ['boot', 'hat'])
+    with pytest.raises(ValueError, match='expected a config with `network`'):
+        AFTVisionForImageClassification.from_pretrained(tmp_path / 'hub')
+
+
+def test_names_of_another_number_of_classes_are_rejected(tmp_path):
+    model = make_aft(num_classes=3)
+    message = 'a name for each of the 3 classes, got 2 names'
+    with pytest.raises(ValueError, match=message):
+        export_hub_folder(model, tmp_path / 'hub', parts=['code'])
+    with pytest.raises(ValueError, match=message):
+        export_model(model, tmp_path / 'hub', ['boot', 'hat'])
+    assert not (tmp_path / 'hub').exists()
+    export_model(model, tmp_path / 'hub', [])
 
 
 # Loads folders where neither this package nor timm is installed, and saves what the models compute.
