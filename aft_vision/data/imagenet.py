@@ -237,7 +237,7 @@ def _eval_transform(split: Split, preprocessing: Preprocessing) -> Any:
 def _ffcv_size(size: tuple[int, int] | NativeShape) -> tuple[int, int]:
     if isinstance(size, NativeShape):
         raise ValueError(
-            'expected a folder or tar file of images of native shapes, got FFCV files: give the images they were written from'
+            'expected a folder or tar file of images of native shapes, got FFCV files: give the images themselves'
         )
     return size
 

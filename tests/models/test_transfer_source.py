@@ -6,8 +6,9 @@ import pytest
 import timm
 import torch
 
+from aft_vision.evaluate import load_model
 from aft_vision.models.transfer_source import load_pretrained
-from tools import export, predict, report
+from tools import export, predict
 from train import build
 from train.distill import load_teacher
 from train.schema import DistillConfig
@@ -30,12 +31,12 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         lambda: load_pretrained(VIT),
         lambda: predict.load_published(VIT),
-        lambda: report.load_vit(VIT, 'cpu'),
+        lambda: load_model(VIT),
         lambda: export.create(argparse.Namespace(model=VIT, pretrained=True, model_arg={})),
         lambda: build.build_model(VIT, {'pretrained': True}),
         lambda: load_teacher(DistillConfig(teacher=VIT), ['a', 'b'], [(224, 224)]),
     ],
-    ids=['function', 'predict', 'report', 'export', 'training', 'teacher'],
+    ids=['function', 'predict', 'checkpoint', 'export', 'training', 'teacher'],
 )
 def test_without_a_network_weights_are_refused_at_once(no_network, monkeypatch, load: Callable[[], Any]):
     # Which would try again for a minute.
