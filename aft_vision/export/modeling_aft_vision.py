@@ -67,7 +67,7 @@ class AFTVisionImageProcessor(BitImageProcessorPil):
 
 
 class AFTVisionPreTrainedModel(PreTrainedModel):
-    """What the models have in common: weights under the names of timm."""
+    """Base of the models: weights under the names of timm."""
 
     config_class = AFTVisionConfig
     # Weights without this prefix, as timm has them, are found too.

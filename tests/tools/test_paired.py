@@ -6,7 +6,7 @@ from tools.paired import mcnemar, paired_t
 
 
 def answers(both: int, first: int, second: int, neither: int) -> tuple[list[bool], list[bool]]:
-    """Of two models: images that both, only the first, only the second and neither of them answered right."""
+    """Images that both, only the first, only the second and neither of two models answered right."""
     return (
         [True] * (both + first) + [False] * (second + neither),
         [True] * both + [False] * first + [True] * second + [False] * neither,
