@@ -71,11 +71,12 @@ gpu: ffcv
 timm-suite: $(STAMP)
 	$(PY) tests/run_timm_suite.py $(foreach model,$(MODELS),'$(model)')
 
-# What packaged weights, if there are any, make of PHOTOS, on a page; then a small AFT-conv trained on the embedded
-# photographs (ten classes), its accuracy at three image sizes, and its report
+# Classes of PHOTO by packaged weights, if there are any, and their keys and attention on a page; then a small AFT-conv
+# trained on the embedded photographs (ten classes), its accuracy at three image sizes, and its report
 demo: $(STAMP)
-	$(if $(WEIGHTS),$(PY) -m tools.predict $(PHOTO) --model $(WEIGHTS) --top 3)
-	$(if $(WEIGHTS),$(PY) -m tools.report --checkpoint $(WEIGHTS) --images $(dir $(PHOTO)) --max-images 2 --average-images 16 \
+	$(if $(WEIGHTS),$(PY) -m tools.predict '$(PHOTO)' --model $(WEIGHTS) --top 3)
+	$(if $(WEIGHTS),rm -rf runs/demo/photo && mkdir -p runs/demo/photo && cp '$(PHOTO)' runs/demo/photo)
+	$(if $(WEIGHTS),$(PY) -m tools.report --checkpoint $(WEIGHTS) --images runs/demo/photo --max-images 1 --average-images 16 \
 	--max-heads 8 --out runs/demo/pretrained.html)
 	$(if $(WEIGHTS),@echo 'These weights know ten classes of ImageNet: make demo PHOTO=FILE shows them another photograph')
 	$(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/demo run.overwrite=true
