@@ -82,6 +82,14 @@ def test_every_encoder_is_measured_in_all_forms_of_a_request(tmp_path, capsys):
     assert WHOLE in capsys.readouterr().out
 
 
+def test_training_has_a_tenth_of_the_rounds(monkeypatch):
+    rounds = []
+    monkeypatch.setattr(text, 'compare', lambda candidates, device, count, **options: rounds.append(count) or [])
+    for given in ([], ['--rounds', '25'], ['--rounds', '3']):
+        main(['text', '--behaviors', '5', '--models', 'fastformer', '--allow-load', *given])
+    assert rounds == [100, 100, 10, 25, 25, 2, 3, 3, 1]
+
+
 def test_no_request_but_that_of_materialised_attention_takes_memory_with_the_square_of_the_behaviours():
     options = ['--rounds', '1', '--models', 'fastformer', '--allow-load']
     rows = main(['text', '--behaviors', '128', '512', *options])['rows']

@@ -148,13 +148,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         torch.set_num_threads(args.threads or (min(2, count_cores()) if is_goals else threads))
         device = resolve_device(getattr(args, 'device', 'cpu'))
         precision = 'float32, or bfloat16 where the row says so' if is_goals else getattr(args, 'dtype', 'float32')
+        section = import_module(f'tools.benchmark.{args.section}')
         # Each goal has its own device.
-        places: list[torch.device | str] = [device, *(['cuda'] if is_goals and torch.cuda.is_available() else [])]
+        places = section.devices(section.choose(args.rows)) if is_goals else [device]
         machine = '\n'.join(describe_machine(place, precision) for place in places)
         backends = '\n'.join(map(describe_backends, places))
         print(f'{machine}\n{backends}')
         meter = LoadMeter()
-        report = import_module(f'tools.benchmark.{args.section}').run(args, device)
+        report = section.run(args, device)
         load = meter.load()
     finally:
         # A caller from Python goes on with the threads of before.

@@ -132,6 +132,11 @@ def choose(rows: Sequence[int] | None) -> list[Goal]:
     return [goal for goal in table if (goal.row not in ASKED_ROWS if rows is None else goal.row in rows)]
 
 
+def devices(goals: Sequence[Goal]) -> list[str]:
+    """Return the devices that goals are measured on, without those that are absent."""
+    return sorted({'cuda' if goal.needs == 'cuda' else 'cpu' for goal in goals if not goal.is_open}) or ['cpu']
+
+
 def measure_goals(goals: Sequence[Goal], rounds: int) -> list[dict[str, Any]]:
     """Measure every goal, and write each to standard error as it comes; one that fails ends nothing.
 

@@ -83,7 +83,9 @@ def measure_requests(args: argparse.Namespace, names: Sequence[str], device: tor
         for form in (WHOLE, KEPT, TRAINING):
             requests = [Candidate(name, partial(make_request, name, length, form, device)) for name in names]
             options = dict(dtype=args.dtype, directions=DIRECTIONS[form == TRAINING :][:1], single=True)
-            found = compare(next_to_the_paper(requests), device, args.rounds or 100, **options)
+            # A step of training takes far longer than a request.
+            rounds = max(1, (args.rounds or 100) // 10) if form == TRAINING else args.rounds or 100
+            found = compare(next_to_the_paper(requests), device, rounds, **options)
             rows += [{'behaviors': length, 'what': form, **row} for row in found]
     return Report(rows, f'one user with {ADS} ads, {TEXT_TOKENS} tokens a text; ratios to the first encoder')
 
