@@ -221,9 +221,9 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], path: str | Path, train_size: 
 
 
 def plot_grid(tables: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Draw top-1 of several models at the same sizes as a heat map with the numbers in its cells.
+    """Draw top-1 of several models at several sizes as a heat map with the numbers in its cells.
 
-    The cell of each model's training size is outlined.
+    A size that a model was not evaluated at is an empty cell. The cell of each model's training size is outlined.
 
     Args:
         tables: One per model: its `name`, its `train_size` (H, W) in pixels and its `sizes`, rows with `top1` and the
@@ -233,15 +233,19 @@ def plot_grid(tables: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    columns = [size_label(row) for row in tables[0]['sizes']]
+    rows = sorted((row for table in tables for row in table['sizes']), key=_place_of)
+    columns = list(dict.fromkeys(map(size_label, rows)))
     trained = [size_label({'scales': [table['train_size']]}) for table in tables]
     names = [f'{table["name"]}, {size}' for table, size in zip(tables, trained, strict=True)]
-    values = [[row['top1'] for row in table['sizes']] for table in tables]
+    found = [{size_label(row): row['top1'] for row in table['sizes']} for table in tables]
+    values = [[of_model.get(column, math.nan) for column in columns] for of_model in found]
     figure = new_figure(2.5 + 0.09 * max(map(len, names)) + 0.7 * len(columns), 1.6 + 0.5 * len(tables))
     axes = figure.subplots()
     image = axes.imshow(values, cmap='viridis', aspect='auto')
     for row, numbers in enumerate(values):
         for column, number in enumerate(numbers):
+            if math.isnan(number):
+                continue
             # The upper colours of viridis are light.
             color = 'black' if image.norm(number) > 0.6 else 'white'
             axes.text(column, row, f'{number:.1f}', ha='center', va='center', color=color)
@@ -255,3 +259,9 @@ def plot_grid(tables: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     axes.set(xlabel='test size (pixels)', ylabel='model, training size')
     figure.colorbar(image, ax=axes, label='top-1 (%)')
     figure.savefig(path, dpi=150)
+
+
+def _place_of(row: Mapping[str, Any]) -> tuple[bool, bool, int, int]:
+    # Squares and rectangles by area, then native shapes by their patches, then averages.
+    height, width = row.get('height', 0), row.get('width', 0)
+    return 'scales' in row, 'max_tokens' in row, row.get('max_tokens', height * width), height

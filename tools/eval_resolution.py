@@ -15,7 +15,8 @@ resized to the others. --flip averages every prediction with the prediction for 
 that are not multiples of the patch size.
 
 --native adds a row for images at their own shapes, for each N of --max-tokens: whole, at the largest size with at most
-N patches, in batches of timm's NaFlex. The largest square of at most N patches is added to the sizes.
+N patches, in batches of timm's NaFlex. The largest square of at most N patches, by the patch size of
+each model, is added to its sizes.
 
 --per-class adds the top-1 accuracy of every class at each size, and writes its number of images and top-5 to the JSON
 file.
@@ -109,16 +110,14 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
     Returns:
         The rows of the table, in ascending order of area, then native shapes, then averaged sizes; for several
-        checkpoints one after the other, each row with the name of its checkpoint.
+        checkpoints one after the other, each row with the name of its checkpoint. The square of a native shape is a
+        row of the checkpoints with that patch size.
 
     Raises:
         ValueError: a checkpoint, the data set, the device or a size is not valid, or the classes differ.
     """
     args = parse_args(argv)
     device = resolve_device(args.device)
-    if args.native:
-        shapes = [naflex_shape(load_model(path), tokens) for path in args.checkpoint for tokens in args.max_tokens]
-        args.sizes = by_area([*args.sizes, *(shape.square for shape in shapes)])
     for checkpoint in args.checkpoint:
         check_sizes(load_model(checkpoint), args)
     first = args.checkpoint[0]
@@ -143,9 +142,14 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     return rows
 
 
+def sizes_of(model: nn.Module, args: argparse.Namespace) -> list[tuple[int, int]]:
+    """Return the sizes (H, W) to evaluate a model at: the wanted ones, and the squares of its native shapes."""
+    return by_area([*args.sizes, *(naflex_shape(model, tokens).square for tokens in args.max_tokens)])
+
+
 def check_sizes(model: nn.Module, args: argparse.Namespace) -> None:
     """Raise a ValueError if the model does not support one of the sizes."""
-    for size in (*args.sizes, *args.multi_scale):
+    for size in (*sizes_of(model, args), *args.multi_scale):
         # Add the advice only if padding would help.
         check_size(model, size, pad=True)
         try:
@@ -157,7 +161,7 @@ def check_sizes(model: nn.Module, args: argparse.Namespace) -> None:
 def evaluate_checkpoint(checkpoint: Path, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Evaluate one checkpoint at every size and print its table."""
     model = load_model(checkpoint)
-    views: list[NativeShape | Sequence[tuple[int, int]]] = [[size] for size in args.sizes]
+    views: list[NativeShape | Sequence[tuple[int, int]]] = [[size] for size in sizes_of(model, args)]
     views += [naflex_shape(model, tokens) for tokens in sorted(set(args.max_tokens))]
     views += [args.multi_scale] if args.multi_scale else []
     rows = []

@@ -271,6 +271,19 @@ def test_native_shapes_are_evaluated_next_to_the_squares_of_as_many_tokens(tmp_p
     assert [row.get('height') for row in grid] == [32, 48, None, None] * 2
 
 
+def test_each_patch_size_has_the_squares_of_its_own_native_shapes(tmp_path):
+    data = link_photographs(tmp_path / 'photographs', 0, 1)
+    paths = [
+        make_checkpoint(tmp_path / f'{patch}.pth', 'aft_conv_tiny', num_classes=10, patch_size=patch, **AFT)
+        for patch in (16, 12)
+    ]
+    arguments = ['--data', str(data), '--workers', '0', '--native', '--max-tokens', '9', '--out', str(tmp_path)]
+    rows = main(['--checkpoint', *map(str, paths), *arguments])
+    # Sides of three patches: 36 is no multiple of 16.
+    assert [row.get('height') for row in rows] == [48, None, 36, None]
+    assert (tmp_path / 'eval_resolution_grid.png').stat().st_size > 1000
+
+
 def test_the_table_has_the_standard_error_of_top_1(run, tmp_path, capsys):
     checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_classes=10, **AFT)
     (row,) = run(checkpoint, '32')
