@@ -57,13 +57,13 @@ from aft_vision.visualize import (
     predictions,
 )
 
-# Of the pictures: more would take seconds.
+# Layers and heads in the pictures: more would take seconds.
 MAX_LAYERS, MAX_HEADS = 3, 8
 LARGEST = 384
 
 
 class Answer(NamedTuple):
-    """What a model makes of a photograph."""
+    """Classes, time and pictures of a photograph by a model."""
 
     classes: dict[str, float]
     milliseconds: float
@@ -89,7 +89,7 @@ def load_models(checkpoints: Sequence[str] | None) -> dict[str, Any]:
     """Load the models by their names on the page.
 
     Raises:
-        ValueError: a checkpoint is not valid, or there are none.
+        ValueError: a checkpoint is not valid, its model has no grid of tokens of one size, or there are none.
     """
     if checkpoints is None:
         checkpoints = timm.list_models('aft_*', pretrained=True)
@@ -100,6 +100,11 @@ def load_models(checkpoints: Sequence[str] | None) -> dict[str, Any]:
     for checkpoint in checkpoints:
         model: Any = load_model(checkpoint)
         name = model.pretrained_cfg['architecture']
+        if not (hasattr(model, 'blocks') and hasattr(getattr(model, 'patch_embed', None), 'dynamic_feat_size')):
+            raise ValueError(
+                f'expected a model with one grid of tokens, such as aft_conv_tiny or a ViT, got {name} of {checkpoint}; '
+                'tools.predict classifies with it'
+            )
         models[name if name not in models else f'{name} ({checkpoint})'] = model
     return models
 
@@ -165,6 +170,13 @@ def has_keys(model: Any) -> bool:
     return any(isinstance(module, AFTMixer) for module in model.modules())
 
 
+def sides(models: Sequence[Any]) -> tuple[int, int, int]:
+    """Return the smallest side of an image, the largest, and the step between sides that all models take, in pixels."""
+    step = math.lcm(*(side for model in models for side in model.patch_embed.patch_size))
+    most = max(LARGEST, *(side for model in models for side in default_size(model)))
+    return 4 * step, max(4, -(-most // step)) * step, step
+
+
 def build_page(models: dict[str, Any], examples: Sequence[Path]) -> Any:
     """Build the page.
 
@@ -176,7 +188,7 @@ def build_page(models: dict[str, Any], examples: Sequence[Path]) -> Any:
     except ImportError as error:
         raise ImportError("the page needs gradio: pip install 'aft-vision[demo]'") from error
     first = next(iter(models.values()))
-    patch = math.lcm(*(model.patch_embed.patch_size[0] for model in models.values()))
+    smallest, largest, step = sides(list(models.values()))
 
     def show(path: str | None, side: int, query: tuple[float, float]) -> list[Any]:
         if path is None:
@@ -202,7 +214,11 @@ def build_page(models: dict[str, Any], examples: Sequence[Path]) -> Any:
                 label='What the models see: click a token', type='pil', height=300, interactive=False, elem_id='crop'
             )
         side = gradio.Slider(
-            4 * patch, LARGEST, default_size(first)[0], step=patch, label='Side of the image in pixels'
+            smallest,
+            largest,
+            max(smallest, -(-default_size(first)[0] // step) * step),
+            step=step,
+            label='Side of the image in pixels',
         )
         gradio.Examples([str(path) for path in examples], photograph)
         outputs: list[Any] = [crop]

@@ -64,6 +64,29 @@ def test_models_without_weights_are_named(monkeypatch, tmp_path):
         demo.load_models(['nothing'])
 
 
+def test_a_model_without_one_grid_of_tokens_is_named(tmp_path):
+    path = save(tmp_path, 'aft_pyramid_nano', {'num_classes': 3})
+    with pytest.raises(ValueError, match='with one grid of tokens, .* got aft_pyramid_nano of'):
+        demo.load_models([path])
+
+
+@pytest.mark.parametrize(
+    ('sizes', 'patches', 'expected'),
+    [
+        ((224,), (16,), (64, 384, 16)),
+        # 384 is no multiple of 14, and the model is made for more.
+        ((518,), (14,), (56, 518, 14)),
+        ((224, 512), (16, 32), (128, 512, 32)),
+        ((98,), (14,), (56, 392, 14)),
+        # Four steps of 112 pixels are more than both.
+        ((224, 224), (16, 14), (448, 448, 112)),
+    ],
+)
+def test_every_side_of_the_slider_is_a_multiple_of_the_patches(sizes, patches, expected):
+    kwargs = [dict(CONV, img_size=size, patch_size=patch) for size, patch in zip(sizes, patches, strict=True)]
+    assert demo.sides([timm.create_model('aft_conv_tiny', **each) for each in kwargs]) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason='needs chromium on PATH')
 def test_a_browser_shows_the_answers_and_a_click_chooses_the_token(models, tmp_path):
