@@ -102,8 +102,8 @@ def load_models(checkpoints: Sequence[str] | None) -> dict[str, Any]:
         name = model.pretrained_cfg['architecture']
         if not (hasattr(model, 'blocks') and hasattr(getattr(model, 'patch_embed', None), 'dynamic_feat_size')):
             raise ValueError(
-                f'expected a model with one grid of tokens, such as aft_conv_tiny or a ViT, got {name} of {checkpoint}; '
-                'tools.predict classifies with it'
+                f'expected a model with one grid of tokens, such as aft_conv_tiny or a ViT, got {name} of '
+                f'{checkpoint}; tools.predict classifies with it'
             )
         models[name if name not in models else f'{name} ({checkpoint})'] = model
     return models

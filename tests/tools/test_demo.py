@@ -66,7 +66,7 @@ def test_models_without_weights_are_named(monkeypatch, tmp_path):
 
 def test_a_model_without_one_grid_of_tokens_is_named(tmp_path):
     path = save(tmp_path, 'aft_pyramid_nano', {'num_classes': 3})
-    with pytest.raises(ValueError, match='with one grid of tokens, .* got aft_pyramid_nano of'):
+    with pytest.raises(ValueError, match=r'with one grid of tokens, .* got aft_pyramid_nano of'):
         demo.load_models([path])
 
 

@@ -86,6 +86,8 @@ SWITCHES = {
     'ops': ('tokens', ('training', 'most_seconds', 'png'), ('groups', 'batch_size', 'compile')),
     'text': ('behaviors', (), ('tokens', 'total_tokens', 'most_seconds', 'png')),
 }
+# Options of the section models that other runtimes do not have.
+ONLY_TORCH = ('dtype', 'training', 'compile', 'device')
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -111,6 +113,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     default_of = sections.choices[args.section].get_default
     if wrong := [name for name in others if getattr(args, name) != default_of(name)]:
         parser.error(f'--{wrong[0].replace("_", "-")} of {args.section} goes only {word} --{switch}')
+    only_torch = () if 'torch' in getattr(args, 'runtimes', ['torch']) else ONLY_TORCH
+    if wrong := [name for name in only_torch if getattr(args, name) != default_of(name)]:
+        parser.error(f'--{wrong[0]} of {args.section} goes only with torch among --runtimes')
     return args
 
 
