@@ -1,7 +1,9 @@
 """One file from several modules: definitions, and all that they import from their package."""
 
 import ast
+import builtins
 import importlib.util
+import symtable
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +26,8 @@ def inline(*roots: str, replace: Mapping[str, str] | None = None) -> str:
         Imports of other packages, then definitions; without the docstrings of modules.
 
     Raises:
-        ValueError: an import has another form, or two modules define the same name.
+        ValueError: a name that is used has an import of another form, or none and no definition at the top of its
+            module; or two modules define the same name.
     """
     inliner = _Inliner(roots[0].partition('.')[0], replace or {})
     for root in roots:
@@ -48,6 +51,8 @@ class _Source:
         self.lines = text.splitlines()
         self.definitions: dict[str, ast.stmt] = {}
         self.imported: dict[str, tuple[str, str | None]] = {}
+        # `import a.b` binds a, and may do so beside `import a`.
+        self.dotted: dict[str, str] = {}
         for node in ast.parse(text).body:
             match node:
                 case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
@@ -62,9 +67,12 @@ class _Source:
                 case ast.Import():
                     for alias in node.names:
                         parent, _, last = alias.name.rpartition('.')
-                        # `import a.b as c` is `from a import b as c`.
-                        found = (parent, last) if alias.asname and parent else (alias.name, None)
-                        self.imported[alias.asname or alias.name] = found
+                        if parent and not alias.asname:
+                            self.dotted[alias.name.partition('.')[0]] = alias.name
+                        else:
+                            # `import a.b as c` is `from a import b as c`.
+                            found = (parent, last) if parent else (alias.name, None)
+                            self.imported[alias.asname or alias.name] = found
 
     def text(self, name: str) -> str:
         """Return the source of a definition, with its decorators and the comment above it."""
@@ -100,11 +108,22 @@ class _Inliner:
         source = self.read(module)
         text = self.replace.get(name) or source.text(name)
         used = [node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+        needed = _global_names(symtable.symtable(text, module, 'exec'))
         for other in dict.fromkeys(used):
+            if other in source.dotted and other in needed:
+                dotted = source.dotted[other]
+                raise ValueError(
+                    f'expected `import {dotted} as ...`, got `import {dotted}` in {module}, used by {name}'
+                )
             if other in source.definitions:
                 self.add(module, other)
             elif other in source.imported:
                 self.follow(other, *source.imported[other])
+            elif other in needed and not hasattr(builtins, other):
+                raise ValueError(
+                    f'expected an import or a definition of {other}, used by {name}, at the top of {module}, not in a '
+                    'statement such as `if`, `try` or an assignment of several names; got none'
+                )
         self.texts.append(text)
 
     def follow(self, name: str, module: str, original: str | None) -> None:
@@ -145,6 +164,12 @@ class _Inliner:
             lines.append((foreign, True, module, line))
         groups = ['\n'.join(line for *key, line in sorted(lines) if key[0] == foreign) for foreign in (False, True)]
         return '\n\n'.join(filter(None, groups))
+
+
+def _global_names(table: symtable.SymbolTable) -> set[str]:
+    # Names that a text uses and does not bind itself.
+    names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
+    return names.union(*(_global_names(child) for child in table.get_children()))
 
 
 def _isort_key(name: str) -> tuple[int, str]:

@@ -59,6 +59,17 @@ def test_replaced_text_decides_what_is_needed(package):
     assert 'a' not in found
 
 
+def test_names_of_a_definition_itself_and_builtins_need_no_import(package):
+    (package / 'top.py').write_text(
+        'import xml.dom\n\n\ndef total(xml, *others, **more):\n    import math\n\n'
+        '    def inner(a):\n        return a\n\n'
+        '    return sum(y for x in [xml, *others] if (y := inner(x))) + math.floor(more["z"]) + len(__name__) * 0\n'
+    )
+    found: dict = {'__name__': 'alone'}
+    exec(inline(f'{package.name}.top'), found)
+    assert found['total'](1, 2, z=3.5) == 6
+
+
 @pytest.mark.parametrize(
     ('line', 'message'),
     [
@@ -66,12 +77,21 @@ def test_replaced_text_decides_what_is_needed(package):
         ('import {package}.base as base\n\nx = base.f()', 'expected a function, class or constant, got .*base'),
         ('from {package} import base\n\nx = base.f()', 'expected a function, class or constant, got .*base'),
         (
+            'import os.path\n\n\ndef x():\n    return os.path.sep',
+            'expected `import os.path as ...`, got `import os.path`',
+        ),
+        ('import os\nimport os.path\n\nx = os.path.sep', 'expected `import os.path as ...`, got `import os.path`'),
+        ('from math import *\n\nx = pi', 'an import or a definition of pi, used by x'),
+        ('if True:\n    def a():\n        return 1\n\nx = a()', 'an import or a definition of a, used by x'),
+        ('try:\n    import math\nexcept ImportError:\n    pass\n\nx = math.pi', 'a definition of math, used by x'),
+        ('A, B = 1, 2\n\n\nclass x:\n    def f(self):\n        return A', 'an import or a definition of A, used by x'),
+        (
             'from {package}.base import f\nfrom {package}.other import g\n\nx = f() + g()',
             r'one definition of _h, got those of .*base and .*other',
         ),
     ],
 )
-def test_an_import_that_cannot_be_copied_is_rejected(package, line, message):
+def test_what_cannot_be_copied_is_rejected(package, line, message):
     for name, function in (('base', 'f'), ('other', 'g')):
         (package / f'{name}.py').write_text(f'def _h():\n    return 1\n\n\ndef {function}():\n    return _h()\n')
     (package / 'top.py').write_text(line.format(package=package.name))
