@@ -109,7 +109,7 @@ class GridMixer(AFTMixer):
 
     Args:
         dim: channels C.
-        num_heads: h, which divides dim. None is one head per channel.
+        num_heads: h, which divides dim. None means one head per channel.
         local_conv: add a 3 x 3 depthwise convolution of the values to the mean, after the gate; not in the paper.
         kwargs: of `AFTMixer`.
     """
@@ -187,7 +187,7 @@ class AFTFull(AFTMixer):
         if self.causal:
             y = ops.aft_full_causal(q, k, v, bias, mask)
         else:
-            y = ops.aft_full(q, k, v, bias, mask, self._backend(), self.position_bias.weights(bias, v))
+            y = ops.aft_full(q, k, v, bias, mask, self.position_bias.weights(bias, v), self._backend())
         return self.proj_drop(self.proj(y))
 
 
@@ -336,8 +336,9 @@ class AFTConv(GridMixer):
                     kernel = ops.gumbel_kernel(kernel, self.tau, self.straight_through)
                 else:
                     kernel = ops.hard_kernel(kernel)
-            weights = self.kernel.weights(kernel, v)
-            y = ops.aft_conv(q, k, v, kernel, grid, mask, self.global_context, self._backend(), weights)
+            # No kernel takes those of a window alone.
+            weights = self.kernel.weights(kernel, v) if self.global_context else None
+            y = ops.aft_conv(q, k, v, kernel, grid, mask, self.global_context, weights, self._backend())
         return self._output(y, v, grid, mask)
 
 
@@ -401,7 +402,7 @@ class AFTAxial(GridMixer):
 
     Args:
         dim: channels C.
-        num_heads: h, which divides dim; keys and biases have one channel per head. None is one head per channel.
+        num_heads: h, which divides dim; keys and biases have one channel per head. None means one head per channel.
         window_size: s of both axes, or (rows, columns), in tokens: distances below s have a bias, those beyond none.
         standardize_kernel: False trains the raw biases; else those of each axis are standardised (AFT Eq. 8).
         resample_bias: stretch the biases over all distances of a grid of another size.

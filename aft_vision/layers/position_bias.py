@@ -148,8 +148,8 @@ class FusedModule(nn.Module):
             return self.value()
         if self.fused is None or self.training or torch.jit.is_tracing() or not self._reuses():
             return self.compute_at(grid)
-        # Another thread may replace it at any time. A captured CUDA graph would read one that is freed; a fake tensor has
-        # no memory.
+        # Another thread may replace it at any time. A captured CUDA graph would read one that is freed, and a fake
+        # tensor has no memory.
         resized = self.resized
         if resized is None or resized[0] != grid:
             # The old one and its weights are freed before the new one is made.

@@ -26,8 +26,8 @@ def aft_full(
     v: Tensor,
     bias: Tensor,
     mask: Tensor | None = None,
-    backend: str = 'auto',
     weights: Tensor | None = None,
+    backend: str = 'auto',
 ) -> Tensor:
     """Mix tokens with learned pair-wise position biases (AFT Eq. 2).
 
@@ -35,14 +35,16 @@ def aft_full(
         q, k, v: (B, T, D). q = None leaves the sigmoid gate out (Table 12).
         bias: (T, T) position bias w; bias[t, s] weights source s for target t.
         mask: (B, T) bool, True where a source counts; a target with no source gives 0.
+        weights: from `ops.bias_weights` for this bias and this type of v, which a compiled kernel then reads in place
+            of the bias in a call without gradients; others of the same shape give a wrong result. Ignored otherwise.
         backend: 'auto', 'eager', 'cpp', 'triton' or 'aten'.
-        weights: of this bias, from `ops.bias_weights`; a call without gradients need not compute them then.
 
     Returns:
         (B, T, D) in q's dtype. Memory is O(B * T * D + T * T); the (T, T, D) weights are never formed.
 
     Raises:
-        ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
+        ValueError: shapes do not match, those of weights included, mask is not a bool (B, T), or the backend is
+            unknown.
     """
     if not torch.jit.is_scripting():
         return OPERATORS['aft_full'](q, k, v, bias, mask, backend, weights=weights)
@@ -98,8 +100,8 @@ def aft_conv(
     grid: tuple[int, int],
     mask: Tensor | None = None,
     global_context: bool = True,
-    backend: str = 'auto',
     weights: Tensor | None = None,
+    backend: str = 'auto',
 ) -> Tensor:
     """Mix a grid of tokens with relative position biases shared over the grid (AFT Eq. 6).
 
@@ -113,15 +115,16 @@ def aft_conv(
         grid: (H, W), in tokens.
         mask: (B, H * W) bool, True where a source counts; a target with no source gives 0.
         global_context: False gives sources outside the window no weight (the degenerate variant of Sec. 5.3).
+        weights: from `ops.bias_weights` for this kernel and this type of v, which a compiled kernel then reads in place
+            of the kernel in a call without gradients; others of the same shape give a wrong result. Ignored otherwise.
         backend: 'auto', 'eager', 'cpp', 'triton' or 'aten'.
-        weights: of this kernel, from `ops.bias_weights`; a call without gradients need not compute them then.
 
     Returns:
         (B, H * W, D) in q's dtype.
 
     Raises:
-        ValueError: shapes do not match, s is even, h does not divide D, H * W is not the number of tokens, mask is not
-            a bool (B, H * W), or the backend is unknown.
+        ValueError: shapes do not match, those of weights included, s is even, h does not divide D, H * W is not the
+            number of tokens, mask is not a bool (B, H * W), or the backend is unknown.
     """
     if not torch.jit.is_scripting():
         return OPERATORS['aft_conv'](q, k, v, kernel, grid, mask, global_context, backend, weights=weights)

@@ -207,7 +207,8 @@ def _is_watched(args: Sequence[Any]) -> bool:
     """Return whether a call must go through the dispatcher of torch, as one operator.
 
     Compilers, traces, transforms, forward mode, modes, profiles and subclasses see operators. So do tensors whose
-    numbers are not those in their memory. Plain tensors in an ordinary call, with gradients or without, need none.
+    memory holds other numbers than they have, such as negated views. Plain tensors in an ordinary call, with gradients
+    or without, need none.
     """
     if (
         torch.compiler.is_compiling()
@@ -299,6 +300,8 @@ class _Operator:
             return self.dispatch(*args)
         inputs = self.inputs._make(args[:-1])
         form = self.choose(backend, inputs)
+        if weights is not None:
+            _check_weights(self.name, inputs, weights)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             return self.recorded.apply(*inputs, True, form)[0]
         if not inputs.v.numel():
@@ -517,7 +520,7 @@ def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
     Args:
         name: 'aft_full' or 'aft_conv'.
         bias: (T, T) of `aft_full`, or the kernel (h, s, s) of `aft_conv`.
-        v: values of such a call, which decide by their device and type.
+        v: values of such a call, which decide by their device, type and shape.
 
     Returns:
         The argument `weights` of that operation; None where no form takes any, or a compiler, a transform, a mode or a
@@ -533,10 +536,29 @@ def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
         shape = '(T, T)' if dimensions == 2 else '(h, s, s)'
         raise ValueError(f'bias must have shape {shape} for {name}, got {tuple(bias.shape)}')
     # Kernels read the memory of plain tensors.
-    if _is_watched((bias, v)) or not bias.is_cpu or not _runs_compiled(Qkv(None, v, v, None)):
+    if _is_watched((bias, v)):
+        return None
+    inputs: FullInputs | ConvInputs = FullInputs(None, v, v, bias, None)
+    if name == 'aft_conv':
+        # A grid that the kernel does not exceed: which one is not known.
+        inputs = ConvInputs(None, v[..., : len(bias)], v, bias, bias.shape[1:], None, True)
+    if not any(form.takes_weights and form.supports(inputs) for form in FORMS[name]):
         return None
     with without_autocast('cpu'):
         return _module(module).bias_weights(bias.detach(), v)
+
+
+def _check_weights(name: str, inputs: FullInputs | ConvInputs, weights: Tensor) -> None:
+    # Whichever form runs; without compiled kernels none has any.
+    if name not in _WEIGHED or _module('common.cpp').library() is None:
+        return
+    bias = inputs.bias if isinstance(inputs, FullInputs) else inputs.kernel
+    shape, dtype = _module(_WEIGHED[name][0]).weights_layout(bias, inputs.v)
+    if weights.shape != shape or weights.dtype != dtype or not weights.is_contiguous():
+        raise ValueError(
+            f'weights must be those of `ops.bias_weights`, {shape} in {dtype}, got {tuple(weights.shape)} in '
+            f'{weights.dtype}'
+        )
 
 
 def step_kernels(state: Sequence[Tensor], *inputs: Tensor | None) -> Any | None:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -404,6 +405,28 @@ def test_a_fused_mixer_makes_the_weights_of_its_bias_once(name: str, monkeypatch
     for _ in range(3):
         assert torch.equal(mixer(x, GRID), expected)
     assert calls == [module.operator]
+
+
+# No kernel reads weights of a window alone, or of wide heads for several images.
+@pytest.mark.parametrize('arguments', [{'dim': 72, 'global_context': False}, {'dim': 128, 'num_heads': 2}], ids=str)
+@torch.no_grad()
+def test_a_fused_mixer_makes_no_weights_that_no_kernel_reads(arguments, monkeypatch: pytest.MonkeyPatch):
+    mixer, found = AFTConv(**arguments, kernel_size=3).eval(), []
+    x = randn(2, 12, arguments['dim']).float()
+    expected, make = mixer(x, GRID), position_bias.bias_weights
+    monkeypatch.setattr(position_bias, 'bias_weights', lambda *args: found.append(make(*args)) or found[-1])
+    assert torch.equal(mixer.fuse()(x, GRID), expected)
+    assert not any(weights is not None for weights in found)
+
+
+@torch.no_grad()
+def test_a_fused_mixer_frees_the_bias_of_a_grid_before_it_makes_the_next(monkeypatch: pytest.MonkeyPatch):
+    mixer, module, x = weighed('full')
+    mixer.fuse()(x, (2, 6))
+    old, compute_at, alive = weakref.ref(module(grid=(2, 6))), module.compute_at, []
+    monkeypatch.setattr(module, 'compute_at', lambda grid: (alive.append(old()), compute_at(grid))[1])
+    mixer(x, (4, 3))
+    assert alive == [None]
 
 
 @pytest.mark.parametrize('name', WEIGHED)

@@ -192,3 +192,23 @@ def test_saved_tensors_of_another_shape_are_refused(name: str):
         y = getattr(ops, name)(*inputs)
     with pytest.raises(ValueError, match='must'):
         torch.autograd.grad(y, leaves_of(inputs), torch.ones_like(y))
+
+
+@pytest.mark.cpp
+@pytest.mark.usefixtures('compiled')
+@pytest.mark.parametrize('backend', ['auto', 'cpp', 'eager'])
+@pytest.mark.parametrize('name', ['aft_full', 'aft_conv'])
+def test_every_form_refuses_weights_that_are_those_of_no_bias(name: str, backend: str):
+    inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs_of(name)]
+    weights = ops.bias_weights(name, inputs[3], inputs[2])
+    assert weights is not None
+    y = getattr(ops, name)(*inputs, backend=backend)
+    assert torch.equal(getattr(ops, name)(*inputs, weights=weights, backend=backend), y)
+    for wrong in (torch.zeros(3), weights.double(), weights.mT.contiguous().mT):
+        with pytest.raises(ValueError, match='weights must be those of'):
+            getattr(ops, name)(*inputs, weights=wrong, backend=backend)
+
+
+def test_weights_of_an_operation_that_has_none_are_refused():
+    with pytest.raises(ValueError, match="name must be one of aft_full, aft_conv, got 'aft_simple'"):
+        ops.bias_weights('aft_simple', torch.zeros(15, 15), V.detach())

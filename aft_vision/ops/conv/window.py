@@ -58,7 +58,7 @@ def window_weights(bias: Tensor, size: int) -> Tensor:
         its head or to 1, and that of sources outside the window.
     """
     heads, side = len(bias), bias.shape[-1]
-    weights, held = float_buffer((size * size + 1, whole_vectors(heads) + lanes())), list[Tensor]()
+    weights, held = float_buffer(_weights_shape(heads, size)), list[Tensor]()
     fields = heads, floats(bias, held), side, size, weights.data_ptr(), weights.shape[1]
     compiled().aft_window_weights(pack(*fields), torch.get_num_threads())
     return weights
@@ -67,6 +67,11 @@ def window_weights(bias: Tensor, size: int) -> Tensor:
 def bias_weights(kernel: Tensor, v: Tensor) -> Tensor:
     """Compute the weights of a kernel (h, s, s) for grids of any size."""
     return window_weights(kernel, kernel.shape[-1])
+
+
+def weights_layout(kernel: Tensor, v: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape and the type of the weights of a kernel (h, s, s)."""
+    return _weights_shape(len(kernel), kernel.shape[-1]), torch.float32
 
 
 def wide_forward(inputs: ConvInputs, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -187,10 +192,11 @@ def _place_weights(bias: Tensor, size: int, weights: Tensor | None, held: list[T
         held.append(weights)
     else:
         side = bias.shape[-1]
-        expected = side * side + 1, whole_vectors(len(bias)) + lanes()
-        if weights.shape != expected or weights.dtype != torch.float32 or not weights.is_contiguous():
-            raise ValueError(f'weights must be those of `ops.bias_weights`, {expected}, got {tuple(weights.shape)}')
     return weights.data_ptr(), weights.shape[1], side
+
+
+def _weights_shape(heads: int, size: int) -> tuple[int, int]:
+    return size * size + 1, whole_vectors(heads) + lanes()
 
 
 def _window_size(bias: Tensor, grid: Sequence[int]) -> int:

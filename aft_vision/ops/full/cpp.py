@@ -42,12 +42,19 @@ def bias_weights(bias: Tensor, v: Tensor, by_source: bool = False) -> Tensor:
         weight of each source relative to the largest of its target.
     """
     pairs, held = multiplies_pairs(v), list[Tensor]()
-    weights = torch.empty(
-        _weights_shape(len(bias), pairs), dtype=torch.bfloat16 if pairs else torch.float32, device='cpu'
-    )
+    shape, dtype = weights_layout(bias, v)
+    weights = torch.empty(shape, dtype=dtype, device='cpu')
     fields = len(bias), pairs, by_source, floats(bias, held), weights.data_ptr()
     compiled().aft_full_weights(pack(*fields), torch.get_num_threads())
     return weights
+
+
+def weights_layout(bias: Tensor, v: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape and the type of the weights of a position bias (T, T)."""
+    # A word of terms is a float32 or a pair of bfloat16.
+    pairs, count = multiplies_pairs(v), len(bias)
+    tiles, words = -(-count // rows()), -(-count // (1 + pairs))
+    return ((tiles, words, rows(), 2), torch.bfloat16) if pairs else ((tiles, words, rows()), torch.float32)
 
 
 def full_forward(inputs: FullInputs, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -79,18 +86,5 @@ def full_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need
 def _call(inputs: FullInputs, weights: Tensor, held: list[Tensor]) -> tuple[int, ...]:
     # The fields of `Call` in C++; `held` gets the tensors that must outlive the call.
     q, k, v, _, mask = inputs
-    pairs = multiplies_pairs(v)
-    shape, dtype = _weights_shape(v.shape[1], pairs), torch.bfloat16 if pairs else torch.float32
-    if weights.shape != shape or weights.dtype != dtype or not weights.is_contiguous():
-        raise ValueError(
-            f'weights must be those of `ops.bias_weights`, {shape} in {dtype}, got {tuple(weights.shape)} in '
-            f'{weights.dtype}'
-        )
     streams = *stream(q, held), *stream(k, held), *stream(v, held)
-    return *v.shape, pairs, weights.data_ptr(), *streams, address(mask, held)
-
-
-def _weights_shape(count: int, pairs: bool) -> tuple[int, ...]:
-    # A word of terms is a float32 or a pair of bfloat16.
-    tiles, words = -(-count // rows()), -(-count // (1 + pairs))
-    return (tiles, words, rows(), 2) if pairs else (tiles, words, rows())
+    return *v.shape, multiplies_pairs(v), weights.data_ptr(), *streams, address(mask, held)
