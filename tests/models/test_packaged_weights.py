@@ -83,16 +83,17 @@ def test_another_head_leaves_the_body_as_it_is(name, file):
 def test_one_channel_sees_what_three_equal_ones_do(name, file):
     grey = images(channels=1)
     model = create(name, file[name], in_chans=1)
-    torch.testing.assert_close(model(grey), create(name, file[name])(grey.expand(-1, 3, -1, -1)), rtol=1e-3, atol=1e-3)
+    expected = create(name, file[name])(grey.expand(-1, 3, -1, -1))
+    # timm rounds the sum of the three channels' weights to the float16 of the file: 5e-5 at most.
+    torch.testing.assert_close(model(grey), expected, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize('name', NANO)
+@pytest.mark.parametrize('name', ['aft_full_nano', 'aft_simple_nano'])
 def test_another_size_resamples_what_depends_on_it(name, file):
     larger = create(name, file[name], img_size=128)
     resized = create(name, file[name])
-    if name not in ('aft_conv_nano', 'aft_axial_nano'):
-        resized.set_input_size(128)
-    torch.testing.assert_close(larger(images(side=128)), resized(images(side=128)), rtol=1e-2, atol=1e-2)
+    resized.set_input_size(128)
+    torch.testing.assert_close(larger(images(side=128)), resized(images(side=128)), rtol=0, atol=2e-5)
 
 
 def test_an_untrained_model_has_no_names_of_classes():

@@ -161,9 +161,9 @@ def test_the_digits_of_a_large_image_are_kept():
 @pytest.mark.parametrize('name', ['q', 'v', 'kernel', 'mask'])
 def test_an_input_on_another_device_never_reaches_the_kernel(name: str):
     inputs = single(make_inputs((5, 7), 66, 3)) | {'mask': make_mask(2, 35), 'global_context': True}
-    (form,) = (form for form in operator.FORMS['aft_conv'] if form.name == 'depthwise')
-    assert form.supports(conv.ConvInputs(**inputs))
-    assert not form.supports(conv.ConvInputs(**inputs | {name: inputs[name].to('meta')}))
+    elsewhere = conv.ConvInputs(**inputs | {name: inputs[name].to('meta')})
+    assert operator.OPERATORS['aft_conv'].choose('auto', conv.ConvInputs(**inputs)).backend == 'cpp'
+    assert operator.OPERATORS['aft_conv'].choose('auto', elsewhere).backend != 'cpp'
 
 
 def test_offsets_far_outside_the_grid_add_nothing():
