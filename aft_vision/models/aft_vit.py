@@ -63,7 +63,7 @@ class AFTVisionTransformer(VisionTransformer):
         img_size: input size in pixels, one number or (H, W); for mixers of a grid only the nominal one.
         patch_size: patch size in pixels.
         global_pool: as in timm; None means 'token' with a class token, else 'avg'.
-        num_heads: heads h of the mixers of a grid, which divide embed_dim; None is one per channel. The other mixers
+        num_heads: heads h of the mixers of a grid, which divide embed_dim; None means one per channel. The other mixers
             have one bias for all channels, and take no other number than 1.
         mixer: 'conv', 'full', 'local', 'simple', 'axial' (ours) or 'onehot', which `aft_vision.models.harden` makes of
             a Gumbel-trained 'conv'.

@@ -418,8 +418,8 @@ void bias_grad(const float *bias, int64_t tokens, const float *parts, int thread
   }
 }
 
-// The inputs of a call, as Python packs them; q and mask may be null. `weights` are of `aft_full_weights`, of words that are
-// pairs or not.
+// The inputs of a call, as Python packs them; q and mask may be null. `weights` come from `aft_full_weights`: pairs of
+// bfloat16 if `pairs` is not 0, else float32.
 struct Call {
   int64_t batch, tokens, channels, pairs;
   const void *weights;
