@@ -44,7 +44,7 @@ from typing import Any
 
 from tools.arguments import CommandParser, KeyValues, add_size, check_out
 
-# Parts of hf for users without this package.
+# These are also in aft_vision.export, which is slow to import. Parts of hf for users without this package.
 PARTS = ('code', 'onnx', 'pt2')
 # Formats of this package, and of timmx.
 TIMMX_FORMATS = ('coreai', 'coreml', 'executorch', 'litert', 'ncnn', 'openvino', 'tensorrt', 'torchscript')

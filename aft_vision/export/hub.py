@@ -16,7 +16,7 @@ from timm.models._hub import generate_readme
 from torch import nn
 
 from aft_vision.export.program import choose_shape, export_onnx, export_pt2, takes_any_size
-from aft_vision.export.standalone import MODELING, hub_name, write_code
+from aft_vision.export.standalone import MODELING, TRANSFORMERS, hub_name, write_code
 from aft_vision.export.verify import Check, channels
 from aft_vision.files import sync_directory
 from aft_vision.models import AFTPyramid, AFTVisionTransformer
@@ -50,7 +50,7 @@ model = AutoModelForImageClassification.from_pretrained('FOLDER')
 """
 # The ways of loading a model without this package, by the file that they need.
 CODE_USAGE = """
-With transformers ({modeling}.py has the model; read it before you trust it):
+With transformers {transformers} or newer ({modeling}.py has the model; read it before you trust it):
 
 ```python
 from transformers import AutoImageProcessor, AutoModelForImageClassification
@@ -63,7 +63,7 @@ logits = model(images).logits
 AutoModel loads the features: `last_hidden_state`, the tokens, and `pooler_output`. `model(images, attn_mask)` takes a
 padded batch of mixed sizes: attn_mask (B, H / patch, W / patch) is True where a patch counts.
 
-With torch.hub:
+With torch.hub, which needs the same transformers:
 
 ```python
 import torch
@@ -252,7 +252,7 @@ def _usage(model: nn.Module, files: Collection[str]) -> str:
         has_processor = 'preprocessor_config.json' in files
         processor = PROCESSOR if has_processor else NO_PROCESSOR.format(channels=channels(model))
         name = hub_name(cfg['architecture'])
-        found.append(CODE_USAGE.format(modeling=MODELING, name=name, processor=processor))
+        found.append(CODE_USAGE.format(modeling=MODELING, name=name, processor=processor, transformers=TRANSFORMERS))
     found.append(ONNX_USAGE.format(sizes=sizes) if 'model.onnx' in files else '')
     found.append(PT2_USAGE.format(sizes=sizes) if 'model.pt2' in files else '')
     heading = NEEDS_PACKAGE.format(others=' and transformers' if f'{MODELING}.py' not in files else '')

@@ -37,6 +37,8 @@ from aft_vision.models import AFTVisionTransformer
 from aft_vision.models.attention_block import AttentionBlock
 
 MODELING = 'modeling_aft_vision'
+# The oldest version for which the modelling file is tested, that of the `text` extra.
+TRANSFORMERS = '5.23'
 # Entries of config.json by which transformers finds the classes of the modelling file.
 AUTO_MAP = {
     'AutoConfig': f'{MODELING}.AFTVisionConfig',
@@ -82,12 +84,16 @@ RESAMPLE = {'nearest': 0, 'lanczos': 1, 'bilinear': 2, 'bicubic': 3, 'box': 4, '
 HEADER = '''"""{architecture}: the evaluation form of a model of aft_vision, without that package and timm.
 
 Use it through transformers' Auto classes with trust_remote_code=True, or hubconf.py.
+Both need transformers >= {transformers}.
 An attention-free vision transformer: https://arxiv.org/abs/2105.14103. For training, use aft_vision: dropout,
 stochastic depth and Gumbel noise are left out here.
 """
 
 '''
-HUBCONF = '''"""torch.hub.load(FOLDER, {name!r}, source='local'), with FOLDER the path of this folder."""
+HUBCONF = '''"""torch.hub.load(FOLDER, {name!r}, source='local'), with FOLDER the path of this folder.
+
+It needs transformers >= {transformers}.
+"""
 
 import importlib.util
 import sys
@@ -141,20 +147,27 @@ def write_code(
     checks = compare(model, arch, tolerance)
     cfg: Any = model.pretrained_cfg
     architecture = cfg['architecture']
+    processor = image_processor(model, size)
+    classes = ['AFTVisionModel', 'AFTVisionForImageClassification']
+    if processor is not None:
+        classes.insert(0, 'AFTVisionImageProcessor')
     # Only the model's mixer, and what it needs, is in the file.
     mixers = f'MIXERS: dict[str, Callable[..., Mixer]] = {{{arch.mixer!r}: {arch.mixer.capitalize()}Mixer}}'
-    text = HEADER.format(architecture=architecture) + inline(
-        f'aft_vision.export.{MODELING}', replace={'MIXERS': mixers}
+    text = HEADER.format(architecture=architecture, transformers=TRANSFORMERS) + inline(
+        *(f'aft_vision.export.{MODELING}:{name}' for name in classes), replace={'MIXERS': mixers}
     )
     (folder / f'{MODELING}.py').write_text(text, encoding='utf-8')
     hubconf = HUBCONF.format(
-        name=hub_name(architecture), channels=arch.in_chans, classes=model.num_classes, modeling=MODELING
+        name=hub_name(architecture),
+        channels=arch.in_chans,
+        classes=model.num_classes,
+        modeling=MODELING,
+        transformers=TRANSFORMERS,
     )
     (folder / 'hubconf.py').write_text(hubconf, encoding='utf-8')
     path = folder / 'config.json'
     config = json.loads(path.read_text(encoding='utf-8'))
     config.update(auto_map=AUTO_MAP, network=asdict(arch))
-    processor = image_processor(model, size)
     if processor is not None:
         config['auto_map'] = {**AUTO_MAP, **processor['auto_map']}
         (folder / 'preprocessor_config.json').write_text(json.dumps(processor, indent=2), encoding='utf-8')

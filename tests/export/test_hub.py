@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,22 @@ def test_the_model_card_says_what_the_model_is_and_how_it_is_loaded(tmp_path):
     assert card.index('import aft_vision') < card.index('import timm')
     config = json.loads((tmp_path / 'hub' / 'config.json').read_text())
     assert config['pretrained_cfg']['input_size'] == [3, 32, 48]
+
+
+def test_a_folder_says_which_transformers_it_needs(tmp_path):
+    pyproject = tomllib.loads((Path(__file__).parents[2] / 'pyproject.toml').read_text())
+    [needed] = [x for x in pyproject['project']['optional-dependencies']['text'] if x.startswith('transformers')]
+    export_hub_folder(make_aft(), tmp_path / 'hub', parts=['code'])
+    for name in ('modeling_aft_vision.py', 'hubconf.py'):
+        assert needed.replace('>=', ' >= ') in (tmp_path / 'hub' / name).read_text()
+    assert f'{needed.replace(">=", " ")} or newer' in (tmp_path / 'hub' / 'README.md').read_text()
+
+
+def test_the_modelling_file_has_an_image_processor_only_where_the_folder_has_one(tmp_path):
+    for size, present in (((32, 32), True), ((16, 24), False)):
+        export_hub_folder(make_aft(size=size), tmp_path / 'hub', parts=['code'])
+        assert (tmp_path / 'hub' / 'preprocessor_config.json').exists() == present
+        assert ('ImageProcessor' in (tmp_path / 'hub' / 'modeling_aft_vision.py').read_text()) == present
 
 
 def test_the_card_of_another_model_does_not_speak_of_aft(tmp_path):
