@@ -430,7 +430,7 @@ def test_an_image_that_ffcv_cannot_store_is_named(tmp_path):
 
 def test_native_shapes_are_rejected(squares):
     shape = NativeShape(16, (8, 8))
-    with pytest.raises(ValueError, match=r'images of native shapes, got FFCV files: set data\.dir'):
+    with pytest.raises(ValueError, match=r'images of native shapes, got FFCV files'):
         create_loaders(squares[0], shape, 2, num_workers=0)
-    with pytest.raises(ValueError, match=r'images of native shapes, got FFCV files: set data\.dir'):
+    with pytest.raises(ValueError, match=r'images of native shapes, got FFCV files'):
         create_eval_loader(squares[0], Preprocessing(shape), 2, num_workers=0)
