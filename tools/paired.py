@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from scipy.stats import binomtest, ttest_1samp
+
 
 def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
     """Return the two-sided p-value of McNemar's exact test of two models on the same images.
@@ -17,10 +19,8 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
         raise ValueError(f'expected answers to the same images, got {len(first)} and {len(second)}')
     pairs = list(zip(first, second, strict=True))
     only_first, only_second = (sum(a > b for a, b in pairs), sum(a < b for a, b in pairs))
-    count, fewer = only_first + only_second, min(only_first, only_second)
-    tail = sum(math.comb(count, i) for i in range(fewer + 1))
-    # Integers: the binomial coefficients of thousands of images exceed the range of floats.
-    return min(1.0, 2 * tail / 2**count)
+    count = only_first + only_second
+    return float(binomtest(only_first, count).pvalue) if count else 1.0
 
 
 def paired_t(differences: Sequence[float]) -> float:
@@ -29,19 +29,6 @@ def paired_t(differences: Sequence[float]) -> float:
     Returns:
         NaN for fewer than two differences, and for equal ones, which have no deviation to compare with.
     """
-    n = len(differences)
-    mean = math.fsum(differences) / n if n else math.nan
-    square = math.fsum((x - mean) ** 2 for x in differences)
-    if n < 2 or square == 0:
+    if len(set(differences)) < 2:
         return math.nan
-    freedom = n - 1
-    # The distribution for whole degrees of freedom is a finite sum: Abramowitz and Stegun, 26.7.3 and 26.7.4.
-    angle = math.atan(abs(mean) * math.sqrt(n * freedom / square) / math.sqrt(freedom))
-    cosine, odd = math.cos(angle), freedom % 2
-    term, total = (cosine, cosine) if odd else (1.0, 1.0)
-    for i in range(2 + odd, freedom, 2):
-        term *= cosine**2 * (i - 1) / i
-        total += term
-    if not odd:
-        return 1 - math.sin(angle) * total
-    return 1 - 2 / math.pi * (angle + (math.sin(angle) * total if freedom > 1 else 0))
+    return float(ttest_1samp(differences, 0).pvalue)
