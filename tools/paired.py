@@ -3,8 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from scipy.stats import binomtest, ttest_1samp
-
 
 def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
     """Return the two-sided p-value of McNemar's exact test of two models on the same images.
@@ -15,6 +13,8 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
     Raises:
         ValueError: the numbers of images differ.
     """
+    from scipy.stats import binomtest
+
     if len(first) != len(second):
         raise ValueError(f'expected answers to the same images, got {len(first)} and {len(second)}')
     pairs = list(zip(first, second, strict=True))
@@ -29,6 +29,8 @@ def paired_t(differences: Sequence[float]) -> float:
     Returns:
         NaN for fewer than two differences, and for equal ones, which have no deviation to compare with.
     """
+    from scipy.stats import ttest_1samp
+
     if len(set(differences)) < 2:
         return math.nan
     return float(ttest_1samp(differences, 0).pvalue)
