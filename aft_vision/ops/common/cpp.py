@@ -28,6 +28,8 @@ _logger = logging.getLogger(__name__)
 
 # Return values of the functions of `guard.h` for std::bad_alloc and for every other exception.
 OUT_OF_MEMORY, FAILED = -1000, -1001
+# A device costs less than its name.
+CPU = torch.device('cpu')
 # A denominator below this has lost digits.
 LEAST = ctypes.c_float(UNDERFLOW[torch.float32])
 
@@ -156,13 +158,15 @@ def tokens(x: Tensor | None, held: list[Tensor]) -> tuple[int, int, int]:
 
 def stream(x: Tensor | None, held: list[Tensor]) -> tuple[int, int, int, bool]:
     """Return the fields of `Stream`: those of `Tokens`, and whether the tensor is bfloat16, which is read as it is."""
-    if x is None or x.dtype is not torch.bfloat16:
-        return *tokens(x, held), False
-    if x.stride()[2] != 1:
-        x = x.contiguous()
+    if x is None:
+        return 0, 0, 0, False
+    batch, token, channel = x.stride()
+    narrow = x.dtype is torch.bfloat16
+    if channel != 1 or not (narrow or x.dtype is torch.float32):
+        x = x.contiguous() if narrow else x.float().contiguous()
         held.append(x)
-    batch, token, _ = x.stride()
-    return x.data_ptr(), batch, token, True
+        batch, token, _ = x.stride()
+    return x.data_ptr(), batch, token, narrow
 
 
 def pointer(x: Tensor | None) -> ctypes.c_void_p:
@@ -242,7 +246,7 @@ def cast(found: Sequence[Tensor | None], like: Sequence[Tensor | None], k: Tenso
 
 def float_buffer(shape: Sequence[int] | int) -> Tensor:
     """Return an uninitialised float32 tensor on the CPU, independent of torch's default type and device."""
-    return torch.empty(shape, dtype=torch.float32, device='cpu')
+    return torch.empty(shape, dtype=torch.float32, device=CPU)
 
 
 def float_output(x: Tensor) -> Tensor:

@@ -300,10 +300,9 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
   return good;
 }
 
-// The gradient (D, side, side) of a bias from those of its taps, (parts, size, size, D).
-void bias_grad(const WindowWeights &weights, const Shape &s, const float *grad_taps, int64_t parts, int64_t side, float *out,
-               int threads) {
-  const int64_t taps = s.size * s.size, edge = (side - s.size) / 2;
+// The gradient of a bias from those of its taps, (parts, size, size, D).
+void bias_grad(const WindowWeights &weights, const Shape &s, const float *grad_taps, int64_t parts, float *out, int threads) {
+  const int64_t taps = s.size * s.size, side = weights.bias_side, edge = (side - s.size) / 2;
   std::fill_n(out, s.channels * side * side, 0.0f);
 #pragma omp parallel for num_threads(s.channels * taps > FEW_WEIGHTS ? threads : 1) schedule(static)
   for (int64_t i = 0; i < taps; ++i) {
@@ -335,15 +334,13 @@ struct ForwardCall {
   Tokens out, den;
 };
 
-// `grad_taps` is scratch for the gradients of the taps, (parts, size, size, D), and `grad_bias` has (D, side, side); null if
-// nobody asks for the gradient of the bias.
+// `grad_taps` is scratch for the gradients of the taps, (parts, size, size, D), and `grad_bias` has the shape of the bias;
+// null if nobody asks for the gradient of the bias.
 struct BackwardCall {
   Call call;
   Tokens grad, y, den, dq, dk, dv;
   int64_t parts;
-  float *grad_taps;
-  int64_t side;
-  float *grad_bias;
+  float *grad_taps, *grad_bias;
 };
 
 }  // namespace
@@ -355,6 +352,7 @@ extern "C" {
 int aft_depthwise_forward(const ForwardCall *packed, DigitLimits limits, int threads) {
   return guarded([&] {
     const auto &[call, out, den] = *packed;
+    compute_weights(call.weights, call.channels, threads);
     return (call.offset ? forward<OneOffset> : forward<Window>)(call.shape(), call.q, call.k, call.v, call.mask,
                                                                 call.weights, call.offset, out, den, limits, threads);
   });
@@ -364,11 +362,12 @@ int aft_depthwise_forward(const ForwardCall *packed, DigitLimits limits, int thr
 // `den`, it is computed again. Returns 0 as the forward does.
 int aft_depthwise_backward(const BackwardCall *packed, DigitLimits limits, int threads) {
   return guarded([&] {
-    const auto &[call, grad, y, den, dq, dk, dv, parts, grad_taps, side, grad_bias] = *packed;
+    const auto &[call, grad, y, den, dq, dk, dv, parts, grad_taps, grad_bias] = *packed;
+    compute_weights(call.weights, call.channels, threads);
     const int good = (call.offset ? backward<OneOffset> : backward<Window>)(
         call.shape(), grad, y, den, call.q, call.k, call.v, call.mask, call.weights, call.offset, dq, dk, dv, grad_taps, parts,
         limits, threads);
-    if (good && grad_bias) bias_grad(call.weights, call.shape(), grad_taps, parts, side, grad_bias, threads);
+    if (good && grad_bias) bias_grad(call.weights, call.shape(), grad_taps, parts, grad_bias, threads);
     return good;
   });
 }

@@ -76,18 +76,20 @@ struct HeadLanes {
   }
 };
 
-// The inputs of a call, as Python packs them; q, the mask's elements and den may be null. `e` and `bottom` are scratch for
-// (B, T) rows of heads, as long as those of the weights, a vector more than there are heads.
+// The inputs of a call, as Python packs them; q, the mask's elements and den may be null. `scratch` has 2 (B, T) rows of heads,
+// as long as those of the weights, a vector more than there are heads.
 struct Call {
   int64_t batch, height, width, channels, heads, size;
   WindowWeights weights;
-  float *e, *bottom;
+  float *scratch;
   Stream q, k, v;
   const bool *elements;
   Stream out, den;
 
   Shape shape() const { return {batch, height, width, channels, size}; }
   int64_t stride() const { return weights.stride; }
+  float *e() const { return scratch; }
+  float *bottom() const { return scratch + batch * height * width * stride(); }
   Mask mask() const { return {elements, height * width}; }
 };
 
@@ -129,8 +131,8 @@ struct Worker {
         const int64_t place = (b * s.tokens() + t) * call.stride() + first;
         const Vec bottom = sums[t] + extra;
         lost |= lost_lanes(bottom, at.lanes, underflow);
-        store(call.e + place, map.row(y)[x], LANES);
-        store(call.bottom + place, bottom, LANES);
+        store(call.e() + place, map.row(y)[x], LANES);
+        store(call.bottom() + place, bottom, LANES);
         if (call.den.data) at.later(t - at.t).write(call.den, bottom);
       }
     return !any(lost);
@@ -141,12 +143,12 @@ struct Worker {
     const HeadLanes heads(first, s.channels / call.heads, call.heads);
     const Place at{b, 0, first, rest(s.channels, first)};
     const int64_t start = b * s.tokens() * call.stride();
-    fill(b, [&](int64_t t) { return heads.read(call.e + start + t * call.stride()) * at.later(t).read(call.v); });
+    fill(b, [&](int64_t t) { return heads.read(call.e() + start + t * call.stride()) * at.later(t).read(call.v); });
     call.weights.each(s.size, [&](int64_t i, const float *tap) { taps[i] = heads.read(tap); });
     map.mix(taps.data(), heads.read(call.weights.outside()), sums.data());
     for (int64_t t = 0; t < s.tokens(); ++t) {
       const Place to = at.later(t);
-      to.write(call.out, gated(to, call.q, sums[t] / heads.read(call.bottom + start + t * call.stride())));
+      to.write(call.out, gated(to, call.q, sums[t] / heads.read(call.bottom() + start + t * call.stride())));
     }
   }
 };
@@ -175,6 +177,9 @@ extern "C" {
 
 // y and, unless den is null, the denominators. Returns 0 where a denominator is below `underflow`, or NaN.
 int aft_conv_wide_forward(const Call *call, float underflow, int threads) {
-  return guarded([&] { return forward(*call, underflow, threads); });
+  return guarded([&] {
+    compute_weights(call->weights, call->heads, threads);
+    return forward(*call, underflow, threads);
+  });
 }
 }

@@ -1,11 +1,11 @@
 // The weights of windows of sources, which change only with the position bias (AFT Eq. 6).
 
 #include "../common/guard.h"
-#include "../common/product.h"
+#include "window.h"
 
 namespace {
 
-// A position bias (D, side, side), of which the `size` x `size` in the middle are wanted, as Python packs it.
+// A position bias (D, side, side), of which the `size` x `size` in the middle are wanted.
 struct Bias {
   int64_t channels;
   const float *data;
@@ -17,7 +17,8 @@ struct Bias {
     return load(data + start, start + LANES <= channels * side * side ? LANES : count);
   }
 
-  // The reference of the weights of LANES channels: the larger of 0 and the largest bias of each. NaN stays.
+  // The reference of the weights of LANES channels: the larger of 0 and the largest bias of each, of all taps, as in the
+  // other forms, which may compute the backward. NaN stays.
   Vec reference(int64_t first, int lanes) const {
     const int64_t taps = side * side, last = std::max<int64_t>(0, taps - LANES);
     Tile tile;
@@ -50,29 +51,26 @@ struct Bias {
   }
 };
 
-// A bias, and where its weights (size * size + 1, stride) go.
-struct WeightsCall {
-  Bias bias;
-  float *out;
-  int64_t stride;
-};
-
 }  // namespace
+
+// e^(w - reference) of the taps, and in the last row e^-reference, the weight that every source has without a bias.
+void compute_weights(const WindowWeights &weights, int64_t channels, int threads) {
+  if (!weights.bias) return;
+  const Bias bias{channels, weights.bias, weights.bias_side, weights.side};
+  const int64_t square = weights.side * weights.side, stride = weights.stride;
+#pragma omp parallel for num_threads(channels * square > FEW_WEIGHTS ? threads : 1) schedule(static)
+  for (int64_t first = 0; first < channels; first += LANES) {
+    const int lanes = rest(channels, first);
+    const Vec peak = bias.reference(first, lanes);
+    store(weights.data + square * stride + first, exp_(-peak), LANES);
+    bias.each_tap(first, lanes, [&](int64_t i, Vec x) { store(weights.data + i * stride + first, exp_(x - peak), LANES); });
+  }
+}
 
 extern "C" {
 
-// e^(w - reference) of the taps, and in the last row e^-reference, the weight that every source has without a bias.
-int aft_window_weights(const WeightsCall *packed, int threads) {
-  return guarded([&] {
-    const Bias &bias = packed->bias;
-    const int64_t square = bias.size * bias.size, stride = packed->stride;
-#pragma omp parallel for num_threads(bias.channels * square > FEW_WEIGHTS ? threads : 1) schedule(static)
-    for (int64_t first = 0; first < bias.channels; first += LANES) {
-      const int lanes = rest(bias.channels, first);
-      const Vec peak = bias.reference(first, lanes);
-      store(packed->out + square * stride + first, exp_(-peak), LANES);
-      bias.each_tap(first, lanes, [&](int64_t i, Vec x) { store(packed->out + i * stride + first, exp_(x - peak), LANES); });
-    }
-  });
+// The weights of a bias for later calls, which then give none.
+int aft_window_weights(const WindowWeights *packed, int channels, int threads) {
+  return guarded([&] { compute_weights(*packed, channels, threads); });
 }
 }

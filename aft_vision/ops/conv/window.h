@@ -66,12 +66,17 @@ void in_tiles(int64_t length, F f) {
   }
 }
 
-// The weights of all heads for the `side` x `side` taps of their windows, from `aft_window_weights`: rows of `stride` heads,
-// e^(w - reference) of each tap, and last e^-reference, of the sources outside the window. A grid may need less than all
-// taps, `size` x `size` in the middle.
+}  // namespace
+
+// The weights of all heads for the `side` x `side` taps of their windows: rows of `stride` heads, e^(w - reference) of each
+// tap, and last e^-reference, of the sources outside the window. A grid may need less than all taps, `size` x `size` in the
+// middle.
 struct WindowWeights {
-  const float *data;
+  float *data;
   int64_t stride, side;
+  // What `compute_weights` sets them from: (D, bias_side, bias_side), of which the middle counts; null if they are set.
+  const float *bias;
+  int64_t bias_side;
 
   const float *outside() const { return data + side * side * stride; }
 
@@ -90,4 +95,5 @@ struct WindowWeights {
   }
 };
 
-}  // namespace
+// Set the weights from their bias, if there is one.
+void compute_weights(const WindowWeights &weights, int64_t channels, int threads);

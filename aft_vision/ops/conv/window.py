@@ -46,27 +46,17 @@ LIMITS = _DigitLimits(conv.CANCELLATION[torch.float32], UNDERFLOW[torch.float32]
 wide_backward = cpp.conv_backward
 
 
-def window_weights(bias: Tensor, size: int) -> Tensor:
-    """Compute the weights of a position bias, which change only with it.
-
-    Args:
-        bias: (h, s, s).
-        size: at most s: only the taps in the middle of the bias are wanted.
+def bias_weights(kernel: Tensor, v: Tensor) -> Tensor:
+    """Compute the weights of a kernel (h, s, s) for grids of any size.
 
     Returns:
-        (size * size + 1, h or more) float32, as the kernels read it: the weight of each tap relative to the largest of
-        its head or to 1, and that of sources outside the window.
+        (s * s + 1, h or more) float32, as the kernels read it: the weight of each tap relative to the largest of its
+        head or to 1, and that of sources outside the window.
     """
-    heads, side = len(bias), bias.shape[-1]
-    weights, held = float_buffer(_weights_shape(heads, size)), list[Tensor]()
-    fields = heads, floats(bias, held), side, size, weights.data_ptr(), weights.shape[1]
-    compiled().aft_window_weights(pack(*fields), torch.get_num_threads())
-    return weights
-
-
-def bias_weights(kernel: Tensor, v: Tensor) -> Tensor:
-    """Compute the weights of a kernel (h, s, s) for grids of any size."""
-    return window_weights(kernel, kernel.shape[-1])
+    held: list[Tensor] = []
+    fields = _place_weights(kernel, kernel.shape[-1], None, held)
+    compiled().aft_window_weights(pack(*fields), len(kernel), torch.get_num_threads())
+    return held[0].view(_weights_shape(len(kernel), kernel.shape[-1]))
 
 
 def weights_layout(kernel: Tensor, v: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
@@ -80,8 +70,8 @@ def wide_forward(inputs: ConvInputs, save: bool, weights: Tensor | None = None) 
     batch, count, channels = v.shape
     size, held = _window_size(kernel, inputs.grid), list[Tensor]()
     place = _place_weights(kernel, size, weights, held)
-    scratch = float_buffer((2, batch, count, place[1]))
-    sizes = batch, height, width, channels, k.shape[2], size, *place, scratch[0].data_ptr(), scratch[1].data_ptr()
+    scratch = float_buffer(2 * batch * count * place[1])
+    sizes = batch, height, width, channels, k.shape[2], size, *place, scratch.data_ptr()
     fields = *sizes, *stream(q, held), *stream(k, held), *stream(v, held), address(mask, held)
     return run_forward('conv_wide', inputs, fields, held, save) or conv.conv_forward(inputs, save)
 
@@ -160,7 +150,7 @@ def _backward(
     fields = _call(inputs, bias, offset, held)
     for x in (*results, dq, dk, dv):
         fields += tokens(x, held)
-    fields += parts, address(d_taps, held), bias.shape[-1], address(d_bias, held)
+    fields += parts, address(d_taps, held), address(d_bias, held)
     with profiled('aft_vision::depthwise_backward'):
         keeps_digits = compiled().aft_depthwise_backward(pack(*fields), LIMITS, torch.get_num_threads())
     if not keeps_digits:
@@ -185,14 +175,16 @@ def _call(
     return *sizes, *streams, address(inputs.mask, held)
 
 
-def _place_weights(bias: Tensor, size: int, weights: Tensor | None, held: list[Tensor]) -> tuple[int, int, int]:
-    # The fields of `WindowWeights` in C++: the weights of the whole bias, if they are given, or of its middle.
-    if weights is None:
-        side, weights = size, window_weights(bias, size)
-        held.append(weights)
-    else:
-        side = bias.shape[-1]
-    return weights.data_ptr(), weights.shape[1], side
+def _place_weights(bias: Tensor, size: int, weights: Tensor | None, held: list[Tensor]) -> tuple[int, ...]:
+    # The fields of `WindowWeights` in C++: weights of the whole bias, if they are given, or a place for those of its
+    # middle, and the bias, from which they are computed first.
+    side = bias.shape[-1]
+    if weights is not None:
+        return weights.data_ptr(), weights.shape[1], side, 0, side
+    rows, stride = _weights_shape(len(bias), size)
+    weights = float_buffer(rows * stride)
+    held.append(weights)
+    return weights.data_ptr(), stride, size, floats(bias, held), side
 
 
 def _weights_shape(heads: int, size: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.common.cpp import (
+    CPU,
     address,
     cast,
     compiled,
@@ -29,24 +30,21 @@ from aft_vision.ops.full import eager as full
 MOST_ELEMENTS = 1 << 27
 
 
-def bias_weights(bias: Tensor, v: Tensor, by_source: bool = False) -> Tensor:
+def bias_weights(bias: Tensor, v: Tensor) -> Tensor:
     """Compute the weights of a position bias, which change only with it.
 
     Args:
         bias: (T, T).
         v: values, whose type is that of the operands.
-        by_source: as the backward reads them.
 
     Returns:
         (tiles of T, words of T, rows of a tile) in float32, or these and 2 in bfloat16: as the kernels read it, the
         weight of each source relative to the largest of its target.
     """
-    pairs, held = multiplies_pairs(v), list[Tensor]()
-    shape, dtype = weights_layout(bias, v)
-    weights = torch.empty(shape, dtype=dtype, device='cpu')
-    fields = len(bias), pairs, by_source, floats(bias, held), weights.data_ptr()
+    held: list[Tensor] = []
+    fields = _place_weights(bias, v, None, held)
     compiled().aft_full_weights(pack(*fields), torch.get_num_threads())
-    return weights
+    return held[0]
 
 
 def weights_layout(bias: Tensor, v: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
@@ -60,10 +58,7 @@ def weights_layout(bias: Tensor, v: Tensor) -> tuple[tuple[int, ...], torch.dtyp
 def full_forward(inputs: FullInputs, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Return y and the denominators (AFT Eq. 2)."""
     held: list[Tensor] = []
-    if weights is None:
-        weights = bias_weights(inputs.bias, inputs.v)
-    fields = _call(inputs, weights, held)
-    return run_forward('full', inputs, fields, held, save) or full.full_forward(inputs, save)
+    return run_forward('full', inputs, _call(inputs, weights, held), held, save) or full.full_forward(inputs, save)
 
 
 def full_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need_bias: bool) -> tuple[Tensor, ...]:
@@ -75,16 +70,25 @@ def full_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need
     d_weights = torch.zeros(parts, dtype=torch.float32, device='cpu') if need_bias else None
     d_bias = float_buffer(bias.shape) if need_bias else None
     held: list[Tensor] = []
-    weights = bias_weights(bias, inputs.v, by_source=True)
-    fields = *_call(inputs, weights, held), floats(bias, held)
-    found = run_backward('full', (grad, y, den), inputs, fields, held, (d_weights, d_bias))
+    found = run_backward('full', (grad, y, den), inputs, _call(inputs, None, held), held, (d_weights, d_bias))
     if found is None:
         return full.full_backward(grad, y, den, inputs, need_bias)
     return cast((*found, d_bias), inputs[:4], inputs.k)
 
 
-def _call(inputs: FullInputs, weights: Tensor, held: list[Tensor]) -> tuple[int, ...]:
+def _call(inputs: FullInputs, weights: Tensor | None, held: list[Tensor]) -> tuple[int, ...]:
     # The fields of `Call` in C++; `held` gets the tensors that must outlive the call.
-    q, k, v, _, mask = inputs
-    streams = *stream(q, held), *stream(k, held), *stream(v, held)
-    return *v.shape, multiplies_pairs(v), weights.data_ptr(), *streams, address(mask, held)
+    q, k, v, bias, mask = inputs
+    sizes = *_place_weights(bias, v, weights, held), len(v), v.shape[2]
+    return *sizes, *stream(q, held), *stream(k, held), *stream(v, held), address(mask, held)
+
+
+def _place_weights(bias: Tensor, v: Tensor, weights: Tensor | None, held: list[Tensor]) -> tuple[int, ...]:
+    # The fields of `BiasWeights` in C++: weights, if they are given, or a place for them and the bias, from which they
+    # are computed first.
+    if weights is not None:
+        return len(bias), multiplies_pairs(v), 0, weights.data_ptr()
+    shape, dtype = weights_layout(bias, v)
+    weights = torch.empty(shape, dtype=dtype, device=CPU)
+    held.append(weights)
+    return len(bias), dtype is torch.bfloat16, floats(bias, held), weights.data_ptr()

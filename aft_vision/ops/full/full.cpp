@@ -418,15 +418,31 @@ void bias_grad(const float *bias, int64_t tokens, const float *parts, int thread
   }
 }
 
-// The inputs of a call, as Python packs them; q and mask may be null. `weights` come from `aft_full_weights`: pairs of
-// bfloat16 if `pairs` is not 0, else float32.
-struct Call {
-  int64_t batch, tokens, channels, pairs;
-  const void *weights;
-  Stream q, k, v;
-  const bool *mask;
+// A bias (T, T), or null where its weights are set, and these: pairs of bfloat16 if `pairs` is not 0, else float32.
+struct BiasWeights {
+  int64_t tokens, pairs;
+  const float *bias;
+  void *words;
 
-  Shape shape() const { return {batch, tokens, channels}; }
+  // Set the weights from their bias, if there is one, as `tile_weights` lays them out.
+  void compute(bool by_source, int threads) const {
+    if (!bias) return;
+    with_words(pairs, words, [&](auto op, const auto *) {
+      typedef decltype(op) Op;
+      tile_weights<Op>(bias, tokens, by_source, static_cast<typename Op::Word *>(words), threads);
+    });
+  }
+};
+
+// The inputs of a call, as Python packs them; q and the mask's elements may be null.
+struct Call {
+  BiasWeights weights;
+  int64_t batch, channels;
+  Stream q, k, v;
+  const bool *elements;
+
+  Shape shape() const { return {batch, weights.tokens, channels}; }
+  Mask mask() const { return {elements, weights.tokens}; }
 };
 
 struct ForwardCall {
@@ -436,16 +452,8 @@ struct ForwardCall {
 
 struct BackwardCall {
   Call call;
-  const float *bias;
   Stream grad, y, den, dq, dk, dv;
   float *d_weights, *d_bias;
-};
-
-// A bias, and where its weights go.
-struct WeightsCall {
-  int64_t tokens, pairs, by_source;
-  const float *bias;
-  void *out;
 };
 
 }  // namespace
@@ -466,24 +474,18 @@ int aft_has_pairs() {
 #endif
 }
 
-// The weights as `tile_weights` lays them out: by source for the backward.
-int aft_full_weights(const WeightsCall *packed, int threads) {
-  return guarded([&] {
-    const WeightsCall &call = *packed;
-    with_words(call.pairs, call.out, [&](auto op, const auto *) {
-      typedef decltype(op) Op;
-      tile_weights<Op>(call.bias, call.tokens, call.by_source, static_cast<typename Op::Word *>(call.out), threads);
-      return 0;
-    });
-  });
+// The weights of a bias for later forward calls, which then give none.
+int aft_full_weights(const BiasWeights *weights, int threads) {
+  return guarded([&] { weights->compute(false, threads); });
 }
 
 // y and, unless den is null, the denominators. Returns 0 where a denominator is below `underflow`, or NaN.
 int aft_full_forward(const ForwardCall *packed, float underflow, int threads) {
   return guarded([&] {
     const auto &[call, out, den] = *packed;
-    const Forward found{call.shape(), call.q, call.k, call.v, {call.mask, call.tokens}, out, den, underflow};
-    return with_words(call.pairs, call.weights, [&](auto op, const auto *words) {
+    const Forward found{call.shape(), call.q, call.k, call.v, call.mask(), out, den, underflow};
+    call.weights.compute(false, threads);
+    return with_words(call.weights.pairs, call.weights.words, [&](auto op, const auto *words) {
       return forward<decltype(op)>(found, words, threads);
     });
   });
@@ -493,13 +495,14 @@ int aft_full_forward(const ForwardCall *packed, float underflow, int threads) {
 // part (T, T in whole vectors) of zeros, and else null. Returns 0 as above.
 int aft_full_backward(const BackwardCall *packed, float underflow, int threads) {
   return guarded([&] {
-    const auto &[call, bias, grad, y, den, dq, dk, dv, d_weights, d_bias] = *packed;
-    const Gradients found{call.shape(), grad, y, den, call.q, call.k, call.v, {call.mask, call.tokens},
+    const auto &[call, grad, y, den, dq, dk, dv, d_weights, d_bias] = *packed;
+    const Gradients found{call.shape(), grad, y, den, call.q, call.k, call.v, call.mask(),
                           dq, dk, dv, underflow, d_weights};
-    const int good = with_words(call.pairs, call.weights, [&](auto op, const auto *words) {
+    call.weights.compute(true, threads);
+    const int good = with_words(call.weights.pairs, call.weights.words, [&](auto op, const auto *words) {
       return backward<decltype(op)>(found, words, threads);
     });
-    if (good && d_bias) bias_grad(bias, call.tokens, d_weights, threads, d_bias);
+    if (good && d_bias) bias_grad(call.weights.bias, call.weights.tokens, d_weights, threads, d_bias);
     return good;
   });
 }

@@ -240,7 +240,6 @@ def test_a_failed_allocation_is_an_error_of_python_wherever_it_happens(tmp_path:
         'aft_depthwise_forward',
         'aft_full_backward',
         'aft_full_forward',
-        'aft_full_weights',
         'aft_local_causal_backward',
         'aft_local_causal_forward',
         'aft_local_step',
