@@ -1,7 +1,6 @@
-"""Modules: the AFT token mixers, their position biases, and the block around them."""
+"""Modules: the AFT token mixers, their position biases, and the patch embedding and the block around them."""
 
-from aft_vision.layers.block import AFTBlock
+from aft_vision.layers.block import AFTBlock, AFTPatchEmbed
 from aft_vision.layers.causal import CausalAttention, CausalBlock, CausalFull, CausalLocal, CausalSimple, KeyValueState
 from aft_vision.layers.mixers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot, AFTSimple, create_mixer
-from aft_vision.layers.patch_embed import AFTPatchEmbed
 from aft_vision.layers.position_bias import AxisBias, FactorizedBias, PairwiseBias, StandardizedKernel
