@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Images share a padded grid as long as its tokens are at most so many for each patch.
-MOST_TOKENS = 1.5
+# Images share a padded grid as long as its tokens are at most so many for each patch: few on a CPU, where an image costs
+# as much alone as among others; other devices want large batches.
+MOST_TOKENS_CPU, MOST_TOKENS = 1.1, 1.5
 
 
 class Patches(NamedTuple):
@@ -73,7 +74,8 @@ def compute_on_patches(
     """
     # (B, 2); an image without patches has one token, which does not count.
     grids = torch.where(patches.valid.unsqueeze(-1), patches.coord + 1, 1).amax(1).tolist()
-    parts, groups = [], _group(grids, MOST_TOKENS if pads else 1.0)
+    most_tokens = MOST_TOKENS_CPU if patches.values.is_cpu else MOST_TOKENS
+    parts, groups = [], _group(grids, most_tokens if pads else 1.0)
     for members in groups:
         rows, columns = (max(grids[index][axis] for index in members) for axis in (0, 1))
         parts.append(_compute_group(compute, Patches(*(x[members] for x in patches)), patch_size, (rows, columns)))
