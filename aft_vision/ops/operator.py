@@ -280,6 +280,8 @@ class _Operator:
         self.forms, self.aten, self.find_places = FORMS[name], ATEN.get(name), find_places
         self.names = list(inputs._fields)
         self.biases = [field for field in self.names if field in BIAS_NAMES]
+        if self.biases and find_places is None:
+            raise ValueError(f'{name} needs find_places: forward mode would ignore its {", ".join(self.biases)}')
         self.gradients = ['q', 'k', 'v', *self.biases]
         self.places = [self.names.index(field) for field in self.gradients]
         self.register()
