@@ -2,15 +2,18 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from timm.utils.distributed import init_distributed_device_so, reduce_tensor
+from timm.utils.distributed import is_distributed_env, reduce_tensor, world_info_from_env
 
+from aft_vision.commandline import TURN_OF_RANK_0
 from aft_vision.data import Share
 from aft_vision.evaluate import resolve_device
 from train.schema import Experiment
@@ -84,13 +87,47 @@ def join_world(config: Experiment) -> Iterator[World]:
 
     Raises:
         ValueError: the device does not exist, or a batch cannot be divided evenly among the processes.
+        ConnectionError: another process has ended, or has not answered for `run.timeout_minutes`.
     """
     if config.run.cpu_threads is not None:
         torch.set_num_threads(config.run.cpu_threads)
-    found = init_distributed_device_so(str(resolve_device(config.run.device)), dist_url=f'{RENDEZVOUS}://')
+    world = _find_world(resolve_device(config.run.device))
+    with _process_group(world, config.run.timeout_minutes) if world.size > 1 else contextlib.nullcontext():
+        config.check_parts(world.size)
+        yield world
+
+
+def _find_world(device: torch.device) -> World:
+    """Return this process and the size of its group, as the environment describes them."""
+    local_rank, rank, size = world_info_from_env() if is_distributed_env() else (0, 0, 1)
+    if size > 1 and device.type != 'cpu':
+        device = torch.device(device.type, local_rank)
+    if device.type == 'cuda' and device.index is not None:
+        torch.cuda.set_device(device)
+    return World(device, rank, size)
+
+
+@contextlib.contextmanager
+def _process_group(world: World, timeout_minutes: float) -> Iterator[None]:
+    """Join a process group, and leave it at the end.
+
+    Raises:
+        ConnectionError: another process has ended, or has not answered in time.
+    """
+    backend, timeout = dist.get_default_backend_for_device(world.device), timedelta(minutes=timeout_minutes)
     try:
-        config.check_parts(found['world_size'])
-        yield World(torch.device(found['device']), found['global_rank'], found['world_size'])
+        dist.init_process_group(backend, f'{RENDEZVOUS}://', timeout, world.size, world.rank)
+        yield
+    except RuntimeError as error:
+        # gloo has no type of error of its own.
+        if not isinstance(error, dist.DistError) and '/gloo/' not in str(error):
+            raise
+        # The process that has ended says why; torchrun ends this one in the meantime.
+        time.sleep(2 * TURN_OF_RANK_0)
+        raise ConnectionError(
+            f'expected all {world.size} processes, but one has ended or has not answered for run.timeout_minutes='
+            f'{timeout_minutes:g}; start all again with run.resume=auto: {error}'
+        ) from error
     finally:
-        if found['distributed']:
+        if dist.is_initialized():
             dist.destroy_process_group()

@@ -236,6 +236,7 @@ class RunConfig:
         amp: Autocast to bfloat16, or to float16 with a scaled loss, or none.
         grad_checkpointing: Recompute the activations of each block in the backward pass, to save memory.
         compile: Compile the model with torch.compile for training; evaluation stays eager.
+        timeout_minutes: Longest time that a process waits for the others, before it ends with an error.
         tensorboard: Also write TensorBoard's event files.
         eval_every: Epochs between evaluations; the last epoch is always evaluated.
         max_seconds: Time for updates, with loading and without evaluation, after which the run ends as if complete,
@@ -258,6 +259,7 @@ class RunConfig:
     amp: Literal['none', 'bfloat16', 'float16'] = 'none'
     grad_checkpointing: bool = False
     compile: bool = False
+    timeout_minutes: float = within('(0, inf)', 10.0, 'minutes')
     tensorboard: bool = True
     eval_every: int = within('[1, inf)', 1, 'epochs')
     max_seconds: float | None = within('(0, inf)', None, 'seconds')
