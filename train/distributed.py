@@ -61,6 +61,14 @@ class World:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found)
 
+    def have_same(self, number: int) -> bool:
+        """Return whether the number is the same in all processes."""
+        if not self.is_distributed:
+            return True
+        bounds = torch.tensor([number, -number], device=self.device)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        return bool(bounds.sum() == 0)
+
 
 def _rendezvous_of_attempt(url: str, **options: Any) -> Iterator[tuple['dist.Store', int, int]]:
     """Join the processes through the environment, with a separate store for each restart by torchrun.

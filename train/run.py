@@ -47,12 +47,17 @@ def train_run(
         experiment: The file to resume an interrupted run with; None for the one in the folder of the run.
 
     Raises:
-        ValueError: the checkpoint to resume from is not valid.
+        ValueError: the checkpoint to resume from is not valid, or not the same in all processes.
         SystemExit: a signal stopped the run; its state is saved.
     """
     run, world = state.config.run, state.world
     if run.resume is not None:
         resume(state, run_dir, run.resume, loaders.class_names)
+        if not world.have_same(state.progress.updates):
+            raise ValueError(
+                f'expected all processes to resume from the same checkpoint, but process {world.rank} has update '
+                f'{state.progress.updates}; {run_dir.resolve()} must be the same folder on all nodes'
+            )
     if world.is_primary:
         _begin(run_dir, state)
     settle_buckets(state)
