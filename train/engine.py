@@ -231,6 +231,8 @@ def _until_signal(state: TrainState, saver: Saver) -> Iterator[Callable[[], None
             if stop or saver.is_due():
                 saver.save_last(state)
             if stop:
+                # A launcher may kill all processes when one has ended, so wait until the first one has saved.
+                state.world.any(stop)
                 stop_run(received, state.progress.updates, saver.experiment)
 
         yield after_update

@@ -9,6 +9,7 @@ import torch
 from helpers import CLOTHING, digest, interrupt_at, link_photographs, losses, make_folder
 from small_runs import PART, RECIPE, SMALL, Interruption, assert_same_results, run
 
+from train.distributed import World
 from train.imagenet import main
 
 
@@ -167,6 +168,16 @@ def test_a_run_may_go_on_with_another_precision_and_without_the_average(small, w
     rows = losses(tmp_path)
     assert rows[:2] == losses(whole)
     assert [row['eval_ema_top1'] == 'nan' for row in rows] == [False, False, True]
+
+
+def test_after_a_signal_no_process_ends_before_the_state_is_saved(small, tmp_path, monkeypatch):
+    met = []
+    monkeypatch.setattr(World, 'any', lambda _, value: met.append((tmp_path / 'last.pth').exists()) or value)
+    interrupt_at(monkeypatch, 2)
+    with pytest.raises(SystemExit):
+        main([*small, f'run.dir={tmp_path}'])
+    # After both updates, and once more.
+    assert met == [False, False, True]
 
 
 def test_a_signal_to_the_whole_process_group_is_survived(small, whole, tmp_path):
