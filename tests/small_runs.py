@@ -8,7 +8,7 @@ import pkgutil
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +16,8 @@ from unittest import mock
 import pytest
 import torch
 from helpers import CLOTHING, digest, leave_curves_undrawn, losses
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
 
 ROOT = Path(__file__).parents[1]
 # Everything random at once: each image three times an epoch, erasing, mixup and cutmix, drop path, moving average.
@@ -30,8 +31,8 @@ PART, EVALUATION = 'train.engine.derive_seed', 'train.engine.evaluate_all'
 EXPORT, RENAMING, WRITING = 'train.imagenet.export_model', 'os.replace', 'torch.save'
 
 # Its server imports once what takes seconds, so that a process starts at once.
-_processes = multiprocessing.get_context('forkserver')
-_processes.set_forkserver_preload(['train.imagenet', 'train.sequence', 'train.fastformer.__main__'])
+forkserver = multiprocessing.get_context('forkserver')
+forkserver.set_forkserver_preload(['train.imagenet', 'train.sequence', 'train.fastformer.__main__'])
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def run(
     for rank in range(processes):
         environment = {**group, 'RANK': str(rank), 'LOCAL_RANK': str(rank)} if processes > 1 else {}
         mine = interruption if interruption and interruption.rank in (None, rank - processes) else None
-        started.append(_processes.Process(target=_train, args=(arguments, environment, mine, trainer, log)))
+        started.append(forkserver.Process(target=train, args=(arguments, environment, mine, trainer, log)))
         started[-1].start()
     for process in started:
         process.join(timeout=180)
@@ -82,33 +83,36 @@ def run(
 
 def run_restarted(arguments: list[str], interruption: Interruption, log: Path) -> int | None:
     """Train in two processes of torchrun's agent, which restarts both after one is killed; its exit code."""
-    agent = _processes.Process(target=_supervise, args=(arguments, interruption, log))
+    words = '--rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node 2 --max-restarts 1 -m train.imagenet'
+    agent = forkserver.Process(target=supervise, args=([*words.split(), *arguments], {}, interruption, log))
     agent.start()
     agent.join(timeout=180)
     assert not agent.is_alive()
     return agent.exitcode
 
 
-def _supervise(arguments: list[str], interruption: Interruption, log: Path) -> None:
-    # As torchrun starts it, but for processes that are forked: they need not import anything.
-    options = dict(rdzv_backend='c10d', rdzv_endpoint='localhost:0', start_method='fork', monitor_interval=0.05)
-    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, **options)
-    elastic_launch(config, _train_again)(arguments, interruption, log)
+def supervise(words: list[str], environment: dict[str, str], interruption: Interruption | None, log: Path) -> None:
+    """Do what torchrun does with these words, but in processes that are forked: they need not import anything."""
+    os.environ.update(environment)
+    _print_to(log)
+    config, _, _ = config_from_args(parse_args(words))
+    config = replace(config, start_method='fork', monitor_interval=0.05)
+    elastic_launch(config, _train_again)(words[words.index('-m') + 2 :], interruption, log)
 
 
-def _train_again(arguments: list[str], interruption: Interruption, log: Path) -> None:
-    is_chosen = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and int(os.environ['RANK']) == interruption.rank
-    _train(arguments, {}, interruption if is_chosen else None, 'train.imagenet', log)
+def _train_again(arguments: list[str], interruption: Interruption | None, log: Path) -> None:
+    is_first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'
+    is_chosen = interruption is not None and is_first and int(os.environ['RANK']) == interruption.rank
+    train(arguments, {}, interruption if is_chosen else None, 'train.imagenet', log)
 
 
-def _train(
+def train(
     arguments: list[str], environment: dict[str, str], interruption: Interruption | None, trainer: str, log: Path | None
 ) -> None:
+    """Train in this process, which has more of an environment, ends itself, and prints to a file."""
     os.environ.update(environment)
     if log is not None:
-        with log.open('a') as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+        _print_to(log)
     # As it is imported, FFCV compiles for five seconds what its own loader alone uses.
     os.environ['NUMBA_DISABLE_JIT'] = '1'
     gc.freeze()
@@ -120,6 +124,12 @@ def _train(
             os.setpgrp()
         mock.patch(interruption.function, _interrupted(interruption)).start()
     pkgutil.resolve_name(f'{trainer}:main')(arguments)
+
+
+def _print_to(log: Path) -> None:
+    with log.open('a') as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 def _interrupted(interruption: Interruption) -> Callable[..., Any]:
