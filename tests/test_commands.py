@@ -18,7 +18,7 @@ from train.fastformer.tasks import TASKS
 from train.keys import format_page, list_keys
 from train.model_section import decoder_schema, model_schema
 from train.schema import Config
-from train.sequence_schema import CharConfig
+from train.sequence_schema import CharConfig, RecallConfig
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = sorted(
@@ -64,7 +64,7 @@ def test_help_needs_no_import_that_takes_seconds_and_shows_what_is_typed(answers
     assert f'usage: python -m {command} ' in answer.stdout
 
 
-@pytest.mark.parametrize('command', ['imagenet', 'convert', 'char', 'pixel', 'fastformer.__main__'])
+@pytest.mark.parametrize('command', ['imagenet', 'convert', 'char', 'pixel', 'recall', 'fastformer.__main__'])
 def test_a_trainer_without_arguments_names_an_experiment_to_try(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module(f'train.{command}').main([])
@@ -89,6 +89,7 @@ def test_every_key_has_a_default_and_a_meaning(capsys):
         (Config, model_schema()),
         (ConvertConfig, model_schema()),
         (CharConfig, decoder_schema()),
+        (RecallConfig, decoder_schema()),
         *((task.schema, text_model_schema()) for task in TASKS.values()),
     ],
 )
@@ -112,7 +113,7 @@ def test_the_keys_of_a_model_are_described_with_their_ranges():
 
 def test_the_page_of_keys_has_a_table_of_every_trainer_and_task():
     page = format_page()
-    assert page.count('## ') == page.count('| key | default |') == 4 + len(TASKS)
+    assert page.count('## ') == page.count('| key | default |') == 5 + len(TASKS)
     for keys in (list_keys(Config, model_schema()), list_keys(CharConfig, decoder_schema())):
         assert all(f'| `{key.name}` | `{key.default}` |' in page for key in keys)
 

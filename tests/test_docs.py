@@ -41,6 +41,7 @@ from train.config import load_config
 from train.convert_schema import ConvertConfig
 from train.fastformer.tasks import TASKS, load_text_config
 from train.pixel import PixelConfig
+from train.recall import RecallConfig
 from train.schema import Config
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +78,7 @@ STAND_INS = {
     'train.convert': 'configs/smoke/convert.yaml',
     'train.pixel': 'configs/smoke/pixel.yaml',
     'train.char': 'configs/smoke/char.yaml',
+    'train.recall': 'configs/small/recall.yaml',
     'train.fastformer': 'configs/fastformer/small_ag_news.yaml',
 }
 # What looks like a key and is the name of a file.
@@ -85,7 +87,7 @@ NO_KEYS = ('data.json',)
 TEXTS = {name: task.schema for name, task in TASKS.items()}
 SCHEMAS: dict[str, tuple[Any, ...]] = {
     'README.md': (Config, TEXTS['classification']),
-    'guide/pixels_and_text.md': (PixelConfig, CharConfig),
+    'guide/pixels_and_text.md': (PixelConfig, CharConfig, RecallConfig),
     'guide/fastformer.md': (TEXTS['classification'],),
     'guide/fastformer_conversion.md': (TEXTS['conversion'],),
     'guide/fastformer_data.md': (TEXTS['classification'],),
@@ -94,8 +96,13 @@ SCHEMAS: dict[str, tuple[Any, ...]] = {
     'guide/resolution.md': (Config,),
     **dict.fromkeys(('guide/data_sets.md', 'guide/long_runs.md', 'guide/train.md'), (Config,)),
 }
-EVERY_SCHEMA = (Config, PixelConfig, CharConfig, *TEXTS.values())
-OTHER_SCHEMAS: dict[str, Any] = {'train.convert': ConvertConfig, 'train.pixel': PixelConfig, 'train.char': CharConfig}
+EVERY_SCHEMA = (Config, PixelConfig, CharConfig, RecallConfig, *TEXTS.values())
+OTHER_SCHEMAS: dict[str, Any] = {
+    'train.convert': ConvertConfig,
+    'train.pixel': PixelConfig,
+    'train.char': CharConfig,
+    'train.recall': RecallConfig,
+}
 
 
 def blocks(name: str, *languages: str) -> list[str]:

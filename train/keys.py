@@ -82,11 +82,12 @@ def format_page() -> str:
     from train.fastformer.schema import text_model_schema
     from train.fastformer.tasks import TASKS
     from train.schema import Config
-    from train.sequence_schema import CharConfig, PixelConfig
+    from train.sequence_schema import CharConfig, PixelConfig, RecallConfig
 
     texts = {f'Texts: task={name}': (task.schema, text_model_schema()) for name, task in TASKS.items()}
     decoder = decoder_schema()
-    images = {'Images': (Config, model_schema()), 'Pixels': (PixelConfig, decoder), 'Characters': (CharConfig, decoder)}
+    sequences = {'Pixels': PixelConfig, 'Characters': CharConfig, 'Associative recall': RecallConfig}
+    images = {'Images': (Config, model_schema())} | {title: (schema, decoder) for title, schema in sequences.items()}
     parts = [PAGE_HEAD]
     for title, schemas in {**images, **texts}.items():
         parts.append(f'## {title}\n\n{_format_table(list_keys(*schemas))}')

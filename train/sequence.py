@@ -1,4 +1,4 @@
-"""Training of pixel and character models: task, metrics and run."""
+"""Training of models of sequences: task, metrics and run."""
 
 import argparse
 import json
@@ -105,7 +105,7 @@ class SequenceData(ABC):
 
     @property
     def measure(self) -> str:
-        """Return the unit of an evaluation's bits with its settings, such as the stride."""
+        """Return the unit of an evaluation with its settings, such as the stride."""
         return self.bits_unit
 
     @property
@@ -252,7 +252,8 @@ def evaluate_split(checkpoint: str | Path, data: SequenceData, split: str, progr
     )
     if world.is_primary:
         counted = f'{metrics["samples"]} {data.unit}, {metrics["tokens"]:.0f} tokens'
-        print(f'{checkpoint}, {split}: {metrics["bits"]:.4f} {data.measure}  loss {metrics["loss"]:.4f}  {counted}')
+        value = metrics[data.objective.best]
+        print(f'{checkpoint}, {split}: {value:.4f} {data.measure}  loss {metrics["loss"]:.4f}  {counted}')
     return metrics
 
 
@@ -261,10 +262,10 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
     config, world = state.config, state.world
     # The first process may still be writing them.
     world.any(False)
-    split = config.data.eval_split
-    result: dict[str, Any] = {'measure': data.measure, f'{split}_bits': state.progress.best}
+    split, metric = config.data.eval_split, state.objective.best
+    result: dict[str, Any] = {'measure': data.measure, f'{split}_{metric}': state.progress.best}
     if split != 'test':
-        result['test_bits'] = evaluate_split(run_dir / BEST, data, 'test', progress)['bits']
+        result[f'test_{metric}'] = evaluate_split(run_dir / BEST, data, 'test', progress)[metric]
     if not world.is_primary:
         return
     last = state.progress.history[-1]
@@ -279,7 +280,7 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
     }
     (run_dir / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
     plot_bits({run_dir.name: run_dir}, run_dir / 'curves.png', data.bits_unit)
-    print(f'best {state.progress.best:.4f} {data.bits_unit} ({split}); in {run_dir}:')
+    print(f'best {state.progress.best:.4f} {data.measure} ({split}); in {run_dir}:')
     print('  best.pth, last.pth  checkpoints    result.json  the final figures')
     print('  summary.csv, steps.csv  every epoch, every tenth update    curves.png  the figures as plots')
     print('  config.yaml         to repeat the run', end='')

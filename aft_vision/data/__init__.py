@@ -1,4 +1,4 @@
-"""Data sets and loaders: images, built on timm.data, and sequences of sub-pixels and characters."""
+"""Data sets and loaders: images, built on timm.data, and sequences: sub-pixels, characters, associative recall."""
 
 from aft_vision.data.augment import Augmentation, BatchAugmentation, PatchAugmentation
 from aft_vision.data.bytes import VOCABULARIES, Text, read_text
@@ -7,6 +7,7 @@ from aft_vision.data.imagenet import Loaders, Preprocessing, create_eval_loader,
 from aft_vision.data.images import CorruptImageError, open_image
 from aft_vision.data.native import Inputs, NativeShape, move
 from aft_vision.data.pixels import PixelAugmentation, images_to_tokens, read_cifar10
+from aft_vision.data.recall import RecallTask
 from aft_vision.data.sampling import STEP, Draw, Share, SizeSchedule, derive_seed
 from aft_vision.data.sequences import (
     IGNORED,
@@ -14,6 +15,8 @@ from aft_vision.data.sequences import (
     char_train_loader,
     pixel_eval_loader,
     pixel_train_loader,
+    recall_eval_loader,
+    recall_train_loader,
     sliding_windows,
 )
 
@@ -31,6 +34,7 @@ __all__ = [
     'PatchAugmentation',
     'PixelAugmentation',
     'Preprocessing',
+    'RecallTask',
     'Share',
     'SizeSchedule',
     'Source',
@@ -47,5 +51,7 @@ __all__ = [
     'pixel_train_loader',
     'read_cifar10',
     'read_text',
+    'recall_eval_loader',
+    'recall_train_loader',
     'sliding_windows',
 ]

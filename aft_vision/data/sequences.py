@@ -1,14 +1,15 @@
-"""Loaders of sequences: images as sub-pixels, and windows of text; random in training, exact in evaluation."""
+"""Loaders of sequences of sub-pixels, characters and associative recall; random in training, exact in evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from aft_vision.data.imagenet import leave_process_group
 from aft_vision.data.pixels import PixelAugmentation, images_to_tokens
+from aft_vision.data.recall import FILLER, RecallTask
 from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Share, derive_seed
 
 # The target of a token that does not count, as in torch's cross-entropy.
@@ -84,6 +85,27 @@ class EvalDataset(Dataset):
         return len(self.tokens if self.windows is None else self.windows)
 
 
+class RecallDataset(Dataset):
+    """Examples of associative recall as tokens and targets (T,) int64; only answers have targets other than -100.
+
+    Args:
+        split: `train`, indexed by Draw, of which no epoch has the examples of another; `valid` or `test`, indexed by
+            number.
+        size: Examples, for training those of an epoch.
+    """
+
+    def __init__(self, task: RecallTask, split: str, size: int, seed: int = 0) -> None:
+        self.task, self.split, self.size, self.seed = task, split, size, seed
+
+    def __getitem__(self, index: int | Draw) -> tuple[np.ndarray, np.ndarray]:
+        number = index.epoch * self.size + index.image if isinstance(index, Draw) else index
+        tokens, answers = self.task.example(self.split, number, self.seed)
+        return tokens, np.where(answers == FILLER, IGNORED, answers)
+
+    def __len__(self) -> int:
+        return self.size
+
+
 def sliding_windows(length: int, context: int, stride: int | None = None) -> list[tuple[int, int]]:
     """Place windows over a text so that every character counts once, after at least `context - stride` others.
 
@@ -132,7 +154,7 @@ def pixel_train_loader(
         ValueError: there are fewer images than that, or they cannot be divided evenly.
     """
     dataset = PixelDataset(images, augment, seed)
-    return _train_loader(dataset, batch_size, seed, share or Share(), num_workers, pin_memory)
+    return _train_loader(dataset, batch_size, seed, share or Share(), num_workers, pin_memory, _collate)
 
 
 def char_train_loader(
@@ -151,14 +173,35 @@ def char_train_loader(
         ValueError: the text has fewer windows than an update, or they cannot be divided evenly.
     """
     dataset = WindowDataset(text, context, seed)
-    return _train_loader(dataset, batch_size, seed, share or Share(), num_workers, pin_memory)
+    return _train_loader(dataset, batch_size, seed, share or Share(), num_workers, pin_memory, _collate)
+
+
+def recall_train_loader(
+    task: RecallTask,
+    size: int,
+    batch_size: int,
+    *,
+    seed: int = 0,
+    share: Share | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader:
+    """Build the loader of training examples of associative recall: tokens and targets (B, T); otherwise as for pixels.
+
+    Args:
+        size: Examples of an epoch.
+    """
+    dataset = RecallDataset(task, 'train', size, seed)
+    return _train_loader(dataset, batch_size, seed, share or Share(), num_workers, pin_memory, default_collate)
 
 
 def pixel_eval_loader(
     images: np.ndarray, batch_size: int, *, share: Share | None = None, num_workers: int = 0
 ) -> DataLoader:
     """Build the loader of the images of this process, each once: tokens (B, 3072) twice."""
-    return _eval_loader(EvalDataset(images_to_tokens(images)), batch_size, share or Share(), num_workers)
+    return _eval_loader(
+        EvalDataset(images_to_tokens(images)), batch_size, share or Share(), num_workers, _collate_counted
+    )
 
 
 def char_eval_loader(
@@ -175,7 +218,23 @@ def char_eval_loader(
     Targets that another window counts are -100.
     """
     windows = sliding_windows(len(text), context, stride)
-    return _eval_loader(EvalDataset(text, windows, context), batch_size, share or Share(), num_workers)
+    return _eval_loader(
+        EvalDataset(text, windows, context), batch_size, share or Share(), num_workers, _collate_counted
+    )
+
+
+def recall_eval_loader(
+    task: RecallTask,
+    split: str,
+    size: int,
+    batch_size: int,
+    *,
+    share: Share | None = None,
+    num_workers: int = 0,
+) -> DataLoader:
+    """Build the loader of this process's examples of associative recall, of the first `size` of a split of seed 0."""
+    dataset = RecallDataset(task, split, size)
+    return _eval_loader(dataset, batch_size, share or Share(), num_workers, default_collate)
 
 
 def _generator(seed: int, draw: Draw) -> np.random.Generator:
@@ -183,13 +242,19 @@ def _generator(seed: int, draw: Draw) -> np.random.Generator:
 
 
 def _train_loader(
-    dataset: Any, batch_size: int, seed: int, share: Share, num_workers: int, pin_memory: bool
+    dataset: Any,
+    batch_size: int,
+    seed: int,
+    share: Share,
+    num_workers: int,
+    pin_memory: bool,
+    collate: Callable[[list[Any]], Any],
 ) -> DataLoader:
     return DataLoader(
         dataset,
         batch_size=share.part_size(batch_size),
         sampler=EpochSampler(len(dataset), batch_size, seed, share=share),
-        collate_fn=_collate,
+        collate_fn=collate,
         num_workers=num_workers,
         pin_memory=pin_memory,
         persistent_workers=num_workers > 0,
@@ -197,11 +262,13 @@ def _train_loader(
     )
 
 
-def _eval_loader(dataset: Any, batch_size: int, share: Share, num_workers: int) -> DataLoader:
+def _eval_loader(
+    dataset: Any, batch_size: int, share: Share, num_workers: int, collate: Callable[[list[Any]], Any]
+) -> DataLoader:
     return DataLoader(
         share.of_evaluation(dataset),
         batch_size=batch_size,
-        collate_fn=_collate_counted,
+        collate_fn=collate,
         num_workers=num_workers,
         worker_init_fn=leave_process_group,
     )

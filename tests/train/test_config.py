@@ -13,7 +13,7 @@ from train.fastformer.summarization import SummarizationConfig
 from train.fastformer.tasks import TASKS
 from train.model_section import check_decoder, check_model, decoder_schema, model_schema
 from train.schema import Config
-from train.sequence_schema import CharConfig, PixelConfig
+from train.sequence_schema import CharConfig, PixelConfig, RecallConfig
 from train.suggest import ALIASES, SECTIONS
 
 AFT = {'name': 'aft_conv_tiny'}
@@ -294,7 +294,7 @@ def test_the_named_trainers_have_these_sections():
 
 def test_every_alias_means_a_key_of_some_experiment():
     keys = {'optim.args'}
-    for schema in (Config, PixelConfig, CharConfig, *(task.schema for task in TASKS.values())):
+    for schema in (Config, PixelConfig, CharConfig, RecallConfig, *(task.schema for task in TASKS.values())):
         keys |= {*all_keys(schema, model_schema()), *all_keys(schema, decoder_schema())}
         keys |= set(all_keys(schema, text_model_schema()))
     assert {key for meant in ALIASES.values() for key in meant} <= keys
@@ -390,7 +390,7 @@ def test_arguments_of_another_mixer_are_left_out(tmp_path):
 
 def numeric_fields() -> Iterator[tuple[type, str, dataclasses.Field]]:
     """Every section of every experiment, its name and each of its fields that holds numbers."""
-    for schema in (Config, PixelConfig, CharConfig, *(task.schema for task in TASKS.values())):
+    for schema in (Config, PixelConfig, CharConfig, RecallConfig, *(task.schema for task in TASKS.values())):
         for section in dataclasses.fields(schema):
             if dataclasses.is_dataclass(section.type):
                 for each in dataclasses.fields(section.type):

@@ -11,6 +11,7 @@ import train.char
 import train.fastformer.__main__
 import train.imagenet
 import train.pixel
+import train.recall
 import train.throughput
 from aft_vision.commandline import run_command
 from train.build import build_model, check_image_sizes, model_arguments
@@ -25,6 +26,7 @@ MAINS = {
     'one_epoch': train.imagenet.main,
     'pixel': train.pixel.main,
     'char': train.char.main,
+    '../small/recall': train.recall.main,
     'fastformer': train.fastformer.__main__.main,
 }
 
@@ -74,6 +76,8 @@ def line_of(capsys, main, arguments: list[str]) -> str:
         ('char', 'data.file=/nowhere', 'got /nowhere'),
         ('char', 'data.file=FOLDER', 'got FOLDER'),
         ('char', 'model.window=0', 'command line: expected model.window'),
+        ('../small/recall', 'data.pairs=17', 'command line: expected data.pairs to be at most 16'),
+        ('../small/recall', 'data.goal=101', 'command line: expected data.goal to be in (0, 100]'),
         ('fastformer', 'data.path=/nowhere.csv', '/nowhere.csv'),
         ('fastformer', 'task=foo', "command line: task = 'foo' is not a task"),
         ('fastformer', 'model.hidden_act=foo', "command line: model.hidden_act = 'foo'"),

@@ -1,0 +1,82 @@
+"""Train a model of multi-query associative recall (Arora et al. 2023, arXiv 2312.04927).
+
+python -m train.recall --config FILE [--eval] [section.key=value ...]
+torchrun --nproc-per-node 8 -m train.recall --config FILE [section.key=value ...]
+
+FILE is a YAML experiment such as configs/small/recall.yaml; `section.key=value` changes one value of it, for example
+`data.pairs=8 optim.lr=3e-3 run.dir=runs/first`. The sequences are generated: data.pairs keys with their values, then
+each key again, whose value is to be predicted. Loss and accuracy are those of these answers.
+
+A run writes into its folder config.yaml (the resolved experiment, which reproduces the run), summary.csv and steps.csv,
+curves.png, result.json, tensorboard/, best.pth and last.pth. It ends after schedule.max_updates, or once data.goal is
+reached. run.resume=auto continues an interrupted run or starts a new one.
+
+--eval only evaluates: it prints the accuracy of run.init_from, or of best.pth in the folder of the run, on
+data.eval_split.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from train.arguments import parse_args
+
+EXAMPLE = 'configs/small/recall.yaml'
+
+# Before the slow imports, so that --help and errors of the command line are immediate.
+if __name__ == '__main__':
+    parse_args(__doc__, EXAMPLE)
+
+from torch.utils.data import DataLoader
+
+from aft_vision.commandline import run_command
+from aft_vision.data import recall_eval_loader, recall_train_loader
+from train.distributed import World
+from train.sequence import Likelihood, SequenceData, run_sequences
+from train.sequence_schema import RecallConfig
+from train.state import TrainState
+
+
+class Recall(Likelihood):
+    """Sequences with answers, and the percentage of these that are right."""
+
+    metrics = ('loss', 'bits', 'accuracy')
+    best = 'accuracy'
+    lower_is_better = False
+
+    def describe(self, row: Mapping[str, float]) -> str:
+        line = super().describe(row)
+        return line if math.isnan(row['eval_accuracy']) else f'{line}, {row["eval_accuracy"]:.2f} % right'
+
+
+class RecallSequences(SequenceData):
+    """Generated sequences with keys, values and queries."""
+
+    name, unit, bits_unit, measure = 'recall', 'sequences', 'bits/answer', '% right answers'
+
+    def __init__(self, config: RecallConfig, world: World) -> None:
+        super().__init__(config, world)
+        self.length, self.vocab_size = config.data.context, config.data.vocab_size
+
+    @property
+    def objective(self) -> Likelihood:
+        objective = Recall(self.unit, self.bits_unit, self.length)
+        objective.goal = self.config.data.goal
+        return objective
+
+    def train_loader(self) -> DataLoader:
+        data = self.config.data
+        return recall_train_loader(data, data.epoch_size, data.batch_size, **self.train_options())
+
+    def eval_loader(self, split: str) -> DataLoader:
+        data = self.config.data
+        size = {'valid': data.valid_size, 'test': data.test_size}[split]
+        return recall_eval_loader(data, split, size, self.eval_batch_size, **self.options())
+
+
+def main(argv: Sequence[str] | None = None) -> TrainState | None:
+    """Train or evaluate, as `run_sequences`."""
+    return run_sequences(parse_args(__doc__, EXAMPLE, argv), RecallConfig, RecallSequences)
+
+
+if __name__ == '__main__':
+    run_command(main)
