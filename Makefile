@@ -95,9 +95,10 @@ demo: $(STAMP)
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/mine data.dir=YOUR_IMAGES'
 	@echo '  $(PY) -c "import aft_vision, timm; print(timm.create_model('"'local-dir:runs/demo/export'"', pretrained=True))"'
 
-# The tables and the picture of docs/results/imagenette.md, and before them what is kept of finished runs in RUNS
+# The tables of docs/results/recall.md and, with the picture, of imagenette.md; before these what is kept of the runs in RUNS
 results: $(STAMP)
 	$(PY) -m tools.publish $(RUNS)
+	$(PY) -m tools.recall
 
 # The site of README.md and docs/, with the keys of configs, the commands and the Python API, in build/site
 docs: $(STAMP)
