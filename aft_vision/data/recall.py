@@ -10,6 +10,8 @@ from aft_vision.data.sampling import RECALL
 SPLITS = ('train', 'valid', 'test')
 # The token without a meaning, at every position without a key or a value.
 FILLER = 0
+# Examples that are drawn at a time, which bounds the memory of a large vocabulary.
+CHUNK = 1000
 
 
 @dataclass(frozen=True)
@@ -42,31 +44,42 @@ class RecallTask:
                 allowed = f'at most {limit}, which data.{key} = {getattr(self, key)} has place for'
                 raise ValueError(f'expected data.pairs to be {allowed}, got {self.pairs}')
 
-    def example(self, split: str, number: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Draw an example, which depends only on the task, the split, its number and the seed.
+    def examples(self, split: str, count: int, seed: int = 0, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Draw the first examples of a split and epoch; each depends only on these, its number, the seed and the task.
 
         Args:
             split: `train`, `valid` or `test`.
-            number: At least 0.
+            count: Number of examples N.
 
         Returns:
-            The tokens and the answers, both (T,) int64; an answer is where the model predicts it, 0 elsewhere.
+            The tokens and the answers, both (N, T) int64; an answer is where the model predicts it, 0 elsewhere.
 
         Raises:
             ValueError: the split is unknown.
         """
         if split not in SPLITS:
             raise ValueError(f'expected the split {", ".join(SPLITS)}, got {split!r}')
-        rng = np.random.default_rng((RECALL, seed, SPLITS.index(split), number))
-        half = self.vocab_size // 2
-        # Faster than a choice without replacement.
-        keys = 1 + rng.permutation(half - 1)[: self.pairs]
-        values = half + rng.permutation(half)[: self.pairs]
-        tokens, answers = np.full((2, self.context), FILLER)
-        tokens[0 : 2 * self.pairs : 2], tokens[1 : 2 * self.pairs : 2] = keys, values
-        places = np.arange(2 * self.pairs, self.context - 1, 2)
-        # The largest sums of logarithm and Gumbel noise are a draw without replacement, whose order must not be kept.
-        scores = (self.power - 1) * np.log(np.arange(1, len(places) + 1)) + rng.gumbel(size=len(places))
-        queries = rng.permutation(places[np.argsort(-scores)[: self.pairs]])
-        tokens[queries], answers[queries + 1] = keys, values
+        # With a generator for each part, an example does not depend on the number of those after it.
+        rngs = [np.random.default_rng((RECALL, seed, SPLITS.index(split), epoch, part)) for part in range(4)]
+        half, pairs = self.vocab_size // 2, self.pairs
+        keys = 1 + _draw(rngs[0], count, np.zeros(half - 1), pairs)
+        values = half + _draw(rngs[1], count, np.zeros(half), pairs)
+        tokens, answers = np.full((2, count, self.context), FILLER)
+        tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
+        slots = (self.context - 2 * pairs) // 2
+        queries = 2 * (pairs + _draw(rngs[2], count, (self.power - 1) * np.log(np.arange(1, slots + 1)), pairs))
+        # Likely places are drawn first: in this order they would tell which key is asked for.
+        order = _draw(rngs[3], count, np.zeros(pairs), pairs)
+        np.put_along_axis(tokens, queries, np.take_along_axis(keys, order, 1), 1)
+        np.put_along_axis(answers, queries + 1, np.take_along_axis(values, order, 1), 1)
         return tokens, answers
+
+
+def _draw(rng: np.random.Generator, count: int, log_weights: np.ndarray, drawn: int) -> np.ndarray:
+    """Draw `count` times `drawn` different indices (count, drawn) in turn, with probabilities as these weights."""
+    parts = []
+    for start in range(0, count, CHUNK):
+        # The order of the sums with Gumbel noise is that of draws without replacement.
+        noise = rng.gumbel(size=(min(CHUNK, count - start), len(log_weights)))
+        parts.append(np.argsort(-(log_weights + noise), axis=1)[:, :drawn])
+    return np.concatenate(parts)

@@ -89,18 +89,21 @@ class RecallDataset(Dataset):
     """Examples of associative recall as tokens and targets (T,) int64; only answers have targets other than -100.
 
     Args:
-        split: `train`, indexed by Draw, of which no epoch has the examples of another; `valid` or `test`, indexed by
+        split: `train`, indexed by Draw, of which every epoch has examples of its own; `valid` or `test`, indexed by
             number.
         size: Examples, for training those of an epoch.
     """
 
     def __init__(self, task: RecallTask, split: str, size: int, seed: int = 0) -> None:
         self.task, self.split, self.size, self.seed = task, split, size, seed
+        self.epoch: int | None = None
 
     def __getitem__(self, index: int | Draw) -> tuple[np.ndarray, np.ndarray]:
-        number = index.epoch * self.size + index.image if isinstance(index, Draw) else index
-        tokens, answers = self.task.example(self.split, number, self.seed)
-        return tokens, np.where(answers == FILLER, IGNORED, answers)
+        epoch, number = (index.epoch, index.image) if isinstance(index, Draw) else (0, index)
+        if epoch != self.epoch:
+            self.tokens, answers = self.task.examples(self.split, self.size, self.seed, epoch)
+            self.targets, self.epoch = np.where(answers == FILLER, IGNORED, answers), epoch
+        return self.tokens[number], self.targets[number]
 
     def __len__(self) -> int:
         return self.size

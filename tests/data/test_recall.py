@@ -1,7 +1,7 @@
 import math
 from collections import Counter
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,8 +10,9 @@ from aft_vision.data import IGNORED, RecallTask, Share, recall_eval_loader, reca
 TASK = RecallTask(pairs=8, context=64, vocab_size=64)
 
 
-def examples(task: RecallTask, count: int, split: str = 'train', seed: int = 0) -> list[tuple[list[int], list[int]]]:
-    return [tuple(part.tolist() for part in task.example(split, number, seed)) for number in range(count)]
+def examples(task: RecallTask, count: int, *where: Any) -> list[tuple[list[int], list[int]]]:
+    tokens, answers = task.examples(*(where or ('train',))[:1], count, *where[1:])
+    return list(zip(tokens.tolist(), answers.tolist(), strict=True))
 
 
 def epoch(loader, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,15 +39,20 @@ def test_an_answer_is_the_value_of_the_key_before_it_and_nothing_else_is_one(tas
         assert min(places) > 2 * task.pairs
 
 
-def test_an_example_depends_on_split_number_and_seed_alone():
+def test_an_example_depends_on_split_seed_epoch_and_number_alone(monkeypatch):
     whole = examples(TASK, 20)
     assert examples(TASK, 20) == whole
-    assert TASK.example('train', 7)[0].tolist() == whole[7][0]
-    assert not np.array_equal(TASK.example('train', 7, seed=1)[0], whole[7][0])
+    assert examples(TASK, 7) == whole[:7]
+    for other in (('valid',), ('train', 1), ('train', 0, 1)):
+        assert not any(
+            tokens == known for (tokens, _), (known, _) in zip(examples(TASK, 20, *other), whole, strict=True)
+        )
+    monkeypatch.setattr('aft_vision.data.recall.CHUNK', 6)
+    assert examples(TASK, 20) == whole
 
 
 def test_no_example_of_a_split_is_in_another_or_twice_in_its_own():
-    count = 800
+    count = 5000
     found = {tuple(tokens) for split in ('train', 'valid', 'test') for tokens, _ in examples(TASK, count, split)}
     assert len(found) == 3 * count
 
@@ -54,7 +60,7 @@ def test_no_example_of_a_split_is_in_another_or_twice_in_its_own():
 @pytest.mark.parametrize('power', [0.01, 0.5, 1.0])
 def test_the_places_of_queries_follow_a_power_law(power):
     task = RecallTask(pairs=1, context=18, vocab_size=8, power=power)
-    count = 1500
+    count = 10000
     drawn = Counter(answers.index(max(answers)) for _, answers in examples(task, count))
     assert set(drawn) <= set(range(3, 18, 2))
     weights = [i ** (power - 1) for i in range(1, 9)]
@@ -65,14 +71,14 @@ def test_the_places_of_queries_follow_a_power_law(power):
 
 
 def test_the_order_of_the_queries_is_independent_of_that_of_the_keys():
-    count = 1500
+    count = 10000
     for task in (RecallTask(pairs=2, context=64, vocab_size=16), RecallTask(pairs=2, context=8, vocab_size=16)):
         first = [next(filter(None, tokens[4:])) == tokens[0] for tokens, _ in examples(task, count)]
         assert sum(first) / count == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(count))
 
 
 def test_every_key_and_value_is_drawn_equally_often():
-    count = 1500
+    count = 10000
     found = Counter(token for tokens, _ in examples(TASK, count) for token in tokens[: 2 * TASK.pairs])
     for symbols in (range(1, 32), range(32, 64)):
         expected = count * TASK.pairs / len(symbols)
@@ -87,7 +93,7 @@ def test_a_loader_has_targets_at_the_answers_and_new_examples_in_every_epoch():
     assert tokens.dtype == targets.dtype == torch.int64
     assert (targets != IGNORED).sum(1).tolist() == [TASK.pairs] * 32
     drawn = {tuple(row) for row in tokens.tolist()}
-    expected = {tuple(tokens) for tokens, _ in examples(TASK, 32, seed=3)}
+    expected = {tuple(tokens) for tokens, _ in examples(TASK, 32, 'train', 3)}
     assert drawn == expected
     assert not drawn & {tuple(row) for row in epoch(loader, 1)[0].tolist()}
     assert torch.equal(epoch(loader)[1], targets)
@@ -116,4 +122,4 @@ def test_a_setting_that_has_no_examples_is_rejected(arguments, message):
 
 def test_a_split_that_does_not_exist_is_rejected():
     with pytest.raises(ValueError, match=r"the split train, valid, test, got 'tain'"):
-        TASK.example('tain', 0)
+        TASK.examples('tain', 1)
