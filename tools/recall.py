@@ -11,6 +11,7 @@ validation accuracy counts.
 
 import argparse
 import csv
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ DATA, MODEL = ('pairs', 'context', 'vocab_size'), ('mixer', 'dim')
 # What tells two settings apart, apart from the learning rate, and two runs.
 SETTING = (*MODEL, *DATA)
 RUN = (*SETTING, 'max_updates', 'lr', 'seed')
-RESULT = ('valid_accuracy', 'test_accuracy', 'updates', 'parameters')
+RESULT = ('valid_accuracy', 'test_accuracy', 'test_bits', 'updates', 'parameters')
 ORIGIN = ('commit', 'processor')
 
 
@@ -136,12 +137,13 @@ def format_runs(rows: Sequence[dict[str, str]]) -> str:
     for setting in dict.fromkeys(key_of(row, (*DATA, 'dim')) for row in rows):
         found = [row for row in rows if key_of(row, (*DATA, 'dim')) == setting]
         cells = [format_cell([row for row in found if row['mixer'] == mixer]) for mixer in TITLES]
-        lines.append(f'| {" | ".join([*setting, *cells, f"{100 / int(setting[0]):.1f}"])} |')
+        pairs = int(setting[0])
+        lines.append(f'| {" | ".join([*setting, *cells, f"{100 / pairs:.1f}, {math.log2(pairs):.2f} bits"])} |')
     origin = '; '.join(sorted({f'{row["processor"]}, commit {row["commit"]}' for row in rows}))
     about = (
-        'Percentage of right answers on the test examples, by the weights with the best validation; in brackets the '
-        'learning rate, chosen of those tried by validation, and the updates made. "One of the values" is what a guess '
-        f'among the values of a sequence gives. All {len(rows)} runs: '
+        'Right answers of the test examples in percent and bits per answer, by the weights with the best validation; '
+        'in brackets the learning rate, chosen by validation of those tried, and the updates. "One of the values" is a '
+        f'guess among the values of a sequence. All {len(rows)} runs: '
         f'[runs.csv](data/recall/runs.csv). {origin}.'
     )
     return '\n'.join([*lines, '', wrap(about), ''])
@@ -152,7 +154,8 @@ def format_cell(rows: Sequence[dict[str, str]]) -> str:
     if not rows:
         return '-'
     best = choose(rows)
-    return f'{float(best["test_accuracy"]):.1f} ({float(best["lr"]):g}, {best["updates"]})'
+    figures = f'{float(best["test_accuracy"]):.1f}, {float(best["test_bits"]):.2f} bits'
+    return f'{figures} ({float(best["lr"]):g}, {best["updates"]})'
 
 
 if __name__ == '__main__':

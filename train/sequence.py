@@ -50,7 +50,7 @@ class Likelihood(Objective):
         length: Tokens of a sequence.
     """
 
-    metrics = ('loss', 'bits')
+    metrics: tuple[str, ...] = ('loss', 'bits')
     best = 'bits'
     lower_is_better = True
     records_steps = True
@@ -265,7 +265,8 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
     split, metric = config.data.eval_split, state.objective.best
     result: dict[str, Any] = {'measure': data.measure, f'{split}_{metric}': state.progress.best}
     if split != 'test':
-        result[f'test_{metric}'] = evaluate_split(run_dir / BEST, data, 'test', progress)[metric]
+        tested = evaluate_split(run_dir / BEST, data, 'test', progress)
+        result |= {f'test_{name}': tested[name] for name in ('bits', metric)}
     if not world.is_primary:
         return
     last = state.progress.history[-1]

@@ -30,7 +30,7 @@ def make_run(folder: Path, model: dict, valid: float, test: float, lr: float = 3
         'schedule': {'max_updates': 1000},
         'run': {'seed': 0},
     }
-    result = {'valid_accuracy': valid, 'test_accuracy': test, 'updates': 400, 'parameters': 137024}
+    result = {'valid_accuracy': valid, 'test_accuracy': test, 'test_bits': 1.5, 'updates': 400, 'parameters': 137024}
     folder.mkdir(exist_ok=True)
     (folder / 'config.yaml').write_text(yaml.safe_dump(config))
     (folder / 'result.json').write_text(json.dumps(result))
@@ -47,8 +47,8 @@ def test_the_table_has_the_rate_with_the_best_validation_of_each_mixer(docs, tmp
     ]
     recall.main([*runs, *ORIGIN, '--docs', str(docs)])
     page = (docs / 'recall.md').read_text()
-    assert '| 4 | 16 | 256 | 64 | 99.2 (0.003, 400) | - | 24.0 (0.003, 400) | - | 25.0 |\n' in page
-    assert '| 16 | 64 | 256 | 64 | - | 31.0 (0.003, 400) | - | - | 6.2 |\n' in page
+    assert '| 64 | 99.2, 1.50 bits (0.003, 400) | - | 24.0, 1.50 bits (0.003, 400) | - | 25.0, 2.00 bits |\n' in page
+    assert '| 16 | 64 | 256 | 64 | - | 31.0, 1.50 bits (0.003, 400) | - | - | 6.2, 4.00 bits |\n' in page
     assert page.index('| 4 | 16 |') < page.index('| 16 | 64 |')
     assert 'That, commit abc' in page
     with (docs / 'data' / 'recall' / 'runs.csv').open() as file:
@@ -67,7 +67,7 @@ def test_a_run_replaces_itself_and_the_page_is_written_again_without_runs(docs, 
         run = make_run(tmp_path / 'a', {'name': 'aft_simple_char'}, 25.0, test)
         assert len(recall.main([run, *ORIGIN, *at])) == 1
     written = (docs / 'recall.md').read_text()
-    assert '99.0 (0.003, 400)' in written
+    assert '99.0, 1.50 bits (0.003, 400)' in written
     (docs / 'recall.md').write_text(PAGE)
     assert len(recall.main(at)) == 1
     assert (docs / 'recall.md').read_text() == written
