@@ -76,7 +76,7 @@ def line_of(capsys, main, arguments: list[str]) -> str:
         ('char', 'data.file=/nowhere', 'got /nowhere'),
         ('char', 'data.file=FOLDER', 'got FOLDER'),
         ('char', 'model.window=0', 'command line: expected model.window'),
-        ('../small/recall', 'data.pairs=17', 'command line: expected data.pairs to be at most 16'),
+        ('../small/recall', 'data.pairs=17', 'command line: expected data.pairs to be at most 4,'),
         ('../small/recall', 'data.goal=101', 'command line: expected data.goal to be in (0, 100]'),
         ('fastformer', 'data.path=/nowhere.csv', '/nowhere.csv'),
         ('fastformer', 'task=foo', "command line: task = 'foo' is not a task"),
