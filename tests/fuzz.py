@@ -37,7 +37,7 @@ BACKENDS = {
     'aft_local': ('eager',),
     'aft_conv': ('eager', 'cpp', 'triton'),
     'aft_onehot': ('eager', 'cpp', 'triton'),
-    'aft_axial': ('eager', 'cpp'),
+    'aft_axial': ('eager', 'cpp', 'triton'),
     'aft_full_causal': ('eager',),
     'aft_local_causal': ('eager', 'cpp', 'triton'),
     'aft_simple_causal': ('eager', 'cpp', 'triton'),

@@ -27,7 +27,7 @@ from typing import Any
 
 from tools.arguments import DTYPES, CommandParser
 
-OPERATORS = ('full', 'simple', 'conv', 'onehot', 'local_causal', 'simple_causal')
+OPERATORS = ('full', 'simple', 'conv', 'onehot', 'axial', 'local_causal', 'simple_causal')
 CAPABILITIES = ('8.0', '8.6', '8.9', '9.0', '10.0', '12.0')
 # (B, grid, D, channels of a head, window) of vision models, and of text.
 IMAGE, TEXT = (8, (14, 14), 384), (2, (1, 3072), 256)
@@ -36,6 +36,7 @@ SHAPES = {
     'simple': [(*IMAGE, 1, 1)],
     'conv': [(*IMAGE, 1, 11), (*IMAGE, 24, 11)],
     'onehot': [(*IMAGE, 1, 11), (*IMAGE, 24, 11)],
+    'axial': [(*IMAGE, 1, 14), (*IMAGE, 24, 14), (2, (48, 64), 384, 24, 14)],
     'local_causal': [(*TEXT, 1, 32), (*TEXT, 1, 256)],
     'simple_causal': [(*TEXT, 1, 1)],
 }
@@ -45,13 +46,14 @@ FURTHER = {
     'simple': [(1, (14, 14), 192, 1, 1), (3, (9, 15), 50, 1, 1), (2, (128, 256), 64, 1, 1)],
     'conv': [(1, (14, 14), 192, 1, 11), (3, (9, 15), 50, 5, 7), (2, (48, 64), 32, 1, 11)],
     'onehot': [(1, (14, 14), 192, 1, 11), (3, (9, 15), 50, 5, 7), (2, (48, 64), 32, 1, 11)],
+    'axial': [(1, (14, 14), 192, 6, 14), (3, (9, 15), 50, 5, 7), (2, (3, 300), 32, 32, 300)],
     'local_causal': [(1, (1, 1024), 256, 1, 32), (3, (1, 333), 50, 1, 77), (2, (1, 16384), 64, 1, 256)],
     'simple_causal': [(1, (1, 1024), 256, 1, 1), (3, (1, 333), 50, 1, 1), (2, (1, 65536), 64, 1, 1)],
 }
 # Those of a dry run.
 TINY = [(1, (2, 3), 2, 1, 3)]
-# Operators with a position bias.
-BIASED = ('full', 'conv', 'onehot', 'local_causal')
+# Position biases of the operators that have any.
+BIASES = {'full': 1, 'conv': 1, 'onehot': 1, 'axial': 2, 'local_causal': 1}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -79,8 +81,6 @@ from aft_vision import ops
 from aft_vision.commandline import run_command
 from aft_vision.files import replacing
 
-# The results of a forward and a backward.
-PARTS = ('y', 'dq', 'dk', 'dv', 'dbias')
 FLOAT64, FURTHER_SHAPES = 'float64', 'further shapes'
 # Checks whose failure is recorded, so that the kernel is not used.
 RECORDED = (FLOAT64, FURTHER_SHAPES)
@@ -110,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             for bias in find_bias_types(name, dtype):
                 label = dtype if bias == dtype else f'{dtype}, {bias} bias'
                 checks = compilations if args.compile else comparisons
-                for what, check in checks(name, find_types(dtype, bias), device, args).items():
+                types = find_types(dtype, bias, BIASES.get(name, 0))
+                for what, check in checks(name, types, device, args).items():
                     rows.append({'operator': name, 'type': label, 'check': what, **run_check(check)})
                     show(rows, args.json)
     if args.json is not None:
@@ -142,7 +143,7 @@ def comparisons(
         def operate(*values: Any) -> Tensor:
             return function(**dict(zip(inputs._fields, values, strict=True)), backend='triton')
 
-        pairs = zip(PARTS, step(operate, leaves), again(operate, leaves), strict=False)
+        pairs = zip(verify.PARTS, step(operate, leaves), again(operate, leaves), strict=False)
         changed = [part for part, x, other in pairs if not torch.equal(x, other)]
         return f'other bits in {", ".join(changed)}' if changed else None
 
@@ -238,14 +239,14 @@ def write_rows(rows: list[dict[str, Any]], path: Path, complete: bool) -> None:
         file.write_text(json.dumps({'complete': complete, 'rows': rows}, indent=2) + '\n')
 
 
-def find_types(dtype: str, bias: str) -> tuple[torch.dtype, ...]:
-    """Return the types of q, k, v and the bias: one for all if they are the same."""
-    return tuple(getattr(torch, x) for x in ([dtype] if bias == dtype else [dtype] * 3 + [bias]))
+def find_types(dtype: str, bias: str, biases: int) -> tuple[torch.dtype, ...]:
+    """Return the types of q, k, v and the biases: one for all if they are the same."""
+    return tuple(getattr(torch, x) for x in ([dtype] if bias == dtype else [dtype] * 3 + [bias] * biases))
 
 
 def find_bias_types(name: str, dtype: str) -> list[str]:
     """Return the types of the bias to compare for a type of q, k and v."""
-    return [dtype, 'float32'] if name in BIASED and dtype != 'float32' else [dtype]
+    return [dtype, 'float32'] if name in BIASES and dtype != 'float32' else [dtype]
 
 
 def find_obstacle(device: torch.device) -> str | None:

@@ -169,6 +169,7 @@ FORMS = {
     ),
     'aft_axial': (
         _Form('cpp', 'axial.cpp', 'axial', _runs_compiled),
+        _triton('axial.triton', 'axial'),
         _Form('eager', 'axial.eager', 'axial'),
     ),
     'aft_full_causal': (_Form('eager', 'causal.eager', 'full_causal'),),

@@ -45,13 +45,14 @@ def test_it_records_every_operator_at_shapes_of_models(
     assert {x.name for x in found} == set(verify.OPERATORS)
     assert {x.types for x in found if len(x.types) == 1} == {(dtype,) for dtype in verify.BOUNDS}
     # As under autocast.
-    halves = [(half, half, half, torch.float32) for half in (torch.bfloat16, torch.float16)]
-    biased = {'full', 'conv', 'onehot', 'local_causal'}
-    assert {(x.name, x.types) for x in found if len(x.types) > 1} == {(name, x) for name in biased for x in halves}
-    assert len(found) == 3 * len(verify.OPERATORS) + 8
+    biases = {'full': 1, 'conv': 1, 'onehot': 1, 'axial': 2, 'local_causal': 1}
+    halves = torch.bfloat16, torch.float16
+    mixed = {(name, (half,) * 3 + (torch.float32,) * count) for name, count in biases.items() for half in halves}
+    assert {(x.name, x.types) for x in found if len(x.types) > 1} == mixed
+    assert len(found) == 3 * len(verify.OPERATORS) + 10
     assert min(x.tokens for x in found) >= 196
     lines = capsys.readouterr().out.splitlines()
-    assert sum('agrees' in line for line in lines) == (26 if reason is None else 21)
+    assert sum('agrees' in line for line in lines) == (31 if reason is None else 26)
     assert lines[-1].startswith('recorded for a GPU in ')
 
 

@@ -2,8 +2,11 @@
 
 import argparse
 
-OPERATORS = ('conv', 'full', 'local_causal', 'simple', 'onehot', 'simple_causal')
-MODELS = '--baseline deit_small_patch16_224 --models aft_conv_small aft_conv_small_k11_h16 aft_full_small --compile'
+OPERATORS = ('conv', 'full', 'axial', 'local_causal', 'simple', 'onehot', 'simple_causal')
+MODELS = (
+    '--baseline deit_small_patch16_224 '
+    '--models aft_conv_small aft_conv_small_k11_h16 aft_axial_small aft_full_small --compile'
+)
 TINY_MODELS = '--baseline deit_tiny_patch16_224 --models aft_conv_tiny --sizes 32 --batch-size 1 --rounds 1'
 # The figures say how much other processes used.
 CUDA = '--device cuda --dtype bfloat16 --allow-load'

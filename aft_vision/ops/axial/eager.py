@@ -25,22 +25,31 @@ class AxisWeights:
         dtype: of the products.
 
     Attributes:
-        exp: (h, L, L) of targets and sources.
-        matrix: the same as operand of a product.
+        offsets: (h, 2L - 1) position bias at all distances on this axis, in float32 or float64.
+        table: its exponentials.
     """
 
     def __init__(self, bias: Tensor, length: int, dtype: torch.dtype) -> None:
-        self.bias, self.length = bias, length
+        self.bias, self.length, self.dtype = bias, length, dtype
         # The width of the zeros around the bias; negative where it reaches beyond the grid.
         self.margin = length - (bias.shape[1] + 1) // 2
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        offsets = self._offsets(bias.to(wide))
+        self.offsets = self._offsets(bias.to(wide))
         # Finite, so that a head of minus infinity has no weights. The compiled form has the same reference, since its
         # backward may get denominators from here.
-        reference = offsets.amax(dim=1, keepdim=True).clamp_min(torch.finfo(wide).min)
+        reference = self.offsets.amax(dim=1, keepdim=True).clamp_min(torch.finfo(wide).min)
+        self.table = torch.exp(self.offsets - reference)
+
+    @cached_property
+    def exp(self) -> Tensor:
+        """The exponentials of targets and sources, (h, L, L)."""
         # Row y is the window of the 2L - 1 offsets that begins at L - 1 - y.
-        self.exp = torch.exp(offsets - reference).unfold(1, length, 1).flip(1)
-        self.matrix = self.exp.to(dtype)
+        return self.table.unfold(1, self.length, 1).flip(1)
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """The same as operand of a product."""
+        return self.exp.to(self.dtype)
 
     @cached_property
     def grad_exp(self) -> Tensor:
@@ -50,7 +59,7 @@ class AxisWeights:
     @cached_property
     def grad_offsets(self) -> Tensor:
         """Gradient of the bias at all distances through repaired rows, (h, 2L - 1)."""
-        return self.exp.new_zeros(len(self.exp), 2 * self.length - 1)
+        return torch.zeros_like(self.offsets)
 
     def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
         """Return the biases of all sources for some targets, (N, L) in float64."""
@@ -62,9 +71,12 @@ class AxisWeights:
 
     def bias_grad(self) -> Tensor:
         """Return the gradient of the bias. The references cancel: no gradient runs through them."""
-        windows = (self.grad_exp * self.exp).flip(1)
-        found = torch.ops.aten.unfold_backward(windows, self.grad_offsets.shape, 1, self.length, 1)
-        return F.pad(found + self.grad_offsets, [-self.margin] * 2).to(self.bias.dtype)
+        found = self.sum_by_distance(self.grad_exp * self.exp) + self.grad_offsets
+        return F.pad(found, [-self.margin] * 2).to(self.bias.dtype)
+
+    def sum_by_distance(self, pairs: Tensor) -> Tensor:
+        """Return the sums (h, 2L - 1) of numbers (h, L, L) of targets and sources at the same distance."""
+        return torch.ops.aten.unfold_backward(pairs.flip(1), self.offsets.shape, 1, self.length, 1)
 
     def _offsets(self, bias: Tensor) -> Tensor:
         # (h, 2L - 1), all distances on this axis.

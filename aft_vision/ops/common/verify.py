@@ -21,11 +21,12 @@ import torch
 import triton
 from torch import Tensor
 
+from aft_vision.ops.axial import eager as axial
 from aft_vision.ops.causal import eager as causal
 from aft_vision.ops.common import launch
 from aft_vision.ops.common.capture import is_capturing
 from aft_vision.ops.common.errors import first_line
-from aft_vision.ops.common.inputs import ConvInputs, FullInputs, LocalInputs, OnehotInputs, Qkv
+from aft_vision.ops.common.inputs import AxialInputs, ConvInputs, FullInputs, LocalInputs, OnehotInputs, Qkv
 from aft_vision.ops.common.locks import locked
 from aft_vision.ops.common.tuner import Tuner
 from aft_vision.ops.conv import eager as conv
@@ -46,7 +47,10 @@ UNVERIFIED = (
     'it was first used while a graph was captured or traced; call it once before, or run python -m tools.verify_gpu'
 )
 
-# The types of q, k, v and the bias, None for a missing q; one type if all are equal. Each combination is compiled
+# The result, and the gradients of q, k, v and the biases, of which AFT-axial has two.
+PARTS = ('y', 'dq', 'dk', 'dv', 'dbias', 'dbias of columns')
+
+# The types of q, k, v and the biases, None for a missing q; one type if all are equal. Each combination is compiled
 # separately.
 Types = tuple[torch.dtype | None, ...]
 # The failure for each compared operator and types, None if there is none, or {'attempts': n}.
@@ -95,6 +99,13 @@ def _onehot_inputs(shape: Shape, spread: float, mask: Tensor) -> tuple[Any, ...]
     return offset, _draw(heads, seed=3, scale=spread), shape.grid, mask
 
 
+def _axial_inputs(shape: Shape, spread: float, mask: Tensor) -> tuple[Any, ...]:
+    # Rows have a bias at the distances of the window, columns only at the smallest of them.
+    widths = 2 * shape.window - 1, 2 * (shape.window // 4) + 1
+    biases = (_draw(shape.D // shape.channels, n, seed=3 + i, scale=spread) for i, n in enumerate(widths))
+    return *biases, shape.grid, mask
+
+
 def _tokens(shape: Shape) -> int:
     return shape.grid[0] * shape.grid[1]
 
@@ -109,6 +120,7 @@ OPERATORS = {
     'simple': Operator(Qkv, simple.simple_forward, simple.simple_backward, lambda shape, spread, mask: (mask,)),
     'conv': Operator(ConvInputs, conv.conv_forward, conv.conv_backward, _conv_inputs),
     'onehot': Operator(OnehotInputs, onehot.onehot_forward, onehot.onehot_backward, _onehot_inputs),
+    'axial': Operator(AxialInputs, axial.axial_forward, axial.axial_backward, _axial_inputs),
     'local_causal': Operator(
         LocalInputs,
         causal.local_causal_forward,
@@ -285,6 +297,7 @@ MODULES = {
     'simple': 'simple.triton',
     'conv': 'conv.triton',
     'onehot': 'conv.onehot_triton',
+    'axial': 'axial.triton',
     'local_causal': 'causal.local_triton',
     'simple_causal': 'causal.simple_triton',
 }
@@ -301,7 +314,7 @@ def draw_inputs(name: str, shape: Shape, types: Types, device: torch.device, spr
     """Return the NamedTuple of the inputs of an operator: random, with a mask; `spread` scales keys and biases."""
     T = _tokens(shape)
     mask = torch.arange(T) % 7 != 3
-    width = shape.D // shape.channels if name in ('conv', 'onehot') else shape.D
+    width = shape.D // shape.channels if name in ('conv', 'onehot', 'axial') else shape.D
     tensors = [_draw(shape.B, T, n, seed=i) for i, n in enumerate((shape.D, width, shape.D))]
     tensors[1] *= spread
     inputs = [*tensors, *OPERATORS[name].others(shape, spread, mask.repeat(shape.B, 1))]
@@ -323,7 +336,7 @@ def _double(x: Any) -> Any:
 
 
 def _run(operator: Any, inputs: Any) -> tuple[Tensor, ...]:
-    # The result, and the gradients of q, k, v and the bias.
+    # As PARTS.
     y, saved = operator.forward(inputs, True)
     grad = _draw(*y.shape, seed=9).bfloat16().to(y)
     return y, *operator.backward(grad, y, saved, inputs, True)
@@ -333,7 +346,7 @@ def _check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], types: Types, 
     # If weights select one source, gradients of keys and biases are differences of terms as large as the gradients of
     # v.
     floor = 0.0 if spread == 1.0 else float(wanted[3].norm())
-    for i, (name, x, expected) in enumerate(zip(('y', 'dq', 'dk', 'dv', 'dbias'), found, wanted, strict=False)):
+    for i, (name, x, expected) in enumerate(zip(PARTS, found, wanted, strict=False)):
         bound = max(BOUNDS[dtype][min(i, 1)] for dtype in types if dtype is not None)
         bound = bound if spread == 1.0 else max(bound, WIDE_BOUND)
         norm = max(float(expected.norm()), floor if i else 0.0)

@@ -1,4 +1,4 @@
-"""Repair of AFT-conv for targets whose sources all underflowed: exact, term by term, and rarely needed.
+"""Repair of AFT-conv and AFT-axial for targets whose sources all underflowed: exact, term by term, and rarely needed.
 
 LOST (B, heads) marks such targets; programs without any return immediately. The terms of a target are relative to the
 largest one, with its key and its bias subtracted separately, so that no digits of a large key are lost.
@@ -20,11 +20,22 @@ def load_tokens(X, MASK, strides, b, head, t, c, T, C):
 
 @triton.jit
 def load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width):
-    """Load keys (1, s), minus infinity for missing ones, and biases (t, s) of a head."""
+    """Load keys (1, s), minus infinity for missing ones, and biases (t, s) of a head.
+
+    BIAS is a table by shift, or one along rows and one along columns, whose sum is the bias of AFT-axial.
+    """
     k = load_keys(K + head * strides[2], MASK, strides, b + tl.arange(0, 1), s, B, T)
-    middle = find_middle(T, width)
-    place = middle + find_place(s, T, width)[None, :] - find_place(t, T, width)[:, None]
-    return k, tl.load(BIAS + head * (2 * middle + 1) + place)
+    if hasattr(BIAS, 'columns'):
+        s, t = tl.minimum(s, T - 1)[None, :], tl.minimum(t, T - 1)[:, None]
+        height = T // width
+        row = head * (2 * height - 1) + height - 1 + s // width - t // width
+        column = head * (2 * width - 1) + width - 1 + s % width - t % width
+        w = tl.load(BIAS.rows + row) + tl.load(BIAS.columns + column)
+    else:
+        middle = find_middle(T, width)
+        place = middle + find_place(s, T, width)[None, :] - find_place(t, T, width)[:, None]
+        w = tl.load(BIAS + head * (2 * middle + 1) + place)
+    return k, w
 
 
 @triton.jit

@@ -22,6 +22,8 @@ from aft_vision.ops.conv.kernels import forward_kernel, rows_kernel, sources_ker
 
 # With fewer channels per head than this, contiguous pieces of (B, T, D) tensors are shorter than a memory transaction.
 NEIGHBOURS = 8
+# Numbers of rows in a group.
+GROUPS = (2, 4, 8, 16, 32)
 # Approximate number of programs of `table_kernel`: several per multiprocessor of a large GPU.
 PROGRAMS = 512
 # Tiles of tokens and channels of the repair.
@@ -44,20 +46,25 @@ class _Shifts:
         return F.pad(self.exp, [-margin for margin in self.margins])
 
 
-class _Layout:
+class Layout:
     """The layout of a call's tensors in memory, and the tiles of channels and sequences.
 
-    group: rows of a sequence in a tile, the last for the key, chosen to compute the fewest rows in total. parts: groups
-    per head. constants: constants of the tuned kernels.
+    group: rows of a sequence in a tile, the last for the key. parts: groups per head. constants: constants of the tuned
+    kernels.
     """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.B, self.T, self.heads = k.shape
         self.C = v.shape[2] // self.heads
-        self.group = min((2, 4, 8, 16, 32), key=lambda group: (-(-self.C // (group - 1)) * group, -group))
-        self.parts = -(-self.C // (self.group - 1))
+        self.parts, self.group = self.divide(self.C)
         self.by_channel = self.C < NEIGHBOURS
         self.constants = {'GROUP': self.group, 'ROWS': min(128, max(32, triton.next_power_of_2(self.B * self.group)))}
+
+    @staticmethod
+    def divide(channels: int, largest: int = GROUPS[-1]) -> tuple[int, int]:
+        """Return the number of groups of a head and their rows, at most `largest`: the fewest rows in total."""
+        choices = [(-(-channels // (group - 1)), group) for group in GROUPS if group <= largest]
+        return min(choices, key=lambda choice: (choice[0] * choice[1], -choice[1]))
 
     def arrange(self, *tensors: Tensor | None) -> list[Tensor | None]:
         """Return (B, T, D) tensors with contiguous channels, or contiguous tokens if a head has few channels."""
@@ -84,21 +91,21 @@ class _Layout:
 def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
     """Return y and the denominators (AFT Eq. 6)."""
     q, k, v, kernel, grid, mask, global_context = inputs
-    layout, constants, den = _Layout(k, v), products(v), empty_denominator(k, v, save)
+    layout, constants, den = Layout(k, v), products(v), empty_denominator(k, v, save)
     y = layout.like(v, v.dtype if q is None else q.dtype)
     with launching('conv_forward', v):
         tensors, mask, lost = layout.arrange(q, k, v), as_bytes(mask), layout.lost(v)
         shifts = _Shifts(kernel, grid, global_context, constants)
-        sizes, strides = (layout.B, layout.T, grid[1], layout.heads, layout.C), _strides(*tensors, y)
+        sizes, steps = (layout.B, layout.T, grid[1], layout.heads, layout.C), strides(*tensors, y)
         forward_kernel[layout.programs](
             *(*tensors, mask, shifts.weights, y, den if save else None, lost),
             *sizes,
-            *strides,
+            *steps,
             **layout.constants,
             **constants,
         )
         repair.forward_kernel[(triton.cdiv(layout.T, REPAIR['BT']), layout.B, layout.heads)](
-            *(*tensors, mask, shifts.bias, y, lost), *sizes, *strides, PRECISION=constants['PRECISION'], **REPAIR
+            *(*tensors, mask, shifts.bias, y, lost), *sizes, *steps, PRECISION=constants['PRECISION'], **REPAIR
         )
     return y, den
 
@@ -108,7 +115,7 @@ def conv_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and kernel."""
     q, k, v, kernel, grid, mask, global_context = inputs
-    layout, constants = _Layout(k, v), products(v)
+    layout, constants = Layout(k, v), products(v)
     dq, dv = None if q is None else layout.like(q, q.dtype), layout.like(v, v.dtype)
     dk = torch.empty((layout.parts, *k.shape), dtype=torch.float32, device=k.device)
     with launching('conv_backward', v):
@@ -122,20 +129,20 @@ def conv_backward(
         rows_kernel[layout.programs](
             *(grad_, y_, den, q_, k_, v_, mask, dq, r, x, lost),
             *(layout.B, layout.T, layout.heads, layout.C, shape[2]),
-            *_strides(grad_, y_, q_, k_, v_, dq),
+            *strides(grad_, y_, q_, k_, v_, dq),
             **layout.constants,
         )
         sources_kernel[layout.programs](
             *(r, k_, v_, mask, shifts.weights, dk, dv),
             *(*sizes, shape[2]),
-            *_strides(k_, v_, dv),
+            *strides(k_, v_, dv),
             **layout.constants,
             **constants,
         )
         tensors = grad_, y_, den, q_, k_, v_, mask, shifts.bias, lost
-        steps = tuple(_strides(grad_, y_, q_, v_)), *_strides(k_)
+        steps = tuple(strides(grad_, y_, q_, v_)), *strides(k_)
         repair.sources_kernel[(triton.cdiv(layout.T, REPAIR['BT']), layout.B, layout.heads)](
-            *(*tensors, dk, dv, *sizes, *steps), *_strides(dv), PRECISION=constants['PRECISION'], **REPAIR
+            *(*tensors, dk, dv, *sizes, *steps), *strides(dv), PRECISION=constants['PRECISION'], **REPAIR
         )
         dkernel = kernel.new_empty(0)
         if x is not None:
@@ -194,5 +201,6 @@ class _Lines:
         return F.pad(sums.sum(2), [x, x, y, y])
 
 
-def _strides(*tensors: Tensor | None) -> list[tuple[int, ...]]:
+def strides(*tensors: Tensor | None) -> list[tuple[int, ...]]:
+    """Return the strides of each (B, T, D) tensor, in elements."""
     return [(0, 0, 0) if x is None else x.stride() for x in tensors]

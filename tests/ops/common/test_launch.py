@@ -267,6 +267,7 @@ def test_what_is_kept_on_disk_is_of_one_kind_of_device_and_one_class_of_lengths(
 
 
 def test_no_tuning_depends_on_the_batch(triton_device: str):
+    from aft_vision.ops.axial import kernels as axial
     from aft_vision.ops.causal import local_kernels as local_causal
     from aft_vision.ops.causal import simple_kernels as simple_causal
     from aft_vision.ops.conv import kernels as conv
@@ -274,9 +275,10 @@ def test_no_tuning_depends_on_the_batch(triton_device: str):
     from aft_vision.ops.full import kernels as full
     from aft_vision.ops.simple import kernels as simple
 
-    kernels = [x for module in (conv, full, local_causal, onehot, simple, simple_causal) for x in vars(module).values()]
+    modules = axial, conv, full, local_causal, onehot, simple, simple_causal
+    kernels = [x for module in modules for x in vars(module).values()]
     keys = [kernel.keys for kernel in kernels if hasattr(kernel, 'keys') and hasattr(kernel, 'configs')]
-    assert len(keys) >= 12
+    assert len(keys) >= 18
     assert not any({'B', 'rows', 'blocks'} & set(key) for key in keys)
 
 
@@ -327,6 +329,7 @@ OPERATORS = {
     'aft_simple': (None,),
     'aft_conv': (randn(3, 3, 3, seed=8), (1, 5), None, True),
     'aft_onehot': (torch.tensor([[0, 1], [0, -1], [1, 0]]), randn(3, seed=8), (1, 5), None),
+    'aft_axial': (randn(3, 1, seed=8), randn(3, 5, seed=9), (1, 5), None),
     'aft_local_causal': (randn(5, 2, seed=8), None),
     'aft_simple_causal': (None,),
 }

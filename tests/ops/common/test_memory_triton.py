@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-KERNELS = ('full', 'simple', 'conv', 'onehot', 'local_causal', 'simple_causal')
+KERNELS = ('full', 'simple', 'conv', 'onehot', 'axial', 'local_causal', 'simple_causal')
 
 
 class Checker:
@@ -142,7 +142,7 @@ def test_a_kernel_accesses_its_own_tensors_and_writes_all_of_its_results(name: s
     # Tokens that fill more than one tile and not the next.
     grid = (5, 7) if name in ('conv', 'local_causal') else (3, 7)
     B, D = (2, 6) if spread == 1.0 else (1, 2)
-    shape = verify.Shape(B, grid, D, channels=2 if name in ('conv', 'onehot') else 1, window=4)
+    shape = verify.Shape(B, grid, D, channels=2 if name in ('conv', 'onehot', 'axial') else 1, window=4)
     inputs = verify.draw_inputs(name, shape, (torch.float32,), torch.device('cpu'), spread)
     found = verify._run(verify._Kernels(name), inputs)
     wanted = verify._run(verify.OPERATORS[name], inputs._make(map(verify._double, inputs)))

@@ -144,11 +144,11 @@ def test_what_repairs_the_gradient_of_v_is_rounded_once(device: str, monkeypatch
 
 
 def test_many_parts_of_many_sequences_fit_a_grid():
-    from aft_vision.ops.conv.triton import _Layout
+    from aft_vision.ops.conv.triton import Layout
 
     k, v = torch.empty(65535, 9, 1, device='meta'), torch.empty(65535, 9, 768, device='meta')
     # A head of 768 channels in 25 parts of 31; only the first side of a grid is long.
-    assert _Layout(k, v).programs({'BR': 32, 'BT': 16}) == (65535 * 25, 1)
+    assert Layout(k, v).programs({'BR': 32, 'BT': 16}) == (65535 * 25, 1)
 
 
 def test_it_passes_torch_opcheck(device: str):

@@ -1,0 +1,207 @@
+"""AFT-axial in Triton: a product along columns and one along rows for each head, computed where the terms are.
+
+A small grid is one tile: both products stay in the registers of a program, and nothing but y and the denominators is
+written. A larger one takes two launches, with a workspace between them. The weights of an axis are read from a table of
+its distances, which fits into caches.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aft_vision.ops.axial.eager import AxisWeights
+from aft_vision.ops.axial.kernels import (
+    columns_kernel,
+    pairs_kernel,
+    repair_kernel,
+    rows_kernel,
+    sources_kernel,
+    targets_kernel,
+    whole_kernel,
+)
+from aft_vision.ops.common.inputs import AxialInputs, empty_denominator
+from aft_vision.ops.common.kernels import FLOOR
+from aft_vision.ops.common.launch import as_bytes, launching, product_type, products
+from aft_vision.ops.conv import repair_kernels as repair
+from aft_vision.ops.conv.triton import PROGRAMS, REPAIR, Layout, strides
+
+# The smallest side of a product on tensor cores, and the largest number of tokens of a line in a tile.
+SMALLEST, LARGEST = 16, 64
+# Elements of the tile of whole grids: the registers of a multiprocessor hold three programs of four warps, or one of
+# twice that for groups of channels that are not shorter than a memory transaction.
+WHOLE, SECTOR = 4096, 8
+
+
+class Axis(NamedTuple):
+    """An axis of the grid: tokens of a line, lines of a sequence, and the tokens from one to the next of each."""
+
+    length: int
+    lines: int
+    step: int
+    between: int
+
+    @property
+    def block(self) -> int:
+        """Return the number of tokens of a line in a tile."""
+        return min(LARGEST, _padded(self.length))
+
+    @property
+    def tiles(self) -> int:
+        """Return the number of tiles of a line."""
+        return triton.cdiv(self.length, self.block)
+
+
+class Biases(NamedTuple):
+    """Biases, or weights, (h, 2L - 1) at all distances along rows and along columns."""
+
+    rows: Tensor
+    columns: Tensor
+
+
+class _Call:
+    """The weights, sizes and constants of a call."""
+
+    def __init__(self, inputs: AxialInputs, product: torch.dtype) -> None:
+        _, k, v, row_bias, column_bias, (self.height, self.width), mask = inputs
+        self.layout, self.mask, self.product = Layout(k, v), as_bytes(mask), product
+        axes = AxisWeights(row_bias, self.height, product), AxisWeights(column_bias, self.width, product)
+        self.rows, self.columns = axes
+        self.tables = Biases(*(axis.table.to(product).contiguous() for axis in axes))
+        self.biases = Biases(*(axis.offsets.contiguous() for axis in axes))
+        keys = k if mask is None else k.masked_fill(~mask[..., None], float('-inf'))
+        self.peak = keys.amax(1).float().clamp_min_(FLOOR.value)
+        self.lost = self.layout.lost(v)
+        self.constants = products(v) | {'PRODUCT': tl.bfloat16 if product == torch.bfloat16 else tl.float32}
+        self.along_rows = Axis(self.height, self.width, self.width, 1)
+        self.along_columns = Axis(self.width, self.height, 1, self.width)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return B, T, h, the channels of a head and the parts that they have."""
+        layout = self.layout
+        return layout.B, layout.T, layout.heads, layout.C, layout.parts
+
+    def workspace(self) -> Tensor:
+        """Return a buffer for the columns of all sequences, (h, parts, B T, GROUP)."""
+        layout = self.layout
+        shape = layout.heads, layout.parts, layout.B * layout.T, layout.group
+        return torch.empty(shape, dtype=self.product, device=self.lost.device)
+
+    def whole_tile(self) -> dict[str, int] | None:
+        """Return the constants of `whole_kernel`; None for a grid that one tile cannot hold.
+
+        Smaller groups of channels must not repeat the key so often that there are more columns than in two launches.
+        """
+        layout, height, width = self.layout, _padded(self.height), _padded(self.width)
+        parts, group = layout.divide(layout.C, max(SECTOR, WHOLE // (height * width)))
+        elements = height * width * group
+        if elements > 2 * WHOLE or parts * group > layout.parts * layout.group:
+            return None
+        batch = min(max(1, WHOLE // elements), triton.next_power_of_2(layout.B))
+        return {'GROUP': group, 'HP': height, 'WP': width, 'BATCH': batch}
+
+    def run(self, kernel: Any, tensors: tuple[Any, ...], axis: Axis, *steps: tuple[int, ...]) -> None:
+        """Launch a kernel over tiles of lines, parts and heads."""
+        layout = self.layout
+
+        def programs(tile: dict[str, int]) -> tuple[int, int]:
+            lines = triton.cdiv(layout.B * axis.lines, tile['BC'] // layout.group)
+            return lines * axis.tiles * layout.parts, layout.heads
+
+        constants = layout.constants | self.constants
+        kernel[programs](*tensors, *self.sizes, axis, *steps, BLOCK=axis.block, **constants)
+
+
+def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the denominators."""
+    q, k, v = inputs[:3]
+    den = empty_denominator(k, v, save)
+    with launching('axial_forward', v):
+        call = _Call(inputs, product_type(v))
+        layout = call.layout
+        q_, k_, v_ = layout.arrange(q, k, v)
+        y = layout.like(v, v.dtype if q is None else q.dtype)
+        results = y, den if save else None, call.lost
+        steps, tile = strides(q_, k_, v_, y), call.whole_tile()
+        if tile is not None:
+            parts = triton.cdiv(layout.C, tile['GROUP'] - 1)
+            whole_kernel[(triton.cdiv(layout.B, tile['BATCH']) * parts, layout.heads)](
+                *(q_, k_, v_, call.mask, call.peak, *call.tables, *results),
+                *(layout.B, layout.T, call.width, layout.heads, layout.C, parts, *steps),
+                **(layout.constants | call.constants | tile),
+            )
+        else:
+            halfway = call.workspace()
+            tensors = k_, v_, call.mask, call.peak, call.tables.columns, None, halfway
+            call.run(columns_kernel, tensors, call.along_columns, *steps[1:3])
+            tensors = q_, halfway, call.peak, call.tables.rows, *results
+            call.run(rows_kernel, tensors, call.along_rows, steps[0], steps[3])
+        repair.forward_kernel[(triton.cdiv(layout.T, REPAIR['BT']), layout.B, layout.heads)](
+            *(q_, k_, v_, call.mask, call.biases, y, call.lost),
+            *(layout.B, layout.T, call.width, layout.heads, layout.C, *steps),
+            PRECISION=call.constants['PRECISION'],
+            **REPAIR,
+        )
+    return y, den
+
+
+def axial_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: AxialInputs, need_bias: bool) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v and both biases."""
+    q, k, v = inputs[:3]
+    with launching('axial_backward', v):
+        # As in the torch form: the gradient of a bias sums over a whole axis, where it cancels.
+        call = _Call(inputs, torch.float32)
+        layout = call.layout
+        dq, dv = None if q is None else layout.like(q, q.dtype), layout.like(v, v.dtype)
+        dk = torch.empty((layout.parts, *k.shape), dtype=torch.float32, device=k.device)
+        den, (grad_, y_, q_, k_, v_) = den.contiguous(), layout.arrange(grad, y, q, k, v)
+        r, halfway = call.workspace() if need_bias else None, call.workspace()
+        tensors = grad_, y_, den, q_, call.peak, call.tables.rows, dq, r, halfway, call.lost
+        call.run(targets_kernel, tensors, call.along_rows, *strides(grad_, y_, q_, dq))
+        tensors = halfway, k_, v_, call.mask, call.peak, call.tables.columns, dk, dv
+        call.run(sources_kernel, tensors, call.along_columns, *strides(k_, v_, dv))
+        if r is not None:
+            _add_bias_grads(call, r, halfway, k_, v_)
+        tensors = grad_, y_, den, q_, k_, v_, call.mask, call.biases, call.lost
+        sizes = layout.B, layout.T, call.width, layout.heads, layout.C
+        steps, precision = (tuple(strides(grad_, y_, q_, v_)), *strides(k_)), call.constants['PRECISION']
+        repair.sources_kernel[(triton.cdiv(layout.T, REPAIR['BT']), layout.B, layout.heads)](
+            *(*tensors, dk, dv, *sizes, *steps), *strides(dv), PRECISION=precision, **REPAIR
+        )
+        if need_bias:
+            for axis, weights in ((call.along_rows, call.rows), (call.along_columns, call.columns)):
+                found = torch.empty_like(weights.grad_exp)
+                repair_kernel[(triton.cdiv(axis.length, REPAIR['BT']) ** 2, layout.heads)](
+                    *(*tensors, found, *sizes, axis, *steps), PRECISION=precision, **REPAIR
+                )
+                weights.grad_offsets += weights.sum_by_distance(found)
+        biases = [x.bias_grad() if need_bias else k.new_empty(0) for x in (call.rows, call.columns)]
+    return k.new_empty(0) if dq is None else dq, dk.sum(0).to(k.dtype), dv, *biases
+
+
+def _add_bias_grads(call: _Call, r: Tensor, halfway: Tensor, k: Tensor, v: Tensor) -> None:
+    # r and halfway: gradients of the sums, and of the product along columns.
+    layout, x, forward = call.layout, call.workspace(), call.workspace()
+    tensors = k, v, call.mask, call.peak, call.tables.columns, x, forward
+    call.run(columns_kernel, tensors, call.along_columns, *strides(k, v))
+    for axis, weights, grads, sources in (
+        (call.along_rows, call.rows, r, forward),
+        (call.along_columns, call.columns, halfway, x),
+    ):
+        splits = max(1, min(layout.B * axis.lines, PROGRAMS // (layout.heads * axis.tiles**2)))
+        shape = splits, layout.heads, axis.length, axis.length
+        found = torch.empty(shape, dtype=torch.float32, device=k.device)
+        # Parts are added in one order: the same every time.
+        pairs_kernel[(splits * axis.tiles**2, layout.heads)](
+            *(grads, sources, found, *call.sizes, splits, axis),
+            BLOCK=axis.block,
+            **(layout.constants | call.constants),
+        )
+        weights.grad_exp = found.sum(0)
+
+
+def _padded(length: int) -> int:
+    return max(SMALLEST, triton.next_power_of_2(length))
