@@ -117,12 +117,13 @@ class _Meter:
         return {**metrics, 'images_per_second': _throughput(self.timings), 'samples': int(samples)}
 
 
-def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu') -> nn.Module:
+def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu', **kwargs: Any) -> nn.Module:
     """Rebuild the trained model of a checkpoint.
 
     Args:
         checkpoint: A file of the trainer (`last.pth`, `best.pth`), the folder of a run, for its `best.pth`, a
             directory exported with `timm.models.save_for_hf`, or the name of a model of timm with weights.
+        kwargs: Arguments of the model instead of those that it was trained with, such as resample_bias=True.
 
     Returns:
         The model in eval mode.
@@ -133,15 +134,15 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu') -> nn
         ConnectionError: published weights cannot be downloaded; those inside the package need no network.
     """
     if not Path(checkpoint).exists() and timm.models.is_model_pretrained(str(checkpoint)):
-        return load_pretrained(str(checkpoint)).to(device).eval()
+        return load_pretrained(str(checkpoint), **kwargs).to(device).eval()
     checkpoint = find_checkpoint(checkpoint)
     if checkpoint.is_dir():
         check_folder(checkpoint)
         if (checkpoint / 'model.safetensors').is_file():
             check_checksum(checkpoint / 'model.safetensors')
-        return _create(f'local-dir:{checkpoint}', checkpoint, pretrained=True).to(device).eval()
+        return _create(f'local-dir:{checkpoint}', checkpoint, pretrained=True, **kwargs).to(device).eval()
     content = read_checkpoint(checkpoint)
-    model = _create(content['model_name'], checkpoint, **content['model_kwargs'])
+    model = _create(content['model_name'], checkpoint, **{**content['model_kwargs'], **kwargs})
     load_matching_state_dict(model, content['state_dict'], source=str(checkpoint))
     # The preprocessing and the class names, as in an export.
     cfg: Any = model.pretrained_cfg

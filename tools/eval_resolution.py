@@ -14,6 +14,8 @@ fixed-size model is resized with its `set_input_size`.
 resized to the others. --flip averages every prediction with the prediction for the mirror image. --pad accepts sizes
 that are not multiples of the patch size.
 
+--model-arg replaces arguments that the models were trained with, such as resample_bias=True of AFT-axial.
+
 --native adds a row for images at their own shapes, for each N of --max-tokens: whole, at the largest size with at most
 N patches, in batches of timm's NaFlex. The largest square of at most N patches, by the patch size of
 each model, is added to its sizes.
@@ -35,7 +37,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, add_data_arguments, add_device, parse_sizes
+from tools.arguments import CommandParser, KeyValues, add_data_arguments, add_device, parse_sizes
 
 
 def by_area(sizes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -49,6 +51,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add('--checkpoint', type=Path, nargs='+', required=True, help='checkpoint files, runs or exported folders')
     add_data_arguments(parser)
+    add(
+        '--model-arg',
+        nargs='+',
+        action=KeyValues,
+        default={},
+        metavar='NAME=VALUE',
+        help='arguments of the models instead of those of training',
+    )
     add('--sizes', type=parse_sizes, nargs='+', default=[], help='sides in pixels, HEIGHTxWIDTH or START:STOP:STEP')
     add('--native', action='store_true', help='evaluate images at their own shapes, next to the centre crop')
     add('--max-tokens', type=int, nargs='+', default=[], help='patches per image of --native')
@@ -119,11 +129,12 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     args = parse_args(argv)
     device = resolve_device(args.device)
     for checkpoint in args.checkpoint:
-        check_sizes(load_model(checkpoint), args)
+        check_sizes(load_model(checkpoint, **args.model_arg), args)
     first = args.checkpoint[0]
     out = args.out or (first if first.is_dir() else first.parent)
     out.mkdir(parents=True, exist_ok=True)
-    settings = {'data': args.name or args.data, 'device': str(device), 'flip': args.flip, 'pad': args.pad}
+    settings = {'data': args.name or args.data, 'model_args': args.model_arg, 'device': str(device)}
+    settings |= {'flip': args.flip, 'pad': args.pad}
     if len(args.checkpoint) == 1:
         table = evaluate_checkpoint(first, args, device)
         rows, name = table['sizes'], 'eval_resolution'
@@ -160,7 +171,7 @@ def check_sizes(model: nn.Module, args: argparse.Namespace) -> None:
 
 def evaluate_checkpoint(checkpoint: Path, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Evaluate one checkpoint at every size and print its table."""
-    model = load_model(checkpoint)
+    model = load_model(checkpoint, **args.model_arg)
     views: list[NativeShape | Sequence[tuple[int, int]]] = [[size] for size in sizes_of(model, args)]
     views += [naflex_shape(model, tokens) for tokens in sorted(set(args.max_tokens))]
     views += [args.multi_scale] if args.multi_scale else []

@@ -48,6 +48,24 @@ def test_each_size_gives_a_row_in_ascending_order(run, tmp_path, capsys, name, k
     assert '48x32' in capsys.readouterr().out
 
 
+def test_an_argument_of_the_model_can_replace_that_of_training(run, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_axial_tiny', num_heads=4, window_size=2, num_classes=10)
+    # Flat biases would be the same when they are stretched.
+    content = torch.load(checkpoint, weights_only=True)
+    content['state_dict'] = {
+        name: torch.randn(x.shape, generator=generator(1)) for name, x in content['state_dict'].items()
+    }
+    torch.save(content, checkpoint)
+    model = load_model(checkpoint, resample_bias=True)
+    images = torch.randn(1, 3, 64, 64, generator=generator())
+    assert torch.equal(model(images[..., :32, :32]), load_model(checkpoint)(images[..., :32, :32]))
+    assert not torch.allclose(model(images), load_model(checkpoint)(images))
+    run(checkpoint, '64', '--model-arg', 'resample_bias=True')
+    assert json.loads((tmp_path / 'eval_resolution.json').read_text())['model_args'] == {'resample_bias': True}
+    with pytest.raises(ValueError, match='expected a model that can be built'):
+        run(checkpoint, '64', '--model-arg', 'resampled_bias=True')
+
+
 def test_each_size_has_a_peak_memory_of_its_own(run, tmp_path):
     # Memory that was used and freed would serve either size without a new peak.
     trim = ctypes.CDLL(None).malloc_trim
