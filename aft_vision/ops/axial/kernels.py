@@ -15,7 +15,7 @@ from aft_vision.ops.conv.kernels import find_channels
 from aft_vision.ops.conv.repair_kernels import find_lost, find_slopes, find_terms, load_logits
 
 KEY = ['T', 'heads', 'C', 'ROWS', 'BLOCK']
-TILES = ({'BC': 128}, 4), ({'BC': 64}, 4), ({'BC': 128}, 8), ({'BC': 256}, 8)
+TILES = ({'BC': 64}, 4), ({'BC': 128}, 4), ({'BC': 128}, 8), ({'BC': 256}, 8)
 LITTLE = {'BC': 32}
 
 

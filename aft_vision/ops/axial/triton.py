@@ -29,7 +29,7 @@ from aft_vision.ops.conv import repair_kernels as repair
 from aft_vision.ops.conv.triton import PROGRAMS, REPAIR, Layout, strides
 
 # The smallest side of a product on tensor cores, and the largest number of tokens of a line in a tile.
-SMALLEST, LARGEST = 16, 64
+SMALLEST, LARGEST = 16, 32
 # Elements of the tile of whole grids: the registers of a multiprocessor hold three programs of four warps, or one of
 # twice that for groups of channels that are not shorter than a memory transaction.
 WHOLE, SECTOR = 4096, 8
@@ -135,7 +135,7 @@ def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor]:
             )
         else:
             halfway = call.workspace()
-            tensors = k_, v_, call.mask, call.peak, call.tables.columns, None, halfway
+            tensors: tuple[Any, ...] = k_, v_, call.mask, call.peak, call.tables.columns, None, halfway
             call.run(columns_kernel, tensors, call.along_columns, *steps[1:3])
             tensors = q_, halfway, call.peak, call.tables.rows, *results
             call.run(rows_kernel, tensors, call.along_rows, steps[0], steps[3])
@@ -159,12 +159,12 @@ def axial_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: AxialInputs, ne
         dk = torch.empty((layout.parts, *k.shape), dtype=torch.float32, device=k.device)
         den, (grad_, y_, q_, k_, v_) = den.contiguous(), layout.arrange(grad, y, q, k, v)
         r, halfway = call.workspace() if need_bias else None, call.workspace()
-        tensors = grad_, y_, den, q_, call.peak, call.tables.rows, dq, r, halfway, call.lost
+        tensors: tuple[Any, ...] = grad_, y_, den, q_, call.peak, call.tables.rows, dq, r, halfway, call.lost
         call.run(targets_kernel, tensors, call.along_rows, *strides(grad_, y_, q_, dq))
         tensors = halfway, k_, v_, call.mask, call.peak, call.tables.columns, dk, dv
         call.run(sources_kernel, tensors, call.along_columns, *strides(k_, v_, dv))
         if r is not None:
-            _add_bias_grads(call, r, halfway, k_, v_)
+            _add_bias_grads(call, r, halfway, (k_, v_))
         tensors = grad_, y_, den, q_, k_, v_, call.mask, call.biases, call.lost
         sizes = layout.B, layout.T, call.width, layout.heads, layout.C
         steps, precision = (tuple(strides(grad_, y_, q_, v_)), *strides(k_)), call.constants['PRECISION']
@@ -182,18 +182,18 @@ def axial_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: AxialInputs, ne
     return k.new_empty(0) if dq is None else dq, dk.sum(0).to(k.dtype), dv, *biases
 
 
-def _add_bias_grads(call: _Call, r: Tensor, halfway: Tensor, k: Tensor, v: Tensor) -> None:
+def _add_bias_grads(call: _Call, r: Tensor, halfway: Tensor, kv: tuple[Tensor | None, Tensor | None]) -> None:
     # r and halfway: gradients of the sums, and of the product along columns.
     layout, x, forward = call.layout, call.workspace(), call.workspace()
-    tensors = k, v, call.mask, call.peak, call.tables.columns, x, forward
-    call.run(columns_kernel, tensors, call.along_columns, *strides(k, v))
+    tensors = *kv, call.mask, call.peak, call.tables.columns, x, forward
+    call.run(columns_kernel, tensors, call.along_columns, *strides(*kv))
     for axis, weights, grads, sources in (
         (call.along_rows, call.rows, r, forward),
         (call.along_columns, call.columns, halfway, x),
     ):
         splits = max(1, min(layout.B * axis.lines, PROGRAMS // (layout.heads * axis.tiles**2)))
         shape = splits, layout.heads, axis.length, axis.length
-        found = torch.empty(shape, dtype=torch.float32, device=k.device)
+        found = torch.empty(shape, dtype=torch.float32, device=r.device)
         # Parts are added in one order: the same every time.
         pairs_kernel[(splits * axis.tiles**2, layout.heads)](
             *(grads, sources, found, *call.sizes, splits, axis),
