@@ -59,7 +59,7 @@ def make_inputs(grid: tuple[int, int], D: int, heads: int, reach: tuple[int, int
 
 
 # Heads of several channels, a head per channel, two parts of a head, lines of two tiles, biases beyond the grid.
-SEVERAL = (5, 7), 12, 2, (5, 3), 2
+SEVERAL = (3, 7), 6, 2, (3, 4), 2
 EACH = (3, 5), 2, 2, (9, 5), 6
 PARTS = (4, 3), 40, 1, (2, 3), 1
 ROWS_OF_TWO = (2, 18), 3, 1, (2, 18), 1
@@ -117,22 +117,18 @@ def test_masked_tokens_may_be_anything(path: str, bias: str, device: str):
     assert_masked_tokens_have_no_effect(axial, inputs, torch.tensor([[True, False, True] * 2]), device)
 
 
-@pytest.mark.parametrize('keys', ['one_at_90', 'all_at_-120', 'plus_minus_1e4'])
+@pytest.mark.parametrize('keys', ['one_at_90', 'plus_minus_1e4'])
 def test_it_survives_nasty_keys(keys: str, device: str):
     inputs = make_inputs((2, 4), 4, 1, (2, 4), B=1)
     inputs['k'] = nasty_keys(inputs['k'])[keys]
     assert_matches_reference(axial, reference.aft_axial, inputs, nasty=True, device=device)
 
 
-@pytest.mark.parametrize(
-    ('path', 'keys', 'bias', 'heads'),
-    [('one tile', 'ordinary', 'plus_minus_80', 2), ('two launches', 'normal_30', 'within_50', 1)],
-    indirect=['path'],
-)
-def test_what_underflows_is_exact(path: str, keys: str, bias: str, heads: int, device: str):
-    inputs = make_inputs((3, 4), 2, heads, (3, 3), B=2)
-    inputs['k'] = nasty_keys(inputs['k']).get(keys, inputs['k'])
-    inputs |= {name: nasty_biases(inputs[name])[bias] for name in ('row_bias', 'column_bias')}
+@PATHS
+def test_what_underflows_is_exact(path: str, device: str):
+    # A third of the denominators do.
+    inputs = make_inputs((2, 3), 2, 2, (3, 3))
+    inputs |= {name: nasty_biases(inputs[name])['plus_minus_80'] for name in ('row_bias', 'column_bias')}
     assert_matches_reference(axial, reference.aft_axial, inputs, nasty=True, device=device)
 
 
