@@ -1,36 +1,84 @@
-"""Draw docs/images/image_sizes.png from docs/results/data/image_sizes.json: python docs/draw_sizes.py"""
+"""Draw docs/images/image_sizes.png from docs/results/data/image_sizes.json, and print the tables of the same figures.
+
+python -m tools.benchmark models --baseline deit_tiny_patch16_224 --batch-size 1 --threads 1 \
+    --models aft_conv_tiny aft_conv_tiny_k11_h32 aft_pyramid_nano cpubone_b0_bfrobust \
+    --runtimes torch onnxruntime --json docs/results/data/image_sizes.json
+python docs/draw_sizes.py
+"""
 
 import json
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).resolve().parent
-# Colour and line of each model that is drawn; the table has all.
-STYLES = {
-    'AFT-conv small': ('C0', '-'),
-    'DeiT small': ('C3', '-'),
-    'DeiT small, attention weights in memory': ('C3', ':'),
-    'ConvNeXt tiny': ('0.5', '--'),
+# Title and colour of each model; one without a colour is only in the tables.
+MODELS = {
+    'deit_tiny_patch16_224': ('DeiT tiny', 'C3'),
+    'deit_small_patch16_224': ('DeiT small', 'C3'),
+    'aft_conv_tiny': ('AFT-conv tiny', 'C0'),
+    'aft_conv_tiny_k11_h32': ('AFT-conv tiny, 32 heads', None),
+    'aft_conv_small': ('AFT-conv small', 'C0'),
+    'aft_conv_small_k11_h16': ('AFT-conv small, 16 heads', None),
+    'aft_full_small': ('AFT-full small', None),
+    'aft_pyramid_nano': ('AFT pyramid nano', 'C2'),
+    'cpubone_b0_bfrobust': ('CPUBone-B0', '0.5'),
+    'poolformer_s12': ('PoolFormer S12', None),
+    'convnext_tiny': ('ConvNeXt tiny', '0.5'),
+    'mambaout_tiny': ('MambaOut tiny', None),
+    'xcit_small_12_p16_224': ('XCiT small 12', None),
 }
+LINES = {'torch': '-', 'onnxruntime': '--'}
+
+
+def read_curves() -> tuple[dict[str, Any], dict[tuple[str, str], list[dict[str, Any]]]]:
+    """Return the report of the benchmark, and its rows by model and runtime, of one image in the order of its side."""
+    report = json.loads((DOCS / 'results' / 'data' / 'image_sizes.json').read_text())
+    curves: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in report['rows']:
+        runtime = 'torch' if row['form'] == 'eager' else row['form']
+        curves.setdefault((row['name'], runtime), []).append(row)
+    return report, curves
+
+
+def tables() -> str:
+    """Return the Markdown tables of milliseconds with ratios, and of peak memory in MiB."""
+    report, curves = read_curves()
+    sides = ''.join(f' {row["size"][0]} px |' for row in next(iter(curves.values())))
+    lines: tuple[list[str], list[str]] = ([], [])
+    for (name, runtime), rows in curves.items():
+        model, _, form = name.partition(', ')
+        words = [MODELS[model][0], 'attention weights in memory' if form else '']
+        title = ', '.join(filter(None, [*words, '' if runtime == 'torch' else runtime]))
+        times = (f'{row["milliseconds"]:.2f} ({row["ratio"]:.2f})' for row in rows)
+        peaks = (f'{row["peak_bytes"] / 2**20:.1f}' for row in rows)
+        for block, cells in zip(lines, (times, peaks), strict=True):
+            block.append(f'| {title} | {" | ".join(cells)} |')
+    head = f'| one image |{sides}\n|---|{"---|" * sides.count("|")}\n'
+    return f'{report["machine"]}\n\n' + '\n\n'.join(head + '\n'.join(block) for block in lines)
 
 
 def main() -> None:
-    """Draw time and memory of one image against its side."""
-    data = json.loads((DOCS / 'results' / 'data' / 'image_sizes.json').read_text())
-    figure = Figure(figsize=(9, 3.8), layout='constrained')
-    panels = zip(figure.subplots(1, 2), ('milliseconds', 'peak_mib'), ('time (ms)', 'peak memory (MiB)'), strict=True)
-    for axes, key, label in panels:
-        for name, (color, line) in STYLES.items():
-            axes.loglog(data['sizes_px'], data['models'][name][key], line, color=color, marker='o', label=name)
-        axes.set_xticks(data['sizes_px'], map(str, data['sizes_px']))
+    """Draw speed and memory of one image against its side, and print the tables."""
+    report, curves = read_curves()
+    figure = Figure(figsize=(9, 4.2), layout='constrained')
+    panels = (('per_second', 1, 'images a second'), ('peak_bytes', 2**20, 'peak memory (MiB)'))
+    for axes, (key, unit, title) in zip(figure.subplots(1, 2), panels, strict=True):
+        for (name, runtime), rows in curves.items():
+            label, color = MODELS.get(name, (name, None))
+            if color is not None:
+                sides, values = zip(*((row['size'][0], row[key] / unit) for row in rows), strict=True)
+                axes.loglog(sides, values, LINES[runtime], color=color, marker='o', label=f'{label}, {runtime}')
+        axes.set_xticks(sides, map(str, sides))
         axes.set_xticks([], minor=True)
         axes.set_xlabel('side of one image (px)')
-        axes.set_title(label, fontsize=12)
+        axes.set_title(title, fontsize=12)
         axes.grid(alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), loc='outside lower center', ncols=4, fontsize=9)
-    figure.suptitle(data['processor'], fontsize=10)
+    figure.suptitle(report['machine'].partition('; torch')[0], fontsize=10)
     figure.savefig(DOCS / 'images' / 'image_sizes.png', dpi=150)
+    print(tables())
 
 
 if __name__ == '__main__':

@@ -3,7 +3,7 @@ import torch
 from helpers import randn
 
 from aft_vision import ops
-from tools.benchmark.meters import _allocations, peak_memory, saved_memory
+from tools.benchmark.meters import _allocations, peak_memory, peak_resident, saved_memory
 
 CPU = torch.device('cpu')
 # A tensor of so many float32 is a mebibyte.
@@ -48,6 +48,18 @@ def test_allocations_inside_our_operators_count():
     peak = peak_memory(lambda: ops.aft_full(q, k, v, bias), CPU)
     # The exponentiated bias, and the result.
     assert bias.nbytes + q.nbytes <= peak <= 2 * bias.nbytes + 16 * q.nbytes
+
+
+def test_the_memory_of_the_process_grows_by_what_a_call_touches_even_if_it_frees_it():
+    def call():
+        # Zeros alone are pages that nothing has touched.
+        torch.ones(64 * MIB)
+
+    if (found := peak_resident(call)) is None:
+        pytest.skip('this system does not tell the peak of a process')
+    again = peak_resident(call)
+    for size in (found, again):
+        assert 60 * 2**20 < size < 80 * 2**20
 
 
 def test_saved_memory_counts_each_storage_once_and_whole():

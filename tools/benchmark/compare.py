@@ -34,12 +34,14 @@ class Prepared(NamedTuple):
         leaves: Tensors that get gradients in the backward.
         given: Inputs and constants, which do not count as kept for the backward.
         learn: Takes the result of the forward in training; None makes the gradients of the leaves.
+        peak_bytes: Peak memory of a forward in a runtime that torch's meters do not see.
     """
 
     forward: Callable[[], Any]
     leaves: Sequence[Tensor] = ()
     given: Sequence[Tensor] = ()
     learn: Callable[[Any], object] | None = None
+    peak_bytes: int | None = None
 
     def call(self, learns: bool) -> Callable[[], object]:
         """Return the call that is measured: the forward, in training with what follows."""
@@ -101,6 +103,8 @@ class _Run:
         prepared = make(self.learns)
         if self.row['form'] == 'compiled':
             prepared = prepared._replace(forward=torch.compile(prepared.forward, dynamic=False))
+        if prepared.peak_bytes is not None:
+            self.row['peak_bytes'] = prepared.peak_bytes
         self.prepared = prepared.within(context)
         self.call = self.prepared.call(self.learns)
 
@@ -124,7 +128,7 @@ class _Run:
             if single:
                 row['p99_milliseconds'] = 1e3 * torch.tensor(self.seconds, dtype=torch.float64).quantile(0.99).item()
         if 'peak_bytes' in row:
-            peak = first and first.row['peak_bytes']
+            peak = first and first.row.get('peak_bytes')
             row['peak_ratio'] = row['peak_bytes'] / peak if peak else None
         return row
 

@@ -1,11 +1,13 @@
 """Memory of a call by what the allocators report: exact, repeatable, and no matter how loaded the machine is.
 
 On a CPU every allocation of torch counts. The scratch that oneDNN and MKL allocate for themselves does not pass through
-torch's allocator, and is not counted.
+torch's allocator, and is not counted. Of other runtimes the memory of the process tells.
 """
 
+import ctypes
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +45,23 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int:
     return peak
 
 
+def peak_resident(call: Callable[[], object]) -> int | None:
+    """Measure by how many bytes a call grows the memory of this process at most; None where Linux does not tell.
+
+    Runtimes keep what they have allocated for later calls, so only their first call tells.
+    """
+    try:
+        # Free memory goes back to the system; otherwise the call would use it without growing the process.
+        ctypes.CDLL(None).malloc_trim(0)
+        # 5 sets the peak to the present.
+        Path('/proc/self/clear_refs').write_text('5')
+        before = _status_bytes('VmRSS')
+    except (OSError, AttributeError):
+        return None
+    call()
+    return max(0, _status_bytes('VmHWM') - before)
+
+
 def saved_memory(call: Callable[[], object], leave_out: Iterable[torch.Tensor] = ()) -> int:
     """Measure what autograd keeps for the backward of a call, in bytes; every storage counts once, and whole.
 
@@ -66,6 +85,12 @@ def saved_memory(call: Callable[[], object], leave_out: Iterable[torch.Tensor] =
     with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
         call()
     return sum(storage.nbytes() for storage in kept.values())
+
+
+def _status_bytes(name: str) -> int:
+    """Return a size from the status of this process."""
+    lines = Path('/proc/self/status').read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f'{name}:'))
 
 
 def _allocations(call: Callable[[], object]) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ from aft_vision.export import Shape, export_onnx
 from aft_vision.export.verify import onnx_runner
 from aft_vision.models.transfer_source import did_you_mean
 from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, draw, next_to_the_paper
+from tools.benchmark.meters import peak_resident
 from tools.benchmark.printer import Report
 
 # Files of timm, and ours, whose models take `img_size`, `dynamic_img_size` and `dynamic_img_pad`.
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
                 options = dict(dtype=args.dtype, directions=directions, compiled=args.compile, count=args.batch_size)
                 found = compare(classifiers(names, shape, device), device, args.rounds, **options)
             else:
-                # Torch does not see its memory.
+                # Its memory is that of its first call, which torch does not see.
                 candidates = [runtime_candidate(name, shape, runtime) for name in names]
                 options = dict(directions=['forward'], count=args.batch_size, memory=False)
                 found = [{**row, 'form': runtime} for row in compare(candidates, device, args.rounds, **options)]
@@ -96,7 +97,7 @@ def runtime_candidate(name: str, shape: Images, runtime: str, threads: int | Non
             path, size = Path(folder) / f'{name}.onnx', (shape[2], shape[3])
             export_onnx(create(name, size), path, Shape(size, True, shape[0]), tolerance=EXPORT_TOLERANCE)
             run, images = RUNTIMES[runtime](path, threads or torch.get_num_threads()), draw(*shape)
-        return Prepared(lambda: run(images))
+        return Prepared(lambda: run(images), peak_bytes=peak_resident(lambda: run(images)))
 
     return Candidate(name, prepare)
 
