@@ -110,7 +110,9 @@ def test_executorch_computes_the_exported_program():
     shape = choose_shape(model, (32, 40), fixed_size=True, batch=1)
     traced = program.trace(program.fold(model, shape), shape)
     lowered = exir.to_edge_transform_and_lower(traced, partitioner=[XnnpackPartitioner()])
-    method = Runtime.get().load_program(lowered.to_executorch().buffer).load_method('forward')
+    # The method reads this memory as long as it lives.
+    buffer = lowered.to_executorch().buffer
+    method = Runtime.get().load_program(buffer).load_method('forward')
     assert_equal(model, lambda x: method.execute([x])[0], 1, (32, 40))
 
 
