@@ -100,22 +100,6 @@ def test_openvino_computes_the_same_file_at_every_size(onnx_file, size):
     assert_equal(make(), openvino_runner(onnx_file[0], 1), 3, size)
 
 
-@pytest.mark.slow
-def test_executorch_computes_the_exported_program():
-    exir = pytest.importorskip('executorch.exir')
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.runtime import Runtime
-
-    model = make()
-    shape = choose_shape(model, (32, 40), fixed_size=True, batch=1)
-    traced = program.trace(program.fold(model, shape), shape)
-    lowered = exir.to_edge_transform_and_lower(traced, partitioner=[XnnpackPartitioner()])
-    # The method reads this memory as long as it lives.
-    buffer = lowered.to_executorch().buffer
-    method = Runtime.get().load_program(buffer).load_method('forward')
-    assert_equal(model, lambda x: method.execute([x])[0], 1, (32, 40))
-
-
 def test_an_onnx_file_says_how_images_are_prepared(onnx_file):
     onnx = pytest.importorskip('onnx')
     found = {entry.key: json.loads(entry.value) for entry in onnx.load(onnx_file[0]).metadata_props}
