@@ -1,0 +1,72 @@
+"""Tables of published runs at several image sizes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools import resolution_page
+
+PAGE = '# Sizes\n\n<!-- sizes: written by make results -->\n<!-- end -->\n\nwords\n'
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    folder = tmp_path / 'docs' / 'results'
+    folder.mkdir(parents=True)
+    (folder.parent / 'images').mkdir()
+    (folder / resolution_page.PAGE).write_text(PAGE)
+    return folder
+
+
+def write_grid(path: Path, runs: dict[str, dict[int, float]], width: int = 0) -> str:
+    tables = [
+        {
+            'name': name,
+            'checkpoint': f'/somewhere/{name}',
+            'train_size': [96, 96],
+            'sizes': [
+                {'height': side, 'width': width or side, 'top1': top1, 'samples': 2500} for side, top1 in sizes.items()
+            ],
+        }
+        for name, sizes in runs.items()
+    ]
+    path.write_text(json.dumps({'checkpoints': tables}))
+    return str(path)
+
+
+def test_the_tables_have_a_line_a_row_and_a_column_a_size(docs: Path, tmp_path: Path):
+    runs = {'conv_seed0': {96: 50.0, 128: 60.0}, 'conv_seed1': {96: 52.0, 128: 62.0}, 'deit_seed0': {96: 50.0}}
+    where = ['--docs', str(docs), '--commit', 'abc', '--processor', 'This']
+    resolution_page.main([write_grid(tmp_path / 'grid.json', runs), '--images', 'squares_160', *where])
+    text = (docs / resolution_page.PAGE).read_text()
+    assert '| model | runs | 96 px | 128 px |\n' in text
+    assert '| AFT-conv | 2 | 51.00 +- 1.41 | 61.00 +- 1.41 |\n| DeiT | 1 | 50.00 | - |\n' in text
+    # The square root of 50 * 50 / 2500 is 1, that of 62 * 38 / 2500 is 0.97.
+    for words in ('of 2,500 validation images (squares 160)', 'is 1.0 points', 'This, commit abc.'):
+        assert words in ' '.join(text.split())
+    assert text.endswith('words\n')
+    assert (docs.parent / 'images' / resolution_page.PICTURE).stat().st_size > 10_000
+    assert 'somewhere' not in (docs / 'data' / 'imagenette_sizes' / 'squares_160.json').read_text()
+    # Without a file, the page is the same; with another one, both tables are on it.
+    resolution_page.main(['--docs', str(docs)])
+    assert (docs / resolution_page.PAGE).read_text() == text
+    other = write_grid(tmp_path / 'other.json', {'deit_seed0': {224: 40.0}})
+    resolution_page.main([other, '--images', 'larger', *where])
+    assert '| DeiT | 1 | 40.00 |' in (docs / resolution_page.PAGE).read_text()
+
+
+@pytest.mark.parametrize(
+    ('runs', 'width', 'message'),
+    [
+        ({}, 0, 'expected eval_resolution_grid.json'),
+        ({'best.pth': {96: 50.0}}, 0, 'expected runs named ROW_seedN, got best.pth'),
+        ({'conv_seed0': {96: 50.0}}, 128, 'expected squares, got 96x128'),
+    ],
+)
+def test_other_evaluations_are_refused(docs: Path, tmp_path: Path, runs, width: int, message: str):
+    grid = write_grid(tmp_path / 'grid.json', runs, width)
+    arguments = [grid, '--images', 'squares', '--docs', str(docs), '--commit', 'abc', '--processor', 'This']
+    with pytest.raises(ValueError, match=message):
+        resolution_page.main(arguments)
+    assert (docs / resolution_page.PAGE).read_text() == PAGE
