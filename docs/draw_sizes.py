@@ -16,16 +16,16 @@ DOCS = Path(__file__).resolve().parent
 # Title and colour of each model; one without a colour is only in the tables.
 MODELS = {
     'deit_tiny_patch16_224': ('DeiT tiny', 'C3'),
-    'deit_small_patch16_224': ('DeiT small', 'C3'),
+    'deit_small_patch16_224': ('DeiT small', 'C1'),
     'aft_conv_tiny': ('AFT-conv tiny', 'C0'),
     'aft_conv_tiny_k11_h32': ('AFT-conv tiny, 32 heads', None),
-    'aft_conv_small': ('AFT-conv small', 'C0'),
+    'aft_conv_small': ('AFT-conv small', 'C9'),
     'aft_conv_small_k11_h16': ('AFT-conv small, 16 heads', None),
     'aft_full_small': ('AFT-full small', None),
     'aft_pyramid_nano': ('AFT pyramid nano', 'C2'),
     'cpubone_b0_bfrobust': ('CPUBone-B0', '0.5'),
     'poolformer_s12': ('PoolFormer S12', None),
-    'convnext_tiny': ('ConvNeXt tiny', '0.5'),
+    'convnext_tiny': ('ConvNeXt tiny', 'C5'),
     'mambaout_tiny': ('MambaOut tiny', None),
     'xcit_small_12_p16_224': ('XCiT small 12', None),
 }

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Images share a padded grid as long as its tokens are at most so many for each patch: few on a CPU, where an image costs
-# as much alone as among others; other devices want large batches.
+# The most tokens of a padded grid for each patch of its images. Fewer on a CPU, where an image alone costs as much as
+# one among others; other devices want large batches.
 MOST_TOKENS_CPU, MOST_TOKENS = 1.1, 1.5
 
 

@@ -282,7 +282,7 @@ class _Operator:
         self.names = list(inputs._fields)
         self.biases = [field for field in self.names if field in BIAS_NAMES]
         if self.biases and find_places is None:
-            raise ValueError(f'{name} needs find_places: forward mode would ignore its {", ".join(self.biases)}')
+            raise ValueError(f'expected find_places for {name}, got None: forward mode would ignore {self.biases[0]}')
         self.gradients = ['q', 'k', 'v', *self.biases]
         self.places = [self.names.index(field) for field in self.gradients]
         self.register()

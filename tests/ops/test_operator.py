@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aft_vision import ops
+from aft_vision.ops.common.inputs import FullInputs, check_full
 from aft_vision.ops.operator import OPERATORS
 
 OFFSET = torch.tensor([[0, 1], [-1, 0], [9, 9]])
@@ -212,3 +213,8 @@ def test_every_form_refuses_weights_that_are_those_of_no_bias(name: str, backend
 def test_weights_of_an_operation_that_has_none_are_refused():
     with pytest.raises(ValueError, match="name must be one of aft_full, aft_conv, got 'aft_simple'"):
         ops.bias_weights('aft_simple', torch.zeros(15, 15), V.detach())
+
+
+def test_an_operator_with_a_bias_needs_a_forward_mode():
+    with pytest.raises(ValueError, match='expected find_places for aft_full, got None'):
+        type(OPERATORS['aft_full'])('aft_full', FullInputs, check_full)
