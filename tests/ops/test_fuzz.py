@@ -11,7 +11,7 @@ from fuzz import BACKENDS, GRIDS, PAIRS, Case, Wrong, check, command, compare, m
 from aft_vision import ops
 
 # The interpreter of Triton takes up to a second for one call.
-EXAMPLES = {'eager': 12, 'cpp': 12, 'triton': 2}
+EXAMPLES = {'eager': 8, 'cpp': 8, 'triton': 2}
 
 
 @pytest.mark.parametrize(('operator', 'backend'), PAIRS, ids=map('-'.join, PAIRS))
