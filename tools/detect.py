@@ -12,9 +12,10 @@ simple feature pyramid on its last map.
 
 Training ends after --cpu-minutes of processor time of this process, which includes composing the scenes. So jobs that
 share a processor are comparable. The learning rate depends on the time used. OUT/last.pth is written every
---save-minutes, and --resume continues from it.
+--save-minutes, and --resume continues from it; after the end of the training it only evaluates again.
 
-Prints COCO's average precision in percent and writes it to OUT/detect.json: of boxes with classes, and of boxes alone.
+Prints COCO's average precision in percent and writes it to OUT/detect.json: of boxes with classes, and of boxes alone,
+where boxes that overlap are suppressed whatever their classes.
 It needs pip install 'aft-vision[detect]', and runs on the CPU.
 """
 
@@ -30,11 +31,13 @@ from typing import Any
 from tools.arguments import CommandParser, parse_positive
 
 STRIDES = (8, 16, 32)
-# Share of the time in which the learning rate rises.
-WARMUP = 0.05
+# Share of the time in which the learning rate rises, and the share of the highest that it rises from.
+WARMUP, FIRST_LR = 0.05, 0.01
 MAX_NORM = 1.0
-# Options that may change when a run continues.
-FREE = ('data', 'out', 'resume', 'save_minutes', 'split', 'scenes')
+# Boxes that a detector returns for an image, of which those with the highest scores count.
+RETURNED, COUNTED = 1000, 100
+# Options that may change when a run continues; of the data, the folder but not the name.
+FREE = ('out', 'resume', 'save_minutes', 'split', 'scenes')
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -46,7 +49,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--out', type=Path, required=True, help='folder of the results')
     add('--cpu-minutes', type=float, default=60.0, help='processor time of the training (default: 60)')
     add('--save-minutes', type=float, default=5.0, help='processor time between checkpoints (default: 5)')
-    add('--resume', action='store_true', help='continue from OUT/last.pth')
+    add('--resume', action='store_true', help='continue from OUT/last.pth, which must exist')
     add('--split', default='test', help='split of the evaluation (default: test)')
     add('--scenes', type=parse_positive, default=500, help='scenes of the evaluation (default: 500)')
     add('--size', type=parse_positive, default=512, help='side of a scene in pixels (default: 512)')
@@ -76,6 +79,7 @@ from torch import Tensor, nn
 from torchvision.models.detection import FCOS
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.fcos import FCOSHead
+from torchvision.ops import nms
 from tqdm import trange
 
 from aft_vision.commandline import run_command, say
@@ -99,9 +103,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     Raises:
         ValueError: the model, the data or the checkpoint to continue from is not valid.
+        FileExistsError: OUT has a checkpoint and --resume is not given.
+        FileNotFoundError: OUT has none and --resume is given.
         ImportError: pycocotools is missing.
     """
     args = parse_args(argv)
+    check_out(args.out, args.resume)
     if importlib.util.find_spec('pycocotools') is None:
         raise ImportError("average precision needs pycocotools: pip install 'aft-vision[detect]'")
     source = Source(dir=args.data, eval_split=args.split)
@@ -116,13 +123,24 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         'parameters': sum(p.numel() for p in detector.parameters()),
         **trained,
         'evaluation': {'split': args.split, 'scenes': args.scenes, **evaluate(detector, scenes, args.scenes)},
-        'peak_memory_mb': peak_memory_mb('cpu'),
+        'peak_memory_mb': max(trained['peak_memory_mb'], peak_memory_mb('cpu')),
         'machine': describe_machine('cpu'),
     }
     with replacing(args.out / RESULT) as path:
         path.write_text(json.dumps(result, indent=2) + '\n')
     print(json.dumps({'model': args.model, **result['evaluation']}))
     return result
+
+
+def check_out(out: Path, resume: bool) -> None:
+    """Raise an error if a folder has a checkpoint and is to be new, or has none and is to continue."""
+    path = out / LAST
+    if resume and not path.exists():
+        raise FileNotFoundError(f'expected {path} to continue from, got no such file; leave out --resume to start')
+    if path.exists() and not resume:
+        raise FileExistsError(
+            f'expected a new folder, got {out}, which holds a run; give another --out, or --resume to go on with it'
+        )
 
 
 def create_detector(name: str, num_classes: int, size: int, channels: int) -> FCOS:
@@ -160,6 +178,7 @@ def create_detector(name: str, num_classes: int, size: int, channels: int) -> FC
         anchor_generator=anchors,
         head=head,
         score_thresh=0.01,
+        detections_per_img=RETURNED,
     )
     return detector.to(memory_format=torch.channels_last)
 
@@ -168,7 +187,7 @@ def train(detector: FCOS, scenes: Scenes, args: argparse.Namespace) -> dict[str,
     """Train until the processor time is used, and save.
 
     Returns:
-        Updates, scenes, seconds of processor time and the mean losses between checkpoints.
+        Updates, scenes, seconds of processor time, peak memory in MB and the mean losses between checkpoints.
 
     Raises:
         ValueError: the checkpoint to continue from has other options.
@@ -176,9 +195,10 @@ def train(detector: FCOS, scenes: Scenes, args: argparse.Namespace) -> dict[str,
     """
     optimizer = create_optimizer_v2(detector, 'adamw', lr=args.lr, weight_decay=args.weight_decay)
     path, budget = args.out / LAST, 60 * args.cpu_minutes
-    state: dict[str, Any] = {'updates': 0, 'cpu_seconds': 0.0, 'history': []}
+    state: dict[str, Any] = {'updates': 0, 'cpu_seconds': 0.0, 'peak_memory_mb': 0.0, 'history': []}
     if args.resume:
-        state = load(path, detector, optimizer, args)
+        # An older checkpoint has no peak.
+        state |= load(path, detector, optimizer, args)
     detector.train()
     losses: list[float] = []
     saved = state['cpu_seconds']
@@ -192,6 +212,7 @@ def train(detector: FCOS, scenes: Scenes, args: argparse.Namespace) -> dict[str,
         state['cpu_seconds'] += time.process_time() - start
         if state['cpu_seconds'] >= min(saved + 60 * args.save_minutes, budget):
             saved = state['cpu_seconds']
+            state['peak_memory_mb'] = max(state['peak_memory_mb'], peak_memory_mb('cpu'))
             state['history'].append({'cpu_seconds': saved, 'loss': sum(losses) / len(losses)})
             save(path, detector, optimizer, args, state)
             say(f'{saved / 60:.1f} min, {state["updates"]} updates, loss {state["history"][-1]["loss"]:.3f}')
@@ -201,7 +222,8 @@ def train(detector: FCOS, scenes: Scenes, args: argparse.Namespace) -> dict[str,
 
 def schedule(share: float) -> float:
     """Return the learning rate at a share of the time, relative to the highest: a linear rise, then a cosine."""
-    return min(share / WARMUP, (1 + math.cos(math.pi * share)) / 2)
+    rise = FIRST_LR + (1 - FIRST_LR) * share / WARMUP
+    return min(rise, (1 + math.cos(math.pi * share)) / 2)
 
 
 def update(detector: FCOS, optimizer: torch.optim.Optimizer, batch: list[tuple[Tensor, dict[str, Tensor]]]) -> float:
@@ -223,7 +245,8 @@ def update(detector: FCOS, optimizer: torch.optim.Optimizer, batch: list[tuple[T
 
 def describe_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that determine the training."""
-    return {name: value for name, value in vars(args).items() if name not in (*FREE, 'debug')}
+    options = {name: value for name, value in vars(args).items() if name not in (*FREE, 'debug')}
+    return {**options, 'data': Path(args.data).resolve().name}
 
 
 def save(
@@ -256,20 +279,35 @@ def load(path: Path, detector: FCOS, optimizer: torch.optim.Optimizer, args: arg
 def evaluate(detector: FCOS, scenes: Scenes, count: int) -> dict[str, float]:
     """Return average precision in percent, and scenes per second of processor time without composing them."""
     detector.eval()
-    targets, found, seconds = [], [], 0.0
+    targets, found, alone, seconds = [], [], [], 0.0
     for index in trange(count, desc='evaluate', unit='scene', leave=False, disable=None):
         image, target = scenes[index]
         start = time.process_time()
-        found += detector([image])
+        (boxes,) = detector([image])
         seconds += time.process_time() - start
+        found.append({name: value[:COUNTED] for name, value in boxes.items()})
+        alone.append(suppress(boxes, detector.nms_thresh, COUNTED))
         targets.append(target)
     both = average_precision(targets, found)
-    boxes = average_precision(targets, found, use_classes=False)
+    without = average_precision(targets, alone, use_classes=False)
     return {
+        'objects': sum(len(target['labels']) for target in targets),
         **both,
-        **{f'boxes_{name}': value for name, value in boxes.items()},
+        **{f'boxes_{name}': value for name, value in without.items()},
         'scenes_per_cpu_second': count / seconds,
     }
+
+
+def suppress(found: dict[str, Tensor], threshold: float, most: int) -> dict[str, Tensor]:
+    """Return the boxes with the highest scores, without those that overlap a better one, of any class.
+
+    Args:
+        found: `boxes` (N, 4) as x0, y0, x1, y1, `labels` (N,) and `scores` (N,).
+        threshold: Largest intersection over union of two boxes that remain.
+        most: Largest number of boxes that remain.
+    """
+    kept = nms(found['boxes'], found['scores'], threshold)[:most]
+    return {name: value[kept] for name, value in found.items()}
 
 
 if __name__ == '__main__':

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+# Least and most objects that are drawn for a scene.
 OBJECTS = (3, 8)
 # Short side of an object, and sides of a patch of the background, as shares of the side of the scene.
 OBJECT_SIDES, PATCH_SIDES = (0.125, 0.45), (0.25, 0.6)
@@ -26,7 +27,8 @@ class Scenes:
     """Square scenes of whole photographs at random scale, place and overlap, on enlarged corners of others.
 
     The corners have edges like those of the objects, so an edge alone does not tell an object. At least half of every
-    object is visible; its box is that of the whole photograph. Scene i depends only on the seed, the split and i.
+    object is visible, and an object that finds no place for it is left out; its box is that of the whole photograph.
+    Scene i depends only on the seed, the split and i.
 
     Attributes:
         photographs: Data set of (PIL image, class index).

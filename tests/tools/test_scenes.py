@@ -3,14 +3,15 @@ import pytest
 import torch
 from PIL import Image
 
-from tools.scenes import LEAST_VISIBLE, OBJECT_SIDES, OBJECTS, Scenes
+from tools import scenes
+from tools.scenes import OBJECT_SIDES, Scenes
 
 WIDTH, HEIGHT = 96, 128
 SIDE = 160
 
 
 def make_photographs(classes: int = 4) -> list[tuple[Image.Image, int]]:
-    """Photographs that are black but for a cross of the grey 60 (label + 1), so that their corners are black."""
+    """Photographs of a cross of the grey 60 (label + 1) on black, so that their corners are black."""
     photographs = []
     for label in range(classes):
         pixels = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
@@ -68,12 +69,19 @@ def test_objects_overlap_but_half_of_each_is_visible():
             shown[y0:y1, x0:x1] = number
         visible = shown.flatten().bincount(minlength=len(boxes) + 1)[1:]
         areas = torch.tensor([(x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in boxes])
-        assert (visible >= LEAST_VISIBLE * areas).all()
+        assert (visible >= 0.5 * areas).all()
         overlaps += int((visible < areas).any())
         counts.add(len(boxes))
     assert overlaps > 20
-    assert max(counts) == OBJECTS[1]
-    assert min(counts) >= 1
+    # 3 to 8 are drawn; one without a place is left out, but never the first.
+    assert {3, 4, 5, 6, 7, 8} <= counts <= {1, 2, 3, 4, 5, 6, 7, 8}
+
+
+def test_an_object_that_would_hide_more_than_half_of_another_is_left_out(monkeypatch):
+    monkeypatch.setattr(scenes, 'OBJECT_SIDES', (0.99, 0.99))
+    photographs = [(Image.new('RGB', (9, 9), 'white'), 0)]
+    for index in range(4):
+        assert len(Scenes(photographs, 'train', SIDE)[index][1]['boxes']) == 1
 
 
 def test_the_background_shows_photographs_and_not_one_colour():
