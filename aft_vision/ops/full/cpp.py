@@ -67,7 +67,7 @@ def full_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need
     parts = (torch.get_num_threads() if need_bias else 0, count, whole_vectors(count))
     if math.prod(parts) > MOST_ELEMENTS:
         return full.full_backward(grad, y, den, inputs, need_bias)
-    d_weights = torch.zeros(parts, dtype=torch.float32, device='cpu') if need_bias else None
+    d_weights = torch.zeros(parts, dtype=torch.float32, device=CPU) if need_bias else None
     d_bias = float_buffer(bias.shape) if need_bias else None
     held: list[Tensor] = []
     found = run_backward('full', (grad, y, den), inputs, _call(inputs, None, held), held, (d_weights, d_bias))
