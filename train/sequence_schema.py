@@ -73,7 +73,8 @@ class RecallData(RecallTask):
     Training examples depend on `run.seed`; those of validation and test are the same in every run.
 
     Attributes:
-        epoch_size: Examples of an epoch; no example occurs in two epochs.
+        epoch_size: Examples of an epoch. Every epoch draws new examples; in a small setting they repeat, also across
+            splits.
         valid_size: Examples of the validation.
         test_size: Examples of the test.
         batch_size: Sequences per optimizer step, over all processes and parts of `optim.accumulate`.
@@ -82,7 +83,6 @@ class RecallData(RecallTask):
         eval_split: Examples to evaluate after each epoch and with --eval. A run always ends with an evaluation on the
             test examples.
         goal: Accuracy of `eval_split` in percent after which the run ends; None for no such end.
-        num_workers: Generating processes; 0 generates in the training process.
     """
 
     epoch_size: int = within('[1, inf)', 16384, 'sequences')
@@ -92,7 +92,9 @@ class RecallData(RecallTask):
     eval_batch_size: int | None = within('[1, inf)', None, 'sequences')
     eval_split: Literal['valid', 'test'] = 'valid'
     goal: float | None = within('(0, 100]', None, '%')
-    num_workers: int = within('[0, 1024]', 0, 'processes')
+
+    # Not a key: an epoch is generated at once, so that each of several workers would generate all of it.
+    num_workers = 0
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def test_an_example_depends_on_split_seed_epoch_and_number_alone(monkeypatch):
     assert examples(TASK, 20) == whole
 
 
-def test_no_example_of_a_split_is_in_another_or_twice_in_its_own():
+def test_examples_of_a_large_setting_repeat_neither_in_a_split_nor_across_splits():
     count = 5000
     found = {tuple(tokens) for split in ('train', 'valid', 'test') for tokens, _ in examples(TASK, count, split)}
     assert len(found) == 3 * count
