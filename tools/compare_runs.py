@@ -1,4 +1,4 @@
-"""Compare runs of train.pixel or train.char: a table, and a picture of their bits.
+"""Compare runs of train.pixel, train.char or train.recall: a table, and a picture of their bits.
 
 python -m tools.compare_runs RUN [RUN ...] [--names NAME ...] [--out DIR]
 
@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     args = parse_args(argv)
     runs = name_runs(args)
     keys = ('measure', *(key for *_, key in COLUMNS))
-    rows = [{'name': name, **read_result(folder, keys, 'train.pixel or train.char')} for name, folder in runs.items()]
+    command = 'train.pixel, train.char or train.recall'
+    rows = [{'name': name, **read_result(folder, keys, command)} for name, folder in runs.items()]
     measures = {row['measure']: row['name'] for row in rows}
     if len(measures) > 1:
         found = ', '.join(f'{name}: {measure}' for measure, name in measures.items())
@@ -66,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     print(format_table(['run', *(title for title, *_ in COLUMNS)], *cells))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / 'compare_runs.json').write_text(json.dumps(rows, indent=2) + '\n')
-    plot_bits(runs, args.out / 'compare_runs.png', *measures)
+    # Results of earlier versions have only `measure`.
+    plot_bits(runs, args.out / 'compare_runs.png', rows[0].get('bits_unit', rows[0]['measure']))
     return rows
 
 

@@ -49,7 +49,7 @@ class CharSequences(SequenceData):
         self.facts = {'vocabulary': config.data.vocabulary}
 
     @property
-    def measure(self) -> str:
+    def bits_measure(self) -> str:
         stride = self.config.data.eval_stride or self.length
         return f'{self.bits_unit} (context {self.length}, stride {stride})'
 

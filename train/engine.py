@@ -35,8 +35,8 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
 
     Args:
         parts: `optim.accumulate` batches of the same size, of inputs and targets: images (B, 3, H, W) or their patches,
-            and class indices (B,), or tokens (B, T) twice. With fewer, at the end of a streamed data set, no weight
-            changes.
+            and class indices (B,), or tokens and targets (B, T). With fewer, at the end of a streamed data set, no
+            weight changes.
 
     Raises:
         NonFiniteLossError: the loss or the gradient is not finite, on any process; no weight has changed.

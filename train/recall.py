@@ -37,11 +37,20 @@ from train.state import TrainState
 
 
 class Recall(Likelihood):
-    """Sequences with answers, and the percentage of these that are right."""
+    """Sequences with answers, and the percentage of these that are right.
+
+    Args:
+        unit, bits_unit, length: As in Likelihood.
+        goal: Percentage at which a run ends; None for no such end.
+    """
 
     metrics = ('loss', 'bits', 'accuracy')
     best = 'accuracy'
     lower_is_better = False
+
+    def __init__(self, unit: str, bits_unit: str, length: int, goal: float | None) -> None:
+        super().__init__(unit, bits_unit, length)
+        self.goal = goal
 
     def describe(self, row: Mapping[str, float]) -> str:
         line = super().describe(row)
@@ -59,9 +68,7 @@ class RecallSequences(SequenceData):
 
     @property
     def objective(self) -> Likelihood:
-        objective = Recall(self.unit, self.bits_unit, self.length)
-        objective.goal = self.config.data.goal
-        return objective
+        return Recall(self.unit, self.bits_unit, self.length, self.config.data.goal)
 
     def train_loader(self) -> DataLoader:
         data = self.config.data

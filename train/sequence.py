@@ -104,9 +104,14 @@ class SequenceData(ABC):
         self.config, self.world = config, world
 
     @property
-    def measure(self) -> str:
-        """Return the unit of an evaluation with its settings, such as the stride."""
+    def bits_measure(self) -> str:
+        """Return the unit of evaluated bits with their settings, such as the stride."""
         return self.bits_unit
+
+    @property
+    def measure(self) -> str:
+        """Return the unit of the metric that selects the best weights, with its settings."""
+        return self.bits_measure
 
     @property
     def objective(self) -> Likelihood:
@@ -115,7 +120,7 @@ class SequenceData(ABC):
 
     @abstractmethod
     def train_loader(self) -> DataLoader:
-        """Build the loader of training sequences, as tokens twice."""
+        """Build the loader of training sequences, as tokens and targets."""
 
     @abstractmethod
     def eval_loader(self, split: str) -> DataLoader:
@@ -263,8 +268,9 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
     # The first process may still be writing them.
     world.any(False)
     split, metric = config.data.eval_split, state.objective.best
-    result: dict[str, Any] = {'measure': data.measure, f'{split}_{metric}': state.progress.best}
-    if split != 'test':
+    result: dict[str, Any] = {'measure': data.measure, 'bits_unit': data.bits_measure}
+    result[f'{split}_{metric}'] = state.progress.best
+    if 'test_bits' not in result:
         tested = evaluate_split(run_dir / BEST, data, 'test', progress)
         result |= {f'test_{name}': tested[name] for name in ('bits', metric)}
     if not world.is_primary:

@@ -61,6 +61,17 @@ def test_the_curves_have_their_bits_by_update_and_by_seconds(tmp_path):
         assert lines['run, evaluated'].tolist() == [[x, y] for x, y in zip(evaluated, (4.0, 3.0), strict=True)]
 
 
+@pytest.mark.parametrize(('more', 'unit'), [({}, '% right answers'), ({'bits_unit': 'bits/answer'}, 'bits/answer')])
+def test_the_curves_have_the_unit_of_bits_or_the_measure_of_earlier_results(more, unit, tmp_path, monkeypatch):
+    run = make_run(tmp_path / 'run', 3.0, 2.0, '% right answers')
+    result = json.loads((run / 'result.json').read_text())
+    (run / 'result.json').write_text(json.dumps({**result, **more}))
+    units = []
+    monkeypatch.setattr('tools.compare_runs.plot_bits', lambda runs, path, unit: units.append(unit))
+    main([str(run), '--out', str(tmp_path)])
+    assert units == [unit]
+
+
 def test_what_is_no_run_is_rejected(tmp_path):
     run, other = make_run(tmp_path / 'run', 3.0, 2.0), make_run(tmp_path / 'other', 3.0, 2.0)
     with pytest.raises(ValueError, match=r'a name for each of 2 runs, got 1'):
@@ -71,7 +82,7 @@ def test_what_is_no_run_is_rejected(tmp_path):
     with pytest.raises(ValueError, match=r'got .*other without steps\.csv'):
         main([str(run), str(other), '--out', str(tmp_path)])
     (run / 'result.json').write_text('{}')
-    with pytest.raises(ValueError, match=r'run of train\.pixel or train\.char, got .*result\.json without measure'):
+    with pytest.raises(ValueError, match=r'run of train\.pixel, .*, got .*result\.json without measure'):
         main([str(run)])
     (run / 'result.json').unlink()
     with pytest.raises(ValueError, match=r'complete run, got .*run without result\.json'):
