@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
                 remove_stages(folder)
         for name, stage in config.stages().items():
             # The first process may still be writing the weights.
-            world.any(False)
+            world.wait()
             check_start(folder / name, start, world)
             if world.is_primary:
                 print(f'stage {name}')

@@ -55,11 +55,19 @@ class World:
 
     def any(self, value: bool) -> bool:
         """Return whether the value is true in any process."""
+        return bool(self.largest(int(value)))
+
+    def largest(self, number: int) -> int:
+        """Return the largest number of all processes."""
         if not self.is_distributed:
-            return value
-        found = torch.tensor(float(value), device=self.device)
+            return number
+        found = torch.tensor(number, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(found)
+        return int(found)
+
+    def wait(self) -> None:
+        """Wait until all processes have come here."""
+        self.largest(0)
 
     def have_same(self, number: int) -> bool:
         """Return whether the number is the same in all processes."""
@@ -95,7 +103,8 @@ def join_world(config: Experiment) -> Iterator[World]:
 
     Raises:
         ValueError: the device does not exist, or a batch cannot be divided evenly among the processes.
-        ConnectionError: another process has ended, or has not answered for `run.timeout_minutes`.
+        ConnectionError: the processes do not find each other, or one has ended or has not answered for
+            `run.timeout_minutes`. With NCCL its watchdog may end this process instead, after that time at most.
     """
     if config.run.cpu_threads is not None:
         torch.set_num_threads(config.run.cpu_threads)
@@ -120,15 +129,20 @@ def _process_group(world: World, timeout_minutes: float) -> Iterator[None]:
     """Join a process group, and leave it at the end.
 
     Raises:
-        ConnectionError: another process has ended, or has not answered in time.
+        ConnectionError: the processes do not find each other, or one has ended or has not answered in time.
     """
     backend, timeout = dist.get_default_backend_for_device(world.device), timedelta(minutes=timeout_minutes)
     try:
         dist.init_process_group(backend, f'{RENDEZVOUS}://', timeout, world.size, world.rank)
+    except RuntimeError as error:
+        address = ':'.join(os.environ.get(name, f'${name}') for name in ('MASTER_ADDR', 'MASTER_PORT'))
+        raise ConnectionError(
+            f'process {world.rank} could not join the group of {world.size} processes at {address}: {error}'
+        ) from error
+    try:
         yield
     except RuntimeError as error:
-        # gloo has no type of error of its own.
-        if not isinstance(error, dist.DistError) and '/gloo/' not in str(error):
+        if not _is_lost_connection(error):
             raise
         # The process that has ended says why; torchrun ends this one in the meantime.
         time.sleep(2 * TURN_OF_RANK_0)
@@ -139,3 +153,12 @@ def _process_group(world: World, timeout_minutes: float) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """Return whether another process has ended or has not answered in time; other errors are bugs."""
+    text = str(error)
+    is_timeout = isinstance(error, dist.DistError) and ('timeout' in text.lower() or 'timed out' in text.lower())
+    # gloo has no type of error of its own, and reports messages of the wrong size as enforce fail.
+    is_of_gloo = '/gloo/' in text and 'enforce fail' not in text
+    return isinstance(error, dist.DistNetworkError) or is_timeout or is_of_gloo or 'ncclRemoteError' in text

@@ -226,14 +226,15 @@ def _until_signal(state: TrainState, saver: Saver) -> Iterator[Callable[[], None
     with catch_signals() as received:
 
         def after_update() -> None:
-            # The processes must stop after the same update.
-            stop = state.world.any(bool(received))
-            if stop or saver.is_due():
+            # The processes must stop after the same update, and with the same exit code: a launcher that returns the
+            # highest one must return that of the signal.
+            number = state.world.largest(received[0] if received else 0)
+            if number or saver.is_due():
                 saver.save_last(state)
-            if stop:
+            if number:
                 # A launcher may kill all processes when one has ended, so wait until the first one has saved.
-                state.world.any(stop)
-                stop_run(received, state.progress.updates, saver.experiment)
+                state.world.wait()
+                stop_run(number, state.progress.updates, saver.experiment)
 
         yield after_update
 

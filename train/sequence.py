@@ -266,7 +266,7 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
     """Evaluate the best weights on the test split, draw the curves, write result.json, and print the files."""
     config, world = state.config, state.world
     # The first process may still be writing them.
-    world.any(False)
+    world.wait()
     split, metric = config.data.eval_split, state.objective.best
     result: dict[str, Any] = {'measure': data.measure, 'bits_unit': data.bits_measure}
     result[f'{split}_{metric}'] = state.progress.best

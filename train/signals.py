@@ -37,11 +37,11 @@ def catch_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def stop_run(received: list[int], updates: int, config: Path) -> NoReturn:
+def stop_run(number: int, updates: int, config: Path) -> NoReturn:
     """Print the command that resumes a saved run, and end the process.
 
     Args:
-        received: Signals received by this process; none if another process received one.
+        number: Of the signal, the same in all processes.
         updates: Number of updates so far.
         config: The resolved experiment, in the folder of the run.
 
@@ -50,7 +50,7 @@ def stop_run(received: list[int], updates: int, config: Path) -> NoReturn:
     """
     if process_number() == 0:
         tqdm.write(f'stopped after update {updates}, which is saved; resume with: {resume_command(config)}')
-    raise SystemExit(128 + (received or [signal.SIGTERM])[0])
+    raise SystemExit(128 + number)
 
 
 def resume_command(config: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import reduce
+from accelerate.utils import gather
 from datasets import Dataset
 from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -126,12 +126,14 @@ class StopAfterSignal(TrainerCallback):
 
     def __init__(self, received: list[int], config: Path) -> None:
         self.received, self.config = received, config
-        self.stopping = self.saving = False
+        self.saving = False
+        # The largest signal of any process, so that all end with the same exit code.
+        self.stopping = 0
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        stop = torch.tensor(float(bool(self.received)), device=args.device)
+        number = torch.tensor(self.received[:1] or [0], device=args.device)
         # The processes must stop after the same update.
-        self.stopping = bool(reduce(stop).item() > 0)
+        self.stopping = int(gather(number).max())
         # After the last update of an epoch the checkpoint is written when that is evaluated.
         if self.stopping and not float(state.epoch or 0).is_integer() and state.global_step < state.max_steps:
             control.should_save = self.saving = True
@@ -139,13 +141,13 @@ class StopAfterSignal(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.saving = self.stopping
+        self.saving = bool(self.stopping)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.saving:
             # torchrun ends the others when one process has ended: each must have written its part.
             PartialState().wait_for_everyone()
-            stop_run(self.received, state.global_step, self.config)
+            stop_run(self.stopping, state.global_step, self.config)
 
 
 def describe(metrics: Mapping[str, float]) -> str:
