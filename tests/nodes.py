@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,12 @@ class Nodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.started:
-            self.kill(process)
-        for holder in self.holders:
-            holder.communicate()
+        # All of them, also after an error.
+        with ExitStack() as stack:
+            for holder in self.holders:
+                stack.callback(holder.communicate)
+            for process in self.started:
+                stack.callback(self.kill, process)
 
     def connect(self, node: int, on: bool = True) -> None:
         """Plug in the cable, or pull it out: then nothing closes the connections of the other node."""
@@ -64,10 +67,10 @@ class Nodes:
 
     def kill(self, process: Any) -> None:
         """End a process and those that it has started, by SIGKILL."""
-        if process.is_alive():
-            # Its first act is to make a group of its own.
-            leads = os.getpgid(process.pid) == process.pid
-            os.killpg(process.pid, signal.SIGKILL) if leads else process.kill()
+        # Its first act is to make a group of its own, which those that it has started may outlive it in.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
 
     def _hold(self, command: list[str], script: str) -> None:

@@ -80,18 +80,20 @@ def submit(folder: Path, code: int = 0) -> tuple[int, list[list[str]]]:
     return done.returncode, [line.split() for line in calls.read_text().splitlines()]
 
 
-def start_tasks(nodes: Nodes, config: Path, run_dirs: list[Path], interruption: Interruption | None, log: Path) -> list:
-    """Start a task of the guide's script for SLURM on each node, as srun does."""
+def start_tasks(
+    nodes: Nodes, config: Path, mine: list[list[str]], interruption: Interruption | None, log: Path
+) -> list:
+    """Start a task of the guide's script for SLURM on each node, as srun does, with more arguments for each."""
     _, (_, (_, address, port, *words), *_) = submit(log.parent)
     assert words[:3] == ['python', '-m', 'train.imagenet']
     started = []
-    for node, run_dir in enumerate(run_dirs):
+    for node, more in enumerate(mine):
         variables = {'SLURM_PROCID': str(node), 'SLURM_LOCALID': '0', 'SLURM_NTASKS': '2'}
         variables |= {'MASTER_ADDR': address, 'MASTER_PORT': port}
         arguments = [str(config) if word == 'CONFIG' else word for word in words[3:]]
-        arguments += ['--quiet', 'run.save_minutes=1e-9', f'run.dir={run_dir}']
-        mine = interruption if interruption and interruption.rank == node else None
-        started.append(nodes.start(node, train, arguments, variables, mine, 'train.imagenet', log))
+        arguments += ['--quiet', 'run.save_minutes=1e-9', *more]
+        end = interruption if interruption and interruption.rank == node else None
+        started.append(nodes.start(node, train, arguments, variables, end, 'train.imagenet', log))
     return started
 
 
@@ -104,7 +106,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def has_two_updates(run_dir: Path) -> bool:
     found = find_latest(run_dir)
-    return found is not None and found[1]['updates'] == 2
+    return found is not None and found[1]['updates'] >= 2
 
 
 def codes(processes: list) -> list[int | None]:
@@ -116,13 +118,13 @@ def codes(processes: list) -> list[int | None]:
 @pytest.mark.slow
 def test_torchrun_waits_for_a_node_that_lost_its_power(nodes, whole, tmp_path):
     run_dir, log = tmp_path / 'run', tmp_path / 'log'
-    more = ['--quiet', 'run.save_minutes=1e-9', 'run.timeout_minutes=0.15', f'run.dir={run_dir}']
+    more = ['--quiet', 'run.save_minutes=1e-9', 'run.timeout_minutes=0.5', f'run.dir={run_dir}']
     command = torchrun(whole / 'config.yaml', *more)
     first, second = (nodes.start(node, supervise, *command, BEFORE_THIRD, log) for node in range(2))
     wait_for(lambda: has_two_updates(run_dir))
     nodes.connect(1, False)
     nodes.kill(second)
-    wait_for(lambda: 'one has ended or has not answered for run.timeout_minutes=0.15' in log.read_text())
+    wait_for(lambda: 'one has ended or has not answered for run.timeout_minutes=0.5' in log.read_text())
     nodes.connect(1)
     assert codes([first, nodes.start(1, supervise, *command, None, log)]) == [0, 0]
     assert log.read_text().count('resumed from') == 1
@@ -132,21 +134,40 @@ def test_torchrun_waits_for_a_node_that_lost_its_power(nodes, whole, tmp_path):
 @pytest.mark.slow
 def test_tasks_of_slurm_end_with_one_that_was_killed_and_go_on_when_started_again(nodes, whole, tmp_path):
     run_dir, log = tmp_path / 'run', tmp_path / 'log'
-    first, second = start_tasks(nodes, whole / 'config.yaml', [run_dir] * 2, BEFORE_THIRD, log)
+    arguments = [[f'run.dir={run_dir}']] * 2
+    first, second = start_tasks(nodes, whole / 'config.yaml', arguments, BEFORE_THIRD, log)
     wait_for(lambda: has_two_updates(run_dir))
     nodes.kill(second)
     assert codes([first]) == [1]
     assert 'ConnectionError: expected all 2 processes, but one has ended' in log.read_text()
-    assert codes(start_tasks(nodes, whole / 'config.yaml', [run_dir] * 2, None, log)) == [0, 0]
+    assert codes(start_tasks(nodes, whole / 'config.yaml', arguments, None, log)) == [0, 0]
     assert_same_results(run_dir, whole)
 
 
 @pytest.mark.slow
 def test_nodes_with_a_folder_each_are_told_to_share_one(nodes, whole, tmp_path):
-    log, folders = tmp_path / 'log', [shutil.copytree(whole, tmp_path / 'first'), tmp_path / 'second']
-    assert codes(start_tasks(nodes, whole / 'config.yaml', folders, None, log)) == [1, 1]
-    for process, updates in enumerate((6, 0)):
-        assert f'but process {process} has update {updates}; {folders[process]} must be the same' in log.read_text()
+    log, folders = tmp_path / 'log', [tmp_path / 'first', tmp_path / 'second']
+    for folder in folders:
+        folder.mkdir()
+    arguments = [[f'run.dir={folder}'] for folder in folders]
+    assert codes(start_tasks(nodes, whole / 'config.yaml', arguments, None, log)) == [1, 1]
+    shown = log.read_text()
+    assert shown.count('ValueError: expected one folder of the run, but process 1 does not find') == 2
+    assert all(f'{folder} must be the same folder on all nodes' in shown for folder in folders)
+    assert not any(list(folder.iterdir()) for folder in folders)
+
+
+@pytest.mark.slow
+def test_nodes_that_resume_from_different_checkpoints_are_told_so(nodes, whole, tmp_path):
+    log, earlier = tmp_path / 'log', tmp_path / 'earlier'
+    shutil.copytree(whole, earlier)
+    (earlier / 'last.pth').unlink()
+    arguments = [[f'run.dir={tmp_path / "run"}', f'run.resume={folder}'] for folder in (whole, earlier)]
+    assert codes(start_tasks(nodes, whole / 'config.yaml', arguments, None, log)) == [1, 1]
+    # After both the same updates, but only one after the evaluation of the last epoch.
+    for process, (epoch, folder) in enumerate([(2, whole), (1, earlier)]):
+        expected = f'process {process} has epoch {epoch}, update 6; run.resume={folder} must be the same on all nodes'
+        assert expected in log.read_text()
 
 
 @pytest.mark.parametrize('code', [0, 2, 128 + signal.SIGUSR1])

@@ -1,5 +1,7 @@
 """The run of any trainer, from its loaders and initial state to its checkpoints."""
 
+import secrets
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +9,14 @@ from aft_vision.data import Loaders
 from aft_vision.visualize import new_figure
 from train.checkpoint import Saver, holds_run, remove_run, resume
 from train.config import save_config
+from train.distributed import World
 from train.engine import fit
 from train.schema import Experiment
 from train.state import TrainState
 from train.throughput import measure_throughput, settle_buckets
+
+# In seconds: how long NFS may take to show a file of another node.
+DELAY = 5.0
 
 
 def find_run_dir(config: Experiment, file: Path, root: Path = Path('runs')) -> Path:
@@ -47,16 +53,19 @@ def train_run(
         experiment: The file to resume an interrupted run with; None for the one in the folder of the run.
 
     Raises:
-        ValueError: the checkpoint to resume from is not valid, or not the same in all processes.
+        ValueError: the checkpoint to resume from is not valid, or not the same in all processes, or the folder of the
+            run is not.
         SystemExit: a signal stopped the run; its state is saved.
     """
     run, world = state.config.run, state.world
+    _check_shared(run_dir, world)
     if run.resume is not None:
         resume(state, run_dir, run.resume, loaders.class_names)
-        if not world.have_same(state.progress.updates):
+        reached = state.progress
+        if not (world.have_same(reached.updates) and world.have_same(reached.epoch)):
             raise ValueError(
-                f'expected all processes to resume from the same checkpoint, but process {world.rank} has update '
-                f'{state.progress.updates}; {run_dir.resolve()} must be the same folder on all nodes'
+                f'expected all processes to resume from the same checkpoint, but process {world.rank} has epoch '
+                f'{reached.epoch}, update {reached.updates}; run.resume={run.resume} must be the same on all nodes'
             )
     if world.is_primary:
         _begin(run_dir, state)
@@ -67,6 +76,32 @@ def train_run(
         if world.is_primary:
             print(throughput)
     fit(state, loaders, Saver(run_dir, description, run.keep, run.save_minutes, experiment), progress)
+
+
+def _check_shared(run_dir: Path, world: World) -> None:
+    """Check that all processes find in the folder of the run a file that the first one writes there.
+
+    Raises:
+        ValueError: one does not find it.
+    """
+    if not world.is_distributed:
+        return
+    # A new name, of which no node has an old entry; that of an unfinished file, which the next run would remove.
+    file = run_dir / f'.{world.largest(secrets.randbits(62) if world.is_primary else 0)}.tmp'
+    if world.is_primary:
+        file.touch()
+    world.wait()
+    end = time.monotonic() + DELAY
+    while not (found := file.exists()) and time.monotonic() < end:
+        time.sleep(0.1)
+    lost = world.largest(0 if found else world.rank)
+    if world.is_primary:
+        file.unlink()
+    if lost:
+        raise ValueError(
+            f'expected one folder of the run, but process {lost} does not find what process 0 has written; '
+            f'{run_dir.resolve()} must be the same folder on all nodes'
+        )
 
 
 def _begin(run_dir: Path, state: TrainState) -> None:

@@ -259,7 +259,7 @@ class RunConfig:
     amp: Literal['none', 'bfloat16', 'float16'] = 'none'
     grad_checkpointing: bool = False
     compile: bool = False
-    timeout_minutes: float = within('(0, inf)', 10.0, 'minutes')
+    timeout_minutes: float = within('(0, 100000]', 10.0, 'minutes')
     tensorboard: bool = True
     eval_every: int = within('[1, inf)', 1, 'epochs')
     max_seconds: float | None = within('(0, inf)', None, 'seconds')

@@ -1,6 +1,7 @@
 """Every command of `train` answers what a user gets wrong with one line and exit code 2."""
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,7 @@ def line_of(capsys, main, arguments: list[str]) -> str:
         ('one_epoch', 'run.init_from=TEXT', 'expected a whole file of weights, got TEXT'),
         ('one_epoch', 'run.resume=/nowhere', 'got /nowhere, which does not exist'),
         ('one_epoch', 'run.device=tpu9', "got 'tpu9'"),
+        ('one_epoch', 'run.timeout_minutes=1e300', 'expected run.timeout_minutes to be in (0, 100000]'),
         ('one_epoch', '--epochs 3', 'unrecognized arguments: --epochs 3'),
         ('one_epoch', '--eval', 'expected weights to evaluate'),
         ('pixel', 'data.dir=/nowhere', 'expected CIFAR10 in /nowhere'),
@@ -96,6 +98,19 @@ def test_a_wrong_value_is_one_line(tmp_path, capsys, config, arguments, said):
     run = ['--quiet', '--config', str(file), *first, f'run.dir={tmp_path / "run"}', *arguments.split()]
     assert said in line_of(capsys, MAINS[config], run)
     assert not (tmp_path / 'run').exists()
+
+
+def test_a_group_that_cannot_be_joined_is_one_line(tmp_path, capsys, monkeypatch):
+    arguments = ['--config', str(ROOT / 'configs' / 'smoke' / 'one_epoch.yaml'), f'run.dir={tmp_path / "run"}']
+    # The port of the first process is taken.
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        port = str(server.getsockname()[1])
+        group = {'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port}
+        for name, value in group.items():
+            monkeypatch.setenv(name, value)
+        line = line_of(capsys, train.imagenet.main, [*arguments, 'run.device=cpu'])
+    assert f'could not join the group of 2 processes at 127.0.0.1:{port}: ' in line
+    assert 'EADDRINUSE' in line
 
 
 @pytest.mark.parametrize('main', [*MAINS.values(), train.throughput.main])
