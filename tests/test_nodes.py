@@ -19,6 +19,7 @@ from small_runs import PART, RECIPE, SMALL, Interruption, assert_same_results, r
 
 from train.checkpoint import find_latest
 
+pytestmark = pytest.mark.nodes
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / 'docs' / 'guide' / 'long_runs.md').read_text()
 # Two epochs of three updates, of two parts a process; before the third update a process of node1 stops.
