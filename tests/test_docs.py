@@ -263,6 +263,16 @@ def test_the_command_lines_are_those_that_the_commands_take(name, monkeypatch):
             assert words[0] in OTHERS, words
 
 
+@pytest.mark.parametrize('name', ['char', 'fastformer', 'imagenet', 'pixel', 'recall'])
+def test_the_example_of_the_help_of_a_trainer_is_one_it_takes(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    module = main_module(f'train.{name}')
+    found = re.search(
+        r'`section\.key=value` changes one\s+value.*?for\s+example\s+`([^`]+)`', module.__doc__, re.DOTALL
+    )
+    check_module('-m', f'train.{name}', '--config', module.EXAMPLE, *found[1].split())
+
+
 def check_module(*words: str) -> None:
     """Exit as the command does, or raise its error, if it would not take these words."""
     if words[0] == 'torchrun':

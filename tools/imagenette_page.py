@@ -2,9 +2,7 @@
 
 import json
 import math
-import re
 import statistics
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,15 +12,11 @@ from typing import Any
 import yaml
 
 from aft_vision.visualize import new_figure, read_history, save_figure
+from tools.pages import row_title, spread, wrap, write_blocks
 from tools.paired import mcnemar, paired_t
 
 PAGE, PICTURE = 'imagenette.md', 'imagenette_runs.png'
 REFERENCE = 'deit'
-# By the first part of the name of a row.
-TITLES = {
-    **{'conv': 'AFT-conv', 'full': 'AFT-full', 'simple': 'AFT-simple', 'axial': 'AFT-axial'},
-    **{'hybrid': 'hybrid', REFERENCE: 'DeiT'},
-}
 MARKS = (60, 70, 75)
 
 
@@ -88,8 +82,7 @@ class Row:
     @property
     def title(self) -> str:
         """Return the name in the tables."""
-        kind, *rest = self.name.split('_')
-        return ' '.join([TITLES.get(kind, kind), *(part for part in rest if part != str(self.epochs))])
+        return row_title(self.name, str(self.epochs))
 
     def values(self, figure: Callable[[Run], float]) -> list[float]:
         """Return a figure of every run."""
@@ -106,27 +99,11 @@ def write_page(docs: Path) -> None:
         ValueError: the page lacks a marker.
     """
     rows = read_rows(docs / 'data' / 'imagenette')
-    page = docs / PAGE
-    text = page.read_text(encoding='utf-8')
-    text = replace_block(text, 'runs', format_runs(rows))
-    text = replace_block(text, 'search', format_search(docs / 'data' / 'imagenette_search'))
-    page.write_text(text, encoding='utf-8')
+    search = format_search(docs / 'data' / 'imagenette_search')
+    write_blocks(docs / PAGE, runs=format_runs(rows), search=search)
     if rows:
         (docs.parent / 'images').mkdir(exist_ok=True)
         save_figure(draw_runs(rows), docs.parent / 'images' / PICTURE)
-
-
-def replace_block(text: str, name: str, block: str) -> str:
-    """Replace the lines between `<!-- NAME: ... -->` and `<!-- end -->`.
-
-    Raises:
-        ValueError: the text does not have these markers once.
-    """
-    pattern = re.compile(rf'(<!-- {name}: [^\n]* -->\n).*?(<!-- end -->)', re.DOTALL)
-    found, count = pattern.subn(lambda match: f'{match[1]}\n{block}\n{match[2]}', text)
-    if count != 1:
-        raise ValueError(f'expected one block from <!-- {name}: ... --> to <!-- end -->, got {count}')
-    return found
 
 
 def read_rows(data: Path) -> list[Row]:
@@ -179,11 +156,6 @@ def format_runs(rows: Sequence[Row]) -> str:
     return '\n'.join([*accuracy, '', wrap(about_accuracy), '', *cost, '', wrap(about_cost), '', picture, ''])
 
 
-def wrap(text: str) -> str:
-    """Break a paragraph into lines, without breaking a link."""
-    return textwrap.fill(text, 128, break_long_words=False, break_on_hyphens=False)
-
-
 def describe_origin(runs: Sequence[Run]) -> str:
     """Name the processors, the commits and the folders of the data."""
     results = [run.result for run in runs]
@@ -227,12 +199,6 @@ def format_cost(row: Row) -> str:
     return f'| {" | ".join(cells)} |'
 
 
-def spread(values: Sequence[float]) -> str:
-    """Format mean and standard deviation."""
-    deviation = f' +- {statistics.stdev(values):.2f}' if len(values) > 1 else ''
-    return f'{statistics.fmean(values):.2f}{deviation}'
-
-
 def format_p(p: float) -> str:
     """Format a p-value."""
     return '-' if math.isnan(p) else '< 0.001' if p < 0.001 else f'{p:.3f}'
@@ -247,7 +213,7 @@ def format_search(data: Path) -> str:
     found = [(path.stem.rpartition('_'), path) for path in data.glob('*.csv')]
     for (model, _, rate), path in sorted(found, key=lambda each: (each[0][0], float(each[0][2]))):
         last = read_history(path)[-1]
-        cells = [TITLES.get(model, model), f'[{rate}](data/{data.name}/{path.name})']
+        cells = [row_title(model), f'[{rate}](data/{data.name}/{path.name})']
         lines.append(f'| {" | ".join(cells)} | {last["eval_top1"]:.1f} % | {last["eval_ema_top1"]:.1f} % |')
     return '\n'.join([*lines, ''])
 

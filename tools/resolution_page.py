@@ -5,8 +5,8 @@ python -m tools.resolution_page
 
 FILE is eval_resolution_grid.json of tools.eval_resolution, of folders named ROW_seedN, as tools.publish writes them.
 Its accuracies become docs/results/data/imagenette_sizes/NAME.json; NAME is what the page calls the images, with _ for
-spaces. Then, or without FILE only, the tables and the picture of docs/results/resolution.md are written from all that
-was kept.
+spaces. Then the tables and the picture of docs/results/resolution.md are written from all that was kept. Without FILE,
+only these are written again.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.arguments import CommandParser
+from tools.pages import add_origin, require_origin, row_title, spread, wrap, write_blocks
 
-DOCS = Path('docs/results')
 PAGE, PICTURE = 'resolution.md', 'imagenette_sizes.png'
 
 
@@ -28,12 +28,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add('file', nargs='?', type=Path, metavar='FILE', help='eval_resolution_grid.json')
     add('--images', metavar='NAME', help='what the images are called, such as squares_160')
-    add('--commit', help='commit that was evaluated at')
-    add('--processor', help='processor that was evaluated on')
-    add('--docs', type=Path, default=DOCS, help=f'folder of the results pages (default: {DOCS})')
+    add_origin(parser, 'evaluation')
     args = parser.parse_args(argv)
-    if args.file and not (args.images and args.commit and args.processor):
-        parser.error('FILE needs --images, --commit and --processor')
+    if args.file:
+        require_origin(parser, args, 'FILE', 'images')
     return args
 
 
@@ -42,9 +40,9 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
+from aft_vision.files import replacing
 from aft_vision.resolution import size_label, standard_error
 from aft_vision.visualize import new_figure, save_figure
-from tools.imagenette_page import TITLES, replace_block, spread, wrap
 
 # Top-1 in percent of the runs of a row, by side and then by seed.
 Found = dict[int, dict[int, float]]
@@ -54,19 +52,17 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Write what is kept and the page, and return all that was kept.
 
     Raises:
-        ValueError: a name is not ROW_seedN, or the page lacks its markers.
+        ValueError: the file is not one of `read_runs`, or the page lacks its markers.
     """
     args = parse_args(argv)
     data = args.docs / 'data' / 'imagenette_sizes'
     if args.file:
-        data.mkdir(parents=True, exist_ok=True)
         kept = {'images': args.images, 'commit': args.commit, 'processor': args.processor, 'runs': read_runs(args.file)}
-        (data / f'{args.images}.json').write_text(json.dumps(kept, indent=1) + '\n')
+        with replacing(data / f'{args.images}.json') as written:
+            written.write_text(json.dumps(kept, indent=1) + '\n')
     evaluations = [json.loads(path.read_text()) for path in sorted(data.glob('*.json'))]
     page = args.docs / PAGE
-    blocks = '\n'.join(map(format_sizes, evaluations)) or 'Nothing has been evaluated yet.\n'
-    picture = f'![Top-1 against the size of the image](../images/{PICTURE})\n'
-    page.write_text(replace_block(page.read_text(encoding='utf-8'), 'sizes', f'{blocks}\n{picture}'), encoding='utf-8')
+    write_blocks(page, sizes=format_page(evaluations))
     if evaluations:
         save_figure(draw_sizes(evaluations), args.docs.parent / 'images' / PICTURE)
     print(f'{page} is written')
@@ -77,7 +73,8 @@ def read_runs(file: Path) -> list[dict[str, Any]]:
     """Return the row, the seed, the size of training and the accuracy at each size of the runs of an evaluation.
 
     Raises:
-        ValueError: the file has no runs named ROW_seedN, or sizes that are not squares.
+        ValueError: the file has no runs named ROW_seedN, sizes that are not squares, or runs that were trained at other
+            sizes or evaluated on other numbers of images.
     """
     found = []
     for table in json.loads(file.read_text()).get('checkpoints', []):
@@ -91,6 +88,11 @@ def read_runs(file: Path) -> list[dict[str, Any]]:
         found.append({'row': row, 'seed': int(seed), 'train_size': table['train_size'], 'sizes': sizes})
     if not found:
         raise ValueError(f'{file}: expected eval_resolution_grid.json, of several checkpoints')
+    trained = {size_label({'scales': [run['train_size']]}) for run in found}
+    counts = {f'{each["samples"]:,}' for run in found for each in run['sizes']}
+    for values, wanted in ((trained, 'one size of training'), (counts, 'one number of images')):
+        if len(values) > 1:
+            raise ValueError(f'{file}: expected {wanted}, got {" and ".join(sorted(values))}; evaluate them apart')
     return found
 
 
@@ -108,6 +110,15 @@ def by_row(evaluation: Mapping[str, Any]) -> dict[str, Found]:
     return rows
 
 
+def format_page(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """Format the tables and the picture of all evaluations."""
+    if not evaluations:
+        return 'Nothing has been evaluated yet.\n'
+    picture = f'![Top-1 against the size of the image](../images/{PICTURE})'
+    caption = 'Bars: the standard error of one run over the images, also where a point is the mean of several seeds.'
+    return '\n'.join([*map(format_sizes, evaluations), picture, '', caption, ''])
+
+
 def format_sizes(evaluation: Mapping[str, Any]) -> str:
     """Format the table of an evaluation, and what it was measured on."""
     rows = by_row(evaluation)
@@ -116,19 +127,19 @@ def format_sizes(evaluation: Mapping[str, Any]) -> str:
     for row, found in rows.items():
         cells = [spread([*found[side].values()]) if side in found else '-' for side in sides]
         count = max(map(len, found.values()))
-        lines.append(f'| {TITLES.get(row, row)} | {count} | {" | ".join(cells)} |')
+        lines.append(f'| {row_title(row)} | {count} | {" | ".join(cells)} |')
     measured = [each for run in evaluation['runs'] for each in run['sizes']]
     error = statistics.fmean(map(standard_error, measured))
     about = (
         f'Top-1 in percent of {measured[0]["samples"]:,} validation images ({title_of(evaluation)}), after training at '
-        f'{size_label({"scales": [evaluation["runs"][0]["train_size"]]})} px; the standard error of one figure is '
+        f'{size_label({"scales": [evaluation["runs"][0]["train_size"]]})} px; the standard error of one run is '
         f'{error:.1f} points. {evaluation["processor"]}, commit {evaluation["commit"]}.'
     )
     return '\n'.join([*lines, '', wrap(about), ''])
 
 
 def draw_sizes(evaluations: Sequence[Mapping[str, Any]]) -> Any:
-    """Draw top-1 with its standard error against the side of the image: a panel an evaluation, a line a row."""
+    """Draw top-1, with the standard error of one run, by the side of the image: a panel an evaluation, a line a row."""
     figure = new_figure(5 * len(evaluations), 3.6)
     panels = figure.subplots(1, len(evaluations), squeeze=False, sharey=True)[0]
     for axes, evaluation in zip(panels, evaluations, strict=True):
@@ -136,11 +147,11 @@ def draw_sizes(evaluations: Sequence[Mapping[str, Any]]) -> Any:
         for row, found in by_row(evaluation).items():
             means = [statistics.fmean(found[side].values()) for side in sorted(found)]
             errors = [standard_error({'top1': mean, 'samples': samples}) for mean in means]
-            axes.errorbar(sorted(found), means, errors, fmt='o-', capsize=3, label=TITLES.get(row, row))
+            axes.errorbar(sorted(found), means, errors, fmt='o-', capsize=3, label=row_title(row))
         axes.axvline(evaluation['runs'][0]['train_size'][0], color='0.5', linestyle=':', label='size of training')
         axes.set(xlabel='side of the image (pixels)', title=f'{title_of(evaluation)}, {samples:,} images')
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel('top-1 and standard error (%)')
+    panels[0].set_ylabel('top-1 and standard error of one run (%)')
     panels[0].legend()
     return figure
 

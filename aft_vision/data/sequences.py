@@ -88,6 +88,8 @@ class EvalDataset(Dataset):
 class RecallDataset(Dataset):
     """Examples of associative recall as tokens and targets (T,) int64; only answers have targets other than -100.
 
+    The first example of an epoch generates all of them: each loading process does so for itself.
+
     Args:
         split: `train`, indexed by Draw, of which every epoch has examples of its own; `valid` or `test`, indexed by
             number.

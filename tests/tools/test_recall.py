@@ -5,12 +5,19 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tools import recall
+from train.config import load_config, save_config
+from train.sequence_schema import RecallConfig
 
 PAGE = 'words\n<!-- runs: of make results -->\n<!-- end -->\n'
 ORIGIN = ['--commit', 'abc', '--processor', 'That']
+MIXERS = {
+    'attention': ['model.name=transformer_char', 'model.num_heads=1'],
+    'full': ['model.mixer=full', 'model.window=null'],
+    'local': [],
+    'simple': ['model.name=aft_simple_char'],
+}
 
 
 @pytest.fixture
@@ -22,33 +29,27 @@ def docs(tmp_path) -> Path:
     return folder
 
 
-def make_run(folder: Path, model: dict, valid: float, test: float, lr: float = 3e-3, pairs: int = 4) -> str:
-    config = {
-        'model': {'dim': 64, **model},
-        'data': {'pairs': pairs, 'context': 4 * pairs, 'vocab_size': 256},
-        'optim': {'lr': lr},
-        'schedule': {'max_updates': 1000},
-        'run': {'seed': 0},
-    }
-    result = {'valid_accuracy': valid, 'test_accuracy': test, 'test_bits': 1.5, 'updates': 400, 'parameters': 137024}
+def make_run(folder: Path, mixer: str, valid: float, test: float, *overrides: str) -> str:
+    """Write the folder of a run as the trainer does: the resolved experiment and the result."""
     folder.mkdir(exist_ok=True)
-    (folder / 'config.yaml').write_text(yaml.safe_dump(config))
+    config = load_config(recall.CONFIG, ['schedule.max_updates=1000', *MIXERS[mixer], *overrides], RecallConfig)
+    save_config(config, folder / 'config.yaml')
+    result = {'valid_accuracy': valid, 'test_accuracy': test, 'test_bits': 1.5, 'updates': 400, 'parameters': 137024}
     (folder / 'result.json').write_text(json.dumps(result))
     return str(folder)
 
 
 def test_the_table_has_the_rate_with_the_best_validation_of_each_mixer(docs, tmp_path):
-    local, attention = {'name': 'aft_local_char'}, {'name': 'transformer_char'}
     runs = [
-        make_run(tmp_path / 'a', attention, 99.5, 99.25),
-        make_run(tmp_path / 'b', local, 25.0, 29.0, lr=1e-2),
-        make_run(tmp_path / 'c', local, 26.0, 24.0),
-        make_run(tmp_path / 'd', {**local, 'mixer': 'full'}, 30.0, 31.0, pairs=16),
+        make_run(tmp_path / 'a', 'attention', 99.5, 99.25),
+        make_run(tmp_path / 'b', 'local', 25.0, 29.0, 'optim.lr=1e-2'),
+        make_run(tmp_path / 'c', 'local', 26.0, 24.0),
+        make_run(tmp_path / 'd', 'full', 30.0, 31.0, 'data.pairs=16', 'data.context=64'),
     ]
     recall.main([*runs, *ORIGIN, '--docs', str(docs)])
     page = (docs / 'recall.md').read_text()
     assert '| 64 | 99.2, 1.50 bits (0.003, 400) | - | 24.0, 1.50 bits (0.003, 400) | - | 25.0, 2.00 bits |\n' in page
-    assert '| 16 | 64 | 256 | 64 | - | 31.0, 1.50 bits (0.003, 400) | - | - | 6.2, 4.00 bits |\n' in page
+    assert '| 16 | 64 | 128 | 64 | - | 31.0, 1.50 bits (0.003, 400) | - | - | 6.2, 4.00 bits |\n' in page
     assert page.index('| 4 | 16 |') < page.index('| 16 | 64 |')
     assert 'That, commit abc' in page
     with (docs / 'data' / 'recall' / 'runs.csv').open() as file:
@@ -64,7 +65,7 @@ def test_the_table_has_the_rate_with_the_best_validation_of_each_mixer(docs, tmp
 def test_a_run_replaces_itself_and_the_page_is_written_again_without_runs(docs, tmp_path):
     at = ['--docs', str(docs)]
     for test in (24.0, 99.0):
-        run = make_run(tmp_path / 'a', {'name': 'aft_simple_char'}, 25.0, test)
+        run = make_run(tmp_path / 'a', 'simple', 25.0, test)
         assert len(recall.main([run, *ORIGIN, *at])) == 1
     written = (docs / 'recall.md').read_text()
     assert '99.0, 1.50 bits (0.003, 400)' in written
@@ -79,4 +80,73 @@ def test_a_run_is_complete_and_has_an_origin(docs, tmp_path, capsys):
         recall.main([str(tmp_path / 'run'), *ORIGIN, '--docs', str(docs)])
     with pytest.raises(SystemExit):
         recall.main([str(tmp_path / 'run'), '--commit', 'abc', '--docs', str(docs)])
-    assert 'a RUN needs --commit and --processor' in capsys.readouterr().err
+    assert 'RUN needs --commit and --processor, got none for --processor' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('mixer', 'override', 'message'),
+    [
+        (
+            'local',
+            'model.window=4',
+            r'expected model\.window to be 8 in all runs of the table, got 4 in .*config\.yaml',
+        ),
+        ('local', 'model.bias_dim=16', r'model\.bias_dim to be 32 .*, got 16'),
+        ('simple', 'model.depth=4', r'model\.depth to be 2 .*, got 4'),
+        ('simple', 'model.query_gate=false', r'model\.query_gate to be no such key .*, got False'),
+        ('attention', 'model.num_heads=2', r'model\.num_heads to be 1 .*, got 2'),
+        ('full', 'data.batch_size=32', r'data\.batch_size to be 64 .*, got 32'),
+        ('full', 'data.power=0.5', r'data\.power to be 0\.01 .*, got 0\.5'),
+        ('full', 'optim.weight_decay=0.2', r'optim\.weight_decay to be 0\.1 .*, got 0\.2'),
+        ('full', 'ema.decay=0.9', r'ema\.decay to be None .*, got 0\.9'),
+        ('full', 'run.amp=bfloat16', r'run\.amp to be none .*, got bfloat16'),
+        ('full', 'schedule.max_updates=null', r'train\.recall, got .*config\.yaml without schedule\.max_updates'),
+    ],
+)
+def test_a_run_that_differs_in_what_its_row_does_not_say_is_refused(docs, tmp_path, mixer, override, message):
+    run = make_run(tmp_path / 'a', mixer, 25.0, 25.0, override)
+    with pytest.raises(ValueError, match=message):
+        recall.main([run, *ORIGIN, '--docs', str(docs)])
+    assert (docs / 'recall.md').read_text() == PAGE
+
+
+def test_what_only_changes_the_speed_may_differ(docs, tmp_path):
+    run = make_run(tmp_path / 'a', 'local', 25.0, 25.0, 'data.num_workers=1', 'data.eval_batch_size=10')
+    assert len(recall.main([run, *ORIGIN, '--docs', str(docs)])) == 1
+
+
+@pytest.mark.parametrize(
+    ('config', 'message'),
+    [
+        ('', 'got no sections in'),
+        ('data: {pairs: 4}', r'without model\.name'),
+        ('model: {name: aft_local_char}', r'without model\.dim'),
+    ],
+)
+def test_another_config_is_refused(docs, tmp_path, config, message):
+    run = make_run(tmp_path / 'a', 'local', 25.0, 25.0)
+    (tmp_path / 'a' / 'config.yaml').write_text(config)
+    with pytest.raises(ValueError, match=message):
+        recall.main([run, *ORIGIN, '--docs', str(docs)])
+
+
+def test_an_unknown_mixer_is_refused_in_a_run_and_in_what_is_kept(docs, tmp_path):
+    run, kept = make_run(tmp_path / 'a', 'local', 25.0, 25.0), docs / 'data' / 'recall' / 'runs.csv'
+    recall.main([run, *ORIGIN, '--docs', str(docs)])
+    kept.write_text(kept.read_text().replace('local', 'axial'))
+    with pytest.raises(ValueError, match=r'one of attention, full, local, simple, got axial in .*runs\.csv'):
+        recall.main(['--docs', str(docs)])
+    kept.write_text('mixer,dim\nlocal,64\n')
+    with pytest.raises(ValueError, match=r'expected the columns mixer, dim, pairs, .*, got mixer, dim; restore'):
+        recall.main(['--docs', str(docs)])
+    kept.unlink()
+    config = tmp_path / 'a' / 'config.yaml'
+    config.write_text(config.read_text().replace('aft_local_char', 'linear_char'))
+    with pytest.raises(ValueError, match=r'got linear_char in .*config\.yaml'):
+        recall.main([run, *ORIGIN, '--docs', str(docs)])
+
+
+def test_the_page_has_the_table_of_the_kept_runs():
+    results = recall.CONFIG.parents[2] / 'docs' / 'results'
+    rows = recall.read_rows(results / 'data' / 'recall' / 'runs.csv')
+    assert recall.format_runs(rows) in (results / 'recall.md').read_text()

@@ -19,12 +19,12 @@ def docs(tmp_path: Path) -> Path:
     return folder
 
 
-def write_grid(path: Path, runs: dict[str, dict[int, float]], width: int = 0) -> str:
+def write_grid(path: Path, runs: dict[str, dict[int, float]], width: int = 0, train_size: int = 96) -> str:
     tables = [
         {
             'name': name,
             'checkpoint': f'/somewhere/{name}',
-            'train_size': [96, 96],
+            'train_size': [train_size] * 2,
             'sizes': [
                 {'height': side, 'width': width or side, 'top1': top1, 'samples': 2500} for side, top1 in sizes.items()
             ],
@@ -45,6 +45,7 @@ def test_the_tables_have_a_line_a_row_and_a_column_a_size(docs: Path, tmp_path: 
     # The square root of 50 * 50 / 2500 is 1, that of 62 * 38 / 2500 is 0.97.
     for words in ('of 2,500 validation images (squares 160)', 'is 1.0 points', 'This, commit abc.'):
         assert words in ' '.join(text.split())
+    assert '(../images/imagenette_sizes.png)\n\nBars: the standard error of one run' in text
     assert text.endswith('words\n')
     assert (docs.parent / 'images' / resolution_page.PICTURE).stat().st_size > 10_000
     assert 'somewhere' not in (docs / 'data' / 'imagenette_sizes' / 'squares_160.json').read_text()
@@ -70,3 +71,38 @@ def test_other_evaluations_are_refused(docs: Path, tmp_path: Path, runs, width: 
     with pytest.raises(ValueError, match=message):
         resolution_page.main(arguments)
     assert (docs / resolution_page.PAGE).read_text() == PAGE
+
+
+def test_without_data_no_picture_is_shown(docs: Path):
+    assert resolution_page.main(['--docs', str(docs)]) == []
+    text = (docs / resolution_page.PAGE).read_text()
+    assert 'Nothing has been evaluated yet.' in text
+    assert resolution_page.PICTURE not in text
+    assert not (docs.parent / 'images' / resolution_page.PICTURE).exists()
+
+
+def test_runs_of_other_sizes_or_images_are_not_in_one_table(docs: Path, tmp_path: Path):
+    path, arguments = (
+        tmp_path / 'grid.json',
+        ['--images', 'a', '--docs', str(docs), '--commit', 'b', '--processor', 'c'],
+    )
+    tables = [
+        *json.loads(Path(write_grid(path, {'conv_seed0': {96: 50.0}})).read_text())['checkpoints'],
+        *json.loads(Path(write_grid(path, {'deit_seed0': {96: 50.0}}, train_size=128)).read_text())['checkpoints'],
+    ]
+    path.write_text(json.dumps({'checkpoints': tables}))
+    with pytest.raises(ValueError, match='expected one size of training, got 128 and 96; evaluate them apart'):
+        resolution_page.main([str(path), *arguments])
+    tables[1]['train_size'] = [96, 96]
+    tables[1]['sizes'][0]['samples'] = 800
+    path.write_text(json.dumps({'checkpoints': tables}))
+    with pytest.raises(ValueError, match='expected one number of images, got 2,500 and 800'):
+        resolution_page.main([str(path), *arguments])
+    assert not (docs / 'data').exists()
+
+
+def test_a_file_needs_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        resolution_page.main([str(tmp_path / 'grid.json'), '--images', 'a', '--commit', 'b'])
+    message = 'FILE needs --images, --commit and --processor, got none for --processor'
+    assert message in capsys.readouterr().err
