@@ -1,4 +1,4 @@
-"""What the tools that write a results page share: the origin of what they keep, and the parts of a page."""
+"""Shared parts of the tools that write a results page: the origin of what they keep, and the blocks of a page."""
 
 import argparse
 import re

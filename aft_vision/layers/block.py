@@ -1,4 +1,4 @@
-"""What stands around a mixer: the patch embedding of images, and the pre-norm block of every model."""
+"""The parts around a mixer: the patch embedding of images, and the pre-norm block of every model."""
 
 from collections.abc import Callable
 from typing import Any

@@ -48,7 +48,7 @@ class AxisWeights:
 
     @cached_property
     def matrix(self) -> Tensor:
-        """The same as operand of a product."""
+        """The exponentials in the type of the operands of a product."""
         return self.exp.to(self.dtype)
 
     @cached_property
