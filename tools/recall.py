@@ -52,7 +52,7 @@ VARIED = {
     **{'max_updates': 'schedule.max_updates', 'lr': 'optim.lr', 'seed': 'run.seed'},
 }
 # Keys of the sections below that change the speed only.
-FREE = ('data.eval_batch_size', 'data.num_workers')
+FREE = ('data.eval_batch_size',)
 SECTIONS = ('model', 'data', 'optim', 'ema', 'schedule')
 # Defaults of the trainer that every run has, as far as CONFIG leaves them open.
 DEFAULTS = {

@@ -111,7 +111,7 @@ def test_a_run_that_differs_in_what_its_row_does_not_say_is_refused(docs, tmp_pa
 
 
 def test_what_only_changes_the_speed_may_differ(docs, tmp_path):
-    run = make_run(tmp_path / 'a', 'local', 25.0, 25.0, 'data.num_workers=1', 'data.eval_batch_size=10')
+    run = make_run(tmp_path / 'a', 'local', 25.0, 25.0, 'data.eval_batch_size=10')
     assert len(recall.main([run, *ORIGIN, '--docs', str(docs)])) == 1
 
 
