@@ -211,20 +211,22 @@ def _is_watched(args: Sequence[Any]) -> bool:
     memory holds other numbers than they have, such as negated views. Plain tensors in an ordinary call, with gradients
     or without, need none.
     """
+    c = torch._C
     if (
         torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
+        or c._is_tracing()
+        or c._are_functorch_transforms_active()
+        or c._len_torch_dispatch_stack()
+        or c._len_torch_function_stack()
         or torch.autograd._profiler_enabled()
         or forward_ad._current_level >= 0
     ):
         return True
+    keys = c._dispatch_keys
     for x in args:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
-            if torch._C._dispatch_keys(x).raw_repr() not in _PLAIN:
+            if keys(x).raw_repr() not in _PLAIN:
                 return True
         elif x is not None and kind not in _CONSTANTS:
             return True

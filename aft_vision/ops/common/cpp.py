@@ -30,6 +30,7 @@ _logger = logging.getLogger(__name__)
 OUT_OF_MEMORY, FAILED = -1000, -1001
 # A device costs less than its name.
 CPU = torch.device('cpu')
+_UNPROFILED = nullcontext()
 # A denominator below this has lost digits.
 LEAST = ctypes.c_float(UNDERFLOW[torch.float32])
 
@@ -186,7 +187,7 @@ def number(value: float) -> ctypes.c_float:
 
 def profiled(name: str) -> AbstractContextManager[object]:
     """Return a context that a profile shows by name."""
-    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+    return record_function(name) if torch.autograd._profiler_enabled() else _UNPROFILED
 
 
 def run_forward(

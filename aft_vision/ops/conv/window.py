@@ -178,10 +178,10 @@ def _call(
 def _place_weights(bias: Tensor, size: int, weights: Tensor | None, held: list[Tensor]) -> tuple[int, ...]:
     # The fields of `WindowWeights` in C++: weights of the whole bias, if they are given, or a place for those of its
     # middle, and the bias, from which they are computed first.
-    side = bias.shape[-1]
+    heads, _, side = bias.shape
     if weights is not None:
         return weights.data_ptr(), weights.shape[1], side, 0, side
-    rows, stride = _weights_shape(len(bias), size)
+    rows, stride = _weights_shape(heads, size)
     weights = float_buffer(rows * stride)
     held.append(weights)
     return weights.data_ptr(), stride, size, floats(bias, held), side
