@@ -24,6 +24,8 @@ EMPTY ?=
 # Debian's packages to build FFCV with
 FFCV_LIBRARIES := libopencv-dev libturbojpeg0-dev pkg-config
 FFCV_STAMP := $(VENV)/.ffcv
+# Bytecode is kept even where the environment forbids it: tests start a hundred processes, which would each compile ours
+export PYTHONDONTWRITEBYTECODE :=
 SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
 .PHONY: install ffcv test nodes sanitize fuzz lint gpu timm-suite demo results docs package clean

@@ -23,8 +23,8 @@ from train.fastformer.tasks import load_text_config
 
 SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'recommendation.yaml'
 METRICS = ('auc', 'mrr', 'ndcg5', 'ndcg10')
-# Enough for the topics to be learned: 200 impressions, eight passes.
-LEARNING = ('model.hidden_size=32', 'model.hidden_dropout_prob=0', 'optim.lr=1e-2', 'schedule.epochs=8')
+# Enough for the topics to be learned: 200 impressions, five passes.
+LEARNING = ('model.hidden_size=32', 'model.hidden_dropout_prob=0', 'optim.lr=1e-2', 'schedule.epochs=5')
 
 
 @pytest.fixture(scope='module')
