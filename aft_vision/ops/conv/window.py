@@ -68,7 +68,8 @@ def wide_forward(inputs: ConvInputs, save: bool, weights: Tensor | None = None) 
     """Return y and the denominators (AFT Eq. 6)."""
     q, k, v, kernel, (height, width), mask, _ = inputs
     batch, count, channels = v.shape
-    size, held = _window_size(kernel, inputs.grid), list[Tensor]()
+    held: list[Tensor] = []
+    size = _window_size(kernel, inputs.grid)
     place = _place_weights(kernel, size, weights, held)
     scratch = float_buffer(2 * batch * count * place[1])
     sizes = batch, height, width, channels, k.shape[2], size, *place, scratch.data_ptr()
@@ -122,7 +123,8 @@ def _forward(
 ) -> Tensor | None:
     # Compute y and write the denominators into den; return None if digits are lost.
     out = empty_output(inputs.q, inputs.v)
-    y, held = float_output(out), list[Tensor]()
+    y = float_output(out)
+    held: list[Tensor] = []
     fields = *_call(inputs, bias, offset, held, weights), *tokens(y, held), *tokens(den, held)
     with profiled('aft_vision::depthwise_forward'):
         keeps_digits = compiled().aft_depthwise_forward(pack(*fields), LIMITS, torch.get_num_threads())
