@@ -17,6 +17,7 @@ from aft_vision.files import replacing
 from aft_vision.models.weight_files import PACKAGED
 from aft_vision.visualize import class_names
 from tools.imagenette_page import describe_training
+from tools.results import flatten_config
 
 MOST_BYTES = 12 * 10**6
 RECIPE = 'configs/small/imagenette.yaml'
@@ -152,10 +153,10 @@ def model_card(folder: Path, name: str) -> str:
 
 def training_command(config: dict[str, Any]) -> str:
     """Return the command of a run, with every key in which its config differs from RECIPE."""
-    recipe = flatten(yaml.safe_load(resolved_recipe()))
+    recipe = flatten_config(yaml.safe_load(resolved_recipe()))
     differences = [
         shlex.quote(f'{key}={in_a_line(value)}')
-        for key, value in flatten(config).items()
+        for key, value in flatten_config(config).items()
         if key not in ('data.dir', 'run.dir') and (key not in recipe or recipe[key] != value)
     ]
     command = f'python -m train.imagenet --config {RECIPE} data.dir=IMAGENETTE.tar'
@@ -174,8 +175,3 @@ def resolved_recipe() -> str:
     root = Path(__file__).parents[1]
     command = [sys.executable, '-c', RESOLVE]
     return subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-
-def flatten(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a config by `section.key`."""
-    return {f'{section}.{key}': value for section, keys in config.items() for key, value in keys.items()}

@@ -74,7 +74,8 @@ from aft_vision.files import LAST
 from aft_vision.visualize import read_history
 from tools.imagenette_page import write_page
 from tools.machine import describe_processor
-from tools.package_weights import flatten, package
+from tools.package_weights import package
+from tools.results import flatten_config
 
 
 def main(argv: Sequence[str] | None = None) -> list[Path]:
@@ -166,7 +167,7 @@ def check_same_run(folder: Path, config: dict[str, Any]) -> None:
     path = folder / 'config.yaml'
     if not path.is_file():
         return
-    before, now = (flatten(each) for each in (yaml.safe_load(path.read_text()), config))
+    before, now = (flatten_config(each) for each in (yaml.safe_load(path.read_text()), config))
     for key in dict.fromkeys([*before, *now]):
         if key not in ('run.dir', 'data.dir') and before.get(key) != now.get(key):
             raise ValueError(

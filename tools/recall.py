@@ -4,16 +4,15 @@ python -m tools.recall RUN [RUN ...] --commit COMMIT --processor NAME
 python -m tools.recall
 
 RUN is the folder of a complete run of train.recall, trained at that commit on that processor. Its setting and result
-become a row of docs/results/data/recall/runs.csv, instead of an earlier row of the same run. The mixer, the width, the
-data, the updates, the learning rate and the seed may differ from row to row; the rest is that of
-configs/small/recall.yaml. Then the table of docs/results/recall.md is written from all rows: of the learning rates of a
+become a row of docs/results/data/recall/runs.csv, instead of an earlier row of the same run, and its config.yaml is
+kept next to that file. Then the table of docs/results/recall.md is written from all rows: of the learning rates of a
 setting, the one with the best validation accuracy counts. Without RUN, only the table is written again.
 """
 
 import argparse
 import csv
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,38 +39,19 @@ import yaml
 
 from aft_vision.commandline import run_command
 from aft_vision.files import replacing
-from tools.results import read_result
+from tools.results import flatten_config, read_result
 
 TITLES = {'attention': 'attention', 'full': 'AFT-full', 'local': 'AFT-local', 'simple': 'AFT-simple'}
 # The mixers of the models whose name says it.
 MIXERS = {'aft_local_char': 'local', 'aft_simple_char': 'simple', 'transformer_char': 'attention'}
-CONFIG = Path(__file__).parents[1] / 'configs' / 'small' / 'recall.yaml'
-# What a row says of its run besides the mixer: the keys of the experiment.
-VARIED = {
+# Columns of a row besides the mixer, with their keys in the config.
+SETTING = {
     **{'dim': 'model.dim', 'pairs': 'data.pairs', 'context': 'data.context', 'vocab_size': 'data.vocab_size'},
     **{'max_updates': 'schedule.max_updates', 'lr': 'optim.lr', 'seed': 'run.seed'},
 }
-# Keys of the sections below that change the speed only.
-FREE = ('data.eval_batch_size',)
-SECTIONS = ('model', 'data', 'optim', 'ema', 'schedule')
-# Defaults of the trainer that every run has, as far as CONFIG leaves them open.
-DEFAULTS = {
-    **{'data.power': 0.01, 'data.test_size': 3000, 'data.eval_split': 'valid'},
-    **{'optim.name': 'adamw', 'optim.layer_decay': None, 'optim.args': {}, 'optim.accumulate': 1},
-    **{'ema.decay': None, 'ema.warmup': False, 'schedule.warmup_lr': 0.0, 'schedule.min_lr': 0.0},
-    **{'run.init_from': None, 'run.amp': 'none', 'run.eval_every': 1},
-}
-# Keys of the model that differ from CONFIG: ABSENT where the mixer has no such key.
-ABSENT = 'no such key'
-OF_MIXER: dict[str, dict[str, Any]] = {
-    'attention': {'model.num_heads': 1, 'model.window': ABSENT, 'model.bias_dim': ABSENT},
-    'full': {'model.window': None},
-    'local': {},
-    'simple': {'model.window': ABSENT, 'model.bias_dim': ABSENT},
-}
 DATA = ('pairs', 'context', 'vocab_size')
 # What tells two runs apart.
-RUN = ('mixer', 'dim', *DATA, 'max_updates', 'lr', 'seed')
+RUN = ('mixer', *SETTING)
 RESULT = ('valid_accuracy', 'test_accuracy', 'test_bits', 'updates', 'parameters')
 COLUMNS = (*RUN, *RESULT, 'commit', 'processor')
 
@@ -80,15 +60,18 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, str]]:
     """Write the rows and the page, and return all rows.
 
     Raises:
-        ValueError: a run is not a complete one of train.recall or differs in what its row does not say, runs.csv has
-            other columns, or the page lacks its markers.
+        ValueError: a run is not a complete one of train.recall, runs.csv has other columns, or the page lacks its
+            markers.
     """
     args = parse_args(argv)
-    path = args.docs / 'data' / 'recall' / 'runs.csv'
+    data = args.docs / 'data' / 'recall'
+    path = data / 'runs.csv'
     rows = {key_of(row): row for row in read_rows(path)}
     for run in args.runs:
-        row = {**read_run(run), 'commit': args.commit, 'processor': args.processor}
-        rows[key_of(row)] = row
+        config, row = read_run(run)
+        rows[key_of(row)] = {**row, 'commit': args.commit, 'processor': args.processor}
+        with replacing(data / f'{"_".join(key_of(row))}.yaml') as written:
+            written.write_text(yaml.safe_dump(config, sort_keys=False))
     kept = sorted(rows.values(), key=sort_key)
     write_rows(path, kept)
     page = args.docs / 'recall.md'
@@ -97,65 +80,32 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, str]]:
     return kept
 
 
-def read_run(run: Path) -> dict[str, str]:
-    """Return the setting and the result of a run as the cells of a row, without its origin.
+def read_run(run: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the config of a run without its folder, and its setting and result as the cells of a row.
 
     Raises:
-        ValueError: the run is not a complete one of train.recall, or a key that its row does not say has another value.
+        ValueError: the run is not a complete one of train.recall, or has a mixer without a column.
     """
     result = read_result(run, RESULT, 'train.recall')
     path = run / 'config.yaml'
-    config = flatten(read_config(path))
-    missing = [key for key in ('model.name', *VARIED.values()) if config.get(key) is None]
+    config = yaml.safe_load(path.read_text())
+    config['run']['dir'] = None
+    values = flatten_config(config)
+    missing = [key for key in SETTING.values() if values.get(key) is None]
     if missing:
         raise ValueError(f'expected the config of a run of train.recall, got {path} without {missing[0]}')
-    mixer = config.get('model.mixer') or MIXERS.get(config['model.name'], config['model.name'])
+    name = values['model.name']
+    mixer = values.get('model.mixer') or MIXERS.get(name, name)
     check_mixer(mixer, path)
-    check_shared(config, mixer, path)
-    found = {
-        'mixer': mixer,
-        **{name: config[key] for name, key in VARIED.items()},
-        **{name: result[name] for name in RESULT},
-    }
-    return {name: f'{value:g}' if isinstance(value, float) else str(value) for name, value in found.items()}
-
-
-def read_config(path: Path) -> Mapping[str, Any]:
-    """Read an experiment.
-
-    Raises:
-        ValueError: the file is missing or has no sections.
-    """
-    config = yaml.safe_load(path.read_text(encoding='utf-8')) if path.is_file() else None
-    if not isinstance(config, dict):
-        raise ValueError(f'expected the config of a run of train.recall, got no sections in {path}')
-    return config
-
-
-def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of an experiment by `section.key`."""
-    sections = {name: section for name, section in config.items() if isinstance(section, dict)}
-    return {f'{name}.{key}': value for name, section in sections.items() for key, value in section.items()}
+    setting = {column: values[key] for column, key in SETTING.items()}
+    row = {'mixer': mixer, **setting, **{column: result[column] for column in RESULT}}
+    return config, {column: f'{x:g}' if isinstance(x, float) else str(x) for column, x in row.items()}
 
 
 def check_mixer(mixer: str, path: Path) -> None:
     """Raise a ValueError unless the table has a column for a mixer."""
     if mixer not in TITLES:
         raise ValueError(f'expected the mixer to be one of {", ".join(TITLES)}, got {mixer} in {path}; leave it out')
-
-
-def check_shared(config: Mapping[str, Any], mixer: str, path: Path) -> None:
-    """Raise a ValueError unless what a row does not say of its run is as in all runs."""
-    wanted = {**DEFAULTS, **flatten(read_config(CONFIG)), **OF_MIXER[mixer]}
-    said = {'model.name', 'model.mixer', *FREE, *VARIED.values()}
-    keys = [key for key in {**wanted, **config} if key.partition('.')[0] in SECTIONS or key in DEFAULTS]
-    for key in keys:
-        expected, found = wanted.get(key, ABSENT), config.get(key, ABSENT)
-        if key not in said and found != expected:
-            raise ValueError(
-                f'expected {key} to be {expected} in all runs of the table, got {found} in {path}; '
-                'train it again, or leave it out'
-            )
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

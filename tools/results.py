@@ -1,4 +1,4 @@
-"""Runs to compare: their folders, their results and a table."""
+"""Runs of the trainers: their folders, their configs, their results and a table."""
 
 import argparse
 import json
@@ -59,3 +59,8 @@ def read_result(folder: Path, keys: Sequence[str], command: str) -> dict[str, An
     if missing:
         raise ValueError(f'expected the result of a run of {command}, got {path} without {missing[0]}')
     return result
+
+
+def flatten_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a resolved experiment by `section.key`."""
+    return {f'{section}.{key}': value for section, keys in config.items() for key, value in keys.items()}
