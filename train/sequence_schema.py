@@ -141,7 +141,14 @@ class SequenceSchedule:
 
 @dataclass(frozen=True)
 class SequenceExperiment(Experiment):
-    """The sections of every experiment with sequences."""
+    """One experiment with sequences; `model` is `{name: ..., **keyword arguments of the model}`."""
+
+    model: dict[str, Any] = field(default_factory=lambda: {'name': 'aft_local_char'})
+    data: Any = None
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    schedule: SequenceSchedule = field(default_factory=SequenceSchedule)
+    run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
         self.check_parts(1)
@@ -153,36 +160,22 @@ class SequenceExperiment(Experiment):
 
 @dataclass(frozen=True)
 class PixelConfig(SequenceExperiment):
-    """One experiment with pixels; `model` is `{name: ..., **keyword arguments of the model}`."""
+    """One experiment with pixels."""
 
     model: dict[str, Any] = field(default_factory=lambda: {'name': 'aft_local_pixel'})
     data: PixelData = field(default_factory=PixelData)
     augment: PixelAugmentation = field(default_factory=PixelAugmentation)
-    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
-    ema: EmaConfig = field(default_factory=EmaConfig)
-    schedule: SequenceSchedule = field(default_factory=SequenceSchedule)
-    run: RunConfig = field(default_factory=RunConfig)
 
 
 @dataclass(frozen=True)
 class CharConfig(SequenceExperiment):
-    """One experiment with characters; `model` is `{name: ..., **keyword arguments of the model}`."""
+    """One experiment with characters."""
 
-    model: dict[str, Any] = field(default_factory=lambda: {'name': 'aft_local_char'})
     data: CharData = field(default_factory=CharData)
-    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
-    ema: EmaConfig = field(default_factory=EmaConfig)
-    schedule: SequenceSchedule = field(default_factory=SequenceSchedule)
-    run: RunConfig = field(default_factory=RunConfig)
 
 
 @dataclass(frozen=True)
 class RecallConfig(SequenceExperiment):
-    """One experiment with associative recall; `model` is `{name: ..., **keyword arguments of the model}`."""
+    """One experiment with associative recall."""
 
-    model: dict[str, Any] = field(default_factory=lambda: {'name': 'aft_local_char'})
     data: RecallData = field(default_factory=RecallData)
-    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
-    ema: EmaConfig = field(default_factory=EmaConfig)
-    schedule: SequenceSchedule = field(default_factory=SequenceSchedule)
-    run: RunConfig = field(default_factory=RunConfig)
