@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from timm.data.loader import PrefetchLoader
 from timm.data.naflex_loader import NaFlexPrefetchLoader
-from timm.utils import random_seed, unwrap_model
+from timm.utils import unwrap_model
 from torch import nn
 
-from aft_vision.data import STEP, Draw, derive_seed, move
+from aft_vision.data import Draw
 from aft_vision.layers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot
 from train.objective import Batch
 from train.state import TrainState
@@ -100,15 +100,11 @@ def _watch(state: TrainState, parts: Iterable[Batch]) -> dict[str, Any]:
         if isinstance(module, AFTMixer):
             keys_of = functools.partial(note_keys, name, module)
             hooks.append(module.qkv.register_forward_hook(lambda m, args, y, keys_of=keys_of: keys_of(y)))
-    count, device = state.config.optim.accumulate, state.world.device
     try:
-        for part, (x, y) in enumerate(parts):
-            random_seed(
-                derive_seed(STEP, state.config.run.seed, state.progress.updates, state.world.rank * count + part)
-            )
-            x, _ = state.augment(move(x, device), y.to(device))
+        for part, batch in enumerate(parts):
+            x, _ = state.prepare_part(part, batch)
             note('', x['patches'] if isinstance(x, dict) else x)
-            with torch.autocast(device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):
+            with state.autocast():
                 state.model(x)
                 for teacher, normalize in teachers:
                     teacher(normalize(x))

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.utils import random_seed
 from torch import nn
 from tqdm import tqdm
 
-from aft_vision.data import STEP, Loaders, derive_seed, move
+from aft_vision.data import Loaders
 from aft_vision.evaluate import evaluate_all, peak_memory_mb
 from train.checkpoint import Saver
 from train.diagnosis import NonFiniteLossError, write_diagnosis
@@ -46,13 +45,12 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
     total, done = torch.zeros((), device=world.device), 0
     optimizer.zero_grad(set_to_none=True)
     state.regularization.set_tau(state.progress.updates)
-    for part, (inputs, targets) in enumerate(parts):
+    for part, batch in enumerate(parts):
         done = part + 1
-        random_seed(derive_seed(STEP, config.run.seed, state.progress.updates, world.rank * count + part))
-        inputs, targets = state.augment(move(inputs, world.device), targets.to(world.device))
+        inputs, targets = state.prepare_part(part, batch)
         # With several processes, only the last part synchronises gradients.
         with state.task.no_sync() if done < count else contextlib.nullcontext():
-            with torch.autocast(world.device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):
+            with state.autocast():
                 loss = state.task(inputs, targets)['loss'] / count
             # It depends only on the weights, so it is added in one part of the update.
             penalty = state.regularization.penalty() if done == count else 0.0

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from timm.optim import create_optimizer_v2
 from timm.task import TrainingTask
-from timm.utils import unwrap_model
+from timm.utils import random_seed, unwrap_model
 from torch import nn
 
-from aft_vision.data import BatchAugmentation, PatchAugmentation
+from aft_vision.data import STEP, BatchAugmentation, PatchAugmentation, derive_seed, move
 from aft_vision.evaluate import load_matching_state_dict
 from train.distill import create_task
 from train.distributed import World
@@ -106,6 +106,17 @@ class TrainState:
     def amp_dtype(self) -> torch.dtype | None:
         """Return the autocast data type."""
         return AMP_DTYPES[self.config.run.amp]
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of a forward pass."""
+        return torch.autocast(self.world.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None)
+
+    def prepare_part(self, part: int, batch: Batch) -> Batch:
+        """Seed all randomness of a part of the next update, and return its batch augmented on the device."""
+        parts_before = self.world.rank * self.config.optim.accumulate
+        random_seed(derive_seed(STEP, self.config.run.seed, self.progress.updates, parts_before + part))
+        inputs, targets = batch
+        return self.augment(move(inputs, self.world.device), targets.to(self.world.device))
 
     @property
     def total_updates(self) -> int:

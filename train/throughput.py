@@ -163,7 +163,7 @@ def _pass(state: TrainState, batch: Batch) -> None:
     device = state.world.device
     # A copy, because a batch is changed in place.
     images, targets = state.augment(move(batch[0], device, copy=True), batch[1].to(device))
-    with torch.autocast(device.type, dtype=state.amp_dtype, enabled=state.amp_dtype is not None):
+    with state.autocast():
         loss = state.task(images, targets)['loss']
     state.scaler.scale(loss + state.regularization.penalty()).backward()
 
