@@ -92,14 +92,9 @@ class ClassificationConfig(TextConfig):
 
 @dataclass(frozen=True)
 class ClassificationRun(TextRun):
-    """Texts and their classes.
-
-    Attributes:
-        splits: `train`, `validation` and `test`, with columns `text` and `label`.
-    """
+    """Texts and their classes: `splits` have columns `text` and `label`."""
 
     config: ClassificationConfig
-    splits: DatasetDict = field(default_factory=DatasetDict)
 
     schema = ClassificationConfig
     metrics = ('accuracy', 'macro_f')
@@ -108,9 +103,6 @@ class ClassificationRun(TextRun):
     @classmethod
     def read(cls, config: ClassificationConfig, folder: Path, quiet: bool = True) -> Self:
         return cls(config, folder, quiet, read_splits(config.data))
-
-    def counts(self) -> dict[str, int]:
-        return {name: len(split) for name, split in self.splits.items()}
 
     def texts(self) -> Sequence[str]:
         return self.splits['train']['text']
@@ -177,12 +169,9 @@ def read_splits(data: ClassificationData) -> DatasetDict:
     train = read_texts(data, data.path, sample=data.max_texts, seed=data.split_seed)
     names = train.features['label'].names
     own = own_parts(data)
-    shares = {'validation': data.valid_share, 'test': data.test_share}
-    drawn = {part: share for part, share in shares.items() if part not in own}
-    parts = DatasetDict({'train': train})
-    if drawn:
-        fractions = {'train': 1 - sum(drawn.values()), **drawn}
-        parts = split_dataset(train, data.split_seed, fractions, rare_to_first=True)
+    shares, parts = data.drawn_shares(own), DatasetDict({'train': train})
+    if len(shares) > 1:
+        parts = split_dataset(train, data.split_seed, shares, rare_to_first=True)
     for part, (path, options) in own.items():
         # A smaller part may lack classes that the hub's training texts have.
         known = {'label_names': names} if data.kind == 'hub' else {}

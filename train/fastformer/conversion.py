@@ -88,12 +88,11 @@ class ConversionRun(TextRun):
     """Requests with behaviours, ads and labels.
 
     Attributes:
-        splits: `train`, `validation` and `test`, as `data.behaviors` has them.
+        splits: As `data.behaviors` has them.
         table: Of their texts and types.
     """
 
     config: ConversionConfig
-    splits: DatasetDict = field(default_factory=DatasetDict)
     table: BehaviorTable = field(default_factory=BehaviorTable)
 
     schema = ConversionConfig
@@ -105,9 +104,6 @@ class ConversionRun(TextRun):
     def read(cls, config: ConversionConfig, folder: Path, quiet: bool = True) -> Self:
         table = BehaviorTable()
         return cls(config, folder, quiet, read_splits(config.data, table), table)
-
-    def counts(self) -> dict[str, int]:
-        return {name: len(split) for name, split in self.splits.items()}
 
     def texts(self) -> Sequence[str]:
         """Return every distinct text of the training requests, ads and behaviours."""
@@ -174,16 +170,12 @@ def read_splits(data: ConversionData, table: BehaviorTable) -> DatasetDict:
         return READERS[data.kind](path, table, data.max_behaviors, **options)
 
     paths = {'validation': data.valid_path, 'test': data.test_path}
-    shares = {'validation': data.valid_share, 'test': data.test_share}
-    held_out = {name: share for name, share in shares.items() if paths[name] is None}
-    whole = read(data.path)
-    if held_out:
-        fractions = {'train': 1 - sum(held_out.values()), **held_out}
-        parts = split_behaviors(whole, data.division or DEFAULT_DIVISION[data.kind], data.split_seed, fractions)
-    else:
-        parts = DatasetDict({'train': whole})
-    for name, path in paths.items():
-        if path is not None:
-            parts[name] = read(path)
-            check_labels(name, parts[name])
+    own = {name: path for name, path in paths.items() if path is not None}
+    shares, whole = data.drawn_shares(own), read(data.path)
+    parts = DatasetDict({'train': whole})
+    if len(shares) > 1:
+        parts = split_behaviors(whole, data.division or DEFAULT_DIVISION[data.kind], data.split_seed, shares)
+    for name, path in own.items():
+        parts[name] = read(path)
+        check_labels(name, parts[name])
     return parts

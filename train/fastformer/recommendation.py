@@ -1,6 +1,6 @@
 """Recommendation: ranking of news, or films, for a user by earlier clicks (Fastformer Table 5)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -105,13 +105,12 @@ class RecommendationRun(TextRun):
     """News and impressions.
 
     Attributes:
+        splits: Impressions.
         news: All of them, of every part.
-        splits: `train`, `validation` and `test`.
     """
 
     config: RecommendationConfig
     news: News = field(default_factory=lambda: News([], []))
-    splits: Mapping[str, Behaviors] = field(default_factory=dict)
 
     schema = RecommendationConfig
     metrics = RANKING_METRICS
@@ -119,10 +118,8 @@ class RecommendationRun(TextRun):
 
     @classmethod
     def read(cls, config: RecommendationConfig, folder: Path, quiet: bool = True) -> Self:
-        return cls(config, folder, quiet, *read_parts(config.data))
-
-    def counts(self) -> dict[str, int]:
-        return {name: len(split) for name, split in self.splits.items()}
+        news, splits = read_parts(config.data)
+        return cls(config, folder, quiet, splits, news)
 
     def texts(self) -> Sequence[str]:
         train = self.splits['train']

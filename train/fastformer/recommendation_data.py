@@ -78,9 +78,8 @@ def _read_mind(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
         part: read_mind_behaviors(folder, news.rows, data.max_behaviors, data.drop_missing)
         for part, folder in given.items()
     }
-    shares = {'validation': data.valid_share, 'test': data.test_share}
-    held_out = {part: share for part, share in shares.items() if part not in given}
-    if held_out:
-        both = [1 - sum(held_out.values()), *held_out.values()]
-        parts |= zip(('train', *held_out), split_impressions(parts['train'], both, data.split_seed), strict=True)
+    shares = data.drawn_shares(given)
+    if len(shares) > 1:
+        drawn = split_impressions(parts['train'], [*shares.values()], data.split_seed)
+        parts |= zip(shares, drawn, strict=True)
     return news, {part: parts[part] for part in folders}

@@ -3,8 +3,8 @@
 import json
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -39,6 +39,7 @@ class TextRun(ABC):
     Attributes:
         folder: Receives a folder `seed_N` for each seed.
         quiet: No progress bars.
+        splits: The examples `train`, `validation` and `test`; their columns are those of the task.
         schema: The dataclass of the task's experiments.
         metrics: Names of the metrics, in [0, 1] or a loss in nats, without Trainer's prefix `eval_`.
         auto_model: The class of transformers that loads a saved model of the task.
@@ -48,6 +49,7 @@ class TextRun(ABC):
     config: Any
     folder: Path
     quiet: bool = True
+    splits: Mapping[str, Any] = field(default_factory=dict)
 
     schema: ClassVar[type[TextConfig]]
     metrics: ClassVar[tuple[str, ...]]
@@ -73,9 +75,9 @@ class TextRun(ABC):
             ValueError: a file is missing, damaged or of another layout.
         """
 
-    @abstractmethod
     def counts(self) -> dict[str, int]:
         """Return the number of examples by split."""
+        return {name: len(split) for name, split in self.splits.items()}
 
     @abstractmethod
     def texts(self) -> Sequence[str]:

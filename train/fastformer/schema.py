@@ -1,6 +1,6 @@
 """The sections and keys shared by the experiments of all tasks; each task adds keys to `data`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal
 
@@ -65,6 +65,12 @@ class TextData:
         check_ranges(self, 'data')
         both = self.test_share + self.valid_share
         require('data.test_share + data.valid_share', both, both < 1, 'below 1')
+
+    def drawn_shares(self, own: Collection[str]) -> dict[str, float]:
+        """Return the shares of `train` and of the parts to split off from it: those without data of their own."""
+        shares = {'validation': self.valid_share, 'test': self.test_share}
+        drawn = {part: share for part, share in shares.items() if part not in own}
+        return {'train': 1 - sum(drawn.values()), **drawn}
 
 
 @dataclass(frozen=True)

@@ -110,11 +110,9 @@ def read_splits(data: SummarizationData) -> DatasetDict:
     sample = dict(sample=data.max_texts, seed=data.split_seed)
     own = own_parts(data)
     train = read_texts(data, data.path, **({'split': 'train'} if data.has_splits else {}), **sample)
-    shares = {'validation': data.valid_share, 'test': data.test_share}
-    drawn = {split: share for split, share in shares.items() if split not in own}
-    parts = DatasetDict({'train': train})
-    if drawn:
-        parts = split_summaries(train, data.split_seed, {'train': 1 - sum(drawn.values()), **drawn})
+    shares, parts = data.drawn_shares(own), DatasetDict({'train': train})
+    if len(shares) > 1:
+        parts = split_summaries(train, data.split_seed, shares)
     return DatasetDict(parts | {split: read_texts(data, path, **options) for split, (path, options) in own.items()})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -55,14 +55,9 @@ class SummarizationTrainer(TextTrainer, Seq2SeqTrainer):
 
 @dataclass(frozen=True)
 class SummarizationRun(TextRun):
-    """Texts and their summaries.
-
-    Attributes:
-        splits: `train`, `validation` and `test`, with columns `text` and `summary`.
-    """
+    """Texts and their summaries: `splits` have columns `text` and `summary`."""
 
     config: SummarizationConfig
-    splits: DatasetDict = field(default_factory=DatasetDict)
 
     schema = SummarizationConfig
     metrics = ROUGES
@@ -80,9 +75,6 @@ class SummarizationRun(TextRun):
     @classmethod
     def read(cls, config: SummarizationConfig, folder: Path, quiet: bool = True) -> Self:
         return cls(config, folder, quiet, read_splits(config.data))
-
-    def counts(self) -> dict[str, int]:
-        return {name: len(split) for name, split in self.splits.items()}
 
     def texts(self) -> Sequence[str]:
         return [*self.splits['train']['text'], *self.splits['train']['summary']]
