@@ -1,9 +1,10 @@
-"""The machine and the precision of a measurement, and a check that the machine is idle."""
+"""The machine, the commit and the precision of a measurement, and a check that the machine is idle."""
 
 import contextlib
 import importlib.metadata
 import os
 import platform
+import subprocess
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -150,6 +151,14 @@ def describe_backends(device: torch.device | str) -> str:
     except importlib.metadata.PackageNotFoundError:
         triton = 'no Triton'
     return f'{libraries}; {triton}; backends of aft_vision: {", ".join(operator.BACKENDS)}'
+
+
+def read_commit() -> str:
+    """Return the commit that is checked out in the current folder, or 'unknown' without git or its folder."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        command = ['git', 'rev-parse', '--short', 'HEAD']
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    return 'unknown'
 
 
 def _sample() -> _Sample | None:

@@ -1,10 +1,6 @@
 """Weights of a published run inside the package, with their model card."""
 
 import json
-import shlex
-import subprocess
-import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +13,11 @@ from aft_vision.files import replacing
 from aft_vision.models.weight_files import PACKAGED
 from aft_vision.visualize import class_names
 from tools.imagenette_page import describe_training
-from tools.results import flatten_config
 
 MOST_BYTES = 12 * 10**6
 RECIPE = 'configs/small/imagenette.yaml'
-RESOLVE = f"""
-from train.config import load_config, save_config
-save_config(load_config({RECIPE!r}), '/dev/stdout')
-"""
+# Of the published config, which has every key of the run.
+COMMAND = 'python -m train.imagenet --config docs/results/data/imagenette/{run}/config.yaml data.dir=IMAGENETTE.tar'
 CARD = """# {name}
 
 An image classifier of {classes} classes, without attention: `{model}` of aft_vision, {parameters:,} parameters.
@@ -147,31 +140,5 @@ def model_card(folder: Path, name: str) -> str:
         seed=seed,
         commit=commit,
         processor=processor,
-        command=training_command(config),
+        command=COMMAND.format(run=folder.name),
     )
-
-
-def training_command(config: dict[str, Any]) -> str:
-    """Return the command of a run, with every key in which its config differs from RECIPE."""
-    recipe = flatten_config(yaml.safe_load(resolved_recipe()))
-    differences = [
-        shlex.quote(f'{key}={in_a_line(value)}')
-        for key, value in flatten_config(config).items()
-        if key not in ('data.dir', 'run.dir') and (key not in recipe or recipe[key] != value)
-    ]
-    command = f'python -m train.imagenet --config {RECIPE} data.dir=IMAGENETTE.tar'
-    return f'{command} \\\n    {" ".join(differences)}' if differences else command
-
-
-def in_a_line(value: Any) -> str:
-    """Return a value as YAML in one line."""
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix('...').strip()
-
-
-@cache
-def resolved_recipe() -> str:
-    """Return RECIPE with all defaults, as YAML."""
-    # The trainer is a program of its own: tools import nothing of it.
-    root = Path(__file__).parents[1]
-    command = [sys.executable, '-c', RESOLVE]
-    return subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -22,7 +22,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -30,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.arguments import CommandParser, add_device, parse_count
-
-DOCS = Path('docs/results')
+from tools.pages import add_origin
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,9 +42,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--workers', type=parse_count, default=1, help='decoding processes (default: 1)')
     add('--no-weights', dest='weights', action='store_false', help='publish the results only')
     add('--package', action='store_true', help='put the weights of one RUN into the package')
-    add('--commit', help='commit that the run was trained at')
-    add('--processor', help='processor that the run was trained on')
-    add('--docs', type=Path, default=DOCS, help=f'folder of the results pages (default: {DOCS})')
+    add_origin(parser, 'training')
     add_device(parser)
     args = parser.parse_args(argv)
     if (args.package or args.row) and len(args.runs) != 1:
@@ -73,7 +69,7 @@ from aft_vision.export import export_model
 from aft_vision.files import LAST
 from aft_vision.visualize import read_history
 from tools.imagenette_page import write_page
-from tools.machine import describe_processor
+from tools.machine import describe_processor, read_commit
 from tools.package_weights import package
 from tools.results import flatten_config
 
@@ -238,17 +234,11 @@ def answer(
 
 def describe_training(args: argparse.Namespace) -> dict[str, str]:
     """Return where a run was trained, as far as it was said, and otherwise where it is published."""
-    commit = {'commit': args.commit} if args.commit else {'published_at': checked_out()}
+    commit = {'commit': args.commit} if args.commit else {'published_at': read_commit()}
     place = {'processor': args.processor}
     if not args.processor:
         place = {'published_on': describe_processor(resolve_device(args.device))}
     return commit | place
-
-
-def checked_out() -> str:
-    """Return the commit that is checked out in the current folder, or 'unknown'."""
-    found = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or 'unknown'
 
 
 if __name__ == '__main__':

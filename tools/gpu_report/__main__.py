@@ -67,7 +67,7 @@ import torch
 from aft_vision.commandline import EXIT_CODE, run_command
 from aft_vision.files import replacing
 from tools.gpu_report.pieces import MARGIN, make_pieces
-from tools.machine import count_cores, describe_backends, describe_machine
+from tools.machine import count_cores, describe_backends, describe_machine, read_commit
 
 PACKAGES = ('triton', 'fla', 'ffcv', 'omegaconf')
 # The figures depend on these.
@@ -234,15 +234,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         return json.loads(path.read_text())
     return None
-
-
-def read_commit() -> str:
-    """Return the commit that is checked out, or 'unknown' without git or its folder."""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.check_output(
-            ['git', 'rev-parse', '--short=12', 'HEAD'], text=True, stderr=subprocess.DEVNULL
-        ).strip()
-    return 'unknown'
 
 
 def format_report(content: dict[str, Any]) -> str:
