@@ -78,7 +78,7 @@ def test_an_ensemble_ranks_by_the_mean_scores(trained, mind, capsys):
         assert f'seed_{seed}/best, validation: auc {100 * result["validation_auc"]:.2f} %' in printed[seed]
     run = make_run(mind, folder, *more)
     sources = [folder / f'seed_{seed}' / 'best' for seed in (0, 1)]
-    scores = [run.scores_of(run.load_trainer(source), 'validation') for source in sources]
+    scores = [run.load_trainer(source).scores(run.splits['validation']) for source in sources]
     behaviors = run.splits['validation']
     expected = ranking_metrics((scores[0] + scores[1]) / 2, behaviors.labels, behaviors.candidates.sizes)
     assert printed[2].startswith(f'ensemble of 2, validation: auc {100 * expected["auc"]:.2f} %, mrr')

@@ -186,19 +186,13 @@ class RecommendationRun(TextRun):
                 f'got {text_model!r}'
             )
 
-    def test(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, split: str, folder: Path) -> dict[str, float]:
+    def test(self, trainer: Any, tokenizer: PreTrainedTokenizerBase, split: str, folder: Path) -> dict[str, float]:
         """Evaluate a trainer's model on a split if it has labels, and write its ranks of the candidates.
 
         Args:
             folder: Receives `prediction_SPLIT.zip`.
         """
-        return self.write(self.scores_of(trainer, split), split, folder)
-
-    def scores_of(self, trainer: Trainer, split: str) -> np.ndarray:
-        """Score the candidates (n,) of a split."""
-        if not isinstance(trainer, RecommendationTrainer):
-            raise TypeError(f'expected a RecommendationTrainer, got a {type(trainer).__name__}')
-        return trainer.scores(self.splits[split])
+        return self.write(trainer.scores(self.splits[split]), split, folder)
 
     def write(self, scores: np.ndarray, split: str, folder: Path) -> dict[str, float]:
         """Write the ranks of a split's candidates in the leaderboard's format, and return the metrics."""
@@ -213,7 +207,7 @@ class RecommendationRun(TextRun):
         found, scores = {}, []
         for source in sources:
             trainer = self.load_trainer(source)
-            scores.append(self.scores_of(trainer, split))
+            scores.append(trainer.scores(self.splits[split]))
             found[str(source)] = self.write(scores[-1], split, self.output_dir(source))
         if self.config.data.ensemble:
             found[f'ensemble of {len(sources)}'] = self.write(mean_scores(scores), split, self.folder)
