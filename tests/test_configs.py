@@ -18,16 +18,7 @@ import torch
 from helpers import generator
 from torch import nn
 
-from aft_vision.fastformer import (
-    PRESETS,
-    FastformerConfig,
-    FastformerConversionConfig,
-    FastformerForConditionalGeneration,
-    FastformerForConversion,
-    FastformerForNewsRecommendation,
-    FastformerForSequenceClassification,
-    FastformerNewsConfig,
-)
+from aft_vision.fastformer import PRESETS
 from train.build import model_arguments
 from train.config import load_config
 from train.convert_schema import ConvertConfig
@@ -42,13 +33,6 @@ from train.state import create_state
 ROOT = Path(__file__).parents[1] / 'configs'
 CONFIGS = sorted(ROOT.rglob('*.yaml'))
 SMOKE_TEXTS = ('fastformer', 'conversion', 'recommendation', 'summarization')
-# Text models and their configurations by task.
-TEXT_MODELS = {
-    'classification': (FastformerForSequenceClassification, FastformerConfig),
-    'conversion': (FastformerForConversion, FastformerConversionConfig),
-    'recommendation': (FastformerForNewsRecommendation, FastformerNewsConfig),
-    'summarization': (FastformerForConditionalGeneration, FastformerConfig),
-}
 IMAGENET_UPDATES = 1_281_167 // 1024
 MIXERS = ('transformer', 'longformer', 'bigbird', 'linformer', 'linear_transformer', 'poolingformer')
 # Numbers that the papers print for a recipe (under '') and for the rows of its header.
@@ -293,9 +277,9 @@ def test_a_sequence_model_its_optimizer_and_schedule_can_be_built(path, row):
 def test_a_text_model_and_its_trainer_can_be_built(path, row, tmp_path):
     config = load(path, *row, 'run.device=cpu', 'run.amp=none')
     with torch.device('meta'):
-        model_class, config_class = TEXT_MODELS[config.task]
+        model_class = TASKS[config.task].model_class
         fields = {name: value for name, value in config.model.items() if name != 'text_model'}
-        model = model_class(text_model_config(fields, config.data.max_length, config_class))
+        model = model_class(text_model_config(fields, config.data.max_length, model_class.config_class))
     assert all(parameter.is_meta for parameter in model.parameters())
     arguments = TASKS[config.task](config, tmp_path).arguments(tmp_path, seed=0)
     assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == config.data.batch_size

@@ -150,7 +150,7 @@ def test_the_order_of_clicks_depends_on_the_seed_and_the_epoch_alone():
 def test_evaluation_has_the_number_format_of_training(mind, tmp_path, monkeypatch, amp, expected):
     run = make_run(mind, tmp_path, f'run.amp={amp}', 'run.device=cpu')
     tokenizer = run.make_tokenizer()
-    model = run.new_model(tokenizer, 0)
+    model = run.new_model(tokenizer)
     found, encode = [], model.encode_news
     monkeypatch.setattr(
         model, 'encode_news', lambda **texts: found.append(torch.is_autocast_enabled('cpu')) or encode(**texts)

@@ -21,7 +21,7 @@ from aft_vision.data.ranges import within
 from aft_vision.fastformer import FastformerForSequenceClassification
 from aft_vision.fastformer.data import READERS, label_maps, split_dataset, tokenize_dataset
 from train.fastformer.run import TextRun
-from train.fastformer.schema import TextConfig, TextData, text_model_config
+from train.fastformer.schema import TextConfig, TextData
 from train.fastformer.trainer import TextTrainer
 from train.schema import require
 
@@ -98,6 +98,7 @@ class ClassificationRun(TextRun):
 
     schema = ClassificationConfig
     metrics = ('accuracy', 'macro_f')
+    model_class = FastformerForSequenceClassification
     auto_model = AutoModelForSequenceClassification
 
     @classmethod
@@ -115,19 +116,8 @@ class ClassificationRun(TextRun):
         """Return the classes in the order of their numbers."""
         return self.splits['train'].features['label'].names
 
-    def new_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-        """Create a model with initial weights, and GloVe's embeddings if configured."""
-        data = self.config.data
-        config = text_model_config(
-            self.config.model,
-            data.max_length,
-            vocab_size=len(tokenizer),
-            pad_token_id=tokenizer.pad_token_id,
-            **label_maps(self.splits['train']),
-        )
-        # The implementation of full attention in the baseline Transformer.
-        attention = self.config.run.attention
-        return FastformerForSequenceClassification._from_config(config, attn_implementation=attention)
+    def model_fields(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        return label_maps(self.splits['train'])
 
     def new_trainer(self, **options: Any) -> Trainer:
         collate = DataCollatorWithPadding(options['processing_class'])

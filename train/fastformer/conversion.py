@@ -21,7 +21,7 @@ from aft_vision.fastformer.data.behaviors import (
 from aft_vision.fastformer.data.interactions import read_alimama, read_mind_clicks, read_ratings
 from aft_vision.fastformer.pooled_metrics import POOLED_METRICS, pooled_metrics
 from train.fastformer.run import TextRun
-from train.fastformer.schema import RESERVED_KEYS, TextConfig, TextData, check_text_model, text_model_config
+from train.fastformer.schema import RESERVED_KEYS, TextConfig, TextData, check_text_model
 from train.schema import require
 
 READERS: dict[str, Any] = {
@@ -98,6 +98,7 @@ class ConversionRun(TextRun):
     schema = ConversionConfig
     metrics = POOLED_METRICS
     best_metric = 'auc'
+    model_class = FastformerForConversion
     auto_model = AutoModel
 
     @classmethod
@@ -118,19 +119,8 @@ class ConversionRun(TextRun):
     def examples(self, split: str, tokenizer: PreTrainedTokenizerBase) -> Dataset:
         return self.splits[split]
 
-    def new_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-        data = self.config.data
-        config = text_model_config(
-            self.config.model,
-            data.max_length,
-            FastformerConversionConfig,
-            vocab_size=len(tokenizer),
-            pad_token_id=tokenizer.pad_token_id,
-            max_behaviors=data.max_behaviors,
-            behavior_types=self.table.types,
-        )
-        # The implementation of full attention in the baseline Transformer.
-        return FastformerForConversion._from_config(config, attn_implementation=self.config.run.attention)
+    def model_fields(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        return {'max_behaviors': self.config.data.max_behaviors, 'behavior_types': self.table.types}
 
     def new_trainer(self, **options: Any) -> Trainer:
         model, tokenizer = options['model'], options['processing_class']

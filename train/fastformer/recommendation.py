@@ -11,7 +11,7 @@ from accelerate import PartialState
 from torch.utils.data import Sampler
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
-from aft_vision.fastformer import FastformerForNewsRecommendation, FastformerNewsConfig
+from aft_vision.fastformer import FastformerForNewsRecommendation
 from aft_vision.fastformer.data.impressions import Behaviors, ClickSamples, NewsCollator, tokenize_texts
 from aft_vision.fastformer.data.mind import News
 from aft_vision.fastformer.metrics import RANKING_METRICS, click_loss, ranking_metrics
@@ -19,7 +19,7 @@ from aft_vision.fastformer.predictions import write_predictions
 from aft_vision.fastformer.ranking import mean_scores, score_behaviors
 from train.fastformer.recommendation_data import RecommendationData, read_parts
 from train.fastformer.run import TextRun
-from train.fastformer.schema import TextConfig, check_text_model, text_model_config
+from train.fastformer.schema import TextConfig, check_text_model
 
 PREDICTION = 'prediction_{split}.zip'
 
@@ -114,6 +114,7 @@ class RecommendationRun(TextRun):
 
     schema = RecommendationConfig
     metrics = RANKING_METRICS
+    model_class = FastformerForNewsRecommendation
     auto_model = AutoModel
 
     @classmethod
@@ -136,24 +137,18 @@ class RecommendationRun(TextRun):
             return super().make_tokenizer()
         return AutoTokenizer.from_pretrained(text_model, model_max_length=self.config.data.max_length)
 
-    def new_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-        """Create a model with initial weights, and GloVe's embeddings if configured."""
-        data, fields = self.config.data, dict(self.config.model)
-        text_model = fields.pop('text_model', None)
-        text_config = None if text_model is None else AutoConfig.from_pretrained(text_model)
-        config = text_model_config(
-            fields,
-            data.max_length,
-            FastformerNewsConfig,
-            # The rows that a language model has, as in `from_text_model`, which its tokenizer may not fill.
-            vocab_size=getattr(text_config, 'vocab_size', len(tokenizer)),
-            pad_token_id=tokenizer.pad_token_id,
-            max_behaviors=data.max_behaviors,
-            text_config=text_config,
-        )
-        # The implementation of full attention in the baseline Transformer.
-        attention = self.config.run.attention
-        model = FastformerForNewsRecommendation._from_config(config, attn_implementation=attention)
+    def model_fields(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        fields = {'max_behaviors': self.config.data.max_behaviors}
+        text_model = self.config.model.get('text_model')
+        if text_model is None:
+            return fields
+        text_config = AutoConfig.from_pretrained(text_model)
+        # The rows that a language model has, as in `from_text_model`, which its tokenizer may not fill.
+        return {**fields, 'text_config': text_config, 'vocab_size': getattr(text_config, 'vocab_size', len(tokenizer))}
+
+    def new_model(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+        model: Any = super().new_model(tokenizer)
+        text_model = self.config.model.get('text_model')
         if text_model is not None:
             model.text_encoder.load(text_model)
         return model

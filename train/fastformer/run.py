@@ -25,7 +25,7 @@ from aft_vision.evaluate import reset_peak_memory
 from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.tokenize import train_tokenizer
 from aft_vision.models.weight_files import add_checksum, check_checksums
-from train.fastformer.schema import TextConfig, stated_model
+from train.fastformer.schema import TextConfig, stated_model, text_model_config
 from train.fastformer.trainer import EpochMeter, StopAfterSignal, last_checkpoint, training_arguments
 from train.signals import catch_signals
 
@@ -42,6 +42,7 @@ class TextRun(ABC):
         splits: The examples `train`, `validation` and `test`; their columns are those of the task.
         schema: The dataclass of the task's experiments.
         metrics: Names of the metrics, in [0, 1] or a loss in nats, without Trainer's prefix `eval_`.
+        model_class: The class of a new model.
         auto_model: The class of transformers that loads a saved model of the task.
         limits: Fields of a saved model's configuration that limit keys of `data`.
     """
@@ -53,6 +54,7 @@ class TextRun(ABC):
 
     schema: ClassVar[type[TextConfig]]
     metrics: ClassVar[tuple[str, ...]]
+    model_class: ClassVar[Any]
     auto_model: ClassVar[Any]
     limits: ClassVar[dict[str, str]] = {'max_position_embeddings': 'max_length'}
 
@@ -88,8 +90,16 @@ class TextRun(ABC):
         """Return a split for Trainer, with a column `input_ids`."""
 
     @abstractmethod
-    def new_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    def model_fields(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return the fields of the model's configuration that the data decide, besides those of every task."""
+
+    def new_model(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         """Create a model with initial weights."""
+        max_length, kind = self.config.data.max_length, self.model_class.config_class
+        fields = {'vocab_size': len(tokenizer), 'pad_token_id': tokenizer.pad_token_id, **self.model_fields(tokenizer)}
+        config = text_model_config(self.stated_model(), max_length, kind, **fields)
+        # The implementation of full attention in the baseline Transformer.
+        return self.model_class._from_config(config, attn_implementation=self.config.run.attention)
 
     @abstractmethod
     def new_trainer(self, **options: Any) -> Trainer:
@@ -206,7 +216,7 @@ class TextRun(ABC):
         """
         source = self.config.run.init_from
         if source is None:
-            model = self.new_model(tokenizer, seed)
+            model = self.new_model(tokenizer)
             self.fill_embeddings(model, tokenizer, seed)
             return model
         model = self.load_model(source)

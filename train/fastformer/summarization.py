@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
     EvalPrediction,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -27,7 +26,7 @@ from aft_vision.fastformer.data import tokenize_summaries
 from aft_vision.fastformer.rouge import ROUGES, lead, rouge, rouge_of_each
 from aft_vision.fastformer.summarize import decode
 from train.fastformer.run import TextRun
-from train.fastformer.schema import TextConfig, text_model_config
+from train.fastformer.schema import TextConfig
 from train.fastformer.summaries import Generation, SummarizationData, read_splits
 from train.fastformer.trainer import TextTrainer, describe, training_arguments
 from train.schema import require
@@ -61,6 +60,7 @@ class SummarizationRun(TextRun):
 
     schema = SummarizationConfig
     metrics = ROUGES
+    model_class = FastformerForConditionalGeneration
     auto_model = AutoModelForSeq2SeqLM
     limits: ClassVar[dict[str, str]] = {**TextRun.limits, 'max_target_positions': 'max_summary_length'}
 
@@ -83,21 +83,13 @@ class SummarizationRun(TextRun):
         data = self.config.data
         return tokenize_summaries(self.splits[split], tokenizer, data.max_length, data.max_summary_length)
 
-    def new_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-        data = self.config.data
-        config = text_model_config(
-            self.config.model,
-            data.max_length,
-            max_target_positions=data.max_summary_length,
-            vocab_size=len(tokenizer),
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            decoder_start_token_id=tokenizer.bos_token_id,
-        )
-        # The implementation of full attention in the baseline Transformer.
-        attention = self.config.run.attention
-        return FastformerForConditionalGeneration._from_config(config, attn_implementation=attention)
+    def model_fields(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        return {
+            'max_target_positions': self.config.data.max_summary_length,
+            'bos_token_id': tokenizer.bos_token_id,
+            'eos_token_id': tokenizer.eos_token_id,
+            'decoder_start_token_id': tokenizer.bos_token_id,
+        }
 
     def arguments(self, folder: Path, seed: int) -> TrainingArguments:
         return training_arguments(
