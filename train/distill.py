@@ -53,11 +53,8 @@ def create_task(
         teacher: The model that `distill.teacher` names; it is frozen and put in evaluation mode.
 
     Raises:
-        ValueError: a teacher is given but not named, or the reverse; or the kind needs a distillation head that the
-            model lacks.
+        ValueError: the kind needs a distillation head that the model lacks.
     """
-    if (teacher is None) != (distill.teacher is None):
-        raise ValueError(f'expected a teacher where distill.teacher names one, got {distill.teacher!r} and {teacher}')
     model = model.to(device)
     if teacher is None:
         return ClassificationTask(model, criterion_kwargs=loss, device=device, verbose=False)

@@ -367,7 +367,7 @@ def test_arguments_of_another_mixer_are_left_out(tmp_path):
 
 def numeric_fields() -> Iterator[tuple[type, str, dataclasses.Field]]:
     """Every section of every experiment, its name and each of its fields that holds numbers."""
-    for schema in (Config, PixelConfig, CharConfig, RecallConfig, *(task.schema for task in TASKS.values())):
+    for schema in (ConvertConfig, PixelConfig, CharConfig, RecallConfig, *(task.schema for task in TASKS.values())):
         for section in dataclasses.fields(schema):
             if dataclasses.is_dataclass(section.type):
                 for each in dataclasses.fields(section.type):

@@ -168,7 +168,6 @@ def test_the_stages_without_labels_ignore_them(arguments, whole, tmp_path, monke
         (['distill.teacher=null'], r'distill\.teacher to be the ViT to convert, got None'),
         (['run.init_from=x.pth'], r'run\.init_from to be null'),
         (['run.resume=x.pth'], r'run\.resume to be auto or null'),
-        (['convert.blocks_epochs=-1'], r'convert\.blocks_epochs to be at least 0'),
         (['convert.keeps=1'], r'convert\.keep\b'),
         (['convert.blocks_epochs=0', 'convert.features_epochs=0', 'convert.fine_tune=none'], r'convert\.fine_tune'),
         (['model.depth=5'], r'a teacher of at least the 5 blocks of the model, got 4'),

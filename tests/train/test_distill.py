@@ -234,13 +234,6 @@ def test_a_compiled_task_trains_as_an_eager_one(monkeypatch):
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
-def test_a_teacher_and_its_name_come_together():
-    for name, teacher in (('given', None), (None, make_teacher())):
-        config = Config(distill=DistillConfig(name))
-        with pytest.raises(ValueError, match=r'expected a teacher where distill\.teacher names one, got'):
-            create_state(make_student(), config, 6, 3, HERE, teacher)
-
-
 @pytest.mark.parametrize('kind', ['token_hard', 'token_soft'])
 def test_a_student_without_a_distillation_head_is_rejected(kind):
     with pytest.raises(ValueError, match="Model AFTVisionTransformer does not have 'set_distilled_training'"):
@@ -410,12 +403,9 @@ def test_a_checkpoint_takes_no_arguments(teacher_dir):
             r"distill\.kind = 'hart': .*expected one of \['hard', 'soft', 'feature', 'blocks', 'token_hard', ",
         ),
         (['distill.techer=x'], r"distill\.techer = 'x' is not a key; the nearest is distill\.teacher$"),
-        (['distil.kind=soft'], r'distil\.kind = .* is not a key; the nearest is distill\.kind$'),
         (['distill.teacher_args.depth=2'], r'distill\.teacher_args to be empty without distill\.teacher, got'),
         (['distill.teacher=x', 'distill.teacher_args.num_classes=10'], r"without num_classes, .*'num_classes': 10"),
         (['distill.temperature=3'], r'distill\.temperature to be 1 for the kind hard, which has none, got 3'),
-        (['distill.kind=soft', 'distill.temperature=0'], r'distill\.temperature to be above 0, got 0'),
-        (['distill.distill_loss_weight=-1'], r'distill\.distill_loss_weight to be at least 0, or null, got -1'),
         (['distill.task_loss_weight=2'], r'distill\.task_loss_weight to be at most 1 without .*, got 2'),
     ],
 )

@@ -147,10 +147,8 @@ def test_a_model_for_other_behaviours_is_an_error(trained, requests, tmp_path):
 @pytest.mark.parametrize(
     ('override', 'message'),
     [
-        ('task=convert', "task = 'convert' is not a task; did you mean conversion"),
         ('data.kind=mnid', r'data\.kind'),
         ('data.drop_missing=true', r'data\.drop_missing to be false except for mind, got True'),
-        ('data.max_behaviors=0', r'data\.max_behaviors to be at least 1, got 0'),
         ('model.max_behaviors=9', r'model\.max_behaviors = 9 is not for an experiment: data\.max_behaviors says'),
         ('model.behavior_types=[a]', r'not for an experiment: the data decide'),
         ('model.head_hiden_size=3', r'model\.head_hiden_size = 3 is not a key; the nearest is model\.head_hidden_size'),

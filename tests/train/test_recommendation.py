@@ -242,12 +242,9 @@ def test_a_model_without_the_language_model_that_is_stated_is_an_error(trained, 
 @pytest.mark.parametrize(
     ('override', 'message'),
     [
-        ('data.negatives=0', r'data\.negatives to be at least 1, got 0'),
         ('data.kind=movielense', r"data\.kind = 'movielense'"),
-        ('data.valid_share=0.95', r'data\.test_share \+ data\.valid_share to be below 1'),
         ('model.text_model=3', r'expected model\.text_model to be a folder or a name, got 3'),
         ('model.max_behaviors=3', r'model\.max_behaviors = 3 is not a key'),
-        ('task=recomendation', r"task = 'recomendation' is not a task; did you mean recommendation"),
     ],
 )
 def test_what_is_wrong_with_an_experiment_is_named(override, message):
