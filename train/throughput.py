@@ -9,10 +9,10 @@ optimizer) on the same batch: the median ratio of interleaved updates, and its q
 
 import argparse
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -36,7 +36,7 @@ import torch
 
 from aft_vision.commandline import run_command
 from aft_vision.data import Loaders, move
-from aft_vision.timing import synchronize
+from aft_vision.timing import Timing, synchronize, time_interleaved
 from train.build import build_loaders, build_state
 from train.config import load_config
 from train.distributed import join_world
@@ -130,25 +130,16 @@ def _without_trace(state: TrainState) -> Iterator[None]:
     state.optimizer.zero_grad(set_to_none=True)
 
 
-def measure_overhead(state: TrainState, batch: Batch, rounds: int) -> list[float]:
-    """Time updates by the trainer and bare ones in turn, on one batch, and give the ratios of their times.
+def measure_overhead(state: TrainState, batch: Batch, rounds: int) -> Timing:
+    """Time a bare update in turns with one by the trainer, on one batch; `ratio` is the trainer's time over its own.
 
     The weights change. What a recipe adds to the update, such as clipping and a moving average, counts as the
     trainer's: leave it out of the experiment to see what the trainer itself costs.
     """
     parts = [batch] * state.config.optim.accumulate
-    ratios = []
+    updates = [partial(update, state, parts) for update in (train_step, _bare_update)]
     state.model.train()
-    for turn in range(rounds + 1):
-        times = []
-        for update in (_bare_update, train_step):
-            start = time.perf_counter()
-            update(state, parts)
-            synchronize(state.world.device)
-            times.append(time.perf_counter() - start)
-        if turn:
-            ratios.append(times[1] / times[0])
-    return ratios
+    return time_interleaved(updates, state.world.device, rounds, least_seconds=0.0)[1]
 
 
 def _bare_update(state: TrainState, parts: Sequence[Batch]) -> None:
@@ -186,21 +177,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print what limits the run, and what the trainer costs.
 
     Raises:
-        ValueError: the experiment is not valid, or there are fewer than two rounds.
+        ValueError: the experiment is not valid, or there is no round.
     """
     args = parse_args(argv)
-    if args.rounds < 2:
-        raise ValueError(f'expected at least 2 rounds, got {args.rounds}')
     config = load_config(args.config, args.overrides)
     with join_world(config) as world:
         loaders = build_loaders(config, world)
         state, _ = build_state(config, loaders, world)
         throughput = measure_throughput(state, loaders, args.rounds)
-        ratios = measure_overhead(state, next(iter(loaders.train)), args.rounds)
+        found = measure_overhead(state, next(iter(loaders.train)), args.rounds)
         if world.is_primary:
             print(throughput)
-            low, median, high = statistics.quantiles(ratios, n=4)
-            print(f'update by the trainer / bare update: {median:.3f}, quartiles {low:.3f} to {high:.3f}')
+            low, high = found.quartiles
+            print(f'update by the trainer / bare update: {found.ratio:.3f}, quartiles {low:.3f} to {high:.3f}')
 
 
 if __name__ == '__main__':

@@ -128,7 +128,7 @@ def loader_cost(kind: str, *, rounds: int) -> Figure:
 
 def step_cost(*, rounds: int) -> Figure:
     """Measure the time of an update by our trainer over that of a written-out one of timm's task, on one batch."""
-    words = [*STEP.split(), '--rounds', str(max(rounds, 2)), f'run.cpu_threads={torch.get_num_threads()}']
+    words = [*STEP.split(), '--rounds', str(rounds), f'run.cpu_threads={torch.get_num_threads()}']
     # The trainer is a program of its own: tools import nothing of it.
     command = [sys.executable, '-m', 'train.throughput', *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
