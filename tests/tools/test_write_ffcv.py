@@ -83,9 +83,3 @@ def test_without_ffcv_the_error_says_what_to_install(tmp_path, monkeypatch):
     make_folder(tmp_path, {'val': ['a']})
     with pytest.raises(ImportError, match=r"apt-get install libopencv-dev .* pip install 'aft-vision\[ffcv\]'"):
         main(['--data', str(tmp_path), '--out', str(tmp_path), '--splits', 'val'])
-
-
-def test_the_help_needs_no_ffcv(capsys):
-    with pytest.raises(SystemExit):
-        main(['--help'])
-    assert 'OUT/SPLIT.beton' in capsys.readouterr().out

@@ -3,6 +3,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -69,6 +70,12 @@ def make_state(model: nn.Module | None = None, updates_per_epoch: int = 6, **sec
 def train(state: TrainState, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
     """The loss of one update for each batch."""
     return [train_step(state, [(images.clone(), targets)]) for images, targets in batches]
+
+
+def run(state: TrainState, folder: Path, evaluated: list[tuple[torch.Tensor, torch.Tensor]] | None = None) -> None:
+    """Train to the last epoch."""
+    loaders = Loaders(make_batches(), evaluated or make_batches(), [])
+    fit(state, loaders, Saver(folder, DESCRIPTION, keep=1, minutes=None), progress=False)
 
 
 def test_twenty_losses_equal_those_of_a_plain_loop():
@@ -180,7 +187,7 @@ def test_the_rate_is_per_512_images_and_warms_up_by_epoch():
 def test_fit_trains_each_epoch_at_deits_rate_one_epoch_late(tmp_path):
     schedule = ScheduleConfig(epochs=5, warmup_epochs=2, warmup_lr=1e-4, min_lr=1e-3, step='deit')
     state = make_state(schedule=schedule)
-    fit(state, Loaders(make_batches(), make_batches(), []), Saver(tmp_path, DESCRIPTION, 1, None), progress=False)
+    run(state, tmp_path)
     rates = [row['train_lr'] for row in state.progress.history]
     cosine = [1e-3 + (0.01 - 1e-3) * (1 + math.cos(math.pi * epoch / 5)) / 2 for epoch in (2, 3)]
     assert rates == pytest.approx([1e-4, 1e-4, (1e-4 + 0.01) / 2, *cosine])
@@ -212,15 +219,6 @@ def test_a_restored_state_has_the_rate_and_the_settings_of_its_own_experiment(st
     assert rates[0] == rates[1]
     assert rates[2] == rates[3]
     assert {group['weight_decay'] for group in other.optimizer.param_groups} == {0.0, 0.3}
-
-
-def test_parameters_that_the_model_exempts_do_not_decay():
-    model = timm.create_model('vit_tiny_patch16_224', depth=1, embed_dim=16, num_heads=1, img_size=32, num_classes=3)
-    state = make_state(model)
-    decay = {id(p): group['weight_decay'] for group in state.optimizer.param_groups for p in group['params']}
-    assert decay[id(model.pos_embed)] == 0
-    assert decay[id(model.blocks[0].norm1.weight)] == 0
-    assert decay[id(model.head.weight)] == 0.05
 
 
 def test_layer_decay_slows_the_first_blocks():
@@ -305,9 +303,8 @@ def test_a_compiled_model_trains_as_an_eager_one(monkeypatch):
 
 
 def test_fit_learns_and_writes_one_row_per_epoch(tmp_path):
-    loaders = Loaders(make_batches(), make_batches(), ['a', 'b', 'c'])
     state = make_state(run=RunConfig(eval_every=3), ema=EmaConfig(decay=0.5, warmup=True))
-    fit(state, loaders, Saver(tmp_path, DESCRIPTION, keep=1, minutes=None), progress=False)
+    run(state, tmp_path)
     with (tmp_path / 'summary.csv').open() as file:
         rows = list(csv.DictReader(file))
     assert [row['epoch'] for row in rows] == ['0', '1', '2', '3']
@@ -322,12 +319,7 @@ def test_fit_learns_and_writes_one_row_per_epoch(tmp_path):
 
 def test_tensorboard_has_the_steps_and_the_epochs(tmp_path):
     state = make_state(run=RunConfig(eval_every=2))
-    fit(
-        state,
-        Loaders(make_batches(), make_batches(), []),
-        Saver(tmp_path, DESCRIPTION, keep=1, minutes=None),
-        progress=False,
-    )
+    run(state, tmp_path)
     events = EventAccumulator(str(tmp_path / 'tensorboard'))
     events.Reload()
     assert [event.step for event in events.Scalars('step/loss')] == [6, 10, 12, 18, 20, 24]
@@ -348,12 +340,7 @@ def test_the_progress_bar_shows_loss_rate_speed_and_the_time_left(capsys, monkey
 def test_a_new_run_starts_a_new_log(tmp_path):
     (tmp_path / 'summary.csv').write_text('epoch,other\n0,1\n')
     state = make_state(schedule=ScheduleConfig(epochs=1, warmup_epochs=0))
-    fit(
-        state,
-        Loaders(make_batches(), make_batches(), []),
-        Saver(tmp_path, DESCRIPTION, keep=1, minutes=None),
-        progress=False,
-    )
+    run(state, tmp_path)
     assert (tmp_path / 'summary.csv').read_text().startswith('epoch,train_loss')
 
 
@@ -366,7 +353,7 @@ def test_best_keeps_the_weights_of_the_best_epoch_and_last_those_of_the_last(tmp
     scores = iter([50.0, 80.0, 60.0, 80.0])
     monkeypatch.setattr('train.engine.evaluate_all', scored(scores))
     state = make_state()
-    fit(state, Loaders(make_batches(), [], []), Saver(tmp_path, DESCRIPTION, keep=1, minutes=None), progress=False)
+    run(state, tmp_path)
     best = torch.load(tmp_path / 'best.pth', weights_only=True)
     last = torch.load(tmp_path / 'last.pth', weights_only=True)
     assert (best['epoch'], best['best_top1'], best['averaged']) == (2, 80.0, False)
@@ -385,7 +372,7 @@ def test_best_keeps_the_average_where_it_is_better_than_the_weights(tmp_path, mo
     monkeypatch.setattr('train.engine.evaluate_all', scored(scores))
     averages = []
     monkeypatch.setattr('tqdm.tqdm.write', lambda line: averages.append(_clone(state.averaged_model)))
-    fit(state, Loaders(make_batches(), [], []), Saver(tmp_path, DESCRIPTION, keep=1, minutes=None), progress=False)
+    run(state, tmp_path)
     best = torch.load(tmp_path / 'best.pth', weights_only=True)
     assert (best['epoch'], best['best_top1'], best['averaged']) == (2, 70.0, True)
     torch.testing.assert_close(best['state_dict'], averages[1])
@@ -435,11 +422,11 @@ def test_some_updates_without_a_finite_loss_are_left_out(tmp_path):
     broken = make_batches()
     for number in (1, 4):
         break_batch(number, broken)
-    run = RunConfig(skip_nonfinite=2)
-    state = make_state(run=run)
+    settings = RunConfig(skip_nonfinite=2)
+    state = make_state(run=settings)
     trained = train_one_epoch(state, broken, progress=False, folder=tmp_path)
     assert (state.progress.updates, state.progress.skipped, state.progress.epoch_done) == (6, 2, 4)
-    other = make_state(run=run)
+    other = make_state(run=settings)
     whole = make_batches()
     losses = []
     for number, batch in enumerate(whole):
@@ -456,23 +443,20 @@ def test_some_updates_without_a_finite_loss_are_left_out(tmp_path):
 
 
 def test_weights_that_have_diverged_replace_no_checkpoint(tmp_path):
-    loaders = Loaders(make_batches(), make_batches(), [])
-    saver = Saver(tmp_path, DESCRIPTION, keep=1, minutes=None)
     state = make_state(schedule=ScheduleConfig(epochs=1, warmup_epochs=0))
-    fit(state, loaders, saver, progress=False)
+    run(state, tmp_path)
     before = [(tmp_path / name).read_bytes() for name in ('last.pth', 'best.pth')]
     state = make_state()
     nn.init.constant_(state.model[1].weight, 1e38)
     with pytest.raises(FloatingPointError, match=r'expected a finite training loss and gradient, got (nan|inf)'):
-        fit(state, loaders, saver, progress=False)
+        run(state, tmp_path)
     assert [(tmp_path / name).read_bytes() for name in ('last.pth', 'best.pth')] == before
 
 
 def test_a_validation_loss_that_is_not_finite_stops_the_run(tmp_path):
     broken = [(images * float('inf'), targets) for images, targets in make_batches()]
-    saver = Saver(tmp_path, DESCRIPTION, keep=1, minutes=None)
     with pytest.raises(FloatingPointError, match='a finite validation loss, got nan after epoch 1'):
-        fit(make_state(), Loaders(make_batches(), broken, []), saver, progress=False)
+        run(make_state(), tmp_path, broken)
     assert not (tmp_path / 'last.pth').exists()
 
 
@@ -480,7 +464,7 @@ def test_a_budget_of_seconds_ends_a_run_within_an_epoch(tmp_path, monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr('train.engine.time.perf_counter', lambda: float(next(clock)))
     state = make_state(run=RunConfig(max_seconds=7.5, eval_every=3))
-    fit(state, Loaders(make_batches(), make_batches(), []), Saver(tmp_path, DESCRIPTION, 1, None), progress=False)
+    run(state, tmp_path)
     # Each update takes one tick.
     assert (state.progress.updates, state.progress.epoch, state.progress.seconds) == (8, 1, 8.0)
     with (tmp_path / 'summary.csv').open() as file:

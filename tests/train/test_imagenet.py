@@ -82,12 +82,6 @@ def test_an_argument_that_another_model_does_not_take_is_rejected(tmp_path):
     assert not (tmp_path / 'run').exists()
 
 
-def test_help_is_the_description_of_the_module(capsys):
-    with pytest.raises(SystemExit):
-        main(['--help'])
-    assert 'python -m train.imagenet --config FILE' in capsys.readouterr().out
-
-
 def test_every_part_of_the_recipe_runs_together(few, tmp_path):
     config = ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml'
     state = main(['--quiet', '--config', str(config), *few, f'run.dir={tmp_path}'])

@@ -223,10 +223,3 @@ def test_a_checkpoint_of_other_sequences_is_rejected(whole, arguments, capsys):
     at = [*arguments['char'], f'run.init_from={whole["char"] / "best.pth"}', '--eval', 'data.eval_stride=1']
     with pytest.raises(ValueError, match=r'a model of 16 tokens of 256 symbols, .* got .*best\.pth with 32 of 256'):
         char.main([*at, 'data.context=16'])
-
-
-def test_help_is_the_description_of_the_module(capsys):
-    for kind, main in MAINS.items():
-        with pytest.raises(SystemExit):
-            main(['--help'])
-        assert f'python -m train.{kind} --config FILE' in capsys.readouterr().out
