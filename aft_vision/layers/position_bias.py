@@ -179,8 +179,42 @@ class FusedModule(nn.Module):
         return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters if p is not None]
 
 
+class _PairBias(FusedModule):
+    # A bias for each pair of tokens, or its band, from the parameters of a subclass.
+
+    operator: ClassVar[str] = 'aft_full'
+
+    def __init__(
+        self, num_tokens: int, grid: tuple[int, int] | None, window: int | None, causal: bool, std: float
+    ) -> None:
+        super().__init__()
+        self.grid, self.window, self.causal, self.std = grid, window, causal, std
+        self.num_prefix_tokens = _prefix_tokens(num_tokens, grid)
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters."""
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=self.std)
+
+    def forward(self, grid: tuple[int, int] | None = None) -> Tensor:
+        """Return the bias at a grid, None for its own: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
+        return self.value() if grid is None else self.value_at(grid)
+
+    @torch.jit.ignore
+    def set_grid(self, grid: tuple[int, int]) -> None:
+        """Resample the parameters permanently to another grid (H, W)."""
+        with torch.no_grad():
+            for name, old in list(self.named_parameters()):
+                setattr(self, name, nn.Parameter(self._resampled(old, grid), requires_grad=old.requires_grad))
+        self.grid = (grid[0], grid[1])
+        self.unfuse()
+
+    def _resampled(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        return _resample_tokens(x, grid, self.grid, self.num_prefix_tokens)
+
+
 @register_notrace_module
-class FactorizedBias(FusedModule):
+class FactorizedBias(_PairBias):
     """The position bias w = u v^T of AFT-full, or its band for AFT-local (AFT Eq. 7).
 
     At another grid, u and v are resampled over (H, W) as ViT position embeddings are, and the rows of prefix tokens
@@ -195,8 +229,6 @@ class FactorizedBias(FusedModule):
         std: standard deviation of the initial u and v.
     """
 
-    operator: ClassVar[str] = 'aft_full'
-
     def __init__(
         self,
         num_tokens: int,
@@ -208,17 +240,10 @@ class FactorizedBias(FusedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.grid, self.window, self.causal, self.std = grid, window, causal, std
-        self.num_prefix_tokens = _prefix_tokens(num_tokens, grid)
+        super().__init__(num_tokens, grid, window, causal, std)
         self.u = nn.Parameter(torch.empty(num_tokens, bias_dim, device=device, dtype=dtype))
         self.v = nn.Parameter(torch.empty(num_tokens, bias_dim, device=device, dtype=dtype))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise u and v."""
-        nn.init.normal_(self.u, std=self.std)
-        nn.init.normal_(self.v, std=self.std)
 
     def compute(self) -> Tensor:
         window = self.window
@@ -229,31 +254,14 @@ class FactorizedBias(FusedModule):
     def compute_at(self, grid: tuple[int, int]) -> Tensor:
         return factorized_bias(self._resampled(self.u, grid), self._resampled(self.v, grid), self.window, self.causal)
 
-    def forward(self, grid: tuple[int, int] | None = None) -> Tensor:
-        """Return the bias at a grid, None for its own: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
-        return self.value() if grid is None else self.value_at(grid)
-
     @torch.jit.unused
     def band_row(self, position: Tensor, window: int) -> Tensor:
         """Return the row of the causal band at a position, for a step of decoding."""
         return factorized_band_row(self.u, self.v, position, window)
 
-    @torch.jit.ignore
-    def set_grid(self, grid: tuple[int, int]) -> None:
-        """Resample u and v permanently to another grid (H, W)."""
-        with torch.no_grad():
-            for name in ('u', 'v'):
-                old = getattr(self, name)
-                setattr(self, name, nn.Parameter(self._resampled(old, grid), requires_grad=old.requires_grad))
-        self.grid = (grid[0], grid[1])
-        self.unfuse()
-
-    def _resampled(self, factor: Tensor, grid: tuple[int, int]) -> Tensor:
-        return _resample_tokens(factor, grid, self.grid, self.num_prefix_tokens)
-
 
 @register_notrace_module
-class PairwiseBias(FusedModule):
+class PairwiseBias(_PairBias):
     """The position bias w as one parameter per pair (Tables 3 and 9), or its band (AFT Eq. 4).
 
     The whole (T, T) is stored even with a window, as Table 3 counts it. At another grid, both axes are resampled over
@@ -267,8 +275,6 @@ class PairwiseBias(FusedModule):
         std: standard deviation of the initial w.
     """
 
-    operator: ClassVar[str] = 'aft_full'
-
     def __init__(
         self,
         num_tokens: int,
@@ -279,41 +285,23 @@ class PairwiseBias(FusedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.grid, self.window, self.causal, self.std = grid, window, causal, std
-        self.num_prefix_tokens = _prefix_tokens(num_tokens, grid)
+        super().__init__(num_tokens, grid, window, causal, std)
         self.weight = nn.Parameter(torch.empty(num_tokens, num_tokens, device=device, dtype=dtype))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise w."""
-        nn.init.normal_(self.weight, std=self.std)
 
     def compute(self) -> Tensor:
         return self._band(self.weight)
 
     def compute_at(self, grid: tuple[int, int]) -> Tensor:
-        return self._band(self._resampled(grid))
-
-    def forward(self, grid: tuple[int, int] | None = None) -> Tensor:
-        """Return the bias at a grid, None for its own: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
-        return self.value() if grid is None else self.value_at(grid)
+        return self._band(self._resampled(self.weight, grid))
 
     @torch.jit.unused
     def band_row(self, position: Tensor, window: int) -> Tensor:
         """Return the row of the causal band at a position, for a step of decoding."""
         return local_band_row(self.weight, position, window)
 
-    @torch.jit.ignore
-    def set_grid(self, grid: tuple[int, int]) -> None:
-        """Resample w permanently to another grid (H, W)."""
-        with torch.no_grad():
-            self.weight = nn.Parameter(self._resampled(grid), requires_grad=self.weight.requires_grad)
-        self.grid = (grid[0], grid[1])
-        self.unfuse()
-
-    def _resampled(self, grid: tuple[int, int]) -> Tensor:
-        rows = _resample_tokens(self.weight, grid, self.grid, self.num_prefix_tokens)
+    def _resampled(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        rows = _resample_tokens(x, grid, self.grid, self.num_prefix_tokens)
         return _resample_tokens(rows.t(), grid, self.grid, self.num_prefix_tokens).t()
 
     def _band(self, bias: Tensor) -> Tensor:
