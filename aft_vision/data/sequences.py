@@ -63,26 +63,23 @@ class WindowDataset(Dataset):
 
 
 class EvalDataset(Dataset):
-    """Sequences for evaluation, each with the position of its first token that counts.
+    """Windows of a text for evaluation, each with the position of its first token that counts.
 
     Args:
-        tokens: (N, T) or, of windows, (n,) uint8.
-        windows: (start, first that counts) of each window of `context` tokens; None if `tokens` has rows.
+        text: (n,) uint8.
+        windows: (start, first that counts) of each window, from `sliding_windows`.
+        context: Tokens in a window.
     """
 
-    def __init__(
-        self, tokens: np.ndarray, windows: Sequence[tuple[int, int]] | None = None, context: int | None = None
-    ) -> None:
-        self.tokens, self.windows, self.context = tokens, windows, context
+    def __init__(self, text: np.ndarray, windows: Sequence[tuple[int, int]], context: int) -> None:
+        self.text, self.windows, self.context = text, windows, context
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        if self.windows is None:
-            return self.tokens[index], 0
         start, first = self.windows[index]
-        return self.tokens[start : start + (self.context or 0)], first
+        return self.text[start : start + self.context], first
 
     def __len__(self) -> int:
-        return len(self.tokens if self.windows is None else self.windows)
+        return len(self.windows)
 
 
 class RecallDataset(Dataset):
@@ -140,106 +137,63 @@ def sliding_windows(length: int, context: int, stride: int | None = None) -> lis
 
 
 def pixel_train_loader(
-    images: np.ndarray,
-    augment: PixelAugmentation,
-    batch_size: int,
-    *,
-    seed: int = 0,
-    share: Share | None = None,
-    num_workers: int = 0,
-    pin_memory: bool = False,
+    images: np.ndarray, augment: PixelAugmentation, batch_size: int, *, seed: int = 0, **options: Any
 ) -> DataLoader:
     """Build the loader of the training images: tokens (B, 3072) twice, as inputs and as targets, int64.
 
     Args:
         images: (N, 32, 32, 3) uint8.
         batch_size: Images per update, over all processes and accumulation steps; B is this divided by their number.
+        options: `share`, that of this process, and of the DataLoader `num_workers` and `pin_memory`.
 
     Raises:
         ValueError: there are fewer images than that, or they cannot be divided evenly.
     """
-    dataset = PixelDataset(images, augment, seed)
-    return _train_loader(dataset, batch_size, seed, share or Share(), num_workers, pin_memory, _collate)
+    return _train_loader(PixelDataset(images, augment, seed), batch_size, seed, _collate, **options)
 
 
-def char_train_loader(
-    text: np.ndarray,
-    context: int,
-    batch_size: int,
-    *,
-    seed: int = 0,
-    share: Share | None = None,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-) -> DataLoader:
+def char_train_loader(text: np.ndarray, context: int, batch_size: int, *, seed: int = 0, **options: Any) -> DataLoader:
     """Build the loader of windows of the training text (n,): tokens (B, context) twice; otherwise as for pixels.
 
     Raises:
         ValueError: the text has fewer windows than an update, or they cannot be divided evenly.
     """
-    dataset = WindowDataset(text, context, seed)
-    return _train_loader(dataset, batch_size, seed, share or Share(), num_workers, pin_memory, _collate)
+    return _train_loader(WindowDataset(text, context, seed), batch_size, seed, _collate, **options)
 
 
-def recall_train_loader(
-    task: RecallTask,
-    size: int,
-    batch_size: int,
-    *,
-    seed: int = 0,
-    share: Share | None = None,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-) -> DataLoader:
+def recall_train_loader(task: RecallTask, size: int, batch_size: int, *, seed: int = 0, **options: Any) -> DataLoader:
     """Build the loader of training examples of associative recall: tokens and targets (B, T); otherwise as for pixels.
 
     Args:
         size: Examples of an epoch.
     """
-    dataset = RecallDataset(task, 'train', size, seed)
-    return _train_loader(dataset, batch_size, seed, share or Share(), num_workers, pin_memory, default_collate)
+    return _train_loader(RecallDataset(task, 'train', size, seed), batch_size, seed, default_collate, **options)
 
 
-def pixel_eval_loader(
-    images: np.ndarray, batch_size: int, *, share: Share | None = None, num_workers: int = 0
-) -> DataLoader:
-    """Build the loader of the images of this process, each once: tokens (B, 3072) twice."""
-    return _eval_loader(
-        EvalDataset(images_to_tokens(images)), batch_size, share or Share(), num_workers, _collate_counted
-    )
+def pixel_eval_loader(images: np.ndarray, batch_size: int, **options: Any) -> DataLoader:
+    """Build the loader of the images of this process, each once: tokens (B, 3072) twice.
+
+    Args:
+        options: `share`, that of this process, and `num_workers` of the DataLoader.
+    """
+    tokens = images_to_tokens(images)
+    return char_eval_loader(tokens.reshape(-1), tokens.shape[1], batch_size, **options)
 
 
 def char_eval_loader(
-    text: np.ndarray,
-    context: int,
-    batch_size: int,
-    *,
-    stride: int | None = None,
-    share: Share | None = None,
-    num_workers: int = 0,
+    text: np.ndarray, context: int, batch_size: int, *, stride: int | None = None, **options: Any
 ) -> DataLoader:
-    """Build the loader of this process's windows of a text (n,), placed by `sliding_windows`.
+    """Build the loader of this process's windows of a text (n,), placed by `sliding_windows`; otherwise as for pixels.
 
     Targets that another window counts are -100.
     """
     windows = sliding_windows(len(text), context, stride)
-    return _eval_loader(
-        EvalDataset(text, windows, context), batch_size, share or Share(), num_workers, _collate_counted
-    )
+    return _eval_loader(EvalDataset(text, windows, context), batch_size, _collate_counted, **options)
 
 
-def recall_eval_loader(
-    task: RecallTask,
-    split: str,
-    size: int,
-    batch_size: int,
-    *,
-    share: Share | None = None,
-    num_workers: int = 0,
-) -> DataLoader:
+def recall_eval_loader(task: RecallTask, split: str, size: int, batch_size: int, **options: Any) -> DataLoader:
     """Build the loader of this process's examples of associative recall, of the first `size` of a split of seed 0."""
-    dataset = RecallDataset(task, split, size)
-    return _eval_loader(dataset, batch_size, share or Share(), num_workers, default_collate)
+    return _eval_loader(RecallDataset(task, split, size), batch_size, default_collate, **options)
 
 
 def _generator(seed: int, draw: Draw) -> np.random.Generator:
@@ -250,11 +204,12 @@ def _train_loader(
     dataset: Any,
     batch_size: int,
     seed: int,
-    share: Share,
-    num_workers: int,
-    pin_memory: bool,
     collate: Callable[[list[Any]], Any],
+    share: Share | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
 ) -> DataLoader:
+    share = share or Share()
     return DataLoader(
         dataset,
         batch_size=share.part_size(batch_size),
@@ -268,10 +223,14 @@ def _train_loader(
 
 
 def _eval_loader(
-    dataset: Any, batch_size: int, share: Share, num_workers: int, collate: Callable[[list[Any]], Any]
+    dataset: Any,
+    batch_size: int,
+    collate: Callable[[list[Any]], Any],
+    share: Share | None = None,
+    num_workers: int = 0,
 ) -> DataLoader:
     return DataLoader(
-        share.of_evaluation(dataset),
+        (share or Share()).of_evaluation(dataset),
         batch_size=batch_size,
         collate_fn=collate,
         num_workers=num_workers,
