@@ -68,22 +68,14 @@ class BitsEvaluator:
 
 
 def evaluate_bits(
-    model: nn.Module,
-    loader: Any,
-    device: torch.device | str = 'cpu',
-    *,
-    amp_dtype: torch.dtype | None = None,
-    distributed: bool = False,
-    progress: bool = False,
+    model: nn.Module, loader: Any, device: torch.device | str = 'cpu', **options: Any
 ) -> dict[str, float]:
     """Measure the bits of a decoder; every token that counts is counted once.
 
     Args:
         model: Maps tokens (B, T) to their logits (B, T, V), each predicted from the tokens before it.
         loader: Yields tokens and targets (B, T), -100 where they do not count, as aft_vision.data has them.
-        amp_dtype: Autocast data type; None keeps the model's data type.
-        distributed: Sum over the processes of the default group, each of which has its share of the sequences.
-        progress: Show a progress bar on standard error.
+        options: `amp_dtype`, `distributed` and `progress`, as in `evaluate`.
 
     Returns:
         `loss` (mean, in nats), `bits`, `accuracy` in percent, `tokens`, `samples` (sequences), and `images_per_second`
@@ -92,16 +84,7 @@ def evaluate_bits(
     Raises:
         ValueError: the loader is empty.
     """
-    (found,) = evaluate_all(
-        [model],
-        loader,
-        device,
-        amp_dtype=amp_dtype,
-        distributed=distributed,
-        progress=progress,
-        evaluator=lambda: BitsEvaluator(device),
-    )
-    return found
+    return evaluate_all([model], loader, device, evaluator=lambda: BitsEvaluator(device), **options)[0]
 
 
 def _flat(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

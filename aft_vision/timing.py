@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -24,24 +24,18 @@ class Timing(NamedTuple):
 
 
 def time_interleaved(
-    calls: Sequence[Callable[[], object]],
-    device: torch.device,
-    rounds: int,
-    *,
-    warmup: int = 1,
-    least_seconds: float = LEAST_SECONDS,
-    progress: bool = False,
+    calls: Sequence[Callable[[], object]], device: torch.device, rounds: int, **options: Any
 ) -> list[Timing]:
     """Time calls in turn in every round, and compare them within the rounds.
 
     Args:
         calls: The others are compared with the first.
-        device: As in `time_rounds`, like the other arguments.
+        options: Of `time_rounds`, as are the other arguments.
 
     Raises:
         ValueError: there is no call, no round or no warm-up.
     """
-    found = time_rounds(calls, device, rounds, warmup=warmup, least_seconds=least_seconds, progress=progress)
+    found = time_rounds(calls, device, rounds, **options)
     return [compare_rounds(seconds, found[0]) for seconds in found]
 
 
@@ -83,7 +77,12 @@ def time_rounds(
             call()
         # The first calls may include compilation or tuning.
         repeats.append(max(1, math.ceil(least_seconds / max(_time(call, device, 1), 1e-9))))
-    return _time_in_turns(calls, device, repeats, rounds, progress)
+    found: list[list[float]] = [[] for _ in calls]
+    for turn in tqdm(range(rounds), desc='time', unit='round', leave=False, disable=None if progress else True):
+        for place in range(len(calls)):
+            index = (turn + place) % len(calls)
+            found[index].append(_time(calls[index], device, repeats[index]))
+    return found
 
 
 def compare_rounds(seconds: Sequence[float], first: Sequence[float]) -> Timing:
@@ -103,18 +102,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has finished its work."""
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
-
-
-def _time_in_turns(
-    calls: Sequence[Callable[[], object]], device: torch.device, repeats: Sequence[int], rounds: int, progress: bool
-) -> list[list[float]]:
-    """Return the seconds of every call in every round."""
-    found: list[list[float]] = [[] for _ in calls]
-    for turn in tqdm(range(rounds), desc='time', unit='round', leave=False, disable=None if progress else True):
-        for place in range(len(calls)):
-            index = (turn + place) % len(calls)
-            found[index].append(_time(calls[index], device, repeats[index]))
-    return found
 
 
 def _time(call: Callable[[], object], device: torch.device, repeats: int) -> float:
