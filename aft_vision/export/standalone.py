@@ -126,25 +126,22 @@ def hub_name(architecture: str) -> str:
     return ''.join(x if x.isalnum() else '_' for x in architecture)
 
 
-def write_code(
-    model: AFTVisionTransformer, folder: Path, size: tuple[int, int], tolerance: float = TOLERANCE
-) -> list[Check]:
+def write_code(model: AFTVisionTransformer, folder: Path, size: tuple[int, int]) -> list[Check]:
     """Write the modelling file, hubconf.py and preprocessor_config.json, and enter them into the folder's config.json.
 
     Args:
         model: The model whose config.json is in the folder.
         size: (H, W) in pixels of preprocessed images.
-        tolerance: Limit of the difference from the model on random images, see `Check`.
 
     Returns:
-        The comparisons with the model.
+        The comparisons with the model on random images.
 
     Raises:
         UnsupportedError: a part of the model has no standalone form; the message names the fix.
         ValueError: the standalone form differs from the model.
     """
     arch = describe(model)
-    checks = compare(model, arch, tolerance)
+    checks = compare(model, arch, TOLERANCE)
     cfg: Any = model.pretrained_cfg
     architecture = cfg['architecture']
     processor = image_processor(model, size)

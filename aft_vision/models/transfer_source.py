@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.models.deit_transfer import unwrap_state_dict
-from aft_vision.models.weight_files import check_checksum, first_line, load_torch_file
+from aft_vision.models.weight_files import check_checksum, load_torch_file
+from aft_vision.ops.common.errors import first_line
 
 WEIGHT_FILES = ('.pth', '.pt', '.bin', '.tar', '.ckpt', '.safetensors')
 # File names of weights on the hub.

@@ -9,6 +9,8 @@ from typing import IO, Any
 
 import torch
 
+from aft_vision.ops.common.errors import first_line
+
 # Bytes per read.
 CHUNK = 2**22
 # Weights inside the package: NAME.safetensors with its model card NAME.md, by the name and tag of timm.
@@ -63,11 +65,6 @@ def _other_contents(path: str | Path) -> list[str]:
     # It reads only zip files, the form of every torch since 1.6.
     except (RuntimeError, ValueError, pickle.UnpicklingError):
         return []
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the error's name if it has none."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def add_checksum(path: str | Path) -> None:

@@ -17,6 +17,7 @@ from aft_vision.visualize.figure import (
     Cell,
     check_indices,
     draw_grid,
+    layer_rows,
     number,
     save_figure,
 )
@@ -242,7 +243,7 @@ class _CellMaker:
         if shared is None:
             self.note += ' ' + below if exponentiated else f'\n{below}'
 
-    def __call__(self, bias: Tensor, title: str) -> Cell:
+    def __call__(self, bias: Tensor, title: str = '') -> Cell:
         low, high = self.shared or _limits(bias, self.exponentiated)
         caption = ''
         if self.shared is None:
@@ -253,11 +254,7 @@ class _CellMaker:
 def _head_rows(
     biases: Sequence[Tensor], heads: Sequence[int], layers: Sequence[int], cell: _CellMaker
 ) -> list[tuple[str, list[Cell]]]:
-    rows = []
-    for layer in layers:
-        title = 'head {}' if layer == layers[0] else ''
-        rows.append((f'layer {layer + 1}', [cell(biases[layer][head], title.format(head + 1)) for head in heads]))
-    return rows
+    return layer_rows(layers, heads, lambda layer: [cell(biases[layer][head]) for head in heads])
 
 
 def _layer_rows(

@@ -145,9 +145,9 @@ def _read_bits(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, flo
     return steps, read_history(folder / 'summary.csv')
 
 
-def _smoothed(values: Sequence[float], weight: float = 0.5) -> list[float]:
+def _smoothed(values: Sequence[float]) -> list[float]:
     """Return the moving average of values, corrected for its start at 0."""
-    smooth, mean = [], 0.0
+    weight, smooth, mean = 0.5, [], 0.0
     for number, value in enumerate(values, start=1):
         mean = weight * mean + (1 - weight) * value
         smooth.append(mean / (1 - weight**number))

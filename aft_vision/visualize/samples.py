@@ -15,13 +15,12 @@ from aft_vision.data.images import open_image
 HIDDEN, PAPER = 128, 255
 
 
-def image_sheet(images: Tensor, columns: int | None = None, scale: int = 4, margin: int | None = None) -> Image.Image:
+def image_sheet(images: Tensor, columns: int | None = None, scale: int = 4) -> Image.Image:
     """Arrange images (N, 3, H, W) uint8 in rows, enlarged by an integer factor.
 
     Args:
         columns: images per row; None makes the sheet about square.
-        scale: factor of enlargement.
-        margin: pixels between images; None means scale.
+        scale: factor of enlargement, and pixels between images.
 
     Raises:
         ValueError: there are no images, or columns or scale is below 1.
@@ -32,7 +31,7 @@ def image_sheet(images: Tensor, columns: int | None = None, scale: int = 4, marg
             f'expected images, columns and a scale of at least 1, got {len(images)}, {columns} and {scale}'
         )
     large = images.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
-    grid = make_grid(large, nrow=columns, padding=scale if margin is None else margin, pad_value=PAPER)
+    grid = make_grid(large, nrow=columns, padding=scale, pad_value=PAPER)
     return Image.fromarray(grid.permute(1, 2, 0).cpu().numpy())
 
 
