@@ -34,24 +34,28 @@ class CausalBias(Protocol):
         """Add the gradient of `rows`."""
 
 
-class FullBias:
-    """A whole (T, T) bias; only the lower triangle is read."""
-
-    step = 128
-
+class _LearnedBias:
+    # A bias with a row per target, and its gradient.
     def __init__(self, bias: Tensor) -> None:
         self.bias = bias
 
     @cached_property
     def grad(self) -> Tensor:
-        """Return the gradient of the bias, (T, T)."""
+        """Return the gradient of the bias, of its shape."""
         return torch.zeros(self.bias.shape, dtype=accumulate_dtype(self.bias), device=self.bias.device)
+
+    def span(self) -> float:
+        low, high = (float(x) for x in self.bias.aminmax())
+        return max(high, 0.0) - min(low, 0.0)
+
+
+class FullBias(_LearnedBias):
+    """A whole (T, T) bias; only the lower triangle is read."""
+
+    step = 128
 
     def low(self, start: int) -> int:
         return 0
-
-    def span(self) -> float:
-        return _span(self.bias)
 
     def logits(self, start: int, stop: int) -> Tensor:
         return _hide_future(self.bias[start:stop, :stop], start)
@@ -67,48 +71,40 @@ class FullBias:
         self.grad.index_add_(0, target, grad.to(self.grad.dtype))
 
 
-class BandBias:
+class BandBias(_LearnedBias):
     """A band (T, s): the token itself and the s - 1 before it; 0 for older sources."""
 
     def __init__(self, band: Tensor) -> None:
-        self.band = band
+        super().__init__(band)
         self.step = block_length(band.shape[1])
 
-    @cached_property
-    def grad(self) -> Tensor:
-        """Return the gradient of the band, (T, s)."""
-        return torch.zeros(self.band.shape, dtype=accumulate_dtype(self.band), device=self.band.device)
-
     def low(self, start: int) -> int:
-        return max(0, start - self.band.shape[1] + 1)
-
-    def span(self) -> float:
-        return _span(self.band)
+        return max(0, start - self.bias.shape[1] + 1)
 
     def logits(self, start: int, stop: int) -> Tensor:
-        rows = skew(self.band[start:stop])[:, self.low(start) - (start - self.band.shape[1] + 1) :]
+        rows = skew(self.bias[start:stop])[:, self.low(start) - (start - self.bias.shape[1] + 1) :]
         return _hide_future(rows, start - self.low(start))
 
     def add_grad(self, start: int, stop: int, grad: Tensor) -> None:
-        width = self.band.shape[1] + stop - start - 1
+        width = self.bias.shape[1] + stop - start - 1
         wide = grad.new_zeros(stop - start, width)
         wide[:, width - grad.shape[1] :] = grad
         self.grad[start:stop] += unskew(wide)
 
     def rows(self, target: Tensor) -> Tensor:
         place = self._places(target)
-        rows = self.band[target].gather(1, place.clamp(0, self.band.shape[1] - 1)).masked_fill(place < 0, 0.0)
-        return rows.masked_fill(place >= self.band.shape[1], float('-inf'))
+        rows = self.bias[target].gather(1, place.clamp(0, self.bias.shape[1] - 1)).masked_fill(place < 0, 0.0)
+        return rows.masked_fill(place >= self.bias.shape[1], float('-inf'))
 
     def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
         place = self._places(target)
-        rows = self.grad.new_zeros(len(target), self.band.shape[1])
-        rows.scatter_add_(1, place.clamp(0, self.band.shape[1] - 1), grad.to(rows.dtype).masked_fill(place < 0, 0.0))
+        rows = self.grad.new_zeros(len(target), self.bias.shape[1])
+        rows.scatter_add_(1, place.clamp(0, self.bias.shape[1] - 1), grad.to(rows.dtype).masked_fill(place < 0, 0.0))
         self.grad.index_add_(0, target, rows)
 
     def _places(self, target: Tensor) -> Tensor:
         # (N, T): the place of every source in the band of each target.
-        return torch.arange(len(self.band), device=target.device) - target[:, None] + self.band.shape[1] - 1
+        return torch.arange(len(self.bias), device=target.device) - target[:, None] + self.bias.shape[1] - 1
 
 
 class NoBias:
@@ -138,11 +134,6 @@ class NoBias:
 
     def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
         """Do nothing: there is no bias."""
-
-
-def _span(bias: Tensor) -> float:
-    low, high = (float(x) for x in bias.aminmax())
-    return max(high, 0.0) - min(low, 0.0)
 
 
 def _hide_future(rows: Tensor, diagonal: int) -> Tensor:

@@ -30,7 +30,6 @@ from aft_vision.ops.common.cpp import (
     floats,
     narrow_like,
     narrow_output,
-    number,
     pack,
     profiled,
     stream,
@@ -76,7 +75,9 @@ def local_causal_backward(
         fields += stream(x, held)
     fields += (address(d_band, held),)
     with profiled('aft_vision::local_backward'):
-        good = compiled().aft_local_causal_backward(pack(*fields), number(HEADROOM), LEAST, torch.get_num_threads())
+        good = compiled().aft_local_causal_backward(
+            pack(*fields), ctypes.c_float(HEADROOM), LEAST, torch.get_num_threads()
+        )
     if d_band is not None:
         bias.grad = d_band
     if not good:
@@ -97,7 +98,7 @@ def _forward(inputs: LocalInputs, y: Tensor, den: Tensor | None) -> bool:
     with profiled('aft_vision::local_forward'):
         good = compiled().aft_local_causal_forward(
             pack(*fields),
-            number(HEADROOM),
+            ctypes.c_float(HEADROOM),
             _Limits(LEAST, vanishing_limit(torch.float32, y.shape[1])),
             torch.get_num_threads(),
         )

@@ -180,11 +180,6 @@ def numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(values))(*values)
 
 
-def number(value: float) -> ctypes.c_float:
-    """Return a float32."""
-    return ctypes.c_float(value)
-
-
 def profiled(name: str) -> AbstractContextManager[object]:
     """Return a context that a profile shows by name."""
     return record_function(name) if torch.autograd._profiler_enabled() else _UNPROFILED

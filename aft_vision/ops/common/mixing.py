@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -64,6 +65,32 @@ class Weights(Protocol):
 
     def add_bias_rows_grad(self, head: Tensor, target: Tensor, grad: Tensor) -> None:
         """Add the gradient (N, T) of `bias_rows`."""
+
+
+class BiasGradient:
+    """The gradient of a bias, through its exponentials relative to a reference and through repaired rows.
+
+    Attributes:
+        bias: the bias.
+        exp: its exponentials, of the same shape.
+    """
+
+    bias: Tensor
+    exp: Tensor
+
+    @cached_property
+    def grad_exp(self) -> Tensor:
+        """Return the gradient of `exp`."""
+        return torch.zeros_like(self.exp)
+
+    @cached_property
+    def grad_repaired(self) -> Tensor:
+        """Return the gradient of the bias through repaired rows."""
+        return torch.zeros_like(self.exp)
+
+    def bias_grad(self) -> Tensor:
+        """Return the gradient of the bias, of its shape. The reference cancels and has no gradient."""
+        return torch.addcmul(self.grad_repaired, self.grad_exp, self.exp).to(self.bias.dtype)
 
 
 def mix_forward(inputs: Inputs, weights: Weights, out: Tensor, den: Tensor) -> None:

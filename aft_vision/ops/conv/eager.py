@@ -7,7 +7,6 @@ call is repeated in the Toeplitz form, a few heads at a time.
 """
 
 from collections.abc import Iterator
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aft_vision.ops.common.inputs import ConvInputs, empty_denominator, empty_output
-from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, Workspace, mix_backward, mix_forward
+from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, BiasGradient, Workspace, mix_backward, mix_forward
 from aft_vision.ops.common.numerics import accumulate_dtype, may_branch, product_dtype, shifted_exp
 
 # The Toeplitz form is used for up to this many heads, or if there are at most as many tokens as taps; it never has more
@@ -26,12 +25,12 @@ TOEPLITZ_ELEMENTS = 5_000_000
 CANCELLATION = {torch.bfloat16: 2.0, torch.float32: 16.0, torch.float64: 16.0}
 
 
-class ConvWeights:
+class ConvWeights(BiasGradient):
     """The base of both forms: exp(w - reference) with one reference per head, and the bias of single rows."""
 
     def __init__(self, inputs: ConvInputs) -> None:
         dtype, global_context = accumulate_dtype(inputs.v), inputs.global_context
-        self.kernel, self.grid, self.channels = inputs.kernel, (inputs.grid[0], inputs.grid[1]), inputs.channels
+        self.bias, self.grid, self.channels = inputs.kernel, (inputs.grid[0], inputs.grid[1]), inputs.channels
         self.global_context, self.product_dtype = global_context, product_dtype(inputs.v)
         kernel = inputs.kernel.to(dtype)
         # Finite, so that a head of minus infinity has no weights.
@@ -39,30 +38,16 @@ class ConvWeights:
         self.exp = torch.exp(kernel - reference)  # (h, s, s)
         self.outside = torch.exp(-reference) if global_context else torch.zeros_like(reference)  # (h, 1, 1)
 
-    @cached_property
-    def grad_exp(self) -> Tensor:
-        """Return the gradient of `exp`."""
-        return torch.zeros_like(self.exp)
-
-    @cached_property
-    def grad_taps(self) -> Tensor:
-        """Return the gradient of the kernel through repaired rows."""
-        return torch.zeros_like(self.exp)
-
     def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
-        outside = self.kernel.new_full((len(self.kernel), 1, 1), 0.0 if self.global_context else float('-inf'))
-        shifts = shifted_kernel(self.kernel, self.grid, outside)
+        outside = self.bias.new_full((len(self.bias), 1, 1), 0.0 if self.global_context else float('-inf'))
+        shifts = shifted_kernel(self.bias, self.grid, outside)
         return shifts.flatten(1)[head[:, None], self._shift_index(target)]
 
     def add_bias_rows_grad(self, head: Tensor, target: Tensor, grad: Tensor) -> None:
         shifts = shifted_kernel(torch.zeros_like(self.exp), self.grid, torch.zeros_like(self.outside))
         flat = head[:, None] * shifts[0].numel() + self._shift_index(target)
         shifts.view(-1).index_add_(0, flat.flatten(), grad.to(shifts.dtype).flatten())
-        self.grad_taps.add_(unshifted_kernel(shifts, self.kernel.shape[-1]))
-
-    def bias_grad(self) -> Tensor:
-        """Return the gradient of the kernel, (h, s, s)."""
-        return torch.addcmul(self.grad_taps, self.grad_exp, self.exp).to(self.kernel.dtype)
+        self.grad_repaired.add_(unshifted_kernel(shifts, self.bias.shape[-1]))
 
     def _shift_index(self, target: Tensor) -> Tensor:
         # (N, T): the place in the flattened (2H - 1, 2W - 1) shifts of every source, seen from each target.
@@ -82,7 +67,7 @@ class ToeplitzWeights(ConvWeights):
 
     def __init__(self, inputs: ConvInputs) -> None:
         super().__init__(inputs)
-        grid, kernel = self.grid, self.kernel
+        grid, kernel = self.grid, self.bias
         height, width = grid
         shifts = shifted_kernel(self.exp, grid, self.outside).to(self.product_dtype)
         # Row (y, x) is the window of the shifts that starts at (H - 1 - y, W - 1 - x): windows along W, then along H.
@@ -113,7 +98,7 @@ class ToeplitzWeights(ConvWeights):
         rows = self.grad_matrix.view(heads, height, width, height, width).flip(1, 2)
         rows = torch.ops.aten.unfold_backward(rows, [heads, height, 2 * width - 1, height], 2, width, 1)
         shifts = torch.ops.aten.unfold_backward(rows, [heads, 2 * height - 1, 2 * width - 1], 1, height, 1)
-        self.grad_exp.add_(unshifted_kernel(shifts, self.kernel.shape[-1]))
+        self.grad_exp.add_(unshifted_kernel(shifts, self.bias.shape[-1]))
         return super().bias_grad()
 
     def _views(self, buffer: Tensor) -> Workspace:
@@ -150,7 +135,7 @@ class DepthwiseWeights(ConvWeights):
         return self._convolve(x, self.taps.flip(1, 2))
 
     def add_grad(self, grad: Workspace, x: Workspace) -> None:
-        size = self.kernel.shape[-1]
+        size = self.bias.shape[-1]
         maps = self._maps(x)
         weight = maps.new_empty(maps.shape[1], 1, size, size)
         d_weight = torch.ops.aten.convolution_backward(
@@ -171,7 +156,7 @@ class DepthwiseWeights(ConvWeights):
         self.grad_exp.add_(d_heads)
 
     def _convolve(self, x: Workspace, taps: Tensor) -> Workspace:
-        size = self.kernel.shape[-1]
+        size = self.bias.shape[-1]
         maps = self._maps(x)
         weight = taps if self.channels == 1 else taps.repeat_interleave(self.channels + 1, dim=0)
         y = F.conv2d(maps, weight.unsqueeze(1), padding=size // 2, groups=maps.shape[1])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.cpp import Tokens, compiled, float_buffer, library, number, numbers, pointer
+from aft_vision.ops.common.cpp import Tokens, compiled, float_buffer, library, numbers, pointer
 from aft_vision.ops.decode import eager as decode
 from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import LocalState, SimpleState
@@ -80,7 +80,7 @@ def simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: Sequence[Tensor])
         numbers(reference.shape),
         *map(_tokens, rows),
         *map(pointer, (reference, numerator, denominator, out)),
-        number(decode.HEADROOM),
+        ctypes.c_float(decode.HEADROOM),
     )
     return out
 

@@ -1,12 +1,10 @@
 """AFT-full, not causal (AFT Eq. 2)."""
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
 from aft_vision.ops.common.inputs import FullInputs, empty_denominator, empty_output
-from aft_vision.ops.common.mixing import Workspace, mix_backward, mix_forward
+from aft_vision.ops.common.mixing import BiasGradient, Workspace, mix_backward, mix_forward
 from aft_vision.ops.common.numerics import accumulate_dtype, may_branch, product_dtype
 
 # Workspace elements of a batch chunk, minimum, maximum and per thread: they fit into the caches, and the peak of memory
@@ -14,7 +12,7 @@ from aft_vision.ops.common.numerics import accumulate_dtype, may_branch, product
 LEAST_ELEMENTS, CHUNK_ELEMENTS, THREAD_ELEMENTS = 1 << 19, 1 << 20, 1 << 18
 
 
-class FullWeights:
+class FullWeights(BiasGradient):
     """One (T, T) matrix over all channels, applied to the values and to the keys of each sequence."""
 
     writes_to_spare = True
@@ -31,16 +29,6 @@ class FullWeights:
     @property
     def chunk_elements(self) -> int:
         return min(CHUNK_ELEMENTS, max(LEAST_ELEMENTS, THREAD_ELEMENTS * torch.get_num_threads()))
-
-    @cached_property
-    def grad_exp(self) -> Tensor:
-        """Return the gradient of `exp`."""
-        return torch.zeros_like(self.exp)
-
-    @cached_property
-    def grad_rows(self) -> Tensor:
-        """Return the gradient of the repaired rows of the bias."""
-        return torch.zeros_like(self.exp)
 
     def workspace(self, batch: int) -> Workspace:
         return self._views(self.matrix.new_empty(2, batch, len(self.matrix), self.channels))
@@ -63,11 +51,7 @@ class FullWeights:
         return self.bias[target]
 
     def add_bias_rows_grad(self, head: Tensor, target: Tensor, grad: Tensor) -> None:
-        self.grad_rows.index_add_(0, target, grad.to(self.grad_rows.dtype))
-
-    def bias_grad(self) -> Tensor:
-        """Return the gradient of the bias, (T, T). The reference cancels and has no gradient."""
-        return torch.addcmul(self.grad_rows, self.grad_exp, self.exp).to(self.bias.dtype)
+        self.grad_repaired.index_add_(0, target, grad.to(self.grad_repaired.dtype))
 
     def _product(self, matrix: Tensor, x: Workspace, spare: Workspace) -> Workspace:
         # One product per sequence: torch would fold a 2-d matrix into a transposed copy.

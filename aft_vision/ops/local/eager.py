@@ -5,14 +5,13 @@ through running sums from both ends, so nothing is subtracted and no (T, T) matr
 """
 
 from collections.abc import Iterator
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from aft_vision.ops.common.inputs import LocalInputs, empty_denominator, empty_output
-from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, Workspace, mix_backward, mix_forward
+from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, BiasGradient, Workspace, mix_backward, mix_forward
 from aft_vision.ops.common.numerics import accumulate_dtype, product_dtype
 from aft_vision.ops.local.band import block_length, skew, unskew
 
@@ -25,14 +24,14 @@ class _Block(NamedTuple):
     high: int
 
 
-class LocalWeights:
+class LocalWeights(BiasGradient):
     """A band of 2s - 1 weights per target, and weight one outside it (before the row's reference is subtracted)."""
 
     writes_to_spare = False
     chunk_elements = CHUNK_ELEMENTS
 
     def __init__(self, band: Tensor, v: Tensor) -> None:
-        self.band, self.channels = band, v.shape[2]
+        self.bias, self.channels = band, v.shape[2]
         tokens, width = band.shape
         self.window = (width + 1) // 2
         dtype = accumulate_dtype(v)
@@ -47,19 +46,9 @@ class LocalWeights:
         self.exp = torch.exp(logits - self.reference)  # (T, 2s - 1)
         self.outside = torch.exp(-self.reference).masked_fill(~has_outside[:, None], 0.0)  # (T, 1)
 
-    @cached_property
-    def grad_exp(self) -> Tensor:
-        """Return the gradient of `exp`."""
-        return torch.zeros_like(self.exp)
-
-    @cached_property
-    def grad_band(self) -> Tensor:
-        """Return the gradient of the repaired rows of the band."""
-        return torch.zeros_like(self.exp)
-
     def workspace(self, batch: int) -> Workspace:
-        shape = (len(self.band), batch, 2, self.channels)
-        return self._views(torch.empty(shape, dtype=self.product_dtype, device=self.band.device))
+        shape = (len(self.bias), batch, 2, self.channels)
+        return self._views(torch.empty(shape, dtype=self.product_dtype, device=self.bias.device))
 
     def apply(self, x: Workspace, spare: Workspace) -> Workspace:
         flat = x.buffer.flatten(1)
@@ -103,20 +92,16 @@ class LocalWeights:
 
     def bias_rows(self, head: Tensor, target: Tensor) -> Tensor:
         inside, place = self._places(target)
-        return self.band[target].gather(1, place).masked_fill(~inside, 0.0)
+        return self.bias[target].gather(1, place).masked_fill(~inside, 0.0)
 
     def add_bias_rows_grad(self, head: Tensor, target: Tensor, grad: Tensor) -> None:
         inside, place = self._places(target)
-        rows = self.grad_band.new_zeros(len(target), self.band.shape[1])
+        rows = self.grad_repaired.new_zeros(len(target), self.bias.shape[1])
         rows.scatter_add_(1, place, grad.to(rows.dtype).masked_fill(~inside, 0.0))
-        self.grad_band.index_add_(0, target, rows)
-
-    def bias_grad(self) -> Tensor:
-        """Return the gradient of the band, (T, 2s - 1); zero for entries outside the sequence."""
-        return torch.addcmul(self.grad_band, self.grad_exp, self.exp).to(self.band.dtype)
+        self.grad_repaired.index_add_(0, target, rows)
 
     def _blocks(self) -> Iterator[_Block]:
-        tokens, reach = len(self.band), self.window - 1
+        tokens, reach = len(self.bias), self.window - 1
         step = block_length(self.window)
         for start in range(0, tokens, step):
             stop = min(start + step, tokens)
@@ -132,8 +117,8 @@ class LocalWeights:
 
     def _places(self, target: Tensor) -> tuple[Tensor, Tensor]:
         # (N, T): whether a source is in the window of each target, and its place in the band.
-        place = torch.arange(len(self.band), device=target.device) - target[:, None] + self.window - 1
-        width = self.band.shape[1]
+        place = torch.arange(len(self.bias), device=target.device) - target[:, None] + self.window - 1
+        width = self.bias.shape[1]
         return (place >= 0) & (place < width), place.clamp(0, width - 1)
 
     def _views(self, buffer: Tensor) -> Workspace:
