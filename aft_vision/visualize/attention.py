@@ -156,30 +156,24 @@ def _attention(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int, heads:
     return logits.to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)[:, prefix:, prefix:]
 
 
-def draw_relative_attention(
-    maps: Mapping[str, Tensor],
-    heads: Mapping[str, Sequence[int]] | None = None,
-    layers: Sequence[int] | None = None,
-) -> Any:
+def draw_relative_attention(maps: Mapping[str, Tensor], heads: Mapping[str, Sequence[int]] | None = None) -> Any:
     """Draw average relative attention maps, with several models side by side (AFT Fig. 1, Fig. 5).
 
     Args:
         maps: Results of `relative_attention` by model name.
         heads: Indices of these heads by model name; None numbers them from the first.
-        layers: Indices of layers; None means all.
 
     Returns:
         A matplotlib Figure: a row per layer and a column per head.
 
     Raises:
-        ValueError: a layer does not exist.
         ImportError: matplotlib is not installed.
     """
     blocks: list[Block] = []
     for name, found in maps.items():
-        chosen = check_indices('layer', layers, len(found), len(found))
         labelled = not blocks or len(found) != len(next(iter(maps.values())))
-        rows = layer_rows(chosen, heads[name] if heads else range(found.shape[1]), partial(_relative_cells, found))
+        shown = heads[name] if heads else range(found.shape[1])
+        rows = layer_rows(range(len(found)), shown, partial(_relative_cells, found))
         blocks.append(Block(name, rows if labelled else [('', cells) for _, cells in rows]))
     note = (
         'Mean over images and query positions by the offset from query to key; the centre is the query itself.\n'
