@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from aft_vision.fastformer.data.batches import AnyDataset
 from aft_vision.fastformer.data.files import Record, missing_columns
 from aft_vision.fastformer.data.splits import FRACTIONS
-from aft_vision.fastformer.data.table import check_text, draw_rows, drop_missing_values, read_records
+from aft_vision.fastformer.data.table import check_text, complete_records, dataset_records, draw_rows, read_records
 
 CNN_DAILYMAIL = dict(name='abisee/cnn_dailymail', config='3.0.0', text='article', summary='highlights')
 PUBMED = dict(name='ccdv/pubmed-summarization', config='document', text='article', summary='abstract')
@@ -76,12 +76,7 @@ def read_hub_summaries(
     """
     dataset = load_dataset(name, config, split=split, **(load_options or {}))
     columns = [text] if isinstance(text, str) else list(text)
-    if not {*columns, summary} <= set(dataset.column_names):
-        raise missing_columns('the data set', [*columns, summary], dataset.column_names)
-    rows = dataset.select_columns(list(dict.fromkeys([*columns, summary])))
-    return collect_summaries(
-        (Record(f'row {number}', row) for number, row in enumerate(rows, 1)), columns, summary, **options
-    )
+    return collect_summaries(dataset_records(dataset, [*columns, summary]), columns, summary, **options)
 
 
 def read_cnn_dailymail(path: str | Path | None = None, split: str | None = None, **options: Any) -> Dataset:
@@ -259,11 +254,7 @@ def _of_split(records: Iterable[Record], column: str, split: str, path: str | Pa
 def _pairs(
     records: Iterable[Record], text: Sequence[str], summary: str, drop_incomplete: bool, skip_lines: int
 ) -> Iterator[tuple[str, str]]:
-    if drop_incomplete:
-        records = drop_missing_values(records, [*text, summary])
-    for place, values in records:
-        if not values.keys() >= {*text, summary}:
-            raise missing_columns(place, [*text, summary], list(values))
+    for place, values in complete_records(records, [*text, summary], drop_incomplete):
         content = ' '.join(filter(None, (check_text(place, column, values[column]) for column in text)))
         pair = _without_lines(content, skip_lines), check_text(place, summary, values[summary])
         blank = [name for name, part in zip(('text', 'summary'), pair, strict=True) if not part.strip()]

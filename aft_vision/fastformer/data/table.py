@@ -105,16 +105,24 @@ def from_dataset(
     Labels of a ClassLabel keep their names and order; its -1, which stands for no label, counts as missing.
     """
     columns = [text] if isinstance(text, str) else list(text)
-    found = dataset.column_names
-    if not {*columns, label} <= set(found):
-        raise missing_columns('the data set', [*columns, label], found)
+    records = dataset_records(dataset, [*columns, label])
     feature = dataset.features[label]
-    dataset = dataset.select_columns(list(dict.fromkeys([*columns, label])))
-    records: Iterable[Record] = (Record(f'row {number}', row) for number, row in enumerate(dataset, 1))
     if isinstance(feature, ClassLabel):
         label_names = label_names or feature.names
         records = _with_names(records, label, feature.names)
     return collect(records, columns, label, label_names, **options)
+
+
+def dataset_records(dataset: Dataset, columns: Sequence[str]) -> Iterator[Record]:
+    """Stream some columns of a `datasets.Dataset`; a place counts rows from 1.
+
+    Raises:
+        ValueError: it lacks a column.
+    """
+    if not set(columns) <= set(dataset.column_names):
+        raise missing_columns('the data set', columns, dataset.column_names)
+    rows = dataset.select_columns(list(dict.fromkeys(columns)))
+    return (Record(f'row {number}', row) for number, row in enumerate(rows, 1))
 
 
 def collect(
@@ -175,19 +183,24 @@ def check_text(place: str, column: str, value: Any) -> str:
     return value
 
 
-def drop_missing_values(records: Iterable[Record], columns: Sequence[str]) -> Iterator[Record]:
-    """Leave out records in which a column is absent or null.
+def complete_records(records: Iterable[Record], columns: Sequence[str], drop_incomplete: bool) -> Iterator[Record]:
+    """Yield the records, all of which have the columns.
+
+    Args:
+        drop_incomplete: Leave out records in which a column is absent or null.
 
     Raises:
-        ValueError: a column is in no record, for example because it is misspelt; the message names the first record.
+        ValueError: a record lacks a column; with drop_incomplete, a column is in no record, for example because it is
+            misspelt, and the message names the first record.
     """
     first: Record | None = None
-    unseen = set(columns)
+    unseen = needed = frozenset(columns)
     for record in records:
         first = first or record
-        if unseen:
-            unseen -= record.values.keys()
-        if all(record.values.get(name) is not None for name in columns):
+        unseen -= record.values.keys()
+        if not drop_incomplete and not record.values.keys() >= needed:
+            raise missing_columns(record.place, columns, list(record.values))
+        if not drop_incomplete or all(record.values.get(name) is not None for name in needed):
             yield record
     if first is not None and unseen:
         raise missing_columns(first.place, columns, list(first.values))
@@ -242,11 +255,7 @@ def as_label(value: Any) -> str | None:
 def _labelled_rows(
     records: Iterable[Record], text: Sequence[str], label: str, names: Mapping[str, str] | None, drop_incomplete: bool
 ) -> Iterator[tuple[str, str]]:
-    if drop_incomplete:
-        records = drop_missing_values(records, [*text, label])
-    for place, values in records:
-        if not values.keys() >= {*text, label}:
-            raise missing_columns(place, [*text, label], list(values))
+    for place, values in complete_records(records, [*text, label], drop_incomplete):
         if drop_incomplete and values[label] == '':
             continue
         parts = [check_text(place, column, values[column]) for column in text]
