@@ -172,28 +172,14 @@ def train_transform(
     img_size: tuple[int, int] | NativeShape, augment: Augmentation, mean: Sequence[float], std: Sequence[float]
 ) -> Any:
     """Build timm's training transform up to the uint8 tensor, without the steps that act on the batch."""
-    crop_and_flip, automatic, to_tensor = _train_stages(img_size, augment, mean, std)
+    crop_and_flip, automatic, to_tensor = train_stages(img_size, augment, mean, std)
     return Compose([_to_rgb, *crop_and_flip, *automatic, *to_tensor])
 
 
-def crop_and_flip_steps(img_size: tuple[int, int], augment: Augmentation) -> list[Any]:
-    """Return the first steps of timm's training transform: the random crop, and the flip if enabled."""
-    return _train_stages(img_size, augment, mean=(0.5,) * 3, std=(1.0,) * 3)[0]
-
-
-def automatic_steps(img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float]) -> list[Any]:
-    """Return the steps of timm's training transform between flip and tensor: automatic augmentation and jitter."""
-    return _train_stages(img_size, augment, mean, std=(1.0,) * 3)[1]
-
-
-def _operations_of(step: Any) -> list[Any]:
-    """Return timm's operations in a step of its automatic augmentation; other steps have none."""
-    return [*getattr(step, 'ops', ()), *chain.from_iterable(getattr(step, 'policy', ()))]
-
-
-def _train_stages(
+def train_stages(
     img_size: tuple[int, int] | NativeShape, augment: Augmentation, mean: Sequence[float], std: Sequence[float]
-) -> list[list[Any]]:
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the steps of timm's training transform: crop and flip, automatic augmentation and jitter, and the rest."""
     stages = create_transform(
         **_size_arguments(img_size),
         is_training=True,
@@ -210,7 +196,7 @@ def _train_stages(
     )
     crop_and_flip, automatic, to_tensor = (stage.transforms for stage in stages)
     _allow_posterize_to_no_bits(automatic)
-    return [crop_and_flip, automatic, to_tensor]
+    return crop_and_flip, automatic, to_tensor
 
 
 def eval_transform(img_size: tuple[int, int] | NativeShape, crop_pct: float) -> Any:
@@ -249,9 +235,11 @@ def _allow_posterize_to_no_bits(steps: list[Any]) -> None:
     At the largest magnitude timm keeps 0 bits. Up to version 12 Pillow made such an image black, as in the runs behind
     the published accuracies; version 13 raises an error.
     """
-    for op in chain.from_iterable(map(_operations_of, steps)):
-        if op.name.startswith('Posterize'):
-            op.aug_fn = _posterize
+    for step in steps:
+        # RandAugment has a list of operations, AutoAugment one of lists, and other steps have neither.
+        for op in chain(getattr(step, 'ops', ()), *getattr(step, 'policy', ())):
+            if op.name.startswith('Posterize'):
+                op.aug_fn = _posterize
 
 
 def _posterize(image: Any, bits_to_keep: int, **kwargs: Any) -> Any:

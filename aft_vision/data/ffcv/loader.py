@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
-from aft_vision.data.augment import Augmentation, automatic_steps, crop_and_flip_steps
+from aft_vision.data.augment import Augmentation, train_stages
 from aft_vision.data.checked import CheckedDataset
 from aft_vision.data.images import CorruptImageError
 
@@ -151,10 +151,10 @@ class TrainTransform:
     """
 
     def __init__(self, img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float]) -> None:
-        self.crop, *_ = crop_and_flip_steps(img_size, augment)
+        (self.crop, *_), automatic, _ = train_stages(img_size, augment, mean, std=(1.0,) * 3)
         self.hflip = augment.hflip
         # timm also has a colour jitter of strength 0.
-        self.steps = automatic_steps(img_size, augment, mean) if augment.changes_colors else []
+        self.steps = automatic if augment.changes_colors else []
 
     def __call__(self, image: np.ndarray) -> torch.Tensor:
         """Transform an image.
