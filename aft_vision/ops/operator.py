@@ -420,7 +420,7 @@ class _Operator:
         inputs, need_bias = self.inputs._make(args[:-2]), args[-2]
         q, k, v = inputs[:3]
         biases = [getattr(inputs, field) if need_bias else None for field in self.biases]
-        return tuple(_fake_grad(x, k) for x in (q, k, v, *biases))
+        return tuple(k.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, *biases))
 
     def register(self) -> None:
         """Register both operators with their fakes and derivatives; the backward has an error for a second one."""
@@ -509,10 +509,6 @@ def _restored(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
 
 _LIBRARY = torch.library.Library('aft_vision', 'FRAGMENT')
 _SCHEMA_TYPES = {Tensor: 'Tensor', Tensor | None: 'Tensor?', bool: 'bool'}
-
-
-def _fake_grad(x: Tensor | None, k: Tensor) -> Tensor:
-    return k.new_empty(0) if x is None else x.new_empty(x.shape)
 
 
 # The module that makes the weights of a bias, and the dimensions of the bias.

@@ -86,7 +86,8 @@ def build_library(rebuild: bool = False) -> Path:
     if kept is not None:
         return kept
     with locked(folder / 'lock'):
-        _remove_killed(folder)
+        # A build may be running on another host, which a lock local to this host does not exclude.
+        _remove_old(folder.glob(f'{UNFINISHED}*'), KILLED_SECONDS)
         # Another process may have built it in the meantime.
         kept = None if rebuild else _kept(folder, name)
         if kept is not None:
@@ -99,7 +100,7 @@ def build_library(rebuild: bool = False) -> Path:
                 raise
             path = _compile([x for x in command if x != HALF_FLAG], folder, name)
         _remove_replaced([other for other in folder.glob(f'{name}_*.so') if other != path])
-        _remove_unused([other for other in folder.glob(f'{kind}_*.so') if other != path])
+        _remove_old([other for other in folder.glob(f'{kind}_*.so') if other != path], UNUSED_SECONDS)
     return path
 
 
@@ -167,14 +168,6 @@ def _digest_of(path: Path) -> str:
     return f'_{_digest(path.read_bytes())}'
 
 
-def _remove_killed(folder: Path) -> None:
-    # A build may be running on another host, which a lock local to this host does not exclude.
-    for left in folder.glob(f'{UNFINISHED}*'):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > KILLED_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
-
-
 def _compile(command: list[str], folder: Path, name: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix=UNFINISHED) as place:
         built = Path(place) / f'{name}.so'
@@ -207,12 +200,12 @@ def _remove_replaced(paths: Iterable[Path]) -> None:
         _logger.warning('%s was damaged, could not be loaded, or could be changed by other users: built again', path)
 
 
-def _remove_unused(paths: Iterable[Path]) -> None:
+def _remove_old(paths: Iterable[Path], seconds: float) -> None:
     for path in paths:
-        # Another process may remove it too. A process that has loaded it is not affected.
+        # Another process may remove it too. A process that has loaded a library is not affected.
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > UNUSED_SECONDS:
-                path.unlink()
+            if time.time() - path.stat().st_mtime > seconds:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _first_error(output: str) -> str:

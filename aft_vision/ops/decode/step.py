@@ -152,18 +152,13 @@ def aft_local_prefill(
     leaving = max(0, before + tokens - window)
     if leaving > 0:
         decode.absorb_many(keys[:, :leaving], values[:, :leaving], *past)
-    held_keys, held_values = _empty_ring(state)
+    held_values = torch.zeros_like(state.ring[..., :dim])
+    held_keys = torch.full_like(held_values, float('-inf'))
     slots = torch.arange(count - before + leaving, count + tokens, device=k.device) % window
     held_keys[:, slots], held_values[:, slots] = keys[:, leaving:], values[:, leaving:]
     decode.encode(held_keys, held_values, state.reference, state.sums, state.ring, state.holds_keys)
     state.position.add_(tokens)
     return _finish(q, v, mean), state
-
-
-def _empty_ring(state: LocalState) -> tuple[Tensor, Tensor]:
-    # Empty keys and values (B, s, D).
-    values = torch.zeros_like(state.ring[..., : state.reference.shape[1]])
-    return torch.full_like(values, float('-inf')), values
 
 
 def _finish(q: Tensor | None, v: Tensor, mean: Tensor) -> Tensor:
