@@ -52,7 +52,7 @@ def compile_kernels(
     failure = None
     with _targeting(capability) as (compiled, refused):
         try:
-            kernels = verify._Kernels(name)
+            kernels = verify.Form(verify.OPERATORS[name].triton, name)
             for shape in shapes:
                 inputs = verify.draw_inputs(name, shape, types, torch.device('cpu'))
                 for choice in range(Tuner.most if choices is None else choices):

@@ -21,18 +21,12 @@ import torch
 import triton
 from torch import Tensor
 
-from aft_vision.ops.axial import eager as axial
-from aft_vision.ops.causal import eager as causal
 from aft_vision.ops.common import launch
 from aft_vision.ops.common.capture import is_capturing
 from aft_vision.ops.common.errors import first_line
 from aft_vision.ops.common.inputs import AxialInputs, ConvInputs, FullInputs, LocalInputs, OnehotInputs, Qkv
 from aft_vision.ops.common.locks import locked
 from aft_vision.ops.common.tuner import Tuner
-from aft_vision.ops.conv import eager as conv
-from aft_vision.ops.conv import onehot
-from aft_vision.ops.full import eager as full
-from aft_vision.ops.simple import eager as simple
 
 _logger = logging.getLogger(__name__)
 
@@ -75,12 +69,27 @@ SMALL = Shape(B=2, grid=(7, 10), D=48, channels=1, window=17)
 
 
 class Operator(NamedTuple):
-    """The torch form of an operator, and `others`, which makes its inputs after q, k, v for a shape and bias spread."""
+    """The two forms of an operator, and how its inputs are drawn.
+
+    Attributes:
+        inputs: the NamedTuple of its inputs.
+        torch, triton: modules below `aft_vision.ops` with the forms.
+        others: makes the inputs after q, k, v for a shape and bias spread.
+    """
 
     inputs: Callable[..., Any]
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, ...]]
+    torch: str
+    triton: str
     others: Callable[[Shape, float, Tensor], tuple[Any, ...]]
+
+
+class Form:
+    """The forward and the backward of an operator in one of its modules."""
+
+    def __init__(self, module: str, name: str) -> None:
+        found = importlib.import_module(f'aft_vision.ops.{module}')
+        self.forward = getattr(found, f'{name}_forward')
+        self.backward = getattr(found, f'{name}_backward')
 
 
 def _draw(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -113,23 +122,21 @@ def _tokens(shape: Shape) -> int:
 OPERATORS = {
     'full': Operator(
         FullInputs,
-        full.full_forward,
-        full.full_backward,
+        'full.eager',
+        'full.triton',
         lambda shape, spread, mask: (_draw(_tokens(shape), _tokens(shape), seed=3, scale=spread), mask),
     ),
-    'simple': Operator(Qkv, simple.simple_forward, simple.simple_backward, lambda shape, spread, mask: (mask,)),
-    'conv': Operator(ConvInputs, conv.conv_forward, conv.conv_backward, _conv_inputs),
-    'onehot': Operator(OnehotInputs, onehot.onehot_forward, onehot.onehot_backward, _onehot_inputs),
-    'axial': Operator(AxialInputs, axial.axial_forward, axial.axial_backward, _axial_inputs),
+    'simple': Operator(Qkv, 'simple.eager', 'simple.triton', lambda shape, spread, mask: (mask,)),
+    'conv': Operator(ConvInputs, 'conv.eager', 'conv.triton', _conv_inputs),
+    'onehot': Operator(OnehotInputs, 'conv.onehot', 'conv.onehot_triton', _onehot_inputs),
+    'axial': Operator(AxialInputs, 'axial.eager', 'axial.triton', _axial_inputs),
     'local_causal': Operator(
         LocalInputs,
-        causal.local_causal_forward,
-        causal.local_causal_backward,
+        'causal.eager',
+        'causal.local_triton',
         lambda shape, spread, mask: (_draw(_tokens(shape), shape.window, seed=3, scale=spread), mask),
     ),
-    'simple_causal': Operator(
-        Qkv, causal.simple_causal_forward, causal.simple_causal_backward, lambda shape, spread, mask: (mask,)
-    ),
+    'simple_causal': Operator(Qkv, 'causal.eager', 'causal.simple_triton', lambda shape, spread, mask: (mask,)),
 }
 
 
@@ -274,11 +281,11 @@ def find_failure(
         OutOfMemoryError: the device has not enough free memory, which says nothing about the kernels.
     """
     try:
-        kernels = _Kernels(name)
+        kernels, reference = (Form(module, name) for module in (OPERATORS[name].triton, OPERATORS[name].torch))
         for shape in shapes or (SMALL,):
             for spread in (1.0, WIDE):
                 inputs = draw_inputs(name, shape, types, device, spread)
-                wanted = _run(OPERATORS[name], inputs._make(map(_double, inputs)))
+                wanted = _run(reference, inputs._make(map(_double, inputs)))
                 for choice in range(Tuner.most if choices is None else choices):
                     with Tuner.choosing(choice):
                         found = _run(kernels, inputs)
@@ -289,25 +296,6 @@ def find_failure(
     except Exception as error:
         return first_line(error)
     return None
-
-
-# The launch functions of each operation.
-MODULES = {
-    'full': 'full.triton',
-    'simple': 'simple.triton',
-    'conv': 'conv.triton',
-    'onehot': 'conv.onehot_triton',
-    'axial': 'axial.triton',
-    'local_causal': 'causal.local_triton',
-    'simple_causal': 'causal.simple_triton',
-}
-
-
-class _Kernels:
-    def __init__(self, name: str) -> None:
-        kernels = importlib.import_module(f'aft_vision.ops.{MODULES[name]}')
-        self.forward = getattr(kernels, f'{name}_forward')
-        self.backward = getattr(kernels, f'{name}_backward')
 
 
 def draw_inputs(name: str, shape: Shape, types: Types, device: torch.device, spread: float = 1.0) -> Any:
@@ -335,11 +323,11 @@ def _double(x: Any) -> Any:
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _run(operator: Any, inputs: Any) -> tuple[Tensor, ...]:
+def _run(form: Form, inputs: Any) -> tuple[Tensor, ...]:
     # As PARTS.
-    y, saved = operator.forward(inputs, True)
+    y, saved = form.forward(inputs, True)
     grad = _draw(*y.shape, seed=9).bfloat16().to(y)
-    return y, *operator.backward(grad, y, saved, inputs, True)
+    return y, *form.backward(grad, y, saved, inputs, True)
 
 
 def _check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], types: Types, spread: float) -> None:

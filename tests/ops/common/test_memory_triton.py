@@ -144,7 +144,7 @@ def test_a_kernel_accesses_its_own_tensors_and_writes_all_of_its_results(name: s
     B, D = (2, 6) if spread == 1.0 else (1, 2)
     shape = verify.Shape(B, grid, D, channels=2 if name in ('conv', 'onehot', 'axial') else 1, window=4)
     inputs = verify.draw_inputs(name, shape, (torch.float32,), torch.device('cpu'), spread)
-    found = verify._run(verify._Kernels(name), inputs)
-    wanted = verify._run(verify.OPERATORS[name], inputs._make(map(verify._double, inputs)))
+    found = verify._run(verify.Form(verify.OPERATORS[name].triton, name), inputs)
+    wanted = verify._run(verify.Form(verify.OPERATORS[name].torch, name), inputs._make(map(verify._double, inputs)))
     verify._check(found, wanted, (torch.float32,), spread)
     assert checker.launches >= 2
