@@ -14,6 +14,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from aft_vision.fastformer.data.batches import token_ids
+
 
 def load_summarizer(
     folder: str | Path, device: str | torch.device = 'cpu'
@@ -96,9 +98,5 @@ def _encode(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> dict[str, torch.Tensor]:
     longest = getattr(model.config, 'max_position_embeddings', None)
-    options = dict(truncation=longest is not None, max_length=longest, return_attention_mask=False)
-    rows = tokenizer(list(texts), **options)['input_ids']
-    # A text without a token becomes one unknown token, as in training.
-    rows = [row or [tokenizer.unk_token_id] for row in rows]
-    batch = tokenizer.pad({'input_ids': rows}, return_tensors='pt')
+    batch = tokenizer.pad({'input_ids': token_ids(texts, tokenizer, longest)}, return_tensors='pt')
     return {name: batch[name].to(model.device) for name in ('input_ids', 'attention_mask')}

@@ -13,7 +13,7 @@ import pandas as pd
 from datasets import Dataset, DatasetDict, Features, Value, load_dataset
 from transformers import PreTrainedTokenizerBase
 
-from aft_vision.fastformer.data.batches import AnyDataset
+from aft_vision.fastformer.data.batches import AnyDataset, token_ids
 from aft_vision.fastformer.data.files import Record, missing_columns
 from aft_vision.fastformer.data.splits import FRACTIONS
 from aft_vision.fastformer.data.table import check_text, complete_records, dataset_records, draw_rows, read_records
@@ -190,11 +190,6 @@ def tokenize_summaries(
     if max_summary_length is not None and max_summary_length < 2:
         raise ValueError(f'max_summary_length must be at least 2, got {max_summary_length}')
 
-    def encode(texts: list[str], length: int | None) -> list[list[int]]:
-        cut = length is not None
-        encoded: Any = tokenizer(texts, truncation=cut, max_length=length, return_attention_mask=False)
-        return encoded['input_ids']
-
     end: int = tokenizer.eos_token_id
     room: int | None = None if max_summary_length is None else max_summary_length - 1
 
@@ -203,9 +198,10 @@ def tokenize_summaries(
         return target if target[-1:] == [end] else [*target[:room], end]
 
     def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
-        inputs = [source or [tokenizer.unk_token_id] for source in encode(batch['text'], max_length)]
-        labels = [closed(target) for target in encode(batch['summary'], max_summary_length)]
-        return {'input_ids': inputs, 'labels': labels}
+        cut = max_summary_length is not None
+        targets: Any = tokenizer(batch['summary'], truncation=cut, max_length=max_summary_length)['input_ids']
+        inputs = token_ids(batch['text'], tokenizer, max_length)
+        return {'input_ids': inputs, 'labels': [closed(target) for target in targets]}
 
     return dataset.map(tokenize, batched=True, remove_columns=['text', 'summary'], num_proc=num_proc, desc='tokens')
 
