@@ -143,25 +143,27 @@ class GridMixer(AFTMixer):
         return self.proj_drop(self.proj(y))
 
 
-class AFTFull(AFTMixer):
-    """AFT-full token mixer with a learned bias for each pair of positions (AFT Eq. 2, AFT Eq. 7).
+class PairMixer(AFTMixer):
+    """A token mixer with a learned bias for each pair of positions, or for those in a window.
 
     Args:
         dim: channels C.
-        num_tokens: T, including prefix tokens. A shorter sequence uses the first rows and columns of the bias.
+        num_tokens: T, including prefix tokens. A shorter sequence uses the first rows, and columns, of the bias.
+        window: s, in tokens along the sequence; None for all pairs.
         grid: (H, W) of the tokens after the prefix; the bias is resampled for other grids.
-        factorize_bias: False stores the whole (T, T) bias (Table 9).
+        factorize_bias: False stores the whole (T, T) bias (Tables 3 and 9).
         bias_dim: width d' of the factors.
         causal: mask the future.
         kwargs: of `AFTMixer`.
     """
 
-    causal: Final[bool]
+    __constants__: ClassVar[list[str]] = [*AFTMixer.__constants__, 'causal']
 
     def __init__(
         self,
         dim: int,
         num_tokens: int,
+        window: int | None,
         grid: tuple[int, int] | None = None,
         factorize_bias: bool = True,
         bias_dim: int = 128,
@@ -172,11 +174,26 @@ class AFTFull(AFTMixer):
     ) -> None:
         super().__init__(dim, dim, device=device, dtype=dtype, **kwargs)
         self.causal = causal
-        self.position_bias = _create_bias(num_tokens, grid, factorize_bias, bias_dim, None, causal, device, dtype)
+        self.position_bias: FactorizedBias | PairwiseBias
+        if factorize_bias:
+            self.position_bias = FactorizedBias(num_tokens, bias_dim, grid, window, causal, device=device, dtype=dtype)
+        else:
+            self.position_bias = PairwiseBias(num_tokens, grid, window, causal, device=device, dtype=dtype)
         self.reset_parameters()
 
     def init_weights(self) -> None:
         self.position_bias.reset_parameters()
+
+
+class AFTFull(PairMixer):
+    """AFT-full token mixer with a learned bias for each pair of positions (AFT Eq. 2, AFT Eq. 7).
+
+    Args:
+        dim, num_tokens, grid, kwargs: of `PairMixer`.
+    """
+
+    def __init__(self, dim: int, num_tokens: int, grid: tuple[int, int] | None = None, **kwargs: Any) -> None:
+        super().__init__(dim, num_tokens, None, grid, **kwargs)
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         q, k, v = self._project(x)
@@ -191,46 +208,20 @@ class AFTFull(AFTMixer):
         return self.proj_drop(self.proj(y))
 
 
-class AFTLocal(AFTMixer):
+class AFTLocal(PairMixer):
     """AFT-local token mixer: position biases inside a window of the sequence, none outside (AFT Eq. 4).
 
     Args:
-        dim: channels C.
-        num_tokens: T, including prefix tokens. A shorter sequence uses the first rows of the bias.
+        dim, num_tokens, grid, kwargs: of `PairMixer`.
         window_size: s, in tokens along the sequence, at least 1: |t - t'| < s.
-        grid: (H, W) of the tokens after the prefix; the bias is resampled for other grids.
-        factorize_bias: False stores the whole (T, T) bias (Table 3).
-        bias_dim: width d' of the factors.
-        causal: mask the future.
-        kwargs: of `AFTMixer`.
     """
 
-    causal: Final[bool]
-
     def __init__(
-        self,
-        dim: int,
-        num_tokens: int,
-        window_size: int,
-        grid: tuple[int, int] | None = None,
-        factorize_bias: bool = True,
-        bias_dim: int = 128,
-        causal: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **kwargs: Any,
+        self, dim: int, num_tokens: int, window_size: int, grid: tuple[int, int] | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(dim, dim, device=device, dtype=dtype, **kwargs)
         if window_size < 1:
             raise ValueError(f"window_size must be at least 1 (a window of 0 is mixer='simple'), got {window_size}")
-        self.causal = causal
-        self.position_bias = _create_bias(
-            num_tokens, grid, factorize_bias, bias_dim, window_size, causal, device, dtype
-        )
-        self.reset_parameters()
-
-    def init_weights(self) -> None:
-        self.position_bias.reset_parameters()
+        super().__init__(dim, num_tokens, window_size, grid, **kwargs)
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         q, k, v = self._project(x)
@@ -510,18 +501,3 @@ def create_mixer(name: str, dim: int, **kwargs: Any) -> AFTMixer:
     if name not in MIXERS:
         raise ValueError(f'mixer must be one of {", ".join(MIXERS)}, got {name!r}')
     return MIXERS[name](dim, **kwargs)
-
-
-def _create_bias(
-    num_tokens: int,
-    grid: tuple[int, int] | None,
-    factorize: bool,
-    bias_dim: int,
-    window: int | None,
-    causal: bool,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> FactorizedBias | PairwiseBias:
-    if factorize:
-        return FactorizedBias(num_tokens, bias_dim, grid, window, causal, device=device, dtype=dtype)
-    return PairwiseBias(num_tokens, grid, window, causal, device=device, dtype=dtype)
