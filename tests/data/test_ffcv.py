@@ -34,7 +34,7 @@ require_ffcv()
 
 from aft_vision.data.ffcv import loader
 from aft_vision.data.ffcv.loader import BetonDataset, EvalTransform
-from aft_vision.data.ffcv.writer import BetonOptions, write_beton
+from aft_vision.data.ffcv.writer import BetonOptions, MemoryAllocator, write_beton
 
 pytestmark = pytest.mark.ffcv
 # A crop and a flip, each image once.
@@ -371,7 +371,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError('No space left on device')
 
-    monkeypatch.setattr('aft_vision.data.ffcv.writer.MemoryAllocator.flush_page', fail)
+    monkeypatch.setattr(MemoryAllocator, 'flush_page', fail)
     with pytest.raises(OSError, match='No space left'):
         make_beton(tmp_path, folder)
     assert (tmp_path / 'train.beton').read_bytes() == before
