@@ -1,4 +1,6 @@
-"""Draw docs/images/image_sizes.png from docs/results/data/image_sizes.json, and print the tables of the same figures.
+"""Draw docs/images/image_sizes.png from docs/results/data/image_sizes.json, and print tables of docs/results/speed.md.
+
+They are those of these figures, and of image_sizes_zen4.json beside them, of other models on another machine.
 
 python -m tools.benchmark models --baseline deit_tiny_patch16_224 --batch-size 1 --threads 1 \
     --models aft_conv_tiny aft_conv_tiny_k11_h32 aft_pyramid_nano cpubone_b0_bfrobust \
@@ -32,9 +34,9 @@ MODELS = {
 LINES = {'torch': '-', 'onnxruntime': '--'}
 
 
-def read_curves() -> tuple[dict[str, Any], dict[tuple[str, str], list[dict[str, Any]]]]:
+def read_curves(name: str) -> tuple[dict[str, Any], dict[tuple[str, str], list[dict[str, Any]]]]:
     """Return the report of the benchmark, and its rows by model and runtime, of one image in the order of its side."""
-    report = json.loads((DOCS / 'results' / 'data' / 'image_sizes.json').read_text())
+    report = json.loads((DOCS / 'results' / 'data' / name).read_text())
     curves: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in report['rows']:
         runtime = 'torch' if row['form'] == 'eager' else row['form']
@@ -42,16 +44,16 @@ def read_curves() -> tuple[dict[str, Any], dict[tuple[str, str], list[dict[str, 
     return report, curves
 
 
-def tables() -> str:
-    """Return the Markdown tables of milliseconds with ratios, and of peak memory in MiB."""
-    report, curves = read_curves()
+def tables(name: str) -> str:
+    """Return the Markdown tables of milliseconds with ratios and their quartiles, and of peak memory in MiB."""
+    report, curves = read_curves(name)
     sides = ''.join(f' {row["size"][0]} px |' for row in next(iter(curves.values())))
     lines: tuple[list[str], list[str]] = ([], [])
     for (name, runtime), rows in curves.items():
         model, _, form = name.partition(', ')
         words = [MODELS[model][0], 'attention weights in memory' if form else '']
         title = ', '.join(filter(None, [*words, '' if runtime == 'torch' else runtime]))
-        times = (f'{row["milliseconds"]:.2f} ({row["ratio"]:.2f})' for row in rows)
+        times = map(format_time, rows)
         peaks = (f'{row["peak_bytes"] / 2**20:.1f}' for row in rows)
         for block, cells in zip(lines, (times, peaks), strict=True):
             block.append(f'| {title} | {" | ".join(cells)} |')
@@ -59,9 +61,16 @@ def tables() -> str:
     return f'{report["machine"]}\n\n' + '\n\n'.join(head + '\n'.join(block) for block in lines)
 
 
+def format_time(row: dict[str, Any]) -> str:
+    """Return the milliseconds of a row, and its ratio to the baseline with the quartiles, if they were kept."""
+    low, high = row.get('ratio_quartiles', (1.0, 1.0))
+    quartiles = f' [{low:.2f}, {high:.2f}]' if low < high else ''
+    return f'{row["milliseconds"]:.2f} ({row["ratio"]:.2f}{quartiles})'
+
+
 def main() -> None:
     """Draw speed and memory of one image against its side, and print the tables."""
-    report, curves = read_curves()
+    report, curves = read_curves('image_sizes.json')
     figure = Figure(figsize=(9, 4.2), layout='constrained')
     panels = (('per_second', 1, 'images a second'), ('peak_bytes', 2**20, 'peak memory (MiB)'))
     for axes, (key, unit, title) in zip(figure.subplots(1, 2), panels, strict=True):
@@ -78,7 +87,7 @@ def main() -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc='outside lower center', ncols=4, fontsize=9)
     figure.suptitle(report['machine'].partition('; torch')[0], fontsize=10)
     figure.savefig(DOCS / 'images' / 'image_sizes.png', dpi=150)
-    print(tables())
+    print(tables('image_sizes.json'), tables('image_sizes_zen4.json'), sep='\n\n')
 
 
 if __name__ == '__main__':

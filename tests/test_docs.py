@@ -45,10 +45,14 @@ from train.recall import RecallConfig
 from train.schema import Config
 
 ROOT = Path(__file__).parents[1]
+ROOT_PAGES = ('README', 'CONTRIBUTING', 'CHANGELOG')
 # By their names below docs/.
 DOCUMENTS = {
     path.relative_to(ROOT).as_posix().removeprefix('docs/'): path
-    for path in (ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').rglob('*.md')))
+    for path in (
+        *map(ROOT.joinpath, ('README.md', 'CONTRIBUTING.md', 'CHANGELOG.md')),
+        *sorted((ROOT / 'docs').rglob('*.md')),
+    )
 }
 BLOCK = re.compile(r'^```(\w*)\n(.*?)^```', re.DOTALL | re.MULTILINE)
 # What a block with the word onnx needs.
@@ -330,6 +334,15 @@ def test_links_lead_to_files_and_headings_that_exist(name):
         assert not heading or heading in headings(target), link
 
 
+@pytest.mark.parametrize('name', DOCUMENTS)
+def test_tables_have_a_head_and_items_of_lists_a_line(name):
+    text = BLOCK.sub('', DOCUMENTS[name].read_text())
+    for table in re.findall(r'(?:^\|.*\n)+', text, re.MULTILINE):
+        assert re.match(r'\|.*\|\n\|(?:[ :]*-+[ :]*\|)+\n', table), table
+    outside = re.sub(r'^\|.*$', '', text, flags=re.MULTILINE)
+    assert not re.findall(r'[.;:] [-*] [A-Z`]', outside)
+
+
 @cache
 def load_script(name: str) -> Any:
     """A script of docs/, which is in no package."""
@@ -365,9 +378,10 @@ def test_links_of_the_site_lead_to_its_pages_and_other_links_become_words():
     assert back == '[r](../index.md)'
 
 
-def test_the_tables_of_image_sizes_have_the_figures_that_are_drawn():
+@pytest.mark.parametrize('name', ['image_sizes.json', 'image_sizes_zen4.json'])
+def test_the_tables_of_image_sizes_have_the_measured_figures(name):
     page = DOCUMENTS['results/speed.md'].read_text()
-    lines = load_script('draw_sizes').tables().splitlines()[2:]
+    lines = load_script('draw_sizes').tables(name).splitlines()[2:]
     assert len(lines) > 8
     assert all(line in page for line in lines)
 

@@ -211,18 +211,18 @@ def _is_watched(args: Sequence[Any]) -> bool:
     memory holds other numbers than they have, such as negated views. Plain tensors in an ordinary call, with gradients
     or without, need none.
     """
-    c = torch._C
+    core = torch._C
     if (
         torch.compiler.is_compiling()
-        or c._is_tracing()
-        or c._are_functorch_transforms_active()
-        or c._len_torch_dispatch_stack()
-        or c._len_torch_function_stack()
+        or core._is_tracing()
+        or core._are_functorch_transforms_active()
+        or core._len_torch_dispatch_stack()
+        or core._len_torch_function_stack()
         or torch.autograd._profiler_enabled()
         or forward_ad._current_level >= 0
     ):
         return True
-    keys = c._dispatch_keys
+    keys = core._dispatch_keys
     for x in args:
         kind = type(x)
         if kind is Tensor or kind is Parameter:

@@ -135,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Print the figures of a section, draw them and write them as JSON if wanted.
 
     Returns:
-        `machine` and `backends` (each a line for a device), `settings`, `load` (the share of the cores that other
-        processes used meanwhile, or None), `rows`, and `fits` where there are some.
+        `machine` and `backends` (each a line for a device), `settings` (without the files to write), `load` (the share
+        of the cores that other processes used meanwhile, or None), `rows`, and `fits` where there are some.
 
     Raises:
         ValueError: a data set, a model, the device or another option is not valid.
@@ -174,7 +174,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         print(f'other processes used {load:.1%} of the cores')
     if report.fits and args.png is not None:
         plot_curves(report, args.png)
-    settings = {name: value for name, value in vars(args).items() if value is not None}
+    places = ('json', 'png')
+    settings = {name: value for name, value in vars(args).items() if value is not None and name not in places}
     result: dict[str, Any] = {'machine': machine, 'backends': backends, 'load': load, 'settings': settings}
     result |= {'rows': report.rows, **({'fits': report.fits} if report.fits else {})}
     if args.json is not None:

@@ -30,6 +30,7 @@ _logger = logging.getLogger(__name__)
 OUT_OF_MEMORY, FAILED = -1000, -1001
 # A device costs less than its name.
 CPU = torch.device('cpu')
+# One context for all calls without a profile.
 _UNPROFILED = nullcontext()
 # A denominator below this has lost digits.
 LEAST = ctypes.c_float(UNDERFLOW[torch.float32])
