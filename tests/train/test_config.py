@@ -17,6 +17,56 @@ from train.sequence_schema import CharConfig, PixelConfig, RecallConfig
 from train.suggest import ALIASES, SECTIONS
 
 AFT = {'name': 'aft_conv_tiny'}
+# Numbers by the words of their range, and values out of it. The name of a class instead of the section distinguishes a
+# range of this class from that of others with this key.
+RANGES = {
+    'finite': ('generate.length_penalty', [math.inf]),
+    'above 0': ('distill.temperature', [0]),
+    'above 0, or null': ('optim.clip_grad regularize.tau_end run.save_minutes run.max_seconds', [0]),
+    'at least 0': (
+        'regularize.kernel_entropy schedule.warmup_epochs schedule.warmup_updates run.skip_nonfinite '
+        'run.throughput_batches convert.keep convert.blocks_epochs convert.features_epochs data.skip_lines '
+        'generate.no_repeat_ngram_size generate.min_length',
+        [-1],
+    ),
+    'at least 0, or null': ('distill.task_loss_weight distill.distill_loss_weight', [-1]),
+    'at least 1': (
+        'data.batch_size CharData.context data.pairs data.vocab_size data.epoch_size data.valid_size data.test_size '
+        'data.min_frequency data.max_length data.max_behaviors data.negatives data.shown augment.repeats '
+        'optim.accumulate schedule.epochs run.eval_every run.log_updates TextRunConfig.keep generate.num_beams',
+        [0],
+    ),
+    'at least 1, or null': (
+        'data.num_classes data.eval_batch_size data.max_tokens data.eval_stride data.max_texts data.max_impressions '
+        'schedule.max_updates run.save_updates',
+        [0],
+    ),
+    'at least 2': ('data.max_summary_length', [1]),
+    'at least 4': ('RecallData.context RecallData.vocab_size', [3]),
+    'in (0, 1)': ('data.test_share data.valid_share', [0, 1]),
+    'in (0, 1), or null': ('data.val_share ema.decay', [0, 1]),
+    'in (0, 1]': ('data.crop_pct data.power augment.scale', [0, 1.5]),
+    'in (0, 1], or null': ('optim.layer_decay', [0, 1.5]),
+    'in (0, 100], or null': ('data.goal', [0, 101]),
+    'in (0, 1e4]': ('optim.lr convert.blocks_lr convert.features_lr', [0, 10001]),
+    'in (0, 100000]': ('run.timeout_minutes', [0, 1e300]),
+    'in [0, 1)': ('optim.label_smoothing optim.beta1 optim.beta2', [-0.1, 1]),
+    'in [0, 1), or null': ('optim.bce_target_thresh', [-0.1, 1]),
+    'in [0, 1]': (
+        'augment.hflip augment.random_erasing augment.mix_prob augment.mix_switch_prob optim.eps',
+        [-0.1, 1.5],
+    ),
+    'in [0, 10]': ('augment.color_jitter', [-0.1, 11]),
+    'in [0, 255]': ('augment.shift', [-1, 300]),
+    'in [0, 1024]': ('data.num_workers', [-1, 1025]),
+    'in [0, 1e4]': ('optim.weight_decay schedule.warmup_lr schedule.min_lr', [-1, 10001]),
+    'in [0, 1e6]': ('augment.mixup augment.cutmix', [-1, 1000001]),
+    'in [0, 4294967296)': ('data.val_seed data.split_seed run.seed run.seeds', [-1, 4294967296]),
+    'in [1, 100]': ('run.keep', [0, 101]),
+    'in [1, 4096], or null': ('run.cpu_threads', [0, 4097]),
+    'in [1, 65536]': ('data.img_size', [0, 65537]),
+    'in [1, 65536], or null': ('data.train_sizes data.eval_img_size', [0, 65537]),
+}
 VIT = 'model: {name: vit_tiny_patch16_224}\n'
 
 
@@ -386,16 +436,32 @@ def test_every_number_of_an_experiment_has_a_range_without_nan_and_infinity():
     assert found > 150
 
 
-def test_every_number_out_of_its_range_is_refused_by_its_key():
-    checked = set()
-    for cls, section, each in numeric_fields():
-        if (cls, each.name) in checked:
-            continue
-        checked.add((cls, each.name))
-        many = 'tuple' in str(each.type) or 'list' in str(each.type)
-        value = (math.nan, math.nan) if many else math.nan
+def distinct_numeric_fields() -> list[tuple[type, str, dataclasses.Field]]:
+    return list({(cls, each.name): (cls, section, each) for cls, section, each in numeric_fields()}.values())
+
+
+def is_several(field: dataclasses.Field) -> bool:
+    return 'tuple' in str(field.type) or 'list' in str(field.type)
+
+
+def test_nan_is_refused_in_every_number_by_its_key():
+    for cls, section, each in distinct_numeric_fields():
+        value = (math.nan, math.nan) if is_several(each) else math.nan
         with pytest.raises(ValueError, match=rf'expected {section}\.{each.name} to be'):
             cls(**{each.name: value})
+
+
+@pytest.mark.parametrize(
+    ('cls', 'section', 'each'),
+    [pytest.param(*found, id=f'{found[0].__name__}.{found[2].name}') for found in distinct_numeric_fields()],
+)
+def test_a_number_out_of_its_range_is_refused_with_its_range(cls, section, each):
+    found = {key: (words, values) for words, (keys, values) in RANGES.items() for key in keys.split()}
+    words, values = found.get(f'{cls.__name__}.{each.name}') or found[f'{section}.{each.name}']
+    for value in values:
+        given = (value, value) if is_several(each) else value
+        with pytest.raises(ValueError, match=re.escape(f'expected {section}.{each.name} to be {words}, got {given}')):
+            cls(**{each.name: given})
 
 
 @pytest.mark.parametrize(
