@@ -88,10 +88,10 @@ def read_run(run: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """
     result = read_result(run, RESULT, 'train.recall')
     path = run / 'config.yaml'
-    config = yaml.safe_load(path.read_text())
-    config['run']['dir'] = None
+    config = read_config(path)
+    config.setdefault('run', {})['dir'] = None
     values = flatten_config(config)
-    missing = [key for key in SETTING.values() if values.get(key) is None]
+    missing = [key for key in ('model.name', *SETTING.values()) if values.get(key) is None]
     if missing:
         raise ValueError(f'expected the config of a run of train.recall, got {path} without {missing[0]}')
     name = values['model.name']
@@ -100,6 +100,21 @@ def read_run(run: Path) -> tuple[dict[str, Any], dict[str, str]]:
     setting = {column: values[key] for column, key in SETTING.items()}
     row = {'mixer': mixer, **setting, **{column: result[column] for column in RESULT}}
     return config, {column: f'{x:g}' if isinstance(x, float) else str(x) for column, x in row.items()}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the sections of an experiment.
+
+    Raises:
+        ValueError: the file is not one of sections.
+    """
+    try:
+        config = yaml.safe_load(path.read_text(encoding='utf-8'))
+    except yaml.YAMLError:
+        config = None
+    if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
+        raise ValueError(f'expected the config of a run of train.recall, got no sections in {path}')
+    return config
 
 
 def check_mixer(mixer: str, path: Path) -> None:

@@ -89,6 +89,24 @@ def test_a_run_is_complete_and_has_an_origin(docs, tmp_path, capsys):
     assert 'RUN needs --commit and --processor, got none for --processor' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ('config', 'message'),
+    [
+        ('', r'a run of train\.recall, got no sections in .*config\.yaml'),
+        ('data: [', 'got no sections in'),
+        ('data: 4', 'got no sections in'),
+        ('data: {pairs: 4}', r'config\.yaml without model\.name'),
+        ('model: {name: aft_local_char}', r'without model\.dim'),
+    ],
+)
+def test_a_damaged_config_is_refused(docs, tmp_path, config, message):
+    run = make_run(tmp_path / 'a', 'local', 25.0, 25.0)
+    (tmp_path / 'a' / 'config.yaml').write_text(config)
+    with pytest.raises(ValueError, match=message):
+        recall.main([run, *ORIGIN, '--docs', str(docs)])
+    assert (docs / 'recall.md').read_text() == PAGE
+
+
 def test_the_config_of_a_run_is_kept_without_its_folder(docs, tmp_path):
     run = make_run(tmp_path / 'a', 'local', 25.0, 25.0, 'optim.weight_decay=0.2', f'run.dir={tmp_path / "a"}')
     recall.main([run, *ORIGIN, '--docs', str(docs)])
