@@ -5,8 +5,9 @@ python -m tools.recall
 
 RUN is the folder of a complete run of train.recall, trained at that commit on that processor. Its setting and result
 become a row of docs/results/data/recall/runs.csv, instead of an earlier row of the same run, and its config.yaml is
-kept next to that file. Then the table of docs/results/recall.md is written from all rows: of the learning rates of a
-setting, the one with the best validation accuracy counts. Without RUN, only the table is written again.
+kept next to that file. A key that is neither a column nor of place and speed must be as in the kept configs of its
+mixer. Then the table of docs/results/recall.md is written from all rows: of the learning rates of a setting, the one
+with the best validation accuracy counts. Without RUN, only the table is written again.
 """
 
 import argparse
@@ -49,6 +50,13 @@ SETTING = {
     **{'dim': 'model.dim', 'pairs': 'data.pairs', 'context': 'data.context', 'vocab_size': 'data.vocab_size'},
     **{'max_updates': 'schedule.max_updates', 'lr': 'optim.lr', 'seed': 'run.seed'},
 }
+# Keys that may differ between the runs of a mixer: those of the columns, and those of place and speed.
+FREE = {
+    *SETTING.values(),
+    *('data.eval_batch_size', 'run.dir', 'run.overwrite', 'run.resume', 'run.keep', 'run.save_minutes', 'run.device'),
+    *('run.cpu_threads', 'run.grad_checkpointing', 'run.compile', 'run.timeout_minutes', 'run.tensorboard'),
+    'run.throughput_batches',
+}
 DATA = ('pairs', 'context', 'vocab_size')
 # What tells two runs apart.
 RUN = ('mixer', *SETTING)
@@ -60,17 +68,26 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, str]]:
     """Write the rows and the page, and return all rows.
 
     Raises:
-        ValueError: a run is not a complete one of train.recall, runs.csv has other columns, or the page lacks its
-            markers.
+        ValueError: a run is not a complete one of train.recall or differs from others of its mixer in what its row
+            does not say, runs.csv has other columns, or the page lacks its markers.
     """
     args = parse_args(argv)
     data = args.docs / 'data' / 'recall'
     path = data / 'runs.csv'
     rows = {key_of(row): row for row in read_rows(path)}
+    known: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for file in sorted(data.glob('*.yaml')):
+        known.setdefault(file.name.partition('_')[0], (file, read_config(file)))
+    configs = {}
+    # All are checked before the first file is written.
     for run in args.runs:
         config, row = read_run(run)
+        own = (run / 'config.yaml', config)
+        check_alike(*own, *known.setdefault(row['mixer'], own))
         rows[key_of(row)] = {**row, 'commit': args.commit, 'processor': args.processor}
-        with replacing(data / f'{"_".join(key_of(row))}.yaml') as written:
+        configs[data / f'{"_".join(key_of(row))}.yaml'] = config
+    for file, config in configs.items():
+        with replacing(file) as written:
             written.write_text(yaml.safe_dump(config, sort_keys=False))
     kept = sorted(rows.values(), key=sort_key)
     write_rows(path, kept)
@@ -115,6 +132,16 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
         raise ValueError(f'expected the config of a run of train.recall, got no sections in {path}')
     return config
+
+
+def check_alike(path: Path, config: dict[str, Any], other: Path, known: dict[str, Any]) -> None:
+    """Raise a ValueError unless the config of a run equals a known one in every key except the free ones."""
+    found, wanted = flatten_config(config), flatten_config(known)
+    for key in sorted({*wanted, *found} - FREE):
+        if found.get(key) != wanted.get(key):
+            raise ValueError(
+                f'expected {key} to be {wanted.get(key)} as in {other}, got {found.get(key)} in {path}; leave it out'
+            )
 
 
 def check_mixer(mixer: str, path: Path) -> None:

@@ -90,6 +90,38 @@ def test_a_run_is_complete_and_has_an_origin(docs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ('mixer', 'override', 'message'),
+    [
+        ('local', 'model.window=4', r'expected model\.window to be 8 as in .*OTHER, got 4 in .*b/config\.yaml'),
+        ('local', 'model.depth=4', r'model\.depth to be 2 as in .*OTHER, got 4'),
+        ('simple', 'model.query_gate=false', r'model\.query_gate to be None as in .*OTHER, got False'),
+        ('full', 'optim.weight_decay=0.2', r'optim\.weight_decay to be 0\.1 as in .*OTHER, got 0\.2'),
+        ('full', 'run.amp=bfloat16', r'run\.amp to be none as in .*OTHER, got bfloat16'),
+    ],
+)
+def test_a_run_of_another_experiment_is_refused_before_anything_is_written(docs, tmp_path, mixer, override, message):
+    at = [*ORIGIN, '--docs', str(docs)]
+    recipe, last = make_run(tmp_path / 'a', mixer, 25.0, 25.0), make_run(tmp_path / 'b', mixer, 25.0, 99.0, override)
+    with pytest.raises(ValueError, match=message.replace('OTHER', r'a/config\.yaml')):
+        recall.main([recipe, last, *at])
+    assert [path.name for path in docs.rglob('*')] == ['recall.md']
+    recall.main([recipe, *at])
+    written = {path: path.read_bytes() for path in docs.rglob('*.*')}
+    for other_rate in ([], ['optim.lr=1e-2']):
+        make_run(tmp_path / 'b', mixer, 25.0, 99.0, override, *other_rate)
+        with pytest.raises(ValueError, match=message.replace('OTHER', rf'data/recall/{mixer}_.*\.yaml')):
+            recall.main([last, *at])
+    assert {path: path.read_bytes() for path in docs.rglob('*.*')} == written
+
+
+def test_runs_of_a_mixer_may_differ_in_place_and_speed(docs, tmp_path):
+    other = ['data.eval_batch_size=10', 'run.cpu_threads=2', 'run.overwrite=true', 'run.device=cpu']
+    runs = [make_run(tmp_path / 'a', 'local', 25.0, 25.0), make_run(tmp_path / 'b', 'local', 25.0, 26.0, *other)]
+    assert len(recall.main([*runs, *ORIGIN, '--docs', str(docs)])) == 1
+    assert '26.0, 1.50 bits' in (docs / 'recall.md').read_text()
+
+
+@pytest.mark.parametrize(
     ('config', 'message'),
     [
         ('', r'a run of train\.recall, got no sections in .*config\.yaml'),
