@@ -180,6 +180,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ValueError: the experiment is not valid, or there is no round.
     """
     args = parse_args(argv)
+    if args.rounds < 1:
+        raise ValueError(f'expected at least 1 round, got {args.rounds}')
     config = load_config(args.config, args.overrides)
     with join_world(config) as world:
         loaders = build_loaders(config, world)
