@@ -55,6 +55,7 @@ def create_task(
     Raises:
         ValueError: the kind needs a distillation head that the model lacks.
     """
+    assert (teacher is None) == (distill.teacher is None), distill.teacher
     model = model.to(device)
     if teacher is None:
         return ClassificationTask(model, criterion_kwargs=loss, device=device, verbose=False)

@@ -234,6 +234,12 @@ def test_a_compiled_task_trains_as_an_eager_one(monkeypatch):
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
+def test_a_teacher_and_its_name_come_together():
+    for name, teacher in (('given', None), (None, make_teacher())):
+        with pytest.raises(AssertionError):
+            create_state(make_student(), Config(distill=DistillConfig(name)), 6, 3, HERE, teacher)
+
+
 @pytest.mark.parametrize('kind', ['token_hard', 'token_soft'])
 def test_a_student_without_a_distillation_head_is_rejected(kind):
     with pytest.raises(ValueError, match="Model AFTVisionTransformer does not have 'set_distilled_training'"):
