@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import yaml
 from helpers import generator
 from torch import nn
 
@@ -239,6 +240,23 @@ def test_the_arguments_of_a_pyramid_are_those_of_its_class():
     assert [len(stage.blocks) for stage in timm.create_model(name, device='meta', **kwargs).stages] == [1, 1, 1, 1]
     with pytest.raises(ValueError, match=r'model\.depth\b'):
         load('small/imagenette_128', *model, 'model.depth=2')
+
+
+def test_the_trainer_accepts_every_published_config_and_the_command_of_a_card_of_weights():
+    root = ROOT.parent
+    cards = list((root / 'aft_vision' / 'weights').glob('*.*.md'))
+    named = {root / re.search(r'train\.imagenet --config (\S+) data\.dir=', card.read_text())[1] for card in cards}
+    published = set((root / 'docs' / 'results' / 'data' / 'imagenette').glob('*/config.yaml'))
+    assert named
+    assert named <= published
+    for path in published:
+        config, kept = load_config(path, ['data.dir=IMAGENETTE.tar']), yaml.safe_load(path.read_text())
+        assert config.data.dir == 'IMAGENETTE.tar'
+        assert (config.model, config.optim.lr, config.run.seed) == (
+            kept['model'],
+            kept['optim']['lr'],
+            kept['run']['seed'],
+        )
 
 
 @of_kind('conversion')
