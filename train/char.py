@@ -54,7 +54,8 @@ class CharSequences(SequenceData):
         return f'{self.bits_unit} (context {self.length}, stride {stride})'
 
     def train_loader(self) -> DataLoader:
-        return char_train_loader(self.text.train, self.length, self.config.data.batch_size, **self.train_options())
+        size, seed = self.config.data.batch_size, self.config.run.seed
+        return char_train_loader(self.text.train, self.length, size, seed=seed, **self.train_options())
 
     def eval_loader(self, split: str) -> DataLoader:
         stride = self.config.data.eval_stride

@@ -42,8 +42,9 @@ class PixelSequences(SequenceData):
     length, vocab_size = TOKENS, 256
 
     def train_loader(self) -> DataLoader:
-        images = read_cifar10(self.config.data.dir, 'train')
-        return pixel_train_loader(images, self.config.augment, self.config.data.batch_size, **self.train_options())
+        config, images = self.config, read_cifar10(self.config.data.dir, 'train')
+        seed, size = config.run.seed, config.data.batch_size
+        return pixel_train_loader(images, config.augment, size, seed=seed, **self.train_options())
 
     def eval_loader(self, split: str) -> DataLoader:
         return pixel_eval_loader(read_cifar10(self.config.data.dir, split), self.eval_batch_size, **self.options())

@@ -72,8 +72,8 @@ class RecallSequences(SequenceData):
         return Recall(self.unit, self.bits_unit, self.length, self.config.data.goal)
 
     def train_loader(self) -> DataLoader:
-        data = self.config.data
-        return recall_train_loader(data, data.epoch_size, data.batch_size, **self.train_options())
+        data, seed = self.config.data, self.config.run.seed
+        return recall_train_loader(data, data.epoch_size, data.batch_size, seed=seed, **self.train_options())
 
     def eval_loader(self, split: str) -> DataLoader:
         data = self.config.data

@@ -14,7 +14,7 @@ from timm.task import ClassificationTask
 from timm.utils import random_seed
 from torch.utils.data import DataLoader
 
-from aft_vision.data import Loaders
+from aft_vision.data import LoaderOptions, Loaders, TrainLoaderOptions
 from aft_vision.evaluate import load_matching_state_dict, read_checkpoint
 from aft_vision.likelihood import BitsEvaluator, evaluate_bits, sequence_loss
 from aft_vision.models.decoder import AFTDecoder, bits
@@ -126,15 +126,14 @@ class SequenceData(ABC):
     def eval_loader(self, split: str) -> DataLoader:
         """Build the loader of this process's sequences of a split."""
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> LoaderOptions:
         """Return the arguments that all loaders share."""
         share = self.world.share(self.config.optim.accumulate)
         return {'share': share, 'num_workers': self.config.data.num_workers}
 
-    def train_options(self) -> dict[str, Any]:
-        """Return the arguments of the training loader except its data."""
-        on_cuda = self.world.device.type == 'cuda'
-        return {**self.options(), 'seed': self.config.run.seed, 'pin_memory': on_cuda}
+    def train_options(self) -> TrainLoaderOptions:
+        """Return the arguments of the training loader except its data and seed."""
+        return {**self.options(), 'pin_memory': self.world.device.type == 'cuda'}
 
     @property
     def eval_batch_size(self) -> int:

@@ -11,6 +11,8 @@ from aft_vision.data.recall import RecallTask
 from aft_vision.data.sampling import STEP, Draw, Share, SizeSchedule, derive_seed
 from aft_vision.data.sequences import (
     IGNORED,
+    LoaderOptions,
+    TrainLoaderOptions,
     char_eval_loader,
     char_train_loader,
     pixel_eval_loader,

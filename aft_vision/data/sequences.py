@@ -1,7 +1,7 @@
 """Loaders of sequences of sub-pixels, characters and associative recall; random in training, exact in evaluation."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -14,6 +14,19 @@ from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Share, derive_s
 
 # The target of a token that does not count, as in torch's cross-entropy.
 IGNORED = -100
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Options of every loader: the share of this process, all by default, and `num_workers` of the DataLoader."""
+
+    share: Share | None
+    num_workers: int
+
+
+class TrainLoaderOptions(LoaderOptions, total=False):
+    """Options of a loader for training: also `pin_memory` of the DataLoader."""
+
+    pin_memory: bool
 
 
 class PixelDataset(Dataset):
@@ -137,14 +150,18 @@ def sliding_windows(length: int, context: int, stride: int | None = None) -> lis
 
 
 def pixel_train_loader(
-    images: np.ndarray, augment: PixelAugmentation, batch_size: int, *, seed: int = 0, **options: Any
+    images: np.ndarray,
+    augment: PixelAugmentation,
+    batch_size: int,
+    *,
+    seed: int = 0,
+    **options: Unpack[TrainLoaderOptions],
 ) -> DataLoader:
     """Build the loader of the training images: tokens (B, 3072) twice, as inputs and as targets, int64.
 
     Args:
         images: (N, 32, 32, 3) uint8.
         batch_size: Images per update, over all processes and accumulation steps; B is this divided by their number.
-        options: `share`, that of this process, and of the DataLoader `num_workers` and `pin_memory`.
 
     Raises:
         ValueError: there are fewer images than that, or they cannot be divided evenly.
@@ -152,7 +169,9 @@ def pixel_train_loader(
     return _train_loader(PixelDataset(images, augment, seed), batch_size, seed, _collate, **options)
 
 
-def char_train_loader(text: np.ndarray, context: int, batch_size: int, *, seed: int = 0, **options: Any) -> DataLoader:
+def char_train_loader(
+    text: np.ndarray, context: int, batch_size: int, *, seed: int = 0, **options: Unpack[TrainLoaderOptions]
+) -> DataLoader:
     """Build the loader of windows of the training text (n,): tokens (B, context) twice; otherwise as for pixels.
 
     Raises:
@@ -161,7 +180,9 @@ def char_train_loader(text: np.ndarray, context: int, batch_size: int, *, seed: 
     return _train_loader(WindowDataset(text, context, seed), batch_size, seed, _collate, **options)
 
 
-def recall_train_loader(task: RecallTask, size: int, batch_size: int, *, seed: int = 0, **options: Any) -> DataLoader:
+def recall_train_loader(
+    task: RecallTask, size: int, batch_size: int, *, seed: int = 0, **options: Unpack[TrainLoaderOptions]
+) -> DataLoader:
     """Build the loader of training examples of associative recall: tokens and targets (B, T); otherwise as for pixels.
 
     Args:
@@ -170,18 +191,14 @@ def recall_train_loader(task: RecallTask, size: int, batch_size: int, *, seed: i
     return _train_loader(RecallDataset(task, 'train', size, seed), batch_size, seed, default_collate, **options)
 
 
-def pixel_eval_loader(images: np.ndarray, batch_size: int, **options: Any) -> DataLoader:
-    """Build the loader of the images of this process, each once: tokens (B, 3072) twice.
-
-    Args:
-        options: `share`, that of this process, and `num_workers` of the DataLoader.
-    """
+def pixel_eval_loader(images: np.ndarray, batch_size: int, **options: Unpack[LoaderOptions]) -> DataLoader:
+    """Build the loader of the images of this process, each once: tokens (B, 3072) twice."""
     tokens = images_to_tokens(images)
     return char_eval_loader(tokens.reshape(-1), tokens.shape[1], batch_size, **options)
 
 
 def char_eval_loader(
-    text: np.ndarray, context: int, batch_size: int, *, stride: int | None = None, **options: Any
+    text: np.ndarray, context: int, batch_size: int, *, stride: int | None = None, **options: Unpack[LoaderOptions]
 ) -> DataLoader:
     """Build the loader of this process's windows of a text (n,), placed by `sliding_windows`; otherwise as for pixels.
 
@@ -191,7 +208,9 @@ def char_eval_loader(
     return _eval_loader(EvalDataset(text, windows, context), batch_size, _collate_counted, **options)
 
 
-def recall_eval_loader(task: RecallTask, split: str, size: int, batch_size: int, **options: Any) -> DataLoader:
+def recall_eval_loader(
+    task: RecallTask, split: str, size: int, batch_size: int, **options: Unpack[LoaderOptions]
+) -> DataLoader:
     """Build the loader of this process's examples of associative recall, of the first `size` of a split of seed 0."""
     return _eval_loader(RecallDataset(task, split, size), batch_size, default_collate, **options)
 
