@@ -27,7 +27,7 @@ SMALL += ['ema.decay=0.9', 'ema.warmup=true', 'optim.lr=5e-3', 'schedule.step=up
 
 # Where a process may end itself: before a part of a batch, an evaluation, an export or a renaming, and half-way through
 # writing a file.
-PART, EVALUATION = 'train.engine.derive_seed', 'train.engine.evaluate_all'
+PART, EVALUATION = 'train.state.derive_seed', 'train.engine.evaluate_all'
 EXPORT, RENAMING, WRITING = 'train.imagenet.export_model', 'os.replace', 'torch.save'
 
 # Its server imports once what takes seconds, so that a process starts at once.
