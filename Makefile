@@ -28,7 +28,7 @@ FFCV_STAMP := $(VENV)/.ffcv
 export PYTHONDONTWRITEBYTECODE :=
 SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: install ffcv test nodes sanitize fuzz lint gpu timm-suite demo results docs package clean
+.PHONY: install ffcv test distributed sanitize fuzz lint gpu timm-suite demo results docs package clean
 
 install: $(STAMP)
 
@@ -47,11 +47,11 @@ ffcv: $(STAMP)
 	|| echo 'FFCV cannot be built here: its tests will be skipped'
 
 test: ffcv
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal -m 'not nodes' $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --ignore=tests/distributed $(PYTEST_ARGS)
 
-# Training on two nodes, network namespaces of this machine, one of which dies: most of its minute is waiting
-nodes: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m nodes $(PYTEST_ARGS) tests/test_nodes.py
+# The tests whose runs have several processes of their own: killed, restarted, on two nodes, of which one dies
+distributed: ffcv
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS) tests/distributed
 
 # The C++ kernels, built for AddressSanitizer and UndefinedBehaviorSanitizer, and their tests. torch throws exceptions of
 # its own, for which the library of C++ must be loaded as early as the sanitizer; Python never frees all its memory.

@@ -170,14 +170,6 @@ def test_a_run_may_go_on_with_another_precision_and_without_the_average(small, w
     assert [row['eval_ema_top1'] == 'nan' for row in rows] == [False, False, True]
 
 
-@pytest.mark.slow
-def test_a_signal_to_one_process_ends_all_with_its_code(small, tmp_path):
-    arguments = [*small, 'optim.accumulate=1', 'run.cpu_threads=1', f'run.dir={tmp_path}']
-    end = Interruption(PART, 2, rank=-1, signal=signal.SIGUSR1)
-    assert run(arguments, 2, end) == [128 + signal.SIGUSR1] * 2
-    assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == 2
-
-
 def test_after_a_signal_no_process_ends_before_the_state_is_saved(small, tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(World, 'wait', lambda _: saved.append((tmp_path / 'last.pth').exists()))

@@ -1,4 +1,4 @@
-"""Several processes train as one does."""
+"""Several processes train a model of images as one does."""
 
 import csv
 import shutil
@@ -12,7 +12,7 @@ from small_runs import PART, Interruption, run, run_restarted
 
 from train import imagenet
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Two epochs of three updates at 32 px, each image changed otherwise every time, and no sum over parts of a batch.
 PLAIN = [
     *('--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml'), 'data.batch_size=20'),

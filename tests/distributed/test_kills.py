@@ -54,7 +54,7 @@ ONE_PROCESS = [
 # Only three processes add numbers in an order that can change.
 THREE_PROCESSES = [
     # The last process is told to stop: all do, after the same update. Then the first one, which writes, is killed.
-    (Interruption(PART, 3, rank=-1, signal=signal.SIGTERM), 2),
+    (Interruption(PART, 3, rank=-1, signal=signal.SIGUSR1), 2),
     (Interruption(WRITING, 2), 3),
 ]
 
@@ -78,8 +78,8 @@ def test_a_run_that_is_ended_again_and_again_ends_as_if_it_had_not_been(processe
     again = ['--quiet', '--config', str(whole / 'config.yaml'), f'run.dir={ended}']
     for number, (end, updates) in enumerate(ends):
         codes = run([*again, f'data.num_workers={number % 3}'], processes, end)
-        if end.signal == signal.SIGTERM:
-            assert codes == [128 + signal.SIGTERM] * processes
+        if end.signal == signal.SIGUSR1:
+            assert codes == [128 + signal.SIGUSR1] * processes
         else:
             assert -signal.SIGKILL in codes
         assert find_latest(ended)[1]['updates'] == updates
