@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from aft_vision.layers.mixers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, tokens_to_maps
-from aft_vision.layers.position_bias import resample_axis
 from aft_vision.ops import aten
 
 FORMS = ('conv', 'matmul')
@@ -129,7 +128,7 @@ class FrozenAxial(FrozenMixer):
         assert grid is not None
         rows, columns = self.rows, self.columns
         if self.resample:
-            rows, columns = resample_axis(rows, grid[0]), resample_axis(columns, grid[1])
+            rows, columns = _resample_axis(rows, grid[0]), _resample_axis(columns, grid[1])
         return aten.aft_axial(q, k, v, rows, columns, grid, mask)
 
 
@@ -183,3 +182,13 @@ def freeze(mixer: AFTMixer, grid: tuple[int, int] | None, form: str = 'conv') ->
 def _kernel(mixer: AFTConv) -> Tensor:
     mixer.kernel.double()
     return mixer.evaluated_kernel()
+
+
+def _resample_axis(bias: Tensor, length: int) -> Tensor:
+    # As `layers.position_bias.resample_axis`. The graph of F.interpolate for any length divides by zero for one token.
+    reach = bias.shape[1] // 2
+    distance = torch.arange(1 - length, length, dtype=bias.dtype, device=bias.device)
+    place = distance * reach / distance[-1:].clamp(min=1) + reach
+    below = place.floor()
+    lower, upper = bias[:, below.long()], bias[:, place.ceil().long()]
+    return lower + (upper - lower) * (place - below)

@@ -252,6 +252,15 @@ def test_a_program_of_any_size_from_one_patch_a_side_is_rejected(tmp_path):
         export_pt2(model, tmp_path / 'model.pt2', choose_shape(model, (32, 8)))
 
 
+def test_an_onnx_file_of_resampled_biases_takes_one_row_or_column_of_patches(tmp_path):
+    pytest.importorskip('onnxruntime')
+    pytest.importorskip('onnxscript')
+    model, path = make(**EXPORTED['aten-axial-resampled']), tmp_path / 'model.onnx'
+    export_onnx(model, path)
+    for size in ((8, 48), (32, 8), (8, 8)):
+        assert_equal(model, onnx_runner(path), 2, size)
+
+
 def test_aft_simple_without_positions_still_has_a_fixed_size():
     assert program.takes_any_size(make())
     assert not program.takes_any_size(make('aft_simple_tiny', pos_embed='none'))
