@@ -127,11 +127,11 @@ def export_pt2(
     if form != 'conv' and not aten:
         raise ValueError(f'form={form!r} is made of aten operations: expected aten=True, got aten=False')
     shape = shape or choose_shape(model)
-    patch = getattr(getattr(model, 'patch_embed', None), 'patch_size', (1, 1))
-    if not shape.fixed_size and any(side < 2 * step for side, step in zip(shape.size, patch, strict=True)):
+    steps, least = grid_steps(model)
+    smallest = least * steps[0], least * steps[1]
+    if not shape.fixed_size and any(side < end for side, end in zip(shape.size, smallest, strict=True)):
         raise ValueError(
-            f'a .pt2 of any size takes two patches and more a side: expected a size of at least '
-            f'{tuple(2 * step for step in patch)}, or fixed_size=True, got {shape.size}'
+            f'expected a size of at least {smallest} for a .pt2 of any size, or fixed_size=True, got {shape.size}'
         )
     with replacing(path) as temporary:
         torch.export.save(trace(fold(model, shape, form, aten), shape), temporary)

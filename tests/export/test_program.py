@@ -246,10 +246,14 @@ def test_what_a_model_cannot_do_is_rejected(name, arguments, message):
         choose_shape(make(name), **arguments)
 
 
-def test_a_program_of_any_size_from_one_patch_a_side_is_rejected(tmp_path):
-    model = make()
-    with pytest.raises(ValueError, match=r'takes two patches and more a side: .* \(16, 16\), .* got \(32, 8\)'):
-        export_pt2(model, tmp_path / 'model.pt2', choose_shape(model, (32, 8)))
+@pytest.mark.parametrize(
+    ('name', 'size', 'smallest'),
+    [('aft_conv_tiny', (32, 8), r'\(16, 16\)'), ('aft_pyramid_nano', (40, 32), r'\(33, 33\)')],
+)
+def test_a_program_of_any_size_from_a_grid_of_one_token_a_side_is_rejected(tmp_path, name, size, smallest):
+    model = make() if name == 'aft_conv_tiny' else timm.create_model(name)
+    with pytest.raises(ValueError, match=f'at least {smallest} for a .pt2 of any size, .* got'):
+        export_pt2(model, tmp_path / 'model.pt2', choose_shape(model, size))
 
 
 def test_an_onnx_file_of_resampled_biases_takes_one_row_or_column_of_patches(tmp_path):
