@@ -75,13 +75,13 @@ def matrix_bytes(model: nn.Module, size: Size) -> int:
 
 
 def fold(model: nn.Module, shape: Shape, form: str = 'conv', aten: bool = True) -> nn.Module:
-    """Copy the model to the CPU in eval mode for export, with results that depend only on parameters as constants.
+    """Copy the model to the CPU in float32 and eval mode for export, with what depends only on parameters as constants.
 
     Args:
         form: Form of AFT-conv, 'conv' or 'matmul'.
         aten: Use plain aten operations; False keeps the custom operators.
     """
-    model = resize_model(copy.deepcopy(model).cpu().eval(), shape.size)
+    model = resize_model(copy.deepcopy(model).cpu().float().eval(), shape.size)
     if not aten:
         return reparameterize_model(model, inplace=True)
     if form == 'matmul' and (size := matrix_bytes(model, shape.size)) > LARGE_MATRICES:

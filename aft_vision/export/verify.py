@@ -82,7 +82,7 @@ def verify(model: nn.Module, shape: Shape, program: Callable[[Tensor], Tensor], 
     Raises:
         ValueError: they differ by more than the tolerance, or a value is not finite.
     """
-    model = copy.deepcopy(model).cpu().eval()
+    model = copy.deepcopy(model).cpu().float().eval()
     checks = []
     for number, (batch, size) in enumerate(_cases(model, shape)):
         images = torch.randn(batch, channels(model), *size, generator=torch.Generator().manual_seed(number))

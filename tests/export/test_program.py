@@ -256,6 +256,12 @@ def test_a_program_of_any_size_from_a_grid_of_one_token_a_side_is_rejected(tmp_p
         export_pt2(model, tmp_path / 'model.pt2', choose_shape(model, size))
 
 
+def test_a_model_of_half_precision_becomes_a_program_in_single(tmp_path):
+    model, path = make().bfloat16(), tmp_path / 'model.pt2'
+    export_pt2(model, path, Shape((32, 32), True), aten=True)
+    assert_equal(model.float(), torch.export.load(path).module(), 2, (32, 32))
+
+
 def test_an_onnx_file_of_resampled_biases_takes_one_row_or_column_of_patches(tmp_path):
     pytest.importorskip('onnxruntime')
     pytest.importorskip('onnxscript')
