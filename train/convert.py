@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     Raises:
         ValueError: the experiment or the data set is not valid, the teacher does not fit the model, or a stage to
             resume began with other weights.
-        FileExistsError: the folder already has a conversion, or another process trains in it.
+        FileExistsError: the folder already has a conversion or a run of another trainer, or another process trains in
+            it.
         SystemExit: a signal stopped a stage; its state is saved.
     """
     args = parse_args(__doc__, EXAMPLE, argv, evaluates=False)
@@ -76,13 +77,14 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     config = load_config(args.config, args.overrides, ConvertConfig)
     folder = find_run_dir(config, args.config)
     config = replace(config, model=keep_attention(config), run=replace(config.run, dir=str(folder)))
+    check_folder(folder)
     for name in STAGES:
         check_run_dir(folder / name, config)
     experiment, start, state = folder / 'config.yaml', folder / COPY, None
     with join_world(config) as world, lock_run(folder) if world.is_primary else nullcontext():
         if world.is_primary:
-            save_config(config, experiment)
             copy_teacher(config, world, start)
+            save_config(config, experiment)
             if config.run.resume is None:
                 remove_stages(folder)
         for name, stage in config.stages().items():
@@ -112,6 +114,15 @@ def keep_attention(config: ConvertConfig) -> dict[str, Any]:
         raise ValueError(f'expected convert.keep to be at most the {depth} blocks of {name}, got {keep}')
     kept = {*(model.get('attention_blocks') or ()), *range(depth - keep, depth)}
     return {**model, 'attention_blocks': sorted(kept)}
+
+
+def check_folder(folder: Path) -> None:
+    """Raise a FileExistsError for a folder with a run of another trainer, whose config.yaml a conversion replaces."""
+    if holds_run(folder):
+        raise FileExistsError(
+            f'expected a new folder or that of a conversion, got {folder}, which holds a run of another trainer; set '
+            'run.dir'
+        )
 
 
 def remove_stages(folder: Path) -> None:

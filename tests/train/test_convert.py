@@ -153,6 +153,22 @@ def test_a_stage_left_out_is_not_overwritten_without_a_word(arguments, whole, tm
         main([*arguments, f'run.dir={tmp_path}', 'convert.blocks_epochs=0'])
 
 
+@pytest.mark.parametrize('override', ['run.resume=auto', 'run.overwrite=true'])
+def test_a_run_of_another_trainer_keeps_its_config(override, arguments, whole, tmp_path):
+    run = shutil.copytree(whole / 'blocks', tmp_path / 'run')
+    before = (run / 'config.yaml').read_text()
+    with pytest.raises(FileExistsError, match=r'run, which holds a run of another trainer; set run\.dir'):
+        main([*arguments, f'run.dir={run}', override])
+    assert (run / 'config.yaml').read_text() == before
+
+
+def test_a_conversion_that_cannot_begin_changes_no_config(arguments, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / 'run')
+    with pytest.raises(ValueError, match='at least the 5 blocks'):
+        main([*arguments, f'run.dir={folder}', 'run.resume=auto', 'model.depth=5'])
+    assert (folder / 'config.yaml').read_text() == (whole / 'config.yaml').read_text()
+
+
 def test_the_stages_without_labels_ignore_them(arguments, whole, tmp_path, monkeypatch):
     original = engine.train_step
     monkeypatch.setattr(engine, 'train_step', lambda state, parts: original(state, [(x, y.flip(0)) for x, y in parts]))
