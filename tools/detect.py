@@ -88,6 +88,7 @@ from aft_vision.data.datasets import check_same_classes, open_eval_split, open_t
 from aft_vision.evaluate import peak_memory_mb
 from aft_vision.files import LAST, replacing
 from aft_vision.models.pyramid import FeaturePyramid, create_pyramid
+from aft_vision.models.weight_files import load_torch_file
 from tools.average_precision import average_precision
 from tools.machine import describe_machine
 from tools.scenes import Scenes
@@ -114,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     source = Source(dir=args.data, eval_split=args.split)
     training, evaluation = open_train_split(source, 1), open_eval_split(source, 1)
     check_same_classes(training.class_names, evaluation.class_names)
+    # An error now, not at the first checkpoint.
+    args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     detector = create_detector(args.model, len(training.class_names), args.size, args.channels)
     trained = train(detector, Scenes(training.dataset, 'train', args.size, args.seed), args)
@@ -263,9 +266,11 @@ def load(path: Path, detector: FCOS, optimizer: torch.optim.Optimizer, args: arg
     """Load a checkpoint and return its state.
 
     Raises:
-        ValueError: it has other options.
+        ValueError: it is damaged, of another command, or has other options.
     """
-    content = torch.load(path, weights_only=True)
+    content = load_torch_file(path)
+    if not isinstance(content, dict) or 'options' not in content:
+        raise ValueError(f'expected a checkpoint of tools.detect, got {path} of another command; give another --out')
     wanted = describe_options(args)
     for name, value in content['options'].items():
         if wanted.get(name) != value:

@@ -145,6 +145,30 @@ def test_there_must_be_a_run_to_continue(data, tmp_path):
         main(options(data, tmp_path, '--resume'))
 
 
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        (
+            {'model_name': 'aft_conv_nano', 'state_dict': {}},
+            r'a checkpoint of tools\.detect, got .*last\.pth of another',
+        ),
+        (b'cut off', r'a whole file of weights, got .*last\.pth'),
+    ],
+)
+def test_what_is_no_run_of_a_detector_is_not_continued(data, tmp_path, content, message):
+    path = tmp_path / 'last.pth'
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(ValueError, match=message):
+        main(options(data, tmp_path, '--resume'))
+
+
+def test_a_file_in_place_of_the_folder_is_an_error_before_the_training(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(detect, 'train', lambda *args: pytest.fail('it trained'))
+    (tmp_path / 'out').touch()
+    with pytest.raises(FileExistsError, match='out'):
+        main(options(data, tmp_path / 'out'))
+
+
 def test_an_object_found_under_two_classes_counts_once_for_boxes_alone():
     boxes = torch.tensor([[0.0, 0.0, 30.0, 40.0], [50.0, 10.0, 90.0, 70.0]])
     target = {'boxes': boxes, 'labels': torch.tensor([1, 2])}
