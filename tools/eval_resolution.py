@@ -188,7 +188,8 @@ def evaluate_checkpoint(checkpoint: Path, args: argparse.Namespace, device: torc
         )
     if args.per_class:
         print_classes(rows)
-    content = {} if find_checkpoint(checkpoint).is_dir() else read_checkpoint(checkpoint)
+    # An exported folder and a name of timm have no such file.
+    content = read_checkpoint(checkpoint) if find_checkpoint(checkpoint).is_file() else {}
     return {'checkpoint': str(checkpoint), 'train_size': list(training_size(model, content)), 'sizes': rows}
 
 

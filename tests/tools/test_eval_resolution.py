@@ -149,6 +149,27 @@ def test_an_exported_folder_is_accepted(run, tmp_path):
     assert 0 <= row['top1'] <= row['top5'] <= 100
 
 
+def test_a_model_of_timm_with_weights_is_evaluated_by_its_name(tmp_path):
+    # Numbers as class names are those of any model.
+    data = make_folder(tmp_path / 'data', {'val': [str(index) for index in range(10)]}, 1)
+    (row,) = main(
+        [
+            '--checkpoint',
+            'aft_conv_nano',
+            '--data',
+            str(data),
+            '--workers',
+            '0',
+            '--sizes',
+            '32',
+            '--out',
+            str(tmp_path),
+        ]
+    )
+    assert 0 <= row['top1'] <= row['top5'] <= 100
+    assert json.loads((tmp_path / 'eval_resolution.json').read_text())['checkpoint'] == 'aft_conv_nano'
+
+
 @pytest.mark.parametrize(('text', 'size'), [('224', (224, 224)), ('384x256', (384, 256)), ('2X3', (2, 3))])
 def test_a_size_is_a_side_or_height_by_width(text, size):
     assert parse_size(text) == size
