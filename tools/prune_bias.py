@@ -57,7 +57,15 @@ from torch import nn
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import evaluate_all, load_model, resolve_device
 from aft_vision.export import export_model
-from aft_vision.regularizers import crop, layer_entropies, prune, sparsity_figures, threshold_that_keeps, time_windows
+from aft_vision.regularizers import (
+    conv_mixers,
+    crop,
+    layer_entropies,
+    prune,
+    sparsity_figures,
+    threshold_that_keeps,
+    time_windows,
+)
 from aft_vision.sizes import check_image_size
 from aft_vision.visualize import new_figure
 from tools.data import create_data_loader
@@ -81,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args.rounds = args.rounds if may_time(args) else 0
     device = resolve_device(args.device)
     model: Any = load_model(args.checkpoint, device)
+    # First: a model without them may have no grid of tokens either.
+    conv_mixers(model)
     trained = resolve_model_data_config(model)
     if args.size is not None:
         trained['input_size'] = (3, *args.size)

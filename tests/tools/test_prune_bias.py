@@ -14,6 +14,7 @@ from tools.prune_bias import main
 
 TINY = dict(depth=2, embed_dim=16, patch_size=8, num_classes=10)
 CONV = dict(**TINY, num_heads=4, kernel_size=5)
+PYRAMID = dict(stem_dim=4, dims=(4, 8, 8, 8), depths=(1, 1, 1, 1), num_heads=2, num_classes=10)
 
 
 def make_checkpoint(path: Path, name: str = 'aft_conv_tiny', **kwargs: object) -> Path:
@@ -106,6 +107,7 @@ def test_the_saved_model_is_the_pruned_one_for_timm(run, gumbel: bool, tmp_path)
     ('name', 'kwargs', 'message'),
     [
         ('vit_tiny_patch16_224', dict(**TINY, num_heads=2, img_size=32), 'a model with AFT-conv kernels'),
+        ('aft_pyramid_nano', PYRAMID, 'a model with AFT-conv kernels, got a AFTPyramid'),
         ('aft_conv_tiny', dict(**CONV, global_context=False), 'got global_context=False'),
     ],
 )
