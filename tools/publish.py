@@ -71,7 +71,7 @@ from aft_vision.visualize import read_history
 from tools.imagenette_page import write_page
 from tools.machine import describe_processor, read_commit
 from tools.package_weights import package
-from tools.results import flatten_config
+from tools.results import flatten_config, read_config
 
 
 def main(argv: Sequence[str] | None = None) -> list[Path]:
@@ -124,12 +124,13 @@ def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the resolved config and the last checkpoint of a complete run.
 
     Raises:
-        ValueError: the folder has no run, or one that has not ended or is of images of their own shapes.
+        ValueError: the folder has no run, a damaged config, or a run that has not ended or is of images of their own
+            shapes.
     """
     missing = [name for name in (LAST, 'config.yaml', 'summary.csv') if not (run / name).is_file()]
     if missing:
         raise ValueError(f'expected the folder of a run of train.imagenet, got {run} without {missing[0]}')
-    config, content = yaml.safe_load((run / 'config.yaml').read_text()), read_checkpoint(run / LAST)
+    config, content = read_config(run / 'config.yaml', 'train.imagenet'), read_checkpoint(run / LAST)
     tokens, epochs = config['data'].get('max_tokens'), config['schedule']['epochs']
     if tokens is not None:
         raise ValueError(

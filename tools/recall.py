@@ -40,8 +40,9 @@ import yaml
 
 from aft_vision.commandline import run_command
 from aft_vision.files import replacing
-from tools.results import flatten_config, read_result
+from tools.results import flatten_config, read_config, read_result
 
+TRAINER = 'train.recall'
 TITLES = {'attention': 'attention', 'full': 'AFT-full', 'local': 'AFT-local', 'simple': 'AFT-simple'}
 # The mixers of the models whose name says it.
 MIXERS = {'aft_local_char': 'local', 'aft_simple_char': 'simple', 'transformer_char': 'attention'}
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, str]]:
     rows = {key_of(row): row for row in read_rows(path)}
     known: dict[str, tuple[Path, dict[str, Any]]] = {}
     for file in sorted(data.glob('*.yaml')):
-        known.setdefault(file.name.partition('_')[0], (file, read_config(file)))
+        known.setdefault(file.name.partition('_')[0], (file, read_config(file, TRAINER)))
     configs = {}
     # All are checked before the first file is written.
     for run in args.runs:
@@ -103,35 +104,20 @@ def read_run(run: Path) -> tuple[dict[str, Any], dict[str, str]]:
     Raises:
         ValueError: the run is not a complete one of train.recall, or has a mixer without a column.
     """
-    result = read_result(run, RESULT, 'train.recall')
+    result = read_result(run, RESULT, TRAINER)
     path = run / 'config.yaml'
-    config = read_config(path)
+    config = read_config(path, TRAINER)
     config.setdefault('run', {})['dir'] = None
     values = flatten_config(config)
     missing = [key for key in ('model.name', *SETTING.values()) if values.get(key) is None]
     if missing:
-        raise ValueError(f'expected the config of a run of train.recall, got {path} without {missing[0]}')
+        raise ValueError(f'expected the config of a run of {TRAINER}, got {path} without {missing[0]}')
     name = values['model.name']
     mixer = values.get('model.mixer') or MIXERS.get(name, name)
     check_mixer(mixer, path)
     setting = {column: values[key] for column, key in SETTING.items()}
     row = {'mixer': mixer, **setting, **{column: result[column] for column in RESULT}}
     return config, {column: f'{x:g}' if isinstance(x, float) else str(x) for column, x in row.items()}
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Read the sections of an experiment.
-
-    Raises:
-        ValueError: the file is not one of sections.
-    """
-    try:
-        config = yaml.safe_load(path.read_text(encoding='utf-8'))
-    except yaml.YAMLError:
-        config = None
-    if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
-        raise ValueError(f'expected the config of a run of train.recall, got no sections in {path}')
-    return config
 
 
 def check_alike(path: Path, config: dict[str, Any], other: Path, known: dict[str, Any]) -> None:

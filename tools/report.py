@@ -51,7 +51,6 @@ if __name__ == '__main__':
 
 import timm
 import torch
-import yaml
 from tqdm import tqdm
 
 from aft_vision import __version__
@@ -67,6 +66,7 @@ from aft_vision.visualize import (
     render_page,
     report_sections,
 )
+from tools.results import read_config
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -98,7 +98,7 @@ def collect(args: argparse.Namespace, folder: Path, command: str) -> Report:
     model = resize_model(load_model(args.checkpoint, device), args.size)
     summary = next((path for path in (folder / 'summary.csv', folder.parent / 'summary.csv') if path.is_file()), None)
     config = summary and summary.parent / 'config.yaml'
-    targets = describe_targets(yaml.safe_load(config.read_text())) if config and config.is_file() else ''
+    targets = describe_targets(read_config(config, 'train.imagenet')) if config and config.is_file() else ''
     return Report(
         model=model,
         photographs=find_photographs(args.images, args.max_images),

@@ -43,6 +43,7 @@ from aft_vision.commandline import run_command
 from aft_vision.files import replacing
 from aft_vision.resolution import size_label, standard_error
 from aft_vision.visualize import new_figure, save_figure
+from tools.results import read_json
 
 # Top-1 in percent of the runs of a row, by side and then by seed.
 Found = dict[int, dict[int, float]]
@@ -73,18 +74,19 @@ def read_runs(file: Path) -> list[dict[str, Any]]:
     """Return the row, the seed, the size of training and the accuracy at each size of the runs of an evaluation.
 
     Raises:
-        ValueError: the file has no runs named ROW_seedN, sizes that are not squares, or runs that were trained at other
+        ValueError: the file has no runs named ROW_seedN, other sizes than squares, or runs that were trained at other
             sizes or evaluated on other numbers of images.
     """
     found = []
-    for table in json.loads(file.read_text()).get('checkpoints', []):
+    for table in read_json(file).get('checkpoints', []):
         row, _, seed = table['name'].rpartition('_seed')
         if not row or not seed.isdecimal():
             raise ValueError(f'{file}: expected runs named ROW_seedN, got {table["name"]}')
+        for each in table['sizes']:
+            # Also a mean over several squares has a height and a width.
+            if not size_label(each).isdecimal():
+                raise ValueError(f'{file}: expected squares, got {size_label(each)}; evaluate them apart')
         sizes = [{key: each[key] for key in ('height', 'width', 'top1', 'samples')} for each in table['sizes']]
-        for each in sizes:
-            if each['height'] != each['width']:
-                raise ValueError(f'{file}: expected squares, got {size_label(each)}')
         found.append({'row': row, 'seed': int(seed), 'train_size': table['train_size'], 'sizes': sizes})
     if not found:
         raise ValueError(f'{file}: expected eval_resolution_grid.json, of several checkpoints')

@@ -1,10 +1,12 @@
-"""Runs of the trainers: their folders, their configs, their results and a table."""
+"""Runs of the trainers: their folders, their configs, their results and a table; files that the tools wrote."""
 
 import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
@@ -54,11 +56,44 @@ def read_result(folder: Path, keys: Sequence[str], command: str) -> dict[str, An
     path = folder / 'result.json'
     if not path.is_file():
         raise ValueError(f'expected the folder of a complete run, got {folder} without result.json')
-    result = json.loads(path.read_text())
+    result = read_json(path)
     missing = [key for key in keys if key not in result]
     if missing:
         raise ValueError(f'expected the result of a run of {command}, got {path} without {missing[0]}')
     return result
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read an object from a JSON file.
+
+    Raises:
+        ValueError: the file is damaged or has something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding='utf-8'))
+    except ValueError as error:
+        raise ValueError(f'expected a JSON file, got {path}: {error}') from error
+    if not isinstance(found, dict):
+        raise ValueError(f'expected a JSON object in {path}, got a {type(found).__name__}')
+    return found
+
+
+def read_config(path: Path, command: str) -> dict[str, Any]:
+    """Read the sections of an experiment.
+
+    Args:
+        command: Command that writes it, for the error message.
+
+    Raises:
+        ValueError: the file is not one of sections.
+    """
+    try:
+        config = yaml.safe_load(path.read_text(encoding='utf-8'))
+    except yaml.YAMLError:
+        config = None
+    if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
+        raise ValueError(f'expected the config of a run of {command}, got no sections in {path}')
+    return config
 
 
 def flatten_config(config: dict[str, Any]) -> dict[str, Any]:

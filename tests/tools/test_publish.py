@@ -258,6 +258,14 @@ def test_weights_of_another_model_are_not_packaged(name, kwargs, message, data, 
     assert not (tmp_path / 'weights').exists()
 
 
+@pytest.mark.parametrize('content', ['', 'a: [', 'data: 4'])
+def test_a_run_with_a_damaged_config_is_refused(data, docs, tmp_path, content):
+    run = make_run(tmp_path / 'conv_seed0', data, 'aft_conv_nano', {'depth': 1}, [(60.0, 65.0)], answer=3)
+    (run / 'config.yaml').write_text(content)
+    with pytest.raises(ValueError, match=r'a run of train\.imagenet, got no sections in .*config\.yaml'):
+        publish.main([str(run), '--docs', str(docs)])
+
+
 def test_a_run_that_has_not_ended_is_refused(data, docs, tmp_path):
     run = make_run(tmp_path / 'conv_seed0', data, 'aft_conv_nano', {'depth': 1}, [(60.0, 65.0)], answer=3)
     config = yaml.safe_load((run / 'config.yaml').read_text())

@@ -73,6 +73,31 @@ def test_other_evaluations_are_refused(docs: Path, tmp_path: Path, runs, width: 
     assert (docs / resolution_page.PAGE).read_text() == PAGE
 
 
+@pytest.mark.parametrize(
+    ('size', 'found'),
+    [({'max_tokens': 96}, 'native 96'), ({'height': 128, 'width': 128, 'scales': [[96, 96], [128, 128]]}, r'96\+128')],
+)
+def test_native_shapes_and_means_over_sizes_are_no_squares(docs: Path, tmp_path: Path, size, found: str):
+    path = tmp_path / 'grid.json'
+    content = json.loads(Path(write_grid(path, {'conv_seed0': {96: 50.0, 128: 60.0}})).read_text())
+    content['checkpoints'][0]['sizes'].append({**size, 'top1': 70.0, 'samples': 2500})
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f'expected squares, got {found}; evaluate them apart'):
+        resolution_page.main([str(path), '--images', 'a', '--docs', str(docs), '--commit', 'b', '--processor', 'c'])
+    assert not (docs / 'data').exists()
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [('{', r'a JSON file, got .*grid\.json'), ('[]', r'a JSON object in .*grid\.json, got a list')],
+)
+def test_a_damaged_file_is_named(docs: Path, tmp_path: Path, content: str, message: str):
+    path = tmp_path / 'grid.json'
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        resolution_page.main([str(path), '--images', 'a', '--docs', str(docs), '--commit', 'b', '--processor', 'c'])
+
+
 def test_without_data_no_picture_is_shown(docs: Path):
     assert resolution_page.main(['--docs', str(docs)]) == []
     text = (docs / resolution_page.PAGE).read_text()
