@@ -39,6 +39,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ if __name__ == '__main__':
     parse_args()
 
 import timm
+from torch import Tensor
 
 import aft_vision  # noqa: F401
 from aft_vision.commandline import run_command
@@ -126,7 +128,7 @@ from aft_vision.export import (
     measure_latency,
     quantize_onnx,
 )
-from aft_vision.files import find_checkpoint
+from aft_vision.files import find_checkpoint, replacing
 from aft_vision.models.transfer_source import load_pretrained
 from aft_vision.visualize import find_photographs, load_photograph
 from tools.machine import check_load, describe_machine
@@ -158,15 +160,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     elif args.format in TIMMX_FORMATS:
         export_with_timmx(model, args.out, args.format, shape.size, **args.timmx_arg)
     else:
-        if args.format == 'onnx':
-            checks = export_onnx(model, args.out, shape, form=form, opset=args.opset, tolerance=args.tolerance)
-        else:
-            checks = export_pt2(model, args.out, shape, aten=args.aten, form=form, tolerance=args.tolerance)
-        for check in checks:
-            height, width = check.size
-            print(f'{check.batch} x {height} x {width}: differs from PyTorch by {check.difference:.1e}')
-    if args.int8:
-        quantize(model, shape, args)
+        write_program(model, shape, form, args)
     print(f'{args.out} is written{describe(shape, args.format)}')
     if args.latency:
         time_file(model, shape, form, args)
@@ -185,15 +179,29 @@ def create(args: argparse.Namespace) -> Any:
         raise ValueError(f'expected a model that can be built, got {args.model}: {error}') from error
 
 
-def quantize(model: Any, shape: Shape, args: argparse.Namespace) -> None:
-    """Replace the file by its int8 form, and print how often the most likely class stays the same."""
+def write_program(model: Any, shape: Shape, form: str, args: argparse.Namespace) -> None:
+    """Write an onnx or pt2 file, and print how it differs from PyTorch, and from itself in int8."""
+    images = read_photographs(model, shape, args)
+    # With --int8 the file has its name only in int8.
+    with replacing(args.out) if args.int8 else nullcontext(args.out) as path:
+        if args.format == 'onnx':
+            checks = export_onnx(model, path, shape, form=form, opset=args.opset, tolerance=args.tolerance)
+        else:
+            checks = export_pt2(model, path, shape, aten=args.aten, form=form, tolerance=args.tolerance)
+        for check in checks:
+            height, width = check.size
+            print(f'{check.batch} x {height} x {width}: differs from PyTorch by {check.difference:.1e}')
+        same = quantize_onnx(path, args.int8, images) if args.int8 else None
+    if same is not None:
+        print(f'int8: the most likely class is that of the float32 file for {100 * same:.1f} % of the photographs')
+
+
+def read_photographs(model: Any, shape: Shape, args: argparse.Namespace) -> list[Tensor]:
+    """Read the photographs of --data, each as a batch of the file."""
     files = find_photographs(args.data, MOST_PHOTOGRAPHS) if args.data else []
     images = [load_photograph(file, model, shape.size).images for file in files]
     # A file of a fixed batch takes no other.
-    images = [image.repeat(shape.batch or 1, 1, 1, 1) for image in images]
-    same = quantize_onnx(args.out, args.int8, images)
-    if same is not None:
-        print(f'int8: the most likely class is that of the float32 file for {100 * same:.1f} % of the photographs')
+    return [image.repeat(shape.batch or 1, 1, 1, 1) for image in images]
 
 
 def describe(shape: Shape, file_format: str) -> str:

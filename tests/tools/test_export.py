@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from PIL import Image
 
 from aft_vision.export.program import TOLERANCE
 from aft_vision.export.verify import Check, Shape
@@ -80,6 +81,23 @@ def test_the_latency_is_printed_and_written(checkpoint, tmp_path, monkeypatch, c
     assert 'onnxruntime' in shown
     assert '2.50   1.00  0.75 to 1.25' in shown
     assert json.loads((tmp_path / 'model.latency.json').read_text())['rows'] == [row]
+
+
+@pytest.mark.parametrize(
+    ('photographs', 'message'),
+    [(0, 'a folder with images, got .*photographs, which has none'), (1, 'needs 2 images or more')],
+)
+def test_a_file_without_int8_does_not_get_the_name_of_one_with_it(
+    photographs, message, checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(export, 'export_onnx', lambda model, path, *args, **kwargs: path.write_bytes(b'float32') and [])
+    (tmp_path / 'photographs').mkdir()
+    for number in range(photographs):
+        Image.new('RGB', (32, 32)).save(tmp_path / 'photographs' / f'{number}.png')
+    options = ['--format', 'onnx', '--int8', 'static', '--data', str(tmp_path / 'photographs')]
+    with pytest.raises(ValueError, match=message):
+        main(['--checkpoint', str(checkpoint), *options, '--out', str(tmp_path / 'model.onnx')])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['best.pth', 'photographs']
 
 
 def test_a_loaded_machine_is_not_measured(checkpoint, tmp_path, monkeypatch):
