@@ -165,7 +165,8 @@ def export_onnx(
 
     Raises:
         ImportError: the `export` extra is not installed.
-        ValueError: the arguments contradict each other, or the file differs from the model by more than the tolerance.
+        ValueError: the arguments contradict each other, torch does not write the operator set, or the file differs from
+            the model by more than the tolerance.
     """
     require_onnx()
     shape = shape or choose_shape(model, form=form)
@@ -182,6 +183,12 @@ def export_onnx(
         verbose=False,
     )
     assert program is not None
+    # For a version that it does not know, torch writes another one.
+    written = program.model.opset_imports['']
+    if written != opset:
+        raise ValueError(
+            f'expected an operator set that torch writes, got opset={opset}, for which it writes {written}'
+        )
     program.model.metadata_props.update(_metadata(model))
     _describe_axes(program.model, model, shape)
     with replacing(path) as temporary:

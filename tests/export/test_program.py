@@ -5,6 +5,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,6 +288,18 @@ def test_more_weights_than_a_file_holds_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(program, 'LARGEST_ONNX', 2**10)
     with pytest.raises(ValueError, match='expected weights of at most 0 MiB, got 0 MiB'):
         export_onnx(make(), tmp_path / 'model.onnx')
+
+
+def test_an_operator_set_that_torch_replaces_by_another_is_rejected(tmp_path, monkeypatch):
+    pytest.importorskip('onnxruntime')
+    pytest.importorskip('onnxscript')
+    # What torch 2 does for 17 and for 99.
+    written = SimpleNamespace(model=SimpleNamespace(opset_imports={'': 18}))
+    monkeypatch.setattr(torch.onnx, 'export', lambda *args, **kwargs: written)
+    monkeypatch.setattr(program, 'trace', lambda *args: None)
+    with pytest.raises(ValueError, match='got opset=17, for which it writes 18'):
+        export_onnx(make(), tmp_path / 'model.onnx', opset=17)
+    assert not any(tmp_path.iterdir())
 
 
 def test_an_onnx_file_names_its_axes(onnx_file):
