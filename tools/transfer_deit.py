@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, KeyValues, parse_size
+from tools.arguments import CommandParser, KeyValues, check_out, parse_count, parse_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,7 +38,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help='keyword arguments of the model, such as kernel_size=15 num_heads=32',
     )
     parser.add_argument('--size', type=parse_size, help="a side in pixels, or HEIGHTxWIDTH (default: the model's own)")
-    parser.add_argument('--num-classes', type=int, metavar='N', help='classes (default: those of the source)')
+    parser.add_argument('--num-classes', type=parse_count, metavar='N', help='classes (default: those of the source)')
     parser.add_argument(
         '--copy-qk',
         action='store_true',
@@ -63,6 +63,7 @@ from aft_vision.export import export_model
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import Report, Row, summarize_transfer
 from aft_vision.models.transfer_source import Source, did_you_mean, load_source
+from aft_vision.sizes import check_image_size, default_size
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -72,11 +73,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         The content of transfer_report.json.
 
     Raises:
-        ValueError: there is no such source or model, or the weights do not fit the model.
+        ValueError: there is no such source or model, the weights or the size do not fit the model, or --out is a run.
     """
     args = parse_args(argv)
-    if Path(args.source).is_dir() and args.out.resolve() == Path(args.source).resolve():
-        raise ValueError(f'expected --out to be another folder than the source, got {args.out}')
+    check_out(args.out, Path(args.source))
     source = load_source(args.source)
     model = create_target(args, source)
     state_dict, report = deit_to_aft(source.state_dict, model, copy_qk=args.copy_qk, grid=source.grid)
@@ -111,9 +111,11 @@ def create_target(args: argparse.Namespace, source: Source) -> nn.Module:
         kwargs.setdefault('num_classes', head.shape[0])
     random_seed(args.seed)
     try:
-        return timm.create_model(args.model, **kwargs)
+        model = timm.create_model(args.model, **kwargs)
     except TypeError as error:
         raise ValueError(f'expected keyword arguments of {args.model}, got {kwargs}: {error}') from error
+    check_image_size(model, default_size(model))
+    return model
 
 
 def print_table(rows: Sequence[Row], report: Report, model: nn.Module) -> None:

@@ -272,8 +272,25 @@ def test_a_wrong_name_is_named(tmp_path, monkeypatch, source, model, message):
 
 def test_a_folder_is_not_replaced_by_what_is_made_of_it(tmp_path):
     source, _ = write('folder', tmp_path)
-    with pytest.raises(ValueError, match='another folder than the source'):
+    with pytest.raises(ValueError, match='another place than that of the checkpoint'):
         run(source, source)
+
+
+def test_a_run_stays_the_one_that_is_read(tmp_path):
+    source, _ = write('run', tmp_path)
+    before = sorted(source.iterdir())
+    with pytest.raises(
+        ValueError, match=r'another folder than that of a run, got --out .*, whose best\.pth it would hide'
+    ):
+        run(source / 'best.pth', source)
+    assert sorted(source.iterdir()) == before
+
+
+def test_a_size_of_part_of_a_patch_is_named(tmp_path):
+    source, _ = write('folder', tmp_path)
+    with pytest.raises(ValueError, match=r'multiples of the patch size \(8, 8\), got \(36, 32\)'):
+        run(source, tmp_path / 'out', '--size', '36x32')
+    assert not (tmp_path / 'out').exists()
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):
