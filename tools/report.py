@@ -73,11 +73,13 @@ def main(argv: Sequence[str] | None = None) -> Path:
     """Write the page and return its path.
 
     Raises:
-        ValueError: a checkpoint, the folder, the size, the query or the device is not valid.
+        ValueError: a checkpoint, the folder, the size, the query or the device is not valid, or --out is a folder.
     """
     args = parse_args(argv)
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
     out = args.out or folder / 'report.html'
+    if out.is_dir():
+        raise ValueError(f'expected the file of the page, got the folder {out}: try --out {out / "report.html"}')
     words = sys.argv[1:] if argv is None else argv
     report = collect(args, folder, shlex.join(['python', '-m', 'tools.report', *words]))
     sections = report_sections(report)

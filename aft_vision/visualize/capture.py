@@ -78,10 +78,7 @@ def run_with_hooks(
         ValueError: the model has none of these mixers, or its tokens are not a prefix and a grid.
     """
     mixers = find_mixers(model, kind)
-    patch_embed: Any = getattr(model, 'patch_embed', None)
-    if not hasattr(patch_embed, 'dynamic_feat_size'):
-        raise ValueError(f"expected a model with timm's patch_embed, got {type(model).__name__}")
-    grid = patch_embed.dynamic_feat_size((images.shape[2], images.shape[3]))
+    grid = token_grid(model, (images.shape[2], images.shape[3]))
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         prefix = args[0].shape[1] - grid[0] * grid[1]
@@ -96,6 +93,18 @@ def run_with_hooks(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def token_grid(model: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
+    """Return the rows and columns of tokens of images of size (H, W) in pixels.
+
+    Raises:
+        ValueError: the model has not one grid of tokens.
+    """
+    patch_embed: Any = getattr(model, 'patch_embed', None)
+    if not hasattr(patch_embed, 'dynamic_feat_size'):
+        raise ValueError(f"expected a model with timm's patch_embed, got {type(model).__name__}")
+    return patch_embed.dynamic_feat_size(size)
 
 
 def find_mixers(model: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> list[nn.Module]:

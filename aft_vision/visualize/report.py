@@ -30,7 +30,7 @@ from aft_vision.visualize.attention import (
     relative_attention,
 )
 from aft_vision.visualize.biases import bias_statistics, draw_position_biases, mixer_bias
-from aft_vision.visualize.capture import capture_mixers
+from aft_vision.visualize.capture import capture_mixers, token_grid
 from aft_vision.visualize.figure import choose, figure_png
 from aft_vision.visualize.history import draw_history
 from aft_vision.visualize.keys import draw_key_maps
@@ -111,7 +111,7 @@ def model_facts(model: Any, size: tuple[int, int] | None = None) -> dict[str, st
     mixers = _mixers(model)
     bias = mixer_bias(mixers[0])
     height, width = size or default_size(model)
-    grid = model.patch_embed.dynamic_feat_size((height, width))
+    grid = token_grid(model, (height, width))
     facts = {
         'Architecture': _name(model),
         'Parameters': f'{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million',

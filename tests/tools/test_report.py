@@ -156,6 +156,19 @@ def test_a_model_that_is_not_aft_is_rejected(tmp_path):
         main(['--checkpoint', str(checkpoint), '--images', str(tmp_path / 'images')])
 
 
+def test_a_model_without_one_grid_of_tokens_is_rejected(tmp_path):
+    sizes = dict(stem_dim=4, dims=(4, 8, 8, 8), depths=(1, 1, 1, 1), num_heads=2, num_classes=3)
+    checkpoint = save(tmp_path / 'best.pth', 'aft_pyramid_nano', sizes)
+    make_folder(tmp_path, {'images': ['a']}, images=1)
+    with pytest.raises(ValueError, match="a model with timm's patch_embed, got AFTPyramid"):
+        main(['--checkpoint', str(checkpoint), '--images', str(tmp_path / 'images')])
+
+
+def test_a_folder_in_place_of_the_page_is_named_before_anything_is_drawn(tmp_path):
+    with pytest.raises(ValueError, match=r'the file of the page, got the folder .*: try --out .*report\.html'):
+        main(['--checkpoint', 'missing', '--images', 'missing', '--out', str(tmp_path)])
+
+
 def test_an_exported_folder_records_only_its_name(tmp_path):
     (tmp_path / 'run' / 'export').mkdir(parents=True)
     assert recorded_facts(tmp_path / 'run' / 'export') == {'Checkpoint': 'run/export'}
