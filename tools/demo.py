@@ -48,6 +48,7 @@ from aft_vision.sizes import default_size, resize_model
 from aft_vision.timing import time_rounds
 from aft_vision.visualize import (
     DPI,
+    attention_heads,
     capture_mixers,
     choose,
     draw_attention,
@@ -89,7 +90,8 @@ def load_models(checkpoints: Sequence[str] | None) -> dict[str, Any]:
     """Load the models by their names on the page.
 
     Raises:
-        ValueError: a checkpoint is not valid, its model has no grid of tokens of one size, or there are none.
+        ValueError: a checkpoint is not valid, its model has no grid of tokens of one size or no attention that can be
+            drawn, or there are none.
     """
     if checkpoints is None:
         checkpoints = timm.list_models('aft_*', pretrained=True)
@@ -105,6 +107,8 @@ def load_models(checkpoints: Sequence[str] | None) -> dict[str, Any]:
                 f'expected a model with one grid of tokens, such as aft_conv_tiny or a ViT, got {name} of '
                 f'{checkpoint}; tools.predict classifies with it'
             )
+        # Its error now, and not at every photograph.
+        attention_heads(model)
         models[name if name not in models else f'{name} ({checkpoint})'] = model
     return models
 

@@ -70,6 +70,12 @@ def test_a_model_without_one_grid_of_tokens_is_named(tmp_path):
         demo.load_models([path])
 
 
+def test_a_model_of_unknown_attention_is_named_before_the_page_is_served(tmp_path):
+    path = save(tmp_path, 'beit_base_patch16_224', dict(depth=1, embed_dim=16, num_heads=2, num_classes=3))
+    with pytest.raises(ValueError, match=r'mixers of timm\.layers\.Attention or AFTMixer, got Beit'):
+        demo.load_models([path])
+
+
 @pytest.mark.parametrize(
     ('sizes', 'patches', 'expected'),
     [
