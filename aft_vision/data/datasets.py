@@ -17,7 +17,7 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState, ex
 from torch.utils.data import IterableDataset
 
 from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, PartOfDataset
-from aft_vision.data.images import describe_ignored, find_images, image_suffixes, open_image
+from aft_vision.data.images import MACOS, describe_ignored, file_kind, find_images, image_suffixes, open_image
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.data.sampling import DIVISION, derive_seed
 
@@ -341,7 +341,11 @@ class _TarReader(ReaderImageInTar):
         self.root, self.root_is_tar, self.cache_tarfiles = str(path), True, True
         # timm would use a stale index after the file has changed.
         found = extract_tarinfos(self.root, cache_tarinfo=False, extensions=image_suffixes())
-        self.samples, self.targets, self.class_name_to_idx, ((_, self.tar_state),) = found
+        samples, targets, self.class_name_to_idx, ((_, self.tar_state),) = found
+        kept = [i for i, (member, *_) in enumerate(samples) if file_kind(PurePosixPath(member.name).name) != MACOS]
+        if not kept:
+            raise ValueError('no images')
+        self.samples, self.targets = samples[kept], targets[kept]
 
 
 def _read_tar(path: Path) -> CheckedImageDataset:
@@ -368,17 +372,18 @@ def _close_tar(state: TarState) -> None:
 
 
 def _look_through_tar(path: Path, splits: set[PurePosixPath]) -> tuple[set[str], Counter[str]]:
-    """Return the names of the class folders of some splits, and the number of other files by suffix."""
+    """Return the names of the class folders of some splits, and the number of other files by kind."""
     names: set[str] = set()
     ignored: Counter[str] = Counter()
     suffixes = {*image_suffixes(), '.tar'}
     with tarfile.open(path) as file:
         for member in file:
             place = PurePosixPath(member.name)
+            kind = file_kind(place.name)
             if member.isdir() and place.parent in splits and place not in splits:
                 names.add(place.name)
-            elif not member.isdir() and splits & set(place.parents) and place.suffix.lower() not in suffixes:
-                ignored[place.suffix.lower()] += 1
+            elif not member.isdir() and splits & set(place.parents) and kind not in suffixes:
+                ignored[kind] += 1
     return names, ignored
 
 

@@ -22,6 +22,8 @@ UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 LINK = 'link to a folder above'
+# What macOS puts next to a file, with its suffix, into tar files and on disks of others.
+MACOS = '._*'
 
 
 class CorruptImageError(ValueError):
@@ -34,7 +36,7 @@ class FoundImages(NamedTuple):
     Attributes:
         paths: Paths of the images, unordered.
         folders: Names of the direct subfolders.
-        ignored: Number of other files by suffix; links to a parent folder count as `LINK`.
+        ignored: Number of other files by `file_kind`; links to a parent folder count as `LINK`.
     """
 
     paths: list[str]
@@ -87,6 +89,11 @@ def image_suffixes() -> set[str]:
     return {*SUFFIXES, *get_img_extensions()}
 
 
+def file_kind(name: str) -> str:
+    """Return the suffix of a file's name in lower case, or `MACOS`."""
+    return MACOS if name.startswith('._') else os.path.splitext(name)[1].lower()
+
+
 def find_images(folder: str | Path) -> FoundImages:
     """Find all images below a folder; links are followed except to a parent folder."""
     found, suffixes = FoundImages([], [], Counter()), image_suffixes()
@@ -95,13 +102,13 @@ def find_images(folder: str | Path) -> FoundImages:
     with os.scandir(folder) as entries:
         found.folders.extend(sorted(entry.name for entry in entries if _enters(entry, above)))
     for entry in _walk(str(folder), above):
-        suffix = os.path.splitext(entry.name)[1].lower()
+        kind = file_kind(entry.name)
         if entry.is_dir():
             found.ignored[LINK] += 1
-        elif suffix in suffixes:
+        elif kind in suffixes:
             found.paths.append(entry.path)
         else:
-            found.ignored[suffix] += 1
+            found.ignored[kind] += 1
     return found
 
 
@@ -124,7 +131,7 @@ def _enters(entry: os.DirEntry[str], above: frozenset[str]) -> bool:
 
 
 def describe_ignored(ignored: Mapping[str, int]) -> str:
-    """Describe the ignored files by suffix: `3 files (2 .txt, 1 .heic)`; '' for none."""
+    """Describe the ignored files by kind: `3 files (2 .txt, 1 .heic)`; '' for none."""
     if not ignored:
         return ''
     kinds = ', '.join(f'{count} {suffix or "without a suffix"}' for suffix, count in sorted(ignored.items()))

@@ -571,6 +571,28 @@ def test_what_a_tar_holds_besides_images_is_counted(tmp_path, caplog):
     assert '1 file (1 .heic)' in caplog.text
 
 
+@pytest.mark.parametrize('form', ['folder', 'tar'])
+def test_what_macos_puts_next_to_images_is_no_image(tmp_path, caplog, form):
+    folder = make_folder(tmp_path / 'images', CLASSES)
+    for path in list(folder.rglob('*.png')):
+        place = folder / '__MACOSX' / path.parent.relative_to(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        for twin in (path.parent, place) if form == 'tar' else (path.parent,):
+            (twin / f'._{path.name}').write_bytes(b'\0\5\x16\7')
+    data = make_tar(tmp_path / 'all.tar', folder) if form == 'tar' else folder
+    loaders = create_loaders(data, (16, 16), 2, augment=Augmentation(repeats=1), num_workers=0)
+    assert loaders.description == 'training: 6 images, 3 classes; validation: 6 images, 3 classes'
+    assert [len(targets) for _, targets in loaders.validation] == [2, 2, 2]
+    assert caplog.text.count('6 files (6 ._*)') == 1
+
+
+def test_a_tar_with_only_files_of_macos_has_no_images(tmp_path):
+    (tmp_path / 'images' / 'train' / 'a').mkdir(parents=True)
+    (tmp_path / 'images' / 'train' / 'a' / '._x.jpg').write_bytes(b'\0\5\x16\7')
+    with pytest.raises(ValueError, match=r'images in class folders in .*all\.tar, got none'):
+        open_train_split(Source(dir=str(make_tar(tmp_path / 'all.tar', tmp_path / 'images'))), 1)
+
+
 def test_a_class_whose_images_are_all_ignored_says_what_there_is(tmp_path):
     make_folder(tmp_path, {'train': ['a', 'b']})
     for path in (tmp_path / 'train' / 'b').iterdir():
