@@ -130,7 +130,7 @@ from aft_vision.export import (
 )
 from aft_vision.files import find_checkpoint, replacing
 from aft_vision.models.transfer_source import load_pretrained
-from aft_vision.visualize import find_photographs, load_photograph
+from aft_vision.visualize import find_photographs, load_image
 from tools.machine import check_load, describe_machine
 
 
@@ -199,7 +199,7 @@ def write_program(model: Any, shape: Shape, form: str, args: argparse.Namespace)
 def read_photographs(model: Any, shape: Shape, args: argparse.Namespace) -> list[Tensor]:
     """Read the photographs of --data, each as a batch of the file."""
     files = find_photographs(args.data, MOST_PHOTOGRAPHS) if args.data else []
-    images = [load_photograph(file, model, shape.size).images for file in files]
+    images = [load_image(file, model, shape.size) for file in files]
     # A file of a fixed batch takes no other.
     return [image.repeat(shape.batch or 1, 1, 1, 1) for image in images]
 

@@ -49,7 +49,7 @@ from aft_vision.commandline import run_command
 from aft_vision.evaluate import load_model, resolve_device
 from aft_vision.models.transfer_source import load_pretrained
 from aft_vision.sizes import resize_model
-from aft_vision.visualize import find_photographs, load_photograph, predictions
+from aft_vision.visualize import find_photographs, load_image, predictions
 
 
 @torch.inference_mode()
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     model = model.to(device).eval()
     rows = []
     for file in itertools.chain.from_iterable(photographs):
-        logits = model(load_photograph(file, model, args.size).images.to(device))
+        logits = model(load_image(file, model, args.size).to(device))
         found = predictions(model, logits, args.top)
         rows.append({'image': str(file), 'classes': [{'class': name, 'probability': chance} for name, chance in found]})
         if not args.json:

@@ -35,6 +35,7 @@ from aft_vision.visualize.photographs import (
     class_labels,
     class_names,
     find_photographs,
+    load_image,
     load_photograph,
     predictions,
 )

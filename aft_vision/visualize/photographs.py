@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from PIL.Image import Image
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
@@ -55,20 +56,34 @@ def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | No
     Raises:
         CorruptImageError: the file cannot be decoded.
     """
-    config = resolve_model_data_config(model)
-    height, width = default_size(model) if size is None else size
     image = open_image(path)
+    height, width = default_size(model) if size is None else size
     step = max(1, DISPLAY // max(height, width))
-    seen, shown = (eval_transform((height * scale, width * scale), config['crop_pct'])(image) for scale in (1, step))
+    shown = _crop(image, model, (height * step, width * step))
+    return Photograph(Path(path), _normalise(image, model, size), shown.permute(1, 2, 0))
+
+
+def load_image(path: str | Path, model: nn.Module, size: Sequence[int] | None = None) -> Tensor:
+    """Read an image for the model alone: the `images` (1, 3, H, W) of `load_photograph`, which takes longer."""
+    return _normalise(open_image(path), model, size)
+
+
+def _normalise(image: Image, model: nn.Module, size: Sequence[int] | None) -> Tensor:
+    height, width = default_size(model) if size is None else size
+    config = resolve_model_data_config(model)
     mean, std = (torch.tensor(config[name]).view(3, 1, 1) for name in ('mean', 'std'))
-    return Photograph(Path(path), ((seen / 255 - mean) / std)[None], shown.permute(1, 2, 0))
+    return ((_crop(image, model, (height, width)) / 255 - mean) / std)[None]
+
+
+def _crop(image: Image, model: nn.Module, size: tuple[int, int]) -> Tensor:
+    return eval_transform(size, resolve_model_data_config(model)['crop_pct'])(image)
 
 
 def load_batches(paths: Sequence[Path], model: nn.Module, size: Sequence[int] | None = None) -> Iterator[Tensor]:
-    """Yield images (B, 3, H, W) as by `load_photograph`, on the device of the model, BATCH at a time."""
+    """Yield images (B, 3, H, W) as by `load_image`, on the device of the model, BATCH at a time."""
     device = next(model.parameters()).device
     for start in range(0, len(paths), BATCH):
-        batch = [load_photograph(path, model, size).images for path in paths[start : start + BATCH]]
+        batch = [load_image(path, model, size) for path in paths[start : start + BATCH]]
         yield torch.cat(batch).to(device)
 
 

@@ -13,6 +13,7 @@ from aft_vision.visualize import (
     class_names,
     draw_key_maps,
     find_photographs,
+    load_image,
     load_photograph,
     predictions,
     save_figure,
@@ -50,6 +51,7 @@ def test_the_model_sees_what_evaluation_shows_it(tmp_path: Path):
     torch.testing.assert_close(photograph.images, next(iter(loader))[0])
     assert photograph.pixels.shape == (448, 448, 3)
     assert photograph.pixels.dtype == torch.uint8
+    assert torch.equal(load_image(photograph.path, model), photograph.images)
 
 
 def test_a_damaged_image_is_named(tmp_path):
