@@ -72,10 +72,11 @@ def test_a_candidate_that_stopped_or_failed_stays_out_and_says_why(monkeypatch, 
 
 @pytest.mark.usefixtures('unmetered')
 def test_every_operation_is_measured_drawn_and_written(tmp_path, capsys):
-    files = ['--png', str(tmp_path / 'scaling.png'), '--json', str(tmp_path / 'scaling.json')]
+    png, path = tmp_path / 'pictures' / 'scaling.png', tmp_path / 'figures' / 'scaling.json'
+    files = ['--png', str(png), '--json', str(path)]
     main(['ops', '--tokens', '16', '32', '--training', '--rounds', '1', '--allow-load', *files])
-    written = json.loads((tmp_path / 'scaling.json').read_text())
-    assert (tmp_path / 'scaling.png').stat().st_size > 10_000
+    written = json.loads(path.read_text())
+    assert png.stat().st_size > 10_000
     names = [each.name for each in ops.token_candidates(1, 16, torch.float32, CPU)]
     assert [row['name'] for row in written['rows']] == 2 * names
     assert [fit['name'] for fit in written['fits']] == 2 * names

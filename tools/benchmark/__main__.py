@@ -127,6 +127,7 @@ import torch
 
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import resolve_device
+from aft_vision.files import replacing
 from tools.benchmark.printer import format_rows, plot_curves
 from tools.machine import LoadMeter, check_load, count_cores, describe_backends, describe_machine, refuse_load
 
@@ -172,14 +173,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print(report.head, format_rows(report.rows), *(['', format_rows(fits)] if fits else []), sep='\n')
     if load is not None:
         print(f'other processes used {load:.1%} of the cores')
-    if report.fits and args.png is not None:
-        plot_curves(report, args.png)
     places = ('json', 'png')
     settings = {name: value for name, value in vars(args).items() if value is not None and name not in places}
     result: dict[str, Any] = {'machine': machine, 'backends': backends, 'load': load, 'settings': settings}
     result |= {'rows': report.rows, **({'fits': report.fits} if report.fits else {})}
     if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2, default=str) + '\n')
+        with replacing(args.json) as path:
+            path.write_text(json.dumps(result, indent=2, default=str) + '\n')
+    if report.fits and args.png is not None:
+        plot_curves(report, args.png)
     if is_goals and any(row['verdict'] in ('below', 'failed') for row in report.rows):
         raise SystemExit(1)
     return result

@@ -55,6 +55,7 @@ def plot_curves(report: Report, path: Path) -> None:
         axes.grid(alpha=0.3, which='both')
         axes.legend(fontsize=8)
     figure.suptitle(report.head)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
