@@ -49,7 +49,7 @@ ffcv: $(STAMP)
 test: ffcv
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --ignore=tests/distributed $(PYTEST_ARGS)
 
-# The tests whose runs have several processes of their own: killed, restarted, on two nodes, of which one dies
+# Training in several processes, killed and restarted, also on two nodes: a file of tests at a time in each worker
 distributed: ffcv
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS) tests/distributed
 

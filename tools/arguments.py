@@ -117,10 +117,11 @@ def parse_size(text: str) -> tuple[int, int]:
 def check_out(out: Path, checkpoint: Path | None) -> None:
     """Raise a ValueError if a result would overwrite its own checkpoint, or hide that of a run."""
     # The package takes seconds to import, which --help does not need.
-    from aft_vision.files import BEST, find_checkpoint
+    from aft_vision.files import BEST, LAST, find_checkpoint
 
     if checkpoint is not None and out.resolve() in {checkpoint.resolve(), find_checkpoint(checkpoint).resolve()}:
         raise ValueError(f'expected another place than that of the checkpoint, got --out {out}')
     # A folder with an exported model is read as that model.
-    if (out / BEST).is_file():
-        raise ValueError(f'expected another folder than that of a run, got --out {out}, whose {BEST} it would hide')
+    for name in (BEST, LAST):
+        if (out / name).is_file():
+            raise ValueError(f'expected another folder than that of a run, got --out {out}, whose {name} it would hide')

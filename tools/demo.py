@@ -107,8 +107,11 @@ def load_models(checkpoints: Sequence[str] | None) -> dict[str, Any]:
                 f'expected a model with one grid of tokens, such as aft_conv_tiny or a ViT, got {name} of '
                 f'{checkpoint}; tools.predict classifies with it'
             )
-        # Its error now, and not at every photograph.
-        attention_heads(model)
+        try:
+            # Its error now, and not at every photograph.
+            attention_heads(model)
+        except ValueError as error:
+            raise ValueError(f'{checkpoint}: {error}') from error
         models[name if name not in models else f'{name} ({checkpoint})'] = model
     return models
 

@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     Raises:
         ValueError: the model, the data or the checkpoint to continue from is not valid.
-        FileExistsError: OUT has a checkpoint and --resume is not given.
+        FileExistsError: OUT is a file, or has a checkpoint and --resume is not given.
         FileNotFoundError: OUT has none and --resume is given.
         ImportError: pycocotools is missing.
     """
@@ -115,8 +115,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     source = Source(dir=args.data, eval_split=args.split)
     training, evaluation = open_train_split(source, 1), open_eval_split(source, 1)
     check_same_classes(training.class_names, evaluation.class_names)
-    # An error now, not at the first checkpoint.
-    args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     detector = create_detector(args.model, len(training.class_names), args.size, args.channels)
     trained = train(detector, Scenes(training.dataset, 'train', args.size, args.seed), args)
@@ -136,7 +134,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def check_out(out: Path, resume: bool) -> None:
-    """Raise an error if a folder has a checkpoint and is to be new, or has none and is to continue."""
+    """Raise an error if a folder is a file, has a checkpoint and is to be new, or has none and is to continue."""
+    if out.is_file():
+        raise FileExistsError(f'expected a folder, got the file {out}; give another --out')
     path = out / LAST
     if resume and not path.exists():
         raise FileNotFoundError(f'expected {path} to continue from, got no such file; leave out --resume to start')

@@ -72,7 +72,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--aten', action='store_true', help="pt2 with only torch's operators")
     parser.add_argument('--int8', choices=INT8_MODES, help='projections of the onnx file in int8')
     parser.add_argument('--data', type=Path, help='a folder of photographs for --int8')
-    parser.add_argument('--opset', type=int, default=20, help='ONNX operator set (default: 20)')
+    parser.add_argument('--opset', type=int, default=20, help='ONNX operator set, 18 or later (default: 20)')
     parser.add_argument('--tolerance', type=float, default=1e-5, help='for onnx and pt2 (default: 1e-5)')
     parser.add_argument('--license', help="licence of the weights for hf's model card (default: the architecture's)")
     parser.add_argument(
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
     Raises:
         ValueError: the checkpoint, the model or an option is not valid, the file differs from the model, or the result
-            would overwrite the checkpoint.
+            would overwrite the checkpoint or hide that of a run.
         ImportError: a package that the format needs is not installed.
         OSError: --latency is given, and other processes use the machine.
     """

@@ -1,6 +1,5 @@
 """The tables and the picture of docs/results/imagenette.md, from the runs that `tools.publish` keeps."""
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -9,11 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from aft_vision.visualize import new_figure, read_history, save_figure
 from tools.pages import row_title, spread, wrap, write_blocks
 from tools.paired import mcnemar, paired_t
+from tools.results import read_config, read_json
 
 PAGE, PICTURE = 'imagenette.md', 'imagenette_runs.png'
 REFERENCE = 'deit'
@@ -111,9 +109,9 @@ def read_rows(data: Path) -> list[Row]:
     found: dict[str, list[Run]] = {}
     for path in sorted(data.glob('*/result.json')):
         row, _, seed = path.parent.name.rpartition('_seed')
-        config = yaml.safe_load((path.parent / 'config.yaml').read_text())
+        config = read_config(path.parent / 'config.yaml', 'train.imagenet')
         history = read_history(path.parent / 'summary.csv')
-        found.setdefault(row, []).append(Run(row, int(seed), config, history, json.loads(path.read_text())))
+        found.setdefault(row, []).append(Run(row, int(seed), config, history, read_json(path)))
     rows = [Row(name, tuple(sorted(runs, key=lambda run: run.seed))) for name, runs in found.items()]
     return sorted(rows, key=lambda row: (row.epochs, not is_reference(row), row.name))
 

@@ -1,18 +1,17 @@
 """Weights of a published run inside the package, with their model card."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-import yaml
 
 from aft_vision.evaluate import load_model
 from aft_vision.files import replacing
 from aft_vision.models.weight_files import PACKAGED
 from aft_vision.visualize import class_names
 from tools.imagenette_page import describe_training
+from tools.results import read_config, read_json
 
 MOST_BYTES = 12 * 10**6
 RECIPE = 'configs/small/imagenette.yaml'
@@ -59,13 +58,13 @@ def package(folder: Path, place: Path = PACKAGED) -> Path:
         ValueError: the model may not have packaged weights or differs from the registered one, training images were
             held out for validation, or all packaged weights together would be too large.
     """
-    share = yaml.safe_load((folder / 'config.yaml').read_text())['data'].get('val_share')
+    share = read_config(folder / 'config.yaml', 'train.imagenet')['data'].get('val_share')
     if share is not None:
         raise ValueError(
             f'expected a run validated on the official split, got {folder} with data.val_share={share}: '
             'train on all training images, with data.val_share=null'
         )
-    content = json.loads((folder / 'config.json').read_text())
+    content = read_json(folder / 'config.json')
     model = content['architecture']
     cfg: Any = timm.get_pretrained_cfg(model)
     if not getattr(cfg, 'tag', None) or not model.startswith('aft_'):
@@ -80,9 +79,9 @@ def package(folder: Path, place: Path = PACKAGED) -> Path:
             f'{file.stat().st_size:,}'
         )
     card = model_card(folder, f'{model}.{cfg.tag}')
-    for path, content in ((target, file.read_bytes()), (target.with_suffix('.md'), card.encode())):
+    for path, data in ((target, file.read_bytes()), (target.with_suffix('.md'), card.encode())):
         with replacing(path) as written:
-            written.write_bytes(content)
+            written.write_bytes(data)
     return target
 
 
@@ -111,8 +110,8 @@ def list_of(value: Any) -> Any:
 
 def model_card(folder: Path, name: str) -> str:
     """Write the card of the weights of a published run."""
-    result = json.loads((folder / 'result.json').read_text())
-    config = yaml.safe_load((folder / 'config.yaml').read_text())
+    result = read_json(folder / 'result.json')
+    config = read_config(folder / 'config.yaml', 'train.imagenet')
     model: Any = load_model(folder)
     cfg = model.pretrained_cfg
     _, height, width = cfg['input_size']

@@ -164,7 +164,7 @@ def check_same_run(folder: Path, config: dict[str, Any]) -> None:
     path = folder / 'config.yaml'
     if not path.is_file():
         return
-    before, now = (flatten_config(each) for each in (yaml.safe_load(path.read_text()), config))
+    before, now = (flatten_config(each) for each in (read_config(path, 'train.imagenet'), config))
     for key in dict.fromkeys([*before, *now]):
         if key not in ('run.dir', 'data.dir') and before.get(key) != now.get(key):
             raise ValueError(

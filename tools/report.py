@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     """Write the page and return its path.
 
     Raises:
-        ValueError: a checkpoint, the folder, the size, the query or the device is not valid, or --out is a folder.
+        ValueError: a checkpoint, the folder, the size, the query, the device or the run's config.yaml is not valid,
+            or --out is a folder.
     """
     args = parse_args(argv)
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         kept = {'images': args.images, 'commit': args.commit, 'processor': args.processor, 'runs': read_runs(args.file)}
         with replacing(data / f'{args.images}.json') as written:
             written.write_text(json.dumps(kept, indent=1) + '\n')
-    evaluations = [json.loads(path.read_text()) for path in sorted(data.glob('*.json'))]
+    evaluations = [read_json(path) for path in sorted(data.glob('*.json'))]
     page = args.docs / PAGE
     write_blocks(page, sizes=format_page(evaluations))
     if evaluations:

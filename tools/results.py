@@ -89,7 +89,7 @@ def read_config(path: Path, command: str) -> dict[str, Any]:
     """
     try:
         config = yaml.safe_load(path.read_text(encoding='utf-8'))
-    except yaml.YAMLError:
+    except (yaml.YAMLError, UnicodeDecodeError):
         config = None
     if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
         raise ValueError(f'expected the config of a run of {command}, got no sections in {path}')

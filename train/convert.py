@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     config = load_config(args.config, args.overrides, ConvertConfig)
     folder = find_run_dir(config, args.config)
     config = replace(config, model=keep_attention(config), run=replace(config.run, dir=str(folder)))
-    check_folder(folder)
+    refuse_other_runs(folder)
     for name in STAGES:
         check_run_dir(folder / name, config)
     experiment, start, state = folder / 'config.yaml', folder / COPY, None
@@ -116,7 +116,7 @@ def keep_attention(config: ConvertConfig) -> dict[str, Any]:
     return {**model, 'attention_blocks': sorted(kept)}
 
 
-def check_folder(folder: Path) -> None:
+def refuse_other_runs(folder: Path) -> None:
     """Raise a FileExistsError for a folder with a run of another trainer, whose config.yaml a conversion replaces."""
     if holds_run(folder):
         raise FileExistsError(

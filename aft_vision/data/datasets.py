@@ -17,7 +17,15 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState, ex
 from torch.utils.data import IterableDataset
 
 from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, PartOfDataset
-from aft_vision.data.images import MACOS, describe_ignored, file_kind, find_images, image_suffixes, open_image
+from aft_vision.data.images import (
+    MACOS,
+    MACOS_FOLDER,
+    describe_ignored,
+    file_kind,
+    find_images,
+    image_suffixes,
+    open_image,
+)
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.data.sampling import DIVISION, derive_seed
 
@@ -380,7 +388,7 @@ def _look_through_tar(path: Path, splits: set[PurePosixPath]) -> tuple[set[str],
         for member in file:
             place = PurePosixPath(member.name)
             kind = file_kind(place.name)
-            if member.isdir() and place.parent in splits and place not in splits:
+            if member.isdir() and place.parent in splits and place not in splits and place.name != MACOS_FOLDER:
                 names.add(place.name)
             elif not member.isdir() and splits & set(place.parents) and kind not in suffixes:
                 ignored[kind] += 1

@@ -22,8 +22,9 @@ UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 LINK = 'link to a folder above'
-# What macOS puts next to a file, with its suffix, into tar files and on disks of others.
-MACOS = '._*'
+# What macOS puts next to a file, with its suffix, into tar files and on disks of others; and the folder with these in
+# zip files.
+MACOS, MACOS_FOLDER = '._*', '__MACOSX'
 
 
 class CorruptImageError(ValueError):
@@ -35,7 +36,7 @@ class FoundImages(NamedTuple):
 
     Attributes:
         paths: Paths of the images, unordered.
-        folders: Names of the direct subfolders.
+        folders: Names of the direct subfolders, except `MACOS_FOLDER`.
         ignored: Number of other files by `file_kind`; links to a parent folder count as `LINK`.
     """
 
@@ -100,7 +101,7 @@ def find_images(folder: str | Path) -> FoundImages:
     place = Path(folder).resolve()
     above = frozenset(map(str, (place, *place.parents)))
     with os.scandir(folder) as entries:
-        found.folders.extend(sorted(entry.name for entry in entries if _enters(entry, above)))
+        found.folders.extend(sorted(x.name for x in entries if _enters(x, above) and x.name != MACOS_FOLDER))
     for entry in _walk(str(folder), above):
         kind = file_kind(entry.name)
         if entry.is_dir():
@@ -134,6 +135,6 @@ def describe_ignored(ignored: Mapping[str, int]) -> str:
     """Describe the ignored files by kind: `3 files (2 .txt, 1 .heic)`; '' for none."""
     if not ignored:
         return ''
-    kinds = ', '.join(f'{count} {suffix or "without a suffix"}' for suffix, count in sorted(ignored.items()))
+    kinds = ', '.join(f'{count} {kind or "without a suffix"}' for kind, count in sorted(ignored.items()))
     total = sum(ignored.values())
     return f'{total} file{"s" if total > 1 else ""} ({kinds})'

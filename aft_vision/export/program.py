@@ -107,7 +107,7 @@ def export_pt2(
     form: str = 'conv',
     tolerance: float = TOLERANCE,
 ) -> list[Check]:
-    """Write a program of torch.export, which `torch.export.load(path).module()` runs.
+    """Write a program of torch.export in float32, which `torch.export.load(path).module()` runs.
 
     Args:
         model: A classifier of timm or of this package.
@@ -131,7 +131,8 @@ def export_pt2(
     smallest = least * steps[0], least * steps[1]
     if not shape.fixed_size and any(side < end for side, end in zip(shape.size, smallest, strict=True)):
         raise ValueError(
-            f'expected a size of at least {smallest} for a .pt2 of any size, or fixed_size=True, got {shape.size}'
+            f'expected at least {smallest} pixels for a .pt2 of any size, got {shape.size}: '
+            'choose a larger size, fixed_size=True, or no .pt2'
         )
     with replacing(path) as temporary:
         torch.export.save(trace(fold(model, shape, form, aten), shape), temporary)
@@ -148,8 +149,9 @@ def export_onnx(
     opset: int = 20,
     tolerance: float = TOLERANCE,
 ) -> list[Check]:
-    """Write an ONNX file of plain operators; its input is `images`, (batch, 3, height, width), its output `logits`.
+    """Write an ONNX file of plain operators in float32.
 
+    Its input is `images`, (batch, 3, height, width), its output `logits`.
     If height and width are dynamic, the first node fails unless they are multiples of the patch size.
 
     Args:
@@ -157,7 +159,7 @@ def export_onnx(
         path: Ends in .onnx.
         shape: From `choose_shape`; None makes everything dynamic that can be.
         form: Form of AFT-conv, 'conv' for any grid, or 'matmul' for one: a constant (T, T) matrix per head.
-        opset: Version of the operator set.
+        opset: Version of the operator set, 18 or later.
         tolerance: Limit of the difference from PyTorch in onnxruntime, see `Check`.
 
     Returns:
@@ -187,7 +189,8 @@ def export_onnx(
     written = program.model.opset_imports['']
     if written != opset:
         raise ValueError(
-            f'expected an operator set that torch writes, got opset={opset}, for which it writes {written}'
+            f'expected an operator set that torch writes, got opset={opset}, for which it writes {written}: '
+            f'try opset={written}'
         )
     program.model.metadata_props.update(_metadata(model))
     _describe_axes(program.model, model, shape)

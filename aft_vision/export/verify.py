@@ -77,7 +77,7 @@ def grid_steps(model: nn.Module) -> tuple[Size, int]:
 
 @torch.no_grad()
 def verify(model: nn.Module, shape: Shape, program: Callable[[Tensor], Tensor], tolerance: float) -> list[Check]:
-    """Compare a program with its model.
+    """Compare a program with its model in float32.
 
     Raises:
         ValueError: they differ by more than the tolerance, or a value is not finite.

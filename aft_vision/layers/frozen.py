@@ -185,7 +185,8 @@ def _kernel(mixer: AFTConv) -> Tensor:
 
 
 def _resample_axis(bias: Tensor, length: int) -> Tensor:
-    # As `layers.position_bias.resample_axis`. The graph of F.interpolate for any length divides by zero for one token.
+    # As `layers.position_bias.resample_axis`. The graph of F.interpolate for any length divides by zero for one token,
+    # which has one source, whose bias cancels.
     reach = bias.shape[1] // 2
     distance = torch.arange(1 - length, length, dtype=bias.dtype, device=bias.device)
     place = distance * reach / distance[-1:].clamp(min=1) + reach

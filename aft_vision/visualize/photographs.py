@@ -64,7 +64,14 @@ def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | No
 
 
 def load_image(path: str | Path, model: nn.Module, size: Sequence[int] | None = None) -> Tensor:
-    """Read an image for the model alone: the `images` (1, 3, H, W) of `load_photograph`, which takes longer."""
+    """Read an image for the model alone: the `images` (1, 3, H, W) of `load_photograph`, which takes longer.
+
+    Args:
+        size: (H, W) in pixels; None means the model's evaluation size.
+
+    Raises:
+        CorruptImageError: the file cannot be decoded.
+    """
     return _normalise(open_image(path), model, size)
 
 

@@ -586,6 +586,18 @@ def test_what_macos_puts_next_to_images_is_no_image(tmp_path, caplog, form):
     assert caplog.text.count('6 files (6 ._*)') == 1
 
 
+@pytest.mark.parametrize('form', ['folder', 'tar'])
+def test_the_folder_that_macos_puts_next_to_class_folders_is_no_class(tmp_path, form):
+    folder = make_folder(tmp_path / 'images', CLASSES)
+    for path in list((folder / 'val').rglob('*.png')):
+        place = folder / 'val' / '__MACOSX' / path.parent.name
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f'._{path.name}').write_bytes(b'\0\5\x16\7')
+    data = make_tar(tmp_path / 'all.tar', folder) if form == 'tar' else folder
+    _, names = create_eval_loader(data, (16, 16), 2, num_workers=0)
+    assert names == CLASSES['val']
+
+
 def test_a_tar_with_only_files_of_macos_has_no_images(tmp_path):
     (tmp_path / 'images' / 'train' / 'a').mkdir(parents=True)
     (tmp_path / 'images' / 'train' / 'a' / '._x.jpg').write_bytes(b'\0\5\x16\7')

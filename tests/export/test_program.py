@@ -5,7 +5,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -253,7 +252,7 @@ def test_what_a_model_cannot_do_is_rejected(name, arguments, message):
 )
 def test_a_program_of_any_size_from_a_grid_of_one_token_a_side_is_rejected(tmp_path, name, size, smallest):
     model = make() if name == 'aft_conv_tiny' else timm.create_model(name)
-    with pytest.raises(ValueError, match=f'at least {smallest} for a .pt2 of any size, .* got'):
+    with pytest.raises(ValueError, match=f'at least {smallest} pixels for a .pt2 of any size, got'):
         export_pt2(model, tmp_path / 'model.pt2', choose_shape(model, size))
 
 
@@ -290,15 +289,11 @@ def test_more_weights_than_a_file_holds_are_rejected(tmp_path, monkeypatch):
         export_onnx(make(), tmp_path / 'model.onnx')
 
 
-def test_an_operator_set_that_torch_replaces_by_another_is_rejected(tmp_path, monkeypatch):
+def test_an_operator_set_that_torch_replaces_by_another_is_rejected(tmp_path):
     pytest.importorskip('onnxruntime')
     pytest.importorskip('onnxscript')
-    # What torch 2 does for 17 and for 99.
-    written = SimpleNamespace(model=SimpleNamespace(opset_imports={'': 18}))
-    monkeypatch.setattr(torch.onnx, 'export', lambda *args, **kwargs: written)
-    monkeypatch.setattr(program, 'trace', lambda *args: None)
     with pytest.raises(ValueError, match='got opset=17, for which it writes 18'):
-        export_onnx(make(), tmp_path / 'model.onnx', opset=17)
+        export_onnx(make(depth=1), tmp_path / 'model.onnx', opset=17)
     assert not any(tmp_path.iterdir())
 
 

@@ -165,7 +165,7 @@ def test_what_is_no_run_of_a_detector_is_not_continued(data, tmp_path, content, 
 def test_a_file_in_place_of_the_folder_is_an_error_before_the_training(data, tmp_path, monkeypatch):
     monkeypatch.setattr(detect, 'train', lambda *args: pytest.fail('it trained'))
     (tmp_path / 'out').touch()
-    with pytest.raises(FileExistsError, match='out'):
+    with pytest.raises(FileExistsError, match=r'expected a folder, got the file .*out'):
         main(options(data, tmp_path / 'out'))
 
 

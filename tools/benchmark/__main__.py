@@ -127,7 +127,6 @@ import torch
 
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import resolve_device
-from aft_vision.files import replacing
 from tools.benchmark.printer import format_rows, plot_curves
 from tools.machine import LoadMeter, check_load, count_cores, describe_backends, describe_machine, refuse_load
 
@@ -178,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     result: dict[str, Any] = {'machine': machine, 'backends': backends, 'load': load, 'settings': settings}
     result |= {'rows': report.rows, **({'fits': report.fits} if report.fits else {})}
     if args.json is not None:
-        with replacing(args.json) as path:
-            path.write_text(json.dumps(result, indent=2, default=str) + '\n')
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=2, default=str) + '\n')
     if report.fits and args.png is not None:
         plot_curves(report, args.png)
     if is_goals and any(row['verdict'] in ('below', 'failed') for row in report.rows):
