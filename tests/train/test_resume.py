@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CLOTHING, digest, interrupt_at, link_photographs, losses, make_folder
-from small_runs import PART, RECIPE, SMALL, Interruption, assert_same_results, run
+from small_runs import RECIPE, SMALL, assert_same_results
 
 from train.distributed import World
 from train.imagenet import main
@@ -178,16 +178,6 @@ def test_after_a_signal_no_process_ends_before_the_state_is_saved(small, tmp_pat
         main([*small, f'run.dir={tmp_path}'])
     # The last that all processes wait for.
     assert saved[-1]
-
-
-def test_a_signal_to_the_whole_process_group_is_survived(small, whole, tmp_path):
-    arguments = [*small, 'run.resume=auto', 'data.num_workers=2', f'run.dir={tmp_path}']
-    # In the second update, which is finished.
-    end = Interruption(PART, 3, signal=signal.SIGTERM, group=True)
-    assert run(arguments, interruption=end) == [128 + signal.SIGTERM]
-    assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == 2
-    main(arguments)
-    assert digest(tmp_path / 'last.pth') == digest(whole / 'last.pth')
 
 
 # The folder of a run stands for its newest checkpoint.

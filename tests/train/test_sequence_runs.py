@@ -1,4 +1,4 @@
-"""The commands train.pixel and train.char: results, interruption, several processes, evaluation, bad input."""
+"""The commands train.pixel and train.char: results, interruption, evaluation, bad input."""
 
 import csv
 import json
@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import digest, interrupt_at, losses
+from helpers import digest, interrupt_at
 from PIL import Image
-from small_runs import ROOT, assert_same_results, run
+from small_runs import ROOT, assert_same_results
 
 from aft_vision.models.decoders import load_decoder
 from aft_vision.visualize import plot_bits
@@ -107,26 +107,6 @@ def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(kind, update, whol
         MAINS[kind](again)
         assert_same_results(tmp_path, whole[kind])
         assert steps_of(tmp_path) == steps_of(whole[kind])
-
-
-@pytest.mark.slow
-def test_two_processes_train_and_evaluate_as_one(arguments, tmp_path):
-    plain = [*arguments['char'], 'run.tensorboard=false', 'run.throughput_batches=2']
-    # As many parts, each with dropout of its own.
-    char.main([*plain, 'optim.accumulate=2', f'run.dir={tmp_path / "one"}'])
-    assert run([*plain, f'run.dir={tmp_path / "two"}'], 2, trainer='train.char') == [0, 0]
-    for row, expected in zip(losses(tmp_path / 'two'), losses(tmp_path / 'one'), strict=True):
-        for column in ('train_loss', 'train_lr', 'eval_loss', 'eval_bits', 'eval_ema_bits'):
-            assert float(row[column]) == pytest.approx(float(expected[column]), rel=1e-5), column
-    found, wanted = (torch.load(tmp_path / n / 'last.pth', weights_only=True) for n in ('two', 'one'))
-    assert found['world_size'] == 2
-    for name, expected in wanted['state_dict'].items():
-        if not name.endswith('attn.qkv.bias'):
-            # The gradient of the bias of the keys is rounding noise.
-            bound = 1e-3 * expected.abs().max().item()
-            torch.testing.assert_close(found['state_dict'][name], expected, rtol=1e-3, atol=bound)
-    results = [json.loads((tmp_path / n / 'result.json').read_text()) for n in ('two', 'one')]
-    assert results[0]['test_bits'] == pytest.approx(results[1]['test_bits'], rel=1e-5)
 
 
 def evaluate(kind: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[float, int]:
