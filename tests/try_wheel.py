@@ -2,7 +2,8 @@
 
 It is installed into an environment of its own, out of sight of the checkout, where the first examples of README.md run,
 then a forward and a backward pass of one model of each mixer, with C++ kernels compiled from the wheel where there is a
-compiler. Other packages are read from the environment that runs this script, unless --dependencies installs them.
+compiler, and all packaged weights load without a network. Other packages are read from the environment that runs this
+script, unless --dependencies installs them.
 """
 
 import argparse
@@ -36,7 +37,9 @@ for name in ('aft_conv_nano', 'aft_full_nano', 'aft_simple_nano'):
     model = timm.create_model(name, depth=2)
     model(torch.randn(2, 3, 96, 96)).square().mean().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters()), name
-for name in timm.list_models('aft_*', pretrained=True):
+listed = timm.list_models('aft_*', pretrained=True)
+assert sorted(listed) == WEIGHTS, f'expected the weights {WEIGHTS} of the checkout, got {listed}'
+for name in listed:
     assert timm.create_model(name, pretrained=True).eval()(torch.randn(1, 3, 96, 96)).isfinite().all(), name
 assert library() is not None or not COMPILER, 'the C++ kernels of the wheel cannot be built'
 print(f'{folder}: aft_vision {aft_vision.__version__}, torch {torch.__version__},',
@@ -78,11 +81,13 @@ def main() -> None:
     parser.add_argument('--dependencies', action='store_true', help='install them instead of borrowing them')
     args = parser.parse_args()
     compiler = shutil.which(os.environ.get('CXX', 'c++').partition(' ')[0])
-    script = '\n'.join([*first_examples(README.read_text()), f'COMPILER = {compiler!r}', CHECK])
+    weights = sorted(path.stem for path in (README.parent / 'aft_vision' / 'weights').glob('*.safetensors'))
+    constants = [f'COMPILER = {compiler!r}', f'WEIGHTS = {weights!r}']
+    script = '\n'.join([*first_examples(README.read_text()), *constants, CHECK])
     with tempfile.TemporaryDirectory() as folder:
         python = make_environment(Path(folder) / 'environment', args.wheel.resolve(), args.dependencies)
         # Kernels that an earlier build has left elsewhere would hide a file that the wheel lacks.
-        environment = {**os.environ, 'TORCH_EXTENSIONS_DIR': f'{folder}/extensions'}
+        environment = {**os.environ, 'TORCH_EXTENSIONS_DIR': f'{folder}/extensions', 'HF_HUB_OFFLINE': '1'}
         path = Path(folder) / 'examples.py'
         path.write_text(script)
         # -I: neither PYTHONPATH nor the working directory.

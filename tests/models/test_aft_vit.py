@@ -104,6 +104,13 @@ def test_eight_grids_make_at_most_two_graphs(name: str):
     assert counter.frame_count <= 2
 
 
+def export_of_any_size(model: nn.Module) -> torch.export.ExportedProgram:
+    height, width = torch.export.Dim('height', min=2, max=64), torch.export.Dim('width', min=2, max=64)
+    sizes = {'x': {2: 16 * height, 3: 16 * width}}
+    with torch.no_grad():
+        return torch.export.export(model, (images(224, 192),), dynamic_shapes=sizes)
+
+
 @pytest.mark.parametrize(
     ('name', 'depth', 'fused'), [*((name, depth, False) for name, depth in GRAPHS.items()), ('aft_conv_tiny', 1, True)]
 )
@@ -111,12 +118,23 @@ def test_one_exported_program_serves_every_grid(name: str, depth: int, fused: bo
     model = make(name, depth=depth, **dynamic(name))
     if fused:
         model = timm.utils.reparameterize_model(model)
-    height, width = torch.export.Dim('height', min=2, max=64), torch.export.Dim('width', min=2, max=64)
+    program = export_of_any_size(model).module()
     with torch.no_grad():
-        program = torch.export.export(
-            model, (images(224, 192),), dynamic_shapes={'x': {2: 16 * height, 3: 16 * width}}
-        ).module()
         for size in GRIDS[:5]:
+            assert_close(program(images(*size)), model(images(*size)), 1e-5)
+
+
+# The tests of the export have AFT-conv and AFT-axial, also as ONNX files.
+@pytest.mark.parametrize('name', ['aft_conv_tiny onehot', 'aft_axial_tiny hybrid'])
+def test_an_exportable_model_is_a_program_of_torch_s_own_operators_for_every_grid(name: str):
+    model = make(name, depth=GRAPHS[name], exportable=True)
+    exported = export_of_any_size(model)
+    operators = {str(node.target) for node in exported.graph.nodes if node.op == 'call_function'}
+    assert operators
+    assert not [operator for operator in operators if operator.startswith('aft_vision')]
+    program = exported.module()
+    with torch.no_grad():
+        for size in GRIDS[:3]:
             assert_close(program(images(*size)), model(images(*size)), 1e-5)
 
 
@@ -380,31 +398,6 @@ def test_an_odd_image_can_be_padded():
     assert model(images(50, 71)).shape == (2, 7)
     features = model.forward_intermediates(images(50, 71), intermediates_only=True)
     assert features[-1].shape == (2, 48, 4, 5)
-
-
-class SideBySide(nn.ModuleList):
-    """Models in one graph, which is exported in little more time than one of them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([model(x) for model in self])
-
-
-def test_onnx_export_serves_another_size(tmp_path):
-    runtime = pytest.importorskip('onnxruntime')
-    pytest.importorskip('onnxscript')
-    # The tests of the export have AFT-conv.
-    models = SideBySide(
-        make(name, exportable=True, depth=GRAPHS[name]) for name in ('aft_conv_tiny onehot', 'aft_axial_tiny hybrid')
-    )
-    size = {2: 16 * torch.export.Dim('height', min=2, max=64), 3: 16 * torch.export.Dim('width', min=2, max=64)}
-    path = str(tmp_path / 'model.onnx')
-    torch.onnx.export(models, (images(64, 96),), path, dynamo=True, dynamic_shapes=({**size},), verbose=False)
-    session = runtime.InferenceSession(path)
-    for shape in ((64, 96), (128, 48)):
-        x = images(*shape)
-        (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-        for found, model in zip(torch.from_numpy(got), models, strict=True):
-            assert_close(found, model(x).detach(), 1e-5)
 
 
 @pytest.mark.parametrize('size', [*GRIDS[1:5], (16, 16), (16, 48)])
