@@ -1,6 +1,5 @@
 import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,19 +10,13 @@ import torch
 from transformers import BertConfig
 
 from aft_vision.fastformer import (
-    ENCODERS,
     FastformerConfig,
-    FastformerConversionConfig,
-    FastformerForConditionalGeneration,
-    FastformerForConversion,
     FastformerForNewsRecommendation,
     FastformerForSequenceClassification,
     FastformerModel,
     FastformerNewsConfig,
     encoder,
 )
-from aft_vision.fastformer.tokenize import train_tokenizer
-from tests import helpers
 
 SMALL: dict[str, Any] = dict(
     vocab_size=40,
@@ -38,83 +31,6 @@ SMALL: dict[str, Any] = dict(
     linformer_dim=4,
     poolingformer_window=4,
 )
-TEXTS = ["It isn't over.", '', 'Good (very good) films. Or is it, Dr. Smith said, "over"?']
-
-# Loads folders where this package is not installed, and saves what models and tokenisers compute.
-ALONE = """
-import importlib.util, sys
-packages, folder = sys.argv[1:]
-sys.path.insert(0, packages)
-assert importlib.util.find_spec('aft_vision') is None
-import torch
-from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
-
-given, found = torch.load(f'{folder}/given.pt'), {}
-for name in given['tokenizers']:
-    tokenizer = AutoTokenizer.from_pretrained(f'{folder}/{name}', trust_remote_code=True)
-    found[name] = tokenizer(given['texts'], padding=True)['input_ids']
-inputs, users = given['inputs'], given['users']
-with torch.no_grad():
-    for name in given['encoders']:
-        path = f'{folder}/{name}'
-        model = AutoModelForSequenceClassification.from_pretrained(path, trust_remote_code=True).eval()
-        base = AutoModel.from_pretrained(path, trust_remote_code=True).eval()
-        found[name] = model(**inputs).logits, base(**inputs).last_hidden_state
-    model = AutoModelForSeq2SeqLM.from_pretrained(f'{folder}/seq2seq', trust_remote_code=True).eval()
-    found['seq2seq'] = model.generate(**inputs, max_new_tokens=4, num_beams=2)
-    for name in ('news', 'conversion'):
-        model = AutoModel.from_pretrained(f'{folder}/{name}', trust_remote_code=True).eval()
-        # Saved again with its code, and loaded from there.
-        model.save_pretrained(f'{folder}/{name}_again')
-        model = AutoModel.from_pretrained(f'{folder}/{name}_again', trust_remote_code=True).eval()
-        found[name] = model.state_dict()
-    model = AutoModel.from_pretrained(f'{folder}/news', trust_remote_code=True).eval()
-    found['scores'] = model(**inputs, **users).scores
-torch.save(found, f'{folder}/found.pt')
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings('ignore:NLTK has no punkt_tab')
-def test_every_encoder_and_tokeniser_loads_where_this_package_is_not_installed(tmp_path):
-    torch.manual_seed(0)
-    ids = torch.randint(3, SMALL['vocab_size'], (3, 9))
-    mask = torch.arange(9) < torch.tensor([[9], [4], [7]])
-    inputs = {'input_ids': ids * mask, 'attention_mask': mask.long()}
-    users = {'history': torch.tensor([[0, 2], [1, -1]]), 'candidates': torch.tensor([[1, 2], [0, 2]])}
-    expected: dict[str, Any] = {}
-    for method in ('nltk', 'wordpunct'):
-        tokenizer = train_tokenizer(TEXTS, method, max_length=8)
-        tokenizer.save_pretrained(tmp_path / method)
-        expected[method] = tokenizer(TEXTS, padding=True)['input_ids']
-    bert = BertConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
-    with torch.no_grad():
-        for name in ENCODERS:
-            model: Any = FastformerForSequenceClassification(FastformerConfig(encoder_mixer=name, **SMALL)).eval()
-            model.save_pretrained(tmp_path / name)
-            expected[name] = model(**inputs).logits, model.model(**inputs).last_hidden_state
-        model = FastformerForConditionalGeneration(FastformerConfig(encoder_mixer='linformer', **SMALL)).eval()
-        model.save_pretrained(tmp_path / 'seq2seq')
-        expected['seq2seq'] = model.generate(**inputs, max_new_tokens=4, num_beams=2)
-        model = FastformerForConversion(FastformerConversionConfig(encoder_mixer='longformer', **SMALL))
-        model.save_pretrained(tmp_path / 'conversion')
-        expected['conversion'] = model.state_dict()
-        config = FastformerNewsConfig(encoder_mixer='bigbird', text_config=bert, **SMALL)
-        model = FastformerForNewsRecommendation(config).eval()
-        model.save_pretrained(tmp_path / 'news')
-        expected['news'], expected['scores'] = model.state_dict(), model(**inputs, **users).scores
-    given = {'texts': TEXTS, 'inputs': inputs, 'users': users}
-    torch.save({**given, 'encoders': [*ENCODERS], 'tokenizers': ['nltk', 'wordpunct']}, tmp_path / 'given.pt')
-
-    (tmp_path / 'packages').mkdir()
-    helpers.link_packages(tmp_path / 'packages', ['torch', 'transformers', 'safetensors', 'nltk'])
-    environment = {**os.environ, 'HF_HOME': str(tmp_path / 'home'), 'HF_HUB_OFFLINE': '1'}
-    command = [sys.executable, '-I', '-S', '-c', ALONE, str(tmp_path / 'packages'), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = torch.load(tmp_path / 'found.pt')
-    # The same code on the same machine: every bit is.
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_saved_model_names_its_code_which_has_only_its_encoder(tmp_path):
