@@ -7,6 +7,7 @@ import os
 import pkgutil
 import signal
 import socket
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ class Interruption:
 
     Attributes:
         rank: Of the process, in `run` counted from behind as in a list: -1 is the last one; None for all.
-        group: Whether those that load its data get it too.
+        group: Whether those that load its data get it too, from another process, as a scheduler sends it.
     """
 
     function: str
@@ -141,8 +142,13 @@ def _interrupted(interruption: Interruption) -> Callable[..., Any]:
                 content, file = args
                 original(content, file)
                 file.truncate(file.tell() // 2)
-            send = os.killpg if interruption.group else os.kill
-            send(os.getpid(), interruption.signal)
+            if interruption.group:
+                # A process of its own: of their parent, loading processes take it as their end.
+                loading = [str(child.pid) for child in multiprocessing.active_children()]
+                subprocess.run(['kill', f'-{int(interruption.signal)}', *loading], check=True)
+                os.killpg(os.getpid(), interruption.signal)
+            else:
+                os.kill(os.getpid(), interruption.signal)
         return original(*args, **kwargs)
 
     return function

@@ -12,9 +12,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from aft_vision.commandline import process_number, program_name
-
-# Ctrl-C, and the signals that a scheduler sends before it stops a job.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+from aft_vision.data.imagenet import STOP_SIGNALS
 
 
 @contextlib.contextmanager

@@ -1,10 +1,13 @@
 """Loaders of labelled images, with DeiT's augmentation in training and centre crop in evaluation."""
 
 import logging
+import multiprocessing
 import os
+import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +22,8 @@ from aft_vision.data.native import NativeShape
 from aft_vision.data.sampling import EpochSampler, SeededDataset, Share, SizeSchedule
 
 _logger = logging.getLogger(__name__)
+# Ctrl-C, and the signals that a scheduler sends before it stops a job.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Loaders(NamedTuple):
@@ -273,7 +278,7 @@ def _loader(
         collate_fn=_collate if native is None else partial(_collate_native, native),
         pin_memory=read.device.type == 'cuda',
         persistent_workers=read.num_workers > 0,
-        worker_init_fn=leave_process_group,
+        worker_init_fn=survive_signals,
         **options,
     )
     mean, std = tuple(read.preprocessing.mean), tuple(read.preprocessing.std)
@@ -281,9 +286,25 @@ def _loader(
     return prefetch(loader, mean=mean, std=std, device=read.device)
 
 
-def leave_process_group(worker: int) -> None:
-    """Keep a signal to the training process's group, as torchrun sends it, from ending the loading processes."""
+def survive_signals(worker: int) -> None:
+    """Keep signals that stop training from ending a loading process, unless they come from the training process.
+
+    Torchrun sends them to a process group, schedulers to all processes of a job. The update that they interrupt needs
+    its images, and the training process ends its loading processes itself.
+    """
     os.setpgrp()
+    # macOS cannot tell who sent a signal.
+    if hasattr(signal, 'sigwaitinfo'):
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    """End this process at a signal of the process that started it."""
+    parent = multiprocessing.parent_process()
+    while signal.sigwaitinfo(STOP_SIGNALS).si_pid != (os.getppid() if parent is None else parent.pid):
+        pass
+    os._exit(0)
 
 
 def _collate(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:

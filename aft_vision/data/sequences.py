@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from aft_vision.data.imagenet import leave_process_group
+from aft_vision.data.imagenet import survive_signals
 from aft_vision.data.pixels import PixelAugmentation, images_to_tokens
 from aft_vision.data.recall import FILLER, RecallTask
 from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Share, derive_seed
@@ -237,7 +237,7 @@ def _train_loader(
         num_workers=num_workers,
         pin_memory=pin_memory,
         persistent_workers=num_workers > 0,
-        worker_init_fn=leave_process_group,
+        worker_init_fn=survive_signals,
     )
 
 
@@ -253,7 +253,7 @@ def _eval_loader(
         batch_size=batch_size,
         collate_fn=collate,
         num_workers=num_workers,
-        worker_init_fn=leave_process_group,
+        worker_init_fn=survive_signals,
     )
 
 

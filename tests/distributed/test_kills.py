@@ -89,14 +89,15 @@ def test_a_run_that_is_ended_again_and_again_ends_as_if_it_had_not_been(processe
     assert_same_results(ended, whole)
 
 
-def test_a_signal_to_the_whole_process_group_is_survived(photographs, tmp_path):
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1], ids=str)
+def test_a_signal_to_the_process_group_and_to_all_processes_is_survived(photographs, tmp_path, number):
     arguments = [*RECIPE, *SMALL, f'data.dir={photographs}', 'data.batch_size=24', 'run.cpu_threads=1']
     whole, ended = tmp_path / 'whole', tmp_path / 'ended'
     assert run([*arguments, f'run.dir={whole}']) == [0]
     arguments += ['run.resume=auto', 'data.num_workers=2', f'run.dir={ended}']
     # In the second update, which is finished.
-    end = Interruption(PART, 3, signal=signal.SIGTERM, group=True)
-    assert run(arguments, interruption=end) == [128 + signal.SIGTERM]
+    end = Interruption(PART, 3, signal=number, group=True)
+    assert run(arguments, interruption=end) == [128 + number]
     assert find_latest(ended)[1]['updates'] == 2
     assert run(arguments) == [0]
     assert_same_results(ended, whole)
