@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 # Tests that run at a time, with one thread each
 JOBS ?= 2
 # Folders of tests that `make distributed` and `make package` run
-ELSEWHERE := --ignore=tests/distributed --ignore=tests/installed
+IGNORED := --ignore=tests/distributed --ignore=tests/standalone
 # Seconds and options of `make fuzz`: make fuzz SECONDS=60 FUZZ_ARGS='--operator aft_full --backend cpp'
 SECONDS ?= 600
 FUZZ_ARGS ?=
@@ -49,7 +49,7 @@ ffcv: $(STAMP)
 	|| echo 'FFCV cannot be built here: its tests will be skipped'
 
 test: ffcv
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal $(ELSEWHERE) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal $(IGNORED) $(PYTEST_ARGS)
 
 # Training in several processes, killed and restarted, also on two nodes: a file of tests at a time in each worker
 distributed: ffcv
@@ -117,14 +117,14 @@ docs: $(STAMP)
 
 # The sdist, and the wheel from it, in dist/. The wheel is tried in an empty environment: it is its only package, the
 # checkout is not on the path, and the dependencies of aft_vision (torch, timm, ...) are read from $(VENV), without the
-# editable package of $(VENV). EMPTY=1 installs the dependencies too, as a user does. Then what we write for others is
-# loaded where this package, timm or the extras are not installed.
+# editable package of $(VENV). EMPTY=1 installs the dependencies too, as a user does. Then exported
+# folders are loaded where this package and timm are not installed, and models where the extras are not.
 package: $(STAMP)
 	rm -rf dist
 	$(PY) -m build --quiet --outdir dist
 	$(PY) -m twine check --strict dist/*
 	$(PY) tests/try_wheel.py $(if $(EMPTY),--dependencies) dist/*.whl
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS) tests/installed
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS) tests/standalone
 
 clean:
 	rm -rf $(VENV) dist .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build *.egg-info runs/demo

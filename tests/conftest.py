@@ -16,6 +16,6 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
-        # A twentieth of the time of traces and interpreted kernels goes into collections at the usual 700, 10, 10.
+        # A twentieth of the time of traces and interpreted kernels goes into collections at the default thresholds.
         gc.set_threshold(100_000, 20, 100)
         atexit.register(gc.unfreeze)

@@ -158,7 +158,9 @@ def test_the_parameters_of_a_nano_model_on_a_grid_are_those_of_its_parts(mixer, 
     assert total == PARAMETERS[f'aft_{mixer}_nano'][0]
 
 
-@pytest.mark.parametrize('name', ['aft_full_tiny', 'aft_simple_nano', 'aft_conv_small', 'aft_pyramid_nano'])
+@pytest.mark.parametrize(
+    'name', ['aft_full_tiny', 'aft_simple_nano', 'aft_conv_small', 'aft_axial_tiny', 'aft_pyramid_nano']
+)
 def test_pretrained_says_that_there_are_no_weights(name):
     with pytest.raises(RuntimeError, match=rf'No pretrained weights exist for {name}\.'):
         timm.create_model(name, pretrained=True, device='meta')

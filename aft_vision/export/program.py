@@ -169,11 +169,10 @@ def export_onnx(
 
     Raises:
         ImportError: the `export` extra is not installed.
-        ValueError: the arguments contradict each other, the operator set is too old, or the file differs from the model
-            by more than the tolerance.
+        ValueError: the arguments contradict each other, torch does not write the operator set, or the file differs from
+            the model by more than the tolerance.
     """
     require_onnx()
-    # For an older one torch writes this one, without a word.
     if opset < OLDEST_OPSET:
         raise ValueError(f'expected an operator set of {OLDEST_OPSET} or later, got opset={opset}')
     shape = shape or choose_shape(model, form=form)
@@ -190,6 +189,12 @@ def export_onnx(
         verbose=False,
     )
     assert program is not None
+    # For a version that it does not know, torch writes another one.
+    written = program.model.opset_imports['']
+    if written != opset:
+        raise ValueError(
+            f'expected an operator set that torch writes, got opset={opset}, for which it writes {written}'
+        )
     program.model.metadata_props.update(_metadata(model))
     _describe_axes(program.model, model, shape)
     with replacing(path) as temporary:

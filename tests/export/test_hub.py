@@ -41,11 +41,9 @@ def test_an_export_that_fails_leaves_the_previous_one_whole(tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ['export']
 
 
-def make_aft(name: str = 'aft_conv_tiny', size: tuple[int, int] = (16, 24), **kwargs: Any) -> torch.nn.Module:
-    arguments = {'depth': 1, 'embed_dim': 16, 'patch_size': 8, 'num_classes': 2, **kwargs}
-    if 'conv' in name:
-        arguments = {'num_heads': 4, 'kernel_size': 3, **arguments}
-    model = timm.create_model(name, **arguments)
+def make_aft(size: tuple[int, int] = (16, 24), **kwargs: Any) -> torch.nn.Module:
+    arguments = {'depth': 1, 'embed_dim': 16, 'patch_size': 8, 'num_heads': 4, 'kernel_size': 3, 'num_classes': 2}
+    model = timm.create_model('aft_conv_tiny', **{**arguments, **kwargs})
     model.pretrained_cfg.update(label_names=['boot', 'hat'], input_size=(3, *size), crop_pct=0.5)
     return model.eval()
 
