@@ -47,6 +47,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if (args.package or args.row) and len(args.runs) != 1:
         parser.error(f'--row and --package belong to one RUN, got {len(args.runs)}')
+    if args.row and not re.fullmatch(r'\w[\w.-]*', args.row):
+        parser.error(f'--row must be the name of a folder, of letters, digits and ".", "_" and "-", got {args.row!r}')
     if args.package and not args.weights:
         parser.error('--package needs the weights, got --no-weights')
     return args
@@ -124,13 +126,15 @@ def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the resolved config and the last checkpoint of a complete run.
 
     Raises:
-        ValueError: the folder has no run, a damaged config, or a run that has not ended or is of images of their own
-            shapes.
+        ValueError: the folder has no run, a damaged config, or a run that has not ended, is of another trainer or of
+            images of their own shapes.
     """
     missing = [name for name in (LAST, 'config.yaml', 'summary.csv') if not (run / name).is_file()]
     if missing:
         raise ValueError(f'expected the folder of a run of train.imagenet, got {run} without {missing[0]}')
     config, content = read_config(run / 'config.yaml', 'train.imagenet'), read_checkpoint(run / LAST)
+    if 'augment' not in config:
+        raise ValueError(f'expected a run of train.imagenet, got {run}, which is of another trainer')
     tokens, epochs = config['data'].get('max_tokens'), config['schedule']['epochs']
     if tokens is not None:
         raise ValueError(

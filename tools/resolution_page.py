@@ -74,11 +74,14 @@ def read_runs(file: Path) -> list[dict[str, Any]]:
     """Return the row, the seed, the size of training and the accuracy at each size of the runs of an evaluation.
 
     Raises:
-        ValueError: the file has no runs named ROW_seedN, other sizes than squares, or runs that were trained at other
-            sizes or evaluated on other numbers of images.
+        ValueError: the file has no runs named ROW_seedN, other sizes than squares, figures of mirrored or padded
+            images, or runs that were trained at other sizes or evaluated on other numbers of images.
     """
-    found = []
-    for table in read_json(file).get('checkpoints', []):
+    found, content = [], read_json(file)
+    for option in ('flip', 'pad'):
+        if content.get(option):
+            raise ValueError(f'{file}: expected figures of the images as they are, got --{option}; evaluate without it')
+    for table in content.get('checkpoints', []):
         row, _, seed = table['name'].rpartition('_seed')
         if not row or not seed.isdecimal():
             raise ValueError(f'{file}: expected runs named ROW_seedN, got {table["name"]}')

@@ -9,6 +9,7 @@ from aft_vision.data import Loaders
 from aft_vision.visualize import new_figure
 from train.checkpoint import Saver, holds_run, remove_run, resume
 from train.config import save_config
+from train.convert_schema import STAGES
 from train.distributed import World
 from train.engine import fit
 from train.schema import Experiment
@@ -30,12 +31,14 @@ def find_run_dir(config: Experiment, file: Path, root: Path = Path('runs')) -> P
 
 
 def check_run_dir(run_dir: Path, config: Experiment) -> None:
-    """Raise a FileExistsError for a folder with a run, unless run.resume or run.overwrite is set."""
+    """Raise a FileExistsError for a folder with a run, unless run.resume or run.overwrite is set, or a conversion."""
     if holds_run(run_dir) and not (config.run.overwrite or config.run.resume):
         raise FileExistsError(
             f'expected a new folder, got {run_dir}, which holds a run; set run.dir, run.resume=auto to go on with it, '
             'or run.overwrite=true'
         )
+    if any(holds_run(run_dir / stage) for stage in STAGES):
+        raise FileExistsError(f'expected a new folder, got {run_dir}, which holds a conversion; set run.dir')
 
 
 def train_run(

@@ -60,6 +60,7 @@ def make_run(folder: Path, data: Path, name: str, kwargs: dict, top1: list[tuple
     config = {
         'model': {'name': name},
         'data': {'dir': str(data), 'img_size': [96, 96], 'eval_img_size': None, 'batch_size': 4, 'eval_batch_size': 5},
+        'augment': {'mixup': 0.0},
         'optim': {'lr': 0.008},
         'schedule': {'epochs': len(top1)},
         'run': {'dir': str(folder), 'seed': int(folder.name[-1]), 'device': 'cpu'},
@@ -283,3 +284,19 @@ def test_a_run_that_has_not_ended_is_refused(data, docs, tmp_path):
         publish.main([str(run), '--docs', str(docs)])
     with pytest.raises(SystemExit):
         publish.parse_args([str(run), str(run), '--package'])
+
+
+def test_a_run_of_another_trainer_is_named_as_one(data, docs, tmp_path):
+    run = make_run(tmp_path / 'conv_seed0', data, 'aft_conv_nano', {'depth': 1}, [(60.0, 65.0)], answer=3)
+    config = yaml.safe_load((run / 'config.yaml').read_text())
+    del config['augment']
+    (run / 'config.yaml').write_text(yaml.safe_dump(config))
+    with pytest.raises(ValueError, match=r'got .*conv_seed0, which is of another trainer'):
+        publish.main([str(run), '--docs', str(docs)])
+
+
+@pytest.mark.parametrize('row', ['a/b', '..', '/tmp/a'])
+def test_a_row_is_one_folder(row, capsys):
+    with pytest.raises(SystemExit):
+        publish.parse_args(['run', '--row', row])
+    assert 'must be the name of a folder' in capsys.readouterr().err

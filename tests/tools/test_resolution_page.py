@@ -87,6 +87,15 @@ def test_native_shapes_and_means_over_sizes_are_no_squares(docs: Path, tmp_path:
     assert not (docs / 'data').exists()
 
 
+@pytest.mark.parametrize('option', ['flip', 'pad'])
+def test_figures_of_changed_images_are_refused(docs: Path, tmp_path: Path, option: str):
+    path = tmp_path / 'grid.json'
+    content = json.loads(Path(write_grid(path, {'conv_seed0': {96: 50.0}})).read_text())
+    path.write_text(json.dumps({**content, option: True}))
+    with pytest.raises(ValueError, match=f'got --{option}'):
+        resolution_page.main([str(path), '--images', 'a', '--docs', str(docs), '--commit', 'b', '--processor', 'c'])
+
+
 @pytest.mark.parametrize(
     ('content', 'message'),
     [('{', r'a JSON file, got .*grid\.json'), ('[]', r'a JSON object in .*grid\.json, got a list')],

@@ -15,7 +15,7 @@ from aft_vision.evaluate import load_model
 from aft_vision.export import export_model
 from aft_vision.layers import AFTBlock
 from aft_vision.models.attention_block import AttentionBlock
-from train import engine
+from train import engine, imagenet
 from train.convert import main
 from train.convert_schema import STAGES
 
@@ -151,6 +151,15 @@ def test_a_stage_left_out_is_not_overwritten_without_a_word(arguments, whole, tm
     shutil.copytree(whole / 'blocks', tmp_path / 'blocks')
     with pytest.raises(FileExistsError, match=r'blocks, which holds a run; .*run\.overwrite=true'):
         main([*arguments, f'run.dir={tmp_path}', 'convert.blocks_epochs=0'])
+
+
+@pytest.mark.parametrize('more', [[], ['run.resume=auto'], ['run.overwrite=true']])
+def test_a_conversion_keeps_its_config_beside_other_trainers(more, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / 'run')
+    before = (folder / 'config.yaml').read_bytes()
+    with pytest.raises(FileExistsError, match=r'run, which holds a conversion; set run\.dir'):
+        imagenet.main(['--config', str(ROOT / 'configs' / 'small' / 'imagenette.yaml'), f'run.dir={folder}', *more])
+    assert (folder / 'config.yaml').read_bytes() == before
 
 
 @pytest.mark.parametrize('override', ['run.resume=auto', 'run.overwrite=true'])
