@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-from nltk.tokenize import NLTKWordTokenizer
-from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTokenizer
 from tokenizers import Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import LARGE_INTEGER
@@ -133,6 +131,9 @@ def nltk_words(text: str) -> list[str]:
     Untrained Punkt takes the full stop of an abbreviation, as in "Mr. Smith", for the end of a sentence, and so cuts it
     off; a warning says so once.
     """
+    # Importing NLTK takes as long as a fifth of this package, and only its words need it.
+    from nltk.tokenize import NLTKWordTokenizer
+
     split_words = NLTKWordTokenizer().tokenize
     return [word for sentence in split_sentences(text) for word in split_words(sentence)]
 
@@ -144,6 +145,8 @@ def split_sentences(text: str) -> list[str]:
 
 @cache
 def _sentence_splitter() -> Callable[[str], list[str]]:
+    from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTokenizer
+
     try:
         return PunktTokenizer('english').tokenize
     except LookupError:
