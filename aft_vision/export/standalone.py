@@ -38,7 +38,7 @@ from aft_vision.models.attention_block import AttentionBlock
 
 MODELING = 'modeling_aft_vision'
 # The oldest version for which the modelling file is tested, that of the `text` extra.
-TRANSFORMERS = '5.23'
+TRANSFORMERS = '5.24'
 # Entries of config.json by which transformers finds the classes of the modelling file.
 AUTO_MAP = {
     'AutoConfig': f'{MODELING}.AFTVisionConfig',

@@ -40,9 +40,7 @@ class FullAttention(BertSelfAttention):
         # Use the model's config instead of BERT's, because `set_attn_implementation` changes only the former.
         self.config: Any = config
 
-    def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Attended:
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Attended:
         seen = full_mask(attention_mask)
         if seen is not None and self.config._attn_implementation == 'eager':
             # It adds the mask to the scores.

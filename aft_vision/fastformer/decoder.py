@@ -100,24 +100,23 @@ class FastformerDecoder(nn.Module):
         attention_mask: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
-        past_key_values: FastformerCache | None = None,
+        cache: FastformerCache | None = None,
         output_hidden_states: bool = False,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Decode embedded tokens.
 
         Args:
             inputs_embeds: (B, N, embedding_size)
-            attention_mask: (B, P + N), 1 or True where a token counts, of the P tokens in past_key_values too; None:
+            attention_mask: (B, P + N), 1 or True where a token counts, of the P tokens in the cache too; None:
                 all do.
-            encoder_hidden_states: (B, S, C); not needed where past_key_values holds a source.
+            encoder_hidden_states: (B, S, C); not needed where the cache holds a source.
             encoder_attention_mask: (B, S), 1 or True where a source token counts; None: all do.
-            past_key_values: state of the earlier tokens, updated with these; None keeps no state.
+            cache: state of the earlier tokens, updated with these; None keeps no state.
             output_hidden_states: also return the input of every layer, and the last output.
 
         Raises:
             ValueError: a mask of another shape, more tokens than positions, or no source.
         """
-        cache = past_key_values
         before = 0 if cache is None else cache.get_seq_length()
         mask, source_mask = _as_bool(attention_mask), _as_bool(encoder_attention_mask)
         expected = (inputs_embeds.shape[0], before + inputs_embeds.shape[1])
@@ -136,7 +135,7 @@ class FastformerDecoder(nn.Module):
             states.append(x)
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=x,
-            past_key_values=cache,
+            cache=cache,
             hidden_states=tuple(states) if output_hidden_states else None,
         )
 

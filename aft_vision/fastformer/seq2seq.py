@@ -13,6 +13,7 @@ from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import ModelOutput, Seq2SeqLMOutput
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
 from .cache import FastformerCache
@@ -110,6 +111,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
         return shifted.masked_fill(shifted == IGNORED, pad)
 
     @can_return_tuple
+    @deprecate_kwarg('past_key_values', '5.40.0', new_name='cache')
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -118,7 +120,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: ModelOutput | tuple[Tensor, ...] | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
@@ -135,11 +137,11 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
             input_ids, attention_mask, inputs_embeds: (B, S) source, or (B, S, embedding_size) in its place.
             token_type_ids: Not used; tokenisers return them.
             decoder_input_ids, decoder_inputs_embeds: (B, N) target from its start token; None: the labels, shifted.
-            decoder_attention_mask: (B, P + N), P tokens being in past_key_values.
+            decoder_attention_mask: (B, P + N), P tokens being in the cache.
             encoder_outputs: Output of `encoder`, instead of the source.
-            past_key_values: Cache of the tokens so far, without labels; those of this call are added in place.
+            cache: Tokens so far, without labels; those of this call are added in place.
             labels: (B, N), the token after each of decoder_input_ids; -100 where there is no loss.
-            use_cache: Return past_key_values; None: `config.use_cache`, outside training.
+            use_cache: Return the cache; None: `config.use_cache`, outside training.
             output_hidden_states: Also return the states before, between and after the layers.
             output_attentions: Also return the encoder's weights. The decoder has none to return.
             num_items_in_batch: Divides the sum of the losses; None: the number of labels that have one.
@@ -148,22 +150,22 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
             ValueError: no target, labels with a cache or of an empty batch, a mask of another shape, a text too long.
         """
         if labels is not None:
-            _refuse_labels(labels, past_key_values)
+            _refuse_labels(labels, cache)
         hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        if encoder_outputs is None and not _holds_source(past_key_values):
+        if encoder_outputs is None and not _holds_source(cache):
             more = dict(inputs_embeds=inputs_embeds, output_hidden_states=hidden, output_attentions=output_attentions)
             encoder_outputs = self.encoder(input_ids, attention_mask, return_dict=True, **more)
         source = None if encoder_outputs is None else encoder_outputs[0]
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        cache = _as_cache(past_key_values) if past_key_values is not None or (use_cache and labels is None) else None
+        kept = _as_cache(cache) if cache is not None or (use_cache and labels is None) else None
         target = self._embed_target(decoder_input_ids, decoder_inputs_embeds, labels)
-        decoded = self.decoder(target, decoder_attention_mask, source, attention_mask, cache, hidden)
+        decoded = self.decoder(target, decoder_attention_mask, source, attention_mask, kept, hidden)
         logits = self.lm_head(self.output_projection(decoded.last_hidden_state))
         return Seq2SeqLMOutput(
             loss=None if labels is None else _loss(logits, labels, num_items_in_batch),
             logits=logits,
-            past_key_values=decoded.past_key_values if use_cache else None,
+            cache=decoded.cache if use_cache else None,
             decoder_hidden_states=decoded.hidden_states,
             encoder_last_hidden_state=source,
             encoder_hidden_states=getattr(encoder_outputs, 'hidden_states', None),
@@ -183,14 +185,14 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
         return self.get_input_embeddings()(ids)
 
 
-def _refuse_labels(labels: Tensor, past_key_values: Cache | None) -> None:
+def _refuse_labels(labels: Tensor, cache: Cache | None) -> None:
     refuse_empty(labels)
-    if past_key_values is not None:
-        raise ValueError('expected past_key_values or labels, which are of a whole target, got both')
+    if cache is not None:
+        raise ValueError('expected a cache or labels, which are of a whole target, got both')
 
 
-def _holds_source(past_key_values: Cache | None) -> bool:
-    return isinstance(past_key_values, FastformerCache) and bool(past_key_values.is_updated)
+def _holds_source(cache: Cache | None) -> bool:
+    return isinstance(cache, FastformerCache) and bool(cache.is_updated)
 
 
 def _loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
@@ -210,6 +212,4 @@ def _as_cache(past: Any) -> FastformerCache:
         return past
     if past is None or (past.get_seq_length() == 0 and not past.is_compileable):
         return FastformerCache()
-    raise ValueError(
-        f'past_key_values must be a FastformerCache or None, got {past!r}; leave cache_implementation as it is'
-    )
+    raise ValueError(f'cache must be a FastformerCache or None, got {past!r}; leave cache_implementation as it is')

@@ -1,6 +1,7 @@
 """The encoder-decoder model: its loss, its cache, what it generates, files, precisions and refusals."""
 
 import copy
+from contextlib import nullcontext
 from functools import cache
 from itertools import product
 
@@ -115,7 +116,7 @@ def test_the_loss_is_the_cross_entropy_of_the_labels_that_count():
     assert torch.equal(model.prepare_decoder_input_ids_from_labels(labels), target)
     logits = model(**make_sources(), decoder_input_ids=target).logits
     assert torch.equal(out.logits, logits)
-    assert out.past_key_values is None
+    assert out.cache is None
     chosen = logits.log_softmax(-1).gather(2, labels.clamp_min(0)[..., None])[..., 0][labels >= 0]
     assert len(chosen) == 13
     torch.testing.assert_close(out.loss, -chosen.mean())
@@ -139,9 +140,9 @@ def test_steps_with_a_cache_equal_the_whole_target(kind: dict[str, object]):
                 **make_sources(),
                 decoder_input_ids=target[:, start:end],
                 decoder_attention_mask=None if target_mask is None else target_mask[:, :end],
-                past_key_values=past,
+                cache=past,
             )
-            start, past = end, out.past_key_values
+            start, past = end, out.cache
             found.append(out.logits)
         assert past.get_seq_length() == 20
         rows = torch.ones(3, 20, dtype=torch.bool) if target_mask is None else target_mask.bool()
@@ -198,7 +199,7 @@ def test_a_reordered_cache_goes_on_with_the_chosen_rows(kind: dict[str, object],
     model = make_model(**kind).double()
     source = model.encoder(**make_sources())[0].repeat_interleave(2, 0)
     mask, target = make_sources()['attention_mask'].repeat_interleave(2, 0), make_ids(6, 5, seed=1)
-    past = model(encoder_outputs=(source,), attention_mask=mask, decoder_input_ids=target[:, :4]).past_key_values
+    past = model(encoder_outputs=(source,), attention_mask=mask, decoder_input_ids=target[:, :4]).cache
     chosen = torch.tensor(order)
     kept = past.cross_attention_cache.layers[0].keys
     for _ in range(2):
@@ -206,17 +207,17 @@ def test_a_reordered_cache_goes_on_with_the_chosen_rows(kind: dict[str, object],
         source, mask, target = source[chosen], mask[chosen], target[chosen]
     # The source of a beam is that of its text: nothing is copied.
     assert (past.cross_attention_cache.layers[0].keys is kept) == within
-    found = model(attention_mask=mask, decoder_input_ids=target[:, 4:], past_key_values=past).logits
+    found = model(attention_mask=mask, decoder_input_ids=target[:, 4:], cache=past).logits
     expected = model(encoder_outputs=(source,), attention_mask=mask, decoder_input_ids=target).logits
     assert_close(found, expected[:, 4:], 1e-10)
 
 
 def test_a_past_is_read_where_none_is_asked_for():
     model, target = make_model().double(), make_ids(3, 5, seed=1)
-    past = model(**make_sources(), decoder_input_ids=target[:, :4]).past_key_values
+    past = model(**make_sources(), decoder_input_ids=target[:, :4]).cache
     mask = make_sources()['attention_mask']
-    out = model(attention_mask=mask, decoder_input_ids=target[:, 4:], past_key_values=past, use_cache=False)
-    assert out.past_key_values is None
+    out = model(attention_mask=mask, decoder_input_ids=target[:, 4:], cache=past, use_cache=False)
+    assert out.cache is None
     assert_close(out.logits, model(**make_sources(), decoder_input_ids=target).logits[:, 4:], 1e-10)
 
 
@@ -224,23 +225,34 @@ def test_a_past_is_read_where_none_is_asked_for():
 @pytest.mark.parametrize('kind', KINDS, ids=str)
 def test_two_calls_go_on_from_one_past_by_a_copy_of_it(kind: dict[str, object]):
     model, target = make_model(**kind).double(), make_ids(3, 5, seed=1)
-    past = model(**make_sources(), decoder_input_ids=target[:, :4]).past_key_values
+    past = model(**make_sources(), decoder_input_ids=target[:, :4]).cache
     rest = dict(attention_mask=make_sources()['attention_mask'], decoder_input_ids=target[:, 4:], use_cache=False)
-    first = model(**rest, past_key_values=copy.deepcopy(past)).logits
+    first = model(**rest, cache=copy.deepcopy(past)).logits
     assert past.get_seq_length() == 4
-    assert torch.equal(model(**rest, past_key_values=past).logits, first)
+    assert torch.equal(model(**rest, cache=past).logits, first)
     # As in transformers' models, the tokens are added where no cache is returned.
     assert past.get_seq_length() == 5
 
 
 def test_a_cache_is_empty_again_after_a_reset():
     model, target = make_model(), make_ids(3, 3, seed=1)
-    past = model(**make_sources(), decoder_input_ids=target).past_key_values
+    past = model(**make_sources(), decoder_input_ids=target).cache
     past.reset()
     assert past.get_seq_length() == 0
-    again = model(**make_sources(), decoder_input_ids=target, past_key_values=past)
-    assert again.past_key_values is past
+    again = model(**make_sources(), decoder_input_ids=target, cache=past)
+    assert again.cache is past
     assert torch.equal(again.logits, model(**make_sources(), decoder_input_ids=target).logits)
+
+
+def test_the_former_name_of_the_cache_is_still_taken():
+    model = make_model()
+    target = make_ids(3, 7)
+    found = []
+    for name, expected in (('cache', nullcontext()), ('past_key_values', pytest.warns(FutureWarning, match='cache'))):
+        past = model(**make_sources(), decoder_input_ids=target[:, :4]).cache
+        with expected:
+            found.append(model(decoder_input_ids=target[:, 4:], **{name: past}).logits)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize('causal', ['streaming', 'exact'])
@@ -384,14 +396,14 @@ def test_what_cannot_be_kept_or_dropped_is_refused():
     other = EncoderDecoderCache(DynamicCache(), DynamicCache())
     other.self_attention_cache.update(randn(3, 1, 2, 4), randn(3, 1, 2, 4), 0)
     with pytest.raises(ValueError, match='must be a FastformerCache'):
-        model(**make_sources(), decoder_input_ids=make_ids(3, 1), past_key_values=other)
+        model(**make_sources(), decoder_input_ids=make_ids(3, 1), cache=other)
     with pytest.raises(ValueError, match='leave cache_implementation'):
         model.generate(**make_sources(), cache_implementation='static', max_new_tokens=2)
     with pytest.raises(ValueError, match='stateful'):
         model.generate(**make_sources(), prompt_lookup_num_tokens=2, max_new_tokens=2)
-    past = model(**make_sources(), decoder_input_ids=make_ids(3, 4)).past_key_values
-    with pytest.raises(ValueError, match='past_key_values or labels, which are of a whole target, got both'):
-        model(**make_sources(), labels=make_ids(3, 2), past_key_values=past)
+    past = model(**make_sources(), decoder_input_ids=make_ids(3, 4)).cache
+    with pytest.raises(ValueError, match='a cache or labels, which are of a whole target, got both'):
+        model(**make_sources(), labels=make_ids(3, 2), cache=past)
     assert not past.is_croppable
     for cropped in (past, past.self_attention_cache.layers[0], FastformerCache(), StateLayer()):
         with pytest.raises(ValueError, match='cannot drop the last 2'):
