@@ -158,9 +158,9 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
         source = None if encoder_outputs is None else encoder_outputs[0]
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        kept = _as_cache(cache) if cache is not None or (use_cache and labels is None) else None
+        cache = _as_cache(cache) if cache is not None or (use_cache and labels is None) else None
         target = self._embed_target(decoder_input_ids, decoder_inputs_embeds, labels)
-        decoded = self.decoder(target, decoder_attention_mask, source, attention_mask, kept, hidden)
+        decoded = self.decoder(target, decoder_attention_mask, source, attention_mask, cache, hidden)
         logits = self.lm_head(self.output_projection(decoded.last_hidden_state))
         return Seq2SeqLMOutput(
             loss=None if labels is None else _loss(logits, labels, num_items_in_batch),
