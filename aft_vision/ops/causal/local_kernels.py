@@ -84,7 +84,7 @@ def find_lost(
     past = (tl.arange(0, BC)[:, None] >= tl.arange(0, BC)[None, :]).to(PRODUCT)
     ek = tl.exp(tl.where(k != k, float('-inf'), k) - reference[None, :])
     above = tl.maximum(tl.dot(past, ek.to(PRODUCT), input_precision=PRECISION), 1.0)
-    lost = den < LIMIT * (BC + window) * above
+    lost = den < (BC + window) * LIMIT * above
     if FIRST is not None:
         lost = lost & (t >= tl.load(FIRST + b))[:, None]
     return lost
