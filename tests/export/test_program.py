@@ -52,10 +52,15 @@ def onnx_file(tmp_path_factory):
     return path, export_onnx(model, path)
 
 
+@pytest.fixture(scope='module')
+def run_onnx(onnx_file):
+    return onnx_runner(onnx_file[0])
+
+
 @pytest.mark.parametrize('size', SIZES, ids=str)
 @pytest.mark.parametrize('batch', [1, 3])
-def test_one_onnx_file_serves_every_size_and_batch(onnx_file, batch, size):
-    assert_equal(make(), onnx_runner(onnx_file[0]), batch, size)
+def test_one_onnx_file_serves_every_size_and_batch(run_onnx, batch, size):
+    assert_equal(make(), run_onnx, batch, size)
 
 
 def test_the_export_reports_three_sizes(onnx_file):
@@ -249,8 +254,9 @@ def test_an_onnx_file_of_resampled_biases_takes_any_size_and_one_row_or_column_o
     pytest.importorskip('onnxscript')
     model, path = make('aft_axial_tiny', resample_bias=True, local_conv=True), tmp_path / 'model.onnx'
     export_onnx(model, path)
+    run = onnx_runner(path)
     for size in (*SIZES, (8, 48), (32, 8), (8, 8)):
-        assert_equal(model, onnx_runner(path), 2, size)
+        assert_equal(model, run, 2, size)
 
 
 def test_aft_simple_without_positions_still_has_a_fixed_size():
@@ -288,9 +294,9 @@ def test_an_onnx_file_names_its_axes(onnx_file):
 
 
 @pytest.mark.parametrize('size', [(70, 64), (64, 70), (33, 32), (7, 32)], ids=str)
-def test_an_onnx_file_refuses_sizes_that_are_no_multiples_of_the_patch(onnx_file, size):
+def test_an_onnx_file_refuses_sizes_that_are_no_multiples_of_the_patch(run_onnx, size):
     with pytest.raises(Exception, match='height_and_width_must_be_multiples_of_8_and_8'):
-        onnx_runner(onnx_file[0])(images(2, *size))
+        run_onnx(images(2, *size))
 
 
 def local_paths() -> list[bytes]:
