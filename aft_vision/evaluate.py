@@ -180,6 +180,15 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     return content
 
 
+def read_record(checkpoint: str | Path) -> dict[str, Any]:
+    """Read a trainer's checkpoint; return {} for an exported folder and a name in timm, which are none.
+
+    Raises:
+        ValueError: the file is damaged or not a checkpoint.
+    """
+    return read_checkpoint(checkpoint) if find_checkpoint(checkpoint).is_file() else {}
+
+
 def load_matching_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str) -> None:
     """Load weights that must match exactly.
 
@@ -233,7 +242,7 @@ def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool 
 
 def _read_start(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], bool, tuple[int, int] | None]:
     """Return the weights of a checkpoint, whether they are of an AFT model, and their token grid (H, W) if known."""
-    content = read_checkpoint(checkpoint) if find_checkpoint(checkpoint).is_file() else {}
+    content = read_record(checkpoint)
     # Building the model only to get its class would cost time and random numbers.
     if content and timm.is_model(content['model_name']):
         of_aft = timm.models.model_entrypoint(content['model_name']).__module__.startswith('aft_vision.')

@@ -96,11 +96,10 @@ from aft_vision.evaluate import (
     evaluate_all,
     load_model,
     peak_memory_mb,
-    read_checkpoint,
+    read_record,
     reset_peak_memory,
     resolve_device,
 )
-from aft_vision.files import find_checkpoint
 from aft_vision.resolution import (
     AveragedPrediction,
     check_size,
@@ -188,9 +187,8 @@ def evaluate_checkpoint(checkpoint: Path, args: argparse.Namespace, device: torc
         )
     if args.per_class:
         print_classes(rows)
-    # An exported folder and a name of timm have no such file.
-    content = read_checkpoint(checkpoint) if find_checkpoint(checkpoint).is_file() else {}
-    return {'checkpoint': str(checkpoint), 'train_size': list(training_size(model, content)), 'sizes': rows}
+    train_size = training_size(model, read_record(checkpoint))
+    return {'checkpoint': str(checkpoint), 'train_size': list(train_size), 'sizes': rows}
 
 
 def print_classes(rows: Sequence[dict[str, Any]]) -> None:

@@ -117,7 +117,7 @@ from torch import Tensor
 
 import aft_vision  # noqa: F401
 from aft_vision.commandline import run_command
-from aft_vision.evaluate import load_model, read_checkpoint
+from aft_vision.evaluate import load_model, read_record
 from aft_vision.export import (
     Shape,
     choose_shape,
@@ -128,7 +128,7 @@ from aft_vision.export import (
     measure_latency,
     quantize_onnx,
 )
-from aft_vision.files import find_checkpoint, replacing
+from aft_vision.files import replacing
 from aft_vision.models.transfer_source import load_pretrained
 from aft_vision.visualize import find_photographs, load_image
 from tools.machine import check_load, describe_machine
@@ -151,9 +151,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     form = args.form or 'conv'
     shape = choose_shape(model, args.size, args.fixed_size, args.batch, form)
     if args.format == 'hf':
-        content = (
-            read_checkpoint(args.checkpoint) if args.checkpoint and find_checkpoint(args.checkpoint).is_file() else {}
-        )
+        content = read_record(args.checkpoint) if args.checkpoint else {}
         parts = [part for part in PARTS if part not in args.without]
         for name, found in export_hub_folder(model, args.out, args.size, content, args.license, parts).items():
             print(f'{name}: differs from PyTorch by at most {max(check.difference for check in found):.1e}')

@@ -55,8 +55,7 @@ from tqdm import tqdm
 
 from aft_vision import __version__
 from aft_vision.commandline import run_command
-from aft_vision.evaluate import load_model, read_checkpoint, resolve_device
-from aft_vision.files import find_checkpoint
+from aft_vision.evaluate import load_model, read_record, resolve_device
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import (
     Report,
@@ -127,10 +126,9 @@ def origin(command: str) -> dict[str, str]:
 def recorded_facts(checkpoint: Path) -> dict[str, str]:
     """Return what a checkpoint file says about itself."""
     facts = {'Checkpoint': str(Path(*checkpoint.resolve().parts[-2:]))}
-    if find_checkpoint(checkpoint).is_file():
-        content = read_checkpoint(checkpoint)
-        if 'best_top1' in content:
-            facts['Top-1'] = f'{content["best_top1"]:.2f}%, the best of the run, after {content["epoch"]} epochs'
+    content = read_record(checkpoint)
+    if 'best_top1' in content:
+        facts['Top-1'] = f'{content["best_top1"]:.2f}%, the best of the run, after {content["epoch"]} epochs'
     return facts
 
 
