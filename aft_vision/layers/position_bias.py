@@ -1,10 +1,10 @@
 """Learned position biases as modules (AFT Eq. 4, 7, 8). Their output depends only on their parameters.
 
 `fuse()` caches that output for inference, with what the kernels compute from it alone, and later that at the last other
-grid. The cache is used in evaluation without gradients. It is made again when a parameter is loaded, moved or cast, and
-dropped by `train()`, so a fused model can be trained further. Nothing looks for a parameter that is written in place
-meanwhile: call `fuse()` again. Compiled graphs always compute the output; exported and scripted graphs hold it as a
-constant.
+grid. The cache is used in evaluation without gradients. It is recomputed when a parameter is loaded, moved, cast or
+written in place, and dropped by `train()`, so a fused model can be trained further. A write through `.data`, or to a
+parameter made in inference mode, is not detected: call `fuse()` again. Compiled graphs always compute the output.
+Exported and scripted graphs hold it as a constant: after writing parameters in place, fuse before exporting.
 """
 
 from typing import Any, ClassVar, Final
@@ -38,6 +38,7 @@ class FusedModule(nn.Module):
         super().__init__()
         # None until fused. Not part of the state dict, because it can be computed from the parameters.
         self.register_buffer('fused', None, persistent=False)
+        self.fused_from: list[tuple[int, int]] = []
         # The last other grid and the result there.
         self.resized: tuple[tuple[int, int], Tensor] | None = None
         # Weights of the cached result (True) and of the one at another grid (False), each after the result and the type
@@ -56,9 +57,6 @@ class FusedModule(nn.Module):
     def fuse(self) -> 'FusedModule':
         """Cache the result for inference.
 
-        Until `train()` or the next `fuse()` no parameter may be written in place; one that is loaded, moved or cast
-        makes the result again. A call that records gradients of the parameters computes its own.
-
         Returns:
             The module itself, as `timm.utils.reparameterize_model` expects.
         """
@@ -66,6 +64,7 @@ class FusedModule(nn.Module):
         # A normal tensor even in inference mode, and never the parameter itself.
         with torch.inference_mode(False), torch.no_grad():
             self.fused, self.resized, self.kept = self.compute().clone(), None, {}
+        self.fused_from = self._parameter_versions()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -75,7 +74,7 @@ class FusedModule(nn.Module):
     @torch.jit.ignore
     def unfuse(self) -> None:
         """Drop the cached results."""
-        self.fused, self.resized, self.kept = None, None, {}
+        self.fused, self.fused_from, self.resized, self.kept = None, [], None, {}
 
     def train(self, mode: bool = True) -> 'FusedModule':
         if mode:
@@ -163,10 +162,21 @@ class FusedModule(nn.Module):
 
     @torch.jit.unused
     def _reuses(self) -> bool:
-        # Return whether the cached results stand for a call: they have no gradients.
+        # Return whether cached results may be used; after a change of the parameters, compute them again.
         if torch.compiler.is_compiling():
             return False
-        return not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()))
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            return False
+        if self.fused_from != self._parameter_versions():
+            self.fuse()
+        return True
+
+    @torch.jit.unused
+    def _parameter_versions(self) -> list[tuple[int, int]]:
+        # Changes when a parameter is written in place or replaced; one made in inference mode does not count writes.
+        # The iterator of `parameters()` would cost as much as an operation on a small image.
+        parameters = self._parameters.values()
+        return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters if p is not None]
 
 
 class _PairBias(FusedModule):

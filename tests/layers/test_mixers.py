@@ -331,7 +331,7 @@ def test_a_fused_mixer_keeps_the_bias_of_the_last_other_grid(name: str):
     with torch.no_grad():
         for parameter in mixer.position_bias.parameters():
             parameter.mul_(0.5)
-        assert not torch.equal(mixer.fuse()(x, (4, 5)), expected)
+        assert not torch.equal(mixer(x, (4, 5)), expected)
     assert mixer(x, (4, 5)).requires_grad
 
 
@@ -440,7 +440,7 @@ def test_the_weights_of_a_fused_mixer_follow_its_parameters(name: str):
     for each in (module, others):
         for parameter in each.parameters():
             parameter.mul_(1.5)
-    assert torch.equal(mixer.fuse()(x, GRID), other(x, GRID))
+    assert torch.equal(mixer(x, GRID), other(x, GRID))
     assert torch.equal(mixer(x, (2, 6)), other(x, (2, 6)))
     assert torch.equal(mixer(x, GRID), other(x, GRID))
     mixer.bfloat16(), other.bfloat16()
@@ -605,6 +605,7 @@ def test_parameters_made_in_inference_mode_are_read_again_when_loaded_or_fused()
         assert mixer.position_bias() is bias
         mixer.load_state_dict(other.state_dict())
         assert torch.equal(mixer(x), other(x))
+        # Such a parameter does not count the writes to it.
         for each in (mixer, other):
             each.position_bias.u.mul_(3)
         assert torch.equal(mixer.fuse()(x), other(x))
