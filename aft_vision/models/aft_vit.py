@@ -449,7 +449,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: AFTVisionTransformer
     result = {}
     for name, value in state_dict.items():
         if name in own and value.shape != own[name].shape:
-            if name == 'patch_embed.proj.weight' and value.ndim == 4 and value.shape[:2] == own[name].shape[:2]:
+            if name == 'patch_embed.proj.weight' and value.ndim == 4 and len(value) == len(own[name]):
                 value = resample_patch_embed(value, list(own[name].shape[-2:]))
             elif name == 'pos_embed' and value.shape[-1] == own[name].shape[-1]:
                 prefix = 0 if model.no_embed_class else model.num_prefix_tokens
