@@ -186,14 +186,15 @@ def crop(model: nn.Module) -> nn.Module:
     arguments = {**get_model_args(model), 'kernel_size': window, 'standardize_kernel': False}
     for name in ('gumbel', 'tau', 'straight_through'):
         arguments.pop(name, None)
-    cropped = timm.create_model(cfg['architecture'], **arguments)
+    parameter = next(model.parameters())
+    cropped = timm.create_model(cfg['architecture'], **arguments).to(parameter.device, parameter.dtype)
     names = [name for name, module in model.named_modules() if isinstance(module, AFTConv)]
     standardized = {f'{name}.kernel.{key}' for name in names for key in ('gamma', 'beta')}
     state = {key: x for key, x in model.state_dict().items() if key not in standardized}
     state |= {f'{name}.kernel.weight': crop_kernel(w, window) for name, w in zip(names, kernels, strict=True)}
     cropped.load_state_dict(state)
     cropped.pretrained_cfg = copy.deepcopy(cfg)
-    return cropped.to(kernels[0].device).eval()
+    return cropped.eval()
 
 
 @torch.inference_mode()

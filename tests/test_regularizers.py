@@ -164,6 +164,15 @@ def test_a_cropped_model_is_the_same_function_with_fewer_parameters(gumbel: bool
     assert model.head.weight.any()
 
 
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
+@torch.no_grad()
+def test_a_cropped_model_has_the_type_of_the_model(dtype: torch.dtype):
+    pruned = prune(make().to(dtype), 0.3)
+    cropped, x = crop(pruned), images(64, 64).to(dtype)
+    assert {p.dtype for p in cropped.parameters()} == {dtype}
+    assert_close(cropped(x), pruned(x), 1e-12 if dtype == torch.float64 else 2e-2)
+
+
 def test_the_windows_of_an_operation_are_timed_in_turn(monkeypatch):
     model = prune(make(), 0.0)
     seen = []
