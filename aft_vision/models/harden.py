@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from timm.models import get_model_input_config
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
@@ -108,7 +109,8 @@ def compare_logits(model: nn.Module, other: nn.Module, sizes: Sequence[tuple[int
     rows = []
     for height, width in sizes:
         parameter = next(model.parameters())
-        noise = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
+        channels = get_model_input_config(model)['input_size'][0]
+        noise = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(0))
         images = noise.to(parameter.device, parameter.dtype)
         expected, got = (network(images).double() for network in (model, other))
         difference, magnitude = (expected - got).abs().max().item(), expected.abs().max().item()

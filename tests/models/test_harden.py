@@ -280,8 +280,9 @@ def test_the_offsets_are_described_by_layer():
     }
 
 
-def test_the_largest_difference_of_logits_is_found():
-    model = make()
+@pytest.mark.parametrize('channels', [1, 3])
+def test_the_largest_difference_of_logits_is_found(channels: int):
+    model = make(in_chans=channels)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.head.bias[2] += 0.5
