@@ -171,6 +171,8 @@ class AFTPyramid(nn.Module):
         check_attention_blocks(attention_blocks, range(sum(depths[:CONV_STAGES]), sum(depths)), widths)
         self.in_chans, self.num_classes, self.global_pool = in_chans, num_classes, global_pool
         self.stride = STRIDE
+        # Positions of the last map to one of a mask, along a side: more than one after a stage was removed.
+        self.mask_factor = 1
         self.grad_checkpointing = False
         # The first layer is the 3 x 3 convolution, so that zeros at padding before it are all that a mask needs.
         conv_args: dict[str, Any] = dict(exp_ratio=expand_ratio, act_layer=act_layer, **dd)
@@ -336,13 +338,16 @@ class AFTPyramid(nn.Module):
         is_cut = last < len(self.stages) - 1
         self.stages = self.stages[: last + 1]
         self.num_features = self.head_hidden_size = self.feature_info[last]['num_chs']
+        self.mask_factor = self.stride // self.feature_info[last]['reduction']
         if prune_head or is_cut:
             self.reset_classifier(0, '', reset_other=True)
         return taken
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, attn_mask: Tensor | None = None) -> Tensor:
         """Compute logits (B, classes) of a map (B, C, rows, columns), or with pre_logits the classifier's input."""
-        return self.head(pool_counted(x, attn_mask, self.head.global_pool.pool_type), pre_logits=pre_logits)
+        return self.head(
+            pool_counted(x, attn_mask, self.mask_factor, self.head.global_pool.pool_type), pre_logits=pre_logits
+        )
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Compute logits (B, classes) of images (B, 3, H, W); attn_mask as in `forward_features`."""
@@ -415,12 +420,17 @@ def _resize_mask(mask: Tensor, height: int, width: int, factor: int) -> Tensor:
 
 @torch.fx.wrap
 @register_notrace_function
-def pool_counted(x: Tensor, mask: Tensor | None, pool_type: str) -> Tensor:
-    """Return a map (B, C, H, W) as it is, or with a mask its pooled positions that count, (B, C, 1, 1)."""
+def pool_counted(x: Tensor, mask: Tensor | None, factor: int, pool_type: str) -> Tensor:
+    """Return a map (B, C, H, W) as it is, or with a mask its pooled positions that count, (B, C, 1, 1).
+
+    Args:
+        factor: positions of x to one of the mask, along a side.
+    """
     if mask is None or pool_type == '':
         return x
     if pool_type not in ('avg', 'max', 'avgmax'):
         raise ValueError(f"attn_mask needs global_pool 'avg', 'max', 'avgmax' or '', got '{pool_type}'")
+    mask = _resize_mask(mask, x.shape[2], x.shape[3], factor)
     return pool_tokens(x.flatten(2).transpose(1, 2), mask, pool_type, 0, True)[:, :, None, None]
 
 

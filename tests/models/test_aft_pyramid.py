@@ -89,6 +89,16 @@ def test_the_maps_of_a_padded_image_are_those_that_it_has_alone():
         torch.testing.assert_close(found[:, :, : wanted.shape[2], : wanted.shape[3]], wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize('last', [1, 2])
+def test_a_padded_image_gets_the_logits_that_it_gets_alone_from_the_map_of_an_earlier_stage(last):
+    model, images = make_model(), make_images(1, 3, 80, 72)
+    model.prune_intermediate_layers([last])
+    model.reset_classifier(4, 'avg')
+    mask = torch.tensor([[[True, True, False], [True, True, False], [False, False, False]]])
+    alone = run(model, images[:, :, :64, :64])
+    torch.testing.assert_close(run(model, images, mask), alone, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     'mask', [torch.ones(1, 2, 2, dtype=torch.bool), torch.ones(1, 2, 3), torch.ones(2, 2, 3, dtype=torch.bool)]
 )
