@@ -75,9 +75,10 @@ def compute_on_patches(
     # (B, 2); an image without patches has one token, which does not count.
     grids = torch.where(patches.valid.unsqueeze(-1), patches.coord + 1, 1).amax(1).tolist()
     most_tokens = MOST_TOKENS_CPU if patches.values.is_cpu else MOST_TOKENS
-    parts, groups = [], _group(grids, most_tokens if pads else 1.0)
+    # A batch without images is one group.
+    parts, groups = [], _group(grids, most_tokens if pads else 1.0) or [[]]
     for members in groups:
-        rows, columns = (max(grids[index][axis] for index in members) for axis in (0, 1))
+        rows, columns = (max((grids[index][axis] for index in members), default=1) for axis in (0, 1))
         parts.append(_compute_group(compute, Patches(*(x[members] for x in patches)), patch_size, (rows, columns)))
     order = torch.tensor([index for members in groups for index in members], device=patches.coord.device)
     return [torch.cat(tokens)[order.argsort()] for tokens in zip(*parts, strict=True)]

@@ -99,6 +99,14 @@ def test_gradients_are_those_of_the_images_alone(name):
         assert not patches[~valid].any()
 
 
+@pytest.mark.parametrize('name', MODELS)
+def test_a_batch_without_images_has_no_logits(name):
+    model, batch = build(name), collate(images_of((2, 3)))
+    empty = {key: batch[key][:0] for key in ('patches', 'patch_coord', 'patch_valid')}
+    assert model(empty).shape == (0, 5)
+    assert model.forward_features(empty)['patches'].shape[0] == 0
+
+
 def test_patches_may_come_in_any_order_and_some_may_be_missing():
     model, batch = build('aft_conv_tiny'), collate(images_of((3, 4)), 12)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
