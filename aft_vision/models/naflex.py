@@ -111,8 +111,9 @@ def _compute_group(
     wide = places.unsqueeze(-1)
     pixels = values.new_zeros(count, rows * columns + 1, values.shape[2])
     pixels = pixels.scatter(1, wide.expand_as(values), values)[:, :-1]
-    pixels = pixels.view(count, rows, columns, height, width, -1)
-    images = pixels.permute(0, 5, 1, 3, 2, 4).reshape(count, -1, rows * height, columns * width)
+    channels = values.shape[2] // (height * width)
+    pixels = pixels.view(count, rows, columns, height, width, channels)
+    images = pixels.permute(0, 5, 1, 3, 2, 4).reshape(count, channels, rows * height, columns * width)
     mask = valid.new_zeros(count, rows * columns + 1).scatter(1, places, valid)[:, :-1]
     found = compute(images, None if bool(mask.all()) else mask.view(count, rows, columns))
     return [_gather(tokens, places, tokens.shape[1] - rows * columns) for tokens in found]
