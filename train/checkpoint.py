@@ -182,6 +182,14 @@ def holds_run(folder: Path) -> bool:
     return any(path.exists() for path in (folder / BEST, *_latest(folder)))
 
 
+def continues(folder: Path, where: str | None) -> bool:
+    """Return whether `run.resume` goes on with the run in a folder, instead of with that of another."""
+    if where is None or where == 'auto':
+        return where is not None
+    place = Path(where).resolve()
+    return folder.resolve() in (place, place.parent)
+
+
 def remove_run(folder: Path) -> None:
     """Remove the files of an earlier run, so that none is mistaken for a new one."""
     for path in (folder / BEST, *(folder / name for name in RESULTS), *_latest(folder)):
@@ -214,8 +222,8 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
     if list(content['class_names']) != list(class_names):
         raise ValueError(f'expected a checkpoint of the classes {list(class_names)[:5]} ..., got {path} with others')
     state.load_state_dict(content, source=str(path))
-    # If the folder is another one, the best weights are only those from now on.
-    if not (folder / BEST).exists():
+    # In another folder, the best weights are only those from now on.
+    if not (continues(folder, where) and (folder / BEST).exists()):
         state.progress.best = state.objective.worst
     if state.world.is_primary:
         print(f'resumed from {path}: epoch {state.progress.epoch + 1}, update {state.progress.updates}')

@@ -7,7 +7,7 @@ from typing import Any
 
 from aft_vision.data import Loaders
 from aft_vision.visualize import new_figure
-from train.checkpoint import Saver, holds_run, remove_run, resume
+from train.checkpoint import Saver, continues, holds_run, remove_run, resume
 from train.config import save_config
 from train.convert_schema import STAGES
 from train.distributed import World
@@ -31,11 +31,12 @@ def find_run_dir(config: Experiment, file: Path, root: Path = Path('runs')) -> P
 
 
 def check_run_dir(run_dir: Path, config: Experiment) -> None:
-    """Raise a FileExistsError for a folder with a run, unless run.resume or run.overwrite is set, or a conversion."""
-    if holds_run(run_dir) and not (config.run.overwrite or config.run.resume):
+    """Raise a FileExistsError for a folder with a run, unless it goes on or run.overwrite is set, or a conversion."""
+    if holds_run(run_dir) and not (config.run.overwrite or continues(run_dir, config.run.resume)):
+        other = config.run.resume and f', not that of run.resume={config.run.resume}'
         raise FileExistsError(
-            f'expected a new folder, got {run_dir}, which holds a run; set run.dir, run.resume=auto to go on with it, '
-            'or run.overwrite=true'
+            f'expected a new folder, got {run_dir}, which holds a run{other or ""}; set run.dir, run.resume=auto to go '
+            'on with it, or run.overwrite=true'
         )
     if any(holds_run(run_dir / stage) for stage in STAGES):
         raise FileExistsError(f'expected a new folder, got {run_dir}, which holds a conversion; set run.dir')
@@ -112,7 +113,7 @@ def _begin(run_dir: Path, state: TrainState) -> None:
     # The curves are drawn at the end; report a missing package now.
     new_figure(1, 1)
     run_dir.mkdir(parents=True, exist_ok=True)
-    if state.config.run.resume is None:
+    if not continues(run_dir, state.config.run.resume):
         remove_run(run_dir)
     save_config(state.config, run_dir / 'config.yaml')
     parameters = sum(parameter.numel() for parameter in state.model.parameters())

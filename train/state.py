@@ -170,6 +170,7 @@ class TrainState:
                     f'expected a checkpoint of a run with {name} = {expected}, as this one has, got {source} with '
                     f'{found[name]}; the data set and data.batch_size must be the same'
                 )
+        self._check_optimizer(content, source)
         load_matching_state_dict(self.model, content['state_dict'], source)
         averaged = self.averaged_model
         if averaged is not None:
@@ -188,6 +189,22 @@ class TrainState:
             setattr(self.progress, name, content[name])
         self.progress.best = content.get(self.best_key, self.objective.worst)
         self.set_rate()
+
+    def _check_optimizer(self, content: dict[str, Any], source: str) -> None:
+        """Raise a ValueError for the state of another optimizer, or of other groups of parameters."""
+        expected, found = self.config.optim.name, content['config']['optim']['name']
+        if found != expected:
+            raise ValueError(
+                f'expected a checkpoint of a run with optim.name = {expected}, as this one has, got {source} with '
+                f'{found}; run.init_from starts a new run from its weights'
+            )
+        groups = content['optimizer']['param_groups'], self.optimizer.param_groups
+        before, now = ([len(group['params']) for group in each] for each in groups)
+        if before != now and sum(before) == sum(now):
+            raise ValueError(
+                f'expected a checkpoint whose optimizer has {len(now)} groups of parameters, got {source} with '
+                f'{len(before)}; optim.layer_decay must be as there, and optim.weight_decay 0 as there or not'
+            )
 
     def _load_task_state(self, content: dict[str, Any], source: str) -> None:
         """Restore what is trained besides the model: the projection of its features onto a teacher's."""

@@ -139,6 +139,32 @@ def test_a_run_may_go_on_from_another_folder_for_more_epochs(small, whole, tmp_p
     assert 'data.dir' not in shown
 
 
+def test_a_run_does_not_go_on_in_the_folder_of_another(small, whole, tmp_path):
+    for name in ('last.pth', 'best.pth', 'summary.csv'):
+        shutil.copy(whole / name, tmp_path / name)
+    (tmp_path / 'best.pth').write_bytes(b'the best of another run')
+    arguments = [*small, 'schedule.epochs=3', f'run.resume={whole}', f'run.dir={tmp_path}']
+    with pytest.raises(FileExistsError, match=rf'got {tmp_path}, which holds a run, not that of run.resume={whole}'):
+        main(arguments)
+    assert (tmp_path / 'best.pth').read_bytes() == b'the best of another run'
+    main([*arguments, 'run.overwrite=true'])
+    assert torch.load(tmp_path / 'best.pth', weights_only=True)['epoch'] == 3
+    # A checkpoint of the folder itself is no other run.
+    main([*small, 'schedule.epochs=4', f'run.resume={tmp_path / "last.pth"}', f'run.dir={tmp_path}'])
+
+
+@pytest.mark.parametrize(
+    ('other', 'message'),
+    [
+        (['optim.name=sgd'], r'a run with optim\.name = sgd, as this one has, got .*last\.pth with adamw'),
+        (['optim.weight_decay=0'], r'has 1 groups of parameters, got .*last\.pth with 2; optim\.layer_decay must'),
+    ],
+)
+def test_another_optimizer_is_not_gone_on_with(small, whole, tmp_path, other, message):
+    with pytest.raises(ValueError, match=message):
+        main([*small, *other, f'run.resume={whole}', f'run.dir={tmp_path / "run"}'])
+
+
 def test_other_data_are_not_gone_on_with(small, whole, tmp_path):
     names = [path.name for path in (CLOTHING / 'train').iterdir()]
     folder = make_folder(tmp_path / 'images', {'train': names, 'val': names}, 4)
