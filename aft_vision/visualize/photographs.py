@@ -24,7 +24,7 @@ class Photograph(NamedTuple):
 
     Attributes:
         path: Path of the file.
-        images: (1, 3, H, W), normalised, for the model.
+        images: (1, C, H, W), normalised, for the model.
         pixels: (H', W', 3) uint8, the same crop in higher resolution.
     """
 
@@ -55,6 +55,7 @@ def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | No
 
     Raises:
         CorruptImageError: the file cannot be decoded.
+        ValueError: the model takes images of other than 1 or 3 channels.
     """
     image = open_image(path)
     height, width = default_size(model) if size is None else size
@@ -64,7 +65,7 @@ def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | No
 
 
 def load_image(path: str | Path, model: nn.Module, size: Sequence[int] | None = None) -> Tensor:
-    """Read an image for the model alone: the `images` (1, 3, H, W) of `load_photograph`, which takes longer.
+    """Read an image for the model alone: the `images` (1, C, H, W) of `load_photograph`, which takes longer.
 
     Args:
         size: (H, W) in pixels; None means the model's evaluation size.
@@ -78,16 +79,24 @@ def load_image(path: str | Path, model: nn.Module, size: Sequence[int] | None = 
 def _normalise(image: Image, model: nn.Module, size: Sequence[int] | None) -> Tensor:
     height, width = default_size(model) if size is None else size
     config = resolve_model_data_config(model)
-    mean, std = (torch.tensor(config[name]).view(3, 1, 1) for name in ('mean', 'std'))
-    return ((_crop(image, model, (height, width)) / 255 - mean) / std)[None]
+    channels = config['input_size'][0]
+    if channels not in (1, 3):
+        raise ValueError(f'expected a model of images of 1 or 3 channels, got one of {channels}')
+    # The three channels of a grey image are equal.
+    pixels = _crop(image.convert('L') if channels == 1 else image, model, (height, width))[:channels]
+    mean, std = (torch.tensor(config[name]).view(-1, 1, 1) for name in ('mean', 'std'))
+    return ((pixels / 255 - mean) / std)[None]
 
 
 def _crop(image: Image, model: nn.Module, size: tuple[int, int]) -> Tensor:
-    return eval_transform(size, resolve_model_data_config(model)['crop_pct'])(image)
+    config = resolve_model_data_config(model)
+    # Of a grey image the three channels are equal, and so is the colour of its borders.
+    mean = config['mean'] if len(config['mean']) == 3 else 3 * tuple(config['mean'])
+    return eval_transform(size, config['crop_pct'], config['interpolation'], config['crop_mode'], mean)(image)
 
 
 def load_batches(paths: Sequence[Path], model: nn.Module, size: Sequence[int] | None = None) -> Iterator[Tensor]:
-    """Yield images (B, 3, H, W) as by `load_image`, on the device of the model, BATCH at a time."""
+    """Yield images (B, C, H, W) as by `load_image`, on the device of the model, BATCH at a time."""
     device = next(model.parameters()).device
     for start in range(0, len(paths), BATCH):
         batch = [load_image(path, model, size) for path in paths[start : start + BATCH]]
@@ -130,7 +139,14 @@ def predictions(model: Any, logits: Tensor, count: int = 5) -> list[tuple[str, f
 
     Args:
         logits: (1, classes).
+
+    Raises:
+        ValueError: the model has no classifier, or label names of another number.
     """
+    if not model.num_classes:
+        raise ValueError('expected a model with a classifier, got one with num_classes=0')
     chance, index = logits[0].float().softmax(0).topk(min(count, logits.shape[1]))
     names = class_names(model)
+    if len(names) != logits.shape[1]:
+        raise ValueError(f'expected label_names of {logits.shape[1]} classes, as the model has, got {len(names)}')
     return [(names[i], p) for i, p in zip(index.tolist(), chance.tolist(), strict=True)]

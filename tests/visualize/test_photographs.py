@@ -5,6 +5,7 @@ import timm
 import torch
 from helpers import make_folder, photographs
 from PIL import Image
+from timm.data import create_transform, resolve_model_data_config
 
 from aft_vision.data import CorruptImageError, Preprocessing, create_eval_loader
 from aft_vision.visualize import (
@@ -54,6 +55,26 @@ def test_the_model_sees_what_evaluation_shows_it(tmp_path: Path):
     assert torch.equal(load_image(photograph.path, model), photograph.images)
 
 
+@pytest.mark.parametrize('channels', [1, 3])
+@pytest.mark.parametrize('crop_mode', ['squash', 'border', 'center'])
+def test_the_model_sees_its_own_transform_of_timm(tmp_path: Path, crop_mode: str, channels: int):
+    model = timm.create_model('aft_conv_tiny', **TINY, in_chans=channels)
+    own = dict(input_size=(channels, 32, 32), crop_pct=0.9, crop_mode=crop_mode, interpolation='bilinear')
+    model.pretrained_cfg.update(own, mean=(0.4,) * channels, std=(0.2,) * channels)
+    photographs(1, (70, 40))[0].save(tmp_path / '0.png')
+    image = Image.open(tmp_path / '0.png').convert('L' if channels == 1 else 'RGB')
+    expected = create_transform(**resolve_model_data_config(model))(image)[None]
+    torch.testing.assert_close(load_image(tmp_path / '0.png', model), expected)
+
+
+def test_a_model_of_other_channels_is_named(tmp_path: Path):
+    photographs(1, (32, 32))[0].save(tmp_path / '0.png')
+    model = timm.create_model('aft_conv_tiny', **TINY, in_chans=4)
+    model.pretrained_cfg.update(input_size=(4, 32, 32), mean=(0.4,) * 4, std=(0.2,) * 4)
+    with pytest.raises(ValueError, match='images of 1 or 3 channels, got one of 4'):
+        load_image(tmp_path / '0.png', model)
+
+
 def test_a_damaged_image_is_named(tmp_path):
     (tmp_path / 'bad.png').write_bytes(b'no image')
     with pytest.raises(CorruptImageError, match=r'can be decoded, got .*bad\.png'):
@@ -79,6 +100,16 @@ def test_predictions_are_the_likeliest_classes():
     found = predictions(model, torch.tensor([[0.0, 2.0, 1.0]]), count=2)
     assert [name for name, _ in found] == ['class 1', 'class 2']
     assert [chance for _, chance in found] == pytest.approx([0.665241, 0.244728], abs=1e-5)
+
+
+def test_a_model_without_classes_or_with_other_names_predicts_none():
+    model = timm.create_model('aft_conv_tiny', **TINY)
+    model.pretrained_cfg['label_names'] = ['hat', 'shoe']
+    with pytest.raises(ValueError, match='label_names of 3 classes, as the model has, got 2'):
+        predictions(model, torch.zeros(1, 3))
+    model.reset_classifier(0)
+    with pytest.raises(ValueError, match='a model with a classifier, got one with num_classes=0'):
+        predictions(model, torch.zeros(1, 8))
 
 
 def test_keys_are_drawn_below_the_photograph(tmp_path):
