@@ -114,14 +114,19 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def check_out(out: Path, checkpoint: Path | None) -> None:
-    """Raise a ValueError if a result would overwrite its own checkpoint, or hide that of a run."""
+def check_out(out: Path | None, *sources: Path | None) -> None:
+    """Raise a ValueError if a result would overwrite what it is made from, or hide or replace the model of a run."""
     # The package takes seconds to import, which --help does not need.
     from aft_vision.files import BEST, LAST, find_checkpoint
 
-    if checkpoint is not None and out.resolve() in {checkpoint.resolve(), find_checkpoint(checkpoint).resolve()}:
-        raise ValueError(f'expected another place than that of the checkpoint, got --out {out}')
-    # A folder with an exported model is read as that model.
+    if out is None:
+        return
+    for source in sources:
+        if source is not None and out.resolve() in {source.resolve(), find_checkpoint(source).resolve()}:
+            raise ValueError(f'expected another place than that of {source}, which is read, got --out {out}')
     for name in (BEST, LAST):
+        # A folder with an exported model is read as that model.
         if (out / name).is_file():
             raise ValueError(f'expected another folder than that of a run, got --out {out}, whose {name} it would hide')
+        if out.name == 'export' and out.with_name(name).is_file():
+            raise ValueError(f'expected another folder than the export of a run, got --out {out}')

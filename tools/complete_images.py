@@ -58,7 +58,7 @@ from aft_vision.data import open_image, read_cifar10
 from aft_vision.models import PixelDecoder, half_mask
 from aft_vision.models.pixel import MASKS
 from aft_vision.visualize import completion_sheet, load_pixels
-from tools.sampling import draw_images, load, rules
+from tools.sampling import check_picture, draw_images, load, rules
 
 
 def main(argv: Sequence[str] | None = None) -> torch.Tensor:
@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
         ValueError: the checkpoint, an image, the mask, the device or another option is not valid.
     """
     args = parse_args(argv)
+    check_picture(args.out, args.checkpoint, *(args.images or ()))
     model = load(args, 'pixel')
     assert isinstance(model, PixelDecoder)
     images = model.check_images(read_images(args, model.img_size))

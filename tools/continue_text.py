@@ -17,7 +17,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser, add_sampling
+from tools.arguments import CommandParser, add_sampling, check_out
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> list[bytes]:
         ValueError: the checkpoint, the prompt, the device or another option is not valid.
     """
     args = parse_args(argv)
+    check_out(args.out, args.checkpoint, args.prompt_file)
     model = load(args, 'char')
     vocabulary = vocabulary_of(model)
     prompt = args.prompt.encode() if args.prompt_file is None else args.prompt_file.read_bytes()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tools.arguments import CommandParser, add_device, add_size
+from tools.arguments import CommandParser, add_device, add_size, check_out
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -80,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     out = args.out or folder / 'report.html'
     if out.is_dir():
         raise ValueError(f'expected the file of the page, got the folder {out}: try --out {out / "report.html"}')
+    check_out(out, args.checkpoint)
     words = sys.argv[1:] if argv is None else argv
     report = collect(args, folder, shlex.join(['python', '-m', 'tools.report', *words]))
     sections = report_sections(report)

@@ -45,7 +45,7 @@ import torch
 from aft_vision.commandline import run_command
 from aft_vision.models import PixelDecoder
 from aft_vision.visualize import image_sheet
-from tools.sampling import draw_images, load, rules
+from tools.sampling import check_picture, draw_images, load, rules
 
 
 def main(argv: Sequence[str] | None = None) -> torch.Tensor:
@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
         ValueError: the checkpoint, an image of the folder, the device or another option is not valid.
     """
     args = parse_args(argv)
+    check_picture(args.out, args.checkpoint)
     model = load(args, 'pixel')
     assert isinstance(model, PixelDecoder)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from aft_vision.evaluate import resolve_device
 from aft_vision.files import replacing
 from aft_vision.models import AFTDecoder, load_decoder
+from tools.arguments import check_out
 
 # The PNG entry that records how the image was sampled.
 SETTINGS = 'aft_vision'
@@ -31,6 +32,13 @@ def load(args: argparse.Namespace, task: str) -> AFTDecoder:
     if model.task != task:
         raise ValueError(f'expected a {task} model in {args.checkpoint}, got a {model.task} model')
     return model
+
+
+def check_picture(out: Path, *sources: Path) -> None:
+    """Raise a ValueError if a picture would overwrite what it is made from, or has a suffix of no format."""
+    check_out(out, *sources)
+    if Image.registered_extensions().get(out.suffix.lower()) not in Image.SAVE:
+        raise ValueError(f'expected the file of a picture, such as {out.with_suffix(".png")}, got --out {out}')
 
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:

@@ -88,7 +88,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     names = source.class_names or []
     if len(names) != num_classes:
         names = [str(index) for index in range(num_classes)]
-    export_model(model, args.out, names, {**(source.data_config or {}), 'input_size': input_size})
+    data_config = {**(source.data_config or {}), 'input_size': input_size}
+    # Those of other channels do not fit; timm's for the model do.
+    for key in ('mean', 'std'):
+        if len(data_config.get(key, ())) not in (0, 1, input_size[0]):
+            del data_config[key]
+    export_model(model, args.out, names, data_config)
     result = describe(args, rows, report)
     (args.out / 'transfer_report.json').write_text(json.dumps(result, indent=2) + '\n')
     print(f'config.json, model.safetensors and transfer_report.json are in {args.out}')

@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser
+from tools.arguments import CommandParser, check_out
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args = parse_args(argv)
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
     out = args.out or folder / 'position_biases.png'
+    check_out(out, args.checkpoint)
     plot_position_biases(
         load_model(args.checkpoint),
         out,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, add_device, add_size
+from tools.arguments import CommandParser, add_device, add_size, check_out
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         ValueError: the checkpoint, the image, the size, the query, a head, a layer or the device is not valid.
     """
     args = parse_args(argv)
+    check_out(args.out, args.checkpoint, args.image)
     device = resolve_device(args.device)
     model = resize_model(load_model(args.checkpoint, device), args.size)
     photograph = load_photograph(args.image, model, args.size)

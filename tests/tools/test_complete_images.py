@@ -104,3 +104,12 @@ def test_a_wrong_argument_is_named(arguments: list[str], message: str, checkpoin
     filled = [text.format(data=data, large=tmp_path / 'large.png') for text in arguments]
     with pytest.raises(ValueError, match=message):
         complete_images.main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out.png'), *filled])
+
+
+def test_a_photograph_is_not_overwritten(checkpoint: Path, tmp_path: Path):
+    photograph = tmp_path / 'cat.png'
+    Image.new('RGB', (4, 4)).save(photograph)
+    before = photograph.read_bytes()
+    with pytest.raises(ValueError, match='expected another place than that of'):
+        complete_images.main(['--checkpoint', str(checkpoint), '--images', str(photograph), '--out', str(photograph)])
+    assert photograph.read_bytes() == before

@@ -131,7 +131,7 @@ def test_the_checkpoint_is_not_overwritten(checkpoint, tmp_path):
     main(['--checkpoint', str(checkpoint), '--format', 'hf', '--without', 'code', 'onnx', 'pt2', '--out', folder])
     run = str(tmp_path)
     for source, out in ((folder, f'{folder}/../hub'), (str(checkpoint), str(checkpoint)), (run, str(checkpoint))):
-        with pytest.raises(ValueError, match='another place than that of the checkpoint, got --out'):
+        with pytest.raises(ValueError, match=r'another place than that of .*, which is read, got --out'):
             main(['--checkpoint', source, '--format', 'hf', '--out', out])
     # With an exported model in it, the folder of the run would be read as that model.
     with pytest.raises(ValueError, match=r'another folder than that of a run, got --out .*, whose best\.pth'):

@@ -62,3 +62,10 @@ def test_a_model_of_another_task_is_named(tmp_path: Path):
     save_decoder(create_decoder('aft_simple_char', context=8, depth=1, dim=4), tmp_path / 'char.pt')
     with pytest.raises(ValueError, match=r'expected a pixel model in .*, got a char model'):
         sample_pixels.main(['--checkpoint', str(tmp_path / 'char.pt'), '--out', str(tmp_path / 'out.png')])
+
+
+@pytest.mark.parametrize('name', ['samples', 'samples.txt'])
+def test_a_file_of_no_picture_is_named_before_anything_is_drawn(checkpoint: Path, tmp_path: Path, name: str):
+    with pytest.raises(ValueError, match=r'the file of a picture, such as .*samples\.png, got --out'):
+        sample_pixels.main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / name), '--folder', str(tmp_path)])
+    assert not any(tmp_path.iterdir())

@@ -272,7 +272,7 @@ def test_a_wrong_name_is_named(tmp_path, monkeypatch, source, model, message):
 
 def test_a_folder_is_not_replaced_by_what_is_made_of_it(tmp_path):
     source, _ = write('folder', tmp_path)
-    with pytest.raises(ValueError, match='another place than that of the checkpoint'):
+    with pytest.raises(ValueError, match=r'another place than that of .*source.folder, which is read'):
         run(source, source)
 
 
@@ -328,3 +328,34 @@ def test_without_a_network_weights_in_the_cache_are_taken(tmp_path, monkeypatch)
     )
     run('deit_tiny_patch16_224', tmp_path / 'out')
     assert torch.equal(load_model(tmp_path / 'out').norm.weight, vit.norm.weight)
+
+
+def test_a_model_of_one_channel_has_a_mean_of_one(tmp_path):
+    path, source = write('pth', tmp_path)
+    main(
+        [
+            '--source',
+            str(path),
+            '--model',
+            'aft_conv_tiny',
+            '--model-arg',
+            *AFT,
+            'in_chans=1',
+            '--out',
+            str(tmp_path / 'a'),
+        ]
+    )
+    model = load_model(tmp_path / 'a')
+    grey = source.patch_embed.proj.weight.sum(1, keepdim=True)
+    torch.testing.assert_close(model.patch_embed.proj.weight, grey)
+    assert len(model.pretrained_cfg['mean']) == 1
+
+
+def test_the_export_of_a_run_is_not_replaced(tmp_path):
+    path, _ = write('pth', tmp_path)
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'run' / 'best.pth').touch()
+    with pytest.raises(ValueError, match='another folder than the export of a run, got --out'):
+        main(
+            ['--source', str(path), '--model', 'aft_conv_tiny', '--model-arg', *AFT, '--out', f'{tmp_path}/run/export']
+        )

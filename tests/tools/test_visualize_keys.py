@@ -46,3 +46,11 @@ def test_a_query_draws_another_picture_than_the_keys(arguments):
 def test_what_the_model_does_not_have_is_rejected(arguments, extra, message):
     with pytest.raises(ValueError, match=message):
         main([*arguments, *extra])
+
+
+@pytest.mark.parametrize('name', ['image.png', 'best.pth'])
+def test_what_is_read_is_not_overwritten(arguments, tmp_path, name):
+    before = (tmp_path / name).read_bytes()
+    with pytest.raises(ValueError, match=rf'another place than that of .*{name}, which is read, got --out'):
+        main([*arguments, '--out', str(tmp_path / name)])
+    assert (tmp_path / name).read_bytes() == before
