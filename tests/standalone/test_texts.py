@@ -99,7 +99,7 @@ def test_every_encoder_and_tokeniser_loads(tmp_path):
         config = FastformerNewsConfig(encoder_mixer='bigbird', text_config=bert, **SMALL)
         model = FastformerForNewsRecommendation(config).eval()
         model.save_pretrained(tmp_path / 'news')
-        # Weights of a file lie at other addresses than those of a new model, which may change the last bit of a product.
+        # Weights of a file lie at other addresses than those of a new model, which may change the last bit.
         model = FastformerForNewsRecommendation.from_pretrained(tmp_path / 'news').eval()
         expected['news'], expected['scores'] = model.state_dict(), model(**inputs, **users).scores
     given = {'texts': TEXTS, 'inputs': inputs, 'users': users}
