@@ -181,7 +181,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def read_record(checkpoint: str | Path) -> dict[str, Any]:
-    """Read a trainer's checkpoint; return {} for an exported folder and a name in timm, which are none.
+    """Read a trainer's checkpoint; return {} for an exported folder or a name in timm, which have none.
 
     Raises:
         ValueError: the file is damaged or not a checkpoint.

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     out = args.out or folder / 'report.html'
     if out.is_dir():
         raise ValueError(f'expected the file of the page, got the folder {out}: try --out {out / "report.html"}')
-    check_out(out, args.checkpoint)
+    check_out(out, args.checkpoint, args.before, Path(args.vit) if args.vit else None)
     words = sys.argv[1:] if argv is None else argv
     report = collect(args, folder, shlex.join(['python', '-m', 'tools.report', *words]))
     sections = report_sections(report)

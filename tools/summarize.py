@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser, add_device
+from tools.arguments import CommandParser, add_device, check_out
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
         ValueError: the model, a file or an option is not valid.
     """
     args = parse_args(argv)
+    check_out(args.out, *map(Path, args.files))
     texts = [read_text(name) for name in args.files]
     check_checksums(args.model)
     model, tokenizer = load_summarizer(args.model, resolve_device(args.device))

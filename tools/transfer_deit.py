@@ -88,12 +88,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     names = source.class_names or []
     if len(names) != num_classes:
         names = [str(index) for index in range(num_classes)]
-    data_config = {**(source.data_config or {}), 'input_size': input_size}
-    # Those of other channels do not fit; timm's for the model do.
-    for key in ('mean', 'std'):
-        if len(data_config.get(key, ())) not in (0, 1, input_size[0]):
-            del data_config[key]
-    export_model(model, args.out, names, data_config)
+    # The mean and deviation of other channels do not fit; the model has its own.
+    data_config = {
+        key: value
+        for key, value in (source.data_config or {}).items()
+        if key not in ('mean', 'std') or len(value) in (1, input_size[0])
+    }
+    export_model(model, args.out, names, {**data_config, 'input_size': input_size})
     result = describe(args, rows, report)
     (args.out / 'transfer_report.json').write_text(json.dumps(result, indent=2) + '\n')
     print(f'config.json, model.safetensors and transfer_report.json are in {args.out}')

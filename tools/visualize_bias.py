@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args = parse_args(argv)
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
     out = args.out or folder / 'position_biases.png'
-    check_out(out, args.checkpoint)
+    check_out(out, args.checkpoint, args.before)
     plot_position_biases(
         load_model(args.checkpoint),
         out,

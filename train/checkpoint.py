@@ -184,9 +184,9 @@ def holds_run(folder: Path) -> bool:
 
 def continues(folder: Path, where: str | None) -> bool:
     """Return whether `run.resume` goes on with the run in a folder, instead of with that of another."""
-    if where is None or where == 'auto':
-        return where is not None
-    place = Path(where).resolve()
+    if where in (None, 'auto'):
+        return where == 'auto'
+    place = Path(str(where)).resolve()
     return folder.resolve() in (place, place.parent)
 
 

@@ -33,10 +33,10 @@ def find_run_dir(config: Experiment, file: Path, root: Path = Path('runs')) -> P
 def check_run_dir(run_dir: Path, config: Experiment) -> None:
     """Raise a FileExistsError for a folder with a run, unless it goes on or run.overwrite is set, or a conversion."""
     if holds_run(run_dir) and not (config.run.overwrite or continues(run_dir, config.run.resume)):
-        other = config.run.resume and f', not that of run.resume={config.run.resume}'
+        other = '' if config.run.resume is None else f', not that of run.resume={config.run.resume}'
         raise FileExistsError(
-            f'expected a new folder, got {run_dir}, which holds a run{other or ""}; set run.dir, run.resume=auto to go '
-            'on with it, or run.overwrite=true'
+            f'expected a new folder, got {run_dir}, which holds a run{other}; set run.dir, run.resume=auto to go on '
+            'with it, or run.overwrite=true'
         )
     if any(holds_run(run_dir / stage) for stage in STAGES):
         raise FileExistsError(f'expected a new folder, got {run_dir}, which holds a conversion; set run.dir')

@@ -223,7 +223,8 @@ class RunConfig:
             `runs/char/` for characters.
         overwrite: Allow a folder that already has a run.
         resume: `auto` continues the run of the folder from its newest undamaged checkpoint, or starts one; a path
-            continues from that checkpoint. None starts a run.
+            continues from that checkpoint, or the newest one of that folder, in a folder without a run. None starts a
+            run.
         keep: Number of latest checkpoints to keep.
         save_minutes: Time between checkpoints within an epoch; None saves only after each epoch.
         skip_nonfinite: Number of updates with a loss that is not finite to skip; one more ends the run.

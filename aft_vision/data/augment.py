@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from timm.data import IMAGENET_DEFAULT_MEAN, Mixup, NaFlexMixup, create_transform
+from timm.data import Mixup, NaFlexMixup, create_transform
 from timm.data.auto_augment import posterize
 from timm.data.naflex_random_erasing import PatchRandomErasing
 from timm.data.random_erasing import RandomErasing
@@ -199,29 +199,18 @@ def train_stages(
     return crop_and_flip, automatic, to_tensor
 
 
-def eval_transform(
-    img_size: tuple[int, int] | NativeShape,
-    crop_pct: float,
-    interpolation: str = 'bicubic',
-    crop_mode: str = 'center',
-    mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
-) -> Any:
+def eval_transform(img_size: tuple[int, int] | NativeShape, crop_pct: float) -> Any:
     """Build DeiT's evaluation transform: shorter side to int(size / crop_pct), bicubic, then centre crop, uint8.
 
     A native shape has no crop: the whole image is resized.
-
-    Args:
-        interpolation, crop_mode: as in timm, whose models may have others.
-        mean: per channel, of pixels in [0, 1]: the colour of borders.
     """
     if not 0 < crop_pct <= 1:
         raise ValueError(f'crop_pct must be in (0, 1], got {crop_pct}')
     transform = create_transform(
         **_size_arguments(img_size),
-        interpolation=interpolation,
+        interpolation='bicubic',
         crop_pct=crop_pct,
-        crop_mode=crop_mode,
-        mean=tuple(mean),
+        crop_mode='center',
         use_prefetcher=True,
     )
     return Compose([_to_rgb, *transform.transforms])

@@ -107,9 +107,8 @@ def compare_logits(model: nn.Module, other: nn.Module, sizes: Sequence[tuple[int
         For each size `height`, `width`, the largest `difference` of two logits and the largest `magnitude` of one.
     """
     rows = []
+    parameter, channels = next(model.parameters()), get_model_input_config(model)['input_size'][0]
     for height, width in sizes:
-        parameter = next(model.parameters())
-        channels = get_model_input_config(model)['input_size'][0]
         noise = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(0))
         images = noise.to(parameter.device, parameter.dtype)
         expected, got = (network(images).double() for network in (model, other))

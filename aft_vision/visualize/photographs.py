@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from PIL.Image import Image
-from timm.data import resolve_model_data_config
+from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 
-from aft_vision.data.augment import eval_transform
 from aft_vision.data.images import find_images, open_image
 from aft_vision.sizes import default_size
 from aft_vision.visualize.figure import choose
@@ -79,20 +78,18 @@ def load_image(path: str | Path, model: nn.Module, size: Sequence[int] | None = 
 def _normalise(image: Image, model: nn.Module, size: Sequence[int] | None) -> Tensor:
     height, width = default_size(model) if size is None else size
     config = resolve_model_data_config(model)
-    channels = config['input_size'][0]
-    if channels not in (1, 3):
-        raise ValueError(f'expected a model of images of 1 or 3 channels, got one of {channels}')
-    # The three channels of a grey image are equal.
-    pixels = _crop(image.convert('L') if channels == 1 else image, model, (height, width))[:channels]
     mean, std = (torch.tensor(config[name]).view(-1, 1, 1) for name in ('mean', 'std'))
-    return ((pixels / 255 - mean) / std)[None]
+    return ((_crop(image, model, (height, width)) / 255 - mean) / std)[None]
 
 
 def _crop(image: Image, model: nn.Module, size: tuple[int, int]) -> Tensor:
+    # (C, H, W) uint8, by timm's transform for the model.
     config = resolve_model_data_config(model)
-    # Of a grey image the three channels are equal, and so is the colour of its borders.
-    mean = config['mean'] if len(config['mean']) == 3 else 3 * tuple(config['mean'])
-    return eval_transform(size, config['crop_pct'], config['interpolation'], config['crop_mode'], mean)(image)
+    channels = config['input_size'][0]
+    if channels not in (1, 3):
+        raise ValueError(f'expected a model of images of 1 or 3 channels, got one of {channels}')
+    transform = create_transform(**{**config, 'input_size': (channels, *size)}, use_prefetcher=True)
+    return transform(image.convert('L') if channels == 1 else image)
 
 
 def load_batches(paths: Sequence[Path], model: nn.Module, size: Sequence[int] | None = None) -> Iterator[Tensor]:

@@ -169,6 +169,14 @@ def test_a_folder_in_place_of_the_page_is_named_before_anything_is_drawn(tmp_pat
         main(['--checkpoint', 'missing', '--images', 'missing', '--out', str(tmp_path)])
 
 
+@pytest.mark.parametrize('option', ['--checkpoint', '--before', '--vit'])
+def test_a_checkpoint_is_not_overwritten_by_the_page(tmp_path, option):
+    path = tmp_path / 'model.pth'
+    path.touch()
+    with pytest.raises(ValueError, match=r'another place than that of .*model\.pth, which is read'):
+        main(['--checkpoint', 'other', '--images', 'missing', option, str(path), '--out', str(path)])
+
+
 def test_an_exported_folder_records_only_its_name(tmp_path):
     (tmp_path / 'run' / 'export').mkdir(parents=True)
     assert recorded_facts(tmp_path / 'run' / 'export') == {'Checkpoint': 'run/export'}

@@ -332,30 +332,16 @@ def test_without_a_network_weights_in_the_cache_are_taken(tmp_path, monkeypatch)
 
 def test_a_model_of_one_channel_has_a_mean_of_one(tmp_path):
     path, source = write('pth', tmp_path)
-    main(
-        [
-            '--source',
-            str(path),
-            '--model',
-            'aft_conv_tiny',
-            '--model-arg',
-            *AFT,
-            'in_chans=1',
-            '--out',
-            str(tmp_path / 'a'),
-        ]
-    )
-    model = load_model(tmp_path / 'a')
-    grey = source.patch_embed.proj.weight.sum(1, keepdim=True)
-    torch.testing.assert_close(model.patch_embed.proj.weight, grey)
+    command = ['--source', str(path), '--model', 'aft_conv_tiny', '--out', str(tmp_path / 'grey')]
+    main([*command, '--model-arg', *AFT, 'in_chans=1'])
+    model = load_model(tmp_path / 'grey')
+    torch.testing.assert_close(model.patch_embed.proj.weight, source.patch_embed.proj.weight.sum(1, keepdim=True))
     assert len(model.pretrained_cfg['mean']) == 1
 
 
 def test_the_export_of_a_run_is_not_replaced(tmp_path):
     path, _ = write('pth', tmp_path)
-    (tmp_path / 'run').mkdir()
-    (tmp_path / 'run' / 'best.pth').touch()
+    (tmp_path / 'best.pth').touch()
+    command = ['--source', str(path), '--model', 'aft_conv_tiny', '--out', str(tmp_path / 'export')]
     with pytest.raises(ValueError, match='another folder than the export of a run, got --out'):
-        main(
-            ['--source', str(path), '--model', 'aft_conv_tiny', '--model-arg', *AFT, '--out', f'{tmp_path}/run/export']
-        )
+        main([*command, '--model-arg', *AFT])

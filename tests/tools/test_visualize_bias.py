@@ -28,3 +28,9 @@ def test_the_picture_goes_where_it_is_told(checkpoint, tmp_path):
     main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'other.png'), '--max-heads', '1'])
     assert (tmp_path / 'other.png').is_file()
     assert not (tmp_path / 'position_biases.png').exists()
+
+
+@pytest.mark.parametrize('option', ['--checkpoint', '--before'])
+def test_a_checkpoint_is_not_overwritten(checkpoint, option):
+    with pytest.raises(ValueError, match=r'another place than that of .*best\.pth, which is read'):
+        main(['--checkpoint', 'other.pth', option, str(checkpoint), '--out', str(checkpoint)])

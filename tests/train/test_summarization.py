@@ -124,6 +124,14 @@ def test_the_best_model_is_one_of_transformers_and_tests_as_it_did(trained, firs
     assert summarize(model, tokenizer, texts, batch_size=16) == [row['summary'] for row in written(folder)]
 
 
+def test_the_tool_does_not_overwrite_a_text(tmp_path):
+    path = tmp_path / 'text.txt'
+    path.write_text('a text')
+    with pytest.raises(ValueError, match=r'another place than that of .*text\.txt, which is read'):
+        tool.main(['--model', 'missing', str(path), '--out', str(path)])
+    assert path.read_text() == 'a text'
+
+
 def test_the_tool_summarizes_files_and_standard_input(trained, tmp_path, capsys, monkeypatch):
     folder, _ = trained
     model = ['--model', str(folder / 'seed_0' / 'best'), '--device', 'cpu']
