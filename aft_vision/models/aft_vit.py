@@ -28,7 +28,7 @@ from timm.layers import (
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
 from aft_vision.layers import AFTBlock, AFTMixer, AFTPatchEmbed
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
@@ -94,6 +94,7 @@ class AFTVisionTransformer(VisionTransformer):
 
     # TorchScript reads Final annotations only from the last subclass, but these from every class.
     __constants__: ClassVar[list[str]] = ['dynamic_img_size', 'passes_grid']
+    __jit_unused_properties__: ClassVar[list[str]] = ['embeds']
 
     def __init__(
         self,
@@ -308,6 +309,11 @@ class AFTVisionTransformer(VisionTransformer):
             if i in taken:
                 found.append(self.norm(x) if norm else x)
         return [*found, self.norm(x)] if final else found
+
+    @property
+    def embeds(self) -> nn.Module:
+        """Return the patch embedding, where scripts of timm look for the patch size of NaFlex batches."""
+        return self.patch_embed
 
     @torch.jit.unused
     def _patch_features(self, batch: dict[str, Any], attn_mask: Tensor | None) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from helpers import assert_close, link_photographs, randn
+from helpers import CLOTHING, assert_close, link_photographs, randn
 from timm.data import NaFlexMixup, create_dataset
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.naflex_loader import create_naflex_loader
@@ -97,6 +97,18 @@ def test_gradients_are_those_of_the_images_alone(name):
     for patches, valid, image in zip(batch['patches'].grad, batch['patch_valid'], images, strict=True):
         assert_close(patches[valid], Patchify(8)(image.grad[0])['patches'], 1e-10)
         assert not patches[~valid].any()
+
+
+def test_timms_scripts_find_the_patch_size():
+    # As train.py and validate.py of timm's repository do; otherwise they take patches of 16 pixels.
+    model = timm.create_model('aft_conv_nano').eval()
+    dataset = create_dataset('', root=str(CLOTHING / 'validation'), is_training=False)
+    loader = create_naflex_loader(
+        dataset, patch_size=model.embeds.patch_size, max_seq_len=36, batch_size=4, is_training=False, num_workers=0,
+        use_prefetcher=False, device=torch.device('cpu'),
+    )  # fmt: skip
+    batch, target = next(iter(loader))
+    assert model(batch).shape == (len(target), 10)
 
 
 # The position embedding of timm takes no batch without images.
