@@ -11,7 +11,7 @@ DOCS = Path('docs/results')
 # Of the models of docs/results/imagenette.md, by the first part of the name of a row.
 TITLES = {
     **{'conv': 'AFT-conv', 'full': 'AFT-full', 'simple': 'AFT-simple', 'axial': 'AFT-axial'},
-    **{'hybrid': 'hybrid', 'deit': 'DeiT'},
+    **{'hybrid': 'hybrid', 'deit': 'DeiT', 'pyramid': 'AFT-pyramid', 'cpubone': 'CPUBone-B0'},
 }
 
 
