@@ -32,7 +32,7 @@ class Operation(NamedTuple):
         name: Of a function of `ops`.
         shape: (B, T, D) of q and v, and of k, which has as many channels for AFT-conv as its kernel has heads.
         heads: Number in the attention.
-        bias: Shape of the position bias.
+        bias: Shape of the position bias; of AFT-axial its heads alone, as its lengths are those of the grid.
         bias_dim: Length of the factors that the bias is made from within the call; None takes the bias as it is.
     """
 
@@ -45,7 +45,7 @@ class Operation(NamedTuple):
     @property
     def title(self) -> str:
         """Return the name of its rows, with the heads of a kernel."""
-        heads = f', h={self.bias[0]}' if self.bias and self.name == 'aft_conv' else ''
+        heads = f', h={self.bias[0]}' if self.bias and self.name in ('aft_conv', 'aft_axial') else ''
         return f'AFT-{self.name.removeprefix("aft_").replace("_", " ")}{heads}'
 
     @property
@@ -60,12 +60,15 @@ class Operation(NamedTuple):
         shapes: list[tuple[int, ...]] = [self.bias] if self.bias else []
         if self.bias and self.name == 'aft_conv':
             dim, rest = self.bias[0], (grid_of(tokens),)
+        elif self.bias and self.name == 'aft_axial':
+            dim, rest = self.bias[0], (grid_of(tokens),)
+            shapes = [(dim, 2 * side - 1) for side in rest[0]]
         elif self.bias and self.bias_dim:
             shapes = [(self.bias[0], self.bias_dim)] * 2
         inputs = draw_qkv(self.shape, dtype, device, training, dim)
         weights = [0.1 * draw(*shape, seed=seed) for seed, shape in enumerate(shapes, start=3)]
         weights = [x.to(device).requires_grad_(training) for x in weights]
-        if len(weights) < 2:
+        if rest or len(weights) < 2:
             return Prepared(lambda: operate(*inputs, *weights, *rest), [*inputs, *weights])
         window = self.bias[1] if self.bias and 'local' in self.name else None
         u, v = weights
@@ -171,6 +174,7 @@ def token_candidates(batch: int, tokens: int, dtype: torch.dtype, device: torch.
         'aft_local_causal': (tokens, min(256, tokens)),
         'aft_simple_causal': None,
         'aft_conv': (256, 11, 11),
+        'aft_axial': (16,),
     }
     operations = [Operation(name, (batch, tokens, 256), 4, bias, 64) for name, bias in biases.items()]
     return candidates_of(operations, dtype, device)
