@@ -71,6 +71,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.sizes = by_area(size for sizes in args.sizes for size in sizes)
     args.multi_scale = [size for sizes in args.multi_scale for size in sizes]
+    if len({path.resolve() for path in args.checkpoint}) < len(args.checkpoint):
+        parser.error(f'--checkpoint takes each once, got {" ".join(map(str, args.checkpoint))}')
     if len(args.multi_scale) == 1:
         parser.error('--multi-scale takes two or more sizes')
     if args.native != bool(args.max_tokens) or any(tokens < 1 for tokens in args.max_tokens):

@@ -342,6 +342,13 @@ def test_options_of_native_shapes_that_contradict_are_rejected(tmp_path, capsys,
     assert message in capsys.readouterr().err
 
 
+def test_a_checkpoint_is_evaluated_once(tmp_path, capsys):
+    paths = [str(tmp_path / 'a'), str(tmp_path / 'b' / '..' / 'a')]
+    with pytest.raises(SystemExit):
+        main(['--checkpoint', *paths, '--data', str(tmp_path), '--sizes', '32'])
+    assert f'each once, got {" ".join(paths)}' in capsys.readouterr().err
+
+
 def test_a_model_of_one_shape_is_rejected_at_native_shapes(tmp_path):
     path = make_checkpoint(tmp_path / 'best.pth', 'vit_tiny_patch16_224', num_heads=1, num_classes=2)
     with pytest.raises(ValueError, match=r'got VisionTransformer: set sizes in pixels, by .* --sizes'):
