@@ -45,7 +45,6 @@ from train.recall import RecallConfig
 from train.schema import Config
 
 ROOT = Path(__file__).parents[1]
-ROOT_PAGES = ('README', 'CONTRIBUTING', 'CHANGELOG')
 # By their names below docs/.
 DOCUMENTS = {
     path.relative_to(ROOT).as_posix().removeprefix('docs/'): path

@@ -184,17 +184,15 @@ class _PairBias(FusedModule):
 
     operator: ClassVar[str] = 'aft_full'
 
-    def __init__(
-        self, num_tokens: int, grid: tuple[int, int] | None, window: int | None, causal: bool, std: float
-    ) -> None:
+    def __init__(self, num_tokens: int, grid: tuple[int, int] | None, window: int | None, causal: bool) -> None:
         super().__init__()
-        self.grid, self.window, self.causal, self.std = grid, window, causal, std
+        self.grid, self.window, self.causal = grid, window, causal
         self.num_prefix_tokens = _prefix_tokens(num_tokens, grid)
 
     def reset_parameters(self) -> None:
         """Initialise the parameters."""
         for parameter in self.parameters():
-            nn.init.normal_(parameter, std=self.std)
+            nn.init.normal_(parameter, std=0.01)
 
     def forward(self, grid: tuple[int, int] | None = None) -> Tensor:
         """Return the bias at a grid, None for its own: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
@@ -226,7 +224,6 @@ class FactorizedBias(_PairBias):
         grid: (H, W) of the tokens after the prefix; None for a sequence.
         window: s, in tokens, to return the band of AFT Eq. 4; None returns the whole bias.
         causal: with a window, return the band of the causal form.
-        std: standard deviation of the initial u and v.
     """
 
     def __init__(
@@ -236,11 +233,10 @@ class FactorizedBias(_PairBias):
         grid: tuple[int, int] | None = None,
         window: int | None = None,
         causal: bool = False,
-        std: float = 0.01,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_tokens, grid, window, causal, std)
+        super().__init__(num_tokens, grid, window, causal)
         self.u = nn.Parameter(torch.empty(num_tokens, bias_dim, device=device, dtype=dtype))
         self.v = nn.Parameter(torch.empty(num_tokens, bias_dim, device=device, dtype=dtype))
         self.reset_parameters()
@@ -272,7 +268,6 @@ class PairwiseBias(_PairBias):
         grid: (H, W) of the tokens after the prefix; None for a sequence.
         window: s, in tokens, to return the band of AFT Eq. 4; None returns the whole bias.
         causal: with a window, return the band of the causal form.
-        std: standard deviation of the initial w.
     """
 
     def __init__(
@@ -281,11 +276,10 @@ class PairwiseBias(_PairBias):
         grid: tuple[int, int] | None = None,
         window: int | None = None,
         causal: bool = False,
-        std: float = 0.01,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_tokens, grid, window, causal, std)
+        super().__init__(num_tokens, grid, window, causal)
         self.weight = nn.Parameter(torch.empty(num_tokens, num_tokens, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -316,12 +310,10 @@ class _Standardized(FusedModule):
         self,
         shape: tuple[int, ...],
         standardize: bool,
-        std: float,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.std = std
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.gamma = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if standardize else None
         self.beta = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if standardize else None
@@ -329,7 +321,7 @@ class _Standardized(FusedModule):
 
     def reset_parameters(self) -> None:
         """Initialise the raw bias at random, and gamma and beta to 0: the mixer starts as AFT-simple."""
-        nn.init.trunc_normal_(self.weight, std=self.std)
+        nn.init.trunc_normal_(self.weight, std=0.02)
         if self.gamma is not None and self.beta is not None:
             nn.init.zeros_(self.gamma)
             nn.init.zeros_(self.beta)
@@ -349,7 +341,6 @@ class StandardizedKernel(_Standardized):
         num_heads: h.
         kernel_size: s, in tokens, odd.
         standardize: False leaves out gamma and beta and returns the raw kernel (Table 10).
-        std: standard deviation of the truncated normal distribution of the initial raw kernel.
     """
 
     operator: ClassVar[str] = 'aft_conv'
@@ -359,12 +350,11 @@ class StandardizedKernel(_Standardized):
         num_heads: int,
         kernel_size: int,
         standardize: bool = True,
-        std: float = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         check_kernel_size(kernel_size)
-        super().__init__((num_heads, kernel_size, kernel_size), standardize, std, device, dtype)
+        super().__init__((num_heads, kernel_size, kernel_size), standardize, device, dtype)
 
     def forward(self) -> Tensor:
         """Return the kernel, (h, s, s)."""
@@ -380,7 +370,6 @@ class AxisBias(_Standardized):
         window_size: s, in tokens along the axis: distances below s have a bias.
         standardize: False leaves gamma and beta out and gives the raw bias.
         resample: stretch the bias over all distances of an axis of another length; False gives those from s on none.
-        std: deviation of the truncated normal distribution that the raw bias starts from.
     """
 
     resample: Final[bool]
@@ -391,13 +380,12 @@ class AxisBias(_Standardized):
         window_size: int,
         standardize: bool = True,
         resample: bool = False,
-        std: float = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         if window_size < 1:
             raise ValueError(f'window_size must be at least 1, got {window_size}')
-        super().__init__((num_heads, 2 * window_size - 1), standardize, std, device, dtype)
+        super().__init__((num_heads, 2 * window_size - 1), standardize, device, dtype)
         self.resample = resample
 
     def forward(self, length: int) -> Tensor:

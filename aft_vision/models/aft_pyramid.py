@@ -173,7 +173,6 @@ class AFTPyramid(nn.Module):
         self.stride = STRIDE
         # Positions of the last map to one of a mask, along a side: more than one after a stage was removed.
         self.mask_factor = 1
-        self.grad_checkpointing = False
         # The first layer is the 3 x 3 convolution, so that zeros at padding before it are all that a mask needs.
         conv_args: dict[str, Any] = dict(exp_ratio=expand_ratio, act_layer=act_layer, **dd)
         block_args: dict[str, Any] = dict(

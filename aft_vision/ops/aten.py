@@ -2,7 +2,7 @@
 
 Equal to `aft_vision.ops` while, in float32, (largest w - w) + (largest k - k) stays below about 87 nats at some source
 of every target; beyond that finite, but a target may come out as 0. `aft_conv` is the paper's convolution form, so one
-graph serves every grid; w below about -8 at a dominating key costs it digits. `aft_conv_matmul` loses none, and serves
+graph serves every grid; w below about -8 at a dominating key costs it digits. `mix_matmul` loses none, and serves
 one grid; `aft_onehot` and `aft_axial` lose none either. The forms are split in two, so that an exporter can compute the
 weights once and keep them as constants.
 """
@@ -119,19 +119,6 @@ def conv_means(
     return _ratio(num.unflatten(2, (channels, heads)), den.unsqueeze(2)).flatten(2)
 
 
-def aft_conv_matmul(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    kernel: Tensor,
-    grid: tuple[int, int],
-    mask: Tensor | None = None,
-    global_context: bool = True,
-) -> Tensor:
-    """`ops.aft_conv` in aten as one matrix product per head, for one grid (AFT Eq. 6). No weight is negative."""
-    return mix_matmul(q, k, v, conv_matrix(kernel, grid, global_context), mask)
-
-
 def conv_matrix(kernel: Tensor, grid: tuple[int, int], global_context: bool = True) -> Tensor:
     """The weights that `mix_matmul` takes: exp(w) within the window, 1 outside, relative to the largest of each head.
 
@@ -155,7 +142,7 @@ def conv_matrix(kernel: Tensor, grid: tuple[int, int], global_context: bool = Tr
 
 
 def mix_matmul(q: Tensor | None, k: Tensor, v: Tensor, matrix: Tensor, mask: Tensor | None = None) -> Tensor:
-    """`aft_conv_matmul` from its weights, (h, T, T)."""
+    """`ops.aft_conv` as one matrix product per head, from its weights, (h, T, T); none is negative (AFT Eq. 6)."""
     x = _weighted(k, v, matrix.shape[0], mask).transpose(1, 2)  # (B, h, T, c + 1)
     return _mixed(q, v, (matrix.to(x.dtype) @ x).transpose(1, 2))
 

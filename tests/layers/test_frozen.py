@@ -83,10 +83,10 @@ def test_the_matrix_form_loses_no_digits_where_the_bias_is_very_negative():
     # Each target's own source dominates by its key and is all but shut out by its bias.
     k[:, 5], kernel = 20.0, torch.full((2, 5, 5), -20.0, dtype=torch.float64)
     expected = reference.aft_conv(q, k, v, kernel, GRID)
-    inputs = [x.float() for x in (q, k, v, kernel)]
-    assert_close(aten.aft_conv_matmul(*inputs, GRID), expected, 1e-5)
+    q, k, v, kernel = (x.float() for x in (q, k, v, kernel))
+    assert_close(aten.mix_matmul(q, k, v, aten.conv_matrix(kernel, GRID)), expected, 1e-5)
     with pytest.raises(AssertionError):
-        assert_close(aten.aft_conv(*inputs, GRID), expected, 1e-5)
+        assert_close(aten.aft_conv(q, k, v, kernel, GRID), expected, 1e-5)
 
 
 def test_what_cannot_be_frozen_is_rejected():
