@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+# Beside the checkpoints of a run: its experiment and figures, and what an exported folder is loaded from.
+PARTS_OF_A_MODEL = ('config.yaml', 'summary.csv', 'config.json', 'model.safetensors')
 DTYPES = ('float32', 'bfloat16', 'float16')
 
 
@@ -38,7 +40,8 @@ class KeyValues(argparse.Action):
             found[key] = value
             with contextlib.suppress(ValueError, SyntaxError):
                 found[key] = ast.literal_eval(value)
-        setattr(namespace, self.dest, found)
+        # The option may be given more than once.
+        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **found})
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +125,12 @@ def check_out(out: Path | None, *sources: Path | None) -> None:
     if out is None:
         return
     for source in sources:
-        if source is not None and out.resolve() in {source.resolve(), find_checkpoint(source).resolve()}:
+        if source is None:
+            continue
+        read = [source, find_checkpoint(source)]
+        # The other files of a run or an exported folder belong to its model.
+        read += [source / name for name in (BEST, LAST, *PARTS_OF_A_MODEL) if (source / name).is_file()]
+        if out.resolve() in {path.resolve() for path in read}:
             raise ValueError(f'expected another place than that of {source}, which is read, got --out {out}')
     for name in (BEST, LAST):
         # A folder with an exported model is read as that model.

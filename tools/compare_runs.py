@@ -10,6 +10,7 @@ and the bits by update and by seconds of training to DIR/compare_runs.png.
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,13 +63,13 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     if len(measures) > 1:
         found = ', '.join(f'{name}: {measure}' for measure, name in measures.items())
         raise ValueError(f'expected runs whose bits were measured in the same way, got {found}')
-    rows.sort(key=lambda row: row['test_bits'])
+    rows.sort(key=lambda row: (math.isnan(row['test_bits']), row['test_bits']))
     cells = [[row['name'], *(format(row[key], form) for _, form, key in COLUMNS)] for row in rows]
     print(format_table(['run', *(title for title, *_ in COLUMNS)], *cells))
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / 'compare_runs.json').write_text(json.dumps(rows, indent=2) + '\n')
     # Results of earlier versions have only `measure`.
     plot_bits(runs, args.out / 'compare_runs.png', rows[0].get('bits_unit', rows[0]['measure']))
+    (args.out / 'compare_runs.json').write_text(json.dumps(rows, indent=2) + '\n')
     return rows
 
 

@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     metrics = choose_metrics(rows, args.metrics)
     print(format_seeds(rows, metrics))
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / 'compare_seeds.json').write_text(json.dumps(rows, indent=2) + '\n')
     save_figure(draw_seeds(rows, metrics, args.title), args.out / 'compare_seeds.png')
+    (args.out / 'compare_seeds.json').write_text(json.dumps(rows, indent=2) + '\n')
     return rows
 
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, parse_positive
+from tools.arguments import CommandParser, parse_count, parse_positive
 
 STRIDES = (8, 16, 32)
 # Share of the time in which the learning rate rises, and the share of the highest that it rises from.
@@ -57,14 +57,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--channels', type=parse_positive, default=64, help='channels of pyramid and head (default: 64)')
     add('--lr', type=float, default=1e-3, help='highest learning rate of AdamW (default: 0.001)')
     add('--weight-decay', type=float, default=0.05, help='weight decay (default: 0.05)')
-    add('--seed', type=int, default=0, help='seed of scenes and initial weights (default: 0)')
+    add('--seed', type=parse_count, default=0, help='seed of scenes and initial weights (default: 0)')
     args = parser.parse_args(argv)
     if args.size % STRIDES[-1] or args.channels % 32:
         parser.error(f'expected multiples of 32, got --size {args.size} --channels {args.channels}')
     if args.split == 'train':
         parser.error('--split must be another one than train')
-    if args.seed < 0 or args.lr <= 0 or args.cpu_minutes <= 0:
-        parser.error('--lr and --cpu-minutes must be positive, --seed at least 0')
+    if not all(0 < x < math.inf for x in (args.lr, args.cpu_minutes)) or not args.save_minutes >= 0:
+        parser.error('--lr and --cpu-minutes must be positive and finite, --save-minutes at least 0')
     return args
 
 

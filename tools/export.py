@@ -43,7 +43,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, KeyValues, add_size, check_out
+from tools.arguments import CommandParser, KeyValues, add_size, check_out, parse_positive
 
 # These are also in aft_vision.export, which is slow to import. Parts of hf for users without this package.
 PARTS = ('code', 'onnx', 'pt2')
@@ -67,13 +67,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--out', type=Path, required=True, help='the file, or the folder for hf')
     add_size(parser)
     parser.add_argument('--fixed-size', action='store_true', help='fix the image size')
-    parser.add_argument('--batch', type=int, help='fix the batch size (default: any)')
+    parser.add_argument('--batch', type=parse_positive, help='fix the batch size (default: any)')
     parser.add_argument('--form', choices=('conv', 'matmul'), help='AFT-conv in onnx or pt2 --aten (default: conv)')
     parser.add_argument('--aten', action='store_true', help="pt2 with only torch's operators")
     parser.add_argument('--int8', choices=INT8_MODES, help='projections of the onnx file in int8')
     parser.add_argument('--data', type=Path, help='a folder of photographs for --int8')
-    parser.add_argument('--opset', type=int, default=20, help='ONNX operator set, 18 or later (default: 20)')
-    parser.add_argument('--tolerance', type=float, default=1e-5, help='for onnx and pt2 (default: 1e-5)')
+    parser.add_argument('--opset', type=int, help='ONNX operator set, 18 or later (default: 20)')
+    parser.add_argument('--tolerance', type=float, help='for onnx and pt2 (default: 1e-5)')
     parser.add_argument('--license', help="licence of the weights for hf's model card (default: the architecture's)")
     parser.add_argument(
         '--without', nargs='+', choices=PARTS, default=(), metavar='PART', help=f'of hf: {", ".join(PARTS)}'
@@ -82,8 +82,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         '--timmx-arg', nargs='+', action=KeyValues, default={}, metavar='KEY=VALUE', help='such as dynamic_batch=True'
     )
     parser.add_argument('--latency', action='store_true', help='time the onnx file')
-    parser.add_argument('--threads', type=int, default=1, help='threads for --latency (default: 1)')
-    parser.add_argument('--rounds', type=int, default=15, help='rounds of --latency (default: 15)')
+    parser.add_argument('--threads', type=parse_positive, default=1, help='threads for --latency (default: 1)')
+    parser.add_argument('--rounds', type=parse_positive, default=15, help='rounds of --latency (default: 15)')
     parser.add_argument('--allow-load', action='store_true', help='time even if other processes use the machine')
     args = parser.parse_args(argv)
     owners = {
@@ -91,11 +91,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         'int8': ['onnx'],
         'form': ['onnx', 'pt2'],
         'aten': ['pt2'],
+        'batch': ['onnx', 'pt2'],
+        'opset': ['onnx'],
+        'tolerance': ['onnx', 'pt2'],
         'license': ['hf'],
         'without': ['hf'],
     }
     for option, formats in owners.items():
-        if getattr(args, option) and args.format not in formats:
+        if getattr(args, option) != parser.get_default(option) and args.format not in formats:
             parser.error(f'--{option} belongs to --format {" or ".join(formats)}, got {args.format}')
     if args.data and not args.int8:
         parser.error('--data belongs to --int8')
@@ -105,6 +108,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f'--timmx-arg belongs to a format of timmx, got {args.format}')
     if args.checkpoint and (args.model_arg or args.pretrained):
         parser.error('--model-arg and --pretrained belong to --model; a checkpoint says how its model is built')
+    args.opset = 20 if args.opset is None else args.opset
+    args.tolerance = 1e-5 if args.tolerance is None else args.tolerance
     return args
 
 
@@ -144,7 +149,12 @@ def main(argv: Sequence[str] | None = None) -> Path:
         OSError: --latency is given, and other processes use the machine.
     """
     args = parse_args(argv)
-    check_out(args.out, args.checkpoint)
+    named = args.model is not None and args.model.startswith('local-dir:')
+    check_out(args.out, Path(args.model.removeprefix('local-dir:')) if named else args.checkpoint)
+    if args.format == 'hf' and args.out.is_file():
+        raise ValueError(f'expected a folder for --format hf, got --out {args.out}, a file')
+    if args.format in ('onnx', 'pt2') and args.out.is_dir():
+        raise ValueError(f'expected a file for --format {args.format}, got --out {args.out}, a folder')
     if args.latency and not args.allow_load:
         check_load()
     model: Any = load_model(args.checkpoint) if args.checkpoint else create(args)
@@ -159,7 +169,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
         export_with_timmx(model, args.out, args.format, shape.size, **args.timmx_arg)
     else:
         write_program(model, shape, form, args)
-    print(f'{args.out} is written{describe(shape, args.format)}')
+    weights = ', with random weights' if args.model and not args.pretrained else ''
+    print(f'{args.out} is written{weights}{describe(shape, args.format)}')
     if args.latency:
         time_file(model, shape, form, args)
     return args.out

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser, add_device, check_out
+from tools.arguments import CommandParser, add_device, check_out, parse_count, parse_positive
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -24,12 +24,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add('--model', type=Path, required=True, metavar='FOLDER', help='a saved model with its tokenizer')
     add('files', nargs='*', default=['-'], metavar='FILE', help='texts (default: standard input)')
-    add('--num-beams', type=int, help='beams of the search; 1 takes the most likely token each time')
-    add('--max-tokens', type=int, help='maximal length of a summary')
-    add('--min-tokens', type=int, dest='min_new_tokens', help='minimal length of a summary')
+    add('--num-beams', type=parse_positive, help='beams of the search; 1 takes the most likely token each time')
+    add('--max-tokens', type=parse_positive, help='maximal length of a summary')
+    add('--min-tokens', type=parse_count, dest='min_new_tokens', help='minimal length of a summary')
     add('--length-penalty', type=float, help='above 0 favours long summaries among the beams, below 0 short ones')
-    add('--no-repeat', type=int, dest='no_repeat_ngram_size', metavar='N', help='no N tokens occur twice in a row')
-    add('--batch-size', type=int, default=8, help='texts per batch (default: 8)')
+    add(
+        '--no-repeat',
+        type=parse_count,
+        dest='no_repeat_ngram_size',
+        metavar='N',
+        help='no N tokens occur twice in a row',
+    )
+    add('--batch-size', type=parse_positive, default=8, help='texts per batch (default: 8)')
     add('--out', type=Path, help='also write the summaries here, as JSON lines')
     add_device(parser)
     return parser.parse_args(argv)
@@ -53,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
     """
     args = parse_args(argv)
     check_out(args.out, *map(Path, args.files))
+    if args.out is not None and args.out.is_dir():
+        raise ValueError(f'expected a file for the summaries, got --out {args.out}, a folder')
     texts = [read_text(name) for name in args.files]
     check_checksums(args.model)
     model, tokenizer = load_summarizer(args.model, resolve_device(args.device))
@@ -63,11 +71,11 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
         options['max_length'] = args.max_tokens + 1
     summaries = summarize(model, tokenizer, texts, args.batch_size, **options)
     rows = [{'file': name, 'summary': summary} for name, summary in zip(args.files, summaries, strict=True)]
+    for row in rows:
+        print(f'{row["file"]}:\n{row["summary"]}\n' if len(rows) > 1 else row['summary'])
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows), encoding='utf-8')
-    for row in rows:
-        print(f'{row["file"]}:\n{row["summary"]}\n' if len(rows) > 1 else row['summary'])
     return summaries
 
 

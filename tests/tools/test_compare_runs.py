@@ -41,6 +41,13 @@ def make_run(folder: Path, test_bits: float, nats: float, measure: str = 'bits/d
 
 def test_the_best_run_comes_first_and_all_are_drawn(tmp_path, capsys):
     runs = [make_run(tmp_path / 'simple', 3.0, 2.2), make_run(tmp_path / 'local', 2.75, 2.0)]
+    diverged = make_run(tmp_path / 'diverged', float('nan'), 2.0)
+    assert [row['name'] for row in main([str(diverged), *map(str, runs), '--out', str(tmp_path / 'all')])] == [
+        'local',
+        'simple',
+        'diverged',
+    ]
+    capsys.readouterr()
     rows = main([*map(str, runs), '--out', str(tmp_path / 'out')])
     assert [row['name'] for row in rows] == ['local', 'simple']
     lines = capsys.readouterr().out.splitlines()

@@ -222,6 +222,8 @@ def test_a_hundred_boxes_of_an_image_are_evaluated_and_alone_a_hundred_places(da
         (['--split', 'train'], 'another one than train'),
         (['--lr', '0'], 'must be positive'),
         (['--cpu-minutes', '-1'], 'must be positive'),
+        (['--cpu-minutes', 'nan'], 'must be positive and finite'),
+        (['--save-minutes', 'nan'], '--save-minutes at least 0'),
     ],
 )
 def test_wrong_options_are_named(tmp_path, capsys, more, message):

@@ -60,11 +60,26 @@ def test_a_checkpoint_becomes_a_hub_folder_and_that_a_program(checkpoint, tmp_pa
     assert torch.export.load(path).module()(torch.zeros(2, 3, 32, 40)).shape == (2, 3)
 
 
-def test_a_name_of_timm_and_its_arguments_are_taken(tmp_path):
-    arguments = [f'{name}={value}' for name, value in KWARGS.items()]
-    options = ['--model-arg', *arguments, '--size', '32', '--format', 'pt2', '--out', str(tmp_path / 'model.pt2')]
+def test_a_name_of_timm_and_its_arguments_are_taken(tmp_path, capsys):
+    first, *arguments = [f'{name}={value}' for name, value in KWARGS.items()]
+    options = [
+        '--model-arg',
+        first,
+        '--model-arg',
+        *arguments,
+        '--size',
+        '32',
+        '--format',
+        'pt2',
+        '--out',
+        str(tmp_path / 'model.pt2'),
+    ]
     path = main(['--model', 'aft_conv_tiny', *options])
-    assert torch.export.load(path).module()(torch.zeros(1, 3, 16, 24)).shape == (1, 3)
+    assert f'{path} is written, with random weights: it takes' in capsys.readouterr().out
+    model = torch.export.load(path).module()
+    assert model(torch.zeros(1, 3, 16, 24)).shape == (1, 3)
+    made = timm.create_model('aft_conv_tiny', **KWARGS)
+    assert sum(x.numel() for x in model.parameters()) == sum(x.numel() for x in made.parameters())
 
 
 def test_the_latency_is_printed_and_written(checkpoint, tmp_path, monkeypatch, capsys):
@@ -118,6 +133,11 @@ def test_a_loaded_machine_is_not_measured(checkpoint, tmp_path, monkeypatch):
         (['--format', 'openvino', '--form', 'conv'], '--form belongs to --format onnx or pt2, got openvino'),
         (['--format', 'onnx', '--timmx-arg', 'fp16=False'], '--timmx-arg belongs to a format of timmx, got onnx'),
         (['--format', 'onnx', '--model-arg', 'depth=2'], '--model-arg and --pretrained belong to --model'),
+        (['--format', 'hf', '--batch', '4'], '--batch belongs to --format onnx or pt2, got hf'),
+        (['--format', 'hf', '--tolerance', '0'], '--tolerance belongs to --format onnx or pt2, got hf'),
+        (['--format', 'pt2', '--opset', '20'], '--opset belongs to --format onnx, got pt2'),
+        (['--format', 'onnx', '--latency', '--threads', '0'], 'argument --threads: expected a number from 1 on'),
+        (['--format', 'onnx', '--latency', '--rounds', '-1'], 'argument --rounds: expected a number from 1 on'),
     ],
 )
 def test_options_that_contradict_each_other_are_rejected(checkpoint, tmp_path, capsys, options, message):
@@ -130,13 +150,31 @@ def test_the_checkpoint_is_not_overwritten(checkpoint, tmp_path):
     folder = str(tmp_path / 'hub')
     main(['--checkpoint', str(checkpoint), '--format', 'hf', '--without', 'code', 'onnx', 'pt2', '--out', folder])
     run = str(tmp_path)
-    for source, out in ((folder, f'{folder}/../hub'), (str(checkpoint), str(checkpoint)), (run, str(checkpoint))):
-        with pytest.raises(ValueError, match=r'another place than that of .*, which is read, got --out'):
-            main(['--checkpoint', source, '--format', 'hf', '--out', out])
+    before = {path: path.read_bytes() for path in tmp_path.rglob('*') if path.is_file()}
+    sources = [('--checkpoint', folder, f'{folder}/../hub'), ('--model', f'local-dir:{folder}', folder)]
+    sources += [('--checkpoint', folder, f'{folder}/model.safetensors'), ('--checkpoint', run, str(checkpoint))]
+    sources += [('--checkpoint', str(checkpoint), str(checkpoint))]
+    for option, source, out in sources:
+        for file_format in ('hf', 'pt2'):
+            with pytest.raises(ValueError, match=r'another place than that of .*, which is read, got --out'):
+                main([option, source, '--format', file_format, '--out', out])
+    assert {path: path.read_bytes() for path in tmp_path.rglob('*') if path.is_file()} == before
     # With an exported model in it, the folder of the run would be read as that model.
     with pytest.raises(ValueError, match=r'another folder than that of a run, got --out .*, whose best\.pth'):
         main(['--checkpoint', str(checkpoint), '--format', 'hf', '--out', run])
     assert not (tmp_path / 'config.json').exists()
+
+
+def test_a_file_is_no_folder_and_a_folder_no_file(checkpoint, tmp_path):
+    (tmp_path / 'folder').mkdir()
+    for file_format, out, message in (
+        ('hf', checkpoint.with_name('a'), 'a folder'),
+        ('onnx', tmp_path / 'folder', 'a file'),
+    ):
+        if file_format == 'hf':
+            out.write_text('')
+        with pytest.raises(ValueError, match=f'expected {message} for --format {file_format}, got --out'):
+            main(['--checkpoint', str(checkpoint), '--format', file_format, '--out', str(out)])
 
 
 @pytest.mark.parametrize(

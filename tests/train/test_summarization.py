@@ -179,7 +179,7 @@ def test_only_weights_that_are_tied_to_none_are_said_to_be_missing(trained, firs
     assert 'lm_head' not in message
 
 
-def test_the_tool_names_what_is_wrong(trained, tmp_path):
+def test_the_tool_names_what_is_wrong(trained, tmp_path, capsys):
     folder, _ = trained
     (tmp_path / 'blank.txt').write_text('\n')
     model = ['--model', str(folder / 'seed_0' / 'best')]
@@ -191,6 +191,12 @@ def test_the_tool_names_what_is_wrong(trained, tmp_path):
         tool.main(['--model', str(tmp_path), __file__])
     with pytest.raises(ValueError, match='expected max_length of at most 9, as the model takes, got 10'):
         tool.main([*model, '--max-tokens', '9', __file__])
+    with pytest.raises(ValueError, match='expected a file for the summaries, got --out'):
+        tool.main([*model, '--out', str(tmp_path), __file__])
+    for option in ('--num-beams', '--max-tokens', '--batch-size'):
+        with pytest.raises(SystemExit):
+            tool.main([*model, option, '0', __file__])
+        assert f'argument {option}: expected a number from 1 on' in capsys.readouterr().err
 
 
 SHORT = [
