@@ -159,7 +159,7 @@ def test_the_parameters_of_a_nano_model_on_a_grid_are_those_of_its_parts(mixer, 
 
 
 @pytest.mark.parametrize(
-    'name', ['aft_full_tiny', 'aft_simple_nano', 'aft_conv_small', 'aft_axial_tiny', 'aft_pyramid_nano']
+    'name', ['aft_full_tiny', 'aft_simple_tiny', 'aft_conv_small', 'aft_axial_tiny', 'aft_pyramid_nano']
 )
 def test_pretrained_says_that_there_are_no_weights(name):
     with pytest.raises(RuntimeError, match=rf'No pretrained weights exist for {name}\.'):

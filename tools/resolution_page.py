@@ -145,7 +145,7 @@ def format_sizes(evaluation: Mapping[str, Any]) -> str:
 
 def draw_sizes(evaluations: Sequence[Mapping[str, Any]]) -> Any:
     """Draw top-1, with the standard error of one run, by the side of the image: a panel an evaluation, a line a row."""
-    figure = new_figure(5 * len(evaluations), 3.6)
+    figure = new_figure(5 * len(evaluations) + 1.5, 3.6)
     panels = figure.subplots(1, len(evaluations), squeeze=False, sharey=True)[0]
     for axes, evaluation in zip(panels, evaluations, strict=True):
         samples = evaluation['runs'][0]['sizes'][0]['samples']
@@ -157,7 +157,8 @@ def draw_sizes(evaluations: Sequence[Mapping[str, Any]]) -> Any:
         axes.set(xlabel='side of the image (pixels)', title=f'{title_of(evaluation)}, {samples:,} images')
         axes.grid(alpha=0.3)
     panels[0].set_ylabel('top-1 and standard error of one run (%)')
-    panels[0].legend()
+    # Outside the panels: with every row there is no room between the curves.
+    figure.legend(*panels[0].get_legend_handles_labels(), loc='outside right center')
     return figure
 
 
