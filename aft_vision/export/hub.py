@@ -296,6 +296,8 @@ def _write_weights(
         data_config=data_config,
     )
     _name_classes_once(folder / 'config.json')
+    # safetensors 0.8 lets only the owner read what it writes.
+    shutil.copymode(folder / 'config.json', folder / 'model.safetensors')
     add_checksum(folder / 'model.safetensors')
 
 

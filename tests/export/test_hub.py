@@ -18,7 +18,10 @@ def test_timm_loads_the_export_with_weights_classes_and_preprocessing(tmp_path):
     model = timm.create_model('vit_tiny_patch16_224', **TINY_VIT).eval()
     data_config = {'input_size': (3, 16, 24), 'crop_pct': 0.5, 'interpolation': 'bicubic'}
     export_model(model, tmp_path / 'export', ['boot', 'hat'], data_config)
-    assert sorted(path.name for path in (tmp_path / 'export').iterdir()) == ['config.json', 'model.safetensors']
+    config, weights = sorted((tmp_path / 'export').iterdir())
+    assert (config.name, weights.name) == ('config.json', 'model.safetensors')
+    # Who may read one may read the other.
+    assert config.stat().st_mode == weights.stat().st_mode
     loaded = timm.create_model(f'local-dir:{tmp_path / "export"}', pretrained=True).eval()
     images = torch.randn(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(loaded(images), model(images))
