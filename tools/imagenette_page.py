@@ -13,7 +13,7 @@ from tools.pages import row_title, spread, wrap, write_blocks
 from tools.paired import mcnemar, paired_t
 from tools.results import read_config, read_json
 
-PAGE, PICTURE, DATA = 'imagenette.md', 'imagenette_runs.png', 'imagenette'
+PAGE, PICTURE = 'imagenette.md', 'imagenette_runs.png'
 REFERENCE = 'deit'
 MARKS = (60, 70, 75)
 
@@ -96,7 +96,7 @@ def write_page(docs: Path) -> None:
     Raises:
         ValueError: the page lacks a marker.
     """
-    rows = read_rows(docs / 'data' / DATA)
+    rows = read_rows(docs / 'data' / 'imagenette')
     search = format_search(docs / 'data' / 'imagenette_search')
     write_blocks(docs / PAGE, runs=format_runs(rows), search=search)
     if rows:
@@ -148,18 +148,18 @@ def format_runs(rows: Sequence[Row]) -> str:
     )
     about_cost = (
         'images/s and MB (peak of the process) are of training, seconds those of training alone, until the weights or '
-        f'their average first had that top-1 after an epoch. {describe_origin(runs, DATA)}'
+        f'their average first had that top-1 after an epoch. {describe_origin(runs)}'
     )
     picture = f'![Top-1 by epoch and by minutes of training](../images/{PICTURE})'
     return '\n'.join([*accuracy, '', wrap(about_accuracy), '', *cost, '', wrap(about_cost), '', picture, ''])
 
 
-def describe_origin(runs: Sequence[Run], data: str) -> str:
-    """Name the processors, the commits and the folders of the runs in the folder of this name."""
+def describe_origin(runs: Sequence[Run]) -> str:
+    """Name the processors, the commits and the folders of the data."""
     results = [run.result for run in runs]
     commits, processors = (sorted(set(found)) for found in zip(*map(describe_training, results), strict=True))
     words = '; '.join(commits)
-    folders = ', '.join(f'[{run.row}&nbsp;{run.seed}](data/{data}/{run.row}_seed{run.seed})' for run in runs)
+    folders = ', '.join(f'[{run.row}&nbsp;{run.seed}](data/imagenette/{run.row}_seed{run.seed})' for run in runs)
     return f'{"; ".join(processors)}. {words[0].upper()}{words[1:]}. Every run: {folders}.'
 
 
@@ -174,7 +174,8 @@ def format_accuracy(row: Row, rows: Sequence[Row]) -> str:
     cells = [row.title, str(row.epochs), str(len(row.runs))]
     cells += [spread(row.values(lambda run: run.top1)), spread(row.values(lambda run: run.average))]
     reference = next((other for other in rows if is_reference(other) and other.epochs == row.epochs), None)
-    pairs = pair_runs(row, reference)
+    seeds = {run.seed: run for run in reference.runs} if reference else {}
+    pairs = [(run, seeds[run.seed]) for run in row.runs if run.seed in seeds]
     if not pairs or reference is row:
         return f'| {" | ".join([*cells, "-", "-", "-"])} |'
     differences = [run.average - other.average for run, other in pairs]
@@ -182,12 +183,6 @@ def format_accuracy(row: Row, rows: Sequence[Row]) -> str:
     return (
         f'| {" | ".join([*cells, f"{statistics.fmean(differences):+.2f}", format_p(paired_t(differences)), images])} |'
     )
-
-
-def pair_runs(row: Row, reference: Row | None) -> list[tuple[Run, Run]]:
-    """Return the runs of a row, each with that of the reference of the same seed, where there is one."""
-    seeds = {run.seed: run for run in reference.runs} if reference else {}
-    return [(run, seeds[run.seed]) for run in row.runs if run.seed in seeds]
 
 
 def format_cost(row: Row) -> str:

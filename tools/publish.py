@@ -1,7 +1,6 @@
-"""Publish finished runs of configs/small/imagenette.yaml, and write the tables and the picture of their pages.
+"""Publish finished runs of configs/small/imagenette.yaml, and write the tables and the picture of their page.
 
 python -m tools.publish RUN [--row NAME] [--package]
-python -m tools.publish RUN ... --ablation
 python -m tools.publish [RUN ...]
 
 RUN is the folder of a complete run of train.imagenet, named after its row, learning rate and seed, such as
@@ -14,9 +13,7 @@ without them the page and the card say where it was published.
 --package also puts the weights of RUN into the package, with a model card: aft_vision/weights/NAME.TAG.safetensors,
 which `timm.create_model(NAME, pretrained=True)` then loads.
 
---ablation keeps the results of runs that change AFT-conv for docs/results/ablations.md, without weights.
-
-Without RUN only the pages and the picture are written, from what is in the folders of the data.
+Without RUN only docs/results/imagenette.md and its picture are written, from what is in the folder of the data.
 """
 
 import argparse
@@ -45,7 +42,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--workers', type=parse_count, default=1, help='decoding processes (default: 1)')
     add('--no-weights', dest='weights', action='store_false', help='publish the results only')
     add('--package', action='store_true', help='put the weights of one RUN into the package')
-    add('--ablation', action='store_true', help='keep the results for the table of ablations, without weights')
     add_origin(parser, 'training')
     add_device(parser)
     args = parser.parse_args(argv)
@@ -53,8 +49,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f'--row and --package belong to one RUN, got {len(args.runs)}')
     if args.row and not re.fullmatch(r'\w[\w.-]*', args.row):
         parser.error(f'--row must be the name of a folder, of letters, digits and ".", "_" and "-", got {args.row!r}')
-    if args.package and not (args.weights and not args.ablation):
-        parser.error(f'--package needs the weights, got {"--ablation" if args.ablation else "--no-weights"}')
+    if args.package and not args.weights:
+        parser.error('--package needs the weights, got --no-weights')
     return args
 
 
@@ -74,7 +70,7 @@ from aft_vision.evaluate import check_classes, evaluate_all, load_model, read_ch
 from aft_vision.export import export_model
 from aft_vision.files import LAST
 from aft_vision.visualize import read_history
-from tools import ablation_page, imagenette_page
+from tools.imagenette_page import write_page
 from tools.machine import describe_processor, read_commit
 from tools.package_weights import package
 from tools.results import flatten_config, read_config
@@ -84,16 +80,15 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     """Publish the runs, write the page, and return the folders of the published runs.
 
     Raises:
-        ValueError: a run is not complete, is not the one kept of that row and seed, is no row of the ablations, or
-            keeps the shapes of images; the data set is another one; or the weights may not be packaged.
+        ValueError: a run is not complete, is not the one kept of that row and seed, or keeps the shapes of images;
+            the data set is another one; or the weights may not be packaged.
     """
     args = parse_args(argv)
     folders = [publish(run, args) for run in args.runs]
     if args.package:
         print(f'{package(folders[0])} is written: commit it with its model card')
-    for page in (imagenette_page, ablation_page):
-        page.write_page(args.docs)
-    print(f'{args.docs / imagenette_page.PAGE} is written')
+    write_page(args.docs)
+    print(f'{args.docs / "imagenette.md"} is written')
     return folders
 
 
@@ -101,10 +96,7 @@ def publish(run: Path, args: argparse.Namespace) -> Path:
     """Write what is kept of a run and return its folder."""
     config, content = read_run(run)
     row = args.row or re.sub(r'(_\d+(\.\d+)?e-\d+)?(_seed\d+)?$', '', run.resolve().name)
-    data = ablation_page.DATA if args.ablation else imagenette_page.DATA
-    if args.ablation and row not in ablation_page.CHANGES:
-        raise ValueError(f'expected one of the rows {", ".join(ablation_page.CHANGES)}, got {row}: name it by --row')
-    folder = args.docs / 'data' / data / f'{row}_seed{config["run"]["seed"]}'
+    folder = args.docs / 'data' / 'imagenette' / f'{row}_seed{config["run"]["seed"]}'
     kept = without_places(config)
     check_same_run(folder, kept)
     models = load_weights(run, content)
@@ -120,7 +112,7 @@ def publish(run: Path, args: argparse.Namespace) -> Path:
         **describe_training(args),
     }
     with replacing_folder(folder) as written:
-        if args.weights and not args.ablation:
+        if args.weights:
             export_model(models[best].half(), written, content['class_names'], content['data_config'])
         shutil.copy(run / 'summary.csv', written)
         (written / 'config.yaml').write_text(yaml.safe_dump(kept, sort_keys=False))

@@ -2,8 +2,8 @@
 
 Equal to `aft_vision.ops` while, in float32, (largest w - w) + (largest k - k) stays below about 87 nats at some source
 of every target; beyond that finite, but a target may come out as 0. `aft_conv` is the paper's convolution form, so one
-graph serves every grid; w below about -8 at a dominating key costs it digits. `mix_matmul` loses none, and serves
-one grid; `aft_onehot` and `aft_axial` lose none either. The forms are split in two, so that an exporter can compute the
+graph serves every grid; w below about -8 at a dominating key costs it digits. `mix_matmul` loses none, and serves one
+grid; `aft_onehot` and `aft_axial` lose none either. The forms are split in two, so that an exporter can compute the
 weights once and keep them as constants.
 """
 
