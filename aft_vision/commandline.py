@@ -1,5 +1,6 @@
 """One-line errors for commands."""
 
+import io
 import os
 import re
 import signal
@@ -34,6 +35,9 @@ def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str]
         SystemExit: the command failed, with code 2, or was stopped by a signal, with code 128 plus its number.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of files that are not UTF-8 are printed byte by byte, as `ls` does.
+        sys.stdout.reconfigure(errors='surrogateescape')
     try:
         main(argv)
         sys.stdout.flush()

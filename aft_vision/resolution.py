@@ -16,7 +16,7 @@ from torchvision.transforms.v2.functional import center_crop
 from aft_vision.data import NativeShape
 from aft_vision.models import AFTVisionTransformer
 from aft_vision.sizes import check_image_size, check_resizable, has_fixed_input_size, resize_model
-from aft_vision.visualize import new_figure
+from aft_vision.visualize import literal, new_figure
 
 Size = int | tuple[int, int]
 
@@ -255,7 +255,7 @@ def plot_grid(tables: Sequence[Mapping[str, Any]], path: str | Path) -> None:
             outline = [(x - 0.47, y - 0.45), (x + 0.47, y - 0.45), (x + 0.47, y + 0.45), (x - 0.47, y + 0.45)]
             axes.plot(*zip(*outline, outline[0], strict=True), color='red', linewidth=2)
     axes.set_xticks(range(len(columns)), [column.replace('+', '\n+').replace(' ', '\n') for column in columns])
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), map(literal, names))
     axes.set(xlabel='test size (pixels)', ylabel='model, training size')
     figure.colorbar(image, ax=axes, label='top-1 (%)')
     figure.savefig(path, dpi=150)

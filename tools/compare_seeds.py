@@ -34,7 +34,7 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
-from aft_vision.visualize import new_figure, save_figure
+from aft_vision.visualize import literal, new_figure, save_figure
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -130,12 +130,12 @@ def draw_seeds(rows: Sequence[dict[str, Any]], metrics: Sequence[str], title: st
         axes.errorbar(range(len(rows)), means, yerr=deviations, fmt='o', capsize=4, color='C0')
         values = [(place + 0.15, scale * value) for place, each in enumerate(found) for value in each['values']]
         axes.plot(*zip(*values, strict=True), '.', color='0.5', markersize=5)
-        axes.set_xticks(range(len(rows)), [row['name'] for row in rows], rotation=30, ha='right')
+        axes.set_xticks(range(len(rows)), [literal(row['name']) for row in rows], rotation=30, ha='right')
         axes.margins(x=0.1)
         axes.grid(axis='y', alpha=0.3)
         axes.set_ylabel(f'test {metric.replace("_f", "-F")} ({unit})')
     if title:
-        figure.suptitle(title)
+        figure.suptitle(literal(title))
     return figure
 
 

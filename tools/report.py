@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
             progress.set_description(section.title)
             parts.append((section.title, section.build()))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(render_page(f'Report on {report.name}', parts), encoding='utf-8')
+    out.write_text(render_page(f'Report on {report.name}', parts), encoding='utf-8', errors='replace')
     print(f'the report is in {out}')
     return out
 

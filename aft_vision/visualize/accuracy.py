@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
-from aft_vision.visualize.figure import choose, new_figure
+from aft_vision.visualize.figure import choose, literal, new_figure
 from aft_vision.visualize.photographs import class_labels, load_batches, load_photograph
 
 # Shorter sides of files, in pixels, that separate the bins.
@@ -123,7 +123,7 @@ def draw_groups(groups: dict[str, list[Judged]], label: str, total: float) -> An
         axes.plot([100 * low, 100 * high], [place, place], color='C0', linewidth=1.5)
         axes.plot(100 * _share(group), place, 'o', color='C0')
     axes.axvline(100 * total, color='0.5', linestyle=':', label=f'all: {100 * total:.1f}%')
-    axes.set_yticks(range(len(groups)), [f'{name} ({len(group)})' for name, group in groups.items()])
+    axes.set_yticks(range(len(groups)), [literal(f'{name} ({len(group)})') for name, group in groups.items()])
     axes.set(xlim=(0, 100), ylim=(-0.6, len(groups) - 0.4), xlabel='top-1 (%), interval of 95 %', ylabel=label)
     axes.grid(axis='x', alpha=0.3)
     axes.legend(loc='lower right', bbox_to_anchor=(1, 1), fontsize='small', frameon=False)

@@ -80,6 +80,11 @@ def figure_png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
+def literal(name: str) -> str:
+    """Write a name so that matplotlib draws it as it is: dollars begin no formula, an underscore hides nothing."""
+    return f'{" " if name.startswith("_") else ""}{name}'.replace('$', r'\$')
+
+
 def choose(count: int, at_most: int) -> list[int]:
     """Return up to `at_most` evenly spaced indices below `count`, including the first and the last."""
     return torch.linspace(0, count - 1, min(count, at_most)).round().long().tolist()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aft_vision.visualize.figure import new_figure
+from aft_vision.visualize.figure import literal, new_figure
 
 
 def read_history(path: str | Path) -> list[dict[str, float]]:
@@ -100,7 +100,7 @@ def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> A
     """Return the matplotlib Figure that `plot_bits` writes."""
     figure = new_figure(11, 4)
     panels = figure.subplots(1, 2, sharey=True)
-    curves = {name: _read_bits(Path(folder)) for name, folder in runs.items()}
+    curves = {literal(name): _read_bits(Path(folder)) for name, folder in runs.items()}
     for axes, column, label in zip(panels, ('update', 'seconds'), ('update', 'seconds of training'), strict=True):
         for number, (name, (steps, epochs)) in enumerate(curves.items()):
             color = f'C{number}'

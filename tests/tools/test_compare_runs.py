@@ -57,6 +57,15 @@ def test_the_best_run_comes_first_and_all_are_drawn(tmp_path, capsys):
     assert Image.open(tmp_path / 'out' / 'compare_runs.png').size[0] > 1000
 
 
+def test_names_are_drawn_as_they_are(tmp_path):
+    runs = {name: make_run(tmp_path / str(number), 3.0, 2.2) for number, name in enumerate(('$x_{2$', '_a', 'b$'))}
+    figure = draw_bits(runs)
+    # Of an open formula matplotlib says that it cannot be read.
+    figure.draw_without_rendering()
+    (legend,) = filter(None, (panel.get_legend() for panel in figure.axes))
+    assert len(legend.get_texts()) == 2 * len(runs)
+
+
 def test_the_curves_have_their_bits_by_update_and_by_seconds(tmp_path):
     run = make_run(tmp_path / 'run', 3.0, 2.0794415416798357)
     panels = draw_bits({'run': run}, 'bits/dim').axes

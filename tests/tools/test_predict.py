@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,15 @@ def test_classes_are_those_of_timm_s_own_preprocessing(run_folder, capsys):
     printed = capsys.readouterr().out
     assert all(str(path) in printed for path in PHOTOGRAPHS)
     assert rows[0]['classes'][0]['class'] in printed
+
+
+def test_a_name_that_is_not_utf_8_is_printed_byte_by_byte(run_folder, tmp_path):
+    name = os.fsencode(tmp_path) + b'/caf\xe9.jpg'
+    Path(os.fsdecode(name)).write_bytes(PHOTOGRAPHS[0].read_bytes())
+    command = [sys.executable, '-m', 'tools.predict', name, '--checkpoint', str(run_folder)]
+    done = subprocess.run(command, capture_output=True, check=False, env={**os.environ, 'PYTHONIOENCODING': 'utf-8'})
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.splitlines()[0] == name
 
 
 def test_json_and_a_folder_at_another_size(run_folder, capsys):
