@@ -130,6 +130,7 @@ from aft_vision.export import (
     export_onnx,
     export_pt2,
     export_with_timmx,
+    find_peer,
     measure_latency,
     quantize_onnx,
 )
@@ -158,6 +159,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     if args.latency and not args.allow_load:
         check_load()
     model: Any = load_model(args.checkpoint) if args.checkpoint else create(args)
+    if args.latency:
+        find_peer(model)
     form = args.form or 'conv'
     shape = choose_shape(model, args.size, args.fixed_size, args.batch, form)
     if args.format == 'hf':

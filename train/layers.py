@@ -145,6 +145,8 @@ def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
         raise ValueError(f'expected valid YAML in {path}, got: {error}') from error
     if not isinstance(content, dict):
         raise ValueError(f'expected sections of keys in {path}, got a {type(content).__name__}')
+    if not content:
+        raise ValueError(f'expected sections of keys in {path}, got an empty file')
     base = content.pop('base', None)
     if not isinstance(base, str | None):
         raise ValueError(f'expected base in {path} to be the name of a file, got {base!r}')

@@ -59,6 +59,18 @@ def time_files(
     ]
 
 
+def find_peer(model: nn.Module) -> str:
+    """Return the name of the DeiT of a model's width.
+
+    Raises:
+        ValueError: there is none.
+    """
+    width: Any = model.num_features
+    if width not in PEERS:
+        raise ValueError(f'expected a model as wide as a DeiT, one of {", ".join(map(str, PEERS))}, got {width}')
+    return PEERS[width]
+
+
 def write_peers(model: nn.Module, folder: Path, shape: Shape, opset: int, form: str = 'conv') -> dict[str, Path]:
     """Write the ONNX files that an exported model's latency is compared with, at the size of the shape.
 
@@ -73,20 +85,18 @@ def write_peers(model: nn.Module, folder: Path, shape: Shape, opset: int, form: 
     Raises:
         ValueError: there is no DeiT of that width.
     """
-    width: Any = model.num_features
-    if width not in PEERS:
-        raise ValueError(f'expected a model as wide as a DeiT, one of {", ".join(map(str, PEERS))}, got {width}')
+    peer_name = find_peer(model)
     source: Any = model
     fixed = Shape(shape.size, True, shape.batch)
     peer = timm.create_model(
-        PEERS[width],
+        peer_name,
         img_size=shape.size,
         patch_size=source.patch_embed.patch_size,
         in_chans=channels(model),
         num_classes=source.num_classes,
         depth=len(source.blocks),
     )
-    files = {PEERS[width].partition('_patch')[0]: (peer, 'conv')}
+    files = {peer_name.partition('_patch')[0]: (peer, 'conv')}
     if any(isinstance(module, AFTConv) for module in model.modules()):
         files['conv, one size'] = (model, 'conv')
         if form != 'matmul' and matrix_bytes(model, shape.size) <= MOST_MATRICES:

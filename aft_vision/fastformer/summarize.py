@@ -1,5 +1,6 @@
 """Summaries of texts by a trained model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,16 @@ def summarize(
         A summary for each text, without the special tokens.
 
     Raises:
-        ValueError: batch_size is below 1, `texts` is one text, or a length exceeds the decoder's positions.
+        ValueError: batch_size is below 1, `texts` is one text, length_penalty is not finite, or a length exceeds the
+            decoder's positions.
     """
     if isinstance(texts, str):
         raise ValueError('expected texts, such as a list of them, got one text')
     if batch_size < 1:
         raise ValueError(f'batch_size must be at least 1, got {batch_size}')
+    penalty = options.get('length_penalty', 1.0)
+    if not math.isfinite(penalty):
+        raise ValueError(f'length_penalty must be finite, got {penalty}')
     _check_lengths(model, options)
     was_training = model.training
     # transformers has a separate type for models that generate.

@@ -86,6 +86,8 @@ def test_what_cannot_be_summarized_is_named(model, tokenizer, tmp_path):
         summarize(model, tokenizer, 'one text')
     with pytest.raises(ValueError, match='batch_size must be at least 1, got 0'):
         summarize(model, tokenizer, TEXTS, batch_size=0)
+    with pytest.raises(ValueError, match='length_penalty must be finite, got nan'):
+        summarize(model, tokenizer, TEXTS, num_beams=2, length_penalty=float('nan'))
     with pytest.raises(ValueError, match=r'a folder with a saved model, got .*, which has no config\.json'):
         load_summarizer(tmp_path / 'nowhere')
 

@@ -87,6 +87,7 @@ def test_the_latency_is_printed_and_written(checkpoint, tmp_path, monkeypatch, c
     row = {'name': 'deit_tiny', 'milliseconds': 2.5, 'ratio': 1.0, 'ratio_range': [0.75, 1.25]}
     seen = []
     monkeypatch.setattr(export, 'export_onnx', lambda *args, **kwargs: [])
+    monkeypatch.setattr(export, 'find_peer', lambda model: 'deit_tiny')
     monkeypatch.setattr(export, 'measure_latency', lambda *args, **kwargs: seen.append((args[3], kwargs)) or [row])
     options = ['--format', 'onnx', '--out', str(tmp_path / 'model.onnx'), '--latency', '--allow-load', '--threads', '2']
     main(['--checkpoint', str(checkpoint), *options])
@@ -96,6 +97,13 @@ def test_the_latency_is_printed_and_written(checkpoint, tmp_path, monkeypatch, c
     assert 'onnxruntime' in shown
     assert '2.50   1.00  0.75 to 1.25' in shown
     assert json.loads((tmp_path / 'model.latency.json').read_text())['rows'] == [row]
+
+
+def test_a_width_that_no_deit_has_is_refused_before_the_file_is_written(tmp_path):
+    options = ['--model', 'aft_conv_nano', '--format', 'onnx', '--out', str(tmp_path / 'model.onnx')]
+    with pytest.raises(ValueError, match='as wide as a DeiT, one of 192, 384, 768, got 128'):
+        main([*options, '--latency', '--allow-load'])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,7 @@ def test_an_unknown_key_of_a_file_names_the_file(tmp_path):
         ('run: {dir: "${nothing}"}\n', r"file\.yaml: run\.dir: Interpolation key 'nothing' not found"),
         ('base: 3\n', 'expected base in .* to be the name of a file, got 3'),
         ('- 1\n', 'got a list'),
+        ('# model: {name: aft_conv_tiny}\n', r'sections of keys in .*file\.yaml, got an empty file'),
         ('base: file.yaml\n', 'which builds on itself'),
         ('base: none.yaml\n', r'none\.yaml, which does not exist'),
     ],
