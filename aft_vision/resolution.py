@@ -182,14 +182,16 @@ def distinct_names(paths: Sequence[str | Path]) -> list[str]:
     return [str(Path(*part)) for part in parts]
 
 
-def plot_sizes(rows: Sequence[Mapping[str, Any]], path: str | Path, train_size: Sequence[int] | None = None) -> None:
+def draw_sizes(rows: Sequence[Mapping[str, Any]], train_size: Sequence[int] | None = None) -> Any:
     """Draw accuracy, throughput and memory of one model over the image size.
 
     Args:
         rows: Results of `evaluate` for each size, with `peak_memory_mb` and the keys of `size_label`; native shapes
             and averaged sizes come last.
-        path: A PNG.
         train_size: (H, W) in pixels that the model was trained at, which is marked; None marks none.
+
+    Returns:
+        A matplotlib Figure.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -217,10 +219,10 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], path: str | Path, train_size: 
     if len(labels) > 8:
         for axes in (accuracy, speed, memory):
             axes.tick_params(axis='x', labelrotation=90)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
-def plot_grid(tables: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+def draw_accuracies(tables: Sequence[Mapping[str, Any]]) -> Any:
     """Draw top-1 of several models at several sizes as a heat map with the numbers in its cells.
 
     A size that a model was not evaluated at is an empty cell. The cell of each model's training size is outlined.
@@ -228,7 +230,9 @@ def plot_grid(tables: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     Args:
         tables: One per model: its `name`, its `train_size` (H, W) in pixels and its `sizes`, rows with `top1` and the
             keys of `size_label`.
-        path: A PNG.
+
+    Returns:
+        A matplotlib Figure.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -258,7 +262,7 @@ def plot_grid(tables: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     axes.set_yticks(range(len(names)), map(literal, names))
     axes.set(xlabel='test size (pixels)', ylabel='model, training size')
     figure.colorbar(image, ax=axes, label='top-1 (%)')
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def _place_of(row: Mapping[str, Any]) -> tuple[bool, bool, int, int]:

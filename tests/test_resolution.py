@@ -14,13 +14,13 @@ from aft_vision.resolution import (
     AveragedPrediction,
     check_size,
     distinct_names,
-    plot_grid,
-    plot_sizes,
+    draw_accuracies,
+    draw_sizes,
     resize_images,
     resized_copy,
     size_label,
 )
-from aft_vision.visualize import new_figure
+from aft_vision.visualize import save_figure
 
 SMALL = dict(depth=1, embed_dim=16, num_classes=5)
 FLEXIBLE = ('aft_conv_tiny', dict(num_heads=4, kernel_size=3))
@@ -169,22 +169,18 @@ def test_a_row_is_labelled_by_its_sizes(row, label):
     assert size_label(row) == label
 
 
-def test_accuracy_has_standard_errors_and_the_size_of_training_is_marked(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(
-        'aft_vision.resolution.new_figure', lambda *size: figures.append(new_figure(*size)) or figures[0]
-    )
+def test_accuracy_has_standard_errors_and_the_size_of_training_is_marked():
     figure = {'top1': 36.0, 'top5': 90.0, 'samples': 100, 'images_per_second': 9.0, 'peak_memory_mb': 9.0}
     averaged = {**row(64), **figure, 'scales': [[32, 32], [64, 64]]}
-    plot_sizes([{**row(32), **figure}, {**row(64), **figure}, averaged], tmp_path / 'sizes.png', [64, 64])
-    top1, average, *_ = figures[0].axes[0].containers
+    accuracy = draw_sizes([{**row(32), **figure}, {**row(64), **figure}, averaged], [64, 64]).axes[0]
+    top1, average, *_ = accuracy.containers
     for bars, count in ((top1, 2), (average, 1)):
         (spread,) = bars.lines[2]
         # Of 100 images at 36 %: 4.8 points.
         assert [tuple(end[1] for end in each) for each in spread.get_segments()] == [
             pytest.approx((31.2, 40.8))
         ] * count
-    line = next(line for line in figures[0].axes[0].lines if line.get_label() == 'size of training')
+    line = next(line for line in accuracy.lines if line.get_label() == 'size of training')
     assert list(line.get_xdata()) == [1, 1]
 
 
@@ -201,7 +197,7 @@ def test_a_grid_is_drawn_with_a_number_in_each_cell(tmp_path, monkeypatch):
         {'name': name, 'train_size': [size, size], 'sizes': [{**row(32), 'top1': low}, {**row(64), 'top1': high}]}
         for name, size, low, high in (('a', 32, 10.0, 20.25), ('b', 224, 30.0, 99.96))
     ]
-    plot_grid(tables, tmp_path / 'grid.png')
+    save_figure(draw_accuracies(tables), tmp_path / 'grid.png')
     assert texts == [(0, 0, '10.0'), (1, 0, '20.2'), (0, 1, '30.0'), (1, 1, '100.0')]
     assert (tmp_path / 'grid.png').stat().st_size > 1000
 

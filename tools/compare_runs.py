@@ -30,7 +30,7 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
-from aft_vision.visualize import plot_bits
+from aft_vision.visualize import draw_bits, save_figure
 
 # Columns of the table: title, format, and the key of result.json.
 COLUMNS = (
@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     print(format_table(['run', *(title for title, *_ in COLUMNS)], *cells))
     args.out.mkdir(parents=True, exist_ok=True)
     # Results of earlier versions have only `measure`.
-    plot_bits(runs, args.out / 'compare_runs.png', rows[0].get('bits_unit', rows[0]['measure']))
+    figure = draw_bits(runs, rows[0].get('bits_unit', rows[0]['measure']))
+    save_figure(figure, args.out / 'compare_runs.png')
     (args.out / 'compare_runs.json').write_text(json.dumps(rows, indent=2) + '\n')
     return rows
 

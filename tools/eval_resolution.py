@@ -106,13 +106,14 @@ from aft_vision.resolution import (
     AveragedPrediction,
     check_size,
     distinct_names,
+    draw_accuracies,
+    draw_sizes,
     naflex_shape,
-    plot_grid,
-    plot_sizes,
     size_label,
     standard_error,
 )
 from aft_vision.sizes import training_size
+from aft_vision.visualize import save_figure
 from tools.data import create_data_loader
 
 
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         table = evaluate_checkpoint(first, args, device)
         rows, name = table['sizes'], 'eval_resolution'
         result = {**settings, **table}
-        plot_sizes(rows, out / f'{name}.png', table['train_size'])
+        figure = draw_sizes(rows, table['train_size'])
     else:
         tables = []
         for title, checkpoint in zip(distinct_names(args.checkpoint), args.checkpoint, strict=True):
@@ -148,7 +149,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
             tables.append({'name': title, **evaluate_checkpoint(checkpoint, args, device)})
         rows = [{'checkpoint': table['name'], **row} for table in tables for row in table['sizes']]
         result, name = {**settings, 'checkpoints': tables}, 'eval_resolution_grid'
-        plot_grid(tables, out / f'{name}.png')
+        figure = draw_accuracies(tables)
+    save_figure(figure, out / f'{name}.png')
     (out / f'{name}.json').write_text(json.dumps(result, indent=2) + '\n')
     print(f'{name}.json and {name}.png are in {out}')
     return rows

@@ -67,7 +67,7 @@ from aft_vision.regularizers import (
     time_windows,
 )
 from aft_vision.sizes import check_image_size
-from aft_vision.visualize import new_figure
+from aft_vision.visualize import new_figure, save_figure
 from tools.data import create_data_loader
 from tools.machine import check_load
 
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     out = args.out or (args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent)
     out.mkdir(parents=True, exist_ok=True)
     (out / 'prune_bias.json').write_text(json.dumps(result, indent=2) + '\n')
-    plot(rows, out / 'prune_bias.png')
+    save_figure(draw_cost(rows), out / 'prune_bias.png')
     print(f'prune_bias.json and prune_bias.png are in {out}')
     if args.save is not None:
         export_model(crop(prune(model, args.save)), out / 'pruned', class_names, trained)
@@ -171,7 +171,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_cost(rows: Sequence[dict[str, Any]]) -> Any:
     """Draw accuracy and the cost of the operation over the share of kept entries."""
     figure = new_figure(10, 4)
     accuracy, cost = figure.subplots(1, 2)
@@ -203,7 +203,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.set_xlabel('entries of the kernels that are kept (%)')
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 if __name__ == '__main__':

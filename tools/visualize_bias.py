@@ -39,7 +39,7 @@ if __name__ == '__main__':
 
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import load_model
-from aft_vision.visualize import plot_position_biases
+from aft_vision.visualize import draw_position_biases, save_figure
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -53,9 +53,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
     out = args.out or folder / 'position_biases.png'
     check_out(out, args.checkpoint, args.before)
-    plot_position_biases(
+    figure = draw_position_biases(
         load_model(args.checkpoint),
-        out,
         args.max_heads,
         before=load_model(args.before) if args.before else None,
         heads=[head - 1 for head in args.heads] if args.heads else None,
@@ -63,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         exponentiated=args.exponentiated,
         same_scale=args.same_scale,
     )
+    save_figure(figure, out)
     print(f'the position biases are in {out}')
     return out
 

@@ -32,7 +32,7 @@ if __name__ == '__main__':
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import evaluate, load_model
 from aft_vision.export import export_model
-from aft_vision.visualize import describe_targets, plot_history
+from aft_vision.visualize import describe_targets, draw_history, save_figure
 from train.build import build_evaluation, build_loaders, build_state
 from train.checkpoint import BEST, lock_run
 from train.config import load_config
@@ -116,7 +116,7 @@ def finish(run_dir: Path, state: TrainState, description: dict[str, Any]) -> Non
     model = load_model(run_dir / BEST)
     export_model(model, run_dir / 'export', description['class_names'], description['data_config'])
     targets = describe_targets(asdict(state.config))
-    plot_history(state.progress.history, run_dir / 'curves.png', targets)
+    save_figure(draw_history(state.progress.history, targets), run_dir / 'curves.png')
     print(f'best top-1 {state.progress.best:.1f} %; in {run_dir}:')
     print('  best.pth, last.pth  checkpoints    export/     the best weights for timm.create_model')
     print('  summary.csv         every epoch    curves.png  the figures as plots')

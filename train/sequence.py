@@ -19,7 +19,7 @@ from aft_vision.evaluate import load_matching_state_dict, read_checkpoint
 from aft_vision.likelihood import BitsEvaluator, evaluate_bits, sequence_loss
 from aft_vision.models.decoder import AFTDecoder, bits
 from aft_vision.models.decoders import create_decoder, load_decoder
-from aft_vision.visualize import plot_bits
+from aft_vision.visualize import draw_bits, save_figure
 from train.checkpoint import BEST, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
@@ -285,7 +285,7 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
         'model': config.model,
     }
     (run_dir / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
-    plot_bits({run_dir.name: run_dir}, run_dir / 'curves.png', data.bits_unit)
+    save_figure(draw_bits({run_dir.name: run_dir}, data.bits_unit), run_dir / 'curves.png')
     print(f'best {state.progress.best:.4f} {data.measure} ({split}); in {run_dir}:')
     print('  best.pth, last.pth  checkpoints    result.json  the final figures')
     print('  summary.csv, steps.csv  every epoch, every tenth update    curves.png  the figures as plots')

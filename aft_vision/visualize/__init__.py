@@ -15,7 +15,6 @@ from aft_vision.visualize.biases import (
     bias_statistics,
     draw_position_biases,
     mixer_bias,
-    plot_position_biases,
     position_biases,
 )
 from aft_vision.visualize.capture import MixerInputs, capture_mixers
@@ -24,8 +23,6 @@ from aft_vision.visualize.history import (
     describe_targets,
     draw_bits,
     draw_history,
-    plot_bits,
-    plot_history,
     read_history,
 )
 from aft_vision.visualize.keys import draw_key_maps, key_maps

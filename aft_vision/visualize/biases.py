@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from aft_vision.visualize.figure import (
     draw_grid,
     layer_rows,
     number,
-    save_figure,
 )
 
 
@@ -161,11 +159,6 @@ def _entropy(mixer: AFTMixer, bias: Tensor) -> float:
         return math.nan
     logits = mixer.kernel() if isinstance(mixer, AFTConv | AFTAxial) else bias[:, None]
     return ops.kernel_entropy(logits.cpu().double()).mean().item()
-
-
-def plot_position_biases(model: nn.Module, path: str | Path, max_heads: int = 16, **kwargs: Any) -> None:
-    """Write the picture of `draw_position_biases` as a PNG, with its arguments and errors."""
-    save_figure(draw_position_biases(model, max_heads, **kwargs), path)
 
 
 def draw_position_biases(

@@ -26,20 +26,6 @@ def read_history(path: str | Path) -> list[dict[str, float]]:
     return rows
 
 
-def plot_history(history: Sequence[Mapping[str, float]], path: str | Path, targets: str = '') -> None:
-    """Draw loss, accuracy and learning rate by epoch.
-
-    Args:
-        history: One mapping per epoch, with the columns of the trainer's summary.csv.
-        path: A PNG.
-        targets: Words for the targets of the training loss, of `describe_targets`; '' are those of the validation.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    draw_history(history, targets).savefig(path, dpi=150)
-
-
 def describe_targets(config: Mapping[str, Any]) -> str:
     """Return words for the targets of the training loss that differ from those of the validation.
 
@@ -56,7 +42,18 @@ def describe_targets(config: Mapping[str, Any]) -> str:
 
 
 def draw_history(history: Sequence[Mapping[str, float]], targets: str = '') -> Any:
-    """Return the matplotlib Figure that `plot_history` writes."""
+    """Draw loss, accuracy and learning rate by epoch.
+
+    Args:
+        history: One mapping per epoch, with the columns of the trainer's summary.csv.
+        targets: Words for the targets of the training loss, of `describe_targets`; '' are those of the validation.
+
+    Returns:
+        A matplotlib Figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     training = f'training ({targets})' if targets else 'training'
     figure = new_figure(11, 3.2)
     loss, accuracy, rate = figure.subplots(1, 3)
@@ -81,23 +78,20 @@ def draw_history(history: Sequence[Mapping[str, float]], targets: str = '') -> A
     return figure
 
 
-def plot_bits(runs: Mapping[str, str | Path], path: str | Path, unit: str = 'bits per token') -> None:
+def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> Any:
     """Draw the bits of runs of the pixel or character trainer, by update and by training time.
 
     Args:
         runs: Folder of each run, by its name in the picture.
-        path: A PNG.
         unit: Label of the bits.
+
+    Returns:
+        A matplotlib Figure.
 
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: a folder has no summary.csv or steps.csv of such a run.
     """
-    draw_bits(runs, unit).savefig(path, dpi=150)
-
-
-def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> Any:
-    """Return the matplotlib Figure that `plot_bits` writes."""
     figure = new_figure(11, 4)
     panels = figure.subplots(1, 2, sharey=True)
     curves = {literal(name): _read_bits(Path(folder)) for name, folder in runs.items()}

@@ -57,8 +57,8 @@ class Report:
         size: (H, W) of the images in pixels; None means the model's size.
         before: The same model before some change, such as regularisation; its position biases are on the left.
         vit: A ViT whose attention is shown next to the model's.
-        history: Epochs of the training run, as `plot_history` takes them.
-        targets: Words for the targets of the training loss, as `plot_history` takes them.
+        history: Epochs of the training run, as `draw_history` takes them.
+        targets: Words for the targets of the training loss, as `draw_history` takes them.
         facts: Further facts about the model, such as its accuracy.
         query: (row, column) of the token whose attention is drawn; None means the centre.
         max_heads: Number of heads to draw per layer.

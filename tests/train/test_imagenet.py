@@ -12,7 +12,7 @@ from timm.data import create_dataset, create_loader
 from timm.utils import AverageMeter, accuracy
 
 from aft_vision.evaluate import load_model
-from aft_vision.visualize import plot_history
+from aft_vision.visualize import draw_history
 from train.build import build_evaluation
 from train.config import load_config
 from train.distributed import World
@@ -146,7 +146,7 @@ def test_a_batch_larger_than_the_data_set_is_rejected_also_in_parts(tmp_path):
 
 
 def test_a_run_that_overwrites_another_leaves_nothing_of_it(few, tmp_path, monkeypatch):
-    monkeypatch.setattr('train.imagenet.plot_history', plot_history)
+    monkeypatch.setattr('train.imagenet.draw_history', draw_history)
     for name in ('best.pth', 'last-1.pth', 'curves.png', 'tensorboard/old', 'export/old'):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('old')

@@ -14,7 +14,7 @@ from PIL import Image
 from small_runs import ROOT, assert_same_results
 
 from aft_vision.models.decoders import load_decoder
-from aft_vision.visualize import plot_bits
+from aft_vision.visualize import draw_bits
 from train import char, pixel
 from train.state import TrainState
 
@@ -83,7 +83,7 @@ def test_a_run_leaves_what_the_tools_need(kind, whole, arguments):
 
 
 def test_the_resolved_config_repeats_the_run_exactly_and_draws_its_curves(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr('train.sequence.plot_bits', plot_bits)
+    monkeypatch.setattr('train.sequence.draw_bits', draw_bits)
     char.main(['--quiet', '--config', str(whole['char'] / 'config.yaml'), f'run.dir={tmp_path}'])
     assert digest(tmp_path / 'last.pth') == digest(whole['char'] / 'last.pth')
     assert Image.open(tmp_path / 'curves.png').width > 500

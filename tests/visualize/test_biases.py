@@ -13,9 +13,10 @@ from aft_vision.regularizers import layer_entropies
 from aft_vision.visualize import (
     bias_rows,
     bias_statistics,
+    draw_position_biases,
     mixer_bias,
-    plot_position_biases,
     position_biases,
+    save_figure,
 )
 
 TINY = dict(depth=2, embed_dim=16, patch_size=8, img_size=32, num_classes=3)
@@ -78,21 +79,21 @@ def test_position_biases_of_a_gumbel_model_keep_one_offset_a_head():
 
 @pytest.mark.parametrize('kind', MODELS)
 def test_the_picture_of_the_biases_is_written(tmp_path, kind):
-    plot_position_biases(make_model(kind), tmp_path / 'biases.png', max_heads=3)
+    save_figure(draw_position_biases(make_model(kind), max_heads=3), tmp_path / 'biases.png')
     colors = Image.open(tmp_path / 'biases.png').convert('RGB').getcolors(1 << 24)
     assert len(colors) > 50
 
 
 @pytest.mark.parametrize('name', ['aft_simple_tiny', 'vit_tiny_patch16_224'])
-def test_a_model_without_biases_is_rejected(tmp_path, name):
+def test_a_model_without_biases_is_rejected(name):
     model = timm.create_model(name, **TINY | (dict(num_heads=1) if name.startswith('vit') else {}))
     with pytest.raises(ValueError, match=f'got {type(model).__name__}, which has none'):
-        plot_position_biases(model, tmp_path / 'biases.png')
+        draw_position_biases(model)
 
 
-def test_fewer_than_one_head_is_rejected(tmp_path):
+def test_fewer_than_one_head_is_rejected():
     with pytest.raises(ValueError, match='max_heads must be at least 1, got 0'):
-        plot_position_biases(make_model('conv'), tmp_path / 'biases.png', max_heads=0)
+        draw_position_biases(make_model('conv'), max_heads=0)
 
 
 def test_a_mixer_of_an_unknown_kind_is_rejected():
@@ -167,23 +168,23 @@ def test_statistics_of_pairs_are_those_of_the_sources_of_a_target(kind):
 )
 def test_each_option_changes_the_picture(tmp_path, options):
     model = make_model('conv')
-    plot_position_biases(model, tmp_path / 'plain.png')
+    save_figure(draw_position_biases(model), tmp_path / 'plain.png')
     if 'before' in options:
         options = {'before': timm.create_model('aft_conv_tiny', **TINY, num_heads=4, kernel_size=5)}
-    plot_position_biases(model, tmp_path / 'other.png', **options)
+    save_figure(draw_position_biases(model, **options), tmp_path / 'other.png')
     assert (tmp_path / 'plain.png').read_bytes() != (tmp_path / 'other.png').read_bytes()
 
 
-def test_models_that_do_not_match_are_rejected(tmp_path):
+def test_models_that_do_not_match_are_rejected():
     other = timm.create_model('aft_conv_tiny', **TINY, num_heads=2, kernel_size=5)
     with pytest.raises(ValueError, match='got 2 layers of 2 heads before and 2 of 4 after'):
-        plot_position_biases(make_model('conv'), tmp_path / 'biases.png', before=other)
+        draw_position_biases(make_model('conv'), before=other)
 
 
 @pytest.mark.parametrize(
     ('options', 'message'),
     [({'heads': [4]}, 'heads from 1 to 4, got 5'), ({'layers': [0, 2]}, 'layers from 1 to 2, got 3')],
 )
-def test_a_head_or_layer_that_is_not_there_is_rejected(tmp_path, options, message):
+def test_a_head_or_layer_that_is_not_there_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):
-        plot_position_biases(make_model('conv'), tmp_path / 'biases.png', **options)
+        draw_position_biases(make_model('conv'), **options)

@@ -4,7 +4,7 @@ import sys
 import pytest
 from PIL import Image
 
-from aft_vision.visualize import describe_targets, plot_history, read_history
+from aft_vision.visualize import describe_targets, draw_history, read_history, save_figure
 
 
 def test_curves_are_drawn_without_the_epochs_that_were_not_evaluated(tmp_path, monkeypatch):
@@ -13,7 +13,7 @@ def test_curves_are_drawn_without_the_epochs_that_were_not_evaluated(tmp_path, m
     monkeypatch.setattr('matplotlib.axes.Axes.legend', lambda self, **k: None)
     row = {'train_loss': 2.0, 'train_lr': 0.1, 'eval_loss': math.nan, 'eval_top1': math.nan, 'eval_top5': math.nan}
     history = [{'epoch': 0, **row}, {'epoch': 1, **row, 'eval_loss': 1.5, 'eval_top1': 40.0, 'eval_top5': 80.0}]
-    plot_history(history, tmp_path / 'curves.png')
+    save_figure(draw_history(history), tmp_path / 'curves.png')
     assert drawn == {
         'training': ((1, 2), (2.0, 2.0)),
         'validation': ((2,), (1.5,)),
@@ -33,21 +33,21 @@ def test_curves_are_drawn_without_the_epochs_that_were_not_evaluated(tmp_path, m
         ({'label_smoothing': 0.0}, {'mixup': 0.0, 'cutmix': 0.0}, ''),
     ],
 )
-def test_the_curve_of_training_says_what_its_targets_are(tmp_path, monkeypatch, optim, augment, words):
+def test_the_curve_of_training_says_what_its_targets_are(monkeypatch, optim, augment, words):
     labels = []
     monkeypatch.setattr('matplotlib.axes.Axes.plot', lambda self, x, y, label, **k: labels.append(label))
     monkeypatch.setattr('matplotlib.axes.Axes.legend', lambda self, **k: None)
     targets = describe_targets({'optim': optim, 'augment': augment})
     assert targets == words
     history = [{'epoch': 0, 'train_loss': 2.0, 'eval_loss': 1.5}]
-    plot_history(history, tmp_path / 'curves.png', targets)
+    draw_history(history, targets)
     assert labels == [f'training ({words})' if words else 'training', 'validation']
 
 
-def test_a_missing_matplotlib_is_named(tmp_path, monkeypatch):
+def test_a_missing_matplotlib_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     with pytest.raises(ImportError, match=r'aft-vision\[viz\]'):
-        plot_history([], tmp_path / 'curves.png')
+        draw_history([])
 
 
 def test_the_table_of_a_run_is_read_with_its_gaps(tmp_path):

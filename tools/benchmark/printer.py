@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from aft_vision.visualize import new_figure
+from aft_vision.visualize import new_figure, save_figure
 
 # Characters of an error that are shown; the JSON has all of it.
 LONGEST_ERROR = 100
@@ -56,7 +56,7 @@ def plot_curves(report: Report, path: Path) -> None:
         axes.legend(fontsize=8)
     figure.suptitle(report.head)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def _show(row: dict[str, Any], key: str) -> str:
