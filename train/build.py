@@ -38,10 +38,8 @@ def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainSt
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
     state = create_state(model, config, updates_per_epoch, len(class_names), world, teacher)
     rebuild = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
-    size = config.data.eval_img_size or config.data.img_size
-    preprocessing = {'input_size': (3, *size), 'crop_pct': config.data.crop_pct, 'interpolation': 'bicubic'}
-    described = {'model_name': name, 'model_kwargs': rebuild, 'class_names': class_names, 'data_config': preprocessing}
-    return state, described
+    described = {'model_name': name, 'model_kwargs': rebuild, 'class_names': class_names}
+    return state, {**described, 'data_config': described_preprocessing(config)}
 
 
 def build_evaluation(config: Config, run_dir: Path, world: World) -> tuple[nn.Module, Any]:
@@ -148,6 +146,12 @@ def build_loaders(config: Config, world: World) -> Loaders:
         num_workers=config.data.num_workers,
         device=world.device,
     )
+
+
+def described_preprocessing(config: Config) -> dict[str, Any]:
+    """Return the preprocessing of the validation images as an entry `data_config` of a checkpoint."""
+    size = config.data.eval_img_size or config.data.img_size
+    return {'input_size': (3, *size), 'crop_pct': config.data.crop_pct, 'interpolation': 'bicubic'}
 
 
 def preprocessing_of(config: Config) -> Preprocessing:

@@ -16,10 +16,11 @@ starts a new one; a stage to resume that began with other weights than it would 
 """
 
 import hashlib
-import shutil
+import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 from train.arguments import parse_args
@@ -33,15 +34,25 @@ if __name__ == '__main__':
 from typing import Any
 
 from timm.utils import random_seed
+from torch import nn
 
 from aft_vision.commandline import run_command
+from aft_vision.data import Loaders
+from aft_vision.evaluate import check_classes
 from aft_vision.export import export_model
 from aft_vision.files import LAST
 from aft_vision.models.block_alignment import pair_models, select_blocks
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import describe_transfer
-from train.build import build_loaders, build_model, model_arguments, training_sizes
-from train.checkpoint import holds_run, lock_run
+from train.build import (
+    build_loaders,
+    build_model,
+    build_state,
+    described_preprocessing,
+    model_arguments,
+    training_sizes,
+)
+from train.checkpoint import find_latest, holds_run, lock_run, remove_run
 from train.config import load_config, save_config
 from train.convert_schema import STAGES, ConvertConfig
 from train.distill import load_teacher
@@ -50,6 +61,7 @@ from train.imagenet import train_classifier
 from train.keys import format_keys, list_keys
 from train.model_section import model_schema
 from train.run import check_run_dir, find_run_dir
+from train.schema import Config, DistillConfig
 from train.state import TrainState
 
 COPY = 'copy'
@@ -76,26 +88,29 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
         return None
     config = load_config(args.config, args.overrides, ConvertConfig)
     folder = find_run_dir(config, args.config)
-    config = replace(config, model=keep_attention(config), run=replace(config.run, dir=str(folder)))
+    config = replace(config, run=replace(config.run, dir=str(folder)))
     refuse_other_runs(folder)
     for name in STAGES:
         check_run_dir(folder / name, config)
-    experiment, start, state = folder / 'config.yaml', folder / COPY, None
+    stages = place_stages(replace(config, model=keep_attention(config)), folder)
+    experiment, state = folder / 'config.yaml', None
     with join_world(config) as world, lock_run(folder) if world.is_primary else nullcontext():
+        loaders = build_loaders(config, world)
+        check_stages(stages, loaders, world)
         if world.is_primary:
-            copy_teacher(config, world, start)
+            write_copy(stages[0], config.distill, loaders.class_names)
             save_config(config, experiment)
             if config.run.resume is None:
                 remove_stages(folder)
-        for name, stage in config.stages().items():
+        for stage in stages:
             # The first process may still be writing the weights.
             world.wait()
-            check_start(folder / name, start, world)
+            place = folder_of(stage)
             if world.is_primary:
-                print(f'stage {name}')
-            run = replace(stage.run, dir=str(folder / name), init_from=str(start))
-            state = train_classifier(replace(stage, run=run), folder / name, world, not args.quiet, experiment)
-            start = folder / name / LAST
+                print(f'stage {place.name}')
+                place.mkdir(exist_ok=True)
+                (place / START).write_text(f'{digest_of(start_of(stage))}\n')
+            state = train_classifier(stage, place, world, not args.quiet, experiment)
     return state
 
 
@@ -125,54 +140,112 @@ def refuse_other_runs(folder: Path) -> None:
         )
 
 
+def place_stages(config: ConvertConfig, folder: Path) -> list[Config]:
+    """Return the experiments of the stages, each with its folder and with the weights of the one before."""
+    placed, start = [], folder / COPY
+    for name, stage in config.stages().items():
+        run = replace(stage.run, dir=str(folder / name), init_from=str(start))
+        placed.append(replace(stage, run=run))
+        start = folder / name / LAST
+    return placed
+
+
+def folder_of(stage: Config) -> Path:
+    """Return the folder of a stage."""
+    return Path(str(stage.run.dir))
+
+
+def start_of(stage: Config) -> Path:
+    """Return the exported folder or checkpoint that a stage begins with."""
+    return Path(str(stage.run.init_from))
+
+
+def digest_of(start: Path) -> str:
+    """Return the digest of the weights in an exported folder or checkpoint."""
+    with (start / 'model.safetensors' if start.is_dir() else start).open('rb') as file:
+        return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def check_stages(stages: Sequence[Config], loaders: Loaders, world: World) -> None:
+    """Build every stage before the first one trains, and check that none would change what a later one began with.
+
+    Raises:
+        ValueError: an experiment is not valid, or a stage that is not complete any more, or that has changed, comes
+            before one to resume.
+    """
+    for stage, later in zip_longest(stages, stages[1:]):
+        # The weights that it begins with may not be there yet.
+        state, _ = build_state(replace(stage, run=replace(stage.run, init_from=None)), loaders, world)
+        if later is None or stage.run.resume is None or not holds_run(folder_of(later)):
+            continue
+        found = find_latest(folder_of(stage))
+        if found is not None:
+            state.load_state_dict(found[1], str(found[0]))
+        if not state.is_spent():
+            raise ValueError(_changed(later, 'an experiment by which that stage is not complete'))
+        check_start(later, digest_of(start_of(later)))
+
+
+def check_start(stage: Config, digest: str) -> None:
+    """Raise a ValueError if a stage to resume began with other weights than those of a digest."""
+    record = folder_of(stage) / START
+    if holds_run(folder_of(stage)) and not (record.exists() and record.read_text().strip() == digest):
+        raise ValueError(_changed(stage, 'others, because an earlier stage has changed'))
+
+
+def _changed(stage: Config, found: str) -> str:
+    return (
+        f'expected {start_of(stage)} to have the weights with which {folder_of(stage)} began, got {found}; set '
+        'run.resume=null run.overwrite=true to convert again, or another run.dir'
+    )
+
+
 def remove_stages(folder: Path) -> None:
     """Remove the stages of an earlier conversion, which run.resume=auto would take for those of the new one."""
     for stage in (folder / name for name in STAGES):
         if holds_run(stage):
-            shutil.rmtree(stage)
+            remove_run(stage)
+            for name in (START, 'config.yaml', 'summary.csv'):
+                (stage / name).unlink(missing_ok=True)
+            # Other files in it are not ours.
+            with suppress(OSError):
+                stage.rmdir()
 
 
-def check_start(stage: Path, start: Path, world: World) -> None:
-    """Record the weights with which a stage begins, or compare them with the record of a stage to resume.
-
-    Args:
-        stage: Folder of the stage.
-        start: Exported folder or checkpoint that it begins with.
-
-    Raises:
-        ValueError: the stage began with other weights, because an earlier stage has changed.
-    """
-    with (start / 'model.safetensors' if start.is_dir() else start).open('rb') as file:
-        digest = hashlib.file_digest(file, 'sha256').hexdigest()
-    record = stage / START
-    if not holds_run(stage):
-        if world.is_primary:
-            stage.mkdir(parents=True, exist_ok=True)
-            record.write_text(f'{digest}\n')
-    elif not record.exists() or record.read_text().strip() != digest:
-        raise ValueError(
-            f'expected {start} to have the weights with which {stage} began, got others, because an earlier stage has '
-            'changed; set run.resume=null run.overwrite=true to convert again, or another run.dir'
-        )
-
-
-def copy_teacher(config: ConvertConfig, world: World, folder: Path) -> None:
-    """Write the model with the teacher's weights that have the same role in both, as an exported folder.
+def write_copy(stage: Config, distill: DistillConfig, class_names: Sequence[str]) -> None:
+    """Write the model with the teacher's weights that have the same role in both, from which the first stage starts.
 
     Raises:
-        ValueError: the teacher does not exist, is not a ViT, or has another width or fewer blocks.
+        ValueError: the teacher does not exist, is not a ViT, or has another width or fewer blocks; or the first stage
+            is to be resumed and began with other weights.
     """
-    class_names = build_loaders(config, world).class_names
+    model = copy_teacher(stage, distill, class_names)
+    preprocessing = described_preprocessing(stage)
+    if stage.run.resume is not None:
+        with tempfile.TemporaryDirectory() as place:
+            export_model(model, place, class_names, preprocessing)
+            check_start(stage, digest_of(Path(place)))
+    export_model(model, start_of(stage), class_names, preprocessing)
+
+
+def copy_teacher(config: Config, distill: DistillConfig, class_names: Sequence[str]) -> nn.Module:
+    """Build the model with the teacher's weights; a classifier of other classes than the data set's is left out."""
     name, kwargs = model_arguments(config, num_classes=len(class_names))
-    sizes = training_sizes(config)
-    teacher: Any = load_teacher(replace(config.distill, kind='blocks'), class_names, sizes)
+    only = DistillConfig(teacher=distill.teacher, teacher_args=distill.teacher_args, kind='blocks')
+    teacher: Any = load_teacher(only, class_names, training_sizes(config))
     random_seed(config.run.seed)
     model: Any = build_model(name, kwargs)
     source = select_blocks(teacher.state_dict(), pair_models(model, teacher))
+    if teacher.num_classes == len(class_names):
+        try:
+            check_classes(teacher, class_names, 'the data set')
+        except ValueError as error:
+            print(f'the classifier of {distill.teacher} is not copied: {error}')
+            source = {key: value for key, value in source.items() if not key.startswith('head')}
     state_dict, report = deit_to_aft(source, model, grid=teacher.patch_embed.grid_size)
     model.load_state_dict(state_dict)
-    print(f'{config.distill.teacher}: {describe_transfer(report, model)}')
-    export_model(model, folder, class_names, {'input_size': (3, *sizes[0])})
+    print(f'{distill.teacher}: {describe_transfer(report, model)}')
+    return model
 
 
 if __name__ == '__main__':

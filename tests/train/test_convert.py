@@ -16,6 +16,7 @@ from aft_vision.export import export_model
 from aft_vision.layers import AFTBlock
 from aft_vision.models.attention_block import AttentionBlock
 from train import engine, imagenet
+from train.config import load_config
 from train.convert import main
 from train.convert_schema import STAGES
 
@@ -49,6 +50,11 @@ def whole(arguments, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('whole')
     main([*arguments, f'run.dir={folder}'])
     return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of each file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob('*') if path.is_file()}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -131,20 +137,71 @@ def test_a_conversion_over_one_that_goes_on_is_an_error_and_removes_nothing(argu
 
 
 @pytest.mark.parametrize(
-    ('change', 'changed', 'stage'),
+    ('change', 'changed', 'stage', 'found'),
     [
-        ('convert.blocks_epochs=5', 'blocks/last.pth', 'features'),
-        ('convert.features_epochs=0', 'blocks/last.pth', 'labels'),
-        ('run.seed=1', 'copy', 'blocks'),
+        ('convert.blocks_epochs=5', 'blocks/last.pth', 'features', 'an experiment by which .* is not complete'),
+        ('convert.features_epochs=0', 'blocks/last.pth', 'labels', 'others'),
+        ('run.seed=1', 'copy', 'blocks', 'others'),
     ],
 )
 def test_a_stage_is_not_resumed_after_a_change_of_the_weights_that_it_began_with(
-    change, changed, stage, arguments, whole, tmp_path
+    change, changed, stage, found, arguments, whole, tmp_path
 ):
     folder = shutil.copytree(whole, tmp_path / 'run')
-    message = f'{changed} to have the weights with which {folder / stage} began, got others.*; set .*run.overwrite=true'
+    message = f'{changed} to have the weights with which {folder / stage} began, got {found}.*; set .*overwrite=true'
     with pytest.raises(ValueError, match=message):
         main([*arguments, f'run.dir={folder}', 'run.resume=auto', change])
+    # It can still be resumed without the change.
+    assert contents(folder) == contents(whole)
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (['optim.args={foo: 1}'], r'expected optim\.args of the optimizer'),
+        (['regularize.kernel_entropy=0.001'], r'regularize\.kernel_entropy to be 0'),
+        (['convert.fine_tune=distill', 'distill.kind=token_hard'], 'set_distilled_training'),
+    ],
+)
+def test_a_stage_that_cannot_be_built_is_an_error_before_any_trains_and_removes_nothing(
+    change, message, arguments, whole, tmp_path
+):
+    folder = shutil.copytree(whole, tmp_path / 'run')
+    with pytest.raises(ValueError, match=message):
+        main([*arguments, f'run.dir={folder}', 'run.overwrite=true', *change])
+    assert contents(folder) == contents(whole)
+    with pytest.raises(ValueError, match=message):
+        main([*arguments, f'run.dir={tmp_path / "new"}', *change])
+    assert not (tmp_path / 'new').exists()
+
+
+def test_the_last_stage_learns_from_a_softened_teacher_and_the_saved_config_keeps_what_was_given(arguments, tmp_path):
+    alone = ['convert.blocks_epochs=0', 'convert.features_epochs=0', 'convert.fine_tune=distill', 'distill.kind=soft']
+    main([*arguments, *alone, 'distill.temperature=3', 'distill.task_loss_weight=0.5', f'run.dir={tmp_path / "a"}'])
+    before = load_config(tmp_path / 'a' / 'labels' / 'config.yaml')
+    assert (before.distill.kind, before.distill.temperature, before.model['attention_blocks']) == ('soft', 3, [1])
+    main(['--quiet', '--config', str(tmp_path / 'a' / 'config.yaml'), f'run.dir={tmp_path / "b"}', 'convert.keep=0'])
+    assert [type(block) for block in load_model(tmp_path / 'b' / 'labels').blocks] == [AFTBlock, AFTBlock]
+
+
+def test_a_classifier_of_the_classes_in_another_order_is_not_copied(arguments, tmp_path, capsys):
+    teacher = next(a for a in arguments if a.startswith('distill.teacher=')).partition('=')[2]
+    vit = load_model(teacher)
+    export_model(vit, tmp_path / 'vit', vit.pretrained_cfg['label_names'][::-1])
+    only = ['convert.blocks_epochs=0', 'convert.features_epochs=0', f'run.dir={tmp_path / "run"}']
+    main([*arguments, f'distill.teacher={tmp_path / "vit"}', *only])
+    copied = load_model(tmp_path / 'run' / 'copy')
+    assert torch.equal(copied.norm.weight, vit.norm.weight)
+    assert not torch.equal(copied.head.weight, vit.head.weight)
+    assert 'vit is not copied: expected the classes of the model' in capsys.readouterr().out
+
+
+def test_the_copy_has_the_preprocessing_of_the_stages(arguments, tmp_path):
+    only = ['convert.blocks_epochs=0', 'convert.features_epochs=0', 'data.crop_pct=0.5', f'run.dir={tmp_path}']
+    main([*arguments, *only])
+    copied, trained = (load_model(tmp_path / name).pretrained_cfg for name in ('copy', 'labels'))
+    assert (copied['crop_pct'], copied['interpolation']) == (trained['crop_pct'], trained['interpolation'])
+    assert copied['crop_pct'] == 0.5
 
 
 def test_a_stage_left_out_is_not_overwritten_without_a_word(arguments, whole, tmp_path):
