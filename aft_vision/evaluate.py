@@ -18,11 +18,13 @@ from tqdm import tqdm
 from aft_vision.data.native import Inputs, move
 from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.layers import AFTMixer
+from aft_vision.models.aft_vit import AFTVisionTransformer, checkpoint_filter_fn
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.state_dict import StateDictError, check_state_dict
 from aft_vision.models.transfer_report import describe_transfer
 from aft_vision.models.transfer_source import find_stated_grid, load_pretrained
 from aft_vision.models.weight_files import check_checksum, load_torch_file
+from aft_vision.modes import in_evaluation
 from aft_vision.timing import synchronize
 
 _logger = logging.getLogger(__name__)
@@ -78,13 +80,15 @@ def evaluate_all(
     """
     device = torch.device(device)
     meters = [_Meter(model, device, evaluator() if evaluator else ClassificationEvaluator(device)) for model in models]
-    for images, targets in tqdm(loader, desc='evaluate', unit='batch', leave=False, disable=None if progress else True):
-        # All images of the batch were corrupt and skipped.
-        if not len(targets):
-            continue
-        images, targets = move(images, device, non_blocking=True), targets.to(device, non_blocking=True)
-        for meter in meters:
-            meter.update(images, targets, amp_dtype)
+    batches = tqdm(loader, desc='evaluate', unit='batch', leave=False, disable=None if progress else True)
+    with in_evaluation(*models):
+        for images, targets in batches:
+            # All images of the batch were corrupt and skipped.
+            if not len(targets):
+                continue
+            images, targets = move(images, device, non_blocking=True), targets.to(device, non_blocking=True)
+            for meter in meters:
+                meter.update(images, targets, amp_dtype)
     return [meter.finish(distributed) for meter in meters]
 
 
@@ -93,9 +97,7 @@ class _Meter:
 
     def __init__(self, model: nn.Module, device: torch.device, evaluator: Any) -> None:
         self.model, self.device, self.evaluator = model, device, evaluator
-        self.was_training = model.training
         self.timings: list[tuple[int, float]] = []
-        model.eval()
 
     def update(self, images: Inputs, targets: torch.Tensor, amp_dtype: torch.dtype | None) -> None:
         synchronize(self.device)
@@ -107,7 +109,6 @@ class _Meter:
         self.evaluator.update(logits, targets)
 
     def finish(self, distributed: bool) -> dict[str, float]:
-        self.model.train(self.was_training)
         metrics = {name: float(value) for name, value in self.evaluator.compute(distributed).items()}
         samples = self.evaluator.counts[0].clone()
         if distributed:
@@ -233,7 +234,9 @@ def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool 
             state_dict, report = deit_to_aft(state_dict, model, grid=grid)
             _logger.warning(describe_transfer(report, model))
         # The filter of an AFT model treats other keys as those of a ViT.
-        elif filter_function is not None and (state_dict.keys() == own.keys() or not _is_aft(model)):
+        elif isinstance(model, AFTVisionTransformer) and state_dict.keys() == own.keys():
+            state_dict = checkpoint_filter_fn(state_dict, model, grid)
+        elif filter_function is not None and not _is_aft(model):
             state_dict = filter_function(state_dict, model)
     except StateDictError as error:
         raise ValueError(f'{checkpoint}: {error}') from error
@@ -288,6 +291,9 @@ def check_classes(model: nn.Module, class_names: Sequence[str], data: str) -> No
         )
     cfg: Any = model.pretrained_cfg
     trained = cfg.get('label_names') or class_names
+    if len(trained) != len(class_names):
+        # Names of another classifier, which was replaced.
+        return
     differing = [(old, new) for old, new in zip(trained, class_names, strict=True) if old != new]
     # Some data sets have numbers instead of class names.
     numbered = [str(index) for index in range(len(class_names))]

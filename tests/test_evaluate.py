@@ -8,6 +8,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import nn
 
 from aft_vision.evaluate import (
+    check_classes,
     evaluate,
     evaluate_all,
     initialize_model,
@@ -66,6 +67,23 @@ def test_evaluation_runs_in_eval_mode_and_restores_the_mode(training):
     metrics = evaluate(model, [(torch.eye(4), torch.arange(4))])
     assert metrics['top1'] == 100
     assert model.training is training
+
+
+def test_evaluation_restores_the_mode_of_each_module_also_after_an_error():
+    model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(4).eval()).train()
+    model[1].eval()
+    evaluate(model, [(torch.eye(4), torch.arange(4))])
+    with pytest.raises(RuntimeError):
+        evaluate(model, [(torch.eye(5), torch.arange(5))])
+    assert (model.training, model[0].training, model[1].training) == (True, True, False)
+
+
+def test_names_of_a_classifier_that_was_replaced_are_no_classes():
+    model = timm.create_model('vit_tiny_patch16_224', **TINY_VIT, pretrained_cfg_overlay={'label_names': ['a', 'b']})
+    check_classes(model, ['x', 'y', 'z'], 'the data')
+    model.pretrained_cfg['label_names'] = ['a', 'b', 'c']
+    with pytest.raises(ValueError, match='expected the classes of the model in the data, got x for a'):
+        check_classes(model, ['x', 'y', 'z'], 'the data')
 
 
 def test_autocast_runs_the_model_in_the_asked_data_type():
@@ -243,6 +261,24 @@ def test_factors_of_the_position_bias_at_another_size_are_resampled(tmp_path):
     initialize_model(model, tmp_path / 'start.pth')
     trained.set_input_size(32)
     torch.testing.assert_close(model.state_dict(), trained.state_dict())
+
+
+@pytest.mark.parametrize('factorize', [True, False])
+@pytest.mark.parametrize(('size', 'new'), [((16, 64), 32), ((16, 64), 24), ((16, 32), 24)])
+def test_the_grid_of_an_aft_model_is_that_of_its_image_size(tmp_path, size, new, factorize):
+    kwargs = dict(depth=1, embed_dim=16, patch_size=8, num_classes=3, factorize_bias=factorize)
+    trained = timm.create_model('aft_full_tiny', **kwargs, img_size=size)
+    content = {'model_name': 'aft_full_tiny', 'model_kwargs': {**kwargs, 'img_size': size}}
+    torch.save({**content, 'state_dict': trained.state_dict()}, tmp_path / 'start.pth')
+    timm.models.save_for_hf(trained, tmp_path / 'hub', safe_serialization=True)
+    model = timm.create_model('aft_full_tiny', **kwargs, img_size=new)
+    initialize_model(model, tmp_path / 'start.pth')
+    trained.set_input_size(new)
+    torch.testing.assert_close(model.state_dict(), trained.state_dict())
+    # The same weights from a folder for the hub, and in one.
+    loaded = timm.create_model(f'local-dir:{tmp_path / "hub"}', pretrained=True, img_size=new)
+    torch.testing.assert_close(loaded.state_dict(), trained.state_dict())
+    timm.models.save_for_hf(trained, tmp_path / 'resized', safe_serialization=True)
 
 
 def test_another_number_of_classes_is_an_error_unless_the_head_is_reset(tmp_path):

@@ -129,7 +129,9 @@ def recorded_facts(checkpoint: Path) -> dict[str, str]:
     facts = {'Checkpoint': str(Path(*checkpoint.resolve().parts[-2:]))}
     content = read_record(checkpoint)
     if 'best_top1' in content:
-        facts['Top-1'] = f'{content["best_top1"]:.2f}%, the best of the run, after {content["epoch"]} epochs'
+        # The last checkpoint of a run has its own epoch, not that of the best weights.
+        when = '' if 'optimizer' in content else f', after {content["epoch"]} epochs'
+        facts['Top-1'] = f'{content["best_top1"]:.2f}%, the best of the run{when}'
     return facts
 
 

@@ -168,7 +168,8 @@ def export_hub_folder(
         model = resize_model(copy.deepcopy(model), size)
         data_config = {'input_size': (channels(model), *size)}
     results = {}
-    if checkpoint and 'best_top1' in checkpoint:
+    # The last checkpoint of a run has the best accuracy of the run, not that of its weights.
+    if checkpoint and 'best_top1' in checkpoint and 'optimizer' not in checkpoint:
         results['Top-1 (validation)'] = f'{checkpoint["best_top1"]:.1f} % after {checkpoint["epoch"]} epochs'
     with _replacing_files(Path(directory)) as folder:
         _write_weights(model, folder, cfg.get('label_names') or [], data_config)

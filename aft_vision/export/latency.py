@@ -68,6 +68,8 @@ def find_peer(model: nn.Module) -> str:
     width: Any = model.num_features
     if width not in PEERS:
         raise ValueError(f'expected a model as wide as a DeiT, one of {", ".join(map(str, PEERS))}, got {width}')
+    if not (hasattr(model, 'patch_embed') and hasattr(model, 'blocks')):
+        raise ValueError(f'expected a model with the patches and blocks of a DeiT, got a {type(model).__name__}')
     return PEERS[width]
 
 
@@ -133,5 +135,5 @@ def measure_latency(
     deit = next(iter(peers))
     own = f'{form}, {"one size" if shape.fixed_size else "any size"}'
     files = {deit: peers[deit], own: path, **{name: file for name, file in peers.items() if name not in (deit, own)}}
-    images = torch.randn(shape.batch or 1, 3, *shape.size, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(shape.batch or 1, channels(model), *shape.size, generator=torch.Generator().manual_seed(0))
     return time_files(files, images, threads, rounds, progress)

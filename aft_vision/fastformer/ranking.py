@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
+from aft_vision.modes import in_evaluation
+
 from .data.batches import pad_rows
 from .data.impressions import Behaviors, NewsCollator, Ragged, tokenize_texts
 from .hierarchy import gather_vectors
@@ -75,9 +77,7 @@ def score_behaviors(
     Returns:
         (n,) float32, in the order of `behaviors.candidates.values`.
     """
-    was_training = model.training
-    model.eval()
-    try:
+    with in_evaluation(model):
         is_named = np.zeros(len(collator.tokens), dtype=bool)
         for rows in (behaviors.histories, behaviors.candidates):
             is_named[rows.values] = True
@@ -89,8 +89,6 @@ def score_behaviors(
             batch = range(first, min(first + batch_size, len(behaviors)))
             parts.append(_score_batch(model, behaviors, batch, vectors, places))
         return np.concatenate(parts)
-    finally:
-        model.train(was_training)
 
 
 def _score_batch(

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from aft_vision.fastformer.data.batches import token_ids
+from aft_vision.modes import in_evaluation
 
 
 def load_summarizer(
@@ -71,17 +72,13 @@ def summarize(
     if not math.isfinite(penalty):
         raise ValueError(f'length_penalty must be finite, got {penalty}')
     _check_lengths(model, options)
-    was_training = model.training
     # transformers has a separate type for models that generate.
     generate: Any = model.generate
-    model.eval()
     summaries: list[str] = []
-    try:
+    with in_evaluation(model):
         for start in range(0, len(texts), batch_size):
             batch = _encode(texts[start : start + batch_size], tokenizer, model)
             summaries += decode(generate(**batch, **options), tokenizer)
-    finally:
-        model.train(was_training)
     return summaries
 
 

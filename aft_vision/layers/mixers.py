@@ -219,6 +219,8 @@ class AFTLocal(PairMixer):
     def __init__(
         self, dim: int, num_tokens: int, window_size: int, grid: tuple[int, int] | None = None, **kwargs: Any
     ) -> None:
+        if not isinstance(window_size, int):
+            raise ValueError(f'window_size must be one number, along the sequence, got {window_size}')
         if window_size < 1:
             raise ValueError(f"window_size must be at least 1 (a window of 0 is mixer='simple'), got {window_size}")
         super().__init__(dim, num_tokens, window_size, grid, **kwargs)
@@ -412,6 +414,8 @@ class AFTAxial(GridMixer):
         **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        if not isinstance(window_size, int) and len(window_size) != 2:
+            raise ValueError(f'window_size must be one number, or (rows, columns), got {tuple(window_size)}')
         self.row_bias, self.column_bias = (
             AxisBias(self.split_sizes[-2], size, standardize_kernel, resample_bias, device=device, dtype=dtype)
             for size in to_2tuple(window_size)

@@ -167,7 +167,15 @@ class FusedModule(nn.Module):
             return False
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             return False
-        if self.fused_from != self._parameter_versions():
+        # A parametrisation holds the parameters in a module below, where writes are not seen.
+        if self._modules:
+            return False
+        try:
+            versions = self._parameter_versions()
+        except RuntimeError:
+            # A parameter of torch.vmap has no memory.
+            return False
+        if self.fused_from != versions:
             self.fuse()
         return True
 
@@ -203,7 +211,9 @@ class _PairBias(FusedModule):
         """Resample the parameters permanently to another grid (H, W)."""
         with torch.no_grad():
             for name, old in list(self.named_parameters()):
-                setattr(self, name, nn.Parameter(self._resampled(old, grid), requires_grad=old.requires_grad))
+                # A transposed view cannot be saved as safetensors.
+                new = self._resampled(old, grid).contiguous()
+                setattr(self, name, nn.Parameter(new, requires_grad=old.requires_grad))
         self.grid = (grid[0], grid[1])
         self.unfuse()
 

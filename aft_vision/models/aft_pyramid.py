@@ -189,6 +189,9 @@ class AFTPyramid(nn.Module):
             resample_bias=resample_bias,
             local_conv=local_conv,
         )
+        for name, given in (('num_heads', num_heads), ('window_size', window_size)):
+            if not isinstance(given, int) and len(given) != 2:
+                raise ValueError(f'{name} must be one number, or two for the last two stages, got {tuple(given)}')
         axes = list(zip(to_2tuple(num_heads), to_2tuple(window_size), strict=True))
         rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         self.stem = ConvNormAct(in_chans, stem_dim, 3, stride=2, act_layer=act_layer, **dd)
@@ -336,7 +339,8 @@ class AFTPyramid(nn.Module):
         taken, last = feature_take_indices(len(self.stages), indices)
         is_cut = last < len(self.stages) - 1
         self.stages = self.stages[: last + 1]
-        self.num_features = self.head_hidden_size = self.feature_info[last]['num_chs']
+        if is_cut:
+            self.num_features = self.head_hidden_size = self.feature_info[last]['num_chs']
         self.mask_factor = self.stride // self.feature_info[last]['reduction']
         if prune_head or is_cut:
             self.reset_classifier(0, '', reset_other=True)

@@ -155,6 +155,7 @@ class AFTVisionTransformer(VisionTransformer):
         )
         # A fixed grid is not passed, so that a fixed model's graph has constant position biases.
         self.passes_grid = self.dynamic_img_size and mixer != 'simple'
+        self.drops_patches = kwargs.get('patch_drop_rate', 0.0) > 0
         # With a mask, a padded image has the tokens of the image alone, unless biases are stretched over the grid.
         self.pads_exactly = on_grid and not resample_bias
 
@@ -213,6 +214,10 @@ class AFTVisionTransformer(VisionTransformer):
             x = self._pos_embed(x)
         return self.norm_pre(self.patch_drop(x)), grid
 
+    def _check_mask(self, attn_mask: Tensor | None) -> None:
+        if attn_mask is not None and self.training and self.drops_patches:
+            raise ValueError('attn_mask needs patch_drop_rate = 0 in training, which drops other tokens in each image')
+
     # No causal form: only the pixel and character models, which are sequences, have one.
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Compute the tokens after the final norm.
@@ -230,6 +235,7 @@ class AFTVisionTransformer(VisionTransformer):
             if isinstance(x, dict):
                 return self._patch_features(x, attn_mask)
         height, width = self.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))
+        self._check_mask(attn_mask)
         x, grid = self._embed(x)
         mask = _token_mask(attn_mask, height, width, self.num_prefix_tokens, self.attn_pool is None)
         for block in self.blocks:
@@ -301,6 +307,7 @@ class AFTVisionTransformer(VisionTransformer):
     ) -> list[Tensor]:
         # Tokens after the taken ones of the first `count` blocks, and, if wanted, the final features.
         height, width = self.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))
+        self._check_mask(attn_mask)
         x, grid = self._embed(x)
         mask = _token_mask(attn_mask, height, width, self.num_prefix_tokens, self.attn_pool is None)
         found: list[Tensor] = []
@@ -440,31 +447,41 @@ def _check_arguments(
         raise ValueError(f'mixer={mixer!r} needs the whole grid: patch_drop_rate must be 0')
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Any], model: AFTVisionTransformer) -> dict[str, Any]:
+def checkpoint_filter_fn(
+    state_dict: dict[str, Any], model: AFTVisionTransformer, grid: tuple[int, int] | None = None
+) -> dict[str, Any]:
     """Convert a checkpoint of another input or patch size: patch and position parameters are resampled.
 
     The weights of a DeiT or ViT are transferred by `deit_to_aft`, with a warning that lists what was left out.
+
+    Args:
+        grid: (H, W) of the checkpoint in tokens; None takes it from `pretrained_cfg`, the model or a square.
     """
     state_dict = state_dict.get('model', state_dict)
     if is_deit_like(state_dict, model):
-        transferred, report = deit_to_aft(state_dict, model)
+        transferred, report = deit_to_aft(state_dict, model, grid=grid)
         _logger.warning(describe_transfer(report, model) + _describe_new_head(report, model))
         return transferred
     own = model.state_dict()
     patches = state_dict.get('patch_embed.proj.weight')
+
+    def resample(rows: Tensor, prefix: int) -> Tensor:
+        return resample_rows(rows, model, patches, prefix, grid)
+
     result = {}
     for name, value in state_dict.items():
-        if name in own and value.shape != own[name].shape:
-            if name == 'patch_embed.proj.weight' and value.ndim == 4 and len(value) == len(own[name]):
+        if name not in own:
+            pass
+        elif name == 'patch_embed.proj.weight':
+            if value.shape != own[name].shape and value.ndim == 4 and len(value) == len(own[name]):
                 value = resample_patch_embed(value, list(own[name].shape[-2:]))
-            elif name == 'pos_embed' and value.shape[-1] == own[name].shape[-1]:
-                prefix = 0 if model.no_embed_class else model.num_prefix_tokens
-                value = resample_rows(value[0], model, patches, prefix).unsqueeze(0)
-            elif name.endswith(('position_bias.u', 'position_bias.v')) and value.shape[-1] == own[name].shape[-1]:
-                value = resample_rows(value, model, patches, model.num_prefix_tokens)
-            elif name.endswith('position_bias.weight') and value.shape[0] == value.shape[1]:
-                rows = resample_rows(value, model, patches, model.num_prefix_tokens)
-                value = resample_rows(rows.t(), model, patches, model.num_prefix_tokens).t()
+        # As many tokens may be another grid.
+        elif name == 'pos_embed' and value.shape[-1] == own[name].shape[-1]:
+            value = resample(value[0], 0 if model.no_embed_class else model.num_prefix_tokens).unsqueeze(0)
+        elif name.endswith(('position_bias.u', 'position_bias.v')) and value.shape[-1] == own[name].shape[-1]:
+            value = resample(value, model.num_prefix_tokens)
+        elif name.endswith('position_bias.weight') and value.shape[0] == value.shape[1]:
+            value = resample(resample(value, model.num_prefix_tokens).t(), model.num_prefix_tokens).t()
         result[name] = value
     return result
 

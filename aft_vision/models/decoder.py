@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from aft_vision.layers.causal import CausalBlock
 from aft_vision.models.session import DecoderState, Session, check_given, may_look
+from aft_vision.modes import in_evaluation
 
 Nats = TypeVar('Nats', Tensor, float)
 
@@ -242,15 +243,11 @@ class AFTDecoder(nn.Module):
         # All samples of a sequence share the tokens before the first open position; tokens after the last one are not
         # read.
         first, last = int(is_open[0]), int(is_open[-1]) + 1
-        was_training = self.training
-        self.eval()
-        try:
+        with in_evaluation(self):
             session = self.session(len(tokens))
             session.prefill(tokens[:, :first])
             session = session.reorder(index) if num_samples > 1 else session
             completed[:, first:last] = session.complete(completed[:, first:last], given[index, first:last], **rules)
-        finally:
-            self.train(was_training)
         return completed
 
 

@@ -14,6 +14,7 @@ from aft_vision import ops
 from aft_vision.layers import AFTConv, AFTMixer, AFTOnehot
 from aft_vision.layers.mixers import MIXERS
 from aft_vision.models.aft_vit import AFTVisionTransformer
+from aft_vision.modes import in_evaluation
 
 
 @torch.no_grad()
@@ -106,12 +107,13 @@ def compare_logits(model: nn.Module, other: nn.Module, sizes: Sequence[tuple[int
     Returns:
         For each size `height`, `width`, the largest `difference` of two logits and the largest `magnitude` of one.
     """
-    rows = []
+    rows: list[dict[str, float]] = []
     parameter, channels = next(model.parameters()), get_model_input_config(model)['input_size'][0]
     for height, width in sizes:
         noise = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(0))
         images = noise.to(parameter.device, parameter.dtype)
-        expected, got = (network(images).double() for network in (model, other))
+        with in_evaluation(model, other):
+            expected, got = (network(images).double() for network in (model, other))
         difference, magnitude = (expected - got).abs().max().item(), expected.abs().max().item()
         rows.append({'height': height, 'width': width, 'difference': difference, 'magnitude': magnitude})
     return rows

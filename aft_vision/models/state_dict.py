@@ -47,17 +47,22 @@ def find_grid(model: Any, patches: Tensor | None, num_tokens: int) -> tuple[int,
         num_tokens: Tokens of the grid.
 
     Returns:
-        The grid of `pretrained_cfg` if it fits, else the model's grid if it fits, else a square, else None.
+        The first of these that has as many tokens: the grid of `pretrained_cfg` if that describes weights, the model's,
+        that of any other `pretrained_cfg`, a square; else None.
     """
+    height, width = model.patch_embed.grid_size
     told = get_pretrained_grid_size(model, patches, num_tokens)
-    height, width = told or model.patch_embed.grid_size
-    side = math.isqrt(num_tokens)
-    if height * width == num_tokens:
+    cfg = getattr(model, 'pretrained_cfg', {})
+    described = any(cfg.get(key) for key in ('file', 'url', 'hf_hub_id'))
+    if height * width == num_tokens and not (described and told):
         return height, width
-    return (side, side) if side * side == num_tokens else None
+    side = math.isqrt(num_tokens)
+    return told or ((side, side) if side * side == num_tokens else None)
 
 
-def resample_rows(x: Tensor, model: Any, patches: Tensor | None, prefix: int) -> Tensor:
+def resample_rows(
+    x: Tensor, model: Any, patches: Tensor | None, prefix: int, grid: tuple[int, int] | None = None
+) -> Tensor:
     """Resample rows (T, n), one per token of a checkpoint, to the model's grid.
 
     Args:
@@ -65,13 +70,16 @@ def resample_rows(x: Tensor, model: Any, patches: Tensor | None, prefix: int) ->
         model: As in `find_grid`.
         patches: As in `find_grid`.
         prefix: Tokens before the grid.
+        grid: (H, W) of the checkpoint if it is known; else that of `find_grid`.
 
     Raises:
         ValueError: the grid of the checkpoint is unknown.
     """
-    grid = find_grid(model, patches, x.shape[0] - prefix)
+    tokens = x.shape[0] - prefix
+    if grid is None or grid[0] * grid[1] != tokens:
+        grid = find_grid(model, patches, tokens)
     if grid is None:
-        raise unknown_grid(x.shape[0] - prefix)
+        raise unknown_grid(tokens)
     return resample_grid(x, model, grid, prefix)
 
 

@@ -1,7 +1,6 @@
 """Capture of the inputs of a model's token mixers in one forward pass."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +8,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from aft_vision.layers import AFTMixer
+from aft_vision.modes import in_evaluation
 
 
 class MixerInputs(NamedTuple):
@@ -119,15 +119,3 @@ def find_mixers(model: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module],
         names = ' or '.join('timm.layers.Attention' if k is Attention else k.__name__ for k in kinds)
         raise ValueError(f'expected a model with token mixers of {names}, got {type(model).__name__}, which has none')
     return mixers
-
-
-@contextmanager
-def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode inside a context."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        if was_training:
-            model.train()

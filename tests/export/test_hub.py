@@ -97,6 +97,12 @@ def test_the_model_card_says_what_the_model_is_and_how_it_is_loaded(tmp_path):
     assert config['pretrained_cfg']['input_size'] == [3, 32, 48]
 
 
+def test_the_model_card_gives_the_last_weights_no_accuracy_of_the_best(tmp_path):
+    checkpoint = {'best_top1': 71.25, 'epoch': 300, 'optimizer': {}}
+    export_hub_folder(make_aft(), tmp_path / 'hub', (32, 48), checkpoint, parts=['code'])
+    assert 'Top-1' not in (tmp_path / 'hub' / 'README.md').read_text()
+
+
 def test_a_folder_says_which_transformers_it_needs(tmp_path):
     pyproject = tomllib.loads((Path(__file__).parents[2] / 'pyproject.toml').read_text())
     [needed] = [x for x in pyproject['project']['optional-dependencies']['text'] if x.startswith('transformers')]

@@ -69,6 +69,19 @@ def test_an_aft_conv_is_timed_against_deit_and_its_other_forms(tmp_path, monkeyp
     assert written == [(deit, fixed, 'conv'), (aft, fixed, 'conv'), (aft, fixed, 'matmul')]
 
 
+def test_a_model_that_has_no_peer_is_an_error():
+    with pytest.raises(ValueError, match='the patches and blocks of a DeiT, got a AFTPyramid'):
+        latency.find_peer(timm.create_model('aft_pyramid_nano', dims=(8, 8, 16, 192), depths=(1, 1, 1, 1)))
+
+
+def test_the_images_have_the_channels_of_the_model(tmp_path, monkeypatch):
+    model, seen = timm.create_model('aft_conv_tiny_k11_h32', **KWARGS, in_chans=1), []
+    monkeypatch.setattr(latency, 'write_peers', lambda *args: {'deit_tiny': tmp_path})
+    monkeypatch.setattr(latency, 'time_files', lambda files, images, *args: seen.append(images.shape))
+    measure_latency(model, tmp_path, tmp_path, Shape((32, 48), fixed_size=True))
+    assert seen == [(1, 1, 32, 48)]
+
+
 def test_too_large_matrices_and_the_own_form_are_left_out(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(latency, 'export_onnx', lambda model, path, shape, **kwargs: written.append(kwargs['form']))

@@ -381,6 +381,34 @@ def test_a_fused_mixer_follows_its_parameters(name: str):
         assert_close(call(mixer, x.float()), call(other, x), 1e-5)
 
 
+@pytest.mark.parametrize('name', ['full', 'conv'])
+def test_a_fused_mixer_follows_parameters_that_a_transform_gives_it(name: str):
+    mixer = randomized(MAKERS[name](dtype=torch.float64)).eval().fuse()
+    others = [randomized(MAKERS[name](dtype=torch.float64), scale=scale).eval() for scale in (0.5, 0.7)]
+    parameters = {
+        key: torch.stack([other.get_parameter(key) for other in others]) for key, _ in mixer.named_parameters()
+    }
+    x = randn(2, 12, 8)
+    with torch.no_grad():
+        found = torch.vmap(lambda each: torch.func.functional_call(mixer, each, (x, GRID)))(parameters)
+        assert_close(found, torch.stack([call(other, x) for other in others]), 1e-12)
+
+
+def test_a_fused_mixer_follows_a_parametrization():
+    mixer = randomized(MAKERS['conv'](dtype=torch.float64)).eval()
+    for key, _ in list(mixer.kernel.named_parameters()):
+        torch.nn.utils.parametrize.register_parametrization(mixer.kernel, key, nn.Identity())
+    mixer.fuse()
+    x = randn(2, 12, 8)
+    with torch.no_grad():
+        before = call(mixer, x)
+        mixer.kernel.parametrizations.gamma.original.mul_(2)
+        after = call(mixer, x)
+        mixer.kernel.unfuse()
+        assert torch.equal(after, call(mixer, x))
+        assert not torch.equal(after, before)
+
+
 # Mixers whose kernels take weights of the bias; the large one has a head per channel.
 WEIGHED: dict[str, Callable[..., AFTMixer]] = {
     **{name: MAKERS[name] for name in ('full', 'full_whole_bias', 'conv')},
@@ -628,6 +656,8 @@ def test_a_block_is_two_residual_branches():
 REJECTED = [
     (ValueError, lambda: AFTAxial(8, num_heads=3), 'num_heads must divide dim = 8, got 3'),
     (ValueError, lambda: AFTAxial(8, window_size=0), 'window_size must be at least 1, got 0'),
+    (ValueError, lambda: AFTAxial(8, window_size=(4, 4, 4)), r'one number, or \(rows, columns\), got \(4, 4, 4\)'),
+    (ValueError, lambda: create_mixer('local', 8, num_tokens=4, window_size=(2, 2)), 'must be one number'),
     (ValueError, lambda: AFTAxial(8)(randn(1, 12, 8).float()), r'AFTAxial needs the token grid \(H, W\)'),
     (TypeError, lambda: create_mixer('simple', 8, local_conv=True), 'local_conv'),
     (ValueError, lambda: AFTConv(8, num_heads=3), 'num_heads must divide dim = 8, got 3'),

@@ -69,6 +69,22 @@ def test_a_number_of_stages_other_than_four_is_an_error():
         timm.create_model('aft_pyramid_nano', **{**SMALL, 'depths': (1, 1, 1)})
 
 
+@pytest.mark.parametrize('name', ['num_heads', 'window_size'])
+def test_a_number_for_each_of_three_stages_is_an_error(name):
+    with pytest.raises(
+        ValueError, match=rf'{name} must be one number, or two for the last two stages, got \(4, 4, 4\)'
+    ):
+        timm.create_model('aft_pyramid_nano', **{**SMALL, name: (4, 4, 4)})
+
+
+def test_the_width_before_a_classifier_that_stays_is_that_of_its_hidden_layer():
+    model = make_model(head_hidden_size=48)
+    model.prune_intermediate_layers([3], prune_head=False)
+    assert model.head_hidden_size == model.forward_head(torch.zeros(1, 16, 2, 2), pre_logits=True).shape[1] == 48
+    model.prune_intermediate_layers([2])
+    assert model.num_features == model.head_hidden_size == 16
+
+
 @pytest.mark.parametrize('global_pool', ['avg', 'max', 'avgmax'])
 def test_a_padded_image_gets_the_logits_that_it_gets_alone(global_pool):
     model = make_model(global_pool=global_pool)

@@ -378,7 +378,7 @@ def test_a_native_checkpoint_passes_the_filter_unchanged():
     state = {key: x for key, x in reversed(model.state_dict().items()) if not key.startswith('head')}
     filtered = checkpoint_filter_fn(state, model)
     assert filtered.keys() == state.keys()
-    assert all(filtered[key] is state[key] for key in state)
+    assert all(torch.equal(filtered[key], state[key]) for key in state)
 
 
 def test_aft_local_is_built_by_the_class():
@@ -459,6 +459,13 @@ def test_a_batch_without_patches_passes_an_attention_block():
     model = make('aft_conv_tiny', num_heads=4, attention_blocks=[1])
     logits = model(images(64, 64), attn_mask=torch.zeros(2, 4, 4, dtype=torch.bool))
     assert_close(logits[0], model.head.bias, 1e-6)
+
+
+def test_a_mask_of_patches_that_training_drops_is_an_error():
+    model, mask = make('aft_simple_tiny', img_size=64, patch_drop_rate=0.5), torch.ones(2, 4, 4, dtype=torch.bool)
+    assert_close(model(images(64, 64), attn_mask=mask), model(images(64, 64)), 1e-5)
+    with pytest.raises(ValueError, match='attn_mask needs patch_drop_rate = 0 in training'):
+        model.train()(images(64, 64), attn_mask=mask)
 
 
 def state_of(name: str, **kwargs: Any) -> dict[str, Tensor]:

@@ -292,6 +292,14 @@ def test_the_largest_difference_of_logits_is_found(channels: int):
     assert all(row['magnitude'] > 0 for row in rows)
 
 
+def test_logits_are_compared_in_evaluation():
+    model = make(drop_rate=0.5).train()
+    assert [row['difference'] for row in compare_logits(model, harden(model), [(16, 16)])] == pytest.approx(
+        [0], abs=1e-5
+    )
+    assert model.training
+
+
 TRAINED = r'expected a model trained with gumbel=True \(AFT Eq. 10\)'
 REJECTED: list[tuple[Callable[[], object], str]] = [
     (lambda: harden(make(gumbel=False)), f"{TRAINED}.* got mixer='conv' with gumbel=False: train it with gumbel=True"),

@@ -14,7 +14,7 @@ from helpers import make_folder
 from aft_vision.evaluate import load_model
 from aft_vision.models.aft_vit import IMAGENETTE
 from aft_vision.models.weight_files import check_checksum
-from tools import imagenette_page, package_weights, publish
+from tools import ablation_page, imagenette_page, package_weights, publish
 
 PAGE = '<!-- runs: of make results -->\n<!-- end -->\nwords\n<!-- search: of make results -->\n<!-- end -->\n'
 DEIT = dict(patch_size=8, embed_dim=16, depth=1, num_heads=4, img_size=[96, 96])
@@ -190,6 +190,31 @@ def test_the_tables_have_the_figures_of_the_runs(data, docs, tmp_path, capsys):
     assert not list(docs.rglob('*.safetensors'))
     publish.main(['--docs', str(docs)])
     assert (docs / imagenette_page.PAGE).read_text() == text
+
+
+def test_ablations_are_kept_apart_and_compared_with_the_row_without_the_change(data, docs, tmp_path):
+    (docs / ablation_page.PAGE).write_text(PAGE)
+    names = {'conv_k11': (60.0, 1), 'conv_k7': (61.0, 1), 'conv_k7_raw': (58.5, 2), 'conv_k3': (57.0, 1)}
+    runs = [
+        make_run(tmp_path / f'{name}_seed0', data, 'aft_simple_nano', SIMPLE, [(50.0, top1)], answer)
+        for name, (top1, answer) in names.items()
+    ]
+    publish.main([*map(str, runs), '--docs', str(docs), '--workers', '0', '--ablation'])
+    assert 'No run has been published yet.' in (docs / imagenette_page.PAGE).read_text()
+    assert not list(docs.rglob('*.safetensors'))
+    text = (docs / ablation_page.PAGE).read_text()
+    titles = [
+        line.split(' | ')[0].strip('| ') for line in text.splitlines() if line.startswith('| ') and '%' not in line
+    ]
+    assert titles == [ablation_page.CHANGES[name].title for name in ('conv_k11', 'conv_k3', 'conv_k7', 'conv_k7_raw')]
+    assert '| 1 | 50.00 | 60.00 | - | - |' in text
+    assert '| 1 | 50.00 | 57.00 | -3.00 | 1.000 |' in text
+    # From kernel 7 with Eq. 8, not from the first row.
+    assert '| 1 | 50.00 | 58.50 | -2.50 | 1.000 |' in text
+    assert '](data/imagenette_ablations/conv_k3_seed0)' in text
+    odd = make_run(tmp_path / 'conv_odd_seed0', data, 'aft_simple_nano', SIMPLE, [(50.0, 50.0)], answer=1)
+    with pytest.raises(ValueError, match='got conv_odd'):
+        publish.main([str(odd), '--docs', str(docs), '--workers', '0', '--ablation'])
 
 
 def test_without_runs_the_page_says_so_and_shows_the_search(docs):
