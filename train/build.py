@@ -151,7 +151,9 @@ def build_loaders(config: Config, world: World) -> Loaders:
 def described_preprocessing(config: Config) -> dict[str, Any]:
     """Return the preprocessing of the validation images as an entry `data_config` of a checkpoint."""
     size = config.data.eval_img_size or config.data.img_size
-    return {'input_size': (3, *size), 'crop_pct': config.data.crop_pct, 'interpolation': 'bicubic'}
+    known = preprocessing_of(config)
+    described = {'input_size': (3, *size), 'crop_pct': known.crop_pct, 'interpolation': 'bicubic'}
+    return {**described, 'mean': tuple(known.mean), 'std': tuple(known.std)}
 
 
 def preprocessing_of(config: Config) -> Preprocessing:

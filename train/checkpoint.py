@@ -192,7 +192,8 @@ def continues(folder: Path, where: str | None) -> bool:
 
 def remove_run(folder: Path) -> None:
     """Remove the files of an earlier run, so that none is mistaken for a new one."""
-    for path in (folder / BEST, *(folder / name for name in RESULTS), *_latest(folder)):
+    diagnoses = folder.glob('nonfinite-*.json')
+    for path in (folder / BEST, *(folder / name for name in RESULTS), *_latest(folder), *diagnoses):
         path.unlink(missing_ok=True)
     for name in ('tensorboard', 'export'):
         shutil.rmtree(folder / name, ignore_errors=True)

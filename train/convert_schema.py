@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from aft_vision.data.ranges import check_ranges, within
-from train.schema import Config, DistillConfig, RegularizeConfig, require
+from train.schema import LR_BATCH_SIZE, Config, DistillConfig, RegularizeConfig, require
 
 STAGES = ('blocks', 'features', 'labels')
 
@@ -70,10 +70,12 @@ class ConvertConfig(Config):
         return found
 
     def _unlabelled(self, epochs: int, lr: float, **kind: Any) -> Config:
+        peak = lr * self.data.batch_size / LR_BATCH_SIZE
+        lowest = {name: min(getattr(self.schedule, name), peak) for name in ('warmup_lr', 'min_lr')}
         taught: dict[str, Any] = {'task_loss_weight': None, 'distill_loss_weight': None, 'temperature': 1.0, **kind}
         return self._stage(
             optim=dataclasses.replace(self.optim, lr=lr),
-            schedule=dataclasses.replace(self.schedule, epochs=epochs, warmup_epochs=0, step='update'),
+            schedule=dataclasses.replace(self.schedule, epochs=epochs, warmup_epochs=0, step='update', **lowest),
             distill=dataclasses.replace(self.distill, **taught),
             regularize=RegularizeConfig(),
         )

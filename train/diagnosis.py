@@ -34,9 +34,9 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
         loss: The loss that was not finite.
 
     Returns:
-        The JSON file: `images` or `windows` (indices into the data set), the first `layer` with an output that is not
-        finite ('' for the images, `teacher...` for a layer of the teacher), `weights` that are not finite, and the
-        ranges of `keys` and position `biases`.
+        The JSON file: `images`, `windows` or `sequences` (indices into the data set), the first `layer` with an output
+        that is not finite ('' for the images, `teacher...` for a layer of the teacher), `weights` that are not finite,
+        and the ranges of `keys` and position `biases`.
     """
     reached = state.progress
     world = state.world

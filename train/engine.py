@@ -54,7 +54,9 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
                 loss = state.task(inputs, targets)['loss'] / count
             # It depends only on the weights, so it is added in one part of the update.
             penalty = state.regularization.penalty() if done == count else 0.0
-            state.scaler.scale(loss + penalty).backward()
+            scaled = state.scaler.scale(loss + penalty)
+            # timm's mark of AdaHessian.
+            scaled.backward(create_graph=getattr(optimizer, 'is_second_order', False))
         total += loss.detach()
     if done < count:
         return None
@@ -130,11 +132,15 @@ def train_one_epoch(
         if spent:
             break
         lr = _rate(state)
+        # Running statistics of a batch that is skipped are not finite.
+        buffers = [(x, x.clone()) for x in state.model.buffers()] if state.config.run.skip_nonfinite else []
         start = time.perf_counter()
         try:
             loss = train_step(state, islice(batches, state.config.optim.accumulate))
         except NonFiniteLossError as error:
             skip_update(state, loader, error.args[0], folder)
+            for buffer, before in buffers:
+                buffer.copy_(before)
             continue
         if loss is None:
             break
@@ -186,12 +192,16 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
     if not state.is_spent():
         # A continued run that ended within an epoch has a row for this epoch already.
         reached.history = [row for row in reached.history if row['epoch'] < reached.epoch]
-    with _until_signal(state, saver) as after_update, RunLog(saver.folder, state, run.tensorboard) as log:
+    with (
+        _until_signal(state, saver) as (after_update, stop_if_asked),
+        RunLog(saver.folder, state, run.tensorboard) as log,
+    ):
         for epoch in range(reached.epoch, schedule.epochs):
-            if _is_complete(state):
+            if is_complete(state):
                 break
             if loaders.is_stream and reached.updates_of_epoch:
                 reached.restart_epoch()
+                state.set_rate()
             loaders.set_epoch(epoch, reached.updates_of_epoch)
             trained = train_one_epoch(state, loaders.train, log, progress, after_update, saver.folder)
             spent = state.is_spent()
@@ -208,10 +218,12 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
                 tqdm.write(_epoch_line(state))
             _keep_best(state, evaluated, saver)
             saver.save_last(state)
+            # It may have come during the evaluation.
+            stop_if_asked()
     return state
 
 
-def _is_complete(state: TrainState) -> bool:
+def is_complete(state: TrainState) -> bool:
     """Return whether the budget of a run is used up and its last updates are in its history."""
     reached = state.progress
     measured = not reached.epoch_done or any(row['epoch'] == reached.epoch for row in reached.history)
@@ -219,22 +231,31 @@ def _is_complete(state: TrainState) -> bool:
 
 
 @contextlib.contextmanager
-def _until_signal(state: TrainState, saver: Saver) -> Iterator[Callable[[], None]]:
-    """Yield the function to call after every update; it saves when due and stops after a signal."""
+def _until_signal(state: TrainState, saver: Saver) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+    """Yield the functions to call after every update, and after every epoch, which is saved.
+
+    The first one saves when due; both stop after a signal.
+    """
     with catch_signals() as received:
 
-        def after_update() -> None:
+        def asked() -> int:
             # The processes must stop after the same update, and with the same exit code: a launcher that returns the
             # highest one must return that of the signal.
-            number = state.world.largest(received[0] if received else 0)
-            if number or saver.is_due():
-                saver.save_last(state)
+            return state.world.largest(received[0] if received else 0)
+
+        def stop(number: int) -> None:
             if number:
                 # A launcher may kill all processes when one has ended, so wait until the first one has saved.
                 state.world.wait()
                 stop_run(number, state.progress.updates, saver.experiment)
 
-        yield after_update
+        def after_update() -> None:
+            number = asked()
+            if number or saver.is_due():
+                saver.save_last(state)
+            stop(number)
+
+        yield after_update, lambda: stop(asked())
 
 
 def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:

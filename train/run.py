@@ -11,7 +11,7 @@ from train.checkpoint import Saver, continues, holds_run, remove_run, resume
 from train.config import save_config
 from train.convert_schema import STAGES
 from train.distributed import World
-from train.engine import fit
+from train.engine import fit, is_complete
 from train.schema import Experiment
 from train.state import TrainState
 from train.throughput import measure_throughput, settle_buckets
@@ -71,6 +71,11 @@ def train_run(
                 f'expected all processes to resume from the same checkpoint, but process {world.rank} has epoch '
                 f'{reached.epoch}, update {reached.updates}; run.resume={run.resume} must be the same on all nodes'
             )
+        if not continues(run_dir, run.resume) and is_complete(state):
+            raise ValueError(
+                f'expected a run that is not complete, got run.resume={run.resume}; a longer schedule goes on with it, '
+                'run.init_from starts from its weights'
+            )
     if world.is_primary:
         _begin(run_dir, state)
     settle_buckets(state)
@@ -112,6 +117,8 @@ def _begin(run_dir: Path, state: TrainState) -> None:
     """Create the folder of the run, write the experiment into it, and print the model."""
     # The curves are drawn at the end; report a missing package now.
     new_figure(1, 1)
+    # Again: a run that another process began and ended since then is not to be removed.
+    check_run_dir(run_dir, state.config)
     run_dir.mkdir(parents=True, exist_ok=True)
     if not continues(run_dir, state.config.run.resume):
         remove_run(run_dir)

@@ -50,8 +50,11 @@ def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any
         if key in schedule and schedule[key] > peak > 0:
             # Scale it with the peak rate.
             level = level_of(layers, f'schedule.{key}')
-            before = {name: value_at(layers, name, level, OmegaConf.select(defaults, name)) for name in because}
-            share = schedule[key] / (math.prod(before.values()) / (LR_BATCH_SIZE if by_batch else 1))
+            before = [
+                _typed(config, name, value_at(layers, name, level, OmegaConf.select(defaults, name)))
+                for name in because
+            ]
+            share = schedule[key] / (math.prod(before) / (LR_BATCH_SIZE if by_batch else 1))
             value = min(float(f'{share * peak:.3g}'), peak)
             change('schedule', key, value, f'as the peak rate is {peak:.3g}', *because)
     if 'train_sizes' in data and data.train_sizes is not None:
@@ -70,6 +73,12 @@ def check_warmup(warmup_updates: int, updates: int) -> None:
             f'note: the run has {updates} updates and ends at {share}, as schedule.warmup_updates = {warmup_updates}; '
             f'set schedule.warmup_updates={_shorter(updates)}'
         )
+
+
+def _typed(config: Any, name: str, value: Any) -> Any:
+    """Return a value of a layer as the type of its key, with what it refers to."""
+    section, _, key = name.partition('.')
+    return OmegaConf.select(OmegaConf.merge(config, {section: {key: value}}), name)
 
 
 def _shorter(updates: int) -> int:

@@ -68,6 +68,8 @@ def unknown(key: str, value: Any, valid: Iterable[str], kind: str) -> str:
 def unknown_key(key: str, value: Any, keys: Iterable[str]) -> str:
     """Return an error message for an unknown key, with the nearest `section.key` or the trainer of its section."""
     keys, section = list(keys), key.partition('.')[0]
+    if key in keys:
+        return f'{key} = {value!r} is not an argument of this model'
     if section in SECTIONS and section not in keys:
         return f'{key} = {value!r} is not a key; the section {section} is one of python -m {SECTIONS[section]}'
     return f'{key} = {value!r} is not a key; the nearest is {nearest_key(key, keys)}'

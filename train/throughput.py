@@ -146,7 +146,8 @@ def _bare_update(state: TrainState, parts: Sequence[Batch]) -> None:
     state.optimizer.zero_grad(set_to_none=True)
     for batch in parts:
         _pass(state, batch)
-    state.optimizer.step()
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
 
 
 def _pass(state: TrainState, batch: Batch) -> None:

@@ -378,6 +378,19 @@ def test_least_rates_keep_their_proportion_to_a_lower_peak(tmp_path, capsys):
         load_config(file, ['optim.lr=1e-5', 'schedule.min_lr=1'])
 
 
+def test_least_rates_keep_their_proportion_to_values_in_quotes_and_of_other_keys(tmp_path):
+    file = tmp_path / 'file.yaml'
+    data = 'data: {batch_size: "${optim.accumulate}"}\n'
+    data += 'augment: {mix_prob: 0}\n'
+    file.write_text(VIT + data + 'optim: {lr: "1.0e-3", accumulate: 512}\nschedule: {min_lr: 1.0e-3}\n')
+    assert load_config(file, ['optim.lr=1e-5']).schedule.min_lr == pytest.approx(1e-5)
+
+
+def test_an_argument_of_another_model_is_not_suggested(vit_file):
+    with pytest.raises(ValueError, match=r'model\.embed_dim = 64 is not an argument of this model'):
+        load_config(vit_file, ['model.name=aft_pyramid_nano', 'model.embed_dim=64'])
+
+
 def test_one_number_is_both_sides_of_an_image(vit_file):
     data = load_config(vit_file, ['data.img_size=32', 'data.eval_img_size=64']).data
     assert (data.img_size, data.eval_img_size) == ((32, 32), (64, 64))

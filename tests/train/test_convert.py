@@ -196,6 +196,12 @@ def test_a_classifier_of_the_classes_in_another_order_is_not_copied(arguments, t
     assert 'vit is not copied: expected the classes of the model' in capsys.readouterr().out
 
 
+def test_rates_of_a_stage_below_those_of_the_schedule_are_its_own(arguments, tmp_path):
+    lower = ['convert.features_epochs=0', 'convert.fine_tune=none', 'convert.blocks_lr=1e-6', 'schedule.min_lr=1e-5']
+    main([*arguments, *lower, f'run.dir={tmp_path}'])
+    assert load_config(tmp_path / 'blocks' / 'config.yaml').schedule.min_lr == pytest.approx(1e-6 * 20 / 512)
+
+
 def test_the_copy_has_the_preprocessing_of_the_stages(arguments, tmp_path):
     only = ['convert.blocks_epochs=0', 'convert.features_epochs=0', 'data.crop_pct=0.5', f'run.dir={tmp_path}']
     main([*arguments, *only])

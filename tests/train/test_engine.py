@@ -442,6 +442,24 @@ def test_some_updates_without_a_finite_loss_are_left_out(tmp_path):
         train_one_epoch(make_state(run=RunConfig(skip_nonfinite=1)), broken, progress=False, folder=tmp_path)
 
 
+def test_statistics_of_a_batch_that_is_left_out_are_not_kept(tmp_path):
+    broken = make_batches()
+    break_batch(2, broken)
+    model = nn.Sequential(nn.BatchNorm2d(3), *make_model())
+    train_one_epoch(make_state(model, run=RunConfig(skip_nonfinite=1)), broken, progress=False, folder=tmp_path)
+    other = make_state(nn.Sequential(nn.BatchNorm2d(3), *make_model()))
+    other.model.train()
+    train(other, broken[:2] + broken[3:])
+    assert all(x.isfinite().all() for x in model.buffers())
+    torch.testing.assert_close(list(model.buffers()), list(other.model.buffers()), rtol=0, atol=0)
+
+
+def test_an_optimizer_of_second_order_gets_its_graph():
+    state = make_state(optim=OptimConfig(name='adahessian', lr=0.064))
+    first, *_, last = train(state, make_batches())
+    assert last < first
+
+
 def test_weights_that_have_diverged_replace_no_checkpoint(tmp_path):
     state = make_state(schedule=ScheduleConfig(epochs=1, warmup_epochs=0))
     run(state, tmp_path)

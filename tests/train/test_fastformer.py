@@ -250,7 +250,9 @@ def test_finished_seeds_are_taken_over_with_files_elsewhere_and_other_workers(tr
     assert fastformer.main([*arguments(Path(moved), tmp_path / 'run'), *more]) == summary
 
 
-@pytest.mark.parametrize('change', ['data.split_seed=1', 'data.valid_share=0.2', 'data.max_texts=40'])
+@pytest.mark.parametrize(
+    'change', ['data.split_seed=1', 'data.valid_share=0.2', 'data.max_texts=40', 'data.text_columns=[label,text]']
+)
 def test_a_model_is_not_evaluated_on_texts_that_it_may_have_been_trained_on(trained, pairs, change):
     key = change.partition('=')[0]
     with pytest.raises(ValueError, match=f'expected {key} = .* as in .*, or texts of training may be evaluated'):

@@ -13,6 +13,7 @@ from timm.utils import AverageMeter, accuracy
 
 from aft_vision.evaluate import load_model
 from aft_vision.visualize import draw_history
+from train import imagenet
 from train.build import build_evaluation
 from train.config import load_config
 from train.distributed import World
@@ -64,6 +65,29 @@ def test_a_folder_that_holds_a_run_is_left_alone(few, run_dir):
     with pytest.raises(FileExistsError, match=r'run\.overwrite=true'):
         main([*ONE_EPOCH, *few, f'run.dir={run_dir}'])
     assert (run_dir / 'last.pth').read_bytes() == before
+
+
+def test_a_run_that_ended_while_another_began_is_left_alone(few, tmp_path, monkeypatch):
+    folder, original = tmp_path / 'run', imagenet.build_loaders
+
+    def build_loaders(config, world):
+        if config.run.seed == 1:
+            main([*ONE_EPOCH, *few, f'run.dir={folder}'])
+        return original(config, world)
+
+    monkeypatch.setattr(imagenet, 'build_loaders', build_loaders)
+    with pytest.raises(FileExistsError, match=r'run\.overwrite=true'):
+        main([*ONE_EPOCH, *few, f'run.dir={folder}', 'run.seed=1'])
+    assert load_config(folder / 'config.yaml').run.seed == 0
+    assert (folder / 'best.pth').exists()
+
+
+def test_the_normalisation_of_training_is_that_of_the_saved_model(few, tmp_path):
+    overlay = 'model.pretrained_cfg_overlay={mean: [0.1, 0.2, 0.3], std: [0.5, 0.6, 0.7]}'
+    main([*ONE_EPOCH, *few, f'run.dir={tmp_path}', overlay])
+    for model in (load_model(tmp_path), load_model(tmp_path / 'export')):
+        assert tuple(model.pretrained_cfg['mean']) == (0.1, 0.2, 0.3)
+        assert tuple(model.pretrained_cfg['std']) == (0.5, 0.6, 0.7)
 
 
 def test_a_model_of_fixed_input_size_is_built_for_the_size_of_the_data(few, tmp_path):

@@ -1,5 +1,6 @@
 """A run that is interrupted and resumed ends with the same bits as one that is not."""
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from helpers import CLOTHING, digest, interrupt_at, link_photographs, losses, make_folder
 from small_runs import RECIPE, SMALL, assert_same_results
 
+from train import engine
 from train.distributed import World
 from train.imagenet import main
 
@@ -46,6 +48,27 @@ def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(small, update, who
     assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == update
     state = main(arguments)
     assert state.progress.updates == 6
+    assert_same_results(tmp_path, whole)
+
+
+@pytest.mark.parametrize('epoch', [1, 2])
+def test_a_signal_during_an_evaluation_stops_the_run_after_it(small, epoch, whole, tmp_path, monkeypatch):
+    arguments = [*small, 'run.resume=auto', f'run.dir={tmp_path}']
+    original, calls = engine.evaluate_all, []
+
+    def evaluate_all(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == epoch:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, 'evaluate_all', evaluate_all)
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == 3 * epoch
+    main(arguments)
     assert_same_results(tmp_path, whole)
 
 
@@ -137,6 +160,12 @@ def test_a_run_may_go_on_from_another_folder_for_more_epochs(small, whole, tmp_p
     assert 'now with schedule.epochs = 3, was 2' in shown
     assert 'now with optim.accumulate = 1, was 2' in shown
     assert 'data.dir' not in shown
+
+
+def test_a_complete_run_does_not_go_on_in_another_folder(small, whole, tmp_path):
+    with pytest.raises(ValueError, match=rf'a run that is not complete, got run\.resume={whole}; a longer schedule'):
+        main([*small, f'run.resume={whole}', f'run.dir={tmp_path / "run"}'])
+    assert not (tmp_path / 'run').exists()
 
 
 def test_a_run_does_not_go_on_in_the_folder_of_another(small, whole, tmp_path):

@@ -60,6 +60,12 @@ def test_measuring_changes_neither_weights_nor_running_statistics(small):
     assert all(parameter.grad is None for parameter in state.model.parameters())
 
 
+def test_the_bare_update_with_float16_is_one_of_the_weights(small):
+    state, loaders = prepare(*small, 'run.amp=float16', 'optim.name=sgd', 'optim.lr=0.1')
+    measure_overhead(state, next(iter(loaders.train)), rounds=3)
+    assert all(parameter.isfinite().all() for parameter in state.model.parameters())
+
+
 def test_the_slower_of_loader_and_model_is_named():
     assert str(Throughput(100, 200, 90)).endswith('the loader limits the run')
     assert str(Throughput(300, 200, 190)).endswith('the model limits the run')

@@ -34,7 +34,7 @@ def load_text_config(path: str | Path, overrides: Sequence[str] = ()) -> TextCon
     task = next((layer['task'] for _, layer in reversed(layers) if 'task' in layer), 'classification')
     optimizers = (name.value for name in OptimizerNames)
     with naming_sources(path, layers):
-        if task not in TASKS:
+        if not isinstance(task, str) or task not in TASKS:
             raise ValueError(unknown('task', task, TASKS, 'a task'))
         keys = all_keys(TASKS[task].schema, text_model_schema())
         built = build_config(layers, TASKS[task].schema, optimizers, keys)

@@ -130,10 +130,12 @@ class StopAfterSignal(TrainerCallback):
         # The largest signal of any process, so that all end with the same exit code.
         self.stopping = 0
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        number = torch.tensor(self.received[:1] or [0], device=args.device)
+    def _asked(self, args: TrainingArguments) -> int:
         # The processes must stop after the same update.
-        self.stopping = int(gather(number).max())
+        return int(gather(torch.tensor(self.received[:1] or [0], device=args.device)).max())
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.stopping = self._asked(args)
         # After the last update of an epoch the checkpoint is written when that is evaluated.
         if self.stopping and not float(state.epoch or 0).is_integer() and state.global_step < state.max_steps:
             control.should_save = self.saving = True
@@ -144,7 +146,9 @@ class StopAfterSignal(TrainerCallback):
         self.saving = bool(self.stopping)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.saving:
+        # It may have come during the evaluation.
+        self.stopping = self.stopping or self._asked(args)
+        if self.saving or self.stopping:
             # torchrun ends the others when one process has ended: each must have written its part.
             PartialState().wait_for_everyone()
             stop_run(self.stopping, state.global_step, self.config)
