@@ -13,7 +13,7 @@ from tools.pages import row_title, spread, wrap, write_blocks
 from tools.paired import mcnemar, paired_t
 from tools.results import read_config, read_json
 
-PAGE, PICTURE = 'imagenette.md', 'imagenette_runs.png'
+PAGE, PICTURE, DATA = 'imagenette.md', 'imagenette_runs.png', 'imagenette'
 REFERENCE = 'deit'
 MARKS = (60, 70, 75)
 
@@ -36,7 +36,7 @@ class Run:
     @property
     def average(self) -> float:
         """Return the top-1 of the moving average in percent, or of the weights if there is none."""
-        return self.history[-1].get('eval_ema_top1', self.top1)
+        return averaged_top1(self.history[-1])
 
     @property
     def right(self) -> list[bool]:
@@ -60,7 +60,7 @@ class Run:
         seconds = 0.0
         for row in self.history:
             seconds += row['train_seconds']
-            if max(row['eval_top1'], row.get('eval_ema_top1', 0.0)) >= mark:
+            if max(row['eval_top1'], averaged_top1(row)) >= mark:
                 return seconds
         return math.nan
 
@@ -87,6 +87,12 @@ class Row:
         return [figure(run) for run in self.runs]
 
 
+def averaged_top1(row: dict[str, float]) -> float:
+    """Return the top-1 of the moving average after an epoch in percent, or of the weights if there is none."""
+    average = row.get('eval_ema_top1', math.nan)
+    return row['eval_top1'] if math.isnan(average) else average
+
+
 def write_page(docs: Path) -> None:
     """Write the blocks between the markers of the page, and its picture.
 
@@ -96,7 +102,7 @@ def write_page(docs: Path) -> None:
     Raises:
         ValueError: the page lacks a marker.
     """
-    rows = read_rows(docs / 'data' / 'imagenette')
+    rows = read_rows(docs / 'data' / DATA)
     search = format_search(docs / 'data' / 'imagenette_search')
     write_blocks(docs / PAGE, runs=format_runs(rows), search=search)
     if rows:
@@ -148,18 +154,18 @@ def format_runs(rows: Sequence[Row]) -> str:
     )
     about_cost = (
         'images/s and MB (peak of the process) are of training, seconds those of training alone, until the weights or '
-        f'their average first had that top-1 after an epoch. {describe_origin(runs)}'
+        f'their average first had that top-1 after an epoch. {describe_origin(runs, DATA)}'
     )
     picture = f'![Top-1 by epoch and by minutes of training](../images/{PICTURE})'
     return '\n'.join([*accuracy, '', wrap(about_accuracy), '', *cost, '', wrap(about_cost), '', picture, ''])
 
 
-def describe_origin(runs: Sequence[Run]) -> str:
-    """Name the processors, the commits and the folders of the data."""
+def describe_origin(runs: Sequence[Run], data: str) -> str:
+    """Name the processors, the commits and the folders of the runs in the folder of this name."""
     results = [run.result for run in runs]
     commits, processors = (sorted(set(found)) for found in zip(*map(describe_training, results), strict=True))
     words = '; '.join(commits)
-    folders = ', '.join(f'[{run.row}&nbsp;{run.seed}](data/imagenette/{run.row}_seed{run.seed})' for run in runs)
+    folders = ', '.join(f'[{run.row}&nbsp;{run.seed}](data/{data}/{run.row}_seed{run.seed})' for run in runs)
     return f'{"; ".join(processors)}. {words[0].upper()}{words[1:]}. Every run: {folders}.'
 
 
@@ -174,8 +180,7 @@ def format_accuracy(row: Row, rows: Sequence[Row]) -> str:
     cells = [row.title, str(row.epochs), str(len(row.runs))]
     cells += [spread(row.values(lambda run: run.top1)), spread(row.values(lambda run: run.average))]
     reference = next((other for other in rows if is_reference(other) and other.epochs == row.epochs), None)
-    seeds = {run.seed: run for run in reference.runs} if reference else {}
-    pairs = [(run, seeds[run.seed]) for run in row.runs if run.seed in seeds]
+    pairs = pair_runs(row, reference)
     if not pairs or reference is row:
         return f'| {" | ".join([*cells, "-", "-", "-"])} |'
     differences = [run.average - other.average for run, other in pairs]
@@ -183,6 +188,12 @@ def format_accuracy(row: Row, rows: Sequence[Row]) -> str:
     return (
         f'| {" | ".join([*cells, f"{statistics.fmean(differences):+.2f}", format_p(paired_t(differences)), images])} |'
     )
+
+
+def pair_runs(row: Row, reference: Row | None) -> list[tuple[Run, Run]]:
+    """Return the runs of a row, each with that of the reference of the same seed, where there is one."""
+    seeds = {run.seed: run for run in reference.runs} if reference else {}
+    return [(run, seeds[run.seed]) for run in row.runs if run.seed in seeds]
 
 
 def format_cost(row: Row) -> str:
@@ -212,7 +223,7 @@ def format_search(data: Path) -> str:
     for (model, _, rate), path in sorted(found, key=lambda each: (each[0][0], float(each[0][2]))):
         last = read_history(path)[-1]
         cells = [row_title(model), f'[{rate}](data/{data.name}/{path.name})']
-        lines.append(f'| {" | ".join(cells)} | {last["eval_top1"]:.1f} % | {last["eval_ema_top1"]:.1f} % |')
+        lines.append(f'| {" | ".join(cells)} | {last["eval_top1"]:.1f} % | {averaged_top1(last):.1f} % |')
     return '\n'.join([*lines, ''])
 
 
@@ -222,7 +233,7 @@ def draw_runs(rows: Sequence[Row]) -> Any:
     panels = figure.subplots(1, 2, sharey=True)
     for number, row in enumerate(rows):
         for run in row.runs:
-            top1 = [each.get('eval_ema_top1', each['eval_top1']) for each in run.history]
+            top1 = [averaged_top1(each) for each in run.history]
             minutes = [sum(each['train_seconds'] for each in run.history[: i + 1]) / 60 for i in range(len(top1))]
             for axes, places in zip(panels, (range(1, len(top1) + 1), minutes), strict=True):
                 label = f'{row.title}, {row.epochs} epochs' if run is row.runs[0] else None

@@ -1,6 +1,7 @@
-"""Publish finished runs of configs/small/imagenette.yaml, and write the tables and the picture of their page.
+"""Publish finished runs of configs/small/imagenette.yaml, and write the tables and the picture of their pages.
 
 python -m tools.publish RUN [--row NAME] [--package]
+python -m tools.publish RUN ... --ablation
 python -m tools.publish [RUN ...]
 
 RUN is the folder of a complete run of train.imagenet, named after its row, learning rate and seed, such as
@@ -13,7 +14,9 @@ without them the page and the card say where it was published.
 --package also puts the weights of RUN into the package, with a model card: aft_vision/weights/NAME.TAG.safetensors,
 which `timm.create_model(NAME, pretrained=True)` then loads.
 
-Without RUN only docs/results/imagenette.md and its picture are written, from what is in the folder of the data.
+--ablation keeps the results of runs that change AFT-conv for docs/results/ablations.md, without weights.
+
+Without RUN only the pages and the picture are written, from what is in the folders of the data.
 """
 
 import argparse
@@ -42,6 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--workers', type=parse_count, default=1, help='decoding processes (default: 1)')
     add('--no-weights', dest='weights', action='store_false', help='publish the results only')
     add('--package', action='store_true', help='put the weights of one RUN into the package')
+    add('--ablation', action='store_true', help='keep the results for the table of ablations, without weights')
     add_origin(parser, 'training')
     add_device(parser)
     args = parser.parse_args(argv)
@@ -49,8 +53,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f'--row and --package belong to one RUN, got {len(args.runs)}')
     if args.row and not re.fullmatch(r'\w[\w.-]*', args.row):
         parser.error(f'--row must be the name of a folder, of letters, digits and ".", "_" and "-", got {args.row!r}')
-    if args.package and not args.weights:
-        parser.error('--package needs the weights, got --no-weights')
+    if args.package and not (args.weights and not args.ablation):
+        parser.error(f'--package needs the weights, got {"--ablation" if args.ablation else "--no-weights"}')
     return args
 
 
@@ -70,25 +74,31 @@ from aft_vision.evaluate import check_classes, evaluate_all, load_model, read_ch
 from aft_vision.export import export_model
 from aft_vision.files import LAST
 from aft_vision.visualize import read_history
-from tools.imagenette_page import write_page
+from tools import ablation_page, imagenette_page
 from tools.machine import describe_processor, read_commit
 from tools.package_weights import package
-from tools.results import flatten_config, read_config
+from tools.results import flatten_config, read_config, read_json
+
+RESULT = 'result.json'
 
 
 def main(argv: Sequence[str] | None = None) -> list[Path]:
     """Publish the runs, write the page, and return the folders of the published runs.
 
     Raises:
-        ValueError: a run is not complete, is not the one kept of that row and seed, or keeps the shapes of images;
-            the data set is another one; or the weights may not be packaged.
+        ValueError: a run is not complete, is not the one kept of that row and seed, is no row of the ablations, or
+            keeps the shapes of images; the data set is another one; or the weights may not be packaged.
     """
     args = parse_args(argv)
+    for page in (imagenette_page, ablation_page) if args.ablation else (imagenette_page,):
+        if not (args.docs / page.PAGE).is_file():
+            raise ValueError(f'expected the page {args.docs / page.PAGE}, got no such file; give its folder by --docs')
     folders = [publish(run, args) for run in args.runs]
     if args.package:
         print(f'{package(folders[0])} is written: commit it with its model card')
-    write_page(args.docs)
-    print(f'{args.docs / "imagenette.md"} is written')
+    for page in (imagenette_page, ablation_page):
+        page.write_page(args.docs)
+    print(f'{args.docs / imagenette_page.PAGE} is written')
     return folders
 
 
@@ -96,11 +106,20 @@ def publish(run: Path, args: argparse.Namespace) -> Path:
     """Write what is kept of a run and return its folder."""
     config, content = read_run(run)
     row = args.row or re.sub(r'(_\d+(\.\d+)?e-\d+)?(_seed\d+)?$', '', run.resolve().name)
-    folder = args.docs / 'data' / 'imagenette' / f'{row}_seed{config["run"]["seed"]}'
+    data = ablation_page.DATA if args.ablation else imagenette_page.DATA
+    if args.ablation and row not in ablation_page.CHANGES:
+        raise ValueError(f'expected one of the rows {", ".join(ablation_page.CHANGES)}, got {row}: name it by --row')
+    folder = args.docs / 'data' / data / f'{row}_seed{config["run"]["seed"]}'
     kept = without_places(config)
-    check_same_run(folder, kept)
+    check_same_run(folder, kept, run / 'summary.csv')
     models = load_weights(run, content)
     right, top1 = answer(models, config, args)
+    for other in (each for row in imagenette_page.read_rows(folder.parent) for each in row.runs):
+        if len(other.right) != len(right['weights']):
+            raise ValueError(
+                f'expected answers to {len(other.right)} images, as {other.row} with seed {other.seed} has, got '
+                f'{len(right["weights"])}: --data must be the data set of the other runs'
+            )
     history = read_history(run / 'summary.csv')
     last = {'weights': history[-1]['eval_top1'], 'average': history[-1].get('eval_ema_top1', -1.0)}
     best = max(models, key=lambda name: last[name])
@@ -109,14 +128,14 @@ def publish(run: Path, args: argparse.Namespace) -> Path:
         'best': best,
         'top1_float16': top1,
         'right': right,
-        **describe_training(args),
+        **describe_training(args, folder),
     }
     with replacing_folder(folder) as written:
-        if args.weights:
+        if args.weights and not args.ablation:
             export_model(models[best].half(), written, content['class_names'], content['data_config'])
         shutil.copy(run / 'summary.csv', written)
         (written / 'config.yaml').write_text(yaml.safe_dump(kept, sort_keys=False))
-        (written / 'result.json').write_text(json.dumps(result, indent=1) + '\n')
+        (written / RESULT).write_text(json.dumps(result, indent=1) + '\n')
     found = ', '.join(f'{name} {value:.2f} %' for name, value in top1.items())
     print(f'{folder} is written: top-1 in float16: {found}; the better in the last epoch: {best}')
     return folder
@@ -163,8 +182,12 @@ def _shorten(value: Any) -> Any:
     return value if found is None else f'{found[1] or ""}{Path(found[2]).name}'
 
 
-def check_same_run(folder: Path, config: dict[str, Any]) -> None:
-    """Raise a ValueError if the folder holds a run with another config, wherever the two and their data were."""
+def check_same_run(folder: Path, config: dict[str, Any], summary: Path) -> None:
+    """Raise a ValueError if the folder holds another run than that of a config, wherever the two and their data were.
+
+    Args:
+        summary: Figures of every epoch, which differ where only the places of files in the configs do.
+    """
     path = folder / 'config.yaml'
     if not path.is_file():
         return
@@ -175,6 +198,11 @@ def check_same_run(folder: Path, config: dict[str, Any]) -> None:
                 f'expected the run of {folder} again, got one with {key}={now.get(key)} instead of {before.get(key)}: '
                 'give it another row by --row NAME, or remove that folder'
             )
+    if (folder / summary.name).read_bytes() != summary.read_bytes():
+        raise ValueError(
+            f'expected the run of {folder} again, got one with other figures in {summary}: give it another row by '
+            '--row NAME, or remove that folder'
+        )
 
 
 @contextlib.contextmanager
@@ -237,13 +265,16 @@ def answer(
     return right, {name: each['top1'] for name, each in zip(models, metrics, strict=True)}
 
 
-def describe_training(args: argparse.Namespace) -> dict[str, str]:
-    """Return where a run was trained, as far as it was said, and otherwise where it is published."""
-    commit = {'commit': args.commit} if args.commit else {'published_at': read_commit()}
-    place = {'processor': args.processor}
-    if not args.processor:
-        place = {'published_on': describe_processor(resolve_device(args.device))}
-    return commit | place
+def describe_training(args: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """Return where a run was trained, as far as it is said now or in its folder, else where it is published."""
+    before = read_json(folder / RESULT) if (folder / RESULT).is_file() else {}
+    commit, processor = args.commit or before.get('commit'), args.processor or before.get('processor')
+    return {
+        **({'commit': commit} if commit else {'published_at': read_commit()}),
+        **(
+            {'processor': processor} if processor else {'published_on': describe_processor(resolve_device(args.device))}
+        ),
+    }
 
 
 if __name__ == '__main__':

@@ -169,6 +169,49 @@ def test_the_place_of_training_is_only_named_where_it_is_known(data, docs, tmp_p
     assert 'published on This. Published at commit abc. Every run' in (docs / imagenette_page.PAGE).read_text()
     publish.main([*arguments, '--commit', 'def', '--processor', 'That'])
     assert ' That. Commit def. Every run' in (docs / imagenette_page.PAGE).read_text()
+    publish.main(arguments)
+    assert ' That. Commit def. Every run' in (docs / imagenette_page.PAGE).read_text()
+
+
+def test_a_run_of_the_same_config_does_not_replace_another(data, docs, tmp_path):
+    run = make_run(tmp_path / 'conv_seed0', data, 'aft_simple_nano', SIMPLE, [(60.0, 65.0)], answer=3)
+    arguments = ['--docs', str(docs), '--workers', '0', '--no-weights']
+    (folder,) = publish.main([str(run), *arguments])
+    before = (folder / 'summary.csv').read_bytes()
+    (tmp_path / 'again').mkdir()
+    again = make_run(tmp_path / 'again' / 'conv_seed0', data, 'aft_simple_nano', SIMPLE, [(61.0, 65.0)], answer=3)
+    with pytest.raises(ValueError, match='got one with other figures'):
+        publish.main([str(again), *arguments])
+    assert (folder / 'summary.csv').read_bytes() == before
+
+
+def test_a_run_on_another_number_of_images_is_not_published(data, docs, tmp_path):
+    arguments = ['--docs', str(docs), '--workers', '0', '--no-weights']
+    run = make_run(tmp_path / 'deit_seed0', data, 'deit_tiny_patch16_224', DEIT, [(60.0, 65.0)], answer=3)
+    publish.main([str(run), *arguments])
+    more = make_folder(tmp_path / 'more', {'val': list(IMAGENETTE)}, images=2, size=(96, 96))
+    run = make_run(tmp_path / 'conv_seed0', more, 'aft_simple_nano', SIMPLE, [(60.0, 65.0)], answer=3)
+    with pytest.raises(ValueError, match='expected answers to 10 images, as deit with seed 0 has, got 20'):
+        publish.main([str(run), *arguments])
+    assert not (docs / 'data' / 'imagenette' / 'conv_seed0').exists()
+
+
+@pytest.mark.parametrize('more', [[], ['--ablation']])
+def test_a_run_is_not_published_without_its_page(more, data, docs, tmp_path):
+    run = make_run(tmp_path / 'conv_k3_seed0', data, 'aft_simple_nano', SIMPLE, [(60.0, 65.0)], answer=3)
+    (docs / imagenette_page.PAGE).rename(docs / ('other.md' if not more else imagenette_page.PAGE))
+    with pytest.raises(ValueError, match=r'expected the page .*(imagenette|ablations)\.md, got no such file'):
+        publish.main([str(run), '--docs', str(docs), *more])
+    assert not list((docs / 'data').rglob('result.json'))
+
+
+def test_the_average_of_a_run_without_one_is_that_of_the_weights(data, docs, tmp_path):
+    nan = float('nan')
+    run = make_run(tmp_path / 'simple_seed0', data, 'aft_simple_nano', SIMPLE, [(50.0, nan), (60.0, nan)], answer=3)
+    content = torch.load(run / 'last.pth', weights_only=True)
+    torch.save({**content, 'ema_state_dict': None}, run / 'last.pth')
+    publish.main([str(run), '--docs', str(docs), '--workers', '0', '--no-weights'])
+    assert '| AFT-simple | 2 | 1 | 60.00 | 60.00 | - | - | - |' in (docs / imagenette_page.PAGE).read_text()
 
 
 def test_the_tables_have_the_figures_of_the_runs(data, docs, tmp_path, capsys):
