@@ -20,7 +20,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser, add_sampling
+from tools.arguments import CommandParser, add_sampling, parse_positive
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,15 +34,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--indices', type=int, nargs='+', help='indices of the images of --data (default: the first 8)')
     halves = 'top-half, bottom-half, left-half, right-half'
     add('--mask', default='top-half', help=f'{halves}, or an image file (default: top-half)')
-    add('--num-samples', type=int, default=1, help='completions per image (default: 1)')
-    add('--batch-size', type=int, default=16, help='completions per batch (default: 16)')
+    add('--num-samples', type=parse_positive, default=1, help='completions per image (default: 1)')
+    add('--batch-size', type=parse_positive, default=16, help='completions per batch (default: 16)')
     add('--originals', action='store_true', help='add a row with the images themselves')
-    add('--scale', type=int, default=4, help='enlargement of the sheet (default: 4)')
+    add('--scale', type=parse_positive, default=4, help='enlargement of the sheet (default: 4)')
     add('--folder', type=Path, help='also write each completion here, as SEED.png; existing files are kept')
     add('--out', type=Path, required=True, help='the PNG')
     args = parser.parse_args(argv)
-    if args.num_samples < 1 or args.batch_size < 1:
-        parser.error('--num-samples and --batch-size must be at least 1')
+    if args.images and args.indices:
+        parser.error('--indices are of the images of --data, got --images')
     return args
 
 
@@ -52,6 +52,7 @@ if __name__ == '__main__':
 
 import numpy as np
 import torch
+from PIL import Image
 
 from aft_vision.commandline import run_command
 from aft_vision.data import open_image, read_cifar10
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
         ValueError: the checkpoint, an image, the mask, the device or another option is not valid.
     """
     args = parse_args(argv)
-    check_picture(args.out, args.checkpoint, *(args.images or ()))
+    check_picture(args.out, args.checkpoint, Path(args.mask), *(args.images or ()))
     model = load(args, 'pixel')
     assert isinstance(model, PixelDecoder)
     images = model.check_images(read_images(args, model.img_size))
@@ -103,9 +104,15 @@ def read_images(args: argparse.Namespace, img_size: tuple[int, int]) -> torch.Te
 
 def read_mask(text: str, img_size: tuple[int, int]) -> torch.Tensor:
     """Read the mask (H, W) by name, or from an image file that is white where a pixel is given."""
-    if text in MASKS or not Path(text).exists():
+    if text in MASKS:
         return half_mask(text, img_size)
+    if not Path(text).exists():
+        raise ValueError(f'the mask must be one of {", ".join(MASKS)}, or an image file, got {text}, which is neither')
     mask = torch.from_numpy(np.array(open_image(text).convert('L'))) >= 128
+    with Image.open(text) as image:
+        # What an editor has erased keeps its colour.
+        if image.has_transparency_data and image.convert('RGBA').getchannel('A').getextrema()[0] < 255:
+            raise ValueError(f'expected a mask of black and white pixels, got {text} with transparent ones')
     if tuple(mask.shape) != img_size:
         raise ValueError(
             f'expected a mask of {img_size[0]} x {img_size[1]} pixels (H x W), got {mask.shape[0]} x {mask.shape[1]}'

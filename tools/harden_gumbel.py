@@ -51,6 +51,7 @@ from torch import nn
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import evaluate_all, load_model, resolve_device
 from aft_vision.export import export_model
+from aft_vision.layers import AFTOnehot
 from aft_vision.models.harden import compare_logits, convolution_form, describe_offsets, harden
 from aft_vision.sizes import check_image_size, default_size
 from tools.data import create_data_loader
@@ -68,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """
     args = parse_args(argv)
     check_out(args.out, args.checkpoint)
+    if args.out.is_file():
+        raise ValueError(f'expected a folder, got --out {args.out}, a file')
     device = resolve_device(args.device)
     model: Any = load_model(args.checkpoint, device)
     onehot = harden(model)
@@ -107,8 +110,9 @@ def count_parameters(model: nn.Module) -> int:
 def compare(model: nn.Module, onehot: nn.Module, sizes: Sequence[tuple[int, int]]) -> list[dict[str, float]]:
     """Return one row per size: the differences of the one-hot form from other forms, and the largest logit."""
     simple: Any = copy.deepcopy(onehot)
-    for block in simple.blocks:
-        block.attn.weight.zero_()
+    for module in simple.modules():
+        if isinstance(module, AFTOnehot):
+            module.weight.zero_()
     others = {'gumbel': model, 'convolution': convolution_form(onehot), 'without_offsets': simple}
     rows: list[dict[str, float]] = [{'height': size[0], 'width': size[1]} for size in sizes]
     for name, other in others.items():

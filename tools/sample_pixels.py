@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser, add_sampling
+from tools.arguments import CommandParser, add_sampling, parse_positive
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -24,16 +24,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(__doc__)
     add_sampling(parser)
     add = parser.add_argument
-    add('--num-images', type=int, default=16, help='images to sample (default: 16)')
-    add('--batch-size', type=int, default=16, help='images per batch (default: 16)')
-    add('--columns', type=int, help='images per row of the sheet (default: as many as rows)')
-    add('--scale', type=int, default=4, help='enlargement of the sheet (default: 4)')
+    add('--num-images', type=parse_positive, default=16, help='images to sample (default: 16)')
+    add('--batch-size', type=parse_positive, default=16, help='images per batch (default: 16)')
+    add('--columns', type=parse_positive, help='images per row of the sheet (default: as many as rows)')
+    add('--scale', type=parse_positive, default=4, help='enlargement of the sheet (default: 4)')
     add('--folder', type=Path, help='also write each image here, as SEED.png; existing files are kept')
     add('--out', type=Path, required=True, help='the PNG')
-    args = parser.parse_args(argv)
-    if args.num_images < 1 or args.batch_size < 1:
-        parser.error('--num-images and --batch-size must be at least 1')
-    return args
+    return parser.parse_args(argv)
 
 
 # Before the slow imports, so that --help and errors of the command line are immediate.

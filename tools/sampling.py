@@ -69,6 +69,8 @@ def draw_images(
     """
     paths = [] if args.folder is None else [args.folder / f'{args.seed + i:04}.png' for i in range(count)]
     texts: list[str] = []
+    if args.out.resolve() in {path.resolve() for path in paths}:
+        raise ValueError(f'expected another file than those in --folder, got --out {args.out}, which is one of them')
     if paths:
         settings = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, content=content_hash(tensors))
         own = [None if sources is None else content_hash([sources[i]]) for i in range(count)]

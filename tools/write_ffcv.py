@@ -42,7 +42,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded')
     parser.add_argument('--overwrite', action='store_true', help='replace existing files')
     parser.add_argument('--quiet', action='store_true', help='no progress bar')
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for option in ('input_key', 'target_key', 'num_classes', 'download'):
+        if getattr(args, option) and not args.name:
+            parser.error(f'--{option.replace("_", "-")} belongs to a data set of --name')
+    return args
 
 
 # Before the slow imports, so that --help and errors of the command line are immediate.
@@ -67,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     options = BetonOptions(args.max_resolution, args.jpeg_quality, args.raw_share, args.seed)
     paths = {name: args.out / f'{name}.beton' for name in args.splits}
-    present = [str(path) for path in paths.values() if path.exists()]
+    written = [file for path in paths.values() for file in (path, path.with_suffix('.json'))]
+    present = [str(file) for file in written if file.exists()]
     if present and not args.overwrite:
         raise FileExistsError(f'expected new files, got {", ".join(present)}, which exist; give --overwrite')
     # Open all splits first, so that nothing is written if one is missing.

@@ -33,7 +33,10 @@ def harden(model: nn.Module) -> AFTVisionTransformer:
     """
     model = unwrap_model(model)
     wanted = 'a model trained with gumbel=True (AFT Eq. 10), which learns one offset per head'
-    for mixer in _mixers(model, wanted):
+    mixers = _mixers(model, wanted)
+    if not mixers:
+        raise ValueError(f'expected {wanted}, got one without an AFT mixer: every block has softmax attention')
+    for mixer in mixers:
         if isinstance(mixer, AFTOnehot):
             raise ValueError(f"expected {wanted}, got mixer='onehot', which is in the one-hot form already")
         if not isinstance(mixer, AFTConv):

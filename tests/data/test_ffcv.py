@@ -387,7 +387,7 @@ def test_an_image_larger_than_a_page_is_named(tmp_path):
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'max_resolution': 0}, 'max_resolution to be at least 1, got 0'),
+        ({'max_resolution': 0}, 'max_resolution to be from 1 to 18918, got 0'),
         ({'jpeg_quality': 101}, r'jpeg_quality to be in \[1, 100\], got 101'),
         ({'raw_share': 1.5}, r'raw_share to be in \[0, 1\], got 1\.5'),
         ({'seed': -1}, r'seed to be in \[0, 2\*\*32\), got -1'),

@@ -91,17 +91,26 @@ def test_a_mask_may_be_an_image_and_images_may_be_files(checkpoint: Path, data: 
     ('arguments', 'message'),
     [
         (['--data', '{data}', '--indices', '5'], 'expected indices from 0 to 4, got 5'),
-        (['--data', '{data}', '--mask', 'middle'], "the mask must be one of .* got 'middle'"),
+        (
+            ['--data', '{data}', '--mask', 'middle'],
+            'mask must be one of .*, or an image file, got middle',
+        ),
+        (
+            ['--data', '{data}', '--mask', '{erased}'],
+            r'got .*erased\.png with transparent ones',
+        ),
         (['--images', '{large}'], r'expected an image of 4 x 4 pixels \(H x W\), got 6 x 5'),
         (['--data', '{data}', '--mask', '{large}'], r'expected a mask of 4 x 4 pixels \(H x W\), got 6 x 5'),
         (['--images', '{data}'], 'expected an image .* got .*images.npz'),
         (['--data', '{data}', '--top-k', '0'], 'top_k must be at least 1, got 0'),
     ],
-    ids=['index', 'mask', 'size', 'size of the mask', 'file', 'rule'],
+    ids=['index', 'mask', 'erased mask', 'size', 'size of the mask', 'file', 'rule'],
 )
 def test_a_wrong_argument_is_named(arguments: list[str], message: str, checkpoint: Path, data: Path, tmp_path: Path):
     Image.new('RGB', (5, 6)).save(tmp_path / 'large.png')
-    filled = [text.format(data=data, large=tmp_path / 'large.png') for text in arguments]
+    Image.new('RGBA', (4, 4), (255, 255, 255, 0)).save(tmp_path / 'erased.png')
+    files = {name: tmp_path / f'{name}.png' for name in ('large', 'erased')}
+    filled = [text.format(data=data, **files) for text in arguments]
     with pytest.raises(ValueError, match=message):
         complete_images.main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out.png'), *filled])
 
@@ -112,4 +121,28 @@ def test_a_photograph_is_not_overwritten(checkpoint: Path, tmp_path: Path):
     before = photograph.read_bytes()
     with pytest.raises(ValueError, match='expected another place than that of'):
         complete_images.main(['--checkpoint', str(checkpoint), '--images', str(photograph), '--out', str(photograph)])
+    with pytest.raises(ValueError, match='expected another place than that of'):
+        complete_images.main(
+            ['--checkpoint', str(checkpoint), '--images', 'x', '--mask', str(photograph), '--out', str(photograph)]
+        )
     assert photograph.read_bytes() == before
+
+
+def test_a_completion_is_not_overwritten_by_the_sheet(checkpoint: Path, data: Path, tmp_path: Path):
+    arguments = ['--checkpoint', str(checkpoint), '--data', str(data), '--folder', str(tmp_path / 'each')]
+    with pytest.raises(ValueError, match=r'another file than those in --folder, got --out .*0000\.png'):
+        complete_images.main([*arguments, '--out', str(tmp_path / 'each' / '0000.png')])
+    assert not (tmp_path / 'each').exists()
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['--images', 'x.png', '--indices', '1'], '--indices are of the images of --data'),
+        (['--images', 'x.png', '--scale', '0'], '--scale: expected a number from 1 on'),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_is_drawn(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        complete_images.main(['--checkpoint', 'x.pt', '--out', 'x.png', *arguments])
+    assert message in capsys.readouterr().err

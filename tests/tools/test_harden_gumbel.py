@@ -9,6 +9,7 @@ from torch import nn
 
 from aft_vision.evaluate import load_model
 from aft_vision.layers import AFTOnehot
+from aft_vision.models.attention_block import AttentionBlock
 from tools import eval_resolution
 from tools.harden_gumbel import default_sizes, main
 from train import imagenet
@@ -121,11 +122,19 @@ def test_the_trainer_goes_on_from_the_folder(exported, tmp_path):
     assert trained.blocks[1].attn.offset.any()
 
 
+def test_blocks_of_attention_stay(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', attention_blocks=[1])
+    result = main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out')])
+    assert all(row['difference_from_gumbel'] < 1e-5 for row in result['logits'])
+    assert isinstance(load_model(tmp_path / 'out').blocks[1], AttentionBlock)
+
+
 @pytest.mark.parametrize(
     ('kwargs', 'message'),
     [
         (dict(gumbel=False), "a model trained with gumbel=True .* got mixer='conv' with gumbel=False"),
         (dict(gumbel=None, mixer='onehot'), "a model trained with gumbel=True .* got mixer='onehot'"),
+        (dict(attention_blocks=[0, 1]), 'got one without an AFT mixer'),
     ],
 )
 def test_a_model_that_cannot_be_hardened_leaves_nothing_behind(tmp_path, kwargs, message):

@@ -31,9 +31,36 @@ def test_a_file_that_is_there_is_kept_unless_it_is_to_be_replaced(tmp_path):
     folder = make_folder(tmp_path / 'images', {'val': ['a']})
     arguments = ['--data', str(folder), '--out', str(tmp_path), '--splits', 'val', '--workers', '0', '--quiet']
     main(arguments)
-    with pytest.raises(FileExistsError, match=r'got .*val\.beton, which exist; give --overwrite'):
+    with pytest.raises(FileExistsError, match=r'got .*val\.beton, .*val\.json, which exist; give --overwrite'):
         main(arguments)
     main([*arguments, '--overwrite'])
+    (tmp_path / 'other').mkdir()
+    (tmp_path / 'other' / 'val.json').write_text('mine')
+    with pytest.raises(FileExistsError, match=r'val\.json'):
+        main([*arguments, '--out', str(tmp_path / 'other')])
+    assert (tmp_path / 'other' / 'val.json').read_text() == 'mine'
+
+
+def test_ffcv_files_are_not_written_again(tmp_path):
+    folder = make_folder(tmp_path / 'images', {'val': ['a']})
+    arguments = ['--splits', 'val', '--workers', '0', '--quiet']
+    main(['--data', str(folder), '--out', str(tmp_path / 'out'), *arguments])
+    with pytest.raises(ValueError, match='a data set of images, got one of FFCV files'):
+        main(['--data', str(tmp_path / 'out'), '--out', str(tmp_path / 'again'), *arguments])
+
+
+@pytest.mark.parametrize(
+    ('more', 'error', 'message'),
+    [
+        (['--max-resolution', '20000'], ValueError, 'max_resolution to be from 1 to 18918, got 20000'),
+        (['--num-classes', '7'], SystemExit, '2'),
+    ],
+)
+def test_options_that_cannot_be_are_refused(tmp_path, more, error, message):
+    folder = make_folder(tmp_path / 'images', {'val': ['a']})
+    with pytest.raises(error, match=message):
+        main(['--data', str(folder), '--out', str(tmp_path / 'out'), '--splits', 'val', '--workers', '0', *more])
+    assert not (tmp_path / 'out').exists()
 
 
 def test_nothing_is_written_where_a_split_is_missing_and_val_is_whatever_it_is_called(tmp_path):

@@ -26,6 +26,8 @@ from aft_vision.files import replacing
 
 # Number of images to read back after writing.
 CHECKED = 256
+# The side in pixels of the largest square that fits into a page of 2**30 bytes; FFCV does not read back larger pages.
+LARGEST_SIDE = 18918
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class BetonOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_resolution is not None and self.max_resolution < 1:
-            raise ValueError(f'expected max_resolution to be at least 1, got {self.max_resolution}')
+        if self.max_resolution is not None and not 1 <= self.max_resolution <= LARGEST_SIDE:
+            raise ValueError(f'expected max_resolution to be from 1 to {LARGEST_SIDE}, got {self.max_resolution}')
         if not 1 <= self.jpeg_quality <= 100:
             raise ValueError(f'expected jpeg_quality to be in [1, 100], got {self.jpeg_quality}')
         if not 0 <= self.raw_share <= 1:
@@ -92,6 +94,8 @@ def write_beton(
     path, options = Path(path), options or BetonOptions()
     if path.suffix != '.beton':
         raise ValueError(f'expected a path that ends in .beton, got {path}')
+    if split.is_beton:
+        raise ValueError('expected a data set of images, got one of FFCV files')
     if split.is_stream:
         raise ValueError('expected a data set whose images can be had at random positions, got a stream')
     dataset = _EncodedDataset(split.dataset, options)
