@@ -501,6 +501,7 @@ def test_buckets_depend_on_the_seed_and_the_epoch_alone():
         ('optim.name=adamw_torhc', r"optim\.name = 'adamw_torhc' is not an optimizer; did you mean adamw_torch"),
         ('run.seeds=[1,1]', r'run\.seeds to be one seed or several different ones, got \[1, 1\]'),
         ('data.valid_share=0.95', r'data\.test_share \+ data\.valid_share to be below 1'),
+        ('task=[a]', r"task = \['a'\] is not a task"),
         ('data.bodies=docs.tsv', r"data\.bodies to be null except for mind_topic, got 'docs\.tsv'"),
         ('data.kind=mind', r"data\.kind = 'mind': .* expected one of .'amazon', 'jmars', 'acl_imdb', 'mind_topic'"),
         ('data.text_columns=[]', r'data\.text_columns to be one column or several, or null, got \[\]'),

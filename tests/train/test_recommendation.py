@@ -255,6 +255,11 @@ def test_what_is_wrong_with_an_experiment_is_named(override, message):
 def test_parts_that_exclude_each_other_are_named():
     with pytest.raises(ValueError, match=r'data\.valid_path to be null except for mind'):
         load_text_config(SMOKE, ['data.kind=movielens', 'data.valid_path=x'])
+    for override in ('data.drop_missing=true', 'data.text_columns=[abstract]'):
+        with pytest.raises(ValueError, match=rf'{override.partition("=")[0]} to be .* except for mind'):
+            load_text_config(SMOKE, ['data.kind=movielens', override])
+    with pytest.raises(ValueError, match=r'data\.shown to be 99 except for movielens, got 5'):
+        load_text_config(SMOKE, ['data.kind=mind', 'data.shown=5'])
     with pytest.raises(ValueError, match=r'expected data\.glove to be null with model\.text_model'):
         load_text_config(SMOKE, ['data.glove=x', 'model.text_model=y'])
 

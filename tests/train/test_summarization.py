@@ -338,6 +338,20 @@ def test_parts_of_their_own_exclude_each_other():
         load_text_config(SMOKE, ['data.kind=hub', 'data.test_path=x'])
 
 
+@pytest.mark.parametrize(
+    ('overrides', 'message'),
+    [
+        (['data.hub_config=x'], r"data\.hub_config to be null except for hub, got 'x'"),
+        (['data.revision=x'], r"data\.revision to be null for files, got 'x'"),
+        (['data.kind=pubmed', 'data.summary_column=x'], r'data\.summary_column to be summary except for table and hub'),
+        (['data.kind=pubmed', 'data.text_columns=[x]'], r'data\.text_columns to be \[text\] except for table and hub'),
+    ],
+)
+def test_a_key_of_other_data_is_an_error(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load_text_config(SMOKE, overrides)
+
+
 def test_a_classifier_gives_its_encoder_to_a_summariser(first_words, tmp_path):
     texts = read(first_words)['train']['text'][:]
     train_tokenizer(texts, max_length=32).save_pretrained(tmp_path / 'classifier')

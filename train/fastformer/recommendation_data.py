@@ -51,6 +51,10 @@ class RecommendationData(TextData):
         for name in ('valid_path', 'test_path'):
             path = getattr(self, name)
             require(f'data.{name}', path, path is None or self.kind == 'mind', 'null except for mind')
+        mind, columns = self.kind == 'mind', self.text_columns
+        require('data.drop_missing', self.drop_missing, mind or not self.drop_missing, 'false except for mind')
+        require('data.text_columns', columns, mind or columns == ['title'], '[title] except for mind')
+        require('data.shown', self.shown, not mind or self.shown == 99, '99 except for movielens')
 
 
 def read_parts(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:

@@ -9,6 +9,7 @@ from datasets import Dataset, DatasetDict, get_dataset_split_names
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.fastformer.data import SUMMARY_READERS, split_summaries
 from train.fastformer.schema import TextData
+from train.layers import as_yaml
 from train.schema import require
 
 
@@ -57,6 +58,14 @@ class SummarizationData(TextData):
     def __post_init__(self) -> None:
         super().__post_init__()
         require('data.text_columns', self.text_columns, bool(self.text_columns), 'one column or several')
+        for name, initial, kinds in (
+            ('text_columns', ['text'], ('table', 'hub')),
+            ('summary_column', 'summary', ('table', 'hub')),
+            ('hub_config', None, ('hub',)),
+        ):
+            value, valid = getattr(self, name), f'{as_yaml(initial)} except for {" and ".join(kinds)}'
+            require(f'data.{name}', value, value == initial or self.kind in kinds, valid)
+        require('data.revision', self.revision, self.revision is None or self.is_remote, 'null for files')
         for name in ('valid_path', 'test_path', 'split_column'):
             value = getattr(self, name)
             require(f'data.{name}', value, value is None or not self.is_remote, 'null for a data set of the hub')
