@@ -351,6 +351,22 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, update: int, number: int = sig
     monkeypatch.setattr(engine, 'train_step', step)
 
 
+def interrupt_text_at(monkeypatch: pytest.MonkeyPatch, update: int, number: int | None = None) -> None:
+    """Raise a KeyboardInterrupt in that update of a text run, as if it were killed, or send a signal."""
+    from train.fastformer import trainer
+
+    original = trainer.EpochMeter.on_step_end
+
+    def on_step_end(self, args, state, control, **kwargs):
+        original(self, args, state, control, **kwargs)
+        if state.global_step == update:
+            if number is None:
+                raise KeyboardInterrupt
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(trainer.EpochMeter, 'on_step_end', on_step_end)
+
+
 def leave_curves_undrawn(patch: pytest.MonkeyPatch) -> None:
     """Let the trainers leave an empty file in the place of the picture of their curves."""
     undrawn = SimpleNamespace(savefig=lambda path, dpi: path.touch())

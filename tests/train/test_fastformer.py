@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 import torch
-from helpers import randn
+from helpers import interrupt_text_at, randn
 from safetensors.torch import load_file
 from text_files import write_jmars
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction, pipeline, set_seed
@@ -19,11 +19,10 @@ from aft_vision.fastformer import FastformerConfig, encoder
 from aft_vision.fastformer.data import READERS
 from train.config import save_config
 from train.fastformer import __main__ as fastformer
-from train.fastformer import trainer
 from train.fastformer.classification import ClassificationData, ClassificationRun, classification_metrics
 from train.fastformer.schema import text_model_config
 from train.fastformer.tasks import TASKS, load_text_config
-from train.fastformer.trainer import BucketSampler, last_checkpoint
+from train.fastformer.trainer import BucketSampler, TextTrainer, last_checkpoint
 from train.run import find_run_dir
 
 SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'fastformer.yaml'
@@ -115,15 +114,8 @@ def test_the_resolved_experiment_has_the_folder_that_it_is_in():
 def test_an_interrupted_run_goes_on_to_the_same_weights(trained, pairs, tmp_path, monkeypatch):
     folder, summary = trained
     common = arguments(pairs, tmp_path, 'schedule.max_updates=25', 'run.keep=2', 'run.save_updates=4')
-    on_step_end = trainer.EpochMeter.on_step_end
-
-    def interrupt(self, args, state, control, **kwargs):
-        on_step_end(self, args, state, control, **kwargs)
-        if state.global_step == 22 and args.seed == 1:
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.EpochMeter, 'on_step_end', interrupt)
+        interrupt_text_at(patch, 22)
         with pytest.raises(KeyboardInterrupt):
             fastformer.main([*common, 'run.seeds=[1]'])
     (tmp_path / 'seed_0').mkdir()
@@ -140,15 +132,9 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(trained, pairs, tmp_path
 
 @pytest.mark.parametrize('stop', [13, 20])
 def test_ctrl_c_saves_and_prints_the_command_that_goes_on(trained, pairs, tmp_path, monkeypatch, capsys, stop):
-    before, on_step_end = signal.getsignal(signal.SIGINT), trainer.EpochMeter.on_step_end
-
-    def interrupt(self, args, state, control, **kwargs):
-        on_step_end(self, args, state, control, **kwargs)
-        if state.global_step == stop:
-            signal.raise_signal(signal.SIGINT)
-
+    before = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.EpochMeter, 'on_step_end', interrupt)
+        interrupt_text_at(patch, stop, signal.SIGINT)
         with pytest.raises(SystemExit) as stopped:
             fastformer.main(
                 arguments(pairs, tmp_path / 'a run', 'schedule.max_updates=25', 'run.keep=2', 'run.seeds=[1]')
@@ -160,6 +146,24 @@ def test_ctrl_c_saves_and_prints_the_command_that_goes_on(trained, pairs, tmp_pa
     assert f'stopped after update {stop}, which is saved' in said
     again = fastformer.main(['--quiet', *shlex.split('--config ' + said.rpartition(' --config ')[2])])
     assert again['runs'][0]['epochs'] == trained[1]['runs'][1]['epochs']
+
+
+def test_a_signal_in_the_last_evaluation_of_a_seed_stops_before_the_next(pairs, tmp_path, monkeypatch):
+    original = TextTrainer.evaluate
+
+    def evaluate(self, *args, **kwargs):
+        found = original(self, *args, **kwargs)
+        if self.state.global_step == 25:
+            signal.raise_signal(signal.SIGTERM)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextTrainer, 'evaluate', evaluate)
+        with pytest.raises(SystemExit) as stopped:
+            fastformer.main(arguments(pairs, tmp_path, 'schedule.max_updates=25'))
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert (tmp_path / 'seed_0' / 'checkpoint-25' / 'trainer_state.json').is_file()
+    assert not (tmp_path / 'seed_1').exists()
 
 
 @pytest.mark.parametrize('more', [[], ['--eval']], ids=['train', 'eval'])

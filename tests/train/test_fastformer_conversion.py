@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import interrupt_text_at
 from safetensors.torch import load_file
 from text_files import (
     write_alimama,
@@ -17,7 +18,6 @@ from transformers import AutoModel
 
 from aft_vision.fastformer import FastformerForConversion
 from aft_vision.fastformer.data.behaviors import BehaviorTable
-from train.fastformer import trainer
 from train.fastformer.__main__ import main
 from train.fastformer.conversion import ConversionRun, read_splits
 from train.fastformer.tasks import load_text_config
@@ -70,15 +70,8 @@ def test_a_saved_model_tests_as_it_did(trained, requests, capsys):
 def test_an_interrupted_run_goes_on_to_the_same_weights(trained, requests, tmp_path, monkeypatch):
     folder, summary = trained
     common = arguments(requests, tmp_path, *SHORT, 'run.save_updates=4', 'run.seeds=[1]')
-    on_step_end = trainer.EpochMeter.on_step_end
-
-    def interrupt(self, args, state, control, **kwargs):
-        on_step_end(self, args, state, control, **kwargs)
-        if state.global_step == 13:
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.EpochMeter, 'on_step_end', interrupt)
+        interrupt_text_at(patch, 13)
         with pytest.raises(KeyboardInterrupt):
             main(common)
     resumed = main([*common, 'run.resume=auto'])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import interrupt_text_at
 from safetensors.torch import load_file
 from text_files import write_mind, write_mind_behaviors, write_movielens
 from transformers import BertConfig, BertModel
@@ -17,7 +18,6 @@ from aft_vision.fastformer.metrics import ranking_metrics
 from aft_vision.fastformer.predictions import read_predictions
 from aft_vision.fastformer.tokenize import train_tokenizer
 from train.fastformer import __main__ as fastformer
-from train.fastformer import trainer
 from train.fastformer.recommendation import ClickOrder, RecommendationRun, RecommendationTrainer
 from train.fastformer.tasks import load_text_config
 
@@ -108,15 +108,8 @@ def test_processes_share_the_impressions(trained, mind):
 def test_an_interrupted_run_goes_on_to_the_same_weights(mind, tmp_path, monkeypatch):
     common = ['run.seeds=[1]', 'schedule.max_updates=25', 'run.save_updates=4', 'run.keep=2']
     whole = fastformer.main(arguments(mind, tmp_path / 'whole', *common))
-    on_step_end = trainer.EpochMeter.on_step_end
-
-    def interrupt(self, args, state, control, **kwargs):
-        on_step_end(self, args, state, control, **kwargs)
-        if state.global_step == 22:
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.EpochMeter, 'on_step_end', interrupt)
+        interrupt_text_at(patch, 22)
         with pytest.raises(KeyboardInterrupt):
             fastformer.main(arguments(mind, tmp_path / 'cut', *common))
     resumed = fastformer.main(arguments(mind, tmp_path / 'cut', *common, 'run.resume=auto'))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import randn
+from helpers import interrupt_text_at, randn
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq, GenerationConfig
 
@@ -18,7 +18,6 @@ from aft_vision.fastformer.summarize import summarize
 from aft_vision.fastformer.tokenize import train_tokenizer
 from tools import summarize as tool
 from train.fastformer import __main__ as fastformer
-from train.fastformer import trainer
 from train.fastformer.schema import text_model_config
 from train.fastformer.summarization import SummarizationRun, read_splits
 from train.fastformer.tasks import load_text_config
@@ -211,15 +210,8 @@ SHORT = [
 def test_an_interrupted_run_goes_on_to_the_same_weights(first_words, tmp_path, monkeypatch):
     whole = fastformer.main(arguments(first_words, tmp_path / 'whole', *SHORT, 'generate.validate=true'))
     common = arguments(first_words, tmp_path / 'parts', *SHORT, 'generate.validate=true')
-    on_step_end = trainer.EpochMeter.on_step_end
-
-    def interrupt(self, args, state, control, **kwargs):
-        on_step_end(self, args, state, control, **kwargs)
-        if state.global_step == 11:
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.EpochMeter, 'on_step_end', interrupt)
+        interrupt_text_at(patch, 11)
         with pytest.raises(KeyboardInterrupt):
             fastformer.main(common)
     resumed = fastformer.main([*common, 'run.resume=auto'])
