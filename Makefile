@@ -105,7 +105,7 @@ demo: $(STAMP)
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/mine data.dir=YOUR_IMAGES'
 	@echo '  $(PY) -c "import aft_vision, timm; print(timm.create_model('"'local-dir:runs/demo/export'"', pretrained=True))"'
 
-# The tables and pictures of recall.md, resolution.md and imagenette.md in docs/results; first, what is kept of the runs in RUNS
+# The tables and pictures of recall.md, resolution.md, imagenette.md and ablations.md in docs/results; first, what is kept of the runs in RUNS
 results: $(STAMP)
 	$(PY) -m tools.publish $(RUNS)
 	$(PY) -m tools.recall

@@ -35,7 +35,7 @@ def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str]
         SystemExit: the command failed, with code 2, or was stopped by a signal, with code 128 plus its number.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == 'strict':
         # Names of files that are not UTF-8 are printed byte by byte, as `ls` does.
         sys.stdout.reconfigure(errors='surrogateescape')
     try:

@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def in_evaluation(*models: nn.Module) -> Iterator[None]:
-    """Put models into evaluation mode inside a context; afterwards each of their modules has the mode of before."""
+    """Put models into evaluation mode inside a context; afterwards every module is in its earlier mode."""
     before = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()

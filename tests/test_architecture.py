@@ -64,11 +64,13 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.ops.reference': Rule(('einops',)),
     **dict.fromkeys(TRITON_MODULES, Rule(('aft_vision.ops', 'triton'))),
     'aft_vision.layers': Rule(('aft_vision.layers', 'aft_vision.ops', 'timm.layers')),
-    'aft_vision.models': Rule(('aft_vision.models', 'aft_vision.layers', 'aft_vision.ops', 'aft_vision.files', 'timm')),
+    'aft_vision.models': Rule(
+        (*(f'aft_vision.{name}' for name in ('models', 'layers', 'ops', 'files', 'modes')), 'timm')
+    ),
     'aft_vision.data': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops')),
     'aft_vision.data.ffcv': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops', 'ffcv')),
-    'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'aft_vision.inline', 'einops', *TEXT)),
-    'aft_vision.evaluate': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.files', 'aft_vision.timing')),
+    'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'aft_vision.inline', 'aft_vision.modes', 'einops', *TEXT)),
+    'aft_vision.evaluate': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.files', 'aft_vision.modes', 'aft_vision.timing')),
     'aft_vision.files': Rule(()),
     'aft_vision.inline': Rule(()),
     'aft_vision.export': Rule(
@@ -77,13 +79,14 @@ RULES = {  # the longest matching prefix decides
     # Written into exported folders, where transformers is and timm may not be.
     'aft_vision.export.modeling_aft_vision': Rule(('aft_vision.export', 'transformers')),
     'aft_vision.export.network': Rule(('aft_vision.ops',)),
+    'aft_vision.modes': Rule(()),
     'aft_vision.regularizers': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.timing')),
     'aft_vision.likelihood': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.evaluate')),
     'aft_vision.resolution': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.sizes', 'aft_vision.visualize')),
     'aft_vision.sizes': Rule(('timm',)),
     'aft_vision.timing': Rule(()),
     'aft_vision.visualize': Rule(
-        (*ABOVE_MODELS.anywhere, 'aft_vision.sizes', 'aft_vision.visualize'), lazily=('matplotlib',)
+        (*ABOVE_MODELS.anywhere, 'aft_vision.modes', 'aft_vision.sizes', 'aft_vision.visualize'), lazily=('matplotlib',)
     ),
     'train': Rule(('train', 'aft_vision', 'timm', 'omegaconf')),
     'train.fastformer': Rule(('train', 'aft_vision', 'accelerate', *TEXT)),

@@ -141,7 +141,6 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         table = evaluate_checkpoint(first, args, device)
         rows, name = table['sizes'], 'eval_resolution'
         result = {**settings, **table}
-        figure = draw_sizes(rows, table['train_size'])
     else:
         tables = []
         for title, checkpoint in zip(distinct_names(args.checkpoint), args.checkpoint, strict=True):
@@ -149,9 +148,10 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
             tables.append({'name': title, **evaluate_checkpoint(checkpoint, args, device)})
         rows = [{'checkpoint': table['name'], **row} for table in tables for row in table['sizes']]
         result, name = {**settings, 'checkpoints': tables}, 'eval_resolution_grid'
-        figure = draw_accuracies(tables)
-    save_figure(figure, out / f'{name}.png')
     (out / f'{name}.json').write_text(json.dumps(result, indent=2) + '\n')
+    several = 'checkpoints' in result
+    figure = draw_accuracies(result['checkpoints']) if several else draw_sizes(rows, result['train_size'])
+    save_figure(figure, out / f'{name}.png')
     print(f'{name}.json and {name}.png are in {out}')
     return rows
 

@@ -90,15 +90,18 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
             keeps the shapes of images; the data set is another one; or the weights may not be packaged.
     """
     args = parse_args(argv)
-    for page in (imagenette_page, ablation_page) if args.ablation else (imagenette_page,):
+    pages = [imagenette_page]
+    if args.ablation or (args.docs / 'data' / ablation_page.DATA).exists():
+        pages.append(ablation_page)
+    for page in pages:
         if not (args.docs / page.PAGE).is_file():
             raise ValueError(f'expected the page {args.docs / page.PAGE}, got no such file; give its folder by --docs')
     folders = [publish(run, args) for run in args.runs]
     if args.package:
         print(f'{package(folders[0])} is written: commit it with its model card')
-    for page in (imagenette_page, ablation_page):
+    for page in pages:
         page.write_page(args.docs)
-    print(f'{args.docs / imagenette_page.PAGE} is written')
+        print(f'{args.docs / page.PAGE} is written')
     return folders
 
 
@@ -186,7 +189,7 @@ def check_same_run(folder: Path, config: dict[str, Any], summary: Path) -> None:
     """Raise a ValueError if the folder holds another run than that of a config, wherever the two and their data were.
 
     Args:
-        summary: Figures of every epoch, which differ where only the places of files in the configs do.
+        summary: Figures of every epoch, which tell apart two runs whose configs differ only in the places of files.
     """
     path = folder / 'config.yaml'
     if not path.is_file():

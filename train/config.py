@@ -55,11 +55,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
     layers = drop_foreign_arguments(read_layers(path, overrides), model_takes if images else decoder_takes)
     keys = all_keys(schema, model_schema() if images else decoder_schema())
     with naming_sources(path, layers):
-        built = build_config(layers, schema, map(str, timm.optim.list_optimizers()), keys)
+        built = build_config(layers, schema, list_optimizers(), keys)
         built = dataclasses.replace(built, model=(check_model if images else check_decoder)(built.model, keys))
         if images:
             native_shape(built)
         return built
+
+
+def list_optimizers() -> list[str]:
+    """Return the names of timm's optimizers without those of second order: AFT's operators are differentiated once."""
+    names = map(str, timm.optim.list_optimizers())
+    return [name for name in names if not timm.optim.get_optimizer_info(name).second_order]
 
 
 def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterable[str], keys: Sequence[str]) -> Kind:

@@ -182,7 +182,8 @@ def check_stages(stages: Sequence[Config], loaders: Loaders, world: World) -> No
         if found is not None:
             state.load_state_dict(found[1], str(found[0]))
         if not state.is_spent():
-            raise ValueError(_changed(later, 'an experiment by which that stage is not complete'))
+            reached = f'{state.progress.updates} of {state.total_updates} updates'
+            raise ValueError(_changed(later, f'the stage {folder_of(stage).name} with {reached}'))
         check_start(later, digest_of(start_of(later)))
 
 

@@ -54,9 +54,7 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
                 loss = state.task(inputs, targets)['loss'] / count
             # It depends only on the weights, so it is added in one part of the update.
             penalty = state.regularization.penalty() if done == count else 0.0
-            scaled = state.scaler.scale(loss + penalty)
-            # timm's mark of AdaHessian.
-            scaled.backward(create_graph=getattr(optimizer, 'is_second_order', False))
+            state.scaler.scale(loss + penalty).backward()
         total += loss.detach()
     if done < count:
         return None
@@ -180,8 +178,8 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
     """Train to the last epoch; write the log, `last.pth` after each epoch and `best.pth` after the best.
 
     A restored state continues where it was saved, also within an epoch, except for streamed data sets, which can only
-    be read from their start. On Ctrl-C, SIGTERM and SIGUSR1 the update is finished and the state saved; a second Ctrl-C
-    ends the run immediately.
+    be read from their start. On Ctrl-C, SIGTERM and SIGUSR1 the update or the evaluation is finished and the state
+    saved; a second Ctrl-C ends the run immediately.
 
     Raises:
         SystemExit: one of these signals was received; the code is 128 plus its number.

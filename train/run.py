@@ -73,9 +73,13 @@ def train_run(
             )
         if not continues(run_dir, run.resume) and is_complete(state):
             raise ValueError(
-                f'expected a run that is not complete, got run.resume={run.resume}; a longer schedule goes on with it, '
-                'run.init_from starts from its weights'
+                f'expected a run that is not complete, got run.resume={run.resume}, which is, after update '
+                f'{reached.updates}; a longer schedule or run.max_seconds goes on with it, run.init_from starts from '
+                'its weights'
             )
+    # Again: a run that another process began and ended since the first check is not to be removed.
+    check_run_dir(run_dir, state.config)
+    world.wait()
     if world.is_primary:
         _begin(run_dir, state)
     settle_buckets(state)
@@ -117,8 +121,6 @@ def _begin(run_dir: Path, state: TrainState) -> None:
     """Create the folder of the run, write the experiment into it, and print the model."""
     # The curves are drawn at the end; report a missing package now.
     new_figure(1, 1)
-    # Again: a run that another process began and ended since then is not to be removed.
-    check_run_dir(run_dir, state.config)
     run_dir.mkdir(parents=True, exist_ok=True)
     if not continues(run_dir, state.config.run.resume):
         remove_run(run_dir)

@@ -25,7 +25,7 @@ def catch_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
         if number == signal.SIGINT and process_number() == 0:
-            tqdm.write('stopping after this update; Ctrl-C again stops at once', file=sys.stderr)
+            tqdm.write('stopping after this update or evaluation; Ctrl-C again stops at once', file=sys.stderr)
 
     handlers = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
     try:

@@ -3,7 +3,8 @@
 `fuse()` caches that output for inference, with what the kernels compute from it alone, and later that at the last other
 grid. The cache is used in evaluation without gradients. It is recomputed when a parameter is loaded, moved, cast or
 written in place, and dropped by `train()`, so a fused model can be trained further. A write through `.data`, or to a
-parameter made in inference mode, is not detected: call `fuse()` again. Compiled graphs always compute the output.
+parameter made in inference mode, is not detected: call `fuse()` again. Compiled graphs, torch.vmap
+and modules with a parametrisation always compute the output.
 Exported and scripted graphs hold it as a constant: after writing parameters in place, fuse before exporting.
 """
 

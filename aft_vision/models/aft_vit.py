@@ -337,6 +337,8 @@ class AFTVisionTransformer(VisionTransformer):
         # Results of a function of images and a mask for a dict of timm's NaFlex collator, and its valid patches.
         if attn_mask is not None:
             raise ValueError('attn_mask must be None for a dict, whose mask is patch_valid')
+        if self.training and self.drops_patches:
+            raise ValueError('a dict of patches needs patch_drop_rate = 0 in training')
         if self.attn_pool is not None:
             raise ValueError("images of mixed sizes need global_pool='avg', 'max' or 'token', got attention pooling")
         size = self.patch_embed.patch_size

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import timm
 from timm.layers import resample_abs_pos_embed
 from timm.models._input import get_pretrained_grid_size
 from torch import Tensor, nn
@@ -47,17 +48,25 @@ def find_grid(model: Any, patches: Tensor | None, num_tokens: int) -> tuple[int,
         num_tokens: Tokens of the grid.
 
     Returns:
-        The first of these that has as many tokens: the grid of `pretrained_cfg` if that describes weights, the model's,
-        that of any other `pretrained_cfg`, a square; else None.
+        The grid of `pretrained_cfg` if it fits, else the model's grid if it fits, else a square, else None.
     """
-    height, width = model.patch_embed.grid_size
     told = get_pretrained_grid_size(model, patches, num_tokens)
-    cfg = getattr(model, 'pretrained_cfg', {})
-    described = any(cfg.get(key) for key in ('file', 'url', 'hf_hub_id'))
-    if height * width == num_tokens and not (described and told):
-        return height, width
+    height, width = told or model.patch_embed.grid_size
     side = math.isqrt(num_tokens)
-    return told or ((side, side) if side * side == num_tokens else None)
+    if height * width == num_tokens:
+        return height, width
+    return (side, side) if side * side == num_tokens else None
+
+
+def describes_weights(model: Any) -> bool:
+    """Return whether the `input_size` of a model's `pretrained_cfg` came with weights, and is not only a default."""
+    cfg = getattr(model, 'pretrained_cfg', {})
+    name = '.'.join(filter(None, (cfg.get('architecture'), cfg.get('tag'))))
+    registered = timm.get_pretrained_cfg(name) if timm.is_model(cfg.get('architecture') or '') else None
+    if cfg.get('source') in ('hf-hub', 'local-dir') or registered is None:
+        return bool(cfg.get('source'))
+    own_file = cfg.get('file') is not None and cfg.get('file') == registered.file
+    return own_file or cfg.get('input_size') != registered.input_size
 
 
 def resample_rows(
@@ -70,14 +79,16 @@ def resample_rows(
         model: As in `find_grid`.
         patches: As in `find_grid`.
         prefix: Tokens before the grid.
-        grid: (H, W) of the checkpoint if it is known; else that of `find_grid`.
+        grid: (H, W) of the checkpoint if it is known; else the model's own if it fits and nothing is said of the
+            weights, else that of `find_grid`.
 
     Raises:
         ValueError: the grid of the checkpoint is unknown.
     """
-    tokens = x.shape[0] - prefix
+    tokens, own = x.shape[0] - prefix, tuple(model.patch_embed.grid_size)
     if grid is None or grid[0] * grid[1] != tokens:
-        grid = find_grid(model, patches, tokens)
+        is_own = own[0] * own[1] == tokens and not describes_weights(model)
+        grid = own if is_own else find_grid(model, patches, tokens)
     if grid is None:
         raise unknown_grid(tokens)
     return resample_grid(x, model, grid, prefix)

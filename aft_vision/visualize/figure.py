@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,6 +83,8 @@ def figure_png(figure: Any) -> bytes:
 
 def literal(name: str) -> str:
     """Write a name so that matplotlib draws it as it is: dollars begin no formula, an underscore hides nothing."""
+    # Bytes of a file's name that are not UTF-8 have no glyph.
+    name = os.fsencode(name).decode(errors='replace')
     return f'{" " if name.startswith("_") else ""}{name}'.replace('$', r'\$')
 
 

@@ -314,6 +314,27 @@ def test_a_checkpoint_of_another_size_is_resampled(kwargs: dict[str, Any]):
     assert_close(target(images(96, 128)), source(images(96, 128)), 1e-5)
 
 
+def test_weights_of_the_models_own_grid_are_not_resampled_by_the_default_size_of_its_name(tmp_path):
+    size = dict(depth=1, num_classes=3, img_size=(112, 448))
+    source = timm.create_model('aft_full_tiny', **size)
+    torch.save(source.state_dict(), tmp_path / 'own.pth')
+    # 14 x 14 tokens, the grid of 224 px, are as many as 7 x 28.
+    overlay = dict(file=str(tmp_path / 'own.pth'), num_classes=3)
+    loaded = timm.create_model('aft_full_tiny', pretrained=True, pretrained_cfg_overlay=overlay, **size)
+    torch.testing.assert_close(loaded.state_dict(), source.state_dict(), rtol=0, atol=0)
+    overlay |= {'input_size': (3, 64, 784)}
+    loaded = timm.create_model('aft_full_tiny', pretrained=True, pretrained_cfg_overlay=overlay, **size)
+    assert not torch.equal(loaded.pos_embed, source.pos_embed)
+
+
+def test_packaged_weights_at_another_size_of_as_many_tokens_are_resampled():
+    at_home = timm.create_model('aft_full_nano', pretrained=True)
+    loaded = timm.create_model('aft_full_nano', pretrained=True, img_size=(64, 144))
+    at_home.set_input_size((64, 144))
+    # The file has float16, in which the resampled values are rounded.
+    torch.testing.assert_close(loaded.state_dict(), at_home.state_dict(), rtol=1e-3, atol=1e-3)
+
+
 def test_a_checkpoint_of_another_patch_size_is_resampled():
     source, target = make('aft_full_tiny', img_size=64), make('aft_full_tiny', img_size=32, patch_size=8)
     target.load_state_dict(checkpoint_filter_fn(source.state_dict(), target))
@@ -466,6 +487,9 @@ def test_a_mask_of_patches_that_training_drops_is_an_error():
     assert_close(model(images(64, 64), attn_mask=mask), model(images(64, 64)), 1e-5)
     with pytest.raises(ValueError, match='attn_mask needs patch_drop_rate = 0 in training'):
         model.train()(images(64, 64), attn_mask=mask)
+    patches = {'patches': torch.zeros(2, 4, 768), 'patch_coord': torch.zeros(2, 4, 2), 'patch_valid': mask[:, 0]}
+    with pytest.raises(ValueError, match='a dict of patches needs patch_drop_rate = 0 in training'):
+        model(patches)
 
 
 def state_of(name: str, **kwargs: Any) -> dict[str, Tensor]:

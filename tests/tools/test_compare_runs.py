@@ -58,7 +58,10 @@ def test_the_best_run_comes_first_and_all_are_drawn(tmp_path, capsys):
 
 
 def test_names_are_drawn_as_they_are(tmp_path):
-    runs = {name: make_run(tmp_path / str(number), 3.0, 2.2) for number, name in enumerate(('$x_{2$', '_a', 'b$'))}
+    runs = {
+        name: make_run(tmp_path / str(number), 3.0, 2.2)
+        for number, name in enumerate(('$x_{2$', '_a', 'b$', 'caf\udce9'))
+    }
     figure = draw_bits(runs)
     # Of an open formula matplotlib says that it cannot be read.
     figure.draw_without_rendering()

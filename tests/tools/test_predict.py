@@ -58,6 +58,10 @@ def test_a_name_that_is_not_utf_8_is_printed_byte_by_byte(run_folder, tmp_path):
     done = subprocess.run(command, capture_output=True, check=False, env={**os.environ, 'PYTHONIOENCODING': 'utf-8'})
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.splitlines()[0] == name
+    # Who has chosen how to print such names keeps it.
+    environment = {**os.environ, 'PYTHONIOENCODING': 'ascii:replace'}
+    done = subprocess.run(command, capture_output=True, check=False, env=environment)
+    assert done.stdout.splitlines()[0] == name.replace(b'\xe9', b'?')
 
 
 def test_json_and_a_folder_at_another_size(run_folder, capsys):

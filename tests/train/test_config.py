@@ -386,6 +386,11 @@ def test_least_rates_keep_their_proportion_to_values_in_quotes_and_of_other_keys
     assert load_config(file, ['optim.lr=1e-5']).schedule.min_lr == pytest.approx(1e-5)
 
 
+def test_an_optimizer_that_needs_second_derivatives_is_none_of_ours(vit_file):
+    with pytest.raises(ValueError, match=r"optim\.name = 'adahessian' is not an optimizer"):
+        load_config(vit_file, ['optim.name=adahessian'])
+
+
 def test_an_argument_of_another_model_is_not_suggested(vit_file):
     with pytest.raises(ValueError, match=r'model\.embed_dim = 64 is not an argument of this model'):
         load_config(vit_file, ['model.name=aft_pyramid_nano', 'model.embed_dim=64'])

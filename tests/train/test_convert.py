@@ -139,7 +139,7 @@ def test_a_conversion_over_one_that_goes_on_is_an_error_and_removes_nothing(argu
 @pytest.mark.parametrize(
     ('change', 'changed', 'stage', 'found'),
     [
-        ('convert.blocks_epochs=5', 'blocks/last.pth', 'features', 'an experiment by which .* is not complete'),
+        ('convert.blocks_epochs=5', 'blocks/last.pth', 'features', 'the stage blocks with 8 of 10 updates'),
         ('convert.features_epochs=0', 'blocks/last.pth', 'labels', 'others'),
         ('run.seed=1', 'copy', 'blocks', 'others'),
     ],

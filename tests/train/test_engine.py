@@ -454,12 +454,6 @@ def test_statistics_of_a_batch_that_is_left_out_are_not_kept(tmp_path):
     torch.testing.assert_close(list(model.buffers()), list(other.model.buffers()), rtol=0, atol=0)
 
 
-def test_an_optimizer_of_second_order_gets_its_graph():
-    state = make_state(optim=OptimConfig(name='adahessian', lr=0.064))
-    first, *_, last = train(state, make_batches())
-    assert last < first
-
-
 def test_weights_that_have_diverged_replace_no_checkpoint(tmp_path):
     state = make_state(schedule=ScheduleConfig(epochs=1, warmup_epochs=0))
     run(state, tmp_path)

@@ -148,22 +148,38 @@ def test_ctrl_c_saves_and_prints_the_command_that_goes_on(trained, pairs, tmp_pa
     assert again['runs'][0]['epochs'] == trained[1]['runs'][1]['epochs']
 
 
-def test_a_signal_in_the_last_evaluation_of_a_seed_stops_before_the_next(pairs, tmp_path, monkeypatch):
+@pytest.mark.parametrize('update', [20, 25])
+def test_a_signal_in_an_evaluation_stops_after_it(update, trained, pairs, tmp_path, monkeypatch):
     original = TextTrainer.evaluate
 
     def evaluate(self, *args, **kwargs):
         found = original(self, *args, **kwargs)
-        if self.state.global_step == 25:
+        if self.state.global_step == update:
             signal.raise_signal(signal.SIGTERM)
         return found
 
+    common = arguments(pairs, tmp_path, 'schedule.max_updates=25', 'run.keep=2', 'run.save_updates=5')
     with monkeypatch.context() as patch:
         patch.setattr(TextTrainer, 'evaluate', evaluate)
         with pytest.raises(SystemExit) as stopped:
-            fastformer.main(arguments(pairs, tmp_path, 'schedule.max_updates=25'))
+            fastformer.main(common)
     assert stopped.value.code == 128 + signal.SIGTERM
-    assert (tmp_path / 'seed_0' / 'checkpoint-25' / 'trainer_state.json').is_file()
+    assert (tmp_path / 'seed_0' / f'checkpoint-{update}' / 'trainer_state.json').is_file()
+    # The last update of a seed ends it; the next one does not begin.
+    assert (tmp_path / 'seed_0' / 'result.json').exists() == (update == 25)
     assert not (tmp_path / 'seed_1').exists()
+    again = fastformer.main([*common, 'run.resume=auto'])
+    assert [run['epochs'] for run in again['runs']] == [run['epochs'] for run in trained[1]['runs']]
+
+
+def test_a_signal_in_the_last_update_of_an_epoch_stops_after_its_evaluation(trained, pairs, tmp_path, monkeypatch):
+    common = arguments(pairs, tmp_path, 'schedule.max_updates=25', 'run.save_updates=4', 'run.seeds=[1]')
+    with monkeypatch.context() as patch:
+        interrupt_text_at(patch, 20, signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            fastformer.main(common)
+    again = fastformer.main([*common, 'run.resume=auto'])
+    assert again['runs'][0]['epochs'] == trained[1]['runs'][1]['epochs']
 
 
 @pytest.mark.parametrize('more', [[], ['--eval']], ids=['train', 'eval'])

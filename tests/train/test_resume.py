@@ -163,7 +163,7 @@ def test_a_run_may_go_on_from_another_folder_for_more_epochs(small, whole, tmp_p
 
 
 def test_a_complete_run_does_not_go_on_in_another_folder(small, whole, tmp_path):
-    with pytest.raises(ValueError, match=rf'a run that is not complete, got run\.resume={whole}; a longer schedule'):
+    with pytest.raises(ValueError, match=rf'is not complete, got run\.resume={whole}, which is, after update 6'):
         main([*small, f'run.resume={whole}', f'run.dir={tmp_path / "run"}'])
     assert not (tmp_path / 'run').exists()
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from accelerate import PartialState
 from datasets import Dataset
 from transformers import (
     AutoTokenizer,
@@ -27,7 +28,7 @@ from aft_vision.fastformer.tokenize import train_tokenizer
 from aft_vision.models.weight_files import add_checksum, check_checksums
 from train.fastformer.schema import TextConfig, stated_model, text_model_config
 from train.fastformer.trainer import EpochMeter, StopAfterSignal, last_checkpoint, training_arguments
-from train.signals import catch_signals
+from train.signals import catch_signals, stop_run
 
 CONFIG, RESULT = 'config.yaml', 'result.json'
 
@@ -142,17 +143,22 @@ class TextRun(ABC):
         # Seed torch's generators again here, so that dropout depends on the seed and not on the size of the vocabulary.
         set_seed(seed)
         with catch_signals() as received:
-            trainer.add_callback(StopAfterSignal(received, self.folder / CONFIG))
+            stop = StopAfterSignal(received, self.folder / CONFIG)
+            trainer.add_callback(stop)
             trainer.train(resume_from_checkpoint=last_checkpoint(folder) if run.resume else None)
-        trainer.save_model(str(folder / 'best'))
-        if trainer.is_world_process_zero():
-            for weights in (folder / 'best').glob('*.safetensors'):
-                add_checksum(weights)
-        tested = self.test(trainer, tokenizer, 'test', folder)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        result = self.summarize_run(trainer, tested, seed) | {'parameters': parameters}
-        if trainer.is_world_process_zero():
-            (folder / RESULT).write_text(json.dumps(result, indent=2) + '\n')
+            trainer.save_model(str(folder / 'best'))
+            if trainer.is_world_process_zero():
+                for weights in (folder / 'best').glob('*.safetensors'):
+                    add_checksum(weights)
+            tested = self.test(trainer, tokenizer, 'test', folder)
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            result = self.summarize_run(trainer, tested, seed) | {'parameters': parameters}
+            if trainer.is_world_process_zero():
+                (folder / RESULT).write_text(json.dumps(result, indent=2) + '\n')
+        number = stop.asked(arguments)
+        if number:
+            PartialState().wait_for_everyone()
+            stop_run(number, trainer.state.global_step, self.folder / CONFIG)
         return result
 
     def evaluate(self, source: str | Path, split: str) -> dict[str, float]:

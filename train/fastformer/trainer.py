@@ -126,16 +126,16 @@ class StopAfterSignal(TrainerCallback):
 
     def __init__(self, received: list[int], config: Path) -> None:
         self.received, self.config = received, config
-        self.saving = False
+        self.saving = self.epoch_ended = False
         # The largest signal of any process, so that all end with the same exit code.
         self.stopping = 0
 
-    def _asked(self, args: TrainingArguments) -> int:
-        # The processes must stop after the same update.
+    def asked(self, args: TrainingArguments) -> int:
+        """Return the largest signal that any process has received, 0 for none: they must stop after the same update."""
         return int(gather(torch.tensor(self.received[:1] or [0], device=args.device)).max())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.stopping = self._asked(args)
+        self.stopping, self.epoch_ended = self.asked(args), False
         # After the last update of an epoch the checkpoint is written when that is evaluated.
         if self.stopping and not float(state.epoch or 0).is_integer() and state.global_step < state.max_steps:
             control.should_save = self.saving = True
@@ -143,12 +143,16 @@ class StopAfterSignal(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.saving = bool(self.stopping)
+        self.epoch_ended = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # It may have come during the evaluation.
-        self.stopping = self.stopping or self._asked(args)
-        if self.saving or self.stopping:
+        # After the last update the seed is finished first.
+        if state.global_step >= state.max_steps:
+            return
+        if self.epoch_ended:
+            # It may have come during the evaluation.
+            self.stopping = self.asked(args)
+        if self.stopping and (self.saving or self.epoch_ended):
             # torchrun ends the others when one process has ended: each must have written its part.
             PartialState().wait_for_everyone()
             stop_run(self.stopping, state.global_step, self.config)

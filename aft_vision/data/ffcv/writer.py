@@ -87,7 +87,8 @@ def write_beton(
         The number of images, without those that the split skips.
 
     Raises:
-        ValueError: the split is a stream or has no image, the path does not end in .beton, or an image is too large.
+        ValueError: the split is a stream, of FFCV files or without an image, the path does not end in .beton, or an
+            image is too large.
         CorruptImageError: an image cannot be decoded, and the split does not skip it.
         OSError: the file cannot be written; the previous file is unchanged.
     """
@@ -95,7 +96,7 @@ def write_beton(
     if path.suffix != '.beton':
         raise ValueError(f'expected a path that ends in .beton, got {path}')
     if split.is_beton:
-        raise ValueError('expected a data set of images, got one of FFCV files')
+        raise ValueError('expected a data set of images, got FFCV files: give the images of which they were written')
     if split.is_stream:
         raise ValueError('expected a data set whose images can be had at random positions, got a stream')
     dataset = _EncodedDataset(split.dataset, options)
