@@ -1,6 +1,7 @@
 """Code in the folders of saved text models, with which transformers loads them where this package is not installed."""
 
 import logging
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,13 @@ class SavesCode:
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Save as transformers does, with the code; `push_to_hub()` uploads it too, `push_to_hub=True` does not."""
-        write_code(self, Path(save_directory))
-        return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        folder = Path(save_directory)
+        write_code(self, folder)
+        saved = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        for weights in folder.glob('*.safetensors'):
+            # safetensors 0.8 lets only the owner read what it writes.
+            shutil.copymode(folder / 'config.json', weights)
+        return saved
 
 
 # In the copied code: transformers itself copies the file that a class was loaded from.

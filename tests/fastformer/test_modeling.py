@@ -134,6 +134,8 @@ def test_half_precision_is_near_float32_and_finite(dtype: torch.dtype, bound: fl
 def test_files_and_auto_classes_give_the_same_model(tmp_path):
     model, ids = make_model(num_labels=3), make_ids(2, 5)
     model.save_pretrained(tmp_path)
+    # Who may read one file may read the other.
+    assert (tmp_path / 'config.json').stat().st_mode == (tmp_path / 'model.safetensors').stat().st_mode
     assert (tmp_path / 'model.safetensors').exists()
     assert isinstance(AutoConfig.from_pretrained(tmp_path), FastformerConfig)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
