@@ -111,7 +111,7 @@ def read_mask(text: str, img_size: tuple[int, int]) -> torch.Tensor:
     mask = torch.from_numpy(np.array(open_image(text).convert('L'))) >= 128
     with Image.open(text) as image:
         # What an editor has erased keeps its colour.
-        if image.has_transparency_data and image.convert('RGBA').getchannel('A').getextrema()[0] < 255:
+        if image.has_transparency_data and np.array(image.convert('RGBA'))[..., 3].min() < 255:
             raise ValueError(f'expected a mask of black and white pixels, got {text} with transparent ones')
     if tuple(mask.shape) != img_size:
         raise ValueError(
