@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from aft_vision.data.ranges import check_ranges, within
-from train.schema import LR_BATCH_SIZE, Config, DistillConfig, RegularizeConfig, require
+from train.schema import Config, DistillConfig, RegularizeConfig, peak_rate, require
 
 STAGES = ('blocks', 'features', 'labels')
 
@@ -70,7 +70,7 @@ class ConvertConfig(Config):
         return found
 
     def _unlabelled(self, epochs: int, lr: float, **kind: Any) -> Config:
-        peak = lr * self.data.batch_size / LR_BATCH_SIZE
+        peak = peak_rate(lr, self.data.batch_size)
         lowest = {name: min(getattr(self.schedule, name), peak) for name in ('warmup_lr', 'min_lr')}
         taught: dict[str, Any] = {'task_loss_weight': None, 'distill_loss_weight': None, 'temperature': 1.0, **kind}
         return self._stage(

@@ -130,15 +130,13 @@ def train_one_epoch(
         if spent:
             break
         lr = _rate(state)
-        # Running statistics of a batch that is skipped are not finite.
-        buffers = [(x, x.clone()) for x in state.model.buffers()] if state.config.run.skip_nonfinite else []
+        restore_statistics = _keep_statistics(state)
         start = time.perf_counter()
         try:
             loss = train_step(state, islice(batches, state.config.optim.accumulate))
         except NonFiniteLossError as error:
             skip_update(state, loader, error.args[0], folder)
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            restore_statistics()
             continue
         if loss is None:
             break
@@ -157,6 +155,17 @@ def train_one_epoch(
     if not spent:
         reached.updates = (reached.epoch + 1) * reached.updates_per_epoch
     return _epoch_figures(state)
+
+
+def _keep_statistics(state: TrainState) -> Callable[[], None]:
+    """Keep the running statistics, which a batch that is skipped makes not finite; return what restores them."""
+    kept = [(x, x.clone()) for x in state.model.buffers()] if state.config.run.skip_nonfinite else []
+
+    def restore() -> None:
+        for buffer, before in kept:
+            buffer.copy_(before)
+
+    return restore
 
 
 def _epoch_figures(state: TrainState) -> dict[str, float]:

@@ -214,6 +214,11 @@ class ScheduleConfig:
         require('schedule.warmup_epochs', self.warmup_epochs, below, f'below schedule.epochs, which is {self.epochs}')
 
 
+def peak_rate(lr: float, batch_size: int) -> float:
+    """Return the highest learning rate of an image classifier, whose `lr` is per LR_BATCH_SIZE images."""
+    return lr * batch_size / LR_BATCH_SIZE
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """Options of the run itself.
@@ -339,7 +344,7 @@ class Config(Experiment):
 
     @property
     def peak_lr(self) -> float:
-        return self.optim.lr * self.data.batch_size / LR_BATCH_SIZE
+        return peak_rate(self.optim.lr, self.data.batch_size)
 
     @property
     def size_schedule(self) -> SizeSchedule | None:
