@@ -111,10 +111,16 @@ def write_page(docs: Path) -> None:
 
 
 def read_rows(data: Path) -> list[Row]:
-    """Read the published runs, shorter ones first, the reference first among those of a length."""
+    """Read the published runs, shorter ones first, the reference first among those of a length.
+
+    Raises:
+        ValueError: a folder is not named ROW_seedN, or has other files than those of a run.
+    """
     found: dict[str, list[Run]] = {}
     for path in sorted(data.glob('*/result.json')):
         row, _, seed = path.parent.name.rpartition('_seed')
+        if not (row and seed.isdecimal()):
+            raise ValueError(f'expected folders with names such as conv_seed0, got {path.parent} with a result.json')
         config = read_config(path.parent / 'config.yaml', 'train.imagenet')
         history = read_history(path.parent / 'summary.csv')
         found.setdefault(row, []).append(Run(row, int(seed), config, history, read_json(path)))

@@ -34,7 +34,7 @@ model = timm.create_model('{model}', pretrained=True).eval()
 | Top-1 | {top1:.2f} % on the {images:,} images of the official validation split |
 | Weights | {which} of the last of {epochs} epochs, in float16{chosen} |
 | Data | Imagenette, its official split; centre squares of 160 x 160 pixels, so not pixel for pixel fastai's |
-| Recipe | {recipe}, learning rate {lr:g} per 512 images, seed {seed} |
+| Recipe | {recipe}{start}, learning rate {lr:g} per 512 images, seed {seed} |
 | Training | {commit}; {processor} |
 
 ```sh
@@ -55,15 +55,16 @@ def package(folder: Path, place: Path = PACKAGED) -> Path:
         place: The folder of packaged weights.
 
     Raises:
-        ValueError: the model may not have packaged weights or differs from the registered one, training images were
-            held out for validation, or all packaged weights together would be too large.
+        ValueError: the model may not have packaged weights or differs from the registered one, the run was validated
+            on other images than the official split, or all packaged weights together would be too large.
     """
-    share = read_config(folder / 'config.yaml', 'train.imagenet')['data'].get('val_share')
-    if share is not None:
-        raise ValueError(
-            f'expected a run validated on the official split, got {folder} with data.val_share={share}: '
-            'train on all training images, with data.val_share=null'
-        )
+    data = read_config(folder / 'config.yaml', 'train.imagenet')['data']
+    for key in ('val_share', 'eval_split'):
+        if data.get(key) is not None:
+            raise ValueError(
+                f'expected a run validated on the official split, got {folder} with data.{key}={data[key]}: '
+                f'train on all training images, with data.{key}=null'
+            )
     content = read_json(folder / 'config.json')
     model = content['architecture']
     cfg: Any = timm.get_pretrained_cfg(model)
@@ -116,6 +117,7 @@ def model_card(folder: Path, name: str) -> str:
     cfg = model.pretrained_cfg
     _, height, width = cfg['input_size']
     epochs, lr, seed = config['schedule']['epochs'], config['optim']['lr'], config['run']['seed']
+    start = config['run'].get('init_from')
     commit, processor = describe_training(result)
     top1 = result['top1_float16']
     found = ' and '.join(f'{name} ({value:.2f} %)' for name, value in top1.items())
@@ -135,6 +137,7 @@ def model_card(folder: Path, name: str) -> str:
         chosen=f': the better of {found} on this split' if len(top1) > 1 else '',
         epochs=epochs,
         recipe=RECIPE,
+        start=f' from the weights of {start}' if start else '',
         lr=lr,
         seed=seed,
         commit=commit,

@@ -51,8 +51,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if (args.package or args.row) and len(args.runs) != 1:
         parser.error(f'--row and --package belong to one RUN, got {len(args.runs)}')
-    if args.row and not re.fullmatch(r'\w[\w.-]*', args.row):
-        parser.error(f'--row must be the name of a folder, of letters, digits and ".", "_" and "-", got {args.row!r}')
     if args.package and not (args.weights and not args.ablation):
         parser.error(f'--package needs the weights, got {"--ablation" if args.ablation else "--no-weights"}')
     return args
@@ -107,8 +105,10 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
 
 def publish(run: Path, args: argparse.Namespace) -> Path:
     """Write what is kept of a run and return its folder."""
-    config, content = read_run(run)
+    config, content, last = read_run(run)
     row = args.row or re.sub(r'(_\d+(\.\d+)?e-\d+)?(_seed\d+)?$', '', run.resolve().name)
+    if not re.fullmatch(r'\w[\w.-]*', row):
+        raise ValueError(f'expected a row of letters, digits, ".", "_" and "-", got {row!r}: name it by --row')
     data = ablation_page.DATA if args.ablation else imagenette_page.DATA
     if args.ablation and row not in ablation_page.CHANGES:
         raise ValueError(f'expected one of the rows {", ".join(ablation_page.CHANGES)}, got {row}: name it by --row')
@@ -123,9 +123,8 @@ def publish(run: Path, args: argparse.Namespace) -> Path:
                 f'expected answers to {len(other.right)} images, as {other.row} with seed {other.seed} has, got '
                 f'{len(right["weights"])}: --data must be the data set of the other runs'
             )
-    history = read_history(run / 'summary.csv')
-    last = {'weights': history[-1]['eval_top1'], 'average': history[-1].get('eval_ema_top1', -1.0)}
-    best = max(models, key=lambda name: last[name])
+    top1_of = {'weights': last['eval_top1'], 'average': last.get('eval_ema_top1', -1.0)}
+    best = max(models, key=lambda name: top1_of[name])
     result = {
         'parameters': sum(x.numel() for x in models[best].parameters()),
         'best': best,
@@ -144,18 +143,19 @@ def publish(run: Path, args: argparse.Namespace) -> Path:
     return folder
 
 
-def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the resolved config and the last checkpoint of a complete run.
+def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, float]]:
+    """Return the resolved config, the last checkpoint and the figures of the last epoch of a complete run.
 
     Raises:
-        ValueError: the folder has no run, a damaged config, or a run that has not ended, is of another trainer or of
-            images of their own shapes.
+        ValueError: the folder has no run, a damaged config, figures of other epochs, or a run that has not ended, is
+            of another trainer or of images of their own shapes.
     """
     missing = [name for name in (LAST, 'config.yaml', 'summary.csv') if not (run / name).is_file()]
     if missing:
         raise ValueError(f'expected the folder of a run of train.imagenet, got {run} without {missing[0]}')
     config, content = read_config(run / 'config.yaml', 'train.imagenet'), read_checkpoint(run / LAST)
-    if 'augment' not in config:
+    # Those of pixels have no size, those of characters no augmentation.
+    if 'augment' not in config or 'img_size' not in config['data']:
         raise ValueError(f'expected a run of train.imagenet, got {run}, which is of another trainer')
     tokens, epochs = config['data'].get('max_tokens'), config['schedule']['epochs']
     if tokens is not None:
@@ -165,7 +165,10 @@ def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         )
     if content['epoch'] != epochs:
         raise ValueError(f'expected a complete run of {epochs} epochs, got {run} after {content["epoch"]}')
-    return config, content
+    history = read_history(run / 'summary.csv')
+    if len(history) != epochs:
+        raise ValueError(f'expected the figures of {epochs} epochs, got {len(history)} in {run / "summary.csv"}')
+    return config, content, history[-1]
 
 
 def without_places(config: Any) -> Any:
@@ -196,7 +199,7 @@ def check_same_run(folder: Path, config: dict[str, Any], summary: Path) -> None:
         return
     before, now = (flatten_config(each) for each in (read_config(path, 'train.imagenet'), config))
     for key in dict.fromkeys([*before, *now]):
-        if key not in ('run.dir', 'data.dir') and before.get(key) != now.get(key):
+        if key not in ('run.dir', 'run.resume', 'data.dir') and before.get(key) != now.get(key):
             raise ValueError(
                 f'expected the run of {folder} again, got one with {key}={now.get(key)} instead of {before.get(key)}: '
                 'give it another row by --row NAME, or remove that folder'

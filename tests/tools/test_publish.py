@@ -153,8 +153,9 @@ def test_a_published_run_stays_until_the_new_one_is_complete_and_is_replaced_by_
         publish.main([str(other), *arguments])
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     publish.main([str(other), *arguments, '--row', 'conv_slow'])
-    # The same run elsewhere.
+    # The same run elsewhere, resumed.
     change_config(run, 'run.dir', 'elsewhere')
+    change_config(run, 'run.resume', 'auto')
     publish.main([str(run), *arguments, '--no-weights'])
     assert sorted(path.name for path in folder.iterdir()) == ['config.yaml', 'result.json', 'summary.csv']
     assert sorted(path.name for path in folder.parent.iterdir()) == ['conv_seed0', 'conv_slow_seed0']
@@ -303,12 +304,13 @@ def test_packaged_weights_are_those_of_the_run_and_have_a_card(data, docs, tmp_p
     (tmp_path / 'weights' / 'aft_other.imagenette.safetensors').write_bytes(bytes(package_weights.MOST_BYTES))
     with pytest.raises(ValueError, match=r'at most 12,000,000 bytes in all'):
         package_weights.package(folder, tmp_path / 'weights')
-    config['data']['val_share'] = 0.1
+    config['run']['init_from'] = 'deit.pth'
     (folder / 'config.yaml').write_text(yaml.safe_dump(config))
-    with pytest.raises(
-        ValueError, match=r'validated on the official split, got .* with data\.val_share=0\.1: train on all'
-    ):
-        package_weights.package(folder, tmp_path / 'weights')
+    assert 'imagenette.yaml from the weights of deit.pth, learning rate' in package_weights.model_card(folder, 'name')
+    for key, value in (('val_share', 0.1), ('eval_split', 'test')):
+        (folder / 'config.yaml').write_text(yaml.safe_dump({**config, 'data': {**config['data'], key: value}}))
+        with pytest.raises(ValueError, match=f'on the official split, got .* with data.{key}={value}: train on all'):
+            package_weights.package(folder, tmp_path / 'weights')
 
 
 @pytest.mark.parametrize(
@@ -342,6 +344,10 @@ def test_a_run_that_has_not_ended_is_refused(data, docs, tmp_path):
     (run / 'config.yaml').write_text(yaml.safe_dump(config))
     with pytest.raises(ValueError, match=r'run of 20 epochs, got .*conv_seed0 after 1'):
         publish.main([str(run), '--docs', str(docs)])
+    (run / 'summary.csv').write_text('epoch\n')
+    change_config(run, 'schedule.epochs', 1)
+    with pytest.raises(ValueError, match=r'figures of 1 epochs, got 0 in .*summary\.csv'):
+        publish.main([str(run), '--docs', str(docs)])
     change_config(run, 'data.max_tokens', 576)
     with pytest.raises(
         ValueError, match=r'a run of squares.* data\.max_tokens=576: .* tools\.eval_resolution --native'
@@ -354,17 +360,26 @@ def test_a_run_that_has_not_ended_is_refused(data, docs, tmp_path):
         publish.parse_args([str(run), str(run), '--package'])
 
 
-def test_a_run_of_another_trainer_is_named_as_one(data, docs, tmp_path):
+@pytest.mark.parametrize(('section', 'key'), [('augment', 'mixup'), ('data', 'img_size')])
+def test_a_run_of_another_trainer_is_named_as_one(section, key, data, docs, tmp_path):
     run = make_run(tmp_path / 'conv_seed0', data, 'aft_conv_nano', {'depth': 1}, [(60.0, 65.0)], answer=3)
     config = yaml.safe_load((run / 'config.yaml').read_text())
-    del config['augment']
-    (run / 'config.yaml').write_text(yaml.safe_dump(config))
+    del config[section][key]
+    (run / 'config.yaml').write_text(yaml.safe_dump({name: keys for name, keys in config.items() if keys}))
     with pytest.raises(ValueError, match=r'got .*conv_seed0, which is of another trainer'):
         publish.main([str(run), '--docs', str(docs)])
 
 
 @pytest.mark.parametrize('row', ['a/b', '..', '/tmp/a'])
-def test_a_row_is_one_folder(row, capsys):
-    with pytest.raises(SystemExit):
-        publish.parse_args(['run', '--row', row])
-    assert 'must be the name of a folder' in capsys.readouterr().err
+def test_a_row_is_one_folder(row, data, docs, tmp_path):
+    run = make_run(tmp_path / 'conv_seed0', data, 'aft_conv_nano', {'depth': 1}, [(60.0, 65.0)], answer=3)
+    with pytest.raises(ValueError, match=r'expected a row of letters, .* name it by --row'):
+        publish.main([str(run), '--docs', str(docs), '--row', row])
+
+
+def test_a_folder_among_the_runs_has_a_row_and_a_seed(docs):
+    folder = docs / 'data' / 'imagenette' / 'conv_seed0_old'
+    folder.mkdir(parents=True)
+    (folder / 'result.json').write_text('{}')
+    with pytest.raises(ValueError, match=r'names such as conv_seed0, got .*conv_seed0_old with a result'):
+        publish.main(['--docs', str(docs)])
