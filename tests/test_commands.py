@@ -13,7 +13,6 @@ import pytest
 
 from train.config import all_keys
 from train.convert_schema import ConvertConfig
-from train.fastformer.schema import text_model_schema
 from train.fastformer.tasks import TASKS
 from train.keys import format_page, list_keys
 from train.model_section import decoder_schema, model_schema
@@ -90,7 +89,7 @@ def test_every_key_has_a_default_and_a_meaning(capsys):
         (ConvertConfig, model_schema()),
         (CharConfig, decoder_schema()),
         (RecallConfig, decoder_schema()),
-        *((task.schema, text_model_schema()) for task in TASKS.values()),
+        *((task.schema, task.schema.model_schema()) for task in TASKS.values()),
     ],
 )
 def test_every_key_that_an_experiment_may_have_is_listed_in_the_words_of_yaml(schema, arguments):

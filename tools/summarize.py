@@ -86,7 +86,7 @@ def read_text(name: str) -> str:
         ValueError: it is missing, not UTF-8, or blank.
     """
     try:
-        text = sys.stdin.read() if name == '-' else Path(name).read_text(encoding='utf-8')
+        text = sys.stdin.read() if name == '-' else Path(name).read_text(encoding='utf-8-sig')
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f'expected a text in UTF-8 in {name}, got: {error}') from error
     if not text.strip():

@@ -79,12 +79,11 @@ def format_page() -> str:
     """Format the keys of every trainer as a page of Markdown."""
     # Image trainers do not need the text libraries.
     from train.convert_schema import ConvertConfig
-    from train.fastformer.schema import text_model_schema
     from train.fastformer.tasks import TASKS
     from train.schema import Config
     from train.sequence_schema import CharConfig, PixelConfig, RecallConfig
 
-    texts = {f'Texts: task={name}': (task.schema, text_model_schema()) for name, task in TASKS.items()}
+    texts = {f'Texts: task={name}': (task.schema, task.schema.model_schema()) for name, task in TASKS.items()}
     decoder = decoder_schema()
     sequences = {'Pixels': PixelConfig, 'Characters': CharConfig, 'Associative recall': RecallConfig}
     images = {'Images': (Config, model_schema())} | {title: (schema, decoder) for title, schema in sequences.items()}

@@ -54,8 +54,6 @@ class LongformerAttention(LongformerSelfAttention):
     """Longformer's attention: a window around each token, and the first tokens of a row global."""
 
     def __init__(self, config: FastformerConfig, index: int) -> None:
-        if config.attention_window % 2:
-            raise ValueError(f'attention_window must be even, got {config.attention_window}')
         window = [config.attention_window] * config.num_hidden_layers
         longformer = LongformerConfig(**common_arguments(config), attention_window=window, onnx_export=False)
         super().__init__(longformer, index)

@@ -12,6 +12,10 @@ INTERACTIONS = ('multiply', 'add', 'concat')
 CAUSAL = ('streaming', 'exact')
 CROSS_ATTENTION = ('dot_product', 'additive')
 ATTENTION_FIELDS = (*('score', 'interaction', 'share_query_value', 'share_layers', 'share_heads', 'use_output_proj'),)
+POSITIVE = (
+    *('vocab_size', 'embedding_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads', 'intermediate_size'),
+    *('max_position_embeddings', 'pooling_hidden_size', 'decoder_layers', 'max_target_positions'),
+)
 # Fields that only one `encoder_mixer` or the decoder reads.
 FIELDS_OF = {
     'fastformer': (*ATTENTION_FIELDS, 'use_residual', 'use_ffn'),
@@ -145,7 +149,7 @@ class FastformerConfig(PreTrainedConfig):
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        self._check()
+        self.check()
         super().__post_init__(**kwargs)
         if self.output_attentions and self.encoder_mixer == 'transformer' and self._attn_implementation is None:
             self._attn_implementation = 'eager'
@@ -174,7 +178,15 @@ class FastformerConfig(PreTrainedConfig):
         finally:
             self._attn_implementation = kind
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check the fields; models do so too, as `from_pretrained` sets its arguments after the configuration is made.
+
+        Raises:
+            ValueError: a field is out of range, or two fields contradict each other.
+        """
+        for name in POSITIVE:
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f'{name} must be at least 1, got {value}')
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f'hidden_size must be a multiple of num_attention_heads ({self.num_attention_heads}), '
@@ -198,6 +210,8 @@ class FastformerConfig(PreTrainedConfig):
             least = 0 if name in ('num_global_tokens', 'num_random_tokens') else 1
             if type(value := getattr(self, name)) is int and value < least:
                 raise ValueError(f'{name} of {self.encoder_mixer} must be at least {least}, got {value}')
+        if self.encoder_mixer == 'longformer' and self.attention_window % 2:
+            raise ValueError(f'attention_window must be even, got {self.attention_window}')
         if self.share_heads and self.score == 'dense':
             raise ValueError("share_heads needs score='per_head': a dense score has no parameters of a single head")
         if not 0 <= self.hidden_dropout_prob < 1:

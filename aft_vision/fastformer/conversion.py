@@ -67,8 +67,9 @@ class ConversionHead(nn.Module):
     def forward(self, user: Tensor, ad: Tensor) -> Tensor:  # (..., C), (..., C) -> (...,)
         x = self.dropout(self.act(self.fc1(torch.cat([user, ad, user * ad], -1))))
         # bfloat16 logits have three digits, and many users would have the same one.
+        dtype = accumulate_dtype(x)
         with maybe_autocast(x.device.type, enabled=False):
-            return self.fc2(x.to(self.fc2.weight.dtype)).squeeze(-1)
+            return F.linear(x.to(dtype), self.fc2.weight.to(dtype), self.fc2.bias.to(dtype)).squeeze(-1)
 
 
 class FastformerForConversion(FastformerHierarchyModel):

@@ -80,12 +80,13 @@ class LanguageModelEncoder(nn.Module):
 
     @staticmethod
     def _without_rest(model: Any) -> nn.Module:
-        # A decoder, and BERT's own pooling, have no part in this; parameters without a gradient would halt distributed
-        # training.
+        # A decoder, and the pooling of BERT or of a Fastformer, have no part in this; parameters without a gradient
+        # would halt distributed training.
         if model.config.is_encoder_decoder:
             model = model.get_encoder()
-        if getattr(model, 'pooler', None) is not None:
-            model.pooler = None
+        for name in ('pooler', 'pooling'):
+            if getattr(model, name, None) is not None:
+                setattr(model, name, None)
         return model
 
     def get_input_embeddings(self) -> nn.Module:

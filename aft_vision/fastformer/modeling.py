@@ -91,6 +91,10 @@ class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules = ['FastformerLayer', 'BaselineLayer']  # noqa: RUF012
 
+    def __init__(self, config: FastformerConfig) -> None:
+        config.check()
+        super().__init__(config)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -23,9 +23,21 @@ from .modeling import refuse_empty
 
 
 class FastformerNewsConfig(FastformerHierarchyConfig):
-    """Configuration of `FastformerForNewsRecommendation`: the fields of `FastformerHierarchyConfig`."""
+    """Configuration of `FastformerForNewsRecommendation`; all fields are keyword-only.
+
+    Args:
+        text_columns: columns of MIND that were joined to a text in training, for those who rank with it (only `title`).
+        kwargs: of `FastformerHierarchyConfig`.
+    """
 
     model_type = 'fastformer_news'
+
+    text_columns: list[str] = None  # type: ignore[assignment]
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.text_columns is None:
+            self.text_columns = ['title']
+        super().__post_init__(**kwargs)
 
 
 @dataclass

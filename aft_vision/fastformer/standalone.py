@@ -44,9 +44,10 @@ class SavesCode:
         folder = Path(save_directory)
         write_code(self, folder)
         saved = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
-        for weights in folder.glob('*.safetensors'):
-            # safetensors 0.8 lets only the owner read what it writes.
-            shutil.copymode(folder / 'config.json', weights)
+        # safetensors 0.8 lets only the owner read what it writes. An adapter has a configuration of its own.
+        for config in folder.glob('*config.json'):
+            for weights in folder.glob('*.safetensors'):
+                shutil.copymode(config, weights)
         return saved
 
 

@@ -24,14 +24,20 @@ class TextTokenizer(SavesCode, PreTrainedTokenizerFast):
     """A fast tokeniser that treats texts in use as in training.
 
     A text without a token becomes one unknown token. A text is cut off at `model_max_length`, where that is set, unless
-    the call says otherwise: transformers' pipelines say nothing.
+    the call has `truncation` or `max_length`: transformers' pipelines have neither.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> BatchEncoding:
-        """Encode texts with the arguments of transformers; without `truncation` and `max_length` a text is cut off."""
-        if self.model_max_length < LARGE_INTEGER and kwargs.get('max_length') is None:
-            kwargs.setdefault('truncation', True)
-        return super().__call__(*args, **kwargs)
+        """Encode texts with the arguments of transformers."""
+        return super().__call__(*args, **self._truncating(kwargs))
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the token ids of a text with the arguments of transformers."""
+        return super().encode(*args, **self._truncating(kwargs))
+
+    def _truncating(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        limited = self.model_max_length < LARGE_INTEGER and kwargs.get('max_length') is None
+        return {'truncation': True, **kwargs} if limited else kwargs
 
     def _convert_encoding(self, encoding: Encoding, *args: Any, **kwargs: Any) -> Any:
         found = encoding if 1 in encoding.attention_mask else self._encode_unknown(len(encoding))

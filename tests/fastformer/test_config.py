@@ -9,6 +9,7 @@ from aft_vision.fastformer import (
     ENCODERS,
     PRESETS,
     FastformerConfig,
+    FastformerForConditionalGeneration,
     FastformerForNewsRecommendation,
     FastformerNewsConfig,
 )
@@ -126,6 +127,9 @@ def test_each_part_reads_the_fields_of_its_row_of_the_table(part: str):
         (dict(cross_attention='linear'), 'cross_attention must be one of'),
         (dict(cross_attention='additive', interaction='add'), "needs interaction='multiply'"),
         (dict(hidden_dropout_prob=1.0), r'lie in \[0, 1\)'),
+        (dict(num_hidden_layers=0), 'num_hidden_layers must be at least 1, got 0'),
+        (dict(num_attention_heads=0), 'num_attention_heads must be at least 1, got 0'),
+        (dict(encoder_mixer='longformer', attention_window=7), 'attention_window must be even, got 7'),
         (dict(encoder_mixer='bigbird', block_size=0), 'block_size of bigbird must be at least 1, got 0'),
         (dict(encoder_mixer='longformer', num_global_tokens=-1), 'num_global_tokens of longformer must be at least 0'),
     ],
@@ -133,3 +137,13 @@ def test_each_part_reads_the_fields_of_its_row_of_the_table(part: str):
 def test_a_config_refuses_what_makes_no_model(fields: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         FastformerConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'), [(dict(causal='stream'), 'causal must be one of'), (dict(decoder_layers=0), 'at least 1')]
+)
+def test_fields_that_from_pretrained_sets_are_checked(tmp_path, fields: dict[str, object], message: str):
+    small = dict(vocab_size=9, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, max_position_embeddings=8)
+    FastformerForConditionalGeneration(FastformerConfig(**small)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        FastformerForConditionalGeneration.from_pretrained(tmp_path, **fields)

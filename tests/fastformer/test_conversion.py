@@ -223,7 +223,7 @@ def test_bfloat16_is_finite_and_near():
     model, batch = make_model(initializer_range=0.1), make_batch()
     wide = model(**batch)
     half = model.bfloat16()(**batch)
-    assert half.loss.dtype == torch.float32
+    assert half.loss.dtype == half.logits.dtype == torch.float32
     assert_close(half.logits, wide.logits, 5e-2, floor=0.1)
 
 

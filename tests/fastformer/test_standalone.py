@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig
+from transformers import BertConfig, PreTrainedModel
 
 from aft_vision.fastformer import (
     FastformerConfig,
@@ -51,6 +51,21 @@ def test_a_saved_model_names_its_code_which_has_only_its_encoder(tmp_path):
     for ruff in (['check'], ['format', '--check']):
         done = subprocess.run([sys.executable, '-m', 'ruff', *ruff, *options], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
+
+
+def test_a_model_with_an_adapter_is_saved_without_its_configuration(tmp_path, monkeypatch):
+    model = FastformerModel(FastformerConfig(**SMALL))
+
+    def save(self: Any, folder: Path, *args: Any, **kwargs: Any) -> None:
+        # As transformers does after `add_adapter`.
+        (folder / 'adapter_config.json').write_text('{}')
+        (folder / 'adapter_model.safetensors').write_bytes(b'')
+        (folder / 'adapter_model.safetensors').chmod(0o600)
+
+    monkeypatch.setattr(PreTrainedModel, 'save_pretrained', save)
+    model.save_pretrained(tmp_path)
+    modes = {(tmp_path / f'adapter_{name}').stat().st_mode for name in ('config.json', 'model.safetensors')}
+    assert len(modes) == 1
 
 
 @pytest.mark.parametrize('kind', ['class', 'encoder', 'language model'])

@@ -206,7 +206,8 @@ def test_a_pipeline_cuts_a_text_off_as_training_does(tmp_path, nltk_data, method
     # A call that says how long a text may be has its way.
     assert len(tokenizer(text, truncation=False)['input_ids']) > 6
     assert len(tokenizer(text, truncation=True, max_length=4)['input_ids']) == 4
-    assert len(tokenizer(text)['input_ids']) == 6
+    assert len(tokenizer(text)['input_ids']) == len(tokenizer.encode(text)) == 6
+    assert len(tokenizer.encode(text, truncation=False)) > 6
 
 
 def test_a_pipeline_classifies_an_empty_text_as_training_does():

@@ -8,7 +8,6 @@ import pytest
 
 from train.config import all_keys, load_config, save_config
 from train.convert_schema import ConvertConfig
-from train.fastformer.schema import text_model_schema
 from train.fastformer.summarization import SummarizationConfig
 from train.fastformer.tasks import TASKS
 from train.model_section import check_decoder, check_model, decoder_schema, model_schema
@@ -324,7 +323,8 @@ def test_every_alias_means_a_key_of_some_experiment():
     keys = {'optim.args'}
     for schema in (Config, PixelConfig, CharConfig, RecallConfig, *(task.schema for task in TASKS.values())):
         keys |= {*all_keys(schema, model_schema()), *all_keys(schema, decoder_schema())}
-        keys |= set(all_keys(schema, text_model_schema()))
+    for task in TASKS.values():
+        keys |= set(all_keys(task.schema, task.schema.model_schema()))
     assert {key for meant in ALIASES.values() for key in meant} <= keys
 
 

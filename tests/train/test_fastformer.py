@@ -240,6 +240,16 @@ def test_results_without_their_experiment_are_left_alone(pairs, tmp_path):
     assert kept.exists()
 
 
+def test_an_experiment_that_failed_before_its_first_seed_is_tried_again(pairs, tmp_path):
+    glove = tmp_path / 'glove.txt'
+    glove.write_text('w1 0.5\n')
+    with pytest.raises(ValueError, match='glove'):
+        fastformer.main(arguments(pairs, tmp_path / 'run', f'data.glove={glove}'))
+    assert (tmp_path / 'run' / 'config.yaml').exists()
+    fastformer.main(arguments(pairs, tmp_path / 'run', 'schedule.max_updates=2'))
+    assert (tmp_path / 'run' / 'seed_0' / 'best').is_dir()
+
+
 @pytest.mark.parametrize(
     ('override', 'message'),
     [
@@ -412,6 +422,7 @@ def test_training_goes_on_from_a_saved_model_with_its_vocabulary(trained, pairs,
     tokenizer = run.make_tokenizer()
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folder / 'seed_0' / 'best').get_vocab()
     expected = load_file(folder / 'seed_0' / 'best' / 'model.safetensors')
+    assert tokenizer.model_max_length == run.config.data.max_length
     found = run.make_model(tokenizer, seed=0).state_dict()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
@@ -501,6 +512,7 @@ def test_buckets_depend_on_the_seed_and_the_epoch_alone():
     other = BucketSampler(8, lengths, seed=0)
     other.set_epoch(1)
     assert list(other) == second != first
+    assert second != list(BucketSampler(8, lengths, seed=1))
     assert sorted(first) == sorted(second) == list(range(300))
     spread = [max(part) - min(part) for part in ([lengths[i] for i in first[j : j + 8]] for j in range(0, 296, 8))]
     assert sum(spread) / len(spread) < 6
@@ -525,6 +537,8 @@ def test_buckets_depend_on_the_seed_and_the_epoch_alone():
         ('data.bodies=docs.tsv', r"data\.bodies to be null except for mind_topic, got 'docs\.tsv'"),
         ('data.kind=mind', r"data\.kind = 'mind': .* expected one of .'amazon', 'jmars', 'acl_imdb', 'mind_topic'"),
         ('data.text_columns=[]', r'data\.text_columns to be one column or several, or null, got \[\]'),
+        ('model={encoder_mixer: longformer, attention_window: 7}', r'model: attention_window must be even, got 7'),
+        ('data={tokenizer: bpe, glove: glove.txt}', r'data\.glove to be null with data\.tokenizer=bpe'),
         ('task=clasification', r"task = 'clasification' is not a task; did you mean classification\?$"),
         ('optim.accumulate=3', r'data\.batch_size to be a multiple of optim\.accumulate \(3\)'),
     ],

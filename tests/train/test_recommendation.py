@@ -173,6 +173,11 @@ def test_impressions_without_labels_are_ranked_but_not_measured(mind, tmp_path, 
     assert 'ranked, without labels to measure' in capsys.readouterr().out
 
 
+def test_the_model_remembers_the_columns_of_its_texts(mind, tmp_path):
+    run = make_run(mind, tmp_path, 'data.text_columns=[title,category]')
+    assert run.make_model(run.tokenizer, seed=0).config.text_columns == ['title', 'category']
+
+
 def test_films_are_recommended_too(tmp_path):
     films = write_movielens(tmp_path / 'films')
     more = ['data.kind=movielens', 'data.shown=9', 'data.max_impressions=20', 'run.seeds=[0]', 'schedule.epochs=1']
@@ -190,6 +195,7 @@ def test_a_language_model_is_fine_tuned_with_its_own_tokenizer(mind, tmp_path):
     BertModel(BertConfig(vocab_size=len(tokenizer) + 3, **small)).save_pretrained(source)
     tokenizer.save_pretrained(source)
     run = make_run(mind, tmp_path, f'model.text_model={source}')
+    assert run.arguments(tmp_path, 0).ddp_find_unused_parameters
     used = run.make_tokenizer()
     assert (used.get_vocab(), used.model_max_length) == (tokenizer.get_vocab(), 12)
     expected = load_file(source / 'model.safetensors')
@@ -200,6 +206,8 @@ def test_a_language_model_is_fine_tuned_with_its_own_tokenizer(mind, tmp_path):
     best = FastformerForNewsRecommendation.from_pretrained(tmp_path / 'run' / 'seed_0' / 'best')
     assert best.config.text_config.hidden_size == 8
     assert best.config.vocab_size == len(best.get_input_embeddings().weight) == len(tokenizer) + 3
+    with pytest.raises(ValueError, match=r'expected data\.max_length of at most 512, as .*bert takes, got 513'):
+        make_run(mind, tmp_path, f'model.text_model={source}', 'data.max_length=513').new_model(used)
     # Training goes on from there, and the language model that it began with may stay in the experiment.
     again = make_run(mind, tmp_path, f'model.text_model={source}', f'run.init_from={tmp_path}/run/seed_0/best')
     weights = again.make_model(again.make_tokenizer(), seed=0).state_dict()

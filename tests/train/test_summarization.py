@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import random
@@ -93,7 +94,7 @@ def measured(checkpoint: Path, run: SummarizationRun, metric: str) -> float:
 @pytest.mark.parametrize('metric', ['loss', 'rougeL'])
 def test_the_best_epoch_by_validation_is_kept_and_tested(first_words, tmp_path, metric):
     # At so high a rate the best epoch is not the last.
-    more = ['data.max_texts=160', 'schedule.epochs=6', 'optim.lr=5e-2', 'model.hidden_size=32', 'run.keep=6']
+    more = ['data.max_texts=160', 'schedule.epochs=6', 'optim.lr=1e-1', 'model.hidden_size=32', 'run.keep=6']
     more += [f'generate.validate={metric == "rougeL"}']
     (result,) = fastformer.main(arguments(first_words, tmp_path, *more))['runs']
     run = SummarizationRun.read(load_text_config(SMOKE, [f'data.path={first_words}', *more]), tmp_path)
@@ -283,6 +284,18 @@ def test_a_model_of_shorter_texts_is_an_error(trained, first_words, tmp_path):
     more = [f'run.init_from={best}', 'data.max_summary_length=9']
     with pytest.raises(ValueError, match=r'data\.max_summary_length of at most 8, as .*best takes, got 9'):
         fastformer.main(['--eval', *arguments(first_words, tmp_path, *more)])
+
+
+def test_training_goes_on_from_a_model_of_a_preset_with_summaries_of_another_length(first_words, tmp_path):
+    small = dict(embedding_size=16, hidden_size=16, num_attention_heads=2, num_hidden_layers=1, decoder_layers=1)
+    keys = [f'model.{key}={value}' for key, value in {'preset': 'cnn_dailymail', **small}.items()]
+    config = load_text_config(SMOKE, [f'data.path={first_words}', 'data.max_summary_length=9', *keys])
+    run = SummarizationRun.read(config, tmp_path)
+    run.make_model(run.tokenizer, seed=0).save_pretrained(tmp_path)
+    run.tokenizer.save_pretrained(tmp_path)
+    resumed = dataclasses.replace(config.run, init_from=str(tmp_path))
+    again = dataclasses.replace(run, config=dataclasses.replace(config, run=resumed))
+    assert again.make_model(again.make_tokenizer(), seed=0).config.max_target_positions == 9
 
 
 def test_glove_fills_the_embedding_that_encoder_decoder_and_head_share(first_words, tmp_path):

@@ -37,10 +37,10 @@ from datasets import disable_progress_bars
 from transformers.utils import logging
 
 from aft_vision.commandline import run_command
-from train.checkpoint import lock_run
+from train.checkpoint import holds_run, lock_run
 from train.config import save_config
 from train.fastformer.run import CONFIG, RESULT, TextRun
-from train.fastformer.schema import TextConfig, text_model_schema
+from train.fastformer.schema import TextConfig
 from train.fastformer.tasks import TASKS, load_text_config
 from train.fastformer.trainer import describe, describe_value
 from train.keys import format_keys, list_keys
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     args = parse_args(__doc__, EXAMPLE, argv)
     if args.keys:
         for name, task in TASKS.items():
-            print(f'task={name}\n\n{format_keys(list_keys(task.schema, text_model_schema()))}\n')
+            print(f'task={name}\n\n{format_keys(list_keys(task.schema, task.schema.model_schema()))}\n')
         return None
     config = load_text_config(args.config, args.overrides)
     folder = find_run_dir(config, args.config, Path('runs') / 'fastformer')
@@ -111,8 +111,8 @@ def begin(run: TextRun) -> None:
         ValueError: the runs to resume were of another experiment.
     """
     config, folder = run.config, run.folder
-    earlier = [path for path in (folder / CONFIG, folder / RESULT, *folder.glob('seed_*')) if path.exists()]
-    if earlier and not (config.run.overwrite or config.run.resume):
+    earlier = [path for path in (folder / RESULT, *folder.glob('seed_*')) if path.exists()]
+    if (earlier or holds_run(folder)) and not (config.run.overwrite or config.run.resume):
         raise FileExistsError(
             f'expected a new folder, got {folder}, which holds a run; set run.dir, run.resume=auto to go on with it, '
             'or run.overwrite=true'
@@ -120,7 +120,7 @@ def begin(run: TextRun) -> None:
     if config.run.resume is None:
         for path in earlier:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    elif (folder / CONFIG).exists():
+    elif earlier and (folder / CONFIG).exists():
         check_same(load_text_config(folder / CONFIG), config, folder / CONFIG)
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder / CONFIG)

@@ -21,7 +21,7 @@ from aft_vision.fastformer.data.behaviors import (
 from aft_vision.fastformer.data.interactions import read_alimama, read_mind_clicks, read_ratings
 from aft_vision.fastformer.pooled_metrics import POOLED_METRICS, pooled_metrics
 from train.fastformer.run import TextRun
-from train.fastformer.schema import RESERVED_KEYS, TextConfig, TextData, check_text_model
+from train.fastformer.schema import RESERVED_KEYS, TextConfig, TextData, check_text_model, text_model_schema
 from train.schema import require
 
 READERS: dict[str, Any] = {
@@ -77,7 +77,12 @@ class ConversionData(TextData):
 class ConversionConfig(TextConfig):
     """One experiment with ads; `model` may also have `head_hidden_size`, the width of the network on user and ad."""
 
+    task: str = 'conversion'
     data: ConversionData = field(default_factory=ConversionData)
+
+    @staticmethod
+    def model_schema() -> type:
+        return text_model_schema(FastformerConversionConfig, RESERVED)
 
     def check_model(self, keys: Sequence[str] = ()) -> dict[str, Any]:
         return check_text_model(self.model, self.data.max_length, keys, FastformerConversionConfig, RESERVED)

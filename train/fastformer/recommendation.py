@@ -9,7 +9,15 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from torch.utils.data import Sampler
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+)
 
 from aft_vision.fastformer import FastformerForNewsRecommendation
 from aft_vision.fastformer.data.impressions import Behaviors, ClickSamples, NewsCollator, tokenize_texts
@@ -19,7 +27,7 @@ from aft_vision.fastformer.predictions import write_predictions
 from aft_vision.fastformer.ranking import mean_scores, score_behaviors
 from train.fastformer.recommendation_data import RecommendationData, read_parts
 from train.fastformer.run import TextRun
-from train.fastformer.schema import TextConfig, check_text_model
+from train.fastformer.schema import TextConfig, check_text_model, text_model_schema
 
 PREDICTION = 'prediction_{split}.zip'
 
@@ -28,7 +36,12 @@ PREDICTION = 'prediction_{split}.zip'
 class RecommendationConfig(TextConfig):
     """One experiment with a recommender; `model` may also have `text_model`, a language model for the texts."""
 
+    task: str = 'recommendation'
     data: RecommendationData = field(default_factory=RecommendationData)
+
+    @staticmethod
+    def model_schema() -> type:
+        return text_model_schema(text_model='A language model for the texts: a folder, or a name on the hub.')
 
     def check_model(self, keys: Sequence[str] = ()) -> dict[str, Any]:
         rest = dict(self.model)
@@ -138,13 +151,26 @@ class RecommendationRun(TextRun):
         return AutoTokenizer.from_pretrained(text_model, model_max_length=self.config.data.max_length)
 
     def model_fields(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        fields = {'max_behaviors': self.config.data.max_behaviors}
+        data = self.config.data
+        fields = {'max_behaviors': data.max_behaviors, 'text_columns': data.text_columns}
         text_model = self.config.model.get('text_model')
         if text_model is None:
             return fields
         text_config = AutoConfig.from_pretrained(text_model)
+        longest = getattr(text_config, 'max_position_embeddings', None)
+        if longest is not None and longest < data.max_length:
+            raise ValueError(
+                f'expected data.max_length of at most {longest}, as {text_model} takes, got {data.max_length}'
+            )
         # The rows that a language model has, as in `from_text_model`, which its tokenizer may not fill.
         return {**fields, 'text_config': text_config, 'vocab_size': getattr(text_config, 'vocab_size', len(tokenizer))}
+
+    def arguments(self, folder: Path, seed: int) -> TrainingArguments:
+        arguments = super().arguments(folder, seed)
+        # A language model may have weights that take no part, such as the mask of XLNet.
+        text_model = self.config.model.get('text_model') or self.config.run.init_from
+        arguments.ddp_find_unused_parameters = text_model is not None
+        return arguments
 
     def new_model(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         model: Any = super().new_model(tokenizer)

@@ -26,7 +26,7 @@ from aft_vision.evaluate import reset_peak_memory
 from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.tokenize import train_tokenizer
 from aft_vision.models.weight_files import add_checksum, check_checksums
-from train.fastformer.schema import TextConfig, stated_model, text_model_config
+from train.fastformer.schema import RESERVED_KEYS, TextConfig, stated_model, text_model_config
 from train.fastformer.trainer import EpochMeter, StopAfterSignal, last_checkpoint, training_arguments
 from train.signals import catch_signals, stop_run
 
@@ -131,7 +131,7 @@ class TextRun(ABC):
             return json.loads((folder / RESULT).read_text())
         arguments = self.arguments(folder, seed)
         set_seed(seed)
-        tokenizer = self.make_tokenizer()
+        tokenizer = self.tokenizer
         model = self.make_model(tokenizer, seed)
         if run.grad_checkpointing:
             model.activation_checkpointing_enable({'use_reentrant': False})
@@ -197,14 +197,32 @@ class TextRun(ABC):
         Returns:
             `metrics` by name, without those that cannot be computed.
         """
-        tested = trainer.evaluate(self.examples(split, tokenizer), metric_key_prefix='test')
+        tested = trainer.evaluate(self.tokenized(split, tokenizer), metric_key_prefix='test')
         return {name.removeprefix('test_'): value for name, value in tested.items()}
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of all seeds."""
+        return self.make_tokenizer()
+
+    def tokenized(self, split: str, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+        """Return the `examples` of a split, which are kept until they are needed for another tokenizer."""
+        if self._tokenized.get('tokenizer') is not tokenizer:
+            self._tokenized.clear()
+            self._tokenized['tokenizer'] = tokenizer
+        if split not in self._tokenized:
+            self._tokenized[split] = self.examples(split, tokenizer)
+        return self._tokenized[split]
+
+    @cached_property
+    def _tokenized(self) -> dict[str, Any]:
+        return {}
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of `run.init_from`, or train one."""
         run, data = self.config.run, self.config.data
         if run.init_from is not None:
-            return AutoTokenizer.from_pretrained(run.init_from)
+            return AutoTokenizer.from_pretrained(run.init_from, model_max_length=data.max_length)
         return train_tokenizer(
             self.texts(),
             data.tokenizer,
@@ -261,6 +279,9 @@ class TextRun(ABC):
         if glove is not None:
             raise ValueError(f'expected data.glove=null, as run.init_from ({source}) has embeddings, got {glove!r}')
         for key, stated in self.stated_model().items():
+            if key in RESERVED_KEYS:
+                # Of a preset, where the data decide.
+                continue
             found = getattr(model.config, key, None)
             if stated is not None and stated != found:
                 raise ValueError(
@@ -288,7 +309,7 @@ class TextRun(ABC):
         Args:
             splits: Data for training and for the evaluation of each epoch; None for none.
         """
-        train, validation = (None if split is None else self.examples(split, tokenizer) for split in splits)
+        train, validation = (None if split is None else self.tokenized(split, tokenizer) for split in splits)
         trainer = self.new_trainer(
             model=model,
             args=arguments,

@@ -63,6 +63,8 @@ class TextData:
 
     def __post_init__(self) -> None:
         check_ranges(self, 'data')
+        words = self.glove is None or self.tokenizer != 'bpe'
+        require('data.glove', self.glove, words, 'null with data.tokenizer=bpe, whose pieces are not words')
         both = self.test_share + self.valid_share
         require('data.test_share + data.valid_share', both, both < 1, 'below 1')
 
@@ -190,6 +192,11 @@ class TextConfig(Experiment):
     def __post_init__(self) -> None:
         self.check_parts(1)
 
+    @staticmethod
+    def model_schema() -> type:
+        """Return the keys of the `model` section as a dataclass."""
+        return text_model_schema()
+
     def check_model(self, keys: Sequence[str] = ()) -> dict[str, Any]:
         """Return the `model` section with its values in their types.
 
@@ -222,7 +229,7 @@ def check_text_model(
     """
     for key in reserved.keys() & model.keys():
         raise ValueError(f'model.{key} = {model[key]!r} is not for an experiment: {reserved[key]}')
-    checked = check_arguments(model, text_model_schema(kind), keys)
+    checked = check_arguments(model, text_model_schema(kind, reserved), keys)
     named = (
         ('preset', PRESETS, 'a preset'),
         ('encoder_mixer', ENCODERS, 'an encoder'),
@@ -238,17 +245,25 @@ def check_text_model(
     return checked
 
 
-def text_model_schema(kind: type[FastformerConfig] = FastformerConfig) -> type:
-    """Return the keys of the `model` section as a dataclass: ours, without those of every model of transformers."""
+def text_model_schema(
+    kind: type[FastformerConfig] = FastformerConfig, reserved: Mapping[str, str] = RESERVED_KEYS, **more: str
+) -> type:
+    """Return the keys of the `model` section as a dataclass: ours, without those of every model of transformers.
+
+    Args:
+        kind, reserved: As `check_text_model` takes them.
+        more: Meanings of further keys, which are texts.
+    """
     ours = [each for each in reversed(kind.__mro__) if issubclass(each, FastformerConfig)]
     fields = {name: supported(hint) for each in ours for name, hint in each.__annotations__.items()}
-    reserved = {key: f'Not for an experiment: {reason}.' for key, reason in RESERVED_KEYS.items()}
-    meanings = {**meanings_of(kind), **reserved}
+    meanings = {name: meaning for each in ours for name, meaning in meanings_of(each).items()}
+    meanings |= {key: f'Not for an experiment: {reason}.' for key, reason in reserved.items()}
     preset = described('preset', str, 'null', 'A column of the Table 9 presets, which the other keys change.')
     return make_dataclass(
         'Model',
         [
             ('preset', str | None, preset),
+            *((name, str | None, described(name, str, 'null', meaning)) for name, meaning in more.items()),
             *(
                 (name, hint, described(name, hint, as_yaml(getattr(kind, name, None)), meanings.get(name, '')))
                 for name, hint in fields.items()

@@ -36,6 +36,7 @@ from train.schema import require
 class SummarizationConfig(TextConfig):
     """One experiment with a model that summarises."""
 
+    task: str = 'summarization'
     data: SummarizationData = field(default_factory=SummarizationData)
     generate: Generation = field(default_factory=Generation)
 
@@ -132,7 +133,7 @@ class SummarizationRun(TextRun):
         trainer.args.predict_with_generate = True
         # It is that of the validation texts.
         trainer.compute_metrics = None
-        output = trainer.predict(self.examples(split, tokenizer), metric_key_prefix='test')
+        output = trainer.predict(self.tokenized(split, tokenizer), metric_key_prefix='test')
         summaries, references = self.generated(output.predictions, split, tokenizer)
         scores = rouge_of_each(summaries, references)
         if trainer.is_world_process_zero():

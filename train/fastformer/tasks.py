@@ -11,7 +11,7 @@ from train.fastformer.classification import ClassificationRun
 from train.fastformer.conversion import ConversionRun
 from train.fastformer.recommendation import RecommendationRun
 from train.fastformer.run import TextRun
-from train.fastformer.schema import TextConfig, text_model_schema
+from train.fastformer.schema import TextConfig
 from train.fastformer.summarization import SummarizationRun
 from train.layers import naming_sources, read_layers
 from train.suggest import unknown
@@ -36,6 +36,7 @@ def load_text_config(path: str | Path, overrides: Sequence[str] = ()) -> TextCon
     with naming_sources(path, layers):
         if not isinstance(task, str) or task not in TASKS:
             raise ValueError(unknown('task', task, TASKS, 'a task'))
-        keys = all_keys(TASKS[task].schema, text_model_schema())
-        built = build_config(layers, TASKS[task].schema, optimizers, keys)
+        schema = TASKS[task].schema
+        keys = all_keys(schema, schema.model_schema())
+        built = build_config(layers, schema, optimizers, keys)
         return dataclasses.replace(built, model=built.check_model(keys))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather
@@ -47,7 +48,8 @@ class BucketSampler(LengthGroupedSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order; called by Trainer."""
-        self.generator.manual_seed(self.seed + epoch)
+        # Of both numbers, not of their sum, which would repeat for the next seed.
+        self.generator.manual_seed(int(np.random.SeedSequence((self.seed, epoch)).generate_state(1)[0]))
 
 
 class TextTrainer(Trainer):

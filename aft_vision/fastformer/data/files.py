@@ -11,6 +11,7 @@ import lzma
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -66,10 +67,13 @@ def read_json(path: str | Path) -> Iterator[Record]:
         ValueError: the file is damaged, or holds something else; names line and column, or the item of a list.
     """
     lines = read_text_lines(path)
-    for number, line in lines:
-        if line.lstrip().startswith('[') and number == 1:
-            yield from _read_json_list(path, line + ''.join(line for _, line in lines))
-        elif line.strip():
+    start, first = next(((number, line) for number, line in lines if line.strip()), (1, ''))
+    if first.lstrip().startswith('['):
+        # Blank lines before it count for the place of an error.
+        yield from _read_json_list(path, '\n' * (start - 1) + first + ''.join(line for _, line in lines))
+        return
+    for number, line in chain([(start, first)], lines):
+        if line.strip():
             try:
                 value = json.loads(line)
             except json.JSONDecodeError as error:

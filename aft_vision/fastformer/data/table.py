@@ -1,5 +1,6 @@
 """Rows of any table as a labelled `datasets.Dataset`: columns `text`, a string, and `label`, a ClassLabel."""
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -143,8 +144,8 @@ def collect(
             numbers if all are, else by the alphabet.
         sample: Number of rows to draw at random, in the order of the file; None, or more rows than exist, for all.
         seed: Seed of that draw.
-        drop_incomplete: Leave out rows with a missing or null text or label, or an empty label; otherwise they are
-            errors.
+        drop_incomplete: Leave out rows with a missing, null or blank text, or a missing, null or empty label;
+            otherwise they are errors, except a blank text.
 
     Raises:
         ValueError: a column is missing (with drop_incomplete in every row), a text is not a string, a label is unknown,
@@ -258,7 +259,9 @@ def _labelled_rows(
     for place, values in complete_records(records, [*text, label], drop_incomplete):
         if drop_incomplete and values[label] == '':
             continue
-        parts = [check_text(place, column, values[column]) for column in text]
+        content = ' '.join(filter(None, (check_text(place, column, values[column]) for column in text)))
+        if drop_incomplete and not content.strip():
+            continue
         name = as_label(values[label])
         if not name:
             raise ValueError(f'{place}, column {label!r}: expected a label, got {values[label]!r}')
@@ -266,7 +269,7 @@ def _labelled_rows(
             if name not in names:
                 raise ValueError(f'{place}, column {label!r}: expected one of {", ".join(names)}, got {name!r}')
             name = names[name]
-        yield ' '.join(filter(None, parts)), name
+        yield content, name
 
 
 def _notice(rows: Iterable[tuple[str, str]], note: Callable[[str], None]) -> Iterator[tuple[str, str]]:
@@ -277,6 +280,10 @@ def _notice(rows: Iterable[tuple[str, str]], note: Callable[[str], None]) -> Ite
 
 def _in_order(names: Iterable[str]) -> list[str]:
     try:
-        return sorted(names, key=lambda name: (float(name), name))
+        numbers = {name: float(name) for name in names}
     except ValueError:
         return sorted(names)
+    # NaN has no place in an order of numbers.
+    if not all(map(math.isfinite, numbers.values())):
+        return sorted(numbers)
+    return sorted(numbers, key=lambda name: (numbers[name], name))

@@ -42,7 +42,9 @@ def test_the_only_file_of_a_zip_is_read(tmp_path):
         list(read_json(tmp_path / 'x.zip'))
 
 
-@pytest.mark.parametrize('text', ['[{"text": "a", "label": 1},\n\n {"text": "b\\n", "label": 2}\n]\n', '[ ]', '[]'])
+@pytest.mark.parametrize(
+    'text', ['[{"text": "a", "label": 1},\n\n {"text": "b\\n", "label": 2}\n]\n', '\n \n[ ]', '[]']
+)
 def test_a_json_list_is_read_with_the_numbers_of_its_items(tmp_path, text):
     path = write(tmp_path, 'x.json', '\ufeff' + text)
     records = list(read_json(path))
@@ -55,6 +57,7 @@ def test_a_json_list_is_read_with_the_numbers_of_its_items(tmp_path, text):
     ('content', 'message'),
     [
         ('{"a": 1}\n{"a": 1,, "b": 2}\n', 'line 2, column 9: not JSON: '),
+        ('\n\n[{"a": 1},\n\n{"a": 1,,}]', 'line 5, column 9: not JSON: '),
         ('{"a": 1}\n{"a": "cut', 'line 2, column 7: not JSON: Unterminated string'),
         ('{"a": 1}\n17\n', 'line 2: expected a JSON object .* got int'),
         ("{'a': 1}\n", 'line 1, column 2: not JSON'),

@@ -73,11 +73,17 @@ def test_unrated_reviews_of_jmars_can_be_left_out(tmp_path):
     assert len(read_jmars(path, drop_incomplete=True)) == 10
 
 
+def test_a_small_part_of_jmars_may_lack_ratings(tmp_path):
+    path = write_jmars(tmp_path / 'data.json', rows=200)
+    for count in (3, 150):
+        assert len(read_jmars(path, sample=count)) == count
+
+
 @pytest.mark.parametrize('options', [{}, {'text': 'text'}])
 def test_the_binary_imdb_is_not_called_imdb_10(tmp_path, options):
     path = tmp_path / 'imdb.jsonl'
     ratings = [*range(1, 5), *range(7, 11)]
-    path.write_text('\n'.join(json.dumps(dict(label=r // 6, rating=r, text='a')) for r in ratings))
+    path.write_text('\n'.join(json.dumps(dict(label=r // 6, rating=r, text='a')) for r in 13 * ratings))
     with pytest.raises(ValueError, match='aclImdb is the binary IMDB, not IMDB-10'):
         read_jmars(path, **options)
     with pytest.raises(ValueError, match='aclImdb is the binary IMDB, not IMDB-10'):

@@ -71,6 +71,8 @@ def test_numbers_are_classes_in_the_order_of_numbers():
     dataset = gather(('a', 10), ('b', 9.0), ('c', '2'))
     assert dataset.features['label'].names == ['2', '9', '10']
     assert dataset['label'][:] == [2, 1, 0]
+    # Not a number.
+    assert gather(('a', 'nan'), ('b', '10'), ('c', '2')).features['label'].names == ['10', '2', 'nan']
 
 
 def test_given_names_set_the_order_and_keep_classes_without_rows():
@@ -127,7 +129,8 @@ def test_a_file_of_an_unknown_kind_is_named(tmp_path):
 
 def test_incomplete_rows_are_left_out_if_asked():
     dataset = gather(('a', 'x'), (None, 'x'), ('b', None), ('c', ''), ('', 'y'), drop_incomplete=True)
-    assert contents(dataset) == [('a', 'x'), ('', 'y')]
+    assert contents(dataset) == [('a', 'x')]
+    assert contents(gather(('a', 'x'), (' ', 'y'))) == [('a', 'x'), (' ', 'y')]
     rows = [Record('x, line 1', dict(label='x')), *records(('a', 'y'))]
     assert contents(collect(rows, ['text'], 'label', drop_incomplete=True)) == [('a', 'y')]
     with pytest.raises(ValueError, match='expected the columns body, label, got text, label'):
