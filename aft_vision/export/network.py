@@ -490,7 +490,7 @@ class Network(nn.Module):
             else:
                 counts = F.pad(attn_mask.flatten(1), (prefix - first, 0), value=True).unsqueeze(-1)
                 # A sum of many tokens is above the largest number of float16.
-                total = (x * counts).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
+                total = x.masked_fill(~counts, 0.0).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
                 mean = (total / counts.sum(1).clamp(min=1)).to(x.dtype)
                 peak = x.masked_fill(~counts, float('-inf')).amax(1).masked_fill(~counts.any(1), 0.0)
             x = {'avg': mean, 'max': peak, 'avgmax': 0.5 * (mean + peak)}[kind]

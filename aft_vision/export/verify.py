@@ -97,7 +97,8 @@ def check_logits(got: Tensor, expected: Tensor, size: Size, tolerance: float) ->
     Raises:
         ValueError: they differ by more than the tolerance, or a value is not finite.
     """
-    difference = ((got - expected).abs().max() / expected.abs().max()).item()
+    largest = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
+    difference = ((got - expected).abs().max() / largest).item()
     if not difference <= tolerance:
         raise ValueError(
             f'expected the exported logits within {tolerance:.0e} of the largest one of PyTorch, got '

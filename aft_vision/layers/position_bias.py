@@ -3,8 +3,8 @@
 `fuse()` caches that output for inference, with what the kernels compute from it alone, and later that at the last other
 grid. The cache is used in evaluation without gradients. It is recomputed when a parameter is loaded, moved, cast or
 written in place, and dropped by `train()`, so a fused model can be trained further. A write through `.data`, or to a
-parameter made in inference mode, is not detected: call `fuse()` again. Compiled graphs, torch.vmap
-and modules with a parametrisation always compute the output.
+parameter made in inference mode, is not detected: call `fuse()` again. Compiled graphs, torch.vmap, forward-mode
+derivatives and modules with a parametrisation always compute the output.
 Exported and scripted graphs hold it as a constant: after writing parameters in place, fuse before exporting.
 """
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module, resample_abs_pos_embed
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from aft_vision.ops import (
     bias_weights,
@@ -39,7 +40,9 @@ class FusedModule(nn.Module):
         super().__init__()
         # None until fused. Not part of the state dict, because it can be computed from the parameters.
         self.register_buffer('fused', None, persistent=False)
-        self.fused_from: list[tuple[int, int]] = []
+        self.fused_from: list[tuple[int, int, int]] = []
+        # Parameters of the cached results; while they live, no other has their identity or their memory.
+        self.sources: list[Tensor] = []
         # The last other grid and the result there.
         self.resized: tuple[tuple[int, int], Tensor] | None = None
         # Weights of the cached result (True) and of the one at another grid (False), each after the result and the type
@@ -65,17 +68,18 @@ class FusedModule(nn.Module):
         # A normal tensor even in inference mode, and never the parameter itself.
         with torch.inference_mode(False), torch.no_grad():
             self.fused, self.resized, self.kept = self.compute().clone(), None, {}
-        self.fused_from = self._parameter_versions()
+        self.fused_from, self.sources = self._parameter_versions(), list(self.parameters())
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Files and copies have neither a result of another grid nor weights, which may be large.
-        return {**self.__dict__, 'resized': None, 'kept': {}}
+        # Files and copies have neither a result of another grid nor weights, which may be large, and other parameters.
+        return {**self.__dict__, 'fused_from': [], 'sources': [], 'resized': None, 'kept': {}}
 
     @torch.jit.ignore
     def unfuse(self) -> None:
         """Drop the cached results."""
-        self.fused, self.fused_from, self.resized, self.kept = None, [], None, {}
+        self.fused, self.resized, self.kept = None, None, {}
+        self.fused_from, self.sources = [], []
 
     def train(self, mode: bool = True) -> 'FusedModule':
         if mode:
@@ -164,7 +168,7 @@ class FusedModule(nn.Module):
     @torch.jit.unused
     def _reuses(self) -> bool:
         # Return whether cached results may be used; after a change of the parameters, compute them again.
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
             return False
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             return False
@@ -181,11 +185,11 @@ class FusedModule(nn.Module):
         return True
 
     @torch.jit.unused
-    def _parameter_versions(self) -> list[tuple[int, int]]:
+    def _parameter_versions(self) -> list[tuple[int, int, int]]:
         # Changes when a parameter is written in place or replaced; one made in inference mode does not count writes.
         # The iterator of `parameters()` would cost as much as an operation on a small image.
         parameters = self._parameters.values()
-        return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters if p is not None]
+        return [(id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters if p is not None]
 
 
 class _PairBias(FusedModule):

@@ -165,10 +165,7 @@ class AFTPyramid(nn.Module):
             raise ValueError(
                 f'dims and depths must have {len(STRIDES)} numbers each, got {tuple(dims)}, {tuple(depths)}'
             )
-        widths = [
-            dim for dim, depth in zip(dims[CONV_STAGES:], depths[CONV_STAGES:], strict=True) for _ in range(depth)
-        ]
-        check_attention_blocks(attention_blocks, range(sum(depths[:CONV_STAGES]), sum(depths)), widths)
+        check_attention_blocks(attention_blocks, range(sum(depths[:CONV_STAGES]), sum(depths)))
         self.in_chans, self.num_classes, self.global_pool = in_chans, num_classes, global_pool
         self.stride = STRIDE
         # Positions of the last map to one of a mask, along a side: more than one after a stage was removed.

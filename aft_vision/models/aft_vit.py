@@ -128,7 +128,7 @@ class AFTVisionTransformer(VisionTransformer):
         _check_arguments(mixer, num_heads, class_token, dynamic_img_size, kwargs)
         attention_blocks = attention_blocks or ()
         depth = kwargs.get('depth', 12)
-        check_attention_blocks(attention_blocks, range(depth), [embed_dim] * depth)
+        check_attention_blocks(attention_blocks, range(depth))
         conv_args = dict(kernel_size=kernel_size, standardize_kernel=standardize_kernel, global_context=global_context)
         gumbel_args = dict(gumbel=gumbel, tau=tau, straight_through=straight_through)
         bias_args = dict(window_size=window_size, factorize_bias=factorize_bias, bias_dim=bias_dim)
@@ -399,7 +399,7 @@ def pool_tokens(x: Tensor, mask: Tensor | None, pool_type: str, num_prefix_token
     weight = mask.unsqueeze(-1)
     # A sum over many tokens overflows in float16.
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mean = ((x * weight).sum(1, dtype=dtype) / weight.sum(1).clamp(min=1)).to(x.dtype)
+    mean = (x.masked_fill(~weight, 0.0).sum(1, dtype=dtype) / weight.sum(1).clamp(min=1)).to(x.dtype)
     if pool_type == 'avg':
         return mean
     peak = x.masked_fill(~weight, float('-inf')).amax(1).masked_fill(~weight.any(1), 0.0)

@@ -2,7 +2,8 @@
 
 Equal to `aft_vision.ops` while, in float32, (largest w - w) + (largest k - k) stays below about 87 nats at some source
 of every target; beyond that finite, but a target may come out as 0. `aft_conv` is the paper's convolution form, so one
-graph serves every grid; w below about -8 at a dominating key costs it digits. `mix_matmul` loses none, and serves one
+graph serves every grid; w below about -8 at a dominating key costs it digits, and w below about -15 in a window over
+the whole grid all of them, though it stays about as large as the values. `mix_matmul` loses none, and serves one
 grid; `aft_onehot` and `aft_axial` lose none either. The forms are split in two, so that an exporter can compute the
 weights once and keep them as constants.
 """
@@ -33,7 +34,7 @@ def full_weights(bias: Tensor) -> Tensor:
         (T, T).
     """
     bias = bias.to(accumulate_dtype(bias))
-    return torch.exp(bias - bias.amax(dim=1, keepdim=True))
+    return torch.exp(bias - bias.amax(dim=1, keepdim=True).clamp_min(torch.finfo(bias.dtype).min))
 
 
 def mix_full(q: Tensor | None, k: Tensor, v: Tensor, weights: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -114,9 +115,12 @@ def conv_means(
     weighted = (ek.unsqueeze(2) * masked_values(v, mask).unflatten(2, (channels, heads))).flatten(2)
     taps, outside = taps.to(ek.dtype), outside.to(ek.dtype)
     # Two convolutions, with one map an output, are what runtimes are fast at.
-    num = _convolve(weighted, taps.repeat(channels, 1, 1), outside.repeat(channels), grid)
-    den = _convolve(ek, taps, outside, grid)
-    return _ratio(num.unflatten(2, (channels, heads)), den.unsqueeze(2)).flatten(2)
+    num, num_outside = _convolve(weighted, taps.repeat(channels, 1, 1), outside.repeat(channels), grid)
+    den, den_outside = _convolve(ek, taps, outside, grid)
+    # Where the two cancel, less than the rounding of the sum is no information.
+    least = (torch.finfo(ek.dtype).eps * den_outside).clamp_min(TINY)
+    num, den = (num + num_outside).unflatten(2, (channels, heads)), torch.maximum(den + den_outside, least)
+    return (num / den.unsqueeze(2)).flatten(2)
 
 
 def conv_matrix(kernel: Tensor, grid: tuple[int, int], global_context: bool = True) -> Tensor:
@@ -216,7 +220,7 @@ def unbanded(band: Tensor) -> Tensor:
 
 def _reference(kernel: Tensor, global_context: bool) -> tuple[Tensor, Tensor]:
     # The largest bias of each head, and the weight outside its window relative to that: (h, 1, 1) each.
-    reference = kernel.amax(dim=(1, 2), keepdim=True)
+    reference = kernel.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(kernel.dtype).min)
     if not global_context:
         return reference, torch.zeros_like(reference)
     reference = reference.clamp_min(0.0)
@@ -240,14 +244,14 @@ def _weighted(k: Tensor, v: Tensor, heads: int, mask: Tensor | None) -> Tensor:
     return torch.cat([ek * masked_values(v, mask).unflatten(2, (heads, -1)), ek], -1)
 
 
-def _convolve(x: Tensor, taps: Tensor, outside: Tensor, grid: tuple[int, int]) -> Tensor:
-    # Each map of x (B, T, n) with its own taps (n, s, s), and outside (n,) times its sum: (B, T, n).
+def _convolve(x: Tensor, taps: Tensor, outside: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    # Each map of x (B, T, n) with its own taps (n, s, s), (B, T, n), and outside (n,) times its sum, (B, 1, n).
     half, maps = taps.shape[-1] // 2, x.unflatten(1, (grid[0], grid[1]))
     # Runtimes compute the columns that see the padding of a convolution one by one, so the maps are made wider. They
     # would merge the two if nothing, here the permutation, were in between.
     wider = F.pad(maps, (0, 0, half, half)).permute(0, 3, 1, 2)
     y = F.conv2d(wider, taps.unsqueeze(1), padding=(half, 0), groups=len(taps)).permute(0, 2, 3, 1).flatten(1, 2)
-    return y + outside * maps.sum(2).sum(1).unsqueeze(1)
+    return y, outside * maps.sum(2).sum(1).unsqueeze(1)
 
 
 def _mixed(q: Tensor | None, v: Tensor, y: Tensor) -> Tensor:

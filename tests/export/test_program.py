@@ -203,6 +203,14 @@ def test_a_file_that_differs_is_not_written(tmp_path):
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [('model.pt2', b'the previous one')]
 
 
+def test_a_model_whose_logits_are_all_0_is_exported(tmp_path):
+    model = make()
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    (check, *_) = export_pt2(model, tmp_path / 'model.pt2', Shape((32, 32), True), aten=True)
+    assert check.difference == 0
+
+
 def test_large_matrices_are_announced(monkeypatch):
     monkeypatch.setattr(program, 'LARGE_MATRICES', 8 * 16**2 * 4 - 1)
     model = make()

@@ -12,6 +12,7 @@ import torch
 from helpers import BOUNDS, assert_close, generator, randn
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from aft_vision import ops
 from aft_vision.layers import (
@@ -392,6 +393,36 @@ def test_a_fused_mixer_follows_parameters_that_a_transform_gives_it(name: str):
     with torch.no_grad():
         found = torch.vmap(lambda each: torch.func.functional_call(mixer, each, (x, GRID)))(parameters)
         assert_close(found, torch.stack([call(other, x) for other in others]), 1e-12)
+
+
+@pytest.mark.parametrize('name', ['full', 'conv', 'axial'])
+def test_a_fused_mixer_follows_parameters_that_replace_its_own_for_a_call(name: str):
+    mixer = randomized(MAKERS[name](dtype=torch.float64)).eval()
+    fused, x = copy.deepcopy(mixer).fuse(), randn(2, 12, 8)
+
+    @torch.no_grad()
+    def scaled(module: nn.Module, scale: float) -> Tensor:
+        # Freed at the return, so that the next ones may have the same memory.
+        parameters = {key: p.detach() * scale for key, p in mixer.named_parameters()}
+        return torch.func.functional_call(module, parameters, (x, GRID))
+
+    scales = (1.0, 2.0, 4.0, 0.5, -1.0, 3.0)
+    found = [scaled(fused, scale) for scale in scales]
+    for scale, y in zip(scales, found, strict=True):
+        assert torch.equal(y, scaled(mixer, scale)), scale
+
+
+@pytest.mark.parametrize('name', ['full', 'conv', 'axial'])
+def test_a_fused_mixer_has_the_tangent_of_its_bias(name: str):
+    mixer = randomized(MAKERS[name](dtype=torch.float64)).eval().requires_grad_(False)
+    x = randn(2, 12, 8)
+    tangents = []
+    for module in (mixer, copy.deepcopy(mixer).fuse()):
+        call(module, x)
+        with forward_ad.dual_level():
+            duals = {key: forward_ad.make_dual(p, torch.ones_like(p)) for key, p in module.named_parameters()}
+            tangents.append(forward_ad.unpack_dual(torch.func.functional_call(module, duals, (x, GRID))).tangent)
+    assert_close(tangents[1], tangents[0], 1e-12)
 
 
 def test_a_fused_mixer_follows_a_parametrization():

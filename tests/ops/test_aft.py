@@ -195,6 +195,27 @@ def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(name: str, i
     assert_keys_of_minus_infinity_are_masked(lambda **x: op(**x, **others), getattr(reference, name), inputs, dtype)
 
 
+@pytest.mark.parametrize('form', ['eager', 'auto', 'aten'])
+def test_a_target_whose_biases_are_minus_infinity_is_0(form: str):
+    bias = torch.zeros(6, 6)
+    bias[1] = float('-inf')
+    q, k, v = (x.float() for x in make_qkv(T=6))
+    y = ops.aft_full(q, k, v, bias, backend=form)
+    expected = reference.aft_full(q, k, v, torch.zeros(6, 6))
+    expected[:, 1] = 0.0
+    assert_close(y, expected, 1e-5)
+    kernel = torch.full((k.shape[2], 3, 3), float('-inf'))
+    y = ops.aft_conv(q, k, v, kernel, (2, 3), None, False, backend=form)
+    assert torch.equal(y, torch.zeros_like(y))
+
+
+@pytest.mark.parametrize('w', [-15.0, -18.0, -30.0, float('-inf')])
+def test_the_exported_form_stays_as_large_as_the_values_where_its_terms_cancel(w: float):
+    k, v = randn(1, 25, 8, dtype=torch.float32), randn(1, 25, 8, dtype=torch.float32)
+    y = ops.aft_conv(None, k, v, torch.full((8, 9, 9), w), (5, 5), backend='aten')
+    assert y.abs().max() < 10 * v.abs().max()
+
+
 def test_a_key_that_is_not_a_number_is_seen_beside_a_mask():
     q, k, v = make_qkv()
     mask = torch.ones(k.shape[:2], dtype=torch.bool)
