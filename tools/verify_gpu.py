@@ -19,6 +19,7 @@ The exit status is 0 if all agree, 1 if any does not, and 2 after an error, such
 """
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -80,6 +81,7 @@ from torch import Tensor
 from aft_vision import ops
 from aft_vision.commandline import run_command
 from aft_vision.files import replacing
+from tools.processes import interrupted_by_sigterm
 
 FLOAT64, FURTHER_SHAPES = 'float64', 'further shapes'
 # Checks whose failure is recorded, so that the kernel is not used.
@@ -93,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Raises:
         ValueError: no kernel can run here.
+        RuntimeError: a kernel made the GPU unusable for this process.
         SystemExit: a kernel does not agree; the code is 1.
     """
     args = parse_args(argv)
@@ -105,15 +108,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     if device.type == 'cuda':
         device = torch.device('cuda', torch.cuda.current_device())
     rows: list[dict[str, Any]] = []
-    for name in args.operators:
-        for dtype in args.dtypes:
+    # A comparison that is stopped leaves the record as it was.
+    with interrupted_by_sigterm():
+        for name, dtype in itertools.product(args.operators, args.dtypes):
             for bias in find_bias_types(name, dtype):
                 label = dtype if bias == dtype else f'{dtype}, {bias} bias'
                 checks = compilations if args.compile else comparisons
                 types = find_types(dtype, bias, BIASES.get(name, 0))
                 for what, check in checks(name, types, device, args).items():
-                    rows.append({'operator': name, 'type': label, 'check': what, **run_check(check)})
+                    result, error = run_check(check)
+                    rows.append({'operator': name, 'type': label, 'check': what, **result})
                     show(rows, args.json)
+                    if isinstance(error, torch.AcceleratorError):
+                        raise RuntimeError(
+                            'the GPU is lost to this process; verify the others by --operators'
+                        ) from error
     if args.json is not None:
         write_rows(rows, args.json, complete=True)
     if not args.compile:
@@ -209,17 +218,17 @@ def compilations(
     return {f'capability {x}': lambda x=x: check(x) for x in args.compile}  # type: ignore[misc]
 
 
-def run_check(check: Check) -> dict[str, Any]:
-    """Return the `failure` of a check, an error too, and its `seconds`."""
+def run_check(check: Check) -> tuple[dict[str, Any], Exception | None]:
+    """Return the `failure` of a check and its `seconds`, and its error, which is a failure too, or None."""
     from aft_vision.ops.common.errors import first_line
 
-    start = time.perf_counter()
+    start, raised = time.perf_counter(), None
     try:
         failure = check()
     # Whatever it is: the other checks are made all the same.
     except Exception as error:
-        failure = first_line(error)
-    return {'failure': failure, 'seconds': time.perf_counter() - start}
+        failure, raised = first_line(error), error
+    return {'failure': failure, 'seconds': time.perf_counter() - start}, raised
 
 
 def show(rows: list[dict[str, Any]], path: Path | None) -> None:

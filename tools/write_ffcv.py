@@ -12,7 +12,6 @@ ImageNet's images at 500 have a shorter side of about 375 pixels, enough for cro
 """
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,9 +31,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         '--raw-share', type=float, default=0.0, metavar='0-1', help='share stored as pixels (default: 0)'
     )
     parser.add_argument('--seed', type=int, default=0, help='seed of the draw of that share (default: 0)')
-    parser.add_argument(
-        '--workers', type=int, default=os.cpu_count(), help='encoding processes (default: one per core)'
-    )
+    parser.add_argument('--workers', type=int, help='encoding processes (default: one per core)')
     parser.add_argument('--input-key', help='column of the image, of a named data set')
     parser.add_argument('--target-key', help='column of the class')
     parser.add_argument('--num-classes', type=int, help='number of classes, for a named data set without this')
@@ -55,6 +52,7 @@ if __name__ == '__main__':
 
 from aft_vision.commandline import run_command
 from aft_vision.data.datasets import Source, Split, open_eval_split
+from tools.machine import count_cores
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -77,8 +75,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise FileExistsError(f'expected new files, got {", ".join(present)}, which exist; give --overwrite')
     # Open all splits first, so that nothing is written if one is missing.
     splits = {path: open_split(args, name) for name, path in paths.items()}
+    workers = count_cores() if args.workers is None else args.workers
     for path, split in splits.items():
-        images = write_beton(split, path, options, args.workers, progress=not args.quiet)
+        images = write_beton(split, path, options, workers, progress=not args.quiet)
         print(f'{path}: {images} images, {path.stat().st_size / 2**20:.1f} MiB')
 
 

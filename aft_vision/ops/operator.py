@@ -9,7 +9,7 @@ its form. An ordinary call, which nothing watches, goes straight to its form, an
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_type_hints
 
 import torch
@@ -226,23 +226,34 @@ def _is_watched(args: Sequence[Any]) -> bool:
     for x in args:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
-            if keys(x).raw_repr() not in _PLAIN:
+            if keys(x).raw_repr() not in _PLAIN and not _learn_plain_keys(x):
                 return True
         elif x is not None and kind not in _CONSTANTS:
             return True
     return False
 
 
-def _find_plain_keys() -> frozenset[int]:
-    # The dispatch keys of plain tensors on a CPU: ordinary ones, and those of the inference mode.
-    found = set()
+def _learn_plain_keys(x: Tensor) -> bool:
+    """Return whether a tensor is a plain one of a kind of device that is first met here, and note that kind."""
+    kind = x.device.type
+    if kind in _PLAIN_KINDS or kind not in KINDS:
+        return False
+    _PLAIN_KINDS.add(kind)
+    _PLAIN.update(_find_plain_keys(kind))
+    return torch._C._dispatch_keys(x).raw_repr() in _PLAIN
+
+
+def _find_plain_keys(kind: str) -> Iterator[int]:
+    # The dispatch keys of plain tensors: ordinary ones, and those of the inference mode.
     for inference in (False, True):
         with torch.inference_mode(inference):
-            found.add(torch._C._dispatch_keys(torch.empty(0, device='cpu')).raw_repr())
-    return frozenset(found)
+            yield torch._C._dispatch_keys(torch.empty(0, device=kind)).raw_repr()
 
 
-_PLAIN = _find_plain_keys()
+# Kinds of devices with forms of the operators, those met so far, and the dispatch keys of plain tensors on the latter.
+KINDS = ('cpu', 'cuda')
+_PLAIN_KINDS = {'cpu'}
+_PLAIN = {*_find_plain_keys('cpu')}
 # Sizes of a grid, flags and names.
 _CONSTANTS = (bool, str, tuple, list, torch.Size)
 

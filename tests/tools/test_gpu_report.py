@@ -2,7 +2,11 @@
 
 import importlib
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -141,6 +145,22 @@ def test_a_piece_that_fails_stops_no_other_and_runs_again(probes: list[str]):
     assert sorted(probes) == ['below', 'crash', 'missing']
 
 
+def test_sigterm_ends_pieces_that_run_side_by_side(probes: list[str]):
+    def stop() -> None:
+        while not Path('child').exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        gpu_report.main(['--dry-run', '--out', 'out', '--limit', '30', '--pieces', 'a'])
+    thread.join()
+    assert time.monotonic() - begun < 15
+    assert not Path(f'/proc/{Path("child").read_text()}/cmdline').read_bytes()
+
+
 def test_what_is_done_runs_again_on_another_machine_or_if_it_is_wanted(
     probes: list[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -197,7 +217,7 @@ def test_the_recipes_are_experiments(recipe: str):
 
 
 def test_as_many_epochs_are_planned_as_fit():
-    # An epoch of both takes 5 s, and what comes before it 10 and 20 s.
-    trials = [{'seconds': x, 'epochs': 2, 'epoch_seconds': y} for x, y in ((14.0, 2.0), (26.0, 3.0))]
+    # An epoch of both takes 5 s, what comes before it 10 and 20 s, and compilation in the first 50 s.
+    trials = [{'seconds': x, 'train_seconds': 50 + 2 * y, 'epoch_seconds': y} for x, y in ((64.0, 2.0), (76.0, 3.0))]
     assert training.plan_epochs(trials, 200) == (0.85 * 200 - 30) // 5
     assert training.plan_epochs(trials, 20) == 0

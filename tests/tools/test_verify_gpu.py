@@ -87,6 +87,18 @@ def test_bits_that_change_are_found(thorough: list[str], monkeypatch: pytest.Mon
     assert found == {'a second call': 'other bits in y', 'torch.compile': 'other bits in y'}
 
 
+def test_a_check_that_loses_the_gpu_is_the_last(thorough: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def crash(*args: object) -> None:
+        raise torch.AcceleratorError('an illegal memory access\nwas encountered')
+
+    monkeypatch.setattr(verify_gpu, 'step', crash)
+    with pytest.raises(RuntimeError, match='the GPU is lost to this process'):
+        verify_gpu.main(thorough)
+    found = json.loads((tmp_path / 'found.json').read_text())
+    assert not found['complete']
+    assert [row['failure'] for row in found['rows']] == [None, None, 'an illegal memory access']
+
+
 def test_a_check_that_raises_stops_no_other(thorough: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def fail(*args: object) -> None:
         raise RuntimeError('an illegal memory access\nwas encountered')

@@ -21,7 +21,7 @@ open, and says why.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tools.arguments import CommandParser
@@ -54,8 +54,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -68,6 +66,7 @@ from aft_vision.commandline import EXIT_CODE, run_command
 from aft_vision.files import replacing
 from tools.gpu_report.pieces import MARGIN, make_pieces
 from tools.machine import count_cores, describe_backends, describe_machine, read_commit
+from tools.processes import end_commands, interrupted_by_sigterm, run_within
 
 PACKAGES = ('triton', 'fla', 'ffcv', 'omegaconf')
 # The figures depend on these.
@@ -75,8 +74,6 @@ SOURCES = [f'{folder}/**/*.{kind}' for folder in ('aft_vision', 'tools', 'train'
 SOURCES.append('configs/**/*.yaml')
 # They end with 1 when all was measured, and a kernel or a figure is not as it should be.
 VERDICTS = ('tools.verify_gpu', 'tools.benchmark')
-# Seconds that a piece has to end, once it is asked to.
-GRACE = 10
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -102,22 +99,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
 
 
-@contextlib.contextmanager
-def interrupted_by_sigterm() -> Iterator[None]:
-    """End the running pieces at SIGTERM, as at Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def run_pieces(report: 'Report', names: Sequence[str], jobs: int) -> None:
     """Run pieces: those of `a` side by side, the others one by one."""
     # Pieces that failed or were stopped come after those never tried, whose turn would otherwise never come.
     ordered = sorted(names, key=lambda name: report.read(name) != {})
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(report.add, (name for name in ordered if name.startswith('a.'))))
+        try:
+            list(pool.map(report.add, (name for name in ordered if name.startswith('a.'))))
+        except KeyboardInterrupt:
+            # Only this thread is interrupted; the others wait for their pieces.
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_commands()
+            raise
     for name in (name for name in ordered if not name.startswith('a.')):
         report.add(name)
 
@@ -211,22 +204,6 @@ class Report:
             text += errors.read_text(errors='replace')
         result = {'status': status, 'reason': reason, 'code': code, 'seconds': time.monotonic() - start}
         return {**result, 'printed': text, 'figures': found}
-
-
-def run_within(seconds: float, command: Sequence[str], **options: Any) -> int | None:
-    """Run a command and return its exit status; None if it had to be stopped, with all that it started."""
-    # A group of its own, which can be ended as a whole.
-    process = subprocess.Popen(command, process_group=0, **options)
-    try:
-        return process.wait(seconds)
-    except BaseException as error:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(GRACE)
-        if isinstance(error, subprocess.TimeoutExpired):
-            return None
-        raise
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -12,7 +12,6 @@ import csv
 import hashlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -54,13 +53,14 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
+from tools.machine import count_cores
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the figures after the trials, and after each run.
 
     Raises:
-        ValueError: there are no images.
+        ValueError: there are no images, or there is no time after the trials.
         ImportError: what training needs is not installed.
         CalledProcessError: a training ended with an error.
     """
@@ -81,16 +81,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in models:
         add(name, 1 if args.dry_run else 2)
     epochs = 1 if args.dry_run else plan_epochs(rows, end - time.monotonic())
-    for name in models if epochs else ():
+    if not epochs:
+        raise ValueError('expected time for an epoch of each model after the trials, got too little; raise --limit')
+    for name in models:
         add(name, epochs)
     cells = [[f'{x:.4g}' if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
     print(format_table([*rows[0]], *cells))
 
 
 def plan_epochs(trials: Sequence[dict[str, Any]], seconds: float) -> int:
-    """Return how many epochs of all models fit into so many seconds, less what a trial took besides its epochs."""
+    """Return how many epochs of all models fit into so many seconds, less what a trial took besides training.
+
+    Compilation is a part of a trial's first epoch; later runs find its result.
+    """
     epoch = sum(trial['epoch_seconds'] for trial in trials)
-    start = sum(trial['seconds'] - trial['epochs'] * trial['epoch_seconds'] for trial in trials)
+    start = sum(trial['seconds'] - trial['train_seconds'] for trial in trials)
     return max(0, int((PLANNED * seconds - start) / epoch))
 
 
@@ -107,7 +112,7 @@ def train(name: str, epochs: int, args: argparse.Namespace) -> dict[str, Any]:
     """Train a model, and return its figures; those of an epoch are medians over all but the first, which compiles."""
     folder, begun = args.out / f'{name}_{epochs}', time.monotonic()
     words = [*(TINY_RECIPE if args.dry_run else RECIPE).split(), f'model.name={name}', f'schedule.epochs={epochs}']
-    words += [f'data.dir={args.data}', f'data.num_workers={os.cpu_count()}'] if args.data else []
+    words += [f'data.dir={args.data}', f'data.num_workers={min(count_cores(), 16)}'] if args.data else []
     start(['train.imagenet', '--quiet', *words, f'run.dir={folder}'])
     with (folder / 'summary.csv').open() as file:
         logged = list(csv.DictReader(file))
@@ -119,6 +124,7 @@ def train(name: str, epochs: int, args: argparse.Namespace) -> dict[str, Any]:
         'train_loss': float(last['train_loss']),
         'images_per_second': median(float(row['train_images_per_second']) for row in later),
         'epoch_seconds': median(float(row['train_seconds']) for row in later),
+        'train_seconds': sum(float(row['train_seconds']) for row in logged),
         'memory_mb': float(last['train_memory_mb']),
         'seconds': time.monotonic() - begun,
         'data': args.data,

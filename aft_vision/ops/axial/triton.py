@@ -139,7 +139,7 @@ def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor]:
             call.run(columns_kernel, tensors, call.along_columns, *steps[1:3])
             tensors = q_, halfway, call.peak, call.tables.rows, *results
             call.run(rows_kernel, tensors, call.along_rows, steps[0], steps[3])
-        repair.forward_kernel[(triton.cdiv(layout.T, REPAIR['BT']), layout.B, layout.heads)](
+        repair.forward_kernel[layout.repairs](
             *(q_, k_, v_, call.mask, call.biases, y, call.lost),
             *(layout.B, layout.T, call.width, layout.heads, layout.C, *steps),
             PRECISION=call.constants['PRECISION'],
@@ -168,7 +168,7 @@ def axial_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: AxialInputs, ne
         tensors = grad_, y_, den, q_, k_, v_, call.mask, call.biases, call.lost
         sizes = layout.B, layout.T, call.width, layout.heads, layout.C
         steps, precision = (tuple(strides(grad_, y_, q_, v_)), *strides(k_)), call.constants['PRECISION']
-        repair.sources_kernel[(triton.cdiv(layout.T, REPAIR['BT']), layout.B, layout.heads)](
+        repair.sources_kernel[layout.repairs](
             *(*tensors, dk, dv, *sizes, *steps), *strides(dv), PRECISION=precision, **REPAIR
         )
         if need_bias:

@@ -49,9 +49,14 @@ class Tuner(Autotuner):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Launch the kernel."""
+        first = self.configs[0]
         if Tuner._choice is None:
-            return super().run(*args, **kwargs)
-        first, chosen = self.configs[0], self.configs[min(Tuner._choice, len(self.configs) - 1)]
+            try:
+                return super().run(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                # Measuring needs memory of its own, which a later call may have.
+                return self.fn.run(*args, **kwargs, **first.all_kwargs())
+        chosen = self.configs[min(Tuner._choice, len(self.configs) - 1)]
         try:
             return self.fn.run(*args, **kwargs, **chosen.all_kwargs())
         except (OutOfResources, PTXASError):

@@ -41,6 +41,8 @@ UNVERIFIED = (
     'it was first used while a graph was captured or traced; call it once before, or run python -m tools.verify_gpu'
 )
 
+# Other errors of a lack of memory: of Triton, which loads kernels past torch's allocator, and of cuBLAS.
+LACKS = ('out of memory', 'ALLOC_FAILED')
 # The result, and the gradients of q, k, v and the biases, of which AFT-axial has two.
 PARTS = ('y', 'dq', 'dk', 'dv', 'dbias', 'dbias of columns')
 
@@ -250,6 +252,9 @@ def _verify(
     try:
         found = {entry: find_failure(name, types, device, *shapes)}
         return found[entry]
+    except torch.AcceleratorError as error:
+        found = {entry: first_line(error)}
+        raise
     finally:
         with lock(device):
             others = {key: value for key, value in read_record(device).items() if key != entry}
@@ -279,6 +284,7 @@ def find_failure(
 
     Raises:
         OutOfMemoryError: the device has not enough free memory, which says nothing about the kernels.
+        AcceleratorError: a kernel has made the device unusable for this process, such as by an illegal access.
     """
     try:
         kernels, reference = (Form(module, name) for module in (OPERATORS[name].triton, OPERATORS[name].torch))
@@ -290,10 +296,12 @@ def find_failure(
                     with Tuner.choosing(choice):
                         found = _run(kernels, inputs)
                     _check(found, wanted, types, spread)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     # Compilers, drivers and kernels raise errors of any kind.
     except Exception as error:
+        if any(words in str(error) for words in LACKS):
+            raise torch.OutOfMemoryError(first_line(error)) from error
         return first_line(error)
     return None
 

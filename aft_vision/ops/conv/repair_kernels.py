@@ -1,7 +1,8 @@
 """Repair of AFT-conv and AFT-axial for targets whose sources all underflowed: exact, term by term, and rarely needed.
 
-LOST (B, heads) marks such targets; programs without any return immediately. The terms of a target are relative to the
-largest one, with its key and its bias subtracted separately, so that no digits of a large key are lost.
+LOST (B, heads) marks the sequences and heads with such targets. Almost never is one marked, so a program looks at FLAGS
+of them at once. The terms of a target are relative to the largest one, with its key and its bias subtracted separately,
+so that no digits of a large key are lost.
 """
 
 import triton
@@ -9,6 +10,8 @@ import triton.language as tl
 
 from aft_vision.ops.common.kernels import FLOOR, find_seen
 from aft_vision.ops.conv.kernels import LIMIT, find_columns, find_middle, find_near, find_place, load_keys, store_band
+
+FLAGS = tl.constexpr(128)
 
 
 @triton.jit
@@ -112,24 +115,30 @@ def forward_kernel(
     BD: tl.constexpr,
 ):
     """Compute y of marked sequences and heads."""
-    b, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    if tl.load(LOST + b * heads + head) > 0:
-        t = tl.program_id(0) * BT + tl.arange(0, BT)
-        base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, B, T, width, BT)
-        top = tl.where(den > 0.0, 1.0 / tl.where(den > 0.0, den, 1.0), 0.0)[:, None]
-        for start in range(0, C, BD):
-            c = start + tl.arange(0, BD)
-            y = tl.zeros([BT, BD], tl.float32)
-            for first in range(0, T, BT):
-                s = first + tl.arange(0, BT)
-                k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, B, T, width)
-                p = tl.exp((k - base[:, None]) + (w - bias[:, None]))
-                y = tl.dot(p, load_tokens(V, MASK, v_strides, b, head, s, c, T, C), y, input_precision=PRECISION)
-            y = y * top
-            if Q is not None:
-                y = y * tl.sigmoid(load_tokens(Q, None, q_strides, b, head, t, c, T, C))
-            place = b * y_strides[0] + t[:, None] * y_strides[1] + (head * C + c)[None, :] * y_strides[2]
-            tl.store(Y + place, y, mask=(t < T)[:, None] & (c < C)[None, :])
+    first, total = tl.program_id(0) * FLAGS, B * heads
+    flags = first + tl.arange(0, FLAGS)
+    if tl.max(tl.load(LOST + flags, mask=flags < total, other=0), 0) == 0:
+        return
+    for pair in range(first, tl.minimum(first + FLAGS, total)):
+        b, head = tl.full([], pair // heads, tl.int64), tl.full([], pair % heads, tl.int64)
+        # No tile of a pair that is not marked.
+        for target in range(0, tl.where(tl.load(LOST + pair) > 0, T, 0), BT):
+            t = target + tl.arange(0, BT)
+            base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, B, T, width, BT)
+            top = tl.where(den > 0.0, 1.0 / tl.where(den > 0.0, den, 1.0), 0.0)[:, None]
+            for start in range(0, C, BD):
+                c = start + tl.arange(0, BD)
+                y = tl.zeros([BT, BD], tl.float32)
+                for other in range(0, T, BT):
+                    s = other + tl.arange(0, BT)
+                    k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, B, T, width)
+                    p = tl.exp((k - base[:, None]) + (w - bias[:, None]))
+                    y = tl.dot(p, load_tokens(V, MASK, v_strides, b, head, s, c, T, C), y, input_precision=PRECISION)
+                y = y * top
+                if Q is not None:
+                    y = y * tl.sigmoid(load_tokens(Q, None, q_strides, b, head, t, c, T, C))
+                place = b * y_strides[0] + t[:, None] * y_strides[1] + (head * C + c)[None, :] * y_strides[2]
+                tl.store(Y + place, y, mask=(t < T)[:, None] & (c < C)[None, :])
 
 
 @triton.jit
@@ -158,34 +167,40 @@ def sources_kernel(
     BD: tl.constexpr,
 ):
     """Add to the gradients of k and v."""
-    b, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    if tl.load(LOST + b * heads + head) > 0:
-        s = tl.program_id(0) * BT + tl.arange(0, BT)
-        dk = tl.zeros([BT], tl.float32)
-        for first in range(0, T, BT):
-            t = first + tl.arange(0, BT)
-            p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, B, T, width, heads, BT)
-            dk += tl.sum(p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION), 0)
-        # Sum over all targets before rounding to the type of v.
-        for start in range(0, C, BD):
-            c = start + tl.arange(0, BD)
-            place = b * dv_strides[0] + s[:, None] * dv_strides[1] + (head * C + c)[None, :] * dv_strides[2]
-            inside = (s < T)[:, None] & (c < C)[None, :]
-            dv = tl.load(DV + place, mask=inside, other=0.0).to(tl.float32)
-            for first in range(0, T, BT):
-                t = first + tl.arange(0, BT)
+    first, total = tl.program_id(0) * FLAGS, B * heads
+    flags = first + tl.arange(0, FLAGS)
+    if tl.max(tl.load(LOST + flags, mask=flags < total, other=0), 0) == 0:
+        return
+    for pair in range(first, tl.minimum(first + FLAGS, total)):
+        b, head = tl.full([], pair // heads, tl.int64), tl.full([], pair % heads, tl.int64)
+        # No tile of a pair that is not marked.
+        for source in range(0, tl.where(tl.load(LOST + pair) > 0, T, 0), BT):
+            s = source + tl.arange(0, BT)
+            dk = tl.zeros([BT], tl.float32)
+            for other in range(0, T, BT):
+                t = other + tl.arange(0, BT)
                 p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, B, T, width, heads, BT)
-                g = load_tokens(G, None, strides[0], b, head, t, c, T, C)
-                if Q is not None:
-                    g = g * tl.sigmoid(load_tokens(Q, None, strides[2], b, head, t, c, T, C))
-                dv = tl.dot(tl.trans(p), g, dv, input_precision=PRECISION)
-            # Several threads may have the same element: all must read it before one writes it.
+                dk += tl.sum(p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION), 0)
+            # Sum over all targets before rounding to the type of v.
+            for start in range(0, C, BD):
+                c = start + tl.arange(0, BD)
+                place = b * dv_strides[0] + s[:, None] * dv_strides[1] + (head * C + c)[None, :] * dv_strides[2]
+                inside = (s < T)[:, None] & (c < C)[None, :]
+                dv = tl.load(DV + place, mask=inside, other=0.0).to(tl.float32)
+                for other in range(0, T, BT):
+                    t = other + tl.arange(0, BT)
+                    p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, B, T, width, heads, BT)
+                    g = load_tokens(G, None, strides[0], b, head, t, c, T, C)
+                    if Q is not None:
+                        g = g * tl.sigmoid(load_tokens(Q, None, strides[2], b, head, t, c, T, C))
+                    dv = tl.dot(tl.trans(p), g, dv, input_precision=PRECISION)
+                # Several threads may have the same element: all must read it before one writes it.
+                tl.debug_barrier()
+                tl.store(DV + place, dv, mask=inside)
+            place = (b * T + s) * heads + head
+            dk += tl.load(DK + place, mask=s < T, other=0.0)
             tl.debug_barrier()
-            tl.store(DV + place, dv, mask=inside)
-        place = (b * T + s) * heads + head
-        dk += tl.load(DK + place, mask=s < T, other=0.0)
-        tl.debug_barrier()
-        tl.store(DK + place, dk, mask=s < T)
+            tl.store(DK + place, dk, mask=s < T)
 
 
 @triton.jit
@@ -220,10 +235,10 @@ def table_kernel(
     target, source = target + tl.arange(0, BW), source + tl.arange(0, BW)
     height = T // width
     sums = tl.zeros([BW, BW], tl.float32)
-    for start in range(0, B, 128):
-        sequence = start + tl.arange(0, 128)
+    for start in range(0, B, FLAGS):
+        sequence = start + tl.arange(0, FLAGS)
         if tl.max(tl.load(LOST + sequence * heads + head, mask=sequence < B, other=0), 0) > 0:
-            for i in range(start, tl.minimum(start + 128, B)):
+            for i in range(start, tl.minimum(start + FLAGS, B)):
                 if tl.load(LOST + i * heads + head) > 0:
                     b = tl.full([], i, tl.int64)
                     for y in range(tl.maximum(0, -dy), tl.minimum(height, height - dy)):

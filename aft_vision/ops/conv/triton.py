@@ -83,6 +83,11 @@ class Layout:
         rows = triton.cdiv(self.B, tile['BR'] // self.group) * self.parts
         return triton.cdiv(self.T, tile['BT']) * rows, self.heads
 
+    @property
+    def repairs(self) -> tuple[int]:
+        """Return the grid of the programs that repair heads of sequences."""
+        return (triton.cdiv(self.B * self.heads, repair.FLAGS.value),)
+
     def lost(self, x: Tensor) -> Tensor:
         """Return flags, all 0, for heads of sequences with underflowed targets."""
         return torch.zeros((self.B, self.heads), dtype=torch.int32, device=x.device)
@@ -104,7 +109,7 @@ def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
             **layout.constants,
             **constants,
         )
-        repair.forward_kernel[(triton.cdiv(layout.T, REPAIR['BT']), layout.B, layout.heads)](
+        repair.forward_kernel[layout.repairs](
             *(*tensors, mask, shifts.bias, y, lost), *sizes, *steps, PRECISION=constants['PRECISION'], **REPAIR
         )
     return y, den
@@ -141,7 +146,7 @@ def conv_backward(
         )
         tensors = grad_, y_, den, q_, k_, v_, mask, shifts.bias, lost
         steps = tuple(strides(grad_, y_, q_, v_)), *strides(k_)
-        repair.sources_kernel[(triton.cdiv(layout.T, REPAIR['BT']), layout.B, layout.heads)](
+        repair.sources_kernel[layout.repairs](
             *(*tensors, dk, dv, *sizes, *steps), *strides(dv), PRECISION=constants['PRECISION'], **REPAIR
         )
         dkernel = kernel.new_empty(0)

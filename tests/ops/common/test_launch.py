@@ -24,6 +24,17 @@ def single(T: int = 5, D: int = 3, device: str = 'cpu') -> list[Tensor]:
     return [x.float().to(device) for x in make_qkv(B=1, T=T, D=D)]
 
 
+def test_ordinary_tensors_of_another_device_need_no_dispatcher_either(monkeypatch: pytest.MonkeyPatch):
+    x = torch.ones(2, device='meta')
+    assert operator._is_watched((x,))
+    monkeypatch.setattr(operator, 'KINDS', ('cpu', 'meta'))
+    monkeypatch.setattr(operator, '_PLAIN_KINDS', {'cpu'})
+    monkeypatch.setattr(operator, '_PLAIN', {*operator._PLAIN})
+    assert not operator._is_watched((x,))
+    assert operator._is_watched((torch._neg_view(x),))
+    assert not operator._is_watched((torch.ones(2),))
+
+
 def events(function) -> set[str]:
     """The kernels that a call ran."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -115,6 +115,16 @@ def test_what_underflows_is_exact(keys: str, bias: str, device: str):
     assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=device)
 
 
+def test_what_underflows_in_one_of_many_heads_is_exact(device: str):
+    # The flags of 3 x 66 pairs are those of two programs, and each has a pair to repair.
+    inputs = make_inputs((3, 5), 66, 66, 3, B=3)
+    for sequence, head in ((0, 3), (2, 64)):
+        inputs['k'][sequence, 7, head] = 90.0
+        inputs['kernel'][head] = nasty_biases(inputs['kernel'])['within_50'][head]
+    inputs['global_context'] = False
+    assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=device)
+
+
 @pytest.mark.parametrize(('grid', 'size'), [((1, 16384), 11), ((64, 16384), 3), ((1, 16384), 999)])
 def test_the_gradient_of_the_table_takes_memory_and_programs_in_proportion_to_the_width(
     grid: tuple[int, int], size: int

@@ -1,0 +1,53 @@
+"""Commands that a tool runs, and their end when the tool is ended."""
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+# Seconds that a command has to end, once it is asked to.
+GRACE = 10
+
+_running: set[subprocess.Popen[Any]] = set()
+
+
+@contextlib.contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Raise a KeyboardInterrupt at SIGTERM, as at Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_within(seconds: float, command: Sequence[str], **options: Any) -> int | None:
+    """Run a command and return its exit status; None if it had to be stopped, with all that it started."""
+    # A group of its own, which can be ended as a whole.
+    process = subprocess.Popen(command, process_group=0, **options)
+    _running.add(process)
+    try:
+        return process.wait(seconds)
+    except BaseException as error:
+        end_group(process)
+        if isinstance(error, subprocess.TimeoutExpired):
+            return None
+        raise
+    finally:
+        _running.discard(process)
+
+
+def end_commands() -> None:
+    """End the commands that other threads run, with all that they started."""
+    for process in [*_running]:
+        end_group(process)
+
+
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """End a process and its group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(GRACE)
