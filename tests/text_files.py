@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import random
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -203,6 +204,16 @@ def write_glove(path: str | Path, words: Sequence[str], dim: int = 50, seed: int
     vectors = np.random.default_rng(seed).normal(0, 0.4, (len(words), dim))
     lines = (' '.join([word, *(f'{x:.5f}' for x in vector)]) for word, vector in zip(words, vectors, strict=True))
     return _write(path, '\n'.join(lines) + '\n')
+
+
+def read_predictions(path: str | Path) -> tuple[list[str], np.ndarray, list[int]]:
+    """Impressions, 1 / rank of all candidates, and how many each has, read as the scorer of MIND's leaderboard does."""
+    path = Path(path)
+    text = zipfile.ZipFile(path).read('prediction.txt').decode() if path.suffix == '.zip' else path.read_text()
+    lines = [line.split() for line in text.splitlines()]
+    ranks = [json.loads(ranks) for _, ranks in lines]
+    assert all(sorted(row) == list(range(1, len(row) + 1)) for row in ranks)
+    return [name for name, _ in lines], 1 / np.concatenate(ranks), [len(row) for row in ranks]
 
 
 def _write(path: str | Path, content: str, encoding: str = 'utf-8') -> Path:

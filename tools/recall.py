@@ -76,19 +76,15 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, str]]:
     data = args.docs / 'data' / 'recall'
     path = data / 'runs.csv'
     rows = {key_of(row): row for row in read_rows(path)}
-    known: dict[str, tuple[Path, dict[str, Any]]] = {}
-    for file in sorted(data.glob('*.yaml')):
-        known.setdefault(file.name.partition('_')[0], (file, read_config(file, TRAINER)))
-    configs = {}
+    known = {file.stem: (file, read_config(file, TRAINER)) for file in sorted(data.glob('*.yaml'))}
     # All are checked before the first file is written.
     for run in args.runs:
         config, row = read_run(run)
         own = (run / 'config.yaml', config)
         check_alike(*own, *known.setdefault(row['mixer'], own))
         rows[key_of(row)] = {**row, 'commit': args.commit, 'processor': args.processor}
-        configs[data / f'{"_".join(key_of(row))}.yaml'] = config
-    for file, config in configs.items():
-        with replacing(file) as written:
+    for mixer, (_, config) in known.items():
+        with replacing(data / f'{mixer}.yaml') as written:
             written.write_text(yaml.safe_dump(config, sort_keys=False))
     kept = sorted(rows.values(), key=sort_key)
     write_rows(path, kept)

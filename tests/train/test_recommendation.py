@@ -10,12 +10,11 @@ import pytest
 import torch
 from helpers import interrupt_text_at
 from safetensors.torch import load_file
-from text_files import write_mind, write_mind_behaviors, write_movielens
+from text_files import read_predictions, write_mind, write_mind_behaviors, write_movielens
 from transformers import BertConfig, BertModel
 
 from aft_vision.fastformer import FastformerForNewsRecommendation
 from aft_vision.fastformer.metrics import ranking_metrics
-from aft_vision.fastformer.predictions import read_predictions
 from aft_vision.fastformer.tokenize import train_tokenizer
 from train.fastformer import __main__ as fastformer
 from train.fastformer.recommendation import ClickOrder, RecommendationRun, RecommendationTrainer
@@ -62,9 +61,9 @@ def test_the_ranks_of_the_best_model_are_written(trained, mind):
     folder, summary = trained
     behaviors = make_run(mind, folder).splits['test']
     for seed, result in enumerate(summary['runs']):
-        found = read_predictions(folder / f'seed_{seed}' / 'prediction_test.zip')
-        assert found.impression_ids == behaviors.impression_ids
-        again = ranking_metrics(found.scores, behaviors.labels, behaviors.candidates.sizes)
+        ids, scores, _ = read_predictions(folder / f'seed_{seed}' / 'prediction_test.zip')
+        assert ids == behaviors.impression_ids
+        again = ranking_metrics(scores, behaviors.labels, behaviors.candidates.sizes)
         # All but AUC depend on the ranks alone.
         assert all(again[name] == pytest.approx(result[f'test_{name}']) for name in METRICS[1:])
 
@@ -82,7 +81,7 @@ def test_an_ensemble_ranks_by_the_mean_scores(trained, mind, capsys):
     behaviors = run.splits['validation']
     expected = ranking_metrics((scores[0] + scores[1]) / 2, behaviors.labels, behaviors.candidates.sizes)
     assert printed[2].startswith(f'ensemble of 2, validation: auc {100 * expected["auc"]:.2f} %, mrr')
-    assert len(read_predictions(folder / 'prediction_validation.zip').impression_ids) == 25
+    assert len(read_predictions(folder / 'prediction_validation.zip')[0]) == 25
 
 
 def test_processes_share_the_impressions(trained, mind):
@@ -157,7 +156,7 @@ def test_the_ranks_of_a_model_from_elsewhere_are_written_to_the_folder_of_the_ru
     best = shutil.copytree(trained[0] / 'seed_0' / 'best', tmp_path / 'models' / 'a')
     fastformer.main(['--eval', *arguments(mind, tmp_path / 'run', f'run.init_from={best}', 'model.hidden_size=32')])
     assert not (tmp_path / 'models' / 'prediction_test.zip').exists()
-    assert len(read_predictions(tmp_path / 'run' / 'prediction_test.zip').impression_ids) == 25
+    assert len(read_predictions(tmp_path / 'run' / 'prediction_test.zip')[0]) == 25
 
 
 def test_impressions_without_labels_are_ranked_but_not_measured(mind, tmp_path, capsys):
@@ -167,7 +166,7 @@ def test_impressions_without_labels_are_ranked_but_not_measured(mind, tmp_path, 
     summary = fastformer.main(arguments(mind, tmp_path / 'run', *more))
     assert 'test_auc' not in summary
     assert summary['runs'][0]['impressions'] == {'train': 200, 'validation': 50, 'test': 9}
-    assert len(read_predictions(tmp_path / 'run' / 'seed_0' / 'prediction_test.zip').impression_ids) == 9
+    assert len(read_predictions(tmp_path / 'run' / 'seed_0' / 'prediction_test.zip')[0]) == 9
     capsys.readouterr()
     fastformer.main(['--eval', *arguments(mind, tmp_path / 'run', *more)])
     assert 'ranked, without labels to measure' in capsys.readouterr().out
