@@ -25,7 +25,8 @@ LOCK = '.lock'
 MOST_KEPT = 100
 # Files of a run besides its checkpoints and its log.
 RESULTS = ('curves.png', 'result.json', 'steps.csv')
-# Keys that do not affect any update.
+# Keys of `run` that affect updates, and keys of other sections that do not.
+RUN_KEYS = ('seed', 'amp')
 HARMLESS = ('data.num_workers', 'data.eval_batch_size', 'data.download')
 
 _logger = logging.getLogger(__name__)
@@ -239,13 +240,12 @@ def _changes(content: dict[str, Any], config: Experiment, world_size: int) -> li
     now = {**dataclasses.asdict(config), 'world_size': world_size}
     found = []
     for section, value in now.items():
-        if section == 'run':
-            continue
         old = before.get(section)
-        pairs = value.items() if isinstance(value, dict) else [(None, value)]
-        for key, new in pairs:
-            was = old if key is None else (old or {}).get(key)
-            name = section if key is None else f'{section}.{key}'
-            if was != new and name not in HARMLESS:
-                found.append(f'{name} = {new!r}, was {was!r}')
+        if not isinstance(value, dict):
+            pairs = {section: (old, value)}
+        else:
+            keys = RUN_KEYS if section == 'run' else dict.fromkeys([*value, *(old or {})])
+            pairs = {f'{section}.{key}': ((old or {}).get(key), value.get(key)) for key in keys}
+        changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in HARMLESS}
+        found += [f'{name} = {new!r}, was {was!r}' for name, (was, new) in changed.items()]
     return found

@@ -10,6 +10,7 @@ import timm.optim
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from aft_vision.files import replacing
 from train.layers import Layer, merge_checked, naming_sources, read_layers
 from train.model_section import (
     check_decoder,
@@ -95,7 +96,8 @@ def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterab
 
 def save_config(config: Experiment, path: str | Path) -> None:
     """Write the resolved experiment, which `load_config` reads."""
-    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    with replacing(path) as file:
+        file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def all_keys(schema: type, arguments: type) -> list[str]:

@@ -118,6 +118,11 @@ def _find_world(device: torch.device) -> World:
     """Return this process and the size of its group, as the environment describes them."""
     local_rank, rank, size = world_info_from_env() if is_distributed_env() else (0, 0, 1)
     if size > 1 and device.type != 'cpu':
+        if device.type == 'cuda' and local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f'expected a GPU for each process of a node, all visible to each, got {torch.cuda.device_count()} for '
+                f'the process with local rank {local_rank}'
+            )
         device = torch.device(device.type, local_rank)
     if device.type == 'cuda' and device.index is not None:
         torch.cuda.set_device(device)

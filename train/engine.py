@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.utils import distribute_bn
 from torch import nn
 from tqdm import tqdm
 
@@ -220,7 +221,7 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
             evaluated = _evaluate(state, loaders.validation if due else None)
             row = {f'train_{name}': value for name, value in trained.items()}
             reached.history.append({'epoch': epoch, **row, **{f'eval_{k}': v for k, v in evaluated.items()}})
-            log.log_epoch(epoch, trained, evaluated)
+            log.log_epoch(epoch, state.progress.updates, trained, evaluated)
             if state.world.is_primary:
                 tqdm.write(_epoch_line(state))
             _keep_best(state, evaluated, saver)
@@ -273,6 +274,10 @@ def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
     names, world = state.objective.metrics, state.world
     if loader is None:
         return {prefix + name: math.nan for prefix in models for name in names}
+    if world.is_distributed:
+        # Each process has the statistics of its own batches; saved are those of the first one.
+        for model in models.values():
+            distribute_bn(model, world.size, reduce=False)
     options: dict[str, Any] = {
         'amp_dtype': state.amp_dtype,
         'distributed': world.is_distributed,

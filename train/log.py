@@ -8,6 +8,7 @@ from typing import Any
 
 from timm.utils import update_summary
 
+from aft_vision.files import replacing
 from train.state import TrainState
 
 KINDS = ('train_', 'eval_')
@@ -63,7 +64,8 @@ class RunLog:
             before = self.steps.read_text().splitlines()[1:] if self.steps.exists() and state.progress.updates else []
             cells = [row.split(',') for row in before]
             kept = [row for row in cells if len(row) == len(STEP_COLUMNS) and int(row[0]) <= state.progress.updates]
-            self.steps.write_text(''.join(','.join(row) + '\n' for row in [STEP_COLUMNS, *kept]))
+            with replacing(self.steps) as file:
+                file.write_text(''.join(','.join(row) + '\n' for row in [STEP_COLUMNS, *kept]))
 
     def _append(self, epoch: int, trained: dict[str, float], evaluated: dict[str, float]) -> None:
         trained = trained | {name: trained.get(name, math.nan) for name in self.entropies}
@@ -86,8 +88,12 @@ class RunLog:
             for layer, entropy in enumerate(entropies(), start=1):
                 self.writer.add_scalar(f'kernel_entropy/layer_{layer:02d}', entropy, update)
 
-    def log_epoch(self, epoch: int, trained: dict[str, float], evaluated: dict[str, float]) -> None:
-        """Append the row of one epoch, with NaN if there was no evaluation; all rows have the same columns."""
+    def log_epoch(self, epoch: int, update: int, trained: dict[str, float], evaluated: dict[str, float]) -> None:
+        """Append the row of one epoch, with NaN if there was no evaluation; all rows have the same columns.
+
+        Args:
+            update: Number of updates up to its end, the step in TensorBoard.
+        """
         if not self.is_primary:
             return
         self._append(epoch, trained, evaluated)
@@ -95,7 +101,7 @@ class RunLog:
             for kind, values in (('train', trained), ('eval', evaluated)):
                 for name, value in values.items():
                     if not math.isnan(value):
-                        self.writer.add_scalar(f'{kind}/{name}', value, epoch + 1)
+                        self.writer.add_scalar(f'{kind}/{name}', value, update)
             self.writer.flush()
 
 

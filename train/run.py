@@ -124,7 +124,9 @@ def _begin(run_dir: Path, state: TrainState) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     if not continues(run_dir, state.config.run.resume):
         remove_run(run_dir)
-    save_config(state.config, run_dir / 'config.yaml')
+    # That of a complete run says how it was trained.
+    if not (continues(run_dir, state.config.run.resume) and is_complete(state)):
+        save_config(state.config, run_dir / 'config.yaml')
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     world = state.world
     processes = f'{world.size} processes, the first ' if world.size > 1 else ''

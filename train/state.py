@@ -19,7 +19,7 @@ from train.model_section import native_shape
 from train.objective import Batch, Classification, Objective
 from train.regularize import KernelRegularization
 from train.schedule import create_schedule
-from train.schema import Config, Experiment, RegularizeConfig
+from train.schema import Config, Experiment, RegularizeConfig, require
 
 AMP_DTYPES = {'none': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -242,11 +242,17 @@ def create_state(
         teacher: The model that `distill.teacher` names.
 
     Raises:
-        ValueError: `optim.args` do not fit the optimizer, or `distill.kind` or `regularize` do not fit the model.
+        ValueError: `optim.args` do not fit the optimizer, `distill.kind` or `regularize` do not fit the model, or
+            `optim.bce_target_thresh` makes all classes targets.
     """
     native = native_shape(config)
     augmentation = BatchAugmentation if native is None else PatchAugmentation
     augment = augmentation(config.augment, num_classes, config.optim.label_smoothing, world.device)
+    threshold, smoothing = config.optim.bce_target_thresh, config.optim.label_smoothing
+    if threshold is not None:
+        least = smoothing / num_classes
+        wanted = f'above optim.label_smoothing / {num_classes} classes ({least:g}), the target of all other classes'
+        require('optim.bce_target_thresh', threshold, threshold > least or smoothing == 0, wanted)
     # Mixing already smooths the targets.
     loss = {
         'loss_type': config.optim.loss,

@@ -15,6 +15,8 @@ from aft_vision.data.checksums import damaged
 PARTS = (90_000_000, 5_000_000, 5_000_000)
 TEXT8 = b' abcdefghijklmnopqrstuvwxyz'
 VOCABULARIES = {'bytes': 256, 'text8': len(TEXT8)}
+# First bytes of archives: gzip, bzip2, zip, xz, Zstandard.
+PACKED = (b'\x1f\x8b', b'BZh', b'PK\x03\x04', b'\xfd7zXZ', b'\x28\xb5\x2f\xfd')
 # Sums of the files as published, unpacked: http://mattmahoney.net/dc/textdata.html
 MD5 = {'enwik8': 'a1fa5ffddb56f4953e226637dabbb36a', 'text8': '3bea1919949baf155f99411df5fada7e'}
 
@@ -58,18 +60,21 @@ def read_bytes(path: Path) -> bytes:
     """Read a file, unpack a .zip or .xz, and check the published checksum for its name.
 
     Raises:
-        ValueError: the file is damaged.
+        ValueError: the file is damaged, or packed otherwise.
     """
     try:
-        if path.suffix == '.zip':
+        suffix = path.suffix.lower()
+        if suffix == '.zip':
             content = _read_zip(path)
-        elif path.suffix == '.xz':
+        elif suffix == '.xz':
             content = lzma.decompress(path.read_bytes())
         else:
             content = path.read_bytes()
     # RuntimeError: an encrypted archive; NotImplementedError, one of its kind: an unknown compression.
     except (zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, RuntimeError) as error:
         raise damaged(path, error) from error
+    if content.startswith(PACKED):
+        raise ValueError(f'expected a text, plain, .zip or .xz, got {path}, which is packed: unpack it')
     expected = MD5.get(path.stem)
     if expected is not None and len(content) == sum(PARTS):
         _check_published(content, expected, path)

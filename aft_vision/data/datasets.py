@@ -1,6 +1,7 @@
 """Opening of the splits of a data set: folders, tar files, and named data sets of timm's readers and torchvision."""
 
 import os
+import re
 import tarfile
 import weakref
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from timm.data import ImageDataset, create_dataset
-from timm.data.readers.reader_image_folder import ReaderImageFolder, natural_key
+from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState, extract_tarinfos
 from torch.utils.data import IterableDataset
 
@@ -277,7 +278,7 @@ def _open_folder(folder: Path) -> Split:
             f'expected images in every class folder of {folder}, got none in {_few(without_images)}{others}'
         )
     _check_names(class_folders, folder)
-    names = sorted(class_folders, key=natural_key)
+    names = sorted(class_folders, key=natural_order)
     dataset = CheckedImageDataset(str(folder), reader=_FolderReader(folder, names, zip(paths, labels, strict=True)))
     return Split(dataset, names, ignored=describe_ignored(ignored))
 
@@ -291,6 +292,11 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     dataset = _read_tar(path)
     reader = dataset.reader
     folders = [PurePosixPath(sample[0].name).parent for sample in reader.samples]
+    inner = next(
+        (tar for (_, _, tar), folder in zip(reader.samples, folders, strict=True) if tar and not folder.name), None
+    )
+    if inner is not None:
+        raise ValueError(f'expected images in class folders of {path}, got a tar file of them, {inner.name}: unpack it')
     parents = {folder.parent for folder in folders}
     undivided = whole is not None and not {parent.name for parent in parents}.intersection(whole)
     splits = _split_folders(parents, path, None if undivided else wanted)
@@ -305,8 +311,7 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
         others = f'; ignored: {describe_ignored(ignored)}' if ignored else ''
         raise ValueError(f'expected images in every class folder of {path}, got none in {_few(empty)}{others}')
     _check_names(used, path)
-    # The reader orders them like the classes of a folder.
-    names = [name for name in reader.class_name_to_idx if name in used]
+    names = sorted(used, key=natural_order)
     class_to_idx = {name: index for index, name in enumerate(names)}
     reader.samples = reader.samples[chosen]
     reader.targets = [class_to_idx[folders[i].name] for i in chosen]
@@ -333,13 +338,19 @@ def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str
     )
 
 
+def natural_order(name: str) -> tuple[list[int | str], str]:
+    """Return the key of timm's order of names, in which 2 is before 10, and after it the name: timm has ties."""
+    parts: list[int | str] = [int(part) if part.isdecimal() else part for part in re.split(r'(\d+)', name.lower())]
+    return parts, name
+
+
 class _FolderReader(ReaderImageFolder):
     """A timm reader for known images, as (path, class), of all supported suffixes."""
 
     def __init__(self, root: Path, names: Sequence[str], labelled: Iterable[tuple[str, str]]) -> None:
         self.root, self.class_to_idx = str(root), {name: index for index, name in enumerate(names)}
         found = ((path, self.class_to_idx[label]) for path, label in labelled)
-        self.samples = sorted(found, key=lambda sample: natural_key(sample[0]))
+        self.samples = sorted(found, key=lambda sample: natural_order(sample[0]))
 
 
 class _TarReader(ReaderImageInTar):

@@ -1,3 +1,5 @@
+import bz2
+import gzip
 import hashlib
 import lzma
 import os
@@ -105,3 +107,6 @@ def test_what_is_no_text_is_rejected(tmp_path):
         read_text(write(tmp_path, '', b'abc'))
     with pytest.raises(ValueError, match="bytes or text8, got 'words'"):
         read_text(write(tmp_path, ''), 'words')
+    for kind, packed in (('.gz', gzip.compress(bytes(100))), ('', bz2.compress(bytes(100)))):
+        with pytest.raises(ValueError, match=r'expected a text, plain, .* which is packed: unpack it'):
+            read_text(write(tmp_path, kind, packed))

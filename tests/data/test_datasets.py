@@ -72,6 +72,28 @@ def test_classes_of_a_tar_have_the_order_of_its_folder(tmp_path):
     ]
 
 
+def test_names_whose_numbers_are_equal_have_one_order(tmp_path):
+    image = Image.new('RGB', (8, 8))
+    paths = [f'{name}/{file}.png' for name in ('1', '01') for file in ('1', '001', 'A1', 'a1')]
+    orders = []
+    for number, order in enumerate((paths, paths[::-1])):
+        folder = tmp_path / str(number)
+        for path in order:
+            (folder / 'train' / path).parent.mkdir(parents=True, exist_ok=True)
+            image.save(folder / 'train' / path)
+        opened = [
+            open_train_split(Source(dir=str(x)), 1) for x in (folder, make_tar(tmp_path / f'{number}.tar', folder))
+        ]
+        assert [split.class_names for split in opened] == [['01', '1']] * 2
+        orders.append([Path(path).relative_to(folder) for path, _ in opened[0].dataset.reader.samples])
+    assert orders[0] == orders[1]
+
+
+def test_signs_that_are_no_decimal_digits_may_name_classes(tmp_path):
+    folder = make_folder(tmp_path, {'train': ['①', '10²', '9'], 'val': ['①', '10²', '9']}, images=1)
+    assert open_train_split(Source(dir=str(folder)), 1).class_names == ['9', '10²', '①']
+
+
 def test_a_chosen_split_is_used(tmp_path):
     make_folder(tmp_path, {'train': ['a'], 'val': ['a'], 'extra': ['a', 'b']})
     assert open_eval_split(Source(dir=str(tmp_path), eval_split='extra'), 1).class_names == ['a', 'b']
@@ -333,6 +355,18 @@ def test_a_tar_without_the_split_lists_what_is_there(tmp_path):
     tar = make_tar(tmp_path / 'all.tar', make_folder(tmp_path / 'images', {'train': ['a'], 'extra': ['a']}))
     with pytest.raises(ValueError, match=r'val or validation or test of class folders in .*got only extra, train'):
         open_eval_split(Source(dir=str(tar)), 1)
+
+
+def test_a_tar_of_tar_files_is_named(tmp_path):
+    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b']}, images=1)
+    inner = tmp_path / 'inner'
+    inner.mkdir()
+    for name in ('a', 'b'):
+        make_tar(inner / f'{name}.tar', folder / 'train' / name)
+    with pytest.raises(
+        ValueError, match=r'images in class folders of .*all\.tar, got a tar file of them, .*[ab]\.tar: unpack'
+    ):
+        open_train_split(Source(dir=str(make_tar(tmp_path / 'all.tar', inner))), 1)
 
 
 def test_a_tar_without_images_is_named(tmp_path):

@@ -141,6 +141,16 @@ def write_teacher(folder: Path, run_dir: Path) -> Path:
 
 
 @pytest.mark.slow
+def test_processes_evaluate_batch_norms_with_the_statistics_that_are_saved(plain, tmp_path, capsys):
+    model = [*(x for x in plain if not x.startswith('model.')), 'model.name=resnet10t', 'data.img_size=[64,64]']
+    train(model, tmp_path / 'two', 'optim.accumulate=1', processes=2)
+    with (tmp_path / 'two' / 'summary.csv').open() as file:
+        (*_, last) = csv.DictReader(file)
+    imagenet.main([*model, '--eval', f'run.init_from={tmp_path / "two" / "last.pth"}', 'run.cpu_threads=1'])
+    assert f'loss {float(last["eval_loss"]):.4f}' in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_a_run_of_one_process_goes_on_with_two(plain, one, tmp_path):
     run_dir, log = shutil.copytree(one, tmp_path / 'run'), tmp_path / 'log'
     for name in ('last.pth', 'last-1.pth', 'last-2.pth'):

@@ -119,6 +119,17 @@ def test_twenty_losses_equal_those_of_a_plain_loop():
     torch.testing.assert_close(state.averaged_model.state_dict(), average.module.state_dict(), rtol=1e-3, atol=1e-5)
 
 
+def test_a_threshold_that_makes_every_class_a_target_is_refused():
+    config = make_config(optim=OptimConfig(lr=0.64, loss='bce', bce_target_thresh=0.01, label_smoothing=0.1))
+    with pytest.raises(ValueError, match=r'optim\.bce_target_thresh to be above .* / 5 classes \(0\.02\).*, got 0\.01'):
+        create_state(make_model(), config, 3, 5, HERE)
+    for threshold, smoothing in ((0.03, 0.1), (0.0, 0.0)):
+        config = make_config(
+            optim=OptimConfig(lr=0.64, loss='bce', bce_target_thresh=threshold, label_smoothing=smoothing)
+        )
+        create_state(make_model(), config, 3, 5, HERE)
+
+
 def test_accumulated_parts_make_the_update_of_the_whole_batch():
     options = dict(lr=0.64, clip_grad=0.1, label_smoothing=0.1)
     whole, parts = (make_state(optim=OptimConfig(accumulate=count, **options)) for count in (1, 4))
@@ -323,8 +334,8 @@ def test_tensorboard_has_the_steps_and_the_epochs(tmp_path):
     events = EventAccumulator(str(tmp_path / 'tensorboard'))
     events.Reload()
     assert [event.step for event in events.Scalars('step/loss')] == [6, 10, 12, 18, 20, 24]
-    assert [event.step for event in events.Scalars('train/loss')] == [1, 2, 3, 4]
-    assert [event.step for event in events.Scalars('eval/top1')] == [2, 4]
+    assert [event.step for event in events.Scalars('train/loss')] == [6, 12, 18, 24]
+    assert [event.step for event in events.Scalars('eval/top1')] == [12, 24]
     assert events.Scalars('eval/top1')[-1].value == pytest.approx(state.progress.history[-1]['eval_top1'])
 
 

@@ -150,6 +150,15 @@ def test_a_finished_run_stays_finished(small, whole, tmp_path):
     assert digest(whole / 'last.pth') == before
 
 
+def test_the_config_of_a_finished_run_stays_that_of_its_training(small, whole, capsys):
+    before = (whole / 'config.yaml').read_text()
+    main([*small, 'run.resume=auto', f'run.dir={whole}', 'run.seed=5', 'run.amp=bfloat16'])
+    assert (whole / 'config.yaml').read_text() == before
+    shown = capsys.readouterr().out
+    assert 'now with run.seed = 5, was 0' in shown
+    assert "now with run.amp = 'bfloat16', was 'none'" in shown
+
+
 def test_a_run_may_go_on_from_another_folder_for_more_epochs(small, whole, tmp_path, capsys):
     longer = ['schedule.epochs=3', f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path}']
     state = main([*small, *longer, 'optim.accumulate=1'])
@@ -159,6 +168,7 @@ def test_a_run_may_go_on_from_another_folder_for_more_epochs(small, whole, tmp_p
     shown = capsys.readouterr().out
     assert 'now with schedule.epochs = 3, was 2' in shown
     assert 'now with optim.accumulate = 1, was 2' in shown
+    assert 'run.seed' not in shown
     assert 'data.dir' not in shown
 
 

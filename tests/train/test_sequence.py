@@ -167,7 +167,7 @@ def test_fit_writes_bits_and_keeps_the_lowest(tmp_path, monkeypatch):
     assert float(rows[1]['train_total_seconds']) == pytest.approx(seconds)
     events = EventAccumulator(str(tmp_path / 'tensorboard'))
     events.Reload()
-    assert [event.value for event in events.Scalars('eval/bits')] == [3.0, 2.0]
+    assert [(event.step, event.value) for event in events.Scalars('eval/bits')] == [(10, 3.0), (20, 2.0)]
     steps = rows_of(tmp_path, 'steps.csv')
     assert [row['update'] for row in steps] == ['10', '20']
     assert float(steps[1]['seconds']) == pytest.approx(seconds, abs=2e-3)
