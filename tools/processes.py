@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from typing import Any
 GRACE = 10
 
 _running: set[subprocess.Popen[Any]] = set()
+_ending = threading.Event()
 
 
 @contextlib.contextmanager
@@ -29,6 +31,8 @@ def run_within(seconds: float, command: Sequence[str], **options: Any) -> int | 
     process = subprocess.Popen(command, process_group=0, **options)
     _running.add(process)
     try:
+        if _ending.is_set():
+            raise KeyboardInterrupt
         return process.wait(seconds)
     except BaseException as error:
         end_group(process)
@@ -40,7 +44,8 @@ def run_within(seconds: float, command: Sequence[str], **options: Any) -> int | 
 
 
 def end_commands() -> None:
-    """End the commands that other threads run, with all that they started."""
+    """End the commands that other threads run or begin now, with all that they started."""
+    _ending.set()
     for process in [*_running]:
         end_group(process)
 

@@ -4,9 +4,9 @@ python -m tools.recall RUN [RUN ...] --commit COMMIT --processor NAME
 python -m tools.recall
 
 RUN is the folder of a complete run of train.recall, trained at that commit on that processor. Its setting and result
-become a row of docs/results/data/recall/runs.csv, instead of an earlier row of the same run, and its config.yaml is
-kept next to that file. A key that is neither a column nor of place and speed must be as in the kept configs of its
-mixer. Then the table of docs/results/recall.md is written from all rows: of the learning rates of a setting, the one
+become a row of docs/results/data/recall/runs.csv, instead of an earlier row of the same run. The config.yaml of the
+first run of a mixer is kept next to that file, and a key that is neither a column nor of place and speed must be as in
+it. Then the table of docs/results/recall.md is written from all rows: of the learning rates of a setting, the one
 with the best validation accuracy counts. Without RUN, only the table is written again.
 """
 

@@ -134,10 +134,7 @@ def build_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
 
 def build_loaders(config: Config, world: World) -> Loaders:
     """Build the loaders of this process, with the normalisation of the model."""
-    # The first process alone downloads, since all write the same files.
-    if config.data.download and not world.is_primary:
-        world.wait()
-    loaders = create_loaders(
+    return create_loaders(
         config.data,
         native_shape(config) or config.size_schedule or config.data.img_size,
         config.data.batch_size,
@@ -149,9 +146,6 @@ def build_loaders(config: Config, world: World) -> Loaders:
         num_workers=config.data.num_workers,
         device=world.device,
     )
-    if config.data.download and world.is_primary:
-        world.wait()
-    return loaders
 
 
 def described_preprocessing(config: Config) -> dict[str, Any]:

@@ -80,8 +80,10 @@ def train_run(
     # Again: a run that another process began and ended since the first check is not to be removed.
     check_run_dir(run_dir, state.config)
     world.wait()
+    # The config of a complete run says how it was trained. Every process asks, since they agree on the time.
+    keeps_config = continues(run_dir, run.resume) and is_complete(state)
     if world.is_primary:
-        _begin(run_dir, state)
+        _begin(run_dir, state, keeps_config)
     settle_buckets(state)
     measured = run.throughput_batches > 0 and not state.is_spent()
     if measured and not loaders.is_stream and len(loaders.train) > 1:
@@ -117,15 +119,14 @@ def _check_shared(run_dir: Path, world: World) -> None:
         )
 
 
-def _begin(run_dir: Path, state: TrainState) -> None:
-    """Create the folder of the run, write the experiment into it, and print the model."""
+def _begin(run_dir: Path, state: TrainState, keeps_config: bool) -> None:
+    """Create the folder of the run, write the experiment into it unless it stays, and print the model."""
     # The curves are drawn at the end; report a missing package now.
     new_figure(1, 1)
     run_dir.mkdir(parents=True, exist_ok=True)
     if not continues(run_dir, state.config.run.resume):
         remove_run(run_dir)
-    # That of a complete run says how it was trained.
-    if not (continues(run_dir, state.config.run.resume) and is_complete(state)):
+    if not keeps_config:
         save_config(state.config, run_dir / 'config.yaml')
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     world = state.world

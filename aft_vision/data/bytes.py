@@ -2,6 +2,7 @@
 
 import hashlib
 import lzma
+import re
 import zipfile
 import zlib
 from pathlib import Path
@@ -16,7 +17,7 @@ PARTS = (90_000_000, 5_000_000, 5_000_000)
 TEXT8 = b' abcdefghijklmnopqrstuvwxyz'
 VOCABULARIES = {'bytes': 256, 'text8': len(TEXT8)}
 # First bytes of archives: gzip, bzip2, zip, xz, Zstandard.
-PACKED = (b'\x1f\x8b', b'BZh', b'PK\x03\x04', b'\xfd7zXZ', b'\x28\xb5\x2f\xfd')
+PACKED = re.compile(rb'\x1f\x8b|BZh[1-9]1AY&SY|PK\x03\x04|\xfd7zXZ|\x28\xb5\x2f\xfd')
 # Sums of the files as published, unpacked: http://mattmahoney.net/dc/textdata.html
 MD5 = {'enwik8': 'a1fa5ffddb56f4953e226637dabbb36a', 'text8': '3bea1919949baf155f99411df5fada7e'}
 
@@ -73,7 +74,7 @@ def read_bytes(path: Path) -> bytes:
     # RuntimeError: an encrypted archive; NotImplementedError, one of its kind: an unknown compression.
     except (zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, RuntimeError) as error:
         raise damaged(path, error) from error
-    if content.startswith(PACKED):
+    if PACKED.match(content):
         raise ValueError(f'expected a text, plain, .zip or .xz, got {path}, which is packed: unpack it')
     expected = MD5.get(path.stem)
     if expected is not None and len(content) == sum(PARTS):

@@ -1,11 +1,14 @@
 """Opening of the splits of a data set: folders, tar files, and named data sets of timm's readers and torchvision."""
 
+import contextlib
+import fcntl
 import os
 import re
 import tarfile
+import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -278,7 +281,7 @@ def _open_folder(folder: Path) -> Split:
             f'expected images in every class folder of {folder}, got none in {_few(without_images)}{others}'
         )
     _check_names(class_folders, folder)
-    names = sorted(class_folders, key=natural_order)
+    names = sorted(class_folders, key=_natural_order)
     dataset = CheckedImageDataset(str(folder), reader=_FolderReader(folder, names, zip(paths, labels, strict=True)))
     return Split(dataset, names, ignored=describe_ignored(ignored))
 
@@ -311,7 +314,7 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
         others = f'; ignored: {describe_ignored(ignored)}' if ignored else ''
         raise ValueError(f'expected images in every class folder of {path}, got none in {_few(empty)}{others}')
     _check_names(used, path)
-    names = sorted(used, key=natural_order)
+    names = sorted(used, key=_natural_order)
     class_to_idx = {name: index for index, name in enumerate(names)}
     reader.samples = reader.samples[chosen]
     reader.targets = [class_to_idx[folders[i].name] for i in chosen]
@@ -338,8 +341,8 @@ def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str
     )
 
 
-def natural_order(name: str) -> tuple[list[int | str], str]:
-    """Return the key of timm's order of names, in which 2 is before 10, and after it the name: timm has ties."""
+def _natural_order(name: str) -> tuple[list[int | str], str]:
+    """Return a key to sort by: timm's natural order, with 2 before 10, then the name, because timm's order has ties."""
     parts: list[int | str] = [int(part) if part.isdecimal() else part for part in re.split(r'(\d+)', name.lower())]
     return parts, name
 
@@ -350,7 +353,7 @@ class _FolderReader(ReaderImageFolder):
     def __init__(self, root: Path, names: Sequence[str], labelled: Iterable[tuple[str, str]]) -> None:
         self.root, self.class_to_idx = str(root), {name: index for index, name in enumerate(names)}
         found = ((path, self.class_to_idx[label]) for path, label in labelled)
-        self.samples = sorted(found, key=lambda sample: natural_order(sample[0]))
+        self.samples = sorted(found, key=lambda sample: _natural_order(sample[0]))
 
 
 class _TarReader(ReaderImageInTar):
@@ -378,6 +381,9 @@ def _read_tar(path: Path) -> CheckedImageDataset:
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ValueError(f'expected a whole tar file, got {path}: {error}') from error
     except ValueError as error:
+        if 'invalid literal for int' in str(error):
+            # timm's order of names.
+            raise ValueError(f'expected names in {path} with decimal digits only, got {error}; unpack it') from error
         raise ValueError(f'expected images in class folders in {path}, got none') from error
     dataset = CheckedImageDataset(str(path), reader=reader)
     weakref.finalize(dataset, _close_tar, reader.tar_state)
@@ -407,7 +413,7 @@ def _look_through_tar(path: Path, splits: set[PurePosixPath]) -> tuple[set[str],
 
 
 def _check_names(names: Iterable[str], place: Path) -> None:
-    """Reject class names that differ only in case: timm's case-insensitive sort does not fix their order."""
+    """Reject class names that differ only in case, which are one folder on some file systems."""
     by_key: dict[str, str] = {}
     for name in names:
         if by_key.setdefault(name.lower(), name) != name:
@@ -426,16 +432,17 @@ def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: in
         raise ValueError(f'a split of {source.name} must be one of {", ".join(TORCH_SPLITS)}, got {name!r}')
     keys = {key: value for key in ('input_key', 'target_key') if (value := getattr(source, key)) is not None}
     try:
-        dataset = create_dataset(
-            source.name,
-            root=source.dir or None,
-            split=name,
-            is_training=is_training,
-            download=source.download,
-            batch_size=batch_size,
-            seed=seed,
-            **keys,
-        )
+        with _downloading_alone() if source.download else contextlib.nullcontext():
+            dataset = create_dataset(
+                source.name,
+                root=source.dir or None,
+                split=name,
+                is_training=is_training,
+                download=source.download,
+                batch_size=batch_size,
+                seed=seed,
+                **keys,
+            )
     except ImportError as error:
         raise ValueError(f'the data set {source.name} needs a package that is not installed: {error}') from error
     except (AssertionError, RuntimeError, OSError, ValueError, KeyError, TypeError) as error:
@@ -449,6 +456,14 @@ def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: in
     elif hasattr(dataset, 'loader'):
         dataset.loader = open_image
     return Split(dataset, _known_class_names(dataset, source))
+
+
+@contextlib.contextmanager
+def _downloading_alone() -> Iterator[None]:
+    # Downloads write and unpack to fixed names, so of the processes of a machine one goes before the others.
+    with (Path(tempfile.gettempdir()) / f'aft_vision_download_{os.getuid()}.lock').open('w') as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _known_class_names(dataset: Any, source: Source) -> list[str]:

@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple, maybe_autocast
 
-from .additive import accumulate_dtype
+from .additive import accumulate_dtype, may_be_read
 from .hierarchy import (
     FastformerHierarchyConfig,
     FastformerHierarchyModel,
@@ -67,9 +67,11 @@ class ConversionHead(nn.Module):
     def forward(self, user: Tensor, ad: Tensor) -> Tensor:  # (..., C), (..., C) -> (...,)
         x = self.dropout(self.act(self.fc1(torch.cat([user, ad, user * ad], -1))))
         # bfloat16 logits have three digits, and many users would have the same one.
-        dtype = accumulate_dtype(x)
+        weight = self.fc2.weight
         with maybe_autocast(x.device.type, enabled=False):
-            return F.linear(x.to(dtype), self.fc2.weight.to(dtype), self.fc2.bias.to(dtype)).squeeze(-1)
+            if weight.dtype == accumulate_dtype(weight) or not may_be_read(self.fc2):
+                return self.fc2(x.to(weight.dtype)).squeeze(-1)
+            return F.linear(x.float(), weight.float(), self.fc2.bias.float()).squeeze(-1)
 
 
 class FastformerForConversion(FastformerHierarchyModel):

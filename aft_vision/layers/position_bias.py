@@ -34,6 +34,8 @@ class FusedModule(nn.Module):
     """
 
     operator: ClassVar[str] = ''
+    # Of the cache alone, which a scripted module does not have.
+    __jit_ignored_attributes__: ClassVar[list[str]] = ['fused_from', 'sources', 'resized', 'kept']
     fused: Tensor | None
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ def attention_mask(mask: Tensor | None) -> Tensor | None:
 
 
 def attention_heads(dim: int) -> int:
-    """Return the heads of softmax attention in an AFT model of that width: of 64 channels, or a few more."""
+    """Return the heads of softmax attention in an AFT model of that width: at most width / 64, and a divisor."""
     return next(heads for heads in range(max(1, dim // 64), 0, -1) if dim % heads == 0)
 
 

@@ -307,8 +307,8 @@ def filter_logits(
     """
     check_rules(temperature, top_k, top_p)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    # In their own type: a smaller one divides by 0.
-    if logits.new_tensor(temperature) == 0:
+    # A smaller one may be 0 in the type of the logits.
+    if temperature < torch.finfo(logits.dtype).tiny:
         best = logits.argmax(-1, keepdim=True)
         return torch.full_like(logits, float('-inf')).scatter(-1, best, 0.0)
     # Shift the maximum to 0, so that a small temperature cannot overflow several logits.

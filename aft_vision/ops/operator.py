@@ -9,7 +9,7 @@ its form. An ordinary call, which nothing watches, goes straight to its form, an
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
 import torch
@@ -243,17 +243,19 @@ def _learn_plain_keys(x: Tensor) -> bool:
     return torch._C._dispatch_keys(x).raw_repr() in _PLAIN
 
 
-def _find_plain_keys(kind: str) -> Iterator[int]:
+def _find_plain_keys(kind: str) -> set[int]:
     # The dispatch keys of plain tensors: ordinary ones, and those of the inference mode.
+    found = set()
     for inference in (False, True):
         with torch.inference_mode(inference):
-            yield torch._C._dispatch_keys(torch.empty(0, device=kind)).raw_repr()
+            found.add(torch._C._dispatch_keys(torch.empty(0, device=kind)).raw_repr())
+    return found
 
 
 # Kinds of devices with forms of the operators, those met so far, and the dispatch keys of plain tensors on the latter.
 KINDS = ('cpu', 'cuda')
 _PLAIN_KINDS = {'cpu'}
-_PLAIN = {*_find_plain_keys('cpu')}
+_PLAIN = _find_plain_keys('cpu')
 # Sizes of a grid, flags and names.
 _CONSTANTS = (bool, str, tuple, list, torch.Size)
 

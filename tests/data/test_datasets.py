@@ -92,6 +92,9 @@ def test_names_whose_numbers_are_equal_have_one_order(tmp_path):
 def test_signs_that_are_no_decimal_digits_may_name_classes(tmp_path):
     folder = make_folder(tmp_path, {'train': ['①', '10²', '9'], 'val': ['①', '10²', '9']}, images=1)
     assert open_train_split(Source(dir=str(folder)), 1).class_names == ['9', '10²', '①']
+    tar = make_tar(tmp_path / 'all.tar', folder / 'train', 'train')
+    with pytest.raises(ValueError, match=r'names in .*all\.tar with decimal digits only, got .*; unpack it'):
+        open_train_split(Source(dir=str(tar)), 1)
 
 
 def test_a_chosen_split_is_used(tmp_path):

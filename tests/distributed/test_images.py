@@ -141,6 +141,14 @@ def write_teacher(folder: Path, run_dir: Path) -> Path:
 
 
 @pytest.mark.slow
+def test_a_run_with_a_limit_of_time_goes_on_for_more_epochs(plain, tmp_path):
+    limited = [*plain, 'optim.accumulate=1', 'run.max_seconds=1000']
+    train(limited, tmp_path / 'run', 'schedule.epochs=1', processes=2)
+    train(limited, tmp_path / 'run', 'run.resume=auto', processes=2)
+    assert load(tmp_path / 'run')['epoch'] == 2
+
+
+@pytest.mark.slow
 def test_processes_evaluate_batch_norms_with_the_statistics_that_are_saved(plain, tmp_path, capsys):
     model = [*(x for x in plain if not x.startswith('model.')), 'model.name=resnet10t', 'data.img_size=[64,64]']
     train(model, tmp_path / 'two', 'optim.accumulate=1', processes=2)

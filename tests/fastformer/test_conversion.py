@@ -227,6 +227,14 @@ def test_bfloat16_is_finite_and_near():
     assert_close(half.logits, wide.logits, 5e-2, floor=0.1)
 
 
+def test_a_hook_of_the_last_layer_is_called_in_half_precision_too():
+    model, batch = make_model(initializer_range=0.1).bfloat16(), make_batch()
+    before = model(**batch).logits
+    model.head.fc2.register_forward_hook(lambda module, inputs, output: output + 100)
+    shown = before > torch.finfo(torch.bfloat16).min
+    assert (model(**batch).logits[shown] > 90).all()
+
+
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
 def test_logits_under_autocast_are_near_and_float32(dtype: torch.dtype):
     model, batch = make_model(initializer_range=0.1).float(), make_batch()

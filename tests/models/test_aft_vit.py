@@ -268,6 +268,11 @@ def test_a_masked_mean_of_many_tokens_keeps_its_digits(pool_type: str, dtype: to
     torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps + 1e-12, atol=0)
 
 
+def test_attention_pooling_has_heads_that_divide_any_width():
+    model = make('aft_conv_tiny', embed_dim=200, num_heads=8, global_pool='map')
+    assert model(images(64, 64)).shape == (2, model.num_classes)
+
+
 @pytest.mark.parametrize('padding', [7.0, float('nan')])
 @pytest.mark.parametrize('name', FAMILIES)
 def test_masked_tokens_are_not_seen(name: str, padding: float):

@@ -44,6 +44,7 @@ def test_a_temperature_of_almost_0_leaves_the_likeliest_token_too():
     assert torch.equal(filter_logits(logits, 1e-300, top_p=0.9).softmax(-1), filter_logits(logits, 0.0).softmax(-1))
     # In float32 it is 0.
     assert torch.equal(filter_logits(logits.float(), 1e-46), filter_logits(logits.float(), 0.0))
+    assert filter_logits(logits.to('meta'), 0.5).is_meta
 
 
 @torch.no_grad()

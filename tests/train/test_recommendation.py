@@ -11,7 +11,7 @@ import torch
 from helpers import interrupt_text_at
 from safetensors.torch import load_file
 from text_files import read_predictions, write_mind, write_mind_behaviors, write_movielens
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, XLNetConfig, XLNetModel
 
 from aft_vision.fastformer import FastformerForNewsRecommendation
 from aft_vision.fastformer.metrics import ranking_metrics
@@ -174,7 +174,21 @@ def test_impressions_without_labels_are_ranked_but_not_measured(mind, tmp_path, 
 
 def test_the_model_remembers_the_columns_of_its_texts(mind, tmp_path):
     run = make_run(mind, tmp_path, 'data.text_columns=[title,category]')
-    assert run.make_model(run.tokenizer, seed=0).config.text_columns == ['title', 'category']
+    model = run.make_model(run.tokenizer, seed=0)
+    assert model.config.text_columns == ['title', 'category']
+    model.save_pretrained(tmp_path / 'saved')
+    run.tokenizer.save_pretrained(tmp_path / 'saved')
+    again = make_run(mind, tmp_path, f'run.init_from={tmp_path / "saved"}')
+    assert again.make_model(run.tokenizer, seed=0).config.text_columns == ['title']
+
+
+def test_a_language_model_without_a_limit_of_positions_is_trained(mind, tmp_path):
+    tokenizer = train_tokenizer(make_run(mind, tmp_path).texts())
+    config = XLNetConfig(vocab_size=len(tokenizer), d_model=8, n_layer=1, n_head=2, d_inner=8)
+    XLNetModel(config).save_pretrained(tmp_path / 'xlnet')
+    tokenizer.save_pretrained(tmp_path / 'xlnet')
+    more = [f'model.text_model={tmp_path / "xlnet"}', 'schedule.max_updates=1', 'run.seeds=[0]']
+    fastformer.main(arguments(mind, tmp_path / 'run', *more))
 
 
 def test_films_are_recommended_too(tmp_path):

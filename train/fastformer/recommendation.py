@@ -152,13 +152,14 @@ class RecommendationRun(TextRun):
 
     def model_fields(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         data = self.config.data
-        fields = {'max_behaviors': data.max_behaviors, 'text_columns': data.text_columns}
+        fields = {'max_behaviors': data.max_behaviors}
         text_model = self.config.model.get('text_model')
         if text_model is None:
             return fields
         text_config = AutoConfig.from_pretrained(text_model)
         longest = getattr(text_config, 'max_position_embeddings', None)
-        if longest is not None and longest < data.max_length:
+        # XLNet, which has no limit, says -1.
+        if longest is not None and 0 < longest < data.max_length:
             raise ValueError(
                 f'expected data.max_length of at most {longest}, as {text_model} takes, got {data.max_length}'
             )
@@ -177,6 +178,12 @@ class RecommendationRun(TextRun):
         text_model = self.config.model.get('text_model')
         if text_model is not None:
             model.text_encoder.load(text_model)
+        return model
+
+    def make_model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+        model = super().make_model(tokenizer, seed)
+        # Also of a saved model, which may have been trained on others.
+        model.config.text_columns = list(self.config.data.text_columns)
         return model
 
     def new_trainer(self, **options: Any) -> Trainer:

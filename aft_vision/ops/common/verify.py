@@ -296,14 +296,26 @@ def find_failure(
                     with Tuner.choosing(choice):
                         found = _run(kernels, inputs)
                     _check(found, wanted, types, spread)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
+    except torch.OutOfMemoryError:
         raise
     # Compilers, drivers and kernels raise errors of any kind.
     except Exception as error:
         if any(words in str(error) for words in LACKS):
             raise torch.OutOfMemoryError(first_line(error)) from error
+        if is_lost(device):
+            raise torch.AcceleratorError(first_line(error)) from error
         return first_line(error)
     return None
+
+
+def is_lost(device: torch.device) -> bool:
+    """Return whether this process can no longer use a device, as after an illegal access in a kernel."""
+    if device.type == 'cuda':
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError:
+            return True
+    return False
 
 
 def draw_inputs(name: str, shape: Shape, types: Types, device: torch.device, spread: float = 1.0) -> Any:

@@ -119,11 +119,10 @@ def forward_kernel(
     flags = first + tl.arange(0, FLAGS)
     if tl.max(tl.load(LOST + flags, mask=flags < total, other=0), 0) == 0:
         return
+    t = tl.program_id(1) * BT + tl.arange(0, BT)
     for pair in range(first, tl.minimum(first + FLAGS, total)):
-        b, head = tl.full([], pair // heads, tl.int64), tl.full([], pair % heads, tl.int64)
-        # No tile of a pair that is not marked.
-        for target in range(0, tl.where(tl.load(LOST + pair) > 0, T, 0), BT):
-            t = target + tl.arange(0, BT)
+        if tl.load(LOST + pair) > 0:
+            b, head = tl.full([], pair // heads, tl.int64), tl.full([], pair % heads, tl.int64)
             base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, B, T, width, BT)
             top = tl.where(den > 0.0, 1.0 / tl.where(den > 0.0, den, 1.0), 0.0)[:, None]
             for start in range(0, C, BD):
@@ -171,11 +170,10 @@ def sources_kernel(
     flags = first + tl.arange(0, FLAGS)
     if tl.max(tl.load(LOST + flags, mask=flags < total, other=0), 0) == 0:
         return
+    s = tl.program_id(1) * BT + tl.arange(0, BT)
     for pair in range(first, tl.minimum(first + FLAGS, total)):
-        b, head = tl.full([], pair // heads, tl.int64), tl.full([], pair % heads, tl.int64)
-        # No tile of a pair that is not marked.
-        for source in range(0, tl.where(tl.load(LOST + pair) > 0, T, 0), BT):
-            s = source + tl.arange(0, BT)
+        if tl.load(LOST + pair) > 0:
+            b, head = tl.full([], pair // heads, tl.int64), tl.full([], pair % heads, tl.int64)
             dk = tl.zeros([BT], tl.float32)
             for other in range(0, T, BT):
                 t = other + tl.arange(0, BT)

@@ -83,10 +83,9 @@ class Layout:
         rows = triton.cdiv(self.B, tile['BR'] // self.group) * self.parts
         return triton.cdiv(self.T, tile['BT']) * rows, self.heads
 
-    @property
-    def repairs(self) -> tuple[int]:
-        """Return the grid of the programs that repair heads of sequences."""
-        return (triton.cdiv(self.B * self.heads, repair.FLAGS.value),)
+    def repairs(self, tile: dict[str, int]) -> tuple[int, int]:
+        """Return the grid of programs that repair: heads of sequences, tiles of tokens."""
+        return triton.cdiv(self.B * self.heads, repair.FLAGS.value), triton.cdiv(self.T, tile['BT'])
 
     def lost(self, x: Tensor) -> Tensor:
         """Return flags, all 0, for heads of sequences with underflowed targets."""

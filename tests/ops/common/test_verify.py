@@ -323,12 +323,19 @@ def test_a_lack_of_memory_is_not_recorded_and_the_next_process_compares_again(
     assert compared == ['simple']
 
 
-@pytest.mark.parametrize('message', ['Triton Error [CUDA]: out of memory', 'CUBLAS_STATUS_ALLOC_FAILED when calling'])
+@pytest.mark.parametrize(
+    ('error', 'message'),
+    [
+        (RuntimeError, 'Triton Error [CUDA]: out of memory'),
+        (RuntimeError, 'CUBLAS_STATUS_ALLOC_FAILED when calling'),
+        (torch.AcceleratorError, 'CUDA error: out of memory'),
+    ],
+)
 def test_a_lack_of_memory_of_any_library_is_not_recorded(
-    message: str, verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    error: type[Exception], message: str, verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ):
     def run_out(x: Tensor) -> Tensor:
-        raise RuntimeError(message)
+        raise error(message)
 
     damage(run_out, 0, monkeypatch, 'simple_forward')
     assert verify.failure('simple', inputs) == message
@@ -339,14 +346,15 @@ def test_a_kernel_that_makes_the_device_unusable_is_recorded_and_the_error_raise
     verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ):
     def crash(x: Tensor) -> Tensor:
-        raise torch.AcceleratorError('an illegal memory access was encountered')
+        raise RuntimeError('Triton Error [CUDA]: an illegal memory access was encountered')
 
     with monkeypatch.context() as patch:
         damage(crash, 0, patch, 'simple_forward')
+        patch.setattr(verify, 'is_lost', lambda device: True)
         with pytest.raises(torch.AcceleratorError):
             verify.failure('simple', inputs)
     assert start_process(verify, monkeypatch) == []
-    assert verify.failure('simple', inputs) == 'an illegal memory access was encountered'
+    assert verify.failure('simple', inputs) == 'Triton Error [CUDA]: an illegal memory access was encountered'
 
 
 def test_a_failure_of_a_further_check_is_kept(
