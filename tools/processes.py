@@ -11,13 +11,13 @@ from typing import Any
 # Seconds that a command has to end, once it is asked to.
 GRACE = 10
 
-_running: set[subprocess.Popen[Any]] = set()
-_ending = threading.Event()
-
 
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """Raise a KeyboardInterrupt at SIGTERM, as at Ctrl-C."""
+    """Raise a KeyboardInterrupt at SIGTERM, as at Ctrl-C; in the main thread alone, which alone is told of signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -25,29 +25,35 @@ def interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run_within(seconds: float, command: Sequence[str], **options: Any) -> int | None:
-    """Run a command and return its exit status; None if it had to be stopped, with all that it started."""
-    # A group of its own, which can be ended as a whole.
-    process = subprocess.Popen(command, process_group=0, **options)
-    _running.add(process)
-    try:
-        if _ending.is_set():
-            raise KeyboardInterrupt
-        return process.wait(seconds)
-    except BaseException as error:
-        end_group(process)
-        if isinstance(error, subprocess.TimeoutExpired):
-            return None
-        raise
-    finally:
-        _running.discard(process)
+class Commands:
+    """Commands of one or more threads, which can be ended together."""
 
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[Any]] = set()
+        self._ending = threading.Event()
 
-def end_commands() -> None:
-    """End the commands that other threads run or begin now, with all that they started."""
-    _ending.set()
-    for process in [*_running]:
-        end_group(process)
+    def run_within(self, seconds: float, command: Sequence[str], **options: Any) -> int | None:
+        """Run a command and return its exit status; None if it had to be stopped, with all that it started."""
+        # A group of its own, which can be ended as a whole.
+        process = subprocess.Popen(command, process_group=0, **options)
+        self._running.add(process)
+        try:
+            if self._ending.is_set():
+                raise KeyboardInterrupt
+            return process.wait(seconds)
+        except BaseException as error:
+            end_group(process)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None
+            raise
+        finally:
+            self._running.discard(process)
+
+    def end(self) -> None:
+        """End the commands that other threads run or begin now, with all that they started."""
+        self._ending.set()
+        for process in [*self._running]:
+            end_group(process)
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:

@@ -22,6 +22,7 @@ from aft_vision.models import create_decoder
 from tools.benchmark import compare, table
 from tools.gpu_report import __main__ as gpu_report
 from tools.gpu_report import pieces, training
+from tools.processes import Commands
 from train.config import load_config
 
 PROBE = """
@@ -53,7 +54,7 @@ def command(module: str) -> Any:
 def within(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each piece in this process, where everything is imported."""
 
-    def run(seconds: float, words: Sequence[str], stdout: Any, stderr: Any, env: dict[str, str]) -> int:
+    def run(_: Commands, seconds: float, words: Sequence[str], stdout: Any, stderr: Any, env: dict[str, str]) -> int:
         assert words[:2] == [sys.executable, '-m']
         with monkeypatch.context() as patch, redirect_stdout(stdout):
             if 'TRITON_INTERPRET' in env:
@@ -65,7 +66,7 @@ def within(monkeypatch: pytest.MonkeyPatch) -> None:
                 return int(stopped.code or 0)
         return 0
 
-    monkeypatch.setattr(gpu_report, 'run_within', run)
+    monkeypatch.setattr(Commands, 'run_within', run)
     monkeypatch.setattr(training, 'start', lambda words: command(words[0]).main(words[1:]))
 
 
@@ -95,7 +96,7 @@ def test_a_dry_run_measures_each_piece_once(group: str, tmp_path: Path, monkeypa
         assert [row for row in piece['figures']['rows'] if row.get('failure')] == []
         assert f'## {name}\n\n```sh\npython -m {" ".join(commands[name])}\n' in (tmp_path / 'report.md').read_text()
         assert piece['printed'].strip() in (tmp_path / 'report.md').read_text()
-    monkeypatch.setattr(gpu_report, 'run_within', None)
+    monkeypatch.setattr(Commands, 'run_within', None)
     gpu_report.main(arguments)
     assert json.loads((tmp_path / 'report.json').read_text()) == report
 
@@ -113,8 +114,8 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names['b.part'] = ['other', 'below']
     monkeypatch.setattr(gpu_report, 'make_pieces', lambda args: names)
     ran: list[str] = []
-    original = gpu_report.run_within
-    monkeypatch.setattr(gpu_report, 'run_within', lambda *x, **y: (ran.append(x[1][3]), original(*x, **y))[1])
+    original = Commands.run_within
+    monkeypatch.setattr(Commands, 'run_within', lambda *x, **y: (ran.append(x[2][3]), original(*x, **y))[1])
     return ran
 
 

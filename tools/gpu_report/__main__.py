@@ -66,7 +66,7 @@ from aft_vision.commandline import EXIT_CODE, run_command
 from aft_vision.files import replacing
 from tools.gpu_report.pieces import MARGIN, make_pieces
 from tools.machine import count_cores, describe_backends, describe_machine, read_commit
-from tools.processes import end_commands, interrupted_by_sigterm, run_within
+from tools.processes import Commands, interrupted_by_sigterm
 
 PACKAGES = ('triton', 'fla', 'ffcv', 'omegaconf')
 # The figures depend on these.
@@ -109,7 +109,7 @@ def run_pieces(report: 'Report', names: Sequence[str], jobs: int) -> None:
         except KeyboardInterrupt:
             # Only this thread is interrupted; the others wait for their pieces.
             pool.shutdown(wait=False, cancel_futures=True)
-            end_commands()
+            report.running.end()
             raise
     for name in (name for name in ordered if not name.startswith('a.')):
         report.add(name)
@@ -136,6 +136,7 @@ class Report:
 
     def __init__(self, args: argparse.Namespace, commands: dict[str, list[str]]) -> None:
         self.args, self.commands, self.end = args, commands, time.monotonic() + 60 * args.minutes
+        self.running = Commands()
         device, sources, self._lock = 'cpu' if args.dry_run else 'cuda', hashlib.sha256(), threading.Lock()
         for path in sorted(path for pattern in SOURCES for path in Path().glob(pattern)):
             sources.update(str(path).encode() + path.read_bytes())
@@ -188,7 +189,7 @@ class Report:
         start = time.monotonic()
         with printed.open('w') as out, errors.open('w') as err:
             command = [sys.executable, '-m', *words, '--json', str(figures)]
-            code = run_within(limit, command, stdout=out, stderr=err, env=os.environ | more)
+            code = self.running.run_within(limit, command, stdout=out, stderr=err, env=os.environ | more)
         found = read_json(figures)
         # A traceback ends with 1 as well, but leaves its figures incomplete.
         is_whole = found is not None and found.get('complete', True)
