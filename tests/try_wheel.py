@@ -33,7 +33,7 @@ from aft_vision.ops.common.cpp import library
 
 folder = Path(aft_vision.__file__).parent
 assert folder.is_relative_to(sys.prefix), f'expected the package of {sys.prefix}, got {folder}'
-for name in ('aft_conv_nano', 'aft_full_nano', 'aft_simple_nano'):
+for name in ('aft_axial_nano', 'aft_conv_nano', 'aft_full_nano', 'aft_simple_nano'):
     model = timm.create_model(name, depth=2)
     model(torch.randn(2, 3, 96, 96)).square().mean().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters()), name

@@ -54,21 +54,30 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--device', default='auto', help='default: CUDA if available')
 
 
-def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Add the options of `tools.data.create_data_loader`; --data may be optional."""
+def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -> list[str]:
+    """Add the options of `tools.data.create_data_loader`; --data may be optional.
+
+    Returns:
+        The names of those that need images.
+    """
     add = parser.add_argument
     default = '' if required else ' (default: no images)'
     add('--data', required=required, help=f'a folder or tar file, or the root of the data set of --name{default}')
     add('--name', default='', help='a data set that timm reads, such as torch/cifar10 (default: none)')
     split = parser.add_mutually_exclusive_group().add_argument
-    split('--split', help='the split (default: val, validation or test, the first that exists)')
-    split('--val-share', type=float, help='the share of the training images that data.val_share held out in training')
-    add('--val-seed', type=int, default=0, help='data.val_seed of that training (default: 0)')
-    add('--num-classes', type=int, help='number of classes, for a data set without this information')
-    add('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded')
-    add('--batch-size', type=int, default=64, help='images per batch (default: 64)')
-    add('--crop-pct', type=float, help='crop relative to the resized image (default: as in training)')
-    add('--workers', type=parse_count, default=2, help='decoding processes (default: 2)')
+    split_help = 'the split (default: val, validation or test, the first that exists)'
+    share_help = 'the share of the training images that data.val_share held out in training'
+    options = [
+        split('--split', help=split_help),
+        split('--val-share', type=float, help=share_help),
+        add('--val-seed', type=int, default=0, help='data.val_seed of that training (default: 0)'),
+        add('--num-classes', type=int, help='number of classes, for a data set without this information'),
+        add('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded'),
+        add('--batch-size', type=int, default=64, help='images per batch (default: 64)'),
+        add('--crop-pct', type=float, help='crop relative to the resized image (default: as in training)'),
+        add('--workers', type=parse_count, default=2, help='decoding processes (default: 2)'),
+    ]
+    return [option.dest for option in options]
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

@@ -36,9 +36,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help='image sizes of the comparison: a side in pixels, or HEIGHTxWIDTH (default: that of the training, half of '
         'it, twice its width, and a single patch)',
     )
-    add_data_arguments(parser, required=False)
+    options = add_data_arguments(parser, required=False)
     add_device(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in options:
+        if getattr(args, name) != parser.get_default(name) and not (args.data or args.name):
+            parser.error(f'--{name.replace("_", "-")} belongs to the images of --data or --name')
+    return args
 
 
 # Before the slow imports, so that --help and errors of the command line are immediate.

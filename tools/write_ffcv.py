@@ -51,7 +51,7 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
-from aft_vision.data.datasets import Source, Split, open_eval_split
+from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split
 from tools.machine import count_cores
 
 
@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write one file per split, and print its path.
 
     Raises:
-        ValueError: a split or an option is not valid, or a written file differs from its source.
+        ValueError: a split or an option is not valid, splits have different classes, or a written file differs from its
+            source.
         FileExistsError: a file exists and --overwrite is not given.
         CorruptImageError: an image cannot be decoded.
     """
@@ -75,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise FileExistsError(f'expected new files, got {", ".join(present)}, which exist; give --overwrite')
     # Open all splits first, so that nothing is written if one is missing.
     splits = {path: open_split(args, name) for name, path in paths.items()}
+    first, *others = splits.values()
+    for split in others:
+        check_same_classes(first.class_names, split.class_names)
     workers = count_cores() if args.workers is None else args.workers
     for path, split in splits.items():
         images = write_beton(split, path, options, workers, progress=not args.quiet)

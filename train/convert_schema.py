@@ -50,8 +50,12 @@ class ConvertConfig(Config):
         teacher, start = self.distill.teacher, self.run.init_from
         require('distill.teacher', teacher, teacher is not None, 'the ViT to convert')
         require('run.init_from', start, start is None, 'null, because a conversion starts from distill.teacher')
-        kind, labelled = self.distill.kind, self.distill.kind != 'blocks' or self.convert.fine_tune != 'distill'
-        require('distill.kind', kind, labelled, 'another one for convert.fine_tune=distill, because it uses no labels')
+        kind, teaches = self.distill.kind, self.convert.fine_tune == 'distill'
+        for each in dataclasses.fields(DistillConfig):
+            value, default = getattr(self.distill, each.name), each.default
+            holds = teaches or each.name in ('teacher', 'teacher_args') or value == default
+            require(f'distill.{each.name}', value, holds, f'{default!r} without convert.fine_tune=distill')
+        require('distill.kind', kind, kind != 'blocks', 'another one, because this one uses no labels')
         resumed = self.run.resume
         require('run.resume', resumed, resumed in (None, 'auto'), 'auto or null, because each stage is a run')
         # Their values are checked before the first stage.

@@ -109,7 +109,7 @@ def train_one_epoch(
 
     Args:
         loader: The batches of the remaining updates of the epoch.
-        after_update: Called after every update.
+        after_update: Called after every update, also one that is skipped.
         folder: Folder of the run, for a diagnosis of each update whose loss is not finite.
 
     Returns:
@@ -138,6 +138,7 @@ def train_one_epoch(
         except NonFiniteLossError as error:
             skip_update(state, loader, error.args[0], folder)
             restore_statistics()
+            after_update()
             continue
         if loss is None:
             break

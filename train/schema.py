@@ -232,7 +232,7 @@ class RunConfig:
             run.
         keep: Number of latest checkpoints to keep.
         save_minutes: Time between checkpoints within an epoch; None saves only after each epoch.
-        skip_nonfinite: Number of updates with a loss that is not finite to skip; one more ends the run.
+        skip_nonfinite: Number of updates to skip whose loss or gradient is not finite; one more ends the run.
         init_from: A checkpoint or exported folder with initial weights; None for the model's own.
         reset_head: Start with a new classifier instead of the one of `init_from`.
         seed: Seed of the weights, of the order of the images and of all randomness in training; in [0, 2**32).

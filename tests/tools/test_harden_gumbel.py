@@ -151,6 +151,13 @@ def test_a_wrong_size_or_folder_is_rejected(checkpoint, exported, tmp_path):
         main(['--checkpoint', str(exported), '--out', str(exported)])
 
 
+@pytest.mark.parametrize('option', [['--split', 'val'], ['--batch-size', '8'], ['--skip-corrupt']])
+def test_options_of_images_need_images(option, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(['--checkpoint', str(tmp_path), '--out', str(tmp_path / 'out'), *option])
+    assert f'{option[0]} belongs to the images of --data or --name' in capsys.readouterr().err
+
+
 def test_other_classes_are_rejected_before_anything_is_written(checkpoint, tmp_path):
     content = torch.load(checkpoint, weights_only=True)
     torch.save({**content, 'class_names': ['coat', *NAMES[1:]]}, tmp_path / 'best.pth')

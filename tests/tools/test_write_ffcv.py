@@ -73,6 +73,13 @@ def test_nothing_is_written_where_a_split_is_missing_and_val_is_whatever_it_is_c
     assert sorted(path.name for path in (tmp_path / 'out').glob('*.beton')) == ['train.beton', 'val.beton']
 
 
+def test_splits_with_different_classes_are_refused_before_anything_is_written(tmp_path):
+    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b'], 'val': ['a', 'c']})
+    with pytest.raises(ValueError, match=r"the same classes in both splits.*\['b'\].*\['c'\]"):
+        main(['--data', str(folder), '--out', str(tmp_path / 'out'), '--workers', '0'])
+    assert not (tmp_path / 'out').exists()
+
+
 def test_a_data_set_of_torchvision_is_written(tmp_path, capsys):
     import pickle
 

@@ -259,7 +259,8 @@ def test_the_stages_without_labels_ignore_them(arguments, whole, tmp_path, monke
         (['convert.keeps=1'], r'convert\.keep\b'),
         (['convert.blocks_epochs=0', 'convert.features_epochs=0', 'convert.fine_tune=none'], r'convert\.fine_tune'),
         (['model.depth=5'], r'a teacher of at least the 5 blocks of the model, got 4'),
-        (['convert.fine_tune=distill', 'distill.kind=blocks'], r"distill\.kind to be another one .*, got 'blocks'"),
+        (['distill.kind=soft'], r"distill\.kind to be 'hard' without convert\.fine_tune=distill, got 'soft'"),
+        (['convert.fine_tune=distill', 'distill.kind=blocks'], r"distill\.kind to be another one, .*, got 'blocks'"),
     ],
 )
 def test_a_conversion_that_cannot_be_is_an_error(overrides, message, arguments, tmp_path):

@@ -435,7 +435,14 @@ def test_some_updates_without_a_finite_loss_are_left_out(tmp_path):
         break_batch(number, broken)
     settings = RunConfig(skip_nonfinite=2)
     state = make_state(run=settings)
-    trained = train_one_epoch(state, broken, progress=False, folder=tmp_path)
+    reached: list[int] = []
+
+    def after_update() -> None:
+        reached.append(state.progress.updates)
+
+    trained = train_one_epoch(state, broken, progress=False, after_update=after_update, folder=tmp_path)
+    # A signal or a checkpoint that is due waits for no update with a finite loss.
+    assert reached == [1, 2, 3, 4, 5, 6]
     assert (state.progress.updates, state.progress.skipped, state.progress.epoch_done) == (6, 2, 4)
     other = make_state(run=settings)
     whole = make_batches()
