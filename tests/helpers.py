@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import importlib.util
+import math
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from aft_vision.data import Augmentation, Source
 from aft_vision.data.datasets import open_eval_split, open_train_split
+from aft_vision.ops.operator import BIAS_NAMES
 
 CLOTHING = Path(__file__).parent / 'assets' / 'clothing'
 # Relative to the norm of the reference tensor: (value, gradient).
@@ -61,6 +63,42 @@ def make_qkv(B: int = 2, T: int = 12, D: int = 8, heads: int | None = None, seed
     return tuple(x.to(torch.bfloat16).to(torch.float64) for x in parts)
 
 
+def make_inputs(
+    name: str,
+    tokens: int | tuple[int, int],
+    D: int = 6,
+    s: int | tuple[int, int] = 5,
+    heads: int | None = None,
+    B: int = 2,
+) -> dict[str, Any]:
+    """Inputs of an operator in float64, in its own order.
+
+    tokens: a length, or a grid (H, W).
+    s: the window, the size of the kernel, the largest offset or the reach of the axial biases, for rows and columns.
+    heads: the channels of k on a grid, as many as D by default; only operators on a grid have them.
+    """
+    T = tokens if isinstance(tokens, int) else math.prod(tokens)
+    h = (heads or D) if name in ('aft_conv', 'aft_onehot', 'aft_axial') else D
+    inputs: dict[str, Any] = dict(zip('qkv', make_qkv(B, T, D, h), strict=True))
+    match name:
+        case 'aft_full' | 'aft_full_causal':
+            return inputs | {'bias': randn(T, T, seed=7)}
+        case 'aft_local':
+            return inputs | {'band': randn(T, 2 * s - 1, seed=7)}
+        case 'aft_local_causal':
+            return inputs | {'band': randn(T, s, seed=7)}
+        case 'aft_conv':
+            return inputs | {'kernel': randn(h, s, s, seed=8), 'grid': tokens}
+        case 'aft_onehot':
+            offset = torch.randint(-s, s + 1, (h, 2), generator=generator(4))
+            return inputs | {'offset': offset, 'weight': randn(h, seed=8), 'grid': tokens}
+        case 'aft_axial':
+            rows, columns = s if isinstance(s, tuple) else (s, s)
+            biases = {'row_bias': randn(h, 2 * rows - 1, seed=7), 'column_bias': randn(h, 2 * columns - 1, seed=8)}
+            return inputs | biases | {'grid': tokens}
+    return inputs
+
+
 def causal_inputs(name: str, T: int, s: int = 5, D: int = 6, B: int = 2) -> dict[str, Any]:
     """Inputs of a causal operator, with a window of s tokens where it has one."""
     inputs = dict(zip('qkv', make_qkv(B=B, T=T, D=D), strict=True))
@@ -69,16 +107,21 @@ def causal_inputs(name: str, T: int, s: int = 5, D: int = 6, B: int = 2) -> dict
 
 
 def make_mask(B: int, T: int) -> Tensor:
-    """Some tokens count in the first rows, none in the last."""
+    """Some tokens count in each row, none in the second."""
     mask = torch.rand(B, T, generator=generator(3)) > 0.4
     mask[:, 0] = True
-    mask[-1] = False
+    mask[1:2] = False
     return mask
 
 
-def single(inputs: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def single(inputs: dict[str, Any], dtype: torch.dtype = torch.float32, device: str = 'cpu') -> dict[str, Any]:
     """The inputs with floating-point tensors as leaves in single precision, or in another."""
-    return {name: _leaf(x, dtype, 'cpu') for name, x in inputs.items()}
+    return {name: _leaf(x, dtype, device) for name, x in inputs.items()}
+
+
+def plain(inputs: dict[str, Any], dtype: torch.dtype = torch.float32, device: str = 'cpu') -> dict[str, Any]:
+    """The inputs in single precision, or in another, without gradients."""
+    return {name: _detached(x) for name, x in single(inputs, dtype, device).items()}
 
 
 @contextmanager
@@ -122,6 +165,21 @@ def nasty_biases(bias: Tensor) -> dict[str, Tensor]:
     }
 
 
+NASTY_KEYS = list(nasty_keys(torch.zeros(1, 3, 1)))
+NASTY_BIASES = list(nasty_biases(torch.zeros(1)))
+
+
+def make_nasty(inputs: dict[str, Any], keys: str = 'ordinary', bias: str | float = 'ordinary') -> dict[str, Any]:
+    """The inputs with keys and position biases at the edge of the range, or with a number for every bias."""
+    found = dict(inputs)
+    if keys != 'ordinary':
+        found['k'] = nasty_keys(inputs['k'])[keys]
+    for name, x in inputs.items():
+        if name in BIAS_NAMES and bias != 'ordinary':
+            found[name] = nasty_biases(x)[bias] if isinstance(bias, str) else torch.full_like(x, bias)
+    return found
+
+
 def assert_close(got: Tensor, expected: Tensor, bound: float, name: str = 'tensor', floor: float = 0.0) -> None:
     """Norm-wise relative error within bound, and no element off by 10 times that of the largest magnitude.
 
@@ -147,6 +205,7 @@ def assert_matches_reference(
     dtype: torch.dtype = torch.float32,
     nasty: bool = False,
     device: str = 'cpu',
+    bounds: tuple[float, float] | None = None,
 ) -> None:
     """op in dtype equals reference in float64, in value and in the gradient of every floating-point input.
 
@@ -154,11 +213,12 @@ def assert_matches_reference(
     the gradients of keys and biases are then differences of equal terms as large as the gradient of v, and their
     errors are measured against that.
     device: where op runs; the reference runs on the CPU.
+    bounds: of the value and of the gradients, where they are not those of dtype.
     """
-    bound, gradient_bound = (max(NASTY_BOUND, x) if nasty else x for x in BOUNDS[dtype])
-    low = {name: _leaf(x, dtype, device) for name, x in inputs.items()}
+    bound, gradient_bound = (max(NASTY_BOUND, x) if nasty else x for x in bounds or BOUNDS[dtype])
+    low = single(inputs, dtype, device)
     # The reference sees the very numbers that op sees, after rounding.
-    high = {name: _leaf(x, torch.float64, 'cpu') for name, x in low.items()}
+    high = single(low, torch.float64)
     y, expected = op(**low), reference(**high)
     assert y.dtype == dtype
     assert_close(y.cpu(), expected, bound, 'output')
@@ -185,7 +245,7 @@ def assert_masked_tokens_have_no_effect(
     found = []
     for fills in ((0.0, 0.0), (float('inf'), float('nan'))):
         hidden = {name: inputs[name].masked_fill(~mask[..., None], x) for name, x in zip('kv', fills, strict=True)}
-        low = {name: _leaf(x, dtype, device) for name, x in (inputs | hidden).items()}
+        low = single(inputs | hidden, dtype, device)
         y = op(**low, mask=mask.to(device))
         leaves = [x for x in low.values() if isinstance(x, Tensor) and x.requires_grad]
         grads = torch.autograd.grad(y, leaves, randn(*y.shape, seed=99, dtype=dtype).to(device))
@@ -207,7 +267,7 @@ def assert_keys_of_minus_infinity_are_masked(
     k = inputs['k'].clone()
     k[-1], k[0, :, 0], k[0, :2, -1] = (float('-inf'),) * 3
     assert_matches_reference(op, reference, inputs | {'k': k}, dtype, device=device)
-    y = op(**{name: _leaf(x, dtype, device) for name, x in (inputs | {'k': k}).items()})
+    y = op(**single(inputs | {'k': k}, dtype, device))
     assert not y[-1].any()
 
 
@@ -219,18 +279,9 @@ def kernels_run(function: Callable[[], object]) -> set[str]:
     return {name for name in names if name.startswith('aft_vision::') and not name.startswith('aft_vision::aft_')}
 
 
-def assert_passes_opcheck(
-    name: str,
-    inputs: dict[str, Any],
-    extra: Sequence[Any] = (None,),
-    backend: str = 'auto',
-    device: str = 'cpu',
-) -> None:
-    """torch's checks of schema, fakes and autograd, on contiguous and on transposed inputs, forward and backward.
-
-    extra: the operator's arguments behind `inputs`, up to `save`.
-    """
-    low = {key: _leaf(x, torch.float32, device) for key, x in inputs.items()}
+def assert_passes_opcheck(name: str, inputs: dict[str, Any], backend: str = 'auto', device: str = 'cpu') -> None:
+    """torch's checks of schema, fakes and autograd, on contiguous and on transposed inputs, forward and backward."""
+    low, extra = single(inputs, device=device), [None, True] if name == 'aft_conv' else [None]
     operator = getattr(torch.ops.aft_vision, name).default
     torch.library.opcheck(operator, (*low.values(), *extra, True, backend))
     turned = {key: x.detach().mT.contiguous().mT if key in 'qkv' else _detached(x) for key, x in low.items()}

@@ -1,17 +1,18 @@
 """The compiled AFT-local with the future masked: its values, and what torch repairs."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
 from helpers import (
+    NASTY_BIASES,
+    NASTY_KEYS,
     assert_close,
     assert_matches_reference,
-    causal_inputs,
+    make_inputs,
+    make_nasty,
     make_qkv,
-    nasty_biases,
-    nasty_keys,
+    plain,
     randn,
     single,
 )
@@ -21,8 +22,6 @@ from aft_vision.ops import reference
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
-make_inputs = partial(causal_inputs, 'aft_local_causal')
-
 
 # One block, a window of one, of more than the sequence, blocks of 32 and of 45 with a rest.
 @pytest.mark.parametrize(('T', 's', 'D'), [(30, 4, 16), (100, 1, 9), (40, 60, 7), (150, 5, 37), (200, 91, 19)])
@@ -30,12 +29,14 @@ def test_bfloat16_equals_float64_where_the_cpu_does_not_multiply_it(
     T: int, s: int, D: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr('aft_vision.ops.common.numerics._cpu_multiplies_bfloat16', lambda: False)
-    assert_matches_reference(ops.aft_local_causal, reference.aft_local_causal, make_inputs(T, s, D), torch.bfloat16)
+    assert_matches_reference(
+        ops.aft_local_causal, reference.aft_local_causal, make_inputs('aft_local_causal', T, D, s), torch.bfloat16
+    )
 
 
 def test_tensors_may_differ_in_their_types():
     types = {'q': torch.float32, 'k': torch.bfloat16, 'v': torch.float16, 'band': torch.bfloat16}
-    low = {name: x.to(types[name]).requires_grad_() for name, x in make_inputs(70, 9, 20).items()}
+    low = {name: x.to(types[name]).requires_grad_() for name, x in make_inputs('aft_local_causal', 70, 20, 9).items()}
     high = single(low, torch.float64)
     y, expected = ops.aft_local_causal(**low), reference.aft_local_causal(**high)
     assert y.dtype == torch.float32
@@ -69,19 +70,16 @@ def test_a_small_weight_counts_where_the_key_is_large(dtype: torch.dtype, bound:
 @pytest.mark.parametrize(
     ('dtype', 'bound', 'bias'),
     [
-        *((torch.float32, 1e-4, bias) for bias in nasty_biases(torch.zeros(1))),
+        *((torch.float32, 1e-4, bias) for bias in NASTY_BIASES),
         *((torch.bfloat16, 2e-2, bias) for bias in ('within_50', 'plus_minus_80')),
     ],
     ids=str,
 )
-@pytest.mark.parametrize('keys', list(nasty_keys(torch.zeros(1, 3, 1))))
+@pytest.mark.parametrize('keys', NASTY_KEYS)
 def test_it_survives_nasty_inputs_over_many_blocks(keys: str, bias: str, dtype: torch.dtype, bound: float):
-    inputs = make_inputs(110, 20, 3, B=1)
-    inputs |= {'k': nasty_keys(inputs['k'])[keys], 'band': nasty_biases(inputs['band'])[bias]}
-    with torch.no_grad():
-        low = {name: x.to(dtype) for name, x in inputs.items()}
-        expected = reference.aft_local_causal(**{name: x.double() for name, x in low.items()})
-        assert_close(ops.aft_local_causal(**low), expected, bound)
+    inputs = make_nasty(make_inputs('aft_local_causal', 110, 3, 20, B=1), keys, bias)
+    low = plain(inputs, dtype)
+    assert_close(ops.aft_local_causal(**low), reference.aft_local_causal(**plain(low, torch.float64)), bound)
     assert_matches_reference(ops.aft_local_causal, reference.aft_local_causal, inputs, dtype, nasty=True)
 
 
@@ -103,14 +101,14 @@ def test_keys_leave_room_for_the_values(key: float, value: float):
 
 
 def test_a_repaired_target_leaves_the_bits_of_the_others_alone():
-    inputs = {name: x.float() for name, x in make_inputs(100, 5, 6).items()}
+    inputs = plain(make_inputs('aft_local_causal', 100))
     before = ops.aft_local_causal(**inputs)
     # A target whose denominator underflows: biases far above those of the keys that are there.
     k, band = inputs['k'].clone(), inputs['band'].clone()
     k[:, 77], band[80] = k[:, 77] - 150.0, torch.tensor([0.0, 100.0, 0.0, 0.0, 0.0])
     after = ops.aft_local_causal(**inputs | {'k': k, 'band': band})
     assert torch.equal(after[:, :77], before[:, :77])
-    high = {name: x.double() for name, x in (inputs | {'k': k, 'band': band}).items()}
+    high = plain(inputs | {'k': k, 'band': band}, torch.float64)
     assert_close(after, reference.aft_local_causal(**high), 1e-5)
 
 

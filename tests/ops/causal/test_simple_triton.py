@@ -1,60 +1,22 @@
-"""AFT-simple up to each token in Triton: its values, and that no token hears of later ones."""
+"""AFT-simple up to each token in Triton: parts of a sequence, and that no token hears of later ones."""
+
+from functools import partial
 
 import pytest
 import torch
-from helpers import (
-    assert_keys_of_minus_infinity_are_masked,
-    assert_masked_tokens_have_no_effect,
-    assert_matches_reference,
-    make_qkv,
-    nasty_keys,
-)
-from torch import Tensor
+from helpers import assert_matches_reference, make_inputs, make_nasty, make_qkv
 
 from aft_vision import ops
 from aft_vision.ops import reference
 
-
-@pytest.fixture(autouse=True)
-def device(triton_device: str) -> str:
-    return triton_device
+simple = partial(ops.aft_simple_causal, backend='triton')
 
 
-def simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    return ops.aft_simple_causal(q, k, v, mask, backend='triton')
-
-
-def make_inputs(T: int, D: int, B: int = 1) -> dict[str, object]:
-    return dict(zip('qkv', make_qkv(B=B, T=T, D=D), strict=True))
-
-
-# Tiles that the tokens and channels do not fill, several tiles.
-@pytest.mark.parametrize(('T', 'D', 'dtype'), [(5, 4, torch.float16), (35, 5, torch.float32), (18, 3, torch.bfloat16)])
-def test_it_equals_float64(T: int, D: int, dtype: torch.dtype, device: str):
-    assert_matches_reference(simple, reference.aft_simple_causal, make_inputs(T, D), dtype, device=device)
-
-
-def test_one_token_without_a_gate_gives_its_value(device: str):
-    inputs = make_inputs(1, 3) | {'q': None}
-    assert_matches_reference(simple, reference.aft_simple_causal, inputs, nasty=True, device=device)
-
-
-def test_tokens_before_the_first_that_counts_are_zero(device: str):
+def test_tokens_before_the_first_that_counts_are_zero(triton_device: str):
     mask = torch.rand(2, 18, generator=torch.Generator().manual_seed(3)) > 0.4
     mask[0, :17], mask[1, :2] = False, False
-    inputs = make_inputs(18, 2, B=2) | {'mask': mask}
-    assert_matches_reference(simple, reference.aft_simple_causal, inputs, device=device)
-
-
-def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(device: str):
-    assert_keys_of_minus_infinity_are_masked(
-        simple, reference.aft_simple_causal, make_inputs(18, 3, B=2), device=device
-    )
-
-
-def test_masked_tokens_may_be_anything(device: str):
-    mask = torch.tensor([[True, False, True] * 3, [False] * 9])
-    assert_masked_tokens_have_no_effect(simple, make_inputs(9, 2, B=2), mask, device)
+    inputs = make_inputs('aft_simple_causal', 18, 2) | {'mask': mask}
+    assert_matches_reference(simple, reference.aft_simple_causal, inputs, device=triton_device)
 
 
 @pytest.fixture
@@ -70,37 +32,29 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> int:
     return length
 
 
-def test_parts_of_a_sequence_equal_float64(cut: int, device: str):
+def test_parts_of_a_sequence_equal_float64(cut: int, triton_device: str):
     T = 2 * cut + 3
     mask = torch.rand(2, T, generator=torch.Generator().manual_seed(3)) > 0.4
     mask[0, : cut + 1], mask[1, 2 * cut :] = False, False
-    inputs = make_inputs(T, 2, B=2) | {'mask': mask}
-    assert_matches_reference(simple, reference.aft_simple_causal, inputs, device=device)
+    inputs = make_inputs('aft_simple_causal', T, 2) | {'mask': mask}
+    assert_matches_reference(simple, reference.aft_simple_causal, inputs, device=triton_device)
 
 
 @pytest.mark.parametrize('keys', ['plus_minus_1e4', 'last_at_200', 'climbing', 'falling'])
-def test_parts_survive_nasty_keys(keys: str, cut: int, device: str):
-    inputs = make_inputs(2 * cut + 3, 1)
-    inputs['k'] = nasty_keys(inputs['k'])[keys]
-    assert_matches_reference(simple, reference.aft_simple_causal, inputs, nasty=True, device=device)
+def test_parts_survive_nasty_keys(keys: str, cut: int, triton_device: str):
+    inputs = make_nasty(make_inputs('aft_simple_causal', 2 * cut + 3, 1, B=1), keys)
+    assert_matches_reference(simple, reference.aft_simple_causal, inputs, nasty=True, device=triton_device)
 
 
-def test_a_later_part_changes_no_bit_of_an_earlier_one(cut: int, device: str):
-    q, k, v = (x.float().to(device) for x in make_qkv(B=1, T=3 * cut, D=2))
+def test_a_later_part_changes_no_bit_of_an_earlier_one(cut: int, triton_device: str):
+    q, k, v = (x.float().to(triton_device) for x in make_qkv(B=1, T=3 * cut, D=2))
     before = simple(q, k, v)
     k[:, cut + 1 :] += 300.0
     assert torch.equal(simple(q, k, v)[:, : cut + 1], before[:, : cut + 1])
 
 
-@pytest.mark.parametrize('keys', list(nasty_keys(torch.zeros(1, 3, 1))))
-def test_it_survives_nasty_keys(keys: str, device: str):
-    inputs = make_inputs(19, 2)
-    inputs['k'] = nasty_keys(inputs['k'])[keys]
-    assert_matches_reference(simple, reference.aft_simple_causal, inputs, nasty=True, device=device)
-
-
-def test_a_later_token_changes_no_bit_of_an_earlier_one(device: str):
-    q, k, v = (x.float().to(device) for x in make_qkv(B=1, T=19, D=2))
+def test_a_later_token_changes_no_bit_of_an_earlier_one(triton_device: str):
+    q, k, v = (x.float().to(triton_device) for x in make_qkv(B=1, T=19, D=2))
     before = simple(q, k, v)
     k[:, 12:] += 300.0
     v[:, 12:] = 5.0
@@ -110,8 +64,8 @@ def test_a_later_token_changes_no_bit_of_an_earlier_one(device: str):
 
 
 @pytest.mark.parametrize('bad', [float('nan'), float('inf'), None], ids=['NaN key', 'infinite key', 'infinite value'])
-def test_a_source_that_is_not_finite_reaches_no_earlier_target(bad: float | None, cut: int, device: str):
-    q, k, v = (x.float().to(device) for x in make_qkv(B=2, T=cut + 3, D=2))
+def test_a_source_that_is_not_finite_reaches_no_earlier_target(bad: float | None, cut: int, triton_device: str):
+    q, k, v = (x.float().to(triton_device) for x in make_qkv(B=2, T=cut + 3, D=2))
     before = simple(q, k, v)
     (v if bad is None else k)[0, 7, 1] = float('inf') if bad is None else bad
     after = simple(q, k, v)
@@ -120,7 +74,7 @@ def test_a_source_that_is_not_finite_reaches_no_earlier_target(bad: float | None
     assert torch.equal(after, before)
 
 
-def test_sums_before_a_jump_lose_nothing(device: str):
+def test_sums_before_a_jump_lose_nothing(triton_device: str):
     k, v = torch.tensor([0.0, 60.0, 40.0, 168.0]), torch.tensor([0.0, 2.0, 1.0, 0.0])
-    y = simple(None, *(x[None, :, None].to(device) for x in (k, v)))
+    y = simple(None, *(x[None, :, None].to(triton_device) for x in (k, v)))
     torch.testing.assert_close(y.flatten().cpu(), torch.tensor([0.0, 2.0, 2.0, 0.0]))

@@ -8,12 +8,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-import timm
 import torch
-from helpers import assert_close, assert_passes_opcheck, make_qkv, randn
+from helpers import assert_close, kernels_run, make_inputs, make_qkv, plain, randn
 from torch import Tensor
 
-import aft_vision
 from aft_vision import ops
 from aft_vision.ops import operator
 from aft_vision.ops.common import launch
@@ -35,17 +33,10 @@ def test_ordinary_tensors_of_another_device_need_no_dispatcher_either(monkeypatc
     assert not operator._is_watched((torch.ones(2),))
 
 
-def events(function) -> set[str]:
-    """The kernels that a call ran."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        function()
-    return {event.name for event in profile.events() if event.name.startswith('aft_vision::')}
-
-
 def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv('TRITON_INTERPRET', raising=False)
     assert not launch.can_run(single())
-    assert 'aft_vision::simple_forward' not in events(lambda: ops.aft_simple(*single()))
+    assert 'aft_vision::simple_forward' not in kernels_run(lambda: ops.aft_simple(*single()))
     pytest.importorskip('triton')
     monkeypatch.setenv('TRITON_INTERPRET', '1')
     assert launch.can_run(single())
@@ -335,71 +326,17 @@ def test_another_form_takes_what_is_too_large(triton_device: str):
         assert torch.equal(ops.aft_simple(q, k, v), ops.aft_simple(q, k, v, backend='eager'))
 
 
-OPERATORS = {
-    'aft_full': (randn(5, 5, seed=8), None),
-    'aft_simple': (None,),
-    'aft_conv': (randn(3, 3, 3, seed=8), (1, 5), None, True),
-    'aft_onehot': (torch.tensor([[0, 1], [0, -1], [1, 0]]), randn(3, seed=8), (1, 5), None),
-    'aft_axial': (randn(3, 1, seed=8), randn(3, 5, seed=9), (1, 5), None),
-    'aft_local_causal': (randn(5, 2, seed=8), None),
-    'aft_simple_causal': (None,),
-}
-
-
-@pytest.mark.parametrize('name', OPERATORS)
+@pytest.mark.parametrize('name', [x for x, forms in operator.FORMS.items() if 'triton' in {y.backend for y in forms}])
 def test_the_backward_takes_outputs_and_denominators_with_any_strides(name: str, triton_device: str):
-    inputs = single(device=triton_device)
-    others = [
-        x.to(triton_device, torch.float32 if x.is_floating_point() else x.dtype) if isinstance(x, Tensor) else x
-        for x in OPERATORS[name]
-    ]
-    y, saved = getattr(torch.ops.aft_vision, name)(*inputs, *others, True, 'triton')
+    inputs = [*plain(make_inputs(name, (1, 5), 3, 3, B=1), device=triton_device).values(), None]
+    inputs += [True] if name == 'aft_conv' else []
+    y, saved = getattr(torch.ops.aft_vision, name)(*inputs, True, 'triton')
     backward = getattr(torch.ops.aft_vision, f'{name}_backward')
     grad = randn(1, 5, 3, seed=9).float().to(triton_device)
     turned = [x.mT.contiguous().mT if x.ndim == 3 else x for x in (y, saved)]
-    wanted = backward(grad, y, saved, *inputs, *others, True, 'triton')
-    found = backward(grad, *turned, *inputs, *others, True, 'triton')
+    wanted = backward(grad, y, saved, *inputs, True, 'triton')
+    found = backward(grad, *turned, *inputs, True, 'triton')
     assert all(torch.equal(x, expected) for x, expected in zip(found, wanted, strict=True))
-
-
-def test_it_passes_torch_opcheck(triton_device: str):
-    inputs = dict(zip('qkv', make_qkv(B=1, T=3, D=2), strict=True))
-    assert_passes_opcheck('aft_simple', inputs, backend='triton', device=triton_device)
-
-
-def test_a_registered_model_runs_it_forward_and_backward(triton_device: str):
-    assert aft_vision.__version__
-    model = timm.create_model('aft_full_tiny', img_size=32, depth=1, embed_dim=24, num_classes=2).to(triton_device)
-    x = torch.randn(1, 3, 32, 32, device=triton_device)
-    assert {'aft_vision::full_forward', 'aft_vision::full_backward'} <= events(lambda: model(x).sum().backward())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-@pytest.mark.parametrize(
-    ('dtype', 'bound', 'gradient_bound'), [(torch.float32, 1e-5, 1e-4), (torch.bfloat16, 2e-2, 2e-2)]
-)
-@pytest.mark.parametrize(
-    ('op', 'shape', 'others'),
-    [
-        ('aft_full', (8, 197, 384), (randn(197, 197, seed=8),)),
-        ('aft_simple', (8, 197, 384), ()),
-        ('aft_simple_causal', (2, 3072, 256), ()),
-    ],
-)
-def test_it_equals_float64_at_real_sizes(
-    op: str, shape: tuple[int, ...], others: tuple[Tensor, ...], dtype: torch.dtype, bound: float, gradient_bound: float
-):
-    B, T, D = shape
-    low = [x.to('cuda', dtype).requires_grad_() for x in (*make_qkv(B=B, T=T, D=D), *others)]
-    # On a CPU, where eager is exact for any key.
-    high = [x.detach().cpu().double().requires_grad_() for x in low]
-    y, expected = getattr(ops, op)(*low, backend='triton'), getattr(ops, op)(*high, backend='eager')
-    assert_close(y.cpu(), expected, bound)
-    weight = randn(*shape, seed=9).to(dtype)
-    found = torch.autograd.grad(y, low, weight.cuda())
-    for got, want in zip(found, torch.autograd.grad(expected, high, weight.double()), strict=True):
-        assert_close(got.cpu(), want, gradient_bound)
 
 
 @pytest.mark.gpu
