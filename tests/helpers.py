@@ -99,13 +99,6 @@ def make_inputs(
     return inputs
 
 
-def causal_inputs(name: str, T: int, s: int = 5, D: int = 6, B: int = 2) -> dict[str, Any]:
-    """Inputs of a causal operator, with a window of s tokens where it has one."""
-    inputs = dict(zip('qkv', make_qkv(B=B, T=T, D=D), strict=True))
-    bias = {'aft_full_causal': {'bias': randn(T, T, seed=7)}, 'aft_local_causal': {'band': randn(T, s, seed=7)}}
-    return inputs | bias.get(name, {})
-
-
 def make_mask(B: int, T: int) -> Tensor:
     """Some tokens count in each row, none in the second."""
     mask = torch.rand(B, T, generator=generator(3)) > 0.4

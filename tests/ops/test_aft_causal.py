@@ -1,6 +1,6 @@
 """The causal operations and their one-step states, against float64 in value and in every gradient.
 
-Values are those of the torch forms; the tests of the compiled forms are beside them, in the folder of the operation.
+Values are those of the torch forms; those of the kernels are in `common/test_kernels.py`, and in the folders.
 """
 
 import math
@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    NASTY_BIASES,
+    NASTY_KEYS,
     assert_close,
     assert_keys_of_minus_infinity_are_masked,
     assert_masked_tokens_have_no_effect,
     assert_matches_reference,
     assert_passes_opcheck,
-    causal_inputs,
     generator,
+    make_inputs,
+    make_nasty,
     make_qkv,
-    nasty_biases,
-    nasty_keys,
+    plain,
     randn,
 )
 from torch import Tensor
@@ -33,8 +35,6 @@ from aft_vision.ops.decode import eager as decode
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NAMES = ['aft_full_causal', 'aft_local_causal', 'aft_simple_causal']
-NASTY_KEYS = list(nasty_keys(torch.zeros(1, 3, 1)))
-NASTY_BIASES = list(nasty_biases(torch.zeros(1)))
 
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
@@ -52,7 +52,7 @@ def test_a_causal_operation_equals_float64(name: str, T: int, s: int, masked: bo
     if masked:
         mask = torch.rand(2, T, generator=generator(3)) > 0.4
         mask[:, :2] = torch.tensor([False, True])  # the first target of every row sees nothing
-    inputs = causal_inputs(name, T, s) | {'mask': mask}
+    inputs = make_inputs(name, T, s=s) | {'mask': mask}
     op = partial(getattr(ops, name), backend='eager')
     assert_matches_reference(op, getattr(reference, name), inputs, dtype)
 
@@ -64,14 +64,11 @@ def test_a_causal_operation_equals_float64(name: str, T: int, s: int, masked: bo
         *((NAMES[0], 0, bias) for bias in NASTY_BIASES),
         # The tests of the compiled form have every bias.
         *((NAMES[1], s, bias) for s in (1, 5, 90) for bias in ('within_50', 'plus_minus_80')),
-        (NAMES[2], 0, None),  # it has no biases
+        (NAMES[2], 0, 'ordinary'),
     ],
 )
-def test_a_causal_operation_survives_nasty_inputs(name: str, s: int, keys: str, bias: str | None):
-    inputs = causal_inputs(name, 70, s, D=3)
-    inputs['k'] = nasty_keys(inputs['k'])[keys]
-    for key in {'bias', 'band'} & inputs.keys():
-        inputs[key] = nasty_biases(inputs[key])[bias]
+def test_a_causal_operation_survives_nasty_inputs(name: str, s: int, keys: str, bias: str):
+    inputs = make_nasty(make_inputs(name, 70, s=s, D=3), keys, bias)
     assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs, nasty=True)
 
 
@@ -79,21 +76,17 @@ def test_a_causal_operation_survives_nasty_inputs(name: str, s: int, keys: str, 
 @pytest.mark.parametrize('keys', ['ordinary', *NASTY_KEYS])
 @pytest.mark.parametrize('name', NAMES[1:])
 def test_the_torch_form_survives_nasty_inputs(name: str, keys: str, masked: bool):
-    inputs = causal_inputs(name, 70, 40, D=3)
-    if keys != 'ordinary':
-        inputs['k'] = nasty_keys(inputs['k'])[keys]
     mask = torch.rand(2, 70, generator=generator(3)) > 0.4
-    inputs |= {'mask': mask if masked else None, 'backend': 'eager'}
-    oracle = getattr(reference, name)
-    nasty = keys != 'ordinary'
-    assert_matches_reference(getattr(ops, name), lambda backend, **rest: oracle(**rest), inputs, torch.float32, nasty)
+    inputs = make_nasty(make_inputs(name, 70, s=40, D=3), keys) | {'mask': mask if masked else None}
+    op = partial(getattr(ops, name), backend='eager')
+    assert_matches_reference(op, getattr(reference, name), inputs, nasty=keys != 'ordinary')
 
 
 @pytest.mark.parametrize('jump', [0.0, 200.0])
 @pytest.mark.parametrize('backend', ['eager', 'auto'])
 @pytest.mark.parametrize('name', NAMES)
 def test_masked_tokens_may_be_anything(name: str, backend: str, jump: float):
-    inputs = causal_inputs(name, 70, 20)
+    inputs = make_inputs(name, 70, s=20)
     inputs['k'][:, 40:] += jump
     mask = torch.rand(2, 70, generator=generator(3)) > 0.4
     mask[0, :3] = False
@@ -104,7 +97,7 @@ def test_masked_tokens_may_be_anything(name: str, backend: str, jump: float):
 @pytest.mark.parametrize('backend', ['eager', 'auto'])
 @pytest.mark.parametrize('name', NAMES)
 def test_targets_that_see_keys_of_minus_infinity_alone_are_zero(name: str, backend: str, dtype: torch.dtype):
-    inputs = causal_inputs(name, 70, 20)
+    inputs = make_inputs(name, 70, s=20)
     # More than a block of targets, and after it keys that count.
     inputs['k'][0, :40, 1] = float('-inf')
     assert_keys_of_minus_infinity_are_masked(
@@ -201,16 +194,16 @@ def test_biases_and_keys_far_apart_equal_a_joint_log_sum_exp(s: int, backend: st
 @pytest.mark.parametrize('backend', ['eager', 'auto'])
 @pytest.mark.parametrize('name', NAMES[:2])
 def test_a_bias_of_minus_infinity_hides_a_source(name: str, backend: str, dtype: torch.dtype):
-    inputs = causal_inputs(name, 70, 20)
+    inputs = make_inputs(name, 70, s=20)
     bias = inputs['bias' if name == NAMES[0] else 'band']
     bias.masked_fill_(torch.rand(bias.shape, generator=generator(4)) < 0.3, float('-inf'))
     bias[[0, 5, 40, 69]] = float('-inf')
     operator, oracle = getattr(ops, name), getattr(reference, name)
     assert_matches_reference(lambda **x: operator(**x, backend=backend), oracle, inputs, dtype)
-    low = {key: x.float() for key, x in inputs.items()}
+    low = plain(inputs)
     assert not operator(**low, backend=backend)[:, 0].any()
     if name == NAMES[1]:
-        expected = oracle(**{key: x.double() for key, x in low.items()})
+        expected = oracle(**plain(low, torch.float64))
         for chunks in ([1] * 70, [1, 30, 1, 38]):
             assert_close(run_chunks(low, chunks, torch.float32), expected, 1e-5)
 
@@ -223,7 +216,7 @@ NOT_FINITE |= {'value_inf': (None, math.inf), 'token_nan': (math.nan, math.nan)}
 @pytest.mark.parametrize('backend', ['eager', 'auto'])
 @pytest.mark.parametrize('name', NAMES)
 def test_a_token_that_is_not_finite_leaves_the_past_alone(name: str, backend: str, what: str):
-    inputs = {key: x.float() for key, x in causal_inputs(name, 70, 20).items()}
+    inputs = plain(make_inputs(name, 70, s=20))
     key, value = NOT_FINITE[what]
     hidden, spoilt = ({key: x.clone() for key, x in inputs.items()} for _ in range(2))
     # In one channel: in the middle of a block, and after it.
@@ -252,7 +245,7 @@ def test_a_token_that_is_not_finite_leaves_the_past_alone(name: str, backend: st
 @pytest.mark.parametrize('backend', ['eager', 'auto'])
 @pytest.mark.parametrize('name', NAMES)
 def test_a_result_that_is_not_a_number_gives_no_finite_gradient(name: str, backend: str):
-    inputs = {key: x.float() for key, x in causal_inputs(name, 40, 5).items()}
+    inputs = plain(make_inputs(name, 40, s=5))
     inputs['k'][0, 30, 1] = math.nan
     leaves = {key: x.requires_grad_() for key, x in inputs.items()}
     grads = torch.autograd.grad(getattr(ops, name)(**leaves, backend=backend).sum(), list(leaves.values()))
@@ -264,7 +257,7 @@ def test_a_result_that_is_not_a_number_gives_no_finite_gradient(name: str, backe
 @pytest.mark.parametrize('backend', ['eager', 'auto'])
 @pytest.mark.parametrize('name', NAMES)
 def test_a_key_of_minus_infinity_counts_for_nothing_whatever_its_value(name: str, backend: str):
-    inputs = {key: x.float() for key, x in causal_inputs(name, 70, 20).items()}
+    inputs = plain(make_inputs(name, 70, s=20))
     inputs['k'][:, [3, 40], 1] = -math.inf
     results = []
     for value in (0.0, math.nan):
@@ -280,9 +273,9 @@ def test_a_key_of_minus_infinity_counts_for_nothing_whatever_its_value(name: str
 def test_a_step_with_a_key_of_minus_infinity_counts_for_nothing(monkeypatch: pytest.MonkeyPatch, name: str, form: str):
     if form == 'eager':
         monkeypatch.setattr(operator, 'step_kernels', lambda *_: None)
-    inputs = {key: x.float() for key, x in causal_inputs(name, 12, 4).items()}
+    inputs = plain(make_inputs(name, 12, s=4))
     inputs['k'][:, [0, 3, 9], 1] = -math.inf
-    expected = getattr(reference, name)(**{key: x.double() for key, x in inputs.items()})
+    expected = getattr(reference, name)(**plain(inputs, torch.float64))
     inputs['v'][:, [0, 3, 9], 1] = math.nan
     for chunks in ([1] * 12, [2, 5, 1, 4]):
         assert_close(run_chunks(inputs, chunks, torch.float32), expected, 1e-5)
@@ -295,7 +288,7 @@ def test_targets_that_see_no_key_are_not_repaired(monkeypatch: pytest.MonkeyPatc
     calls = []
     whole = eager.joint_softmax
     monkeypatch.setattr(eager, 'joint_softmax', lambda *x: calls.append(x) or whole(*x))
-    inputs = {key: x.float().requires_grad_() for key, x in causal_inputs(name, 70, 20).items()}
+    inputs = {key: x.float().requires_grad_() for key, x in make_inputs(name, 70, s=20).items()}
     y = getattr(ops, name)(**inputs | {'k': torch.full_like(inputs['v'], key).requires_grad_()}, backend=backend)
     y.sum().backward()
     assert not calls
@@ -353,7 +346,7 @@ def test_steps_that_see_keys_of_minus_infinity_alone_give_zero(form: str):
 @pytest.mark.parametrize('t', [1, 70, 149])
 @pytest.mark.parametrize(('name', 'step'), [(NAMES[0], 128), (NAMES[1], 32), (NAMES[2], 64)])
 def test_a_later_token_changes_no_bit_of_earlier_outputs(name: str, step: int, t: int, jump: float):
-    inputs = {key: x.float() for key, x in causal_inputs(name, 150).items()}
+    inputs = plain(make_inputs(name, 150))
     before = getattr(ops, name)(**inputs)
     k, v = inputs['k'].clone(), inputs['v'].clone()
     # The headroom counts from the largest key before the token's block; the first block counts from its first key.
@@ -366,34 +359,34 @@ def test_a_later_token_changes_no_bit_of_earlier_outputs(name: str, step: int, t
 @pytest.mark.parametrize('jump', [105.0, 200.0, 1e4])
 @pytest.mark.parametrize('name', NAMES)
 def test_a_huge_future_key_leaves_the_past_alone(name: str, jump: float):
-    inputs = {key: x.float() for key, x in causal_inputs(name, 150).items()}
+    inputs = plain(make_inputs(name, 150))
     before = getattr(ops, name)(**inputs)
     inputs['k'][:, 100] += jump
     assert_close(getattr(ops, name)(**inputs)[:, :100], before[:, :100], 5e-6)
 
 
 def test_causal_local_equals_causal_full_when_the_window_covers_everything():
-    inputs = causal_inputs('aft_full_causal', 70)
+    inputs = make_inputs('aft_full_causal', 70)
     bias = inputs.pop('bias')
     band = ops.local_bias(bias, 70, causal=True)
     assert_close(ops.aft_local_causal(**inputs, band=band), ops.aft_full_causal(**inputs, bias=bias), 1e-12)
 
 
 def test_causal_simple_ends_at_the_whole_simple():
-    inputs = causal_inputs('aft_simple_causal', 70)
+    inputs = make_inputs('aft_simple_causal', 70)
     assert_close(ops.aft_simple_causal(**inputs)[:, -1], ops.aft_simple(**inputs)[:, -1], 1e-12)
 
 
 @pytest.mark.parametrize('name', NAMES)
 def test_a_batch_of_one_equals_its_row_in_a_batch(name: str):
-    inputs = causal_inputs(name, 70, B=3)
+    inputs = make_inputs(name, 70, B=3)
     row = {key: x[1:2] if key in 'qkv' else x for key, x in inputs.items()}
     assert_close(getattr(ops, name)(**row), getattr(ops, name)(**inputs)[1:2], 1e-12)
 
 
 @pytest.mark.parametrize('name', NAMES)
 def test_a_causal_operator_passes_torch_opcheck(name: str):
-    assert_passes_opcheck(name, causal_inputs(name, 12))
+    assert_passes_opcheck(name, make_inputs(name, 12))
 
 
 def run_chunks(inputs: dict[str, Tensor], chunks: list[int], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -425,13 +418,8 @@ def run_chunks(inputs: dict[str, Tensor], chunks: list[int], dtype: torch.dtype 
     ],
 )
 def test_steps_and_chunks_survive_nasty_inputs(name: str, s: int, keys: str, bias: str):
-    inputs = causal_inputs(name, 50, s, D=3)
-    if keys != 'ordinary':
-        inputs['k'] = nasty_keys(inputs['k'])[keys]
-    if bias != 'ordinary' and 'band' in inputs:
-        inputs['band'] = nasty_biases(inputs['band'])[bias]
-    low = {key: x.float() for key, x in inputs.items()}
-    high = {key: x.double() for key, x in low.items()}
+    low = plain(make_nasty(make_inputs(name, 50, s=s, D=3), keys, bias))
+    high = plain(low, torch.float64)
     expected = getattr(reference, name)(**high)
     for chunks in ([1] * 50, [50], [1, 7, 33, 1, 1, 3, 1, 3]):
         assert_close(run_chunks(high, chunks), expected, 1e-10)
@@ -451,7 +439,7 @@ def jumping_keys(k: Tensor, jump: float = 200.0) -> Tensor:
 
 def long_inputs(name: str, s: int, keys: str) -> tuple[dict[str, Tensor], Tensor]:
     """Inputs that every dtype holds, of 3072 tokens, and their result as one softmax over all that a target sees."""
-    inputs = {key: x.bfloat16().double() for key, x in causal_inputs(name, 3072, s, D=1, B=1).items()}
+    inputs = {key: x.bfloat16().double() for key, x in make_inputs(name, 3072, s=s, D=1, B=1).items()}
     if keys == 'jumping':
         inputs['k'] = jumping_keys(inputs['k'])
     q, k, v = (inputs[n][0, :, 0] for n in 'qkv')
@@ -472,7 +460,7 @@ def long_inputs(name: str, s: int, keys: str) -> tuple[dict[str, Tensor], Tensor
 )
 def test_parallel_chunks_and_steps_agree_over_3072_tokens(name: str, s: int, keys: str):
     inputs, expected = long_inputs(name, s, keys)
-    low, bound = {key: x.float() for key, x in inputs.items()}, 5e-5
+    low, bound = plain(inputs), 5e-5
     assert_close(getattr(ops, name)(**low), expected, bound)
     assert_close(run_chunks(low, [1] * 3072, torch.float32), expected, bound)
     assert_close(run_chunks(low, [1000, 1, 2000, 1, 1, 69], torch.float32), expected, bound)
@@ -484,9 +472,7 @@ def test_parallel_chunks_and_steps_agree_over_3072_tokens(name: str, s: int, key
 
 @pytest.mark.parametrize('keys', ['ordinary', *NASTY_KEYS])
 def test_a_step_without_branches_equals_the_step(keys: str):
-    inputs = causal_inputs('aft_local_causal', 70, 33)
-    if keys != 'ordinary':
-        inputs['k'] = nasty_keys(inputs['k'])[keys]
+    inputs = make_nasty(make_inputs('aft_local_causal', 70, s=33), keys)
     q, k, v, band = (inputs[n] for n in ('q', 'k', 'v', 'band'))
     state = ops.aft_local_state(2, 6, 33, torch.float64)
     # As on an accelerator.
@@ -496,14 +482,14 @@ def test_a_step_without_branches_equals_the_step(keys: str):
 
 
 def test_a_later_token_changes_no_bit_of_earlier_steps():
-    inputs = {key: x.float() for key, x in causal_inputs('aft_local_causal', 70, 33).items()}
+    inputs = plain(make_inputs('aft_local_causal', 70, s=33))
     before = run_chunks(inputs, [1] * 70, torch.float32)
     inputs['k'][:, 50] += 200.0
     assert torch.equal(run_chunks(inputs, [1] * 70, torch.float32)[:, :50], before[:, :50])
 
 
 def test_a_ring_holds_keys_only_while_they_lie_too_far_apart():
-    inputs = causal_inputs('aft_local_causal', 30, 4)
+    inputs = make_inputs('aft_local_causal', 30, s=4)
     inputs['k'][:, 10] -= 500.0
     state = ops.aft_local_state(2, 6, 4, torch.float64)
     held = []
@@ -537,7 +523,7 @@ def test_a_state_has_no_more_than_the_window_and_the_sums():
 
 
 def test_a_cloned_state_is_left_alone_by_steps():
-    inputs = causal_inputs('aft_local_causal', 8, 3)
+    inputs = make_inputs('aft_local_causal', 8, s=3)
     state = ops.aft_local_state(2, 6, 3, torch.float64)
     _, state = ops.aft_local_prefill(*(inputs[n][:, :7] for n in 'qkv'), inputs['band'][:7], state)
     copy = ops.clone_state(state)
@@ -549,7 +535,7 @@ def test_a_cloned_state_is_left_alone_by_steps():
 
 
 def test_a_state_keeps_its_shapes_and_can_be_reordered():
-    inputs = causal_inputs('aft_local_causal', 8, 3, B=3)
+    inputs = make_inputs('aft_local_causal', 8, s=3, B=3)
     state = ops.aft_local_state(3, 6, 3, torch.float64)
     shapes = [x.shape for x in state]
     for t in range(7):
@@ -564,7 +550,7 @@ def test_a_state_keeps_its_shapes_and_can_be_reordered():
 
 
 def test_a_step_compiles_to_one_graph():
-    inputs = {key: x.float() for key, x in causal_inputs('aft_local_causal', 6, 3).items()}
+    inputs = plain(make_inputs('aft_local_causal', 6, s=3))
     counter = CompileCounter()
     step = torch.compile(ops.aft_local_step, backend=counter, fullgraph=True)
     state = ops.aft_local_state(2, 6, 3)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers import make_qkv, randn
+from helpers import make_inputs, single
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,28 +14,12 @@ from aft_vision import ops
 from aft_vision.ops.common.inputs import FullInputs, check_full
 from aft_vision.ops.operator import OPERATORS
 
-OFFSET = torch.tensor([[0, 1], [-1, 0], [9, 9]])
-Q, K, V = (x.float() for x in make_qkv(T=15, D=6))
-# name -> (its inputs after q, k, v; the width of k)
-OTHERS: dict[str, tuple[tuple[Any, ...], int]] = {
-    'aft_full': ((randn(15, 15, seed=7).float(),), 6),
-    'aft_simple': ((), 6),
-    'aft_local': ((randn(15, 5, seed=7).float(),), 6),
-    'aft_conv': ((randn(3, 3, 3, seed=7).float(), (3, 5)), 3),
-    'aft_onehot': ((OFFSET, randn(3, seed=7).float(), (3, 5)), 3),
-    'aft_axial': ((randn(3, 5, seed=7).float(), randn(3, 9, seed=8).float(), (3, 5)), 3),
-    'aft_full_causal': ((randn(15, 15, seed=7).float(),), 6),
-    'aft_local_causal': ((randn(15, 3, seed=7).float(),), 6),
-    'aft_simple_causal': ((), 6),
-}
 each_name = pytest.mark.parametrize('name', OPERATORS)
 
 
 def inputs_of(name: str) -> list[Any]:
     """Inputs of an operation, of which the floating-point ones want gradients."""
-    others, heads = OTHERS[name]
-    inputs = [Q, K[..., :heads], V, *others]
-    return [x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
+    return list(single(make_inputs(name, (3, 5), s=3, heads=3)).values())
 
 
 def call_operator(name: str, inputs: list[Any], save: bool) -> Tensor:
@@ -212,7 +196,7 @@ def test_every_form_refuses_weights_that_are_those_of_no_bias(name: str, backend
 
 def test_weights_of_an_operation_that_has_none_are_refused():
     with pytest.raises(ValueError, match="name must be one of aft_full, aft_conv, got 'aft_simple'"):
-        ops.bias_weights('aft_simple', torch.zeros(15, 15), V.detach())
+        ops.bias_weights('aft_simple', torch.zeros(15, 15), torch.zeros(2, 15, 6))
 
 
 def test_an_operator_with_a_bias_needs_a_forward_mode():

@@ -4,16 +4,14 @@ import io
 
 import pytest
 import torch
-from helpers import make_qkv, randn
+from helpers import make_inputs, randn
 from torch import Tensor, nn
 from torch.jit import TracerWarning
 
 from aft_vision import ops
+from aft_vision.ops.operator import OPERATORS
 
-Q, K, V = make_qkv(T=15, D=6)
-OFFSET = torch.tensor([[0, 1], [-1, 0], [9, 9]])
-SQUARE, BAND, PAST, KERNEL, WEIGHT = randn(15, 15), randn(15, 5), randn(15, 3), randn(3, 3, 3), randn(3)
-AXIS = randn(3, 5)
+INPUTS = {name: make_inputs(name, (3, 5), s=3, heads=3) for name in OPERATORS}
 
 
 class Grid(nn.Module):
@@ -22,29 +20,11 @@ class Grid(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.bias = nn.Parameter({'aft_conv': KERNEL, 'aft_onehot': WEIGHT, 'aft_axial': AXIS}[name])
+        self.others = {key: x for key, x in INPUTS[name].items() if key not in ('q', 'k', 'v', 'grid')}
 
     def forward(self, maps: Tensor) -> Tensor:
         v = maps.flatten(2).transpose(1, 2)
-        k, grid = v[..., :3], (maps.shape[2], maps.shape[3])
-        if self.name == 'aft_conv':
-            return ops.aft_conv(v, k, v, self.bias, grid)
-        if self.name == 'aft_axial':
-            return ops.aft_axial(v, k, v, self.bias, self.bias, grid)
-        return ops.aft_onehot(v, k, v, OFFSET, self.bias, grid)
-
-
-CALLS = {
-    'aft_full': lambda q, k, v: ops.aft_full(q, k, v, SQUARE),
-    'aft_simple': ops.aft_simple,
-    'aft_local': lambda q, k, v: ops.aft_local(q, k, v, BAND),
-    'aft_conv': lambda q, k, v: ops.aft_conv(q, k[..., :3], v, KERNEL, (3, 5)),
-    'aft_onehot': lambda q, k, v: ops.aft_onehot(q, k[..., :3], v, OFFSET, WEIGHT, (3, 5)),
-    'aft_axial': lambda q, k, v: ops.aft_axial(q, k[..., :3], v, AXIS, AXIS, (3, 5)),
-    'aft_full_causal': lambda q, k, v: ops.aft_full_causal(q, k, v, SQUARE),
-    'aft_local_causal': lambda q, k, v: ops.aft_local_causal(q, k, v, PAST),
-    'aft_simple_causal': ops.aft_simple_causal,
-}
+        return getattr(ops, self.name)(v, v[..., :3], v, **self.others, grid=(maps.shape[2], maps.shape[3]))
 
 
 def nodes(traced: torch.jit.ScriptFunction) -> list[str]:
@@ -52,14 +32,19 @@ def nodes(traced: torch.jit.ScriptFunction) -> list[str]:
 
 
 @pytest.mark.parametrize('gradients', [True, False])
-@pytest.mark.parametrize('name', CALLS)
+@pytest.mark.parametrize('name', OPERATORS)
 def test_a_trace_is_one_node_with_the_result_and_the_gradient(name: str, gradients: bool):
+    q, k, v, *others = INPUTS[name].values()
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return getattr(ops, name)(q, k, v, *others)
+
     # torch checks the trace against another, made without gradients.
     with torch.set_grad_enabled(gradients):
-        traced = torch.jit.trace(CALLS[name], (Q, K, V))
+        traced = torch.jit.trace(call, (q, k, v))
     assert nodes(traced) == [f'aft_vision::{name}']
-    inputs = [x.clone().requires_grad_() for x in (Q + 1, K - 1, V)]
-    y, expected = traced(*inputs), CALLS[name](*inputs)
+    inputs = [x.clone().requires_grad_() for x in (q + 1, k - 1, v)]
+    y, expected = traced(*inputs), call(*inputs)
     assert torch.equal(y, expected)
     for got, wanted in zip(*(torch.autograd.grad(x.square().sum(), inputs) for x in (y, expected)), strict=True):
         assert torch.equal(got, wanted)

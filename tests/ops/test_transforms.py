@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from helpers import BOUNDS, assert_close, generator, make_qkv, randn
+from helpers import BOUNDS, assert_close, generator, make_inputs, make_qkv, randn
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -17,37 +17,12 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 import aft_vision  # noqa: F401, the import registers the models
 from aft_vision import ops
 from aft_vision.ops import aten, reference
+from aft_vision.ops.operator import OPERATORS
 
-
-def sequence_inputs(T: int = 12, D: int = 6) -> dict[str, Any]:
-    return dict(zip('qkv', make_qkv(T=T, D=D), strict=True))
-
-
-def grid_inputs(heads: int, D: int = 6) -> dict[str, Any]:
-    return dict(zip('qkv', make_qkv(T=15, D=D, heads=heads), strict=True))
-
-
-OFFSETS = torch.randint(-2, 3, (3, 2), generator=generator(4))
 # name -> (operation, inputs)
-CASES = {
-    'aft_full': ('aft_full', sequence_inputs() | {'bias': randn(12, 12, seed=7)}),
-    'aft_simple': ('aft_simple', sequence_inputs()),
-    'aft_local': ('aft_local', sequence_inputs() | {'band': randn(12, 5, seed=7)}),
-    'aft_conv': ('aft_conv', grid_inputs(3) | {'kernel': randn(3, 3, 3, seed=8), 'grid': (3, 5)}),
-    'depthwise': ('aft_conv', grid_inputs(6) | {'kernel': randn(6, 5, 5, seed=8), 'grid': (3, 5)}),
-    'no global context': (
-        'aft_conv',
-        grid_inputs(3) | {'kernel': randn(3, 3, 3, seed=8), 'grid': (3, 5), 'global_context': False},
-    ),
-    'aft_onehot': ('aft_onehot', grid_inputs(3) | {'offset': OFFSETS, 'weight': randn(3, seed=8), 'grid': (3, 5)}),
-    'aft_axial': (
-        'aft_axial',
-        grid_inputs(3) | {'row_bias': randn(3, 3, seed=8), 'column_bias': randn(3, 9, seed=9), 'grid': (3, 5)},
-    ),
-    'aft_full_causal': ('aft_full_causal', sequence_inputs() | {'bias': randn(12, 12, seed=7)}),
-    'aft_local_causal': ('aft_local_causal', sequence_inputs() | {'band': randn(12, 3, seed=7)}),
-    'aft_simple_causal': ('aft_simple_causal', sequence_inputs()),
-}
+CASES = {name: (name, make_inputs(name, (3, 5), s=3, heads=3)) for name in OPERATORS}
+CASES['depthwise'] = 'aft_conv', make_inputs('aft_conv', (3, 5))
+CASES['no global context'] = 'aft_conv', CASES['aft_conv'][1] | {'global_context': False}
 each_case = pytest.mark.parametrize('case', CASES)
 
 
@@ -109,8 +84,8 @@ def test_forward_mode_with_a_mask_equals_float64(case: str, gated: bool):
 
 
 def test_what_stands_under_a_mask_reaches_no_tangent():
-    inputs = sequence_inputs() | {'bias': randn(12, 12, seed=7)}
-    mask = torch.ones(2, 12, dtype=torch.bool)
+    inputs = CASES['aft_full'][1]
+    mask = torch.ones(2, 15, dtype=torch.bool)
     mask[:, 4] = False
     tangents = directions(inputs)
     hidden = {n: x.masked_fill(~mask[..., None], float('nan')) if n in 'kv' else x for n, x in inputs.items()}
@@ -170,7 +145,7 @@ def test_forward_mode_along_a_bias_ignores_a_large_key_of_the_future(case: str):
 
 def test_forward_mode_along_a_bias_ignores_a_large_bias_under_the_mask():
     moving, _ = split(CASES['aft_full'][1], torch.float32)
-    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask = torch.ones(2, 15, dtype=torch.bool)
     mask[:, 4] = False
     bias = moving['bias'].clone()
     bias[:, 4] = 1e6
@@ -183,7 +158,7 @@ def test_forward_mode_along_a_bias_ignores_a_large_bias_under_the_mask():
 
 def test_a_gradient_of_the_forward_derivative_is_finite_where_the_mask_hides_all():
     moving, _ = split(CASES['aft_full'][1], torch.float32)
-    mask = torch.zeros(2, 12, dtype=torch.bool)
+    mask = torch.zeros(2, 15, dtype=torch.bool)
 
     def slope(x: dict[str, Tensor]) -> Tensor:
         return jvp(lambda x: ops.aft_full(**x, mask=mask), (x,), (directions(moving),))[1].square().sum()
@@ -374,7 +349,7 @@ def test_the_aten_forms_have_second_derivatives(case: str):
     assert_close(second(aten), second(reference), 1e-9)
 
 
-CAUSAL = torch.triu(torch.full((12, 12), float('-inf'), dtype=torch.float64), diagonal=1)
+CAUSAL = torch.triu(torch.full((15, 15), float('-inf'), dtype=torch.float64), diagonal=1)
 
 
 @pytest.mark.parametrize('case', ['aft_full_causal', 'aft_simple_causal'])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import randn
+from helpers import make_inputs, plain, randn
 from torch import Tensor
 
 from aft_vision import ops
@@ -51,36 +51,25 @@ def make_mask(B: int, T: int) -> Tensor:
     return mask
 
 
-def operator_inputs(D: int) -> dict[str, tuple[tuple[Any, ...], tuple[Any, ...], int]]:
-    """The position biases of each operator, what comes after its mask, and the width of its keys: 15 tokens, 3 x 5."""
-    heads = 3 if D % 3 == 0 else 1
-    offset = torch.stack([torch.arange(D) % 5 - 2, torch.arange(D) % 7 - 3], 1)
-    return {
-        'aft_full': ((randn(15, 15, seed=7).float(),), (), D),
-        'aft_conv': ((randn(heads, 5, 5, seed=7).float(), (3, 5)), (True,), heads),
-        'aft_axial': ((randn(heads, 3, seed=7).float(), randn(heads, 11, seed=8).float(), (3, 5)), (), heads),
-        'aft_local_causal': ((randn(15, 4, seed=7).float(),), (), D),
-        'aft_simple_causal': ((), (), D),
-    } | (
-        {}
-        if D <= 64
-        # A head for each channel, in `depthwise.cpp`.
-        else {
-            'aft_conv': ((randn(D, 3, 3, seed=7).float(), (3, 5)), (True,), D),
-            'aft_onehot': ((offset, randn(D, seed=7).float(), (3, 5)), (), D),
-        }
-    )
+def operators(D: int) -> list[str]:
+    """Names of the operators with a form in C++, over D channels."""
+    names = ['aft_full', 'aft_conv', 'aft_axial', 'aft_local_causal', 'aft_simple_causal']
+    return [*names, 'aft_onehot'] if D > 64 else names
 
 
 def run_operator(name: str, D: int, dtype: torch.dtype, masked: bool, fused: bool, place: Place) -> list[Tensor]:
-    """Forward and backward by the C++ form."""
-    biases, more, width = operator_inputs(D)[name]
-    q, k, v = (randn(2, 15, n, seed=i).to(dtype) for i, n in enumerate((D, width, D)))
+    """Forward and backward by the C++ form, of 15 tokens, 3 x 5."""
+    # A head for each channel, in `depthwise.cpp`, or few.
+    heads = D if D > 64 and name != 'aft_axial' else 3 if D % 3 == 0 else 1
+    s = {'aft_axial': (2, 6), 'aft_local_causal': 4}.get(name, 5)
+    q, k, v, *biases = plain(make_inputs(name, (3, 5), D, s, heads)).values()
+    q, k, v = (x.to(dtype) for x in (q, k, v))
     if fused:
-        q, k, v = place(torch.cat([q, k, v], -1)).split((D, width, D), -1)
+        q, k, v = place(torch.cat([q, k, v], -1)).split((D, k.shape[2], D), -1)
     else:
         q, k, v = map(place, (q, k, v))
     own = [place(x) if isinstance(x, Tensor) else x for x in biases]
+    more = (True,) if name == 'aft_conv' else ()
     mask = place(make_mask(2, 15)) if masked else None
     operator, backward = (getattr(torch.ops.aft_vision, f'{name}{suffix}') for suffix in ('', '_backward'))
     with warnings.catch_warnings():
@@ -89,12 +78,11 @@ def run_operator(name: str, D: int, dtype: torch.dtype, masked: bool, fused: boo
         y, saved = operator(q, k, v, *own, mask, *more, True, 'cpp')
         grad = place(randn(*y.shape, seed=9).to(dtype))
         saved = place(saved) if saved.numel() else saved
-        need = (True,) if biases else (False,)
-        grads = backward(grad, place(y), saved, q, k, v, *own, mask, *more, *need, 'cpp')
+        grads = backward(grad, place(y), saved, q, k, v, *own, mask, *more, bool(biases), 'cpp')
     return [y, *grads]
 
 
-OPERATORS = [(D, name) for D in (1, 9, 35, 75) for name in operator_inputs(D)]
+OPERATORS = [(D, name) for D in (1, 9, 35, 75) for name in operators(D)]
 
 
 @pytest.mark.parametrize('place', PLACES.values(), ids=PLACES)
@@ -210,7 +198,7 @@ def run_scarce() -> None:
     cpp.library = lambda: scarce  # type: ignore[assignment, return-value]
     torch.set_num_threads(2)
     for D in (9, 35, 75):
-        for name in operator_inputs(D):
+        for name in operators(D):
             run_operator(name, D, torch.float32, True, False, lambda x: x)
     for _ in run_steps(19, 3, lambda x: x):
         pass

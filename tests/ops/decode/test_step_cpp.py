@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 import torch
-from helpers import assert_close, make_qkv, nasty_biases, nasty_keys, randn, threads
+from helpers import NASTY_KEYS, assert_close, make_inputs, make_nasty, nasty_keys, plain, threads
 from torch import Tensor
 
 from aft_vision import ops
@@ -12,8 +12,6 @@ from aft_vision.ops import operator
 from aft_vision.ops.decode import step_cpp as step
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
-
-KEYS = ['ordinary', *nasty_keys(torch.zeros(1, 3, 1))]
 
 
 def run(inputs: dict[str, Tensor | None]) -> Tensor:
@@ -32,21 +30,16 @@ def run(inputs: dict[str, Tensor | None]) -> Tensor:
     return torch.stack(rows, 1)
 
 
-def make_inputs(s: int | None, T: int = 40, D: int = 19, B: int = 2) -> dict[str, Tensor | None]:
-    inputs = dict(zip('qkv', (x.float() for x in make_qkv(B=B, T=T, D=D)), strict=True))
-    return inputs if s is None else inputs | {'band': randn(T, s, seed=7).float()}
+def step_inputs(s: int | None, T: int = 40, D: int = 19, B: int = 2) -> dict[str, Tensor | None]:
+    return plain(make_inputs('aft_simple' if s is None else 'aft_local_causal', T, D, s, B=B))
 
 
-@pytest.mark.parametrize('keys', KEYS)
+@pytest.mark.parametrize('keys', ['ordinary', *NASTY_KEYS])
 @pytest.mark.parametrize(
     ('s', 'bias'), [(None, 'ordinary'), (1, 'ordinary'), (9, 'plus_minus_80'), (60, 'ordinary'), (60, 'within_50')]
 )
 def test_a_step_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, s: int | None, keys: str, bias: str):
-    inputs = make_inputs(s)
-    if keys != 'ordinary':
-        inputs['k'] = nasty_keys(inputs['k'])[keys]
-    if s is not None and bias != 'ordinary':
-        inputs['band'] = nasty_biases(inputs['band'])[bias]
+    inputs = make_nasty(step_inputs(s), keys, bias)
     y = run(inputs)
     choose, turn = operator.step_kernels, count()
     # A state can be continued from by the other form.
@@ -61,7 +54,7 @@ def test_a_step_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, s: int | None,
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize('s', [None, 9])
 def test_half_precision_is_widened(s: int | None, dtype: torch.dtype):
-    inputs = {name: x.to(dtype) for name, x in make_inputs(s).items()}
+    inputs = {name: x.to(dtype) for name, x in step_inputs(s).items()}
     y = run(inputs)
     assert y.dtype == dtype
     expected = run({name: x.float() for name, x in inputs.items()})
@@ -70,7 +63,7 @@ def test_half_precision_is_widened(s: int | None, dtype: torch.dtype):
 
 @pytest.mark.parametrize('s', [None, 9])
 def test_a_token_without_a_query_has_no_gate(s: int | None):
-    inputs = make_inputs(s)
+    inputs = step_inputs(s)
     gated = run(inputs)
     y = run(inputs | {'q': None})
     assert_close(torch.sigmoid(inputs['q']) * y, gated.double(), 1e-6)
@@ -80,7 +73,7 @@ def test_a_token_without_a_query_has_no_gate(s: int | None):
 @pytest.mark.parametrize('batch', [2, 3, 5])
 def test_rows_and_threads_change_nothing(batch: int, s: int | None):
     # A window that is worth three threads.
-    inputs = make_inputs(s, D=19 if s is None else 1500, B=batch)
+    inputs = step_inputs(s, D=19 if s is None else 1500, B=batch)
     y = run(inputs)
     row = run({name: x[1:2] if name in 'qkv' else x for name, x in inputs.items()})
     # The first token goes to torch's exp, which rounds by the length of what it is given.
@@ -91,7 +84,7 @@ def test_rows_and_threads_change_nothing(batch: int, s: int | None):
 
 @pytest.mark.parametrize('s', [None, 9])
 def test_parts_of_a_fused_projection_are_read_where_they_are(s: int | None):
-    inputs = make_inputs(s)
+    inputs = step_inputs(s)
     fused = torch.cat([inputs[name] for name in 'qkv'], -1)
     parts = dict(zip('qkv', fused.split(19, -1), strict=True))
     expected = run(inputs)
@@ -112,6 +105,6 @@ def test_it_covers_float32_states_that_lie_in_order():
 @pytest.mark.parametrize('s', [None, 9])
 def test_nothing_is_differentiated(s: int | None):
     # Neither by the compiled form nor by what it leaves to torch: the first token, and one far above the others.
-    inputs = {name: x.requires_grad_() for name, x in make_inputs(s).items()}
+    inputs = {name: x.requires_grad_() for name, x in step_inputs(s).items()}
     assert not run(inputs).requires_grad
     assert not run(inputs | {'k': nasty_keys(inputs['k'].detach())['last_at_200'].requires_grad_()}).requires_grad
