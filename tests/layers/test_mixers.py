@@ -270,12 +270,6 @@ def test_a_mixer_without_query_has_no_query_weights(name: str):
     assert torch.isfinite(call(mixer, randn(2, 12, 8))).all()
 
 
-def test_the_output_projection_can_be_left_out():
-    # Table 3 counts 2 T d' + 3 d^2 per layer.
-    mixer = AFTLocal(256, num_tokens=3072, window_size=256, bias_dim=64, qkv_bias=False, out_proj=False, causal=True)
-    assert sum(p.numel() for p in mixer.parameters()) == 2 * 3072 * 64 + 3 * 256**2
-
-
 @pytest.mark.parametrize('name', ['full', 'full_whole_bias', 'local', 'local_whole_bias'])
 def test_another_grid_resamples_the_bias_and_its_own_grid_does_not(name: str):
     mixer = randomized(MAKERS[name](dtype=torch.float64))

@@ -124,12 +124,6 @@ def test_the_parameters_are_reduced_by_the_kernels(name: str, kwargs: dict[str, 
     assert [tuple(x.shape) for x in onehot.buffers()] == [(model.blocks[0].attn.split_sizes[1], 2)] * len(model.blocks)
 
 
-def test_the_parameters_of_the_published_models_are_exact():
-    names = {'aft_conv_tiny': 5_681_704, 'aft_conv_small': 21_979_240}
-    for name, expected in names.items():
-        assert count(timm.create_model(name, mixer='onehot', device='meta', weight_init='skip')) == expected
-
-
 def test_the_given_model_is_left_as_it_is():
     model = make()
     before = copy.deepcopy(model.state_dict())
