@@ -3,6 +3,7 @@ import random
 import shlex
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -12,6 +13,8 @@ import torch
 from helpers import interrupt_text_at, randn
 from safetensors.torch import load_file
 from text_files import write_jmars
+from text_runs import arguments as smoke_arguments
+from text_runs import assert_goes_on_to_the_same_weights
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction, pipeline, set_seed
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -46,8 +49,7 @@ def pairs(tmp_path_factory) -> Path:
     return path
 
 
-def arguments(pairs: Path, folder: Path, *overrides: str) -> list[str]:
-    return ['--quiet', '--config', str(SMOKE), f'data.path={pairs}', f'run.dir={folder}', *overrides]
+arguments = partial(smoke_arguments, 'fastformer')
 
 
 def text_run(pairs: Path, folder: Path, *overrides: str) -> ClassificationRun:
@@ -112,22 +114,8 @@ def test_the_resolved_experiment_has_the_folder_that_it_is_in():
 
 
 def test_an_interrupted_run_goes_on_to_the_same_weights(trained, pairs, tmp_path, monkeypatch):
-    folder, summary = trained
-    common = arguments(pairs, tmp_path, 'schedule.max_updates=25', 'run.keep=2', 'run.save_updates=4')
-    with monkeypatch.context() as patch:
-        interrupt_text_at(patch, 22)
-        with pytest.raises(KeyboardInterrupt):
-            fastformer.main([*common, 'run.seeds=[1]'])
-    (tmp_path / 'seed_0').mkdir()
-    # A finished seed is not run again.
-    (tmp_path / 'seed_0' / 'result.json').write_text(json.dumps(summary['runs'][0]))
-    resumed = fastformer.main([*common, 'run.resume=auto'])
-    assert resumed['runs'][0] == summary['runs'][0]
-    assert resumed['runs'][1]['epochs'] == summary['runs'][1]['epochs']
-    for name in ('checkpoint-25', 'best'):
-        expected, found = (load_file(path / 'seed_1' / name / 'model.safetensors') for path in (folder, tmp_path))
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    more = ['schedule.max_updates=25', 'run.keep=2', 'run.save_updates=4', 'run.seeds=[1]']
+    assert_goes_on_to_the_same_weights(monkeypatch, 22, arguments(pairs, tmp_path, *more), tmp_path, trained[0])
 
 
 @pytest.mark.parametrize('stop', [13, 20])
@@ -518,13 +506,9 @@ def test_buckets_depend_on_the_seed_and_the_epoch_alone():
     assert sum(spread) / len(spread) < 6
 
 
-@pytest.mark.parametrize(
-    ('override', 'message'),
-    [
-        (
-            'model.encoder_mixer=longfomer',
-            r"model\.encoder_mixer = 'longfomer' is not an encoder; did you mean longformer\?$",
-        ),
+WRONG = {
+    'fastformer': [
+        ('model.encoder_mixer=longfomer', r"encoder_mixer = 'longfomer' is not an encoder; did you mean longformer\?$"),
         ('model.preset=imbd', r"model\.preset = 'imbd' is not a preset; did you mean imdb"),
         ('model.hiden_size=3', r'model\.hiden_size = 3 is not a key; the nearest is model\.hidden_size$'),
         ('model.hidden_size=wide', r"model\.hidden_size = 'wide': "),
@@ -534,31 +518,57 @@ def test_buckets_depend_on_the_seed_and_the_epoch_alone():
         ('run.seeds=[1,1]', r'run\.seeds to be one seed or several different ones, got \[1, 1\]'),
         ('data.valid_share=0.95', r'data\.test_share \+ data\.valid_share to be below 1'),
         ('task=[a]', r"task = \['a'\] is not a task"),
+        ('task=clasification', r"task = 'clasification' is not a task; did you mean classification\?$"),
+        ('optim.accumulate=3', r'data\.batch_size to be a multiple of optim\.accumulate \(3\)'),
+        ('model.encoder_mixer=longformer model.attention_window=7', r'model: attention_window must be even, got 7'),
         ('data.bodies=docs.tsv', r"data\.bodies to be null except for mind_topic, got 'docs\.tsv'"),
         ('data.kind=mind', r"data\.kind = 'mind': .* expected one of .'amazon', 'jmars', 'acl_imdb', 'mind_topic'"),
         ('data.text_columns=[]', r'data\.text_columns to be one column or several, or null, got \[\]'),
-        ('model={encoder_mixer: longformer, attention_window: 7}', r'model: attention_window must be even, got 7'),
-        ('data={tokenizer: bpe, glove: glove.txt}', r'data\.glove to be null with data\.tokenizer=bpe'),
-        ('task=clasification', r"task = 'clasification' is not a task; did you mean classification\?$"),
-        ('optim.accumulate=3', r'data\.batch_size to be a multiple of optim\.accumulate \(3\)'),
+        ('data.tokenizer=bpe data.glove=glove.txt', r'data\.glove to be null with data\.tokenizer=bpe'),
+        ('data.kind=ag_news data.text_columns=[title]', r'text_columns to be null except for table, hub, jmars, '),
+        ('data.kind=ag_news data.label_column=topic', r'label_column to be null except for table, hub, jmars, '),
+        ('data.hub_config=b', r"data\.hub_config to be null except for hub, got 'b'"),
+        ('data.kind=hub data.test_path=b', r"data\.test_path to be null for a data set of the hub, got 'b'"),
     ],
+    'conversion': [
+        ('data.kind=mnid', r'data\.kind'),
+        ('data.drop_missing=true', r'data\.drop_missing to be false except for mind, got True'),
+        ('model.max_behaviors=9', r'model\.max_behaviors = 9 is not for an experiment: data\.max_behaviors says'),
+        ('model.behavior_types=[a]', r'not for an experiment: the data decide'),
+        ('model.head_hiden_size=3', r'model\.head_hiden_size = 3 is not a key; the nearest is model\.head_hidden_size'),
+    ],
+    'recommendation': [
+        ('data.kind=movielense', r"data\.kind = 'movielense'"),
+        ('model.text_model=3', r'expected model\.text_model to be a folder or a name, got 3'),
+        ('model.max_behaviors=3', r'model\.max_behaviors = 3 is not a key'),
+        ('data.kind=movielens data.valid_path=x', r'data\.valid_path to be null except for mind'),
+        ('data.kind=movielens data.drop_missing=true', r'data\.drop_missing to be .* except for mind'),
+        ('data.kind=movielens data.text_columns=[abstract]', r'data\.text_columns to be .* except for mind'),
+        ('data.kind=mind data.shown=5', r'data\.shown to be 99 except for movielens, got 5'),
+        ('data.glove=x model.text_model=y', r'expected data\.glove to be null with model\.text_model'),
+    ],
+    'summarization': [
+        ('generate.num_beams=1 generate.length_penalty=0.8', r'length_penalty to be 1 where .*num_beams is 1, got 0'),
+        ('generate.min_length=8', r'generate\.min_length to be below data\.max_summary_length \(8\), got 8'),
+        ('generate.beams=3', r'generate\.beams = 3 is not a key; the nearest is generate\.num_beams'),
+        ('model.max_target_positions=9', r'is not for an experiment: data\.max_summary_length says'),
+        ('data.skip_lines=-1', r'data\.skip_lines to be at least 0, got -1'),
+        ('data.split_column=split data.test_path=x', r'data\.split_column to be null where other parts have'),
+        ('data.kind=hub data.test_path=x', r"data\.test_path to be null for a data set of the hub, got 'x'"),
+        ('data.hub_config=x', r"data\.hub_config to be null except for hub, got 'x'"),
+        ('data.revision=x', r"data\.revision to be null for files, got 'x'"),
+        ('data.kind=pubmed data.summary_column=x', r'summary_column to be summary except for table and hub'),
+        ('data.kind=pubmed data.text_columns=[x]', r'data\.text_columns to be \[text\] except for table and hub'),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ('name', 'overrides', 'message'), [(name, *wrong) for name, each in WRONG.items() for wrong in each]
 )
-def test_what_is_wrong_with_an_experiment_is_named(override, message):
+def test_what_is_wrong_with_an_experiment_is_named(name, overrides, message):
     with pytest.raises(ValueError, match=message):
-        load_text_config(SMOKE, [override])
-
-
-@pytest.mark.parametrize('smoke', ['fastformer', 'summarization'])
-def test_test_texts_of_another_data_set_than_that_of_the_hub_are_refused(smoke):
-    overrides = ['data.kind=hub', 'data.path=a', 'data.test_path=b', 'data.revision=c']
-    with pytest.raises(ValueError, match=r"data\.test_path to be null for a data set of the hub, got 'b'"):
-        load_text_config(SMOKE.with_name(f'{smoke}.yaml'), overrides)
-
-
-@pytest.mark.parametrize('override', ['data.text_columns=[title]', 'data.label_column=topic'])
-def test_columns_that_a_kind_of_data_has_not_are_named(override):
-    with pytest.raises(ValueError, match=rf'{override.partition("=")[0]} to be null except for table, hub, jmars, '):
-        load_text_config(SMOKE, ['data.kind=ag_news', override])
+        load_text_config(SMOKE.with_name(f'{name}.yaml'), overrides.split())
 
 
 def test_the_resolved_file_gives_the_same_experiment(tmp_path):
@@ -627,5 +637,3 @@ def test_a_configuration_of_the_hub_is_named(tmp_path, monkeypatch):
     assert text_run(folder, tmp_path, 'data.kind=hub', 'data.hub_config=b').counts()['train'] == 32
     with pytest.raises(ValueError, match=r"Please pick one among the available configs: \['a', 'b'\]"):
         text_run(folder, tmp_path, 'data.kind=hub')
-    with pytest.raises(ValueError, match=r"data\.hub_config to be null except for hub, got 'b'"):
-        load_text_config(SMOKE, ['data.hub_config=b'])

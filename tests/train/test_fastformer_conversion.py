@@ -1,19 +1,13 @@
 """Training of the predictor of conversions: learning, the best epoch, resuming, what is refused."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import interrupt_text_at
-from safetensors.torch import load_file
-from text_files import (
-    write_alimama,
-    write_behaviors,
-    write_mind,
-    write_mind_behaviors,
-    write_movielens,
-)
+from text_files import write_alimama, write_behaviors, write_mind, write_mind_behaviors, write_movielens
+from text_runs import arguments as smoke_arguments
+from text_runs import assert_goes_on_to_the_same_weights
 from transformers import AutoModel
 
 from aft_vision.fastformer import FastformerForConversion
@@ -30,10 +24,7 @@ def requests(tmp_path_factory) -> Path:
     return write_behaviors(tmp_path_factory.mktemp('requests') / 'b.jsonl', rows=400)
 
 
-def arguments(requests: Path, folder: Path, *overrides: str) -> list[str]:
-    return ['--quiet', '--config', str(SMOKE), f'data.path={requests}', f'run.dir={folder}', *overrides]
-
-
+arguments = partial(smoke_arguments, 'conversion')
 SHORT = ('schedule.max_updates=25', 'run.keep=2')
 
 
@@ -68,19 +59,8 @@ def test_a_saved_model_tests_as_it_did(trained, requests, capsys):
 
 
 def test_an_interrupted_run_goes_on_to_the_same_weights(trained, requests, tmp_path, monkeypatch):
-    folder, summary = trained
     common = arguments(requests, tmp_path, *SHORT, 'run.save_updates=4', 'run.seeds=[1]')
-    with monkeypatch.context() as patch:
-        interrupt_text_at(patch, 13)
-        with pytest.raises(KeyboardInterrupt):
-            main(common)
-    resumed = main([*common, 'run.resume=auto'])
-    assert resumed['runs'][0]['epochs'] == summary['runs'][1]['epochs']
-    expected, found = (
-        load_file(path / 'seed_1' / 'checkpoint-25' / 'model.safetensors') for path in (folder, tmp_path)
-    )
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert_goes_on_to_the_same_weights(monkeypatch, 13, common, tmp_path, trained[0])
 
 
 def test_it_learns_that_users_act_on_ads_of_what_they_did(tmp_path):
@@ -135,18 +115,3 @@ def test_a_model_for_other_behaviours_is_an_error(trained, requests, tmp_path):
     run = make_run('json', requests, 'data.max_behaviors=11')
     with pytest.raises(ValueError, match='expected a model of 11 behaviours'):
         run.load_model(source)
-
-
-@pytest.mark.parametrize(
-    ('override', 'message'),
-    [
-        ('data.kind=mnid', r'data\.kind'),
-        ('data.drop_missing=true', r'data\.drop_missing to be false except for mind, got True'),
-        ('model.max_behaviors=9', r'model\.max_behaviors = 9 is not for an experiment: data\.max_behaviors says'),
-        ('model.behavior_types=[a]', r'not for an experiment: the data decide'),
-        ('model.head_hiden_size=3', r'model\.head_hiden_size = 3 is not a key; the nearest is model\.head_hidden_size'),
-    ],
-)
-def test_what_is_wrong_with_an_experiment_is_named(override, message):
-    with pytest.raises(ValueError, match=message):
-        load_text_config(SMOKE, [override])

@@ -2,15 +2,17 @@
 
 import shutil
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import interrupt_text_at
 from safetensors.torch import load_file
 from text_files import read_predictions, write_mind, write_mind_behaviors, write_movielens
+from text_runs import arguments as smoke_arguments
+from text_runs import assert_goes_on_to_the_same_weights
 from transformers import BertConfig, BertModel, XLNetConfig, XLNetModel
 
 from aft_vision.fastformer import FastformerForNewsRecommendation
@@ -33,8 +35,7 @@ def mind(tmp_path_factory) -> Path:
     return write_mind_behaviors(folder, rows=250)
 
 
-def arguments(mind: Path, folder: Path, *overrides: str) -> list[str]:
-    return ['--quiet', '--config', str(SMOKE), f'data.path={mind}', f'run.dir={folder}', *overrides]
+arguments = partial(smoke_arguments, 'recommendation')
 
 
 def make_run(mind: Path, folder: Path, *overrides: str) -> RecommendationRun:
@@ -105,19 +106,11 @@ def test_processes_share_the_impressions(trained, mind):
 
 
 def test_an_interrupted_run_goes_on_to_the_same_weights(mind, tmp_path, monkeypatch):
+    folders = tmp_path / 'whole', tmp_path / 'cut'
     common = ['run.seeds=[1]', 'schedule.max_updates=25', 'run.save_updates=4', 'run.keep=2']
-    whole = fastformer.main(arguments(mind, tmp_path / 'whole', *common))
-    with monkeypatch.context() as patch:
-        interrupt_text_at(patch, 22)
-        with pytest.raises(KeyboardInterrupt):
-            fastformer.main(arguments(mind, tmp_path / 'cut', *common))
-    resumed = fastformer.main(arguments(mind, tmp_path / 'cut', *common, 'run.resume=auto'))
-    assert resumed['runs'][0]['epochs'] == whole['runs'][0]['epochs']
-    for name in ('checkpoint-25', 'best'):
-        files = [tmp_path / part / 'seed_1' / name / 'model.safetensors' for part in ('whole', 'cut')]
-        expected, found = map(load_file, files)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    whole, cut = (arguments(mind, folder, *common) for folder in folders)
+    fastformer.main(whole)
+    assert_goes_on_to_the_same_weights(monkeypatch, 22, cut, folders[1], folders[0])
 
 
 def test_the_order_of_clicks_depends_on_the_seed_and_the_epoch_alone():
@@ -251,31 +244,6 @@ def test_a_model_without_the_language_model_that_is_stated_is_an_error(trained, 
     run = make_run(mind, tmp_path, *LEARNING, f'run.init_from={best}', 'model.text_model=bert')
     with pytest.raises(ValueError, match=r"expected a language model for the texts in run\.init_from .*, got 'bert'"):
         run.make_model(run.make_tokenizer(), 0)
-
-
-@pytest.mark.parametrize(
-    ('override', 'message'),
-    [
-        ('data.kind=movielense', r"data\.kind = 'movielense'"),
-        ('model.text_model=3', r'expected model\.text_model to be a folder or a name, got 3'),
-        ('model.max_behaviors=3', r'model\.max_behaviors = 3 is not a key'),
-    ],
-)
-def test_what_is_wrong_with_an_experiment_is_named(override, message):
-    with pytest.raises(ValueError, match=message):
-        load_text_config(SMOKE, [override])
-
-
-def test_parts_that_exclude_each_other_are_named():
-    with pytest.raises(ValueError, match=r'data\.valid_path to be null except for mind'):
-        load_text_config(SMOKE, ['data.kind=movielens', 'data.valid_path=x'])
-    for override in ('data.drop_missing=true', 'data.text_columns=[abstract]'):
-        with pytest.raises(ValueError, match=rf'{override.partition("=")[0]} to be .* except for mind'):
-            load_text_config(SMOKE, ['data.kind=movielens', override])
-    with pytest.raises(ValueError, match=r'data\.shown to be 99 except for movielens, got 5'):
-        load_text_config(SMOKE, ['data.kind=mind', 'data.shown=5'])
-    with pytest.raises(ValueError, match=r'expected data\.glove to be null with model\.text_model'):
-        load_text_config(SMOKE, ['data.glove=x', 'model.text_model=y'])
 
 
 def test_parts_of_their_own_are_used_whole(mind, tmp_path):

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import interrupt_text_at, randn
+from helpers import randn
 from safetensors.torch import load_file
+from text_runs import arguments as smoke_arguments
+from text_runs import assert_goes_on_to_the_same_weights
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq, GenerationConfig
 
 from aft_vision.fastformer import FastformerForSequenceClassification
@@ -42,7 +44,7 @@ def write(path: Path, rows, **more) -> Path:
 
 
 def arguments(path: Path, folder: Path, *overrides: str) -> list[str]:
-    return ['--quiet', '--config', str(SMOKE), f'data.path={path}', f'run.dir={folder}', 'run.seeds=[0]', *overrides]
+    return smoke_arguments('summarization', path, folder, 'run.seeds=[0]', *overrides)
 
 
 def read(path: Path, *overrides: str):
@@ -199,33 +201,16 @@ def test_the_tool_names_what_is_wrong(trained, tmp_path, capsys):
         assert f'argument {option}: expected a number from 1 on' in capsys.readouterr().err
 
 
-SHORT = [
-    'schedule.max_updates=14',
-    'data.max_texts=160',
-    'model.hidden_dropout_prob=0.2',
-    'run.save_updates=4',
-    'run.keep=2',
-]
-
-
 def test_an_interrupted_run_goes_on_to_the_same_weights(first_words, tmp_path, monkeypatch):
-    whole = fastformer.main(arguments(first_words, tmp_path / 'whole', *SHORT, 'generate.validate=true'))
-    common = arguments(first_words, tmp_path / 'parts', *SHORT, 'generate.validate=true')
-    with monkeypatch.context() as patch:
-        interrupt_text_at(patch, 11)
-        with pytest.raises(KeyboardInterrupt):
-            fastformer.main(common)
-    resumed = fastformer.main([*common, 'run.resume=auto'])
-    assert resumed['runs'][0]['epochs'] == whole['runs'][0]['epochs']
-    assert set(whole['runs'][0]['epochs'][0]) == {'loss', 'epoch', *ROUGES}
-    for name in ('checkpoint-14', 'best'):
-        expected, found = (
-            load_file(tmp_path / run / 'seed_0' / name / 'model.safetensors') for run in ('whole', 'parts')
-        )
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    folders = tmp_path / 'whole', tmp_path / 'parts'
+    more = ['schedule.max_updates=14', 'data.max_texts=160', 'model.hidden_dropout_prob=0.2', 'run.save_updates=4']
+    more += ['run.keep=2', 'generate.validate=true']
+    whole, parts = (arguments(first_words, folder, *more) for folder in folders)
+    (result,) = fastformer.main(whole)['runs']
+    assert set(result['epochs'][0]) == {'loss', 'epoch', *ROUGES}
+    assert_goes_on_to_the_same_weights(monkeypatch, 11, parts, folders[1], folders[0])
     with pytest.raises(ValueError, match=r'expected generate\.num_beams = 2 as in .*, got 3'):
-        fastformer.main([*common, 'run.resume=auto', 'generate.num_beams=3'])
+        fastformer.main([*parts, 'run.resume=auto', 'generate.num_beams=3'])
 
 
 def test_parts_come_from_a_column_from_files_or_by_chance(tmp_path):
@@ -260,8 +245,6 @@ def test_a_headline_is_neither_read_nor_led_with(tmp_path):
     assert all(text.startswith('Body') for part in run.splits.values() for text in part['text'])
     # 4 words of the reference's 4, among 6; with the headline they are among 8.
     assert run.lead_3('test')['rouge1'] == pytest.approx(2 * 4 / (4 + 6))
-    with pytest.raises(ValueError, match=r'data\.skip_lines to be at least 0, got -1'):
-        load_text_config(SMOKE, ['data.skip_lines=-1'])
 
 
 def test_a_data_set_of_the_hub_brings_its_parts(monkeypatch):
@@ -312,49 +295,11 @@ def test_glove_fills_the_embedding_that_encoder_decoder_and_head_share(first_wor
     torch.testing.assert_close(found.double(), vector, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ('override', 'message'),
-    [
-        (
-            'generate={num_beams: 1, length_penalty: 0.8}',
-            r'length_penalty to be 1 where generate\.num_beams is 1, got 0',
-        ),
-        ('generate.min_length=8', r'generate\.min_length to be below data\.max_summary_length \(8\), got 8'),
-        ('generate.beams=3', r'generate\.beams = 3 is not a key; the nearest is generate\.num_beams'),
-        ('model.max_target_positions=9', r'is not for an experiment: data\.max_summary_length says'),
-    ],
-)
-def test_what_is_wrong_with_an_experiment_is_named(override, message):
-    with pytest.raises(ValueError, match=message):
-        load_text_config(SMOKE, [override])
-
-
 @pytest.mark.parametrize(('kind', 'source'), [('table', 'a file'), ('hub', 'the name of a data set')])
 def test_an_experiment_without_a_path_is_an_error(kind, source):
     config = load_text_config(SMOKE, [f'data.kind={kind}', 'data.path=""'])
     with pytest.raises(ValueError, match=f"data.path to be {source} where data.kind is {kind}, got ''"):
         read_splits(config.data)
-
-
-def test_parts_of_their_own_exclude_each_other():
-    with pytest.raises(ValueError, match=r'data\.split_column to be null where other parts have files'):
-        load_text_config(SMOKE, ['data.split_column=split', 'data.test_path=x'])
-    with pytest.raises(ValueError, match=r'data\.test_path to be null for a data set of the hub'):
-        load_text_config(SMOKE, ['data.kind=hub', 'data.test_path=x'])
-
-
-@pytest.mark.parametrize(
-    ('overrides', 'message'),
-    [
-        (['data.hub_config=x'], r"data\.hub_config to be null except for hub, got 'x'"),
-        (['data.revision=x'], r"data\.revision to be null for files, got 'x'"),
-        (['data.kind=pubmed', 'data.summary_column=x'], r'data\.summary_column to be summary except for table and hub'),
-        (['data.kind=pubmed', 'data.text_columns=[x]'], r'data\.text_columns to be \[text\] except for table and hub'),
-    ],
-)
-def test_a_key_of_other_data_is_an_error(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        load_text_config(SMOKE, overrides)
 
 
 def test_a_classifier_gives_its_encoder_to_a_summariser(first_words, tmp_path):
