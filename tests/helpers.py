@@ -359,6 +359,12 @@ def digest(checkpoint: Path) -> str:
     return hashed.hexdigest()
 
 
+def save_model(path: Path, name: str, model: torch.nn.Module, kwargs: dict[str, Any], **more: Any) -> Path:
+    """Write a checkpoint of a model as the trainers do."""
+    torch.save({'model_name': name, 'model_kwargs': kwargs, 'state_dict': model.state_dict(), **more}, path)
+    return path
+
+
 def losses(run_dir: Path) -> list[dict[str, str]]:
     """The rows of the log, without what depends on the clock and the machine."""
     with (run_dir / 'summary.csv').open() as file:

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from helpers import save_model
 from timm.layers import resample_abs_pos_embed
 from torch import nn
 
@@ -255,8 +256,7 @@ def test_position_parameters_of_another_size_are_resampled(tmp_path):
 def test_factors_of_the_position_bias_at_another_size_are_resampled(tmp_path):
     kwargs = dict(depth=1, embed_dim=16, patch_size=8, img_size=16, num_classes=3)
     trained = timm.create_model('aft_full_tiny', **kwargs)
-    content = {'model_name': 'aft_full_tiny', 'model_kwargs': kwargs, 'state_dict': trained.state_dict()}
-    torch.save(content, tmp_path / 'start.pth')
+    save_model(tmp_path / 'start.pth', 'aft_full_tiny', trained, kwargs)
     model = timm.create_model('aft_full_tiny', **{**kwargs, 'img_size': 32})
     initialize_model(model, tmp_path / 'start.pth')
     trained.set_input_size(32)
@@ -268,8 +268,7 @@ def test_factors_of_the_position_bias_at_another_size_are_resampled(tmp_path):
 def test_the_grid_of_an_aft_model_is_that_of_its_image_size(tmp_path, size, new, factorize):
     kwargs = dict(depth=1, embed_dim=16, patch_size=8, num_classes=3, factorize_bias=factorize)
     trained = timm.create_model('aft_full_tiny', **kwargs, img_size=size)
-    content = {'model_name': 'aft_full_tiny', 'model_kwargs': {**kwargs, 'img_size': size}}
-    torch.save({**content, 'state_dict': trained.state_dict()}, tmp_path / 'start.pth')
+    save_model(tmp_path / 'start.pth', 'aft_full_tiny', trained, {**kwargs, 'img_size': size})
     timm.models.save_for_hf(trained, tmp_path / 'hub', safe_serialization=True)
     model = timm.create_model('aft_full_tiny', **kwargs, img_size=new)
     initialize_model(model, tmp_path / 'start.pth')
@@ -294,9 +293,7 @@ def test_another_number_of_classes_is_an_error_unless_the_head_is_reset(tmp_path
 
 def test_a_start_of_another_architecture_lists_the_first_differing_keys(tmp_path):
     kwargs = dict(depth=1, embed_dim=16, num_heads=4, kernel_size=3, num_classes=3)
-    state_dict = timm.create_model('aft_conv_tiny', **kwargs).state_dict()
-    content = {'model_name': 'aft_conv_tiny', 'model_kwargs': kwargs, 'state_dict': state_dict}
-    torch.save(content, tmp_path / 'start.pth')
+    save_model(tmp_path / 'start.pth', 'aft_conv_tiny', timm.create_model('aft_conv_tiny', **kwargs), kwargs)
     with pytest.raises(ValueError, match=r'start\.pth: .*missing: .*unexpected: blocks\.0\.attn\.kernel'):
         initialize_model(make_vit(), tmp_path / 'start.pth')
 
@@ -343,7 +340,7 @@ def test_a_checkpoint_of_another_aft_model_is_not_taken_for_a_vit(tmp_path, form
     if form == 'folder':
         timm.models.save_for_hf(trained, path, model_args=kwargs, safe_serialization=True)
     else:
-        torch.save({'model_name': 'aft_simple_tiny', 'model_kwargs': kwargs, 'state_dict': trained.state_dict()}, path)
+        save_model(path, 'aft_simple_tiny', trained, kwargs)
     model = timm.create_model('aft_conv_tiny', num_heads=4, kernel_size=3, **kwargs)
     with pytest.raises(ValueError, match=r'start: .*another architecture: .*missing: blocks\.0\.attn\.kernel'):
         initialize_model(model, path)
@@ -351,8 +348,7 @@ def test_a_checkpoint_of_another_aft_model_is_not_taken_for_a_vit(tmp_path, form
 
 def test_the_stated_grid_of_a_vit_is_that_of_its_positions(tmp_path):
     vit = timm.create_model('vit_tiny_patch16_224', **{**TINY_VIT, 'img_size': (16, 64)})
-    content = {'model_name': 'vit_tiny_patch16_224', 'model_kwargs': {**TINY_VIT, 'img_size': [16, 64]}}
-    torch.save({**content, 'state_dict': vit.state_dict()}, tmp_path / 'start.pth')
+    save_model(tmp_path / 'start.pth', 'vit_tiny_patch16_224', vit, {**TINY_VIT, 'img_size': [16, 64]})
     kwargs = {key: value for key, value in TINY_VIT.items() if key != 'num_heads'}
     model = timm.create_model('aft_full_tiny', **{**kwargs, 'img_size': 32})
     initialize_model(model, tmp_path / 'start.pth')

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from helpers import save_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -23,9 +24,7 @@ KWARGS = dict(depth=1, embed_dim=16, patch_size=8, num_heads=2, kernel_size=3, n
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp('run') / 'best.pth'
     torch.manual_seed(0)
-    weights = timm.create_model('aft_conv_tiny', **KWARGS).state_dict()
-    torch.save({'model_name': 'aft_conv_tiny', 'model_kwargs': KWARGS, 'state_dict': weights}, path)
-    return path
+    return save_model(path, 'aft_conv_tiny', timm.create_model('aft_conv_tiny', **KWARGS), KWARGS)
 
 
 def flip(content: bytes, bit: int) -> bytes:

@@ -91,14 +91,8 @@ def test_a_mask_may_be_an_image_and_images_may_be_files(checkpoint: Path, data: 
     ('arguments', 'message'),
     [
         (['--data', '{data}', '--indices', '5'], 'expected indices from 0 to 4, got 5'),
-        (
-            ['--data', '{data}', '--mask', 'middle'],
-            'mask must be one of .*, or an image file, got middle',
-        ),
-        (
-            ['--data', '{data}', '--mask', '{erased}'],
-            r'got .*erased\.png with transparent ones',
-        ),
+        (['--data', '{data}', '--mask', 'middle'], 'mask must be one of .*, or an image file, got middle'),
+        (['--data', '{data}', '--mask', '{erased}'], r'got .*erased\.png with transparent ones'),
         (['--images', '{large}'], r'expected an image of 4 x 4 pixels \(H x W\), got 6 x 5'),
         (['--data', '{data}', '--mask', '{large}'], r'expected a mask of 4 x 4 pixels \(H x W\), got 6 x 5'),
         (['--images', '{data}'], 'expected an image .* got .*images.npz'),

@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 from browser import CHROMIUM, Browser
-from helpers import CLOTHING
+from helpers import CLOTHING, save_model
 from torch import nn
 
 from tools import demo
@@ -21,11 +21,7 @@ def save(folder: Path, name: str, kwargs: dict[str, object]) -> str:
     model = timm.create_model(name, **kwargs)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
-    path = folder / f'{name}.pth'
-    names = ['boot', 'coat', 'hat']
-    content = {'model_name': name, 'model_kwargs': kwargs, 'state_dict': model.state_dict(), 'class_names': names}
-    torch.save(content, path)
-    return str(path)
+    return str(save_model(folder / f'{name}.pth', name, model, kwargs, class_names=['boot', 'coat', 'hat']))
 
 
 @pytest.fixture

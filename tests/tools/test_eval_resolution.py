@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers import CLOTHING, generator, link_photographs, make_folder
+from helpers import CLOTHING, generator, link_photographs, make_folder, save_model
 from PIL import Image
 
 from aft_vision.data import NativeShape, Preprocessing, create_eval_loader
@@ -21,9 +21,7 @@ TINY = dict(depth=1, embed_dim=16, patch_size=16)
 
 def make_checkpoint(path: Path, name: str, **kwargs: object) -> Path:
     kwargs = {**TINY, **kwargs}
-    model = timm.create_model(name, **kwargs)
-    torch.save({'model_name': name, 'model_kwargs': kwargs, 'state_dict': model.state_dict()}, path)
-    return path
+    return save_model(path, name, timm.create_model(name, **kwargs), kwargs)
 
 
 @pytest.fixture(scope='module')
@@ -117,27 +115,9 @@ def test_the_crop_is_that_of_the_training_unless_told(run, tmp_path, monkeypatch
     assert used == [0.7, 1.0]
 
 
-@pytest.mark.parametrize(
-    ('name', 'kwargs', 'message'),
-    [
-        ('aft_conv_tiny', AFT, r'multiples of the patch size \(16, 16\), got \(40, 40\)'),
-        ('vit_tiny_patch16_224', dict(num_heads=1), r'multiples of the patch size \(16, 16\), got \(40, 40\)'),
-    ],
-)
-def test_a_size_that_no_patches_fill_is_rejected_before_anything_is_evaluated(
-    run, tmp_path, capsys, name, kwargs, message
-):
-    checkpoint = make_checkpoint(tmp_path / 'best.pth', name, num_classes=10, **kwargs)
-    with pytest.raises(ValueError, match=message):
-        run(checkpoint, '32', '40')
-    assert 'top-1' not in capsys.readouterr().out
-
-
 def test_a_model_that_cannot_be_resized_is_rejected(run, tmp_path):
-    kwargs = dict(num_classes=10)
-    model = timm.create_model('mixer_s32_224', **kwargs)
-    content = {'model_name': 'mixer_s32_224', 'model_kwargs': kwargs, 'state_dict': model.state_dict()}
-    torch.save(content, tmp_path / 'best.pth')
+    model = timm.create_model('mixer_s32_224', num_classes=10)
+    save_model(tmp_path / 'best.pth', 'mixer_s32_224', model, dict(num_classes=10))
     with pytest.raises(ValueError, match='a model that can be resized, got a MlpMixer'):
         run(tmp_path / 'best.pth', '64')
 
@@ -152,20 +132,8 @@ def test_an_exported_folder_is_accepted(run, tmp_path):
 def test_a_model_of_timm_with_weights_is_evaluated_by_its_name(tmp_path):
     # Numbers as class names are those of any model.
     data = make_folder(tmp_path / 'data', {'val': [str(index) for index in range(10)]}, 1)
-    (row,) = main(
-        [
-            '--checkpoint',
-            'aft_conv_nano',
-            '--data',
-            str(data),
-            '--workers',
-            '0',
-            '--sizes',
-            '32',
-            '--out',
-            str(tmp_path),
-        ]
-    )
+    arguments = ['--checkpoint', 'aft_conv_nano', '--data', str(data), '--workers', '0', '--sizes', '32']
+    (row,) = main([*arguments, '--out', str(tmp_path)])
     assert 0 <= row['top1'] <= row['top5'] <= 100
     assert json.loads((tmp_path / 'eval_resolution.json').read_text())['checkpoint'] == 'aft_conv_nano'
 
@@ -243,11 +211,12 @@ def test_one_scale_is_no_average(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ('name', 'kwargs'), [('aft_conv_tiny', AFT), ('vit_tiny_patch16_224', dict(num_heads=1, img_size=32))]
 )
-def test_sizes_that_no_patches_fill_are_padded_if_asked(tmp_path, name, kwargs):
+def test_sizes_that_no_patches_fill_are_padded_if_asked_and_rejected_first_if_not(tmp_path, capsys, name, kwargs):
     path = make_checkpoint(tmp_path / 'best.pth', name, num_classes=2, **kwargs)
     data = make_noise(tmp_path)
-    with pytest.raises(ValueError, match=r'got \(40, 40\); .*--pad pads the images'):
+    with pytest.raises(ValueError, match=r'multiples of the patch size \(16, 16\), got \(40, 40\); .*--pad pads'):
         run_on(data, [path], '32', '40')
+    assert 'top-1' not in capsys.readouterr().out
     rows = run_on(data, [path], '32', '40', '--pad')
     assert [(row['height'], row['samples']) for row in rows] == [(32, 4), (40, 4)]
 

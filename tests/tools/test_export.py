@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from helpers import save_model
 from PIL import Image
 
 from aft_vision.export.program import TOLERANCE
@@ -17,17 +18,9 @@ KWARGS = dict(depth=1, embed_dim=16, patch_size=8, num_heads=2, kernel_size=3, n
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    content = {
-        'model_name': 'aft_conv_tiny',
-        'model_kwargs': KWARGS,
-        'class_names': ['a', 'b', 'c'],
-        'data_config': {'input_size': (3, 32, 32), 'crop_pct': 0.9},
-        'best_top1': 50.0,
-        'epoch': 3,
-        'state_dict': timm.create_model('aft_conv_tiny', **KWARGS).state_dict(),
-    }
-    torch.save(content, tmp_path / 'best.pth')
-    return tmp_path / 'best.pth'
+    more = dict(class_names=['a', 'b', 'c'], data_config={'input_size': (3, 32, 32), 'crop_pct': 0.9})
+    model = timm.create_model('aft_conv_tiny', **KWARGS)
+    return save_model(tmp_path / 'best.pth', 'aft_conv_tiny', model, KWARGS, best_top1=50.0, epoch=3, **more)
 
 
 def test_a_checkpoint_becomes_an_onnx_file(checkpoint, tmp_path, monkeypatch, capsys):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers import CLOTHING, link_photographs, randn
+from helpers import CLOTHING, link_photographs, randn, save_model
 from torch import nn
 
 from aft_vision.evaluate import load_model
@@ -27,17 +27,7 @@ def make_checkpoint(path: Path, **kwargs: object) -> Path:
     model = timm.create_model('aft_conv_tiny', **kwargs)
     for name, p in model.named_parameters():
         nn.init.normal_(p, std=1.5 if '.attn.kernel.' in name else 0.3)
-    torch.save(
-        {
-            'model_name': 'aft_conv_tiny',
-            'model_kwargs': kwargs,
-            'state_dict': model.state_dict(),
-            'class_names': NAMES,
-            'data_config': PREPROCESSING,
-        },
-        path,
-    )
-    return path
+    return save_model(path, 'aft_conv_tiny', model, kwargs, class_names=NAMES, data_config=PREPROCESSING)
 
 
 @pytest.fixture(scope='module')
@@ -104,14 +94,8 @@ def test_the_folder_is_evaluated_at_other_sizes(exported, tmp_path):
 def test_the_trainer_goes_on_from_the_folder(exported, tmp_path):
     model = ['model.depth=2', 'model.embed_dim=16', 'model.num_heads=4', 'model.mixer=onehot', 'model.gumbel=null']
     photographs = link_photographs(tmp_path / 'photographs', 6, 2)
-    run = [
-        f'data.dir={photographs}',
-        'data.batch_size=20',
-        f'run.dir={tmp_path / "run"}',
-        f'run.init_from={exported}',
-        'optim.lr=0.01',
-    ]
-    averaged = ['ema.decay=0.9', 'ema.warmup=true']
+    run = [f'data.dir={photographs}', 'data.batch_size=20', f'run.dir={tmp_path / "run"}', f'run.init_from={exported}']
+    averaged = ['optim.lr=0.01', 'ema.decay=0.9', 'ema.warmup=true']
     config = ROOT / 'configs' / 'smoke' / 'one_epoch.yaml'
     imagenet.main(['--quiet', '--config', str(config), *model, *run, *averaged])
     before, after = load_model(exported).state_dict(), load_model(tmp_path / 'run' / 'best.pth').state_dict()
@@ -169,8 +153,7 @@ def test_other_classes_are_rejected_before_anything_is_written(checkpoint, tmp_p
 
 
 @pytest.mark.parametrize(
-    ('size', 'expected'),
-    [((32, 48), [(8, 8), (16, 24), (32, 48), (32, 96)]), ((8, 8), [(8, 8), (8, 16)])],
+    ('size', 'expected'), [((32, 48), [(8, 8), (16, 24), (32, 48), (32, 96)]), ((8, 8), [(8, 8), (8, 16)])]
 )
 def test_the_default_sizes_are_whole_patches_and_differ(size, expected):
     model = timm.create_model('aft_conv_tiny', **TINY, pretrained_cfg_overlay={'input_size': (3, *size)})

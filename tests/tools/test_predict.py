@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers import CLOTHING
+from helpers import CLOTHING, save_model
 from PIL import Image
 
 from aft_vision.evaluate import load_model
@@ -25,15 +25,9 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model = timm.create_model('aft_conv_tiny', **kwargs)
     torch.nn.init.normal_(model.head.weight)
-    content = {
-        'model_name': 'aft_conv_tiny',
-        'model_kwargs': kwargs,
-        'state_dict': model.state_dict(),
-        'class_names': NAMES,
-        'data_config': {'input_size': (3, 48, 48), 'crop_pct': 1.0, 'mean': (0.5,) * 3, 'std': (0.5,) * 3},
-    }
-    torch.save(content, folder / 'best.pth')
-    return folder
+    preprocessing = {'input_size': (3, 48, 48), 'crop_pct': 1.0, 'mean': (0.5,) * 3, 'std': (0.5,) * 3}
+    more = dict(class_names=NAMES, data_config=preprocessing)
+    return save_model(folder / 'best.pth', 'aft_conv_tiny', model, kwargs, **more).parent
 
 
 def test_classes_are_those_of_timm_s_own_preprocessing(run_folder, capsys):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers import CLOTHING, link_photographs, randn
+from helpers import CLOTHING, link_photographs, randn, save_model
 
 import aft_vision  # noqa: F401
 from aft_vision.evaluate import load_model
@@ -23,9 +23,8 @@ def make_checkpoint(path: Path, name: str = 'aft_conv_tiny', **kwargs: object) -
         if 'kernel' in key:
             parameter.data.copy_(randn(*parameter.shape, scale=0.5))
     names = sorted(folder.name for folder in (CLOTHING / 'train').iterdir())
-    content = {'model_name': name, 'model_kwargs': kwargs, 'state_dict': model.state_dict(), 'class_names': names}
-    torch.save({**content, 'data_config': {'input_size': (3, 32, 32), 'crop_pct': 0.9}}, path)
-    return path
+    preprocessing = {'input_size': (3, 32, 32), 'crop_pct': 0.9}
+    return save_model(path, name, model, kwargs, class_names=names, data_config=preprocessing)
 
 
 @pytest.fixture(scope='module')

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers import make_folder, photographs
+from helpers import make_folder, photographs, save_model
 from PIL import Image, ImageChops
 
 from aft_vision import __version__
@@ -52,8 +52,7 @@ def save(path: Path, name: str, kwargs: dict[str, object], **extra: object) -> P
     model = timm.create_model(name, **kwargs)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    torch.save({'model_name': name, 'model_kwargs': kwargs, 'state_dict': model.state_dict(), **extra}, path)
-    return path
+    return save_model(path, name, model, kwargs, **extra)
 
 
 @pytest.fixture(scope='module')

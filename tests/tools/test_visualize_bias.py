@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import timm
-import torch
+from helpers import save_model
 
 from tools.visualize_bias import main
 
@@ -11,10 +11,7 @@ KWARGS = dict(depth=1, embed_dim=8, patch_size=8, num_heads=2, kernel_size=3, nu
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    model = timm.create_model('aft_conv_tiny', **KWARGS)
-    content = {'model_name': 'aft_conv_tiny', 'model_kwargs': KWARGS, 'state_dict': model.state_dict()}
-    torch.save(content, tmp_path / 'best.pth')
-    return tmp_path / 'best.pth'
+    return save_model(tmp_path / 'best.pth', 'aft_conv_tiny', timm.create_model('aft_conv_tiny', **KWARGS), KWARGS)
 
 
 def test_the_picture_lies_beside_the_checkpoint(checkpoint, capsys):

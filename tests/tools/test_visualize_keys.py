@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 import timm
-import torch
-from helpers import photographs
+from helpers import photographs, save_model
 from PIL import Image
 
 from tools.visualize_keys import main
@@ -13,9 +12,7 @@ KWARGS = dict(depth=2, embed_dim=8, patch_size=8, num_heads=4, kernel_size=3, nu
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    model = timm.create_model('aft_conv_tiny', **KWARGS)
-    content = {'model_name': 'aft_conv_tiny', 'model_kwargs': KWARGS, 'state_dict': model.state_dict()}
-    torch.save(content, tmp_path / 'best.pth')
+    save_model(tmp_path / 'best.pth', 'aft_conv_tiny', timm.create_model('aft_conv_tiny', **KWARGS), KWARGS)
     photographs(1, (48, 64))[0].save(tmp_path / 'image.png')
     places = {'checkpoint': 'best.pth', 'image': 'image.png', 'out': 'new/keys.png'}
     return [text for name, place in places.items() for text in (f'--{name}', str(tmp_path / place))] + ['--size', '32']
