@@ -38,14 +38,7 @@ TRITON_MODULES = tuple(
         *('axial.triton', 'axial.kernels'),
         *('causal.local_triton', 'causal.local_kernels', 'causal.local_repair_kernels'),
         *('causal.local_backward_kernels', 'causal.simple_triton', 'causal.simple_kernels'),
-        *(
-            'common.launch',
-            'common.kernels',
-            'common.trial_kernel',
-            'common.tuner',
-            'common.verify',
-            'common.targets',
-        ),
+        *('common.launch', 'common.kernels', 'common.trial_kernel', 'common.tuner', 'common.verify', 'common.targets'),
     )
 )
 CPP_MODULES = tuple(

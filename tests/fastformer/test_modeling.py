@@ -10,13 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-    pipeline,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerFast, pipeline
 from transformers.modeling_outputs import BaseModelOutput
 
 from aft_vision.fastformer import (
@@ -517,8 +511,6 @@ def test_no_layer_is_divided_between_devices(mixer: str):
         assert len(whole) >= 4
         for tenths in range(1, 10):
             devices = infer_auto_device_map(
-                model,
-                {0: size * tenths // 10, 'cpu': 2 * size},
-                no_split_module_classes=model._no_split_modules,
+                model, {0: size * tenths // 10, 'cpu': 2 * size}, no_split_module_classes=model._no_split_modules
             )
             assert not [key for key in devices if key.startswith(tuple(f'{name}.' for name in whole))]

@@ -3,13 +3,7 @@ import timm
 import torch
 from torch import nn
 
-from aft_vision.models.block_alignment import (
-    block_errors,
-    block_tokens,
-    pair_blocks,
-    pair_models,
-    select_blocks,
-)
+from aft_vision.models.block_alignment import block_errors, block_tokens, pair_blocks, pair_models, select_blocks
 from aft_vision.models.deit_transfer import deit_to_aft
 
 SMALL = dict(embed_dim=64, patch_size=8, num_classes=3)

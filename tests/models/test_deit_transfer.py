@@ -33,19 +33,11 @@ TOKENS = {'class token': (1, 192), 'position embedding': (1, 197 * 192)}
 ATTENTION = {'queries': (24, PROJECTION), 'keys': (24, PROJECTION)}
 # Copied, left out, and as initialised.
 COUNTS: dict[str, tuple[dict[str, tuple[int, int]], ...]] = {
-    'aft_conv_tiny': (
-        COPIED,
-        {**TOKENS, **ATTENTION},
-        {**ATTENTION, 'position biases': (36, 12 * 192 * (121 + 2))},
-    ),
+    'aft_conv_tiny': (COPIED, {**TOKENS, **ATTENTION}, {**ATTENTION, 'position biases': (36, 12 * 192 * (121 + 2))}),
     'aft_conv_tiny_k11_h32': (
         COPIED,
         {**TOKENS, **ATTENTION},
-        {
-            'queries': (24, PROJECTION),
-            'keys': (24, 12 * (192 * 32 + 32)),
-            'position biases': (36, 12 * 32 * (121 + 2)),
-        },
+        {'queries': (24, PROJECTION), 'keys': (24, 12 * (192 * 32 + 32)), 'position biases': (36, 12 * 32 * (121 + 2))},
     ),
     'aft_axial_tiny': (
         COPIED,
@@ -56,11 +48,7 @@ COUNTS: dict[str, tuple[dict[str, tuple[int, int]], ...]] = {
             'position biases': (72, 12 * 32 * (27 + 2) * 2),
         },
     ),
-    'aft_full_tiny': (
-        {**COPIED, **TOKENS},
-        ATTENTION,
-        {**ATTENTION, 'position biases': (24, 12 * 2 * 197 * 128)},
-    ),
+    'aft_full_tiny': ({**COPIED, **TOKENS}, ATTENTION, {**ATTENTION, 'position biases': (24, 12 * 2 * 197 * 128)}),
 }
 OUT_OUT_IN = ('left out', 'left out', 'copied')
 WEIGHTS = ('weight', 'bias')
@@ -237,12 +225,7 @@ def test_the_logits_of_a_distilled_deit_are_the_mean_of_its_heads():
         ('aft_full_tiny', {}, 'qkv', []),
         ('aft_conv_tiny', dict(num_heads=32), 'qkv', []),
         ('aft_conv_tiny', dict(num_heads=4), 'qv', ['the model has 4 channels of them, the source 32']),
-        (
-            'aft_conv_tiny',
-            dict(num_heads=32, query_gate=False),
-            'kv',
-            ['the model has no queries (query_gate=False)'],
-        ),
+        ('aft_conv_tiny', dict(num_heads=32, query_gate=False), 'kv', ['the model has no queries (query_gate=False)']),
     ],
     ids=['full', 'one head per channel', 'few heads', 'no queries'],
 )
@@ -281,12 +264,7 @@ def notes_of(vit: nn.Module, model: nn.Module) -> dict[str, str]:
         (dict(reg_tokens=2), dict(reg_tokens=1), 'reg_token', 'the model has no register tokens, or another number'),
         (dict(qk_norm=True), {}, 'blocks.0.attn.q_norm.weight', 'of queries or keys, which AFT does not normalise'),
         (dict(pre_norm=True), {}, 'norm_pre.weight', 'the model has no norm before the blocks (pre_norm=False)'),
-        (
-            dict(class_token=False, global_pool='map'),
-            {},
-            'attn_pool.latent',
-            'the model does not pool by attention',
-        ),
+        (dict(class_token=False, global_pool='map'), {}, 'attn_pool.latent', 'the model does not pool by attention'),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else '',
 )

@@ -137,14 +137,8 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('schedule.warmup_epochs=300', r'schedule\.warmup_epochs to be below schedule\.epochs, which is 300, got 300'),
         ('augment.scale=[2,3]', r'expected augment\.scale to be in \(0, 1\], got \(2\.0, 3\.0\)'),
         ('optim.name=adamww', r"optim\.name = 'adamww' is not an optimizer; did you mean adamw"),
-        (
-            'optim.accumulate=3',
-            r'an even multiple of optim\.accumulate \(3\) times .* \(1\), got 64; set .*=66',
-        ),
-        (
-            'data.batch_size=63',
-            r'even multiple of .*, got 63; set data\.batch_size=64, or augment\.mix_prob=0',
-        ),
+        ('optim.accumulate=3', r'an even multiple of optim\.accumulate \(3\) times .* \(1\), got 64; set .*=66'),
+        ('data.batch_size=63', r'even multiple of .*, got 63; set data\.batch_size=64, or augment\.mix_prob=0'),
         ('data.on_corrupt_image=ignore', r"on_corrupt_image = 'ignore': .*expected one of \['raise', 'skip'\]"),
         ('schedule.step=batch', r"schedule\.step = 'batch': .*expected one of \['epoch', 'update', 'deit'\]"),
         ('data.img_size=[-32,32]', r'expected data\.img_size to be in \[1, 65536\], got \(-32, 32\)'),

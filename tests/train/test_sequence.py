@@ -178,9 +178,7 @@ def test_a_run_learns_what_follows_from_what(tmp_path, capsys):
     text = (np.arange(700) % 7).astype(np.uint8)
     loaders = Loaders(char_train_loader(text, 16, 4), char_eval_loader(text, 16, 4), [])
     state = make_state(
-        make_model(dropout=0.0),
-        optim=OptimizerConfig(lr=2e-2),
-        schedule=SequenceSchedule(epochs=5, warmup_updates=10),
+        make_model(dropout=0.0), optim=OptimizerConfig(lr=2e-2), schedule=SequenceSchedule(epochs=5, warmup_updates=10)
     )
     fit(state, loaders, Saver(tmp_path, DESCRIPTION, keep=1, minutes=None), progress=False)
     bits = [float(row['eval_bits']) for row in rows_of(tmp_path)]
