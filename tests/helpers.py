@@ -401,6 +401,17 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, update: int, number: int = sig
     monkeypatch.setattr(engine, 'train_step', step)
 
 
+def stop_in(
+    monkeypatch: pytest.MonkeyPatch, update: int, run: Callable[..., object], *args: Any, number: int = signal.SIGTERM
+) -> object:
+    """Stop a run by a signal in that update, and return its exit code."""
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, update, number)
+        with pytest.raises(SystemExit) as stopped:
+            run(*args)
+    return stopped.value.code
+
+
 def interrupt_text_at(monkeypatch: pytest.MonkeyPatch, update: int, number: int | None = None) -> None:
     """Raise a KeyboardInterrupt in that update of a text run, as if it were killed, or send a signal."""
     from train.fastformer import trainer

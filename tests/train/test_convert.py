@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers import digest, interrupt_at, link_photographs, losses
+from helpers import digest, link_photographs, losses, stop_in
 
 from aft_vision.evaluate import load_model
 from aft_vision.export import export_model
@@ -106,10 +106,8 @@ def test_a_conversion_over_another_one_stopped_by_a_signal_ends_as_one_in_a_new_
         # Complete runs of other weights.
         shutil.copytree(whole / 'blocks', tmp_path / name)
     (tmp_path / 'notes.txt').touch()
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 1)
-        with pytest.raises(SystemExit):
-            main([*arguments, f'run.dir={tmp_path}', 'run.overwrite=true', 'convert.fine_tune=none'])
+    again = [*arguments, f'run.dir={tmp_path}', 'run.overwrite=true', 'convert.fine_tune=none']
+    stop_in(monkeypatch, 1, main, again)
     assert torch.load(tmp_path / 'blocks' / 'last.pth', weights_only=True)['updates'] == 1
     command = capsys.readouterr().out.rpartition(' --config ')[2].split()
     assert command[0] == str(tmp_path / 'config.yaml')

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from helpers import NO_AUGMENTATION, digest, interrupt_at, link_photographs, losses, save_model
+from helpers import NO_AUGMENTATION, digest, link_photographs, losses, save_model, stop_in
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -272,10 +272,7 @@ def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(recipe, teacher_di
         [*distilled(recipe, 'feature', teacher_dir / 'best.pth', folder), 'run.resume=auto'] for folder in folders
     )
     main(whole)
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 2)
-        with pytest.raises(SystemExit):
-            main(stopped)
+    stop_in(monkeypatch, 2, main, stopped)
     assert torch.load(folders[1] / 'last.pth', weights_only=True)['updates'] == 2
     state = main(stopped)
     assert state.progress.updates == 6

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CLOTHING, digest, interrupt_at, link_photographs, losses, make_folder
+from helpers import CLOTHING, digest, interrupt_at, link_photographs, losses, make_folder, stop_in
 from small_runs import RECIPE, SMALL, assert_same_results
 
 from train import engine
@@ -39,11 +39,7 @@ def whole(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(small, update, whole, tmp_path, monkeypatch):
     # What limits the run is measured anew each time, wherever in the epoch it goes on.
     arguments = [*small, 'run.resume=auto', 'run.throughput_batches=1', f'run.dir={tmp_path}']
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, update)
-        with pytest.raises(SystemExit) as stopped:
-            main(arguments)
-    assert stopped.value.code == 128 + signal.SIGTERM
+    assert stop_in(monkeypatch, update, main, arguments) == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == update
     state = main(arguments)
@@ -73,11 +69,8 @@ def test_a_signal_during_an_evaluation_stops_the_run_after_it(small, epoch, whol
 
 
 def test_ctrl_c_saves_and_prints_how_to_go_on(small, whole, tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 2, signal.SIGINT)
-        with pytest.raises(SystemExit) as stopped:
-            main([*small, f'run.dir={tmp_path}'])
-    assert stopped.value.code == 128 + signal.SIGINT
+    code = stop_in(monkeypatch, 2, main, [*small, f'run.dir={tmp_path}'], number=signal.SIGINT)
+    assert code == 128 + signal.SIGINT
     arguments = capsys.readouterr().out.rpartition(' --config ')[2].split()
     assert main(['--config', *arguments]).progress.updates == 6
     assert_same_results(tmp_path, whole)
@@ -86,10 +79,7 @@ def test_ctrl_c_saves_and_prints_how_to_go_on(small, whole, tmp_path, monkeypatc
 def test_two_interruptions_in_one_epoch_and_other_workers_change_nothing(small, whole, tmp_path, monkeypatch):
     arguments = [*small, 'run.resume=auto', f'run.dir={tmp_path}']
     for update, workers in ((1, 1), (2, 2)):
-        with monkeypatch.context() as patch:
-            interrupt_at(patch, update)
-            with pytest.raises(SystemExit):
-                main([*arguments, f'data.num_workers={workers}'])
+        stop_in(monkeypatch, update, main, [*arguments, f'data.num_workers={workers}'])
     main(arguments)
     assert_same_results(tmp_path, whole)
 
@@ -100,10 +90,7 @@ def test_several_sizes_and_a_falling_temperature_go_on_as_if_not_interrupted(sma
     main([*small, *more, f'run.dir={tmp_path / "whole"}'])
     arguments = [*small, *more, 'run.resume=auto', f'run.dir={tmp_path / "stopped"}']
     for update in (2, 4):
-        with monkeypatch.context() as patch:
-            interrupt_at(patch, update)
-            with pytest.raises(SystemExit):
-                main(arguments)
+        stop_in(monkeypatch, update, main, arguments)
     main([*arguments, 'data.num_workers=1'])
     assert_same_results(tmp_path / 'stopped', tmp_path / 'whole')
 
@@ -113,10 +100,8 @@ def test_images_of_native_shapes_go_on_as_if_not_interrupted(small, tmp_path, mo
     main([*small, *more, f'run.dir={tmp_path / "whole"}'])
     arguments = [*small, *more, 'run.resume=auto', f'run.dir={tmp_path / "stopped"}']
     for update, workers in ((2, 0), (4, 1)):
-        with monkeypatch.context() as patch:
-            interrupt_at(patch, update)
-            with pytest.raises(SystemExit):
-                main([*arguments, f'data.num_workers={workers}', 'run.throughput_batches=1'])
+        loading = [f'data.num_workers={workers}', 'run.throughput_batches=1']
+        stop_in(monkeypatch, update, main, [*arguments, *loading])
     main(arguments)
     assert_same_results(tmp_path / 'stopped', tmp_path / 'whole')
 
@@ -124,10 +109,7 @@ def test_images_of_native_shapes_go_on_as_if_not_interrupted(small, tmp_path, mo
 def test_the_newest_checkpoint_that_is_whole_is_used(small, whole, tmp_path, monkeypatch, caplog):
     arguments = [*small, 'run.resume=auto', f'run.dir={tmp_path}']
     for update in (2, 4):
-        with monkeypatch.context() as patch:
-            interrupt_at(patch, update)
-            with pytest.raises(SystemExit):
-                main(arguments)
+        stop_in(monkeypatch, update, main, arguments)
     content = (tmp_path / 'last.pth').read_bytes()
     (tmp_path / 'last.pth').write_bytes(content[: len(content) // 2])
     main(arguments)
@@ -172,12 +154,6 @@ def test_a_run_may_go_on_from_another_folder_for_more_epochs(small, whole, tmp_p
     assert 'data.dir' not in shown
 
 
-def test_a_complete_run_does_not_go_on_in_another_folder(small, whole, tmp_path):
-    with pytest.raises(ValueError, match=rf'is not complete, got run\.resume={whole}, which is, after update 6'):
-        main([*small, f'run.resume={whole}', f'run.dir={tmp_path / "run"}'])
-    assert not (tmp_path / 'run').exists()
-
-
 def test_a_run_does_not_go_on_in_the_folder_of_another(small, whole, tmp_path):
     for name in ('last.pth', 'best.pth', 'summary.csv'):
         shutil.copy(whole / name, tmp_path / name)
@@ -193,15 +169,21 @@ def test_a_run_does_not_go_on_in_the_folder_of_another(small, whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('other', 'message'),
+    ('other', 'where', 'message'),
     [
-        (['optim.name=sgd'], r'a run with optim\.name = sgd, as this one has, got .*last\.pth with adamw'),
-        (['optim.weight_decay=0'], r'has 1 groups of parameters, got .*last\.pth with 2; optim\.layer_decay must'),
+        ('', '', r'is not complete, got run\.resume=.*, which is, after update 6'),
+        ('optim.name=sgd', '', r'a run with optim\.name = sgd, as this one has, got .*last\.pth with adamw'),
+        ('optim.weight_decay=0', '', r'has 1 groups of parameters, got .*last\.pth with 2; optim\.layer_decay must'),
+        ('data.batch_size=16', 'last.pth', r'a run with batch_size = 16, .* got .* with 20'),
+        # The folder of a run stands for its newest checkpoint.
+        *(('model.depth=2', where, r'last\.pth: .*missing: blocks\.1\.') for where in ('last.pth', '')),
+        ('', 'best.pth', r'with the state of the optimizer, as last\.pth has, got .*best\.pth'),
     ],
 )
-def test_another_optimizer_is_not_gone_on_with(small, whole, tmp_path, other, message):
+def test_another_run_is_not_gone_on_with(small, whole, tmp_path, other, where, message):
     with pytest.raises(ValueError, match=message):
-        main([*small, *other, f'run.resume={whole}', f'run.dir={tmp_path / "run"}'])
+        main([*small, *other.split(), f'run.resume={whole / where}', f'run.dir={tmp_path / "run"}'])
+    assert not (tmp_path / 'run').exists()
 
 
 def test_other_data_are_not_gone_on_with(small, whole, tmp_path):
@@ -212,10 +194,7 @@ def test_other_data_are_not_gone_on_with(small, whole, tmp_path):
         main([*small, *other])
 
 
-def test_another_batch_size_and_other_classes_are_not_gone_on_with(small, whole, tmp_path):
-    again = [f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path / "run"}']
-    with pytest.raises(ValueError, match=r'a run with batch_size = 16, .* got .* with 20'):
-        main([*small, 'data.batch_size=16', *again])
+def test_other_classes_are_not_gone_on_with(small, whole, tmp_path):
     content = torch.load(whole / 'last.pth', weights_only=True)
     names = content['class_names']
     torch.save({**content, 'class_names': [*names[1:], names[0]]}, tmp_path / 'permuted.pth')
@@ -245,22 +224,9 @@ def test_after_a_signal_no_process_ends_before_the_state_is_saved(small, tmp_pat
     assert saved[-1]
 
 
-# The folder of a run stands for its newest checkpoint.
-@pytest.mark.parametrize('where', ['last.pth', ''])
-def test_another_model_is_not_gone_on_with(small, whole, tmp_path, where):
-    other = ['model.depth=2', f'run.resume={whole / where}', f'run.dir={tmp_path / "run"}']
-    with pytest.raises(ValueError, match=r'last\.pth: .*missing: blocks\.1\.'):
-        main([*small, *other])
-
-
 def test_a_folder_without_a_checkpoint_is_not_gone_on_with(small, tmp_path):
     with pytest.raises(ValueError, match=rf'expected a run with a checkpoint in {tmp_path}, got none'):
         main([*small, f'run.resume={tmp_path}', f'run.dir={tmp_path / "run"}'])
-
-
-def test_weights_alone_are_not_gone_on_with(small, whole, tmp_path):
-    with pytest.raises(ValueError, match=r'with the state of the optimizer, as last\.pth has, got .*best\.pth'):
-        main([*small, f'run.resume={whole / "best.pth"}', f'run.dir={tmp_path / "run"}'])
 
 
 def test_a_new_run_in_an_old_folder_leaves_nothing_to_go_on_from(small, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import interrupt_at, pretend_terminal
+from helpers import pretend_terminal, stop_in
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -220,10 +220,7 @@ def test_a_spent_run_that_was_stopped_before_its_evaluation_makes_up_for_it(upda
     schedule = SequenceSchedule(epochs=2, warmup_updates=4, max_updates=update)
     expected = run(make_state(schedule=schedule), make_folder(tmp_path / 'whole'))
     stopped, folder = make_state(schedule=schedule), make_folder(tmp_path / 'stopped')
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, update)
-        with pytest.raises(SystemExit):
-            run(stopped, folder)
+    stop_in(monkeypatch, update, run, stopped, folder)
     content = torch.load(tmp_path / 'stopped' / 'last.pth', weights_only=True)
     assert (content['updates'], len(content['history'])) == (update, 1)
     again = make_state(schedule=schedule)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import digest, interrupt_at
+from helpers import digest, stop_in
 from PIL import Image
 from small_runs import ROOT, assert_same_results
 
@@ -92,11 +92,7 @@ def test_the_resolved_config_repeats_the_run_exactly_and_draws_its_curves(whole,
 @pytest.mark.parametrize(('kind', 'update'), [('char', 3), ('char', 5), ('pixel', 4)])
 def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(kind, update, whole, arguments, tmp_path, monkeypatch):
     again = [*arguments[kind], 'run.resume=auto', 'run.throughput_batches=1', f'run.dir={tmp_path}']
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, update)
-        with pytest.raises(SystemExit) as stopped:
-            MAINS[kind](again)
-    assert stopped.value.code == 128 + signal.SIGTERM
+    assert stop_in(monkeypatch, update, MAINS[kind], again) == 128 + signal.SIGTERM
     assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == update
     state = MAINS[kind](again)
     assert state.progress.updates == 6
