@@ -228,16 +228,16 @@ def test_a_stream_without_the_number_of_its_classes_asks_for_it(shards):
         create_eval_loader(Source(name='wds/', dir=shards), (16, 16), 2, num_workers=0)
 
 
-def test_a_stream_is_not_evaluated_by_several_processes(shards):
-    source = Source(name='wds/', dir=shards, num_classes=3)
-    with pytest.raises(ValueError, match=r'expected one process for a streamed data set, .* got 2'):
-        create_loaders(source, (16, 16), 2, augment=Augmentation(repeats=1), share=Share(0, 2), num_workers=0)
-
-
-def test_a_stream_cannot_repeat_images(shards):
-    source = Source(name='wds/', dir=shards, num_classes=3)
-    with pytest.raises(ValueError, match=r'augment\.repeats must be 1 for a streamed data set, got 3'):
-        create_loaders(source, (16, 16), 2, num_workers=0)
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (dict(augment=Augmentation(repeats=1), share=Share(0, 2)), r'one process for a streamed data set, .* got 2'),
+        ({}, r'augment\.repeats must be 1 for a streamed data set, got 3'),
+    ],
+)
+def test_a_stream_has_one_process_and_repeats_no_image(shards, options, message):
+    with pytest.raises(ValueError, match=message):
+        create_loaders(Source(name='wds/', dir=shards, num_classes=3), (16, 16), 2, num_workers=0, **options)
 
 
 def damage(path: Path, kind: str) -> None:
@@ -315,69 +315,64 @@ def test_an_error_of_a_transform_is_not_blamed_on_the_image(tmp_path):
         _ = split.dataset[0]
 
 
-def test_a_missing_directory_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r'nowhere, which is not one'):
-        create_loaders(tmp_path / 'nowhere', (16, 16), 2)
+def layout(root: Path, *names: str) -> None:
+    """Write small images, empty folders, which end with a slash, and other files."""
+    for name in names:
+        path = root / name
+        (path if name.endswith('/') else path.parent).mkdir(parents=True, exist_ok=True)
+        if name.endswith('.png'):
+            Image.new('RGB', (4, 4)).save(path)
+        elif not name.endswith('/'):
+            path.write_text('nothing')
 
 
-def test_an_empty_directory_is_named(tmp_path):
-    with pytest.raises(ValueError, match='which is empty'):
-        create_loaders(tmp_path, (16, 16), 2)
+@pytest.mark.parametrize(
+    ('paths', 'message'),
+    [
+        ([], 'which is not one'),
+        (['./'], 'which is empty'),
+        (
+            ['train/a/0.png', 'extra/a/0.png'],
+            r'folder, .tar or .beton file val or validation or test .* only extra, tr',
+        ),
+        (
+            ['train/a/0.png', 'train/b/0.png', 'val/a/0.png', 'val/c/0.png'],
+            r"only in training: \['b'\]; only in validation: \['c'\]",
+        ),
+        (['train/a/0.png', 'train/b/', 'val/a/0.png', 'val/b/'], 'got none in b'),
+        (['train/a/0.png', 'train/b/x.heic', 'val/a/0.png'], r'got none in b; ignored: 1 file \(1 \.heic\)'),
+        (['train/a/0.png', 'val/'], 'expected one folder per class in'),
+    ],
+)
+def test_a_folder_that_is_no_data_set_is_named(tmp_path, paths, message):
+    layout(tmp_path / 'images', *paths)
+    with pytest.raises(ValueError, match=message):
+        create_loaders(tmp_path / 'images', (16, 16), 1)
 
 
-def test_a_missing_split_lists_what_is_there(tmp_path):
-    make_folder(tmp_path, {'train': ['a'], 'extra': ['a']})
-    with pytest.raises(
-        ValueError, match=r'expected a folder, .tar or .beton file val or validation or test .* only extra, tr'
-    ):
-        create_loaders(tmp_path, (16, 16), 2)
-
-
-def test_different_class_folders_are_listed(tmp_path):
-    make_folder(tmp_path, {'train': ['a', 'b'], 'val': ['a', 'c']})
-    with pytest.raises(ValueError, match=r"only in training: \['b'\]; only in validation: \['c'\]"):
-        create_loaders(tmp_path, (16, 16), 2)
-
-
-def test_a_class_without_images_is_named(tmp_path):
-    make_folder(tmp_path, {'train': ['a', 'b'], 'val': ['a', 'b']})
-    for path in (tmp_path / 'train' / 'b').iterdir():
-        path.unlink()
-    with pytest.raises(ValueError, match='got none in b'):
-        create_loaders(tmp_path, (16, 16), 1)
-
-
-def test_a_split_without_class_folders_is_named(tmp_path):
-    make_folder(tmp_path, {'train': ['a']})
-    (tmp_path / 'val').mkdir()
-    with pytest.raises(ValueError, match='expected one folder per class in'):
-        create_loaders(tmp_path, (16, 16), 1)
-
-
-def test_a_tar_without_the_split_lists_what_is_there(tmp_path):
-    tar = make_tar(tmp_path / 'all.tar', make_folder(tmp_path / 'images', {'train': ['a'], 'extra': ['a']}))
-    with pytest.raises(ValueError, match=r'val or validation or test of class folders in .*got only extra, train'):
-        open_eval_split(Source(dir=str(tar)), 1)
+@pytest.mark.parametrize(
+    ('paths', 'message'),
+    [
+        (['extra/a/0.png', 'train2/a/0.png'], r'train of class folders in .*got only extra, train2'),
+        (['train/notes.txt'], r'expected images in class folders in .*all\.tar, got none'),
+        (['train/a/._x.png'], r'images in class folders in .*all\.tar, got none'),
+        (['train/a/0.png', 'train/b/'], r'every class folder of .*all\.tar, got none in b'),
+    ],
+)
+def test_a_tar_that_is_no_data_set_is_named(tmp_path, paths, message):
+    layout(tmp_path / 'images', *paths)
+    with pytest.raises(ValueError, match=message):
+        open_train_split(Source(dir=str(make_tar(tmp_path / 'all.tar', tmp_path / 'images'))), 1)
 
 
 def test_a_tar_of_tar_files_is_named(tmp_path):
     folder = make_folder(tmp_path / 'images', {'train': ['a', 'b']}, images=1)
-    inner = tmp_path / 'inner'
-    inner.mkdir()
+    (tmp_path / 'inner').mkdir()
     for name in ('a', 'b'):
-        make_tar(inner / f'{name}.tar', folder / 'train' / name)
-    with pytest.raises(
-        ValueError, match=r'images in class folders of .*all\.tar, got a tar file of them, .*[ab]\.tar: unpack'
-    ):
-        open_train_split(Source(dir=str(make_tar(tmp_path / 'all.tar', inner))), 1)
-
-
-def test_a_tar_without_images_is_named(tmp_path):
-    (tmp_path / 'train').mkdir()
-    (tmp_path / 'train' / 'notes.txt').write_text('nothing')
-    tar = make_tar(tmp_path / 'all.tar', tmp_path / 'train')
-    with pytest.raises(ValueError, match=r'expected images in class folders in .*all\.tar, got none'):
-        open_train_split(Source(dir=str(tar)), 1)
+        make_tar(tmp_path / 'inner' / f'{name}.tar', folder / 'train' / name)
+    message = r'images in class folders of .*all\.tar, got a tar file of them, .*[ab]\.tar: unpack'
+    with pytest.raises(ValueError, match=message):
+        open_train_split(Source(dir=str(make_tar(tmp_path / 'all.tar', tmp_path / 'inner'))), 1)
 
 
 @pytest.mark.parametrize('blocks', [1, 3, 10])
@@ -388,14 +383,6 @@ def test_a_tar_that_is_cut_is_not_taken_for_a_smaller_one(tmp_path, blocks):
     tar.write_bytes(content[: 512 * (whole - blocks)])
     with pytest.raises(ValueError, match=r'expected a whole tar file, got .*all\.tar'):
         open_train_split(Source(dir=str(tar)), 1)
-
-
-def test_a_class_without_images_in_a_tar_is_named(tmp_path):
-    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b']})
-    for path in (folder / 'train' / 'b').iterdir():
-        path.unlink()
-    with pytest.raises(ValueError, match=r'every class folder of .*all\.tar, got none in b'):
-        open_train_split(Source(dir=str(make_tar(tmp_path / 'all.tar', folder))), 1)
 
 
 @pytest.mark.parametrize('place', ['train/astray.png', 'train/a/deep/astray.png'])
@@ -438,11 +425,12 @@ def test_a_damaged_tar_is_named(tmp_path, content):
         ('torch/cifar10', r"the split 'train' of the data set torch/cifar10 in .*, got: .*data\.download=true"),
         ('torch/cifar11', r'torch/cifar11 in .*Unknown torchvision dataset cifar11'),
         ('nonsense/x', r'name must begin with one of torch/, hfds/, hfids/, wds/, tfds/'),
+        ('', r'expected data\.dir or data\.name, where the images are, got neither'),
     ],
 )
 def test_a_named_data_set_that_cannot_be_opened_is_named(tmp_path, name, message):
     with pytest.raises(ValueError, match=message):
-        open_train_split(Source(name=name, dir=str(tmp_path)), 1)
+        open_train_split(Source(name=name, dir=str(tmp_path)) if name else Source(), 1)
 
 
 @pytest.mark.parametrize(
@@ -457,11 +445,6 @@ def test_a_named_data_set_that_cannot_be_opened_is_named(tmp_path, name, message
 def test_an_impossible_source_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         Source(**options)
-
-
-def test_a_source_without_a_place_is_rejected():
-    with pytest.raises(ValueError, match=r'expected data\.dir or data\.name, where the images are, got neither'):
-        open_train_split(Source(), 1)
 
 
 def make_numbered(root: Path, counts: dict[str, int]) -> Path:
@@ -633,21 +616,6 @@ def test_the_folder_that_macos_puts_next_to_class_folders_is_no_class(tmp_path, 
     data = make_tar(tmp_path / 'all.tar', folder) if form == 'tar' else folder
     _, names = create_eval_loader(data, (16, 16), 2, num_workers=0)
     assert names == CLASSES['val']
-
-
-def test_a_tar_with_only_files_of_macos_has_no_images(tmp_path):
-    (tmp_path / 'images' / 'train' / 'a').mkdir(parents=True)
-    (tmp_path / 'images' / 'train' / 'a' / '._x.jpg').write_bytes(b'\0\5\x16\7')
-    with pytest.raises(ValueError, match=r'images in class folders in .*all\.tar, got none'):
-        open_train_split(Source(dir=str(make_tar(tmp_path / 'all.tar', tmp_path / 'images'))), 1)
-
-
-def test_a_class_whose_images_are_all_ignored_says_what_there_is(tmp_path):
-    make_folder(tmp_path, {'train': ['a', 'b']})
-    for path in (tmp_path / 'train' / 'b').iterdir():
-        path.rename(path.with_suffix('.heic'))
-    with pytest.raises(ValueError, match=r'got none in b; ignored: 2 files \(2 \.heic\)'):
-        open_train_split(Source(dir=str(tmp_path)), 1)
 
 
 def test_one_class_is_a_warning(tmp_path, caplog):
