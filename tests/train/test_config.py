@@ -133,7 +133,6 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('model.name=null', r'expected model\.name, .* got None'),
         ('model.name=vit_tny_patch16_224', r'did you mean vit_tiny_patch16_224'),
         ('optim.lr=-1', r'expected optim\.lr to be in \(0, 1e4\], got -1'),
-        ('optim.clip_grad=0', r'expected optim\.clip_grad to be above 0, or null, got 0'),
         ('schedule.warmup_epochs=300', r'schedule\.warmup_epochs to be below schedule\.epochs, which is 300, got 300'),
         ('augment.scale=[2,3]', r'expected augment\.scale to be in \(0, 1\], got \(2\.0, 3\.0\)'),
         ('optim.name=adamww', r"optim\.name = 'adamww' is not an optimizer; did you mean adamw"),
@@ -141,7 +140,6 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('data.batch_size=63', r'even multiple of .*, got 63; set data\.batch_size=64, or augment\.mix_prob=0'),
         ('data.on_corrupt_image=ignore', r"on_corrupt_image = 'ignore': .*expected one of \['raise', 'skip'\]"),
         ('schedule.step=batch', r"schedule\.step = 'batch': .*expected one of \['epoch', 'update', 'deit'\]"),
-        ('data.img_size=[-32,32]', r'expected data\.img_size to be in \[1, 65536\], got \(-32, 32\)'),
         ('augment.auto_augment=foo', r"auto_augment must be a policy of timm, .* got 'foo'"),
         ('schedule.min_lr=1', r'schedule\.min_lr to be at most the peak rate 6\.25e-05, .*, got 1'),
         ('regularize.kernel_entropy=inf', r'expected regularize\.kernel_entropy to be at least 0 and finite, got inf'),
@@ -153,13 +151,15 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
             'data.max_tokens=64',
             r'data\.max_tokens: expected .* aft_\* .* or a naflexvit_\*.*, got VisionTransformer: set',
         ),
+        ('optim.name=adahessian', r"optim\.name = 'adahessian' is not an optimizer"),
+        ('model.name=aft_pyramid_nano model.embed_dim=64', r'model\.embed_dim = 64 is not an argument of this model'),
         ('optim.lr', r"expected an override like section\.key=value, got 'optim\.lr'"),
         ('optim.lr="', r'expected a YAML value after ='),
     ],
 )
 def test_a_wrong_override_is_rejected_with_key_and_value(vit_file, override, message):
     with pytest.raises(ValueError, match=message):
-        load_config(vit_file, [override])
+        load_config(vit_file, override.split())
 
 
 @pytest.mark.parametrize(
@@ -193,12 +193,6 @@ def test_models_of_native_shapes_are_accepted(tmp_path, model):
     assert config.data.image_tokens == 196
 
 
-def test_an_unknown_key_of_a_file_names_the_file(tmp_path):
-    (tmp_path / 'file.yaml').write_text('optim: {momentun: 0.9}\n')
-    with pytest.raises(ValueError, match=r'file\.yaml: optim\.momentun = 0\.9 is not a key; the nearest is optim\.'):
-        load_config(tmp_path / 'file.yaml')
-
-
 @pytest.mark.parametrize(
     ('content', 'message'),
     [
@@ -210,9 +204,12 @@ def test_an_unknown_key_of_a_file_names_the_file(tmp_path):
         ('# model: {name: aft_conv_tiny}\n', r'sections of keys in .*file\.yaml, got an empty file'),
         ('base: file.yaml\n', 'which builds on itself'),
         ('base: none.yaml\n', r'none\.yaml, which does not exist'),
+        ('optim: {momentun: 0.9}\n', r'file\.yaml: optim\.momentun = 0\.9 is not a key; the nearest is optim\.'),
+        ('base: base.yaml\n', r'base\.yaml: expected schedule\.epochs to be at least 1, got 0'),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(tmp_path, content, message):
+def test_what_is_wrong_with_a_file_is_named(tmp_path, content, message):
+    (tmp_path / 'base.yaml').write_text('schedule: {epochs: 0}\n')
     (tmp_path / 'file.yaml').write_text(content)
     with pytest.raises(ValueError, match=message):
         load_config(tmp_path / 'file.yaml')
@@ -224,20 +221,20 @@ def test_arguments_of_the_class_and_of_timms_vision_transformer_are_known(key):
     assert check_model({**AFT, key: value}) == {**AFT, key: value}
 
 
-def test_a_misspelt_model_argument_names_the_nearest():
-    with pytest.raises(ValueError, match=r'^model\.kernel_sise = 11 is not a key; the nearest is model\.kernel_size'):
-        check_model({**AFT, 'kernel_sise': 11})
-
-
-def test_a_model_argument_of_the_wrong_type_is_rejected():
-    with pytest.raises(ValueError, match=r"^model\.depth = 'deep': .*could not be converted to Integer"):
-        check_model({**AFT, 'depth': 'deep'})
-
-
-@pytest.mark.parametrize('key', ['num_classes', 'in_chans', 'device', 'dtype'])
-def test_a_model_argument_that_the_trainer_decides_is_rejected(key):
-    with pytest.raises(ValueError, match=rf'model\.{key} = 3 is not for an experiment'):
-        check_model({**AFT, key: 3})
+@pytest.mark.parametrize(
+    ('key', 'value', 'message'),
+    [
+        ('kernel_sise', 11, r'^model\.kernel_sise = 11 is not a key; the nearest is model\.kernel_size'),
+        ('depth', 'deep', r"^model\.depth = 'deep': .*could not be converted to Integer"),
+        *(
+            (key, 3, f'{key} = 3 is not for an experiment')
+            for key in ('num_classes', 'in_chans', 'device', 'dtype')
+        ),
+    ],
+)
+def test_a_wrong_model_argument_is_rejected(key, value, message):
+    with pytest.raises(ValueError, match=message):
+        check_model({**AFT, key: value})
 
 
 def test_parts_of_a_batch_must_be_even_to_be_mixed(vit_file):
@@ -259,12 +256,6 @@ def test_arguments_of_the_optimizer_may_be_given_one_by_one(vit_file):
 def test_where_the_first_weights_come_from_is_no_mistake():
     model = {**AFT, 'pretrained': True, 'pretrained_cfg_overlay': {'file': 'deit.pth'}}
     assert check_model(model) == model
-
-
-def test_a_binary_file_is_named(tmp_path):
-    (tmp_path / 'file.yaml').write_bytes(bytes(range(128, 256)))
-    with pytest.raises(ValueError, match=r'expected valid YAML in .*file\.yaml'):
-        load_config(tmp_path / 'file.yaml')
 
 
 @pytest.mark.parametrize(
@@ -342,13 +333,6 @@ def test_an_error_names_what_gave_the_value(tmp_path, override, source):
         load_config(file, [override])
 
 
-def test_an_error_of_a_base_file_names_that(tmp_path):
-    (tmp_path / 'base.yaml').write_text('schedule: {epochs: 0}\n')
-    (tmp_path / 'file.yaml').write_text('base: base.yaml\n')
-    with pytest.raises(ValueError, match=r'base\.yaml: expected schedule\.epochs to be at least 1, got 0'):
-        load_config(tmp_path / 'file.yaml')
-
-
 def test_a_warm_up_is_shortened_for_a_run_of_few_epochs_and_it_is_said(vit_file, capsys):
     assert [load_config(vit_file, [f'schedule.epochs={n}']).schedule.warmup_epochs for n in (1, 5, 6)] == [0, 1, 5]
     said = capsys.readouterr().err.splitlines()
@@ -378,16 +362,6 @@ def test_least_rates_keep_their_proportion_to_values_in_quotes_and_of_other_keys
     data += 'augment: {mix_prob: 0}\n'
     file.write_text(VIT + data + 'optim: {lr: "1.0e-3", accumulate: 512}\nschedule: {min_lr: 1.0e-3}\n')
     assert load_config(file, ['optim.lr=1e-5']).schedule.min_lr == pytest.approx(1e-5)
-
-
-def test_an_optimizer_that_needs_second_derivatives_is_none_of_ours(vit_file):
-    with pytest.raises(ValueError, match=r"optim\.name = 'adahessian' is not an optimizer"):
-        load_config(vit_file, ['optim.name=adahessian'])
-
-
-def test_an_argument_of_another_model_is_not_suggested(vit_file):
-    with pytest.raises(ValueError, match=r'model\.embed_dim = 64 is not an argument of this model'):
-        load_config(vit_file, ['model.name=aft_pyramid_nano', 'model.embed_dim=64'])
 
 
 def test_one_number_is_both_sides_of_an_image(vit_file):

@@ -146,11 +146,6 @@ def test_a_warm_up_longer_than_the_updates_given_with_it_is_refused(schema, path
         load(schema, path, ['schedule.max_updates=10', 'schedule.warmup_updates=1000'])
 
 
-def test_a_note_writes_values_as_yaml_does(capsys):
-    load_config(ROOT / 'configs' / 'imagenet' / 'recipes' / 'ffcv_88e.yaml', ['data.img_size=64'])
-    assert 'note: data.train_sizes = null in place of [' in capsys.readouterr().err
-
-
 TWEAKS = [
     ('imagenet/aft_conv_small_k11_h384', 'data.batch_size=1', 'set data.batch_size=2, or augment.mix_prob=0'),
     ('imagenet/aft_conv_small_k11_h384', 'data.batch_size=2', ''),

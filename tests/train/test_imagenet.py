@@ -158,12 +158,6 @@ def test_a_corrupt_image_ends_the_run_or_is_skipped(tmp_path, caplog):
     assert 'val/a/1.png' in caplog.text
 
 
-def test_an_image_size_that_no_patches_fill_is_rejected_before_a_folder_is_made(tmp_path):
-    with pytest.raises(ValueError, match=r'multiples of the patch size \(8, 8\), got \(36, 36\)'):
-        main([*ONE_EPOCH, DATA, 'data.img_size=[36,36]', f'run.dir={tmp_path / "run"}'])
-    assert not (tmp_path / 'run').exists()
-
-
 def test_a_batch_larger_than_the_data_set_is_rejected_also_in_parts(tmp_path):
     with pytest.raises(ValueError, match=r'batch size must be in \[1, 600\], .* got 1200'):
         main([*ONE_EPOCH, DATA, 'data.batch_size=1200', 'optim.accumulate=4', f'run.dir={tmp_path / "run"}'])

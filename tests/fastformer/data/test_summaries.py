@@ -149,13 +149,6 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path, content, options, message)
         read_summaries(path, **options)
 
 
-def test_a_damaged_csv_is_named_with_line_and_column(tmp_path):
-    path = tmp_path / 'x.csv'
-    path.write_text('text,summary\na,b\nc\n')
-    with pytest.raises(ValueError, match=r'x\.csv, line 3, column 2: expected 2 columns \(text, summary\), got 1'):
-        read_summaries(path)
-
-
 def numbers(count):
     return Dataset.from_dict({'text': [str(i) for i in range(count)], 'summary': [f's{i}' for i in range(count)]})
 
