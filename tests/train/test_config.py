@@ -226,10 +226,7 @@ def test_arguments_of_the_class_and_of_timms_vision_transformer_are_known(key):
     [
         ('kernel_sise', 11, r'^model\.kernel_sise = 11 is not a key; the nearest is model\.kernel_size'),
         ('depth', 'deep', r"^model\.depth = 'deep': .*could not be converted to Integer"),
-        *(
-            (key, 3, f'{key} = 3 is not for an experiment')
-            for key in ('num_classes', 'in_chans', 'device', 'dtype')
-        ),
+        *((key, 3, f'{key} = 3 is not for an experiment') for key in ('num_classes', 'in_chans', 'device', 'dtype')),
     ],
 )
 def test_a_wrong_model_argument_is_rejected(key, value, message):
