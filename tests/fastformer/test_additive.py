@@ -117,16 +117,6 @@ def test_padding_changes_no_other_token(N: int):
     assert_close(y[:, :N], module(x, mask)[0], 1e-12)
 
 
-@pytest.mark.parametrize('score', ['per_head', 'dense'])
-@pytest.mark.parametrize('interaction', ['multiply', 'add', 'concat'])
-def test_both_ways_through_the_values_agree(score: str, interaction: str):
-    module = make_attention(score=score, interaction=interaction, share_query_value=False)[1]
-    x = randn(2, C, C)
-    global_key = module._attend(x, None)[2]
-    token_wise = module._mix_token_wise(*module._queries_and_values(x), global_key)
-    assert_close(token_wise, module(x)[0], 1e-12)
-
-
 @pytest.mark.parametrize(
     ('switches', 'count'),
     [
@@ -142,13 +132,6 @@ def test_both_ways_through_the_values_agree(score: str, interaction: str):
 def test_attention_has_the_stated_number_of_parameters(switches: dict[str, object], count: int):
     module = FastformerAttention(FastformerConfig(**{'use_output_proj': False, **switches}))
     assert sum(p.numel() for name, p in module.named_parameters() if not name.endswith('bias')) == count
-
-
-def test_shared_heads_are_equal_before_the_transform():
-    module = make_attention(share_heads=True)[1]
-    _, beta, global_key = module._attend(randn(2, 5, C), None)
-    assert torch.equal(beta[:, :1].expand_as(beta), beta)
-    assert_close(global_key[:, :1].expand_as(global_key), global_key, 1e-14)
 
 
 class Adapted(nn.Module):

@@ -13,7 +13,6 @@ from aft_vision.fastformer import ENCODERS, FastformerConversionConfig, Fastform
 from aft_vision.fastformer.encoder import FastformerEncoder
 
 C, VOCAB, TYPES = 12, 30, ['search', 'page', 'ad']
-MIXERS = ('fastformer', 'transformer', 'longformer', 'bigbird', 'linformer', 'linear_transformer', 'poolingformer')
 
 
 def make_config(**kwargs: object) -> FastformerConversionConfig:
@@ -114,11 +113,7 @@ def test_logits_loss_and_gradients_equal_a_loop_over_users():
         assert_close(gradient, wanted, 1e-10, name, floor=1e-6)
 
 
-def test_every_encoder_is_tried():
-    assert set(MIXERS) == set(ENCODERS)
-
-
-@pytest.mark.parametrize('mixer', MIXERS)
+@pytest.mark.parametrize('mixer', sorted(ENCODERS))
 def test_padding_and_the_rest_of_the_batch_change_nothing(mixer: str):
     model, batch = make_model(encoder_mixer=mixer), make_batch()
     whole = model(**batch).logits
@@ -141,7 +136,7 @@ def test_padding_and_the_rest_of_the_batch_change_nothing(mixer: str):
         assert_close(model(**texts, **alone).logits, whole[row : row + 1], 1e-10, f'row {row}')
 
 
-@pytest.mark.parametrize('mixer', MIXERS)
+@pytest.mark.parametrize('mixer', sorted(ENCODERS))
 def test_users_without_behaviours_have_logits_and_finite_gradients(mixer: str):
     # Not in float64, where the softmax of transformers' Longformer, which is float32, meets its lowest number.
     model, batch = make_model(encoder_mixer=mixer).float(), make_batch()

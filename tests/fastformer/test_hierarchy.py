@@ -17,7 +17,6 @@ from aft_vision.fastformer.hierarchy import (
 )
 
 C, HEADS, VOCAB = 12, 3, 30
-MIXERS = ('fastformer', 'transformer', 'longformer', 'bigbird', 'linformer', 'linear_transformer', 'poolingformer')
 BARE = dict(use_output_proj=False, use_residual=False, use_layer_norm=False, use_ffn=False)
 
 
@@ -54,7 +53,7 @@ def encode_one(encoder: UserEncoder, config: FastformerHierarchyConfig, x: Tenso
     return weights @ x
 
 
-@pytest.mark.parametrize('mixer', MIXERS)
+@pytest.mark.parametrize('mixer', sorted(ENCODERS))
 def test_behaviours_that_are_not_finite_change_nothing_where_they_do_not_count(mixer: str):
     # transformers' Longformer takes its softmax in float32.
     encoder, x, mask = make_user_encoder(encoder_mixer=mixer).float(), randn(4, 6, C).float(), make_mask(4, 6)
@@ -80,11 +79,7 @@ def test_users_equal_a_loop_in_value_and_gradients(around: bool):
         assert_close(gradient, want, 1e-10, name, floor=1e-6)
 
 
-def test_every_encoder_is_tried():
-    assert set(MIXERS) == set(ENCODERS)
-
-
-@pytest.mark.parametrize('mixer', MIXERS)
+@pytest.mark.parametrize('mixer', sorted(ENCODERS))
 def test_no_behaviour_is_the_zero_vector_with_finite_gradients(mixer: str):
     # Not in float64, where the softmax of transformers' Longformer, which is float32, meets its lowest number.
     encoder = make_user_encoder(encoder_mixer=mixer).float()
@@ -97,7 +92,7 @@ def test_no_behaviour_is_the_zero_vector_with_finite_gradients(mixer: str):
     assert not x.grad[~make_mask(3, 8)].any()
 
 
-@pytest.mark.parametrize('mixer', MIXERS)
+@pytest.mark.parametrize('mixer', sorted(ENCODERS))
 def test_padded_behaviours_change_no_user(mixer: str):
     encoder = make_user_encoder(encoder_mixer=mixer)
     x, mask = randn(4, 8, C, seed=1), make_mask(4, 8)
@@ -105,7 +100,7 @@ def test_padded_behaviours_change_no_user(mixer: str):
     assert_close(encoder(other, mask), encoder(x, mask), 1e-12)
 
 
-@pytest.mark.parametrize('mixer', MIXERS)
+@pytest.mark.parametrize('mixer', sorted(ENCODERS))
 def test_every_parameter_has_a_part_in_users_without_a_behaviour(mixer: str):
     encoder = make_user_encoder(encoder_mixer=mixer).float()
     encoder(torch.zeros(2, 1, C), torch.zeros(2, 1, dtype=torch.bool)).sum().backward()
