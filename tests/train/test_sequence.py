@@ -112,17 +112,6 @@ def test_twenty_losses_equal_those_of_a_plain_loop(name):
     torch.testing.assert_close(state.averaged_model.state_dict(), average.module.state_dict(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize('tie', [False, True])
-def test_the_weights_of_linear_layers_alone_decay(tie):
-    model = make_model(tie_embedding=tie)
-    state = make_state(model)
-    decay = {id(p): group['weight_decay'] for group in state.optimizer.param_groups for p in group['params']}
-    decayed = {name for name, p in model.named_parameters() if decay[id(p)]}
-    linear = {f'blocks.{i}.{part}.weight' for i in (0, 1) for part in ('attn.qkv', 'attn.proj', 'mlp.fc1', 'mlp.fc2')}
-    assert decayed == (linear if tie else linear | {'head.weight'})
-    assert len(decay) == len(list(model.parameters()))
-
-
 def test_the_rate_is_that_of_the_file_whatever_the_batch():
     for batch in (4, 64):
         state = make_state(data=CharData(file='text', context=16, batch_size=batch))
