@@ -24,13 +24,7 @@ from train.checkpoint import find_latest
 pytestmark = pytest.mark.slow
 
 # Two epochs of three updates of two parts a process, with a checkpoint after each update, evaluation and epoch.
-SAVING = [
-    'data.batch_size=24',
-    'run.cpu_threads=1',
-    'run.save_minutes=1e-9',
-    'run.resume=auto',
-    'run.tensorboard=false',
-]
+SAVING = 'data.batch_size=24 run.cpu_threads=1 run.save_minutes=1e-9 run.resume=auto run.tensorboard=false'.split()
 # Where a run is ended, and where again each time that it has gone on, and the updates that are saved then. The first
 # epoch writes updates 1, 2 and 3, the best weights and the epoch. The first checkpoint takes one renaming, and so do
 # the best weights; every other one takes two.

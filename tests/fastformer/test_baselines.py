@@ -10,19 +10,9 @@ from aft_vision.fastformer import FastformerConfig, FastformerForSequenceClassif
 from aft_vision.fastformer.encoder import ENCODERS, create_encoder
 
 BASELINES = ('bigbird', 'linear_transformer', 'linformer', 'longformer', 'poolingformer', 'transformer')
-SMALL = dict(
-    vocab_size=20,
-    hidden_size=8,
-    num_attention_heads=2,
-    max_position_embeddings=64,
-    attention_window=4,
-    num_global_tokens=2,
-    num_random_tokens=2,
-    block_size=2,
-    linformer_dim=3,
-    poolingformer_window=4,
-    poolingformer_second_window=16,
-)
+SIZES = dict(vocab_size=20, hidden_size=8, num_attention_heads=2)
+WINDOWS = dict(attention_window=4, num_global_tokens=2, num_random_tokens=2, block_size=2, linformer_dim=3)
+SMALL = SIZES | WINDOWS | dict(max_position_embeddings=64, poolingformer_window=4, poolingformer_second_window=16)
 LENGTHS = (23, 6, 1)
 
 
@@ -151,14 +141,7 @@ def test_checkpointed_layers_are_computed_again_and_give_the_same_gradients(mixe
 
 def test_the_transformer_is_bert_fused_or_with_its_weights():
     fused, eager = encoder('transformer'), encoder('transformer', attn_implementation='eager')
-    config = BertConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_attention_heads=2,
-        num_hidden_layers=2,
-        intermediate_size=8,
-        attn_implementation='eager',
-    )
+    config = BertConfig(**SIZES, num_hidden_layers=2, intermediate_size=8, attn_implementation='eager')
     bert = BertModel(config, add_pooling_layer=False).double().eval().encoder
     bert.load_state_dict(fused.state_dict())
     x, mask = randn(3, 23, 8), padding(23)
@@ -189,15 +172,8 @@ def test_the_attention_of_the_transformer_can_be_chosen_later():
 
 def test_longformer_is_that_of_transformers_with_its_first_tokens_global():
     model = encoder('longformer')
-    config = LongformerConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_attention_heads=2,
-        num_hidden_layers=2,
-        intermediate_size=8,
-        attention_window=4,
-        max_position_embeddings=64,
-    )
+    lengths = dict(attention_window=4, max_position_embeddings=64)
+    config = LongformerConfig(**SIZES, num_hidden_layers=2, intermediate_size=8, **lengths)
     longformer = LongformerModel(config, add_pooling_layer=False).eval()
     longformer.encoder.load_state_dict(model.state_dict())
     longformer.embeddings.forward = lambda inputs_embeds=None, **_: inputs_embeds

@@ -18,19 +18,9 @@ from aft_vision.fastformer import (
     encoder,
 )
 
-SMALL: dict[str, Any] = dict(
-    vocab_size=40,
-    hidden_size=16,
-    num_attention_heads=2,
-    num_hidden_layers=2,
-    max_position_embeddings=16,
-    attention_window=4,
-    num_global_tokens=1,
-    num_random_tokens=1,
-    block_size=2,
-    linformer_dim=4,
-    poolingformer_window=4,
-)
+SIZES = dict(vocab_size=40, hidden_size=16, num_attention_heads=2, num_hidden_layers=2, max_position_embeddings=16)
+WINDOWS = dict(attention_window=4, num_global_tokens=1, num_random_tokens=1, block_size=2, linformer_dim=4)
+SMALL: dict[str, Any] = dict(**SIZES, **WINDOWS, poolingformer_window=4)
 
 
 def test_a_saved_model_names_its_code_which_has_only_its_encoder(tmp_path):

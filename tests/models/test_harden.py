@@ -253,25 +253,9 @@ def test_the_offsets_are_described_by_layer():
     mixer = onehot.blocks[1].attn
     mixer.offset.copy_(torch.tensor([[0, 0], [3, -4], [0, 0], [0, 1]]))
     nn.init.constant_(mixer.weight, 1.5)
-    first, second = describe_offsets(onehot)
-    assert first == {
-        'layer': 1,
-        'heads': 4,
-        'at_centre': 4,
-        'distinct_offsets': 1,
-        'mean_distance': 0.0,
-        'largest_distance': 0.0,
-        'mean_bias': 0.0,
-    }
-    assert second == {
-        'layer': 2,
-        'heads': 4,
-        'at_centre': 2,
-        'distinct_offsets': 3,
-        'mean_distance': 1.5,
-        'largest_distance': 5.0,
-        'mean_bias': 1.5,
-    }
+    fields = ('layer', 'heads', 'at_centre', 'distinct_offsets', 'mean_distance', 'largest_distance', 'mean_bias')
+    figures = (1, 4, 4, 1, 0.0, 0.0, 0.0), (2, 4, 2, 3, 1.5, 5.0, 1.5)
+    assert describe_offsets(onehot) == [dict(zip(fields, each, strict=True)) for each in figures]
 
 
 @pytest.mark.parametrize('channels', [1, 3])

@@ -44,17 +44,7 @@ def test_every_encoder_is_measured_at_lengths_drawn_and_written(tmp_path, capsys
 
 
 def test_no_memory_but_that_of_materialised_attention_is_quadratic():
-    options = [
-        '--total-tokens',
-        '128',
-        '--most-seconds',
-        '60',
-        '--rounds',
-        '1',
-        '--models',
-        'fastformer',
-        '--allow-load',
-    ]
+    options = '--total-tokens 128 --most-seconds 60 --rounds 1 --models fastformer --allow-load'.split()
     rows = main(['text', '--tokens', '128', '256', '512', *options])['rows']
     for direction in ('forward', 'training'):
         own = [row for row in rows if row['direction'] == direction]

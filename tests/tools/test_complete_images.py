@@ -54,18 +54,8 @@ def test_images_are_completed_below_what_is_given(checkpoint: Path, data: Path, 
 
 
 def test_images_of_a_folder_are_taken_for_what_they_complete_alone(checkpoint: Path, data: Path, tmp_path: Path):
-    command = [
-        '--checkpoint',
-        str(checkpoint),
-        '--data',
-        str(data),
-        '--indices',
-        '3',
-        '1',
-        '--out',
-        str(tmp_path / 'a.png'),
-    ]
-    folder = ['--folder', str(tmp_path / 'drawn')]
+    command = ['--checkpoint', str(checkpoint), '--data', str(data), '--indices', '3', '1']
+    folder = ['--folder', str(tmp_path / 'drawn'), '--out', str(tmp_path / 'a.png')]
     completed = complete_images.main([*command, *folder])
     assert torch.equal(complete_images.main([*command, *folder]), completed)
     for other in (['--seed', '1'], ['--num-samples', '2']):

@@ -55,18 +55,8 @@ def test_a_checkpoint_becomes_a_hub_folder_and_that_a_program(checkpoint, tmp_pa
 
 def test_a_name_of_timm_and_its_arguments_are_taken(tmp_path, capsys):
     first, *arguments = [f'{name}={value}' for name, value in KWARGS.items()]
-    options = [
-        '--model-arg',
-        first,
-        '--model-arg',
-        *arguments,
-        '--size',
-        '32',
-        '--format',
-        'pt2',
-        '--out',
-        str(tmp_path / 'model.pt2'),
-    ]
+    options = ['--model-arg', first, '--model-arg', *arguments, '--size', '32']
+    options += ['--format', 'pt2', '--out', str(tmp_path / 'model.pt2')]
     path = main(['--model', 'aft_conv_tiny', *options])
     assert f'{path} is written, with random weights: it takes' in capsys.readouterr().out
     model = torch.export.load(path).module()

@@ -185,13 +185,7 @@ def test_an_exported_folder_records_only_its_name(tmp_path):
 @pytest.mark.parametrize(('width', 'dark'), [(1200, False), (400, True)])
 def test_a_browser_shows_the_page(report, tmp_path, width, dark):
     picture = tmp_path / 'page.png'
-    options = [
-        '--headless',
-        '--no-sandbox',
-        '--disable-gpu',
-        '--hide-scrollbars',
-        f'--user-data-dir={tmp_path}/profile',
-    ]
+    options = f'--headless --no-sandbox --disable-gpu --hide-scrollbars --user-data-dir={tmp_path}/profile'.split()
     options += ['--blink-settings=preferredColorScheme=0'] if dark else []
     command = [CHROMIUM, *options, f'--window-size={width},2400', f'--screenshot={picture}', report.as_uri()]
     subprocess.run(command, check=True, capture_output=True, timeout=120)

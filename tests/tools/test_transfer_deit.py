@@ -133,20 +133,9 @@ def test_layer_scale_of_the_model_alone_is_no_tensor_of_the_source(tmp_path, cap
 
 def test_the_options_reach_the_model(tmp_path):
     source, vit = write('pth', tmp_path)
-    arguments = [
-        '--source',
-        str(source),
-        '--model',
-        'aft_full_tiny',
-        '--copy-qk',
-        '--num-classes',
-        '3',
-        '--size',
-        '48x64',
-    ]
-    result = main(
-        [*arguments, '--model-arg', 'depth=1', 'embed_dim=32', 'patch_size=8', '--out', str(tmp_path / 'out')]
-    )
+    arguments = '--model aft_full_tiny --copy-qk --num-classes 3 --size 48x64'.split()
+    arguments += ['--model-arg', 'depth=1', 'embed_dim=32', 'patch_size=8']
+    result = main(['--source', str(source), *arguments, '--out', str(tmp_path / 'out')])
     model = load_model(tmp_path / 'out')
     assert torch.equal(model.blocks[0].attn.qkv.weight, vit.blocks[0].attn.qkv.weight)
     assert model.head.weight.shape == (3, 32)
@@ -181,23 +170,13 @@ def test_training_starts_from_the_transferred_weights(tmp_path, form):
     if form == 'folder':
         run(start, tmp_path / 'start')
         start = tmp_path / 'start'
-    still = [
-        'optim.lr=1e-30',
-        'schedule.min_lr=0',
-        'schedule.warmup_lr=0',
-        'run.tensorboard=false',
-        f'run.dir={tmp_path / "run"}',
-    ]
+    still = 'optim.lr=1e-30 schedule.min_lr=0 schedule.warmup_lr=0 run.tensorboard=false'.split()
     data = [f'data.dir={link_photographs(tmp_path / "photographs", 2, 1)}', 'data.batch_size=20']
-    imagenet.main(['--quiet', '--config', str(ONE_EPOCH), *data, f'run.init_from={start}', *still])
+    places = [f'run.init_from={start}', f'run.dir={tmp_path / "run"}']
+    imagenet.main(['--quiet', '--config', str(ONE_EPOCH), *data, *places, *still])
     state = torch.load(tmp_path / 'run' / 'last.pth', weights_only=True)['state_dict']
-    for key in (
-        'patch_embed.proj.weight',
-        'blocks.0.attn.proj.bias',
-        'blocks.0.mlp.fc1.weight',
-        'norm.bias',
-        'head.bias',
-    ):
+    copied = 'patch_embed.proj.weight blocks.0.attn.proj.bias blocks.0.mlp.fc1.weight norm.bias head.bias'
+    for key in copied.split():
         torch.testing.assert_close(state[key], vit.state_dict()[key])
     torch.testing.assert_close(state['blocks.0.attn.qkv.weight'][-32:], vit.blocks[0].attn.qkv.weight[-32:])
 

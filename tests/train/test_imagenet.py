@@ -144,16 +144,11 @@ def test_a_corrupt_image_ends_the_run_or_is_skipped(tmp_path, caplog):
     folder = make_folder(tmp_path / 'images', {'train': ['a', 'b'], 'val': ['a', 'b']}, images=3)
     for split in ('train', 'val'):
         (folder / split / 'a' / '1.png').write_bytes(b'')
-    arguments = [
-        *ONE_EPOCH,
-        f'data.dir={folder}',
-        'data.batch_size=6',
-        'schedule.min_lr=0',
-        f'run.dir={tmp_path / "run"}',
-    ]
+    more = ['data.batch_size=6', 'schedule.min_lr=0', f'run.dir={tmp_path / "run"}', 'run.overwrite=true']
+    arguments = [*ONE_EPOCH, f'data.dir={folder}', *more]
     with pytest.raises(ValueError, match=r'train/a/1\.png'):
-        main([*arguments, 'run.overwrite=true'])
-    main([*arguments, 'data.on_corrupt_image=skip', 'run.overwrite=true'])
+        main(arguments)
+    main([*arguments, 'data.on_corrupt_image=skip'])
     assert 'train/a/1.png' in caplog.text
     assert 'val/a/1.png' in caplog.text
 

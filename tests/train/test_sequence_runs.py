@@ -57,17 +57,8 @@ def steps_of(folder: Path) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize('kind', MAINS)
 def test_a_run_leaves_what_the_tools_need(kind, whole, arguments):
     folder = whole[kind]
-    names = {
-        'best.pth',
-        'last.pth',
-        'last-1.pth',
-        'summary.csv',
-        'steps.csv',
-        'curves.png',
-        'result.json',
-        'config.yaml',
-    }
-    assert {path.name for path in folder.iterdir()} == {*names, 'tensorboard'}
+    names = 'best.pth last.pth last-1.pth summary.csv steps.csv curves.png result.json config.yaml tensorboard'
+    assert {path.name for path in folder.iterdir()} == set(names.split())
     best = torch.load(folder / 'best.pth', weights_only=True)
     model = load_decoder(folder / 'best.pth')
     assert (best['task'], model.task) == (kind, kind)
