@@ -116,11 +116,6 @@ def test_an_exported_folder_gives_back_the_model(tmp_path):
     torch.testing.assert_close(load_model(tmp_path)(images), model(images))
 
 
-def test_a_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r'a model with weights, got .*none\.pth, which does not exist'):
-        load_model(tmp_path / 'none.pth')
-
-
 @pytest.mark.parametrize('load', [load_model, load_decoder, load_source])
 def test_a_run_without_a_best_checkpoint_names_its_newest(tmp_path, load):
     with pytest.raises(ValueError, match='expected') as error:
@@ -131,22 +126,20 @@ def test_a_run_without_a_best_checkpoint_names_its_newest(tmp_path, load):
         load(tmp_path)
 
 
-def test_a_folder_without_a_model_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r'config\.json'):
-        load_model(tmp_path)
+@pytest.mark.parametrize(
+    ('place', 'message'),
+    [('none.pth', r'a model with weights, got .*none\.pth, which does not exist'), ('.', r'config\.json')],
+)
+def test_what_is_not_there_is_named(tmp_path, place, message):
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path / place)
 
 
-@pytest.mark.parametrize('kept', [0, 10, 2000])
-def test_a_truncated_checkpoint_is_named(tmp_path, kept):
-    make_checkpoint(tmp_path / 'whole.pth')
-    (tmp_path / 'cut.pth').write_bytes((tmp_path / 'whole.pth').read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r'cut\.pth, which is damaged or of another kind'):
-        load_model(tmp_path / 'cut.pth')
-
-
-@pytest.mark.parametrize('content', [b'hello', b'PK' + bytes(range(256)), bytes(range(128, 256))])
-def test_a_file_of_other_bytes_is_named(tmp_path, content):
-    (tmp_path / 'other.pth').write_bytes(content)
+@pytest.mark.parametrize('content', [0, 10, 2000, b'hello', b'PK' + bytes(range(256)), bytes(range(128, 256))])
+def test_a_truncated_checkpoint_and_a_file_of_other_bytes_are_named(tmp_path, content):
+    make_checkpoint(tmp_path / 'other.pth')
+    whole = (tmp_path / 'other.pth').read_bytes()
+    (tmp_path / 'other.pth').write_bytes(whole[:content] if isinstance(content, int) else content)
     with pytest.raises(ValueError, match=r'other\.pth, which is damaged or of another kind') as error:
         load_model(tmp_path / 'other.pth')
     # torch advises to execute its code.

@@ -7,6 +7,7 @@ import pytest
 
 from tools import resolution_page
 
+ORIGIN = '--images a --commit b --processor c'.split()
 PAGE = '# Sizes\n\n<!-- sizes: written by make results -->\n<!-- end -->\n\nwords\n'
 
 
@@ -57,43 +58,34 @@ def test_the_tables_have_a_line_a_row_and_a_column_a_size(docs: Path, tmp_path: 
     assert '| DeiT | 1 | 40.00 |' in (docs / resolution_page.PAGE).read_text()
 
 
+NATIVE = {'max_tokens': 96, 'top1': 70.0, 'samples': 2500}
+MEAN = {'height': 128, 'width': 128, 'scales': [[96, 96], [128, 128]], 'top1': 70.0, 'samples': 2500}
+
+
 @pytest.mark.parametrize(
-    ('runs', 'width', 'message'),
+    ('runs', 'width', 'more', 'message'),
     [
-        ({}, 0, 'expected eval_resolution_grid.json'),
-        ({'best.pth': {96: 50.0}}, 0, 'expected runs named ROW_seedN, got best.pth'),
-        ({'conv_seed0': {96: 50.0}}, 128, 'expected squares, got 96x128'),
+        ({}, 0, {}, 'expected eval_resolution_grid.json'),
+        ({'best.pth': {96: 50.0}}, 0, {}, 'expected runs named ROW_seedN, got best.pth'),
+        ({'conv_seed0': {96: 50.0}}, 128, {}, 'expected squares, got 96x128'),
+        ({'conv_seed0': {96: 50.0}}, 0, NATIVE, 'expected squares, got native 96; evaluate them apart'),
+        ({'conv_seed0': {96: 50.0}}, 0, MEAN, r'expected squares, got 96\+128; evaluate them apart'),
+        ({'conv_seed0': {96: 50.0}}, 0, {'flip': True}, 'got --flip'),
+        ({'conv_seed0': {96: 50.0}}, 0, {'pad': True}, 'got --pad'),
     ],
 )
-def test_other_evaluations_are_refused(docs: Path, tmp_path: Path, runs, width: int, message: str):
-    grid = write_grid(tmp_path / 'grid.json', runs, width)
-    arguments = [grid, '--images', 'squares', '--docs', str(docs), '--commit', 'abc', '--processor', 'This']
+def test_other_evaluations_are_refused(docs: Path, tmp_path: Path, runs, width: int, more, message: str):
+    grid = Path(write_grid(tmp_path / 'grid.json', runs, width))
+    content = json.loads(grid.read_text())
+    if 'top1' in more:
+        content['checkpoints'][0]['sizes'].append(more)
+    else:
+        content |= more
+    grid.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
-        resolution_page.main(arguments)
+        resolution_page.main([str(grid), '--docs', str(docs), *ORIGIN])
     assert (docs / resolution_page.PAGE).read_text() == PAGE
-
-
-@pytest.mark.parametrize(
-    ('size', 'found'),
-    [({'max_tokens': 96}, 'native 96'), ({'height': 128, 'width': 128, 'scales': [[96, 96], [128, 128]]}, r'96\+128')],
-)
-def test_native_shapes_and_means_over_sizes_are_no_squares(docs: Path, tmp_path: Path, size, found: str):
-    path = tmp_path / 'grid.json'
-    content = json.loads(Path(write_grid(path, {'conv_seed0': {96: 50.0, 128: 60.0}})).read_text())
-    content['checkpoints'][0]['sizes'].append({**size, 'top1': 70.0, 'samples': 2500})
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f'expected squares, got {found}; evaluate them apart'):
-        resolution_page.main([str(path), '--images', 'a', '--docs', str(docs), '--commit', 'b', '--processor', 'c'])
     assert not (docs / 'data').exists()
-
-
-@pytest.mark.parametrize('option', ['flip', 'pad'])
-def test_figures_of_changed_images_are_refused(docs: Path, tmp_path: Path, option: str):
-    path = tmp_path / 'grid.json'
-    content = json.loads(Path(write_grid(path, {'conv_seed0': {96: 50.0}})).read_text())
-    path.write_text(json.dumps({**content, option: True}))
-    with pytest.raises(ValueError, match=f'got --{option}'):
-        resolution_page.main([str(path), '--images', 'a', '--docs', str(docs), '--commit', 'b', '--processor', 'c'])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +96,7 @@ def test_a_damaged_file_is_named(docs: Path, tmp_path: Path, content: str, messa
     path = tmp_path / 'grid.json'
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
-        resolution_page.main([str(path), '--images', 'a', '--docs', str(docs), '--commit', 'b', '--processor', 'c'])
+        resolution_page.main([str(path), '--docs', str(docs), *ORIGIN])
 
 
 def test_without_data_no_picture_is_shown(docs: Path):
@@ -116,10 +108,7 @@ def test_without_data_no_picture_is_shown(docs: Path):
 
 
 def test_runs_of_other_sizes_or_images_are_not_in_one_table(docs: Path, tmp_path: Path):
-    path, arguments = (
-        tmp_path / 'grid.json',
-        ['--images', 'a', '--docs', str(docs), '--commit', 'b', '--processor', 'c'],
-    )
+    path, arguments = tmp_path / 'grid.json', ['--docs', str(docs), *ORIGIN]
     tables = [
         *json.loads(Path(write_grid(path, {'conv_seed0': {96: 50.0}})).read_text())['checkpoints'],
         *json.loads(Path(write_grid(path, {'deit_seed0': {96: 50.0}}, train_size=128)).read_text())['checkpoints'],
