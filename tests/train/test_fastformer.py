@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 import torch
-from helpers import interrupt_text_at, randn
+from helpers import interrupt_text_at
 from safetensors.torch import load_file
 from text_files import write_jmars
 from text_runs import arguments as smoke_arguments
@@ -373,17 +373,6 @@ def test_the_transformer_may_keep_its_weights_in_memory(pairs, tmp_path):
         assert model.model.encoder.layer[0].attention.self.config._attn_implementation == attention
         logits.append(model(**tokenizer(['red w1 blue', 'w2'], padding=True, return_tensors='pt')).logits)
     torch.testing.assert_close(logits[0], logits[1])
-
-
-def test_glove_fills_the_embedding(pairs, tmp_path):
-    vectors = {'red': randn(16, seed=1), 'blue': randn(16, seed=2)}
-    lines = [' '.join([word, *(f'{x:.6f}' for x in vector.tolist())]) for word, vector in vectors.items()]
-    (tmp_path / 'glove.txt').write_text('\n'.join(lines) + '\n')
-    run = text_run(pairs, tmp_path, f'data.glove={tmp_path / "glove.txt"}')
-    tokenizer = run.make_tokenizer()
-    weight = run.make_model(tokenizer, seed=0).get_input_embeddings().weight
-    for word, vector in vectors.items():
-        torch.testing.assert_close(weight[tokenizer.convert_tokens_to_ids(word)].double(), vector, atol=1e-6, rtol=0)
 
 
 def test_a_run_says_how_many_words_glove_has(pairs, tmp_path, capsys):
