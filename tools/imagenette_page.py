@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def format_runs(rows: Sequence[Row]) -> str:
     )
     about_cost = (
         'images/s and MB (peak of the process) are of training, seconds those of training alone, until the weights or '
-        f'their average first had that top-1 after an epoch. {describe_origin(runs, DATA)}'
+        f'their average first had that top-1 in an evaluation. {describe_origin(runs, DATA)}'
     )
     picture = f'![Top-1 by epoch and by minutes of training](../images/{PICTURE})'
     return '\n'.join([*accuracy, '', wrap(about_accuracy), '', *cost, '', wrap(about_cost), '', picture, ''])
@@ -234,16 +235,23 @@ def format_search(data: Path) -> str:
 
 
 def draw_runs(rows: Sequence[Row]) -> Any:
-    """Draw top-1 of the average by epoch and by minutes of training: a line a run, a colour a row."""
+    """Draw top-1 of the average by epoch and by minutes of training: a line a run, dashed if it is a longer one."""
     figure = new_figure(10, 4)
     panels = figure.subplots(1, 2, sharey=True)
+    titles = [row.title for row in rows]
     for number, row in enumerate(rows):
+        first = titles.index(row.title)
+        style = {'color': f'C{first % 10}', 'ls': '-' if first == number else '--', 'lw': 1}
         for run in row.runs:
-            top1 = [averaged_top1(each) for each in run.history]
-            minutes = [sum(each['train_seconds'] for each in run.history[: i + 1]) / 60 for i in range(len(top1))]
-            for axes, places in zip(panels, (range(1, len(top1) + 1), minutes), strict=True):
+            minutes = accumulate(each['train_seconds'] / 60 for each in run.history)
+            points = [
+                (i, x, averaged_top1(each)) for i, (x, each) in enumerate(zip(minutes, run.history, strict=True), 1)
+            ]
+            # Not every epoch need be evaluated.
+            epochs, times, top1 = zip(*(point for point in points if not math.isnan(point[-1])), strict=True)
+            for axes, places in zip(panels, (epochs, times), strict=True):
                 label = f'{row.title}, {row.epochs} epochs' if run is row.runs[0] else None
-                axes.plot(places, top1, color=f'C{number % 10}', lw=1, label=label)
+                axes.plot(places, top1, label=label, **style)
     for axes, label in zip(panels, ('epoch', 'minutes of training'), strict=True):
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)

@@ -35,7 +35,7 @@ model = timm.create_model('{model}', pretrained=True).eval()
 | Weights | {which} of the last of {epochs} epochs, in float16{chosen} |
 | Data | Imagenette, its official split; centre squares of 160 x 160 pixels, so not pixel for pixel fastai's |
 | Recipe | {recipe}{start}, learning rate {lr:g} per 512 images, seed {seed} |
-| Training | {commit}; {processor} |
+| Training | in {precision}, {commit}; {processor} |
 
 ```sh
 {command}
@@ -118,6 +118,7 @@ def model_card(folder: Path, name: str) -> str:
     _, height, width = cfg['input_size']
     epochs, lr, seed = config['schedule']['epochs'], config['optim']['lr'], config['run']['seed']
     start = config['run'].get('init_from')
+    amp = config['run']['amp']
     commit, processor = describe_training(result)
     top1 = result['top1_float16']
     found = ' and '.join(f'{name} ({value:.2f} %)' for name, value in top1.items())
@@ -140,6 +141,7 @@ def model_card(folder: Path, name: str) -> str:
         start=f' from the weights of {start}' if start else '',
         lr=lr,
         seed=seed,
+        precision='float32' if amp == 'none' else amp,
         commit=commit,
         processor=processor,
         command=COMMAND.format(run=folder.name),

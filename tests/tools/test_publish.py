@@ -63,7 +63,7 @@ def make_run(folder: Path, data: Path, name: str, kwargs: dict, top1: list[tuple
         'augment': {'mixup': 0.0},
         'optim': {'lr': 0.008},
         'schedule': {'epochs': len(top1)},
-        'run': {'dir': str(folder), 'seed': int(folder.name[-1]), 'device': 'cpu'},
+        'run': {'dir': str(folder), 'seed': int(folder.name[-1]), 'device': 'cpu', 'amp': 'none'},
     }
     folder.mkdir()
     torch.save(content, folder / 'last.pth')
@@ -280,6 +280,23 @@ def test_a_page_without_markers_is_an_error(docs):
         publish.main(['--docs', str(docs)])
 
 
+def test_the_picture_joins_the_epochs_that_were_evaluated_and_dashes_longer_runs(data, docs, tmp_path):
+    nan = float('nan')
+    runs = [
+        make_run(tmp_path / 'simple_seed0', data, 'aft_simple_nano', SIMPLE, [(20.0, 30.0)], answer=3),
+        make_run(
+            tmp_path / 'simple_3_seed0', data, 'aft_simple_nano', SIMPLE, [(9, 9), (nan, nan), (40, 50)], answer=3
+        ),
+    ]
+    publish.main([*map(str, runs), '--docs', str(docs), '--workers', '0', '--no-weights'])
+    figure = imagenette_page.draw_runs(imagenette_page.read_rows(docs / 'data' / 'imagenette'))
+    short, long = figure.axes[0].get_lines()
+    assert long.get_xydata().tolist() == [[1, 9], [3, 50]]
+    assert figure.axes[1].get_lines()[1].get_xydata().tolist() == [[1, 9], [1 + 1 / 2 + 1 / 3, 50]]
+    assert (short.get_linestyle(), long.get_linestyle()) == ('-', '--')
+    assert short.get_color() == long.get_color()
+
+
 def test_packaged_weights_are_those_of_the_run_and_have_a_card(data, docs, tmp_path, monkeypatch):
     run = make_run(tmp_path / 'conv_8e-3_seed0', data, 'aft_conv_nano', CONV, [(60.0, 65.0)], answer=3)
     (folder,) = publish.main([str(run), '--docs', str(docs), '--workers', '0', '--commit', 'abc'])
@@ -290,7 +307,13 @@ def test_packaged_weights_are_those_of_the_run_and_have_a_card(data, docs, tmp_p
     assert path.name == 'aft_conv_nano.imagenette.safetensors'
     assert path.read_bytes() == (folder / 'model.safetensors').read_bytes()
     card = path.with_suffix('.md').read_text()
-    for words in ('10.00 % on the 10 images', 'English springer', 'non-commercial', 'commit abc', 'rate 0.008 per'):
+    for words in (
+        '10.00 % on the 10 images',
+        'English springer',
+        'non-commercial',
+        'in float32, commit abc',
+        'rate 0.008 per',
+    ):
         assert words in card
     assert 'the better of weights (9.00 %) and average (10.00 %) on this split' in card
     assert '--config docs/results/data/imagenette/conv_seed0/config.yaml data.dir=' in card
