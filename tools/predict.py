@@ -8,7 +8,8 @@ weights, or `local-dir:FOLDER`. An IMAGE is a file, or a folder that is searched
 with the preprocessing of the model, to its training size or to --size: a side in pixels or HEIGHTxWIDTH.
 
 Prints the most likely classes of each image with their probabilities in percent; with --json a list of
-{"image": ..., "classes": [{"class": ..., "probability": ...}, ...]} with probabilities in [0, 1].
+{"image": ..., "classes": [{"class": ..., "probability": ...}, ...]} with probabilities in [0, 1]. Images that cannot be
+decoded are named after all others, with exit status 2.
 """
 
 import argparse
@@ -46,6 +47,7 @@ if __name__ == '__main__':
 import torch
 
 from aft_vision.commandline import run_command
+from aft_vision.data import CorruptImageError
 from aft_vision.evaluate import load_model, resolve_device
 from aft_vision.models.transfer_source import load_pretrained
 from aft_vision.sizes import resize_model
@@ -60,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         For each image its path and its classes with probabilities in [0, 1], the most likely first.
 
     Raises:
-        ValueError: the model, the size, the device or an image is not valid.
+        ValueError: the model, the size or the device is not valid.
+        CorruptImageError: images cannot be decoded; the classes of all others are printed first.
     """
     args = parse_args(argv)
     device = resolve_device(args.device)
@@ -70,15 +73,23 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     photographs = [find_photographs(path, sys.maxsize) if path.is_dir() else [path] for path in args.images]
     model = resize_model(load_model(args.checkpoint) if args.checkpoint else load_published(args.model), args.size)
     model = model.to(device).eval()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    damaged: list[str] = []
     for file in itertools.chain.from_iterable(photographs):
-        logits = model(load_image(file, model, args.size).to(device))
+        try:
+            images = load_image(file, model, args.size)
+        except CorruptImageError as error:
+            damaged.append(str(error))
+            continue
+        logits = model(images.to(device))
         found = predictions(model, logits, args.top)
         rows.append({'image': str(file), 'classes': [{'class': name, 'probability': chance} for name, chance in found]})
         if not args.json:
             print('\n'.join([str(file), *(f'{100 * chance:7.1f} %  {name}' for name, chance in found)]))
     if args.json:
         print(json.dumps(rows, indent=2))
+    if damaged:
+        raise CorruptImageError(f'{len(damaged)} of {len(damaged) + len(rows)} images: {"; ".join(damaged)}')
     return rows
 
 

@@ -10,6 +10,7 @@ import torch
 from helpers import CLOTHING, save_model
 from PIL import Image
 
+from aft_vision.data import CorruptImageError
 from aft_vision.evaluate import load_model
 from tools.predict import main
 
@@ -43,6 +44,18 @@ def test_classes_are_those_of_timm_s_own_preprocessing(run_folder, capsys):
     printed = capsys.readouterr().out
     assert all(str(path) in printed for path in PHOTOGRAPHS)
     assert rows[0]['classes'][0]['class'] in printed
+
+
+@pytest.mark.parametrize('more', [[], ['--json']])
+def test_images_that_cannot_be_decoded_are_named_after_the_others(run_folder, tmp_path, capsys, more):
+    (tmp_path / 'bad.png').write_bytes(b'no image')
+    paths = [str(PHOTOGRAPHS[0]), str(tmp_path / 'bad.png'), str(PHOTOGRAPHS[1])]
+    with pytest.raises(CorruptImageError, match=r'1 of 3 images: .*bad\.png'):
+        main([*paths, '--checkpoint', str(run_folder), *more])
+    printed = capsys.readouterr().out
+    if more:
+        printed = ' '.join(row['image'] for row in json.loads(printed))
+    assert [path in printed for path in paths] == [True, False, True]
 
 
 def test_a_name_that_is_not_utf_8_is_printed_byte_by_byte(run_folder, tmp_path):
