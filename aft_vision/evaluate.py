@@ -25,6 +25,7 @@ from aft_vision.models.transfer_report import describe_transfer
 from aft_vision.models.transfer_source import find_stated_grid, load_pretrained
 from aft_vision.models.weight_files import check_checksum, load_torch_file
 from aft_vision.modes import in_evaluation
+from aft_vision.sizes import record_size
 from aft_vision.timing import synchronize
 
 _logger = logging.getLogger(__name__)
@@ -147,7 +148,10 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu', **kwa
     load_matching_state_dict(model, content['state_dict'], source=str(checkpoint))
     # The preprocessing and the class names, as in an export.
     cfg: Any = model.pretrained_cfg
-    cfg.update(content.get('data_config') or {})
+    data_config = content.get('data_config') or {}
+    cfg.update(data_config)
+    if 'input_size' in data_config:
+        record_size(model, data_config['input_size'][-2:])
     if content.get('class_names'):
         cfg['label_names'] = content['class_names']
     return model.to(device).eval()

@@ -98,6 +98,8 @@ def prune(model: nn.Module, threshold: float) -> nn.Module:
         # Final for TorchScript, which reads them when it compiles.
         for name in ('gumbel', 'straight_through'):
             setattr(mixer, name, False)
+    if hasattr(pruned, '_model_args'):
+        pruned._model_args = _raw_arguments(pruned._model_args)
     return pruned
 
 
@@ -183,9 +185,7 @@ def crop(model: nn.Module) -> nn.Module:
             f'expected a model that timm.create_model made, got a {type(model).__name__} of another origin'
         )
     window = max(smallest_window(kernel) for kernel in kernels)
-    arguments = {**get_model_args(model), 'kernel_size': window, 'standardize_kernel': False}
-    for name in ('gumbel', 'tau', 'straight_through'):
-        arguments.pop(name, None)
+    arguments = {**_raw_arguments(get_model_args(model)), 'kernel_size': window}
     parameter = next(model.parameters())
     cropped = timm.create_model(cfg['architecture'], **arguments).to(parameter.device, parameter.dtype)
     names = [name for name, module in model.named_modules() if isinstance(module, AFTConv)]
@@ -231,6 +231,12 @@ def time_windows(
     calls = [partial(ops.aft_conv, gate, k, v, cropped, grid) for cropped in kernels.values()]
     timings = dict(zip(kernels, time_interleaved(calls, kernel.device, rounds), strict=True))
     return {w: {'ms': 1e3 * timings[w].seconds, 'ratio': 1 / timings[w].ratio} for w in windows}
+
+
+def _raw_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    # Those of a model of timm with raw kernels.
+    kept = {name: x for name, x in arguments.items() if name not in ('gumbel', 'tau', 'straight_through')}
+    return {**kept, 'standardize_kernel': False}
 
 
 def _raw_kernel(kernel: Tensor) -> StandardizedKernel:

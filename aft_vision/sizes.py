@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from timm.data import resolve_model_data_config
-from timm.models import get_model_input_config
+from timm.models import get_model_input_config, get_model_traits
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 
@@ -31,11 +32,11 @@ def has_fixed_input_size(model: nn.Module) -> bool:
     return bool(get_model_input_config(model)['fixed_input_size'])
 
 
-def check_image_size(model: nn.Module, size: Sequence[int]) -> None:
-    """Raise a ValueError unless a model takes images of size (H, W) in pixels without padding."""
+def check_image_size(model: nn.Module, size: Sequence[int], pads: bool = True) -> None:
+    """Raise a ValueError unless a model takes images of size (H, W) in pixels; with pads=False, without padding."""
     patch_embed: Any = getattr(model, 'patch_embed', None)
     patch = getattr(patch_embed, 'patch_size', None)
-    if not isinstance(patch, tuple) or getattr(patch_embed, 'dynamic_img_pad', False):
+    if not isinstance(patch, tuple) or (pads and getattr(patch_embed, 'dynamic_img_pad', False)):
         return
     if any(side % step for side, step in zip(size, patch, strict=True)):
         nearest = tuple(max(round(side / step), 1) * step for side, step in zip(size, patch, strict=True))
@@ -72,6 +73,17 @@ def resize_model(model: nn.Module, size: Sequence[int] | None) -> Any:
         resizable: Any = model
         resizable.set_input_size(img_size=tuple(size))
     return model
+
+
+def record_size(model: nn.Module, size: Sequence[int]) -> None:
+    """Make (H, W) in pixels the default size of a model that takes any, if that changes none of its parameters.
+
+    Where the architecture names no size, it is that of `pretrained_cfg`.
+    """
+    resizable: Any = model
+    is_free = not has_fixed_input_size(model) and isinstance(model, VisionTransformer) and model.pos_embed is None
+    if is_free and get_model_traits(model).get('img_size') is not None:
+        resizable.set_input_size(img_size=tuple(size))
 
 
 def _is_made_for_another(model: nn.Module, size: Sequence[int]) -> bool:

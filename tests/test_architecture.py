@@ -63,7 +63,9 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.data': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops')),
     'aft_vision.data.ffcv': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops', 'ffcv')),
     'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'aft_vision.inline', 'aft_vision.modes', 'einops', *TEXT)),
-    'aft_vision.evaluate': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.files', 'aft_vision.modes', 'aft_vision.timing')),
+    'aft_vision.evaluate': Rule(
+        (*ABOVE_MODELS.anywhere, *(f'aft_vision.{name}' for name in ('files', 'modes', 'sizes', 'timing')))
+    ),
     'aft_vision.files': Rule(()),
     'aft_vision.inline': Rule(()),
     'aft_vision.export': Rule(

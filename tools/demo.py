@@ -131,11 +131,14 @@ def answer(model: Any, path: str | Path, side: int, query: tuple[float, float]) 
         (seconds,) = time_rounds([lambda: model(photograph.images)], torch.device('cpu'), 5)
     grid = model.patch_embed.dynamic_feat_size((side, side))
     token = tuple(min(int(share * length), length - 1) for share, length in zip(query, grid, strict=True))
-    options: dict[str, Any] = {'max_heads': MAX_HEADS, 'chosen_layers': choose(len(model.blocks), MAX_LAYERS)}
     keys = None
     if has_keys(model):
-        keys = draw(draw_key_maps(photograph, capture_mixers(model, photograph.images)[1], **options))
-    attention = draw(draw_attention(photograph, model, token, **options))
+        # Those of a hybrid's attention are not drawn.
+        _, layers = capture_mixers(model, photograph.images)
+        chosen = choose(len(layers), MAX_LAYERS)
+        keys = draw(draw_key_maps(photograph, layers, max_heads=MAX_HEADS, chosen_layers=chosen))
+    chosen = choose(len(model.blocks), MAX_LAYERS)
+    attention = draw(draw_attention(photograph, model, token, max_heads=MAX_HEADS, chosen_layers=chosen))
     return Answer(dict(predictions(model, logits)), 1000 * min(seconds), attention, keys)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import timm
-from timm.data import resolve_model_data_config
+from timm.data import resolve_input_data_config
+from timm.models import get_model_args
 from timm.models._hub import generate_readme
 from torch import nn
 
@@ -20,8 +21,9 @@ from aft_vision.export.standalone import MODELING, TRANSFORMERS, hub_name, write
 from aft_vision.export.verify import Check, channels
 from aft_vision.files import sync_directory
 from aft_vision.models import AFTPyramid, AFTVisionTransformer
+from aft_vision.models.state_dict import StateDictError, check_state_dict
 from aft_vision.models.weight_files import add_checksum
-from aft_vision.sizes import default_size, has_fixed_input_size, resize_model
+from aft_vision.sizes import default_size, has_fixed_input_size, record_size, resize_model
 
 CITATION = """@article{zhai2021attention,
   title={An Attention Free Transformer},
@@ -37,7 +39,7 @@ TIMM_USAGE = """
 
 model = timm.create_model('local-dir:FOLDER', pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-logits = model(transform(image).unsqueeze(0))  # image: a PIL image in RGB
+logits = model(transform(image).unsqueeze(0))  # image: a PIL image in {mode}
 ```
 
 FOLDER is this folder; from the hub it is `timm.create_model('hf-hub:USER/NAME', pretrained=True)`. In transformers:
@@ -123,7 +125,8 @@ def export_model(
         card: Text of a README.md, such as from `model_card`; None writes none.
 
     Raises:
-        ValueError: the model has another number of classes than `class_names`, if there are any.
+        ValueError: the model has another number of classes than `class_names`, if there are any, or was changed after
+            it was built so that timm cannot rebuild it.
     """
     with _replacing_files(Path(directory)) as folder:
         _write_weights(model, folder, class_names, data_config)
@@ -215,7 +218,7 @@ def model_card(
         Markdown with the hub's metadata header.
     """
     cfg: Any = model.pretrained_cfg
-    config = resolve_model_data_config(model)
+    config = resolve_input_data_config(model)
     is_aft = isinstance(model, AFTVisionTransformer | AFTPyramid)
     height, width = size or default_size(model)
     others = 'any other that is a multiple of the patch size' if hasattr(model, 'patch_embed') else 'any other'
@@ -244,8 +247,9 @@ def model_card(
 
 def _usage(model: nn.Module, files: Collection[str]) -> str:
     # The ways of loading the folder, first those without this package.
+    mode = 'mode L' if channels(model) == 1 else 'RGB'
     if not isinstance(model, AFTVisionTransformer | AFTPyramid):
-        return TIMM_USAGE.format(import_aft='').rstrip()
+        return TIMM_USAGE.format(import_aft='', mode=mode).rstrip()
     cfg: Any = model.pretrained_cfg
     sizes = 'any height and width' if takes_any_size(model) else 'one image size'
     found = []
@@ -257,7 +261,7 @@ def _usage(model: nn.Module, files: Collection[str]) -> str:
     found.append(ONNX_USAGE.format(sizes=sizes) if 'model.onnx' in files else '')
     found.append(PT2_USAGE.format(sizes=sizes) if 'model.pt2' in files else '')
     heading = NEEDS_PACKAGE.format(others=' and transformers' if f'{MODELING}.py' not in files else '')
-    return ''.join([*found, heading, TIMM_USAGE.format(import_aft=IMPORT_AFT)]).rstrip()
+    return ''.join([*found, heading, TIMM_USAGE.format(import_aft=IMPORT_AFT, mode=mode)]).rstrip()
 
 
 @contextlib.contextmanager
@@ -289,6 +293,10 @@ def _write_weights(
             f'expected a name for each of the {classes} classes, got {len(class_names)} names: correct the class names '
             "(label_names of the model's pretrained_cfg), or remove them"
         )
+    if data_config and 'input_size' in data_config:
+        model = copy.deepcopy(model)
+        record_size(model, data_config['input_size'][-2:])
+    _check_rebuilt(model)
     timm.models.save_for_hf(
         model,
         str(folder),
@@ -300,6 +308,20 @@ def _write_weights(
     # safetensors 0.8 lets only the owner read what it writes.
     shutil.copymode(folder / 'config.json', folder / 'model.safetensors')
     add_checksum(folder / 'model.safetensors')
+
+
+def _check_rebuilt(model: nn.Module) -> None:
+    # A model that was changed after it was built, such as by timm's prune_intermediate_layers, may not be what is built
+    # from its arguments.
+    if isinstance(model, AFTVisionTransformer | AFTPyramid):
+        cfg: Any = model.pretrained_cfg
+        rebuilt = timm.create_model(cfg['architecture'], device='meta', **get_model_args(model))
+        try:
+            check_state_dict(rebuilt, model.state_dict())
+        except StateDictError as error:
+            raise ValueError(
+                f'expected a model that timm can rebuild from its arguments, got another: {error}'
+            ) from error
 
 
 def _name_classes_once(config: Path) -> None:

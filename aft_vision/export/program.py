@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data import resolve_model_data_config
+from timm.data import resolve_input_data_config
 from timm.layers import Mlp
 from timm.utils import reparameterize_model
 from torch import nn
@@ -54,7 +54,7 @@ def choose_shape(
         ValueError: the model does not support the size or form, or the form needs a fixed size.
     """
     size = default_size(model) if size is None else size
-    check_image_size(model, size)
+    check_image_size(model, size, pads=False)
     if batch is not None and batch < 1:
         raise ValueError(f'expected a batch of at least 1 image, got {batch}')
     if form not in FORMS:
@@ -271,9 +271,9 @@ def require_onnx() -> None:
 
 def _metadata(model: nn.Module) -> dict[str, str]:
     # Metadata for preprocessing and class names, for a runtime without timm.
-    config = resolve_model_data_config(model)
+    config = resolve_input_data_config(model)
     described = {name: config[name] for name in ('mean', 'std', 'interpolation', 'crop_pct')}
-    cfg: Any = model.pretrained_cfg
+    cfg: Any = getattr(model, 'pretrained_cfg', {})
     if cfg.get('label_names'):
         described['label_names'] = cfg['label_names']
     return {name: json.dumps(value) for name, value in described.items()}

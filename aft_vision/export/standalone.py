@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data import resolve_model_data_config
+from timm.data import resolve_input_data_config
 from timm.layers import DropPath, LayerNorm, LayerScale, Mlp, PatchDropout
 from timm.layers.activations import GELU, GELUTanh
 from timm.models.vision_transformer import Attention
@@ -257,7 +257,10 @@ def image_processor(model: nn.Module, size: tuple[int, int]) -> dict[str, Any] |
     Returns:
         The content of preprocessor_config.json; None if no image processor has such a transform.
     """
-    config = resolve_model_data_config(model)
+    config = resolve_input_data_config(model)
+    # Those of transformers give three channels.
+    if config['input_size'][0] != 3:
+        return None
     scaled = tuple(math.floor(side / config['crop_pct']) for side in size)
     mode = config.get('crop_mode') or 'center'
     if mode == 'squash':
@@ -271,7 +274,7 @@ def image_processor(model: nn.Module, size: tuple[int, int]) -> dict[str, Any] |
     return {
         'auto_map': {'AutoImageProcessor': f'{MODELING}.AFTVisionImageProcessor'},
         'image_processor_type': 'BitImageProcessor',
-        'do_convert_rgb': config['input_size'][0] == 3,
+        'do_convert_rgb': True,
         'do_resize': True,
         'size': resized,
         'resample': RESAMPLE[config['interpolation']],

@@ -194,6 +194,24 @@ class AFTVisionTransformer(VisionTransformer):
                 module.set_grid(self.patch_embed.grid_size)
 
     @torch.jit.ignore
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Remove the blocks after the last chosen one, as timm does, and record it for an export.
+
+        Returns:
+            The indices of the chosen blocks.
+        """
+        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
+        # Of a model that timm built.
+        arguments = getattr(self, '_model_args', {})
+        if arguments:
+            depth = len(self.blocks)
+            kept = [index for index in arguments.get('attention_blocks') or () if index < depth]
+            self._model_args = {**arguments, 'depth': depth, 'attention_blocks': kept}
+        return taken
+
+    @torch.jit.ignore
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict; raise a ValueError with the first differing keys for another architecture."""
         if strict and not self._load_state_dict_pre_hooks:  # a hook may rename keys

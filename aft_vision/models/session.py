@@ -310,7 +310,9 @@ def filter_logits(
     # A smaller one may be 0 in the type of the logits.
     if temperature < torch.finfo(logits.dtype).tiny:
         best = logits.argmax(-1, keepdim=True)
-        return torch.full_like(logits, float('-inf')).scatter(-1, best, 0.0)
+        greedy = torch.full_like(logits, float('-inf')).scatter(-1, best, 0.0)
+        # As with any other temperature.
+        return greedy.masked_fill(logits.isnan().any(-1, keepdim=True), float('nan'))
     # Shift the maximum to 0, so that a small temperature cannot overflow several logits.
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if top_k is not None:

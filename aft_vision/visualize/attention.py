@@ -114,12 +114,12 @@ def relative_attention(
 
 
 def attention_heads(model: nn.Module) -> int:
-    """Return the number of heads of a model's first token mixer, or of channels for an AFT mixer without heads.
+    """Return the least number of heads of a model's token mixers, or of channels for an AFT mixer without heads.
 
     Raises:
         ValueError: as `relative_attention`.
     """
-    return _heads(find_mixers(model, (Attention, AFTMixer))[0])
+    return min(map(_heads, find_mixers(model, (Attention, AFTMixer))))
 
 
 def _heads(mixer: Any) -> int:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from PIL.Image import Image
-from timm.data import create_transform, resolve_model_data_config
+from timm.data import create_transform, resolve_input_data_config
 from torch import Tensor, nn
 
 from aft_vision.data.images import find_images, open_image
@@ -60,7 +60,8 @@ def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | No
     height, width = default_size(model) if size is None else size
     step = max(1, DISPLAY // max(height, width))
     shown = _crop(image, model, (height * step, width * step))
-    return Photograph(Path(path), _normalise(image, model, size), shown.permute(1, 2, 0))
+    # Grey for a model of one channel.
+    return Photograph(Path(path), _normalise(image, model, size), shown.expand(3, -1, -1).permute(1, 2, 0))
 
 
 def load_image(path: str | Path, model: nn.Module, size: Sequence[int] | None = None) -> Tensor:
@@ -77,14 +78,14 @@ def load_image(path: str | Path, model: nn.Module, size: Sequence[int] | None = 
 
 def _normalise(image: Image, model: nn.Module, size: Sequence[int] | None) -> Tensor:
     height, width = default_size(model) if size is None else size
-    config = resolve_model_data_config(model)
+    config = resolve_input_data_config(model)
     mean, std = (torch.tensor(config[name]).view(-1, 1, 1) for name in ('mean', 'std'))
     return ((_crop(image, model, (height, width)) / 255 - mean) / std)[None]
 
 
 def _crop(image: Image, model: nn.Module, size: tuple[int, int]) -> Tensor:
     # (C, H, W) uint8, by timm's transform for the model.
-    config = resolve_model_data_config(model)
+    config = resolve_input_data_config(model)
     channels = config['input_size'][0]
     if channels not in (1, 3):
         raise ValueError(f'expected a model of images of 1 or 3 channels, got one of {channels}')
@@ -102,7 +103,7 @@ def load_batches(paths: Sequence[Path], model: nn.Module, size: Sequence[int] | 
 
 def class_labels(model: Any) -> list[str]:
     """Return the labels of a model's classes: of its configuration, for ImageNet identifiers, else their numbers."""
-    labels = model.pretrained_cfg.get('label_names')
+    labels = getattr(model, 'pretrained_cfg', {}).get('label_names')
     if labels:
         return list(labels)
     from timm.data import ImageNetInfo, infer_imagenet_subset

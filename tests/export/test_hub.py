@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import timm
 import torch
+from helpers import save_model
 from timm.data import resolve_model_data_config
 
+from aft_vision.evaluate import load_model
 from aft_vision.export import export_hub_folder, export_model, model_card
+from aft_vision.regularizers import prune
+from aft_vision.sizes import default_size
 
 TINY_VIT = dict(depth=1, embed_dim=16, num_heads=1, patch_size=8, img_size=(16, 24), num_classes=2)
 
@@ -66,6 +70,53 @@ def test_a_hub_folder_opens_in_timm_and_in_transformers(tmp_path):
     assert type(wrapped).__name__ == 'TimmWrapperForImageClassification'
     torch.testing.assert_close(wrapped(images).logits, model(images), rtol=1e-4, atol=1e-5)
     assert wrapped.config.id2label == {0: 'boot', 1: 'hat'}
+
+
+def test_a_run_of_another_size_keeps_it_whatever_the_architecture_names(tmp_path):
+    kwargs = dict(depth=1, embed_dim=16, num_heads=4, num_classes=2)
+    data_config = {'input_size': (3, 64, 48), 'crop_pct': 1.0, 'mean': (0.5,) * 3, 'std': (0.5,) * 3}
+    nano = timm.create_model('aft_conv_nano', **kwargs)
+    save_model(tmp_path / 'best.pth', 'aft_conv_nano', nano, kwargs, data_config=data_config)
+    model = load_model(tmp_path / 'best.pth')
+    assert default_size(model) == (64, 48)
+    export_hub_folder(model, tmp_path / 'same', parts=[])
+    export_hub_folder(model, tmp_path / 'wider', (64, 96), parts=[])
+    export_model(nano, tmp_path / 'plain', [], data_config)
+    sizes = {'same': (64, 48), 'wider': (64, 96), 'plain': (64, 48)}
+    assert {name: default_size(load_model(tmp_path / name)) for name in sizes} == sizes
+    assert '64 x 96 pixels' in (tmp_path / 'wider' / 'README.md').read_text()
+    # Neither model is changed.
+    assert (default_size(model), default_size(nano)) == ((64, 48), (96, 96))
+
+
+@pytest.mark.parametrize('change', ['prune', 'depth', 'hybrid'])
+def test_a_model_that_was_changed_is_exported_as_it_is(tmp_path, change):
+    more: dict[str, Any] = {'depth': 3, 'attention_blocks': [0, 2]} if change == 'hybrid' else {'depth': 2}
+    model: Any = make_aft(**more)
+    changed: Any = prune(model, 0.1) if change == 'prune' else model
+    if change != 'prune':
+        changed.prune_intermediate_layers([0], prune_head=False)
+        assert len(changed.blocks) == 1
+    export_model(changed, tmp_path / 'export', ['boot', 'hat'])
+    loaded = timm.create_model(f'local-dir:{tmp_path / "export"}', pretrained=True).eval()
+    images = torch.randn(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded(images), changed(images))
+
+
+def test_a_model_that_timm_cannot_rebuild_is_an_error_and_not_exported(tmp_path):
+    pyramid: Any = timm.create_model('aft_pyramid_nano', num_classes=0)
+    pyramid.prune_intermediate_layers([1])
+    with pytest.raises(ValueError, match=r'a model that timm can rebuild .* missing: stages'):
+        export_model(pyramid, tmp_path / 'export', [])
+    assert not (tmp_path / 'export').exists()
+
+
+def test_a_model_of_one_channel_has_its_own_mean_and_no_processor_of_three(tmp_path):
+    export_hub_folder(make_aft((32, 32), in_chans=1), tmp_path / 'hub', parts=['code'])
+    assert not (tmp_path / 'hub' / 'preprocessor_config.json').exists()
+    card = (tmp_path / 'hub' / 'README.md').read_text()
+    for words in ('mean (0.449,)', '(B, 1, H, W)', 'a PIL image in mode L'):
+        assert words in card
 
 
 def test_the_model_card_says_what_the_model_is_and_how_it_is_loaded(tmp_path):

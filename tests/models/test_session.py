@@ -206,11 +206,12 @@ def test_a_progress_bar_shows_tokens_per_second(capsys, monkeypatch):
     assert 'tokens/s' in shown
 
 
-def test_logits_that_are_no_numbers_are_an_error():
+@pytest.mark.parametrize('temperature', [1.0, 0.0])
+def test_logits_that_are_no_numbers_are_an_error(temperature: float):
     model = create()
     model.head.weight.data[0, 0] = float('nan')
     with pytest.raises(ValueError, match='expected logits that are numbers, got NaN'):
-        model.sample(2, seed=0)
+        model.sample(2, temperature=temperature, seed=0)
 
 
 REJECTED = [

@@ -45,6 +45,12 @@ def test_an_answer_has_the_classes_the_time_and_the_pictures_at_any_size(models,
         assert all(torch.equal(before[key], x) for key, x in model.state_dict().items())
 
 
+def test_a_hybrid_is_answered_with_the_keys_of_its_aft_layers(tmp_path):
+    path = save(tmp_path, 'aft_conv_tiny', {**CONV, 'depth': 3, 'attention_blocks': [0, 2]})
+    (model,) = demo.load_models([path]).values()
+    assert demo.answer(model, PHOTOGRAPHS[0], 32, (0.5, 0.5)).keys is not None
+
+
 def test_another_token_has_another_attention(models):
     for model in models.values():
         first, second = (demo.answer(model, PHOTOGRAPHS[0], 32, query).attention for query in ((0, 0), (0.9, 0.9)))

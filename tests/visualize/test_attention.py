@@ -158,6 +158,15 @@ def test_attention_of_aft_is_its_implicit_attention():
     torch.testing.assert_close(found, torch.stack([relative_mean(each, (3, 4)) for each in expected]))
 
 
+@pytest.mark.parametrize('attention_blocks', [[0], [1]])
+def test_a_hybrid_shows_heads_that_all_its_layers_have(attention_blocks):
+    model = make_model('conv', attention_blocks=attention_blocks)
+    found = relative_attention(model, randn(1, 3, 24, 32))
+    # Attention has one of 64 channels.
+    assert found.shape == (2, 1, 5, 7)
+    assert (found > 0).all()
+
+
 def test_equal_keys_and_no_bias_give_equal_attention():
     model = make_model('conv', pos_embed='none')
     for block in model.blocks:

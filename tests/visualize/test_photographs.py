@@ -65,6 +65,7 @@ def test_the_model_sees_its_own_transform_of_timm(tmp_path: Path, crop_mode: str
     image = Image.open(tmp_path / '0.png').convert('L' if channels == 1 else 'RGB')
     expected = create_transform(**resolve_model_data_config(model))(image)[None]
     torch.testing.assert_close(load_image(tmp_path / '0.png', model), expected)
+    assert load_photograph(tmp_path / '0.png', model).pixels.shape == (448, 448, 3)
 
 
 def test_a_model_of_other_channels_is_named(tmp_path: Path):
