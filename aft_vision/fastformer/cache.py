@@ -11,8 +11,6 @@ class StateLayer(CacheLayerMixin):
     """Two tensors of one layer, batch dimension first. Unlike keys they do not grow: new ones replace them."""
 
     is_sliding = False
-    is_compileable = False
-    is_croppable = False
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -52,17 +50,6 @@ class StateLayer(CacheLayerMixin):
         self.keys = self.values = None
         self.is_initialized, self.cumulative_length = False, 0
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Raise an error, because tokens cannot be dropped.
-
-        Raises:
-            ValueError: the layer does not store its earlier states.
-        """
-        raise ValueError(
-            f'a Fastformer cache keeps sums over all tokens and cannot drop the last {tokens_to_remove}: assisted and '
-            'prompt-lookup decoding are not possible'
-        )
-
 
 class FastformerCache(EncoderDecoderCache):
     """The states of a decoder's layers, and the keys and values of the source."""
@@ -101,10 +88,6 @@ class FastformerCache(EncoderDecoderCache):
         if not torch.equal(numbers, self._source):
             self._source = numbers
             self.cross_attention_cache.reorder_cache(beam_idx)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Raise a ValueError: see `StateLayer`."""
-        StateLayer().crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Drop all tokens and the source."""
