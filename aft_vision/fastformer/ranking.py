@@ -1,4 +1,4 @@
-"""Ranking with a trained recommender: for one user, for a whole file of impressions, and by an ensemble."""
+"""Ranking with a trained recommender: for one user, and for a whole file of impressions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,14 +118,3 @@ def _encode_all(
     unsorted = torch.empty_like(vectors)
     unsorted[torch.from_numpy(order).to(vectors.device)] = vectors
     return unsorted
-
-
-def mean_scores(scores: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the scores of an ensemble: the mean over its models, all (n,).
-
-    Raises:
-        ValueError: there are none, or of different candidates.
-    """
-    if not scores or len({len(part) for part in scores}) > 1:
-        raise ValueError(f'expected scores of the same candidates, got {[len(part) for part in scores]}')
-    return np.stack(scores).mean(axis=0, dtype=np.float64)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import assert_close, generator, randn
+from helpers import assert_close, generator
 from text_files import write_glove
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,7 +23,7 @@ from transformers import (
 from aft_vision.fastformer import ENCODERS, FastformerForNewsRecommendation, FastformerNewsConfig
 from aft_vision.fastformer.data.impressions import Behaviors, NewsCollator, Ragged
 from aft_vision.fastformer.glove import load_glove
-from aft_vision.fastformer.ranking import mean_scores, score_behaviors
+from aft_vision.fastformer.ranking import score_behaviors
 from aft_vision.fastformer.tokenize import train_tokenizer
 
 C, VOCAB = 12, 30
@@ -258,11 +258,3 @@ def test_a_file_needs_each_news_once(monkeypatch):
 def test_no_impressions_have_no_scores():
     behaviors, collator = make_behaviors()
     assert score_behaviors(make_model(), behaviors.select(np.arange(0)), collator).shape == (0,)
-
-
-def test_an_ensemble_has_the_mean_scores():
-    parts = [randn(5, seed=i).numpy() for i in range(3)]
-    np.testing.assert_allclose(mean_scores(parts), (parts[0] + parts[1] + parts[2]) / 3, rtol=1e-12)
-    for wrong in ([], [parts[0], parts[1][:3]]):
-        with pytest.raises(ValueError, match='expected scores of the same candidates, got'):
-            mean_scores(wrong)

@@ -24,7 +24,7 @@ from aft_vision.fastformer.data.impressions import Behaviors, ClickSamples, News
 from aft_vision.fastformer.data.mind import News
 from aft_vision.fastformer.metrics import RANKING_METRICS, click_loss, ranking_metrics
 from aft_vision.fastformer.predictions import write_predictions
-from aft_vision.fastformer.ranking import mean_scores, score_behaviors
+from aft_vision.fastformer.ranking import score_behaviors
 from train.fastformer.recommendation_data import RecommendationData, read_parts
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig, check_text_model, text_model_schema
@@ -238,7 +238,8 @@ class RecommendationRun(TextRun):
             scores.append(trainer.scores(self.splits[split]))
             found[str(source)] = self.write(scores[-1], split, self.output_dir(source))
         if self.config.data.ensemble:
-            found[f'ensemble of {len(sources)}'] = self.write(mean_scores(scores), split, self.folder)
+            mean = np.stack(scores).mean(axis=0, dtype=np.float64)
+            found[f'ensemble of {len(sources)}'] = self.write(mean, split, self.folder)
         return found
 
     def summarize_data(self) -> dict[str, Any]:
