@@ -13,6 +13,7 @@ from datasets import Dataset
 
 from aft_vision.fastformer.data.behaviors import Behavior, BehaviorTable, Request
 from aft_vision.fastformer.data.files import Record, read_delimited
+from aft_vision.fastformer.data.impressions import Behaviors
 from aft_vision.fastformer.data.mind import News, read_mind_behaviors, read_mind_news
 from aft_vision.fastformer.data.movielens import open_ratings, read_films, read_rating
 
@@ -63,31 +64,27 @@ def read_ratings(folder: str | Path, table: BehaviorTable, max_behaviors: int | 
 
 
 def read_mind_clicks(
-    folder: str | Path | Sequence[str | Path],
-    table: BehaviorTable,
-    max_behaviors: int | None = 50,
-    text: Sequence[str] = ('title',),
-    drop_missing: bool = False,
+    folder: str | Path, table: BehaviorTable, max_behaviors: int | None = 50, drop_missing: bool = False
 ) -> Dataset:
     """Read MIND's impressions as requests: each candidate asks whether it is clicked, given the clicks before.
 
-    The behaviours are only clicks, so there is one type, `click`. Rows are in the order of time, so that the last of
-    them make a test part, and those of an impression have its number.
+    The texts are titles, and the behaviours are only clicks, so there is one type, `click`. Rows are in the order of
+    time, so that the last of them make a test part, and those of an impression have its number.
 
     Args:
-        folder: With `news.tsv` and `behaviors.tsv` with labels, or several such.
+        folder: With `news.tsv` and `behaviors.tsv` with labels.
         table: Table to which texts and types are added.
         max_behaviors: Number of last clicks to keep per user; None for all.
-        text: Columns of the news, as `mind.read_mind_news` takes them.
         drop_missing: Leave out clicks and candidates that are not in the news, as in an excerpt of MIND.
 
     Raises:
         ValueError: a file is missing, damaged or of another layout, or has no labels; names line and column.
     """
-    folders = [folder] if isinstance(folder, (str, Path)) else list(folder)
-    news = read_mind_news(folders, text)
-    most = sys.maxsize if max_behaviors is None else max_behaviors
-    return table.collect(_of_impressions(folders, news, most, drop_missing), max_behaviors)
+    news, most = read_mind_news(folder), sys.maxsize if max_behaviors is None else max_behaviors
+    behaviors = read_mind_behaviors(folder, news.rows, most, drop_missing)
+    if behaviors.labels is None:
+        raise ValueError(f'expected candidates with labels (N1-0 N2-1) in {folder}, got none')
+    return table.collect(_of_impressions(behaviors, behaviors.labels, news), max_behaviors)
 
 
 def read_alimama(path: str | Path, table: BehaviorTable, max_behaviors: int | None = None) -> Dataset:
@@ -126,23 +123,13 @@ def _in_time(ratings: Iterable[Rating], texts: Sequence[str]) -> Iterator[Reques
             earlier[user].append(Behavior(f'rated {stars}', texts[film]))
 
 
-def _of_impressions(
-    folders: Iterable[str | Path], news: News, max_behaviors: int, drop_missing: bool
-) -> Iterator[Request]:
-    parts = []
-    for folder in folders:
-        parts.append(read_mind_behaviors(folder, news.rows, max_behaviors, drop_missing))
-        if parts[-1].labels is None:
-            raise ValueError(f'expected candidates with labels (N1-0 N2-1) in {folder}, got none')
-    places = [(part, row) for part in parts for row in range(len(part))]
+def _of_impressions(behaviors: Behaviors, labels: np.ndarray, news: News) -> Iterator[Request]:
     # A stable order: impressions of one second stay as in the file.
-    order = np.argsort(np.concatenate([np.asarray(part.seconds) for part in parts]), kind='stable')
-    for impression, place in enumerate(order.tolist()):
-        part, row = places[place]
-        clicks = [Behavior('click', news.texts[number]) for number in part.histories[row]]
-        start, end = part.candidates.starts[row : row + 2]
-        user = '' if part.users is None else part.users[row]
-        for number, label in zip(part.candidates[row], np.asarray(part.labels)[start:end], strict=True):
+    for impression, row in enumerate(np.argsort(np.asarray(behaviors.seconds), kind='stable').tolist()):
+        clicks = [Behavior('click', news.texts[number]) for number in behaviors.histories[row]]
+        start, end = behaviors.candidates.starts[row : row + 2]
+        user = '' if behaviors.users is None else behaviors.users[row]
+        for number, label in zip(behaviors.candidates[row], labels[start:end], strict=True):
             yield Request(int(label), news.texts[number], clicks, user, impression)
 
 

@@ -79,14 +79,6 @@ def test_the_candidates_of_mind_are_requests_with_the_clicks_before(tmp_path):
     assert found == expected
     assert len({user for *_, user, _ in found}) > 20
     assert table.types == ['click']
-    both = read_mind_clicks([folder, folder], BehaviorTable())
-    assert len(both) == 2 * len(expected)
-    # Two folders are one time.
-    users = [user for *_, user, _ in expected]
-    assert sorted(both['user']) == sorted(2 * users)
-    first = min(clock(row[2]) for row in rows)
-    count = sum(len(row[4].split()) for row in rows if clock(row[2]) == first)
-    assert both['user'][: 2 * count] == 2 * users[:count]
 
 
 def test_mind_without_labels_and_unknown_news_are_errors(tmp_path):
