@@ -170,7 +170,6 @@ def tokenize_summaries(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int | None = None,
     max_summary_length: int | None = None,
-    num_proc: int | None = None,
 ) -> AnyDataset:
     """Replace `text` by `input_ids`, and `summary` by `labels` with an end token; other columns stay.
 
@@ -180,7 +179,6 @@ def tokenize_summaries(
     Args:
         max_length: Length to which texts are truncated, in tokens; None for no limit.
         max_summary_length: The same for summaries, including the end token.
-        num_proc: Number of processes.
 
     Raises:
         ValueError: max_summary_length is below 2, or the tokenizer has no end token.
@@ -203,7 +201,7 @@ def tokenize_summaries(
         inputs = token_ids(batch['text'], tokenizer, max_length)
         return {'input_ids': inputs, 'labels': [closed(target) for target in targets]}
 
-    return dataset.map(tokenize, batched=True, remove_columns=['text', 'summary'], num_proc=num_proc, desc='tokens')
+    return dataset.map(tokenize, batched=True, remove_columns=['text', 'summary'], desc='tokens')
 
 
 def _equal_rows(dataset: Dataset) -> np.ndarray:
