@@ -52,6 +52,9 @@ class TextRun(ABC):
     folder: Path
     quiet: bool = True
     splits: Mapping[str, Any] = field(default_factory=dict)
+    _tokenized: dict[str, Any] = field(default_factory=dict, init=False)
+    # Counts of the rows of the embedding that are from GloVe, drawn, or padding; the same for all seeds.
+    _coverage: dict[str, int] = field(default_factory=dict, init=False)
 
     schema: ClassVar[type[TextConfig]]
     metrics: ClassVar[tuple[str, ...]]
@@ -214,10 +217,6 @@ class TextRun(ABC):
             self._tokenized[split] = self.examples(split, tokenizer)
         return self._tokenized[split]
 
-    @cached_property
-    def _tokenized(self) -> dict[str, Any]:
-        return {}
-
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of `run.init_from`, or train one."""
         run, data = self.config.run, self.config.data
@@ -260,11 +259,6 @@ class TextRun(ABC):
         if coverage.found == 0:
             raise ValueError(f'expected words of the vocabulary in data.glove, got none of {coverage.drawn} in {path}')
         self._coverage.update(coverage._asdict())
-
-    @cached_property
-    def _coverage(self) -> dict[str, int]:
-        """Return the number of embedding rows that are from GloVe, drawn, or padding; the same for all seeds."""
-        return {}
 
     def load_model(self, source: str | Path) -> PreTrainedModel:
         """Load a saved model for this experiment, and check its bytes."""

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -58,6 +57,7 @@ class SummarizationRun(TextRun):
     """Texts and their summaries: `splits` have columns `text` and `summary`."""
 
     config: SummarizationConfig
+    _leads: dict[str, dict[str, float]] = field(default_factory=dict, init=False)
 
     schema = SummarizationConfig
     metrics = ROUGES
@@ -149,10 +149,6 @@ class SummarizationRun(TextRun):
             part = self.splits[split]
             self._leads[split] = rouge([lead(text) for text in part['text']], list(part['summary']))
         return self._leads[split]
-
-    @cached_property
-    def _leads(self) -> dict[str, dict[str, float]]:
-        return {}
 
     def summarize_data(self) -> dict[str, Any]:
         return {'texts': self.counts(), 'test_lead_3': self.lead_3('test')}
