@@ -146,8 +146,7 @@ class FastformerDecoder(nn.Module):
             return kept
         if source is None:
             raise ValueError('the decoder needs the states of the encoder, or a cache that holds their projections')
-        layer = self.layers[index]
-        assert isinstance(layer, FastformerDecoderLayer)
+        layer: Any = self.layers[index]
         projected = layer.cross_attn.project(source)
         if cache is not None:
             cache.write_source(index, source, *projected)

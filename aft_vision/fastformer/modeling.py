@@ -45,22 +45,21 @@ class FastformerEmbeddings(nn.Module):
         """
         x = self.projection(inputs_embeds)
         if self.embed_positions is not None:
-            x = x + self._positions(x, position_ids)
+            x = x + _positions(self.embed_positions, x, position_ids)
         return self.dropout(self.norm(x))
 
-    def _positions(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
-        if self.embed_positions is None:
-            raise ValueError('the model has no position embeddings')
-        length, limit = x.shape[1], self.embed_positions.num_embeddings
-        if position_ids is not None:
-            _check_positions(position_ids, x, limit)
-            return self.embed_positions(position_ids)
-        if length > limit:
-            raise ValueError(
-                f'a text may have {limit} tokens (max_position_embeddings), got {length}: truncate it, raise '
-                'max_position_embeddings, or use_position_embeddings=False'
-            )
-        return self.embed_positions.weight[:length]
+
+def _positions(embed: nn.Embedding, x: Tensor, position_ids: Tensor | None) -> Tensor:
+    length, limit = x.shape[1], embed.num_embeddings
+    if position_ids is not None:
+        _check_positions(position_ids, x, limit)
+        return embed(position_ids)
+    if length > limit:
+        raise ValueError(
+            f'a text may have {limit} tokens (max_position_embeddings), got {length}: truncate it, raise '
+            'max_position_embeddings, or use_position_embeddings=False'
+        )
+    return embed.weight[:length]
 
 
 def _check_positions(position_ids: Tensor, x: Tensor, limit: int) -> None:

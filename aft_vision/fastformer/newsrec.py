@@ -14,7 +14,6 @@ from .additive import accumulate_dtype
 from .hierarchy import (
     FastformerHierarchyConfig,
     FastformerHierarchyModel,
-    LanguageModelEncoder,
     UserEncoder,
     create_text_encoder,
     gather_vectors,
@@ -75,10 +74,7 @@ class FastformerForNewsRecommendation(FastformerHierarchyModel):
         text_config = AutoConfig.from_pretrained(source)
         if 'vocab_size' not in kwargs and hasattr(text_config, 'vocab_size'):
             kwargs['vocab_size'] = text_config.vocab_size
-        config = FastformerNewsConfig(**kwargs, text_config=text_config)
-        model = cls(config)
-        if not isinstance(model.text_encoder, LanguageModelEncoder):
-            raise TypeError(f'expected a language model in {source}, got {type(model.text_encoder).__name__}')
+        model: Any = cls(FastformerNewsConfig(**kwargs, text_config=text_config))
         model.text_encoder.load(source)
         return model
 
