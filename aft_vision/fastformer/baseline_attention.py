@@ -36,7 +36,7 @@ class FullAttention(BertSelfAttention):
     def __init__(self, config: FastformerConfig, index: int) -> None:
         super().__init__(bert_config(config), layer_idx=index)
         # Outside a model no implementation is chosen.
-        config._attn_implementation = attention_implementation(config)
+        config._attn_implementation = config._attn_implementation or 'sdpa'
         # Use the model's config instead of BERT's, because `set_attn_implementation` changes only the former.
         self.config: Any = config
 
@@ -200,9 +200,4 @@ def common_arguments(config: FastformerConfig) -> dict[str, Any]:
 def bert_config(config: FastformerConfig) -> BertConfig:
     """Return the configuration of BERT's layer."""
     bert: Any = BertConfig
-    return bert(**common_arguments(config), attn_implementation=attention_implementation(config))
-
-
-def attention_implementation(config: FastformerConfig) -> str:
-    """Return the implementation of full attention: 'sdpa' or 'eager'."""
-    return getattr(config, '_attn_implementation', None) or 'sdpa'
+    return bert(**common_arguments(config), attn_implementation=config._attn_implementation or 'sdpa')
