@@ -71,11 +71,7 @@ class World:
 
     def have_same(self, number: int) -> bool:
         """Return whether the number is the same in all processes."""
-        if not self.is_distributed:
-            return True
-        bounds = torch.tensor([number, -number], device=self.device)
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-        return bool(bounds.sum() == 0)
+        return self.largest(number) == -self.largest(-number)
 
 
 def _rendezvous_of_attempt(url: str, **options: Any) -> Iterator[tuple['dist.Store', int, int]]:
