@@ -247,10 +247,8 @@ def _schema(classes: Sequence[type], more: Mapping[str, Any], reserved: Mapping[
     return dataclasses.make_dataclass(
         'Model',
         [
-            *(
-                (name, supported(hint), described(name, hint, OF_NAME, meanings.get(name, OF_TIMM)))
-                for name, hint in arguments.items()
-            ),
+            (name, supported(hint), described(name, hint, OF_NAME, meanings.get(name, OF_TIMM)))
+            for name, hint in arguments.items()
         ],
     )
 
