@@ -203,7 +203,7 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
         reached.history = [row for row in reached.history if row['epoch'] < reached.epoch]
     with (
         _until_signal(state, saver) as (after_update, stop_if_asked),
-        RunLog(saver.folder, state, run.tensorboard) as log,
+        contextlib.closing(RunLog(saver.folder, state, run.tensorboard)) as log,
     ):
         for epoch in range(reached.epoch, schedule.epochs):
             if is_complete(state):

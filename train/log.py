@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from timm.utils import update_summary
@@ -16,7 +15,7 @@ STEP_COLUMNS = ('update', 'seconds', 'loss', 'lr')
 
 
 class RunLog:
-    """The log of one run, written by its first process; a context manager that flushes at the end.
+    """The log of one run, written by its first process.
 
     Args:
         folder: Folder of the run, for summary.csv and optionally steps.csv and tensorboard/.
@@ -44,12 +43,8 @@ class RunLog:
             if tensorboard:
                 self.writer = _open_tensorboard(folder / 'tensorboard', state.progress.updates)
 
-    def __enter__(self) -> 'RunLog':
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Write what TensorBoard has not written yet."""
         if self.writer is not None:
             self.writer.close()
 
