@@ -25,14 +25,6 @@ from train.signals import stop_run
 
 # The weights of a checkpoint in one file, or the list of its files.
 WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-# Arguments of every run: evaluation and checkpoint per epoch, and the best one at the end.
-EVERY_EPOCH: dict[str, Any] = dict(
-    eval_strategy='epoch',
-    save_strategy='epoch',
-    load_best_model_at_end=True,
-    logging_strategy='steps',
-    ddp_find_unused_parameters=False,
-)
 
 
 class BucketSampler(LengthGroupedSampler):
@@ -222,7 +214,11 @@ def training_arguments(
         use_cpu=run.device == 'cpu',
         report_to='tensorboard' if run.tensorboard else 'none',
         disable_tqdm=quiet or not sys.stderr.isatty(),
-        **{**EVERY_EPOCH, **more},
+        eval_strategy='epoch',
+        save_strategy='epoch',
+        load_best_model_at_end=True,
+        ddp_find_unused_parameters=False,
+        **more,
     )
     _check_processes(arguments)
     share = config.check_parts(arguments.world_size)
