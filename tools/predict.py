@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, add_device, add_size
+from tools.arguments import CommandParser, add_device, add_size, parse_positive
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -31,13 +31,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     source.add_argument('--checkpoint', type=Path, help='a checkpoint file, a run or an exported folder')
     source.add_argument('--model', help='a timm model name, whose published weights are loaded')
     add_size(parser)
-    parser.add_argument('--top', type=int, default=5, help='classes to print for each image (default: 5)')
+    parser.add_argument('--top', type=parse_positive, default=5, help='classes to print for each image (default: 5)')
     parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
     add_device(parser)
-    args = parser.parse_args(argv)
-    if args.top < 1:
-        parser.error(f'--top must be at least 1, got {args.top}')
-    return args
+    return parser.parse_args(argv)
 
 
 # Before the slow imports, so that --help and errors of the command line are immediate.

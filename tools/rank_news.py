@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser, add_device
+from tools.arguments import CommandParser, add_device, parse_positive
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -26,7 +26,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--text-columns', nargs='+', help='columns of MIND that the model reads (default: those of its training)')
     add('--history', nargs='*', default=[], metavar='NAME', help='clicked news, the oldest first')
     add('--candidates', nargs='+', metavar='NAME', help='news to rank (default: all other news)')
-    add('--top', type=int, default=10, help='lines to print (default: 10)')
+    add('--top', type=parse_positive, default=10, help='lines to print (default: 10)')
     add_device(parser)
     return parser.parse_args(argv)
 
@@ -53,8 +53,6 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[float, str]]:
         ValueError: the model, the file, a column or a name is not valid.
     """
     args = parse_args(argv)
-    if args.top < 1:
-        raise ValueError(f'expected --top to be at least 1, got {args.top}')
     check_checksums(args.model)
     ranker = NewsRanker.load(args.model, resolve_device(args.device))
     has_news = args.news.is_file() or (args.news / 'news.tsv').is_file()

@@ -108,7 +108,6 @@ def test_the_columns_are_those_of_training_unless_others_are_asked_for(saved, tm
     [
         (['--history', 'N3', 'N99'], 'expected names of the 30 news in .*, got N99'),
         (['--candidates', 'N98'], 'got N98'),
-        (['--top', '0'], 'expected --top to be at least 1, got 0'),
         (['--text-columns', 'url'], r'expected columns of title, .*got url'),
     ],
 )
