@@ -164,7 +164,7 @@ def create_sequence_state(
         ValueError: `optim.args` do not fit the optimizer.
     """
     task = SequenceTask(model, world.device)
-    return assemble_state(task, config, objective, _as_it_is, updates_per_epoch, world)
+    return assemble_state(task, config, objective, lambda *batch: batch, updates_per_epoch, world)
 
 
 def build_sequence_state(
@@ -291,7 +291,3 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
     print('  summary.csv, steps.csv  every epoch, every tenth update    curves.png  the figures as plots')
     print('  config.yaml         to repeat the run', end='')
     print('    tensorboard/  for tensorboard --logdir' if config.run.tensorboard else '')
-
-
-def _as_it_is(tokens: torch.Tensor, targets: torch.Tensor) -> Batch:
-    return tokens, targets
