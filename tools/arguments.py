@@ -13,7 +13,10 @@ DTYPES = ('float32', 'bfloat16', 'float16')
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser with an unformatted description, --debug, and one-line errors."""
+    """A parser with an unformatted description, --debug, and one-line errors.
+
+    A command parses its arguments once before its slow imports too, so that --help and errors are immediate.
+    """
 
     def __init__(self, description: str | None, prog: str | None = None) -> None:
         module = getattr(sys.modules['__main__'], '__spec__', None)

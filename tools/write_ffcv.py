@@ -46,7 +46,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args()
 

@@ -8,7 +8,10 @@ from typing import NoReturn
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser with an unformatted description, --debug, and one-line errors."""
+    """A parser with an unformatted description, --debug, and one-line errors.
+
+    A command parses its arguments once before its slow imports too, so that --help and errors are immediate.
+    """
 
     def __init__(self, description: str | None) -> None:
         module = getattr(sys.modules['__main__'], '__spec__', None)

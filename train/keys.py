@@ -9,7 +9,6 @@ from train.arguments import CommandParser
 
 DESCRIPTION = 'Print the keys of every experiment as a page of Markdown for the documentation.'
 
-# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     CommandParser(DESCRIPTION).parse_args()
 

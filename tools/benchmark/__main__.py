@@ -119,7 +119,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# Before the imports that take seconds: --help and a mistyped option are answered at once.
 if __name__ == '__main__':
     parse_args()
 

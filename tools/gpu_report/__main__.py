@@ -45,7 +45,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-# Before the slow imports, so that --help and a mistyped option are answered at once.
 if __name__ == '__main__':
     parse_args()
 

@@ -27,7 +27,6 @@ from train.arguments import parse_args
 
 EXAMPLE = 'configs/smoke/fastformer.yaml'
 
-# Before the slow imports, so that --help and errors of the command line are immediate.
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
