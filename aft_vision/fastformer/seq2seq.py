@@ -150,9 +150,11 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
             ValueError: no target, labels with a cache or of an empty batch, a mask of another shape, a text too long.
         """
         if labels is not None:
-            _refuse_labels(labels, cache)
+            refuse_empty(labels)
+            if cache is not None:
+                raise ValueError('expected a cache or labels, which are of a whole target, got both')
         hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        if encoder_outputs is None and not _holds_source(cache):
+        if encoder_outputs is None and not (isinstance(cache, FastformerCache) and cache.is_updated):
             more = dict(inputs_embeds=inputs_embeds, output_hidden_states=hidden, output_attentions=output_attentions)
             encoder_outputs = self.encoder(input_ids, attention_mask, return_dict=True, **more)
         source = None if encoder_outputs is None else encoder_outputs[0]
@@ -183,16 +185,6 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
                 raise ValueError('expected decoder_input_ids, decoder_inputs_embeds or labels, got none of them')
             ids = self.prepare_decoder_input_ids_from_labels(labels)
         return self.get_input_embeddings()(ids)
-
-
-def _refuse_labels(labels: Tensor, cache: Cache | None) -> None:
-    refuse_empty(labels)
-    if cache is not None:
-        raise ValueError('expected a cache or labels, which are of a whole target, got both')
-
-
-def _holds_source(cache: Cache | None) -> bool:
-    return isinstance(cache, FastformerCache) and bool(cache.is_updated)
 
 
 def _loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
