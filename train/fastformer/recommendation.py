@@ -166,8 +166,8 @@ class RecommendationRun(TextRun):
         # The rows that a language model has, as in `from_text_model`, which its tokenizer may not fill.
         return {**fields, 'text_config': text_config, 'vocab_size': getattr(text_config, 'vocab_size', len(tokenizer))}
 
-    def arguments(self, folder: Path, seed: int) -> TrainingArguments:
-        arguments = super().arguments(folder, seed)
+    def arguments(self, folder: Path, seed: int, **more: Any) -> TrainingArguments:
+        arguments = super().arguments(folder, seed, **more)
         # A language model may have weights that take no part, such as the mask of XLNet.
         text_model = self.config.model.get('text_model') or self.config.run.init_from
         arguments.ddp_find_unused_parameters = text_model is not None

@@ -287,9 +287,9 @@ class TextRun(ABC):
         """Return the fields of the model's configuration that the experiment sets."""
         return stated_model(self.config.model)
 
-    def arguments(self, folder: Path, seed: int) -> TrainingArguments:
-        """Convert the experiment to arguments of transformers' Trainer."""
-        return training_arguments(self.config, folder, seed, self.best_metric, self.quiet)
+    def arguments(self, folder: Path, seed: int, **more: Any) -> TrainingArguments:
+        """Convert the experiment to arguments of transformers' Trainer; `more` are those of `training_arguments`."""
+        return training_arguments(self.config, folder, seed, self.best_metric, self.quiet, **more)
 
     def make_trainer(
         self,

@@ -27,7 +27,7 @@ from aft_vision.fastformer.summarize import decode
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig
 from train.fastformer.summaries import Generation, SummarizationData, read_splits
-from train.fastformer.trainer import TextTrainer, describe, training_arguments
+from train.fastformer.trainer import TextTrainer, describe
 from train.schema import require
 
 
@@ -92,16 +92,9 @@ class SummarizationRun(TextRun):
             'decoder_start_token_id': tokenizer.bos_token_id,
         }
 
-    def arguments(self, folder: Path, seed: int) -> TrainingArguments:
-        return training_arguments(
-            self.config,
-            folder,
-            seed,
-            self.best_metric,
-            self.quiet,
-            kind=Seq2SeqTrainingArguments,
-            predict_with_generate=self.config.generate.validate,
-        )
+    def arguments(self, folder: Path, seed: int, **more: Any) -> TrainingArguments:
+        generates = self.config.generate.validate
+        return super().arguments(folder, seed, kind=Seq2SeqTrainingArguments, predict_with_generate=generates, **more)
 
     def new_trainer(self, **options: Any) -> Trainer:
         model, tokenizer, generate = options['model'], options['processing_class'], self.config.generate
