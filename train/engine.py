@@ -130,7 +130,8 @@ def train_one_epoch(
         spent = state.is_spent()
         if spent:
             break
-        lr = _rate(state)
+        # The largest, if layers differ.
+        lr = max(group['lr'] for group in state.optimizer.param_groups)
         restore_statistics = _keep_statistics(state)
         start = time.perf_counter()
         try:
@@ -292,11 +293,6 @@ def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
             f'the checkpoints are those of the epoch before; {REMEDY}'
         )
     return found
-
-
-def _rate(state: TrainState) -> float:
-    """Return the learning rate, the largest if layers differ."""
-    return max(group['lr'] for group in state.optimizer.param_groups)
 
 
 def _keep_best(state: TrainState, evaluated: dict[str, float], saver: Saver) -> None:

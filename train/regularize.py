@@ -34,11 +34,6 @@ class KernelRegularization:
         if self.tau_end is not None and not self.sampled:
             raise ValueError(f'expected regularize.tau_end to be null without model.gumbel, got {self.tau_end}')
 
-    @property
-    def is_logged(self) -> bool:
-        """Return whether entropies are logged: they have a weight, or the model keeps one offset per head."""
-        return self.weight > 0 or bool(self.sampled)
-
     def penalty(self) -> torch.Tensor | float:
         """Return the term that is added to the loss of an update."""
         return self.weight * kernel_entropy(self.model) if self.weight > 0 else 0.0
@@ -52,8 +47,8 @@ class KernelRegularization:
 
     @torch.no_grad()
     def entropies(self) -> list[float]:
-        """Return the mean over the heads of each layer in nats, or nothing if entropies are not logged."""
-        if not self.is_logged:
+        """Return the mean over heads of each layer in nats, or nothing without a weight and without sampled offsets."""
+        if self.weight == 0 and not self.sampled:
             return []
         return torch.stack([entropy.mean() for entropy in layer_entropies(self.model)]).tolist()
 

@@ -124,12 +124,8 @@ def begin(run: TextRun) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder / CONFIG)
     counts = ', '.join(f'{count} {name}' for name, count in run.counts().items())
-    print(f'{config.task} by {described_model(config)}: {counts}')
-
-
-def described_model(config: TextConfig) -> str:
-    """Return the encoder's name, or the saved model that training starts from."""
-    return config.run.init_from or config.model.get('encoder_mixer') or 'fastformer'
+    model = config.run.init_from or config.model.get('encoder_mixer') or 'fastformer'
+    print(f'{config.task} by {model}: {counts}')
 
 
 def check_files(config: TextConfig) -> None:
