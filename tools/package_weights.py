@@ -95,18 +95,15 @@ def check_registered(model: str, folder: Path, file: Path) -> None:
         raise ValueError(f'expected weights of the registered {model}, got {folder}: {error}') from error
     keys = ('input_size', 'crop_pct', 'mean', 'std', 'num_classes', 'label_names')
     for key in keys:
-        registered, trained = (list_of(each.pretrained_cfg.get(key)) for each in (found, kept))
+        values = (each.pretrained_cfg.get(key) for each in (found, kept))
+        # JSON has no tuples.
+        registered, trained = ([*value] if isinstance(value, tuple) else value for value in values)
         if registered != trained:
             raise ValueError(f'expected {key} = {registered} of the registered {model}, got {trained} in {folder}')
     images = torch.randn(2, *kept.pretrained_cfg['input_size'], generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         if not torch.equal(found(images), kept(images)):
             raise ValueError(f'expected the arguments of the registered {model}, got others in {folder}')
-
-
-def list_of(value: Any) -> Any:
-    """Return a sequence as a list: JSON has no tuples."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def model_card(folder: Path, name: str) -> str:
