@@ -63,14 +63,6 @@ def refuse_load(load: float | None) -> None:
         )
 
 
-def available_memory() -> int | None:
-    """Return the bytes that can be allocated without swapping; None if unknown."""
-    path = Path('/proc/meminfo')
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [line.split()[1] for line in lines if line.startswith('MemAvailable:')]
-    return 1024 * int(found[0]) if found else None
-
-
 def count_cores() -> int:
     """Return the number of cores that this process may run on."""
     return len(_cores()) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
@@ -111,9 +103,12 @@ def describe_processor(device: torch.device | str = 'cpu') -> str:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that can be allocated on a device; None if unknown."""
+    """Return the bytes that can be allocated on a device, without swapping; None if unknown."""
     if device.type != 'cuda':
-        return available_memory()
+        path = Path('/proc/meminfo')
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [line.split()[1] for line in lines if line.startswith('MemAvailable:')]
+        return 1024 * int(found[0]) if found else None
     # Memory that torch caches is free too.
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
