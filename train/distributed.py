@@ -127,11 +127,7 @@ def _find_world(device: torch.device) -> World:
 
 @contextlib.contextmanager
 def _process_group(world: World, timeout_minutes: float) -> Iterator[None]:
-    """Join a process group, and leave it at the end.
-
-    Raises:
-        ConnectionError: the processes do not find each other, or one has ended or has not answered in time.
-    """
+    """Join a process group, and leave it at the end; raise the ConnectionError of `join_world`."""
     backend, timeout = dist.get_default_backend_for_device(world.device), timedelta(minutes=timeout_minutes)
     try:
         dist.init_process_group(backend, f'{RENDEZVOUS}://', timeout, world.size, world.rank)

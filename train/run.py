@@ -94,11 +94,7 @@ def train_run(
 
 
 def _check_shared(run_dir: Path, world: World) -> None:
-    """Check that all processes find in the folder of the run a file that the first one writes there.
-
-    Raises:
-        ValueError: one does not find it.
-    """
+    """Raise a ValueError unless all processes find in the folder of the run what the first one writes there."""
     if not world.is_distributed:
         return
     # A new name, of which no node has an old entry; that of an unfinished file, which the next run would remove.
