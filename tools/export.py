@@ -117,7 +117,6 @@ if __name__ == '__main__':
     parse_args()
 
 import timm
-from torch import Tensor
 
 import aft_vision  # noqa: F401
 from aft_vision.commandline import run_command
@@ -192,7 +191,9 @@ def create(args: argparse.Namespace) -> Any:
 
 def write_program(model: Any, shape: Shape, form: str, args: argparse.Namespace) -> None:
     """Write an onnx or pt2 file, and print how it differs from PyTorch, and from itself in int8."""
-    images = read_photographs(model, shape, args)
+    files = find_photographs(args.data, MOST_PHOTOGRAPHS) if args.data else []
+    # A file of a fixed batch takes no other.
+    images = [load_image(file, model, shape.size).repeat(shape.batch or 1, 1, 1, 1) for file in files]
     # With --int8 the file has its name only in int8.
     with replacing(args.out) if args.int8 else nullcontext(args.out) as path:
         if args.format == 'onnx':
@@ -205,14 +206,6 @@ def write_program(model: Any, shape: Shape, form: str, args: argparse.Namespace)
         same = quantize_onnx(path, args.int8, images) if args.int8 else None
     if same is not None:
         print(f'int8: the most likely class is that of the float32 file for {100 * same:.1f} % of the photographs')
-
-
-def read_photographs(model: Any, shape: Shape, args: argparse.Namespace) -> list[Tensor]:
-    """Read the photographs of --data, each as a batch of the file."""
-    files = find_photographs(args.data, MOST_PHOTOGRAPHS) if args.data else []
-    images = [load_image(file, model, shape.size) for file in files]
-    # A file of a fixed batch takes no other.
-    return [image.repeat(shape.batch or 1, 1, 1, 1) for image in images]
 
 
 def describe(shape: Shape, file_format: str) -> str:

@@ -88,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         'offsets': describe_offsets(onehot),
     }
     if args.data or args.name:
-        result['accuracy'] = compare_accuracy(model, onehot, args, device)
+        # In one pass over the data set, at the training size.
+        loader, _ = create_data_loader(model, default_size(model), args, device)
+        before, after = evaluate_all([model, onehot], loader, device, progress=sys.stderr.isatty())
+        result['accuracy'] = {'gumbel': before, 'onehot': after}
     export_model(onehot, args.out, model.pretrained_cfg.get('label_names') or [])
     (args.out / 'harden_gumbel.json').write_text(json.dumps(result, indent=2) + '\n')
     print_result(result)
@@ -122,15 +125,6 @@ def compare(model: nn.Module, onehot: nn.Module, sizes: Sequence[tuple[int, int]
         for row, found in zip(rows, compare_logits(onehot, other, sizes), strict=True):
             row |= {'largest_logit': found['magnitude'], f'difference_from_{name}': found['difference']}
     return rows
-
-
-def compare_accuracy(
-    model: nn.Module, onehot: nn.Module, args: argparse.Namespace, device: torch.device
-) -> dict[str, dict[str, float]]:
-    """Evaluate both models in one pass over the data set, at the training size."""
-    loader, _ = create_data_loader(model, default_size(model), args, device)
-    before, after = evaluate_all([model, onehot], loader, device, progress=sys.stderr.isatty())
-    return {'gumbel': before, 'onehot': after}
 
 
 def print_result(result: dict[str, Any]) -> None:

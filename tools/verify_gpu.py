@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # A comparison that is stopped leaves the record as it was.
     with interrupted_by_sigterm():
         for name, dtype in itertools.product(args.operators, args.dtypes):
-            for bias in find_bias_types(name, dtype):
+            for bias in [dtype, 'float32'] if name in BIASES and dtype != 'float32' else [dtype]:
                 label = dtype if bias == dtype else f'{dtype}, {bias} bias'
                 checks = compilations if args.compile else comparisons
                 types = find_types(dtype, bias, BIASES.get(name, 0))
@@ -250,11 +250,6 @@ def write_rows(rows: list[dict[str, Any]], path: Path, complete: bool) -> None:
 def find_types(dtype: str, bias: str, biases: int) -> tuple[torch.dtype, ...]:
     """Return the types of q, k, v and the biases: one for all if they are the same."""
     return tuple(getattr(torch, x) for x in ([dtype] if bias == dtype else [dtype] * 3 + [bias] * biases))
-
-
-def find_bias_types(name: str, dtype: str) -> list[str]:
-    """Return the types of the bias to compare for a type of q, k and v."""
-    return [dtype, 'float32'] if name in BIASES and dtype != 'float32' else [dtype]
 
 
 def find_obstacle(device: torch.device) -> str | None:
