@@ -156,7 +156,8 @@ class FastformerAttention(nn.Module):
         Returns:
             The output (B, N, C) and the weights alpha and beta (B, h, N) of queries and keys.
         """
-        if not all(may_be_read(linear) for linear in self._linears()):
+        linears = (self.query, self.key, self.value, self.transform, self.proj)
+        if not all(linear is None or may_be_read(linear) for linear in linears):
             return self._forward_as_written(x, mask)
         with maybe_autocast(x.device.type, enabled=False):
             alpha, beta, global_key = self._attend(x, mask)
@@ -228,11 +229,6 @@ class FastformerAttention(nn.Module):
         """Compute queries, keys or values (B, N, h, d); shared heads are repeated."""
         y = linear(x).unflatten(-1, (-1, self.head_dim))
         return y.expand(-1, -1, self.num_heads, -1)
-
-    def _linears(self) -> list[nn.Linear]:
-        """Return the linear layers of the attention."""
-        named = (self.query, self.key, self.value, self.transform, self.proj)
-        return [linear for linear in named if linear is not None]
 
     def _scaled(self, score: Tensor, dtype: torch.dtype) -> Tensor:
         """Return w_q or w_k of every head, (h, d) or (h, h, d), divided by sqrt(d)."""
