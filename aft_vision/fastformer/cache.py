@@ -1,7 +1,5 @@
 """State of a decoder between generated tokens, as a cache of transformers."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
@@ -11,10 +9,7 @@ class StateLayer(CacheLayerMixin):
     """Two tensors of one layer, batch dimension first. Unlike keys they do not grow: new ones replace them."""
 
     is_sliding = False
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.cumulative_length = 0
+    cumulative_length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
