@@ -15,12 +15,10 @@ import triton
 import triton.language as tl
 
 from aft_vision.ops.causal.eager import HEADROOM as _HEADROOM
-from aft_vision.ops.common.kernels import FLOOR, load_keys, load_tile, load_values, store_tile
-from aft_vision.ops.common.launch import LIMIT as _LIMIT
+from aft_vision.ops.common.kernels import FLOOR, LIMIT, load_keys, load_tile, load_values, store_tile
 from aft_vision.ops.common.launch import tuned
 
 HEADROOM = tl.constexpr(_HEADROOM)
-LIMIT = tl.constexpr(_LIMIT)
 # Rows of PAST of a block.
 ROWS = tl.constexpr(5)
 # All blocks have the same size, so the choice depends neither on the length nor on the batch.

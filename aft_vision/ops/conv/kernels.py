@@ -8,11 +8,9 @@ class of batch sizes for the choice of tiles: the same for all except the smalle
 import triton
 import triton.language as tl
 
-from aft_vision.ops.common.kernels import FLOOR
-from aft_vision.ops.common.launch import LIMIT as _LIMIT
+from aft_vision.ops.common.kernels import FLOOR, LIMIT
 from aft_vision.ops.common.launch import tuned
 
-LIMIT = tl.constexpr(_LIMIT)
 KEY = ['T', 'heads', 'C', 'ROWS']
 TILES = (
     ({'BR': 64, 'BT': 64, 'BS': 32}, 8),
