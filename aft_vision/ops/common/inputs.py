@@ -156,18 +156,15 @@ def check_local_causal(inputs: LocalInputs) -> None:
 
 def check_conv(inputs: ConvInputs) -> None:
     """Raise ValueError unless the shapes are those of `ops.aft_conv`."""
-    v, shape = inputs.v, inputs.kernel.shape
+    shape = inputs.kernel.shape
     if len(shape) != 3 or shape[0] == 0 or shape[1] != shape[2] or shape[1] % 2 == 0:
         raise ValueError(f'kernel must have shape (h, s, s) with h of at least 1 and s odd, got {tuple(shape)}')
-    if v.ndim == 3 and v.shape[2] % shape[0] != 0:
-        raise ValueError(f'the {shape[0]} heads of kernel must divide the {v.shape[2]} channels of v')
-    check_qkv(inputs, heads=shape[0])
-    check_grid(v.shape[1], inputs.grid)
+    _check_heads(inputs, shape[0], 'kernel')
 
 
 def check_onehot(inputs: OnehotInputs) -> None:
     """Raise ValueError unless the shapes are those of `ops.aft_onehot`."""
-    v, offset, weight = inputs.v, inputs.offset, inputs.weight
+    offset, weight = inputs.offset, inputs.weight
     if offset.ndim != 2 or len(offset) == 0 or offset.shape[1] != 2 or offset.dtype != torch.int64:
         raise ValueError(
             f'offset must be int64 of shape (h, 2) with h of at least 1, '
@@ -176,28 +173,26 @@ def check_onehot(inputs: OnehotInputs) -> None:
     heads = offset.shape[0]
     if tuple(weight.shape) != (heads,):
         raise ValueError(f'weight must have shape ({heads},) to match offset, got {tuple(weight.shape)}')
-    if v.ndim == 3 and v.shape[2] % heads != 0:
-        raise ValueError(f'the {heads} heads of offset must divide the {v.shape[2]} channels of v')
-    check_qkv(inputs, heads=heads)
-    check_grid(v.shape[1], inputs.grid)
+    _check_heads(inputs, heads, 'offset')
 
 
 def check_axial(inputs: AxialInputs) -> None:
     """Raise ValueError unless the shapes are those of `ops.aft_axial`."""
-    v, heads = inputs.v, len(inputs.row_bias)
+    heads = len(inputs.row_bias)
     for name, shape in (('row_bias', inputs.row_bias.shape), ('column_bias', inputs.column_bias.shape)):
         if len(shape) != 2 or shape[0] == 0 or shape[1] % 2 == 0:
             raise ValueError(f'{name} must have shape (h, 2 * s - 1) with h of at least 1, got {tuple(shape)}')
         if shape[0] != heads:
             raise ValueError(f'{name} must have the {heads} heads of row_bias, got {shape[0]}')
+    _check_heads(inputs, heads, 'row_bias')
+
+
+def _check_heads(inputs: ConvInputs | OnehotInputs | AxialInputs, heads: int, name: str) -> None:
+    v, grid = inputs.v, inputs.grid
     if v.ndim == 3 and v.shape[2] % heads != 0:
-        raise ValueError(f'the {heads} heads of row_bias must divide the {v.shape[2]} channels of v')
+        raise ValueError(f'the {heads} heads of {name} must divide the {v.shape[2]} channels of v')
     check_qkv(inputs, heads=heads)
-    check_grid(v.shape[1], inputs.grid)
-
-
-def check_grid(tokens: int, grid: Sequence[int]) -> None:
-    """Raise ValueError unless grid is (H, W) with H * W tokens."""
+    tokens = v.shape[1]
     if len(grid) != 2 or grid[0] * grid[1] != tokens or grid[0] < 1:
         raise ValueError(f'grid must be (H, W) with H * W = {tokens} tokens, got {tuple(grid)}')
 
