@@ -460,12 +460,12 @@ class _Operator:
         self.recorded = type(self.name, (torch.autograd.Function,), methods)
         rules = Rules(self.setup_both, self.differentiate, self.differentiate_forward, self.forward, self.record)
         names = [*self.names, 'save', 'backend']
-        register_transforms(_LIBRARY, self.forward_operator, names, lambda *_: False, rules)
+        register_transforms(self.forward_operator, names, lambda *_: False, rules)
 
         rules = once_differentiable(self.backward_operator, self.backward)
         self.backward_operator.register_autograd(rules.backward, setup_context=rules.setup_context)
         names = ['grad', 'y', 'saved', *self.names, 'need_bias', 'backend']
-        register_transforms(_LIBRARY, self.backward_operator, names, lambda *args: args[-2], rules)
+        register_transforms(self.backward_operator, names, lambda *args: args[-2], rules)
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
@@ -520,7 +520,6 @@ def _restored(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
     return y, saved, [x if x is not None else constant for x, constant in zip(kept, ctx.constants, strict=True)]
 
 
-_LIBRARY = torch.library.Library('aft_vision', 'FRAGMENT')
 _SCHEMA_TYPES = {Tensor: 'Tensor', Tensor | None: 'Tensor?', bool: 'bool'}
 
 

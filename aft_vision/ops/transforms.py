@@ -20,6 +20,7 @@ FRONT = 'FuncTorchDynamicLayerFrontMode'
 DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 # Arguments whose first dimension is the batch.
 PER_SEQUENCE = {'grad', 'y', 'saved', 'q', 'k', 'v', 'mask'}
+LIBRARY = Library('aft_vision', 'FRAGMENT')
 
 
 class Rules(NamedTuple):
@@ -65,12 +66,11 @@ def once_differentiable(operator: CustomOpDef, body: Callable[..., tuple[Tensor,
 
 
 def register_transforms(
-    library: Library, operator: CustomOpDef, names: Sequence[str], sums_sequences: Callable[..., bool], rules: Rules
+    operator: CustomOpDef, names: Sequence[str], sums_sequences: Callable[..., bool], rules: Rules
 ) -> None:
     """Register the rules of an operator for the transforms of torch.func and for dual tensors.
 
     Args:
-        library: library to register the kernels in.
         names: names of the operator's arguments.
         sums_sequences: returns for arguments whether a result is a sum over the batch, which vmap must not enlarge.
         rules: rules of its `torch.autograd.Function`.
@@ -115,9 +115,9 @@ def register_transforms(
 
     for device in DEVICES:
         # Without the checks of torch's wrapper, which `torch.library.opcheck` makes in the tests.
-        library.impl(operator._name, rules.body, device.name)
-    library.impl(operator._name, autograd_kernel, 'Autograd', with_keyset=True)
-    library.impl(operator._name, front_kernel, FRONT, with_keyset=True)
+        LIBRARY.impl(operator._name, rules.body, device.name)
+    LIBRARY.impl(operator._name, autograd_kernel, 'Autograd', with_keyset=True)
+    LIBRARY.impl(operator._name, front_kernel, FRONT, with_keyset=True)
 
 
 def _loop(operator: CustomOpDef, size: int, dims: list[int | None], args: tuple[Any, ...]) -> tuple[Any, Any]:
