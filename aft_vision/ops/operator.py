@@ -10,6 +10,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 import torch
@@ -51,6 +52,7 @@ WIDE_CHANNELS = {8: 32, 16: 16}
 BIAS_NAMES = ('bias', 'band', 'kernel', 'weight', 'row_bias', 'column_bias')
 
 
+@dataclass(eq=False)
 class _Form:
     """One way to compute an operator.
 
@@ -62,17 +64,12 @@ class _Form:
         takes_weights: its forward takes those of `bias_weights`.
     """
 
-    def __init__(
-        self,
-        backend: str,
-        module: str,
-        name: str,
-        supports: Callable[[Any], bool] = lambda inputs: True,
-        check: Callable[[Any], None] = lambda inputs: None,
-        takes_weights: bool = False,
-    ) -> None:
-        self.backend, self.module, self.name, self.supports, self.check = backend, module, name, supports, check
-        self.takes_weights = takes_weights
+    backend: str
+    module: str
+    name: str
+    supports: Callable[[Any], bool] = lambda inputs: True
+    check: Callable[[Any], None] = lambda inputs: None
+    takes_weights: bool = False
 
     def forward(self, inputs: Any, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return y and what the backward reuses; that may be None unless it is saved."""
