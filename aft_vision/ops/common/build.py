@@ -80,7 +80,7 @@ def build_library(rebuild: bool = False) -> Path:
             return kept
         raise RuntimeError(f'expected a C++ compiler, got none by the name of {chosen[0]} (set CXX to choose another)')
     command = [compiler, *chosen[1:]]
-    identity = _identify(command)
+    identity = subprocess.run([*command, '--version'], capture_output=True, check=False).stdout
     name = f'{name}_{_digest(identity + shlex.join(chosen[1:]).encode())}'
     kept = None if rebuild else _kept(folder, name)
     if kept is not None:
@@ -123,13 +123,13 @@ def _folder() -> Path:
     """
     root = os.environ.get('TORCH_EXTENSIONS_DIR') or Path.home() / '.cache' / 'torch_extensions'
     usual, private = Path(root) / 'aft_vision', Path(tempfile.gettempdir()) / f'aft_vision_{os.getuid()}'
-    _make_folder(usual)
+    usual.mkdir(mode=0o755, parents=True, exist_ok=True)
     if _others_write(usual) and usual.stat().st_uid == os.getuid():
         _close_folder(usual)
     if not _others_write(usual):
         return usual
     # Its name is predictable, so another user may have created it.
-    _make_folder(private)
+    private.mkdir(mode=0o755, parents=True, exist_ok=True)
     if private.is_symlink() or _others_write(private):
         raise RuntimeError(f'other users can write to {usual} and to {private} (chown them, or chmod go-w)')
     _logger.warning(
@@ -138,10 +138,6 @@ def _folder() -> Path:
         private,
     )
     return private
-
-
-def _make_folder(path: Path) -> None:
-    path.mkdir(mode=0o755, parents=True, exist_ok=True)
 
 
 def _close_folder(path: Path) -> None:
@@ -212,11 +208,6 @@ def _first_error(output: str) -> str:
     # Lines before the first error only give context.
     lines = output.strip().splitlines()
     return next((line for line in lines if 'error:' in line), lines[0] if lines else 'it says nothing')
-
-
-def _identify(command: list[str]) -> bytes:
-    # Identify it by its name and version output.
-    return subprocess.run([*command, '--version'], capture_output=True, check=False).stdout
 
 
 def _digest(content: bytes) -> str:

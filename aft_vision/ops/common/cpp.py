@@ -26,8 +26,8 @@ from aft_vision.ops.common.numerics import UNDERFLOW, product_dtype
 
 _logger = logging.getLogger(__name__)
 
-# Return values of the functions of `guard.h` for std::bad_alloc and for every other exception.
-OUT_OF_MEMORY, FAILED = -1000, -1001
+# Return value of the functions of `guard.h` for std::bad_alloc; that for every other exception is below it.
+OUT_OF_MEMORY = -1000
 # A device costs less than its name.
 CPU = torch.device('cpu')
 # One context for all calls without a profile.
