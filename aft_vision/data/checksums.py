@@ -18,10 +18,3 @@ def damaged(path: str | Path, reason: object, kind: str = 'sha256', expected: st
     """
     wanted = f', expected {expected}' if expected else ''
     return ValueError(f'expected a whole file, got {path}: {reason}; its {kind} is {checksum(path, kind)}{wanted}')
-
-
-def check_length(path: str | Path, length: int) -> None:
-    """Raise a ValueError unless a file has this many bytes."""
-    found = Path(path).stat().st_size
-    if found != length:
-        raise damaged(path, f'it should have {length} bytes and has {found}')

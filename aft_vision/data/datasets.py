@@ -214,7 +214,10 @@ def _open(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_
         return _open_folder(root)
     place = find_split(root, wanted)
     if place.suffix == '.beton':
-        return _open_beton(place, source.num_classes)
+        from aft_vision.data.ffcv.loader import BetonDataset
+
+        dataset = BetonDataset(place, source.num_classes)
+        return Split(dataset, dataset.class_names, is_beton=True)
     return _open_tar(place) if place.is_file() else _open_folder(place)
 
 
@@ -253,14 +256,6 @@ def _few(names: Sequence[str]) -> str:
     return ', '.join(names[:MOST_LISTED]) + (
         f' and {len(names) - MOST_LISTED} more' if len(names) > MOST_LISTED else ''
     )
-
-
-def _open_beton(path: Path, num_classes: int | None) -> Split:
-    """Open an FFCV file."""
-    from aft_vision.data.ffcv.loader import BetonDataset
-
-    dataset = BetonDataset(path, num_classes)
-    return Split(dataset, dataset.class_names, is_beton=True)
 
 
 def _open_folder(folder: Path) -> Split:

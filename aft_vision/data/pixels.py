@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torchvision.datasets import CIFAR10
 
-from aft_vision.data.checksums import check_length, checksum, damaged
+from aft_vision.data.checksums import checksum, damaged
 from aft_vision.data.ranges import check_ranges, within
 
 # (H, W, channels) of an image, and the sub-pixels of it.
@@ -105,7 +105,8 @@ def _read_binary(folder: Path, split: str) -> np.ndarray:
         path = folder / name
         if not path.is_file():
             raise ValueError(f'expected {name} in {folder}, got a folder without it')
-        check_length(path, RECORDS * RECORD)
+        if path.stat().st_size != RECORDS * RECORD:
+            raise damaged(path, f'it should have {RECORDS * RECORD} bytes and has {path.stat().st_size}')
         records = np.fromfile(path, dtype=np.uint8).reshape(RECORDS, RECORD)
         if records[:, 0].max() > 9:
             raise damaged(path, f'the classes should be 0 to 9, and one is {records[:, 0].max()}')
