@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -322,9 +323,6 @@ def peak_memory_mb(device: torch.device | str) -> float:
         for line in Path('/proc/self/status').read_text().splitlines():
             if line.startswith('VmHWM:'):
                 return int(line.split()[1]) / 2**10
-    # Only Unix has it, so it is not imported with the module.
-    import resource
-
     # macOS counts bytes, the others kilobytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
 

@@ -33,9 +33,6 @@ class BitsEvaluator:
         counts: (3,) int64, sequences, tokens and right predictions so far.
     """
 
-    default_metric = 'bits'
-    metric_names = ('loss', 'bits', 'accuracy')
-
     def __init__(self, device: torch.device | str = 'cpu') -> None:
         device = torch.device(device)
         dtype = torch.float32 if device.type == 'mps' else torch.float64
