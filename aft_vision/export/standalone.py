@@ -24,7 +24,6 @@ from aft_vision.layers import (
     AFTConv,
     AFTFull,
     AFTLocal,
-    AFTOnehot,
     AFTPatchEmbed,
     AFTSimple,
     AxisBias,
@@ -33,6 +32,7 @@ from aft_vision.layers import (
     StandardizedKernel,
 )
 from aft_vision.layers.block import InplaceGELU
+from aft_vision.layers.mixers import MIXERS
 from aft_vision.models import AFTVisionTransformer
 from aft_vision.models.attention_block import AttentionBlock
 
@@ -45,14 +45,7 @@ AUTO_MAP = {
     'AutoModel': f'{MODELING}.AFTVisionModel',
     'AutoModelForImageClassification': f'{MODELING}.AFTVisionForImageClassification',
 }
-MIXER_NAMES = {
-    AFTFull: 'full',
-    AFTLocal: 'local',
-    AFTSimple: 'simple',
-    AFTConv: 'conv',
-    AFTOnehot: 'onehot',
-    AFTAxial: 'axial',
-}
+MIXER_NAMES = {kind: name for name, kind in MIXERS.items()}
 ACTIVATION_NAMES = {
     nn.GELU: 'gelu',
     GELU: 'gelu',
