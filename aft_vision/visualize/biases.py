@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from aft_vision import ops
 from aft_vision.layers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot, AFTSimple
+from aft_vision.ops import aten
+from aft_vision.ops.causal.bias import BandBias
 from aft_vision.visualize.figure import (
     DIVERGING,
     SEQUENTIAL,
@@ -77,9 +79,11 @@ def bias_rows(mixer: AFTMixer, grid: tuple[int, int] | None, queries: Tensor, to
     """
     if isinstance(mixer, AFTFull | AFTLocal):
         own_grid = grid if mixer.position_bias.grid is not None else None
-        bias = mixer.position_bias(own_grid)[queries]
+        bias = mixer.position_bias(own_grid)
         if isinstance(mixer, AFTLocal):
-            bias = _whole_rows(bias, queries, tokens, mixer.causal)
+            bias = BandBias(bias).rows(queries) if mixer.causal else aten.unbanded(bias)[queries]
+        else:
+            bias = bias[queries]
         rows = bias[None, :, :tokens]
     else:
         # Beyond its window along one axis, AFT-axial has a bias along the other.
@@ -93,15 +97,6 @@ def bias_rows(mixer: AFTMixer, grid: tuple[int, int] | None, queries: Tensor, to
         future = torch.arange(tokens, device=queries.device) > queries[:, None]
         rows = rows.masked_fill(future, -torch.inf)
     return rows
-
-
-def _whole_rows(band: Tensor, queries: Tensor, tokens: int, causal: bool) -> Tensor:
-    # (Q, T) with w[t, t + first + j] = band[t, j], and 0 outside the window.
-    width = band.shape[1]
-    first = 1 - width if causal else -(width // 2)
-    place = torch.arange(tokens, device=band.device) - queries[:, None] - first
-    inside = (place >= 0) & (place < width)
-    return torch.where(inside, band.gather(1, place.clamp(0, width - 1)), band.new_zeros(()))
 
 
 def _kernel_rows(kernel: Tensor, grid: tuple[int, int], queries: Tensor, outside: float) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from PIL.Image import Image
-from timm.data import create_transform, resolve_input_data_config
+from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, resolve_input_data_config
 from torch import Tensor, nn
 
 from aft_vision.data.images import find_images, open_image
@@ -106,8 +106,6 @@ def class_labels(model: Any) -> list[str]:
     labels = getattr(model, 'pretrained_cfg', {}).get('label_names')
     if labels:
         return list(labels)
-    from timm.data import ImageNetInfo, infer_imagenet_subset
-
     subset = infer_imagenet_subset(model)
     return (
         [f'class {index}' for index in range(model.num_classes)]
@@ -124,8 +122,6 @@ def class_names(model: Any) -> list[str]:
     labels = class_labels(model)
     if not all(re.fullmatch(r'n\d{8}', label) for label in labels):
         return labels
-    from timm.data import ImageNetInfo
-
     info = ImageNetInfo()
     words = [info.label_name_to_description(label).partition(',')[0] for label in labels]
     return [word if words.count(word) == 1 else f'{word} ({label})' for word, label in zip(words, labels, strict=True)]

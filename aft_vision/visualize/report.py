@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from aft_vision.layers import AFTMixer
@@ -218,7 +217,7 @@ def _relative_section(report: Report) -> str:
 
 def _photograph_section(report: Report, path: Path) -> str:
     photograph = load_photograph(path, report.model, report.size)
-    logits, layers = capture_mixers(report.model, photograph.images.to(_device(report.model)))
+    logits, layers = capture_mixers(report.model, photograph.images.to(next(report.model.parameters()).device))
     top = predictions(report.model, logits)
     height, width = layers[0].grid
     query = report.query or (height // 2, width // 2)
@@ -248,10 +247,6 @@ def _truth(model: nn.Module, path: Path) -> str | None:
 
 def _mixers(model: nn.Module) -> list[AFTMixer]:
     return [module for module in model.modules() if isinstance(module, AFTMixer)]
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def _name(model: Any) -> str:
