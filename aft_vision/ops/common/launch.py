@@ -86,7 +86,12 @@ def failure(device: torch.device) -> str | None:
         if device.type != 'cuda' or device in _failures:
             return _failures.get(device)
         capturing = is_capturing(device)
-        reason = _find_failure(device, _compile_kernel if capturing else _try_kernel)
+        reason = None
+        try:
+            (_compile_kernel if capturing else _try_kernel)(device)
+        # Parts of Triton raise different errors without a C compiler, ptxas or a matching driver.
+        except Exception as error:
+            reason = first_line(error)
         if not capturing:
             _failures[device] = reason
         if reason is not None and device not in _logged:
@@ -95,15 +100,6 @@ def failure(device: torch.device) -> str | None:
                 'Triton cannot compile for %s, so AFT runs there in the slower torch forms: %s', device, reason
             )
         return reason
-
-
-def _find_failure(device: torch.device, attempt: Callable[[torch.device], None]) -> str | None:
-    try:
-        attempt(device)
-    # Parts of Triton raise different errors without a C compiler, ptxas or a matching driver.
-    except Exception as error:
-        return first_line(error)
-    return None
 
 
 def _compile_kernel(device: torch.device) -> None:
