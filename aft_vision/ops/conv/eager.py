@@ -7,11 +7,11 @@ call is repeated in the Toeplitz form, a few heads at a time.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_weight
 
 from aft_vision.ops.common.inputs import ConvInputs, empty_denominator, empty_output
 from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, BiasGradient, Workspace, mix_backward, mix_forward
@@ -137,20 +137,8 @@ class DepthwiseWeights(ConvWeights):
     def add_grad(self, grad: Workspace, x: Workspace) -> None:
         size = self.bias.shape[-1]
         maps = self._maps(x)
-        weight = maps.new_empty(maps.shape[1], 1, size, size)
-        d_weight = torch.ops.aten.convolution_backward(
-            self._maps(grad),
-            maps,
-            weight,
-            None,
-            [1, 1],
-            [size // 2, size // 2],
-            [1, 1],
-            False,
-            [0, 0],
-            maps.shape[1],
-            [False, True, False],
-        )[1]
+        shape = (maps.shape[1], 1, size, size)
+        d_weight = conv2d_weight(maps, shape, self._maps(grad), padding=size // 2, groups=maps.shape[1])
         d_weight = d_weight.squeeze(1).to(self.exp.dtype)
         d_heads = d_weight if self.channels == 1 else d_weight.unflatten(0, (-1, self.channels + 1)).sum(1)
         self.grad_exp.add_(d_heads)
@@ -212,19 +200,6 @@ def conv_backward(
     return torch.cat(dqs, -1), torch.cat(dks, -1), torch.cat(dvs, -1), torch.cat(dkernels)
 
 
-class _Overlap(NamedTuple):
-    # The overlap of s taps and 2n - 1 shifts around the centre, as a range in both.
-    tap: slice
-    shift: slice
-
-
-def _overlap(size: int, length: int) -> _Overlap:
-    reach = min(size // 2, length - 1)
-    return _Overlap(
-        tap=slice(size // 2 - reach, size // 2 + reach + 1), shift=slice(length - 1 - reach, length + reach)
-    )
-
-
 def shifted_kernel(kernel: Tensor, grid: tuple[int, int], outside: Tensor) -> Tensor:
     """Expand (h, s, s) to (h, 2H - 1, 2W - 1); entry (H - 1 + dy, W - 1 + dx) is for a source at offset dy, dx.
 
@@ -233,19 +208,19 @@ def shifted_kernel(kernel: Tensor, grid: tuple[int, int], outside: Tensor) -> Te
         grid: H, W.
         outside: (h, 1, 1), the entries of all other offsets.
     """
-    rows, columns = _overlap(kernel.shape[-1], grid[0]), _overlap(kernel.shape[-1], grid[1])
+    # The margins of the window in the shifts; negative where it reaches beyond the grid.
+    y, x = (length - 1 - kernel.shape[-1] // 2 for length in grid)
+    top, left = max(y, 0), max(x, 0)
     shifts = outside.expand(-1, 2 * grid[0] - 1, 2 * grid[1] - 1).clone()
-    shifts[:, rows.shift, columns.shift] = kernel[:, rows.tap, columns.tap]
+    middle = shifts[:, top : shifts.shape[1] - top, left : shifts.shape[2] - left]
+    middle.copy_(F.pad(kernel, [x - left] * 2 + [y - top] * 2))
     return shifts
 
 
 def unshifted_kernel(shifts: Tensor, size: int) -> Tensor:
     """Reduce (h, 2H - 1, 2W - 1) to (h, size, size); a tap beyond the grid is 0."""
-    rows = _overlap(size, (shifts.shape[1] + 1) // 2)
-    columns = _overlap(size, (shifts.shape[2] + 1) // 2)
-    kernel = shifts.new_zeros(len(shifts), size, size)
-    kernel[:, rows.tap, columns.tap] = shifts[:, rows.shift, columns.shift]
-    return kernel
+    y, x = ((size - length) // 2 for length in shifts.shape[1:])
+    return F.pad(shifts, [x, x, y, y])
 
 
 def prefers_depthwise(k: Tensor, kernel: Tensor) -> bool:
