@@ -191,8 +191,7 @@ def encode(keys: Tensor, values: Tensor, reference: Tensor, sums: Tensor, ring: 
 
 def _by_slot(band_row: Tensor, slot: int, used: int) -> Tensor:
     # The positions of slots 0, 1, ... in the band of the token in `slot`.
-    first = len(band_row) - 1 - slot
-    return torch.cat([band_row[first:], band_row[:first]])[:used]
+    return band_row.roll(slot + 1)[:used]
 
 
 def _fits(shifted: Tensor) -> bool:
