@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,5 +133,6 @@ def _bias(module: Any) -> torch.Tensor:
     return module.kernel() if isinstance(module, AFTAxial | AFTConv | AFTOnehot) else module.position_bias()
 
 
-def _range(x: torch.Tensor) -> list[float]:
-    return [x.min().item(), x.max().item()]
+def _range(x: torch.Tensor) -> list[float | str]:
+    # JSON has no numbers for what is not finite.
+    return [bound if math.isfinite(bound) else str(bound) for bound in (x.min().item(), x.max().item())]

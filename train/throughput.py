@@ -122,11 +122,13 @@ def _without_trace(state: TrainState) -> Iterator[None]:
     """Restore what passes in training mode change except the weights: running statistics and gradients."""
     state.model.train()
     buffers = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
-    yield
-    with torch.no_grad():
-        for name, buffer in state.model.named_buffers():
-            buffer.copy_(buffers[name])
-    state.optimizer.zero_grad(set_to_none=True)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in state.model.named_buffers():
+                buffer.copy_(buffers[name])
+        state.optimizer.zero_grad(set_to_none=True)
 
 
 def measure_overhead(state: TrainState, batch: Batch, rounds: int) -> Timing:

@@ -103,3 +103,8 @@ def test_without_the_images_the_weights_are_described(state, tmp_path):
     found = json.loads(write_diagnosis(state, [], 1.0, tmp_path).read_text())
     assert found['weights'] == []
     assert 'images' not in found
+    state.model.blocks[0].attn.kernel.beta.data.fill_(float('inf'))
+    written = write_diagnosis(state, [], float('nan'), tmp_path).read_text()
+    # Strict JSON has neither.
+    found = json.loads(written, parse_constant=lambda name: pytest.fail(f'{name} is no JSON'))
+    assert found['biases']['blocks.0.attn'][1] == 'inf'

@@ -1,7 +1,6 @@
 """Loaders of training images next to each other, and next to those that they replace: timm's and FFCV's own."""
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from timm.data import create_dataset, create_loader
 from aft_vision.data import Augmentation, create_loaders
 from aft_vision.timing import compare_rounds
 from tools.benchmark.printer import Report
-from tools.machine import cpu_seconds
+from tools.machine import count_cores, cpu_seconds
 
 # A random crop and a flip: what all of the loaders can do to an image.
 CROP = Augmentation(auto_augment=None, color_jitter=0.0, repeats=1, random_erasing=0.0, mixup=0.0, cutmix=0.0)
@@ -24,7 +23,7 @@ Epoch = Callable[[int], Iterable[Any]]
 
 def run(args: argparse.Namespace, device: torch.device) -> Report:
     """Measure the loaders of data sets."""
-    workers = os.cpu_count() or 1 if args.workers is None else args.workers
+    workers = count_cores() if args.workers is None else args.workers
     rows = measure_loaders(args.data, args.img_size, args.batch_size, workers, args.rounds)
     head = 'images/s of uint8 batches, ratios to the first; CPU time of an image, and over that of the loader that ours'
     return Report(rows, f'{head} replaces')

@@ -15,7 +15,7 @@ int aft_report(int code, const char *reason) noexcept;
 
 namespace {
 
-// The codes of failed functions, which `build.py` turns into Python exceptions.
+// The codes of failed functions, which `cpp.py` turns into Python exceptions.
 constexpr int OUT_OF_MEMORY = -1000, FAILED = -1001;
 
 // Run the body of a function that Python calls. Return what `f` returns, 0 if it returns nothing, or a code of failure.

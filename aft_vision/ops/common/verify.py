@@ -89,6 +89,7 @@ class Form:
     """The forward and the backward of an operator in one of its modules."""
 
     def __init__(self, module: str, name: str) -> None:
+        # The tuners of an operator know their kernels only once it is imported.
         found = importlib.import_module(f'aft_vision.ops.{module}')
         self.forward = getattr(found, f'{name}_forward')
         self.backward = getattr(found, f'{name}_backward')

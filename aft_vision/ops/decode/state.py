@@ -162,7 +162,7 @@ def _check_reference(reference: Tensor) -> torch.Size:
 
 
 def _mismatch(state: SimpleState | LocalState, expected: list[tuple[tuple[Any, ...], torch.dtype]]) -> ValueError:
-    # Raise an error for the first field that does not match.
+    # The error of the first field that does not match.
     device = state[0].device
     name, x, shape, dtype = next(
         (name, x, shape, dtype)

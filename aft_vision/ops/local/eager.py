@@ -127,7 +127,7 @@ class LocalWeights(BiasGradient):
 
 
 def _running_sums(x: Tensor, stops: list[int]) -> list[Tensor]:
-    # Yield the sums of x[:stop] for ascending stops, each computed from the one before.
+    # The sums of x[:stop] for ascending stops, each computed from the one before.
     total, start, sums = torch.zeros(x.shape[1:], dtype=accumulate_dtype(x), device=x.device), 0, []
     for stop in stops:
         total = total + x[start:stop].sum(0, dtype=total.dtype)
