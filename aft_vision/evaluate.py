@@ -151,7 +151,7 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu', **kwa
     cfg: Any = model.pretrained_cfg
     data_config = content.get('data_config') or {}
     cfg.update(data_config)
-    if 'input_size' in data_config:
+    if 'input_size' in data_config and 'img_size' not in kwargs:
         record_size(model, data_config['input_size'][-2:])
     if content.get('class_names'):
         cfg['label_names'] = content['class_names']

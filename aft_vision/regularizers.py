@@ -234,7 +234,7 @@ def time_windows(
 
 
 def _raw_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    # Those of a model of timm with raw kernels.
+    # From these timm builds a model with raw kernels.
     kept = {name: x for name, x in arguments.items() if name not in ('gumbel', 'tau', 'straight_through')}
     return {**kept, 'standardize_kernel': False}
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from timm.data import resolve_model_data_config
 from timm.models import get_model_input_config, get_model_traits
-from timm.models.vision_transformer import VisionTransformer
 from torch import nn
+
+from aft_vision.layers import AFTMixer, FactorizedBias, PairwiseBias
 
 
 def default_size(model: nn.Module) -> tuple[int, int]:
@@ -75,14 +76,21 @@ def resize_model(model: nn.Module, size: Sequence[int] | None) -> Any:
     return model
 
 
-def record_size(model: nn.Module, size: Sequence[int]) -> None:
-    """Make (H, W) in pixels the default size of a model that takes any, if that changes none of its parameters.
+def takes_any_size(model: nn.Module) -> bool:
+    """Return whether an AFT model takes every height and width, and no parameter depends on a grid."""
+    mixers = [module for module in model.modules() if isinstance(module, AFTMixer)]
+    tables = any(isinstance(module, FactorizedBias | PairwiseBias) for module in model.modules())
+    positions = tables or getattr(model, 'pos_embed', None) is not None
+    return bool(mixers) and not positions and not has_fixed_input_size(model)
 
-    Where the architecture names no size, it is that of `pretrained_cfg`.
+
+def record_size(model: nn.Module, size: Sequence[int]) -> None:
+    """Make (H, W) in pixels the default size of a model that takes any size.
+
+    Where the architecture names none, that of `pretrained_cfg` is the default.
     """
     resizable: Any = model
-    is_free = not has_fixed_input_size(model) and isinstance(model, VisionTransformer) and model.pos_embed is None
-    if is_free and get_model_traits(model).get('img_size') is not None:
+    if takes_any_size(model) and get_model_traits(model).get('img_size') is not None:
         resizable.set_input_size(img_size=tuple(size))
 
 

@@ -78,7 +78,7 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.regularizers': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.timing')),
     'aft_vision.likelihood': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.evaluate')),
     'aft_vision.resolution': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.sizes', 'aft_vision.visualize')),
-    'aft_vision.sizes': Rule(('timm',)),
+    'aft_vision.sizes': Rule(('timm', 'aft_vision.layers')),
     'aft_vision.timing': Rule(()),
     'aft_vision.visualize': Rule(
         (*ABOVE_MODELS.anywhere, 'aft_vision.modes', 'aft_vision.sizes', 'aft_vision.visualize'), lazily=('matplotlib',)

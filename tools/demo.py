@@ -132,7 +132,7 @@ def answer(model: Any, path: str | Path, side: int, query: tuple[float, float]) 
     token = tuple(min(int(share * length), length - 1) for share, length in zip(query, grid, strict=True))
     keys = None
     if has_keys(model):
-        # Those of a hybrid's attention are not drawn.
+        # A hybrid has blocks of attention too, whose keys are not drawn.
         _, layers = capture_mixers(model, photograph.images)
         chosen = choose(len(layers), MAX_LAYERS)
         keys = draw(draw_key_maps(photograph, layers, max_heads=MAX_HEADS, chosen_layers=chosen))

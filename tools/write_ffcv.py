@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write one file per split, and print its path.
 
     Raises:
-        ValueError: a split or an option is not valid, splits have different classes, or a written file differs from its
-            source.
+        ValueError: a split or an option is not valid, train and val have different classes, or a written file
+            differs from its source.
         FileExistsError: a file exists and --overwrite is not given.
         CorruptImageError: an image cannot be decoded.
     """
@@ -75,9 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise FileExistsError(f'expected new files, got {", ".join(present)}, which exist; give --overwrite')
     # Open all splits first, so that nothing is written if one is missing.
     splits = {path: open_split(args, name) for name, path in paths.items()}
-    first, *others = splits.values()
-    for split in others:
-        check_same_classes(first.class_names, split.class_names)
+    if paths.keys() >= {'train', 'val'}:
+        check_same_classes(*(splits[paths[name]].class_names for name in ('train', 'val')))
     workers = count_cores() if args.workers is None else args.workers
     for path, split in splits.items():
         images = write_beton(split, path, options, workers, progress=not args.quiet)

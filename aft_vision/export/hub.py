@@ -16,14 +16,14 @@ from timm.models import get_model_args
 from timm.models._hub import generate_readme
 from torch import nn
 
-from aft_vision.export.program import choose_shape, export_onnx, export_pt2, takes_any_size
+from aft_vision.export.program import choose_shape, export_onnx, export_pt2
 from aft_vision.export.standalone import MODELING, TRANSFORMERS, hub_name, write_code
 from aft_vision.export.verify import Check, channels
 from aft_vision.files import sync_directory
 from aft_vision.models import AFTPyramid, AFTVisionTransformer
 from aft_vision.models.state_dict import StateDictError, check_state_dict
 from aft_vision.models.weight_files import add_checksum
-from aft_vision.sizes import default_size, has_fixed_input_size, record_size, resize_model
+from aft_vision.sizes import default_size, has_fixed_input_size, record_size, resize_model, takes_any_size
 
 CITATION = """@article{zhai2021attention,
   title={An Attention Free Transformer},
@@ -190,11 +190,10 @@ def _write_parts(
     if 'code' in parts and isinstance(model, AFTVisionTransformer):
         checks[f'{MODELING}.py'] = write_code(model, folder, size)
     if isinstance(model, AFTVisionTransformer | AFTPyramid):
-        shape = choose_shape(model, size)
         if 'onnx' in parts:
-            checks['model.onnx'] = export_onnx(model, folder / 'model.onnx', shape)
+            checks['model.onnx'] = export_onnx(model, folder / 'model.onnx', choose_shape(model, size))
         if 'pt2' in parts:
-            checks['model.pt2'] = export_pt2(model, folder / 'model.pt2', shape, aten=True)
+            checks['model.pt2'] = export_pt2(model, folder / 'model.pt2', choose_shape(model, size), aten=True)
     return checks
 
 
@@ -320,7 +319,8 @@ def _check_rebuilt(model: nn.Module) -> None:
             check_state_dict(rebuilt, model.state_dict())
         except StateDictError as error:
             raise ValueError(
-                f'expected a model that timm can rebuild from its arguments, got another: {error}'
+                f'expected a model that timm can rebuild, got one that was changed after it was built: {error}; '
+                'export_onnx and export_pt2 write it as it is'
             ) from error
 
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from aft_vision.export.verify import Check, Shape, Size, channels, grid_steps, onnx_runner, verify
 from aft_vision.files import replacing
-from aft_vision.layers import AFTConv, AFTMixer, FactorizedBias, PairwiseBias
+from aft_vision.layers import AFTConv, AFTMixer
 from aft_vision.layers.frozen import FORMS, FlatLinear, freeze
 from aft_vision.models import AFTVisionTransformer
-from aft_vision.sizes import check_image_size, check_resizable, default_size, has_fixed_input_size, resize_model
+from aft_vision.sizes import check_image_size, check_resizable, default_size, resize_model, takes_any_size
 
 INPUT, OUTPUT = 'images', 'logits'
 # Largest allowed difference of an exported file from PyTorch, relative to the largest logit.
@@ -29,14 +29,6 @@ LARGE_MATRICES = 2**28
 LARGEST_ONNX = 2**31 - 2**27
 # The first operator set that torch writes.
 OLDEST_OPSET = 18
-
-
-def takes_any_size(model: nn.Module) -> bool:
-    """Return whether one program supports every height and width: no parameter depends on a grid."""
-    mixers = [module for module in model.modules() if isinstance(module, AFTMixer)]
-    tables = any(isinstance(module, FactorizedBias | PairwiseBias) for module in model.modules())
-    positions = tables or getattr(model, 'pos_embed', None) is not None
-    return bool(mixers) and not positions and not has_fixed_input_size(model)
 
 
 def choose_shape(
@@ -54,12 +46,13 @@ def choose_shape(
         ValueError: the model does not support the size or form, or the form needs a fixed size.
     """
     size = default_size(model) if size is None else size
-    check_image_size(model, size, pads=False)
+    any_size = takes_any_size(model)
+    # A program for any size takes whole patches.
+    check_image_size(model, size, pads=fixed_size or not any_size)
     if batch is not None and batch < 1:
         raise ValueError(f'expected a batch of at least 1 image, got {batch}')
     if form not in FORMS:
         raise ValueError(f'form must be one of {", ".join(FORMS)}, got {form!r}')
-    any_size = takes_any_size(model)
     if form == 'matmul' and not any(isinstance(module, AFTConv) for module in model.modules()):
         raise ValueError(f"expected an AFT-conv for form='matmul', got a {type(model).__name__} without one")
     if form == 'matmul' and not fixed_size:

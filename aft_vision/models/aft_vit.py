@@ -203,7 +203,7 @@ class AFTVisionTransformer(VisionTransformer):
             The indices of the chosen blocks.
         """
         taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        # Of a model that timm built.
+        # timm keeps them for a model that it has built.
         arguments = getattr(self, '_model_args', {})
         if arguments:
             depth = len(self.blocks)

@@ -56,12 +56,12 @@ def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | No
         CorruptImageError: the file cannot be decoded.
         ValueError: the model takes images of other than 1 or 3 channels.
     """
-    image = open_image(path)
+    image, config = open_image(path), resolve_input_data_config(model)
     height, width = default_size(model) if size is None else size
     step = max(1, DISPLAY // max(height, width))
-    shown = _crop(image, model, (height * step, width * step))
+    shown = _crop(image, config, (height * step, width * step))
     # Grey for a model of one channel.
-    return Photograph(Path(path), _normalise(image, model, size), shown.expand(3, -1, -1).permute(1, 2, 0))
+    return Photograph(Path(path), _normalise(image, config, (height, width)), shown.expand(3, -1, -1).permute(1, 2, 0))
 
 
 def load_image(path: str | Path, model: nn.Module, size: Sequence[int] | None = None) -> Tensor:
@@ -73,19 +73,17 @@ def load_image(path: str | Path, model: nn.Module, size: Sequence[int] | None = 
     Raises:
         CorruptImageError: the file cannot be decoded.
     """
-    return _normalise(open_image(path), model, size)
-
-
-def _normalise(image: Image, model: nn.Module, size: Sequence[int] | None) -> Tensor:
     height, width = default_size(model) if size is None else size
-    config = resolve_input_data_config(model)
+    return _normalise(open_image(path), resolve_input_data_config(model), (height, width))
+
+
+def _normalise(image: Image, config: dict[str, Any], size: tuple[int, int]) -> Tensor:
     mean, std = (torch.tensor(config[name]).view(-1, 1, 1) for name in ('mean', 'std'))
-    return ((_crop(image, model, (height, width)) / 255 - mean) / std)[None]
+    return ((_crop(image, config, size) / 255 - mean) / std)[None]
 
 
-def _crop(image: Image, model: nn.Module, size: tuple[int, int]) -> Tensor:
+def _crop(image: Image, config: dict[str, Any], size: tuple[int, int]) -> Tensor:
     # (C, H, W) uint8, by timm's transform for the model.
-    config = resolve_input_data_config(model)
     channels = config['input_size'][0]
     if channels not in (1, 3):
         raise ValueError(f'expected a model of images of 1 or 3 channels, got one of {channels}')

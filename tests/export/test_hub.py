@@ -85,8 +85,26 @@ def test_a_run_of_another_size_keeps_it_whatever_the_architecture_names(tmp_path
     sizes = {'same': (64, 48), 'wider': (64, 96), 'plain': (64, 48)}
     assert {name: default_size(load_model(tmp_path / name)) for name in sizes} == sizes
     assert '64 x 96 pixels' in (tmp_path / 'wider' / 'README.md').read_text()
+    # Who asks for another size gets it.
+    assert default_size(load_model(tmp_path / 'best.pth', img_size=160)) == (160, 160)
     # Neither model is changed.
     assert (default_size(model), default_size(nano)) == ((64, 48), (96, 96))
+
+
+def test_a_run_of_another_size_keeps_the_biases_of_its_own_grid(tmp_path):
+    kwargs = dict(depth=1, embed_dim=16, pos_embed='none', dynamic_img_size=True, num_classes=2)
+    full = timm.create_model('aft_full_nano', **kwargs)
+    save_model(tmp_path / 'best.pth', 'aft_full_nano', full, kwargs, data_config={'input_size': (3, 64, 64)})
+    loaded = load_model(tmp_path / 'best.pth').state_dict()
+    assert all(torch.equal(x, loaded[name]) for name, x in full.state_dict().items())
+
+
+def test_a_padding_run_is_exported_at_its_size(tmp_path):
+    kwargs = dict(depth=1, embed_dim=16, num_heads=4, num_classes=2, dynamic_img_pad=True)
+    nano = timm.create_model('aft_conv_nano', **kwargs)
+    save_model(tmp_path / 'best.pth', 'aft_conv_nano', nano, kwargs, data_config={'input_size': (3, 100, 100)})
+    export_hub_folder(load_model(tmp_path / 'best.pth'), tmp_path / 'hub', parts=['code'])
+    assert default_size(load_model(tmp_path / 'hub')) == (100, 100)
 
 
 @pytest.mark.parametrize('change', ['prune', 'depth', 'hybrid'])
@@ -106,7 +124,7 @@ def test_a_model_that_was_changed_is_exported_as_it_is(tmp_path, change):
 def test_a_model_that_timm_cannot_rebuild_is_an_error_and_not_exported(tmp_path):
     pyramid: Any = timm.create_model('aft_pyramid_nano', num_classes=0)
     pyramid.prune_intermediate_layers([1])
-    with pytest.raises(ValueError, match=r'a model that timm can rebuild .* missing: stages'):
+    with pytest.raises(ValueError, match=r'a model that timm can rebuild.* missing: stages'):
         export_model(pyramid, tmp_path / 'export', [])
     assert not (tmp_path / 'export').exists()
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from aft_vision.export import Shape, choose_shape, export_onnx, export_pt2, program
 from aft_vision.export.verify import Check, onnx_runner
+from aft_vision.sizes import takes_any_size
 
 TINY = dict(depth=1, embed_dim=32, patch_size=8, img_size=32, num_classes=5)
 SIZES = ((32, 32), (16, 56), (72, 64))
@@ -267,9 +268,18 @@ def test_an_onnx_file_of_resampled_biases_takes_any_size_and_one_row_or_column_o
         assert_equal(model, run, 2, size)
 
 
+def test_a_padding_model_is_exported_at_its_size_or_for_all_of_whole_patches(tmp_path):
+    model = make(dynamic_img_pad=True)
+    shape = choose_shape(model, (30, 41), fixed_size=True)
+    export_pt2(model, tmp_path / 'model.pt2', shape, aten=True)
+    assert_equal(model, torch.export.load(tmp_path / 'model.pt2').module(), 2, (30, 41))
+    with pytest.raises(ValueError, match=r'multiples of the patch size .*, got \(30, 41\)'):
+        choose_shape(model, (30, 41))
+
+
 def test_aft_simple_without_positions_still_has_a_fixed_size():
-    assert program.takes_any_size(make())
-    assert not program.takes_any_size(make('aft_simple_tiny', pos_embed='none'))
+    assert takes_any_size(make())
+    assert not takes_any_size(make('aft_simple_tiny', pos_embed='none'))
 
 
 def test_a_form_of_the_custom_operator_is_rejected(tmp_path):

@@ -64,7 +64,7 @@ def read_ratings(folder: str | Path, table: BehaviorTable, max_behaviors: int | 
 
 
 def read_mind_clicks(
-    folder: str | Path, table: BehaviorTable, max_behaviors: int | None = 50, drop_missing: bool = False
+    folder: str | Path, table: BehaviorTable, max_behaviors: int | None = 50, *, drop_missing: bool = False
 ) -> Dataset:
     """Read MIND's impressions as requests: each candidate asks whether it is clicked, given the clicks before.
 
