@@ -20,7 +20,7 @@ def test_tokens_before_the_first_that_counts_are_zero(triton_device: str):
 
 
 @pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch) -> int:
+def cut(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """The length of the parts that sequences are cut into: a tile of the interpreter, the largest of a GPU."""
     from aft_vision.ops.causal import simple_triton as simple_causal
 
