@@ -329,7 +329,7 @@ def layout(root: Path, *names: str) -> None:
 @pytest.mark.parametrize(
     ('paths', 'message'),
     [
-        ([], 'which is not one'),
+        ([], 'images, which is not one'),
         (['./'], 'which is empty'),
         (
             ['train/a/0.png', 'extra/a/0.png'],
@@ -363,6 +363,13 @@ def test_a_tar_that_is_no_data_set_is_named(tmp_path, paths, message):
     layout(tmp_path / 'images', *paths)
     with pytest.raises(ValueError, match=message):
         open_train_split(Source(dir=str(make_tar(tmp_path / 'all.tar', tmp_path / 'images'))), 1)
+
+
+def test_a_tar_without_a_split_to_evaluate_lists_what_is_there(tmp_path):
+    layout(tmp_path / 'images', 'train/a/0.png', 'extra/a/0.png')
+    tar = make_tar(tmp_path / 'all.tar', tmp_path / 'images')
+    with pytest.raises(ValueError, match=r'val or validation or test of class folders in .*got only extra, train'):
+        open_eval_split(Source(dir=str(tar)), 1)
 
 
 def test_a_tar_of_tar_files_is_named(tmp_path):

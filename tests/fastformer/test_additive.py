@@ -33,7 +33,8 @@ def make_mask(B: int, N: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ('N', 'masked', 'share'), [(LENGTHS[0], True, True), (LENGTHS[1], True, False), (LENGTHS[1], False, True)]
+    ('N', 'masked', 'share'),
+    [(LENGTHS[0], True, True), (LENGTHS[0], False, False), (LENGTHS[1], True, False), (LENGTHS[1], False, True)],
 )
 @pytest.mark.parametrize('interaction', ['multiply', 'add', 'concat'])
 @pytest.mark.parametrize(('score', 'share_heads'), SCORES)

@@ -23,6 +23,8 @@ def test_mcnemar_takes_thousands_of_images():
     # Exact, by integers: the binomial coefficients exceed the range of floats.
     expected = 2 * sum(math.comb(2900, i) for i in range(1401)) / 2**2900
     assert mcnemar(*answers(500, 1400, 1500, 500)) == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(ValueError, match='longer'):
+        mcnemar([True], [True, False])
 
 
 def test_the_t_test_has_the_closed_forms_of_one_and_two_degrees_of_freedom():

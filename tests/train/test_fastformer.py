@@ -259,13 +259,15 @@ def test_seeds_of_another_experiment_are_not_resumed(trained, pairs, override, m
     assert (folder / 'config.yaml').read_text() == before
 
 
-def test_finished_seeds_are_taken_over_with_files_elsewhere_and_other_workers(trained, pairs, tmp_path):
+def test_finished_seeds_are_taken_over_with_files_elsewhere_other_workers_and_other_seeds(trained, pairs, tmp_path):
     folder, summary = trained
     shutil.copytree(folder, tmp_path / 'run', ignore=shutil.ignore_patterns('checkpoint-*', 'best'))
     moved = shutil.copy(pairs, tmp_path / 'moved.jsonl')
     more = ['schedule.max_updates=25', 'run.resume=auto', 'run.keep=3', 'run.tensorboard=true']
     more += ['data.num_workers=1', 'data.eval_split=validation', 'data.eval_batch_size=8']
-    assert fastformer.main([*arguments(Path(moved), tmp_path / 'run'), *more]) == summary
+    common = [*arguments(Path(moved), tmp_path / 'run'), *more]
+    assert fastformer.main([*common, 'run.seeds=[1]'])['runs'] == summary['runs'][1:]
+    assert fastformer.main(common) == summary
 
 
 @pytest.mark.parametrize(
