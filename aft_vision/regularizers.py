@@ -92,12 +92,13 @@ def prune(model: nn.Module, threshold: float) -> nn.Module:
     kernels = evaluated_kernels(model)
     # deepcopy does not copy objects that are in its memo.
     shared: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    pruned = copy.deepcopy(model, shared).eval()
+    pruned: Any = copy.deepcopy(model, shared).eval()
     for mixer, kernel in zip(conv_mixers(pruned), kernels, strict=True):
         mixer.kernel = _raw_kernel(torch.where(kernel.expm1().abs() < threshold, 0.0, kernel))
         # Final for TorchScript, which reads them when it compiles.
         for name in ('gumbel', 'straight_through'):
             setattr(mixer, name, False)
+    # timm keeps them for a model that it has built.
     if hasattr(pruned, '_model_args'):
         pruned._model_args = _raw_arguments(pruned._model_args)
     return pruned

@@ -51,7 +51,8 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
     for part, values in state.task.get_task_state().items():
         trained |= {f'{part}.{name}': x for name, x in values.items()}
     found['weights'] = [name for name, x in trained.items() if not x.isfinite().all()]
-    found['biases'] = {name: _range(_bias(module)) for name, module in state.model.named_modules() if _has_bias(module)}
+    biases = {name: _range(_bias(module)) for name, module in state.model.named_modules() if _has_bias(module)}
+    found['biases'] = _strict(biases)
     if hasattr(getattr(loader, 'sampler', None), 'draws'):
         draws = loader.sampler.draws(reached.updates_of_epoch)
         found[state.objective.unit] = [draw.image for draw in draws]
@@ -112,7 +113,7 @@ def _watch(state: TrainState, parts: Iterable[Batch]) -> dict[str, Any]:
     finally:
         for hook in hooks:
             hook.remove()
-    return {'layer': layers[0] if layers else None, 'keys': keys}
+    return {'layer': layers[0] if layers else None, 'keys': _strict(keys)}
 
 
 def _teachers(state: TrainState) -> list[tuple[nn.Module, Callable[[Any], torch.Tensor]]]:
@@ -133,6 +134,10 @@ def _bias(module: Any) -> torch.Tensor:
     return module.kernel() if isinstance(module, AFTAxial | AFTConv | AFTOnehot) else module.position_bias()
 
 
-def _range(x: torch.Tensor) -> list[float | str]:
+def _range(x: torch.Tensor) -> list[float]:
+    return [x.min().item(), x.max().item()]
+
+
+def _strict(ranges: dict[str, list[float]]) -> dict[str, list[float | str]]:
     # JSON has no numbers for what is not finite.
-    return [bound if math.isfinite(bound) else str(bound) for bound in (x.min().item(), x.max().item())]
+    return {name: [x if math.isfinite(x) else str(x) for x in bounds] for name, bounds in ranges.items()}

@@ -99,12 +99,14 @@ def test_the_diagnosis_sees_mixed_images_of_native_shapes(tmp_path, monkeypatch)
     assert diagnose(state, loaders, tmp_path)['layer'] == 'patch_embed.proj'
 
 
-def test_without_the_images_the_weights_are_described(state, tmp_path):
+def test_without_the_images_the_weights_are_described(state, loader, tmp_path):
     found = json.loads(write_diagnosis(state, [], 1.0, tmp_path).read_text())
     assert found['weights'] == []
     assert 'images' not in found
     state.model.blocks[0].attn.kernel.beta.data.fill_(float('inf'))
-    written = write_diagnosis(state, [], float('nan'), tmp_path).read_text()
+    state.model.blocks[0].attn.qkv.bias.data.fill_(float('inf'))
+    written = write_diagnosis(state, loader.train, float('nan'), tmp_path).read_text()
     # Strict JSON has neither.
     found = json.loads(written, parse_constant=lambda name: pytest.fail(f'{name} is no JSON'))
     assert found['biases']['blocks.0.attn'][1] == 'inf'
+    assert found['keys']['blocks.0.attn'] == ['inf', 'inf']
