@@ -85,6 +85,8 @@ def weigh(k, v, w, is_top, second, value, den, num):
     others = tl.where(is_top, den[None, :], 1.0 + tl.maximum(den[None, :] * scaled - ek, 0.0))
     others_num = tl.where(is_top, num[None, :], value[None, :] + num[None, :] * scaled - ek * v)
     total = own + scale * others
+    # The only token is its own source, and a bias of minus infinity leaves it no weight.
+    total = tl.where(total == 0.0, 1.0, total)
     share, inverse = own / total, scale / total
     # v - mean would cancel if the source has nearly all of the weight.
     return share * v + inverse * others_num, inverse * (others * v - others_num), share, inverse

@@ -22,3 +22,13 @@ def test_the_gradient_of_a_weight_that_lets_one_source_dominate_is_kept(triton_d
     inputs = make_inputs('aft_onehot', (3, 4), 6, 3, 3)
     inputs['weight'] = inputs['weight'] + 15.0
     assert_matches_reference(onehot, reference.aft_onehot, inputs, device=triton_device)
+
+
+def test_a_token_that_a_bias_of_minus_infinity_hides_from_itself_gives_0(triton_device: str):
+    inputs = make_inputs('aft_onehot', (1, 1), 3)
+    inputs |= {'offset': torch.zeros(3, 2, dtype=torch.int64), 'weight': torch.full((3,), float('-inf'))}
+    low = single(inputs, device=triton_device)
+    y = onehot(**low)
+    y.sum().backward()
+    for x in (y, *(low[name].grad for name in 'qkv')):
+        assert not x.any()
