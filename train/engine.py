@@ -127,8 +127,7 @@ def train_one_epoch(
     batches = iter(loader)
     bar, spent = _progress_bar(state, progress), False
     for _ in bar:
-        spent = state.is_spent()
-        if spent:
+        if spent := state.is_spent():
             break
         # The largest, if layers differ.
         lr = max(group['lr'] for group in state.optimizer.param_groups)

@@ -158,8 +158,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
             more = dict(inputs_embeds=inputs_embeds, output_hidden_states=hidden, output_attentions=output_attentions)
             encoder_outputs = self.encoder(input_ids, attention_mask, return_dict=True, **more)
         source = None if encoder_outputs is None else encoder_outputs[0]
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         cache = _as_cache(cache) if cache is not None or (use_cache and labels is None) else None
         target = self._embed_target(decoder_input_ids, decoder_inputs_embeds, labels)
         decoded = self.decoder(target, decoder_attention_mask, source, attention_mask, cache, hidden)

@@ -221,8 +221,7 @@ def training_arguments(
         **more,
     )
     _check_processes(arguments)
-    share = config.check_parts(arguments.world_size)
-    arguments.per_device_train_batch_size = share
+    arguments.per_device_train_batch_size = share = config.check_parts(arguments.world_size)
     arguments.per_device_eval_batch_size = data.eval_batch_size or share
     return arguments
 

@@ -1,4 +1,4 @@
-"""What holds for the compiled and for the Triton form of every operation: values, masks, nasty inputs, where they run.
+"""Compiled and Triton forms of every operation: their values, masks, nasty inputs, and where they run.
 
 What one operation alone promises, or one of its forms, is tested in its folder.
 """
