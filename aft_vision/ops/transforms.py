@@ -4,6 +4,7 @@
 as a `torch.autograd.Function`, which has a rule for each. This costs an ordinary call one comparison.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -116,7 +117,10 @@ def register_transforms(
     for device in DEVICES:
         # Without the checks of torch's wrapper, which `torch.library.opcheck` makes in the tests.
         LIBRARY.impl(operator._name, rules.body, device.name)
-    LIBRARY.impl(operator._name, autograd_kernel, 'Autograd', with_keyset=True)
+    with warnings.catch_warnings():
+        # torch before 2.14 warns that a kernel is replaced, which is wanted.
+        warnings.filterwarnings('ignore', message='Warning only once for all operators')
+        LIBRARY.impl(operator._name, autograd_kernel, 'Autograd', with_keyset=True, allow_override=True)
     LIBRARY.impl(operator._name, front_kernel, FRONT, with_keyset=True)
 
 

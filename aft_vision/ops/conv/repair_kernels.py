@@ -21,6 +21,12 @@ def load_tokens(X, MASK, strides, b, head, t, c, T, C):
     return tl.load(X + place, mask=find_seen(MASK, b, t, c, T, C), other=0.0).to(tl.float32)
 
 
+@triton.constexpr_function
+def is_pair(bias):
+    """Return whether a bias is that of AFT-axial; the interpreter of Triton 3.6 keeps tuples as they are."""
+    return isinstance(bias, tuple | tl.tuple)
+
+
 @triton.jit
 def load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width):
     """Load keys (1, s), minus infinity for missing ones, and biases (t, s) of a head.
@@ -28,7 +34,7 @@ def load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width):
     BIAS is a table by shift, or one along rows and one along columns, whose sum is the bias of AFT-axial.
     """
     k = load_keys(K + head * strides[2], MASK, strides, b + tl.arange(0, 1), s, B, T)
-    if hasattr(BIAS, 'columns'):
+    if is_pair(BIAS):
         s, t = tl.minimum(s, T - 1)[None, :], tl.minimum(t, T - 1)[:, None]
         height = T // width
         row = head * (2 * height - 1) + height - 1 + s // width - t // width
