@@ -11,12 +11,18 @@ import triton.language as tl
 
 from aft_vision.ops.common.kernels import FLOOR, LIMIT
 from aft_vision.ops.common.launch import tuned
-from aft_vision.ops.conv.kernels import find_channels
 from aft_vision.ops.conv.repair_kernels import find_lost, find_slopes, find_terms, load_logits
 
 KEY = ['T', 'heads', 'C', 'ROWS', 'BLOCK']
 TILES = ({'BC': 64}, 4), ({'BC': 128}, 4), ({'BC': 128}, 8), ({'BC': 256}, 8)
 LITTLE = {'BC': 32}
+
+
+@triton.jit
+def find_channels(part, C, GROUP: tl.constexpr):
+    """Return the channels of the rows of a group; the last row, of the key, has an index beyond all of them."""
+    row = tl.arange(0, GROUP)
+    return tl.where(row < GROUP - 1, part * (GROUP - 1) + row, C).to(tl.int64)
 
 
 @triton.jit

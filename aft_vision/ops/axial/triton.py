@@ -23,16 +23,23 @@ from aft_vision.ops.axial.kernels import (
     whole_kernel,
 )
 from aft_vision.ops.common.inputs import AxialInputs, empty_denominator
-from aft_vision.ops.common.kernels import FLOOR
-from aft_vision.ops.common.launch import as_bytes, launching, product_type, products
+from aft_vision.ops.common.launch import as_bytes, largest_keys, launching, product_type, products, rows
 from aft_vision.ops.conv import repair_kernels as repair
-from aft_vision.ops.conv.triton import PROGRAMS, REPAIR, Layout, strides
+from aft_vision.ops.conv.triton import REPAIR, strides
 
 # The smallest side of a product on tensor cores, and the largest number of tokens of a line in a tile.
 SMALLEST, LARGEST = 16, 32
 # Elements of the tile of whole grids: the registers of a multiprocessor hold three programs of four warps, or one of
 # twice that for groups of channels that are not shorter than a memory transaction.
 WHOLE, SECTOR = 4096, 8
+
+
+# With fewer channels per head than this, contiguous pieces of (B, T, D) tensors are shorter than a memory transaction.
+NEIGHBOURS = 8
+# Numbers of columns in a group.
+GROUPS = (2, 4, 8, 16, 32)
+# Approximate number of programs of `pairs_kernel`: several per multiprocessor of a large GPU.
+PROGRAMS = 512
 
 
 class Axis(NamedTuple):
@@ -61,6 +68,47 @@ class Biases(NamedTuple):
     columns: Tensor
 
 
+class Layout:
+    """The layout of a call's tensors in memory, and the tiles of channels and sequences.
+
+    group: rows of a sequence in a tile, the last for the key. parts: groups per head. constants: constants of the tuned
+    kernels.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.B, self.T, self.heads = k.shape
+        self.C = v.shape[2] // self.heads
+        self.parts, self.group = self.divide(self.C)
+        self.by_channel = self.C < NEIGHBOURS
+        self.constants = {'GROUP': self.group, 'ROWS': min(128, max(32, triton.next_power_of_2(self.B * self.group)))}
+
+    @staticmethod
+    def divide(channels: int, largest: int = GROUPS[-1]) -> tuple[int, int]:
+        """Return the number of groups of a head and their rows, at most `largest`: the fewest rows in total."""
+        choices = [(-(-channels // (group - 1)), group) for group in GROUPS if group <= largest]
+        return min(choices, key=lambda choice: (choice[0] * choice[1], -choice[1]))
+
+    def arrange(self, *tensors: Tensor | None) -> list[Tensor | None]:
+        """Return (B, T, D) tensors with contiguous channels, or contiguous tokens if a head has few channels."""
+        if not self.by_channel:
+            return [rows(x) for x in tensors]
+        return [None if x is None else x.permute(2, 0, 1).contiguous().permute(1, 2, 0) for x in tensors]
+
+    def like(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a buffer for a result (B, T, D)."""
+        order = (2, 0, 1) if self.by_channel else (0, 1, 2)
+        buffer = torch.empty([x.shape[dim] for dim in order], dtype=dtype, device=x.device)
+        return buffer.permute(1, 2, 0) if self.by_channel else buffer
+
+    def repairs(self, tile: dict[str, int]) -> tuple[int, int]:
+        """Return the grid of programs that repair: heads of sequences, tiles of tokens."""
+        return triton.cdiv(self.B * self.heads, repair.FLAGS.value), triton.cdiv(self.T, tile['BT'])
+
+    def lost(self, x: Tensor) -> Tensor:
+        """Return flags, all 0, for heads of sequences with underflowed targets."""
+        return torch.zeros((self.B, self.heads), dtype=torch.int32, device=x.device)
+
+
 class _Call:
     """The weights, sizes and constants of a call."""
 
@@ -71,8 +119,7 @@ class _Call:
         self.rows, self.columns = axes
         self.tables = Biases(*(axis.table.to(product).contiguous() for axis in axes))
         self.biases = Biases(*(axis.offsets.contiguous() for axis in axes))
-        keys = k if mask is None else k.masked_fill(~mask[..., None], float('-inf'))
-        self.peak = keys.amax(1).float().clamp_min_(FLOOR.value)
+        self.peak = largest_keys(k, mask)
         self.lost = self.layout.lost(v)
         self.constants = products(v) | {'PRODUCT': tl.bfloat16 if product == torch.bfloat16 else tl.float32}
         self.along_rows = Axis(self.height, self.width, self.width, 1)

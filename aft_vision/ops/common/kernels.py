@@ -1,13 +1,11 @@
 """Functions that every kernel uses."""
 
-import torch
 import triton
 import triton.language as tl
 
 from aft_vision.ops.common import launch
 
-# Below every key, but finite, so that no difference of references is NaN.
-FLOOR = tl.constexpr(torch.finfo(torch.float32).min)
+FLOOR = tl.constexpr(launch.FLOOR)
 # A denominator below this has lost precision by underflow; its elements are recomputed by a joint softmax.
 LIMIT = tl.constexpr(launch.LIMIT)
 

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from aft_vision.ops.common.capture import is_capturing
 from aft_vision.ops.common.errors import first_line
-from aft_vision.ops.common.numerics import UNDERFLOW
+from aft_vision.ops.common.numerics import UNDERFLOW, without_autocast
 
 _logger = logging.getLogger(__name__)
 
@@ -32,6 +32,10 @@ LIMIT = UNDERFLOW[torch.float32]
 CAPABILITY = (8, 0)
 # The largest size of the grid dimension of the sequences.
 SEQUENCES = 65535
+# Below every key, but finite, so that no difference of references is NaN.
+FLOOR = torch.finfo(torch.float32).min
+# Matrices have sides of a multiple of this: rows of 16 bytes in half types.
+ALIGNED = 8
 # Offsets in a sequence and in a bias are 32-bit integers; half of their range, because tiles extend beyond the end.
 ELEMENTS = 1 << 30
 
@@ -200,16 +204,37 @@ def product_type(v: Tensor) -> torch.dtype:
 
 
 def products(v: Tensor) -> dict[str, Any]:
-    """Return the constants PRODUCT, the type of the operands of `tl.dot`, and PRECISION, its input_precision.
-
-    float32 is multiplied in three TF32 products on tensor cores that support it.
-    """
+    """Return the constants PRODUCT, the type of the operands of `tl.dot`, and PRECISION, its input_precision."""
     import triton.language as tl
 
-    return {
-        'PRODUCT': tl.bfloat16 if product_type(v) == torch.bfloat16 else tl.float32,
-        'PRECISION': 'ieee' if interprets() or torch.version.hip is not None else 'tf32x3',
-    }
+    return {'PRODUCT': tl.bfloat16 if product_type(v) == torch.bfloat16 else tl.float32, 'PRECISION': precision()}
+
+
+def precision() -> str:
+    """Return the input_precision of `tl.dot` for float32: three TF32 products on tensor cores that support it."""
+    return 'ieee' if interprets() or torch.version.hip is not None else 'tf32x3'
+
+
+def largest_keys(k: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the largest key that counts of each sequence of (B, T, h) as (B, h) in float32, finite."""
+    keys = k if mask is None else k.masked_fill(~mask[..., None], float('-inf'))
+    return keys.amax(1).float().clamp_min_(FLOOR)
+
+
+def pad(length: int) -> int:
+    """Return the next length that tensor cores take in a product."""
+    return -(-length // ALIGNED) * ALIGNED
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Return the products in float32 of matrices (n, i, j) and (n, j, k), summed in it.
+
+    Those of float32 are as exact as torch.set_float32_matmul_precision has it.
+    """
+    with without_autocast(a.device.type):
+        if a.is_cuda and a.dtype != torch.float32:
+            return torch.bmm(a, b, out_dtype=torch.float32)
+        return torch.bmm(a.float(), b.float())
 
 
 @overload

@@ -23,10 +23,10 @@ class Tuner(Autotuner):
     While a CUDA graph is captured nothing can be measured: the first configuration runs.
 
     Attributes:
-        most: the largest number of configurations of any tuner.
+        most: the largest number of configurations of any tuner; 1 without any.
     """
 
-    most = 0
+    most = 1
     # The configuration that every tuner runs instead of the fastest.
     _choice: int | None = None
 

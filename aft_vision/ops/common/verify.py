@@ -32,6 +32,8 @@ _logger = logging.getLogger(__name__)
 
 # Largest error of the result and of gradients, relative to the norm.
 BOUNDS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-2, 2e-2), torch.float16: (4e-3, 4e-3)}
+# Those of float32 where torch may round the operands of products to TF32.
+TF32_BOUNDS = 1e-3, 1e-3
 # A spread of keys and biases that underflows in float32 but not in float64, and the error bound for it.
 WIDE, WIDE_BOUND = 30.0, 1e-4
 # A process may end during a comparison; after this many unfinished ones, the comparison counts as failed.
@@ -355,8 +357,9 @@ def _check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], types: Types, 
     # If weights select one source, gradients of keys and biases are differences of terms as large as the gradients of
     # v.
     floor = 0.0 if spread == 1.0 else float(wanted[3].norm())
+    bounds = BOUNDS | {torch.float32: TF32_BOUNDS} if torch.backends.cuda.matmul.fp32_precision == 'tf32' else BOUNDS
     for i, (name, x, expected) in enumerate(zip(PARTS, found, wanted, strict=False)):
-        bound = max(BOUNDS[dtype][min(i, 1)] for dtype in types if dtype is not None)
+        bound = max(bounds[dtype][min(i, 1)] for dtype in types if dtype is not None)
         bound = bound if spread == 1.0 else max(bound, WIDE_BOUND)
         norm = max(float(expected.norm()), floor if i else 0.0)
         error = float((x.double() - expected).norm())

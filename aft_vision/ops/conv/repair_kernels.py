@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from aft_vision.ops.common.kernels import FLOOR, find_seen
-from aft_vision.ops.conv.kernels import LIMIT, find_columns, find_middle, find_near, find_place, load_keys, store_band
+from aft_vision.ops.conv.kernels import LIMIT, find_columns, find_middle, find_near, find_place, store_band
 
 FLAGS = tl.constexpr(128)
 
@@ -19,6 +19,16 @@ def load_tokens(X, MASK, strides, b, head, t, c, T, C):
     """Load elements (t, c) of a head of a sequence in float32, 0 at masked tokens and outside."""
     place = b * strides[0] + t[:, None] * strides[1] + (head * C + c)[None, :] * strides[2]
     return tl.load(X + place, mask=find_seen(MASK, b, t, c, T, C), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_keys(K, MASK, strides, b, t, B, T):
+    """Load keys (b, t) in float32, minus infinity at masked tokens and outside the sequences."""
+    seen = (b < B)[:, None] & (t < T)[None, :]
+    if MASK is not None:
+        seen = seen & (tl.load(MASK + b[:, None] * T + t[None, :], mask=seen, other=0) != 0)
+    place = b[:, None] * strides[0] + t[None, :] * strides[1]
+    return tl.load(K + place, mask=seen, other=float('-inf')).to(tl.float32)
 
 
 @triton.constexpr_function

@@ -1,31 +1,47 @@
-"""AFT-conv in Triton (AFT Eq. 6): products by Toeplitz tiles that are built where they are used.
+"""AFT-conv on a GPU (AFT Eq. 6): products by the Toeplitz matrix of each head, in torch, between Triton kernels.
 
-A tile of the (T, T) weights of a head is gathered from its (2H - 1, 2W - 1) weights by shift, which fit into caches;
-the matrix itself is never in memory. With one head per channel there are two rows per sequence, so the batch fills the
-tiles. A depthwise sum would need fewer products, but tensor cores compute over ten in the time of one.
+The terms of all sequences are columns of one product with the (T, T) weights of their head. A depthwise sum would need
+fewer products, but tensor cores compute over ten in the time of one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from aft_vision.ops.common.inputs import ConvInputs, empty_denominator
-from aft_vision.ops.common.kernels import FLOOR
-from aft_vision.ops.common.launch import as_bytes, launching, products, rows
+from aft_vision.ops.common.launch import (
+    FLOOR,
+    as_bytes,
+    interprets,
+    largest_keys,
+    launching,
+    like,
+    multiply,
+    pad,
+    precision,
+    product_type,
+    rows,
+)
 from aft_vision.ops.conv import repair_kernels as repair
-from aft_vision.ops.conv.kernels import forward_kernel, rows_kernel, sources_kernel, table_kernel
+from aft_vision.ops.conv.kernels import (
+    bands_kernel,
+    results_kernel,
+    sources_kernel,
+    targets_kernel,
+    terms_kernel,
+    weights_kernel,
+)
 
-# With fewer channels per head than this, contiguous pieces of (B, T, D) tensors are shorter than a memory transaction.
-NEIGHBOURS = 8
-# Numbers of rows in a group.
-GROUPS = (2, 4, 8, 16, 32)
-# Approximate number of programs of `table_kernel`: several per multiprocessor of a large GPU.
-PROGRAMS = 512
+# Elements of a tile, of which so many sequences at most, and of the matrices of weights of heads that are made at once.
+TILE, SEQUENCES, WEIGHTS = 4096, 64, 1 << 25
+# Those of a tile in the interpreter, so small that small tests have several.
+LITTLE, FEW = 64, 4
+# Targets and sources of a tile of weights.
+WEIGHTS_TILE = 32
 # Tiles of tokens and channels of the repair.
 REPAIR = {'BT': 32, 'BD': 32}
 
@@ -33,83 +49,132 @@ REPAIR = {'BT': 32, 'BD': 32}
 class _Shifts:
     """The bias (h, 2H - 1, 2W - 1) of every pair of tokens by their shift, at (H - 1 + dy, W - 1 + dx), and its exp."""
 
-    def __init__(self, kernel: Tensor, grid: Sequence[int], global_context: bool, constants: dict[str, Any]) -> None:
+    def __init__(self, kernel: Tensor, grid: Sequence[int], global_context: bool, product: torch.dtype) -> None:
         self.margins = [length - 1 - kernel.shape[-1] // 2 for length in (grid[1], grid[1], grid[0], grid[0])]
         # A negative margin removes shifts beyond the grid.
         self.bias = F.pad(kernel.float().contiguous(), self.margins, value=0.0 if global_context else float('-inf'))
         # If a head sees no source, all of them are minus infinity.
-        self.exp = torch.exp(self.bias - self.bias.amax(dim=(1, 2), keepdim=True).clamp_min(FLOOR.value))
-        self.weights = self.exp.to(torch.float32 if constants['PRODUCT'] is tl.float32 else torch.bfloat16)
+        self.exp = torch.exp(self.bias - self.bias.amax(dim=(1, 2), keepdim=True).clamp_min(FLOOR))
+        self.weights = self.exp.to(product)
 
     def window(self) -> Tensor:
         """Return the exponentials (h, s, s) of the kernel, 0 for shifts beyond the grid."""
         return F.pad(self.exp, [-margin for margin in self.margins])
 
 
-class Layout:
-    """The layout of a call's tensors in memory, and the tiles of channels and sequences.
+class _Call:
+    """The sizes of a call, the tiles of its kernels, and the weights of its heads."""
 
-    group: rows of a sequence in a tile, the last for the key. parts: groups per head. constants: constants of the tuned
-    kernels.
-    """
+    def __init__(self, inputs: ConvInputs) -> None:
+        self.q, self.k, self.v = rows(inputs.q), rows(inputs.k), rows(inputs.v)
+        self.grid, self.mask, self.product = inputs.grid, as_bytes(inputs.mask), product_type(self.v)
+        self.B, self.T, self.heads = self.k.shape
+        self.C = self.v.shape[2] // self.heads
+        self.length, self.columns = pad(self.T), pad(self.B * (self.C + 1))
+        self.shifts = _Shifts(inputs.kernel, inputs.grid, inputs.global_context, self.product)
+        self.peak = largest_keys(self.k, inputs.mask)
+        # Flags, all 0, of heads of sequences with underflowed targets.
+        self.lost = torch.zeros((self.B, self.heads), dtype=torch.int32, device=self.v.device)
+        elements, most = (LITTLE, FEW) if interprets() else (TILE, SEQUENCES)
+        channels, few = triton.next_power_of_2(self.C), min(most, triton.next_power_of_2(self.B))
+        sequences = min(few, max(1, elements // channels))
+        self.tile = {'BB': sequences, 'BH': max(1, elements // (sequences * channels)), 'BC': channels, 'C': self.C}
 
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        self.B, self.T, self.heads = k.shape
-        self.C = v.shape[2] // self.heads
-        self.parts, self.group = self.divide(self.C)
-        self.by_channel = self.C < NEIGHBOURS
-        self.constants = {'GROUP': self.group, 'ROWS': min(128, max(32, triton.next_power_of_2(self.B * self.group)))}
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the sizes that a repair takes."""
+        return self.B, self.T, self.grid[1], self.heads, self.C
 
-    @staticmethod
-    def divide(channels: int, largest: int = GROUPS[-1]) -> tuple[int, int]:
-        """Return the number of groups of a head and their rows, at most `largest`: the fewest rows in total."""
-        choices = [(-(-channels // (group - 1)), group) for group in GROUPS if group <= largest]
-        return min(choices, key=lambda choice: (choice[0] * choice[1], -choice[1]))
+    def parts(self) -> Iterator['_Part']:
+        """Yield parts of the heads whose matrices of weights are not too large together."""
+        step = max(1, WEIGHTS // self.length**2)
+        for first in range(0, self.heads, step):
+            yield _Part(self, first, min(step, self.heads - first))
 
-    def arrange(self, *tensors: Tensor | None) -> list[Tensor | None]:
-        """Return (B, T, D) tensors with contiguous channels, or contiguous tokens if a head has few channels."""
-        if not self.by_channel:
-            return [rows(x) for x in tensors]
-        return [None if x is None else x.permute(2, 0, 1).contiguous().permute(1, 2, 0) for x in tensors]
-
-    def like(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a buffer for a result (B, T, D)."""
-        order = (2, 0, 1) if self.by_channel else (0, 1, 2)
-        buffer = torch.empty([x.shape[dim] for dim in order], dtype=dtype, device=x.device)
-        return buffer.permute(1, 2, 0) if self.by_channel else buffer
-
-    def programs(self, tile: dict[str, int]) -> tuple[int, int]:
-        """Return the grid of programs: tiles of tokens and rows, heads."""
-        rows = triton.cdiv(self.B, tile['BR'] // self.group) * self.parts
-        return triton.cdiv(self.T, tile['BT']) * rows, self.heads
-
-    def repairs(self, tile: dict[str, int]) -> tuple[int, int]:
+    def repairs(self) -> tuple[int, int]:
         """Return the grid of programs that repair: heads of sequences, tiles of tokens."""
-        return triton.cdiv(self.B * self.heads, repair.FLAGS.value), triton.cdiv(self.T, tile['BT'])
+        return triton.cdiv(self.B * self.heads, repair.FLAGS.value), triton.cdiv(self.T, REPAIR['BT'])
 
-    def lost(self, x: Tensor) -> Tensor:
-        """Return flags, all 0, for heads of sequences with underflowed targets."""
-        return torch.zeros((self.B, self.heads), dtype=torch.int32, device=x.device)
+
+class _Part:
+    """Some heads of a call, which start at `first`."""
+
+    def __init__(self, call: _Call, first: int, heads: int) -> None:
+        self.call, self.first, self.heads = call, first, heads
+        self.sizes = call.B, call.T, heads, call.heads, call.length, call.columns
+        self.k, self.v, self.peak, self.lost = (self.of(x) for x in (call.k, call.v, call.peak, call.lost))
+        self.q = None if call.q is None else self.of(call.q)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the part of these heads of (B, T, h), (B, h) or, with channels, (B, T, D)."""
+        each = x.shape[-1] // self.call.heads
+        return x.narrow(-1, self.first * each, self.heads * each)
+
+    def run(self, kernel: Any, tensors: Sequence[Tensor | None], tokens: int, *arguments: Any) -> None:
+        """Launch a kernel over all elements of so many tokens."""
+        call, tile = self.call, self.call.tile
+        programs = triton.cdiv(call.B, tile['BB']) * triton.cdiv(self.heads, tile['BH']) * tokens
+        kernel[(programs,)](*tensors, *arguments, **tile, num_warps=4 if interprets() else 8)
+
+    def matrix(self) -> Tensor:
+        """Return a buffer (heads, length, columns) of terms, or of the gradients of sums."""
+        call = self.call
+        found = torch.empty((self.heads, call.length, call.columns), dtype=call.product, device=call.v.device)
+        # What a product sums over must be finite.
+        found[:, :, call.B * (call.C + 1) :] = 0
+        return found
+
+    def weights(self) -> Tensor:
+        """Return the weights (heads, length, length) of targets and sources."""
+        call, table = self.call, self.call.shifts.weights[self.first : self.first + self.heads]
+        found = torch.empty((self.heads, call.length, call.length), dtype=call.product, device=call.v.device)
+        tiles = triton.cdiv(call.length, WEIGHTS_TILE) ** 2
+        weights_kernel[(tiles, self.heads)](
+            *(table, found, call.T, call.grid[1], call.length), BT=WEIGHTS_TILE, BS=WEIGHTS_TILE
+        )
+        return found
+
+    def terms(self) -> Tensor:
+        """Return the terms (heads, length, columns)."""
+        found, steps = self.matrix(), strides(self.k, self.v)
+        tensors = self.k, self.v, self.call.mask, self.peak, found
+        self.run(terms_kernel, tensors, self.call.length, *self.sizes, *steps)
+        return found
+
+    def forward(self, y: Tensor, den: Tensor | None) -> None:
+        """Write y and the denominators."""
+        call, sums = self.call, multiply(self.weights(), self.terms())
+        y, den = self.of(y), None if den is None else self.of(den)
+        sizes = call.B, self.heads, call.heads, call.length, call.columns
+        tensors = self.q, sums, self.peak, y, den, self.lost
+        self.run(results_kernel, tensors, call.T, *sizes, *strides(self.q, y, den))
+
+    def backward(self, grad: Tensor, y: Tensor, den: Tensor, dq: Tensor | None, dk: Tensor, dv: Tensor) -> Tensor:
+        """Write the gradients of q, k and v, and return those of the sums (heads, length, columns)."""
+        call, slopes = self.call, self.matrix()
+        grad, y, den, dk, dv = (self.of(x) for x in (grad, y, den, dk, dv))
+        dq = None if dq is None else self.of(dq)
+        known = grad, y, den, self.q, self.peak, dq, slopes, self.lost
+        self.run(targets_kernel, known, call.length, *self.sizes, *strides(grad, y, den, self.q, dq))
+        results = multiply(self.weights().mT, slopes), self.k, self.v, call.mask, self.peak, dk, dv
+        self.run(sources_kernel, results, call.T, *self.sizes, *strides(self.k, self.v, dk, dv))
+        return slopes
 
 
 def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
     """Return y and the denominators (AFT Eq. 6)."""
-    q, k, v, kernel, grid, mask, global_context = inputs
-    layout, constants, den = Layout(k, v), products(v), empty_denominator(k, v, save)
-    y = layout.like(v, v.dtype if q is None else q.dtype)
+    q, k, v = inputs[:3]
+    den = empty_denominator(k, v, save)
+    y = torch.empty(v.shape, dtype=v.dtype if q is None else q.dtype, device=v.device)
     with launching('conv_forward', v):
-        tensors, mask, lost = layout.arrange(q, k, v), as_bytes(mask), layout.lost(v)
-        shifts = _Shifts(kernel, grid, global_context, constants)
-        sizes, steps = (layout.B, layout.T, grid[1], layout.heads, layout.C), strides(*tensors, y)
-        forward_kernel[layout.programs](
-            *(*tensors, mask, shifts.weights, y, den if save else None, lost),
-            *sizes,
-            *steps,
-            **layout.constants,
-            **constants,
-        )
-        repair.forward_kernel[layout.repairs](
-            *(*tensors, mask, shifts.bias, y, lost), *sizes, *steps, PRECISION=constants['PRECISION'], **REPAIR
+        call = _Call(inputs)
+        for part in call.parts():
+            part.forward(y, den if save else None)
+        repair.forward_kernel[call.repairs()](
+            *(call.q, call.k, call.v, call.mask, call.shifts.bias, y, call.lost),
+            *(*call.sizes, *strides(call.q, call.k, call.v, y)),
+            PRECISION=precision(),
+            **REPAIR,
         )
     return y, den
 
@@ -118,49 +183,32 @@ def conv_backward(
     grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and kernel."""
-    q, k, v, kernel, grid, mask, global_context = inputs
-    layout, constants = Layout(k, v), products(v)
-    dq, dv = None if q is None else layout.like(q, q.dtype), layout.like(v, v.dtype)
-    dk = torch.empty((layout.parts, *k.shape), dtype=torch.float32, device=k.device)
+    q, k, v, kernel, grid = inputs[:5]
+    dq, dk, dv = None if q is None else like(q), torch.empty(k.shape, dtype=torch.float32, device=k.device), like(v)
     with launching('conv_backward', v):
-        shifts, mask = _Shifts(kernel, grid, global_context, constants), as_bytes(mask)
-        # Rows of whole 32 bytes.
-        shape = layout.heads, layout.parts * layout.B * layout.group, triton.cdiv(layout.T, 16) * 16
-        r = torch.empty(shape, dtype=shifts.weights.dtype, device=v.device)
-        x = torch.empty_like(r) if need_bias else None
-        den, (grad_, y_, q_, k_, v_) = den.contiguous(), layout.arrange(grad, y, q, k, v)
-        sizes, lost = (layout.B, layout.T, grid[1], layout.heads, layout.C), layout.lost(v)
-        rows_kernel[layout.programs](
-            *(grad_, y_, den, q_, k_, v_, mask, dq, r, x, lost),
-            *(layout.B, layout.T, layout.heads, layout.C, shape[2]),
-            *strides(grad_, y_, q_, k_, v_, dq),
-            **layout.constants,
-        )
-        sources_kernel[layout.programs](
-            *(r, k_, v_, mask, shifts.weights, dk, dv),
-            *(*sizes, shape[2]),
-            *strides(k_, v_, dv),
-            **layout.constants,
-            **constants,
-        )
-        tensors = grad_, y_, den, q_, k_, v_, mask, shifts.bias, lost
-        steps = tuple(strides(grad_, y_, q_, v_)), *strides(k_)
-        repair.sources_kernel[layout.repairs](
-            *(*tensors, dk, dv, *sizes, *steps), *strides(dv), PRECISION=constants['PRECISION'], **REPAIR
+        call, grad, y, den = _Call(inputs), rows(grad), rows(y), den.contiguous()
+        lines = _Lines(kernel.shape[-1], grid)
+        sums, repaired = (lines.empty(call.heads if need_bias else 0, v) for _ in range(2))
+        for part in call.parts():
+            slopes = part.backward(grad, y, den, dq, dk, dv)
+            if need_bias:
+                lines.add(multiply(slopes, part.terms().mT), sums[part.first :])
+        tensors = grad, y, den, call.q, call.k, call.v, call.mask, call.shifts.bias, call.lost
+        steps = tuple(strides(grad, y, call.q, call.v)), *strides(call.k)
+        repair.sources_kernel[call.repairs()](
+            *(*tensors, dk, dv, *call.sizes, *steps), *strides(dv), PRECISION=precision(), **REPAIR
         )
         dkernel = kernel.new_empty(0)
-        if x is not None:
-            lines = _Lines(kernel.shape[-1], grid, layout.constants['ROWS'])
-            repaired = lines.empty(layout.heads, v)
-            repair.table_kernel[(lines.count * lines.pairs, layout.heads)](
-                *(*tensors, repaired, *sizes, lines.reach_y, lines.reach_x, *steps),
-                PRECISION=constants['PRECISION'],
+        if need_bias:
+            repair.table_kernel[(lines.count * lines.pairs, call.heads)](
+                *(*tensors, repaired, *call.sizes, lines.reach_y, lines.reach_x, *steps),
+                PRECISION=precision(),
                 BW=lines.wide,
                 BD=REPAIR['BD'],
             )
-            found = lines.window_grad(lines.sums(r, x, constants)) * shifts.window() + lines.window_grad(repaired)
+            found = lines.window_grad(sums) * call.shifts.window() + lines.window_grad(repaired)
             dkernel = found.to(kernel.dtype)
-    return k.new_empty(0) if dq is None else dq, dk.sum(0).to(k.dtype), dv, dkernel
+    return k.new_empty(0) if dq is None else dq, dk.to(k.dtype), dv, dkernel
 
 
 class _Lines:
@@ -169,9 +217,8 @@ class _Lines:
     count: number of distances in lines; wide: columns in a tile; pairs: number of tile pairs with columns within reach.
     """
 
-    def __init__(self, size: int, grid: Sequence[int], batch_rows: int) -> None:
+    def __init__(self, size: int, grid: Sequence[int]) -> None:
         self.size, (self.height, self.width) = size, grid
-        self.batch_rows = batch_rows
         self.reach_y, self.reach_x = min(size // 2, self.height - 1), min(size // 2, self.width - 1)
         self.count = 2 * self.reach_y + 1
         self.wide = min(64, max(16, triton.next_power_of_2(self.width)))
@@ -183,21 +230,11 @@ class _Lines:
         shape = heads, self.count, self.width, 2 * self.reach_x + 1
         return torch.zeros(shape, dtype=torch.float32, device=like.device)
 
-    def sums(self, r: Tensor, x: Tensor, constants: dict[str, Any]) -> Tensor:
-        """Sum r (x) x over rows (h, N, T or more) of targets and of sources."""
-        heads, rows, row_length = r.shape
-        steps = triton.cdiv(self.count, 64 // self.wide)
-        splits = max(1, min(triton.cdiv(rows, 64), PROGRAMS // (heads * steps * self.pairs)))
-        found = self.empty(splits * heads, r)
-        table_kernel[(splits * steps * self.pairs, heads)](
-            *(r, x, found, self.height, self.width, heads, rows, triton.cdiv(rows, splits)),
-            *(self.reach_y, self.reach_x, row_length),
-            BW=self.wide,
-            SHIFTS=64 // self.wide,
-            ROWS=self.batch_rows,
-            **constants,
+    def add(self, slopes: Tensor, sums: Tensor) -> None:
+        """Write the sums of slopes (heads, length, length) of pairs of tokens."""
+        bands_kernel[(self.count * self.pairs, len(slopes))](
+            *(slopes, sums, self.height, self.width, slopes.shape[1], self.reach_y, self.reach_x), BW=self.wide
         )
-        return found.unflatten(0, (splits, heads)).sum(0)
 
     def window_grad(self, sums: Tensor) -> Tensor:
         """Return the sums (h, s, s) over all targets, 0 for shifts beyond the grid."""

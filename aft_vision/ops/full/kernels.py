@@ -1,8 +1,9 @@
-"""AFT-full (AFT Eq. 2): products of exp(w - row maximum) with tiles of e^k v and e^k that are computed on the fly.
+"""AFT-full (AFT Eq. 2): what comes before and after the product of its terms by the (T, T) weights.
 
-The two maxima can be at different sources, so a denominator may underflow if w and k both spread over more than 69
-nats. Each program checks its denominators after its products and recomputes such elements by a joint log-sum-exp over
-the sources, in a branch that otherwise costs one reduction.
+Terms are (B, length, 2 D): e^k v, then e^k. `length` is T, padded to what tensor cores take. The weights and e^k are
+relative to two maxima, which can be at different sources, so a denominator may underflow if the bias and k both spread
+over more than 69 nats. Such elements are computed again by a joint log-sum-exp over the sources, in a branch that
+otherwise costs one reduction.
 """
 
 import triton
@@ -11,8 +12,10 @@ import triton.language as tl
 from aft_vision.ops.common.kernels import FLOOR, LIMIT, load_keys, load_row, load_tile, load_values, store_tile
 from aft_vision.ops.common.launch import tuned
 
-# Sources per step of a repair: few, so that the repair takes no registers from the products.
+# Sources per step of a repair: few, so that the repair takes few registers.
 REPAIR = tl.constexpr(8)
+# Tiles in the interpreter, and on a GPU with the number of warps.
+LITTLE, ELEMENTS = {'BT': 8, 'BD': 16}, ({'BT': 32, 'BD': 128}, 8)
 
 
 @triton.jit
@@ -44,25 +47,6 @@ def load_logits(K, MASK, BIAS, b, t, s, c, strides, T, D):
 
 
 @triton.jit
-def load_weights(WEIGHTS, w_row, t, s, T):
-    """Load exp(w - row maximum) of targets t and sources s. Rows are padded by zeros to a multiple of 16 elements."""
-    return tl.load(WEIGHTS + t[:, None] * w_row + s[None, :], mask=(t < T)[:, None] & (s < w_row)[None, :], other=0.0)
-
-
-@triton.jit
-def load_rows(G, Y, DEN, Q, b, t, c, strides, T, D):
-    """Load the gradients of num and den of targets t, 0 where the denominator is lost, and (g, y, s)."""
-    g = load_tile(G, b, t, c, strides[4], strides[5], T, D)
-    y = load_tile(Y, b, t, c, T * D, D, T, D)
-    den = load_tile(DEN, b, t, c, T * D, D, T, D)
-    s = tl.full(g.shape, 1.0, tl.float32)
-    if Q is not None:
-        s = tl.sigmoid(load_tile(Q, b, t, c, strides[6], strides[7], T, D))
-    top = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))
-    return g * s * top, -g * y * top, g * y * (1.0 - s)
-
-
-@triton.jit
 def lost_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BD: tl.constexpr):
     """Return the part of target t, with lost sums, in the gradients of v and of the logits of sources s."""
     lost = load_row(DEN, b, t, c, T * D, D, D, 1.0) < LIMIT
@@ -75,43 +59,58 @@ def lost_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BD: tl.cons
     return p, p * (load_values(V, MASK, b, s, c, strides[2], strides[3], T, D) - mean[None, :])
 
 
-@tuned(
-    ['T', 'D'],
-    {'BT': 16, 'BS': 8, 'BD': 16},
-    ({'BT': 64, 'BS': 32, 'BD': 64}, 8),
-    ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
-    ({'BT': 128, 'BS': 32, 'BD': 64}, 8),
-    ({'BT': 128, 'BS': 32, 'BD': 32}, 8),
-)
 @triton.jit
-def forward_kernel(
-    Q, K, V, MASK, WEIGHTS, w_row, BIAS, Y, DEN, T, D, strides,
-    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+def find_elements(T, D, BT: tl.constexpr, BD: tl.constexpr):
+    """Return the sequence, the first token and the channels of a program."""
+    t_tiles, d_tiles = tl.cdiv(T, BT), tl.cdiv(D, BD)
+    program = tl.program_id(0)
+    c = program % d_tiles * BD + tl.arange(0, BD)
+    return (program // (t_tiles * d_tiles)).to(tl.int64), program // d_tiles % t_tiles * BT, c
+
+
+@triton.jit
+def store_pair(OUT, first, second, b, t, c, length, D):
+    """Write the two halves of rows (B, length, 2 D)."""
+    place = (b * length + t)[:, None] * (2 * D) + c[None, :]
+    inside = (t < length)[:, None] & (c < D)[None, :]
+    tl.store(OUT + place, first, mask=inside)
+    tl.store(OUT + place + D, second, mask=inside)
+
+
+@triton.jit
+def load_pair(X, b, t, c, T, length, D, other):
+    """Load the two halves of rows (B, length, 2 D); `other` in the second outside the sequence."""
+    place = (b * length + t)[:, None] * (2 * D) + c[None, :]
+    inside = (t < T)[:, None] & (c < D)[None, :]
+    return tl.load(X + place, mask=inside, other=0.0), tl.load(X + place + D, mask=inside, other=other)
+
+
+@tuned([], LITTLE, ELEMENTS)
+@triton.jit
+def terms_kernel(K, V, MASK, PEAK, TERMS, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):
+    """Write the terms e^k v and e^k; strides of k and v."""
+    b, first, c = find_elements(length, D, BT, BD)
+    t = first + tl.arange(0, BT)
+    peak = tl.load(PEAK + b * D + c, mask=c < D, other=0.0)
+    ek = tl.exp(load_keys(K, MASK, b, t, c, strides[0], strides[1], T, D) - peak[None, :])
+    v = load_values(V, MASK, b, t, c, strides[2], strides[3], T, D)
+    store_pair(TERMS, ek * v, ek, b, t, c, length, D)
+
+
+@tuned([], LITTLE, ELEMENTS)
+@triton.jit
+def results_kernel(
+    Q, K, V, MASK, BIAS, PEAK, SUMS, Y, DEN, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """Compute y, and the denominators if DEN is given; strides of k, v and q.
+    """Compute y from the sums, and the denominators if DEN is given; strides of k, v and q.
 
     The denominator of a sequence without a token is 1.
     """
-    row_tiles, tiles = tl.cdiv(T, BT), tl.cdiv(D, BD)
-    first = (tl.program_id(0) % row_tiles) * BT
-    c = (tl.program_id(0) // row_tiles % tiles) * BD + tl.arange(0, BD)
-    b = (tl.program_id(0) // (row_tiles * tiles)).to(tl.int64)
+    b, first, c = find_elements(T, D, BT, BD)
     t = first + tl.arange(0, BT)
-    peak = tl.full([BD], FLOOR, tl.float32)
-    num = tl.zeros([BT, BD], tl.float32)
-    den = tl.zeros([BT, BD], tl.float32)
-    for start in range(0, T, BS):
-        s = start + tl.arange(0, BS)
-        w = load_weights(WEIGHTS, w_row, t, s, T)
-        k = load_keys(K, MASK, b, s, c, strides[0], strides[1], T, D)
-        v = load_values(V, MASK, b, s, c, strides[2], strides[3], T, D)
-        new = tl.maximum(peak, tl.max(k, 0))
-        scale = tl.exp(peak - new)[None, :]
-        ek = tl.exp(k - new[None, :])
-        num = tl.dot(w, (ek * v).to(PRODUCT), num * scale, input_precision=PRECISION)
-        den = tl.dot(w, ek.to(PRODUCT), den * scale, input_precision=PRECISION)
-        peak = new
-    attends = (peak > FLOOR)[None, :] & (t < T)[:, None] & (c < D)[None, :]
+    num, den = load_pair(SUMS, b, t, c, T, length, D, 1.0)
+    peak = tl.load(PEAK + b * D + c, mask=c < D, other=FLOOR)
+    attends = (peak > FLOOR)[None, :] & (t < T)[:, None]
     lost = attends & (den < LIMIT)
     y = num / tl.where(den < LIMIT, 1.0, den)
     if Q is not None:
@@ -131,59 +130,47 @@ def forward_kernel(
                 tl.store(Y + (b * T + first + i) * D + c, mean, mask=here)
 
 
-@tuned(['T', 'D'], {'BT': 8, 'BD': 16}, ({'BT': 64, 'BD': 32}, 4), ({'BT': 32, 'BD': 64}, 4))
+@tuned([], LITTLE, ELEMENTS)
 @triton.jit
-def column_kernel(K, MASK, DEN, PEAK, LOWEST, T, D, k_batch, k_token, BT: tl.constexpr, BD: tl.constexpr):
-    """Find the largest key and the smallest denominator of each sequence and channel."""
-    tiles = tl.cdiv(D, BD)
-    b = (tl.program_id(0) // tiles).to(tl.int64)
-    c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
-    peak = tl.full([BD], FLOOR, tl.float32)
-    lowest = tl.full([BD], 1.0, tl.float32)
-    for start in range(0, T, BT):
-        t = start + tl.arange(0, BT)
-        peak = tl.maximum(peak, tl.max(load_keys(K, MASK, b, t, c, k_batch, k_token, T, D), 0))
-        den = load_tile(DEN, b, t, c, T * D, D, T, D)
-        lowest = tl.minimum(lowest, tl.min(tl.where((t < T)[:, None], den, 1.0), 0))
-    tl.store(PEAK + b * D + c, peak, mask=c < D)
-    tl.store(LOWEST + b * D + c, lowest, mask=c < D)
-
-
-@tuned(
-    ['T', 'D'],
-    {'BT': 8, 'BS': 16, 'BD': 16},
-    ({'BT': 32, 'BS': 128, 'BD': 32}, 8),
-    ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
-    ({'BT': 32, 'BS': 64, 'BD': 64}, 8),
-)
-@triton.jit
-def backward_kernel(
-    G, Y, DEN, Q, K, V, MASK, WEIGHTS, w_row, BIAS, PEAK, LOWEST, DQ, DK, DV, T, D, strides,
-    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+def targets_kernel(
+    G, Y, DEN, Q, DQ, SLOPES, LOST, ANY, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """Compute the gradients of q, k and v; strides of k, v, the gradient and q."""
-    row_tiles, tiles = tl.cdiv(T, BS), tl.cdiv(D, BD)
-    row = tl.program_id(0) % row_tiles
-    c = (tl.program_id(0) // row_tiles % tiles) * BD + tl.arange(0, BD)
-    b = (tl.program_id(0) // (row_tiles * tiles)).to(tl.int64)
-    s = row * BS + tl.arange(0, BS)
-    d_num = tl.zeros([BS, BD], tl.float32)
-    d_den = tl.zeros([BS, BD], tl.float32)
-    for start in range(0, T, BT):
-        t = start + tl.arange(0, BT)
-        r_num, r_den, dq = load_rows(G, Y, DEN, Q, b, t, c, strides, T, D)
-        if Q is not None:
-            # The first of the programs that read these rows.
-            store_tile(DQ, dq, b, tl.where(row == 0, t, T), c, T, D)
-        w = load_weights(WEIGHTS, w_row, t, s, T)
-        d_num = tl.dot(tl.trans(w), r_num.to(PRODUCT), d_num, input_precision=PRECISION)
-        d_den = tl.dot(tl.trans(w), r_den.to(PRODUCT), d_den, input_precision=PRECISION)
+    """Compute the gradients of q and of the sums, 0 where the denominator underflowed; marks those channels.
+
+    Strides of k, v, the gradient and q.
+    """
+    b, first, c = find_elements(length, D, BT, BD)
+    t = first + tl.arange(0, BT)
+    g = load_tile(G, b, t, c, strides[4], strides[5], T, D)
+    gy = g * load_tile(Y, b, t, c, T * D, D, T, D)
+    inside = (t < T)[:, None] & (c < D)[None, :]
+    den = tl.load(DEN + (b * T + t)[:, None] * D + c[None, :], mask=inside, other=1.0).to(tl.float32)
+    if Q is not None:
+        gate = tl.sigmoid(load_tile(Q, b, t, c, strides[6], strides[7], T, D))
+        g *= gate
+        store_tile(DQ, gy * (1.0 - gate), b, t, c, T, D)
+    top = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))
+    store_pair(SLOPES, g * top, -gy * top, b, t, c, length, D)
+    lost = tl.min(den, 0) < LIMIT
+    tl.store(LOST + b * D + c, 1, mask=lost)
+    tl.store(ANY + 0 * c, 1, mask=lost)
+
+
+@tuned([], LITTLE, ELEMENTS)
+@triton.jit
+def sources_kernel(
+    G, DEN, Q, K, V, MASK, BIAS, PEAK, LOST, SUMS, DK, DV, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """Compute the gradients of k and v from those of the terms; strides of k, v, the gradient and q."""
+    b, first, c = find_elements(T, D, BT, BD)
+    s = first + tl.arange(0, BT)
+    d_num, d_den = load_pair(SUMS, b, s, c, T, length, D, 0.0)
     k = load_keys(K, MASK, b, s, c, strides[0], strides[1], T, D)
     v = load_values(V, MASK, b, s, c, strides[2], strides[3], T, D)
     ek = tl.exp(k - tl.load(PEAK + b * D + c, mask=c < D, other=0.0)[None, :])
     dv = d_num * ek
     dk = (d_num * v + d_den) * ek
-    if tl.min(tl.load(LOWEST + b * D + c, mask=c < D, other=1.0)) < LIMIT:
+    if tl.max(tl.load(LOST + b * D + c, mask=c < D, other=0)) > 0:
         for i in range(0, T):
             if tl.min(load_row(DEN, b, i, c, T * D, D, D, 1.0)) < LIMIT:
                 more_dv, more_dk = lost_row(G, DEN, Q, K, V, MASK, BIAS, b, i, s, c, strides, T, D, BD)
@@ -193,41 +180,25 @@ def backward_kernel(
     store_tile(DK, dk, b, s, c, T, D)
 
 
-@tuned(
-    ['T', 'D'],
-    {'BT': 16, 'BS': 16, 'BD': 16},
-    ({'BT': 64, 'BS': 64, 'BD': 32}, 8),
-    ({'BT': 32, 'BS': 32, 'BD': 32}, 4),
-    ({'BT': 64, 'BS': 64, 'BD': 64}, 8),
-    ({'BT': 128, 'BS': 64, 'BD': 32}, 8),
-)
+@tuned([], {'BT': 16, 'BS': 16, 'BD': 16}, ({'BT': 16, 'BS': 32, 'BD': 64}, 4))
 @triton.jit
-def bias_kernel(
-    G, Y, DEN, Q, K, V, MASK, WEIGHTS, w_row, BIAS, PEAK, LOWEST, PARTS, B, T, D, strides,
-    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+def repair_kernel(
+    G, DEN, Q, K, V, MASK, BIAS, LOST, ANY, DBIAS, B, T, D, strides,
+    BT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of the bias, (splits, T, T), each from every splits-th pair of sequence and channel tile."""
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    """Add the part of underflowed targets to the gradient of the bias (T, T)."""
+    if tl.load(ANY) == 0:
+        return
+    first, tiles = tl.program_id(0) * BT, tl.cdiv(D, BD)
     s = tl.program_id(1) * BS + tl.arange(0, BS)
-    split, tiles = tl.program_id(2), tl.cdiv(D, BD)
-    dw = tl.zeros([BT, BS], tl.float32)
-    for pair in range(split, B * tiles, tl.num_programs(2)):
+    for pair in range(0, B * tiles):
         b, c = (pair // tiles).to(tl.int64), pair % tiles * BD + tl.arange(0, BD)
-        r_num, r_den, _ = load_rows(G, Y, DEN, Q, b, t, c, strides, T, D)
-        k = load_keys(K, MASK, b, s, c, strides[0], strides[1], T, D)
-        ek = tl.exp(k - tl.load(PEAK + b * D + c, mask=c < D, other=0.0)[None, :])
-        ekv = ek * load_values(V, MASK, b, s, c, strides[2], strides[3], T, D)
-        dw = tl.dot(r_num.to(PRODUCT), tl.trans(ekv.to(PRODUCT)), dw, input_precision=PRECISION)
-        dw = tl.dot(r_den.to(PRODUCT), tl.trans(ek.to(PRODUCT)), dw, input_precision=PRECISION)
-    place = t[:, None] * T + s[None, :]
-    inside = (t < T)[:, None] & (s < T)[None, :]
-    dw *= load_weights(WEIGHTS, w_row, t, s, T).to(tl.float32)
-    for pair in range(split, B * tiles, tl.num_programs(2)):
-        b, c = (pair // tiles).to(tl.int64), pair % tiles * BD + tl.arange(0, BD)
-        if tl.min(tl.load(LOWEST + b * D + c, mask=c < D, other=1.0)) < LIMIT:
-            for i in range(0, tl.minimum(BT, T - tl.program_id(0) * BT)):
-                row = tl.program_id(0) * BT + i
-                if tl.min(load_row(DEN, b, row, c, T * D, D, D, 1.0)) < LIMIT:
-                    _, d_logits = lost_row(G, DEN, Q, K, V, MASK, BIAS, b, row, s, c, strides, T, D, BD)
-                    dw += tl.where((t == row)[:, None], tl.sum(d_logits, 1)[None, :], 0.0)
-    tl.store(PARTS + split * T * T + place, dw, mask=inside)
+        if tl.max(tl.load(LOST + b * D + c, mask=c < D, other=0)) > 0:
+            for t in range(first, tl.minimum(first + BT, T)):
+                if tl.min(load_row(DEN, b, t, c, T * D, D, D, 1.0)) < LIMIT:
+                    _, d_logits = lost_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BD)
+                    place = DBIAS + t * T + s
+                    found = tl.load(place, mask=s < T, other=0.0) + tl.sum(d_logits, 1)
+                    # Several threads may have the same element: all must read it before one writes it.
+                    tl.debug_barrier()
+                    tl.store(place, found, mask=s < T)

@@ -1,4 +1,4 @@
-"""AFT-full in Triton (AFT Eq. 2)."""
+"""AFT-full on a GPU (AFT Eq. 2): products by the (T, T) weights in torch, between Triton kernels."""
 
 from typing import Any
 
@@ -8,39 +8,66 @@ import triton
 from torch import Tensor
 
 from aft_vision.ops.common.inputs import FullInputs, empty_denominator, empty_output
-from aft_vision.ops.common.kernels import FLOOR
-from aft_vision.ops.common.launch import as_bytes, launching, like, product_type, products, rows, strides
-from aft_vision.ops.full.kernels import backward_kernel, bias_kernel, column_kernel, forward_kernel
+from aft_vision.ops.common.launch import (
+    FLOOR,
+    as_bytes,
+    largest_keys,
+    launching,
+    like,
+    multiply,
+    pad,
+    product_type,
+    rows,
+    strides,
+)
+from aft_vision.ops.full.kernels import repair_kernel, results_kernel, sources_kernel, targets_kernel, terms_kernel
 
-# The gradient of the bias is cut into parts, so that this many tiles of the size below run at once.
-BIAS_TILES = 1024
-BIAS_TILE = 64
-# Rows of weights are padded to a multiple of this.
-ROW_MULTIPLE = 16
+# Elements of the gradients of the bias of single sequences that are there at once.
+GRADIENTS = 1 << 25
+
+
+class _Call:
+    """The sizes of a call, its weights (length, length), and the largest keys (B, D)."""
+
+    def __init__(self, inputs: FullInputs) -> None:
+        self.q, self.k, self.v = rows(inputs.q), rows(inputs.k), rows(inputs.v)
+        self.bias, self.mask, self.product = inputs.bias.contiguous(), as_bytes(inputs.mask), product_type(self.v)
+        self.B, self.T, self.D = self.v.shape
+        self.length = pad(self.T)
+        bias, more = self.bias.float(), self.length - self.T
+        # A row of minus infinity sees no source.
+        weights = torch.exp(bias - bias.amax(dim=1, keepdim=True).clamp_min(FLOOR))
+        self.weights = weights.to(self.product)
+        self.matrix = F.pad(self.weights, (0, more, 0, more)).expand(self.B, -1, -1)
+        self.peak = largest_keys(self.k, inputs.mask)
+
+    def empty(self) -> Tensor:
+        """Return a buffer (B, length, 2 D) for terms, or for the gradients of sums."""
+        return torch.empty((self.B, self.length, 2 * self.D), dtype=self.product, device=self.v.device)
+
+    def run(self, kernel: Any, tensors: tuple[Tensor | None, ...], tokens: int, steps: tuple[int, ...]) -> None:
+        """Launch a kernel over all channels of so many tokens of each sequence."""
+        kernel[lambda tile: (triton.cdiv(tokens, tile['BT']) * triton.cdiv(self.D, tile['BD']) * self.B,)](
+            *tensors, self.T, self.D, self.length, steps
+        )
+
+    def terms(self) -> Tensor:
+        """Return the terms (B, length, 2 D)."""
+        found = self.empty()
+        tensors = self.k, self.v, self.mask, self.peak, found
+        self.run(terms_kernel, tensors, self.length, strides(self.k, self.v))
+        return found
 
 
 def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
     """Return y and the denominators (AFT Eq. 2)."""
-    q, k, v, bias, mask = inputs
-    y, den = empty_output(q, v), empty_denominator(k, v, save)
-    (B, T, D), q, k, v, bias = v.shape, rows(q), rows(k), rows(v), bias.contiguous()
-    weights, constants = _weights(bias, v), products(v)
-    with launching('full_forward', v):
-        forward_kernel[lambda tile: (triton.cdiv(T, tile['BT']) * triton.cdiv(D, tile['BD']) * B,)](
-            q,
-            k,
-            v,
-            as_bytes(mask),
-            weights,
-            weights.stride(0),
-            bias,
-            y,
-            den if save else None,
-            T,
-            D,
-            strides(k, v, q),
-            **constants,
-        )
+    y, den = empty_output(inputs.q, inputs.v), empty_denominator(inputs.k, inputs.v, save)
+    with launching('full_forward', inputs.v):
+        call = _Call(inputs)
+        q, k, v = call.q, call.k, call.v
+        sums = multiply(call.matrix, call.terms())
+        tensors = q, k, v, call.mask, call.bias, call.peak, sums, y, den if save else None
+        call.run(results_kernel, tensors, call.T, strides(k, v, q))
     return y, den
 
 
@@ -48,38 +75,30 @@ def full_backward(
     grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and bias."""
-    q, k, v, bias, mask = inputs
-    (B, T, D), grad, q, k, v, bias = v.shape, rows(grad), rows(q), rows(k), rows(v), bias.contiguous()
-    y, den = y.contiguous(), den.contiguous()
-    dq, dk, dv = None if q is None else like(q), like(k), like(v)
-    weights, constants, mask = _weights(bias, v), products(v), as_bytes(mask)
-    peak, lowest = torch.empty((2, B, D), dtype=torch.float32, device=v.device)
-    with launching('full_backward', v):
-        column_kernel[lambda tile: (B * triton.cdiv(D, tile['BD']),)](k, mask, den, peak, lowest, T, D, *strides(k))
-        tensors = (grad, y, den, q, k, v, mask, weights, weights.stride(0), bias, peak, lowest)
-        steps = strides(k, v, grad, q)
-        backward_kernel[lambda tile: (triton.cdiv(T, tile['BS']) * triton.cdiv(D, tile['BD']) * B,)](
-            *tensors, dq, dk, dv, T, D, steps, **constants
-        )
-        dbias = _bias_grad(tensors, v, steps, constants).to(bias.dtype) if need_bias else bias.new_empty(0)
+    dq, dk, dv = None if inputs.q is None else like(inputs.q), like(inputs.k), like(inputs.v)
+    dbias = inputs.bias.new_empty(0)
+    with launching('full_backward', inputs.v):
+        call, grad, y, den = _Call(inputs), rows(grad), y.contiguous(), den.contiguous()
+        q, k, v = call.q, call.k, call.v
+        # Flags of channels with underflowed targets, and one for all.
+        lost = torch.zeros(call.B * call.D + 1, dtype=torch.int32, device=v.device)
+        steps, slopes = strides(k, v, grad, q), call.empty()
+        call.run(targets_kernel, (grad, y, den, q, dq, slopes, lost, lost[-1:]), call.length, steps)
+        sums = multiply(call.matrix.mT, slopes)
+        known = grad, den, q, k, v, call.mask, call.bias
+        call.run(sources_kernel, (*known, call.peak, lost, sums, dk, dv), call.T, steps)
+        del sums
+        if need_bias:
+            found = _bias_grad(call, slopes)
+            tiles = lambda tile: (triton.cdiv(call.T, tile['BT']), triton.cdiv(call.T, tile['BS']))  # noqa: E731
+            repair_kernel[tiles](*known, lost, lost[-1:], found, call.B, call.T, call.D, steps)
+            dbias = found.to(dbias.dtype)
     return k.new_empty(0) if dq is None else dq, dk, dv, dbias
 
 
-def _bias_grad(inputs: tuple[Any, ...], v: Tensor, steps: tuple[int, ...], constants: dict[str, Any]) -> Tensor:
-    # (T, T) float32. Parts are added in one order: the same every time.
-    B, T, D = v.shape
-    pairs = B * triton.cdiv(D, BIAS_TILE)
-    splits = max(1, min(BIAS_TILES // triton.cdiv(T, BIAS_TILE) ** 2, pairs))
-    parts = torch.empty((splits, T, T), dtype=torch.float32, device=v.device)
-    bias_kernel[lambda tile: (triton.cdiv(T, tile['BT']), triton.cdiv(T, tile['BS']), splits)](
-        *inputs, parts, B, T, D, steps, **constants
-    )
-    return parts.sum(0)
-
-
-def _weights(bias: Tensor, v: Tensor) -> Tensor:
-    # exp(w - row maximum), (T, T padded), in the type of the products. Rows are aligned for vector loads.
-    bias = bias.float()
-    # A row of minus infinity sees no source.
-    weights = (bias - bias.amax(dim=1, keepdim=True).clamp_min(FLOOR.value)).exp_().to(product_type(v))
-    return F.pad(weights, (0, -len(bias) % ROW_MULTIPLE))
+def _bias_grad(call: _Call, slopes: Tensor) -> Tensor:
+    # (T, T) float32 of all targets but underflowed ones. Sequences are added in one order: the same every time.
+    terms, step = call.terms(), max(1, GRADIENTS // call.length**2)
+    parts = (multiply(slopes[i : i + step], terms[i : i + step].mT).sum(0) for i in range(0, call.B, step))
+    found = sum(parts, start=torch.zeros((), device=terms.device))[: call.T, : call.T]
+    return (found * call.weights.float()).contiguous()

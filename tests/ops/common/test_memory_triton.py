@@ -32,7 +32,7 @@ class Checker:
 
     def check_inside(self, pointers: Any, mask: Any) -> np.ndarray:
         """Return the addresses that are accessed; raise an IndexError if any is outside of all tensors."""
-        addresses = np.asarray(pointers.data)[np.asarray(mask.data)].ravel()
+        addresses = np.asarray(pointers.data)[np.asarray(mask.data, bool)].ravel()
         size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
         inside = (addresses[:, None] >= self.low) & (addresses[:, None] + size <= self.high)
         if not inside.any(1).all():
@@ -48,7 +48,7 @@ class Checker:
     def store(self, pointers: Any, values: Any, mask: Any, program: Any) -> None:
         """Check a store; several programs may write the same value."""
         addresses = self.check_inside(pointers, mask)
-        stored = np.broadcast_to(values.data, np.shape(mask.data))[np.asarray(mask.data)].ravel()
+        stored = np.broadcast_to(values.data, np.shape(mask.data))[np.asarray(mask.data, bool)].ravel()
         for address, value in zip(addresses.tolist(), stored.tolist(), strict=True):
             writer, before = self.written.setdefault(address, (program, value))
             if writer != program and before != value and not (before != before and value != value):

@@ -1,5 +1,6 @@
 """The comparison of kernels with the torch form before they are first used: what it catches, and what it keeps."""
 
+import importlib
 import json
 import logging
 import threading
@@ -364,3 +365,35 @@ def test_a_failure_of_a_further_check_is_kept(
     verify.record_failure('simple', (torch.float32,), inputs[0].device, 'dv is off')
     start_process(verify, monkeypatch)
     assert verify.failure('simple', inputs) == 'dv is off'
+
+
+@pytest.mark.parametrize('name', ['full', 'simple', 'conv', 'onehot', 'axial', 'local_causal', 'simple_causal'])
+def test_a_broken_kernel_of_each_operator_is_found(
+    name: str, verify: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, triton_device: str
+):
+    device = torch.device(triton_device)
+    assert verify.find_failure(name, (torch.float32,), device) is None
+    kernels = importlib.import_module(f'aft_vision.ops.{verify.OPERATORS[name].triton}')
+    forward = getattr(kernels, f'{name}_forward')
+
+    def broken(*args: object) -> tuple[Tensor, ...]:
+        y, *others = forward(*args)
+        return 1.1 * y, *others
+
+    monkeypatch.setattr(kernels, f'{name}_forward', broken)
+    assert 'y is off' in verify.find_failure(name, (torch.float32,), device)
+
+
+def test_where_torch_may_round_products_to_tf32_the_comparison_allows_it(verify: SimpleNamespace):
+    wanted = (torch.ones(9, dtype=torch.float64),)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision('highest')
+        with pytest.raises(RuntimeError, match='y is off'):
+            verify._check((wanted[0] * (1 + 3e-4),), wanted, (torch.float32,), 1.0)
+        torch.set_float32_matmul_precision('high')
+        verify._check((wanted[0] * (1 + 3e-4),), wanted, (torch.float32,), 1.0)
+        with pytest.raises(RuntimeError, match='y is off'):
+            verify._check((wanted[0] * (1 + 3e-3),), wanted, (torch.float32,), 1.0)
+    finally:
+        torch.set_float32_matmul_precision(before)

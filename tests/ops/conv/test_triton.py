@@ -35,7 +35,7 @@ def test_the_gradient_of_the_table_takes_memory_and_programs_in_proportion_to_th
 ):
     from aft_vision.ops.conv.triton import _Lines
 
-    lines = _Lines(size, grid, 64)
+    lines = _Lines(size, grid)
     found = lines.empty(2, torch.empty(0, device='meta'))
     assert found.numel() <= 2 * size * size * grid[1]
     assert lines.pairs <= (size // 64 + 3) * (grid[1] // 64)
@@ -57,9 +57,18 @@ def test_what_repairs_the_gradient_of_v_is_rounded_once(triton_device: str, monk
     assert float(found[0, 0]) == 1.0 + 2.0**-7
 
 
-def test_many_parts_of_many_sequences_fit_a_grid():
-    from aft_vision.ops.conv.triton import Layout
+def test_heads_one_at_a_time_give_what_all_of_them_do(triton_device: str, monkeypatch: pytest.MonkeyPatch):
+    from aft_vision.ops.conv import triton as kernels
 
-    k, v = torch.empty(65535, 9, 1, device='meta'), torch.empty(65535, 9, 768, device='meta')
-    # A head of 768 channels in 25 parts of 31; only the first side of a grid is long.
-    assert Layout(k, v).programs({'BR': 32, 'BT': 16}) == (65535 * 25, 1)
+    monkeypatch.setattr(kernels, 'WEIGHTS', 1)
+    inputs = make_inputs('aft_conv', (3, 5), 6, 3, 2)
+    assert_matches_reference(conv, reference.aft_conv, inputs, device=triton_device)
+    inputs['kernel'] = nasty_biases(inputs['kernel'])['within_50']
+    assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=triton_device)
+
+
+@pytest.mark.parametrize('channels', [1, 3, 33])
+def test_sequences_that_do_not_fill_a_tile_leave_no_trace(channels: int, triton_device: str):
+    # The matrices of terms are padded to columns and rows of 8.
+    inputs = make_inputs('aft_conv', (3, 3), 2 * channels, 3, 2, B=5)
+    assert_matches_reference(conv, reference.aft_conv, inputs, device=triton_device)
