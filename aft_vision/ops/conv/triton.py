@@ -120,8 +120,9 @@ class _Part:
         """Return a buffer (heads, length, columns) of terms, or of the gradients of sums."""
         call = self.call
         found = torch.empty((self.heads, call.length, call.columns), dtype=call.product, device=call.v.device)
-        # What a product sums over must be finite.
-        found[:, :, call.B * (call.C + 1) :] = 0
+        if call.columns > call.B * (call.C + 1):
+            # What a product sums over must be finite.
+            found[:, :, call.B * (call.C + 1) :].zero_()
         return found
 
     def weights(self) -> Tensor:

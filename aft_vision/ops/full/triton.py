@@ -99,6 +99,7 @@ def full_backward(
 def _bias_grad(call: _Call, slopes: Tensor) -> Tensor:
     # (T, T) float32 of all targets but underflowed ones. Sequences are added in one order: the same every time.
     terms, step = call.terms(), max(1, GRADIENTS // call.length**2)
-    parts = (multiply(slopes[i : i + step], terms[i : i + step].mT).sum(0) for i in range(0, call.B, step))
-    found = sum(parts, start=torch.zeros((), device=terms.device))[: call.T, : call.T]
-    return (found * call.weights.float()).contiguous()
+    found = multiply(slopes[:step], terms[:step].mT).sum(0)
+    for i in range(step, call.B, step):
+        found += multiply(slopes[i : i + step], terms[i : i + step].mT).sum(0)
+    return found[: call.T, : call.T] * call.weights.float()
