@@ -16,26 +16,9 @@ def scale_used(grad, by):
 
 @triton.jit
 def rows_kernel(
-    G,
-    Y,
-    DEN,
-    Q,
-    OLDER,
-    DQ,
-    R,
-    DPAST,
-    LOST,
-    FIRST,
-    B,
-    T,
-    D,
-    blocks,
-    g_strides,
-    y_strides,
-    q_strides,
-    BC: tl.constexpr,
-    BD: tl.constexpr,
-):
+    G, Y, DEN, Q, OLDER, DQ, R, DPAST, LOST, FIRST, B, T, D, blocks, g_strides, y_strides, q_strides,
+    BC: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """Compute the gradient of q, of sums and denominators as R (2, B, T, D), and its part for the older sums.
 
     Underflowed elements pass no gradient; LOST marks their tiles. Where G is 0 all of them are 0, although y and the
@@ -89,28 +72,9 @@ def reverse_kernel(PAST, DPAST, D, blocks, BD: tl.constexpr):
 @tuned(KEY, {}, ({}, 8), ({}, 4))
 @triton.jit
 def sources_kernel(
-    R,
-    K,
-    V,
-    MASK,
-    E,
-    OLDER,
-    PAST,
-    DPAST,
-    DK,
-    DV,
-    B,
-    T,
-    D,
-    window,
-    blocks,
-    k_strides,
-    v_strides,
-    PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BC: tl.constexpr,
-    BD: tl.constexpr,
-):
+    R, K, V, MASK, E, OLDER, PAST, DPAST, DK, DV, B, T, D, window, blocks, k_strides, v_strides,
+    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """Compute the gradients of k and v."""
     i, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -144,28 +108,9 @@ def sources_kernel(
 @tuned(KEY, {}, ({}, 8), ({}, 4))
 @triton.jit
 def band_kernel(
-    R,
-    K,
-    V,
-    MASK,
-    E,
-    OLDER,
-    PAST,
-    DBAND,
-    B,
-    T,
-    D,
-    window,
-    blocks,
-    strips,
-    strips_each,
-    k_strides,
-    v_strides,
-    PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BC: tl.constexpr,
-    BD: tl.constexpr,
-):
+    R, K, V, MASK, E, OLDER, PAST, DBAND, B, T, D, window, blocks, strips, strips_each, k_strides, v_strides,
+    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """Compute the gradient of a tile of the band, summed over some of the B * strips tiles of channels."""
     j = tl.program_id(0)
     low = find_low(j, window, BC)

@@ -98,19 +98,9 @@ def mark_lost(LOST, lost, b, j, t, c, T, D):
 
 @triton.jit
 def summary_kernel(
-    K,
-    V,
-    MASK,
-    PAST,
-    T,
-    D,
-    window,
-    blocks,
-    k_strides,
-    v_strides,
-    BC: tl.constexpr,
-    BD: tl.constexpr,
-):
+    K, V, MASK, PAST, T, D, window, blocks, k_strides, v_strides,
+    BC: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """Store in PAST the largest finite key of a block, then maximum and sums of the sources that leave its window.
 
     The last row is the largest key of the block, NaN with a source that is not finite.
@@ -161,30 +151,9 @@ def scan_kernel(K, MASK, PAST, T, D, blocks, k_strides, BD: tl.constexpr):
 @tuned(KEY, {}, ({}, 8), ({}, 4))
 @triton.jit
 def forward_kernel(
-    Q,
-    K,
-    V,
-    MASK,
-    E,
-    OLDER,
-    PAST,
-    Y,
-    DEN,
-    LOST,
-    FIRST,
-    B,
-    T,
-    D,
-    window,
-    blocks,
-    q_strides,
-    k_strides,
-    v_strides,
-    PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BC: tl.constexpr,
-    BD: tl.constexpr,
-):
+    Q, K, V, MASK, E, OLDER, PAST, Y, DEN, LOST, FIRST, B, T, D, window, blocks, q_strides, k_strides, v_strides,
+    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """Compute y, the denominators at their block's reference if DEN is given, and flags for underflowed tiles.
 
     Underflowed elements have y = NaN and the denominator 0.

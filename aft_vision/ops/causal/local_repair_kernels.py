@@ -32,23 +32,9 @@ def load_bias(BAND, t, s, T, window):
 
 @triton.jit
 def find_sums(
-    K,
-    V,
-    MASK,
-    BAND,
-    PAST,
-    b,
-    j,
-    c,
-    T,
-    D,
-    window,
-    blocks,
-    k_strides,
-    v_strides,
-    BC: tl.constexpr,
-    BD: tl.constexpr,
-):
+    K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, k_strides, v_strides,
+    BC: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """Return for each element of a tile key and bias of its largest term, and its two sums relative to it."""
     t = j * BC + tl.arange(0, BC)
     zero = tl.zeros([BC, BD], tl.float32)
@@ -92,24 +78,9 @@ def pick(x, i, axis: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    Q,
-    K,
-    V,
-    MASK,
-    BAND,
-    PAST,
-    Y,
-    LOST,
-    T,
-    D,
-    window,
-    blocks,
-    q_strides,
-    k_strides,
-    v_strides,
-    BC: tl.constexpr,
-    BD: tl.constexpr,
-):
+    Q, K, V, MASK, BAND, PAST, Y, LOST, T, D, window, blocks, q_strides, k_strides, v_strides,
+    BC: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """Compute y of underflowed elements, which is NaN so far, in marked tiles."""
     j, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     if tl.load(LOST + (j * tl.num_programs(2) + b) * tl.num_programs(1) + tl.program_id(1)) > 0:
@@ -127,30 +98,10 @@ def forward_kernel(
 
 @triton.jit
 def sources_kernel(
-    G,
-    Y,
-    DEN,
-    Q,
-    K,
-    V,
-    MASK,
-    BAND,
-    PAST,
-    LOST,
-    DK,
-    DV,
-    T,
-    D,
-    window,
-    blocks,
-    g_strides,
-    y_strides,
-    q_strides,
-    k_strides,
-    v_strides,
-    BC: tl.constexpr,
-    BD: tl.constexpr,
-):
+    G, Y, DEN, Q, K, V, MASK, BAND, PAST, LOST, DK, DV, T, D, window, blocks, g_strides, y_strides, q_strides,
+    k_strides, v_strides,
+    BC: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """Add to the gradients of k and v."""
     i, b, tiles = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.num_programs(1) * tl.num_programs(2)
     LOST += b * tl.num_programs(1) + tl.program_id(1)
@@ -183,31 +134,10 @@ def sources_kernel(
 
 @triton.jit
 def band_kernel(
-    G,
-    Y,
-    DEN,
-    Q,
-    K,
-    V,
-    MASK,
-    BAND,
-    PAST,
-    LOST,
-    DBAND,
-    B,
-    T,
-    D,
-    window,
-    blocks,
-    strips,
-    g_strides,
-    y_strides,
-    q_strides,
-    k_strides,
-    v_strides,
-    BC: tl.constexpr,
-    BD: tl.constexpr,
-):
+    G, Y, DEN, Q, K, V, MASK, BAND, PAST, LOST, DBAND, B, T, D, window, blocks, strips, g_strides, y_strides,
+    q_strides, k_strides, v_strides,
+    BC: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """Add to the gradient of a tile of the band."""
     j = tl.program_id(0)
     t = j * BC + tl.arange(0, BC)

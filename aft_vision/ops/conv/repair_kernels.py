@@ -110,26 +110,9 @@ def find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD: tl.constexpr
 
 @triton.jit
 def forward_kernel(
-    Q,
-    K,
-    V,
-    MASK,
-    BIAS,
-    Y,
-    LOST,
-    B,
-    T,
-    width,
-    heads,
-    C,
-    q_strides,
-    k_strides,
-    v_strides,
-    y_strides,
-    PRECISION: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+    Q, K, V, MASK, BIAS, Y, LOST, B, T, width, heads, C, q_strides, k_strides, v_strides, y_strides,
+    PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """Compute y of marked sequences and heads."""
     first, total = tl.program_id(0) * FLAGS, B * heads
     flags = first + tl.arange(0, FLAGS)
@@ -158,29 +141,9 @@ def forward_kernel(
 
 @triton.jit
 def sources_kernel(
-    G,
-    Y,
-    DEN,
-    Q,
-    K,
-    V,
-    MASK,
-    BIAS,
-    LOST,
-    DK,
-    DV,
-    B,
-    T,
-    width,
-    heads,
-    C,
-    strides,
-    k_strides,
-    dv_strides,
-    PRECISION: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+    G, Y, DEN, Q, K, V, MASK, BIAS, LOST, DK, DV, B, T, width, heads, C, strides, k_strides, dv_strides,
+    PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """Add to the gradients of k and v."""
     first, total = tl.program_id(0) * FLAGS, B * heads
     flags = first + tl.arange(0, FLAGS)
@@ -219,29 +182,9 @@ def sources_kernel(
 
 @triton.jit
 def table_kernel(
-    G,
-    Y,
-    DEN,
-    Q,
-    K,
-    V,
-    MASK,
-    BIAS,
-    LOST,
-    OUT,
-    B,
-    T,
-    width,
-    heads,
-    C,
-    reach_y,
-    reach_x,
-    strides,
-    k_strides,
-    PRECISION: tl.constexpr,
-    BW: tl.constexpr,
-    BD: tl.constexpr,
-):
+    G, Y, DEN, Q, K, V, MASK, BIAS, LOST, OUT, B, T, width, heads, C, reach_y, reach_x, strides, k_strides,
+    PRECISION: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """Compute the gradients of the biases between targets of a grid line and sources dy lines below, over all lines."""
     pairs, head = tl.cdiv(width, BW) * find_near(width, reach_x, BW), tl.program_id(1).to(tl.int64)
     dy = tl.program_id(0) // pairs - reach_y
