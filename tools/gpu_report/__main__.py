@@ -38,7 +38,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         '--minutes', type=float, default=float('inf'), metavar='M', help='of all; then the rest is open (default: none)'
     )
-    add('--jobs', type=int, metavar='N', help='pieces of `a` at a time (default: one per core, at most 4)')
+    add('--jobs', type=int, metavar='N', help='pieces of `a` at a time (default: one per core, at most 16)')
     add('--again', action='store_true', help='run what is done too')
     add('--dry-run', action='store_true', help='tiny, on a CPU')
     add('--list', action='store_true', help='print the commands, and run nothing')
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     report = Report(args, commands)
     with interrupted_by_sigterm():
-        run_pieces(report, chosen, args.jobs or min(count_cores(), 4))
+        run_pieces(report, chosen, args.jobs or min(count_cores(), 16))
     if any(report.content['pieces'][name]['code'] != 0 for name in chosen):
         raise SystemExit(1)
 
