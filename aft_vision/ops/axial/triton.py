@@ -23,7 +23,8 @@ from aft_vision.ops.axial.kernels import (
     whole_kernel,
 )
 from aft_vision.ops.common.inputs import AxialInputs, empty_denominator
-from aft_vision.ops.common.launch import as_bytes, largest_keys, launching, product_type, products, rows
+from aft_vision.ops.common.kernels import largest_keys
+from aft_vision.ops.common.launch import as_bytes, launching, product_type, products, rows
 from aft_vision.ops.conv import repair_kernels as repair
 from aft_vision.ops.conv.triton import REPAIR, strides
 
@@ -100,13 +101,22 @@ class Layout:
         buffer = torch.empty([x.shape[dim] for dim in order], dtype=dtype, device=x.device)
         return buffer.permute(1, 2, 0) if self.by_channel else buffer
 
+    def whole_tile(self, height: int, width: int) -> dict[str, int] | None:
+        """Return the constants of `whole_kernel`; None for a grid that one tile cannot hold.
+
+        Smaller groups of channels must not repeat the key so often that there are more columns than in two launches.
+        """
+        height, width = _padded(height), _padded(width)
+        parts, group = self.divide(self.C, max(SECTOR, WHOLE // (height * width)))
+        elements = height * width * group
+        if elements > 2 * WHOLE or parts * group > self.parts * self.group:
+            return None
+        batch = min(max(1, WHOLE // elements), triton.next_power_of_2(self.B))
+        return {'GROUP': group, 'HP': height, 'WP': width, 'BATCH': batch}
+
     def repairs(self, tile: dict[str, int]) -> tuple[int, int]:
         """Return the grid of programs that repair: heads of sequences, tiles of tokens."""
         return triton.cdiv(self.B * self.heads, repair.FLAGS.value), triton.cdiv(self.T, tile['BT'])
-
-    def lost(self, x: Tensor) -> Tensor:
-        """Return flags, all 0, for heads of sequences with underflowed targets."""
-        return torch.zeros((self.B, self.heads), dtype=torch.int32, device=x.device)
 
 
 class _Call:
@@ -119,8 +129,8 @@ class _Call:
         self.rows, self.columns = axes
         self.tables = Biases(*(axis.table.to(product).contiguous() for axis in axes))
         self.biases = Biases(*(axis.offsets.contiguous() for axis in axes))
-        self.peak = largest_keys(k, mask)
-        self.lost = self.layout.lost(v)
+        # Flags, all 0, of heads of sequences with underflowed targets.
+        self.peak, self.lost = largest_keys(rows(k), self.mask)
         self.constants = products(v) | {'PRODUCT': tl.bfloat16 if product == torch.bfloat16 else tl.float32}
         self.along_rows = Axis(self.height, self.width, self.width, 1)
         self.along_columns = Axis(self.width, self.height, 1, self.width)
@@ -136,19 +146,6 @@ class _Call:
         layout = self.layout
         shape = layout.heads, layout.parts, layout.B * layout.T, layout.group
         return torch.empty(shape, dtype=self.product, device=self.lost.device)
-
-    def whole_tile(self) -> dict[str, int] | None:
-        """Return the constants of `whole_kernel`; None for a grid that one tile cannot hold.
-
-        Smaller groups of channels must not repeat the key so often that there are more columns than in two launches.
-        """
-        layout, height, width = self.layout, _padded(self.height), _padded(self.width)
-        parts, group = layout.divide(layout.C, max(SECTOR, WHOLE // (height * width)))
-        elements = height * width * group
-        if elements > 2 * WHOLE or parts * group > layout.parts * layout.group:
-            return None
-        batch = min(max(1, WHOLE // elements), triton.next_power_of_2(layout.B))
-        return {'GROUP': group, 'HP': height, 'WP': width, 'BATCH': batch}
 
     def run(self, kernel: Any, tensors: tuple[Any, ...], axis: Axis, *steps: tuple[int, ...]) -> None:
         """Launch a kernel over tiles of lines, parts and heads."""
@@ -172,7 +169,7 @@ def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor]:
         q_, k_, v_ = layout.arrange(q, k, v)
         y = layout.like(v, v.dtype if q is None else q.dtype)
         results = y, den if save else None, call.lost
-        steps, tile = strides(q_, k_, v_, y), call.whole_tile()
+        steps, tile = strides(q_, k_, v_, y), call.layout.whole_tile(call.height, call.width)
         if tile is not None:
             parts = triton.cdiv(layout.C, tile['GROUP'] - 1)
             whole_kernel[(triton.cdiv(layout.B, tile['BATCH']) * parts, layout.heads)](

@@ -1,9 +1,12 @@
-"""Functions that every kernel uses."""
+"""What the kernels of all operations use."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aft_vision.ops.common import launch
+from aft_vision.ops.common.launch import strides, tuned
 
 FLOOR = tl.constexpr(launch.FLOOR)
 # A denominator below this has lost precision by underflow; its elements are recomputed by a joint softmax.
@@ -51,3 +54,32 @@ def store_tile(X, x, b, t, c, T, D):
 def load_row(X, b, t, c, x_batch, x_token, D, other):
     """Load elements of token t of sequence b in float32, `other` outside."""
     return tl.load(X + b * x_batch + t * x_token + c, mask=c < D, other=other).to(tl.float32)
+
+
+@tuned([], {'BT': 8, 'BD': 16}, ({'BT': 64, 'BD': 64}, 4))
+@triton.jit
+def peak_kernel(K, MASK, PEAK, LOST, T, D, strides, BT: tl.constexpr, BD: tl.constexpr):
+    """Find the largest key that counts of each sequence and channel (B, D), finite; LOST becomes as many times 0."""
+    tiles = tl.cdiv(D, BD)
+    b = (tl.program_id(0) // tiles).to(tl.int64)
+    c = tl.program_id(0) % tiles * BD + tl.arange(0, BD)
+    peak = tl.full([BD], FLOOR, tl.float32)
+    for start in range(0, T, BT):
+        t = start + tl.arange(0, BT)
+        peak = tl.maximum(peak, tl.max(load_keys(K, MASK, b, t, c, strides[0], strides[1], T, D), 0))
+    tl.store(PEAK + b * D + c, peak, mask=c < D)
+    tl.store(LOST + b * D + c, 0, mask=c < D)
+
+
+def largest_keys(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the largest key that counts of each sequence of (B, T, h) as (B, h), finite, and as many flags, all 0.
+
+    Args:
+        k: its channels are contiguous.
+        mask: (B, T) bytes.
+    """
+    B, T, h = k.shape
+    peak = torch.empty((B, h), dtype=torch.float32, device=k.device)
+    flags = torch.empty((B, h), dtype=torch.int32, device=k.device)
+    peak_kernel[lambda tile: (B * triton.cdiv(h, tile['BD']),)](k, mask, peak, flags, T, h, strides(k))
+    return peak, flags

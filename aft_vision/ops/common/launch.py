@@ -215,12 +215,6 @@ def precision() -> str:
     return 'ieee' if interprets() or torch.version.hip is not None else 'tf32x3'
 
 
-def largest_keys(k: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the largest key that counts of each sequence of (B, T, h) as (B, h) in float32, finite."""
-    keys = k if mask is None else k.masked_fill(~mask[..., None], float('-inf'))
-    return keys.amax(1).float().clamp_min_(FLOOR)
-
-
 def pad(length: int) -> int:
     """Return the next length that tensor cores take in a product."""
     return -(-length // ALIGNED) * ALIGNED

@@ -13,19 +13,6 @@ from aft_vision.ops.common.kernels import FLOOR, LIMIT
 
 
 @triton.jit
-def find_place(t, T, width):
-    """Return a position: find_place(source) - find_place(target) + find_middle() is the table index of their shift."""
-    t = tl.minimum(t, T - 1)
-    return t // width * (2 * width - 1) + t % width
-
-
-@triton.jit
-def find_middle(T, width):
-    """Return the position of the shift (0, 0) in the (2H - 1, 2W - 1) table."""
-    return 2 * T - width - T // width
-
-
-@triton.jit
 def find_elements(B, heads, BB: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr):
     """Return the token of a program and its sequences, heads, and channels of a head."""
     b_tiles, h_tiles = tl.cdiv(B, BB), tl.cdiv(heads, BH)
@@ -54,15 +41,50 @@ def load_exponentials(K, MASK, PEAK, strides, b, t, h, B, T, heads, total):
 
 
 @triton.jit
-def weights_kernel(TABLE, WEIGHTS, T, width, length, BT: tl.constexpr, BS: tl.constexpr):
-    """Write the weights (heads, targets, sources) from those of shifts (heads, 2H - 1, 2W - 1), padded by 0."""
+def load_window(WINDOW, head, dy, dx):
+    """Load the bias of the shift (dy, dx) in float32: of the kernel, or `outside`."""
+    reach = WINDOW.size // 2
+    inside = (dy <= reach) & (dy >= -reach) & (dx <= reach) & (dx >= -reach)
+    place = (head * WINDOW.size + reach + dy) * WINDOW.size + reach + dx
+    w = tl.load(WINDOW.kernel + place, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, w, WINDOW.outside)
+
+
+@triton.jit
+def load_bias(WINDOW, head, t, s, T, width):
+    """Load the biases of targets t and sources s, which may be behind the end, in float32."""
+    t, s = tl.minimum(t, T - 1), tl.minimum(s, T - 1)
+    return load_window(WINDOW, head, s // width - t // width, s % width - t % width)
+
+
+@triton.jit
+def find_most(WINDOW, head, T, width, BLOCK: tl.constexpr):
+    """Return the largest bias of a head on the grid, finite."""
+    reach = WINDOW.size // 2
+    height = T // width
+    reach_y, reach_x = tl.minimum(reach, height - 1), tl.minimum(reach, width - 1)
+    columns = 2 * reach_x + 1
+    most = tl.full([BLOCK], FLOOR, tl.float32)
+    if (reach_y < height - 1) | (reach_x < width - 1):
+        most = tl.maximum(most, WINDOW.outside)
+    for start in range(0, (2 * reach_y + 1) * columns, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        w = load_window(WINDOW, head, i // columns - reach_y, i % columns - reach_x)
+        most = tl.maximum(most, tl.where(i < (2 * reach_y + 1) * columns, w, FLOOR))
+    return tl.max(most, 0)
+
+
+@triton.jit
+def weights_kernel(
+    WINDOW, WEIGHTS, T, width, length, BLOCK: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr
+):  # fmt: skip
+    """Write exp(bias - largest bias) of (heads, targets, sources), padded by 0."""
     tiles, head = tl.cdiv(length, BS), tl.program_id(1).to(tl.int64)
     t = tl.program_id(0) // tiles * BT + tl.arange(0, BT)[:, None]
     s = tl.program_id(0) % tiles * BS + tl.arange(0, BS)[None, :]
-    middle = find_middle(T, width)
-    place = middle + find_place(s, T, width) - find_place(t, T, width)
-    w = tl.load(TABLE + head * (2 * middle + 1) + place, mask=(t < T) & (s < T), other=0.0)
-    tl.store(WEIGHTS + (head * length + t) * length + s, w, mask=(t < length) & (s < length))
+    w = tl.exp(load_bias(WINDOW, head, t, s, T, width) - find_most(WINDOW, head, T, width, BLOCK))
+    inside = (t < length) & (s < length)
+    tl.store(WEIGHTS + (head * length + t) * length + s, tl.where((t < T) & (s < T), w, 0.0), mask=inside)
 
 
 @triton.jit
@@ -181,3 +203,28 @@ def bands_kernel(SLOPES, OUT, height, width, length, reach_y, reach_x, BW: tl.co
         place = (head * length + y * width + target) * length + (y + dy) * width + source
         sums += tl.load(SLOPES + place, mask=inside, other=0.0)
     store_band(OUT, sums, head * (2 * reach_y + 1) + dy + reach_y, target, source, width, reach_x)
+
+
+@triton.jit
+def window_kernel(
+    SUMS, REPAIRED, WINDOW, OUT, T, width, reach_y, reach_x,
+    BLOCK: tl.constexpr, BX: tl.constexpr, BI: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the kernel (heads, size, size) from sums over lines, 0 for shifts beyond the grid."""
+    i, head = tl.program_id(0) * BI + tl.arange(0, BI), tl.program_id(1).to(tl.int64)
+    reach = WINDOW.size // 2
+    dy, dx = i // WINDOW.size - reach, i % WINDOW.size - reach
+    inside = (dy <= reach_y) & (dy >= -reach_y) & (dx <= reach_x) & (dx >= -reach_x)
+    found, repaired = tl.zeros([BI], tl.float32), tl.zeros([BI], tl.float32)
+    if tl.max(inside.to(tl.int32), 0) > 0:
+        line = (head * (2 * reach_y + 1) + dy + reach_y)[None, :] * width
+        for start in range(0, width, BX):
+            x = start + tl.arange(0, BX)[:, None]
+            seen = inside[None, :] & (x < width) & (x + dx[None, :] >= 0) & (x + dx[None, :] < width)
+            place = (line + x) * (2 * reach_x + 1) + dx[None, :] + reach_x
+            found += tl.sum(tl.load(SUMS + place, mask=seen, other=0.0), 0)
+            repaired += tl.sum(tl.load(REPAIRED + place, mask=seen, other=0.0), 0)
+        w = load_window(WINDOW, head, dy, dx) - find_most(WINDOW, head, T, width, BLOCK)
+        found = tl.where(inside, found * tl.exp(tl.where(inside, w, 0.0)) + repaired, 0.0)
+    size = WINDOW.size * WINDOW.size
+    tl.store(OUT + head * size + i, found, mask=i < size)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from aft_vision.ops.common.kernels import FLOOR, find_seen
-from aft_vision.ops.conv.kernels import LIMIT, find_columns, find_middle, find_near, find_place, store_band
+from aft_vision.ops.conv.kernels import LIMIT, find_columns, find_near, load_bias, store_band
 
 FLAGS = tl.constexpr(128)
 
@@ -33,15 +33,15 @@ def load_keys(K, MASK, strides, b, t, B, T):
 
 @triton.constexpr_function
 def is_pair(bias):
-    """Return whether a bias is that of AFT-axial; the interpreter of Triton 3.6 keeps tuples as they are."""
-    return isinstance(bias, tuple | tl.tuple)
+    """Return whether a bias has one table along rows and one along columns, as that of AFT-axial."""
+    return len(bias) == 2
 
 
 @triton.jit
 def load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width):
     """Load keys (1, s), minus infinity for missing ones, and biases (t, s) of a head.
 
-    BIAS is a table by shift, or one along rows and one along columns, whose sum is the bias of AFT-axial.
+    BIAS is a window, or a table along rows and one along columns, whose sum is the bias of AFT-axial.
     """
     k = load_keys(K + head * strides[2], MASK, strides, b + tl.arange(0, 1), s, B, T)
     if is_pair(BIAS):
@@ -51,9 +51,7 @@ def load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width):
         column = head * (2 * width - 1) + width - 1 + s % width - t % width
         w = tl.load(BIAS.rows + row) + tl.load(BIAS.columns + column)
     else:
-        middle = find_middle(T, width)
-        place = middle + find_place(s, T, width)[None, :] - find_place(t, T, width)[:, None]
-        w = tl.load(BIAS + head * (2 * middle + 1) + place)
+        w = load_bias(BIAS, head, t[:, None], s[None, :], T, width)
     return k, w
 
 

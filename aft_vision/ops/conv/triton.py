@@ -5,19 +5,17 @@ fewer products, but tensor cores compute over ten in the time of one.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from aft_vision.ops.common.inputs import ConvInputs, empty_denominator
+from aft_vision.ops.common.kernels import largest_keys
 from aft_vision.ops.common.launch import (
-    FLOOR,
     as_bytes,
     interprets,
-    largest_keys,
     launching,
     like,
     multiply,
@@ -34,32 +32,25 @@ from aft_vision.ops.conv.kernels import (
     targets_kernel,
     terms_kernel,
     weights_kernel,
+    window_kernel,
 )
 
 # Elements of a tile, of which so many sequences at most, and of the matrices of weights of heads that are made at once.
 TILE, SEQUENCES, WEIGHTS = 4096, 64, 1 << 25
 # Those of a tile in the interpreter, so small that small tests have several.
 LITTLE, FEW = 64, 4
-# Targets and sources of a tile of weights.
-WEIGHTS_TILE = 32
+# Targets and sources of a tile of weights; targets and shifts of one of their gradients.
+WEIGHTS_TILE, GRADIENT_TILE = 32, 32
 # Tiles of tokens and channels of the repair.
 REPAIR = {'BT': 32, 'BD': 32}
 
 
-class _Shifts:
-    """The bias (h, 2H - 1, 2W - 1) of every pair of tokens by their shift, at (H - 1 + dy, W - 1 + dx), and its exp."""
+class Window(NamedTuple):
+    """The bias of shifts: the kernel (h, size, size) of those in the window, and that of those outside of it."""
 
-    def __init__(self, kernel: Tensor, grid: Sequence[int], global_context: bool, product: torch.dtype) -> None:
-        self.margins = [length - 1 - kernel.shape[-1] // 2 for length in (grid[1], grid[1], grid[0], grid[0])]
-        # A negative margin removes shifts beyond the grid.
-        self.bias = F.pad(kernel.float().contiguous(), self.margins, value=0.0 if global_context else float('-inf'))
-        # If a head sees no source, all of them are minus infinity.
-        self.exp = torch.exp(self.bias - self.bias.amax(dim=(1, 2), keepdim=True).clamp_min(FLOOR))
-        self.weights = self.exp.to(product)
-
-    def window(self) -> Tensor:
-        """Return the exponentials (h, s, s) of the kernel, 0 for shifts beyond the grid."""
-        return F.pad(self.exp, [-margin for margin in self.margins])
+    kernel: Tensor
+    size: int
+    outside: float
 
 
 class _Call:
@@ -71,10 +62,12 @@ class _Call:
         self.B, self.T, self.heads = self.k.shape
         self.C = self.v.shape[2] // self.heads
         self.length, self.columns = pad(self.T), pad(self.B * (self.C + 1))
-        self.shifts = _Shifts(inputs.kernel, inputs.grid, inputs.global_context, self.product)
-        self.peak = largest_keys(self.k, inputs.mask)
+        kernel = inputs.kernel.contiguous()
+        self.window = Window(kernel, kernel.shape[-1], 0.0 if inputs.global_context else float('-inf'))
+        # Biases of the window that are looked at together.
+        self.block = min(1024, triton.next_power_of_2(kernel.shape[-1] ** 2))
         # Flags, all 0, of heads of sequences with underflowed targets.
-        self.lost = torch.zeros((self.B, self.heads), dtype=torch.int32, device=self.v.device)
+        self.peak, self.lost = largest_keys(self.k, self.mask)
         elements, most = (LITTLE, FEW) if interprets() else (TILE, SEQUENCES)
         channels, few = triton.next_power_of_2(self.C), min(most, triton.next_power_of_2(self.B))
         sequences = min(few, max(1, elements // channels))
@@ -127,11 +120,11 @@ class _Part:
 
     def weights(self) -> Tensor:
         """Return the weights (heads, length, length) of targets and sources."""
-        call, table = self.call, self.call.shifts.weights[self.first : self.first + self.heads]
+        call = self.call
         found = torch.empty((self.heads, call.length, call.length), dtype=call.product, device=call.v.device)
-        tiles = triton.cdiv(call.length, WEIGHTS_TILE) ** 2
-        weights_kernel[(tiles, self.heads)](
-            *(table, found, call.T, call.grid[1], call.length), BT=WEIGHTS_TILE, BS=WEIGHTS_TILE
+        window = call.window._replace(kernel=call.window.kernel[self.first : self.first + self.heads])
+        weights_kernel[(triton.cdiv(call.length, WEIGHTS_TILE) ** 2, self.heads)](
+            *(window, found, call.T, call.grid[1], call.length), BLOCK=call.block, BT=WEIGHTS_TILE, BS=WEIGHTS_TILE
         )
         return found
 
@@ -172,7 +165,7 @@ def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
         for part in call.parts():
             part.forward(y, den if save else None)
         repair.forward_kernel[call.repairs()](
-            *(call.q, call.k, call.v, call.mask, call.shifts.bias, y, call.lost),
+            *(call.q, call.k, call.v, call.mask, call.window, y, call.lost),
             *(*call.sizes, *strides(call.q, call.k, call.v, y)),
             PRECISION=precision(),
             **REPAIR,
@@ -194,7 +187,7 @@ def conv_backward(
             slopes = part.backward(grad, y, den, dq, dk, dv)
             if need_bias:
                 lines.add(multiply(slopes, part.terms().mT), sums[part.first :])
-        tensors = grad, y, den, call.q, call.k, call.v, call.mask, call.shifts.bias, call.lost
+        tensors = grad, y, den, call.q, call.k, call.v, call.mask, call.window, call.lost
         steps = tuple(strides(grad, y, call.q, call.v)), *strides(call.k)
         repair.sources_kernel[call.repairs()](
             *(*tensors, dk, dv, *call.sizes, *steps), *strides(dv), PRECISION=precision(), **REPAIR
@@ -207,8 +200,13 @@ def conv_backward(
                 BW=lines.wide,
                 BD=REPAIR['BD'],
             )
-            found = lines.window_grad(sums) * call.shifts.window() + lines.window_grad(repaired)
-            dkernel = found.to(kernel.dtype)
+            dkernel = torch.empty(kernel.shape, dtype=kernel.dtype, device=kernel.device)
+            window_kernel[(triton.cdiv(call.window.size**2, GRADIENT_TILE), call.heads)](
+                *(sums, repaired, call.window, dkernel, call.T, grid[1], lines.reach_y, lines.reach_x),
+                BLOCK=call.block,
+                BX=GRADIENT_TILE,
+                BI=GRADIENT_TILE,
+            )
     return k.new_empty(0) if dq is None else dq, dk.to(k.dtype), dv, dkernel
 
 
@@ -219,7 +217,7 @@ class _Lines:
     """
 
     def __init__(self, size: int, grid: Sequence[int]) -> None:
-        self.size, (self.height, self.width) = size, grid
+        self.height, self.width = grid
         self.reach_y, self.reach_x = min(size // 2, self.height - 1), min(size // 2, self.width - 1)
         self.count = 2 * self.reach_y + 1
         self.wide = min(64, max(16, triton.next_power_of_2(self.width)))
@@ -227,20 +225,15 @@ class _Lines:
         self.pairs = tiles * min(2 * triton.cdiv(self.reach_x, self.wide) + 1, tiles)
 
     def empty(self, heads: int, like: Tensor) -> Tensor:
-        """Return a buffer for sums (h, distances in lines, W targets, distances in columns), 0 outside the grid."""
+        """Return a buffer for sums (h, distances in lines, W targets, distances in columns)."""
         shape = heads, self.count, self.width, 2 * self.reach_x + 1
-        return torch.zeros(shape, dtype=torch.float32, device=like.device)
+        return torch.empty(shape, dtype=torch.float32, device=like.device)
 
     def add(self, slopes: Tensor, sums: Tensor) -> None:
         """Write the sums of slopes (heads, length, length) of pairs of tokens."""
         bands_kernel[(self.count * self.pairs, len(slopes))](
             *(slopes, sums, self.height, self.width, slopes.shape[1], self.reach_y, self.reach_x), BW=self.wide
         )
-
-    def window_grad(self, sums: Tensor) -> Tensor:
-        """Return the sums (h, s, s) over all targets, 0 for shifts beyond the grid."""
-        y, x = self.size // 2 - self.reach_y, self.size // 2 - self.reach_x
-        return F.pad(sums.sum(2), [x, x, y, y])
 
 
 def strides(*tensors: Tensor | None) -> list[tuple[int, ...]]:

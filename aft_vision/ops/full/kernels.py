@@ -85,6 +85,22 @@ def load_pair(X, b, t, c, T, length, D, other):
     return tl.load(X + place, mask=inside, other=0.0), tl.load(X + place + D, mask=inside, other=other)
 
 
+@tuned([], {'BS': 8}, ({'BS': 256}, 4))
+@triton.jit
+def weights_kernel(BIAS, WEIGHTS, T, length, BS: tl.constexpr):
+    """Write exp(bias - largest of its row), padded by 0 to (length, length); a row of minus infinity sees no source."""
+    t = tl.program_id(0).to(tl.int64)
+    most = tl.full([BS], FLOOR, tl.float32)
+    for start in range(0, T, BS):
+        s = start + tl.arange(0, BS)
+        w = tl.load(BIAS + t * T + s, mask=(s < T) & (t < T), other=float('-inf'))
+        most = tl.maximum(most, w.to(tl.float32))
+    for start in range(0, length, BS):
+        s = start + tl.arange(0, BS)
+        w = tl.load(BIAS + t * T + s, mask=(s < T) & (t < T), other=float('-inf'))
+        tl.store(WEIGHTS + t * length + s, tl.exp(w.to(tl.float32) - tl.max(most, 0)), mask=s < length)
+
+
 @tuned([], LITTLE, ELEMENTS)
 @triton.jit
 def terms_kernel(K, V, MASK, PEAK, TERMS, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):

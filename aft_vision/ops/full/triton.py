@@ -3,15 +3,13 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from aft_vision.ops.common.inputs import FullInputs, empty_denominator, empty_output
+from aft_vision.ops.common.kernels import largest_keys
 from aft_vision.ops.common.launch import (
-    FLOOR,
     as_bytes,
-    largest_keys,
     launching,
     like,
     multiply,
@@ -20,7 +18,14 @@ from aft_vision.ops.common.launch import (
     rows,
     strides,
 )
-from aft_vision.ops.full.kernels import repair_kernel, results_kernel, sources_kernel, targets_kernel, terms_kernel
+from aft_vision.ops.full.kernels import (
+    repair_kernel,
+    results_kernel,
+    sources_kernel,
+    targets_kernel,
+    terms_kernel,
+    weights_kernel,
+)
 
 # Elements of the gradients of the bias of single sequences that are there at once.
 GRADIENTS = 1 << 25
@@ -34,12 +39,10 @@ class _Call:
         self.bias, self.mask, self.product = inputs.bias.contiguous(), as_bytes(inputs.mask), product_type(self.v)
         self.B, self.T, self.D = self.v.shape
         self.length = pad(self.T)
-        bias, more = self.bias.float(), self.length - self.T
-        # A row of minus infinity sees no source.
-        weights = torch.exp(bias - bias.amax(dim=1, keepdim=True).clamp_min(FLOOR))
-        self.weights = weights.to(self.product)
-        self.matrix = F.pad(self.weights, (0, more, 0, more)).expand(self.B, -1, -1)
-        self.peak = largest_keys(self.k, inputs.mask)
+        self.weights = torch.empty((self.length, self.length), dtype=self.product, device=self.v.device)
+        weights_kernel[(self.length,)](self.bias, self.weights, self.T, self.length)
+        # Flags, all 0, of channels of sequences with underflowed targets.
+        self.peak, self.lost = largest_keys(self.k, self.mask)
 
     def empty(self) -> Tensor:
         """Return a buffer (B, length, 2 D) for terms, or for the gradients of sums."""
@@ -65,7 +68,7 @@ def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
     with launching('full_forward', inputs.v):
         call = _Call(inputs)
         q, k, v = call.q, call.k, call.v
-        sums = multiply(call.matrix, call.terms())
+        sums = multiply(call.weights.expand(call.B, -1, -1), call.terms())
         tensors = q, k, v, call.mask, call.bias, call.peak, sums, y, den if save else None
         call.run(results_kernel, tensors, call.T, strides(k, v, q))
     return y, den
@@ -80,18 +83,18 @@ def full_backward(
     with launching('full_backward', inputs.v):
         call, grad, y, den = _Call(inputs), rows(grad), y.contiguous(), den.contiguous()
         q, k, v = call.q, call.k, call.v
-        # Flags of channels with underflowed targets, and one for all.
-        lost = torch.zeros(call.B * call.D + 1, dtype=torch.int32, device=v.device)
         steps, slopes = strides(k, v, grad, q), call.empty()
-        call.run(targets_kernel, (grad, y, den, q, dq, slopes, lost, lost[-1:]), call.length, steps)
-        sums = multiply(call.matrix.mT, slopes)
+        # Whether any channel is marked.
+        lost, marked = call.lost, torch.zeros(1, dtype=torch.int32, device=v.device)
+        call.run(targets_kernel, (grad, y, den, q, dq, slopes, lost, marked), call.length, steps)
+        sums = multiply(call.weights.T.expand(call.B, -1, -1), slopes)
         known = grad, den, q, k, v, call.mask, call.bias
         call.run(sources_kernel, (*known, call.peak, lost, sums, dk, dv), call.T, steps)
         del sums
         if need_bias:
             found = _bias_grad(call, slopes)
             tiles = lambda tile: (triton.cdiv(call.T, tile['BT']), triton.cdiv(call.T, tile['BS']))  # noqa: E731
-            repair_kernel[tiles](*known, lost, lost[-1:], found, call.B, call.T, call.D, steps)
+            repair_kernel[tiles](*known, lost, marked, found, call.B, call.T, call.D, steps)
             dbias = found.to(dbias.dtype)
     return k.new_empty(0) if dq is None else dq, dk, dv, dbias
 
@@ -102,4 +105,4 @@ def _bias_grad(call: _Call, slopes: Tensor) -> Tensor:
     found = multiply(slopes[:step], terms[:step].mT).sum(0)
     for i in range(step, call.B, step):
         found += multiply(slopes[i : i + step], terms[i : i + step].mT).sum(0)
-    return found[: call.T, : call.T] * call.weights.float()
+    return (found * call.weights)[: call.T, : call.T].contiguous()

@@ -41,10 +41,8 @@ def test_a_key_or_a_value_that_is_not_finite_stays_in_its_sequence_and_head(
 def test_a_tile_has_a_whole_grid_if_it_has_no_more_columns(
     B: int, grid: tuple[int, int], D: int, heads: int, expected: tuple[int, int] | None
 ):
-    from aft_vision.ops.axial.triton import _Call
-    from aft_vision.ops.common.inputs import AxialInputs
+    from aft_vision.ops.axial.triton import Layout
 
-    q, k, v = (torch.empty(B, math.prod(grid), n, device='meta') for n in (D, heads, D))
-    bias = torch.empty(heads, 3, device='meta')
-    tile = _Call(AxialInputs(q, k, v, bias, bias, grid, None), torch.float32).whole_tile()
+    k, v = (torch.empty(B, math.prod(grid), n, device='meta') for n in (heads, D))
+    tile = Layout(k, v).whole_tile(*grid)
     assert (tile and (tile['GROUP'], tile['BATCH'])) == expected

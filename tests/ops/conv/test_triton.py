@@ -72,3 +72,13 @@ def test_sequences_that_do_not_fill_a_tile_leave_no_trace(channels: int, triton_
     # The matrices of terms are padded to columns and rows of 8.
     inputs = make_inputs('aft_conv', (3, 3), 2 * channels, 3, 2, B=5)
     assert_matches_reference(conv, reference.aft_conv, inputs, device=triton_device)
+
+
+@pytest.mark.parametrize('global_context', [True, False])
+def test_only_shifts_on_the_grid_count_for_the_largest_bias(global_context: bool, triton_device: str):
+    # All shifts are in the window, far below what would be outside of it; those beyond the grid are far above.
+    inputs = make_inputs('aft_conv', (2, 3), 4, 7, 2) | {'global_context': global_context}
+    kernel = inputs['kernel'] + 200.0
+    kernel[:, 2:5, 1:6] -= 400.0
+    inputs['kernel'] = kernel
+    assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=triton_device)
