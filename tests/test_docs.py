@@ -418,3 +418,13 @@ def keys_of_experiments(schemas: tuple[Any, ...]) -> dict[str, set[str]]:
             if is_dataclass(value):
                 found.setdefault(section.name, set()).update(key.name for key in fields(value))
     return found
+
+
+def test_the_figures_of_characters_and_pixels_are_those_of_their_runs():
+    rows = [line.split(' | ') for line in (ROOT / 'docs/results/sequences.md').read_text().splitlines() if ' | ' in line]
+    for path in (ROOT / 'docs/results/data').glob('*/*_seed0/result.json'):
+        if path.parent.parent.name not in ('characters', 'pixels') or path.parent.name.startswith('context64'):
+            continue  # those have three seeds: the page has their mean
+        run = json.loads(path.read_text())
+        wanted = f'{run["parameters"]:,}', f'{run["updates"]:,}', f'{run["test_bits"]:.3f}'
+        assert any(all(cell in row for cell in wanted) for row in rows), path
