@@ -421,7 +421,9 @@ def keys_of_experiments(schemas: tuple[Any, ...]) -> dict[str, set[str]]:
 
 
 def test_the_figures_of_characters_and_pixels_are_those_of_their_runs():
-    rows = [line.split(' | ') for line in (ROOT / 'docs/results/sequences.md').read_text().splitlines() if ' | ' in line]
+    rows = [
+        line.split(' | ') for line in (ROOT / 'docs/results/sequences.md').read_text().splitlines() if ' | ' in line
+    ]
     for path in (ROOT / 'docs/results/data').glob('*/*_seed0/result.json'):
         if path.parent.parent.name not in ('characters', 'pixels') or path.parent.name.startswith('context64'):
             continue  # those have three seeds: the page has their mean

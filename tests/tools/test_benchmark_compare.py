@@ -328,3 +328,35 @@ def test_a_measured_table_has_the_papers_figures_next_to_ours(monkeypatch, capsy
     for options in (['7', '--depth', '2'], ['2', '--img-size', '32']):
         with pytest.raises(ValueError, match=f'{options[1]} changes nothing of table {options[0]}'):
             main(['table', *options, '--allow-load'])
+
+
+def test_a_graph_is_compared_with_the_graph_of_the_baseline(monkeypatch: pytest.MonkeyPatch):
+    captured = []
+
+    def capture(call):
+        captured.append(call)
+        call()
+        return lambda: None  # a replay, which computes what it did
+
+    monkeypatch.setattr(compare, 'capture', capture)
+    x = torch.ones(9, requires_grad=True)
+    candidates = [Candidate(name, lambda learns: Prepared(lambda: x.exp(), [x])) for name in ('first', 'second')]
+    rows = compare.compare(candidates, CPU, 1, directions=['training'], graph=True)
+    assert [(row['name'], row['form']) for row in rows] == [
+        *(('first', 'eager'), ('first', 'graph')),
+        *(('second', 'eager'), ('second', 'graph')),
+    ]
+    assert len(captured) == 2
+    assert all('ratio' in row for row in rows)
+    assert ['peak_bytes' in row for row in rows] == [True, False, True, False]
+
+
+def test_a_graph_that_cannot_be_captured_is_an_error_of_its_row(monkeypatch: pytest.MonkeyPatch):
+    def capture(call):
+        raise RuntimeError('operation not permitted when stream is capturing')
+
+    monkeypatch.setattr(compare, 'capture', capture)
+    candidates = [Candidate('first', lambda learns: Prepared(lambda: torch.ones(9).exp()))]
+    eager, graph = compare.compare(candidates, CPU, 1, directions=['forward'], graph=True)
+    assert 'milliseconds' in eager
+    assert 'not permitted' in graph['error']

@@ -51,6 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     'rows': dict(type=int, nargs='+', metavar='N', help='rows of the table of goals'),
     'training': dict(action='store_true', help='forward and backward'),
     'compile': dict(action='store_true', help='every row under torch.compile too'),
+    'graph': dict(action='store_true', help='every row as a CUDA graph too (with --device cuda)'),
     'most_seconds': dict(type=float, metavar='S', help='a call may take'),
     'rounds': dict(type=parse_positive, help='each times every row once'),
     'dtype': dict(choices=DTYPES, help='of q, k and v of operations, of autocast of all else'),
@@ -65,10 +66,10 @@ COMMON = dict(threads="(torch's own choice)", allow_load=False, json=None)
 PLACE = dict(dtype='float32', device='cpu', **COMMON)
 TOKENS = dict(tokens=None, png=None)
 SECTIONS: dict[str, dict[str, Any]] = {
-    'ops': dict(groups=GROUPS, batch_size='(that of the group)', compile=False)
+    'ops': dict(groups=GROUPS, batch_size='(that of the group)', compile=False, graph=False)
     | dict(TOKENS, training=False, most_seconds=5.0, rounds=15, **PLACE),
     'models': dict(models=f'{OURS} {PEERS}', baseline=SMALL, runtimes='torch', batch_size=4)
-    | dict(sizes='224 384 512 1024', training=False, compile=False, rounds=5, **PLACE),
+    | dict(sizes='224 384 512 1024', training=False, compile=False, graph=False, rounds=5, **PLACE),
     'profile': dict(models='aft_conv_tiny aft_conv_tiny_k11_h32 aft_full_tiny', baseline=TINY, batch_size=1)
     | dict(sizes='224 384', rounds=15, device='cpu', **COMMON),
     'decode': dict(rounds=5, **COMMON),
@@ -83,11 +84,11 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 # For an option of a section the others that go only with it, and those that go only without it.
 SWITCHES = {
-    'ops': ('tokens', ('training', 'most_seconds', 'png'), ('groups', 'batch_size', 'compile')),
+    'ops': ('tokens', ('training', 'most_seconds', 'png'), ('groups', 'batch_size', 'compile', 'graph')),
     'text': ('behaviors', (), ('tokens', 'total_tokens', 'most_seconds', 'png')),
 }
 # Options of the section models that other runtimes do not have.
-ONLY_TORCH = ('dtype', 'training', 'compile', 'device')
+ONLY_TORCH = ('dtype', 'training', 'compile', 'graph', 'device')
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -151,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     try:
         torch.set_num_threads(args.threads or (min(2, count_cores()) if is_goals else threads))
         device = resolve_device(getattr(args, 'device', 'cpu'))
+        if getattr(args, 'graph', False) and device.type != 'cuda':
+            raise ValueError(f'--graph needs a CUDA device, got {device}; add --device cuda')
         precision = 'float32, or bfloat16 where the row says so' if is_goals else getattr(args, 'dtype', 'float32')
         section = import_module(f'tools.benchmark.{args.section}')
         # Each goal has its own device.

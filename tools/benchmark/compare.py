@@ -1,4 +1,4 @@
-"""Alternatives next to each other: time, peak memory and bytes kept for the backward, eager and compiled."""
+"""Alternatives next to each other, eager, compiled and as graphs: time, peak memory and bytes kept for the backward."""
 
 import contextlib
 import statistics
@@ -16,7 +16,8 @@ from aft_vision.timing import LEAST_SECONDS, compare_rounds, time_rounds
 from tools.benchmark.meters import peak_memory, saved_memory
 from tools.machine import autocast, free_memory
 
-DIRECTIONS, FORMS = ('forward', 'training'), ('eager', 'compiled')
+DIRECTIONS = ('forward', 'training')
+EAGER, COMPILED, GRAPH = 'eager', 'compiled', 'graph'
 # Attention that forms its (h, T, T) weights, as every attention did when the AFT paper was written.
 PAPER_BASELINE = "materialised, the paper's baseline"
 # Matrices of the size of its weights that a layer holds: before and after the softmax, and of the mask or a gradient.
@@ -80,7 +81,7 @@ class Candidate(NamedTuple):
 
 
 class _Run:
-    """A candidate in one of FORMS; after its first error nothing of it is called."""
+    """A candidate in one of its forms; after its first error nothing of it is called."""
 
     def __init__(self, candidate: Candidate, direction: str, form: str, first: str) -> None:
         self.row: dict[str, Any] = {'direction': direction, 'name': candidate.name, 'form': form}
@@ -101,17 +102,21 @@ class _Run:
     def prepare(self, make: Callable[[bool], Prepared], context: Callable[[], Any]) -> None:
         """Make the call that is measured; the context is entered in every forward, so that autocast casts each time."""
         prepared = make(self.learns)
-        if self.row['form'] == 'compiled':
+        if self.row['form'] == COMPILED:
             prepared = prepared._replace(forward=torch.compile(prepared.forward, dynamic=False))
         if prepared.peak_bytes is not None:
             self.row['peak_bytes'] = prepared.peak_bytes
         self.prepared = prepared.within(context)
         self.call = self.prepared.call(self.learns)
+        if self.row['form'] == GRAPH:
+            self.call = capture(self.call)
 
     def measure_memory(self, device: torch.device) -> None:
-        """Measure the peak of the call, and in training what autograd keeps."""
+        """Measure the peak of the call, and in training what autograd keeps; the memory of a graph is its own."""
+        if self.row['form'] == GRAPH:
+            return
         figures = {'peak_bytes': peak_memory(self.call, device)}
-        if self.learns and self.row['form'] == 'eager':
+        if self.learns and self.row['form'] == EAGER:
             kept = [*self.prepared.leaves, *self.prepared.given]
             figures['saved_bytes'] = saved_memory(self.prepared.forward, kept)
         self.row |= figures
@@ -141,6 +146,7 @@ def compare(
     dtype: str = 'float32',
     directions: Sequence[str] = DIRECTIONS,
     compiled: bool = False,
+    graph: bool = False,
     single: bool = False,
     memory: bool = True,
     count: int | None = None,
@@ -151,6 +157,7 @@ def compare(
         rounds: In each, every alternative has one time; 0 takes no times.
         dtype: Key of PRECISIONS, of autocast.
         compiled: Measure each under `torch.compile` too, where that makes sense.
+        graph: Measure each as a CUDA graph too.
         count: Images or iterations of a call, for `per_second`.
         single: Never repeat a call within a round, and give the slowest of a hundred too.
 
@@ -167,7 +174,7 @@ def compare(
             runs: dict[tuple[str, str], _Run] = {}
             for each in candidates:
                 make = cache(each.prepare)
-                for form in FORMS[: 1 + (compiled and each.compiles)]:
+                for form in [EAGER] + [COMPILED] * (compiled and each.compiles) + [GRAPH] * graph:
                     run = runs[each.name, form] = _Run(each, direction, form, candidates[0].name)
                     run.attempt(run.prepare, make, partial(autocast, device, dtype))
             if rounds:
@@ -180,6 +187,20 @@ def compare(
                 run.attempt(run.measure_memory, device)
         rows += [run.finish(runs.get(run.baseline), single, count) for run in runs.values()]
     return rows
+
+
+def capture(call: Callable[[], object]) -> Callable[[], None]:
+    """Return the replay of a CUDA graph of a call, which is made three times before."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 @contextlib.contextmanager

@@ -37,7 +37,8 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
         for runtime in args.runtimes:
             if runtime == 'torch':
                 directions = DIRECTIONS[: 1 + args.training]
-                options = dict(dtype=args.dtype, directions=directions, compiled=args.compile, count=args.batch_size)
+                options = dict(dtype=args.dtype, directions=directions, count=args.batch_size)
+                options |= dict(compiled=args.compile, graph=args.graph)
                 found = compare(classifiers(names, shape, device), device, args.rounds, **options)
             else:
                 # Its memory is that of its first call, which torch does not see.

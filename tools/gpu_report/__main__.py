@@ -6,7 +6,8 @@ python -m tools.gpu_report --out build/gpu --pieces a b.speed
 a  every kernel against float64: model, odd and long shapes, one sequence, all types, values and gradients; the same
    bits again, from a CUDA graph, and under torch.compile (tools.verify_gpu --thorough)
 b  rows 17 and 18 of the goals; FlexAttention and, where it is installed, flash-linear-attention
-c  whole models against DeiT, compiled too: images/s for 1, 64 and 256 images of 224, 384 and 512 px; training
+c  whole models against DeiT, as CUDA graphs and compiled too: images/s for 1, 64 and 256 images of 224, 384 and 512 px;
+   training
 d  AFT-conv and DeiT trained on --data, a folder or tar file with train/CLASS and val/CLASS, while a piece may last
 e  AFT Tables 7, 2 and 4: speed and memory
 

@@ -4,8 +4,7 @@ import argparse
 
 OPERATORS = ('conv', 'full', 'axial', 'local_causal', 'simple', 'onehot', 'simple_causal')
 MODELS = (
-    '--baseline deit_small_patch16_224 '
-    '--models aft_conv_small aft_conv_small_k11_h16 aft_axial_small aft_full_small --compile'
+    '--baseline deit_small_patch16_224 --models aft_conv_small aft_conv_small_k11_h16 aft_axial_small aft_full_small'
 )
 TINY_MODELS = '--baseline deit_tiny_patch16_224 --models aft_conv_tiny --sizes 32 --batch-size 1 --rounds 1'
 # The figures say how much other processes used.
@@ -37,8 +36,10 @@ def commands_of_all() -> dict[str, str]:
         'b.speed': 'tools.benchmark goals --rows 17 --allow-load',
         'b.roofline': 'tools.benchmark goals --rows 18 --allow-load',
         'b.peers': 'tools.gpu_report.peers',
-        **{f'c.{size}px.{batch}': f'{models} --sizes {size} --batch-size {batch}' for size, batch in sizes},
-        'c.training': f'{models} --sizes 224 --batch-size 128 --training',
+        'c.training': f'{models} --graph --sizes 224 --batch-size 128 --training',
+        **{f'c.{size}px.{batch}': f'{models} --graph --sizes {size} --batch-size {batch}' for size, batch in sizes},
+        'c.compiled.training': f'{models} --compile --sizes 224 --batch-size 128 --training',
+        **{f'c.compiled.{batch}': f'{models} --compile --sizes 224 --batch-size {batch}' for batch in (256, 1)},
         # Images or sequences of a batch on one of the paper's GPUs.
         'e.table7': f'{table} 7 --batch-size 256',
         'e.table2': f'{table} 2 --batch-size 4',
