@@ -213,7 +213,7 @@ def targets_kernel(
             g = g * gate
         den = tl.load(DEN + (b * T + t) * heads + head, mask=inside, other=1.0).to(tl.float32)
         mark_lost(LOST, den, PEAK, head, b, own, heads)
-        top = tl.where(den < LIMIT, 0.0, 1.0 / tl.maximum(den, LIMIT))[:, :, None]
+        top = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))[:, :, None]
         r = (tl.where(is_key, -tl.sum(gy, 2)[:, :, None], g) * top).to(PRODUCT)
         if R is not None:
             tl.store(R + find_place(head, part, parts, b, t, B, T, GROUP), r, mask=own[:, :, None])

@@ -141,7 +141,7 @@ def targets_kernel(
         tl.store(DQ + place, gy * (1.0 - gate), mask=seen & (c < C))
     place = b * den_strides[0] + t * den_strides[1] + h * den_strides[2]
     den = tl.load(DEN + place, mask=seen, other=0.0).to(tl.float32)
-    top = tl.where(den < LIMIT, 0.0, 1.0 / tl.maximum(den, LIMIT))
+    top = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))
     place = SLOPES + (h * length + t) * columns + b
     tl.store(place + c * B, g * top, mask=inside & (c < C))
     tl.store(place + C * B, -tl.sum(gy, 2)[:, :, None] * top, mask=inside)

@@ -555,6 +555,27 @@ def test_a_nan_stays_in_its_sequence_and_channel(form: str, name: str, sizes: Si
     assert torch.equal(y, clean)
 
 
+@rows(
+    'form, name, sizes',
+    [
+        ('triton', 'aft_full', (6, 4)),
+        ('triton', 'aft_conv', ((2, 3), 4, 3, 2)),
+        ('triton', 'aft_axial', ((2, 3), 4, (2, 3), 2)),
+        ('triton lines', 'aft_axial', ((2, 3), 4, (2, 3), 2)),
+    ],
+)
+def test_a_nan_key_makes_the_gradients_of_the_values_that_it_weights_nan(
+    form: str, name: str, sizes: Sizes, device: str
+):
+    inputs = make_inputs(name, *sizes)
+    inputs['k'][0, 3, 0] = float('nan')
+    inputs = single(inputs, device=device)
+    (found,) = torch.autograd.grad(op(form, name)(**inputs).sum(), inputs['v'])
+    expected = torch.zeros_like(found, dtype=torch.bool)
+    expected[0, :, : 4 // inputs['k'].shape[2]] = True
+    assert torch.equal(found.isnan(), expected)
+
+
 # Sums over thousands of nearly equal terms of one sign: one running sum would lose 2e-4 of the gradients. The torch
 # forms in float64, which equal the reference elsewhere, need no (T, T, D) weights.
 @rows(
