@@ -1,7 +1,7 @@
 """One comparison of each operator's kernels with its torch form per device; kernels that disagree are not used.
 
-The result is stored in Triton's cache, in a file for each source of the kernels, version of Triton and kind of device.
-A process decides once per operator and input types, so a forward and its backward run in the same form.
+The result is stored in Triton's cache, in a file for each source of the kernels, version of torch and Triton, and kind
+of device. A process decides once per operator and input types, so a forward and its backward run in the same form.
 """
 
 import contextlib
@@ -379,7 +379,8 @@ def read_record(device: torch.device) -> Results:
 
 def record_path(device: torch.device) -> Path:
     """Return the path of the record for a kind of device, in Triton's cache."""
-    identity = '\n'.join((_source_digest(), triton.__version__, device_name(device)))
+    # The products of some kernels are torch's.
+    identity = '\n'.join((_source_digest(), torch.__version__, triton.__version__, device_name(device)))
     folder = Path(triton.knobs.cache.dir) / 'aft_vision'
     return folder / f'verified_{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json'
 

@@ -261,20 +261,21 @@ def test_a_comparison_that_is_interrupted_leaves_the_record_as_it_was(
     assert verify.read_record(device) == {'full float32': None}
 
 
-def test_a_record_is_of_one_kind_of_device_one_triton_and_one_source(
+def test_a_record_is_of_one_kind_of_device_one_torch_one_triton_and_one_source(
     verify: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ):
     device = torch.device('cpu')
     paths = [verify.record_path(device)]
     for module, name, value in [
         (verify, 'device_name', lambda device: 'another GPU'),
+        (verify.torch, '__version__', '99.0'),
         (verify.triton, '__version__', '99.0'),
         (verify, '_source_digest', lambda: 'another source'),
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(module, name, value)
             paths.append(verify.record_path(device))
-    assert len(set(paths)) == 4
+    assert len(set(paths)) == 5
 
 
 def test_a_record_is_of_the_source_of_every_kernel(verify: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
