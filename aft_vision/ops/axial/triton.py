@@ -33,8 +33,6 @@ SMALLEST, LARGEST = 16, 32
 # Elements of the tile of whole grids: the registers of a multiprocessor hold three programs of four warps, or one of
 # twice that for groups of channels that are not shorter than a memory transaction.
 WHOLE, SECTOR = 4096, 8
-
-
 # With fewer channels per head than this, contiguous pieces of (B, T, D) tensors are shorter than a memory transaction.
 NEIGHBOURS = 8
 # Numbers of columns in a group.

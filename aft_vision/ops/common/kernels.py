@@ -1,4 +1,4 @@
-"""What the kernels of all operations use."""
+"""Functions of the kernels of all operations."""
 
 import torch
 import triton

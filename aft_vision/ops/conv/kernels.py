@@ -52,7 +52,7 @@ def load_window(WINDOW, head, dy, dx):
 
 @triton.jit
 def load_bias(WINDOW, head, t, s, T, width):
-    """Load the biases of targets t and sources s, which may be behind the end, in float32."""
+    """Load the biases of targets t and sources s, which may be beyond the end, in float32."""
     t, s = tl.minimum(t, T - 1), tl.minimum(s, T - 1)
     return load_window(WINDOW, head, s // width - t // width, s % width - t % width)
 

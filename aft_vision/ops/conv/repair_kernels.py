@@ -8,8 +8,8 @@ so that no digits of a large key are lost.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.common.kernels import FLOOR, find_seen
-from aft_vision.ops.conv.kernels import LIMIT, find_columns, find_near, load_bias, store_band
+from aft_vision.ops.common.kernels import FLOOR, LIMIT, find_seen
+from aft_vision.ops.conv.kernels import find_columns, find_near, load_bias, store_band
 
 FLAGS = tl.constexpr(128)
 

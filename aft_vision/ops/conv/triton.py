@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from aft_vision.ops.common.inputs import ConvInputs, empty_denominator
+from aft_vision.ops.common.inputs import ConvInputs, empty_denominator, empty_output
 from aft_vision.ops.common.kernels import largest_keys
 from aft_vision.ops.common.launch import (
     as_bytes,
@@ -157,10 +157,8 @@ class _Part:
 
 def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
     """Return y and the denominators (AFT Eq. 6)."""
-    q, k, v = inputs[:3]
-    den = empty_denominator(k, v, save)
-    y = torch.empty(v.shape, dtype=v.dtype if q is None else q.dtype, device=v.device)
-    with launching('conv_forward', v):
+    y, den = empty_output(inputs.q, inputs.v), empty_denominator(inputs.k, inputs.v, save)
+    with launching('conv_forward', inputs.v):
         call = _Call(inputs)
         for part in call.parts():
             part.forward(y, den if save else None)
