@@ -292,11 +292,11 @@ def repair_kernel(
                     b = tl.full([], i, tl.int64)
                     for line in range(0, axis.lines):
                         t = tl.where(target < axis.length, target * axis.step + line * axis.between, T)
-                        base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, B, T, width, BT)
+                        base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, T, width, BT)
                         top = find_lost(DEN, den, b, head, t, T, heads)[:, None]
                         for other in range(0, axis.lines):
                             s = tl.where(source < axis.length, source * axis.step + other * axis.between, T)
-                            k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, B, T, width)
+                            k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, T, width)
                             p = tl.exp((k - base[:, None]) + (w - bias[:, None])) * top
                             sums += p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION)
     place = (head * axis.length + target[:, None]) * axis.length + source[None, :]

@@ -22,12 +22,12 @@ def load_tokens(X, MASK, strides, b, head, t, c, T, C):
 
 
 @triton.jit
-def load_keys(K, MASK, strides, b, t, B, T):
-    """Load keys (b, t) in float32, minus infinity at masked tokens and outside the sequences."""
-    seen = (b < B)[:, None] & (t < T)[None, :]
+def load_keys(K, MASK, strides, b, head, t, T):
+    """Load keys t of a head of a sequence in float32, minus infinity at masked tokens and outside the sequence."""
+    seen = t < T
     if MASK is not None:
-        seen = seen & (tl.load(MASK + b[:, None] * T + t[None, :], mask=seen, other=0) != 0)
-    place = b[:, None] * strides[0] + t[None, :] * strides[1]
+        seen = seen & (tl.load(MASK + b * T + t, mask=seen, other=0) != 0)
+    place = b * strides[0] + t * strides[1] + head * strides[2]
     return tl.load(K + place, mask=seen, other=float('-inf')).to(tl.float32)
 
 
@@ -38,12 +38,12 @@ def is_pair(bias):
 
 
 @triton.jit
-def load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width):
+def load_logits(K, MASK, BIAS, strides, b, head, t, s, T, width):
     """Load keys (1, s), minus infinity for missing ones, and biases (t, s) of a head.
 
     BIAS is a window, or a table along rows and one along columns, whose sum is the bias of AFT-axial.
     """
-    k = load_keys(K + head * strides[2], MASK, strides, b + tl.arange(0, 1), s, B, T)
+    k = load_keys(K, MASK, strides, b, head, s, T)[None, :]
     if is_pair(BIAS):
         s, t = tl.minimum(s, T - 1)[None, :], tl.minimum(t, T - 1)[:, None]
         height = T // width
@@ -56,12 +56,12 @@ def load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width):
 
 
 @triton.jit
-def find_terms(K, MASK, BIAS, strides, b, head, t, B, T, width, BS: tl.constexpr):
+def find_terms(K, MASK, BIAS, strides, b, head, t, T, width, BS: tl.constexpr):
     """Return for each target key and bias of its largest term, and the sum of terms relative to it."""
     base = tl.full([t.shape[0]], FLOOR, tl.float32)
     bias = tl.zeros([t.shape[0]], tl.float32)
     for start in range(0, T, BS):
-        k, w = load_logits(K, MASK, BIAS, strides, b, head, t, start + tl.arange(0, BS), B, T, width)
+        k, w = load_logits(K, MASK, BIAS, strides, b, head, t, start + tl.arange(0, BS), T, width)
         best = tl.argmax(k + w, 1)[:, None] == tl.arange(0, BS)[None, :]
         top_k = tl.sum(tl.where(best, k, 0.0), 1)
         top_w = tl.sum(tl.where(best, w, 0.0), 1)
@@ -69,7 +69,7 @@ def find_terms(K, MASK, BIAS, strides, b, head, t, B, T, width, BS: tl.constexpr
         base, bias = tl.where(rises, top_k, base), tl.where(rises, top_w, bias)
     den = tl.zeros([t.shape[0]], tl.float32)
     for start in range(0, T, BS):
-        k, w = load_logits(K, MASK, BIAS, strides, b, head, t, start + tl.arange(0, BS), B, T, width)
+        k, w = load_logits(K, MASK, BIAS, strides, b, head, t, start + tl.arange(0, BS), T, width)
         den += tl.sum(tl.exp((k - base[:, None]) + (w - bias[:, None])), 1)
     return base, bias, den
 
@@ -83,10 +83,10 @@ def find_lost(DEN, sums, b, head, t, T, heads):
 
 
 @triton.jit
-def find_shares(K, MASK, BIAS, DEN, strides, b, head, t, s, B, T, width, heads, BS: tl.constexpr):
+def find_shares(K, MASK, BIAS, DEN, strides, b, head, t, s, T, width, heads, BS: tl.constexpr):
     """Return the shares of sources s in the means of underflowed targets t; 0 for other targets."""
-    base, bias, den = find_terms(K, MASK, BIAS, strides, b, head, t, B, T, width, BS)
-    k, w = load_logits(K, MASK, BIAS, strides, b, head, t, s, B, T, width)
+    base, bias, den = find_terms(K, MASK, BIAS, strides, b, head, t, T, width, BS)
+    k, w = load_logits(K, MASK, BIAS, strides, b, head, t, s, T, width)
     top = find_lost(DEN, den, b, head, t, T, heads)[:, None]
     return tl.exp((k - base[:, None]) + (w - bias[:, None])) * top
 
@@ -120,14 +120,14 @@ def forward_kernel(
     for pair in range(first, tl.minimum(first + FLAGS, total)):
         if tl.load(LOST + pair) > 0:
             b, head = tl.full([], pair // heads, tl.int64), tl.full([], pair % heads, tl.int64)
-            base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, B, T, width, BT)
+            base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, T, width, BT)
             top = tl.where(den > 0.0, 1.0 / tl.where(den > 0.0, den, 1.0), 0.0)[:, None]
             for start in range(0, C, BD):
                 c = start + tl.arange(0, BD)
                 y = tl.zeros([BT, BD], tl.float32)
                 for other in range(0, T, BT):
                     s = other + tl.arange(0, BT)
-                    k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, B, T, width)
+                    k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, T, width)
                     p = tl.exp((k - base[:, None]) + (w - bias[:, None]))
                     y = tl.dot(p, load_tokens(V, MASK, v_strides, b, head, s, c, T, C), y, input_precision=PRECISION)
                 y = y * top
@@ -154,7 +154,7 @@ def sources_kernel(
             dk = tl.zeros([BT], tl.float32)
             for other in range(0, T, BT):
                 t = other + tl.arange(0, BT)
-                p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, B, T, width, heads, BT)
+                p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, T, width, heads, BT)
                 dk += tl.sum(p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION), 0)
             # Sum over all targets before rounding to the type of v.
             for start in range(0, C, BD):
@@ -164,7 +164,7 @@ def sources_kernel(
                 dv = tl.load(DV + place, mask=inside, other=0.0).to(tl.float32)
                 for other in range(0, T, BT):
                     t = other + tl.arange(0, BT)
-                    p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, B, T, width, heads, BT)
+                    p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, T, width, heads, BT)
                     g = load_tokens(G, None, strides[0], b, head, t, c, T, C)
                     if Q is not None:
                         g = g * tl.sigmoid(load_tokens(Q, None, strides[2], b, head, t, c, T, C))
@@ -199,7 +199,7 @@ def table_kernel(
                     for y in range(tl.maximum(0, -dy), tl.minimum(height, height - dy)):
                         t = tl.where(target < width, y * width + target, T)
                         s = tl.where(source < width, (y + dy) * width + source, T)
-                        p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, B, T, width, heads, BW)
+                        p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, T, width, heads, BW)
                         sums += p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION)
     line = head * (2 * reach_y + 1) + dy + reach_y
     store_band(OUT, sums, line, target[:, None], source[None, :], width, reach_x)
