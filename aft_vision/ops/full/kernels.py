@@ -215,6 +215,7 @@ def repair_kernel(
                     _, d_logits = lost_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BD)
                     place = DBIAS + t * T + s
                     found = tl.load(place, mask=s < T, other=0.0) + tl.sum(d_logits, 1)
-                    # Several threads may have the same element: all must read it before one writes it.
+                    # Several threads may have the same element: all read it before one writes it, and after that.
                     tl.debug_barrier()
                     tl.store(place, found, mask=s < T)
+                    tl.debug_barrier()
