@@ -290,15 +290,8 @@ def find_failure(
         AcceleratorError: a kernel has made the device unusable for this process, such as by an illegal access.
     """
     try:
-        kernels, reference = (Form(module, name) for module in (OPERATORS[name].triton, OPERATORS[name].torch))
-        for shape in shapes or (SMALL,):
-            for spread in (1.0, WIDE):
-                inputs = draw_inputs(name, shape, types, device, spread)
-                wanted = _run(reference, inputs._make(map(_double, inputs)))
-                for choice in range(Tuner.most if choices is None else choices):
-                    with Tuner.choosing(choice):
-                        found = _run(kernels, inputs)
-                    _check(found, wanted, types, spread)
+        with _any_algorithm():
+            _compare(name, types, device, shapes or (SMALL,), choices)
     except torch.OutOfMemoryError:
         raise
     # Compilers, drivers and kernels raise errors of any kind.
@@ -309,6 +302,32 @@ def find_failure(
             raise torch.AcceleratorError(first_line(error)) from error
         return first_line(error)
     return None
+
+
+def _compare(name: str, types: Types, device: torch.device, shapes: Sequence[Shape], choices: int | None) -> None:
+    kernels, reference = (Form(module, name) for module in (OPERATORS[name].triton, OPERATORS[name].torch))
+    for shape in shapes:
+        for spread in (1.0, WIDE):
+            inputs = draw_inputs(name, shape, types, device, spread)
+            wanted = _run(reference, inputs._make(map(_double, inputs)))
+            for choice in range(Tuner.most if choices is None else choices):
+                with Tuner.choosing(choice):
+                    found = _run(kernels, inputs)
+                _check(found, wanted, types, spread)
+
+
+@contextlib.contextmanager
+def _any_algorithm() -> Iterator[None]:
+    # What torch's deterministic mode refuses, such as cuBLAS without its variable, says nothing about the kernels.
+    before, only_warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
 
 
 def is_lost(device: torch.device) -> bool:

@@ -398,3 +398,25 @@ def test_where_torch_may_round_products_to_tf32_the_comparison_allows_it(verify:
             verify._check((wanted[0] * (1 + 3e-3),), wanted, (torch.float32,), 1.0)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_what_the_deterministic_mode_refuses_is_no_failure_of_a_kernel(
+    verify: SimpleNamespace, triton_device: str, monkeypatch: pytest.MonkeyPatch
+):
+    from aft_vision.ops.full import triton as full
+
+    forward = full.full_forward
+
+    def strict(*args: object) -> tuple[Tensor, ...]:
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError('Deterministic behavior was enabled, but this operation is not deterministic')
+        return forward(*args)
+
+    monkeypatch.setattr(full, 'full_forward', strict)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert verify.find_failure('full', (torch.float32,), torch.device(triton_device)) is None
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
