@@ -26,7 +26,7 @@ from aft_vision.ops.common.inputs import AxialInputs, empty_denominator
 from aft_vision.ops.common.kernels import largest_keys
 from aft_vision.ops.common.launch import as_bytes, launching, product_type, products, rows
 from aft_vision.ops.conv import repair_kernels as repair
-from aft_vision.ops.conv.triton import REPAIR, strides
+from aft_vision.ops.conv.triton import REPAIR, repairs, strides
 
 # The smallest side of a product on tensor cores, and the largest number of tokens of a line in a tile.
 SMALLEST, LARGEST = 16, 32
@@ -112,10 +112,6 @@ class Layout:
         batch = min(max(1, WHOLE // elements), triton.next_power_of_2(self.B))
         return {'GROUP': group, 'HP': height, 'WP': width, 'BATCH': batch}
 
-    def repairs(self, tile: dict[str, int]) -> tuple[int, int]:
-        """Return the grid of programs that repair: heads of sequences, tiles of tokens."""
-        return triton.cdiv(self.B * self.heads, repair.FLAGS.value), triton.cdiv(self.T, tile['BT'])
-
 
 class _Call:
     """The weights, sizes and constants of a call."""
@@ -181,7 +177,7 @@ def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor]:
             call.run(columns_kernel, tensors, call.along_columns, *steps[1:3])
             tensors = q_, halfway, call.peak, call.tables.rows, *results
             call.run(rows_kernel, tensors, call.along_rows, steps[0], steps[3])
-        repair.forward_kernel[layout.repairs](
+        repair.forward_kernel[repairs(k)](
             *(q_, k_, v_, call.mask, call.biases, y, call.lost),
             *(layout.B, layout.T, call.width, layout.heads, layout.C, *steps),
             PRECISION=call.constants['PRECISION'],
@@ -210,7 +206,7 @@ def axial_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: AxialInputs, ne
         tensors = grad_, y_, den, q_, k_, v_, call.mask, call.biases, call.lost
         sizes = layout.B, layout.T, call.width, layout.heads, layout.C
         steps, precision = (tuple(strides(grad_, y_, q_, v_)), *strides(k_)), call.constants['PRECISION']
-        repair.sources_kernel[layout.repairs](
+        repair.sources_kernel[repairs(k)](
             *(*tensors, dk, dv, *sizes, *steps), *strides(dv), PRECISION=precision, **REPAIR
         )
         if need_bias:

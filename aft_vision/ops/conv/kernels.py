@@ -14,12 +14,13 @@ from aft_vision.ops.common.kernels import FLOOR, LIMIT
 
 @triton.jit
 def find_elements(B, heads, BB: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr):
-    """Return the token of a program and its sequences, heads, and channels of a head."""
+    """Return the token of a program, its sequences, heads, and channels of a head, and which of the first two exist."""
     b_tiles, h_tiles = tl.cdiv(B, BB), tl.cdiv(heads, BH)
     program = tl.program_id(0)
     b = (program % b_tiles * BB + tl.arange(0, BB)).to(tl.int64)
     h = (program // b_tiles % h_tiles * BH + tl.arange(0, BH)).to(tl.int64)
-    return program // (b_tiles * h_tiles), b[:, None, None], h[None, :, None], tl.arange(0, BC)[None, None, :]
+    b, h = b[:, None, None], h[None, :, None]
+    return program // (b_tiles * h_tiles), b, h, tl.arange(0, BC)[None, None, :], (b < B) & (h < heads)
 
 
 @triton.jit
@@ -30,14 +31,16 @@ def load_elements(X, strides, b, t, h, c, C: tl.constexpr, seen, other):
 
 
 @triton.jit
-def load_exponentials(K, MASK, PEAK, strides, b, t, h, B, T, heads, total):
-    """Load exp(k - peak) of a token, 0 where it is masked or outside the sequence, and whether it counts."""
-    seen = (b < B) & (t < T) & (h < heads)
-    peak = tl.load(PEAK + b * total + h, mask=(b < B) & (h < heads), other=0.0)
+def load_source(
+    K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, B, T, total, C: tl.constexpr
+):  # fmt: skip
+    """Load exp(k - peak) and v of a token, 0 where it is masked or outside the sequence."""
+    seen = inside & (t < T)
     if MASK is not None:
-        seen = seen & (tl.load(MASK + b * T + t, mask=(b < B) & (t < T), other=0) != 0)
-    k = tl.load(K + b * strides[0] + t * strides[1] + h * strides[2], mask=seen, other=float('-inf'))
-    return tl.exp(k.to(tl.float32) - peak), seen
+        seen = seen & (tl.load(MASK + b * T + t, mask=seen, other=0) != 0)
+    k = tl.load(K + b * k_strides[0] + t * k_strides[1] + h * k_strides[2], mask=seen, other=float('-inf'))
+    ek = tl.exp(k.to(tl.float32) - tl.load(PEAK + b * total + h, mask=inside, other=0.0))
+    return ek, load_elements(V, v_strides, b, t, h, c, C, seen, 0.0)
 
 
 @triton.jit
@@ -93,10 +96,8 @@ def terms_kernel(
     C: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Write the terms e^k v of each channel, and e^k, of one token."""
-    t, b, h, c = find_elements(B, heads, BB, BH, BC)
-    ek, seen = load_exponentials(K, MASK, PEAK, k_strides, b, t, h, B, T, heads, total)
-    v = load_elements(V, v_strides, b, t, h, c, C, seen, 0.0)
-    inside = (b < B) & (h < heads)
+    t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
+    ek, v = load_source(K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, B, T, total, C)
     place = TERMS + (h * length + t) * columns + b
     tl.store(place + c * B, ek * v, mask=inside & (c < C))
     tl.store(place + C * B, ek, mask=inside)
@@ -108,8 +109,7 @@ def results_kernel(
     C: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Compute y of one token from its sums, and the denominators if DEN is given, and mark underflowed ones."""
-    t, b, h, c = find_elements(B, heads, BB, BH, BC)
-    inside = (b < B) & (h < heads)
+    t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
     place = SUMS + (h * length + t) * columns + b
     den = tl.load(place + C * B, mask=inside, other=1.0)
     y = tl.load(place + c * B, mask=inside & (c < C), other=0.0) / tl.maximum(den, LIMIT)
@@ -129,8 +129,7 @@ def targets_kernel(
     C: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of q and of the sums of one token, 0 where the denominator underflowed; marks those."""
-    t, b, h, c = find_elements(B, heads, BB, BH, BC)
-    inside = (b < B) & (h < heads)
+    t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
     seen = inside & (t < T)
     g = load_elements(G, g_strides, b, t, h, c, C, seen, 0.0)
     gy = g * load_elements(Y, y_strides, b, t, h, c, C, seen, 0.0)
@@ -155,10 +154,8 @@ def sources_kernel(
     C: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of k and v of one token from those of its terms."""
-    t, b, h, c = find_elements(B, heads, BB, BH, BC)
-    ek, seen = load_exponentials(K, MASK, PEAK, k_strides, b, t, h, B, T, heads, total)
-    v = load_elements(V, v_strides, b, t, h, c, C, seen, 0.0)
-    inside = (b < B) & (h < heads)
+    t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
+    ek, v = load_source(K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, B, T, total, C)
     place = SUMS + (h * length + t) * columns + b
     d = tl.load(place + c * B, mask=inside & (c < C), other=0.0)
     dk = tl.sum(d * v, 2)[:, :, None] + tl.load(place + C * B, mask=inside, other=0.0)

@@ -84,10 +84,6 @@ class _Call:
         for first in range(0, self.heads, step):
             yield _Part(self, first, min(step, self.heads - first))
 
-    def repairs(self) -> tuple[int, int]:
-        """Return the grid of programs that repair: heads of sequences, tiles of tokens."""
-        return triton.cdiv(self.B * self.heads, repair.FLAGS.value), triton.cdiv(self.T, REPAIR['BT'])
-
 
 class _Part:
     """Some heads of a call, which start at `first`."""
@@ -162,7 +158,7 @@ def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
         call = _Call(inputs)
         for part in call.parts():
             part.forward(y, den if save else None)
-        repair.forward_kernel[call.repairs()](
+        repair.forward_kernel[repairs(call.k)](
             *(call.q, call.k, call.v, call.mask, call.window, y, call.lost),
             *(*call.sizes, *strides(call.q, call.k, call.v, y)),
             PRECISION=precision(),
@@ -187,7 +183,7 @@ def conv_backward(
                 lines.add(multiply(slopes, part.terms().mT), sums[part.first :])
         tensors = grad, y, den, call.q, call.k, call.v, call.mask, call.window, call.lost
         steps = tuple(strides(grad, y, call.q, call.v)), *strides(call.k)
-        repair.sources_kernel[call.repairs()](
+        repair.sources_kernel[repairs(call.k)](
             *(*tensors, dk, dv, *call.sizes, *steps), *strides(dv), PRECISION=precision(), **REPAIR
         )
         dkernel = kernel.new_empty(0)
@@ -206,6 +202,12 @@ def conv_backward(
                 BI=GRADIENT_TILE,
             )
     return k.new_empty(0) if dq is None else dq, dk.to(k.dtype), dv, dkernel
+
+
+def repairs(k: Tensor) -> tuple[int, int]:
+    """Return the grid of programs that repair: heads of sequences, tiles of tokens."""
+    B, T, heads = k.shape
+    return triton.cdiv(B * heads, repair.FLAGS.value), triton.cdiv(T, REPAIR['BT'])
 
 
 class _Lines:
