@@ -31,7 +31,7 @@ from aft_vision.layers import (
     PairwiseBias,
     StandardizedKernel,
 )
-from aft_vision.layers.block import InplaceGELU
+from aft_vision.layers.fused import FusedLinear, InplaceGELU
 from aft_vision.layers.mixers import MIXERS
 from aft_vision.models import AFTVisionTransformer
 from aft_vision.models.attention_block import AttentionBlock
@@ -61,7 +61,7 @@ NORMS = (LayerNorm, nn.LayerNorm)
 PARTS = (
     *(AFTVisionTransformer, AFTPatchEmbed, AFTBlock, AttentionBlock, Attention, Mlp, LayerScale),
     *(StandardizedKernel, AxisBias, FactorizedBias, PairwiseBias),
-    *(nn.Sequential, nn.Conv2d, nn.Linear, nn.Identity, nn.Dropout, DropPath, PatchDropout),
+    *(nn.Sequential, nn.Conv2d, nn.Linear, FusedLinear, nn.Identity, nn.Dropout, DropPath, PatchDropout),
     *(*MIXER_NAMES, *ACTIVATION_NAMES, *NORMS),
 )
 # The argument of the model by which a part of another type is avoided, by the last name of that part.

@@ -17,6 +17,7 @@ from timm.layers import (
 )
 from torch import Tensor, nn
 
+from aft_vision.layers.fused import fuse_mlp
 from aft_vision.layers.mixers import AFTMixer, create_mixer
 
 
@@ -57,26 +58,6 @@ class AFTPatchEmbed(PatchEmbed):
         elif self.output_fmt != Format.NCHW:
             x = nchw_to(x, self.output_fmt)
         return self.norm(x)
-
-
-class InplaceGELU(nn.GELU):
-    """A GELU that in evaluation overwrites its input, in an ordinary call without gradients.
-
-    The hidden values of an MLP are its largest tensors. With a second one, the allocator returns their memory to the
-    system in every block and gets it back page by page.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.jit.is_scripting():
-            return F.gelu(x, approximate=self.approximate)
-        return self._ordinary(x)
-
-    @torch.jit.unused
-    def _ordinary(self, x: Tensor) -> Tensor:
-        watched = type(x) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if watched or self.training or torch.is_grad_enabled():
-            return F.gelu(x, approximate=self.approximate)
-        return torch.ops.aten.gelu_(x, approximate=self.approximate)
 
 
 class AFTBlock(nn.Module):
@@ -129,16 +110,15 @@ class AFTBlock(nn.Module):
 
     @torch.jit.ignore
     def fuse(self) -> 'AFTBlock':
-        """Fuse the mixer for inference, and let the GELU of the MLP overwrite its input in evaluation.
+        """Fuse the mixer and the MLP for inference.
 
-        A hook that keeps the output of `mlp.fc1` must copy it.
+        A hook that keeps the output of `mlp.fc1` must copy it: the GELU overwrites it.
 
         Returns:
             The block itself, as `timm.utils.reparameterize_model` expects.
         """
         self.attn.fuse()
-        if type(self.mlp) is Mlp and type(self.mlp.act) is nn.GELU:
-            self.mlp.act = InplaceGELU(self.mlp.act.approximate).train(self.mlp.act.training)
+        fuse_mlp(self.mlp)
         return self
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from aft_vision import ops
-from aft_vision.layers.block import AFTBlock, InplaceGELU
+from aft_vision.layers.block import AFTBlock
+from aft_vision.layers.fused import FusedLinear, InplaceGELU
 from aft_vision.layers.mixers import AFTFull, AFTLocal, AFTMixer, AFTSimple, resolve_num_heads
 from aft_vision.layers.position_bias import FactorizedBias
 
@@ -232,17 +233,17 @@ class CausalBlock(AFTBlock):
 COMPILED: dict[str, tuple[type[nn.Module], ...]] = {
     'norm1': (LayerNorm,),
     'attn': tuple(MIXERS.values()),
-    'attn.qkv': (nn.Linear,),
-    'attn.proj': (nn.Linear, nn.Identity),
+    'attn.qkv': (nn.Linear, FusedLinear),
+    'attn.proj': (nn.Linear, FusedLinear, nn.Identity),
     'attn.proj_drop': (nn.Dropout,),
     'ls1': (nn.Identity,),
     'norm2': (LayerNorm,),
     'mlp': (Mlp,),
-    'mlp.fc1': (nn.Linear,),
+    'mlp.fc1': (nn.Linear, FusedLinear),
     'mlp.act': (nn.GELU, InplaceGELU),
     'mlp.drop1': (nn.Dropout,),
     'mlp.norm': (nn.Identity,),
-    'mlp.fc2': (nn.Linear,),
+    'mlp.fc2': (nn.Linear, FusedLinear),
     'mlp.drop2': (nn.Dropout,),
     'ls2': (nn.Identity,),
 }

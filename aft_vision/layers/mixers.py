@@ -13,6 +13,7 @@ from timm.layers import is_exportable, register_notrace_function, to_2tuple, tru
 from torch import Tensor, nn
 
 from aft_vision import ops
+from aft_vision.layers.fused import fuse_linear
 from aft_vision.layers.position_bias import (
     AxisBias,
     FactorizedBias,
@@ -73,7 +74,7 @@ class AFTMixer(nn.Module):
 
     @torch.jit.ignore
     def fuse(self) -> 'AFTMixer':
-        """Precompute for inference everything that depends only on the position-bias parameters.
+        """Precompute for inference what depends only on the position-bias parameters, and fuse the projections.
 
         Returns:
             The mixer itself, as `timm.utils.reparameterize_model` expects.
@@ -81,6 +82,7 @@ class AFTMixer(nn.Module):
         for module in self.children():
             if isinstance(module, FusedModule):
                 module.fuse()
+        fuse_linear(self)
         return self
 
     @torch.jit.ignore

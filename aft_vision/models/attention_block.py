@@ -7,9 +7,18 @@ from timm.layers import register_notrace_function
 from timm.models.vision_transformer import Block
 from torch import Tensor
 
+from aft_vision.layers.fused import fuse_linear, fuse_mlp
+
 
 class AttentionBlock(Block):
     """timm's block with multi-head softmax attention among AFT blocks; its arguments are timm's."""
+
+    @torch.jit.ignore
+    def fuse(self) -> 'AttentionBlock':
+        """Fuse the linear layers for inference, as `AFTBlock.fuse`."""
+        fuse_linear(self.attn)
+        fuse_mlp(self.mlp)
+        return self
 
     # The grid is for AFT mixers: attention has no position bias.
     def forward(  # type: ignore[override]

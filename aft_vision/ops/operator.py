@@ -202,11 +202,15 @@ def _warn_once(name: str, backend: str) -> None:
 
 
 def _is_watched(args: Sequence[Any]) -> bool:
-    """Return whether a call must go through the dispatcher of torch, as one operator.
+    """Return whether a call must go through the dispatcher of torch, as one operator."""
+    return not is_ordinary(args) or torch.autograd._profiler_enabled()
 
-    Compilers, traces, transforms, forward mode, modes, profiles and subclasses see operators. So do tensors whose
-    memory holds other numbers than they have, such as negated views. Plain tensors in an ordinary call, with gradients
-    or without, need none.
+
+def is_ordinary(args: Sequence[Any]) -> bool:
+    """Return whether a call, with gradients or without, has plain tensors, and nothing but a profile sees operators.
+
+    Compilers, traces, transforms, forward mode, modes and subclasses see them. So do tensors whose memory holds other
+    numbers than they have, such as negated views.
     """
     core = torch._C
     if (
@@ -215,19 +219,18 @@ def _is_watched(args: Sequence[Any]) -> bool:
         or core._are_functorch_transforms_active()
         or core._len_torch_dispatch_stack()
         or core._len_torch_function_stack()
-        or torch.autograd._profiler_enabled()
         or forward_ad._current_level >= 0
     ):
-        return True
+        return False
     keys = core._dispatch_keys
     for x in args:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
             if keys(x).raw_repr() not in _PLAIN and not _learn_plain_keys(x):
-                return True
+                return False
         elif x is not None and kind not in _CONSTANTS:
-            return True
-    return False
+            return False
+    return True
 
 
 def _learn_plain_keys(x: Tensor) -> bool:

@@ -1,0 +1,147 @@
+"""The layers of fused models: the values of torch's, and where they compute otherwise than torch."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, randn
+from timm.utils import reparameterize_model
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from aft_vision.layers import fused
+from aft_vision.layers.fused import FusedLinear, fuse_linear, multiply_onednn
+from aft_vision.models.attention_block import AttentionBlock
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason='this torch has no oneDNN')
+ROWS, WIDTH = 200, 160
+
+
+@pytest.fixture
+def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take oneDNN for the faster library, whatever is measured."""
+    monkeypatch.setattr(fused, 'onednn_is_faster', lambda: True)
+
+
+def make_linear(bias: bool = True) -> nn.Linear:
+    layer = nn.Linear(WIDTH, WIDTH, bias=bias).eval()
+    fuse_linear(layer)
+    return layer
+
+
+def multiplies_by_onednn(function: Callable[[], object]) -> bool:
+    with torch.profiler.profile() as profile:
+        function()
+    return any('mkldnn::_linear_pointwise' in event.name for event in profile.events())
+
+
+@needs_onednn
+@pytest.mark.parametrize('rows', [(1,), (197,), (3, 50), (2, 3, 65), ()])
+@pytest.mark.parametrize(('inner', 'outer'), [(1, 1), (7, 3), (64, 200), (384, 1536)])
+@pytest.mark.parametrize('bias', [True, False])
+def test_products_of_onednn_match_float64(rows: tuple[int, ...], inner: int, outer: int, bias: bool):
+    x, weight, shift = randn(*rows, inner), randn(outer, inner, seed=1), randn(outer, seed=2) if bias else None
+    expected = F.linear(x, weight, shift)
+    for w in (weight.float(), weight.float().t().contiguous().t()):
+        got = multiply_onednn(x.float(), w, None if shift is None else shift.float())
+        assert got.shape == expected.shape
+        assert_close(got, expected, 1e-6)
+
+
+@needs_onednn
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize('faster', [True, False])
+def test_a_fused_layer_multiplies_by_the_faster_library(monkeypatch: pytest.MonkeyPatch, bias: bool, faster: bool):
+    monkeypatch.setattr(fused, 'onednn_is_faster', lambda: faster)
+    layer, x = make_linear(bias), randn(ROWS, WIDTH).float()
+    with torch.no_grad():
+        for call in (layer, torch.compile(layer, dynamic=True)):
+            call(x[1:])
+            assert multiplies_by_onednn(lambda call=call: call(x)) == faster
+            assert_close(call(x), copy.deepcopy(layer).double()(x.double()), 1e-6)
+
+
+@needs_onednn
+def test_the_measurement_is_one_of_real_numbers_and_draws_none():
+    fused._is_faster.cache_clear()
+    for mode in (FakeTensorMode(), torch.device('meta')):
+        with mode:
+            assert not fused.onednn_is_faster()
+    assert fused._is_faster.cache_info().misses == 0
+    before = torch.get_rng_state()
+    assert fused.onednn_is_faster() == fused.onednn_is_faster()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+CALLS: dict[str, Callable[[nn.Linear, Tensor], object]] = {
+    'few': lambda layer, x: layer(x[:5]),
+    'none': lambda layer, x: layer(x[:0]),
+    'strided': lambda layer, x: layer(x.t().contiguous().t()),
+    'training': lambda layer, x: layer.train()(x),
+    'double': lambda layer, x: layer.double()(x.double()),
+    'bfloat16': lambda layer, x: layer.bfloat16()(x.bfloat16()),
+    'gradients': lambda layer, x: torch.enable_grad()(lambda: layer(x).sum().backward())(),
+    'vmap': lambda layer, x: torch.func.vmap(layer)(x[None]),
+    'tangents': lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
+    'graph': lambda layer, x: make_fx(layer)(x),
+    'trace': lambda layer, x: torch.jit.trace(layer, x, check_trace=False),
+    'script': lambda layer, x: torch.jit.script(layer)(x),
+    'export': lambda layer, x: torch.export.export(layer, (x,)).module()(x),
+    'compiled training': lambda layer, x: torch.enable_grad()(
+        lambda: torch.compile(layer.train())(x).sum().backward()
+    )(),
+}
+
+
+@needs_onednn
+@pytest.mark.parametrize('name', CALLS)
+def test_every_other_call_is_one_of_torch(onednn: None, name: str):
+    with torch.no_grad():
+        assert not multiplies_by_onednn(lambda: CALLS[name](make_linear(), randn(ROWS, WIDTH).float()))
+
+
+@needs_onednn
+def test_autocast_and_modes_see_the_layer_of_torch(onednn: None):
+    layer, x = make_linear(), randn(ROWS, WIDTH).float()
+    with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        layer(x)
+    assert counter.get_total_flops() == 2 * ROWS * WIDTH * WIDTH
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    'conv': lambda: timm.create_model('aft_conv_tiny', img_size=64, depth=2),
+    'full': lambda: timm.create_model('aft_full_tiny', img_size=64, depth=2),
+    'hybrid': lambda: timm.create_model('aft_axial_tiny', img_size=64, depth=2, attention_blocks=[1]),
+    'pyramid': lambda: timm.create_model('aft_pyramid_nano'),
+}
+
+
+@needs_onednn
+@pytest.mark.parametrize('name', MODELS)
+def test_a_fused_model_multiplies_by_onednn(onednn: None, name: str):
+    model, images = MODELS[name]().eval(), randn(8, 3, 64, 64).float()
+    quick = reparameterize_model(model)
+    assert quick.state_dict().keys() == model.state_dict().keys()
+    with torch.no_grad():
+        assert multiplies_by_onednn(lambda: quick(images))
+        assert_close(quick(images), copy.deepcopy(model).double()(images.double()), 1e-5)
+    linear = [each for block in quick.modules() if hasattr(block, 'fuse') for each in block.modules()]
+    assert not any(type(each) is nn.Linear for each in linear)
+
+
+def test_hooks_and_parameters_of_a_layer_stay():
+    block, seen = AttentionBlock(64, 2).eval(), []
+    block.mlp.fc1.register_forward_hook(lambda *_: seen.append('fc1'))
+    parameters = list(block.parameters())
+    assert block.fuse() is block
+    assert type(block.attn.qkv) is FusedLinear
+    assert all(x is y for x, y in zip(block.parameters(), parameters, strict=True))
+    block(torch.zeros(1, 4, 64))
+    assert seen == ['fc1']
