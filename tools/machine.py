@@ -178,7 +178,10 @@ def _cpu_flags() -> set[str]:
 
 
 def _processor() -> str:
-    return _cpu_info('model name') or platform.processor() or platform.machine()
+    # The name of a virtual machine's processor may not tell its generation; the family does.
+    name = _cpu_info('model name') or platform.processor() or platform.machine()
+    family, model = _cpu_info('cpu family'), _cpu_info('model')
+    return f'{name} (family {family}, model {model})' if family else name
 
 
 def _cpu_info(*names: str) -> str:

@@ -74,3 +74,15 @@ def test_the_backends_are_named():
     shown = describe_backends('cpu')
     for word in ('oneDNN', 'compiled kernel', 'Triton', 'eager, cpp'):
         assert word in shown
+
+
+@pytest.mark.parametrize(
+    ('fields', 'expected'),
+    [
+        ({'model name': 'AMD EPYC', 'cpu family': '26', 'model': '2'}, 'AMD EPYC (family 26, model 2)'),
+        ({'model name': 'Neoverse-N1'}, 'Neoverse-N1'),
+    ],
+)
+def test_a_processor_is_named_with_its_generation(monkeypatch, fields, expected):
+    monkeypatch.setattr(machine, '_cpu_info', lambda *names: next((fields[x] for x in names if x in fields), ''))
+    assert machine.describe_machine('cpu').startswith(f'{expected}; ')

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from timm.utils import reparameterize_model
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from aft_vision.layers.fused import fuse_linear
 from aft_vision.timing import LEAST_SECONDS, compare_rounds, time_rounds
 from tools.benchmark.meters import peak_memory, saved_memory
 from tools.machine import autocast, free_memory
@@ -244,6 +246,13 @@ def next_to_the_paper(candidates: Sequence[Candidate]) -> list[Candidate]:
         return prepared
 
     return [first, Candidate(f'{first.name}, {PAPER_BASELINE}', prepare, False, first.baseline), *others]
+
+
+def deploy(model: nn.Module) -> nn.Module:
+    """Fuse a model or layer for inference. One of timm gets the linear layers of ours: ratios are of what differs."""
+    model = reparameterize_model(model, inplace=True)
+    fuse_linear(model)
+    return model
 
 
 def most_bytes(device: torch.device) -> float:

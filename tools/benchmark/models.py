@@ -10,13 +10,13 @@ from typing import Any
 import timm
 import torch
 from timm.models import is_model_in_modules
-from timm.utils import reparameterize_model
 from torch import Tensor, nn
 
 from aft_vision.export import Shape, export_onnx
 from aft_vision.export.verify import onnx_runner
+from aft_vision.layers.fused import onednn_is_faster
 from aft_vision.models.transfer_source import did_you_mean
-from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, draw, next_to_the_paper
+from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, deploy, draw, next_to_the_paper
 from tools.benchmark.meters import peak_resident
 from tools.benchmark.printer import Report
 
@@ -24,6 +24,8 @@ from tools.benchmark.printer import Report
 VIT_FILES = ('aft_vit', 'deit', 'vision_transformer')
 # Relative to the largest logit: whether a runtime computes the same model, not how exact it is.
 EXPORT_TOLERANCE = 1e-3
+# A baseline whose linear layers are those of torch.
+AS_TIMM = 'as timm has it'
 # (B, 3, H, W)
 Images = tuple[int, int, int, int]
 
@@ -39,7 +41,10 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
                 directions = DIRECTIONS[: 1 + args.training]
                 options = dict(dtype=args.dtype, directions=directions, count=args.batch_size)
                 options |= dict(compiled=args.compile, graph=args.graph)
-                found = compare(classifiers(names, shape, device), device, args.rounds, **options)
+                candidates = classifiers(names, shape, device)
+                if device.type == 'cpu' and not args.training and onednn_is_faster():
+                    candidates.insert(1, classifier(names[0], shape, device, fuses=False))
+                found = compare(candidates, device, args.rounds, **options)
             else:
                 # Its memory is that of its first call, which torch does not see.
                 candidates = [runtime_candidate(name, shape, runtime) for name in names]
@@ -68,23 +73,24 @@ def classifiers(names: Sequence[str], shape: Images, device: torch.device, dense
     return next_to_the_paper(found) if is_fused else found
 
 
-def classifier(name: str, shape: Images, device: torch.device, dense: bool = False) -> Candidate:
+def classifier(name: str, shape: Images, device: torch.device, dense: bool = False, fuses: bool = True) -> Candidate:
     """Return a model on images of a shape: as it is deployed, or in training.
 
     Args:
         dense: It gives features, the last three maps, of images of any size, in place of logits.
+        fuses: False leaves it as timm has it.
     """
 
     def prepare(training: bool) -> Prepared:
         model = create(name, shape[2:], dense).to(device).train(training)
-        if not (training or dense):
-            model = reparameterize_model(model, inplace=True)
+        if fuses and not (training or dense):
+            model = deploy(model)
         images = draw(*shape).to(device)
         leaves = [each for each in model.parameters() if training]
         learn = (lambda maps: sum(x.float().mean() for x in maps).backward()) if dense else None
         return Prepared(lambda: model(images), leaves, [images, *model.buffers()], learn)
 
-    return Candidate(name, prepare)
+    return Candidate(name if fuses else f'{name}, {AS_TIMM}', prepare, compiles=fuses)
 
 
 def runtime_candidate(name: str, shape: Images, runtime: str, threads: int | None = None) -> Candidate:

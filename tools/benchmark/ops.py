@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from timm.layers import Attention
-from timm.utils import reparameterize_model
 from torch import Tensor, nn
 
 from aft_vision import ops
 from aft_vision.layers import AFTConv, AFTFull, AFTSimple, CausalAttention, CausalLocal, CausalSimple
-from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, draw, next_to_the_paper
+from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, deploy, draw, next_to_the_paper
 from tools.benchmark.printer import Report
 from tools.benchmark.scaling import measure_until, report_fits
 from tools.machine import PRECISIONS
@@ -200,7 +199,7 @@ def layer_candidates(layers: dict[str, Callable[[], nn.Module]], shape: Size, de
         layer = layers[name]().to(device).train(training)
         x = draw(*shape).to(device).requires_grad_(training)
         if not training:
-            layer = reparameterize_model(layer, inplace=True)
+            layer = deploy(layer)
         rest = (grid_of(shape[1]),) if isinstance(layer, AFTConv) else ()
         return Prepared(lambda: layer(x, *rest), [x, *layer.parameters()])
 

@@ -7,11 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.utils import reparameterize_model
 from torch import nn
 
 from aft_vision.timing import synchronize
-from tools.benchmark.compare import draw
+from tools.benchmark.compare import deploy, draw
 from tools.benchmark.models import create, model_names
 from tools.benchmark.printer import Report
 
@@ -29,7 +28,7 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
     found: dict[tuple[Any, str, str], list[float]] = defaultdict(list)
     for size in args.sizes:
         images = draw(args.batch_size, 3, *size).to(device)
-        models = {name: reparameterize_model(create(name, size), inplace=True).to(device) for name in names}
+        models = {name: deploy(create(name, size)).to(device) for name in names}
         clocks = {name: _watch(model, device) for name, model in models.items()}
         for turn in range(args.rounds + 1):
             for name, clock in clocks.items():
