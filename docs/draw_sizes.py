@@ -1,9 +1,9 @@
 """Draw docs/images/image_sizes.png from docs/results/data/image_sizes.json, and print tables of docs/results/speed.md.
 
-They are those of these figures, and of image_sizes_zen4.json beside them, of other models on another machine.
+They are those of these figures, and of the files of TABLES beside them, of other models and of another machine.
 
 python -m tools.benchmark models --baseline deit_tiny_patch16_224 --batch-size 1 --threads 1 \
-    --models aft_conv_tiny aft_conv_tiny_k11_h32 aft_pyramid_nano cpubone_b0_bfrobust \
+    --models aft_conv_tiny aft_conv_tiny_k11_h32 aft_axial_tiny aft_full_tiny aft_pyramid_nano cpubone_b0_bfrobust \
     --runtimes torch onnxruntime --json docs/results/data/image_sizes.json
 python docs/draw_sizes.py
 """
@@ -15,6 +15,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).resolve().parent
+TABLES = ('image_sizes.json', 'image_sizes_xeon.json', 'image_sizes_small.json')
 # Title and colour of each model; one without a colour is only in the tables.
 MODELS = {
     'deit_tiny_patch16_224': ('DeiT tiny', 'C3'),
@@ -24,6 +25,8 @@ MODELS = {
     'aft_conv_small': ('AFT-conv small', 'C9'),
     'aft_conv_small_k11_h16': ('AFT-conv small, 16 heads', None),
     'aft_full_small': ('AFT-full small', None),
+    'aft_full_tiny': ('AFT-full tiny', None),
+    'aft_axial_tiny': ('AFT-axial tiny', None),
     'aft_pyramid_nano': ('AFT pyramid nano', 'C2'),
     'cpubone_b0_bfrobust': ('CPUBone-B0', '0.5'),
     'poolformer_s12': ('PoolFormer S12', None),
@@ -51,7 +54,7 @@ def tables(name: str) -> str:
     lines: tuple[list[str], list[str]] = ([], [])
     for (name, runtime), rows in curves.items():
         model, _, form = name.partition(', ')
-        words = [MODELS[model][0], 'attention weights in memory' if form else '']
+        words = [MODELS[model][0], 'attention weights in memory' if form.startswith('materialised') else form]
         title = ', '.join(filter(None, [*words, '' if runtime == 'torch' else runtime]))
         times = map(format_time, rows)
         peaks = (f'{row["peak_bytes"] / 2**20:.1f}' for row in rows)
@@ -87,7 +90,7 @@ def main() -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc='outside lower center', ncols=4, fontsize=9)
     figure.suptitle(report['machine'].partition('; torch')[0], fontsize=10)
     figure.savefig(DOCS / 'images' / 'image_sizes.png', dpi=150)
-    print(tables('image_sizes.json'), tables('image_sizes_zen4.json'), sep='\n\n')
+    print(*map(tables, TABLES), sep='\n\n')
 
 
 if __name__ == '__main__':
