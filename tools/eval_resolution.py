@@ -89,6 +89,7 @@ if __name__ == '__main__':
 
 import torch
 from timm.task.evaluator import ClassificationEvaluator
+from timm.utils import reparameterize_model
 from torch import nn
 
 from aft_vision.commandline import run_command
@@ -256,7 +257,7 @@ def evaluate_at(
         described = dict(zip(('height', 'width'), size, strict=True))
         described |= {'scales': [list(each) for each in view]} if len(view) > 1 else {}
     loader, class_names = create_data_loader(model, size, args, device)
-    evaluated.to(device)
+    evaluated = reparameterize_model(evaluated.to(device), inplace=True)
     reset_peak_memory(device)
     evaluator = ClassEvaluator(device, len(class_names))
     (metrics,) = evaluate_all([evaluated], loader, device, progress=sys.stderr.isatty(), evaluator=lambda: evaluator)
