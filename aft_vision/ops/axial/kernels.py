@@ -106,36 +106,6 @@ def store_means(
         tl.store(DEN + (b * T + t) * heads + head, den, mask=inside)
 
 
-@tuned(['T', 'heads', 'C', 'ROWS', 'HP', 'WP'], {}, ({}, 4), ({}, 8))
-@triton.jit
-def whole_kernel(
-    Q, K, V, MASK, PEAK, W_ROWS, W_COLUMNS, Y, DEN, LOST, B, T, width, heads, C, parts,
-    q_strides, k_strides, v_strides, y_strides,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, HP: tl.constexpr, WP: tl.constexpr, BATCH: tl.constexpr,
-    PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute y from BATCH whole grids (HP, WP), and the denominators if DEN is given."""
-    head, height = tl.program_id(1).to(tl.int64), T // width
-    c = find_channels(tl.program_id(0) % parts, C, GROUP)
-    first = (tl.program_id(0) // parts * BATCH).to(tl.int64)
-    x, y = tl.arange(0, WP), tl.arange(0, HP)
-    line = tl.arange(0, BATCH * HP)
-    b, t = (first + line // HP)[None, :], (line % HP * width)[None, :] + x[:, None]
-    inside = (b < B) & (line % HP < height)[None, :] & (x < width)[:, None]
-    ek, v = load_sources(K, V, MASK, PEAK, k_strides, v_strides, head, b, t, c, inside, T, heads, C)
-    sums = tl.reshape(ek[:, :, None] * v, [WP, BATCH * HP * GROUP]).to(PRODUCT)
-    w = load_weights(W_COLUMNS, head, x[:, None], x[None, :], width)
-    sums = tl.dot(w, sums, input_precision=PRECISION)
-    sums = tl.permute(tl.reshape(sums, [WP, BATCH, HP, GROUP]), (2, 1, 0, 3))
-    sums = tl.reshape(sums, [HP, BATCH * WP * GROUP]).to(PRODUCT)
-    w = load_weights(W_ROWS, head, y[:, None], y[None, :], height)
-    sums = tl.reshape(tl.dot(w, sums, input_precision=PRECISION), [HP, BATCH * WP, GROUP])
-    line = tl.arange(0, BATCH * WP)
-    b, t = (first + line // WP)[None, :], (line % WP)[None, :] + y[:, None] * width
-    inside = (b < B) & (line % WP < width)[None, :] & (y < height)[:, None]
-    store_means(sums, Q, Y, DEN, LOST, PEAK, q_strides, y_strides, head, b, t, c, inside, T, heads, C, GROUP)
-
-
 @tuned(KEY, LITTLE, *TILES)
 @triton.jit
 def columns_kernel(

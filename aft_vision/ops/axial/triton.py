@@ -1,13 +1,13 @@
-"""AFT-axial in Triton: a product along columns and one along rows for each head, computed where the terms are.
+"""AFT-axial on a GPU: on a small grid an AFT-conv whose kernel covers it, else a product along each axis in Triton.
 
-A small grid is one tile: both products stay in the registers of a program, and nothing but y and the denominators is
-written. A larger one takes two launches, with a workspace between them. The weights of an axis are read from a table of
+Between the product along columns and that along rows is a workspace. The weights of an axis are read from a table of
 its distances, which fits into caches.
 """
 
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,19 +20,17 @@ from aft_vision.ops.axial.kernels import (
     rows_kernel,
     sources_kernel,
     targets_kernel,
-    whole_kernel,
 )
-from aft_vision.ops.common.inputs import AxialInputs, empty_denominator
+from aft_vision.ops.common.inputs import AxialInputs, ConvInputs, empty_denominator
 from aft_vision.ops.common.kernels import largest_keys
-from aft_vision.ops.common.launch import as_bytes, launching, product_type, products, rows
+from aft_vision.ops.common.launch import as_bytes, interprets, launching, product_type, products, rows
 from aft_vision.ops.conv import repair_kernels as repair
-from aft_vision.ops.conv.triton import REPAIR, repairs, strides
+from aft_vision.ops.conv.triton import REPAIR, conv_backward, conv_forward, repairs, strides
 
 # The smallest side of a product on tensor cores, and the largest number of tokens of a line in a tile.
 SMALLEST, LARGEST = 16, 32
-# Elements of the tile of whole grids: the registers of a multiprocessor hold three programs of four warps, or one of
-# twice that for groups of channels that are not shorter than a memory transaction.
-WHOLE, SECTOR = 4096, 8
+# The longest side of a grid for AFT-conv, which multiplies by all pairs of tokens; the latter in the interpreter.
+PAIRED, FEW = 32, 4
 # With fewer channels per head than this, contiguous pieces of (B, T, D) tensors are shorter than a memory transaction.
 NEIGHBOURS = 8
 # Numbers of columns in a group.
@@ -82,9 +80,9 @@ class Layout:
         self.constants = {'GROUP': self.group, 'ROWS': min(128, max(32, triton.next_power_of_2(self.B * self.group)))}
 
     @staticmethod
-    def divide(channels: int, largest: int = GROUPS[-1]) -> tuple[int, int]:
-        """Return the number of groups of a head and their rows, at most `largest`: the fewest rows in total."""
-        choices = [(-(-channels // (group - 1)), group) for group in GROUPS if group <= largest]
+    def divide(channels: int) -> tuple[int, int]:
+        """Return the number of groups of a head and their rows: the fewest rows in total."""
+        choices = [(-(-channels // (group - 1)), group) for group in GROUPS]
         return min(choices, key=lambda choice: (choice[0] * choice[1], -choice[1]))
 
     def arrange(self, *tensors: Tensor | None) -> list[Tensor | None]:
@@ -98,19 +96,6 @@ class Layout:
         order = (2, 0, 1) if self.by_channel else (0, 1, 2)
         buffer = torch.empty([x.shape[dim] for dim in order], dtype=dtype, device=x.device)
         return buffer.permute(1, 2, 0) if self.by_channel else buffer
-
-    def whole_tile(self, height: int, width: int) -> dict[str, int] | None:
-        """Return the constants of `whole_kernel`; None for a grid that one tile cannot hold.
-
-        Smaller groups of channels must not repeat the key so often that there are more columns than in two launches.
-        """
-        height, width = _padded(height), _padded(width)
-        parts, group = self.divide(self.C, max(SECTOR, WHOLE // (height * width)))
-        elements = height * width * group
-        if elements > 2 * WHOLE or parts * group > self.parts * self.group:
-            return None
-        batch = min(max(1, WHOLE // elements), triton.next_power_of_2(self.B))
-        return {'GROUP': group, 'HP': height, 'WP': width, 'BATCH': batch}
 
 
 class _Call:
@@ -155,6 +140,8 @@ class _Call:
 
 def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor]:
     """Return y and the denominators."""
+    if _is_paired(inputs):
+        return conv_forward(_as_conv(inputs), save)
     q, k, v = inputs[:3]
     den = empty_denominator(k, v, save)
     with launching('axial_forward', v):
@@ -163,20 +150,11 @@ def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor]:
         q_, k_, v_ = layout.arrange(q, k, v)
         y = layout.like(v, v.dtype if q is None else q.dtype)
         results = y, den if save else None, call.lost
-        steps, tile = strides(q_, k_, v_, y), call.layout.whole_tile(call.height, call.width)
-        if tile is not None:
-            parts = triton.cdiv(layout.C, tile['GROUP'] - 1)
-            whole_kernel[(triton.cdiv(layout.B, tile['BATCH']) * parts, layout.heads)](
-                *(q_, k_, v_, call.mask, call.peak, *call.tables, *results),
-                *(layout.B, layout.T, call.width, layout.heads, layout.C, parts, *steps),
-                **(layout.constants | call.constants | tile),
-            )
-        else:
-            halfway = call.workspace()
-            tensors: tuple[Any, ...] = k_, v_, call.mask, call.peak, call.tables.columns, None, halfway
-            call.run(columns_kernel, tensors, call.along_columns, *steps[1:3])
-            tensors = q_, halfway, call.peak, call.tables.rows, *results
-            call.run(rows_kernel, tensors, call.along_rows, steps[0], steps[3])
+        steps, halfway = strides(q_, k_, v_, y), call.workspace()
+        tensors: tuple[Any, ...] = k_, v_, call.mask, call.peak, call.tables.columns, None, halfway
+        call.run(columns_kernel, tensors, call.along_columns, *steps[1:3])
+        tensors = q_, halfway, call.peak, call.tables.rows, *results
+        call.run(rows_kernel, tensors, call.along_rows, steps[0], steps[3])
         repair.forward_kernel[repairs(k)](
             *(q_, k_, v_, call.mask, call.biases, y, call.lost),
             *(layout.B, layout.T, call.width, layout.heads, layout.C, *steps),
@@ -188,9 +166,12 @@ def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor]:
 
 def axial_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: AxialInputs, need_bias: bool) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v and both biases."""
+    # Products are in float32, as in the torch form: the gradient of a bias sums over a whole axis, where it cancels.
+    if _is_paired(inputs):
+        *grads, dkernel = conv_backward(grad, y, den, _as_conv(inputs), need_bias, torch.float32)
+        return *grads, *(_sum_pairs(dkernel, inputs) if need_bias else [dkernel, dkernel.clone()])
     q, k, v = inputs[:3]
     with launching('axial_backward', v):
-        # As in the torch form: the gradient of a bias sums over a whole axis, where it cancels.
         call = _Call(inputs, torch.float32)
         layout = call.layout
         dq, dv = None if q is None else layout.like(q, q.dtype), layout.like(v, v.dtype)
@@ -218,6 +199,27 @@ def axial_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: AxialInputs, ne
                 weights.grad_offsets += weights.sum_by_distance(found)
         biases = [x.bias_grad() if need_bias else k.new_empty(0) for x in (call.rows, call.columns)]
     return k.new_empty(0) if dq is None else dq, dk.sum(0).to(k.dtype), dv, *biases
+
+
+def _is_paired(inputs: AxialInputs) -> bool:
+    return max(inputs.grid) <= (FEW if interprets() else PAIRED)
+
+
+def _as_conv(inputs: AxialInputs) -> ConvInputs:
+    """Return AFT-conv with the same bias of all pairs of tokens: its kernel is the sum over both axes."""
+    # At every shift of a square kernel; without those beyond it.
+    rows, columns = (F.pad(x.float(), [_margin(x, inputs)] * 2) for x in (inputs.row_bias, inputs.column_bias))
+    return ConvInputs(*inputs[:3], rows[:, :, None] + columns[:, None], inputs.grid, inputs.mask, True)
+
+
+def _sum_pairs(dkernel: Tensor, inputs: AxialInputs) -> list[Tensor]:
+    # Gradients of both biases from that of the kernel.
+    found = (inputs.row_bias, dkernel.sum(2)), (inputs.column_bias, dkernel.sum(1))
+    return [F.pad(grad, [-_margin(bias, inputs)] * 2).to(bias.dtype) for bias, grad in found]
+
+
+def _margin(bias: Tensor, inputs: AxialInputs) -> int:
+    return max(inputs.grid) - (bias.shape[1] + 1) // 2
 
 
 def _add_bias_grads(call: _Call, r: Tensor, halfway: Tensor, kv: tuple[Tensor | None, Tensor | None]) -> None:

@@ -70,6 +70,8 @@ class Shape(NamedTuple):
 
 # Several tiles of tokens and of channels; as in models, 16 divides D but not T.
 SMALL = Shape(B=2, grid=(7, 10), D=48, channels=1, window=17)
+# Further shapes of operators that compute larger inputs in another way.
+LARGER = {'axial': (Shape(B=1, grid=(33, 32), D=16, channels=4, window=17),)}
 
 
 class Operator(NamedTuple):
@@ -235,7 +237,7 @@ def verify(name: str, types: Types, device: torch.device, *shapes: Shape) -> str
 
     Args:
         types: types of q, k, v and the bias, or one for all.
-        shapes: SMALL by default.
+        shapes: SMALL and LARGER by default.
 
     Raises:
         OSError: the record cannot be written.
@@ -291,7 +293,7 @@ def find_failure(
     """
     try:
         with _any_algorithm():
-            _compare(name, types, device, shapes or (SMALL,), choices)
+            _compare(name, types, device, shapes or (SMALL, *LARGER.get(name, ())), choices)
     except torch.OutOfMemoryError:
         raise
     # Compilers, drivers and kernels raise errors of any kind.

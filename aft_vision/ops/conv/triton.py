@@ -56,9 +56,9 @@ class Window(NamedTuple):
 class _Call:
     """The sizes of a call, the tiles of its kernels, and the weights of its heads."""
 
-    def __init__(self, inputs: ConvInputs) -> None:
+    def __init__(self, inputs: ConvInputs, product: torch.dtype | None = None) -> None:
         self.q, self.k, self.v = rows(inputs.q), rows(inputs.k), rows(inputs.v)
-        self.grid, self.mask, self.product = inputs.grid, as_bytes(inputs.mask), product_type(self.v)
+        self.grid, self.mask, self.product = inputs.grid, as_bytes(inputs.mask), product or product_type(self.v)
         self.B, self.T, self.heads = self.k.shape
         self.C = self.v.shape[2] // self.heads
         self.length, self.columns = pad(self.T), pad(self.B * (self.C + 1))
@@ -168,13 +168,13 @@ def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
 
 
 def conv_backward(
-    grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need_bias: bool
+    grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need_bias: bool, product: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and kernel."""
+    """Return the gradients of q, k, v and kernel, by products of a type other than that of the forward if given."""
     q, k, v, kernel, grid = inputs[:5]
     dq, dk, dv = None if q is None else like(q), torch.empty(k.shape, dtype=torch.float32, device=k.device), like(v)
     with launching('conv_backward', v):
-        call, grad, y, den = _Call(inputs), rows(grad), rows(y), den.contiguous()
+        call, grad, y, den = _Call(inputs, product), rows(grad), rows(y), den.contiguous()
         lines = _Lines(kernel.shape[-1], grid)
         sums, repaired = (lines.empty(call.heads if need_bias else 0, v) for _ in range(2))
         for part in call.parts():

@@ -48,8 +48,8 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     # Before any module of kernels is imported: without Triton it skips, and without a GPU Triton must interpret them.
     found = request.getfixturevalue('compiled' if form.startswith('cpp') else 'triton_device')
     if form == 'triton lines':
-        # Small grids as larger ones: two launches, several tiles of a line.
-        monkeypatch.setattr('aft_vision.ops.axial.triton.WHOLE', 0)
+        # Small grids as larger ones: a product along each axis, several tiles of a line.
+        monkeypatch.setattr('aft_vision.ops.axial.triton.FEW', 0)
         monkeypatch.setattr('aft_vision.ops.axial.triton.LARGEST', 16)
     if form in ('cpp wide', 'cpp conv', 'cpp pairs'):
         # One of the two forms of AFT-conv for heads of several channels, whichever is the faster.
@@ -496,13 +496,14 @@ def test_a_sequence_without_tokens_is_zero_and_costs_torch_nothing_where_the_ker
             {'img_size': 32, 'embed_dim': 48, 'num_heads': 1, 'kernel_size': 3},
             ['conv'],
         ),
-        ('triton', 'aft_axial_tiny', {'img_size': 32, 'embed_dim': 24, 'num_heads': 2}, ['axial']),
+        ('triton', 'aft_axial_tiny', {'img_size': 32, 'embed_dim': 24, 'num_heads': 2}, ['conv']),
+        ('triton lines', 'aft_axial_tiny', {'img_size': 32, 'embed_dim': 24, 'num_heads': 2}, ['axial']),
     ],
 )
 def test_a_registered_model_runs_it_forward_and_backward(
     form: str, name: str, model: dict[str, int], expected: list[str], device: str, monkeypatch: pytest.MonkeyPatch
 ):
-    if form == 'triton':
+    if form.startswith('triton'):
         # Kernels of the same names, which come first on a CPU.
         monkeypatch.setattr('aft_vision.ops.common.cpp.library', lambda: None)
     images = torch.randn(1, 3, *[model.get('img_size', 224)] * 2, device=device)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def verify(triton_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(verify, 'is_needed', lambda device: True)
     monkeypatch.setattr(verify, 'SMALL', verify.Shape(B=1, grid=(2, 3), D=2, channels=1, window=3))
+    monkeypatch.setattr(verify, 'LARGER', {'axial': (verify.Shape(B=1, grid=(3, 5), D=2, channels=1, window=3),)})
     monkeypatch.setattr(verify, '_decisions', {})
     return verify
 
@@ -383,6 +385,20 @@ def test_a_broken_kernel_of_each_operator_is_found(
 
     monkeypatch.setattr(kernels, f'{name}_forward', broken)
     assert 'y is off' in verify.find_failure(name, (torch.float32,), device)
+
+
+def test_a_way_to_compute_larger_inputs_is_compared_too(
+    verify: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, triton_device: str
+):
+    kernels = importlib.import_module('aft_vision.ops.axial.triton')
+    forward = kernels.axial_forward
+
+    def broken(inputs: Any, save: bool) -> tuple[Tensor, Tensor]:
+        y, den = forward(inputs, save)
+        return y if kernels._is_paired(inputs) else 1.1 * y, den
+
+    monkeypatch.setattr(kernels, 'axial_forward', broken)
+    assert 'y is off' in verify.find_failure('axial', (torch.float32,), torch.device(triton_device))
 
 
 def test_where_torch_may_round_products_to_tf32_the_comparison_allows_it(verify: SimpleNamespace):
