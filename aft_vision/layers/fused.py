@@ -60,7 +60,9 @@ class FusedLinear(nn.Linear):
         weight, bias = self.weight, self.bias
         if self.training or not self.onednn or torch.is_grad_enabled() or torch.is_autocast_enabled('cpu'):
             return F.linear(x, weight, bias)
-        if not (x.is_cpu and x.dtype is torch.float32 and weight.dtype is torch.float32 and x.is_contiguous()):
+        # Subclasses, such as quantised weights, have their own products.
+        plain = type(weight) is nn.Parameter and weight.dtype is torch.float32
+        if not (plain and x.is_cpu and x.dtype is torch.float32 and x.is_contiguous()):
             return F.linear(x, weight, bias)
         if torch.compiler.is_compiling():
             return F.linear(x, weight, bias) if torch.compiler.is_exporting() else linear(x, weight, bias)

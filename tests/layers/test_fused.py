@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import timm
@@ -12,6 +13,7 @@ from timm.utils import reparameterize_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from aft_vision.layers import fused
@@ -103,6 +105,19 @@ CALLS: dict[str, Callable[[nn.Linear, Tensor], object]] = {
 def test_every_other_call_is_one_of_torch(onednn: None, name: str):
     with torch.no_grad():
         assert not multiplies_by_onednn(lambda: CALLS[name](make_linear(), randn(ROWS, WIDTH).float()))
+
+
+@needs_onednn
+@pytest.mark.parametrize('compiled', [False, True])
+def test_weights_of_a_subclass_have_their_own_product(onednn: None, compiled: bool):
+    layer, x = make_linear(), randn(ROWS, WIDTH).float()
+    with torch.no_grad():
+        expected = layer(x)
+        layer.weight, layer.bias = (nn.Parameter(TwoTensor(w.detach(), w.detach())) for w in (layer.weight, layer.bias))
+        call = torch.compile(layer) if compiled else layer
+        found: Any = call(x)
+        assert_close(found.a, expected.double(), 1e-6)
+        assert not multiplies_by_onednn(lambda: call(x))
 
 
 @needs_onednn
