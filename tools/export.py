@@ -72,7 +72,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--aten', action='store_true', help="pt2 with only torch's operators")
     parser.add_argument('--int8', choices=INT8_MODES, help='projections of the onnx file in int8')
     parser.add_argument('--data', type=Path, help='a folder of photographs for --int8')
-    parser.add_argument('--opset', type=int, help='ONNX operator set, 18 or later (default: 20)')
+    parser.add_argument('--opset', type=int, help='ONNX operator set, 18 to 25 (default: 20)')
     parser.add_argument('--tolerance', type=float, help='for onnx and pt2 (default: 1e-5)')
     parser.add_argument('--license', help="licence of the weights for hf's model card (default: the architecture's)")
     parser.add_argument(

@@ -27,8 +27,8 @@ TOLERANCE = 1e-5
 LARGE_MATRICES = 2**28
 # Largest weights of one ONNX file in bytes: protocol buffers are limited to 2 GiB.
 LARGEST_ONNX = 2**31 - 2**27
-# The first operator set that torch writes.
-OLDEST_OPSET = 18
+# Operator sets that torch writes; for others it prints a traceback and writes another one.
+OLDEST_OPSET, NEWEST_OPSET = 18, 25
 
 
 def choose_shape(
@@ -154,7 +154,7 @@ def export_onnx(
         path: Ends in .onnx.
         shape: From `choose_shape`; None makes everything dynamic that can be.
         form: Form of AFT-conv, 'conv' for any grid, or 'matmul' for one: a constant (T, T) matrix per head.
-        opset: Version of the operator set, 18 or later.
+        opset: Version of the operator set, 18 to 25.
         tolerance: Limit of the difference from PyTorch in onnxruntime, see `Check`.
 
     Returns:
@@ -166,8 +166,8 @@ def export_onnx(
             the model by more than the tolerance.
     """
     require_onnx()
-    if opset < OLDEST_OPSET:
-        raise ValueError(f'expected an operator set of {OLDEST_OPSET} or later, got opset={opset}')
+    if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
+        raise ValueError(f'expected an operator set from {OLDEST_OPSET} to {NEWEST_OPSET}, got opset={opset}')
     shape = shape or choose_shape(model, form=form)
     folded = fold(model, shape, form)
     size = sum(x.numel() * x.element_size() for x in folded.state_dict().values())
@@ -182,7 +182,7 @@ def export_onnx(
         verbose=False,
     )
     assert program is not None
-    # For a version that it does not know, torch writes another one.
+    # Older packages know fewer.
     written = program.model.opset_imports['']
     if written != opset:
         raise ValueError(

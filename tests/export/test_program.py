@@ -295,12 +295,23 @@ def test_more_weights_than_a_file_holds_are_rejected(tmp_path, monkeypatch):
         export_onnx(make(), tmp_path / 'model.onnx')
 
 
-def test_an_operator_set_that_torch_replaces_by_another_is_rejected(tmp_path):
+@pytest.mark.parametrize('opset', [program.OLDEST_OPSET - 1, program.NEWEST_OPSET + 1])
+def test_an_operator_set_that_torch_replaces_by_another_is_rejected(opset, tmp_path, caplog):
     pytest.importorskip('onnxruntime')
     pytest.importorskip('onnxscript')
-    with pytest.raises(ValueError, match='an operator set of 18 or later, got opset=17'):
-        export_onnx(make(), tmp_path / 'model.onnx', opset=17)
+    with pytest.raises(ValueError, match=f'an operator set from 18 to 25, got opset={opset}'):
+        export_onnx(make(), tmp_path / 'model.onnx', opset=opset)
+    assert not caplog.text
     assert not any(tmp_path.iterdir())
+
+
+def test_the_newest_operator_set_is_written(tmp_path):
+    onnx = pytest.importorskip('onnx')
+    pytest.importorskip('onnxruntime')
+    pytest.importorskip('onnxscript')
+    export_onnx(make(), tmp_path / 'model.onnx', opset=program.NEWEST_OPSET)
+    opsets = {each.domain: each.version for each in onnx.load(tmp_path / 'model.onnx').opset_import}
+    assert opsets[''] == program.NEWEST_OPSET
 
 
 def test_an_onnx_file_names_its_axes(onnx_file):
