@@ -87,6 +87,7 @@ from aft_vision.data.datasets import check_same_classes, open_eval_split, open_t
 from aft_vision.evaluate import peak_memory_mb
 from aft_vision.files import LAST, replacing
 from aft_vision.models.pyramid import FeaturePyramid, create_pyramid
+from aft_vision.models.state_dict import check_state_dict
 from aft_vision.models.weight_files import load_torch_file
 from tools.average_precision import average_precision
 from tools.machine import describe_machine
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     check_same_classes(training.class_names, evaluation.class_names)
     torch.manual_seed(args.seed)
     detector = create_detector(args.model, len(training.class_names), args.size, args.channels)
-    trained = train(detector, Scenes(training.dataset, 'train', args.size, args.seed), args)
+    trained = train(detector, Scenes(training.dataset, 'train', args.size, args.seed), training.class_names, args)
     scenes = Scenes(evaluation.dataset, args.split, args.size, args.seed)
     result = {
         'options': describe_options(args),
@@ -185,14 +186,14 @@ def create_detector(name: str, num_classes: int, size: int, channels: int) -> FC
     return detector.to(memory_format=torch.channels_last)
 
 
-def train(detector: FCOS, scenes: Scenes, args: argparse.Namespace) -> dict[str, Any]:
+def train(detector: FCOS, scenes: Scenes, class_names: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """Train until the processor time is used, and save.
 
     Returns:
         Updates, scenes, seconds of processor time, peak memory in MB and the mean losses between checkpoints.
 
     Raises:
-        ValueError: the checkpoint to continue from has other options.
+        ValueError: the checkpoint to continue from has other options or classes.
         FloatingPointError: the loss is not finite.
     """
     optimizer = create_optimizer_v2(detector, 'adamw', lr=args.lr, weight_decay=args.weight_decay)
@@ -200,7 +201,7 @@ def train(detector: FCOS, scenes: Scenes, args: argparse.Namespace) -> dict[str,
     state: dict[str, Any] = {'updates': 0, 'cpu_seconds': 0.0, 'peak_memory_mb': 0.0, 'history': []}
     if args.resume:
         # An older checkpoint has no peak.
-        state |= load(path, detector, optimizer, args)
+        state |= load(path, detector, optimizer, class_names, args)
     detector.train()
     losses: list[float] = []
     saved = state['cpu_seconds']
@@ -216,7 +217,7 @@ def train(detector: FCOS, scenes: Scenes, args: argparse.Namespace) -> dict[str,
             saved = state['cpu_seconds']
             state['peak_memory_mb'] = max(state['peak_memory_mb'], peak_memory_mb('cpu'))
             state['history'].append({'cpu_seconds': saved, 'loss': sum(losses) / len(losses)})
-            save(path, detector, optimizer, args, state)
+            save(path, detector, optimizer, class_names, args, state)
             say(f'{saved / 60:.1f} min, {state["updates"]} updates, loss {state["history"][-1]["loss"]:.3f}')
             losses = []
     return {**state, 'scenes': state['updates'] * args.batch_size}
@@ -252,20 +253,27 @@ def describe_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def save(
-    path: Path, detector: FCOS, optimizer: torch.optim.Optimizer, args: argparse.Namespace, state: dict[str, Any]
+    path: Path,
+    detector: FCOS,
+    optimizer: torch.optim.Optimizer,
+    class_names: list[str],
+    args: argparse.Namespace,
+    state: dict[str, Any],
 ) -> None:
     """Write a checkpoint."""
-    content = {'options': describe_options(args), 'state': state}
+    content = {'options': describe_options(args), 'class_names': class_names, 'state': state}
     content |= {'state_dict': detector.state_dict(), 'optimizer': optimizer.state_dict()}
     with replacing(path) as written:
         torch.save(content, written)
 
 
-def load(path: Path, detector: FCOS, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> dict[str, Any]:
+def load(
+    path: Path, detector: FCOS, optimizer: torch.optim.Optimizer, class_names: list[str], args: argparse.Namespace
+) -> dict[str, Any]:
     """Load a checkpoint and return its state.
 
     Raises:
-        ValueError: it is damaged, of another command, or has other options.
+        ValueError: it is damaged, of another command, or has other options or classes.
     """
     content = load_torch_file(path)
     if not isinstance(content, dict) or 'options' not in content:
@@ -274,6 +282,15 @@ def load(path: Path, detector: FCOS, optimizer: torch.optim.Optimizer, args: arg
     for name, value in content['options'].items():
         if wanted.get(name) != value:
             raise ValueError(f'expected --{name.replace("_", "-")} {value}, as in {path}, got {wanted.get(name)}')
+    # An older checkpoint has no names.
+    trained = content.get('class_names', class_names)
+    if trained != class_names:
+        differing = sorted({*trained} ^ {*class_names}) or class_names
+        raise ValueError(
+            f'expected the {len(trained)} classes of {path}, got {len(class_names)} in {args.data}, which differ in '
+            f'{", ".join(differing):.80}; give the --data of the run, or another --out'
+        )
+    check_state_dict(detector, content['state_dict'])
     detector.load_state_dict(content['state_dict'])
     optimizer.load_state_dict(content['optimizer'])
     return content['state']

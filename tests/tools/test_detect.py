@@ -140,6 +140,20 @@ def test_a_checkpoint_without_the_name_of_the_data_and_the_peak_memory_is_read(d
     assert again['peak_memory_mb'] > 0
 
 
+@pytest.mark.parametrize('has_names', [True, False])
+def test_a_run_of_other_classes_is_not_continued(data, tmp_path, monkeypatch, has_names):
+    use_clock(monkeypatch)
+    main(options(data, tmp_path, '--cpu-minutes', '0.001'))
+    content = torch.load(tmp_path / 'last.pth', weights_only=True)
+    if not has_names:
+        del content['class_names']
+        torch.save(content, tmp_path / 'last.pth')
+    fewer = link_photographs(tmp_path / data.name, 3, 3, classes=4)
+    message = r'the 10 classes of .*last\.pth, got 4' if has_names else r'cls_logits\.weight .* got'
+    with pytest.raises(ValueError, match=message):
+        main(options(fewer, tmp_path, '--cpu-minutes', '0.001', '--resume'))
+
+
 def test_there_must_be_a_run_to_continue(data, tmp_path):
     with pytest.raises(FileNotFoundError, match=r'last\.pth to continue from.*leave out --resume'):
         main(options(data, tmp_path, '--resume'))
