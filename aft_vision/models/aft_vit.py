@@ -75,7 +75,7 @@ class AFTVisionTransformer(VisionTransformer):
         standardize_kernel: False trains AFT-conv's raw kernel (Table 10), or AFT-axial's raw biases.
         global_context: False removes AFT-conv's context outside the window (Sec. 5.3).
         gumbel: True keeps one offset per head of AFT-conv (AFT Eq. 10).
-        tau: temperature of its Gumbel softmax; 0.5 by default.
+        tau: temperature of its Gumbel softmax, only with gumbel=True; 0.5 by default.
         straight_through: True samples one offset per head in training, with the gradient of the Gumbel softmax.
         window_size: s of AFT-local, in tokens along the sequence; of AFT-axial along both axes, or (rows, columns), 14
             by default.
@@ -129,6 +129,8 @@ class AFTVisionTransformer(VisionTransformer):
         attention_blocks = attention_blocks or ()
         depth = kwargs.get('depth', 12)
         check_attention_blocks(attention_blocks, range(depth))
+        if mixer == 'conv' and tau is not None and not gumbel:
+            raise ValueError(f'tau={tau} needs gumbel=True, got gumbel={gumbel}')
         conv_args = dict(kernel_size=kernel_size, standardize_kernel=standardize_kernel, global_context=global_context)
         gumbel_args = dict(gumbel=gumbel, tau=tau, straight_through=straight_through)
         bias_args = dict(window_size=window_size, factorize_bias=factorize_bias, bias_dim=bias_dim)
