@@ -3,9 +3,9 @@
 python -m tools.harden_gumbel --checkpoint FILE_OR_DIR --out DIR [--data IMAGES]
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder, of a model with gumbel=true. DIR becomes
-an exported folder with the same classes and preprocessing. `timm.create_model('local-dir:DIR', pretrained=True)` loads
-it after `import aft_vision`, and so do tools.eval_resolution (--checkpoint DIR) and the trainer (run.init_from=DIR with
-model.mixer=onehot).
+an exported folder with the same classes and preprocessing, and a model card. After `import aft_vision`,
+`timm.create_model('local-dir:DIR', pretrained=True)` loads it, and so do tools.eval_resolution (--checkpoint DIR) and
+the trainer (run.init_from=DIR with model.mixer=onehot).
 
 Prints the parameters before and after; the largest difference of logits on random images at several sizes, to the
 Gumbel model in evaluation, to the one-hot kernels as a convolution, and to the model without offsets (w = 0), which
@@ -53,7 +53,7 @@ from torch import nn
 
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import evaluate_all, load_model, resolve_device
-from aft_vision.export import export_model
+from aft_vision.export import export_model, model_card
 from aft_vision.layers import AFTOnehot
 from aft_vision.models.harden import compare_logits, convolution_form, describe_offsets, harden
 from aft_vision.sizes import check_image_size, default_size
@@ -92,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         loader, _ = create_data_loader(model, default_size(model), args, device)
         before, after = evaluate_all([model, onehot], loader, device, progress=sys.stderr.isatty())
         result['accuracy'] = {'gumbel': before, 'onehot': after}
-    export_model(onehot, args.out, model.pretrained_cfg.get('label_names') or [])
+    # In the place of the card of an earlier export.
+    export_model(onehot, args.out, model.pretrained_cfg.get('label_names') or [], card=model_card(onehot))
     (args.out / 'harden_gumbel.json').write_text(json.dumps(result, indent=2) + '\n')
     print_result(result)
     print(f'the one-hot model and harden_gumbel.json are in {args.out}')

@@ -8,6 +8,7 @@ from helpers import CLOTHING, link_photographs, randn, save_model
 from torch import nn
 
 from aft_vision.evaluate import load_model
+from aft_vision.export import export_hub_folder
 from aft_vision.layers import AFTOnehot
 from aft_vision.models.attention_block import AttentionBlock
 from tools import eval_resolution
@@ -65,6 +66,16 @@ def test_the_results_are_written(exported):
     assert before['samples'] == after['samples'] == 200
     assert before['top1'] == after['top1']
     assert before['loss'] == pytest.approx(after['loss'], rel=1e-5)
+
+
+def test_the_card_of_another_model_in_the_folder_is_replaced(checkpoint, tmp_path):
+    export_hub_folder(load_model(checkpoint), tmp_path, parts=[])
+    before = (tmp_path / 'README.md').read_text()
+    result = main(['--checkpoint', str(checkpoint), '--out', str(tmp_path)])
+    card = (tmp_path / 'README.md').read_text()
+    assert f'{result["parameters"]["gumbel"]:,}' in before
+    assert f'{result["parameters"]["gumbel"]:,}' not in card
+    assert f'{result["parameters"]["onehot"]:,}' in card
 
 
 def test_the_printed_tables_have_a_row_for_each_size_and_layer(checkpoint, tmp_path, capsys):
