@@ -17,6 +17,15 @@ from pathlib import Path
 
 from tools.arguments import CommandParser
 
+# The keys of a config file in errors about a data set, and the options that set them here.
+OPTIONS = {
+    'set data.download=true': 'give --download',
+    'data.dir': '--data',
+    'data.name': '--name',
+    'data.num_classes': '--num-classes',
+    'data.target_key': '--target-key',
+}
+
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
@@ -43,6 +52,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for option in ('input_key', 'target_key', 'num_classes', 'download'):
         if getattr(args, option) and not args.name:
             parser.error(f'--{option.replace("_", "-")} belongs to a data set of --name')
+    if args.skip_corrupt and args.name and not args.name.lower().startswith('hfds/'):
+        parser.error(f'--skip-corrupt belongs to a folder, a tar file or a data set of hfds/, got --name {args.name}')
     return args
 
 
@@ -50,7 +61,7 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
-from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split
+from aft_vision.data.datasets import NO_SPLIT, Source, Split, check_same_classes, open_eval_split
 from tools.machine import count_cores
 
 
@@ -84,19 +95,29 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def open_split(args: argparse.Namespace, name: str) -> Split:
-    """Open any split for evaluation, so that a skipped image is left out and not replaced."""
-    source = Source(
-        dir=args.data,
-        name=args.name,
-        # `val` means the evaluation split of any name.
-        eval_split=None if name == 'val' else name,
-        download=args.download,
-        num_classes=args.num_classes,
-        input_key=args.input_key,
-        target_key=args.target_key,
-        on_corrupt_image='skip' if args.skip_corrupt else 'raise',
-    )
-    return open_eval_split(source, 1)
+    """Open any split for evaluation, so that a skipped image is left out and not replaced.
+
+    Raises:
+        ValueError: the split or an option is not valid.
+    """
+    try:
+        source = Source(
+            dir=args.data,
+            name=args.name,
+            # `val` means the evaluation split of any name.
+            eval_split=None if name == 'val' else name,
+            download=args.download,
+            num_classes=args.num_classes,
+            input_key=args.input_key,
+            target_key=args.target_key,
+            on_corrupt_image='skip' if args.skip_corrupt else 'raise',
+        )
+        return open_eval_split(source, 1)
+    except ValueError as error:
+        message = str(error).replace(NO_SPLIT, '; --splits names those to write')
+        for key, option in OPTIONS.items():
+            message = message.replace(key, option)
+        raise ValueError(message) from error
 
 
 if __name__ == '__main__':

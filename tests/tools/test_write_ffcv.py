@@ -54,6 +54,7 @@ def test_ffcv_files_are_not_written_again(tmp_path):
     [
         (['--max-resolution', '20000'], ValueError, 'max_resolution to be from 1 to 18918, got 20000'),
         (['--num-classes', '7'], SystemExit, '2'),
+        (['--name', 'torch/cifar10', '--skip-corrupt'], SystemExit, '2'),
     ],
 )
 def test_options_that_cannot_be_are_refused(tmp_path, more, error, message):
@@ -61,6 +62,24 @@ def test_options_that_cannot_be_are_refused(tmp_path, more, error, message):
     with pytest.raises(error, match=message):
         main(['--data', str(folder), '--out', str(tmp_path / 'out'), '--splits', 'val', '--workers', '0', *more])
     assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ([], 'expected --data or --name'),
+        (['--name', 'torch/cifar10'], 'expected --data, the folder of torch/cifar10'),
+        (['--name', 'torch/cifar10', '--data', 'missing'], 'check --name, --data, .* or give --download'),
+        (['--name', 'other/x'], '--name must begin with one of torch/'),
+        (['--data', 'train_only'], '--splits names those to write'),
+    ],
+)
+def test_errors_of_the_data_set_name_the_options(tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path / 'train_only', {'train': ['a']})
+    with pytest.raises(ValueError, match=message) as caught:
+        main([*options, '--out', 'out', '--workers', '0'])
+    assert 'data.' not in str(caught.value)
 
 
 def test_nothing_is_written_where_a_split_is_missing_and_val_is_whatever_it_is_called(tmp_path):
