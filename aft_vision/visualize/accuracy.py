@@ -130,12 +130,15 @@ def draw_groups(groups: dict[str, list[Judged]], label: str, total: float) -> An
     return figure
 
 
-def draw_examples(judged: Sequence[Judged], names: Sequence[str], model: Any, most: int = 6) -> Any:
+def draw_examples(
+    judged: Sequence[Judged], names: Sequence[str], model: Any, most: int = 6, size: tuple[int, int] | None = None
+) -> Any:
     """Draw photographs with their class above and the prediction below, a row of right ones and a row of wrong ones.
 
     Args:
         judged: At least one photograph.
         most: Photographs of a row, evenly spaced.
+        size: As in `judge`.
 
     Returns:
         A matplotlib Figure.
@@ -151,7 +154,7 @@ def draw_examples(judged: Sequence[Judged], names: Sequence[str], model: Any, mo
             axes.set_axis_off()
         color = 'C2' if row[0].is_right else 'C3'
         for axes, each in zip(panels, row, strict=False):
-            axes.imshow(load_photograph(each.path, model).pixels.numpy())
+            axes.imshow(load_photograph(each.path, model, size).pixels.numpy())
             axes.set_title(f'truth: {names[each.truth]}', fontsize=9, parse_math=False)
             words = f'prediction ({100 * each.probability:.0f}%):\n{names[each.prediction]}'
             axes.text(0.5, -0.04, words, transform=axes.transAxes, ha='center', va='top', fontsize=9, color=color)

@@ -158,7 +158,7 @@ def _accuracy_section(report: Report) -> str:
             parts.append(picture(figure_png(draw_groups(groups, label, share)), alt))
     alt = f'Right predictions above, wrong ones below, with the class of each image, of {len(judged)} images'
     caption = 'Evenly spaced over the right answers (above) and the wrong ones (below); percent is the probability.'
-    parts.append(picture(figure_png(draw_examples(judged, names, report.model)), alt, caption))
+    parts.append(picture(figure_png(draw_examples(judged, names, report.model, size=report.size)), alt, caption))
     return ''.join(parts)
 
 

@@ -12,9 +12,11 @@ import pytest
 import timm
 import torch
 from helpers import make_folder, photographs, save_model
+from matplotlib.axes import Axes
 from PIL import Image, ImageChops
 
 from aft_vision import __version__
+from aft_vision.visualize import report_sections
 from tools.report import main, recorded_facts
 
 CHROMIUM = next(
@@ -133,6 +135,20 @@ def test_another_model_of_the_same_name_is_told_apart(tmp_path):
     arguments = ['--checkpoint', str(checkpoint), '--images', str(tmp_path / 'images'), '--size', '32']
     text = main([*arguments, '--vit', str(checkpoint)]).read_text()
     assert 'of aft_conv_tiny and aft_conv_tiny (this one)' in text
+
+
+def test_the_examples_have_the_size_that_the_model_sees(tmp_path, monkeypatch):
+    checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV, class_names=['a', 'b', 'c'])
+    make_folder(tmp_path, {'images': ['a']}, images=1)
+    shown = []
+    monkeypatch.setattr(Axes, 'imshow', lambda self, image, *args, **kwargs: shown.append(image.shape))
+    monkeypatch.setattr(
+        'tools.report.report_sections',
+        lambda report: [each for each in report_sections(report) if each.title == 'Accuracy'],
+    )
+    main(['--checkpoint', str(checkpoint), '--images', str(tmp_path / 'images'), '--size', '48x32'])
+    [(height, width, _)] = shown
+    assert height * 32 == width * 48
 
 
 @pytest.mark.parametrize('name', ['aft_simple_tiny', 'aft_full_tiny'])
