@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from aft_vision.files import find_checkpoint, name_latest
@@ -53,12 +54,23 @@ def save_decoder(model: AFTDecoder, path: str | Path, **extra: Any) -> None:
     """Write a model made by `create_decoder` to a file that `load_decoder` reads.
 
     Args:
-        extra: more entries of the file, of types that torch.load(weights_only=True) accepts.
+        extra: more entries of the file, of types that torch.load(weights_only=True) accepts, or numbers and arrays of
+            numpy, which become Python's numbers and lists, as in the model's arguments.
     """
     if model.model_args is None:
         raise ValueError('expected a model made by create_decoder, got one without a name')
-    data = {'state_dict': model.state_dict(), 'model_args': model.model_args, 'task': model.task}
-    torch.save({**extra, **data}, path)
+    data = {**extra, 'model_args': model.model_args, 'task': model.task}
+    torch.save({**_without_numpy(data), 'state_dict': model.state_dict()}, path)
+
+
+def _without_numpy(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if type(value) is dict:
+        return {key: _without_numpy(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_numpy, value))
+    return value
 
 
 def load_decoder(path: str | Path, device: torch.device | str = 'cpu') -> AFTDecoder:

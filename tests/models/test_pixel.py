@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import generator
@@ -129,6 +130,18 @@ def test_a_checkpoint_gives_the_model_back(name: str, tmp_path: Path):
     tokens = torch.zeros(1, model.context, dtype=torch.int64)
     assert torch.equal(loaded(tokens), model(tokens))
     assert torch.load(tmp_path / 'model.pt', weights_only=True)['epoch'] == 3
+
+
+def test_a_decoder_with_numbers_of_numpy_is_read_back(tmp_path: Path):
+    sizes = dict(img_size=(np.int64(4), np.int64(4)), depth=np.int32(1), dim=np.int64(4), dropout=np.float64(0.5))
+    model = create_decoder('aft_simple_pixel', **sizes).eval()
+    save_decoder(model, tmp_path / 'model.pt', history=[{'loss': np.float32(0.5)}], shape=np.array([4, 4]))
+    loaded = load_decoder(tmp_path / 'model.pt')
+    assert loaded.model_args['kwargs'] == dict(img_size=(4, 4), depth=1, dim=4, dropout=0.5)
+    tokens = torch.zeros(1, model.context, dtype=torch.int64)
+    assert torch.equal(loaded(tokens), model(tokens))
+    content = torch.load(tmp_path / 'model.pt', weights_only=True)
+    assert (content['history'], content['shape']) == ([{'loss': 0.5}], [4, 4])
 
 
 @pytest.mark.parametrize(
