@@ -134,7 +134,7 @@ def answer(model: Any, path: str | Path, side: int, query: tuple[float, float]) 
     if has_keys(model):
         # A hybrid has blocks of attention too, whose keys are not drawn.
         _, layers = capture_mixers(model, photograph.images)
-        chosen = choose(len(layers), MAX_LAYERS)
+        chosen = [layers[index].layer for index in choose(len(layers), MAX_LAYERS)]
         keys = draw(draw_key_maps(photograph, layers, max_heads=MAX_HEADS, chosen_layers=chosen))
     chosen = choose(len(model.blocks), MAX_LAYERS)
     attention = draw(draw_attention(photograph, model, token, max_heads=MAX_HEADS, chosen_layers=chosen))

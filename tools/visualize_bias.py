@@ -7,7 +7,7 @@ FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder. T
 of the AFT paper: for AFT-conv a row per layer and a column per head, for AFT-full and AFT-local a picture per layer.
 Red is above 0, blue below; each picture has its own scale, written below it, unless --same-scale is given.
 --exponentiated draws exp(w), as Fig. 3. --before adds the biases of another checkpoint on the left, such as the one
-before regularisation or pruning. Layers and heads count from 1.
+before regularisation or pruning. Layers and heads count from 1; layers with softmax attention count too.
 
 Writes position_biases.png next to the checkpoint (needs matplotlib).
 """

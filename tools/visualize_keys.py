@@ -6,8 +6,8 @@ python -m tools.visualize_keys --checkpoint FILE_OR_DIR --image FILE --query 4 5
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder. The first picture shows the keys, as
 Fig. 9 to 12 of the AFT paper: a row per layer and a column per head, or per channel if the model has no heads. The
 second shows the implicit attention of Eq. 3 over the photograph: the weights of all tokens for the token in row 4 and
-column 5. Rows, columns, layers and heads count from 1. The most likely classes are next to the photograph (needs
-matplotlib).
+column 5. Rows, columns, layers and heads count from 1; layers with softmax attention count too. The most likely classes
+are next to the photograph (needs matplotlib).
 """
 
 import argparse

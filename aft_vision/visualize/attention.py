@@ -18,6 +18,7 @@ from aft_vision.visualize.figure import (
     Cell,
     Top,
     check_indices,
+    check_layers,
     choose,
     colorize,
     draw_grid,
@@ -206,7 +207,7 @@ def draw_implicit_attention(
         query: (row, column) of the token, from 0.
         heads: Heads, or channels if there are none; None means evenly spaced ones.
         max_heads: Number of evenly spaced heads.
-        chosen_layers: Indices of layers; None means all.
+        chosen_layers: Indices of blocks, those with softmax attention counted; None means all.
         text: Lines next to the photograph, separated by line feeds.
 
     Returns:
@@ -219,8 +220,9 @@ def draw_implicit_attention(
     grid, prefix = layers[0].grid, layers[0].num_prefix_tokens
     token = prefix + _check_query(query, grid)
     heads = check_indices('head', heads, layers[0].k.shape[2], max_heads)
-    chosen = check_indices('layer', chosen_layers, len(layers), len(layers))
-    weights = {layer: implicit_attention(layers[layer], [token], heads)[0, :, 0, prefix:] for layer in chosen}
+    inputs = {each.layer: each for each in layers}
+    chosen = check_layers(chosen_layers, inputs)
+    weights = {layer: implicit_attention(inputs[layer], [token], heads)[0, :, 0, prefix:] for layer in chosen}
     note = 'The softmax of key + position bias. '
     return _draw_over(photograph, weights, prefix, heads, query, grid, ('Implicit attention', note, text))
 

@@ -1,7 +1,7 @@
 """Learned position biases: values, pictures and sparsity."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,14 @@ from aft_vision import ops
 from aft_vision.layers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot, AFTSimple
 from aft_vision.ops import aten
 from aft_vision.ops.causal.bias import BandBias
+from aft_vision.visualize.capture import mixer_layers
 from aft_vision.visualize.figure import (
     DIVERGING,
     SEQUENTIAL,
     Block,
     Cell,
     check_indices,
+    check_layers,
     draw_grid,
     layer_rows,
     number,
@@ -55,8 +57,12 @@ def position_biases(model: nn.Module) -> list[Tensor]:
     Raises:
         ValueError: no layer of the model has a position bias, or a mixer is of another kind.
     """
-    found = [mixer_bias(module) for module in model.modules() if isinstance(module, AFTMixer)]
-    biases = [bias.detach().float().expm1().cpu() for bias in found if bias is not None]
+    return list(_biases_by_layer(model).values())
+
+
+def _biases_by_layer(model: nn.Module) -> dict[int, Tensor]:
+    found = {layer: mixer_bias(mixer) for mixer, layer in mixer_layers(model).items()}
+    biases = {layer: bias.detach().float().expm1().cpu() for layer, bias in found.items() if bias is not None}
     if not biases:
         raise ValueError(f'expected a model with position biases, got {type(model).__name__}, which has none')
     return biases
@@ -118,9 +124,10 @@ def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, 
         threshold: A bias with |exp(w) - 1| below it counts as zero.
 
     Returns:
-        Per layer `entropy`, the mean over heads of the entropy of softmax(w) in nats, AFT Eq. 9: for AFT-conv and
-        AFT-axial over all entries of a head, before the choice of AFT Eq. 10; for AFT-full and AFT-local over the
-        sources of a target and averaged over targets; NaN for the one-hot form, whose other entries are gone.
+        Per layer with biases its number `layer` from 1, those with softmax attention counted. `entropy`, the mean over
+        heads of the entropy of softmax(w) in nats, AFT Eq. 9: for AFT-conv and AFT-axial over all entries of a head,
+        before the choice of AFT Eq. 10; for AFT-full and AFT-local over the sources of a target and averaged over
+        targets; NaN for the one-hot form, whose other entries are gone.
         `uniform`, the entropy of equal biases; of the biases that evaluation uses, `unbiased`, the fraction below the
         threshold, and `largest`, the largest |exp(w) - 1|.
 
@@ -129,7 +136,7 @@ def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, 
     """
     position_biases(model)
     rows = []
-    for mixer in (module for module in model.modules() if isinstance(module, AFTMixer)):
+    for mixer, layer in mixer_layers(model).items():
         bias = mixer_bias(mixer)
         if bias is None:
             continue
@@ -139,6 +146,7 @@ def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, 
         change = bias.cpu().double().expm1().abs()
         rows.append(
             {
+                'layer': layer + 1,
                 'entropy': _entropy(mixer, bias),
                 'uniform': math.log(bias[0].numel()),
                 'unbiased': (change < threshold).double().mean().item(),
@@ -175,7 +183,7 @@ def draw_position_biases(
         max_heads: Maximal number of columns; heads are evenly spaced.
         before: A model with the same layers and heads to draw on the left.
         heads: Indices of heads; None means evenly spaced ones.
-        layers: Indices of layers; None is all.
+        layers: Indices of blocks, those with softmax attention counted; None is all that have biases.
         exponentiated: Draw exp(w) from the smallest to the largest value, as AFT Fig. 3 does.
         same_scale: One scale for all pictures.
 
@@ -189,14 +197,13 @@ def draw_position_biases(
     if max_heads < 1:
         raise ValueError(f'max_heads must be at least 1, got {max_heads}')
     models = {'': model} if before is None else {'before': before, 'after': model}
-    biases = {title: position_biases(model) for title, model in models.items()}
+    biases = {title: _biases_by_layer(model) for title, model in models.items()}
     _check_match(list(biases.values()))
-    count = len(biases[list(biases)[-1]])
-    layers = check_indices('layer', layers, count, count)
+    layers = check_layers(layers, biases[list(biases)[-1]])
     found = [biases[title][layer] for title in biases for layer in layers]
     heads = check_indices('head', heads, len(found[0]), max_heads)
     if exponentiated:
-        biases = {title: [bias + 1 for bias in each] for title, each in biases.items()}
+        biases = {title: {layer: bias + 1 for layer, bias in each.items()} for title, each in biases.items()}
     shared = _limits(torch.cat([bias[heads].flatten() + exponentiated for bias in found]), exponentiated)
     cell = _CellMaker(exponentiated, shared if same_scale else None)
     many = len(heads) > 1
@@ -240,13 +247,13 @@ class _CellMaker:
 
 
 def _head_rows(
-    biases: Sequence[Tensor], heads: Sequence[int], layers: Sequence[int], cell: _CellMaker
+    biases: Mapping[int, Tensor], heads: Sequence[int], layers: Sequence[int], cell: _CellMaker
 ) -> list[tuple[str, list[Cell]]]:
     return layer_rows(layers, heads, lambda layer: [cell(biases[layer][head]) for head in heads])
 
 
 def _layer_rows(
-    biases: Sequence[Tensor], heads: Sequence[int], layers: Sequence[int], cell: _CellMaker
+    biases: Mapping[int, Tensor], heads: Sequence[int], layers: Sequence[int], cell: _CellMaker
 ) -> list[tuple[str, list[Cell]]]:
     cells = [cell(biases[layer][heads[0]], f'layer {layer + 1}') for layer in layers]
     columns = min(4, math.ceil(math.sqrt(len(cells))))
@@ -261,11 +268,13 @@ def _limits(values: Tensor, exponentiated: bool) -> tuple[float, float]:
     return -limit, limit
 
 
-def _check_match(biases: Sequence[list[Tensor]]) -> None:
-    shapes = {(len(each), len(each[0])) for each in biases}
-    if len(shapes) > 1:
-        (old_layers, old_heads), (layers, heads) = ((len(each), len(each[0])) for each in biases)
+def _check_match(biases: Sequence[Mapping[int, Tensor]]) -> None:
+    found = [
+        f'{len(next(iter(each.values())))} heads in the layers {", ".join(str(layer + 1) for layer in each)}'
+        for each in biases
+    ]
+    if found[0] != found[-1]:
         raise ValueError(
-            f'expected two models of as many layers and heads, got {old_layers} layers of {old_heads} heads before and '
-            f'{layers} of {heads} after'
+            f'expected two models with biases in the same layers and as many heads, got {found[0]} before and '
+            f'{found[-1]} after'
         )

@@ -21,6 +21,7 @@ class MixerInputs(NamedTuple):
         v: (B, T, D).
         grid: (H, W) of the tokens after the prefix.
         num_prefix_tokens: Number of class and register tokens, T - H * W.
+        layer: Index of its block, as in `mixer_layers`.
     """
 
     mixer: AFTMixer
@@ -29,6 +30,7 @@ class MixerInputs(NamedTuple):
     v: Tensor
     grid: tuple[int, int]
     num_prefix_tokens: int
+    layer: int = 0
 
 
 def capture_mixers(model: nn.Module, images: Tensor) -> tuple[Tensor, list[MixerInputs]]:
@@ -39,15 +41,15 @@ def capture_mixers(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Mixer
         images: (B, 3, H, W), normalised, of a size that the model supports.
 
     Returns:
-        The model's output, and one entry per layer, in order.
+        The model's output, and one entry per AFT mixer, in order.
 
     Raises:
         ValueError: the model has no AFT mixer.
     """
-    found = []
+    found, layers = [], mixer_layers(model)
 
     def keep(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
-        found.append(mixer_inputs(mixer, x, grid, prefix))
+        found.append(mixer_inputs(mixer, x, grid, prefix)._replace(layer=layers[mixer]))
 
     return run_with_hooks(model, images, AFTMixer, keep), found
 
@@ -105,6 +107,12 @@ def token_grid(model: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
     if not hasattr(patch_embed, 'dynamic_feat_size'):
         raise ValueError(f"expected a model with timm's patch_embed, got {type(model).__name__}")
     return patch_embed.dynamic_feat_size(size)
+
+
+def mixer_layers(model: nn.Module) -> dict[AFTMixer, int]:
+    """Return the AFT mixers of a model with the indices of their blocks; those with softmax attention count too."""
+    mixers = [module for module in model.modules() if isinstance(module, Attention | AFTMixer)]
+    return {mixer: layer for layer, mixer in enumerate(mixers) if isinstance(mixer, AFTMixer)}
 
 
 def find_mixers(model: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> list[nn.Module]:

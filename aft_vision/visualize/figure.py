@@ -107,6 +107,22 @@ def check_indices(kind: str, indices: Sequence[int] | None, count: int, at_most:
     return list(indices)
 
 
+def check_layers(chosen: Sequence[int] | None, layers: Iterable[int]) -> list[int]:
+    """Return the chosen ones of some layers, or all for None.
+
+    Raises:
+        ValueError: a chosen layer is not one of them.
+    """
+    layers = list(layers)
+    if chosen is None:
+        return layers
+    wrong = [layer for layer in chosen if layer not in layers]
+    if wrong or not chosen:
+        known = ', '.join(str(layer + 1) for layer in layers)
+        raise ValueError(f'expected layers with an AFT mixer ({known}), got {wrong[0] + 1 if wrong else "none"}')
+    return list(chosen)
+
+
 def frame_of(token: tuple[int, int], grid: tuple[int, int]) -> Frame:
     """Return the frame around a token (row, column) of a grid (H, W)."""
     return token[0] / grid[0], token[1] / grid[1], 1 / grid[0], 1 / grid[1]

@@ -6,7 +6,17 @@ from typing import Any
 from torch import Tensor
 
 from aft_vision.visualize.capture import MixerInputs
-from aft_vision.visualize.figure import SEQUENTIAL, Block, Cell, Top, check_indices, draw_grid, layer_rows, number
+from aft_vision.visualize.figure import (
+    SEQUENTIAL,
+    Block,
+    Cell,
+    Top,
+    check_indices,
+    check_layers,
+    draw_grid,
+    layer_rows,
+    number,
+)
 from aft_vision.visualize.photographs import Photograph
 
 
@@ -48,10 +58,11 @@ def draw_key_maps(
         ImportError: matplotlib is not installed.
     """
     heads = check_indices('head', heads, layers[0].k.shape[2], max_heads)
-    chosen = check_indices('layer', chosen_layers, len(layers), len(layers))
+    inputs = {each.layer: each for each in layers}
+    chosen = check_layers(chosen_layers, inputs)
 
     def cells(layer: int) -> Iterator[Cell]:
-        for keys in key_maps(layers[layer], heads)[0].float():
+        for keys in key_maps(inputs[layer], heads)[0].float():
             low, high = keys.min().item(), keys.max().item()
             yield Cell(keys, low, max(high, low + 1e-6), caption=number(high - low))
 

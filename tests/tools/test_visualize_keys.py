@@ -36,7 +36,7 @@ def test_a_query_draws_another_picture_than_the_keys(arguments):
     [
         (['--query', '5', '1'], 'a query row from 1 to 4 and a column from 1 to 4, got 5 and 1'),
         (['--heads', '5'], 'heads from 1 to 4, got 5'),
-        (['--layers', '0'], 'layers from 1 to 2, got 0'),
+        (['--layers', '0'], r'layers with an AFT mixer \(1, 2\), got 0'),
         (['--size', '30'], r'multiples of the patch size \(8, 8\), got \(30, 30\)'),
     ],
 )

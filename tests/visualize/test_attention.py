@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from aft_vision.layers import create_mixer
 from aft_vision.visualize import (
     MixerInputs,
+    bias_statistics,
     capture_mixers,
     draw_attention,
     draw_implicit_attention,
+    draw_key_maps,
+    draw_position_biases,
     draw_relative_attention,
     implicit_attention,
     load_photograph,
@@ -225,6 +229,23 @@ def image(tmp_path) -> Path:
     path = tmp_path / 'image.png'
     photographs(1, (40, 30))[0].save(path)
     return path
+
+
+def test_the_layers_of_a_hybrid_are_numbered_by_its_blocks(image):
+    model = make_model('conv', attention_blocks=[0]).float()
+    photograph = load_photograph(image, model, (24, 32))
+    _, layers = capture_mixers(model, photograph.images)
+    draw_keys, draw_weights = partial(draw_key_maps, photograph, layers), partial(draw_implicit_attention, photograph)
+    figures = [draw_attention(photograph, model, (1, 2)), draw_position_biases(model), draw_keys(chosen_layers=[1])]
+    figures.append(draw_weights(layers, (1, 2)))
+    texts = [[text.get_text() for text in figure.axes[0].texts] for figure in figures]
+    numbers = [[text for text in each if text.startswith('layer ')] for each in texts]
+    assert numbers == [['layer 1', 'layer 2'], ['layer 2'], ['layer 2'], ['layer 2']]
+    assert [row['layer'] for row in bias_statistics(model)] == [2]
+    with pytest.raises(ValueError, match=r'layers with an AFT mixer \(2\), got 1'):
+        draw_keys(chosen_layers=[0])
+    with pytest.raises(ValueError, match='in the layers 2 before and 4 heads in the layers 1, 2 after'):
+        draw_position_biases(make_model('conv'), before=model)
 
 
 @pytest.mark.parametrize('kind', ['conv', 'full', 'simple'])

@@ -177,13 +177,13 @@ def test_each_option_changes_the_picture(tmp_path, options):
 
 def test_models_that_do_not_match_are_rejected():
     other = timm.create_model('aft_conv_tiny', **TINY, num_heads=2, kernel_size=5)
-    with pytest.raises(ValueError, match='got 2 layers of 2 heads before and 2 of 4 after'):
+    with pytest.raises(ValueError, match='got 2 heads in the layers 1, 2 before and 4 heads in the layers 1, 2 after'):
         draw_position_biases(make_model('conv'), before=other)
 
 
 @pytest.mark.parametrize(
     ('options', 'message'),
-    [({'heads': [4]}, 'heads from 1 to 4, got 5'), ({'layers': [0, 2]}, 'layers from 1 to 2, got 3')],
+    [({'heads': [4]}, 'heads from 1 to 4, got 5'), ({'layers': [0, 2]}, r'layers with an AFT mixer \(1, 2\), got 3')],
 )
 def test_a_head_or_layer_that_is_not_there_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):
