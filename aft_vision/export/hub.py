@@ -18,7 +18,7 @@ from torch import nn
 
 from aft_vision.export.program import choose_shape, export_onnx, export_pt2
 from aft_vision.export.standalone import MODELING, TRANSFORMERS, hub_name, write_code
-from aft_vision.export.verify import Check, channels
+from aft_vision.export.verify import Check, channels, smallest_size
 from aft_vision.files import sync_directory
 from aft_vision.models import AFTPyramid, AFTVisionTransformer
 from aft_vision.models.state_dict import StateDictError, check_state_dict
@@ -258,7 +258,9 @@ def _usage(model: nn.Module, files: Collection[str]) -> str:
         name = hub_name(cfg['architecture'])
         found.append(CODE_USAGE.format(modeling=MODELING, name=name, processor=processor, transformers=TRANSFORMERS))
     found.append(ONNX_USAGE.format(sizes=sizes) if 'model.onnx' in files else '')
-    found.append(PT2_USAGE.format(sizes=sizes) if 'model.pt2' in files else '')
+    if 'model.pt2' in files:
+        least = ' of at least {} x {} pixels'.format(*smallest_size(model)) if takes_any_size(model) else ''
+        found.append(PT2_USAGE.format(sizes=sizes + least))
     heading = NEEDS_PACKAGE.format(others=' and transformers' if f'{MODELING}.py' not in files else '')
     return ''.join([*found, heading, TIMM_USAGE.format(import_aft=IMPORT_AFT, mode=mode)]).rstrip()
 

@@ -13,7 +13,7 @@ from timm.layers import Mlp
 from timm.utils import reparameterize_model
 from torch import nn
 
-from aft_vision.export.verify import Check, Shape, Size, channels, grid_steps, onnx_runner, verify
+from aft_vision.export.verify import Check, Shape, Size, channels, grid_steps, onnx_runner, smallest_size, verify
 from aft_vision.files import replacing
 from aft_vision.layers import AFTConv, AFTMixer
 from aft_vision.layers.frozen import FORMS, FlatLinear, freeze
@@ -122,8 +122,7 @@ def export_pt2(
     if form != 'conv' and not aten:
         raise ValueError(f'form={form!r} is made of aten operations: expected aten=True, got aten=False')
     shape = shape or choose_shape(model)
-    steps, least = grid_steps(model)
-    smallest = least * steps[0], least * steps[1]
+    smallest = smallest_size(model)
     if not shape.fixed_size and any(side < end for side, end in zip(shape.size, smallest, strict=True)):
         raise ValueError(
             f'expected at least {smallest} pixels for a .pt2 of any size, got {shape.size}: '

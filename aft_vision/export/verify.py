@@ -75,6 +75,12 @@ def grid_steps(model: nn.Module) -> tuple[Size, int]:
     return ((1, 1), getattr(model, 'stride', 1) + 1) if patch is None else (patch, 2)
 
 
+def smallest_size(model: nn.Module) -> Size:
+    """Return the smallest (H, W) in pixels of a program of torch.export of any size."""
+    (height, width), least = grid_steps(model)
+    return least * height, least * width
+
+
 @torch.no_grad()
 def verify(model: nn.Module, shape: Shape, program: Callable[[Tensor], Tensor], tolerance: float) -> list[Check]:
     """Compare a program with its model in float32.

@@ -1,4 +1,5 @@
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -203,6 +204,19 @@ def test_a_pyramid_has_programs_and_no_code(tmp_path):
     assert 'With aft_vision, which timm and transformers cannot do without' in card
     export_hub_folder(timm.create_model('aft_pyramid_nano', num_classes=2), tmp_path / 'hub', parts=['code'])
     assert not (tmp_path / 'hub' / 'hubconf.py').exists()
+
+
+def test_the_card_of_a_program_says_the_smallest_image(tmp_path):
+    model = make_aft(size=(32, 32))
+    export_hub_folder(model, tmp_path, parts=['pt2'])
+    program = torch.export.load(tmp_path / 'model.pt2').module()
+    smallest = re.search(r'at least (\d+) x (\d+) pixels', (tmp_path / 'README.md').read_text())
+    height, width = map(int, smallest.groups())
+    assert program(torch.zeros(1, 3, height, width)).shape == (1, 2)
+    with pytest.raises(AssertionError):
+        program(torch.zeros(1, 3, height // 2, width))
+    fixed = timm.create_model('aft_full_tiny', **TINY_VIT)
+    assert 'at least' not in model_card(fixed, files=['model.pt2'])
 
 
 def test_a_model_without_standalone_form_is_written_only_without_the_code(tmp_path):
