@@ -56,6 +56,7 @@ from train.config import load_config, save_config
 from train.convert_schema import STAGES, ConvertConfig
 from train.distill import load_teacher
 from train.distributed import World, join_world
+from train.engine import is_complete
 from train.imagenet import train_classifier
 from train.keys import format_keys, list_keys
 from train.model_section import model_schema
@@ -95,10 +96,12 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     experiment, state = folder / 'config.yaml', None
     with join_world(config) as world, lock_run(folder) if world.is_primary else nullcontext():
         loaders = build_loaders(config, world)
-        check_stages(stages, loaders, world)
+        complete = check_stages(stages, loaders, world)
         if world.is_primary:
             write_copy(stages[0], config.distill, loaders.class_names)
-            save_config(config, experiment)
+            # That of a complete conversion says how it was made.
+            if not complete:
+                save_config(config, experiment)
             if config.run.resume is None:
                 remove_stages(folder)
         for stage in stages:
@@ -165,8 +168,11 @@ def digest_of(start: Path) -> str:
         return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
-def check_stages(stages: Sequence[Config], loaders: Loaders, world: World) -> None:
+def check_stages(stages: Sequence[Config], loaders: Loaders, world: World) -> bool:
     """Build every stage before the first one trains, and check that none would change what a later one began with.
+
+    Returns:
+        Whether the last stage is to be resumed and is complete.
 
     Raises:
         ValueError: an experiment is not valid, or a stage that is not complete any more, or that has changed, comes
@@ -175,15 +181,18 @@ def check_stages(stages: Sequence[Config], loaders: Loaders, world: World) -> No
     for stage, later in zip_longest(stages, stages[1:]):
         # The weights that it begins with may not be there yet.
         state, _ = build_state(replace(stage, run=replace(stage.run, init_from=None)), loaders, world)
-        if later is None or stage.run.resume is None or not holds_run(folder_of(later)):
+        if stage.run.resume is None or not holds_run(folder_of(later or stage)):
             continue
         found = find_latest(folder_of(stage))
         if found is not None:
             state.load_state_dict(found[1], str(found[0]))
+        if later is None:
+            return is_complete(state)
         if not state.is_spent():
             reached = f'{state.progress.updates} of {state.total_updates} updates'
             raise ValueError(_changed(later, f'the stage {folder_of(stage).name} with {reached}'))
         check_start(later, digest_of(start_of(later)))
+    return False
 
 
 def check_start(stage: Config, digest: str) -> None:

@@ -239,6 +239,12 @@ def test_a_conversion_that_cannot_begin_changes_no_config(arguments, whole, tmp_
     assert (folder / 'config.yaml').read_text() == (whole / 'config.yaml').read_text()
 
 
+def test_a_complete_conversion_keeps_its_config_when_it_is_resumed(arguments, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / 'run')
+    main([*arguments, f'run.dir={folder}', 'run.resume=auto', 'convert.blocks_lr=0.05'])
+    assert (folder / 'config.yaml').read_bytes() == (whole / 'config.yaml').read_bytes()
+
+
 def test_the_stages_without_labels_ignore_them(arguments, whole, tmp_path, monkeypatch):
     original = engine.train_step
     monkeypatch.setattr(engine, 'train_step', lambda state, parts: original(state, [(x, y.flip(0)) for x, y in parts]))
