@@ -127,7 +127,8 @@ struct Block {
   int lanes;
   Taps taps;
   std::vector<Vec> &keys, &values;
-  Vec outside, key_sum, value_sum;
+  // `fill` is the addend of the denominators of a sequence in which no token counts.
+  Vec outside, key_sum, value_sum, fill;
 
   Block(const Shape &shape, Maps &maps, int64_t index, const WindowWeights &weights, const int64_t *offset)
       : s(shape),
@@ -163,6 +164,7 @@ struct Block {
     }
     key_sum = all_keys.value();
     value_sum = all_values.value();
+    fill = splat(Mask{mask, s.tokens()}.fill(b));
   }
 };
 
@@ -197,7 +199,7 @@ int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, cons
       for (int64_t b = 0; b < s.batch; ++b) {
         block.exponentials(k, v, mask, b);
         std::fill(num.begin(), num.end(), block.outside * block.value_sum);
-        std::fill(bottom.begin(), bottom.end(), block.outside * block.key_sum);
+        std::fill(bottom.begin(), bottom.end(), block.outside * block.key_sum + block.fill);
         block.taps.mix(block.values.data(), num.data());
         block.taps.mix(block.keys.data(), bottom.data());
         IntVec lost{};
@@ -242,7 +244,7 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
         for (int64_t b = part * s.batch / parts; b < (part + 1) * s.batch / parts; ++b) {
           block.exponentials(k, v, mask, b);
           if (!den.data) {
-            std::fill(bottoms.begin(), bottoms.end(), block.outside * block.key_sum);
+            std::fill(bottoms.begin(), bottoms.end(), block.outside * block.key_sum + block.fill);
             block.taps.mix(block.keys.data(), bottoms.data());
           }
           Sum top_sum, low_sum;
@@ -279,7 +281,7 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
           if (!grad_taps) continue;
           if constexpr (Taps::ONE_SOURCE) {
             // y - v of the source cancels where it has nearly all of the weight; from the mean of all it does not.
-            const Vec mean = block.value_sum / block.key_sum;
+            const Vec mean = block.value_sum / (block.key_sum + block.fill);
             for (int64_t t = 0; t < s.tokens(); ++t) {
               const int64_t place = block.place(t);
               top[place] *= block.outside * block.key_sum / bottoms[t];

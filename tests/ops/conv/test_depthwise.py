@@ -1,6 +1,7 @@
 """The compiled AFT-conv with a kernel or one offset per channel: where it runs, and what is done without it."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from aft_vision import ops
 from aft_vision.ops import operator, reference
 from aft_vision.ops.common import build, cpp
 from aft_vision.ops.conv import eager as conv
-from aft_vision.ops.conv import window
+from aft_vision.ops.conv import onehot, window
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
@@ -35,6 +36,15 @@ def test_only_lost_digits_cost_a_second_call(monkeypatch: pytest.MonkeyPatch, ke
         monkeypatch.setattr(conv, name, lambda *x, name=name, function=function: (calls.append(name), function(*x))[1])
     ops.aft_conv(**inputs).sum().backward()
     assert calls == (['conv_forward', 'conv_backward'] if again else [])
+
+
+@pytest.mark.parametrize('name', ['aft_conv', 'aft_onehot'])
+def test_a_sequence_without_tokens_costs_no_second_call(monkeypatch: pytest.MonkeyPatch, name: str):
+    for form in ('forward', 'backward'):
+        monkeypatch.delattr(conv, f'conv_{form}')
+        monkeypatch.delattr(onehot, f'onehot_{form}')
+    op, expected = (partial(getattr(module, name), mask=make_mask(3, 30)) for module in (ops, reference))
+    assert_matches_reference(op, expected, make_inputs(name, (6, 5), 66, 3, B=3))
 
 
 def test_a_batch_cut_into_parts_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch):
