@@ -461,8 +461,9 @@ def compare(
     A gradient is a sum of terms v - y of both signs. Where they cancel (a target with one source, equal values) the
     result is far below its terms, and no precision of the terms bounds its relative error. So errors of a gradient may
     be bound * |result| + term_bound * |sum of the absolute terms|, where term_bound is that of y: each term has it.
-    A float16 result may be off by its smallest number, and so may a gradient from a y of this `dtype`. Elsewhere a
-    weight below the smallest number of the sums counts as 0, whatever value it multiplies.
+    A float16 result may be off by its smallest number, and so may a gradient from a y of this `dtype`; that y may be
+    off by half of it, where it is too small for a relative error. Elsewhere a weight below the smallest number of the
+    sums counts as 0, whatever value it multiplies.
     """
     value, size = torch.from_numpy(expected.value), torch.from_numpy(expected.size)
     got = got.detach().cpu()
@@ -473,6 +474,8 @@ def compare(
     narrow = torch.float16 in (got.dtype, dtype)
     limits = torch.finfo(torch.float16 if narrow else got.dtype)
     lost = limits.smallest_normal * (limits.eps if narrow else HUGE['float32'])
+    if dtype == torch.float16:
+        lost += lost / 2 * torch.as_tensor(expected.slope)
     error = ((got.double() - value).abs() - lost).clamp_min(0.0)
     norm = bound * value.norm() + term_bound * size.norm()
     peak = 10 * (bound * value.abs().max() + term_bound * size.max())

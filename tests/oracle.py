@@ -16,10 +16,14 @@ Array = np.ndarray
 
 
 class Term(NamedTuple):
-    """A result, and the same sum over the absolute values of its terms: what rounding errors are proportional to."""
+    """A result, and the same sum over the absolute values of its terms: what rounding errors are proportional to.
+
+    A gradient that is computed from y has up to `slope` times the largest error of y.
+    """
 
     value: Array
     size: Array
+    slope: Array | float = 0.0
 
 
 class Inputs(NamedTuple):
@@ -95,7 +99,11 @@ def evaluate(inputs: Inputs, table: Array) -> dict[str, Term]:
     flow_size = np.abs(flow)
     # The gradient of a logit: p (v - mean) a. Where one source has all the weight v - mean cancels; in any floating-
     # point type what is left of it is wrong by a rounding error of v, so both terms count in its size.
-    logit = Term(flow * (v[:, None] - mean[:, :, None]), flow_size * (np.abs(v)[:, None] + np.abs(mean)[:, :, None]))
+    logit = Term(
+        flow * (v[:, None] - mean[:, :, None]),
+        flow_size * (np.abs(v)[:, None] + np.abs(mean)[:, :, None]),
+        weight * np.abs(grad)[:, :, None],
+    )
     keys = [x.sum(1).reshape(*k.shape, each).sum(-1) for x in logit]
     found = {
         'y': Term(gate * mean, gate * size),
@@ -104,7 +112,7 @@ def evaluate(inputs: Inputs, table: Array) -> dict[str, Term]:
     }
     if q is not None:
         slope = gate * (1 - gate)
-        found['q'] = Term(grad * mean * slope, np.abs(grad) * size * slope)
+        found['q'] = Term(grad * mean * slope, np.abs(grad) * size * slope, np.abs(grad) * (1 - gate))
     if bias is not None:
         by_head = (x.sum(0).reshape(*tables.shape[1:], each).sum(-1) for x in logit)
         found['bias'] = Term(*(_scatter(np.broadcast_to(x, tables.shape), tables, bias) for x in by_head))

@@ -1,6 +1,7 @@
 """A few drawn calls of every form of every operator, the same in each run; `make fuzz` tries many others."""
 
 import shutil
+from contextlib import nullcontext
 
 import numpy as np
 import oracle
@@ -87,6 +88,25 @@ def test_an_error_is_measured_against_the_norm(error: float, passes: bool):
     else:
         with pytest.raises(Wrong, match='norm'):
             compare('y', torch.from_numpy(want + error), term, 1e-5)
+
+
+def test_a_gradient_may_have_the_rounding_error_of_a_float16_result_below_the_normal_numbers():
+    # y is 3.9e-7, and the spacing of float16 there 6e-8.
+    sizes = {'grid': (1, 8), 'batch': 3, 'heads': 17}
+    biases = {'biases': 'within', 'bias_range': 160}
+    check(
+        Case('aft_full', dtype='float16', **sizes, keys='spread', **biases, values='index', layout='expanded', seed=153)
+    )
+
+
+@pytest.mark.parametrize(('spacings', 'passes'), [(3, True), (4, False)])
+def test_the_rounding_of_four_float16_results_below_the_normal_numbers_moves_a_gradient_by_no_more(
+    spacings: int, passes: bool
+):
+    # By half of the spacing each, and by that of the gradient.
+    zeros, found = np.zeros(9), torch.full((9,), spacings * 2.0**-24).half()
+    with nullcontext() if passes else pytest.raises(Wrong):
+        compare('grad k', found, oracle.Term(zeros, zeros, 4.0), 4e-3, 4e-3, torch.float16)
 
 
 def test_a_case_names_only_what_is_not_usual():
