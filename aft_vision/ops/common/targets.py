@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -47,7 +48,7 @@ def compile_kernels(
         types: those of q, k, v and the bias, or one for all.
         capability: a key of SHARED_MEMORY.
         shapes: of the inputs, whose lengths are constants of some kernels.
-        choices: how many sizes of tiles; None is all.
+        choices: how many sizes of tiles at most; None is all.
     """
     failure = None
     with _targeting(capability) as (compiled, refused):
@@ -55,9 +56,8 @@ def compile_kernels(
             kernels = verify.Form(verify.OPERATORS[name].triton, name)
             for shape in shapes:
                 inputs = verify.draw_inputs(name, shape, types, torch.device('cpu'))
-                for choice in range(Tuner.most if choices is None else choices):
-                    with Tuner.choosing(choice):
-                        verify._run(kernels, inputs)
+                for _ in Tuner.run_each(partial(verify._run, kernels, inputs), choices):
+                    pass
         # Each part of the compiler fails in its own way.
         except Exception as error:
             failure = first_line(error)

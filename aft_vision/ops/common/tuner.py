@@ -2,8 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -15,37 +14,43 @@ from aft_vision.ops.common.capture import is_capturing
 # Kernel arguments that may change with every batch.
 LENGTHS = ('T', 'height', 'width')
 Key = tuple[Hashable, ...]
+Result = TypeVar('Result')
 
 
 class Tuner(Autotuner):
     """Triton's tuner with one choice for all lengths up to the same power of two, per kind of device.
 
     While a CUDA graph is captured nothing can be measured: the first configuration runs.
-
-    Attributes:
-        most: the largest number of configurations of any tuner; 1 without any.
     """
 
-    most = 1
-    # The configuration that every tuner runs instead of the fastest.
+    # In `run_each`, the configuration that every tuner runs, and the largest number of those of a tuner that ran.
     _choice: int | None = None
+    _most = 1
 
     def __init__(self, kernel: Any, configs: list[triton.Config], key: list[str]) -> None:
         super().__init__(kernel, kernel.arg_names, configs, key, None, None, cache_results=True)
         self.cache = _Choices(sum(name in LENGTHS for name in key))
         # Lengths come first, so that their number identifies them.
         self.keys = sorted(key, key=lambda name: name not in LENGTHS)
-        Tuner.most = max(Tuner.most, len(configs))
 
     @classmethod
-    @contextmanager
-    def choosing(cls, i: int) -> Iterator[None]:
-        """Run the i-th configuration of every tuner, or its last, inside the context; nothing is measured."""
-        cls._choice = i
-        try:
-            yield
-        finally:
-            cls._choice = None
+    def run_each(cls, function: Callable[[], Result], most: int | None = None) -> Iterator[Result]:
+        """Yield the results of a function with the i-th configuration of its tuners, or their last, for each i.
+
+        Nothing is measured.
+
+        Args:
+            most: the largest number of results; None is one for each configuration of any tuner that runs.
+        """
+        cls._most, i = 1, 0
+        while i < cls._most and i != most:
+            cls._choice = i
+            try:
+                result = function()
+            finally:
+                cls._choice = None
+            yield result
+            i += 1
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Launch the kernel."""
@@ -56,6 +61,7 @@ class Tuner(Autotuner):
             except torch.OutOfMemoryError:
                 # Measuring needs memory of its own, which a later call may have.
                 return self.fn.run(*args, **kwargs, **first.all_kwargs())
+        Tuner._most = max(Tuner._most, len(self.configs))
         chosen = self.configs[min(Tuner._choice, len(self.configs) - 1)]
         try:
             return self.fn.run(*args, **kwargs, **chosen.all_kwargs())

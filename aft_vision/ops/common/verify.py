@@ -281,11 +281,11 @@ def find_failure(
 ) -> str | None:
     """Return how the kernels of an operator fail or disagree with its torch form in float64, in one line, or None.
 
-    Every tile size of the tuner is compared, on normal inputs and on inputs that underflow.
+    Every size of tiles of the operator's tuners is compared, on normal inputs and on inputs that underflow.
 
     Args:
         types, shapes: as of `verify`.
-        choices: how many sizes of tiles; None is all.
+        choices: how many sizes of tiles at most; None is all.
 
     Raises:
         OutOfMemoryError: the device has not enough free memory, which says nothing about the kernels.
@@ -312,9 +312,7 @@ def _compare(name: str, types: Types, device: torch.device, shapes: Sequence[Sha
         for spread in (1.0, WIDE):
             inputs = draw_inputs(name, shape, types, device, spread)
             wanted = _run(reference, inputs._make(map(_double, inputs)))
-            for choice in range(Tuner.most if choices is None else choices):
-                with Tuner.choosing(choice):
-                    found = _run(kernels, inputs)
+            for found in Tuner.run_each(functools.partial(_run, kernels, inputs), choices):
                 _check(found, wanted, types, spread)
 
 
