@@ -61,7 +61,7 @@ RULES = {  # the longest matching prefix decides
         (*(f'aft_vision.{name}' for name in ('models', 'layers', 'ops', 'files', 'modes')), 'timm')
     ),
     'aft_vision.data': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops')),
-    'aft_vision.data.ffcv': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops', 'ffcv')),
+    'aft_vision.data.ffcv': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops', 'ffcv', 'numba')),
     'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'aft_vision.inline', 'aft_vision.modes', 'einops', *TEXT)),
     'aft_vision.evaluate': Rule(
         (*ABOVE_MODELS.anywhere, *(f'aft_vision.{name}' for name in ('files', 'modes', 'sizes', 'timing')))

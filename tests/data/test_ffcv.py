@@ -5,9 +5,12 @@ import dataclasses
 import gc
 import json
 import multiprocessing
+import os
 import pickle
 import runpy
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -201,7 +204,9 @@ def test_images_are_made_smaller_and_a_share_is_kept_as_pixels(photographs, tmp_
     assert json.loads((tmp_path / 'train.json').read_text())['max_resolution'] == 48
 
 
-def test_ffcv_reads_what_is_written(clothing):
+def test_ffcv_reads_what_is_written(clothing, monkeypatch):
+    # FFCV's loader starts numba's threads, and later tests fork: on one core this process would never end.
+    monkeypatch.setattr('ffcv.pipeline.compiler.set_num_threads', lambda n: None)
     from ffcv.fields.decoders import CenterCropRGBImageDecoder, IntDecoder
     from ffcv.loader import Loader
 
@@ -237,6 +242,20 @@ def test_importing_ffcv_leaves_the_threads_of_torch_alone(monkeypatch):
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_process_on_one_core_ends_after_its_workers(clothing):
+    program = f"""
+import os
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+from torch.utils.data import DataLoader
+from aft_vision.data.ffcv.loader import BetonDataset
+print(len(list(DataLoader(BetonDataset({str(clothing / 'val.beton')!r}), num_workers=1))))
+"""
+    environment = os.environ | {'PYTHONPATH': str(Path(__file__).parents[2])}
+    command = [sys.executable, '-c', program]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == '50\n'
 
 
 def test_a_loader_that_is_left_early_leaves_no_thread_and_starts_anew(clothing):

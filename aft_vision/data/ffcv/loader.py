@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,6 +20,13 @@ from aft_vision.data.images import CorruptImageError
 
 _threads = torch.get_num_threads()
 try:
+    import numba
+
+    # FFCV's import sets the number of numba's threads, which starts them. On one core, a process that forks after that
+    # never ends: at its exit numba waits for a task of TBB, which the fork has dropped.
+    with mock.patch('numba.set_num_threads'):
+        from ffcv.pipeline import compiler
+    compiler.set_num_threads = numba.set_num_threads
     from ffcv.fields import IntField, RGBImageField
     from ffcv.fields.rgb_image import IMAGE_MODES
     from ffcv.libffcv import imdecode, resize_crop
