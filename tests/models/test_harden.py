@@ -66,8 +66,9 @@ def test_the_one_hot_form_equals_the_evaluated_gumbel_model_at_every_size(kwargs
         x = images(*size)
         assert_close(hard(x), model(x), 1e-6)
         assert_close(hard(x), oracle(x.double()), 1e-5)
-        if size != (16, 16):
-            assert not torch.allclose(without_offsets(x), model(x), rtol=1e-3)
+        # In a single row, all offsets may lead out of the grid.
+        if min(size) > 16:
+            assert (without_offsets(x) - model(x)).norm() > 5e-5 * model(x).norm()
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ def test_a_padding_mask_makes_dense_features_independent_of_the_batch():
     for got, expected in zip(together, alone, strict=True):
         assert_close(got[1:, :, :8, :11], expected, 1e-5)
     seen = model(batch)
-    assert (seen[1][1:, :, :8, :11] - alone[1]).norm() > 1e-2 * alone[1].norm()
+    assert (seen[1][1:, :, :8, :11] - alone[1]).norm() > 1e-3 * alone[1].norm()
 
 
 def test_a_patch_with_one_pixel_of_the_image_counts():

@@ -3,6 +3,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -79,20 +80,21 @@ def run(state: TrainState, folder: Path, evaluated: list[tuple[torch.Tensor, tor
 
 
 def test_twenty_losses_equal_those_of_a_plain_loop():
-    batches = make_batches(20, side=4)
+    # In float64: AdamW moves a weight by about the rate also where its gradient is rounding noise of float32.
+    batches = [(images.double(), targets) for images, targets in make_batches(20, side=4)]
     config = make_config(
         augment=MIXED,
         optim=OptimConfig(lr=0.064, weight_decay=0.1, clip_grad=0.5, label_smoothing=0.1),
         ema=EmaConfig(decay=0.9),
         run=RunConfig(seed=3, tensorboard=False),
     )
-    state = create_state(make_vit(), config, updates_per_epoch=20, num_classes=3, world=HERE)
+    state = create_state(make_vit().double(), config, updates_per_epoch=20, num_classes=3, world=HERE)
     losses = train(state, batches)
 
-    model = make_vit()
+    model = make_vit().double()
     exempt = model.no_weight_decay()
     named = dict(model.named_parameters())
-    flat = [p for name, p in named.items() if p.ndim < 2 or any(name.endswith(e.lstrip('*')) for e in exempt)]
+    flat = [p for name, p in named.items() if p.ndim < 2 or any(fnmatch(name, e) for e in exempt)]
     decayed = [p for p in named.values() if not any(p is other for other in flat)]
     optimizer = torch.optim.AdamW([{'params': flat, 'weight_decay': 0.0}, {'params': decayed, 'weight_decay': 0.1}])
     average = ModelEmaV3(model, decay=0.9)
@@ -115,8 +117,8 @@ def test_twenty_losses_equal_those_of_a_plain_loop():
         expected.append(loss.item())
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
     assert len(set(losses)) == 20
-    # A weight moves by about 1e-3 an update, also where its gradient is rounding noise.
-    torch.testing.assert_close(state.averaged_model.state_dict(), average.module.state_dict(), rtol=1e-3, atol=1e-5)
+    # A weight moves by about 1e-3 an update.
+    torch.testing.assert_close(state.averaged_model.state_dict(), average.module.state_dict(), rtol=0, atol=1e-8)
 
 
 def test_a_threshold_that_makes_every_class_a_target_is_refused():
