@@ -377,7 +377,7 @@ def test_links_of_the_site_lead_to_its_pages_and_other_links_become_words():
     assert back == '[r](../index.md)'
 
 
-# The memory of a machine is that of the others.
+# How many tables of each file are on the page: of the Xeon only the times, for its memory is that of Zen 5.
 @pytest.mark.parametrize(
     ('name', 'count'), [('image_sizes.json', 2), ('image_sizes_xeon.json', 1), ('image_sizes_small.json', 2)]
 )

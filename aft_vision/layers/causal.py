@@ -229,21 +229,22 @@ class CausalBlock(AFTBlock):
         return x + self.ls2(self.mlp(self.norm2(x)))
 
 
+LINEAR = (nn.Linear, FusedLinear)
 # The modules of a block that `compile_decoder` supports, and their types.
 COMPILED: dict[str, tuple[type[nn.Module], ...]] = {
     'norm1': (LayerNorm,),
     'attn': tuple(MIXERS.values()),
-    'attn.qkv': (nn.Linear, FusedLinear),
-    'attn.proj': (nn.Linear, FusedLinear, nn.Identity),
+    'attn.qkv': LINEAR,
+    'attn.proj': (*LINEAR, nn.Identity),
     'attn.proj_drop': (nn.Dropout,),
     'ls1': (nn.Identity,),
     'norm2': (LayerNorm,),
     'mlp': (Mlp,),
-    'mlp.fc1': (nn.Linear, FusedLinear),
+    'mlp.fc1': LINEAR,
     'mlp.act': (nn.GELU, InplaceGELU),
     'mlp.drop1': (nn.Dropout,),
     'mlp.norm': (nn.Identity,),
-    'mlp.fc2': (nn.Linear, FusedLinear),
+    'mlp.fc2': LINEAR,
     'mlp.drop2': (nn.Dropout,),
     'ls2': (nn.Identity,),
 }
@@ -263,7 +264,9 @@ def compile_decoder(
     """
     if torch.is_autocast_enabled('cpu') or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
-    if not (_is_plain(norm, (LayerNorm,)) and _is_plain(head, (nn.Linear,)) and all(map(_is_compiled, blocks))):
+    if not (
+        _is_plain(norm, (LayerNorm,)) and _is_plain(head, (nn.Linear, FusedLinear)) and all(map(_is_compiled, blocks))
+    ):
         return None
     parts = [_describe(block, state) for block, state in zip(blocks, states, strict=True)]
     return ops.compile_decoder(parts, _dense(head, norm), len(states[0][0]))

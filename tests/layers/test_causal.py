@@ -12,7 +12,7 @@ from timm.layers import LayerNorm, Mlp
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from aft_vision.layers import CausalAttention, CausalBlock
+from aft_vision.layers import CausalAttention, CausalBlock, fused
 from aft_vision.layers.causal import CausalSimple, compile_decoder
 from aft_vision.ops.common.cpp import library
 
@@ -112,6 +112,16 @@ FORMS += [(name, dict(factorize_bias=False)) for name in ('local', 'full')]
 def test_compiled_steps_are_those_of_the_modules(name: str, args: dict[str, Any]):
     stack, x = randomize(Stack(name, **args)), randn(3, 9, 24).float()
     assert_close(run_compiled(stack, x), copy.deepcopy(stack).double()(x.double()), 3e-6)
+
+
+@needs_compiler
+def test_fused_layers_have_compiled_steps_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fused, 'onednn_is_faster', lambda: True)
+    stack, x = randomize(Stack('local')), randn(3, 9, 24).float()
+    expected = run_compiled(stack, x)
+    fused.fuse_linear(stack)
+    assert type(stack.head) is fused.FusedLinear
+    assert torch.equal(run_compiled(stack, x), expected)
 
 
 @needs_compiler

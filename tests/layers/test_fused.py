@@ -17,8 +17,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from aft_vision.layers import fused
-from aft_vision.layers.fused import FusedLinear, fuse_linear, multiply_onednn
+from aft_vision.layers.fused import FusedLinear, fuse_linear
 from aft_vision.models.attention_block import AttentionBlock
+from aft_vision.ops import linear
+from aft_vision.ops.linear import multiply_onednn
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason='this torch has no oneDNN')
 ROWS, WIDTH = 200, 160
@@ -61,6 +63,7 @@ def test_products_of_onednn_match_float64(rows: tuple[int, ...], inner: int, out
 def test_a_fused_layer_multiplies_by_the_faster_library(monkeypatch: pytest.MonkeyPatch, bias: bool, faster: bool):
     monkeypatch.setattr(fused, 'onednn_is_faster', lambda: faster)
     layer, x = make_linear(bias), randn(ROWS, WIDTH).float()
+    assert (type(layer) is FusedLinear) == faster
     with torch.no_grad():
         for call in (layer, torch.compile(layer, dynamic=True)):
             call(x[1:])
@@ -70,14 +73,42 @@ def test_a_fused_layer_multiplies_by_the_faster_library(monkeypatch: pytest.Monk
 
 @needs_onednn
 def test_the_measurement_is_one_of_real_numbers_and_draws_none():
-    fused._is_faster.cache_clear()
+    linear._is_faster.cache_clear()
     for mode in (FakeTensorMode(), torch.device('meta')):
         with mode:
-            assert not fused.onednn_is_faster()
-    assert fused._is_faster.cache_info().misses == 0
+            assert not linear.onednn_is_faster()
+    assert linear._is_faster.cache_info().misses == 0
     before = torch.get_rng_state()
-    assert fused.onednn_is_faster() == fused.onednn_is_faster()
+    linear.onednn_is_faster()
+    assert linear._is_faster.cache_info().misses == 1
     assert torch.equal(torch.get_rng_state(), before)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not linear.onednn_is_faster()
+
+
+# oneDNN would read other numbers than those of the bias.
+@needs_onednn
+@pytest.mark.parametrize('compiled', [False, True])
+@pytest.mark.parametrize('make', [lambda: torch.randn(2 * WIDTH)[::2], lambda: torch.ones(1).expand(WIDTH)])
+def test_a_bias_of_any_strides_is_added(onednn: None, make: Callable[[], Tensor], compiled: bool):
+    layer, x = make_linear(), randn(ROWS, WIDTH).float()
+    layer.bias = nn.Parameter(make())
+    with torch.no_grad():
+        found = (torch.compile(layer) if compiled else layer)(x)
+    assert_close(found, F.linear(x.double(), layer.weight.double(), layer.bias.double()).detach(), 1e-6)
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ('x', 'message'),
+    [
+        (torch.ones(ROWS, WIDTH // 2), 'shapes cannot be multiplied'),
+        (torch.ones(ROWS, WIDTH, dtype=torch.bfloat16), 'same dtype'),
+    ],
+)
+def test_wrong_inputs_have_the_errors_of_torch(onednn: None, x: Tensor, message: str):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=message):
+        make_linear()(x)
 
 
 CALLS: dict[str, Callable[[nn.Linear, Tensor], object]] = {
@@ -94,6 +125,12 @@ CALLS: dict[str, Callable[[nn.Linear, Tensor], object]] = {
     'trace': lambda layer, x: torch.jit.trace(layer, x, check_trace=False),
     'script': lambda layer, x: torch.jit.script(layer)(x),
     'export': lambda layer, x: torch.export.export(layer, (x,)).module()(x),
+    'strict export': lambda layer, x: torch.export.export(layer, (x,), strict=True).module()(x),
+    'jagged': lambda layer, x: layer(torch.nested.nested_tensor([x[:90], x[90:]], layout=torch.jagged)),
+    'compiled jagged': lambda layer, x: torch.compile(layer)(
+        torch.nested.nested_tensor([x[:90], x[90:]], layout=torch.jagged)
+    ),
+    'compiled few': lambda layer, x: torch.compile(layer)(x[:5]),
     'compiled training': lambda layer, x: torch.enable_grad()(
         lambda: torch.compile(layer.train())(x).sum().backward()
     )(),
@@ -151,7 +188,8 @@ def test_a_fused_model_multiplies_by_onednn(onednn: None, name: str):
     assert not any(type(each) is nn.Linear for each in linear)
 
 
-def test_hooks_and_parameters_of_a_layer_stay():
+@needs_onednn
+def test_hooks_and_parameters_of_a_layer_stay(onednn: None):
     block, seen = AttentionBlock(64, 2).eval(), []
     block.mlp.fc1.register_forward_hook(lambda *_: seen.append('fc1'))
     parameters = list(block.parameters())

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from aft_vision.export import Shape, export_onnx
 from aft_vision.export.verify import onnx_runner
-from aft_vision.layers.fused import onednn_is_faster
 from aft_vision.models.transfer_source import did_you_mean
+from aft_vision.ops.linear import onednn_is_faster
 from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, deploy, draw, next_to_the_paper
 from tools.benchmark.meters import peak_resident
 from tools.benchmark.printer import Report
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
                 options = dict(dtype=args.dtype, directions=directions, count=args.batch_size)
                 options |= dict(compiled=args.compile, graph=args.graph)
                 candidates = classifiers(names, shape, device)
-                if device.type == 'cpu' and not args.training and onednn_is_faster():
+                if (device.type, args.dtype) == ('cpu', 'float32') and not args.training and onednn_is_faster():
                     candidates.insert(1, classifier(names[0], shape, device, fuses=False))
                 found = compare(candidates, device, args.rounds, **options)
             else:

@@ -29,8 +29,8 @@ from aft_vision.ops.conv.triton import REPAIR, conv_backward, conv_forward, repa
 
 # The smallest side of a product on tensor cores, and the largest number of tokens of a line in a tile.
 SMALLEST, LARGEST = 16, 32
-# The longest side of a grid for AFT-conv, which multiplies by all pairs of tokens; the latter in the interpreter.
-PAIRED, FEW = 32, 4
+# The longest side of a grid whose pairs of tokens are all multiplied, by AFT-conv; and in the interpreter.
+PAIRED, PAIRED_LITTLE = 16, 4
 # With fewer channels per head than this, contiguous pieces of (B, T, D) tensors are shorter than a memory transaction.
 NEIGHBOURS = 8
 # Numbers of columns in a group.
@@ -202,14 +202,21 @@ def axial_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: AxialInputs, ne
 
 
 def _is_paired(inputs: AxialInputs) -> bool:
-    return max(inputs.grid) <= (FEW if interprets() else PAIRED)
+    return max(inputs.grid) <= (PAIRED_LITTLE if interprets() else PAIRED)
 
 
 def _as_conv(inputs: AxialInputs) -> ConvInputs:
-    """Return AFT-conv with the same bias of all pairs of tokens: its kernel is the sum over both axes."""
-    # At every shift of a square kernel; without those beyond it.
-    rows, columns = (F.pad(x.float(), [_margin(x, inputs)] * 2) for x in (inputs.row_bias, inputs.column_bias))
-    return ConvInputs(*inputs[:3], rows[:, :, None] + columns[:, None], inputs.grid, inputs.mask, True)
+    """Return AFT-conv with the same bias of all pairs of tokens: its square kernel is the sum over both axes."""
+    (height, width), side = inputs.grid, max(inputs.grid)
+
+    def spread(bias: Tensor, length: int) -> Tensor:
+        # Relative to the largest on the grid, which cancels, so that the sum is as exact as its parts.
+        wide = F.pad(bias.float(), [_margin(bias, inputs)] * 2)
+        most = wide[:, side - length : side + length - 1].amax(1, keepdim=True)
+        return wide - most.clamp_min(torch.finfo(torch.float32).min)
+
+    kernel = spread(inputs.row_bias, height)[:, :, None] + spread(inputs.column_bias, width)[:, None]
+    return ConvInputs(*inputs[:3], kernel, inputs.grid, inputs.mask, True)
 
 
 def _sum_pairs(dkernel: Tensor, inputs: AxialInputs) -> list[Tensor]:
@@ -219,6 +226,7 @@ def _sum_pairs(dkernel: Tensor, inputs: AxialInputs) -> list[Tensor]:
 
 
 def _margin(bias: Tensor, inputs: AxialInputs) -> int:
+    # What a bias lacks at both ends to all shifts of the kernel; negative if it has more.
     return max(inputs.grid) - (bias.shape[1] + 1) // 2
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import make_inputs, single
+from helpers import assert_close, make_inputs, single
 
 from aft_vision import ops
 
@@ -14,7 +14,7 @@ def test_a_key_or_a_value_that_is_not_finite_stays_in_its_sequence_and_head(
     path: str, triton_device: str, monkeypatch: pytest.MonkeyPatch
 ):
     if path == 'lines':
-        monkeypatch.setattr('aft_vision.ops.axial.triton.FEW', 0)
+        monkeypatch.setattr('aft_vision.ops.axial.triton.PAIRED_LITTLE', 0)
         monkeypatch.setattr('aft_vision.ops.axial.triton.LARGEST', 16)
     inputs = make_inputs('aft_axial', (2, 3), 6, (2, 3), 2)
     inputs['k'][0, 3, 0], inputs['v'][1, 4, 5] = float('inf'), float('nan')
@@ -22,3 +22,19 @@ def test_a_key_or_a_value_that_is_not_finite_stays_in_its_sequence_and_head(
     expected = torch.zeros_like(found)
     expected[0, :, :3] = expected[1, :, 5] = True
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize('path', ['pairs', 'lines'])
+@pytest.mark.parametrize('shifts', [(1e3, 1e3), (1e4, 0.0), (-1e30, 5.0)])
+def test_a_constant_of_an_axis_changes_nothing(
+    path: str, shifts: tuple[float, float], triton_device: str, monkeypatch: pytest.MonkeyPatch
+):
+    if path == 'lines':
+        monkeypatch.setattr('aft_vision.ops.axial.triton.PAIRED_LITTLE', 0)
+    inputs = single(make_inputs('aft_axial', (3, 4), 6, (3, 4), 2), device=triton_device)
+    for name, shift in zip(('row_bias', 'column_bias'), shifts, strict=True):
+        # What is left of the bias after the addition, without the constant and with it.
+        inputs[name] = ((inputs[name] + shift) - shift).detach()
+    shifted = inputs | {n: inputs[n] + shift for n, shift in zip(('row_bias', 'column_bias'), shifts, strict=True)}
+    expected = ops.aft_axial(**{name: x.double() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()})
+    assert_close(ops.aft_axial(**shifted, backend='triton'), expected, 1e-6)

@@ -49,7 +49,7 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     found = request.getfixturevalue('compiled' if form.startswith('cpp') else 'triton_device')
     if form == 'triton lines':
         # Small grids as larger ones: a product along each axis, several tiles of a line.
-        monkeypatch.setattr('aft_vision.ops.axial.triton.FEW', 0)
+        monkeypatch.setattr('aft_vision.ops.axial.triton.PAIRED_LITTLE', 0)
         monkeypatch.setattr('aft_vision.ops.axial.triton.LARGEST', 16)
     if form in ('cpp wide', 'cpp conv', 'cpp pairs'):
         # One of the two forms of AFT-conv for heads of several channels, whichever is the faster.
