@@ -280,13 +280,15 @@ def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(recipe, teacher_di
     assert losses(folders[0]) == losses(folders[1])
 
 
-@pytest.mark.parametrize('kind', ['feature', 'token_hard'])
+# Over ten starts, the last loss is 0.01 to 0.02 and 0.18 to 0.34 of the first; without images, 0.68 or more.
+@pytest.mark.parametrize(('kind', 'share'), [('feature', 0.1), ('token_hard', 0.5)])
 def test_a_student_learns_photographs_from_its_teacher_and_is_exported_alone(
-    kind, recipe, teacher_dir, tmp_path, capsys
+    kind, share, recipe, teacher_dir, tmp_path, capsys
 ):
-    state = main([*distilled(recipe, kind, teacher_dir / 'export', tmp_path), *PLAIN, 'distill.task_loss_weight=0'])
+    more = ['schedule.epochs=24', 'distill.task_loss_weight=0']
+    state = main([*distilled(recipe, kind, teacher_dir / 'export', tmp_path), *PLAIN, *more])
     trained = [row['train_loss'] for row in state.progress.history]
-    assert trained[-1] < 0.4 * trained[0]
+    assert trained[-1] < share * trained[0]
     assert f'distilled from {teacher_dir / "export"} ({kind})' in capsys.readouterr().out
     last, best = (torch.load(tmp_path / name, weights_only=True) for name in ('last.pth', 'best.pth'))
     assert list(last['task_state']) == (['projection'] if kind == 'feature' else [])
