@@ -264,9 +264,7 @@ def compile_decoder(
     """
     if torch.is_autocast_enabled('cpu') or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
-    if not (
-        _is_plain(norm, (LayerNorm,)) and _is_plain(head, (nn.Linear, FusedLinear)) and all(map(_is_compiled, blocks))
-    ):
+    if not (_is_plain(norm, (LayerNorm,)) and _is_plain(head, LINEAR) and all(map(_is_compiled, blocks))):
         return None
     parts = [_describe(block, state) for block, state in zip(blocks, states, strict=True)]
     return ops.compile_decoder(parts, _dense(head, norm), len(states[0][0]))
