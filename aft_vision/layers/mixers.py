@@ -272,7 +272,7 @@ class AFTConv(GridMixer):
         global_context: False gives tokens outside the window no weight (the degenerate variant of Sec. 5.3).
         gumbel: one biased offset per head: sampled in training, the one with the largest bias in evaluation (AFT Eq.
             10).
-        tau: temperature of that sample; may change during training.
+        tau: temperature of that sample, 0.5 by default; may change during training.
         straight_through: in training too, bias only the offset with the largest entry, with the gradient of the sample.
         kwargs: of `GridMixer`.
     """
@@ -289,7 +289,7 @@ class AFTConv(GridMixer):
         standardize_kernel: bool = True,
         global_context: bool = True,
         gumbel: bool = False,
-        tau: float = 0.5,
+        tau: float | None = None,
         straight_through: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -299,10 +299,12 @@ class AFTConv(GridMixer):
             raise ValueError('gumbel=True needs global_context=True, got global_context=False')
         if straight_through and not gumbel:
             raise ValueError('straight_through=True needs gumbel=True, got gumbel=False')
-        if tau <= 0:
+        if tau is not None and not gumbel:
+            raise ValueError(f'tau={tau} needs gumbel=True, got gumbel=False')
+        if tau is not None and tau <= 0:
             raise ValueError(f'tau must be positive, got {tau}')
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
-        self.gumbel, self.straight_through, self.tau = gumbel, straight_through, tau
+        self.gumbel, self.straight_through, self.tau = gumbel, straight_through, 0.5 if tau is None else tau
         self.global_context = global_context
         num_heads = self.split_sizes[-2]
         self.kernel = StandardizedKernel(num_heads, kernel_size, standardize_kernel, device=device, dtype=dtype)

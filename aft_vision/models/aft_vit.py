@@ -129,8 +129,6 @@ class AFTVisionTransformer(VisionTransformer):
         attention_blocks = attention_blocks or ()
         depth = kwargs.get('depth', 12)
         check_attention_blocks(attention_blocks, range(depth))
-        if mixer == 'conv' and tau is not None and not gumbel:
-            raise ValueError(f'tau={tau} needs gumbel=True, got gumbel={gumbel}')
         conv_args = dict(kernel_size=kernel_size, standardize_kernel=standardize_kernel, global_context=global_context)
         gumbel_args = dict(gumbel=gumbel, tau=tau, straight_through=straight_through)
         bias_args = dict(window_size=window_size, factorize_bias=factorize_bias, bias_dim=bias_dim)

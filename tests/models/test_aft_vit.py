@@ -488,7 +488,7 @@ REJECTED = [
     (ValueError, lambda: timm.create_model('aft_full_tiny', num_heads=3), 'num_heads must be 1, got 3'),
     (ValueError, lambda: timm.create_model('aft_conv_tiny', patch_drop_rate=0.5), 'patch_drop_rate must be 0'),
     (TypeError, lambda: timm.create_model('aft_full_tiny', straight_through=True), 'straight_through'),
-    (ValueError, lambda: timm.create_model('aft_conv_tiny', tau=0.3), 'tau=0.3 needs gumbel=True, got gumbel=None'),
+    (ValueError, lambda: timm.create_model('aft_conv_tiny', tau=0.3), 'tau=0.3 needs gumbel=True, got gumbel=False'),
     (TypeError, lambda: timm.create_model('aft_full_tiny', kernel_size=3), 'kernel_size'),
     (TypeError, lambda: timm.create_model('aft_conv_tiny', factorize_bias=False), 'factorize_bias'),
     (TypeError, lambda: timm.create_model('aft_conv_tiny', qk_norm=True), 'qk_norm is an argument of attention'),

@@ -281,7 +281,7 @@ def test_a_run_stopped_by_a_signal_ends_as_if_it_had_not_been(recipe, teacher_di
 
 
 # Over ten starts, the last loss is 0.01 to 0.02 and 0.18 to 0.34 of the first; without images, 0.68 or more.
-@pytest.mark.parametrize(('kind', 'share'), [('feature', 0.1), ('token_hard', 0.5)])
+@pytest.mark.parametrize(('kind', 'share'), [('feature', 0.1), ('token_hard', 0.4)])
 def test_a_student_learns_photographs_from_its_teacher_and_is_exported_alone(
     kind, share, recipe, teacher_dir, tmp_path, capsys
 ):
