@@ -1,14 +1,16 @@
 """AFT-local, causal (AFT Eq. 4, footnote 2): blocks of BC targets, all at once, and tiles of BD channels.
 
-PAST (B, blocks, ROWS, D) summarises the tokens before a block: its reference, then the largest key and the sums of e^(k
-- that) v and e^(k - that) over the sources before its window. Block j weights the sources from low(j), the start of its
-first target's window, to its end individually: by E (T, s), the exponential of the band, inside the window of a target
-and by OLDER (T) before it. References never fall along a sequence, and no key of a block exceeds its reference by more
-than HEADROOM.
+A block weights the sources of its own and the blocks that its window reaches individually, `tiles` blocks in all, by
+WEIGHTS (blocks * BC, tiles * BC): the exponential of the band inside the window of a target, and OLDER (T) before it.
+TERMS (2, B, blocks * BC, D) are e^(k - reference) v and e^(k - reference) at the reference of a source's own block.
+References never fall along a sequence, and no key of a block exceeds its reference by more than HEADROOM.
+
+PAST (B, blocks, ROWS, D) holds for each block its reference, then the largest key of all blocks before those `tiles`
+and their sums of e^(k - that) v and e^(k - that), then the place in the block of its first source that is not finite,
+or BC.
 
 A source is not finite if its key is NaN or plus infinity, or its value is not finite. Its channel is NaN from its token
-on, and it reaches no earlier target. The last row of PAST is for the scan, which sets the references after such a
-source to NaN.
+on, and it reaches no earlier target: references after its block are NaN.
 """
 
 import triton
@@ -21,23 +23,36 @@ from aft_vision.ops.common.launch import tuned
 HEADROOM = tl.constexpr(_HEADROOM)
 # Rows of PAST of a block.
 ROWS = tl.constexpr(5)
+# Steps of a scan whose loads are under way at once.
+STAGES = tl.constexpr(4)
 # All blocks have the same size, so the choice depends neither on the length nor on the batch.
 KEY = ['D', 'window']
 
 
 @triton.jit
-def find_low(j, window, BC: tl.constexpr):
-    """Return the first source that block j weights individually."""
-    return tl.maximum(j * BC - window + 1, 0)
+def load_weights(WEIGHTS, j, i, tiles, BC: tl.constexpr):
+    """Load the weights of block j's targets for the sources of block i."""
+    side = tl.arange(0, BC)
+    t = (j * BC + side).to(tl.int64)
+    place = t[:, None] * (tiles * BC) + ((i - j + tiles - 1) * BC + side)[None, :]
+    return tl.load(WEIGHTS + place)
 
 
 @triton.jit
-def load_weights(E, OLDER, t, s, low, T, window):
-    """Load weights of sources s from low on for targets t, along different axes; 0 in the future."""
-    place = s - t + window - 1
-    known = (t < T) & (s >= low)
-    weight = tl.load(E + t * window + place, mask=known & (place >= 0) & (place < window), other=0.0).to(tl.float32)
-    return tl.where(known & (place < 0), tl.load(OLDER + t, mask=t < T, other=0.0), weight)
+def load_pair(X, b, i, c, B, blocks, D, BC: tl.constexpr):
+    """Load both tiles of block i from a tensor (2, B, blocks * BC, D)."""
+    length, inside = blocks * BC * D, (c < D)[None, :]
+    X += (i * BC + tl.arange(0, BC))[:, None] * D + c[None, :]
+    return tl.load(X + b * length, mask=inside, other=0.0), tl.load(X + (b + B) * length, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_pair(X, first, second, b, i, c, B, blocks, D, BC: tl.constexpr):
+    """Write both tiles of block i of a tensor (2, B, blocks * BC, D)."""
+    length, inside = blocks * BC * D, (c < D)[None, :]
+    X += (i * BC + tl.arange(0, BC))[:, None] * D + c[None, :]
+    tl.store(X + b * length, first, mask=inside)
+    tl.store(X + (b + B) * length, second, mask=inside)
 
 
 @triton.jit
@@ -62,26 +77,15 @@ def larger(a, b):
 
 
 @triton.jit
-def find_peak(k):
-    """Return the largest finite key of each channel twice, the second one NaN if a source is not finite."""
-    peak = tl.max(tl.where(k != k, float('-inf'), k), 0)
-    return peak, tl.where(tl.max((k != k).to(tl.int32), 0) > 0, float('nan'), peak)
-
-
-@triton.jit
-def find_lost(
-    den, k, reference, FIRST, b, t, window,
-    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Return whether elements of targets, whose keys these are, may have lost digits to underflow.
+def find_lost(den, ek, FIRST, b, t, window, PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BC: tl.constexpr):
+    """Return whether elements of targets, whose exponentials these are, may have lost digits to underflow.
 
     Only targets that see a source can. Each of the BC + window weights may be off by up to the smallest normal float,
     times the largest exponential up to the target, so the error of a denominator that is not lost is below 1e-8. No
     later key is used.
     """
     past = (tl.arange(0, BC)[:, None] >= tl.arange(0, BC)[None, :]).to(PRODUCT)
-    ek = tl.exp(tl.where(k != k, float('-inf'), k) - reference[None, :])
-    above = tl.maximum(tl.dot(past, ek.to(PRODUCT), input_precision=PRECISION), 1.0)
+    above = tl.maximum(tl.dot(past, ek, input_precision=PRECISION), 1.0)
     lost = den < (BC + window) * LIMIT * above
     if FIRST is not None:
         lost = lost & (t >= tl.load(FIRST + b))[:, None]
@@ -96,35 +100,52 @@ def mark_lost(LOST, lost, b, j, t, c, T, D):
     tl.store(LOST + tile, tl.max(tl.max(lost.to(tl.int32), 1), 0))
 
 
+@tuned([], {'BS': 8}, ({'BS': 256}, 4))
+@triton.jit
+def weights_kernel(BAND, WEIGHTS, OLDER, T, window, count, BC: tl.constexpr, BS: tl.constexpr):
+    """Write the weights of a target for `count` sources up to the end of its block, and that of the sources before.
+
+    They are relative to the largest that the target sees; a row of minus infinity sees no source in its window.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    top = tl.full([BS], FLOOR, tl.float32)
+    for start in range(0, window, BS):
+        place = start + tl.arange(0, BS)
+        inside = (place < window) & (place >= window - 1 - t) & (t < T)
+        top = tl.maximum(top, tl.load(BAND + t * window + place, mask=inside, other=float('-inf')).to(tl.float32))
+    largest = tl.max(top, 0)
+    largest = tl.where(t < window, largest, tl.maximum(largest, 0.0))
+    tl.store(OLDER + t, tl.exp(-tl.maximum(largest, 0.0)), mask=t < T)
+    first = (t // BC + 1) * BC - count
+    for start in range(0, count, BS):
+        x = start + tl.arange(0, BS)
+        place = first + x - t + window - 1
+        seen = (x < count) & (first + x >= 0) & (place < window) & (t < T)
+        w = tl.load(BAND + t * window + place, mask=seen & (place >= 0), other=0.0).to(tl.float32)
+        tl.store(WEIGHTS + t * count + x, tl.where(seen, tl.exp(w - largest), 0.0), mask=x < count)
+
+
 @triton.jit
 def summary_kernel(
-    K, V, MASK, PAST, T, D, window, blocks, k_strides, v_strides,
-    BC: tl.constexpr, BD: tl.constexpr,
+    K, V, MASK, SUMMARY, T, D, blocks, k_strides, v_strides, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Store in PAST the largest finite key of a block, then maximum and sums of the sources that leave its window.
-
-    The last row is the largest key of the block, NaN with a source that is not finite.
-    """
+    """Store the largest finite key of a block, the largest, NaN with a source that is not finite, and sums at that."""
     j, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BD + tl.arange(0, BD)
-    keys, _ = load_sources(K, V, MASK, b, j * BC + tl.arange(0, BC), c, k_strides, v_strides, T, D)
-    s = j * BC - window + 1 - BC + tl.arange(0, BC)
-    s = tl.where(s < 0, T, s)
-    k, v = load_sources(K, V, MASK, b, s, c, k_strides, v_strides, T, D)
-    peak = larger(find_peak(k)[1], FLOOR)
+    k, v = load_sources(K, V, MASK, b, j * BC + tl.arange(0, BC), c, k_strides, v_strides, T, D)
+    finite_peak = tl.max(tl.where(k != k, float('-inf'), k), 0)
+    peak = tl.where(tl.max((k != k).to(tl.int32), 0) > 0, float('nan'), tl.maximum(finite_peak, FLOOR))
     ek = tl.exp(k - peak[None, :])
-    PAST += (b * blocks + j) * ROWS * D + c
-    finite_peak, poisoned_peak = find_peak(keys)
-    tl.store(PAST, finite_peak, mask=c < D)
-    tl.store(PAST + 4 * D, poisoned_peak, mask=c < D)
-    tl.store(PAST + D, peak, mask=c < D)
-    tl.store(PAST + 2 * D, tl.sum(ek * v, 0), mask=c < D)
-    tl.store(PAST + 3 * D, tl.sum(ek, 0), mask=c < D)
+    SUMMARY += (b * blocks + j) * 4 * D + c
+    tl.store(SUMMARY, finite_peak, mask=c < D)
+    tl.store(SUMMARY + D, peak, mask=c < D)
+    tl.store(SUMMARY + 2 * D, tl.sum(ek * v, 0), mask=c < D)
+    tl.store(SUMMARY + 3 * D, tl.sum(ek, 0), mask=c < D)
 
 
 @triton.jit
-def scan_kernel(K, MASK, PAST, T, D, blocks, k_strides, BD: tl.constexpr):
-    """Scan the summaries of single blocks to the final content of PAST."""
+def scan_kernel(K, MASK, SUMMARY, PAST, T, D, blocks, tiles, k_strides, BD: tl.constexpr):
+    """Compute all but the last row of PAST from the summaries of single blocks."""
     b = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BD + tl.arange(0, BD)
     first = load_keys(K, MASK, b, tl.arange(0, 1), c, k_strides[0], k_strides[1], T, D)
@@ -132,26 +153,43 @@ def scan_kernel(K, MASK, PAST, T, D, blocks, k_strides, BD: tl.constexpr):
     top = tl.full([BD], FLOOR, tl.float32)
     num = tl.zeros([BD], tl.float32)
     den = tl.zeros([BD], tl.float32)
+    SUMMARY += b * blocks * 4 * D + c
     PAST += b * blocks * ROWS * D + c
-    for j in range(0, blocks):
-        block = PAST + j * ROWS * D
-        peak = tl.load(block, mask=c < D, other=0.0)
-        leaving = tl.load(block + D, mask=c < D, other=0.0)
-        new = larger(top, leaving)
-        num = num * tl.exp(top - new) + tl.load(block + 2 * D, mask=c < D, other=0.0) * tl.exp(leaving - new)
-        den = den * tl.exp(top - new) + tl.load(block + 3 * D, mask=c < D, other=0.0) * tl.exp(leaving - new)
+    for j in tl.range(0, blocks, num_stages=STAGES):
+        # The block that now is before all that are weighted individually.
+        leaving, leaves = SUMMARY + (j - tiles) * 4 * D, (c < D) & (j >= tiles)
+        peak = tl.load(leaving + D, mask=leaves, other=FLOOR)
+        new = larger(top, peak)
+        num = num * tl.exp(top - new) + tl.load(leaving + 2 * D, mask=leaves, other=0.0) * tl.exp(peak - new)
+        den = den * tl.exp(top - new) + tl.load(leaving + 3 * D, mask=leaves, other=0.0) * tl.exp(peak - new)
         top = new
-        tl.store(block, larger(past, peak - HEADROOM), mask=c < D)
+        block, own = PAST + j * ROWS * D, SUMMARY + j * 4 * D
+        tl.store(block, larger(past, tl.load(own, mask=c < D, other=0.0) - HEADROOM), mask=c < D)
         tl.store(block + D, top, mask=c < D)
         tl.store(block + 2 * D, num, mask=c < D)
         tl.store(block + 3 * D, den, mask=c < D)
-        past = larger(past, tl.load(block + 4 * D, mask=c < D, other=0.0))
+        past = larger(past, tl.load(own + D, mask=c < D, other=0.0))
 
 
-@tuned(KEY, {}, ({}, 8), ({}, 4))
+@triton.jit
+def terms_kernel(
+    K, V, MASK, PAST, TERMS, B, T, D, blocks, k_strides, v_strides, BC: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Write the terms of a block, 0 for sources that are not finite, and the last row of PAST."""
+    j, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    c = tl.program_id(1) * BD + tl.arange(0, BD)
+    place = tl.arange(0, BC)
+    k, v = load_sources(K, V, MASK, b, j * BC + place, c, k_strides, v_strides, T, D)
+    ek = tl.exp(tl.where(k != k, float('-inf'), k) - load_past(PAST, b, j, 0, c, blocks, D)[None, :])
+    store_pair(TERMS, ek * v, ek, b, j, c, B, blocks, D, BC)
+    first = tl.min(tl.where(k != k, place[:, None], BC), 0)
+    tl.store(PAST + ((b * blocks + j) * ROWS + 4) * D + c, first, mask=c < D)
+
+
+@tuned(KEY, {}, ({}, 4), ({}, 8))
 @triton.jit
 def forward_kernel(
-    Q, K, V, MASK, E, OLDER, PAST, Y, DEN, LOST, FIRST, B, T, D, window, blocks, q_strides, k_strides, v_strides,
+    Q, WEIGHTS, OLDER, PAST, TERMS, Y, DEN, LOST, FIRST, B, T, D, window, blocks, tiles, q_strides,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute y, the denominators at their block's reference if DEN is given, and flags for underflowed tiles.
@@ -161,25 +199,29 @@ def forward_kernel(
     j, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BD + tl.arange(0, BD)
     t = j * BC + tl.arange(0, BC)
-    low = find_low(j, window, BC)
-    reference = load_past(PAST, b, j, 0, c, blocks, D)
     num = tl.zeros([BC, BD], tl.float32)
     den = tl.zeros([BC, BD], tl.float32)
-    for start in range(low // BC * BC, j * BC + BC, BC):
-        s = start + tl.arange(0, BC)
-        k, v = load_sources(K, V, MASK, b, s, c, k_strides, v_strides, T, D)
-        ek = tl.exp(tl.where(k != k, float('-inf'), k) - reference[None, :])
-        weight = load_weights(E, OLDER, t[:, None], s[None, :], low, T, window).to(PRODUCT)
-        num = tl.dot(weight, (ek * v).to(PRODUCT), num, input_precision=PRECISION)
-        den = tl.dot(weight, ek.to(PRODUCT), den, input_precision=PRECISION)
+    first = tl.maximum(j - tiles + 1, 0)
+    reference = load_past(PAST, b, first, 0, c, blocks, D)
+    for i in range(first, j + 1):
+        weight = load_weights(WEIGHTS, j, i, tiles, BC)
+        ekv, ek = load_pair(TERMS, b, i, c, B, blocks, D, BC)
+        # Under way during the products.
+        higher = load_past(PAST, b, tl.minimum(i + 1, j), 0, c, blocks, D)
+        num = tl.dot(weight, ekv, num, input_precision=PRECISION)
+        den = tl.dot(weight, ek, den, input_precision=PRECISION)
+        scale = tl.exp(reference - higher)[None, :]
+        num *= scale
+        den *= scale
+        reference = higher
     scale = tl.exp(load_past(PAST, b, j, 1, c, blocks, D) - reference)
     older = tl.load(OLDER + t, mask=t < T, other=0.0)[:, None]
     num += older * (scale * load_past(PAST, b, j, 2, c, blocks, D))[None, :]
     den += older * (scale * load_past(PAST, b, j, 3, c, blocks, D))[None, :]
-    keys, _ = load_sources(K, V, MASK, b, t, c, k_strides, v_strides, T, D)
-    lost = find_lost(den, keys, reference, FIRST, b, t, window, PRODUCT, PRECISION, BC)
-    first = tl.min(tl.where(keys != keys, t[:, None], T), 0)
-    den = tl.where(t[:, None] < first[None, :], tl.where(lost, 0.0, den), float('nan'))
+    own = load_pair(TERMS, b, j, c, B, blocks, D, BC)[1]
+    lost = find_lost(den, own, FIRST, b, t, window, PRODUCT, PRECISION, BC)
+    finite = tl.arange(0, BC)[:, None] < load_past(PAST, b, j, 4, c, blocks, D)[None, :]
+    den = tl.where(finite, tl.where(lost, 0.0, den), float('nan'))
     y = tl.where(lost, float('nan'), num / tl.where(den == 0.0, 1.0, den))
     if Q is not None:
         y = y * tl.sigmoid(load_tile(Q, b, t, c, q_strides[0], q_strides[1], T, D))

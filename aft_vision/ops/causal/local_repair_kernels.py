@@ -8,7 +8,7 @@ lost.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.causal.local_kernels import LIMIT, find_low, load_past, load_sources
+from aft_vision.ops.causal.local_kernels import LIMIT, load_past, load_sources
 from aft_vision.ops.common.kernels import load_keys, load_tile, load_values, store_tile
 
 
@@ -32,7 +32,7 @@ def load_bias(BAND, t, s, T, window):
 
 @triton.jit
 def find_sums(
-    K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, k_strides, v_strides,
+    K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, tiles, k_strides, v_strides,
     BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Return for each element of a tile key and bias of its largest term, and its two sums relative to it."""
@@ -42,7 +42,7 @@ def find_sums(
     num = zero + load_past(PAST, b, j, 2, c, blocks, D)[None, :]
     den = zero + load_past(PAST, b, j, 3, c, blocks, D)[None, :]
     bias = zero
-    for source in range(find_low(j, window, BC), tl.minimum(j * BC + BC, T)):
+    for source in range(tl.maximum(j - tiles + 1, 0) * BC, tl.minimum(j * BC + BC, T)):
         s = source + tl.arange(0, 1)
         k, v = load_sources(K, V, MASK, b, s, c, k_strides, v_strides, T, D)  # (1, BD)
         w = load_bias(BAND, t[:, None], s[None, :], T, window)  # (BC, 1)
@@ -78,7 +78,7 @@ def pick(x, i, axis: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, MASK, BAND, PAST, Y, LOST, T, D, window, blocks, q_strides, k_strides, v_strides,
+    Q, K, V, MASK, BAND, PAST, Y, LOST, T, D, window, blocks, tiles, q_strides, k_strides, v_strides,
     BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute y of underflowed elements, which is NaN so far, in marked tiles."""
@@ -86,7 +86,9 @@ def forward_kernel(
     if tl.load(LOST + (j * tl.num_programs(2) + b) * tl.num_programs(1) + tl.program_id(1)) > 0:
         c = tl.program_id(1) * BD + tl.arange(0, BD)
         t = j * BC + tl.arange(0, BC)
-        _, _, num, den = find_sums(K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, k_strides, v_strides, BC, BD)
+        _, _, num, den = find_sums(
+            K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, tiles, k_strides, v_strides, BC, BD
+        )
         y = num / tl.where(den > 0.0, den, 1.0)
         if Q is not None:
             y = y * tl.sigmoid(load_tile(Q, b, t, c, q_strides[0], q_strides[1], T, D))
@@ -98,14 +100,14 @@ def forward_kernel(
 
 @triton.jit
 def sources_kernel(
-    G, Y, DEN, Q, K, V, MASK, BAND, PAST, LOST, DK, DV, T, D, window, blocks, g_strides, y_strides, q_strides,
+    G, Y, DEN, Q, K, V, MASK, BAND, PAST, LOST, DK, DV, T, D, window, blocks, tiles, g_strides, y_strides, q_strides,
     k_strides, v_strides,
     BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add to the gradients of k and v."""
-    i, b, tiles = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.num_programs(1) * tl.num_programs(2)
+    i, b, step = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.num_programs(1) * tl.num_programs(2)
     LOST += b * tl.num_programs(1) + tl.program_id(1)
-    if has_lost(LOST, i * tiles, blocks - i, tiles):
+    if has_lost(LOST, i * step, blocks - i, step):
         c = tl.program_id(1) * BD + tl.arange(0, BD)
         s = i * BC + tl.arange(0, BC)
         k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)
@@ -113,9 +115,9 @@ def sources_kernel(
         dk = load_tile(DK, b, s, c, T * D, D, T, D)
         dv = load_tile(DV, b, s, c, T * D, D, T, D)
         for j in range(i, blocks):
-            if tl.load(LOST + j * tiles) > 0:
+            if tl.load(LOST + j * step) > 0:
                 base, bias, _, den = find_sums(
-                    K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, k_strides, v_strides, BC, BD
+                    K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, tiles, k_strides, v_strides, BC, BD
                 )
                 t = j * BC + tl.arange(0, BC)
                 r_num, r_den = load_rows(G, Y, DEN, Q, den, b, t, c, g_strides, y_strides, q_strides, T, D)
@@ -134,21 +136,22 @@ def sources_kernel(
 
 @triton.jit
 def band_kernel(
-    G, Y, DEN, Q, K, V, MASK, BAND, PAST, LOST, DBAND, B, T, D, window, blocks, strips, g_strides, y_strides,
+    G, Y, DEN, Q, K, V, MASK, BAND, PAST, LOST, DBAND, B, T, D, window, blocks, tiles, strips, g_strides, y_strides,
     q_strides, k_strides, v_strides,
     BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add to the gradient of a tile of the band."""
     j = tl.program_id(0)
     t = j * BC + tl.arange(0, BC)
-    s = (find_low(j, window, BC) // BC + tl.program_id(1)) * BC + tl.arange(0, BC)
+    s = (j - tl.program_id(1)) * BC + tl.arange(0, BC)
+    s = tl.where(s < 0, T, s)
     if has_lost(LOST, j * B * strips, B * strips, 1):
         sums = tl.zeros([BC, BC], tl.float32)
         for i in range(0, B * strips):
             if tl.load(LOST + j * B * strips + i) > 0:
                 b, c = (i // strips).to(tl.int64), i % strips * BD + tl.arange(0, BD)
                 base, bias, _, den = find_sums(
-                    K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, k_strides, v_strides, BC, BD
+                    K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, tiles, k_strides, v_strides, BC, BD
                 )
                 r_num, r_den = load_rows(G, Y, DEN, Q, den, b, t, c, g_strides, y_strides, q_strides, T, D)
                 k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)

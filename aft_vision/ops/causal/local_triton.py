@@ -6,26 +6,24 @@ a GPU.
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from aft_vision.ops.causal import local_backward_kernels as backward
 from aft_vision.ops.causal import local_kernels as device
 from aft_vision.ops.causal import local_repair_kernels as repair
 from aft_vision.ops.common.inputs import LocalInputs, empty_denominator, empty_output
-from aft_vision.ops.common.kernels import FLOOR
-from aft_vision.ops.common.launch import as_bytes, interprets, launching, like, products, rows
+from aft_vision.ops.common.launch import as_bytes, interprets, launching, like, product_type, products, rows
 
 # Approximate number of programs for the gradient of the band: several per multiprocessor of a large GPU.
 PROGRAMS = 512
 # With fewer, tiles spill out of the registers into device memory.
 REPAIR_WARPS = 8
-# A scan overwrites its input. Several warps would have the same channels, and one might read too late.
+# Steps of a scan are short and follow each other.
 SCAN_WARPS = 1
 
 
 class _Call:
-    """Sizes, tiles, the exponentials of the band and the sums of the past, shared by forward and backward."""
+    """Sizes, tiles, the weights and the sums of the past, shared by forward and backward."""
 
     def __init__(self, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> None:
         self.k, self.v, self.mask, self.band = rows(k), rows(v), as_bytes(mask), band.contiguous()
@@ -38,52 +36,66 @@ class _Call:
         self.BD = min(side, max(least, triton.next_power_of_2(self.D)))
         self.blocks, self.strips = triton.cdiv(self.T, self.BC), triton.cdiv(self.D, self.BD)
         self.grid = self.blocks, self.strips, self.B
-        # Weights of BC sources, over the window of a block.
-        self.band_tiles = min(triton.cdiv(self.window - 1, self.BC) + 1, self.blocks)
+        # The blocks that the window of a block reaches.
+        self.tiles = min(triton.cdiv(self.window - 1, self.BC) + 1, self.blocks)
         self.tile = {'BC': self.BC, 'BD': self.BD}
-        self.exp, self.older = self._exponentials()
         self.past = self._past()
+        self.weights, self.older = self._weights()
         # The first unmasked token of each sequence: targets before it see no source, which is not an underflow.
         self.first = None if mask is None else torch.where(mask.any(1), mask.int().argmax(1), self.T).int()
 
     @property
     def product_dtype(self) -> torch.dtype:
         """Return the type of the operands of products."""
-        return torch.float32 if self.products['PRODUCT'] is tl.float32 else torch.bfloat16
+        return product_type(self.v)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return T, D, s and the number of blocks."""
-        return self.T, self.D, self.window, self.blocks
+        """Return T, D, s, the number of blocks, and of those that a block weights individually."""
+        return self.T, self.D, self.window, self.blocks, self.tiles
 
     @property
     def keys_and_values(self) -> tuple[Tensor | None, ...]:
         """Return keys and values in the layout of the kernels."""
         return self.k, self.v, self.mask
 
-    def _exponentials(self) -> tuple[Tensor, Tensor]:
-        # (T, s) of the band and (T,) of the zero before the window, both relative to the largest that a target sees.
-        target = torch.arange(self.T, device=self.band.device)
-        outside = torch.arange(self.window, device=self.band.device) < self.window - 1 - target[:, None]
-        w = self.band.float().masked_fill(outside, float('-inf'))
-        row = w.amax(1)
-        # A row of minus infinity sees no source.
-        row = torch.where(target < self.window, row.clamp_min(FLOOR.value), row.clamp_min(0.0))
-        return torch.exp(w - row[:, None]).to(self.product_dtype), torch.exp(-row.clamp_min(0.0))
+    def pair(self) -> Tensor:
+        """Return an uninitialised buffer (2, B, T, D) of operands of products, padded to whole blocks."""
+        size = 2, self.B, self.blocks * self.BC, self.D
+        return torch.empty(size, dtype=self.product_dtype, device=self.v.device)
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        # Those of the sources of the last blocks up to a target's, and that of the sources before.
+        count, rows = self.tiles * self.BC, self.blocks * self.BC
+        weights = torch.empty((rows, count), dtype=self.product_dtype, device=self.v.device)
+        older = torch.empty(self.T, dtype=torch.float32, device=self.v.device)
+        device.weights_kernel[(rows,)](self.band, weights, older, self.T, self.window, count, BC=self.BC)
+        return weights, older
 
     def _past(self) -> Tensor:
-        past = torch.empty((self.B, self.blocks, device.ROWS.value, self.D), dtype=torch.float32, device=self.v.device)
+        summary, past = (
+            torch.empty((self.B, self.blocks, rows, self.D), dtype=torch.float32, device=self.v.device)
+            for rows in (4, device.ROWS.value)
+        )
         device.summary_kernel[self.grid](
+            *self.keys_and_values, summary, self.T, self.D, self.blocks, *_strides(self.k, self.v), **self.tile
+        )
+        sizes = self.T, self.D, self.blocks, self.tiles
+        device.scan_kernel[(self.strips, self.B)](
+            self.k, self.mask, summary, past, *sizes, *_strides(self.k), BD=self.BD, num_warps=SCAN_WARPS
+        )
+        return past
+
+    def terms(self) -> Tensor:
+        """Return the terms, and complete `past`."""
+        found = self.pair()
+        device.terms_kernel[self.grid](
             *self.keys_and_values,
-            past,
-            *self.sizes,
+            *(self.past, found, self.B, self.T, self.D, self.blocks),
             *_strides(self.k, self.v),
             **self.tile,
         )
-        device.scan_kernel[(self.strips, self.B)](
-            self.k, self.mask, past, self.T, self.D, self.blocks, *_strides(self.k), BD=self.BD, num_warps=SCAN_WARPS
-        )
-        return past
+        return found
 
     def lost(self) -> Tensor:
         """Return an uninitialised buffer of flags for tiles with underflowed elements."""
@@ -98,12 +110,10 @@ def local_causal_forward(inputs: LocalInputs, save: bool) -> tuple[Tensor, Tenso
         call = _Call(k, v, band, mask)
         lost = call.lost()
         device.forward_kernel[call.grid](
-            q,
-            *call.keys_and_values,
-            *(call.exp, call.older, call.past, y, den if save else None, lost, call.first),
+            *(q, call.weights, call.older, call.past, call.terms(), y, den if save else None, lost, call.first),
             call.B,
             *call.sizes,
-            *_strides(q, call.k, call.v),
+            *_strides(q),
             **call.products,
             **call.tile,
         )
@@ -128,7 +138,7 @@ def local_causal_backward(
     dq, dk, dv = None if q is None else like(q), like(k), like(v)
     with launching('local_causal_backward', v):
         call = _Call(k, v, band, mask)
-        r = torch.empty((2, *v.shape), dtype=call.product_dtype, device=v.device)
+        r = call.pair()
         dpast = torch.empty((call.B, call.blocks, 2, call.D), dtype=torch.float32, device=v.device)
         lost = call.lost()
         backward.rows_kernel[call.grid](
@@ -143,11 +153,9 @@ def local_causal_backward(
         backward.sources_kernel[call.grid](
             r,
             *call.keys_and_values,
-            *(call.exp, call.older, call.past, dpast, dk, dv),
-            call.B,
-            *call.sizes,
+            *(call.weights, call.past, dpast, dk, dv, call.B, call.T, call.D, call.blocks, call.tiles),
             *_strides(call.k, call.v),
-            **call.products,
+            PRECISION=call.products['PRECISION'],
             **call.tile,
         )
         tensors, steps = (grad, y, den, q, *call.keys_and_values), _strides(grad, y, q, call.k, call.v)
@@ -157,7 +165,7 @@ def local_causal_backward(
         dband = band.new_empty(0)
         if need_bias:
             found = _band_grad(call, r)
-            repair.band_kernel[(call.blocks, call.band_tiles)](
+            repair.band_kernel[(call.blocks, call.tiles)](
                 *(*tensors, call.band, call.past, lost, found, call.B, *call.sizes, call.strips, *steps),
                 **call.tile,
                 num_warps=REPAIR_WARPS,
@@ -169,14 +177,11 @@ def local_causal_backward(
 def _band_grad(call: _Call, r: Tensor) -> Tensor:
     """Return the gradient of the band (T, s)."""
     strips = call.B * call.strips
-    splits = max(1, min(strips, PROGRAMS // (call.blocks * call.band_tiles)))
+    splits = max(1, min(strips, PROGRAMS // (call.blocks * call.tiles)))
     grad = r.new_zeros((splits, call.T, call.window), dtype=torch.float32)
-    backward.band_kernel[(call.blocks, call.band_tiles, splits)](
-        r,
-        *call.keys_and_values,
-        *(call.exp, call.older, call.past, grad, call.B, call.T, call.D, call.window, call.blocks),
+    backward.band_kernel[(call.blocks, call.tiles, splits)](
+        *(r, call.weights, call.past, call.terms(), grad, call.B, *call.sizes),
         *(call.strips, triton.cdiv(strips, splits)),
-        *_strides(call.k, call.v),
         **call.products,
         **call.tile,
     )
