@@ -166,7 +166,9 @@ def _has_triton() -> bool:
     return importlib.util.find_spec('triton') is not None
 
 
-def tuned(key: list[str], interpreted: dict[str, int], *configs: tuple[dict[str, int], int]) -> Callable[[Any], Any]:
+def tuned(
+    key: list[str], interpreted: dict[str, int], *configs: tuple[dict[str, int], int] | tuple[dict[str, int], int, int]
+) -> Callable[[Any], Any]:
     """Return a decorator for `triton.jit` that measures and caches the fastest configuration for each key.
 
     Lengths up to the same power of two share a choice, separately for each kind of device. Triton also caches it on
@@ -175,7 +177,7 @@ def tuned(key: list[str], interpreted: dict[str, int], *configs: tuple[dict[str,
     Args:
         key: arguments of the kernel that do not change with every batch.
         interpreted: the constants in the interpreter: tiles so small that small tests have several.
-        configs: constants and number of warps, the best guess first.
+        configs: constants, number of warps and, if not 3, of the stages of a loop's loads, the best guess first.
     """
     import triton
 
@@ -183,7 +185,7 @@ def tuned(key: list[str], interpreted: dict[str, int], *configs: tuple[dict[str,
 
     if interprets():
         configs = ((interpreted, 1),)
-    candidates = [triton.Config(constants, num_warps=warps) for constants, warps in configs]
+    candidates = [triton.Config(*config) for config in configs]
     return lambda kernel: Tuner(kernel, candidates, key)
 
 

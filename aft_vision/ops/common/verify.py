@@ -71,7 +71,10 @@ class Shape(NamedTuple):
 # Several tiles of tokens and of channels; as in models, 16 divides D but not T.
 SMALL = Shape(B=2, grid=(7, 10), D=48, channels=1, window=17)
 # Further shapes of operators that compute larger inputs in another way.
-LARGER = {'axial': (Shape(B=2, grid=(7, 20), D=48, channels=4, window=17),)}
+LARGER = {
+    'axial': (Shape(B=2, grid=(7, 20), D=48, channels=4, window=17),),
+    'full': (Shape(B=2, grid=(13, 20), D=48, channels=1, window=1),),
+}
 
 
 class Operator(NamedTuple):

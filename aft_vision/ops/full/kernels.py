@@ -1,9 +1,11 @@
-"""AFT-full (AFT Eq. 2): what comes before and after the product of its terms by the (T, T) weights.
+"""AFT-full (AFT Eq. 2): what comes before and after the product of its terms by the (T, T) weights, or all of it.
 
-Terms are (B, length, 2 D): e^k v, then e^k. `length` is T, padded to what tensor cores take. The weights and e^k are
-relative to two maxima, which can be at different sources, so a denominator may underflow if the bias and k both spread
-over more than 69 nats. Such elements are computed again by a joint log-sum-exp over the sources, in a branch that
-otherwise costs one reduction.
+Terms are (B, length, 2 D): e^k v, then e^k. `length` is T, padded to what tensor cores take. Kernels of whole sequences
+make the product too: the terms of a few channels, or the gradients of their sums, stay in shared memory.
+
+The weights and e^k are relative to two maxima, which can be at different sources, so a denominator may underflow if the
+bias and k both spread over more than 69 nats. Such elements are computed again by a joint log-sum-exp over the sources,
+in a branch that otherwise costs one reduction.
 """
 
 import triton
@@ -14,8 +16,10 @@ from aft_vision.ops.common.launch import tuned
 
 # Sources per step of a repair: few, so that the repair takes few registers.
 REPAIR = tl.constexpr(8)
-# Tiles in the interpreter, and on a GPU with the number of warps.
+# Tiles in the interpreter, and on a GPU with the number of warps: of elements, and of tokens and channels of whole
+# sequences, with that of stages.
 LITTLE, ELEMENTS = {'BT': 8, 'BD': 16}, ({'BT': 32, 'BD': 128}, 8)
+WHOLE = ({'BT': 32, 'BD': 32}, 4, 2), ({'BT': 64, 'BD': 32}, 8, 2), ({'BT': 64, 'BD': 64}, 8, 2)
 
 
 @triton.jit
@@ -113,19 +117,15 @@ def terms_kernel(K, V, MASK, PEAK, TERMS, T, D, length, strides, BT: tl.constexp
     store_pair(TERMS, ek * v, ek, b, t, c, length, D)
 
 
-@tuned([], LITTLE, ELEMENTS)
 @triton.jit
-def results_kernel(
-    Q, K, V, MASK, BIAS, PEAK, SUMS, Y, DEN, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
+def store_results(
+    num, den, peak, Q, K, V, MASK, BIAS, Y, DEN, b, first, c, T, D, strides, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """Compute y from the sums, and the denominators if DEN is given; strides of k, v and q.
+    """Write y of the targets from `first` on, and the denominators if DEN is given; strides of k, v and q.
 
     The denominator of a sequence without a token is 1.
     """
-    b, first, c = find_elements(T, D, BT, BD)
     t = first + tl.arange(0, BT)
-    num, den = load_pair(SUMS, b, t, c, T, length, D, 1.0)
-    peak = tl.load(PEAK + b * D + c, mask=c < D, other=FLOOR)
     attends = (peak > FLOOR)[None, :] & (t < T)[:, None]
     lost = attends & (den < LIMIT)
     y = num / tl.where(den < LIMIT, 1.0, den)
@@ -148,15 +148,60 @@ def results_kernel(
 
 @tuned([], LITTLE, ELEMENTS)
 @triton.jit
-def targets_kernel(
-    G, Y, DEN, Q, DQ, SLOPES, LOST, ANY, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
+def results_kernel(
+    Q, K, V, MASK, BIAS, PEAK, SUMS, Y, DEN, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """Compute the gradients of q and of the sums, 0 where the denominator underflowed; marks those channels.
+    """Compute y from the sums, and the denominators if DEN is given; strides of k, v and q."""
+    b, first, c = find_elements(T, D, BT, BD)
+    num, den = load_pair(SUMS, b, first + tl.arange(0, BT), c, T, length, D, 1.0)
+    peak = tl.load(PEAK + b * D + c, mask=c < D, other=FLOOR)
+    store_results(num, den, peak, Q, K, V, MASK, BIAS, Y, DEN, b, first, c, T, D, strides, BT, BD)
 
-    Strides of k, v, the gradient and q.
+
+@triton.jit
+def find_terms(K, V, MASK, b, s, c, strides, T, D):
+    """Return the largest key of each channel, which is finite, and the terms of all sources relative to it."""
+    k = load_keys(K, MASK, b, s, c, strides[0], strides[1], T, D)
+    peak = tl.maximum(tl.max(k, 0), FLOOR)
+    ek = tl.exp(k - peak[None, :])
+    return peak, ek * load_values(V, MASK, b, s, c, strides[2], strides[3], T, D), ek
+
+
+@triton.jit
+def join_pair(first, second, PRODUCT: tl.constexpr):
+    """Return one operand of a product from two: their columns in turn."""
+    return tl.join(first, second).reshape(first.shape[0], 2 * first.shape[1]).to(PRODUCT)
+
+
+@triton.jit
+def split_pair(sums):
+    """Return the products with both operands of `join_pair`."""
+    return sums.reshape(sums.shape[0], sums.shape[1] // 2, 2).split()
+
+
+@tuned(['T', 'D'], LITTLE, *WHOLE)
+@triton.jit
+def whole_results_kernel(
+    Q, K, V, MASK, BIAS, WEIGHTS, Y, DEN, T, D, strides,
+    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, LENGTH: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute y, and the denominators if DEN is given; strides of k, v and q. Weights are (LENGTH, LENGTH)."""
+    b, _, c = find_elements(1, D, BT, BD)
+    s = tl.arange(0, LENGTH)
+    peak, ekv, ek = find_terms(K, V, MASK, b, s, c, strides, T, D)
+    terms = join_pair(ekv, ek, PRODUCT)
+    for first in range(0, T, BT):
+        weights = tl.load(WEIGHTS + (first + tl.arange(0, BT))[:, None] * LENGTH + s[None, :])
+        num, den = split_pair(tl.dot(weights, terms, input_precision=PRECISION))
+        store_results(num, den, peak, Q, K, V, MASK, BIAS, Y, DEN, b, first, c, T, D, strides, BT, BD)
+
+
+@triton.jit
+def find_slopes(G, Y, DEN, Q, DQ, LOST, ANY, b, t, c, strides, T, D):
+    """Return the gradients of sums, 0 where the denominator underflowed, and whether any of a channel did.
+
+    Writes the gradient of q, and marks those channels. Strides of k, v, the gradient and q.
     """
-    b, first, c = find_elements(length, D, BT, BD)
-    t = first + tl.arange(0, BT)
     g = load_tile(G, b, t, c, strides[4], strides[5], T, D)
     gy = g * load_tile(Y, b, t, c, T * D, D, T, D)
     inside = (t < T)[:, None] & (c < D)[None, :]
@@ -166,10 +211,42 @@ def targets_kernel(
         g *= gate
         store_tile(DQ, gy * (1.0 - gate), b, t, c, T, D)
     top = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))
-    store_pair(SLOPES, g * top, -gy * top, b, t, c, length, D)
     lost = tl.min(den, 0) < LIMIT
     tl.store(LOST + b * D + c, 1, mask=lost)
     tl.store(ANY + 0 * c, 1, mask=lost)
+    return g * top, -gy * top, lost
+
+
+@triton.jit
+def store_sources(
+    d_num, d_den, peak, lost, G, DEN, Q, K, V, MASK, BIAS, DK, DV, b, s, c, T, D, strides, BD: tl.constexpr
+):  # fmt: skip
+    """Write the gradients of k and v of sources from those of their terms; strides of k, v, the gradient and q."""
+    k = load_keys(K, MASK, b, s, c, strides[0], strides[1], T, D)
+    v = load_values(V, MASK, b, s, c, strides[2], strides[3], T, D)
+    ek = tl.exp(k - peak[None, :])
+    dv = d_num * ek
+    dk = (d_num * v + d_den) * ek
+    if tl.max(lost.to(tl.int32)) > 0:
+        for i in range(0, T):
+            if tl.min(load_row(DEN, b, i, c, T * D, D, D, 1.0)) < LIMIT:
+                more_dv, more_dk = lost_row(G, DEN, Q, K, V, MASK, BIAS, b, i, s, c, strides, T, D, BD)
+                dv += more_dv
+                dk += more_dk
+    store_tile(DV, dv, b, s, c, T, D)
+    store_tile(DK, dk, b, s, c, T, D)
+
+
+@tuned([], LITTLE, ELEMENTS)
+@triton.jit
+def targets_kernel(
+    G, Y, DEN, Q, DQ, SLOPES, LOST, ANY, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """Compute the gradients of q and of the sums; strides of k, v, the gradient and q."""
+    b, first, c = find_elements(length, D, BT, BD)
+    t = first + tl.arange(0, BT)
+    d_num, d_den, _ = find_slopes(G, Y, DEN, Q, DQ, LOST, ANY, b, t, c, strides, T, D)
+    store_pair(SLOPES, d_num, d_den, b, t, c, length, D)
 
 
 @tuned([], LITTLE, ELEMENTS)
@@ -181,19 +258,34 @@ def sources_kernel(
     b, first, c = find_elements(T, D, BT, BD)
     s = first + tl.arange(0, BT)
     d_num, d_den = load_pair(SUMS, b, s, c, T, length, D, 0.0)
-    k = load_keys(K, MASK, b, s, c, strides[0], strides[1], T, D)
-    v = load_values(V, MASK, b, s, c, strides[2], strides[3], T, D)
-    ek = tl.exp(k - tl.load(PEAK + b * D + c, mask=c < D, other=0.0)[None, :])
-    dv = d_num * ek
-    dk = (d_num * v + d_den) * ek
-    if tl.max(tl.load(LOST + b * D + c, mask=c < D, other=0)) > 0:
-        for i in range(0, T):
-            if tl.min(load_row(DEN, b, i, c, T * D, D, D, 1.0)) < LIMIT:
-                more_dv, more_dk = lost_row(G, DEN, Q, K, V, MASK, BIAS, b, i, s, c, strides, T, D, BD)
-                dv += more_dv
-                dk += more_dk
-    store_tile(DV, dv, b, s, c, T, D)
-    store_tile(DK, dk, b, s, c, T, D)
+    peak = tl.load(PEAK + b * D + c, mask=c < D, other=0.0)
+    lost = tl.load(LOST + b * D + c, mask=c < D, other=0) > 0
+    store_sources(d_num, d_den, peak, lost, G, DEN, Q, K, V, MASK, BIAS, DK, DV, b, s, c, T, D, strides, BD)
+
+
+@tuned(['T', 'D'], LITTLE, *WHOLE)
+@triton.jit
+def whole_sources_kernel(
+    G, Y, DEN, Q, K, V, MASK, BIAS, WEIGHTS, DQ, DK, DV, SLOPES, TERMS, LOST, ANY, T, D, length, strides,
+    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, LENGTH: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of q, k and v, and write those of the sums and the terms if SLOPES and TERMS are given.
+
+    Strides of k, v, the gradient and q. Weights are (LENGTH, LENGTH).
+    """
+    b, _, c = find_elements(1, D, BT, BD)
+    t = tl.arange(0, LENGTH)
+    d_num, d_den, lost = find_slopes(G, Y, DEN, Q, DQ, LOST, ANY, b, t, c, strides, T, D)
+    slopes = join_pair(d_num, d_den, PRODUCT)
+    peak, ekv, ek = find_terms(K, V, MASK, b, t, c, strides, T, D)
+    if SLOPES is not None:
+        store_pair(SLOPES, d_num, d_den, b, t, c, length, D)
+        store_pair(TERMS, ekv, ek, b, t, c, length, D)
+    for first in range(0, T, BT):
+        s = first + tl.arange(0, BT)
+        weights = tl.load(WEIGHTS + t[:, None] * LENGTH + s[None, :])
+        z_num, z_den = split_pair(tl.dot(tl.trans(weights), slopes, input_precision=PRECISION))
+        store_sources(z_num, z_den, peak, lost, G, DEN, Q, K, V, MASK, BIAS, DK, DV, b, s, c, T, D, strides, BD)
 
 
 @tuned([], {'BT': 16, 'BS': 16, 'BD': 16}, ({'BT': 16, 'BS': 32, 'BD': 64}, 4))

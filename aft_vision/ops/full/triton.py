@@ -1,4 +1,7 @@
-"""AFT-full on a GPU (AFT Eq. 2): products by the (T, T) weights in torch, between Triton kernels."""
+"""AFT-full on a GPU (AFT Eq. 2): products by the (T, T) weights.
+
+Short sequences in bfloat16 are one kernel, longer ones products of torch between Triton kernels.
+"""
 
 from typing import Any
 
@@ -10,11 +13,13 @@ from aft_vision.ops.common.inputs import FullInputs, empty_denominator, empty_ou
 from aft_vision.ops.common.kernels import largest_keys
 from aft_vision.ops.common.launch import (
     as_bytes,
+    interprets,
     launching,
     like,
     multiply,
     pad,
     product_type,
+    products,
     rows,
     strides,
 )
@@ -25,24 +30,30 @@ from aft_vision.ops.full.kernels import (
     targets_kernel,
     terms_kernel,
     weights_kernel,
+    whole_results_kernel,
+    whole_sources_kernel,
 )
 
+# The longest sequences whose products are in one kernel; and in the interpreter.
+WHOLE, WHOLE_LITTLE = 256, 16
 # Elements of the gradients of the bias of single sequences that are there at once.
 GRADIENTS = 1 << 25
 
 
 class _Call:
-    """The sizes of a call, its weights (length, length), and the largest keys (B, D)."""
+    """The sizes of a call and its weights (length, length).
+
+    `whole` is the length to which one kernel pads sequences, or None if they are too long for it.
+    """
 
     def __init__(self, inputs: FullInputs) -> None:
         self.q, self.k, self.v = rows(inputs.q), rows(inputs.k), rows(inputs.v)
         self.bias, self.mask, self.product = inputs.bias.contiguous(), as_bytes(inputs.mask), product_type(self.v)
         self.B, self.T, self.D = self.v.shape
-        self.length = pad(self.T)
-        self.weights = torch.empty((self.length, self.length), dtype=self.product, device=self.v.device)
-        weights_kernel[(self.length,)](self.bias, self.weights, self.T, self.length)
-        # Flags, all 0, of channels of sequences with underflowed targets.
-        self.peak, self.lost = largest_keys(self.k, self.mask)
+        self.length, self.whole = pad(self.T), _whole_length(self.T, self.product)
+        side = self.whole or self.length
+        self.weights = torch.empty((side, side), dtype=self.product, device=self.v.device)
+        weights_kernel[(side,)](self.bias, self.weights, self.T, side)
 
     def empty(self) -> Tensor:
         """Return a buffer (B, length, 2 D) for terms, or for the gradients of sums."""
@@ -54,12 +65,25 @@ class _Call:
             *tensors, self.T, self.D, self.length, steps
         )
 
-    def terms(self) -> Tensor:
-        """Return the terms (B, length, 2 D)."""
+    def run_whole(self, kernel: Any, tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
+        """Launch a kernel over all channels of whole sequences."""
+        kernel[lambda tile: (triton.cdiv(self.D, tile['BD']) * self.B,)](
+            *tensors, self.T, self.D, *arguments, LENGTH=self.whole, **products(self.v)
+        )
+
+    def terms(self, peak: Tensor) -> Tensor:
+        """Return the terms (B, length, 2 D), relative to the largest keys (B, D)."""
         found = self.empty()
-        tensors = self.k, self.v, self.mask, self.peak, found
+        tensors = self.k, self.v, self.mask, peak, found
         self.run(terms_kernel, tensors, self.length, strides(self.k, self.v))
         return found
+
+
+def _whole_length(tokens: int, product: torch.dtype) -> int | None:
+    # Float32 does not fit the shared memory of every GPU.
+    least, most = (8, WHOLE_LITTLE) if interprets() else (64, WHOLE)
+    suits = tokens <= most and (product == torch.bfloat16 or interprets())
+    return max(least, triton.next_power_of_2(tokens)) if suits else None
 
 
 def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
@@ -68,9 +92,13 @@ def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
     with launching('full_forward', inputs.v):
         call = _Call(inputs)
         q, k, v = call.q, call.k, call.v
-        sums = multiply(call.weights.expand(call.B, -1, -1), call.terms())
-        tensors = q, k, v, call.mask, call.bias, call.peak, sums, y, den if save else None
-        call.run(results_kernel, tensors, call.T, strides(k, v, q))
+        known, found, steps = (q, k, v, call.mask, call.bias), (y, den if save else None), strides(k, v, q)
+        if call.whole is not None:
+            call.run_whole(whole_results_kernel, (*known, call.weights, *found), steps)
+        else:
+            peak, _ = largest_keys(k, call.mask)
+            sums = multiply(call.weights.expand(call.B, -1, -1), call.terms(peak))
+            call.run(results_kernel, (*known, peak, sums, *found), call.T, steps)
     return y, den
 
 
@@ -83,26 +111,37 @@ def full_backward(
     with launching('full_backward', inputs.v):
         call, grad, y, den = _Call(inputs), rows(grad), y.contiguous(), den.contiguous()
         q, k, v = call.q, call.k, call.v
-        steps, slopes = strides(k, v, grad, q), call.empty()
-        # Whether any channel is marked.
-        lost, marked = call.lost, torch.zeros(1, dtype=torch.int32, device=v.device)
-        call.run(targets_kernel, (grad, y, den, q, dq, slopes, lost, marked), call.length, steps)
-        sums = multiply(call.weights.T.expand(call.B, -1, -1), slopes)
-        known = grad, den, q, k, v, call.mask, call.bias
-        call.run(sources_kernel, (*known, call.peak, lost, sums, dk, dv), call.T, steps)
-        del sums
-        if need_bias:
-            found = _bias_grad(call, slopes)
+        steps, known = strides(k, v, grad, q), (grad, den, q, k, v, call.mask, call.bias)
+        # Whether any channel of a sequence has underflowed targets.
+        marked = torch.zeros(1, dtype=torch.int32, device=v.device)
+        slopes = terms = None
+        if call.whole is not None:
+            lost = torch.zeros((call.B, call.D), dtype=torch.int32, device=v.device)
+            if need_bias:
+                slopes, terms = call.empty(), call.empty()
+            found = dq, dk, dv, slopes, terms, lost, marked
+            call.run_whole(whole_sources_kernel, (grad, y, *known[1:], call.weights, *found), call.length, steps)
+        else:
+            peak, lost = largest_keys(k, call.mask)
+            slopes = call.empty()
+            call.run(targets_kernel, (grad, y, den, q, dq, slopes, lost, marked), call.length, steps)
+            sums = multiply(call.weights.T.expand(call.B, -1, -1), slopes)
+            call.run(sources_kernel, (*known, peak, lost, sums, dk, dv), call.T, steps)
+            del sums
+            terms = call.terms(peak) if need_bias else None
+        if slopes is not None and terms is not None:
+            total = _bias_grad(call.weights, slopes, terms)[: call.T, : call.T].contiguous()
             tiles = lambda tile: (triton.cdiv(call.T, tile['BT']), triton.cdiv(call.T, tile['BS']))  # noqa: E731
-            repair_kernel[tiles](*known, lost, marked, found, call.B, call.T, call.D, steps)
-            dbias = found.to(dbias.dtype)
+            repair_kernel[tiles](*known, lost, marked, total, call.B, call.T, call.D, steps)
+            dbias = total.to(dbias.dtype)
     return k.new_empty(0) if dq is None else dq, dk, dv, dbias
 
 
-def _bias_grad(call: _Call, slopes: Tensor) -> Tensor:
-    # (T, T) float32 of all targets but underflowed ones. Sequences are added in one order: the same every time.
-    terms, step = call.terms(), max(1, GRADIENTS // call.length**2)
+def _bias_grad(weights: Tensor, slopes: Tensor, terms: Tensor) -> Tensor:
+    # (length, length) float32 of all targets but underflowed ones. Sequences are added in one order, each time.
+    B, length, _ = slopes.shape
+    step = max(1, GRADIENTS // length**2)
     found = multiply(slopes[:step], terms[:step].mT).sum(0)
-    for i in range(step, call.B, step):
+    for i in range(step, B, step):
         found += multiply(slopes[i : i + step], terms[i : i + step].mT).sum(0)
-    return (found * call.weights)[: call.T, : call.T].contiguous()
+    return found * weights[:length, :length]

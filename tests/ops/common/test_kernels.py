@@ -51,6 +51,9 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         # Small grids as larger ones: a product along each axis, several tiles of a line.
         monkeypatch.setattr('aft_vision.ops.axial.triton.PAIRED_LITTLE', 0)
         monkeypatch.setattr('aft_vision.ops.axial.triton.LARGEST', 16)
+    if form == 'triton products':
+        # Short sequences as longer ones.
+        monkeypatch.setattr('aft_vision.ops.full.triton.WHOLE_LITTLE', 0)
     if form in ('cpp wide', 'cpp conv', 'cpp pairs'):
         # One of the two forms of AFT-conv for heads of several channels, whichever is the faster.
         (wide,) = (x for x in operator.FORMS['aft_conv'] if x.name == 'wide')
@@ -154,6 +157,8 @@ SEVERAL, EACH, PARTS = ((3, 7), 6, (3, 4), 2), ((3, 5), 2, (9, 5), 2, 6), ((4, 3
         ('triton', 'aft_full', (5, 16), '', torch.bfloat16),
         ('triton', 'aft_full', (18, 17), '', torch.float32),
         ('triton', 'aft_full', (9, 5, 0, None, 3), 'masked', torch.float16),
+        ('triton', 'aft_full', (16, 17, 0, None, 3), '', torch.float32),
+        ('triton products', 'aft_full', (9, 5, 0, None, 3), 'masked', torch.float32),
         ('triton', 'aft_simple', (1, 3), '', torch.float32),
         ('triton', 'aft_simple', (5, 16), '', torch.float16),
         ('triton', 'aft_simple', (18, 17), '', torch.float32),
@@ -209,6 +214,7 @@ def test_it_equals_float64(form: str, name: str, sizes: Sizes, others: str, dtyp
     'form, name, sizes, others',
     [
         ('triton', 'aft_full', (1, 3), 'no gate'),
+        ('triton products', 'aft_full', (1, 3), 'no gate'),
         ('triton', 'aft_conv', ((1, 1), 3, 3, 1), ''),
         ('triton', 'aft_local_causal', (1, 3, 1), ''),
         ('triton', 'aft_simple_causal', (1, 3), 'no gate'),
@@ -285,6 +291,7 @@ def test_it_survives_nasty_inputs(
     'form, name, sizes',
     [
         ('triton', 'aft_full', (9, 5)),
+        ('triton products', 'aft_full', (9, 5)),
         ('triton', 'aft_simple', (9, 5)),
         ('triton', 'aft_conv', ((2, 3), 4, 3, 2)),
         ('triton', 'aft_conv', ((2, 3), 4, 3, 4)),
@@ -322,6 +329,7 @@ def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(form: str, n
         ('cpp', 'aft_simple_causal', (40, 9), '', 'ordinary', 'ordinary', torch.float32),
         ('triton', 'aft_full', (9, 5), '', 'normal_30', 'zero', torch.float32),
         ('triton', 'aft_full', (9, 5), '', 'normal_30', 'plus_minus_80', torch.float32),
+        ('triton products', 'aft_full', (9, 5), '', 'normal_30', 'plus_minus_80', torch.float32),
         ('triton', 'aft_simple', (9, 5), '', 'ordinary', 'ordinary', torch.float32),
         ('triton', 'aft_conv', ((2, 3), 2, 3, 1, 1), 'window alone', 'ordinary', 'zero', torch.float32),
         ('triton', 'aft_conv', ((2, 3), 2, 3, 1, 1), 'window alone', 'ordinary', 'plus_minus_80', torch.float32),
@@ -560,6 +568,7 @@ def test_a_nan_stays_in_its_sequence_and_channel(form: str, name: str, sizes: Si
     'form, name, sizes',
     [
         ('triton', 'aft_full', (6, 4)),
+        ('triton products', 'aft_full', (6, 4)),
         ('triton', 'aft_conv', ((2, 3), 4, 3, 2)),
         ('triton', 'aft_axial', ((2, 3), 4, (2, 3), 2)),
         ('triton lines', 'aft_axial', ((2, 3), 4, (2, 3), 2)),
